@@ -1,7 +1,9 @@
 """Fine-tuning and segmentation go on bit for bit after signals and kills, on a disk and in a bucket."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from octfm.config import load
+from octfm.encoder import tokens
 from octfm.encoder.tuned import load_tuned
 from octfm.errors import CheckpointError, EvaluationError, Preempted
 from octfm.io import bucket
@@ -102,6 +105,25 @@ def stop_at(step: int, clinic: Clinic, verb: str, out: Path) -> None:
     """SIGTERM in that step, in this process."""
     with signal_in(verb, "SIGTERM", step), pytest.raises(Preempted):
         clinic.do(verb, out)
+
+
+def test_a_signal_while_token_features_are_computed_stops_at_once(clinic, tmp_path, monkeypatch, capfd):
+    """Else the first Ctrl-C seems to do nothing until all volumes are encoded."""
+    drawn, draw = [], tokens.draw_tissue
+
+    def signalled(*args):
+        if not drawn:
+            os.kill(os.getpid(), signal.SIGINT)
+        drawn.append(args)
+        return draw(*args)
+
+    monkeypatch.setattr(tokens, "draw_tissue", signalled)
+    with pytest.raises(Preempted, match="SIGINT: stopped while token features were computed"):
+        clinic.do("finetune", tmp_path / "run", lr_encoder=0)
+    assert len(drawn) == tokens.BATCH < len(clinic.store)
+    assert capfd.readouterr().err.count("SIGINT received: saving, then stopping; a second one stops at once\n") == 1
+    clinic.do("finetune", tmp_path / "run", lr_encoder=0)
+    assert (tmp_path / "run" / "finetune.json").is_file()
 
 
 @pytest.mark.parametrize("verb", ["finetune", pytest.param("segment", marks=pytest.mark.slow)])

@@ -1,7 +1,7 @@
 """A cache of token features of a store: float16 tissue tokens, a fixed number per volume, read by acquisition id."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,11 +34,18 @@ class TokenFeatures:
 
 
 def token_features(
-    encoder: Encoder, store: Store, folder: str | Path, *, per_volume: int = 256, max_gb: float = 16.0
+    encoder: Encoder,
+    store: Store,
+    folder: str | Path,
+    *,
+    per_volume: int = 256,
+    max_gb: float = 16.0,
+    between: Callable[[int], None] = lambda volumes: None,
 ) -> TokenFeatures:
     """Read cached features from `folder`, or compute them: up to `per_volume` random tissue tokens of each volume.
 
-    Tokens are drawn with a fixed seed. Several ranks compute a share each, in a folder that all of them must see.
+    `between` is called with the number of volumes done; what it raises stops the work. Tokens are drawn with a fixed
+    seed. Several ranks compute a share each, in a folder that all of them must see.
     Raises EvaluationError before anything is computed if the features would take more than `max_gb`, and if a rank does
     not see the files of the others.
     """
@@ -57,7 +64,7 @@ def token_features(
     exists = encoder.runtime.collect(np.array([record.is_file()]))
     _require_shared_folder(exists == exists[0], path.parent)
     if not exists[0]:
-        _compute(encoder, store, path, record, per_volume)
+        _compute(encoder, store, path, record, per_volume, between)
     facts = json.loads(record.read_text())
     counts = np.arange(per_volume)[None, :] < np.array(facts["counts"])[:, None]
     place = {name: i for i, name in enumerate(facts["acquisitions"])}
@@ -86,7 +93,9 @@ def _require_shared_folder(sees: np.ndarray, folder: Path) -> None:
         )
 
 
-def _compute(encoder: Encoder, store: Store, path: Path, record: Path, per_volume: int) -> None:
+def _compute(
+    encoder: Encoder, store: Store, path: Path, record: Path, per_volume: int, between: Callable[[int], None]
+) -> None:
     """Compute the features of a store, each rank its share of the batches, and join them on rank 0."""
     runtime = encoder.runtime
     runtime.first(lambda: path.parent.mkdir(parents=True, exist_ok=True))
@@ -98,6 +107,7 @@ def _compute(encoder: Encoder, store: Store, path: Path, record: Path, per_volum
     array = np.lib.format.open_memmap(part, "w+", np.float16, (max(1, len(rows)), per_volume, encoder.width))
     counts = np.zeros(len(rows), int)
     for first in range(0, len(rows), BATCH):
+        between(first)
         tokens, tissue = encoder.tissue_tokens(store.read(rows[first : first + BATCH]))
         for place, (own, is_tissue) in enumerate(zip(tokens, tissue, strict=True), first):
             array[place], kept = draw_tissue(own, is_tissue, per_volume)

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import Any, Protocol, Self
@@ -207,7 +208,7 @@ def train(training: Training, session: Session, interruption: "Interruption") ->
 
 
 class Interruption:
-    """Remembers SIGTERM and SIGINT while entered, so that the step is finished and saved first.
+    """Remembers SIGTERM and SIGINT while entered, so that the step is finished and saved first; says so at once.
 
     A second signal acts at once, unless a launcher repeats signals. Only the main thread receives signals.
     """
@@ -231,9 +232,21 @@ class Interruption:
         self._restore()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.signal_name = signal.Signals(number).name
+        answered, self.signal_name = self.signal_name is not None, signal.Signals(number).name
+        if not answered and os.environ.get("RANK", "0") == "0":
+            again = "" if self._patient else "; a second one stops at once"
+            # Not print, which this handler may have interrupted.
+            with suppress(OSError):
+                os.write(2, f"{self.signal_name} received: saving, then stopping{again}\n".encode())
         if not self._patient:
             self._restore()
+
+    def leave(self, what: str) -> None:
+        """Raise Preempted after a signal, during work that precedes the first step and is repeated from its start."""
+        if self.signal_name is not None:
+            raise Preempted(
+                f"{self.signal_name}: stopped while {what}; run again to start over with that"
+            )
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -6,6 +6,7 @@ import math
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,12 @@ def _finetune(
         source: Source = Live(encoder, store, config)
         if config.frozen:
             kept = token_features(
-                encoder, store, run.path, per_volume=config.tokens_per_volume, max_gb=config.max_cache_gb
+                encoder,
+                store,
+                run.path,
+                per_volume=config.tokens_per_volume,
+                max_gb=config.max_cache_gb,
+                between=partial(_between_features, interruption, runtime),
             )
             source = Features(kept, store, runtime)
         training = FineTuning(task, store, model, source, participants)
@@ -140,6 +146,12 @@ def _finetune(
         predictions = _predictions(task, model, source, task.test)
         runtime.first(lambda: _write_result(training, predictions, run))
     return run.path
+
+
+def _between_features(interruption: Interruption, runtime: Runtime, volumes: int) -> None:
+    # Several ranks stop together, at a step: one that left here would keep the others waiting.
+    if runtime.world == 1:
+        interruption.leave("token features were computed")
 
 
 def _write_result(training: "FineTuning", predictions: Predictions, run: RunFolder) -> None:
