@@ -52,20 +52,23 @@ def phantom(
     Examples:
     octfm phantom clinic --participants 40 --seed 1
     """
+    from octfm.io.progress import Progress
     from octfm.phantom import DEFAULT_SCANNERS, DIAGNOSES, write_phantom
 
-    path = write_phantom(
-        out,
-        participants,
-        seed,
-        size=None if size == "native" else _size(size),
-        scanners=scanner or DEFAULT_SCANNERS,
-        diagnoses=diagnosis or DIAGNOSES,
-        defects=defects,
-        effect=not null_effect,
-        zipped=zipped,
-        workers=workers,
-    )
+    with Progress("phantom", participants, "participants") as progress:
+        path = write_phantom(
+            out,
+            participants,
+            seed,
+            size=None if size == "native" else _size(size),
+            scanners=scanner or DEFAULT_SCANNERS,
+            diagnoses=diagnosis or DIAGNOSES,
+            defects=defects,
+            effect=not null_effect,
+            zipped=zipped,
+            workers=workers,
+            progress=progress.up_to,
+        )
     typer.echo(f"{path}: {participants} participants; truth in {path / 'ground_truth'}")
 
 
@@ -168,6 +171,7 @@ def scan(
     from octfm.catalog.columns import Columns
     from octfm.catalog.participants.people import AmbiguousPeople
     from octfm.errors import ConfigError
+    from octfm.io.progress import Progress
     from octfm.report.data_health import write_data_health
 
     if pseudonymise is not None and extract is not None:
@@ -179,22 +183,24 @@ def scan(
         raise ConfigError("--keep-columns: only applies with --pseudonymise; add --pseudonymise KEYFILE")
     failure = None
     try:
-        catalog = scan_root(
-            root,
-            seed=seed,
-            table=table,
-            participants=participants,
-            columns=Columns.parse(columns or []).of_field,
-            participant_from=participant_from or (),
-            extract=extract,
-            nominal_spacing_mm=opt.parse_spacing(nominal_spacing, "--nominal-spacing"),
-            layouts=layouts.replace(" ", "").split(","),  # type: ignore[arg-type]
-            pixels=pixels,
-            keep_upside_down=keep_upside_down,
-            follow_links=follow_links,
-            workers=workers,
-            limits=opt.limits_of(file_seconds, file_gb),
-        )
+        with Progress("scan", 1, "files") as progress:
+            catalog = scan_root(
+                root,
+                seed=seed,
+                table=table,
+                participants=participants,
+                columns=Columns.parse(columns or []).of_field,
+                participant_from=participant_from or (),
+                extract=extract,
+                nominal_spacing_mm=opt.parse_spacing(nominal_spacing, "--nominal-spacing"),
+                layouts=layouts.replace(" ", "").split(","),  # type: ignore[arg-type]
+                pixels=pixels,
+                keep_upside_down=keep_upside_down,
+                follow_links=follow_links,
+                workers=workers,
+                limits=opt.limits_of(file_seconds, file_gb),
+                progress=progress.up_to,
+            )
     except AmbiguousPeople as ambiguous:
         typer.echo(ambiguous.guess.table())
         accept = [word for pattern in ambiguous.guess.patterns for word in ("--participant-from", pattern)]

@@ -13,6 +13,7 @@ from octfm.encoder.encoder import Encoder
 from octfm.errors import Echo, EvaluationError
 from octfm.io.hashing import hash_text
 from octfm.io.location import Location, location, write_whole
+from octfm.io.progress import Progress
 from octfm.store.layout import Arrays
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
@@ -53,7 +54,7 @@ def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pr
             dropped.append(dropped_of(encoder, arrays))
             return encoder.embed_arrays(arrays)
 
-        vectors = _in_batches(store, describe, encoder.vector_width)
+        vectors = _in_batches(store, describe, encoder.vector_width, name)
         budget = budget_facts(encoder, store, np.concatenate([*dropped, np.zeros(0)]), vectors)
         if name == NAMES[0] and budget:
             echo(budget["sentence"])
@@ -65,7 +66,7 @@ def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pr
 
 def histogram_baseline(store: Store, out: str | Path) -> Path:
     """Write <out>/histogram.parquet, the baseline of every result: a 64-bin histogram of the image voxels."""
-    vectors = _in_batches(store, histogram, HISTOGRAM_BINS)
+    vectors = _in_batches(store, histogram, HISTOGRAM_BINS, "histogram")
     return _write(Path(out) / "histogram.parquet", store, vectors, histogram_facts(store.fingerprint))
 
 
@@ -79,7 +80,7 @@ def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str
     first = np.asarray(embed(store.read([0]).voxels), np.float32)
     if first.ndim != 2 or len(first) != 1:
         raise EvaluationError(f"{name}: expected vectors [1, width] for one volume, got {list(first.shape)}")
-    vectors = _in_batches(store, lambda arrays: embed(arrays.voxels), first.shape[1])
+    vectors = _in_batches(store, lambda arrays: embed(arrays.voxels), first.shape[1], name)
     if (bad := np.flatnonzero(~np.isfinite(vectors).all(1))).size:
         raise EvaluationError(
             f"{name}: expected finite vectors, got NaN or infinity for {len(bad)} volumes, "
@@ -130,12 +131,14 @@ def _existing_vectors(path: Path, key: str) -> tuple[np.ndarray | None, dict[str
     return np.array(table["vector"].to_pylist(), np.float32), facts["budget"]
 
 
-def _in_batches(store: Store, describe: Callable[[Arrays], np.ndarray], width: int) -> np.ndarray:
-    """float32 [N, width]: `describe` applied to all volumes of a store."""
+def _in_batches(store: Store, describe: Callable[[Arrays], np.ndarray], width: int, name: str) -> np.ndarray:
+    """float32 [N, width]: `describe` applied to all volumes of a store; `name` is the encoder's, for the progress."""
     vectors = np.empty((len(store), width), np.float32)
-    for first in range(0, len(store), BATCH):
-        rows = np.arange(first, min(first + BATCH, len(store)))
-        vectors[rows] = describe(store.read(rows))
+    with Progress(f"embed with {name}", len(store)) as progress:
+        for first in range(0, len(store), BATCH):
+            rows = np.arange(first, min(first + BATCH, len(store)))
+            vectors[rows] = describe(store.read(rows))
+            progress.advance(len(rows))
     return vectors
 
 

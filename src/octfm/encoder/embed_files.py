@@ -35,6 +35,7 @@ from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits, Lost
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, Location, location, lock, write_whole
+from octfm.io.progress import Progress
 from octfm.io.spread import stream
 from octfm.io.versions import listing_of, versions
 from octfm.layers.band import band_finder
@@ -43,7 +44,7 @@ from octfm.run.runtime import Precision, start
 from octfm.store.exclusion import without_excluded_files
 from octfm.store.layout import Arrays
 from octfm.store.prepare import REASONS as PREPARE_REASONS
-from octfm.store.prepare import ProgressLines, code_of, prepare_acquisition, with_finder, words
+from octfm.store.prepare import code_of, prepare_acquisition, with_finder, words
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.tissue import BandFinder
 
@@ -139,11 +140,11 @@ def embed_files(
         deadline = functools.partial(_deadline, preparing)
         decoded = stream(account.counting(embed), missing, _lost, workers=workers, limits=preparing, deadline=deadline)
         decoded = account.counted(decoded)
-        progress = ProgressLines(len(missing), echo, "without a vector")
-        for number, first in enumerate(range(0, len(missing), SHARD), next_part):
-            rows = _shard(missing[first : first + SHARD], decoded, kinds)
-            write_whole(out / "parts" / f"{number:06d}.parquet", _part(rows, kinds))
-            progress.advance([bool(row["code"]) for row in rows])
+        with Progress("embed", len(missing), failure="without a vector", echo=echo, always=True) as progress:
+            for number, first in enumerate(range(0, len(missing), SHARD), next_part):
+                rows = _shard(missing[first : first + SHARD], decoded, kinds)
+                write_whole(out / "parts" / f"{number:06d}.parquet", _part(rows, kinds))
+                progress.advance(len(rows), sum(bool(row["code"]) for row in rows))
         summary = _finish(out, catalog, tasks, kinds, encoder.preprocessing)
         if spent := account.close():
             summary["bucket"] = spent

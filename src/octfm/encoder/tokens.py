@@ -11,6 +11,7 @@ from octfm.encoder.encoder import SELECTION_SEED, Encoder
 from octfm.errors import EvaluationError
 from octfm.io.hashing import hash_text
 from octfm.io.location import flush, write_whole
+from octfm.io.progress import Progress
 from octfm.store.store import Store
 
 BATCH = 8
@@ -40,11 +41,11 @@ def token_features(
     *,
     per_volume: int = 256,
     max_gb: float = 16.0,
-    between: Callable[[int], None] = lambda volumes: None,
+    between: Callable[[], None] = lambda: None,
 ) -> TokenFeatures:
     """Read cached features from `folder`, or compute them: up to `per_volume` random tissue tokens of each volume.
 
-    `between` is called with the number of volumes done; what it raises stops the work. Tokens are drawn with a fixed
+    `between` is called before every batch; what it raises stops the work. Tokens are drawn with a fixed
     seed. Several ranks compute a share each, in a folder that all of them must see.
     Raises EvaluationError before anything is computed if the features would take more than `max_gb`, and if a rank does
     not see the files of the others.
@@ -94,7 +95,7 @@ def _require_shared_folder(sees: np.ndarray, folder: Path) -> None:
 
 
 def _compute(
-    encoder: Encoder, store: Store, path: Path, record: Path, per_volume: int, between: Callable[[int], None]
+    encoder: Encoder, store: Store, path: Path, record: Path, per_volume: int, between: Callable[[], None]
 ) -> None:
     """Compute the features of a store, each rank its share of the batches, and join them on rank 0."""
     runtime = encoder.runtime
@@ -106,12 +107,14 @@ def _compute(
     # At least one row, because an empty file cannot be mapped.
     array = np.lib.format.open_memmap(part, "w+", np.float16, (max(1, len(rows)), per_volume, encoder.width))
     counts = np.zeros(len(rows), int)
-    for first in range(0, len(rows), BATCH):
-        between(first)
-        tokens, tissue = encoder.tissue_tokens(store.read(rows[first : first + BATCH]))
-        for place, (own, is_tissue) in enumerate(zip(tokens, tissue, strict=True), first):
-            array[place], kept = draw_tissue(own, is_tissue, per_volume)
-            counts[place] = kept.sum()
+    with Progress("token features", len(rows), enabled=runtime.leads) as progress:
+        for first in range(0, len(rows), BATCH):
+            between()
+            tokens, tissue = encoder.tissue_tokens(store.read(rows[first : first + BATCH]))
+            for place, (own, is_tissue) in enumerate(zip(tokens, tissue, strict=True), first):
+                array[place], kept = draw_tissue(own, is_tissue, per_volume)
+                counts[place] = kept.sum()
+            progress.advance(len(tokens))
     array.flush()
     lengths, counts = runtime.collect(np.array([len(rows)])), runtime.collect(counts)
 

@@ -244,9 +244,7 @@ class Interruption:
     def leave(self, what: str) -> None:
         """Raise Preempted after a signal, during work that precedes the first step and is repeated from its start."""
         if self.signal_name is not None:
-            raise Preempted(
-                f"{self.signal_name}: stopped while {what}; run again to start over with that"
-            )
+            raise Preempted(f"{self.signal_name}: stopped while {what}; run again to start over with that")
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

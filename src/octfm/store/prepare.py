@@ -3,12 +3,11 @@
 import functools
 import math
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from octfm.catalog.acquisition import FLAGS, PSEUDONYM
 from octfm.errors import BAD_INPUT, BucketError, ReadError, StoreError
@@ -17,6 +16,7 @@ from octfm.formats.reasons import REASONS as READER_REASONS
 from octfm.io.bucket import Account
 from octfm.io.isolation import Limits, Lost, release
 from octfm.io.location import Location, location
+from octfm.io.progress import Progress
 from octfm.io.spread import require_cluster, spread
 from octfm.store.exclusion import without_excluded_files
 from octfm.store.layout import Compression, StoreRow, Unprepared
@@ -121,7 +121,7 @@ def prepare(
         for row in writer.rows:
             copies.first_owner(row.pixels, Owner(row.uri, row.participant, row.laterality))
         try:
-            with _Progress(len(tasks), progress) as display:
+            with Progress("prepare", len(tasks), failure="not prepared", enabled=progress, always=True) as display:
                 # `spread` yields outcomes in the order of tasks, so rows do not depend on the number of workers.
                 outcomes = spread(
                     account.counting(run),
@@ -141,7 +141,7 @@ def prepare(
                         writer.append(outcome, task.name)
                     else:
                         writer.put_back(outcome, task.name)
-                    display.advance(outcome)
+                    display.advance(1, isinstance(outcome, Unprepared))
         except OSError as error:
             raise StoreError(
                 f"{out}: writing failed ({error}); what was written stays valid, so fix the cause and run the same "
@@ -419,72 +419,3 @@ def _unprepared(acquisition: "Acquisition", code: str, sentence: str) -> Unprepa
     if acquisition.uri.startswith(PSEUDONYM):
         sentence = f"{acquisition.uri}: {meaning_of(code)}"
     return Unprepared(acquisition.sop_instance_uid, acquisition.uri, acquisition.scanner, code, sentence)
-
-
-class ProgressLines:
-    """Progress as a line of text every `pause_s` seconds, with the rate and the time left."""
-
-    def __init__(self, total: int, echo: Callable[[str], None], failure: str, pause_s: float = 10):
-        """`failure` names what happened to volumes that failed, such as "not prepared"."""
-        self._total, self._echo, self._failure, self._pause = total, echo, failure, pause_s
-        self._finished = self._failed = 0
-        self._start = self._last = time.monotonic()
-
-    def advance(self, failures: Sequence[bool]) -> None:
-        """Count more volumes, of which those marked True failed."""
-        self._finished += len(failures)
-        self._failed += sum(failures)
-        now = time.monotonic()
-        if now - self._last < self._pause and self._finished < self._total:
-            return
-        rate = self._finished / max(now - self._start, 1e-9)
-        text = f"{self._finished:,} of {self._total:,} volumes, {rate:.2g} per second, "
-        text += f"{(self._total - self._finished) / rate / 60:.1f} min left"
-        self._echo(f"{text}, {self._failed:,} {self._failure}" if self._failed else text)
-        self._last = now
-
-
-class _Progress:
-    """A progress bar on a terminal, lines of text elsewhere."""
-
-    def __init__(self, total: int, enabled: bool):
-        enabled = enabled and total > 0
-        self._total, self._failed = total, 0
-        self._on_terminal = enabled and sys.stderr.isatty()
-        self._lines = ProgressLines(total, _to_stderr, "not prepared") if enabled and not self._on_terminal else None
-        self._bar: Any = None
-
-    def __enter__(self) -> Self:
-        if self._on_terminal:
-            from rich import progress as rich
-            from rich.console import Console
-
-            columns = (
-                "prepare",
-                rich.BarColumn(),
-                rich.MofNCompleteColumn(),
-                rich.TimeElapsedColumn(),
-                "left",
-                rich.TimeRemainingColumn(compact=True),
-                rich.TextColumn("{task.fields[note]}"),
-            )
-            self._bar = rich.Progress(*columns, console=Console(stderr=True))
-            self._task = self._bar.add_task("prepare", total=self._total, note="")
-            self._bar.start()
-        return self
-
-    def advance(self, outcome: StoreRow | Unprepared) -> None:
-        failed = isinstance(outcome, Unprepared)
-        self._failed += failed
-        if self._lines is not None:
-            self._lines.advance([failed])
-        if self._bar is not None:
-            self._bar.update(self._task, advance=1, note=f"{self._failed:,} not prepared" if self._failed else "")
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
-def _to_stderr(line: str) -> None:
-    print(f"prepare: {line}", file=sys.stderr, flush=True)

@@ -148,7 +148,7 @@ def _finetune(
     return run.path
 
 
-def _between_features(interruption: Interruption, runtime: Runtime, volumes: int) -> None:
+def _between_features(interruption: Interruption, runtime: Runtime) -> None:
     # Several ranks stop together, at a step: one that left here would keep the others waiting.
     if runtime.world == 1:
         interruption.leave("token features were computed")

@@ -1,0 +1,101 @@
+"""Progress of long work: a bar with the time left on a terminal, now and then a line of text elsewhere."""
+
+import sys
+import time
+from typing import Any, Self
+
+from octfm.errors import Echo
+
+SHOW_AFTER_S = 2.0
+"""A bar appears once the work has taken so long."""
+PAUSE_S, SHARE, LONGEST_PAUSE_S = 10.0, 0.05, 600.0
+"""Lines are at least PAUSE_S apart and SHARE of the work, unless that would take longer than LONGEST_PAUSE_S."""
+
+
+class Progress:
+    """A context manager; `advance` counts what is done."""
+
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        unit: str = "volumes",
+        *,
+        failure: str = "failed",
+        echo: Echo | None = None,
+        enabled: bool = True,
+        always: bool = False,
+        pause_s: float = PAUSE_S,
+    ):
+        """`what` begins every line, `failure` names what happened to units that failed; lines go to `echo`, by default
+        to stderr. `always`: also for work that ends at once. Disabled, it is silent."""
+        self._what, self._total, self._unit, self._failure = what, total, unit, failure
+        self._echo, self._pause, self._always = echo or _to_stderr, pause_s, always
+        self._enabled = enabled and total > 0
+        self._on_terminal = self._enabled and sys.stderr.isatty()
+        self._done = self._failed = 0
+        self._start = self._last = time.monotonic()
+        self._last_done = 0
+        self._bar: Any = None
+        self._started = False
+
+    def __enter__(self) -> Self:
+        if self._on_terminal:
+            from rich import progress as rich
+            from rich.console import Console
+
+            columns = (
+                rich.TextColumn("{task.description}", markup=False),
+                rich.BarColumn(),
+                rich.MofNCompleteColumn(),
+                rich.TimeElapsedColumn(),
+                "left",
+                rich.TimeRemainingColumn(compact=True),
+                rich.TextColumn("{task.fields[note]}", markup=False),
+            )
+            self._bar = rich.Progress(*columns, console=Console(stderr=True))
+            self._task = self._bar.add_task(self._what, total=self._total, note="")
+        return self
+
+    def advance(self, units: int = 1, failed: int = 0) -> None:
+        """Count `units` more, of which `failed` failed."""
+        self._failed += failed
+        self._done += units
+        now = time.monotonic()
+        if self._bar is not None:
+            note = f"{self._failed:,} {self._failure}" if self._failed else ""
+            self._bar.update(self._task, completed=self._done, note=note)
+            if not self._started and (self._always or now - self._start >= SHOW_AFTER_S):
+                self._bar.start()
+                self._started = True
+        elif self._enabled and self._line_is_due(now):
+            self._echo(f"{self._what}: {self._text(now)}")
+            self._last, self._last_done = now, self._done
+
+    def up_to(self, done: int, total: int) -> None:
+        """As `advance`, for callbacks that get the numbers of units done and in all."""
+        self._total = total
+        if self._bar is not None:
+            self._bar.update(self._task, total=total)
+        self.advance(done - self._done)
+
+    def __exit__(self, *_: object) -> None:
+        if self._started:
+            self._bar.stop()
+
+    def _line_is_due(self, now: float) -> bool:
+        passed = now - self._last
+        if self._done >= self._total:
+            return self._always or now - self._start >= self._pause
+        far = self._done - self._last_done >= SHARE * self._total
+        return passed >= self._pause and (far or passed >= LONGEST_PAUSE_S)
+
+    def _text(self, now: float) -> str:
+        rate = self._done / max(now - self._start, 1e-9)
+        left = (self._total - self._done) / rate / 60 if rate else 0.0
+        text = f"{self._done:,} of {self._total:,} {self._unit}, {rate:.2g} per second, {left:.1f} min left"
+        return f"{text}, {self._failed:,} {self._failure}" if self._failed else text
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
