@@ -34,7 +34,7 @@ class Verb(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [param for param in self.get_params(ctx) if param.param_type_name == "argument"]
-        names = [param.metavar + ("..." if param.nargs != 1 else "") for param in arguments]
+        names = [f"{param.metavar}{'...' if param.nargs != 1 else ''}" for param in arguments]
         return [
             "[OPTIONS]",
             *(name if param.required else f"[{name}]" for name, param in zip(names, arguments, strict=True)),
@@ -44,8 +44,9 @@ class Verb(TyperCommand):
         # Not typer's: it adds Python's name of the type to arguments, in words that differ between its versions.
         rows: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
         for param in self.get_params(ctx):
-            name, about = param.get_help_record(ctx)
-            rows[param.param_type_name].append((name if param.param_type_name == "option" else param.metavar, about))
+            if record := param.get_help_record(ctx):
+                kind = param.param_type_name
+                rows[kind].append(record if kind == "option" else (str(param.metavar), record[1]))
         for title, found in (("Arguments", rows["argument"]), ("Options", rows["option"])):
             if found:
                 with formatter.section(title):
