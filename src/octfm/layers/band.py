@@ -63,7 +63,8 @@ class LearnedBand:
     def __call__(self, voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3, classic: Tissue) -> Tissue:
         """The surfaces of the network, or those of `classic` with low confidence; its measurements are kept."""
         at = searched_bscans(len(voxels_DHW), spacing_mm[0], BSCANS_MM)
-        found = _find(load_finder(self.name), voxels_DHW, at, spacing_mm)
+        # On the CPU: a store must not depend on the device, and workers must not share a GPU.
+        found = _find(load_finder(self.name, "cpu"), voxels_DHW, at, spacing_mm)
         return retina(found, at, voxels_DHW.shape[1], spacing_mm, classic)
 
 
@@ -194,5 +195,5 @@ def band_finder(preprocessing: Preprocessing, where: str) -> LearnedBand | None:
             f"{where}: needs the network {name} {digest[:12]} to find tissue bands (band: learned), this octfm has "
             f"{known}; use the octfm that it was made with"
         )
-    load_finder(name)  # here, not in every worker, a damaged file is one error
+    load_finder(name, "cpu")  # here, not in every worker, a damaged file is one error
     return LearnedBand(name)
