@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-PROGRESS = re.compile(r"\d+ of \d+ volumes, .* min left")
+PROGRESS = re.compile(r"[\d,]+ of [\d,]+ \w+, .* min left")
 """Lines whose number depends on how busy the machine is; left out."""
 BLOCK = re.compile(r"^```(console|python title=\"(?P<name>[\w.]+)\")\n(?P<body>.*?)^```$", re.S | re.M)
 
