@@ -85,8 +85,8 @@ class VolumeDataset(Dataset):
         if self.labels is not None and self.classes is None:
             label = f"{self.target} from {self.labels.min():g} to {self.labels.max():g}"
         elif self.labels is not None:
-            names = [(self.classes or ())[k] for k in self.labels.tolist()]
-            label = f"{self.target}: {counted(Counter(names))}"
+            assert self.classes is not None
+            label = f"{self.target}: {counted(Counter(self.classes[k] for k in self.labels.tolist()))}"
         return {
             "volumes": f"{number(len(self), 'volume')} of {people}",
             "split": self.split or "all",
