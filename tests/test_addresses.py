@@ -1,6 +1,7 @@
 """Locations in options and settings: credentials and unknown schemes are refused alike, masked alike, before
 anything is written."""
 
+import inspect
 import string
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from octfm import addresses
 from octfm.catalog.columns import TableError
+from octfm.cli import options
 from octfm.cli.main import app
 from octfm.config import Config, dump, load
 from octfm.errors import ConfigError, OctfmError
@@ -97,6 +99,13 @@ def _refused_and_nothing_written(folder: Path, words: list[str], secret: str) ->
     assert secret not in done.output + str(done.exception) and not list(folder.iterdir())
 
 
+def parser_of(verb: str, option) -> object:
+    """What the verb's function declares to parse the value, or None."""
+    function = inspect.unwrap(VERBS[verb].callback)
+    annotation = inspect.signature(function, eval_str=True).parameters[option.name].annotation
+    return next((extra.parser for extra in getattr(annotation, "__metadata__", ()) if hasattr(extra, "parser")), None)
+
+
 def _settings(cls: type[Config], prefix: str = "") -> list[str]:
     from octfm.config import known_keys
 
@@ -175,7 +184,7 @@ def test_checkpoints_of_before_are_read_without_their_addresses():
 def test_no_folder_is_ever_called_s3(tmp_path, monkeypatch, address):
     """Every option and argument that names a path on a disk, of every verb."""
     monkeypatch.chdir(tmp_path)
-    local = [(verb, option) for verb, option in OPTIONS if option.metavar == "PATH" or option.metavar == "[PATH]"]
+    local = [(verb, option) for verb, option in OPTIONS if parser_of(verb, option) is options._local]
     assert len(local) > 25
     for verb, option in local:
         words = (
@@ -214,7 +223,8 @@ def test_every_option_that_may_be_a_path_says_so():
     }
     for verb, option in OPTIONS:
         if option.name in places and (verb, option.name) not in {("phantom", "participants")}:
-            assert str(option.metavar).strip("[]") in {"PATH", "PLACE", "RUN", "FILE", "CATALOG"}, (verb, option.name)
+            parsers = (options._local, options.place, addresses.expect_place)
+            assert parser_of(verb, option) in parsers, (verb, option.name)
 
 
 @given(secretive())
