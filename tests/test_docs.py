@@ -19,6 +19,7 @@ from octfm.config import find_config, known_keys
 from octfm.pretraining.settings import PretrainConfig
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
+from support.browser import Browser, needs_chromium
 from support.small_store import small_store
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +28,8 @@ PAGES = sorted(
     [*DOCS.glob("*.md"), *DOCS.glob("guide/*.md"), *DOCS.glob("log/*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
 )
 names = [str(page.relative_to(ROOT)) for page in PAGES]
+GENERATED = {"commands.md", "settings.md"}
+"""Pages that `make docs` makes from the code (docs/reference.py)."""
 GUIDE = [page for page in PAGES if page.parent.name == "guide"] + [ROOT / "README.md"]
 
 
@@ -49,6 +52,8 @@ def test_every_link_leads_somewhere(page):
             continue
         path, _, anchor = target.partition("#")
         other = (page.parent / path).resolve() if path else page
+        if other.parent == DOCS and other.name in GENERATED:
+            continue
         assert other.exists(), f"{target}: no such file"
         if anchor:
             titles = re.findall(r"^#+ (.*)$", other.read_text(), re.M)
@@ -102,7 +107,9 @@ def test_every_test_that_a_guarantee_names_exists():
 def test_every_page_is_in_the_navigation():
     """`make docs` fails otherwise, and that takes longer to find out."""
     listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
-    assert listed - {"readme.md", "changelog.md"} == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert listed - {"readme.md", "changelog.md"} - GENERATED == {
+        str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")
+    }
 
 
 def test_every_verb_is_told_of_and_every_config_named_is_there():
@@ -132,6 +139,68 @@ def test_the_reference_has_every_public_name_and_no_other():
         assert getattr(importlib.import_module(module), last).__doc__, f"{name} has no docstring"
     homes = {f"{home}.{name}" for name, home in octfm._HOME.items()}
     assert homes <= set(named), homes - set(named)
+
+
+def reference_pages() -> dict[str, str]:
+    sys.path.insert(0, str(DOCS))
+    import reference
+
+    assert set(reference.PAGES) == GENERATED
+    return {name: write() for name, write in reference.PAGES.items()}
+
+
+def test_the_reference_has_every_verb_option_and_setting_with_its_meaning():
+    import typer.main
+
+    from octfm.cli.main import app
+
+    pages = reference_pages()
+    parts = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", pages["commands.md"], re.S | re.M))
+    verbs = typer.main.get_command(app).commands
+    assert list(parts) == list(verbs)
+    for name, verb in verbs.items():
+        for parameter in verb.params:
+            if parameter.param_type_name == "option":
+                assert f"`{parameter.opts[0]}" in parts[name], f"{name}: {parameter.opts[0]}"
+    rows = dict(re.findall(r"^\| `([a-z_0-9.]+)` \| [^|]+ \| [^|]+ \| (.*) \|$", pages["settings.md"], re.M))
+    configs = (PretrainConfig, FinetuneConfig, SegmentConfig, octfm.Preprocessing)
+    ours = {key for cls in configs for key in known_keys(cls) if not key.startswith("objective.")}
+    assert ours | {"objective.goal_average", "objective.context_loss"} <= rows.keys()
+    assert not [key for key, meaning in rows.items() if len(meaning) < 10], "a setting without a docstring"
+
+
+@needs_chromium
+def test_search_works_from_a_disk_and_ranks_the_guide_first(tmp_path):
+    """Pages opened as files: no server, no worker, no fetch. The log says the word more often, and in its title."""
+    pytest.importorskip("material", reason="the pages need octfm[docs]")
+    docs = tmp_path / "docs"
+    for page, text in {
+        "index.md": "# Start",
+        "guide/reading.md": "# Reading\n\n## Spacing\n\nEvery quokka has millimetres.",
+        "log/old.md": "# Quokka\n\n## A quokka in a quokka\n\nquokka quokka quokka",
+    }.items():
+        (docs / page).parent.mkdir(parents=True, exist_ok=True)
+        (docs / page).write_text(text)
+    shutil.copy(DOCS / "offline_search.js", docs)
+    settings = {
+        "site_name": "pages", "use_directory_urls": False, "theme": {"name": "material", "font": False},
+        "plugins": ["search"], "hooks": [str(DOCS / "site_hooks.py")],
+    }  # fmt: skip
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(settings))
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet"], cwd=tmp_path, capture_output=True, text=True, timeout=280,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with Browser(tmp_path) as browser:
+        browser.open(tmp_path / "site" / "guide" / "reading.html")
+        browser.js("document.querySelector('.md-search__input').focus()")
+        browser.call("Input.insertText", text="quokka")
+        browser.wait("document.querySelectorAll('.md-search-result__item').length >= 2")
+        first = "document.querySelector('.md-search-result__item a').href"
+        assert "guide/reading.html" in browser.js(first)
+        assert not browser.complaints
+        assert all(url.startswith(("file:", "data:", "about:", "blob:")) for url in browser.asked)
 
 
 def test_the_thresholds_in_the_questions_are_those_of_the_code():

@@ -23,8 +23,11 @@ class PredictorConfig(Config):
     """Size of the predictor, a narrow transformer; 64-wide heads keep its attention efficient."""
 
     width: int = Field(default=192, ge=8, le=16_384)
+    """Channels of a token inside the predictor."""
     depth: int = Field(default=6, ge=1, le=200)
+    """Transformer blocks."""
     heads: int = Field(default=3, ge=1, le=1024)
+    """Attention heads; must divide the width into parts of even size."""
 
 
 class Predictor(nn.Module):

@@ -33,10 +33,13 @@ class ViTConfig(Config):
     patch_size: tuple[Side, Side, Side] = (4, 16, 16)
     """Voxels of one token, (B-scan, axial, lateral)."""
     width: int = Field(default=384, ge=8, le=16_384)
+    """Channels of a token, and of a volume's vector."""
     depth: int = Field(default=12, ge=1, le=200)
     """Transformer blocks."""
     heads: int = Field(default=6, ge=1, le=1024)
+    """Attention heads; must divide the width into parts of even size."""
     mlp_ratio: float = Field(default=4.0, ge=0.125, le=64)
+    """Width of a block's hidden layer over its own."""
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotary positions have no parameters; `learned` is the prototype's position table, kept for comparison (F17)."""
     activation_checkpointing: bool = False

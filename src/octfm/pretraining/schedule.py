@@ -20,10 +20,13 @@ class ScheduleConfig(Config):
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     """Share of the run spent warming up."""
     lr_shape: Literal["cosine", "constant"] = "cosine"
+    """How the learning rate goes on after the warm-up: down along a cosine, or constant at its peak."""
     weight_decay: float = Field(default=0.05, ge=0, le=100)
+    """AdamW's weight decay, constant over the run."""
     ema_base: float | None = Field(default=None, ge=0, lt=1)
     """Momentum of the target encoder at step 0; null derives it from the run length."""
     ema_end: float = Field(default=1.0, gt=0, le=1)
+    """Momentum of the target encoder at the last step."""
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,14 @@ class PretrainConfig(Config):
     """One run."""
 
     seed: Seed = 0
+    """Decides initial weights, order of volumes, augmentation and masks."""
     steps: Every = DEFAULT_STEPS
     """Optimizer updates."""
     epochs: Epochs | None = None
     """Instead of steps: passes over the training volumes. Becomes steps as soon as the store is known, and is stored as
     such."""
     precision: Precision = "bf16"
+    """Arithmetic of the networks: bfloat16 where it is safe, or float32 throughout."""
     data: DataConfig = DataConfig()
     model: ViTConfig = ViTConfig()
     predictor: PredictorConfig = PredictorConfig()
@@ -58,10 +60,13 @@ class PretrainConfig(Config):
     clip_grad_norm: float = Field(default=3.0, gt=0, le=1e12)
     """Gradients are scaled down to this norm; the norm before clipping is what is logged (F3)."""
     log_every_steps: Every = 10
+    """Steps between rows of metrics.jsonl."""
     validate_every_steps: Every = 500
+    """Steps between validation losses on held-out participants."""
     validation_volumes: int = Field(default=64, ge=1, le=1_000_000)
     """Largest number of held-out volumes for the validation loss."""
     ckpt_every_steps: Every = 500
+    """Steps between checkpoints."""
     ckpt_every_epochs: Epochs | None = None
     """Instead of ckpt_every_steps, in passes over the training volumes."""
     keep_checkpoints: int = Field(default=2, ge=1, le=100_000)

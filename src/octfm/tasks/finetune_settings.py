@@ -27,9 +27,11 @@ class FinetuneConfig(Config):
     labels: LocalPlace | None = None
     """CSV or TSV with participant_id (and laterality); null uses the labels in the store."""
     target: str = "study_group"
+    """Label column to predict."""
     order: tuple[str, ...] = ()
     """Grades of the target, lowest first, if octfm does not know them."""
     seed: Seed = 0
+    """Decides the head's initial weights, order of volumes and augmentation."""
     epochs: float = Field(default=30, gt=0, le=1e5)
     """Passes over the training volumes, at most."""
     head_epochs: float = Field(default=3, ge=0, le=1e5)
@@ -41,8 +43,11 @@ class FinetuneConfig(Config):
     per_device_batch_size: int = Field(default=4, ge=1, le=1_000_000)
     """Volumes per forward pass; must divide batch_size."""
     precision: Precision = "fp32"
+    """Arithmetic of the network: float32 throughout, or bfloat16 where it is safe."""
     pool: Pool = "mean"
+    """How tissue tokens become one vector: their mean, or a small cross-attention pool that is trained."""
     lr_head: LearningRate = 1e-3
+    """Peak learning rate of the head."""
     lr_encoder: float = Field(default=3e-5, ge=0, le=1)
     """With 0 the encoder is frozen, and its token features are computed once."""
     layer_decay: float = Field(default=0.75, gt=0, le=1)
@@ -50,8 +55,11 @@ class FinetuneConfig(Config):
     lora_rank: int | None = Field(default=None, ge=1, le=16_384)
     """Train low-rank updates of the attention projections instead of the encoder's own weights (arXiv:2106.09685)."""
     weight_decay: float = Field(default=0.05, ge=0, le=100)
+    """AdamW's weight decay."""
     warmup_ratio: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the run spent warming up."""
     clip_grad_norm: float = Field(default=3.0, gt=0, le=1e12)
+    """Gradients are scaled down to this norm."""
     class_weights: bool = True
     """Weigh all classes alike, however rare."""
     augment: AugmentConfig = AugmentConfig()
@@ -59,6 +67,7 @@ class FinetuneConfig(Config):
     tokens_per_volume: int = Field(default=256, ge=1, le=10_000_000)
     """Tissue tokens per volume whose features a frozen encoder keeps."""
     max_cache_gb: float = Field(default=16.0, gt=0, le=1e6)
+    """Largest cache of a frozen encoder's token features in the run folder."""
     runtime: RuntimeConfig = RuntimeConfig()
     """For several ranks under torchrun; each holds the whole model (`ddp`)."""
 

@@ -24,15 +24,21 @@ class SegmentConfig(Config):
     mask_values: tuple[int, ...] = ()
     """Values of `lesions` that make up the mask, for phantoms 1 and 2 for fluid; empty for no mask."""
     mask_name: str = "fluid"
+    """Name of the mask in results and files."""
     decoder: Decoder = "linear"
+    """One linear layer per token; `light` first mixes neighbouring tokens by convolution."""
     seed: Seed = 0
+    """Decides the decoder's initial weights and the order of volumes."""
     steps: int = Field(default=400, ge=1, le=10_000_000)
+    """Optimizer updates."""
     batch_size: int = Field(default=2, ge=1, le=1_000_000)
     """Volumes per step."""
     lr: LearningRate = 2e-3
+    """Peak learning rate of the decoder."""
     lr_encoder: float = Field(default=0.0, ge=0, le=1)
     """With 0 the encoder is frozen, and every volume is encoded once."""
     precision: Precision = "fp32"
+    """Arithmetic of the networks: float32 throughout, or bfloat16 where it is safe."""
     max_volumes: int | None = Field(default=None, ge=1, le=10**12)
     """Most training volumes, the same ones every time."""
     max_cache_gb: float = Field(default=8.0, gt=0, le=1e6)

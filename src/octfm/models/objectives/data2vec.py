@@ -18,6 +18,7 @@ class Data2VecConfig(ObjectiveConfig):
     (arXiv:2202.03555)."""
 
     name: Literal["data2vec"] = "data2vec"
+    """The name chooses the objective and, with it, this table of settings."""
     # Earlier versions accepted the setting here and ignored it.
     ignored: ClassVar[frozenset[str]] = frozenset({"target_levels"})
 

@@ -32,6 +32,7 @@ class JEPAConfig(ObjectiveConfig):
     """Predict the features of hidden tokens from visible ones (arXiv:2506.09985)."""
 
     name: Literal["vjepa2"] = "vjepa2"
+    """The name chooses the objective and, with it, this table of settings."""
     target_levels: int = Field(default=1, ge=1, le=200)
     """Depths of the target encoder that are predicted, evenly spaced up to its end (V-JEPA 2.1 takes four)."""
     target_norm: TargetNorm = "layer"

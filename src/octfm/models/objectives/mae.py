@@ -26,6 +26,7 @@ class MAEConfig(ObjectiveConfig):
     """Predict the voxels of hidden tokens (arXiv:2111.06377)."""
 
     name: Literal["mae"] = "mae"
+    """The name chooses the objective and, with it, this table of settings."""
     goal_average: tuple[Side, Side, Side] = (1, 1, 1)
     """Voxels of a patch, (B-scan, axial, lateral), that are averaged before they are predicted: averages out speckle,
     which cannot be predicted, and keeps layers. The encoder sees every voxel."""

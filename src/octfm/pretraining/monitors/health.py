@@ -22,7 +22,9 @@ class HealthConfig(Config):
     deviations: float = Field(default=8.0, gt=0, le=1e12)
     """A spike is this many robust standard deviations above the steps before it, and at least the factors below."""
     loss_factor: float = Field(default=3.0, gt=1, le=1e12)
+    """Least factor over the median loss of the window that makes a spike."""
     gradient_factor: float = Field(default=20.0, gt=1, le=1e12)
+    """Least factor over the median gradient norm of the window that makes a spike."""
     lasting_factor: float = Field(default=1.3, gt=1, le=1e12)
     """Factor for the loss if two of the last three steps exceed it."""
     drop: float = Field(default=0.5, gt=0, lt=1)
@@ -34,6 +36,7 @@ class HealthConfig(Config):
     max_skips: int = Field(default=4, ge=1, le=1_000_000)
     """This many skipped updates within `skip_window` steps roll the run back."""
     skip_window: int = Field(default=50, ge=1, le=1_000_000)
+    """Steps over which skipped updates are counted."""
     margin: int = Field(default=20, ge=0, le=1_000_000)
     """A checkpoint this many steps before the first sign of trouble is preferred to a later one."""
     max_rollbacks: int = Field(default=2, ge=0, le=1_000_000)
