@@ -200,9 +200,9 @@ def _candidate(preset: str, store: Store, volumes: int, runtime: Runtime, reads:
 
 
 def _faster_precision(config: PretrainConfig, store: Store, runtime: Runtime) -> Precision:
-    """bf16 unless the matrix products of this device are faster in fp32, as on many CPUs."""
+    """The preset's, or fp32 where this device lacks bf16 or multiplies faster in fp32, as many CPUs do."""
     if runtime.device.type != "cpu":
-        return config.precision
+        return config.precision if config.precision == "fp32" else runtime.precision
     grid = token_grid(store.preprocessing.image_size, config.model.patch_size)
     tokens = config.masks.counts(grid)[0] * config.data.per_device_batch_size
 
