@@ -312,4 +312,5 @@ def test_the_report_of_a_run_shows_its_head_and_its_segmentation(run, store, tmp
         }
     with pytest.raises(EvaluationError, match="trained on volumes that were prepared with other settings"):
         other = small_preprocessing().model_copy(update={"margin_mm": 0.02})
-        embed_run._segmenter(tmp_path / "seg", small_store(tmp_path / "other", splits=("train",), preprocessing=other))
+        changed = small_store(tmp_path / "other", splits=("train",), preprocessing=other)
+        embed_run._segmenter(tmp_path / "seg", changed, None)
