@@ -13,7 +13,7 @@ from octfm.cli.main import app
 from octfm.errors import ConfigError, EvaluationError
 from octfm.layers.calibrate import LEAST_PARTICIPANTS, calibrate_rows
 from octfm.layers.packaged import load_finder
-from octfm.layers.ranges import SYNTHETIC, Ranges, conformal_quantile
+from octfm.layers.ranges import SYNTHETIC, Ranges, conformal_quantile, packaged_ranges
 from octfm.layers.table import describe, read_table, row_of, save_table
 from octfm.layers.zones import RANGE, UNIT
 from octfm.volume.etdrs import ZONES
@@ -101,6 +101,13 @@ def test_fluid_of_an_a_scan_is_its_height():
 def test_a_refused_scan_has_no_ranges():
     row = row_of(replace(found_in(9, reasons=("no",)), ranges=RANGES))
     assert not row["range_kind"] and not row[RANGE["centre"][0]]
+
+
+def test_ranges_belong_to_their_weights():
+    finder = load_finder()
+    found = packaged_ranges(finder.name, finder.digest)
+    assert found is not None and found.participants >= 800
+    assert packaged_ranges(finder.name, "0" * 64) is None and packaged_ranges("untrained", finder.digest) is None
 
 
 def test_own_corrections_turn_ranges_into_intervals(tmp_path):
