@@ -78,9 +78,10 @@ def test_a_signal_finishes_the_step_saves_and_exits_75(store, tmp_path, number):
             break
     _, said = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert said.startswith(f"octfm: {number.name}: saved after ") and said.endswith(
-        "of 40 updates; run again to continue\n"
-    ), said
+    at_once, done = said.splitlines()
+    assert at_once == f"{number.name} received: saving, then stopping; a second one stops at once"
+    assert done.startswith(f"octfm: {number.name}: saved after "), said
+    assert done.endswith("of 40 updates; run again to continue"), said
     assert 3 <= final(run)["step"] < 40
 
 

@@ -95,6 +95,7 @@ def test_the_learned_band_holds_the_retina_and_is_tight(retina):
     assert abs(thick["learned"] - (bm - ilm).mean()) < 0.02 / volume.spacing_mm[1], thick
 
 
+@pytest.mark.slow
 def test_where_the_network_is_unsure_the_band_is_doubted(retina):
     volume, _ = retina
     noise = np.random.default_rng(0).gamma(2, 20, volume.shape).clip(0, 255).astype(np.uint8)
@@ -159,7 +160,8 @@ def test_an_export_prepares_with_the_network_that_it_names(run, clinic, tmp_path
     vector = load_encoder(run).embed_arrays(prepared)[0]
     embed_files(folder, clinic, tmp_path / "vectors", workers=0, echo=quiet)
     found = read_embeddings(tmp_path / "vectors" / "pretrained.parquet").vectors
-    np.testing.assert_allclose(found[0], vector, atol=1e-5)
+    # In the order of the files' UIDs, which are drawn anew.
+    assert np.isclose(found, vector, atol=1e-5).all(axis=1).sum() == 1
 
 
 def test_a_network_that_is_not_here_is_one_clear_error(run, clinic, tmp_path):

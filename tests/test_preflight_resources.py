@@ -145,6 +145,7 @@ def test_F7_too_little_memory_is_stopped_and_what_would_fit_is_told(store, monke
     assert "not even one volume" in resources.memory(settings, store, start("fp32", "cpu")).measured
 
 
+@pytest.mark.slow
 def test_estimate_of_a_large_model_needs_no_memory_and_no_minutes():
     """ViT-S on 32 full-size volumes: gigabytes of activations, told by a laptop, and 23 TFLOP by pencil and paper:
     24 n d² + 4 n² d for each block, forward once for the teacher's 3,072 tokens, three times for what learns."""

@@ -58,7 +58,7 @@ def alone(ranks, store, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("world, parallel", [(2, "ddp"), (4, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize("world, parallel", [(2, "ddp"), pytest.param(4, "ddp", marks=pytest.mark.slow), (2, "fsdp")])
 def test_ranks_train_what_one_process_trains(ranks, store, alone, tmp_path, world, parallel):
     """Whitened goals: their moments are those of the global batch, too. Two ranks x 2 micro-batches, four x 1, two
     with shards."""

@@ -216,6 +216,7 @@ def test_a_folder_in_place_of_the_page_is_refused_without_leftovers(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([run.name, "site"])
 
 
+@pytest.mark.slow
 def test_page_stays_small_by_leaving_out_pictures(tmp_path, monkeypatch):
     run = write_run(tmp_path)
     full = write_report(run, tmp_path / "full.html").stat().st_size

@@ -143,7 +143,7 @@ def test_what_leaves_the_frame_at_the_top_comes_back_mirrored():
 
 def test_upside_down_images_have_no_surfaces():
     images = [
-        image for image in map(replace(SMALL, conditions=("healthy",)), range(120)) if image.accident == "upside_down"
+        image for image in map(replace(SMALL, conditions=("healthy",)), range(60)) if image.accident == "upside_down"
     ]
     assert images and all(np.isnan(image.surfaces).all() for image in images)
 

@@ -131,6 +131,7 @@ def claims_without_an_effect(seed):
     }
 
 
+@pytest.mark.slow
 def test_where_there_is_no_effect_hardly_anything_is_called_better():
     """One false claim in fifteen questions is what 5 % each allow; without Holm there are more."""
     cohorts = [claims_without_an_effect(seed) for seed in (1, 2, 3)]
