@@ -28,7 +28,7 @@ from support.small_store import small_preprocessing
 SLOW = pytest.mark.slow
 everywhere = pytest.mark.parametrize("place", ["local", "s3", "gs"], indirect=True)
 buckets = pytest.mark.parametrize("place", ["s3", "gs"], indirect=True)
-faults = pytest.mark.parametrize("faulty", ["s3", "gs"], indirect=True)
+faults = pytest.mark.parametrize("faulty", ["s3", pytest.param("gs", marks=pytest.mark.slow)], indirect=True)
 
 
 @everywhere
