@@ -24,6 +24,7 @@ from octfm.layers.finder import LayerFinder
 from octfm.layers.packaged import CURRENT, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
 from octfm.layers.verdict import ZONE_UM, Measures, decide, expected_error_um
+from octfm.layers.zones import FEWEST_PER_MM
 from octfm.phantom.native.bscans import SURFACES, Labelled, sample_placement
 from octfm.phantom.native.stream import Stream
 from octfm.volume.etdrs import field_of, field_of_volume, measure_grid
@@ -49,7 +50,7 @@ class Zone(NamedTuple):
     true_um: float
     """NaN where the image does not show enough of it."""
     expected_um: float
-    """Mean error that the network expects."""
+    """Mean error that the network expects; infinite if the zone is withheld because the fovea could lie elsewhere."""
     fluid_um: float = 0.0
     """Mean height of intraretinal fluid that was found."""
 
@@ -113,12 +114,14 @@ def zones_of(found: ScanSegmentation, image: Labelled) -> dict[str, Zone]:
     expected, fluid = (
         measure_grid(values, own, "R", grid.centre_mm, pit_map_um=flat).mean_um for values in (error, found.fluid_um())
     )
-    zones = {}
+    given, zones = found.etdrs().mean_um, {}
     for name, mean in grid.mean_um.items():
         if mean is not None:
             known = share[name] or 0.0
             true = (total[name] or 0.0) / known if known >= LEAST_TRUE else np.nan
-            zones[name] = Zone(mean, true, expected[name] or 0.0, fluid[name] or 0.0)
+            error = expected[name] or 0.0
+            displaced = given[name] is None and error <= ZONE_UM
+            zones[name] = Zone(mean, true, float("inf") if displaced else error, fluid[name] or 0.0)
     return zones
 
 
@@ -222,10 +225,12 @@ def shown_differently(volume: Volume) -> dict[str, Volume]:
 
 
 def central(volume: Volume, finder: LayerFinder) -> tuple[float | None, bool]:
-    """Central thickness in µm, and whether it is refused."""
+    """Central thickness in µm, and whether it is refused, or marked as one of B-scans too far apart."""
     found = segment(volume, finder=finder)
-    value, given = (found.etdrs(keep_doubtful=keep).mean_um["centre"] for keep in (True, False))
-    return value, given is None or not found.verdict.accepted
+    grid = found.etdrs()
+    coarse = grid.bscans_per_mm < FEWEST_PER_MM
+    value, given = found.etdrs(keep_doubtful=True).mean_um["centre"], grid.mean_um["centre"]
+    return value, given is None or coarse or not found.verdict.accepted
 
 
 def invariances(volumes: list[Volume], finder: LayerFinder) -> None:

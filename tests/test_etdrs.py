@@ -11,7 +11,7 @@ from octfm.phantom.eye import sample_eye, surfaces_um
 from octfm.phantom.normative import SECTORS, sectors_um
 from octfm.phantom.render import en_face_positions
 from octfm.phantom.scanner import SCANNERS, acquire
-from octfm.volume.etdrs import ZONES, EtdrsGrid, field_of, find_pit, measure_grid
+from octfm.volume.etdrs import ZONES, EtdrsGrid, field_of, find_pits, measure_grid
 from octfm.volume.volume import Lines
 
 FOVEA = (0.15, -0.2)
@@ -116,7 +116,7 @@ def test_a_zone_covered_by_less_than_nine_tenths_stays_blank():
 def test_a_flat_retina_is_measured_around_the_devices_centre_or_the_scans():
     thickness, field = horizontal()
     flat = np.full_like(thickness, 300.0)
-    assert find_pit(flat, field) is None
+    assert find_pits(flat, field) == []
     assert measure_grid(flat, field, "R").centre == "scan"
     grid = measure_grid(flat, field, "R", device_centre_mm=(0.4, 0.1))
     assert grid.centre == "device" and grid.centre_mm == (0.4, 0.1)

@@ -20,6 +20,9 @@ from octfm.volume.planes import eight_bit
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Spacing3, Volume
 
+PLACE_UM = 10.0
+"""A zone is withheld if its mean changes by more around another place that could be the fovea."""
+
 
 @dataclass(frozen=True, eq=False)
 class ScanSegmentation(Segmentation):
@@ -111,7 +114,8 @@ class ScanSegmentation(Segmentation):
     def etdrs(self, upper: str = "ilm", lower: str = "bm", *, keep_doubtful: bool = False) -> EtdrsGrid:
         """Nine zones of the thickness between two surfaces, around the fovea that was found.
 
-        Zones in which the network expects a mean error above 12 µm are None unless `keep_doubtful`.
+        Zones in which the network expects a mean error above 12 µm are None unless `keep_doubtful`, and so are those
+        that change by more than 10 µm around another place that could be the fovea.
         Retinal thickness is ILM to BM, as Heidelberg defines it. Raises EvaluationError for line, circle and radial
         scans, which do not cover zones, and for B-scans whose positions contradict each other.
         """
@@ -122,10 +126,14 @@ class ScanSegmentation(Segmentation):
         if keep_doubtful:
             return grid
         expected = self._expected(upper, lower, grid)
-        held = {name: mean if (expected.mean_um[name] or 0) <= ZONE_UM else None for name, mean in grid.mean_um.items()}
+        held = {name: mean for name, mean in grid.mean_um.items() if (expected.mean_um[name] or 0) > ZONE_UM}
+        for rival in grid.rivals_mm:
+            other = self._means(self.thickness_um(upper, lower), rival).mean_um
+            held |= {name: mean for name, mean in grid.mean_um.items() if _apart(mean, other[name]) > PLACE_UM}
         area = np.pi * RINGS_MM[-1] ** 2
         trusted = (expected.volume_mm3 or 0) * 1000 / area <= ZONE_UM
-        return replace(grid, mean_um=held, volume_mm3=grid.volume_mm3 if trusted else None)
+        given = {name: None if name in held else mean for name, mean in grid.mean_um.items()}
+        return replace(grid, mean_um=given, volume_mm3=grid.volume_mm3 if trusted else None)
 
     def zone_ranges(self) -> dict[str, tuple[float, float]]:
         """Zone → low and high end in µm of its synthetic-calibrated range, for the zones of `etdrs()` that have a mean.
@@ -137,7 +145,7 @@ class ScanSegmentation(Segmentation):
             return {}
         grid = self.etdrs()
         expected = self._expected("ilm", "bm", grid).mean_um
-        fluid = self._means(self.fluid_um(), grid).mean_um
+        fluid = self._means(self.fluid_um(), grid.centre_mm).mean_um
         return {
             name: self.ranges.of(mean, expected[name] or 0.0, fluid[name] or 0.0)
             for name, mean in grid.mean_um.items()
@@ -146,13 +154,13 @@ class ScanSegmentation(Segmentation):
 
     def _expected(self, upper: str, lower: str, grid: EtdrsGrid) -> EtdrsGrid:
         """The expected error of the thickness between two surfaces, in the zones of its grid."""
-        return self._means(expected_error_um(self.found, self.spacing_mm, upper, lower), grid)
+        return self._means(expected_error_um(self.found, self.spacing_mm, upper, lower), grid.centre_mm)
 
-    def _means(self, values_DW: np.ndarray, grid: EtdrsGrid) -> EtdrsGrid:
-        """Means of a map in the zones of a grid."""
-        # A map without a pit, so that the grid has the centre of the first.
+    def _means(self, values_DW: np.ndarray, centre_mm: tuple[float, float]) -> EtdrsGrid:
+        """Means of a map in the zones around this place."""
+        # A map without a pit: the grid is centred where it should be.
         flat = np.zeros_like(values_DW)
-        return measure_grid(values_DW, self.place(), self.volume.laterality, grid.centre_mm, pit_map_um=flat)
+        return measure_grid(values_DW, self.place(), self.volume.laterality, centre_mm, pit_map_um=flat)
 
     def fluid_um(self) -> np.ndarray:
         """float32 [D, W]: height of intraretinal fluid in µm; 0 if the network does not report it."""
@@ -181,6 +189,13 @@ class ScanSegmentation(Segmentation):
         # 1 mm³ is 1,000 nl. Two of its three millimetres are lateral.
         scale = lateral_scale(self.axial_length_mm)
         return float(self.masks[mask].sum() * np.prod(self.spacing_mm) * scale**2 * 1000)
+
+
+def _apart(one: float | None, other: float | None) -> float:
+    """Difference of two means in µm; infinite if only the first is known."""
+    if one is None:
+        return 0.0
+    return abs(one - other) if other is not None else float("inf")
 
 
 def segment(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from scipy.ndimage import gaussian_filter, map_coordinates
+from scipy.ndimage import gaussian_filter, map_coordinates, maximum_filter
 
 from octfm.display import box, brief, data_frame
 from octfm.volume.volume import Laterality, Lines, Volume
@@ -37,6 +37,12 @@ CELL_MM = 0.025
 """Distance of the points at which a map is sampled: 1,256 of them in the centre."""
 PIT_UM = 20.0
 """The least depth below its surroundings at which a depression counts as the foveal pit."""
+APART_MM = 0.5
+"""Least distance between two depressions that could both be the pit."""
+RIVAL = 0.8
+"""A second depression could be the pit as well if it has this share of the first one's score."""
+OFF_CENTRE_MM = 1.0
+"""Spread of the fovea about the middle of the scan, which decides between depressions of similar depth: eyes fixate."""
 
 _AROUND = {"pit": "foveal pit", "device": "device's fixation centre", "scan": "middle of the scan"}
 Centre = Literal["pit", "device", "scan"]
@@ -72,6 +78,12 @@ class Field:
         """[2]: middle of the scanned field."""
         middle = float(self.starts_mm.mean()) + (self.columns - 1) / 2 * self.ascan_mm
         return self.origin + self.along * middle + self.across * (self.bscans_mm[0] + self.bscans_mm[-1]) / 2
+
+    @property
+    def per_mm(self) -> float:
+        """B-scans per mm; 0 for a single one."""
+        count = len(self.bscans_mm)
+        return float((count - 1) / (self.bscans_mm[-1] - self.bscans_mm[0])) if count > 1 else 0.0
 
     def to_index(self, x_mm: np.ndarray, y_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Fractional (B-scan, A-scan) of each position; NaN outside the outermost half pixels of the field.
@@ -173,11 +185,13 @@ def _field_of_lines(lines: Lines, columns: int, dx: float) -> Field:
     return Field(first[0], along, across, bscans, starts, columns, step, True)
 
 
-def find_pit(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> np.ndarray | None:
-    """[2] position of the foveal pit in mm, or None if the retina has no pit within `reach_mm` of the field's centre.
+def find_pits(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> list[np.ndarray]:
+    """[2] positions in mm of the depressions that could be the foveal pit, the likeliest first; empty if the retina has
+    none within `reach_mm` of the field's centre.
 
-    `thickness_um` [D, W] is ILM to BM (or to any boundary below the pit). The pit is the point from which the
-    retina rises by at least `PIT_UM` in each of eight directions, .6, .9 or 1.2 mm away, and rises most on average.
+    `thickness_um` [D, W] is ILM to BM (or to any boundary below the pit). A depression is a point from which the
+    retina rises by at least `PIT_UM` in each of eight directions, .6, .9 or 1.2 mm away, and, within `APART_MM`, rises
+    most on average. Its score is that rise, weighted by the distance from the field's centre.
     """
     half = reach_mm + 1.25
     axis = np.arange(-half, half + CELL_MM, CELL_MM)
@@ -185,12 +199,12 @@ def find_pit(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> n
     measured = sample(thickness_um, field, x, y)
     known = np.isfinite(measured)
     if known.mean() < 0.5:
-        return None
+        return []
     sigma = 0.1 / CELL_MM
     weight = gaussian_filter(known.astype(float), sigma)
     smooth = gaussian_filter(np.where(known, measured, 0.0), sigma) / np.maximum(weight, 1e-6)
     smooth[weight < 0.5] = np.nan
-    inside = np.hypot(x - field.centre[0], y - field.centre[1]) <= reach_mm
+    off_mm = np.hypot(x - field.centre[0], y - field.centre[1])
     depth = np.full(x.shape, np.inf)
     total = np.zeros(x.shape)
     for angle in np.arange(8) * np.pi / 4:
@@ -201,14 +215,27 @@ def find_pit(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> n
         rise = ring - smooth
         # fmin skips NaN: a direction that leaves the field does not count.
         depth, total = np.fmin(depth, rise), total + np.nan_to_num(rise)
-    score = np.where(inside & np.isfinite(smooth) & (depth >= PIT_UM), total, -np.inf)
-    if not np.isfinite(score).any():
-        return None
-    # The floor of the pit is nearly flat: the centre of gravity of the deepest part is steadier than its lowest point.
-    best = score.max()
-    part = np.where(score > 0.85 * best, score - 0.85 * best, 0.0)
-    row, column = np.unravel_index(int(score.argmax()), score.shape)
-    part[np.hypot(x - x[row, column], y - y[row, column]) > 0.4] = 0
+    usable = (off_mm <= reach_mm) & np.isfinite(smooth) & (depth >= PIT_UM)
+    if not usable.any():
+        return []
+    score = np.where(usable, total, 0.0)
+    weighted = score * np.exp(-0.5 * (off_mm / OFF_CENTRE_MM) ** 2)
+    highest = maximum_filter(weighted, 2 * round(APART_MM / CELL_MM) + 1, mode="constant")
+    peaks = [tuple(peak) for peak in np.argwhere((weighted == highest) & (weighted >= RIVAL * weighted.max()))]
+    places: list[np.ndarray] = []
+    for peak in sorted(peaks, key=lambda peak: -weighted[peak]):
+        place = _centre_of(score, x, y, peak)
+        # Two points of one flat floor can be equally high.
+        if all(np.hypot(*(place - other)) >= APART_MM for other in places):
+            places.append(place)
+    return places
+
+
+def _centre_of(score: np.ndarray, x: np.ndarray, y: np.ndarray, peak: tuple[int, ...]) -> np.ndarray:
+    """[2]: the floor of a pit is nearly flat, so the centre of gravity of its deepest part is steadier than its lowest
+    point."""
+    part = np.where(score > 0.85 * score[peak], score - 0.85 * score[peak], 0.0)
+    part[np.hypot(x - x[peak], y - y[peak]) > 0.4] = 0
     return np.array([(part * x).sum(), (part * y).sum()]) / part.sum()
 
 
@@ -250,6 +277,10 @@ class EtdrsGrid:
     centre: Centre
     centre_mm: tuple[float, float]
     """Where the grid lies, (x, y) in the field's coordinates."""
+    rivals_mm: tuple[tuple[float, float], ...] = ()
+    """Other places that could be the foveal pit."""
+    bscans_per_mm: float = 0.0
+    """How densely the zones were sampled across B-scans; the central zone is 1 mm wide."""
 
     def __repr__(self) -> str:
         known = sum(mean is not None for mean in self.mean_um.values())
@@ -286,7 +317,7 @@ def measure_grid(
     `pit_map_um` is the map in which the pit is looked for if `thickness_um` is not the whole retina's (a single layer,
     fluid).
     """
-    pit = find_pit(thickness_um if pit_map_um is None else pit_map_um, field)
+    pit, *rivals = find_pits(thickness_um if pit_map_um is None else pit_map_um, field) or [None]
     found: Centre = "pit" if pit is not None else "device" if device_centre_mm is not None else "scan"
     centre = pit if pit is not None else np.asarray(device_centre_mm) if device_centre_mm is not None else field.centre
     axis = np.arange(-RINGS_MM[-1] + CELL_MM / 2, RINGS_MM[-1], CELL_MM)
@@ -302,7 +333,8 @@ def measure_grid(
         mean[name] = float(measured[known].mean()) if coverage[name] >= LEAST_COVERED else None
     area = np.pi * RINGS_MM[-1] ** 2
     volume = float(np.nanmean(values[whole])) / 1000 * area if covered >= LEAST_COVERED else None
-    return EtdrsGrid(mean, coverage, volume, found, (float(centre[0]), float(centre[1])))
+    others = tuple((float(x), float(y)) for x, y in rivals)
+    return EtdrsGrid(mean, coverage, volume, found, (float(centre[0]), float(centre[1])), others, field.per_mm)
 
 
 def _zones(x: np.ndarray, y: np.ndarray, laterality: Laterality | None, upright: bool) -> dict[str, np.ndarray]:
