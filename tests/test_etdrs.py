@@ -123,6 +123,34 @@ def test_a_flat_retina_is_measured_around_the_devices_centre_or_the_scans():
     assert grid.volume_mm3 == pytest.approx(0.3 * np.pi * 9, rel=1e-6)
 
 
+def two_pits(depths=(80.0, 78.0), places=((0.1, -0.2), (0.9, 0.9))):
+    """A thickness map with two depressions, and its field."""
+    _, field = horizontal(count=97, columns=256, extent=8.0)
+    x, y = np.meshgrid(np.linspace(-4, 4, 256), np.linspace(-4, 4, 97))
+    away = [np.hypot(x - px, y - py) for px, py in places]
+    return 330 - sum(depth * np.exp(-((r / 0.5) ** 2)) for depth, r in zip(depths, away, strict=True)), field
+
+
+def test_of_two_pits_the_one_nearer_to_the_middle_is_taken_and_both_named():
+    for depths in ((80.0, 78.0), (78.0, 80.0)):
+        grid = measure_grid(*two_pits(depths, ((0.3, -0.2), (-0.2, 0.6))), "R")
+        assert grid.centre_mm == pytest.approx((0.3, -0.2), abs=0.15)
+        ((x, y),) = grid.rivals_mm
+        assert (x, y) == pytest.approx((-0.2, 0.6), abs=0.15)
+
+
+def test_a_pit_far_from_the_middle_counts_where_it_is_the_only_one():
+    grid = measure_grid(*two_pits((80.0, 0.0), ((1.1, 0.8), (0, 0))), "R")
+    assert grid.centre_mm == pytest.approx((1.1, 0.8), abs=0.06) and grid.rivals_mm == ()
+
+
+def test_a_mirrored_eye_with_two_pits_has_a_mirrored_grid():
+    thickness, field = two_pits((80.0, 79.0))
+    grid, mirrored = measure_grid(thickness, field, "R"), measure_grid(thickness[:, ::-1], field, "L")
+    assert mirrored.centre_mm == pytest.approx((-grid.centre_mm[0], grid.centre_mm[1]), abs=1e-6)
+    assert mirrored.mean_um == pytest.approx(grid.mean_um, abs=0.6)
+
+
 def test_axial_length_scales_lateral_distances_by_bennetts_formula():
     thickness, field = horizontal(axial_length_mm=26.0)
     _, nominal = horizontal()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import octfm
+import octfm.layers.segment as segment_module
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.table import COLUMNS, describe, row_of
 from octfm.layers.verdict import (
@@ -176,6 +177,20 @@ def test_a_zone_is_withheld_where_the_network_is_unsure(phantom):
     assert whole.mean_um["centre"] and grid.mean_um["centre"] is None
     assert "centre" in row_of(found)["withheld"] and "centre" in describe(found).split("withheld")[1]
     assert whole.centre_mm == grid.centre_mm and whole.coverage == grid.coverage
+
+
+def test_zones_that_another_fovea_would_change_are_withheld_with_the_reason(phantom, monkeypatch):
+    found = octfm.segment(phantom)
+    measure = segment_module.measure_grid
+
+    def with_rival(values, place, laterality, centre=None, pit_map_um=None):
+        grid = measure(values, place, laterality, centre, pit_map_um)
+        return replace(grid, rivals_mm=((grid.centre_mm[0] + 1.2, grid.centre_mm[1]),)) if centre is None else grid
+
+    monkeypatch.setattr(segment_module, "measure_grid", with_rival)
+    whole, grid, row = found.etdrs(keep_doubtful=True), found.etdrs(), row_of(found)
+    assert whole.mean_um["centre"] and grid.mean_um["centre"] is None and "centre" in row["withheld"]
+    assert "could also lie 1.2 mm away" in row["zones_note"] and "B-scans per mm" in row["zones_note"]
 
 
 @pytest.mark.parametrize(
