@@ -133,10 +133,10 @@ def two_pits(depths=(80.0, 78.0), places=((0.1, -0.2), (0.9, 0.9))):
 
 def test_of_two_pits_the_one_nearer_to_the_middle_is_taken_and_both_named():
     for depths in ((80.0, 78.0), (78.0, 80.0)):
-        grid = measure_grid(*two_pits(depths, ((0.3, -0.2), (-0.2, 0.6))), "R")
-        assert grid.centre_mm == pytest.approx((0.3, -0.2), abs=0.15)
+        grid = measure_grid(*two_pits(depths, ((0.1, -0.4), (-0.3, 0.65))), "R")
+        assert grid.centre_mm == pytest.approx((0.1, -0.4), abs=0.1)
         ((x, y),) = grid.rivals_mm
-        assert (x, y) == pytest.approx((-0.2, 0.6), abs=0.15)
+        assert (x, y) == pytest.approx((-0.3, 0.65), abs=0.1)
 
 
 def test_a_pit_far_from_the_middle_counts_where_it_is_the_only_one():
