@@ -6,6 +6,7 @@ python benchmarks/segment_packaged.py --data FOLDER --picture out.png
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 from scipy.ndimage import gaussian_filter
 
+from octfm.layers.edges import onto_edges
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.packaged import CURRENT, load_finder
 from octfm.layers.training import from_state
@@ -48,10 +50,12 @@ def amd(finder: LayerFinder, data: Path, every: int) -> list[np.ndarray]:
     file = np.load(data / "medvisbonn_amd_spectralis_145.npz")
     voxels, labels = file["volume"][75::every], file["labels"][75::every]
     volume = Volume(voxels, (0.030 * every, ROW_UM / 1000, 0.011182))
-    found = finder.find(volume)
+    own = finder.find(volume)
+    found = replace(own, rows=onto_edges(volume.voxels, own.rows, volume.spacing_mm))
     drawn = {"rpe": line(labels, 255), "bm": line(labels, 127)}
     for name, truth in (("rpe_inner", "rpe"), ("rpe_peak", "rpe"), ("bm", "bm")):
         show(name, found.rows[SURFACES.index(name)] - drawn[truth])
+        show(f"{name} of the network", own.rows[SURFACES.index(name)] - drawn[truth])
     peak, fall = snapped(volume)
     show("tissue band, snapped to the peak", peak - drawn["rpe"])
     show("tissue band, snapped to the fall", fall - drawn["bm"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from octfm.layers.edges import EDGES, onto_edges
 from octfm.layers.finder import LayerFinder
 from octfm.layers.packaged import CURRENT, load_finder
 from octfm.layers.training import VALUES, from_state
@@ -24,7 +25,7 @@ from octfm.volume.volume import Volume
 class Tally:
     """Sums over the volumes of one scanner."""
 
-    off_um: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in SURFACES})
+    off_um: dict[str, list[float]] = field(default_factory=dict)
     """Mean absolute error of a surface in every volume."""
     both: np.ndarray = field(default_factory=lambda: np.zeros(len(MASKS)))
     sizes: np.ndarray = field(default_factory=lambda: np.zeros(len(MASKS)))
@@ -56,10 +57,12 @@ def tally(finder: LayerFinder, stream: Stream, volumes: int) -> Tally:
         if image.accident != "none":
             continue
         found = finder.find(Volume(image.voxels, image.spacing_mm))
+        rows = onto_edges(image.voxels, found.rows, image.spacing_mm)
         for i, name in enumerate(SURFACES):
-            off = np.abs(found.rows[i] - image.surfaces[DRAWN.index(name)]) * image.spacing_mm[1] * 1000
-            if np.isfinite(off).any():
-                sums.off_um[name].append(float(np.nanmean(off)))
+            for kind, line in ((name, rows[i]), (f"{name} of the network", found.rows[i])):
+                off = np.abs(line - image.surfaces[DRAWN.index(name)]) * image.spacing_mm[1] * 1000
+                if np.isfinite(off).any() and (kind == name or name in EDGES):
+                    sums.off_um.setdefault(kind, []).append(float(np.nanmean(off)))
         for k, value in enumerate(VALUES):
             truth, ours = image.lesions == value, found.lesions == k + 1
             sums.both[k] += (truth & ours).sum()
@@ -72,7 +75,7 @@ def tally(finder: LayerFinder, stream: Stream, volumes: int) -> Tally:
 def show(sums: Tally) -> None:
     for name, errors in sums.off_um.items():
         print(
-            f"  {name:10} median of volumes {np.median(errors):5.2f} µm, mean {np.mean(errors):6.2f}, "
+            f"  {name:24} median of volumes {np.median(errors):5.2f} µm, mean {np.mean(errors):6.2f}, "
             f"worst tenth from {np.quantile(errors, 0.9):6.2f}"
         )
     for name, both, sizes in zip(MASKS, sums.both, sums.sizes, strict=True):

@@ -10,6 +10,7 @@ import numpy as np
 from octfm.display import Picture, box, brief, picture
 from octfm.errors import EvaluationError
 from octfm.formats import read_volume
+from octfm.layers.edges import onto_edges
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.packaged import NOTE, SHORT_NOTE, load_finder
 from octfm.layers.ranges import Ranges, packaged_ranges
@@ -31,7 +32,8 @@ class ScanSegmentation(Segmentation):
     volume: Volume
     """The scan, as the file has it."""
     found: Layers
-    """What the network found, with its own uncertainty."""
+    """What the network found, with its own uncertainty; `surfaces` are its rows moved onto the edges that define
+    them."""
     verdict: Verdict
     model: str
     """Name and hash of the network."""
@@ -216,7 +218,7 @@ def segment(
     volume = source if isinstance(source, Volume) else read_volume(source, spacing_mm=spacing_mm, raster_only=False)
     found = finder.find(volume)
     return ScanSegmentation(
-        surfaces=dict(zip(SURFACES, found.rows, strict=True)),
+        surfaces=dict(zip(SURFACES, onto_edges(volume.voxels, found.rows, volume.spacing_mm), strict=True)),
         masks={name: found.lesions == i for i, name in enumerate(MASKS, 1) if name in finder.masks},
         spacing_mm=volume.spacing_mm,
         volume=volume,
