@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from scipy.ndimage import gaussian_filter
 
-from octfm.layers.edges import onto_edges
+from octfm.layers.edges import EDGES, onto_edge, onto_edges
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.packaged import CURRENT, load_finder
 from octfm.layers.training import from_state
@@ -59,6 +59,10 @@ def amd(finder: LayerFinder, data: Path, every: int) -> list[np.ndarray]:
     peak, fall = snapped(volume)
     show("tissue band, snapped to the peak", peak - drawn["rpe"])
     show("tissue band, snapped to the fall", fall - drawn["bm"])
+    band = find_tissue(voxels, volume.spacing_mm).bm
+    for name, above_um, truth in (("rpe_peak", 15.0, "rpe"), ("bm", 0.0, "bm")):
+        moved = onto_edge(voxels, band - above_um / ROW_UM, EDGES[name], volume.spacing_mm)
+        show(f"tissue band, moved onto edges as {name}", moved - drawn[truth])
     height = (drawn["bm"] - drawn["rpe"]) * ROW_UM
     for low, high in ((0, 20), (20, 40), (40, np.inf)):
         there = (height >= low) & (height < high)

@@ -8,11 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import octfm
 from octfm.cli.main import app
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
+from octfm.layers.edges import onto_edges
 from octfm.layers.finder import LayerFinder, keep_plausible, keep_sure_fluid, network_size, without_white_padding
 from octfm.layers.packaged import CURRENT, NOTE, load_finder, packaged
 from octfm.layers.table import COLUMNS, read_table, write_table
@@ -319,3 +322,45 @@ def test_lines_of_a_real_eye_with_drusen_lie_near_the_experts(real_data):
         expert = np.where(count > 0, (hit * rows).sum(axis=1) / np.maximum(count, 1), np.nan)
         off = 3.872 * np.abs(found.surfaces[name] - expert)
         assert np.nanmean(off) < most, name
+
+
+def band_image(width: int, row_um: float, tilt: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """B-scans [2, H, W] with a tilted bright band, and the rows [2, W] of its peak and of its lower edge."""
+    rng = np.random.default_rng(0)
+    peak = 60 + tilt * np.arange(width) + np.array([[0.0], [3.3]])
+    fall = peak + 16 / row_um
+    row = np.arange(160)[None, :, None]
+    above = np.exp(-0.5 * ((row - peak[:, None]) * row_um / 5) ** 2)
+    grey = 40 + 60 * (row > peak[:, None] - 40) + 60 * above - 45 * (row > fall[:, None])
+    return np.clip(grey + rng.normal(0, 6, grey.shape), 0, 255).astype(np.uint8), peak, fall
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    off_um=st.floats(-5, 5),
+    row_um=st.floats(2, 4.5),
+    tilt=st.floats(-0.1, 0.1),
+    inverted=st.booleans(),
+)
+def test_lines_move_onto_the_edges_that_define_them(off_um, row_um, tilt, inverted):
+    voxels, peak, fall = band_image(256, row_um, tilt)
+    rows = np.stack([peak - 40, *[peak - 30 / row_um] * (len(SURFACES) - 3), peak, fall]).astype(np.float32)
+    rows[[-2, -1]] += off_um / row_um
+    rows[:, :, 100:104] = np.nan
+    found = onto_edges(255 - voxels if inverted else voxels, rows, (0.1, row_um / 1000, 0.012))
+    assert (np.isnan(found) == np.isnan(rows)).all()
+    known = np.isfinite(rows[0])
+    assert (np.diff(found[:, known], axis=0) >= 0).all()
+    if inverted:
+        assert np.array_equal(found, rows, equal_nan=True)
+    else:
+        for surface, true in ((-2, peak), (-1, fall)):
+            assert np.abs(found[surface] - true)[known].mean() * row_um < 2.5
+
+
+def test_lines_move_in_a_mirrored_image_as_in_the_image():
+    voxels, peak, fall = band_image(200, 3.9, 0.05)
+    rows = np.stack([peak - 40, *[peak - 8] * (len(SURFACES) - 3), peak + 1, fall - 1]).astype(np.float32)
+    found = onto_edges(voxels, rows, (0.1, 0.0039, 0.012))
+    mirrored = onto_edges(voxels[:, :, ::-1], rows[:, :, ::-1], (0.1, 0.0039, 0.012))
+    assert np.allclose(found, mirrored[:, :, ::-1], atol=1e-3)

@@ -50,7 +50,7 @@ def onto_edges(bscans: np.ndarray, rows_SDW: np.ndarray, spacing_mm: Spacing3) -
         return found
     for name, edge in EDGES.items():
         surface = SURFACES.index(name)
-        found[surface] = _moved(bscans, rows_SDW[surface], edge, spacing_mm)
+        found[surface] = onto_edge(bscans, rows_SDW[surface], edge, spacing_mm)
     # The surfaces above make way for the peak, the one below stays below it.
     peak = SURFACES.index("rpe_peak")
     ordered = np.concatenate([np.fmin.accumulate(found[peak::-1], axis=0)[::-1], found[peak + 1 :]])
@@ -58,7 +58,8 @@ def onto_edges(bscans: np.ndarray, rows_SDW: np.ndarray, spacing_mm: Spacing3) -
     return np.where(np.isnan(found), np.nan, ordered).astype(np.float32)
 
 
-def _moved(bscans: np.ndarray, rows_DW: np.ndarray, edge: Edge, spacing_mm: Spacing3) -> np.ndarray:
+def onto_edge(bscans: np.ndarray, rows_DW: np.ndarray, edge: Edge, spacing_mm: Spacing3) -> np.ndarray:
+    """One line, rows [D, W], smoothed and moved onto its edge."""
     row_um, ascan_um = 1000 * spacing_mm[1], 1000 * spacing_mm[2]
     line = _smooth(rows_DW, edge.smooth_um / ascan_um)
     reach = np.arange(-edge.up_um - STEP_UM, edge.down_um + 1.5 * STEP_UM, STEP_UM)
