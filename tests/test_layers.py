@@ -16,7 +16,14 @@ import octfm
 from octfm.cli.main import app
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
 from octfm.layers.edges import onto_edges
-from octfm.layers.finder import LayerFinder, keep_plausible, keep_sure_fluid, network_size, without_white_padding
+from octfm.layers.finder import (
+    LayerFinder,
+    fill_detachments,
+    keep_plausible,
+    keep_sure_fluid,
+    network_size,
+    without_white_padding,
+)
 from octfm.layers.packaged import CURRENT, NOTE, load_finder, packaged
 from octfm.layers.table import COLUMNS, read_table, write_table
 from octfm.layers.training import HEIGHT, WIDTH, LayerTraining, batch, stream_of, write_weights
@@ -364,3 +371,17 @@ def test_lines_move_in_a_mirrored_image_as_in_the_image():
     found = onto_edges(voxels, rows, (0.1, 0.0039, 0.012))
     mirrored = onto_edges(voxels[:, :, ::-1], rows[:, :, ::-1], (0.1, 0.0039, 0.012))
     assert np.allclose(found, mirrored[:, :, ::-1], atol=1e-3)
+
+
+def test_what_lies_between_a_raised_rpe_and_bruchs_membrane_is_a_detachment():
+    rows = np.repeat(np.array([10, 20, 30, 40, 50, 60, 70, 72, 150], np.float32)[:, None, None], 40, axis=2)
+    rows[6:8, 0, 20:] += 72.0  # the RPE lies on Bruch's membrane
+    drusen, detachment = (1 + MASKS.index(name) for name in ("drusen", "detachment"))
+    lesions = np.zeros((1, 200, 40), np.uint8)
+    lesions[0, 100:110, 5:10] = 1  # "intraretinal" fluid below the RPE
+    lesions[0, 80:149, 12] = drusen
+    lesions[0, 40:45, 25] = 1  # and some in the retina
+    fill_detachments(lesions, rows, 3.9)
+    assert (lesions[0, 73:150, 5:10] == detachment).all() and (lesions[0, :, 12] != detachment).all()
+    assert not (lesions[0, :, 20:] == detachment).any() and (lesions[0, 40:45, 25] == 1).all()
+    assert not lesions[0, :72].any(axis=0)[:20].any()

@@ -30,6 +30,8 @@ LOWEST_DRUSE_UM = 20.0
 LARGEST = (2051, 1250)
 """Most rows and A-scans in the network: 8 x 20 mm, beyond which the verdict refuses a scan. Wrong millimetres would
 else make B-scans of gigabytes."""
+DETACHED_UM = 150.0
+"""Distance of RPE and Bruch's membrane above which what lies between is a detachment, unless it is mostly drusen."""
 FLUID = slice(MASKS.index("intraretinal_fluid"), MASKS.index("subretinal_fluid") + 1)
 FLUID_SURE, FLUID_GROWS = 2.0, 1.4
 """An area of fluid begins where the probability is above .88 (a logit of FLUID_SURE) and extends to where it falls to
@@ -115,6 +117,8 @@ class LayerFinder:
                 lesions[part] = torch.where(best > 0, which + 1, 0).to(torch.uint8).cpu().numpy()
                 keep_sure_fluid(lesions[part], sure, volume.spacing_mm[1] * volume.spacing_mm[2])
                 keep_plausible(lesions[part], rows[:, part], 1000 * volume.spacing_mm[1])
+                if "detachment" in self.masks:
+                    fill_detachments(lesions[part], rows[:, part], 1000 * volume.spacing_mm[1])
         return Layers(rows, spread, near, disorder, present, lesions)
 
     def _prepared(self, images: Tensor, size: tuple[int, int]) -> Tensor:
@@ -161,6 +165,20 @@ def keep_plausible(lesions_BHW: np.ndarray, rows_SBW: np.ndarray, row_um: float)
     drusen = lesions_BHW == 1 + MASKS.index("drusen")
     drusen &= (drusen.sum(axis=1) * row_um < LOWEST_DRUSE_UM)[:, None]
     lesions_BHW[drusen] = 0
+
+
+def fill_detachments(lesions_BHW: np.ndarray, rows_SBW: np.ndarray, row_um: float) -> None:
+    """Mark, in place, as a detachment what the surfaces say is one: fluid below the RPE, and all that lies between RPE
+    and Bruch's membrane where they are DETACHED_UM apart and drusen fill less than half of it."""
+    row = np.arange(lesions_BHW.shape[1])[None, :, None]
+    inner, peak, bm = (rows_SBW[SURFACES.index(name)][:, None] for name in ("rpe_inner", "rpe_peak", "bm"))
+    drusen = lesions_BHW == 1 + MASKS.index("drusen")
+    fluid = (lesions_BHW >= 1 + FLUID.start) & (lesions_BHW < 1 + FLUID.stop)
+    apart = bm - peak
+    raised = (apart * row_um > DETACHED_UM) & (drusen.sum(axis=1, keepdims=True) <= apart / 2)
+    below = fluid & (row > inner + 1) & (row <= bm)
+    between = raised & (row > peak) & (row < bm - 0.5) & ~drusen
+    lesions_BHW[below | between] = 1 + MASKS.index("detachment")
 
 
 def keep_sure_fluid(lesions_BHW: np.ndarray, sure_BHW: np.ndarray, pixel_mm2: float) -> None:
