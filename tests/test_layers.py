@@ -155,12 +155,13 @@ def test_a_mask_that_a_network_has_not_learned_is_not_reported():
 
 
 def test_fluid_without_a_sure_pixel_and_specks_of_fluid_are_not_reported():
-    lesions, sure = np.zeros((1, 40, 60), np.uint8), np.zeros((1, 40, 60), bool)
+    lesions, logit = np.zeros((1, 60, 90), np.uint8), np.full((1, 60, 90), -1.0)
     lesions[0, 5:15, 5:15], lesions[0, 5:15, 25:35], lesions[0, 30, 50] = 1, 2, 1
-    lesions[0, 30:38, 5:15] = 1 + MASKS.index("drusen")
-    sure[0, 7, 7] = sure[0, 30, 50] = True
-    keep_sure_fluid(lesions, sure, 0.0039 * 0.0115)
-    assert (lesions[0, 5:15, 5:15] == 1).all() and not lesions[0, 5:15, 25:35].any(), "nothing sure in the second"
+    lesions[0, 20:50, 60:85], lesions[0, 30:38, 5:15] = 1, 1 + MASKS.index("drusen")
+    logit[0, 7, 7], logit[0, 30, 50], logit[0, 7, 27], logit[0, 30, 70] = 6, 6, 4, 3
+    keep_sure_fluid(lesions, logit, 0.0039 * 0.0115)
+    assert (lesions[0, 5:15, 5:15] == 1).all() and not lesions[0, 5:15, 25:35].any(), "small areas must be surer"
+    assert (lesions[0, 20:50, 60:85] == 1).all(), "a large one"
     assert not lesions[0, 30, 50] and (lesions[0, 30:38, 5:15] == 3).all(), "a speck; drusen are not touched"
 
 
