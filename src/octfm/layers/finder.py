@@ -36,8 +36,8 @@ FLUID = slice(MASKS.index("intraretinal_fluid"), MASKS.index("subretinal_fluid")
 FLUID_SURE, FLUID_SUREST, FLUID_GROWS = 2.0, 4.0, 1.4
 """An area of fluid begins where the probability is above .88 (a logit of FLUID_SURE) and extends to where it falls to
 .2 (a logit of −FLUID_GROWS). With a plain .5 for both, areas on real eyes were a third of the graders'. A small area
-needs FLUID_SUREST: without that 31 % of the phantoms without fluid had more than a nanolitre of it, with it 15 %, and on
-real eyes the agreement on which B-scans show fluid falls by .02 (with 5 below .02 mm²: 8 %, and by .05 to .13)."""
+needs FLUID_SUREST: without it 31 % of the phantoms without fluid had more than a nanolitre, with it 15 %, and on real
+eyes the agreement on which B-scans show fluid falls by .02 (with 5 below .02 mm²: 8 %, and by .05 to .13)."""
 SMALL_FLUID_MM2 = 0.01
 LEAST_FLUID_MM2 = 0.0015
 """Smallest area of fluid in a B-scan, such as 50 µm by 30 µm: shadows below vessels give smaller ones."""
