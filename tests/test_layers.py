@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import octfm
 from octfm.cli.main import app
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
-from octfm.layers.edges import onto_edges
+from octfm.layers.edges import EDGES, onto_edge, onto_edges
 from octfm.layers.finder import (
     LayerFinder,
     fill_detachments,
@@ -386,3 +386,13 @@ def test_what_lies_between_a_raised_rpe_and_bruchs_membrane_is_a_detachment():
     assert (lesions[0, 73:150, 5:10] == detachment).all() and (lesions[0, :, 12] != detachment).all()
     assert not (lesions[0, :, 20:] == detachment).any() and (lesions[0, 40:45, 25] == 1).all()
     assert not lesions[0, :72].any(axis=0)[:20].any()
+
+
+def test_lines_beside_a_gap_move_as_without_the_gap():
+    voxels, _, fall = band_image(200, 4.0, 0.0)
+    spacing_mm = (0.1, 0.004, 0.012)
+    whole = onto_edge(voxels, fall, EDGES["bm"], spacing_mm)
+    gap = fall.copy()
+    gap[:, :100] = np.nan
+    apart_um = 4 * np.abs(onto_edge(voxels, gap, EDGES["bm"], spacing_mm) - whole)[:, 100:]
+    assert apart_um.max() < 1

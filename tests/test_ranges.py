@@ -136,8 +136,10 @@ def test_intervals_need_enough_participants_and_corrections(tmp_path):
     with pytest.raises(EvaluationError, match="got none"):
         calibrate_rows(rows, tmp_path / "none.csv")
     corrected(tmp_path / "same.csv", rows, lambda i: 0.0)
-    with pytest.raises(EvaluationError, match="every zone equals the table's"):
-        calibrate_rows(rows, tmp_path / "same.csv")
+    corrected(tmp_path / "nearly.csv", rows, lambda i: 9.0 * (i == 0))
+    for name in ("same.csv", "nearly.csv"):
+        with pytest.raises(EvaluationError, match="90 % of the zones of heidelberg_spectralis equal the table's"):
+            calibrate_rows(rows, tmp_path / name)
     (tmp_path / "bad.csv").write_text(f"source,participant,centre_um\n{rows[0]['source']},a,thin\n")
     with pytest.raises(EvaluationError, match="centre_um expected µm, got 'thin'"):
         calibrate_rows(rows, tmp_path / "bad.csv")

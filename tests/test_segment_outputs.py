@@ -105,6 +105,23 @@ def test_exported_files_say_what_they_are_not_for(tmp_path):
     assert "ImageComments" not in seg and len(heights.SeriesDescription) <= 64
 
 
+def test_dicom_exports_lie_as_the_file_even_if_it_is_upside_down(tmp_path):
+    """A sidecar turns the scan as it is read; what refers to the file must lie as its stored frames."""
+    pytest.importorskip("highdicom")
+    from pydicom import dcmread
+
+    found = found_in(7, fluid_in=3)
+    clinic = write_phantom(tmp_path / "clinic", 1, 3, size=found.volume.shape, workers=1)
+    source = min(clinic.rglob("*.dcm"))
+    upright = [dcmread(path) for path in write_dicom(found, source, tmp_path / "upright")]
+    source.with_suffix(".json").write_text('{"upside_down": true}')
+    turned = [dcmread(path) for path in write_dicom(found, source, tmp_path / "turned")]
+    assert upright[0].pixel_array.any()
+    np.testing.assert_array_equal(turned[0].pixel_array, upright[0].pixel_array[:, ::-1])
+    heights, flipped = (np.frombuffer(file[1].FloatPixelData, "<f4") for file in (upright, turned))
+    np.testing.assert_allclose(flipped, found.volume.shape[1] - 1 - heights)
+
+
 def test_a_scan_in_which_nothing_was_found_is_exported_empty(tmp_path):
     nibabel = pytest.importorskip("nibabel")
     found = found_in()

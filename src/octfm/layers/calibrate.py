@@ -9,6 +9,8 @@ from octfm.layers.zones import RANGE, UNIT, read_rows, zones_in
 
 LEAST_PARTICIPANTS = 50
 """Participants with corrected zones that a range needs to be called a 90 % interval."""
+LEAST_FACTOR = 0.01
+"""Smallest factor of ranges: below it nine zones in ten are the table's own, and nobody has corrected them."""
 
 
 def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[dict[str, str]], list[str]]:
@@ -21,14 +23,12 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
     fixed = read_rows(corrected, ("source", "participant"))
     known = {row["source"]: row for row in rows if not row["problem"]}
     scores: dict[str, dict[str, list[float]]] = {}
-    changed = False
     for other in fixed:
         if (row := known.get(other["source"])) is None or not other["participant"].strip():
             continue
         ours, theirs = zones_in(row, UNIT, corrected), zones_in(other, UNIT, corrected)
         for zone in ours.keys() & theirs.keys():
             if (reach := synthetic_reach(row, zone)) is not None:
-                changed |= ours[zone] != theirs[zone]
                 own = scores.setdefault(row["scanner"], {}).setdefault(other["participant"].strip(), [])
                 own.append(_score(theirs[zone] - ours[zone], reach))
     counts = {scanner: len(people) for scanner, people in sorted(scores.items())}
@@ -39,9 +39,12 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
             f"{corrected}: expected corrected zones of at least {LEAST_PARTICIPANTS} participants of one scanner whose "
             f"scans are in the table, got {found}; correct more scans, or keep the synthetic-calibrated ranges"
         )
-    if not changed:
-        raise EvaluationError(f"{corrected}: every zone equals the table's; expected zones that somebody has corrected")
     factors = {scanner: conformal_quantile(list(scores[scanner].values())) for scanner in enough}
+    if copied := [scanner for scanner in sorted(enough) if factors[scanner] < LEAST_FACTOR]:
+        raise EvaluationError(
+            f"{corrected}: at least 90 % of the zones of {copied[0]} equal the table's; expected every zone as "
+            "somebody has corrected it; leave out scans that nobody has looked at"
+        )
     told = [
         f"{scanner}: 90 % intervals from {counts[scanner]} participants, {factors[scanner]:.2f} times the "
         "synthetic-calibrated ranges; they hold for this scanner and this population"

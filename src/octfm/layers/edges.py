@@ -67,7 +67,8 @@ def onto_edge(bscans: np.ndarray, rows_DW: np.ndarray, edge: Edge, spacing_mm: S
     near = np.stack([_at(bscans, line + um / row_um) for um in reach])
     near = gaussian_filter(near, (DEPTH_UM / STEP_UM, 0, ALONG_UM / ascan_um), mode="nearest")
     score = near[1:-1] if edge.kind == "peak" else near[:-2] - near[2:]
-    return line + _smooth(reach[1:-1][score.argmax(axis=0)] / row_um, edge.steady_um / ascan_um)
+    moved = np.where(np.isfinite(rows_DW), reach[1:-1][score.argmax(axis=0)] / row_um, np.nan)
+    return line + _smooth(moved, edge.steady_um / ascan_um)
 
 
 def _at(bscans: np.ndarray, rows_DW: np.ndarray) -> np.ndarray:

@@ -77,6 +77,7 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
         from pydicom import dcmread
     except ImportError:
         raise EvaluationError("DICOM export needs highdicom: pip install 'octfm[export]'") from None
+    from octfm.formats.declared import declared_way_up
     from octfm.formats.dicom.reader import read_geometry_of
 
     source, folder = Path(source), local_path(folder)
@@ -90,10 +91,13 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
             f"{source}: has {frames} frames of {columns} columns, the segmentation {labels.shape[0]} of "
             f"{labels.shape[2]}; a DICOM SEG refers to one file that holds the whole volume; use NIfTI"
         )
-    # A volume has its B-scans in the order of position, a file perhaps in that of acquisition.
+    # A volume has its B-scans in the order of position, a file perhaps in that of acquisition; and the vitreous on top,
+    # which a file may have at the bottom.
     order = list(read_geometry_of(source)[1] or range(frames))
+    flipped = bool(declared_way_up(str(source)))
     whole = np.zeros((frames, rows, columns), np.uint8)
     whole[order, : labels.shape[1]] = labels[:, :rows]
+    whole = whole[:, ::-1] if flipped else whole
     target = folder / f"{stem}_seg.dcm"
     try:
         seg = highdicom.seg.Segmentation(
@@ -118,7 +122,12 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
         seg.SeriesDescription = seg.ContentDescription = found.note
         seg.ImageComments = found.comments
     _save(seg, target)
-    return [target, *([_height_map(image, found, order, folder / f"{stem}_heights.dcm")] if found.surfaces else [])]
+    if not found.surfaces:
+        return [target]
+    heights = np.stack(list(found.surfaces.values())).astype("<f4")
+    stored = np.empty_like(heights)
+    stored[:, order] = rows - 1 - heights if flipped else heights
+    return [target, _height_map(image, found, stored, folder / f"{stem}_heights.dcm")]
 
 
 def _segment(highdicom: Any, number: int, name: str) -> Any:
@@ -137,8 +146,8 @@ def _segment(highdicom: Any, number: int, name: str) -> Any:
     )
 
 
-def _height_map(image: Any, found: Segmentation, order: list[int], path: Path) -> Path:
-    """`order`: the stored frame of each B-scan."""
+def _height_map(image: Any, found: Segmentation, heights: np.ndarray, path: Path) -> Path:
+    """`heights`: rows [S, D, W] of the surfaces in the stored frames."""
     from pydicom.dataset import Dataset, FileMetaDataset
     from pydicom.sequence import Sequence
     from pydicom.uid import ExplicitVRLittleEndian, generate_uid
@@ -164,9 +173,6 @@ def _height_map(image: Any, found: Segmentation, order: list[int], path: Path) -
         segment.SegmentNumber, segment.SegmentLabel, segment.SegmentAlgorithmType = number, name, "AUTOMATIC"
         segments.append(segment)
     ds.SegmentSequence = Sequence(segments)
-    in_order = np.stack(list(found.surfaces.values())).astype("<f4")
-    heights = np.empty_like(in_order)
-    heights[:, order] = in_order
     ds.NumberOfFrames, ds.Rows, ds.Columns = heights.shape
     ds.SamplesPerPixel, ds.PhotometricInterpretation, ds.BitsAllocated = 1, "MONOCHROME2", 32
     # NaN marks A-scans outside the field that was analysed.
