@@ -238,6 +238,21 @@ def test_a_table_resumes_and_keeps_a_row_for_what_cannot_be_read(files, tmp_path
     assert len(COLUMNS) == len(set(COLUMNS))
 
 
+def test_a_table_has_one_writer(files, tmp_path):
+    """Two that each replace the whole file would lose each other's rows; another table beside it is free."""
+    out, other = tmp_path / "table.csv", tmp_path / "other.csv"
+    finder, seen = LayerFinder(LayerNet(SMALL)), []
+
+    def interfere(source, found):
+        seen.append(source)
+        write_table([], other, finder=finder)
+        with pytest.raises(EvaluationError, match=r"table.csv: another process is writing this table"):
+            write_table(files, out, finder=finder)
+
+    assert write_table(files[:1], out, finder=finder, also=interfere, echo=lambda _: None) == 1 and seen
+    assert write_table(files, out, finder=finder, echo=lambda _: None) == 2
+
+
 def test_octfm_segment_takes_scans_without_a_run(files, tmp_path):
     shown = CliRunner().invoke(app, ["segment", files[0]])
     assert shown.exit_code == 0 and "verdict" in shown.output and "not a medical device" in shown.output

@@ -451,7 +451,7 @@ def _segment_scans(
     from octfm.formats import read_volume, within
     from octfm.layers.calibrate import calibrate_rows
     from octfm.layers.segment import segment as segment_scan
-    from octfm.layers.table import describe, read_table, save_table, write_table
+    from octfm.layers.table import describe, only_writer, read_table, save_table, write_table
     from octfm.layers.zones import device_grid_of, read_rows
     from octfm.report.segmented.contact_sheet import ContactSheet
     from octfm.tasks.segment_export import write_dicom, write_nifti
@@ -468,8 +468,9 @@ def _segment_scans(
         added = write_table(sources, out, limits=limits, device=device, also=sheet.add, echo=opt.echo_line)
         typer.echo(f"{out}: {added} new of {len(sources)} scans")
         if calibrate is not None:
-            rows, told = calibrate_rows(read_table(out), calibrate)
-            save_table(rows, out)
+            with only_writer(out):
+                rows, told = calibrate_rows(read_table(out), calibrate)
+                save_table(rows, out)
             for line in told:
                 opt.echo_line(line)
         typer.echo(sheet.write(read_table(out)))

@@ -2,13 +2,15 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
-from octfm.errors import BAD_INPUT, BucketError, EvaluationError, ReadError
+from octfm.errors import BAD_INPUT, BucketError, Echo, EvaluationError, ReadError
 from octfm.formats import read_volume
 from octfm.formats.heyex_xml import DeviceGrid
 from octfm.io.isolation import Limits
-from octfm.io.location import Location, write_whole
+from octfm.io.lease import Lease
+from octfm.io.location import BucketPath, Location, lock, write_whole
 from octfm.layers.finder import LayerFinder
 from octfm.layers.packaged import NOTE, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
@@ -67,17 +69,29 @@ def write_table(
     finder: LayerFinder | None = None,
     device: str | None = None,
     also: Callable[[str, ScanSegmentation], None] | None = None,
-    echo=print,
+    echo: Echo = print,
 ) -> int:
     """Segment each source that `out` does not hold yet, and add its row, the file replaced whole after every scan.
 
     A file that cannot be read or segmented gets a row with its problem, and is tried again by the next call; one that
     is named twice has one row. `finder` and `device` are those of `segment`. `also` is called with each source and what
     was found in it, before its row is written.
-    Returns the number of new or changed rows. Raises EvaluationError if `out` is something else than such a table, or
-    has rows of another network.
+    Returns the number of new or changed rows. Raises EvaluationError if `out` is something else than such a table, has
+    rows of another network, or is being written by another process.
     """
     finder = finder or load_finder(device=device)
+    with only_writer(out):
+        return _add_rows(sources, out, limits, finder, also, echo)
+
+
+def _add_rows(
+    sources: Iterable[str | Volume],
+    out: Location,
+    limits: Limits | None,
+    finder: LayerFinder,
+    also: Callable[[str, ScanSegmentation], None] | None,
+    echo: Echo,
+) -> int:
     rows = read_table(out) if out.exists() else []
     if others := {row["model"] for row in rows} - {"", finder.model}:
         raise EvaluationError(
@@ -119,6 +133,31 @@ def write_table(
         added += 1
         echo(f"{source}: {row['problem'] or row['verdict']}")
     return added
+
+
+@contextmanager
+def only_writer(table: Location) -> Iterator[None]:
+    """A context in which no other process writes this table: two that each replace it whole lose each other's rows.
+
+    Raises EvaluationError if another process is writing it, BucketError in a bucket.
+    """
+    name = f".{table.name}.lock"
+    if isinstance(table, BucketPath):
+        with Lease(table.parent / name, "writing this table"):
+            yield
+        return
+    table.parent.mkdir(parents=True, exist_ok=True)
+    (table.parent / name).touch()  # a folder that cannot be written is told before hours of work
+    with ExitStack() as held:
+        try:
+            held.enter_context(lock(table.parent / name))
+        except BlockingIOError:
+            raise EvaluationError(
+                f"{table}: another process is writing this table; wait for it, or choose another --out"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
 
 
 def save_table(rows: Iterable[dict[str, str]], out: Location) -> None:
