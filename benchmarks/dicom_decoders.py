@@ -20,16 +20,10 @@ from octfm.phantom import phantom_volume
 
 def encoders(bits: int):
     def rle(image):
-        rows, columns = image.shape
-        options = {
-            "rows": rows,
-            "columns": columns,
-            "number_of_frames": 1,
-            "samples_per_pixel": 1,
-            "bits_allocated": bits,
-        }
-        options |= {"bits_stored": bits, "pixel_representation": 0, "photometric_interpretation": "MONOCHROME2"}
-        return get_encoder(uid.RLELossless).encode(image, encoding_plugin="pylibjpeg", **options)
+        layout = {"rows": image.shape[0], "columns": image.shape[1], "number_of_frames": 1, "samples_per_pixel": 1}
+        depth = {"bits_allocated": bits, "bits_stored": bits, "pixel_representation": 0}
+        colours = {"photometric_interpretation": "MONOCHROME2"}
+        return get_encoder(uid.RLELossless).encode(image, encoding_plugin="pydicom", **layout, **depth, **colours)
 
     if bits == 8:
         yield uid.JPEGBaseline8Bit, lambda image: imagecodecs.jpeg8_encode(image, level=95)

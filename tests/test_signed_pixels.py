@@ -4,10 +4,11 @@ say them."""
 import numpy as np
 import pytest
 from pydicom import uid
-from pydicom.pixels import apply_modality_lut, apply_voi_lut, get_encoder, pixel_array
+from pydicom.pixels import apply_modality_lut, apply_voi_lut, pixel_array
 
 from octfm.errors import ReadError
 from octfm.formats import read_header, read_volume
+from support.codestreams import imagecodecs_encoder
 from support.dicom_files import item, write_oct_dicom
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
@@ -77,10 +78,7 @@ def test_in_a_jpeg_2000_codestream_that_is_signed_itself(tmp_path):
     image = gray(16)
 
     def encode(frame):
-        return get_encoder(uid.JPEG2000Lossless).encode(
-            frame.view(np.int16), rows=40, columns=36, number_of_frames=1, samples_per_pixel=1, bits_allocated=16, bits_stored=16,
-            pixel_representation=1, photometric_interpretation="MONOCHROME2", encoding_plugin="pylibjpeg",
-        )  # fmt: skip
+        return imagecodecs_encoder("jpeg2k", codecformat="J2K", reversible=True)(frame.view(np.int16))
 
     path = write(
         tmp_path / "a", image.astype(int) - 2**15, 16, 1, 2**15, transfer_syntax=uid.JPEG2000Lossless, encode=encode

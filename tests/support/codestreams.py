@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import numpy as np
+from pydicom.pixels.encoders.base import RLELosslessEncoder
 
 SHAPE = (48, 64)
 
@@ -21,5 +22,17 @@ def imagecodecs_encoder(codec: str, **options) -> Callable[[np.ndarray], bytes]:
         import imagecodecs
 
         return bytes(getattr(imagecodecs, f"{codec}_encode")(image, **options))
+
+    return encode
+
+
+def rle_encoder(bits: int) -> Callable[[np.ndarray], bytes]:
+    """DICOM's run-length encoding by pydicom, which is not the decoder in use. `bits`: BitsStored."""
+
+    def encode(image):
+        layout = {"rows": image.shape[0], "columns": image.shape[1], "number_of_frames": 1, "samples_per_pixel": 1}
+        depth = {"bits_allocated": 8 * image.dtype.itemsize, "bits_stored": bits, "pixel_representation": 0}
+        colours = {"photometric_interpretation": "MONOCHROME2"}
+        return RLELosslessEncoder.encode(image, encoding_plugin="pydicom", **layout, **depth, **colours)
 
     return encode

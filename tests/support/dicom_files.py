@@ -11,7 +11,8 @@ import pydicom
 from pydicom import uid
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.encaps import encapsulate
-from pydicom.pixels import get_encoder
+
+from support.codestreams import imagecodecs_encoder, rle_encoder
 
 PATIENT_NAME, BIRTH_DATE = "Planted^Secret", "19500102"
 
@@ -157,25 +158,12 @@ def _encode_frame(frame: np.ndarray, dataset: Dataset, transfer_syntax: str) -> 
         return buffer.getvalue()
     if transfer_syntax in (uid.JPEGLossless, uid.JPEGLosslessSV1):
         return _encode_jpeg_lossless(frame)
-    settings = {"jls_error": 2} if transfer_syntax == uid.JPEGLSNearLossless else {}
-    if transfer_syntax == uid.JPEG2000:
-        settings = {"j2k_psnr": [60]}
-    # Not gdcm: its RLE encoder aborts the whole process on odd widths.
-    plugin = "pyjpegls" if transfer_syntax in uid.JPEGLSTransferSyntaxes else "pylibjpeg"
-    encoder = get_encoder(uid.UID(transfer_syntax))
-    return encoder.encode(
-        frame,
-        rows=frame.shape[0],
-        columns=frame.shape[1],
-        number_of_frames=1,
-        samples_per_pixel=1,
-        bits_allocated=dataset.BitsAllocated,
-        bits_stored=dataset.BitsStored,
-        pixel_representation=0,
-        photometric_interpretation=dataset.PhotometricInterpretation,
-        encoding_plugin=plugin,
-        **settings,
-    )
+    if transfer_syntax == uid.RLELossless:
+        return rle_encoder(dataset.BitsStored)(frame)
+    if transfer_syntax in uid.JPEGLSTransferSyntaxes:
+        return imagecodecs_encoder("jpegls", level=2 * (transfer_syntax == uid.JPEGLSNearLossless))(frame)
+    loss = {"level": 60} if transfer_syntax == uid.JPEG2000 else {"reversible": True}
+    return imagecodecs_encoder("jpeg2k", codecformat="J2K", bitspersample=dataset.BitsStored, **loss)(frame)
 
 
 def _encode_jpeg_lossless(frame: np.ndarray) -> bytes:

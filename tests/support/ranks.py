@@ -69,7 +69,6 @@ class Ended:
 
 def serve() -> None:
     # Imported once, before forking: what torch loads at the first step costs each rank seconds.
-    import tensorstore  # noqa: F401
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
     import torch.distributed.tensor

@@ -2,8 +2,10 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from octfm.errors import ConfigError
@@ -63,24 +65,10 @@ def stream(
         yield from map(function, items)
         return
     limits, workers = limits or Limits(), workers or os.cpu_count() or 1
-    pool, window = ThreadPoolExecutor(workers), deque[tuple[T, Future]]()
-
-    def take(future: Future, item: T) -> R:
-        result = future.result()[0]
-        return lost(item, result) if isinstance(result, Lost) else cast(R, result)
-
-    try:
-        for item in items:
-            window.append((item, pool.submit(_isolated, function, [item], limits, deadline)))
-            if len(window) >= AHEAD * workers:
-                first, future = window.popleft()
-                yield take(future, first)
-        while window:
-            first, future = window.popleft()
-            yield take(future, first)
-    finally:
-        # Also if the consumer stops early.
-        pool.shutdown(wait=True, cancel_futures=True)
+    work = partial(_isolated, function, limits=limits, deadline=deadline)
+    with ThreadPoolExecutor(workers) as pool, closing(_in_order(pool, work, ([i] for i in items), workers)) as results:
+        for item, (result,) in zip(items, results, strict=True):
+            yield lost(item, result) if isinstance(result, Lost) else cast(R, result)
 
 
 def _results(function, chunks, workers, limits, deadline, cluster) -> Iterator[list[Any]]:
@@ -93,19 +81,30 @@ def _results(function, chunks, workers, limits, deadline, cluster) -> Iterator[l
     if (workers == 1 or most <= 1) and not cluster:
         yield from (_isolated(function, chunk, limits, deadline) for chunk in chunks)
         return
-    import joblib
-
-    workers = min(workers or joblib.cpu_count(), most)
-    tasks = (joblib.delayed(_isolated)(function, chunk, limits, deadline) for chunk in chunks)
-    one_by_one: dict[str, Any] = {"return_as": "generator", "pre_dispatch": f"{AHEAD} * n_jobs", "batch_size": 1}
+    work = partial(_isolated, function, limits=limits, deadline=deadline)
     if cluster:
-        with _client(cluster) as client, joblib.parallel_config(backend="dask", client=client, n_jobs=-1):
-            parallel = joblib.Parallel(**one_by_one)
-            yield from cast(Any, parallel(tasks))
+        with _client(cluster) as client:
+            yield from _in_order(client.get_executor(pure=False), work, chunks, sum(client.nthreads().values()))
         return
-    # Each thread waits for a child of its own.
-    parallel = joblib.Parallel(n_jobs=workers, backend="threading", **one_by_one)
-    yield from cast(Any, parallel(tasks))
+    workers = min(workers or os.cpu_count() or 1, most)
+    with ThreadPoolExecutor(workers) as pool:  # each thread waits for a child of its own
+        yield from _in_order(pool, work, chunks, workers)
+
+
+def _in_order(pool: Executor, work: Callable[[T], R], tasks: Iterable[T], workers: int) -> Generator[R]:
+    """Results in the order of `tasks`, with at most AHEAD tasks per worker submitted or waiting to be taken."""
+    window = deque[Future[R]]()
+    try:
+        for task in tasks:
+            window.append(pool.submit(work, task))
+            if len(window) >= AHEAD * workers:
+                yield window.popleft().result()
+        while window:
+            yield window.popleft().result()
+    finally:
+        # If the consumer stops early, or a task raised.
+        for future in window:
+            future.cancel()
 
 
 def require_cluster(address: str) -> None:
@@ -113,7 +112,7 @@ def require_cluster(address: str) -> None:
     _client(address).close()
 
 
-def _client(address: str):
+def _client(address: str) -> Any:
     try:
         from distributed import Client
     except ImportError:

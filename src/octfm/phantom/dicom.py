@@ -6,14 +6,12 @@ OphthalmicFrameLocation), not in the top-level attributes.
 
 import struct
 from io import BytesIO
-from typing import Any
 
 import numpy as np
 from pydicom.charset import convert_encodings
 from pydicom.dataelem import RawDataElement
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.encaps import encapsulate
-from pydicom.pixels.encoders.base import JPEGLSLosslessEncoder, RLELosslessEncoder
 from pydicom.sequence import Sequence
 from pydicom.tag import Tag
 from pydicom.uid import ExplicitVRLittleEndian, JPEGLSLossless, RLELossless, generate_uid
@@ -88,11 +86,23 @@ def set_pixels(ds: Dataset, voxels: np.ndarray, rle: bool) -> None:
     compress(ds, voxels, "rle" if rle else "none")
 
 
-# One named encoder plugin each: encoders differ in the bytes they write, and the same seed must give the same bytes.
-_ENCODERS = {
-    "rle": (RLELossless, RLELosslessEncoder, "pylibjpeg"),
-    "jpeg_ls": (JPEGLSLossless, JPEGLSLosslessEncoder, "pyjpegls"),
-}
+def _rle(bscan: np.ndarray) -> bytes:
+    """PS3.5 G for 8 bits: a table of offsets with a single segment, PackBits of each row."""
+    import imagecodecs
+
+    segment = bytes(imagecodecs.packbits_encode(bscan))
+    return struct.pack("<2I56x", 1, 64) + segment + bytes(len(segment) % 2)
+
+
+def _jpeg_ls(bscan: np.ndarray) -> bytes:
+    import imagecodecs
+
+    stream = bytes(imagecodecs.jpegls_encode(bscan))
+    # Without the SPIFF header before the start of frame, which no scanner writes.
+    return stream[:2] + stream[stream.index(b"\xff\xf7") :]
+
+
+_ENCODERS = {"rle": (RLELossless, _rle), "jpeg_ls": (JPEGLSLossless, _jpeg_ls)}
 
 
 def compress(ds: Dataset, voxels: np.ndarray, compression: Compression) -> None:
@@ -108,13 +118,8 @@ def compress(ds: Dataset, voxels: np.ndarray, compression: Compression) -> None:
         meta.TransferSyntaxUID = ExplicitVRLittleEndian
         ds.PixelData = voxels.tobytes()
     else:
-        meta.TransferSyntaxUID, encoder, plugin = _ENCODERS[compression]
-        options: dict[str, Any] = {"rows": voxels.shape[1], "columns": voxels.shape[2], "number_of_frames": 1}
-        options |= {"photometric_interpretation": "MONOCHROME2", "samples_per_pixel": 1}
-        options |= {"bits_allocated": 8, "bits_stored": 8, "pixel_representation": 0}
-        ds.PixelData = encapsulate(
-            [encoder.encode(np.ascontiguousarray(f), encoding_plugin=plugin, **options) for f in voxels]
-        )
+        meta.TransferSyntaxUID, encode = _ENCODERS[compression]
+        ds.PixelData = encapsulate([encode(np.ascontiguousarray(bscan)) for bscan in voxels])
     ds["PixelData"].VR = "OB"
     ds["PixelData"].is_undefined_length = compression != "none"
 

@@ -1,18 +1,19 @@
-"""Read shards of prepared volumes into memory, by tensorstore or by zarr-python."""
+"""Open the arrays of prepared volumes: by octfm's own reader, or by tensorstore where google-crc32c is absent."""
 
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
 from octfm.errors import StoreError
-from octfm.store.layout import ARRAYS, shard_key
+from octfm.store.layout import ARRAYS, Compression
+from octfm.store.shards import ShardArrays
 
 
 class TensorStoreArrays:
-    """The arrays of a local folder, read by tensorstore."""
+    """The arrays of a local folder, read by tensorstore, as on machines that only train."""
 
     def __init__(self, path: Path, threads: int | None):
         import tensorstore
@@ -47,31 +48,6 @@ class TensorStoreArrays:
         target.write(self._arrays[name][index]).result()
 
 
-class ZarrArrays:
-    """The arrays of a local folder, read by zarr-python: on platforms without tensorstore, and in forked processes."""
-
-    def __init__(self, path: Path, threads: int | None):
-        import zarr
-
-        self._path = path
-        self._arrays = {name: zarr.open_array(path / name, mode="r") for name in ARRAYS}
-        self._pool = ThreadPoolExecutor(threads or os.cpu_count())
-
-    def read_into(self, name: str, index: np.ndarray, out: np.ndarray) -> None:
-        def one(position: int) -> None:
-            shard = self._path / name / shard_key(index[position])
-            # zarr-python returns zeros for an absent shard.
-            if not shard.is_file():
-                raise FileNotFoundError(f"{shard} is absent")
-            try:
-                out[position] = self._arrays[name][int(index[position])]
-            except (ValueError, RuntimeError) as error:
-                raise OSError(f"{shard}: {error}") from error
-
-        # As a list, or errors of the threads would go unnoticed.
-        list(self._pool.map(one, range(len(index))))
-
-
 class _Forked:
     """Whether this process was forked from one that had imported tensorstore, which then ends it at the first read."""
 
@@ -86,15 +62,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_Forked.note)
 
 
-def open_arrays(path: Path, threads: int | None) -> TensorStoreArrays | ZarrArrays:
+def open_arrays(
+    path: Path, threads: int | None, compression: Compression, crc: bool
+) -> ShardArrays | TensorStoreArrays:
     """Open the arrays of a store in a local folder. Raises StoreError if they cannot be opened."""
+    if find_spec("google_crc32c") is not None:
+        return ShardArrays(path, compression, crc, threads)
+    if _Forked.inherited_tensorstore:
+        raise StoreError(f"{path}: reading in a forked process needs google-crc32c; install it, or spawn the process")
     try:
-        if _Forked.inherited_tensorstore:
-            return ZarrArrays(path, threads)
-        try:
-            return TensorStoreArrays(path, threads)
-        except ImportError:
-            return ZarrArrays(path, threads)
+        return TensorStoreArrays(path, threads)
+    except ImportError:
+        raise StoreError(f"{path}: reading needs google-crc32c; install it") from None
     except (ValueError, OSError) as error:
         raise StoreError(
             f"{path}: the arrays cannot be opened ({error}); run `octfm prepare` again to repair them"

@@ -212,6 +212,54 @@ def shapes(image_size: Sequence[int]) -> dict[str, tuple[int, ...]]:
     return {"voxels": (d, h, w), "band": (2, d, w), "valid": (2, d, w)}
 
 
+def array_metadata(
+    name: str, volumes: int, image_size: Sequence[int], compression: Compression, crc: bool = True
+) -> dict[str, Any]:
+    """zarr.json of one array, after the zarr v3 core and sharding-codec specifications.
+
+    The voxels of a volume are a shard of several chunks; band and valid are small, so each of theirs is a single chunk.
+    """
+    shape = shapes(image_size)[name]
+    codecs: list[dict[str, Any]] = [
+        {"name": "bytes"} if name == "voxels" else {"name": "bytes", "configuration": {"endian": "little"}}
+    ]
+    if compression == "zstd":
+        codecs.append({"name": "zstd", "configuration": {"level": 1, "checksum": False}})
+    if crc:
+        codecs.append({"name": "crc32c"})
+    if name == "voxels":
+        # Several chunks per shard: a few B-scans can be read alone, and several threads decode one volume.
+        bscans = bscans_per_chunk(shape)
+        index_codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+        inner = {
+            "chunk_shape": [1, bscans, *shape[1:]],
+            "codecs": codecs,
+            "index_codecs": index_codecs,
+            "index_location": "start",
+        }
+        codecs = [{"name": "sharding_indexed", "configuration": inner}]
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": [volumes, *shape],
+        "data_type": ARRAYS[name],
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, *shape]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": 0,
+        "codecs": codecs,
+        "attributes": {},
+        "dimension_names": [
+            "volume",
+            *(("bscan", "axial", "lateral") if name == "voxels" else ("surface", "bscan", "lateral")),
+        ],
+    }
+
+
+def bscans_per_chunk(shape: Sequence[int]) -> int:
+    """The largest divisor of the number of B-scans up to 16."""
+    return max(n for n in range(1, 17) if shape[0] % n == 0)
+
+
 def to_line(values: Mapping[str, Any]) -> str:
     """Compact JSON and a newline."""
     # No NaN: Python would write a token that is not JSON and that other readers refuse.

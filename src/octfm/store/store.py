@@ -25,6 +25,7 @@ from octfm.store.layout import (
     Compression,
     StoreRow,
     Unprepared,
+    array_metadata,
     checksum,
     read_header,
     read_rows,
@@ -290,21 +291,24 @@ class Store:
 
     def _opened(self) -> Any:
         if isinstance(self.path, Path):
-            return open_arrays(self.path, self.threads)
+            return open_arrays(self.path, self.threads, self.compression, self.checks_shards)
         from octfm.store.bucket import BucketArrays
-        from octfm.store.writer import array_metadata
 
         metadata = {
             name: array_metadata(name, len(self), self.image_size, self.compression, self.checks_shards)
             for name in ARRAYS
         }
         return BucketArrays(
-            self.path, self.rows, self.image_size, metadata, lambda folder: open_arrays(folder, self.threads)
+            self.path,
+            self.rows,
+            self.image_size,
+            metadata,
+            lambda folder: open_arrays(folder, self.threads, self.compression, self.checks_shards),
         )
 
     def _unreadable(self, index: np.ndarray, name: str, error: Exception) -> "_Damaged":
         """The error for an unreadable shard."""
-        # Only the message of tensorstore or zarr names the row.
+        # Only the reader's message names the row.
         named = re.search(rf"{name}[/\\]c\.(\d+)\.", str(error))
         row = int(named[1]) if named else int(index[0])
         why = " ".join(str(error).split())[:200]

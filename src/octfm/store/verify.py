@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from octfm.errors import BucketError, Echo, StoreError
 from octfm.io.location import Location, listed, write_whole
-from octfm.store.layout import ARRAYS, shard_key
+from octfm.store.layout import ARRAYS, array_metadata, shard_key
 from octfm.store.store import Store
-from octfm.store.writer import array_metadata, exclusive
+from octfm.store.writer import exclusive
 
 if TYPE_CHECKING:
     from octfm.catalog.catalog import Acquisition

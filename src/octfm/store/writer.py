@@ -1,14 +1,12 @@
 """Write a store so that it is consistent at every moment: shards first, then the row that makes a volume visible."""
 
-import functools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,6 +24,7 @@ from octfm.store.layout import (
     Compression,
     StoreRow,
     Unprepared,
+    array_metadata,
     checksum,
     header_digest,
     read_header,
@@ -35,6 +34,7 @@ from octfm.store.layout import (
     shard_key,
     to_line,
 )
+from octfm.store.shards import encode
 
 if TYPE_CHECKING:
     from octfm.volume.preprocessing import Prepared, Preprocessing
@@ -230,124 +230,6 @@ def exclusive(path: Location) -> AbstractContextManager[Any]:
         raise StoreError(
             f"{path}: another process is preparing into this store; wait for it, or prepare into another folder"
         ) from None
-
-
-def array_metadata(
-    name: str, volumes: int, image_size: Sequence[int], compression: Compression, crc: bool = True
-) -> dict[str, Any]:
-    """zarr.json of one array, after the zarr v3 core and sharding-codec specifications.
-
-    The voxels of a volume are a shard of several chunks; band and valid are small, so each of theirs is a single chunk.
-    """
-    shape = shapes(image_size)[name]
-    codecs: list[dict[str, Any]] = [
-        {"name": "bytes"} if name == "voxels" else {"name": "bytes", "configuration": {"endian": "little"}}
-    ]
-    if compression == "zstd":
-        codecs.append({"name": "zstd", "configuration": {"level": 1, "checksum": False}})
-    if crc:
-        codecs.append({"name": "crc32c"})
-    if name == "voxels":
-        # Several chunks per shard: a few B-scans can be read alone, and several threads decode one volume.
-        bscans = _bscans_per_chunk(shape)
-        index_codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-        inner = {
-            "chunk_shape": [1, bscans, *shape[1:]],
-            "codecs": codecs,
-            "index_codecs": index_codecs,
-            "index_location": "start",
-        }
-        codecs = [{"name": "sharding_indexed", "configuration": inner}]
-    return {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": [volumes, *shape],
-        "data_type": ARRAYS[name],
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, *shape]}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "fill_value": 0,
-        "codecs": codecs,
-        "attributes": {},
-        "dimension_names": [
-            "volume",
-            *(("bscan", "axial", "lateral") if name == "voxels" else ("surface", "bscan", "lateral")),
-        ],
-    }
-
-
-def _bscans_per_chunk(shape: Sequence[int]) -> int:
-    """The largest divisor of the number of B-scans up to 16."""
-    return max(n for n in range(1, 17) if shape[0] % n == 0)
-
-
-def encode(
-    name: str, array: np.ndarray, image_size: Sequence[int], compression: Compression, crc: bool = True
-) -> bytes:
-    """The bytes of one shard, as zarr writes them. They do not depend on the row, which may be assigned later."""
-    if array.dtype != ARRAYS[name] or array.shape != shapes(image_size)[name]:
-        raise ValueError(
-            f"{name} of a prepared volume must be {ARRAYS[name]} {shapes(image_size)[name]}, "
-            f"got {array.dtype} {array.shape}"
-        )
-    if find_spec("zarr") is None:
-        return _encode_by_tensorstore(name, array, image_size, compression, crc)
-    if compression == "none":
-        # Uncompressed shards are assembled here instead of by zarr, byte for byte the same.
-        step = _bscans_per_chunk(array.shape) if name == "voxels" else len(array)
-        plain = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        chunks = [plain[i : i + step].tobytes() for i in range(0, len(plain), step)]
-        return b"".join([_index(name, tuple(image_size), crc), *(_with_crc(c) if crc else c for c in chunks)])
-    return _encode_by_zarr(name, array, image_size, compression, crc)
-
-
-def _with_crc(chunk: bytes) -> bytes:
-    """A chunk as zarr's crc32c codec encodes it: followed by its checksum, little-endian."""
-    import google_crc32c
-
-    return chunk + google_crc32c.value(chunk).to_bytes(4, "little")
-
-
-@functools.cache
-def _index(name: str, image_size: tuple[int, ...], crc: bool) -> bytes:
-    """The chunk index at the start of an uncompressed voxel shard: the same for all volumes of one size."""
-    if name != "voxels":
-        return b""
-    blank = np.zeros(shapes(image_size)[name], ARRAYS[name])
-    shard = _encode_by_zarr(name, blank, image_size, "none", crc)
-    chunks = len(blank) // _bscans_per_chunk(blank.shape)
-    # What follows the index are the chunks, each with a checksum of four bytes.
-    return shard[: len(shard) - blank.nbytes - 4 * chunks * crc]
-
-
-def _encode_by_zarr(
-    name: str, array: np.ndarray, image_size: Sequence[int], compression: Compression, crc: bool = True
-) -> bytes:
-    import zarr
-    from zarr.core.buffer import cpu
-    from zarr.storage import MemoryStore
-
-    metadata = json.dumps(array_metadata(name, 1, image_size, compression, crc)).encode()
-    memory: Any = {"zarr.json": cpu.Buffer.from_bytes(metadata)}
-    # By default zarr does not write a shard of zeros, which would look like a lost one.
-    with zarr.config.set({"array.write_empty_chunks": True}):
-        zarr.open_array(MemoryStore(memory), mode="r+")[0] = array
-    return memory[shard_key(0)].to_bytes()
-
-
-def _encode_by_tensorstore(
-    name: str, array: np.ndarray, image_size: Sequence[int], compression: Compression, crc: bool = True
-) -> bytes:
-    """The same shard without zarr, as on machines that only train."""
-    import tensorstore
-
-    metadata = array_metadata(name, 1, image_size, compression, crc)
-    context = tensorstore.Context()
-    memory = tensorstore.KvStore.open({"driver": "memory"}, context=context).result()
-    memory["zarr.json"] = json.dumps(metadata).encode()
-    # By default a shard of zeros is not written either.
-    spec = {"driver": "zarr3", "kvstore": {"driver": "memory"}, "store_data_equal_to_fill_value": True}
-    tensorstore.open(spec, context=context).result()[0] = array
-    return bytes(memory[shard_key(0)])
 
 
 def write_durably(file: Path, data: bytes) -> None:

@@ -59,17 +59,20 @@ def _jpeg_pillow(frame: bytes, _: FrameFormat) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(frame), formats=["JPEG"]))
 
 
-def _jpeg_ls_pyjpegls(frame: bytes, _: FrameFormat) -> np.ndarray:
-    import jpeg_ls
-
-    return jpeg_ls.decode(np.frombuffer(frame, np.uint8))
-
-
 def _rle(frame: bytes, form: FrameFormat) -> np.ndarray:
-    from rle.utils import decode_frame
+    """PS3.5 G: a table of offsets, then one PackBits segment per byte of a pixel, the most significant byte first."""
+    from imagecodecs import packbits_decode
 
-    content = decode_frame(frame, form.rows * form.columns, form.bits_allocated, "<")
-    return np.frombuffer(content, f"<u{form.bits_allocated // 8}").reshape(form.rows, form.columns)
+    segments, *offsets = np.frombuffer(frame[:64], "<u4").tolist()
+    if segments != form.bits_allocated // 8:
+        raise ValueError(f"{segments} RLE segments, expected {form.bits_allocated // 8}")
+    ends = [*offsets[1:segments], len(frame)]
+    planes = [
+        packbits_decode(frame[start:end], out=form.rows * form.columns)
+        for start, end in zip(offsets, ends, strict=False)
+    ]
+    pixels = np.stack([np.frombuffer(plane, np.uint8) for plane in reversed(planes)], axis=-1)
+    return pixels.view(f"<u{segments}").reshape(form.rows, form.columns)
 
 
 class Decoder(NamedTuple):
@@ -85,24 +88,23 @@ def _imagecodecs(function: str, **options: Any) -> Decoder:
 
 _JPEG = (_imagecodecs("jpeg8_decode"), Decoder("pillow", "PIL", _jpeg_pillow))
 _JPEG_LOSSLESS = _JPEG[:1]
-_JPEG_LS = (_imagecodecs("jpegls_decode"), Decoder("pyjpegls", "jpeg_ls", _jpeg_ls_pyjpegls))
-_OPENJPEG = (Decoder("pylibjpeg-openjpeg", "openjpeg", _calling("openjpeg", "decode")),)
-_J2K = (*_OPENJPEG, _imagecodecs("jpeg2k_decode", numthreads=1))
+_JPEG_LS = (_imagecodecs("jpegls_decode"),)
+_OPENJPEG = (_imagecodecs("jpeg2k_decode", numthreads=1),)
 _HTJ2K_LOSSLESS = (_imagecodecs("htj2k_decode"), *_OPENJPEG)
 _UID = "1.2.840.10008.1.2.4."
 _DECODERS: dict[str, tuple[str, tuple[Decoder, ...]]] = {
-    RLE: ("RLE Lossless", (Decoder("pylibjpeg-rle", "rle", _rle),)),
+    RLE: ("RLE Lossless", (Decoder("imagecodecs", "imagecodecs", _rle),)),
     _UID + "50": ("JPEG Baseline", _JPEG),
     _UID + "51": ("JPEG Extended", _JPEG),
     _UID + "57": ("JPEG Lossless", _JPEG_LOSSLESS),
     _UID + "70": ("JPEG Lossless, first-order prediction", _JPEG_LOSSLESS),
     _UID + "80": ("JPEG-LS Lossless", _JPEG_LS),
     _UID + "81": ("JPEG-LS Near-lossless", _JPEG_LS),
-    _UID + "90": ("JPEG 2000 Lossless", _J2K),
-    _UID + "91": ("JPEG 2000", _J2K),
+    _UID + "90": ("JPEG 2000 Lossless", _OPENJPEG),
+    _UID + "91": ("JPEG 2000", _OPENJPEG),
     _UID + "201": ("HTJ2K Lossless", _HTJ2K_LOSSLESS),
     _UID + "202": ("HTJ2K Lossless RPCL", _HTJ2K_LOSSLESS),
-    # Not imagecodecs: lossy values beyond 0 or 255 wrap around (measured with 2026.3.6), so white becomes black.
+    # Not OpenJPH: lossy values beyond 0 or 255 wrap around (imagecodecs 2026.3.6), so white becomes black.
     _UID + "203": ("HTJ2K", _OPENJPEG),
 }
 """Transfer syntax -> name, and decoders in order of preference."""
@@ -124,7 +126,7 @@ def find_decoders(transfer_syntax: str, uri: str) -> tuple[str, list[Decoder]]:
     name, decoders = known
     installed = [decoder for decoder in decoders if find_spec(decoder.module) is not None]
     if not installed:
-        packages = " or ".join(decoder.package for decoder in decoders)
+        packages = " or ".join(dict.fromkeys(decoder.package for decoder in decoders))
         raise ReadError(
             "unsupported_transfer_syntax",
             f"{uri}: no installed decoder reads {name}; install {packages}, or transcode the file",
