@@ -47,8 +47,9 @@ weights: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# dist/: the source distribution, and the wheel built from it.
 wheel: $(STAMP)
-	$(BIN)/python -m build --wheel --no-isolation
+	$(BIN)/python -m build --no-isolation
 
 # torch is asked for by its pinned version first: a range would let pip take a newer build with gigabytes of CUDA.
 $(STAMP): pyproject.toml constraints.txt

@@ -8,6 +8,7 @@ import numpy as np
 
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import participant_folds
+from octfm.evaluation.linear import logistic, ridge
 from octfm.evaluation.ordinal import grade_probability, proportional_odds
 
 SMALL = 1 << 22
@@ -89,19 +90,16 @@ def _linear(
     grid: Sequence[float],
     tolerance: float = TOLERANCE,
 ) -> Iterator[np.ndarray]:
-    from sklearn.linear_model import LogisticRegression, Ridge
-
     if num_classes == 0:
-        yield from (Ridge(alpha=alpha).fit(x, y).predict(x_new)[:, None] for alpha in grid)
+        yield from (ridge(x, y, alpha, x_new)[:, None] for alpha in grid)
         return
     present = np.unique(y)
     for c in grid:
         # Balanced, because balanced accuracy is reported and a screening cohort is mostly healthy.
         log_p = _nothing_known(len(x_new), num_classes)
         if len(present) > 1:
-            # scikit-learn knows only the classes that occur in this training part, hence `present`.
-            fitted = LogisticRegression(C=c, class_weight="balanced", max_iter=2000, tol=tolerance).fit(x, y)
-            log_p[:, present] = np.log(np.maximum(fitted.predict_proba(x_new), 1e-12))
+            # Only the classes that occur in this training part.
+            log_p[:, present] = np.maximum(logistic(x, y, c, tolerance, x_new), np.log(1e-12))
         yield log_p
 
 
