@@ -17,6 +17,7 @@ from octfm.errors import EvaluationError
 from octfm.evaluation import readouts
 from octfm.evaluation.cases import Cases, Round, Target, find_targets, make_cases, participant_folds
 from octfm.evaluation.efficiency import label_efficiency, subset
+from octfm.evaluation.linear import logistic, ridge
 from octfm.evaluation.probe import probe, write_probe
 from octfm.evaluation.scoring import Predictions, to_units
 from support.probe_cohort import Cohort
@@ -528,6 +529,29 @@ def test_penalties_far_behind_the_best_are_not_fitted(monkeypatch: pytest.Monkey
     every, same = readouts.fit_predict(readout, x, y, who, x, classes, 0)
     assert set(tried) == set(grid) and same == best
     np.testing.assert_array_equal(few, every)
+
+
+@pytest.mark.parametrize(("rows", "classes"), [(30, 2), (120, 2), (120, 3), (120, 5)])
+@pytest.mark.parametrize("c", [1e-4, 1e-2, 1.0])
+def test_logistic_regression_equals_that_of_scikit_learn(rows, classes, c):
+    from sklearn.linear_model import LogisticRegression
+
+    rng = np.random.default_rng(rows + classes)
+    y = rng.choice([2, 3, 5, 7, 8][:classes], rows, p=np.arange(1, classes + 1) / np.arange(1, classes + 1).sum())
+    x, new = readouts.standardised(rng.normal(y[:, None] / 4, size=(rows, 40)), rng.normal(1, 1, size=(9, 40)))
+    theirs = LogisticRegression(C=c, class_weight="balanced", max_iter=2000, tol=1e-8).fit(x, y).predict_proba(new)
+    np.testing.assert_allclose(np.exp(logistic(x, y, c, 1e-8, new)), theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [20, 40, 200])
+def test_ridge_regression_equals_that_of_scikit_learn(rows):
+    from sklearn.linear_model import Ridge
+
+    rng = np.random.default_rng(rows)
+    x, new = rng.normal(3, 2, size=(rows, 40)), rng.normal(size=(9, 40))
+    y = 5 + x[:, 0] + rng.normal(size=rows)
+    for alpha in (1.0, 1e3):
+        np.testing.assert_allclose(ridge(x, y, alpha, new), Ridge(alpha=alpha).fit(x, y).predict(new), rtol=1e-8)
 
 
 def test_probes_of_small_matrices_take_one_blas_thread(monkeypatch: pytest.MonkeyPatch) -> None:

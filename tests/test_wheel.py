@@ -1,8 +1,12 @@
-"""The wheel holds what a run needs, and runs outside the clone."""
+"""Wheel and source distribution hold what a run needs and nothing else, and run outside the clone."""
 
+import json
 import os
+import re
 import subprocess
 import sys
+import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -13,14 +17,37 @@ from support import ROOT
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
+def dist(tmp_path_factory) -> Path:
+    """As `make wheel` does: the source distribution, and the wheel built from it."""
     out = tmp_path_factory.mktemp("dist")
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT],
-        check=True,
-        capture_output=True,
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT], check=True, capture_output=True
     )
-    return next(out.glob("*.whl"))
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(dist) -> Path:
+    return next(dist.glob("*.whl"))
+
+
+def test_source_distribution_has_the_package_and_no_tests_or_data(dist):
+    with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames()}
+    beside = {name for name in names if not name.startswith("src/octfm/")}
+    assert beside == {
+        ".gitignore", "CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md", "constraints.txt", "pyproject.toml",
+    }  # fmt: skip
+
+
+def test_every_dependency_is_explained_once():
+    """The tables of docs/guide/dependencies.md name what pyproject.toml names, the extras by their own names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs" / "guide" / "dependencies.md").read_text()
+    core, extras = page.split("## Extras")
+    needed = {re.match(r"[\w.-]+", line)[0].lower() for line in project["dependencies"]}
+    assert sorted(re.findall(r"^\| `([\w.-]+)` \|", core, re.M)) == sorted(needed)
+    assert set(re.findall(r"^\| `([\w-]+)` \|", extras, re.M)) == set(project["optional-dependencies"])
 
 
 def test_wheel_carries_configs_and_templates_and_nothing_else(wheel):
@@ -54,22 +81,52 @@ def test_command_runs_from_the_wheel_outside_the_clone(wheel, tmp_path):
     assert found.startswith(str(tmp_path / "site")), "the clone was tested, not the wheel"
 
 
+CUDA_BUILDS = ("2.9.1+cu128", "2.13.0+cu130", "2.10.0a0+b558c986e8.nv25.11")
+MOST = 1.5e9
+"""Bytes of octfm and all that it needs, with torch for CPUs on Linux x86-64 (measured: 1.49e9)."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_demo_runs_from_a_wheel_in_an_empty_environment(wheel, tmp_path):
-    """No clone, no make, no gcc: pip install, octfm demo."""
+def test_wheel_and_source_run_in_an_empty_environment(dist, wheel, tmp_path):
+    """No clone, no make, no gcc: pip install, octfm segment --sample, octfm demo."""
     venv.create(tmp_path / "venv", with_pip=True)
-    python = tmp_path / "venv" / "bin" / "python"
+    binaries = tmp_path / "venv" / "bin"
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "CC", "CXX")}
-    pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", ROOT / "constraints.txt"]
-    subprocess.run([*pip, "torch"], check=True, env=clean)
-    subprocess.run([*pip, wheel], check=True, env=clean)
-    done = subprocess.run(
-        [tmp_path / "venv" / "bin" / "octfm", "demo", "--quick", "--out", "demo"],
-        cwd=tmp_path,
-        env=clean,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "report:" in done.stdout and (tmp_path / "demo" / "report.html").is_file()
+
+    def run(*words) -> str:
+        done = subprocess.run(words, cwd=tmp_path, env=clean, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    pip = [binaries / "python", "-m", "pip", "--disable-pip-version-check", "-q"]
+    run(*pip, "install", "-c", ROOT / "constraints.txt", "torch")
+    run(*pip, "install", "-c", ROOT / "constraints.txt", wheel)
+    sizes = json.loads(run(binaries / "python", "-c", SIZES))
+    assert sum(sizes.values()) <= MOST, sorted(sizes.items(), key=lambda item: -item[1])[:12]
+    assert sizes.keys().isdisjoint({"pytest", "tensorboard", "wandb", "mkdocs", "huggingface_hub", "zarr"})
+
+    # A build of torch for CUDA is kept, also one of a container, whose version is a pre-release.
+    (metadata,) = (tmp_path / "venv").glob("lib/python3*/site-packages/torch-*.dist-info/METADATA")
+    true = metadata.read_text()
+    for version in CUDA_BUILDS:
+        metadata.write_text(re.sub(r"^Version: .*", f"Version: {version}", true, count=1, flags=re.M))
+        planned = run(*pip, "install", "--no-index", "--dry-run", "--report", "-", wheel)
+        assert json.loads(planned)["install"] == [], version
+    metadata.write_text(true)
+
+    assert "report:" in run(binaries / "octfm", "demo", "--quick", "--out", "demo")
+    assert (tmp_path / "demo" / "report.html").is_file()
+    run(*pip, "uninstall", "-y", "octfm")
+    run(*pip, "install", "-c", ROOT / "constraints.txt", next(dist.glob("*.tar.gz")))
+    assert "research use only" in run(binaries / "octfm", "segment", "--sample", "healthy")
+
+
+SIZES = """
+import json
+from importlib.metadata import distributions
+files = {d.name: [d.locate_file(f) for f in d.files or ()] for d in distributions()}
+sizes = {name: sum(f.stat().st_size for f in found if f.is_file()) for name, found in files.items() if name != "pip"}
+print(json.dumps(sizes))
+"""
+"""Bytes of every installed package but pip, which installs them."""

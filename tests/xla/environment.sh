@@ -37,7 +37,7 @@ pip() { "$dir/bin/python" -m pip --disable-pip-version-check -q "$@"; }
 pip install --no-deps torch==2.9.0 torch_xla=="$torch_xla" nvidia-cuda-runtime-cu12==12.8.90 nvidia-cuda-cupti-cu12==12.8.90 \
     nvidia-nvshmem-cu12==3.3.20
 pip install -c "$root/constraints.txt" typing-extensions sympy networkx jinja2 filelock fsspec absl-py requests \
-    numpy scipy pyyaml pydantic tensorstore zarr pyarrow typer rich pytest pytest-timeout jax==0.10.2 libtpu==0.0.51
+    numpy scipy pyyaml pydantic google-crc32c pyarrow typer rich pytest pytest-timeout jax==0.10.2 libtpu==0.0.51
 pip install --no-deps -e "$root"
 "$dir/bin/python" "$here/empty_cuda.py" "$dir"
 PJRT_DEVICE=CPU "$dir/bin/python" -c 'import torch_xla; print("torch_xla", torch_xla.__version__)'

@@ -29,7 +29,7 @@ from octfm.run.runtime import Precision, Runtime
 
 NEEDED = (
     "runtime.parallel xla_spmd needs torch_xla, which exists for torch 2.9 only; make an environment for it: on a CPU "
-    "with tests/xla/environment.sh, on a TPU with `pip install torch==2.9.0 'torch_xla[tpu]==2.9.0' octfm`"
+    "with tests/xla/environment.sh, on a TPU with `pip install torch==2.9.0 'torch_xla[tpu]==2.9.0'` and octfm"
 )
 NO_DEVICE = (
     "runtime.parallel xla_spmd: no TPU is found here; on a CPU, set the number of virtual devices: "
