@@ -10,6 +10,7 @@ readable:
 """
 
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -68,6 +69,20 @@ def test_tensorstore_reads_the_same_where_google_crc32c_is_absent(store, without
     fresh = Store.open(store.path, threads=2)
     assert_equals_samples(fresh.read([5, 0, 5]), [5, 0, 5])
     assert type(fresh._arrays).__name__ == "TensorStoreArrays"
+
+
+def test_a_fork_without_google_crc32c_is_an_error_and_not_a_crash(store, without_crc32c):
+    """tensorstore ends a process that was forked after its import."""
+    Store.open(store.path).read([0])
+    fresh, (reader, writer) = Store.open(store.path), os.pipe()
+    if not (child := os.fork()):
+        try:
+            fresh.read([0])
+        except StoreError as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)
+    os.close(writer)
+    assert os.waitpid(child, 0)[1] == 0 and b"install it, or spawn" in os.read(reader, 1000)
 
 
 def test_any_zarr_reader_sees_one_array_of_volumes(store):
