@@ -5,16 +5,20 @@ the same processor with the same number of threads.
 """
 
 import argparse
+import ast
 import copy
+import functools
 import hashlib
 import io
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+import octfm
 from octfm.io.location import write_whole
 from octfm.layers.finder import LayerFinder
 from octfm.models.layer_net import (
@@ -54,6 +58,26 @@ FACTS = {
     "monitoring. Inner layers are experimental. Not measured in children or high myopia",
 }
 """Of the model card of weights that are made here."""
+CODE = ("phantom/**/*.py", "models/layer_net.py", "layers/training.py")
+"""What decides the weights, within the package."""
+
+
+@functools.cache
+def code_digest(folder: Path) -> str:
+    """SHA-256 of CODE in the package's folder, without comments and docstrings: states of one training must be of
+    one."""
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in CODE for path in folder.glob(pattern)):
+        tree = ast.parse(path.read_bytes())
+        for node in ast.walk(tree):
+            if isinstance(body := getattr(node, "body", None), list):
+                node.body = [part for part in body if not _is_text(part)] or [ast.Pass()]
+        digest.update(f"{path.relative_to(folder).as_posix()}\n{ast.unparse(tree)}\n".encode())
+    return digest.hexdigest()
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def stream_of(seed: int) -> Stream:
@@ -122,6 +146,8 @@ class LayerTraining:
 
     def __init__(self, steps: int, seed: int, config: LayerNetConfig | None = None):
         torch.manual_seed(seed)
+        # Now: files may change while this runs.
+        self.code = code_digest(Path(octfm.__file__).parent)
         self.steps, self.stream, self.step = steps, stream_of(seed), 0
         self.network = in_channels_last(LayerNet(config))
         self.average = copy.deepcopy(self.network).requires_grad_(False)
@@ -149,6 +175,7 @@ class LayerTraining:
     def save(self, path: Path) -> None:
         """Write the whole state; the file is replaced at once or not at all."""
         content = {
+            "code": self.code,
             "step": self.step,
             "steps": self.steps,
             "seed": self.stream.seed,
@@ -161,12 +188,19 @@ class LayerTraining:
         write_whole(path, buffer.getvalue())
 
     def restore(self, path: Path) -> None:
-        """Go on from a state. Raises ValueError if it is one of another seed or length."""
+        """Go on from a state. Raises ValueError if it is one of another seed or length, or of other code."""
         content = torch.load(path, weights_only=True)
         if (content["steps"], content["seed"]) != (self.steps, self.stream.seed):
             raise ValueError(
                 f"{path}: begun with seed {content['seed']} for {content['steps']} steps; repeat them, "
                 "or choose another --out"
+            )
+        # States of before the code was recorded have none.
+        if (code := content.get("code", self.code)) != self.code:
+            raise ValueError(
+                f"{path}: begun with other code of phantoms, network or training ({code[:12]}, this is "
+                f"{self.code[:12]}), so the same seed would make other weights; go back to the octfm that began it, or "
+                "choose another --out"
             )
         self.network.load_state_dict(content["network"])
         self.average.load_state_dict(content["average"])
@@ -204,7 +238,10 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     state = arguments.out / "state.pt"
     if state.exists():
-        training.restore(state)
+        try:
+            training.restore(state)
+        except ValueError as error:
+            sys.exit(str(error))
     losses = []
     while training.step < training.steps:
         losses.append(training.update())
