@@ -4,6 +4,7 @@ import csv
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -236,6 +237,10 @@ def test_a_table_resumes_and_keeps_a_row_for_what_cannot_be_read(files, tmp_path
     with pytest.raises(EvaluationError, match="not a table of octfm segment"):
         write_table(files, tmp_path / "other.csv")
     assert len(COLUMNS) == len(set(COLUMNS))
+    for damaged in ("eye,R", ",".join(["x"] * (len(COLUMNS) + 1))):
+        (tmp_path / "damaged.csv").write_text(f"{','.join(COLUMNS)}\n{damaged}\n")
+        with pytest.raises(EvaluationError, match=rf"damaged.csv: line 2: expected {len(COLUMNS)} columns"):
+            write_table([], tmp_path / "damaged.csv")
 
 
 def test_a_table_has_one_writer(files, tmp_path):
@@ -306,6 +311,29 @@ def test_a_stopped_training_of_the_network_resumes_bit_for_bit(tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     with pytest.raises(ValueError, match="begun with seed 3 for 4 steps"):
         LayerTraining(5, 3, SMALL).restore(tmp_path / "state.pt")
+
+
+def test_a_training_of_the_network_resumes_with_its_own_code_only(tmp_path, monkeypatch):
+    """A comment may change, and the way phantoms are drawn may not."""
+    stream, drawn = "phantom/native/stream.py", "rng.uniform(-2.8, 2.8)"
+    own = Path(octfm.__file__).parent
+    assert drawn in (own / stream).read_text()
+
+    def package(name, change):
+        for part in (stream, "models/layer_net.py", "layers/training.py"):
+            file = tmp_path / name / part
+            file.parent.mkdir(parents=True)
+            text = (own / part).read_text()
+            file.write_text(change(text) if part == stream else text)
+        monkeypatch.setattr(octfm, "__file__", str(tmp_path / name / "__init__.py"))
+
+    package("before", str)
+    LayerTraining(4, 3, SMALL).save(tmp_path / "state.pt")
+    package("commented", lambda text: "# streamed\n" + text.replace('"""', '"""In other words: ', 1))
+    LayerTraining(4, 3, SMALL).restore(tmp_path / "state.pt")
+    package("changed", lambda text: text.replace(drawn, "rng.uniform(-2.7, 2.8)"))
+    with pytest.raises(ValueError, match=r"begun with other code of phantoms.*go back to the octfm that began it"):
+        LayerTraining(4, 3, SMALL).restore(tmp_path / "state.pt")
 
 
 def test_crops_carry_their_truth_along():

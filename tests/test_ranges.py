@@ -140,6 +140,9 @@ def test_intervals_need_enough_participants_and_corrections(tmp_path):
     for name in ("same.csv", "nearly.csv"):
         with pytest.raises(EvaluationError, match="90 % of the zones of heidelberg_spectralis equal the table's"):
             calibrate_rows(rows, tmp_path / name)
+    (tmp_path / "open.csv").write_text('source,participant\na,"P1\n' + "b,P2\n" * 30_000)
+    with pytest.raises(EvaluationError, match=r"open.csv: after line \d+: field larger than field limit"):
+        calibrate_rows(rows, tmp_path / "open.csv")
     (tmp_path / "bad.csv").write_text(f"source,participant,centre_um\n{rows[0]['source']},a,thin\n")
     with pytest.raises(EvaluationError, match="centre_um expected µm, got 'thin'"):
         calibrate_rows(rows, tmp_path / "bad.csv")

@@ -23,6 +23,7 @@ from octfm.layers.verdict import (
 from octfm.models.layer_net import SURFACES, LayerNet, LayerNetConfig
 from octfm.phantom.native.stream import Stream
 from octfm.volume.volume import Volume
+from support.segmented import found_in
 
 D, H, W = 10, 496, 64
 UNTRAINED = LayerFinder(LayerNet(LayerNetConfig((8, 8))))
@@ -179,15 +180,30 @@ def test_a_zone_is_withheld_where_the_network_is_unsure(phantom):
     assert whole.centre_mm == grid.centre_mm and whole.coverage == grid.coverage
 
 
-def test_zones_that_another_fovea_would_change_are_withheld_with_the_reason(phantom, monkeypatch):
-    found = octfm.segment(phantom)
+def with_a_rival(monkeypatch, apart_mm: float) -> None:
+    """Every grid has another place that could be the fovea."""
     measure = segment_module.measure_grid
 
     def with_rival(values, place, laterality, centre=None, pit_map_um=None):
         grid = measure(values, place, laterality, centre, pit_map_um)
-        return replace(grid, rivals_mm=((grid.centre_mm[0] + 1.2, grid.centre_mm[1]),)) if centre is None else grid
+        x, y = grid.centre_mm
+        return replace(grid, rivals_mm=((x + apart_mm, y),)) if centre is None else grid
 
     monkeypatch.setattr(segment_module, "measure_grid", with_rival)
+
+
+def test_a_volume_that_another_fovea_would_change_is_withheld(monkeypatch):
+    found = found_in()
+    assert found.etdrs().volume_mm3
+    with_a_rival(monkeypatch, 0.1)
+    assert found.etdrs().volume_mm3
+    with_a_rival(monkeypatch, 2.0)  # the scan does not cover the 6 mm around it
+    assert found.etdrs().volume_mm3 is None and found.etdrs(keep_doubtful=True).volume_mm3
+
+
+def test_zones_that_another_fovea_would_change_are_withheld_with_the_reason(phantom, monkeypatch):
+    found = octfm.segment(phantom)
+    with_a_rival(monkeypatch, 1.2)
     whole, grid, row = found.etdrs(keep_doubtful=True), found.etdrs(), row_of(found)
     assert whole.mean_um["centre"] and grid.mean_um["centre"] is None and "centre" in row["withheld"]
     assert "could also lie 1.2 mm away" in row["zones_note"] and "B-scans per mm" in row["zones_note"]

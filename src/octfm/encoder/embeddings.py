@@ -51,7 +51,7 @@ class Embeddings:
         for i, labels in enumerate(self.participant_labels):
             vector = {f"v{k}": value for k, value in enumerate(self.vectors[i])}
             rows.append(with_labels({name: getattr(self, name)[i] for name in names} | vector, labels))
-        return data_frame(rows).set_index("acquisition")
+        return data_frame(rows).set_index("acquisition") if rows else data_frame(rows)
 
 
 def without_excluded_vectors(embeddings: Embeddings, file: str | Path, echo: Echo = to_stderr) -> Embeddings:

@@ -117,7 +117,8 @@ class ScanSegmentation(Segmentation):
         """Nine zones of the thickness between two surfaces, around the fovea that was found.
 
         Zones in which the network expects a mean error above 12 µm are None unless `keep_doubtful`, and so are those
-        that change by more than 10 µm around another place that could be the fovea.
+        that change by more than 10 µm around another place that could be the fovea; the volume is judged by the mean
+        thickness within 3 mm alike.
         Retinal thickness is ILM to BM, as Heidelberg defines it. Raises EvaluationError for line, circle and radial
         scans, which do not cover zones, and for B-scans whose positions contradict each other.
         """
@@ -129,11 +130,12 @@ class ScanSegmentation(Segmentation):
             return grid
         expected = self._expected(upper, lower, grid)
         held = {name: mean for name, mean in grid.mean_um.items() if (expected.mean_um[name] or 0) > ZONE_UM}
+        per_mm3 = 1000 / (np.pi * RINGS_MM[-1] ** 2)
+        trusted = (expected.volume_mm3 or 0) * per_mm3 <= ZONE_UM
         for rival in grid.rivals_mm:
-            other = self._means(self.thickness_um(upper, lower), rival).mean_um
-            held |= {name: mean for name, mean in grid.mean_um.items() if _apart(mean, other[name]) > PLACE_UM}
-        area = np.pi * RINGS_MM[-1] ** 2
-        trusted = (expected.volume_mm3 or 0) * 1000 / area <= ZONE_UM
+            other = self._means(self.thickness_um(upper, lower), rival)
+            held |= {name: mean for name, mean in grid.mean_um.items() if _apart(mean, other.mean_um[name]) > PLACE_UM}
+            trusted &= _apart(grid.volume_mm3, other.volume_mm3) * per_mm3 <= PLACE_UM
         given = {name: None if name in held else mean for name, mean in grid.mean_um.items()}
         return replace(grid, mean_um=given, volume_mm3=grid.volume_mm3 if trusted else None)
 
@@ -194,7 +196,7 @@ class ScanSegmentation(Segmentation):
 
 
 def _apart(one: float | None, other: float | None) -> float:
-    """Difference of two means in µm; infinite if only the first is known."""
+    """Difference of two means; infinite if only the first is known."""
     if one is None:
         return 0.0
     return abs(one - other) if other is not None else float("inf")

@@ -171,11 +171,24 @@ def save_table(rows: Iterable[dict[str, str]], out: Location) -> None:
 
 
 def read_table(path: Location) -> list[dict[str, str]]:
-    """The rows of a table. Raises EvaluationError if it has other columns."""
+    """The rows of a table. Raises EvaluationError if it has other columns, or a row is damaged."""
     reader = csv.DictReader(io.StringIO(path.read_bytes().decode("utf-8", "surrogateescape"), newline=""))
-    if tuple(reader.fieldnames or ()) != COLUMNS:
-        raise EvaluationError(f"{path}: not a table of octfm segment of this version; choose another --out")
-    return list(reader)
+    rows = []
+    try:
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise EvaluationError(f"{path}: not a table of octfm segment of this version; choose another --out")
+        for row in reader:
+            if None in row or None in row.values():
+                raise EvaluationError(
+                    f"{path}: line {reader.line_num}: expected {len(COLUMNS)} columns as in the header; fix or delete "
+                    "the row"
+                )
+            rows.append(row)
+    except csv.Error as error:
+        raise EvaluationError(
+            f"{path}: after line {reader.line_num}: {error}; fix it, or choose another --out"
+        ) from None
+    return rows
 
 
 def describe(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> str:

@@ -160,10 +160,15 @@ def read_rows(path: Path, needed: Sequence[str]) -> list[dict[str, str]]:
     """Rows of a CSV with these columns, blank where a row is short. Raises EvaluationError if it is something else."""
     with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
         reader = csv.DictReader(file)
-        missing = [column for column in needed if column not in (reader.fieldnames or ())]
-        if missing:
-            raise EvaluationError(f"{path}: expected a table of octfm segment, found no column {', '.join(missing)}")
-        rows = [{key: value or "" for key, value in row.items() if key is not None} for row in reader]
+        try:
+            missing = [column for column in needed if column not in (reader.fieldnames or ())]
+            if missing:
+                raise EvaluationError(
+                    f"{path}: expected a table of octfm segment, found no column {', '.join(missing)}"
+                )
+            rows = [{key: value or "" for key, value in row.items() if key is not None} for row in reader]
+        except csv.Error as error:  # as of a quotation mark that is not closed
+            raise EvaluationError(f"{path}: after line {reader.line_num}: {error}; export the table again") from None
     if not rows:
         raise EvaluationError(f"{path}: holds no row")
     return rows
