@@ -138,6 +138,16 @@ def test_it_remembers_whom_it_has_seen_and_names_nobody(run, folder, store, labe
     assert seen_by(kept)("P000")
 
 
+def test_export_takes_a_checkpoint_and_says_which_one_a_run_stands_for(run, tmp_path):
+    newest = max((run / "checkpoints").glob("*.pt"))
+    for name, source in (("run", run), ("checkpoint", newest)):
+        done = CliRunner().invoke(app, ["export", str(source), "--out", str(tmp_path / name)])
+        assert done.exit_code == 0, done.output
+        assert (f"{newest.name}: the newest checkpoint of this run" in done.output) == (source == run)
+    weights = [(tmp_path / name / exported.WEIGHTS).read_bytes() for name in ("run", "checkpoint")]
+    assert weights[0] == weights[1]
+
+
 def test_embed_takes_an_export_with_its_baselines(run, folder, store, tmp_path):
     import pyarrow.parquet as pq
 

@@ -44,6 +44,7 @@ def test_the_command_it_proposes_fits_store_and_length(store, one_preset):
     parsed = verbs()["pretrain"].make_context("pretrain", words).params
     settings = load_config(parsed["config"], [*parsed["overrides"], f"steps={parsed['steps']}"])
     assert settings == chosen.config and parsed["store"] == str(store.path)
+    assert parsed["device"] == "cpu", "what was measured is what runs"
     assert data.arithmetic(settings, store, 1, found.volumes).status == "PASS"
 
 
@@ -67,7 +68,7 @@ def test_plan_prints_volumes_machine_and_commands(store, one_preset, tmp_path):
     code, out, err = octfm_here("plan", store.path, "--device=cpu", cwd=tmp_path)
     assert (code, err) == (0, ""), err
     assert "16 training volumes of 8 participants" in out and "8 participants are few to learn from" in out
-    assert f"octfm doctor demo --store {store.path} --steps 1200" in out
+    assert f"octfm doctor demo --store {store.path} --steps 1200" in out and out.count("--device cpu") == 2
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from octfm.errors import EvaluationError
 from octfm.report.html import write_report
 from octfm.report.watch import Follower, seconds_left, sparkline, watch
-from octfm.report.words import checkpoint_advice
+from octfm.report.words import checkpoint_advice, checkpoint_taken
 from support.run_folder import write_run
 
 
@@ -95,6 +95,14 @@ def test_watching_a_finished_run_returns(tmp_path):
     out = io.StringIO()
     watch(run, console=Console(file=out, width=120))
     assert "finished" in out.getvalue()
+
+
+def test_the_checkpoint_that_a_folder_stands_for_is_named_beside_the_best(tmp_path):
+    paths = [tmp_path / f"step-{step:08d}.pt" for step in (100, 200, 300)]
+    assert checkpoint_taken([], paths) == "step-00000300.pt: the newest checkpoint of this run"
+    assert checkpoint_taken(probe_rows(0.1, 0.2, 0.3), paths).endswith("and the one with the best online probe")
+    assert f"best at {paths[1]}: give that file" in checkpoint_taken(probe_rows(0.1, 0.5, 0.3), paths)
+    assert "no longer there" in checkpoint_taken(probe_rows(0.1, 0.5, 0.3), paths[2:])
 
 
 def test_no_run_is_named(tmp_path):

@@ -86,6 +86,7 @@ def embed(
         raise ConfigError(f"{' and '.join(given)}: give one of them")
     if pool not in (None, "mean", "extremes"):
         raise ConfigError(f"--pool: expected mean or extremes, got {pool!r}")
+    _echo_checkpoint(run)
     if files is None and catalog is None:
         from octfm.tasks.embed_run import embed_all
 
@@ -185,6 +186,7 @@ def export(
     # A full card needs the folder of a pretraining run on disk; else the export contains a short one.
     if text is None and "://" not in run and is_pretraining(location(run)):
         text = model_card(run, usage=usage(out.name), name=out.name)
+    _echo_checkpoint(run)
     path = write_export(run, out, onnx=onnx, card=text, keep_key=keep_key, keep_names=keep_names, echo=typer.echo)
     size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
     typer.echo(f"{path}: {', '.join(sorted(file.name for file in path.iterdir()))} ({size:,.1f} MB)")
@@ -193,6 +195,18 @@ def export(
             "participants.key lets anyone who has a list of ids test which were trained on; to publish, use "
             "--keep-key FILE"
         )
+
+
+def _echo_checkpoint(run: str) -> None:
+    """Say which checkpoint the folder of a pretraining run on disk stands for."""
+    from octfm.io.location import location
+    from octfm.report.sources import is_pretraining, metric_rows
+    from octfm.report.words import checkpoint_taken
+    from octfm.run.checkpoint import everywhere
+
+    folder = Path(run)
+    if "://" not in run and is_pretraining(location(run)) and (found := everywhere(folder)):
+        opt.echo_line(checkpoint_taken(metric_rows(folder), found))
 
 
 def _text(card: Path) -> str:

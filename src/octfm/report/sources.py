@@ -52,7 +52,7 @@ def is_pretraining(run: Location) -> bool:
     """Whether this is a run folder of octfm pretrain; runs of fine-tuning and segmentation have a run.json as well."""
     try:
         record = json.loads((run / "run.json").read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the latter of a checkpoint's file
         return False
     except ValueError:
         return True  # gather names the damage
@@ -63,8 +63,7 @@ def gather(run: Path, catalog: Location | None = None, store: Location | None = 
     """Read a run folder. Raises EvaluationError if it is none; a given catalog or store must be readable."""
     if not is_pretraining(run):
         raise EvaluationError(f"{run}: expected a run folder with a run.json; create one with octfm pretrain")
-    metrics = run / "metrics.jsonl"
-    rows = [row for row in read_metrics(metrics) if isinstance(row, dict)] if metrics.is_file() else []
+    rows = metric_rows(run)
     config = run / "config.yaml"
     scanned = Catalog.load(catalog) if catalog is not None else None
     prepared = Store.open(store) if store is not None else None
@@ -83,6 +82,12 @@ def gather(run: Path, catalog: Location | None = None, store: Location | None = 
         is_phantom=scanned is not None and (Path(scanned.root) / "ground_truth" / "phantom.json").is_file(),
         scenes=load_scenes(run / "figures" / "scenes.npz") if (run / "figures" / "scenes.npz").is_file() else (),
     )
+
+
+def metric_rows(run: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl; empty without one."""
+    metrics = run / "metrics.jsonl"
+    return [row for row in read_metrics(metrics) if isinstance(row, dict)] if metrics.is_file() else []
 
 
 def number(value: Any) -> float:

@@ -1,7 +1,8 @@
 """Sentences and table rows that pages and cards share: the key result, the overview, health and checkpoint advice."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -234,10 +235,10 @@ def latest_health(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def checkpoint_advice(rows: list[dict[str, Any]]) -> str:
     """The checkpoint with the best online probe, and whether the SSL loss agrees; empty without an online probe."""
-    probed = [row for row in rows if row.get("kind") == "probe" and np.isfinite(number(row.get("score")))]
+    probed = _probed(rows)
     if not probed:
         return ""
-    best = max(probed, key=lambda row: number(row["score"]))
+    best = _best(probed)
     metric, step = METRICS.get(best["metric"], best["metric"]), int(best["step"])
     chance = f", chance {number(best['chance']):.2f}" if best.get("chance") else ""
     score = f"{metric} {number(best['score']):.2f}{chance}"
@@ -256,6 +257,30 @@ def checkpoint_advice(rows: list[dict[str, Any]]) -> str:
         text += f" The SSL loss disagrees: it is lowest at step {int(lowest['step']) + 1}."
         text += " Trust the probe; the loss says nothing about features."
     return text
+
+
+def checkpoint_taken(rows: list[dict[str, Any]], checkpoints: Sequence[Path]) -> str:
+    """Which of a run's checkpoints, oldest first, its folder stands for, and which one `checkpoint_advice` recommends
+    instead, if any."""
+    text = f"{checkpoints[-1].name}: the newest checkpoint of this run"
+    probed = _probed(rows)
+    if not probed:
+        return text
+    name = f"step-{int(_best(probed)['step']) + 1:08d}"
+    if checkpoints[-1].stem == name:
+        return f"{text}, and the one with the best online probe"
+    best = next((path for path in checkpoints if path.stem == name), None)
+    if best is None:
+        return f"{text}; the online probe was best at {name}, which is no longer there"
+    return f"{text}; the online probe was best at {best}: give that file instead of the folder to take it"
+
+
+def _probed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row.get("kind") == "probe" and np.isfinite(number(row.get("score")))]
+
+
+def _best(probed: list[dict[str, Any]]) -> dict[str, Any]:
+    return max(probed, key=lambda row: number(row["score"]))
 
 
 def _data(sources: Sources) -> str:

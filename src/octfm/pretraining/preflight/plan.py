@@ -69,6 +69,8 @@ class Plan:
     hours: float
     """What the run may take."""
     candidates: tuple[Candidate, ...]
+    device: str | None = None
+    """As it was named; None: the default."""
 
     @property
     def chosen(self) -> Candidate | None:
@@ -89,7 +91,10 @@ class Plan:
         chosen = self.chosen
         assert chosen is not None and chosen.config is not None
         length = ["--steps", str(chosen.config.steps)]
-        return shlex.join(["octfm", verb, chosen.preset, "--store", self.store, *length, *chosen.changes, *words])
+        place = ["--device", self.device] if self.device is not None else []
+        return shlex.join(
+            ["octfm", verb, chosen.preset, "--store", self.store, *length, *chosen.changes, *place, *words]
+        )
 
     def lines(self) -> list[str]:
         """The plan for a terminal."""
@@ -155,6 +160,7 @@ def plan(store: Store, device: str | None = None, hours: float = 24.0) -> Plan:
         machine=f"{runtime.hardware()}, {runtime.free_memory_gb():.1f} GB of memory free",
         hours=hours,
         candidates=tuple(_candidate(name, store, len(train), runtime, reads) for name in PRESETS),
+        device=device,
     )
 
 
