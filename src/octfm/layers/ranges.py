@@ -1,8 +1,9 @@
 """A range for every ETDRS zone, calibrated on phantoms, and the conformal quantile behind it.
 
-It is split conformal prediction for participants with several zones each (Lee, Barber and Willett, "Distribution-free
-inference with hierarchical data", 2023): a zone of a new participant lies in its range in 90 % of cases, if that
-participant comes from the population that the range was calibrated on.
+One factor is set by conformal prediction for participants with several zones each (Lee, Barber and Willett,
+"Distribution-free inference with hierarchical data", 2023): a zone of a new participant lies in its range in 90 % of
+cases, if that participant comes from the population that the range was calibrated on. The shape of packaged ranges, six
+numbers, was fitted to the same participants; benchmarks/segment_ranges.py measures coverage on others.
 """
 
 import json
