@@ -4,7 +4,6 @@ import csv
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from typer.testing import CliRunner
 import octfm
 from octfm.cli.main import app
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
+from octfm.layers import training
 from octfm.layers.edges import EDGES, onto_edge, onto_edges
 from octfm.layers.finder import (
     LayerFinder,
@@ -316,7 +316,7 @@ def test_a_stopped_training_of_the_network_resumes_bit_for_bit(tmp_path):
 def test_a_training_of_the_network_resumes_with_its_own_code_only(tmp_path, monkeypatch):
     """A comment may change, and the way phantoms are drawn may not."""
     stream, drawn = "phantom/native/stream.py", "rng.uniform(-2.8, 2.8)"
-    own = Path(octfm.__file__).parent
+    own = training.PACKAGE
     assert drawn in (own / stream).read_text()
 
     def package(name, change):
@@ -325,7 +325,7 @@ def test_a_training_of_the_network_resumes_with_its_own_code_only(tmp_path, monk
             file.parent.mkdir(parents=True)
             text = (own / part).read_text()
             file.write_text(change(text) if part == stream else text)
-        monkeypatch.setattr(octfm, "__file__", str(tmp_path / name / "__init__.py"))
+        monkeypatch.setattr(training, "PACKAGE", tmp_path / name)
 
     package("before", str)
     LayerTraining(4, 3, SMALL).save(tmp_path / "state.pt")

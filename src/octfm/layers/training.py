@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import octfm
 from octfm.io.location import write_whole
 from octfm.layers.finder import LayerFinder
 from octfm.models.layer_net import (
@@ -58,8 +57,9 @@ FACTS = {
     "monitoring. Inner layers are experimental. Not measured in children or high myopia",
 }
 """Of the model card of weights that are made here."""
+PACKAGE = Path(__file__).parent.parent
 CODE = ("phantom/**/*.py", "models/layer_net.py", "layers/training.py")
-"""What decides the weights, within the package."""
+"""What decides the weights, within PACKAGE."""
 
 
 @functools.cache
@@ -147,7 +147,7 @@ class LayerTraining:
     def __init__(self, steps: int, seed: int, config: LayerNetConfig | None = None):
         torch.manual_seed(seed)
         # Now: files may change while this runs.
-        self.code = code_digest(Path(octfm.__file__).parent)
+        self.code = code_digest(PACKAGE)
         self.steps, self.stream, self.step = steps, stream_of(seed), 0
         self.network = in_channels_last(LayerNet(config))
         self.average = copy.deepcopy(self.network).requires_grad_(False)
