@@ -14,7 +14,8 @@ from octfm.catalog.catalog import Catalog, assign_splits, scan
 from octfm.catalog.participants.people import AmbiguousPeople, Pattern, PeopleError, Scan, Whose, find_people
 from octfm.catalog.participants.pseudonyms import pseudonymise
 from octfm.catalog.parts import join_parts
-from octfm.demo import QUICK, _commands, run_demo
+from octfm.demo import run_demo
+from octfm.demo.request import Request
 from octfm.errors import ConfigError
 from octfm.io import bucket, ranged
 from octfm.io.location import write_whole
@@ -416,5 +417,5 @@ def test_the_demonstration_takes_the_pattern_that_its_own_scans_need(tmp_path):
     with pytest.raises(AmbiguousPeople, match="octfm demo --data takes the same --participant-from"):
         run_demo(tmp_path / "out", data=root, echo=lambda line: None)
     patterns = ["{participant}/{eye}/*", "{participant}"]
-    command, *_ = _commands(tmp_path, root, None, patterns, 100, QUICK, "mae", None)
+    command, *_ = Request(tmp_path, root, participant_from=tuple(patterns)).commands(None, "auto")
     assert all(f"--participant-from '{pattern}'" in command for pattern in patterns)

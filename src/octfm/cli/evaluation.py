@@ -12,9 +12,10 @@ from octfm.addresses import expect_place
 from octfm.cli import options as opt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from octfm.io.isolation import Limits
+    from octfm.io.progress import Progress
     from octfm.volume.volume import Volume
 
 DEFAULT_SEGMENT = Path("runs/segment")
@@ -429,6 +430,13 @@ def _volumes_in(words: list[str], limits: "Limits") -> list[str]:
     return list(dict.fromkeys(sources))
 
 
+def _counted(sources: "Sequence[str | Volume]", progress: "Progress") -> "Iterator[str | Volume]":
+    """The sources one by one; each counts as done when the next one is wanted."""
+    for source in sources:
+        yield source
+        progress.advance()
+
+
 def _samples(names: list[str]) -> "list[Volume]":
     from octfm.layers.sample import samples
 
@@ -449,6 +457,7 @@ def _segment_scans(
     """Segment files or volumes with the packaged network."""
     from octfm.errors import ConfigError, ReadError, one_line
     from octfm.formats import read_volume, within
+    from octfm.io.progress import Progress
     from octfm.layers.calibrate import calibrate_rows
     from octfm.layers.segment import segment as segment_scan
     from octfm.layers.table import describe, only_writer, read_table, save_table, write_table
@@ -465,7 +474,10 @@ def _segment_scans(
         read_rows(calibrate, ("source", "participant"))  # before hours of work
     if out.suffix == ".csv":
         sheet = ContactSheet(out)
-        added = write_table(sources, out, limits=limits, device=device, also=sheet.add, echo=opt.echo_line)
+        with Progress("segment", len(sources), "scans") as progress:
+            added = write_table(
+                _counted(sources, progress), out, limits=limits, device=device, also=sheet.add, echo=opt.echo_line
+            )
         typer.echo(f"{out}: {added} new of {len(sources)} scans")
         if calibrate is not None:
             with only_writer(out):

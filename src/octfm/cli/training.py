@@ -1,17 +1,14 @@
 """The verbs that train: demo, plan, doctor, pretrain, bench, watch."""
 
 import os
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octfm.cli import options as opt
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from octfm.store.store import Store
 
 
@@ -20,6 +17,17 @@ def demo(
     data: Annotated[
         Path | None,
         opt.local_option(metavar="FOLDER", help="Your own folder of OCT files instead of the phantom cohort."),
+    ] = None,
+    labels: Annotated[
+        Path | None,
+        opt.local_option(
+            metavar="TABLE",
+            help="Your question: CSV or TSV with participant_id (and laterality) and one column per target.",
+        ),
+    ] = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN", help="Column of --labels to ask about; repeat for several. Default: all."),
     ] = None,
     max_samples: Annotated[
         int | None, typer.Option(metavar="N", help="Use at most this many acquisitions of --data.", min=1, max=10**9)
@@ -48,11 +56,12 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Run everything in ten minutes: cohort, catalog, store, pretraining, probe, report.
+    """Show everything: a first picture at once, then in eight minutes pretraining, probe and report on phantoms; or
+    answer a question to your own scans.
 
     Examples:
     octfm demo --quick
-    octfm demo --data my_scans/ --out demo
+    octfm demo --data my_scans/ --labels labels.csv --target diagnosis --out mine
     """
     from octfm.demo import run_demo, run_sabotage
     from octfm.errors import ConfigError
@@ -61,6 +70,8 @@ def demo(
         run_demo(
             out,
             data=data,
+            labels=labels,
+            targets=target or (),
             max_samples=max_samples,
             participant_from=participant_from or (),
             seed=seed,
@@ -69,10 +80,10 @@ def demo(
             echo=opt.echo_line,
         )
         return
-    if data is not None or max_samples is not None or participant_from or objective != "mae":
+    if data is not None or labels or target or max_samples is not None or participant_from or objective != "mae":
         raise ConfigError(
-            "--sabotage trains vjepa2 on the quick phantom cohort; leave --data, --max-samples, --participant-from and "
-            "--objective out"
+            "--sabotage trains vjepa2 on the quick phantom cohort; leave --data, --labels, --target, --max-samples, "
+            "--participant-from and --objective out"
         )
     run_sabotage(sabotage, out, echo=opt.echo_line)
 
@@ -199,16 +210,7 @@ def pretrain(
             # The phantoms of a run in a bucket lie in the working directory.
             local_out = out if isinstance(out, Path) else Path(out.name)
             prepared = _phantom_store(local_out.with_name(f"{out.name}_phantoms"))
-    # A progress bar needs a terminal, and only rank 0 prints.
-    if not sys.stdout.isatty() or os.environ.get("RANK", "0") != "0":
-        train(settings, prepared, out, device, echo=opt.echo_line, override=override)
-        return
-    # With epochs, the number of steps is known only when the store is open.
-    bar = ProgressBar(settings.steps if settings.epochs is None else None)
-    try:
-        train(settings, prepared, out, device, echo=bar.echo, override=override, listeners=[bar])
-    finally:
-        bar.close()
+    train(settings, prepared, out, device, echo=opt.echo_line, override=override)
 
 
 def bench(
@@ -256,40 +258,6 @@ def watch(
     from octfm.report.watch import watch as follow
 
     follow(run, once=once, every_s=every)
-
-
-class ProgressBar:
-    """A listener of pretraining: progress bar with time left and data-wait share; `echo` prints lines above the bar."""
-
-    def __init__(self, steps: int | None):
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[tail]}"),
-        )
-        # A long window for the estimate: steps that validate or save would make a short one jump.
-        self._bar = Progress(*columns, console=Console(stderr=False), speed_estimate_period=600)
-        self._task = self._bar.add_task("training", total=steps, tail="")
-        self._bar.start()
-
-    def echo(self, line: str) -> None:
-        self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def row(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        if kind == "train":
-            tail = f"{values['volumes_per_s']:.3g} volumes/s, {values['data_wait_share']:.0%} waiting for data"
-            self._bar.update(self._task, completed=step + 1, tail=tail)
-
-    def picture(self, name: str, step: int, pixels: "np.ndarray") -> None:
-        pass
-
-    def close(self) -> None:
-        self._bar.stop()
 
 
 def _phantom_store(folder: Path) -> "Store":

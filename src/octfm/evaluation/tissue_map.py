@@ -67,3 +67,14 @@ def _mean(surface: np.ndarray) -> np.ndarray:
     known = np.isfinite(surface)
     count = known.sum((1, 2))
     return np.divide(np.where(known, surface, 0).sum((1, 2)), count, out=np.full(len(surface), np.nan), where=count > 0)
+
+
+def map_and_encoder(tissue: Embeddings, data: Embeddings) -> Embeddings:
+    """The vectors of the tissue map and of an encoder one after the other: what does the encoder add to thickness?"""
+    return replace(
+        data,
+        name="map_and_encoder",
+        path="map_and_encoder",
+        metadata={"encoder": f"tissue map and {data.name}"},
+        vectors=np.hstack([tissue.vectors, data.vectors]),
+    )

@@ -2,6 +2,9 @@
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Self
 
 from octfm.errors import Echo
@@ -10,6 +13,28 @@ SHOW_AFTER_S = 2.0
 """A bar appears once the work has taken so long."""
 PAUSE_S, SHARE, LONGEST_PAUSE_S = 10.0, 0.05, 600.0
 """Lines are at least PAUSE_S apart and SHARE of the work, unless that would take longer than LONGEST_PAUSE_S."""
+
+_LINES: ContextVar[Echo | None] = ContextVar("_LINES", default=None)
+"""Where lines go inside `lines_to`; None: to stderr."""
+
+
+@contextmanager
+def lines_to(echo: Echo) -> Iterator[None]:
+    """Give lines about progress to `echo` instead of stderr; bars on a terminal disappear when their work is done."""
+    token = _LINES.set(echo)
+    try:
+        yield
+    finally:
+        _LINES.reset(token)
+
+
+def say(text: str) -> None:
+    """A line about long work, where its progress goes."""
+    echo = _LINES.get()
+    if echo is not None:
+        echo(text)
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 class Progress:
@@ -26,16 +51,19 @@ class Progress:
         enabled: bool = True,
         always: bool = False,
         pause_s: float = PAUSE_S,
+        done: int = 0,
     ):
         """`what` begins every line, `failure` names what happened to units that failed; lines go to `echo`, by default
-        to stderr. `always`: also for work that ends at once. Disabled, it is silent."""
+        to stderr. `always`: also for work that ends at once. `done`: units of an earlier call. Disabled, it is
+        silent."""
         self._what, self._total, self._unit, self._failure = what, total, unit, failure
-        self._echo, self._pause, self._always = echo or _to_stderr, pause_s, always
+        self._echo, self._pause, self._always = echo or say, pause_s, always
         self._enabled = enabled and total > 0
         self._on_terminal = self._enabled and sys.stderr.isatty()
-        self._done = self._failed = 0
+        self._done = self._before = done
+        self._failed = 0
         self._start = self._last = time.monotonic()
-        self._last_done = 0
+        self._last_done = done
         self._bar: Any = None
         self._started = False
 
@@ -53,8 +81,16 @@ class Progress:
                 rich.TimeRemainingColumn(compact=True),
                 rich.TextColumn("{task.fields[note]}", markup=False),
             )
-            self._bar = rich.Progress(*columns, console=Console(stderr=True))
-            self._task = self._bar.add_task(self._what, total=self._total, note="")
+            self._bar = rich.Progress(
+                *columns,
+                console=Console(stderr=True),
+                transient=_LINES.get() is not None,
+                # Results that go to a file must not be caught for the terminal.
+                redirect_stdout=sys.stdout.isatty(),
+                # A long window: steps that validate or save would make the estimate of a short one jump.
+                speed_estimate_period=600,
+            )
+            self._task = self._bar.add_task(self._what, total=self._total, completed=self._done, note="")
         return self
 
     def advance(self, units: int = 1, failed: int = 0) -> None:
@@ -91,11 +127,7 @@ class Progress:
         return passed >= self._pause and (far or passed >= LONGEST_PAUSE_S)
 
     def _text(self, now: float) -> str:
-        rate = self._done / max(now - self._start, 1e-9)
+        rate = (self._done - self._before) / max(now - self._start, 1e-9)
         left = (self._total - self._done) / rate / 60 if rate else 0.0
         text = f"{self._done:,} of {self._total:,} {self._unit}, {rate:.2g} per second, {left:.1f} min left"
         return f"{text}, {self._failed:,} {self._failure}" if self._failed else text
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -78,6 +78,7 @@ def write_phantom(
     defects: float = 0.0,
     zipped: bool = False,
     effect: bool = True,
+    only: Sequence[str] | None = None,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
@@ -88,6 +89,7 @@ def write_phantom(
     defects: number of defective files added per good file; no good file is replaced.
     zipped: put the files of each scanner into one ZIP archive, structural_oct/SCANNER.zip, as AI-READI also ships.
     effect: False renders every eye healthy under the same labels; in such a null cohort nothing may predict them.
+    only: write the part of the cohort that these of `scanners` scanned, with the bytes that it has in the whole.
     workers: processes, None for one per core; the bytes do not depend on it.
     progress: called with (done, total) participants.
 
@@ -98,13 +100,15 @@ def write_phantom(
     people = draw_cohort(
         participants, seed, scanners=scanners, second_scanner=second_scanner, fractions=fractions, diagnoses=diagnoses
     )
+    plan = _plan_defects(people, seed, defects)
+    if only is not None:
+        people = [replace(p, scanners=own) for p in people if (own := tuple(s for s in p.scanners if s in only))]
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     manifest: list[_Row] = []
     labels: list[_Row] = []
     planted: list[_Row] = []
-    plan = _plan_defects(people, seed, defects)
     jobs = [_Job(partial, person, seed, size, plan[person.index], effect) for person in people]
     count = 0 if workers == 1 else workers  # a single worker is this process
     written = spread(_write_participant, jobs, _not_written, workers=count, limits=_LIMITS, chunk=1)
@@ -132,6 +136,7 @@ def write_phantom(
         "fractions": fractions,
         "defects": defects,
         **({"zipped": True} if zipped else {}),
+        **({"only": list(only)} if only is not None else {}),
         "diagnoses": list(diagnoses),
         "effect": effect,
         "lesions": LESIONS,

@@ -19,6 +19,12 @@ WHAT = (
     "features, and this page shows how well they do."
 )
 
+UNTRAINED = (
+    "Numbers of each 3-D OCT scan (features): thickness and fluid as the packaged network measures them, and those of "
+    "an encoder that has learned nothing, for comparison. Small models are fitted on these features, and this page "
+    "shows how well they do."
+)
+
 
 @dataclass(frozen=True)
 class Box:
@@ -118,10 +124,13 @@ def next_step(sources: Sources, run: str, store: str | None) -> tuple[str, tuple
     if words.tested_before(probe["results"]):
         text = "Tested participants had been seen in pretraining. Probe again on others:"
         return text, _shell(["probe", run, "--design", "k-fold"])
+    if sources.record.get("not_pretrained"):
+        text = "Too few scans to pretrain on. What the packaged network measures, scan by scan:"
+        return text, _shell(["segment", "FOLDER", "--out", "eyes.csv"])
     tone, _ = words.verdict(probe)
     if sources.is_phantom:
         text = "These eyes are synthetic: whether pretraining helps you is a question to your own scans."
-        return text, _shell(["demo", "--data", "FOLDER", "--out", "own"])
+        return text, _shell(["demo", "--data", "FOLDER", "--labels", "TABLE", "--out", "own"])
     key = next((r["column"] for r in probe["results"] if not r.get("leakage")), None)
     trust = ["trust", run, "--store", store, *(["--target", key] if key else [])]
     why = {
@@ -137,7 +146,8 @@ def _shell(*commands: list[str]) -> tuple[str, ...]:
 
 def about(sources: Sources) -> list[tuple[str, str]]:
     """Questions and answers on what was measured and how certain it is."""
-    return [("What is it?", WHAT), ("How sure?", _sure(sources))]
+    what = UNTRAINED if sources.record.get("not_pretrained") else WHAT
+    return [("What is it?", what), ("How sure?", _sure(sources))]
 
 
 def _sure(sources: Sources) -> str:

@@ -25,6 +25,9 @@ ENCODERS = {
     "pretrained": "the pretrained encoder",
     "random_init": "the same encoder at random initialisation",
     "histogram": "a plain intensity histogram",
+    "tissue_map": "the tissue map (thickness and height of the tissue band, no voxel)",
+    "map_and_encoder": "tissue map and encoder together",
+    "layers": "the layers and fluid that the packaged network measures",
 }
 SHORT = {
     "pretrained": "pretrained",
@@ -310,6 +313,8 @@ def _preparation(sources: Sources) -> str:
 
 def training_line(sources: Sources) -> str:
     """Number of steps and last loss, relative to a constant prediction."""
+    if reason := sources.record.get("not_pretrained"):
+        return str(reason)
     steps, ratio = series(sources.train, "masked_over_baseline")
     if not len(steps):
         return "No training step has been logged yet."

@@ -3,6 +3,7 @@ to."""
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from typing import Any, Protocol, Self
 
 from octfm.errors import CheckpointError, Echo, Preempted
 from octfm.io import bucket
+from octfm.io.progress import Progress
 from octfm.run import shards
 from octfm.run.checkpoint_writer import CheckpointWriter, Retention
 from octfm.run.folder import Resumable, RunFolder
@@ -187,24 +189,33 @@ def open_session(
 def train(training: Training, session: Session, interruption: "Interruption") -> None:
     """Train to the end. Raises Preempted after a signal, once the step is finished and saved."""
     session.waiting.start()
+    # A bar on a terminal; elsewhere the lines of the training itself show how far it is.
+    shown = training.runtime.leads and sys.stderr.isatty()
+    bar = Progress("training", training.steps, "steps", enabled=shown, always=True, done=training.step)
     try:
-        while not training.finished:
-            step = training.step
-            signal_name = training.update(session, interruption)
-            session.waiting.done()
-            if training.recover(session):
-                continue  # at an earlier step, saved already
-            if training.validate(session):
-                session.save()
-            session.report_failures(step)
-            if signal_name and not training.finished:
-                # Waits for the checkpoint: a launcher kills what is still there after its grace period.
-                session.finish()
-                progress = f"{training.step} of {training.steps} updates"
-                raise Preempted(f"{signal_name}: saved after {progress}; run again to continue")
+        with bar:
+            _repeat(training, session, interruption, bar)
         session.finish()
     finally:
         session.close()
+
+
+def _repeat(training: Training, session: Session, interruption: "Interruption", bar: Progress) -> None:
+    while not training.finished:
+        step = training.step
+        signal_name = training.update(session, interruption)
+        session.waiting.done()
+        bar.up_to(training.step, training.steps)
+        if training.recover(session):
+            continue  # at an earlier step, saved already
+        if training.validate(session):
+            session.save()
+        session.report_failures(step)
+        if signal_name and not training.finished:
+            # Waits for the checkpoint: a launcher kills what is still there after its grace period.
+            session.finish()
+            progress = f"{training.step} of {training.steps} updates"
+            raise Preempted(f"{signal_name}: saved after {progress}; run again to continue")
 
 
 class Interruption:

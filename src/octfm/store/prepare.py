@@ -2,7 +2,6 @@
 
 import functools
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from octfm.formats.reasons import REASONS as READER_REASONS
 from octfm.io.bucket import Account
 from octfm.io.isolation import Limits, Lost, release
 from octfm.io.location import Location, location
-from octfm.io.progress import Progress
+from octfm.io.progress import Progress, say
 from octfm.io.spread import require_cluster, spread
 from octfm.store.exclusion import without_excluded_files
 from octfm.store.layout import Compression, StoreRow, Unprepared
@@ -158,11 +157,11 @@ def prepare(
             f"{first.sentence}; see {out / 'unprepared.jsonl'}"
         )
     if progress:
-        print(describe(store.summary()), file=sys.stderr)
+        say(describe(store.summary()))
     if spent := account.close():
         store.requests = spent
         if progress:
-            print(f"  bucket: {', '.join(f'{name} {count:,}' for name, count in spent.items())}", file=sys.stderr)
+            say(f"  bucket: {', '.join(f'{name} {count:,}' for name, count in spent.items())}")
     return store
 
 

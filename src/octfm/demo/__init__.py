@@ -1,0 +1,6 @@
+"""The demonstration: a first picture, then pretraining, probe and report; or a question to one's own scans."""
+
+from octfm.demo.run import run_demo
+from octfm.demo.sabotage import SABOTAGE, run_sabotage
+
+__all__ = ["SABOTAGE", "run_demo", "run_sabotage"]

@@ -1,0 +1,136 @@
+"""A question to one's own scans: prepared, pretrained on if they suffice, probed for columns of a label table."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from octfm.catalog.catalog import assign_splits, scan
+from octfm.catalog.labels import read_labels
+from octfm.catalog.participants.people import AmbiguousPeople
+from octfm.demo.clinic import PREPROCESSING, QUICK
+from octfm.demo.features import FEWEST, pretrained_features, untrained_features
+from octfm.demo.pages import first_picture, last_page
+from octfm.demo.questions import find_questions
+from octfm.demo.request import Request
+from octfm.demo.stages import Stages, gigabytes, require_room
+from octfm.encoder.encoder import seen_by
+from octfm.errors import BAD_INPUT, ConfigError, Echo, EvaluationError
+from octfm.evaluation.probe import probe, write_probe
+from octfm.formats import read_volume
+from octfm.io.progress import Progress
+from octfm.pretraining.pretrain import pretrain
+from octfm.pretraining.settings import load_config
+from octfm.store.prepare import prepare
+from octfm.volume.preprocessing import Preprocessing
+
+SHARES = (0.5, 0.1, 0.4)
+"""Shares of participants for pretraining, its validation and the probe, where there are labels."""
+PASSES = 40
+"""Most passes of pretraining, in batches of 8."""
+
+
+def own_scans(request: Request, echo: Echo) -> Path:
+    """Run or continue the demonstration on the user's scans; returns the path of its report.
+
+    Raises AmbiguousPeople, CatalogError, ConfigError or EvaluationError before anything is prepared, if folder, labels
+    or disk will not do.
+    """
+    out = request.out
+    table = read_labels(request.labels) if request.labels is not None else None
+    if table is not None and (unknown := [t for t in request.targets if t != "disease" and t not in table.columns]):
+        raise EvaluationError(
+            f"--target {unknown[0]}: {table.path} has no such column; label columns: {', '.join(table.columns)}"
+        )
+    stages = Stages(out, echo, 7)
+    with stages.stage("catalog", f"every file of {request.data}: accepted, or rejected with a reason"):
+        try:
+            with Progress("scan", 1, "files") as progress:
+                catalog = scan(str(request.data), participant_from=request.participant_from, progress=progress.up_to)
+        except AmbiguousPeople as ambiguous:
+            raise AmbiguousPeople(
+                f"{ambiguous}; octfm demo --data takes the same --participant-from", ambiguous.guess
+            ) from None
+        if request.max_samples is not None:
+            catalog = replace(catalog, acquisitions=_spread(catalog.acquisitions, request.max_samples))
+        if table is not None:
+            # Half of the participants are kept for the test, unless the data set recommends a split.
+            catalog = replace(catalog, acquisitions=assign_splits(catalog.acquisitions, fractions=SHARES))
+        catalog.save(out / "catalog")
+    trained = sum(a.split == "train" for a in catalog.acquisitions)
+    pretrains = table is None or trained >= FEWEST or request.size is QUICK
+    asked = None
+    if table is not None:
+        # Where nothing is pretrained, everybody can be tested.
+        asked = find_questions(catalog.acquisitions, table, request.targets, trains=pretrains)
+        stages.say(f"   questions: {', '.join(asked.targets)}")
+    volumes = len(catalog.acquisitions)
+    needed = volumes * _bytes_per_volume() * 1.2
+    free = require_room(out, 0 if (out / "prepared").is_dir() else needed, " or --max-samples")
+    stages.say(
+        f"   {volumes:,} scans accepted, {len(catalog.rejects)} rejected; about {gigabytes(needed)} in {out} "
+        f"({gigabytes(free)} free); details in {stages.log}; stopped, the same command continues"
+    )
+    with stages.stage("picture", "the first scan and the layers that the packaged network finds in it"):
+        first = catalog.acquisitions[0]
+        try:
+            volume = read_volume(first.uri, spacing_mm=first.spacing_mm, raster_only=first.layout == "raster")
+            page = first_picture(volume, out, "As it lies in its file.")
+        except BAD_INPUT as error:
+            page = None
+            stages.note(f"{first.uri}: no picture: {error}")
+    if page is not None:
+        stages.say(f"open now: {page.resolve()} (it shows a scan: protect it like the file)")
+    with stages.stage("store", "mirror left eyes, register B-scans, find the tissue band, resample to one spacing"):
+        store = prepare(catalog, out / "prepared", Preprocessing.model_validate(PREPROCESSING))
+
+    steps = min(load_config(request.preset).steps, max(1, trained * PASSES // 8))
+    config = load_config(request.preset, (f"seed={request.seed}", *(request.size.overrides or (f"steps={steps}",))))
+    run = out / "run"
+    if pretrains:
+        what = f"{request.description}, {config.steps:,} steps on {trained:,} scans of the training participants"
+        with stages.stage("pretraining", what):
+            run = pretrain(config, store, run, echo=stages.note)
+        with stages.stage("features", "of the encoder, of the same encoder untrained, and a histogram"):
+            encoders = pretrained_features(run, store, stages.note)
+    else:
+        reason = f"Not pretrained: {trained} training scans are too few to learn from; at least {FEWEST} are needed."
+        stages.say(f"   {reason[0].lower()}{reason[1:]}")
+        with stages.stage("features", "layers measured by the packaged network, tissue map, an untrained encoder"):
+            encoders = untrained_features(config, store, run, reason, stages.note)
+
+    design = "auto" if table is None else "k-fold"
+    commands = request.commands(request.labels, design)
+    with stages.stage("probe", "linear models on these features, each tested on participants it has not learned from"):
+        try:
+            result = probe(
+                encoders,
+                request.labels,
+                targets=asked.targets if asked is not None else None,
+                design=design,
+                seen=seen_by(run) if pretrains else (),
+                commands=commands,
+            )
+            result["skipped"] = [*result["skipped"], *(asked.skipped if asked is not None else ())]
+            write_probe(run / "probe.json", result)
+        except EvaluationError as error:
+            stages.say(f"   probe incomplete: {error}")
+    return last_page(stages, run, out, store, card=pretrains)
+
+
+def _bytes_per_volume() -> int:
+    """Of a store: voxels, and in every column two heights of float32 and of int16."""
+    depth, height, width = PREPROCESSING["image_size"]
+    return depth * width * (height + 12)
+
+
+def _spread(acquisitions: tuple, count: int) -> tuple:
+    """About `count` acquisitions, evenly spaced within every split, in proportion to its size, at least one each."""
+    if count < 1:
+        raise ConfigError(f"--max-samples: expected at least 1, got {count}")
+    if count >= len(acquisitions):
+        return acquisitions
+    chosen = set()
+    for split in dict.fromkeys(a.split for a in acquisitions):
+        own = [a.uri for a in acquisitions if a.split == split]
+        quota = max(1, round(count * len(own) / len(acquisitions)))
+        chosen |= {own[i * len(own) // quota] for i in range(quota)}
+    return tuple(a for a in acquisitions if a.uri in chosen)

@@ -1,0 +1,66 @@
+"""What the demonstration says: one line per stage on the terminal, everything else in its log; and room on the disk."""
+
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from octfm.errors import ConfigError, Echo
+from octfm.io.progress import lines_to
+
+LOG = "demo.log"
+
+
+class Stages:
+    """Prints the start of every stage, records how long it took, and keeps details in OUT/demo.log."""
+
+    def __init__(self, out: Path, echo: Echo, count: int):
+        self.log, self.echo, self.count = out / LOG, echo, count
+        self.parts: list[tuple[str, float]] = []
+        self.began = time.perf_counter()
+        out.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def total(self) -> float:
+        return time.perf_counter() - self.began
+
+    def say(self, line: str) -> None:
+        """A line for the terminal, and for the log."""
+        self.note(line)
+        self.echo(line)
+
+    def note(self, line: str) -> None:
+        """A line for the log only."""
+        with self.log.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
+
+    @contextmanager
+    def stage(self, name: str, what: str) -> Iterator[None]:
+        """One stage; lines about progress inside it go to the log."""
+        self.say(f"[{self.total:4.0f} s] {len(self.parts) + 1}/{self.count} {name}: {what}")
+        start = time.perf_counter()
+        with lines_to(self.note):
+            yield
+        self.parts.append((name, time.perf_counter() - start))
+
+    def shares(self) -> str:
+        return ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.parts)
+
+
+def require_room(out: Path, needed: float, advice: str) -> float:
+    """Bytes that are free where `out` will lie. Raises ConfigError if fewer than `needed` are."""
+    there = next(folder for folder in (out, *out.resolve().parents) if folder.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise ConfigError(
+            f"{out}: the demonstration needs {gigabytes(needed)} there, {gigabytes(free)} is free; free some, "
+            f"choose another --out{advice}"
+        )
+    return free
+
+
+def gigabytes(size: float) -> str:
+    """`2.1 GB`; two digits that count."""
+    return f"{size / 1e9:.{max(1, 1 - math.floor(math.log10(max(size, 1e7) / 1e9)))}f} GB"
