@@ -3,11 +3,18 @@
 import contextlib
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
-from octfm.demo import SABOTAGE, run_demo, run_sabotage
-from octfm.errors import CheckpointError, ConfigError
+from octfm.catalog.acquisition import Acquisition
+from octfm.catalog.catalog import Catalog
+from octfm.catalog.labels import read_labels
+from octfm.demo import SABOTAGE, clinic, run_demo, run_sabotage, stages
+from octfm.demo.questions import find_questions
+from octfm.errors import CheckpointError, ConfigError, EvaluationError
+from octfm.store.store import Store
+from support.command_line import octfm_here
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +32,8 @@ def test_the_whole_path_runs(finished):
     summary = [line.partition(":")[0] for line in said[-6:-1]]
     assert summary == ["Data", "Preparation", "Training", "Probe", "Health"], "a five-line summary"
     probe = json.loads((out / "run" / "probe.json").read_text())
-    assert {r["encoder"] for r in probe["results"]} == {"pretrained", "random_init", "histogram"}
+    compared = ["pretrained", "random_init", "histogram", "tissue_map", "map_and_encoder"]
+    assert list(dict.fromkeys(r["encoder"] for r in probe["results"])) == compared
     assert "disease" in {r["target"] for r in probe["results"]}
     # All 18 whom pretraining has not seen are tested, after learning from the others.
     assert {(r["design"], r["n_test_participants"]) for r in probe["results"] if r["target"] == "disease"} == {
@@ -40,6 +48,30 @@ def test_the_whole_path_runs(finished):
     assert (out / "catalog" / "rejects.parquet").is_file()
 
 
+def test_a_stage_is_one_line_and_details_are_in_the_log(finished):
+    out, _, said = finished
+    begun = [line for line in said if re.match(r"\[ *\d+ s\] \d/6 ", line)]
+    assert len(begun) == 6 and len(said) == 15
+    log = (out / "demo.log").read_text()
+    assert all(line in log for line in said)
+    assert "preflight: " in log and "pretraining done: 20 updates" in log
+
+
+def test_disk_and_time_come_first_and_a_picture_next(finished):
+    out, _, said = finished
+    assert "on two idle CPU cores, at most 0.20 GB in" in said[0] and "free" in said[0]
+    page = out / "first_scan.html"
+    assert "1/6 picture" in said[1] and said[2] == f"open now: {page.resolve()}"
+    assert "Synthetic: no patient" in page.read_text()
+
+
+def test_a_disk_that_is_too_small_is_named_before_work_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**8))
+    with pytest.raises(ConfigError, match=r"needs 2.2 GB there, 0.10 GB is free; .* --quick needs less"):
+        run_demo(tmp_path / "demo", echo=lambda _: None)
+    assert not (tmp_path / "demo").exists()
+
+
 class Reached(BaseException):
     pass
 
@@ -48,19 +80,18 @@ class Reached(BaseException):
 def test_a_second_call_does_only_what_is_missing(finished, until):
     """Probe and report are made anew by every call, which takes a third of its time."""
     out, _, _ = finished
-    metrics = (out / "run" / "metrics.jsonl").read_bytes()
-    said: list[str] = []
+    metrics, log = (out / "run" / "metrics.jsonl").read_bytes(), (out / "demo.log").read_text()
+    rendered = (out / "clinic" / "participants.tsv").stat().st_mtime_ns
 
     def echo(line: str) -> None:
-        said.append(line)
-        if f"] {until}: " in line:
+        if f"/6 {until}: " in line:
             raise Reached
 
     with pytest.raises(Reached) if until == "probe" else contextlib.nullcontext():
         run_demo(out, seed=1, quick=True, echo=echo)
     assert (out / "run" / "metrics.jsonl").read_bytes() == metrics
-    assert not any("phantom participants" in line for line in said), "the cohort is found again"
-    assert any("vectors of these weights and volumes are already there" in line for line in said)
+    assert (out / "clinic" / "participants.tsv").stat().st_mtime_ns == rendered, "the clinic is found again"
+    assert "vectors of these weights and volumes are already there" in (out / "demo.log").read_text()[len(log) :]
 
 
 def test_another_seed_in_the_same_folder_is_refused(finished):
@@ -77,6 +108,114 @@ def test_the_other_objective_is_a_run_of_its_own(finished):
 
 
 @pytest.mark.slow
+def test_a_clinic_in_parts_is_the_same_and_goes_on_after_a_kill(tmp_path, monkeypatch):
+    """Killed while the files of the first scanner are removed."""
+    whole = clinic.Size(10, (0.4, 0.2, 0.4), 0, keeps_files=True)
+    parts = clinic.Size(10, (0.4, 0.2, 0.4), 0)
+    labels = clinic.prepared_clinic(tmp_path / "whole", whole, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(clinic.shutil, "rmtree", killed_at(".partial"))
+        with pytest.raises(Reached):
+            clinic.prepared_clinic(tmp_path / "parts", parts, 5)
+    joined = clinic.prepared_clinic(tmp_path / "parts", parts, 5)
+    kept = [(row.checksum, row.participant, row.split) for row in Store.open(tmp_path / "whole" / "prepared").rows]
+    assert [
+        (row.checksum, row.participant, row.split) for row in Store.open(tmp_path / "parts" / "prepared").rows
+    ] == kept
+    assert sorted(joined.read_text().splitlines()) == sorted(labels.read_text().splitlines())
+    counts = [Catalog.load(tmp_path / name / "catalog").summary() for name in ("whole", "parts")]
+    assert {key for key in counts[0] if counts[0][key] != counts[1][key]} <= {"companions"}
+    assert not list((tmp_path / "parts").rglob("*.dcm")) and list((tmp_path / "whole").rglob("*.dcm"))
+    with pytest.raises(ConfigError, match="holds a cohort of 10 participants with seed 5"):
+        clinic.prepared_clinic(tmp_path / "parts", parts, 6)
+
+
+def killed_at(ending: str):
+    """shutil.rmtree that never comes back from a folder with this ending that has files."""
+
+    def rmtree(folder, ignore_errors=False):
+        if str(folder).endswith(ending) and folder.is_dir() and any(folder.rglob("*.dcm")):
+            raise Reached
+
+    return rmtree
+
+
+def cohort_of(count: int) -> list[Acquisition]:
+    """One right eye each of p00, p01, …; the first half is the training split."""
+    facts = {"laterality": "R", "scanner": "s", "protocol": "p", "shape": (8, 64, 48), "spacing_mm": (0.1, 0.01, 0.01)}
+    return [
+        Acquisition(
+            f"/x/{i}",
+            f"p{i:02}",
+            **facts,
+            spacing_source="header",
+            sop_instance_uid=f"u{i:02}",
+            split="train" if i < count // 2 else "test",
+        )
+        for i in range(count)
+    ]
+
+
+def table_of(path, header: str, rows: list[str]):
+    path.write_text("\n".join([header, *rows]) + "\n")
+    return read_labels(path)
+
+
+def test_columns_that_scans_cannot_answer_are_left_out_with_a_reason(tmp_path):
+    rows = [
+        f"p{i:02},{'ill' if i % 2 else 'healthy'},{300 + i},{'rare' if i == 3 else 'usual'},note {i}" for i in range(24)
+    ]
+    table = table_of(tmp_path / "labels.csv", "participant_id,diagnosis,cst_um,kind,comment", rows)
+    found = find_questions(cohort_of(24), table, trains=False)
+    assert found.targets == ("disease", "diagnosis", "cst_um")
+    assert {s["target"]: s["sentence"][:5] for s in found.skipped} == {"kind": "Fewer", "comment": "Fewer"}
+    # Half of the participants are pretrained on: 12 remain, enough for a number, and for classes of six.
+    assert find_questions(cohort_of(24), table, ["cst_um"], trains=True).targets == ("cst_um",)
+
+
+@pytest.mark.parametrize("count, rows", [(6, "p{i:02},{i}"), (24, "p{i:02},same"), (24, "p{i:02},{i}x")])
+def test_too_few_participants_for_any_question_is_an_error(tmp_path, count, rows):
+    table = table_of(tmp_path / "labels.csv", "participant_id,grade", [rows.format(i=i) for i in range(count)])
+    with pytest.raises(EvaluationError, match=r"cannot answer any question .* grade: .* at least 5 participants each"):
+        find_questions(cohort_of(count), table, trains=False)
+
+
+def test_a_table_of_many_questions_wants_them_named(tmp_path):
+    names = [f"a{k}" for k in range(9)]
+    table = table_of(
+        tmp_path / "t.csv", ",".join(["participant_id", *names]), [f"p{i:02}" + f",{i % 2}" * 9 for i in range(24)]
+    )
+    with pytest.raises(EvaluationError, match=r"9 columns could be probed .* --target COLUMN"):
+        find_questions(cohort_of(24), table, trains=False)
+    assert find_questions(cohort_of(24), table, ["a3"], trains=False).targets == ("a3",)
+
+
+BAD_LABELS = {
+    "no table": (None, (), "no such label table"),
+    "no such column": (
+        "participant_id,grade\n1,2\n",
+        ("--target", "stage"),
+        "has no such column; label columns: grade",
+    ),
+    "others' labels": ("participant_id,grade\n1,2\n2,3\n", (), "no participant_id matches"),
+    "one class": ("person_id,grade\n{ids}", (), "cannot answer any question"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LABELS)
+def test_wrong_labels_are_refused_before_any_scan_is_prepared(finished, tmp_path, name):
+    text, options, expected = BAD_LABELS[name]
+    scans = finished[0] / "clinic" / "retinal_oct"
+    if text is not None:
+        people = sorted({row.participant for row in Store.open(finished[0] / "prepared").rows})
+        (tmp_path / "labels.csv").write_text(text.replace("{ids}", "".join(f"{p},1\n" for p in people)))
+    words = ("--data", scans, "--labels", "labels.csv", *options, "--out", "mine")
+    code, _, err = octfm_here("demo", *words, cwd=tmp_path)
+    assert code == 1 and err.count("\n") == 1 and expected in err, err
+    assert not (tmp_path / "mine" / "prepared").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_on_the_users_own_scans(finished, tmp_path):
     out, _, _ = finished
@@ -85,7 +224,36 @@ def test_on_the_users_own_scans(finished, tmp_path):
         tmp_path / "mine", data=out / "clinic" / "retinal_oct", max_samples=24, seed=1, quick=True, echo=said.append
     )
     assert report.is_file()
-    assert any("24 accepted" in line for line in said)
+    assert any("24 scans accepted" in line for line in said)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_question_to_ones_own_scans_is_answered(finished, tmp_path, quick):
+    """Pretrained (quick), or too few for it: layers of the packaged network against the tissue map."""
+    out, _, _ = finished
+    truth = read_labels(out / "clinic" / "ground_truth" / "labels.tsv")
+    rows = {
+        f"{row['participant_id']},{row['laterality']},{row['cst_um']}" for row in truth.rows if row["scanner"] != "x"
+    }
+    first = {row.rsplit(",", 1)[0]: row for row in sorted(rows)}
+    (tmp_path / "labels.csv").write_text("\n".join(["participant_id,laterality,thickness", *first.values()]) + "\n")
+    said: list[str] = []
+    report = run_demo(
+        tmp_path / "mine",
+        data=out / "clinic" / "retinal_oct",
+        labels=tmp_path / "labels.csv",
+        quick=quick,
+        echo=said.append,
+    )
+    probe = json.loads((tmp_path / "mine" / "run" / "probe.json").read_text())
+    assert {r["target"] for r in probe["results"]} == {"thickness"}
+    assert probe["results"][0]["encoder"] == ("pretrained" if quick else "layers")
+    page = report.read_text()
+    assert "From files to results" in page and ("too few to learn from" in page) != quick
+    best = {r["encoder"]: r["estimate"] for r in probe["results"] if r["metric"] == "r2"}
+    assert quick or best["layers"] > 0.5, best
 
 
 @pytest.mark.slow

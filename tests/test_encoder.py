@@ -126,7 +126,7 @@ def test_embeddings_say_what_their_budget_left_out(store, tmp_path):
         and budget["full_grid"]["own"] > 0
         and budget["full_grid"]["offset"] > 0
     )
-    assert "24 of 128 tokens are kept" in said[0] and "of the tissue has no room" in said[0]
+    assert "sees 24 of the 128 tokens" in said[0] and "of the tissue is left out" in said[0]
     whole = quick_pretrain(config(steps=2, masks={"budget": None}), store, tmp_path / "whole", echo=quiet)
     assert read_embeddings(embed_store(load_encoder(whole), store, tmp_path / "w", echo=quiet)).metadata["budget"] == {}
 

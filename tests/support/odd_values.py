@@ -96,7 +96,7 @@ TINY = (
 )  # fmt: skip
 
 BASES: dict[str, tuple[str, ...]] = {
-    "demo": ("--data={folder}", "--out={out}"),
+    "demo": ("--data={folder}", "--labels={labels}", "--target=grade", "--out={out}"),
     "phantom": ("{out}", "--participants=1", "--size=8x64x48", "--workers=0"),
     "scan": ("{clinic}", "--participant-from={{participant}}_{{eye}}", "--out={out}", "--workers=0", "--no-images"),
     "prepare": ("{catalog}", "image_size=[8,32,32]", "--out={out}", "--workers=0"),

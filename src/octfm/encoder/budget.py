@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from octfm.encoder.encoder import Encoder
-from octfm.models.token_map import TISSUE, dropped_by, tissue_dropped, token_map
+from octfm.models.token_map import TISSUE, dropped_by, left_out, percent, tissue_dropped, token_map
 from octfm.store.store import Store
 
 COMPARED = 12
@@ -73,16 +73,16 @@ def dropped_of(encoder: Encoder, arrays: Any) -> np.ndarray:
 
 def _sentence(facts: dict[str, Any]) -> str:
     """The facts in words, for terminal and report."""
-    text = f"{facts['kept']:,} of {facts['grid']:,} tokens are kept; "
-    text += f"{facts['tissue_dropped']:.1%} of the tissue has no room"
+    text = f"The encoder sees {facts['kept']:,} of the {facts['grid']:,} tokens of a volume; "
+    text += left_out(facts["tissue_dropped"])
     groups = {**facts["by_scanner"], **facts["by_diagnosis"]}
     if groups and facts["tissue_dropped"] > 0:
         name = max(groups, key=lambda key: groups[key]["mean"])
-        text += f", most in {name} ({groups[name]['mean']:.1%} of {groups[name]['volumes']:,} volumes' tissue)"
+        text += f", most in {name} ({percent(groups[name]['mean'])} in {groups[name]['volumes']:,} volumes)"
     if (own := facts["full_grid"]["own"]) is not None:
-        text += f". Against the full grid a vector moves by {own:.2f} of the distance between two volumes "
-        text += f"in a way of its own, and by {facts['full_grid']['offset']:.2f} as all others do, "
-        text += "which no probe notices as long as vectors of the two are not mixed"
+        text += f". With all tokens a vector would differ by {own:.2f} of the distance between two volumes, "
+        text += f"and by another {facts['full_grid']['offset']:.2f} that is the same for all volumes: "
+        text += "no probe notices it, as long as vectors of the two kinds are not mixed"
     return text + "."
 
 

@@ -81,6 +81,16 @@ def tissue_dropped(tokens: np.ndarray, budget: int) -> np.ndarray:
     return 1 - np.minimum(tissue, budget) / np.maximum(1, tissue)
 
 
+def left_out(share: float) -> str:
+    """`all tissue is among them`, or how much of the tissue the budget leaves out, for a sentence about tokens."""
+    return "all tissue is among them" if share == 0 else f"{percent(share)} of the tissue is left out"
+
+
+def percent(share: float) -> str:
+    """`0.2 %`; a share above 0 never reads as 0."""
+    return "less than 0.1\u00a0%" if 0 < share < 0.0005 else f"{100 * share:.1f}\u00a0%"
+
+
 class Dropped(NamedTuple):
     """Tissue without room in the budget, over a group of volumes."""
 

@@ -103,6 +103,10 @@ def write_phantom(
     plan = _plan_defects(people, seed, defects)
     if only is not None:
         people = [replace(p, scanners=own) for p in people if (own := tuple(s for s in p.scanners if s in only))]
+        if not people:
+            raise OctfmError(
+                f"phantom cohort: none of {participants} participants is scanned on {', '.join(only)}; draw more"
+            )
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octfm.models.token_map import BACKGROUND, PADDING, TISSUE, dropped_by, tissue_dropped
+from octfm.models.token_map import BACKGROUND, PADDING, TISSUE, dropped_by, left_out, percent, tissue_dropped
 from octfm.pretraining import masks as sampler
 from octfm.pretraining.inputs import generators
 from octfm.pretraining.preflight.block_law import expected_targets
@@ -99,9 +99,9 @@ def starved(config: PretrainConfig, store: Store, sample: Sample) -> list[Check]
     groups = [*dropped_by([row.scanner for row in rows], dropped).items()]
     groups += dropped_by([row.diagnosis for row in rows], dropped).items()
     name, worst = max(groups, key=lambda group: group[1].mean)
-    measured = f"{dropped.mean():.1%} of the tissue has no room in the budget"
+    measured = f"{kept:,} tokens of a volume are trained on; {left_out(float(dropped.mean()))}"
     if dropped.any():
-        measured += f", most in {name}: {worst.mean:.1%} ({worst.volumes} volumes, up to {worst.most:.1%})"
+        measured += f", most in {name}: {percent(worst.mean)} ({worst.volumes} volumes, up to {percent(worst.most)})"
     if worst.mean > STARVED or np.mean(dropped > 0) > 0.1:
         most = int((sample.tokens == TISSUE).reshape(len(rows), -1).sum(1).max())
         return [warn("tissue dropped", measured, f"raise masks.budget to {most}, the most that a volume has")]
