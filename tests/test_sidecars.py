@@ -20,6 +20,7 @@ GOOD = {
     "participant": "p1",
     "scanner": "cirrus",
     "protocol": "macula",
+    "modality": "octa",
     "axes": "DHW",
     "bits": 12,
     "upside_down": False,

@@ -9,7 +9,7 @@ from octfm.io.archive import file_size
 from octfm.io.isolation import Lost
 from octfm.io.location import Location
 from octfm.volume.pixel_copies import Owner
-from octfm.volume.volume import Laterality, Layout, Shape3, Spacing3
+from octfm.volume.volume import Laterality, Layout, Modality, Shape3, Spacing3
 
 PSEUDONYM = "pseudonym:"
 """Prefix of uris that only the holder of the key can resolve (octfm.catalog.participants.pseudonyms)."""
@@ -98,6 +98,9 @@ class Acquisition:
 
     participant_source: str = ""
     """A key of octfm.catalog.participants.people.SOURCES; empty in catalogs of versions that did not record it."""
+
+    modality: Modality = "structure"
+    """octa only if the scan's `modalities` include it; training takes it only if data.modalities does."""
 
     @property
     def eye_id(self) -> str:

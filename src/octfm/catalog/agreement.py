@@ -59,6 +59,7 @@ def accept(header: Header, tables: Tables, nominal_mm: Spacing3 | None = None) -
         participant_labels=tables.participants.get(participant, {}),
         flags=tuple(flags),
         layout=header.layout,
+        modality=header.modality,
     )
 
 

@@ -33,13 +33,13 @@ from octfm.io.location import BucketPath, Location, listed, location, write_whol
 from octfm.io.ranged import recall
 from octfm.io.spread import spread
 from octfm.volume.pixel_copies import describe_copy
-from octfm.volume.volume import ADMISSIBLE, RASTER_ONLY, Layout, Spacing3
+from octfm.volume.volume import ADMISSIBLE, MODALITIES, RASTER_ONLY, STRUCTURE_ONLY, Layout, Modality, Spacing3
 
 if TYPE_CHECKING:
     from octfm.formats.bscans import Reader
 
 FORMAT, VERSION = "octfm-catalog", 3
-_ADDED = ("layout", "participant_source")
+_ADDED = ("layout", "participant_source", "modality")
 """Columns missing in older catalogs of this version."""
 
 
@@ -84,6 +84,7 @@ class Catalog:
             "scanners": counted(facts["scanners"]),
             "protocols": counted(facts["protocols"]),
             "layouts": counted(facts["layouts"]) if set(facts["layouts"]) - {"raster"} else "",
+            "modalities": counted(facts["modalities"]) if set(facts["modalities"]) - {"structure"} else "",
             "eyes": counted(facts["lateralities"]),
             "participants per split": counted(facts["participants_per_split"]),
             "flags": counted(facts["flags"]),
@@ -188,6 +189,7 @@ class Catalog:
             "scanners": _count(a.scanner for a in self.acquisitions),
             "protocols": _count(a.protocol for a in self.acquisitions),
             "layouts": _count(a.layout for a in self.acquisitions),
+            "modalities": _count(a.modality for a in self.acquisitions),
             "participants_found_by": _count(a.participant_source or "unknown" for a in self.acquisitions),
             "lateralities": _count(a.laterality or "unknown" for a in self.acquisitions),
             "participants_per_split": {split: n for split in SPLITS if (n := list(participants.values()).count(split))},
@@ -211,7 +213,7 @@ class Catalog:
 
     def _key(self) -> str:
         # Added columns with their defaults do not enter the hash: catalogs from before these columns keep their key.
-        added = {("layout", "raster"), ("participant_source", "")}
+        added = {("layout", "raster"), ("participant_source", ""), ("modality", "structure")}
         rows = [
             {name: value for name, value in row.items() if name not in _ADDED or (name, value) not in added}
             for row in self._rows()
@@ -231,6 +233,7 @@ def scan(
     extract: str | Path | None = None,
     nominal_spacing_mm: Spacing3 | None = None,
     layouts: Collection[Layout] = RASTER_ONLY,
+    modalities: Collection[Modality] = STRUCTURE_ONLY,
     pixels: bool = False,
     keep_upside_down: bool = False,
     follow_links: bool = True,
@@ -252,6 +255,7 @@ def scan(
         archives are read in place.
     nominal_spacing_mm: (dz, dy, dx), used and flagged where neither file, sidecar nor table states a spacing.
     layouts: ("raster", "radial") also accepts radial scans, as rows of their own layout.
+    modalities: ("structure", "octa") also accepts volumes of OCT angiography (flow), as rows of their own modality.
     pixels: decode every accepted volume and find copies under other ids, eyes whose optic disc lies on the wrong side,
         and scans that are upside down, which are rejects unless keep_upside_down. By default nothing is decoded.
     follow_links: if False, symbolic links below `root` are rejects with code link_not_followed.
@@ -269,6 +273,9 @@ def scan(
     ]
     if "raster" not in layouts or any(name not in ADMISSIBLE for name in layouts):
         raise CatalogError(f"layouts: expected raster, or raster and radial, got {', '.join(layouts) or 'none'}")
+    if "structure" not in modalities or any(name not in MODALITIES for name in modalities):
+        got = ", ".join(modalities) or "none"
+        raise CatalogError(f"modalities: expected structure, or structure and octa, got {got}")
     # List the files and read the tables.
     folder = _existing(root)
     account = Account(folder)
@@ -285,7 +292,13 @@ def scan(
     # Examine headers: an outcome per file, then per volume, then without copies.
     limits = limits or Limits()
     examine = account.counting(
-        functools.partial(examine_file, layouts=tuple(layouts), follow_links=follow_links, readers=readers)
+        functools.partial(
+            examine_file,
+            layouts=tuple(layouts),
+            follow_links=follow_links,
+            readers=readers,
+            modalities=tuple(modalities),
+        )
     )
     examined = spread(
         examine,

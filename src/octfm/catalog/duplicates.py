@@ -91,7 +91,9 @@ def _same_voxels(pair: tuple[Header, Header], readers: Sequence[Reader]) -> bool
 def _voxels(header: Header, readers: Sequence[Reader]) -> np.ndarray:
     # Any spacing will do, and any layout: only the voxels are compared.
     spacing_mm = header.spacing_mm or (1.0, 1.0, 1.0)
-    return read_volume(header.uri, spacing_mm=spacing_mm, raster_only=False, readers=readers).voxels
+    return read_volume(
+        header.uri, spacing_mm=spacing_mm, raster_only=False, structure_only=False, readers=readers
+    ).voxels
 
 
 def _same_bytes(one: str, other: str) -> bool:

@@ -9,7 +9,7 @@ from octfm.errors import ReadError
 from octfm.io.archive import file_size, links
 from octfm.io.location import Location
 from octfm.io.ranged import recall
-from octfm.volume.volume import Layout
+from octfm.volume.volume import STRUCTURE_ONLY, Layout, Modality
 
 if TYPE_CHECKING:
     from octfm.formats.bscans import Reader
@@ -18,15 +18,21 @@ if TYPE_CHECKING:
 
 
 def examine_file(
-    path: Location, layouts: Collection[Layout], follow_links: bool = True, readers: "Sequence[Reader]" = ()
+    path: Location,
+    layouts: Collection[Layout],
+    follow_links: bool = True,
+    readers: "Sequence[Reader]" = (),
+    modalities: Collection[Modality] = STRUCTURE_ONLY,
 ) -> "list[Header | Part | Reject]":
     """The outcome of a file or of each volume in it; for a folder, also a reject for each image that is not a
     B-scan."""
     recall(path)
     with links(follow=follow_links):
-        found = _examine(path, layouts, readers)
+        found = _examine(path, layouts, readers, modalities)
         if isinstance(found, Reject) and found.code == "several_volumes":
-            return [_examine(uri, layouts, readers) for uri in formats.volumes_in(str(path), readers=readers)]
+            return [
+                _examine(uri, layouts, readers, modalities) for uri in formats.volumes_in(str(path), readers=readers)
+            ]
         aside = found.set_aside if isinstance(found, formats.Header) else ()
         return [
             found,
@@ -35,9 +41,12 @@ def examine_file(
 
 
 def _examine(
-    path: Location | str, layouts: Collection[Layout], readers: "Sequence[Reader]"
+    path: Location | str,
+    layouts: Collection[Layout],
+    readers: "Sequence[Reader]",
+    modalities: Collection[Modality],
 ) -> "Header | Part | Reject":
     try:
-        return formats.examine(str(path), layouts, readers)
+        return formats.examine(str(path), layouts, readers, modalities)
     except ReadError as error:
         return Reject.of(path, error)

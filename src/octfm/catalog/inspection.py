@@ -31,7 +31,8 @@ class Inspected:
     """What the pixels of one volume show."""
 
     fingerprint: str
-    disc: DiscSide
+    disc: DiscSide | None
+    """None for OCT angiography, which shows neither nerve fibres nor thickness."""
     way_up_flags: tuple[str, ...]
 
 
@@ -74,7 +75,11 @@ def inspect_pixels(
         kept.append(
             replace(
                 acquisition,
-                flags=(*acquisition.flags, *outcome.way_up_flags, *outcome.disc.flags(acquisition.laterality)),
+                flags=(
+                    *acquisition.flags,
+                    *outcome.way_up_flags,
+                    *(outcome.disc.flags(acquisition.laterality) if outcome.disc else ()),
+                ),
             )
         )
     shared = {first.uri for _, first in pairs}
@@ -88,9 +93,12 @@ def _inspect(acquisition: Acquisition, keep_upside_down: bool, readers: Sequence
             acquisition.uri,
             spacing_mm=acquisition.spacing_mm,
             raster_only=acquisition.layout == "raster",
+            structure_only=acquisition.modality == "structure",
             readers=readers,
         )
         native = fingerprint(volume.voxels)  # before resampling or flipping, as `prepare` does
+        if volume.modality != "structure":
+            return Inspected(native, None, ())
         volume = replace(volume, spacing_mm=acquisition.spacing_mm)
         volume = to_raster(volume) if volume.layout == "radial" else volume
         # Not mirrored, unlike in preprocessing: the disc is looked for where it lies in the file.
@@ -117,7 +125,7 @@ def verdicts(acquisitions: Iterable[Acquisition]) -> dict[str, dict[str, int]]:
 
     Volumes without a verdict are counted as well: a check that shows nothing must not look passed.
     """
-    found = Counter((a.scanner, verdict(a)) for a in acquisitions)
+    found = Counter((a.scanner, verdict(a)) for a in acquisitions if a.modality == "structure")
     table = {}
     for scanner in sorted({scanner for scanner, _ in found}):
         own = {name: found[scanner, name] for name in get_args(Verdict)}

@@ -118,6 +118,13 @@ def scan(
             help="raster, or raster,radial to accept radial (star) scans too; octfm prepare resamples them.",
         ),
     ] = "raster",
+    modalities: Annotated[
+        str,
+        typer.Option(
+            metavar="MODALITIES",
+            help="structure, or structure,octa to accept OCT angiography too; training takes it on request only.",
+        ),
+    ] = "structure",
     extract: Annotated[
         Path | None,
         opt.local_option(
@@ -194,6 +201,7 @@ def scan(
                 extract=extract,
                 nominal_spacing_mm=opt.parse_spacing(nominal_spacing, "--nominal-spacing"),
                 layouts=layouts.replace(" ", "").split(","),  # type: ignore[arg-type]
+                modalities=modalities.replace(" ", "").split(","),  # type: ignore[arg-type]
                 pixels=pixels,
                 keep_upside_down=keep_upside_down,
                 follow_links=follow_links,

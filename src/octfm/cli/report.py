@@ -191,7 +191,7 @@ def _read(file: str, spacing_mm: "Spacing3 | None", limits: "Limits") -> "tuple[
     from octfm.formats import read_surfaces, read_volume
 
     try:
-        volume = read_volume(file, spacing_mm=spacing_mm, raster_only=False, limits=limits)
+        volume = read_volume(file, spacing_mm=spacing_mm, raster_only=False, structure_only=False, limits=limits)
     except ReadError as error:
         if error.code != "missing_spacing":
             raise

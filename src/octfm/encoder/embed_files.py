@@ -47,6 +47,7 @@ from octfm.store.prepare import REASONS as PREPARE_REASONS
 from octfm.store.prepare import code_of, prepare_acquisition, with_finder, words
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.tissue import BandFinder
+from octfm.volume.volume import STRUCTURE_ONLY, Modality
 
 FORMAT, VERSION = "octfm-embedding-job", 1
 SHARD = 32
@@ -128,8 +129,10 @@ def embed_files(
     with _exclusive(out):
         account = Account(out, source.root if isinstance(source, Catalog) else source)
         _claim(out, kinds)
-        catalog, version_of = _catalog(source, out, workers, limits, follow_links, echo)
-        included = without_excluded_files(catalog.acquisitions, exclude, str(catalog.root), echo)
+        modalities = encoder.config.data.modalities
+        catalog, version_of = _catalog(source, out, workers, limits, follow_links, modalities, echo)
+        fitting = tuple(a for a in catalog.acquisitions if a.modality in modalities)
+        included = without_excluded_files(fitting, exclude, str(catalog.root), echo)
         tasks = [_Task(acquisition, version_of(acquisition.uri)) for acquisition in included]
         next_part, finished = _finished(out, retry)
         missing = [task for task in tasks if task.identity not in finished]
@@ -211,6 +214,7 @@ def _catalog(
     workers: int | None,
     limits: Limits,
     follow_links: bool,
+    modalities: Sequence[Modality],
     echo: Echo,
 ) -> tuple[Catalog, Callable[[str], str]]:
     """The catalog of `source`, and a function from uri to file version. A scan is reused until a file changes."""
@@ -226,8 +230,9 @@ def _catalog(
         if isinstance(out, Path) and Path(os.path.abspath(out)).is_relative_to(root):  # noqa: PTH100
             raise EvaluationError(f"{out}: inside the folder to be embedded; choose an --out outside {root}")
     listing = listing_of(root)
-    # The default adds nothing, so that jobs from before this option existed keep their digest.
-    scanned = [str(root), sorted(listing.items()), *([] if follow_links else ["no links"])]
+    # Defaults add nothing, so that jobs from before these options existed keep their digest.
+    others = [*([] if follow_links else ["no links"]), *(name for name in modalities if name != "structure")]
+    scanned = [str(root), sorted(listing.items()), *others]
     digest = hash_text(json.dumps(scanned))
     kept = out / "catalog"
     try:
@@ -237,7 +242,13 @@ def _catalog(
         pass
     echo(f"{root}: scanning {len(listing):,} files")
     try:
-        catalog = scan(root, follow_links=follow_links, workers=workers, limits=limits)
+        catalog = scan(
+            root,
+            follow_links=follow_links,
+            modalities=tuple(sorted({*STRUCTURE_ONLY, *modalities})),
+            workers=workers,
+            limits=limits,
+        )
     except AmbiguousPeople as ambiguous:
         raise EvaluationError(f"{ambiguous}; then embed the resulting catalog with --catalog") from None
     catalog.save(kept)

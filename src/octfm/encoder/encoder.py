@@ -154,7 +154,7 @@ class Encoder:
                 raise EvaluationError(_prepared_otherwise("this volume", self.source))
             return scan.arrays
         if isinstance(scan, str | Path):
-            return self.prepare(read_volume(scan))
+            return self.prepare(read_volume(scan, structure_only="octa" not in self.config.data.modalities))
         if isinstance(scan, Volume):
             return self.prepare(scan)
         raise TypeError(f"embed: expected a path, a Volume or a volume of a store, got {type(scan).__name__}")
@@ -225,6 +225,11 @@ class Encoder:
         if self.preprocessing.fingerprint() != self.fingerprint:
             raise EvaluationError(
                 f"{self.source}: trained on volumes that another octfm prepared differently; use that version (F15)"
+            )
+        if volume.modality not in (trained := self.config.data.modalities):
+            raise EvaluationError(
+                f"{volume.source}: its modality is {volume.modality}, and {self.source} was pretrained on "
+                f"{' and '.join(trained)}; its vectors and maps would mean nothing"
             )
         return self.preprocessing(volume, band_finder(self.preprocessing, self.source))
 

@@ -1,7 +1,7 @@
 """The volumes of a store as a dataset of PyTorch, with labels joined and participants kept apart as evaluation does."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Cases, Skip, find_targets, make_cases
 from octfm.store.selection import select
 from octfm.store.store import Store
-from octfm.volume.volume import ADMISSIBLE
+from octfm.volume.volume import ADMISSIBLE, STRUCTURE_ONLY, Modality
 
 Item = dict[str, Any]
 
@@ -100,11 +100,12 @@ def dataset_of(
     *,
     target: str | None = None,
     split: str | None = None,
+    modalities: Sequence[Modality] = STRUCTURE_ONLY,
     transform: Callable[[Item], Any] | None = None,
 ) -> VolumeDataset:
     """What `Store.as_torch` returns; its docstring has the arguments and errors."""
     # Also finds participants in two splits, whichever split is wanted.
-    rows = select(store, split, layouts=ADMISSIBLE)
+    rows = select(store, split, layouts=ADMISSIBLE, modalities=modalities)
     if labels is None and target is None:
         return VolumeDataset(store, rows, split=split, transform=transform)
     table = read_labels(labels) if labels is not None else None

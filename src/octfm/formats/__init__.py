@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 from octfm.errors import ReadError
 from octfm.formats.reasons import REASONS, Header, Reason
-from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Layout, Spacing3, Surfaces, Volume
+from octfm.volume.volume import (
+    LAYOUTS,
+    MODALITIES,
+    RASTER_ONLY,
+    STRUCTURE_ONLY,
+    Layout,
+    Modality,
+    Spacing3,
+    Surfaces,
+    Volume,
+)
 
 if TYPE_CHECKING:
     from octfm.formats.bscans import Reader
@@ -27,6 +37,7 @@ def read_volume(
     *,
     spacing_mm: Spacing3 | None = None,
     raster_only: bool = True,
+    structure_only: bool = True,
     limits: "Limits | None" = None,
     readers: "Sequence[Reader]" = (),
 ) -> Volume:
@@ -35,23 +46,31 @@ def read_volume(
     spacing_mm: (dz, dy, dx), used if the file states none itself, such as a folder of images.
     raster_only: False also reads line, circular and radial scans; see Volume.layout, and octfm.volume.radial.to_raster
     for radial ones.
+    structure_only: False also reads OCT angiography, whose voxels are flow; see Volume.modality.
     limits: read in a child process with limited time and memory, as a scan does; for files from unknown sources.
     readers: readers of formats of your own; the first that fits takes precedence over the built-in ones.
     """
     from octfm.formats import detect  # keeps parsers out of training processes
 
     if limits is None:
-        return detect.read_volume(str(uri), spacing_mm, raster_only, readers)
+        return detect.read_volume(str(uri), spacing_mm, raster_only, readers, structure_only)
     layouts = RASTER_ONLY if raster_only else LAYOUTS
+    modalities = STRUCTURE_ONLY if structure_only else MODALITIES
     size = None
     try:
-        header = functools.partial(detect.read_header, layouts=layouts, readers=readers)
+        header = functools.partial(detect.read_header, layouts=layouts, readers=readers, modalities=modalities)
         size = math.prod(within(limits, header, str(uri)).shape)
     except ReadError as error:
         if error.code in LOST:
             raise
         # A radial scan of too few lines has no header that a scan would accept, but it can be read.
-    read = functools.partial(detect.read_volume, spacing_mm=spacing_mm, raster_only=raster_only, readers=readers)
+    read = functools.partial(
+        detect.read_volume,
+        spacing_mm=spacing_mm,
+        raster_only=raster_only,
+        readers=readers,
+        structure_only=structure_only,
+    )
     return within(limits, read, str(uri), size=size)
 
 
@@ -70,23 +89,34 @@ def within(limits: "Limits", read: Callable[[str], T], uri: str, *, size: int | 
     return result
 
 
-def read_header(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Header:
+def read_header(
+    uri: str | Path,
+    layouts: Collection[Layout] = RASTER_ONLY,
+    modalities: Collection[Modality] = STRUCTURE_ONLY,
+) -> Header:
     """The facts about a volume without decoding it: cheap, and incomplete files are still found.
 
-    Raises ReadError; not_raster for a layout not among `layouts`, and for a radial scan that cannot become a raster.
+    Raises ReadError; not_raster for a layout not among `layouts`, and for a radial scan that cannot become a raster;
+    angiography for flow, unless it is among `modalities`.
     """
     from octfm.formats import detect
 
-    return detect.read_header(str(uri), layouts)
+    return detect.read_header(str(uri), layouts, modalities=modalities)
 
 
 def examine(
-    uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY, readers: "Sequence[Reader]" = ()
+    uri: str | Path,
+    layouts: Collection[Layout] = RASTER_ONLY,
+    readers: "Sequence[Reader]" = (),
+    modalities: Collection[Modality] = STRUCTURE_ONLY,
 ) -> "Header | Part":
-    """As `read_header`, but returns a Part for a file that is a volume only together with others. Raises ReadError."""
+    """As `read_header`, but returns a Part for a file that is a volume only together with others.
+
+    Raises ReadError; angiography for flow, unless it is among `modalities`.
+    """
     from octfm.formats import detect
 
-    return detect.examine(str(uri), layouts, readers)
+    return detect.examine(str(uri), layouts, readers, modalities)
 
 
 def volumes_in(uri: str | Path, limits: "Limits | None" = None, readers: "Sequence[Reader]" = ()) -> list[str]:

@@ -21,10 +21,22 @@ from octfm.formats.declared import Declared, read_declared
 from octfm.formats.dicom.geometry import NotRaster, Stack, check_bounds, positions_across, stack_of
 from octfm.formats.dicom.pixels import check_size
 from octfm.formats.names import lateralities, slugify
-from octfm.formats.reasons import Header, blank, cannot_open
+from octfm.formats.reasons import Header, angiography, blank, cannot_open
 from octfm.volume.planes import used_full_scale
 from octfm.volume.radial import expect_a_star
-from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Layout, Lines, Shape3, Spacing3, Surfaces, Volume
+from octfm.volume.volume import (
+    LAYOUTS,
+    MODALITIES,
+    RASTER_ONLY,
+    STRUCTURE_ONLY,
+    Layout,
+    Lines,
+    Modality,
+    Shape3,
+    Spacing3,
+    Surfaces,
+    Volume,
+)
 
 # RuntimeError: zipfile raises it for a password and for an unknown version or method; one flipped bit sets any of them.
 _ZIP_ERRORS = (zlib.error, lzma.LZMAError, zipfile.BadZipFile, RuntimeError)
@@ -55,6 +67,8 @@ class Bscans:
     """False if `lines` have another unit and an unknown vertical direction: they then show layout and order only."""
     layout: Layout | None = None
     """As the file states it; used where positions do not show it."""
+    modality: Modality | None = None
+    """None if the file does not state it: structure, unless the sidecar declares octa."""
     laterality: str = ""
     scanner: str = "unknown"
     protocol: str = ""
@@ -103,21 +117,32 @@ class Arrangement:
         return array if self.stack is None or self.stack.order is None else np.take(array, self.stack.order, axis)
 
 
-def to_header(bscans: Bscans, layouts: Collection[Layout] = RASTER_ONLY) -> Header:
-    """The Header. Raises ReadError: not_raster, absurd_size, absurd_spacing, contradicting_declaration."""
+def to_header(
+    bscans: Bscans, layouts: Collection[Layout] = RASTER_ONLY, modalities: Collection[Modality] = STRUCTURE_ONLY
+) -> Header:
+    """The Header. Raises ReadError: angiography for flow unless it is among `modalities`, not_raster, absurd_size,
+    absurd_spacing, contradicting_declaration."""
+    declared = read_declared(bscans.beside or bscans.uri)
+    _expect_modality(bscans, declared, modalities)
     arrangement = _admissible_arrangement(bscans, layouts)
     if arrangement.layout == "radial":
         expect_a_star(_lines_in_mm(bscans), bscans.uri)
-    return _header(bscans, arrangement, read_declared(bscans.beside or bscans.uri))
+    return _header(bscans, arrangement, declared)
 
 
-def to_volume(bscans: Bscans, spacing_mm: Spacing3 | None, layouts: Collection[Layout] = LAYOUTS) -> Volume:
+def to_volume(
+    bscans: Bscans,
+    spacing_mm: Spacing3 | None,
+    layouts: Collection[Layout] = LAYOUTS,
+    modalities: Collection[Modality] = MODALITIES,
+) -> Volume:
     """Decode the voxels. `spacing_mm` is used if neither file nor sidecar states one.
 
     Raises ReadError as `to_header`, and missing_spacing, blank_volume.
     """
-    arrangement = _admissible_arrangement(bscans, layouts)
     declared = read_declared(bscans.beside or bscans.uri)
+    _expect_modality(bscans, declared, modalities)
+    arrangement = _admissible_arrangement(bscans, layouts)
     header = _header(bscans, arrangement, declared)
     spacing_mm = header.spacing_mm or spacing_mm
     if spacing_mm is None:
@@ -144,6 +169,7 @@ def to_volume(bscans: Bscans, spacing_mm: Spacing3 | None, layouts: Collection[L
         participant=header.participant or "unknown",
         acquisition=header.sop_instance_uid,
         superior_first=header.superior_first,
+        modality=header.modality,
         layout=arrangement.layout,
         lines=_lines_of_volume(bscans, arrangement),
         source=bscans.uri,
@@ -220,6 +246,15 @@ def check_spacing(spacing_mm: Spacing3, shape: Shape3, layout: Layout, uri: str)
     check_bounds(spacing_mm, shape, uri)
 
 
+def _modality(bscans: Bscans, declared: Declared) -> Modality:
+    return bscans.modality or declared.modality or "structure"
+
+
+def _expect_modality(bscans: Bscans, declared: Declared, modalities: Collection[Modality]) -> None:
+    if _modality(bscans, declared) not in modalities:
+        raise angiography(bscans.uri)
+
+
 def _admissible_arrangement(bscans: Bscans, layouts: Collection[Layout]) -> Arrangement:
     check_size(bscans.shape, bscans.uri)
     arrangement = _arrange(bscans)
@@ -256,6 +291,7 @@ def _header(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> Hea
         superior_first=stack.superior_first if stack else None,
         flags=(*bscans.flags, *declared.flags, *flags),
         layout=arrangement.layout,
+        modality=_modality(bscans, declared),
         set_aside=bscans.set_aside,
     )
 

@@ -17,11 +17,12 @@ from octfm.io.archive import open_file
 from octfm.io.location import is_remote, listed
 from octfm.volume.appearance import UNDOUBTED, native_way_up
 from octfm.volume.planes import eight_bit
-from octfm.volume.volume import Spacing3, Volume
+from octfm.volume.volume import Modality, Spacing3, Volume
 
 _MAX_BYTES = 2**20
 """A larger file belongs to another program."""
 _EYES = ("R", "L", "OD", "OS", "right", "left")
+_MODALITIES: dict[str, Modality] = {"structure": "structure", "oct": "structure", "octa": "octa"}
 _NO_EYE = ("", "B", "OU", "BOTH", "U", "UNK", "UNKNOWN", "UNSPECIFIED", "NA", "N/A", "NONE", "-")
 KEYS = {
     "spacing_mm": "[dz, dy, dx], three positive numbers in millimetres: between B-scans, axial, lateral",
@@ -29,6 +30,7 @@ KEYS = {
     "participant": "an id, as text or a whole number",
     "scanner": "a name such as heidelberg_spectralis",
     "protocol": "a name such as macula",
+    "modality": f"one of {', '.join(_MODALITIES)}; octa is OCT angiography",
     "axes": "the letters D, H and W, such as DHW",
     "bits": "how many bits of 16 are used, a whole number from 8 to 16",
     "upside_down": "true where row 0 is the choroid's side, so that rows are flipped; false where it is the vitreous's",
@@ -58,6 +60,7 @@ class Declared:
     participant: str = ""
     scanner: str = ""
     protocol: str = ""
+    modality: Modality | None = None
     axes: str = ""
     """Axes of an array, outermost first: DHW, WHD, ...; D is B-scan, H axial, W lateral."""
     bits: int | None = None
@@ -126,12 +129,14 @@ def _parsed(content: bytes, place: str) -> Declared:
     spacings = {name: spacing_from(stated[name], lines.at(name)) for name in ("spacing_mm", *_ALSO) if name in stated}
     if len(set(spacings.values())) > 1:
         _refuse(f"{lines.at('spacing_mm')}: spacing_mm and spacing_mm_zyx differ; keep one of them")
-    words = {name: _text(stated.get(name), name, lines) for name in ("laterality", "scanner", "protocol", "axes")}
+    words = {name: _text(stated.get(name), name, lines) for name in ("laterality", "scanner", "protocol")}
+    modality, axes = (_text(stated.get(name), name, lines) for name in ("modality", "axes"))
+    if modality and modality.lower() not in _MODALITIES:
+        _refuse(f"{lines.at('modality')}: modality is {modality[:40]!r}; expected {KEYS['modality']}")
     if words["laterality"].upper() not in (*(eye.upper() for eye in _EYES), *_NO_EYE):
         _refuse(f"{lines.at('laterality')}: laterality is {words['laterality'][:40]!r}; expected {KEYS['laterality']}")
-    axes = words["axes"].upper()
-    if axes and sorted(axes) != ["D", "H", "W"]:
-        _refuse(f"{lines.at('axes')}: axes is {words['axes'][:40]!r}; expected {KEYS['axes']}")
+    if axes and sorted(axes.upper()) != ["D", "H", "W"]:
+        _refuse(f"{lines.at('axes')}: axes is {axes[:40]!r}; expected {KEYS['axes']}")
     bits, upside_down, participant = (stated.get(name) for name in ("bits", "upside_down", "participant"))
     if bits is not None and not (isinstance(bits, int) and not isinstance(bits, bool) and 8 <= bits <= 16):
         _refuse(f"{lines.at('bits')}: bits is {str(bits)[:40]}; expected {KEYS['bits']}")
@@ -143,7 +148,9 @@ def _parsed(content: bytes, place: str) -> Declared:
     if not isinstance(participant, str | int | None) or isinstance(participant, bool):
         _refuse(f"{lines.at('participant')}: participant is not an id; expected {KEYS['participant']}")
     return Declared(
-        **{**words, "axes": axes},
+        **words,
+        axes=axes.upper(),
+        modality=_MODALITIES.get(modality.lower()),
         participant="" if participant is None else str(participant).strip(),
         spacing_mm=next(iter(spacings.values()), None),
         bits=bits,
@@ -206,6 +213,8 @@ def _decoded(content: bytes, place: str) -> str:
 
 def _nearest(name: str) -> str:
     """The key that a mistyped or similar word stands for; empty for keys of other programs."""
+    if name == "Modality":
+        return ""  # dcm2niix writes DICOM's keyword into every sidecar
     word = re.sub(r"[^a-z0-9]", "", name.lower())
     keys = {re.sub(r"[^a-z0-9]", "", key): key for key in KEYS}
     words = keys | {other: key for key, others in _SYNONYMS.items() for other in others.split()}

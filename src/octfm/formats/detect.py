@@ -18,7 +18,17 @@ from octfm.formats.bscans import Bscans, Reader
 from octfm.formats.heyex_xml import DeviceGrid
 from octfm.formats.reasons import Header, cannot_open
 from octfm.io.archive import MEMBER, file_size, is_folder, list_folder, open_file
-from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Layout, Spacing3, Surfaces, Volume
+from octfm.volume.volume import (
+    LAYOUTS,
+    MODALITIES,
+    RASTER_ONLY,
+    STRUCTURE_ONLY,
+    Layout,
+    Modality,
+    Spacing3,
+    Surfaces,
+    Volume,
+)
 
 if TYPE_CHECKING:
     from octfm.formats.dicom.parts import Part
@@ -71,25 +81,44 @@ class _PlugIn:
         return [f"{uri}{MEMBER}{name}" for name in names] if len(names) > 1 else [uri]
 
 
-def read_volume(uri: str, spacing_mm: Spacing3 | None, raster_only: bool, readers: Sequence[Reader] = ()) -> Volume:
+def read_volume(
+    uri: str,
+    spacing_mm: Spacing3 | None,
+    raster_only: bool,
+    readers: Sequence[Reader] = (),
+    structure_only: bool = True,
+) -> Volume:
     reader, layouts = find_reader(uri, readers), RASTER_ONLY if raster_only else LAYOUTS
+    modalities = STRUCTURE_ONLY if structure_only else MODALITIES
     if _is_dicom(reader):
-        return reader.read_dicom(uri, layouts)
+        return reader.read_dicom(uri, layouts, modalities)
     with bscans.damage_has_a_code(uri):
-        return bscans.to_volume(reader.open_bscans(uri), spacing_mm, layouts)
+        return bscans.to_volume(reader.open_bscans(uri), spacing_mm, layouts, modalities)
 
 
-def read_header(uri: str, layouts: Collection[Layout], readers: Sequence[Reader] = ()) -> Header:
+def read_header(
+    uri: str,
+    layouts: Collection[Layout],
+    readers: Sequence[Reader] = (),
+    modalities: Collection[Modality] = STRUCTURE_ONLY,
+) -> Header:
     reader = find_reader(uri, readers)
     if _is_dicom(reader):
-        return reader.read_header(uri, layouts)
+        return reader.read_header(uri, layouts, modalities)
     with bscans.damage_has_a_code(uri):
-        return bscans.to_header(reader.open_bscans(uri), layouts)
+        return bscans.to_header(reader.open_bscans(uri), layouts, modalities)
 
 
-def examine(uri: str, layouts: Collection[Layout], readers: Sequence[Reader] = ()) -> "Header | Part":
+def examine(
+    uri: str,
+    layouts: Collection[Layout],
+    readers: Sequence[Reader] = (),
+    modalities: Collection[Modality] = STRUCTURE_ONLY,
+) -> "Header | Part":
     reader = find_reader(uri, readers)
-    return reader.examine(uri, layouts) if _is_dicom(reader) else read_header(uri, layouts, readers)
+    if _is_dicom(reader):
+        return reader.examine(uri, layouts, modalities)
+    return read_header(uri, layouts, readers, modalities)
 
 
 def volumes_in(uri: str, readers: Sequence[Reader] = ()) -> list[str]:

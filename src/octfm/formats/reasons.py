@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from octfm.errors import ReadError
-from octfm.volume.volume import Laterality, Layout, Shape3, Spacing3
+from octfm.volume.volume import Laterality, Layout, Modality, Shape3, Spacing3
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ REASONS: dict[str, Reason] = {
         "a sidecar or a table declares something about the file that cannot be read or is impossible",
         "correct the line of the sidecar or the table that the sentence names",
     ),
-    "angiography": Reason("OCT angiography (flow), not structure", _LEFT_OUT, expected=True),
+    "angiography": Reason(
+        "OCT angiography (flow), not structure; taken with --modalities structure,octa", _LEFT_OUT, expected=True
+    ),
     "en_face": Reason("an en face image, made from a volume", _LEFT_OUT, expected=True),
     "photograph": Reason("a fundus photograph or scanning laser image", _LEFT_OUT, expected=True),
     "not_a_bscan": Reason(
@@ -182,6 +184,10 @@ def expect_bytes(uri: str, size: int, needed: int) -> None:
         )
 
 
+def angiography(uri: str) -> ReadError:
+    return ReadError("angiography", f"{uri}: {REASONS['angiography'].meaning}; left out")
+
+
 def blank(uri: str) -> ReadError:
     return ReadError("blank_volume", f"{uri}: every voxel has the same value; nothing was imaged, export it again")
 
@@ -208,5 +214,6 @@ class Header:
     flags: tuple[str, ...] = ()
     layout: Layout = "raster"
     """For anything but a raster, dz repeats dx and is meaningless."""
+    modality: Modality = "structure"
     set_aside: tuple[tuple[str, str], ...] = ()
     """(uri, reason) of each image in the folder that is not one of the B-scans."""

@@ -10,6 +10,7 @@ import numpy as np
 from octfm.display import Picture, box, brief, picture
 from octfm.errors import EvaluationError
 from octfm.formats import read_volume
+from octfm.formats.reasons import angiography
 from octfm.layers.edges import onto_edges
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.packaged import NOTE, SHORT_NOTE, load_finder
@@ -214,10 +215,12 @@ def segment(
 
     spacing_mm: as for octfm.read_volume, for files that state none.
     finder: another network; default: the packaged one, on `device` (auto, cpu, cuda, mps).
-    Raises ReadError if the file cannot be read.
+    Raises ReadError if the file cannot be read, and for OCT angiography, which shows flow and no layers.
     """
     finder = finder or load_finder(device=device)
     volume = source if isinstance(source, Volume) else read_volume(source, spacing_mm=spacing_mm, raster_only=False)
+    if volume.modality != "structure":
+        raise angiography(volume.source)
     found = finder.find(volume)
     return ScanSegmentation(
         surfaces=dict(zip(SURFACES, onto_edges(volume.voxels, found.rows, volume.spacing_mm), strict=True)),

@@ -7,7 +7,7 @@ import numpy as np
 from octfm.errors import ConfigError
 from octfm.pretraining.settings import PretrainConfig
 from octfm.store.exclusion import without_excluded
-from octfm.store.selection import select
+from octfm.store.selection import matches, select
 from octfm.store.store import Store
 
 
@@ -37,12 +37,22 @@ def given_store(config: PretrainConfig, store: Store | None = None) -> Store:
 def training_rows(config: PretrainConfig, store: Store) -> tuple[np.ndarray, np.ndarray]:
     """Store rows for training and for validation; the latter may be empty."""
     data = config.data
-    train = select(store, "train", data.scanners, data.max_samples, data.leave_out_scanners, data.layouts)
+    train = select(
+        store, "train", data.scanners, data.max_samples, data.leave_out_scanners, data.layouts, data.modalities
+    )
     seen = set(data.scanners or (row.scanner for row in store.rows)) - set(data.leave_out_scanners)
-    held_out = any(row.split == "val" and row.scanner in seen and row.layout in data.layouts for row in store.rows)
+    held_out = any(
+        row.split == "val" and row.scanner in seen and matches(row, data.layouts, data.modalities) for row in store.rows
+    )
     validation = np.array([], np.int64)
     if held_out:
         validation = select(
-            store, "val", data.scanners, config.validation_volumes, data.leave_out_scanners, data.layouts
+            store,
+            "val",
+            data.scanners,
+            config.validation_volumes,
+            data.leave_out_scanners,
+            data.layouts,
+            data.modalities,
         )
     return train, validation

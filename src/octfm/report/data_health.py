@@ -90,11 +90,11 @@ def write_data_health(
 def outliers(acquisitions: Sequence[Acquisition], count: int = OUTLIERS) -> list[Outlier]:
     """Volumes whose spacing or extent differs from the median of their kind, furthest first; then volumes with flags.
 
-    A kind is a scanner, protocol and layout.
+    A kind is a scanner, protocol, layout and modality.
     """
-    kinds: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    kinds: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for row, a in enumerate(acquisitions):
-        kinds[a.scanner, a.protocol, a.layout].append(row)
+        kinds[a.scanner, a.protocol, a.layout, a.modality].append(row)
     found = {}
     for rows in kinds.values():
         measures = np.array([(*acquisitions[row].spacing_mm, *_extent_mm(acquisitions[row])) for row in rows])
@@ -175,7 +175,8 @@ def _extent_mm(a: Acquisition) -> list[float]:
 def _groups(acquisitions: Sequence[Acquisition]) -> list[dict[str, Any]]:
     kinds: dict[tuple[str, str], list[Acquisition]] = defaultdict(list)
     for a in acquisitions:
-        kinds[a.scanner, a.protocol if a.layout == "raster" else f"{a.protocol} ({a.layout})"].append(a)
+        unusual = [word for word in (a.layout, a.modality) if word not in ("raster", "structure")]
+        kinds[a.scanner, f"{a.protocol} ({', '.join(unusual)})" if unusual else a.protocol].append(a)
     rows = []
     for (scanner, protocol), own in sorted(kinds.items()):
         eyes = Counter(a.laterality or "unknown" for a in own)
@@ -283,7 +284,8 @@ def _pictures(file: tuple[str, Spacing3, str]) -> list[Picture] | str:
     """Pictures of (uri, spacing, scanner as it may be shown), or the code of the reason why there are none."""
     uri, spacing_mm, scanner = file
     try:
-        volume = replace(read_volume(uri, spacing_mm=spacing_mm, raster_only=False), scanner=scanner)
+        volume = read_volume(uri, spacing_mm=spacing_mm, raster_only=False, structure_only=False)
+        volume = replace(volume, scanner=scanner)
         return native_pictures(to_raster(volume) if volume.layout == "radial" else volume)
     except ReadError as error:
         return error.code

@@ -89,6 +89,7 @@ def view_facts(volume: Volume, scene: Scene) -> list[tuple[str, str]]:
         ("B-scans × rows × A-scans", " × ".join(f"{n:,}" for n in scene.voxels.shape)),
         ("Millimetres per step", " × ".join(f"{mm:.4g}" for mm in scene.spacing_mm)),
     ]
+    facts += [("Modality", "OCT angiography (flow)")] if volume.modality == "octa" else []
     if not scene.is_raster:
         return [*facts, ("Layout", f"{volume.layout}; the distance between B-scans means nothing")]
     field = " × ".join(f"{n * mm:.2f}" for n, mm in zip(scene.voxels.shape, scene.spacing_mm, strict=True))

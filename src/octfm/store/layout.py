@@ -56,6 +56,8 @@ class StoreRow:
     """Flags raised by the voxels themselves (keys of acquisition.FLAGS); kept when a new catalog updates the row."""
     layout: str = "raster"
     """Scan pattern. A radial scan is stored as a raster made from its star, which is what `transform` refers to."""
+    modality: str = "structure"
+    """octa: voxels are flow (octfm.volume.volume.Modality)."""
 
     def to_line(self) -> str:
         """One line of rows.jsonl, ending with a digest of everything before it."""

@@ -16,7 +16,7 @@ from octfm.store.batch_memory import BatchMemory
 from octfm.store.batch_sizes import accumulation
 from octfm.store.order import Order
 from octfm.store.store import Store
-from octfm.volume.volume import RASTER_ONLY, Admissible
+from octfm.volume.volume import RASTER_ONLY, STRUCTURE_ONLY, Admissible, Modality
 
 AtMost = Annotated[int, Field(ge=1, le=10**12)]
 
@@ -32,6 +32,9 @@ class DataConfig(Config):
     """Scanners never trained on, so that they can be tested on afterwards (leave one scanner out)."""
     layouts: tuple[Admissible, ...] = RASTER_ONLY
     """Scan patterns to train on; [raster, radial] adds radial scans, which the store holds resampled to rasters."""
+    modalities: tuple[Modality, ...] = STRUCTURE_ONLY
+    """What to train on: structure (reflectivity), octa (flow) or both. A store holds flow only if its scan asked for
+    it; whatever is evaluated on a run takes the same modalities."""
     balance_scanners: bool = False
     """Draw every scanner equally often, whatever its share of the volumes."""
     max_samples: AtMost | tuple[AtMost | None, ...] | None = None

@@ -281,6 +281,7 @@ def words(acquisition: "Acquisition") -> dict[str, Any]:
         "participant_labels": dict(acquisition.participant_labels),
         "flags": tuple(acquisition.flags),
         "layout": acquisition.layout,
+        "modality": acquisition.modality,
     }
 
 
@@ -325,7 +326,8 @@ def row_of(
 ) -> StoreRow:
     """The row of a volume that has no index yet. `doubts`: flags raised by its voxels."""
     # Left eyes are mirrored to look like right ones, so the optic disc belongs on the right in every prepared volume.
-    if acquisition.laterality and prepared.disc == "left":
+    structure = acquisition.modality == "structure"
+    if structure and acquisition.laterality and prepared.disc == "left":
         doubts = (*doubts, "laterality_contradicts_anatomy")
     return StoreRow(
         index=-1,
@@ -361,6 +363,7 @@ def prepare_acquisition(
             read_volume,
             spacing_mm=acquisition.spacing_mm,
             raster_only=acquisition.layout == "raster",
+            structure_only=acquisition.modality == "structure",
             readers=readers,
         )
     volume = read(where)
@@ -379,9 +382,12 @@ def prepare_acquisition(
         protocol=acquisition.protocol,
         participant=acquisition.participant,
         acquisition=acquisition.sop_instance_uid,
+        modality=acquisition.modality,
         source=acquisition.uri,
     )
     prepared = preprocessing(known, find_band)
+    if known.modality != "structure":
+        return prepared, fingerprint(volume.voxels), ()  # flow has no border to the vitreous that shows the way up
     keep = keep_upside_down or "looks_upside_down" in acquisition.flags
     doubts = doubtful_way_up(replace(known, source=where), prepared.confidence["ilm_support"], keep, acquisition.flags)
     if not prepared.confident:  # no need to flag both: without a confident tissue band the way up is never clear

@@ -1,13 +1,17 @@
-"""Which rows of a store are used: by split, scanner and layout, at most so many, and no participant in two splits."""
+"""Which rows of a store are used: by split, scanner, layout and modality, at most so many, and no participant in two
+splits."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from octfm.errors import ConfigError, StoreError
+from octfm.errors import ConfigError, Echo, StoreError
+from octfm.store.exclusion import to_stderr, without_excluded
+from octfm.store.layout import StoreRow
 from octfm.store.store import Store
-from octfm.volume.volume import RASTER_ONLY, Admissible
+from octfm.volume.volume import MODALITIES, RASTER_ONLY, STRUCTURE_ONLY, Admissible, Modality
 
 
 def select(
@@ -17,8 +21,9 @@ def select(
     max_samples: int | Sequence[int | None] | None = None,
     leave_out: Sequence[str] = (),
     layouts: Sequence[Admissible] = RASTER_ONLY,
+    modalities: Sequence[Modality] = STRUCTURE_ONLY,
 ) -> np.ndarray:
-    """int64 [n], ascending: the rows that match a split, scanners and layouts, at most `max_samples` of them.
+    """int64 [n], ascending: the rows that match a split, scanners, layouts and modalities, at most `max_samples`.
 
     `split` None and empty `scanners` match everything; `leave_out` scanners are removed. `max_samples` as a list limits
     each of `scanners` separately. Samples are the first rows by a hash of the acquisition: they mix scanners and
@@ -50,11 +55,15 @@ def select(
         raise ConfigError(f"data.max_samples: expected at least 1, or null for all, got {wrong[0]}")
     allowed = set(scanners or present) - set(leave_out)
     rows = [
-        row for row in store.rows if split in (None, row.split) and row.scanner in allowed and row.layout in layouts
+        row
+        for row in store.rows
+        if split in (None, row.split) and row.scanner in allowed and matches(row, layouts, modalities)
     ]
     if not rows:
         among = f" of {', '.join(sorted(allowed))}" if scanners or leave_out else ""
         among += "" if all(row.layout in layouts for row in store.rows) else f" and of data.layouts {list(layouts)}"
+        if not all(row.modality in modalities for row in store.rows):
+            among += f" and of data.modalities {list(modalities)}"
         raise ConfigError(
             f"{store.path}: no volume{among} is in split {split!r}; splits present: {', '.join(splits) or 'none'}"
         )
@@ -62,6 +71,35 @@ def select(
     rows = sorted(rows, key=lambda row: hashlib.sha256(row.acquisition.encode()).digest())
     chosen = [row for name, limit in limits.items() for row in [r for r in rows if name in (None, r.scanner)][:limit]]
     return np.array(sorted(row.index for row in chosen), dtype=np.int64)
+
+
+def matches(row: StoreRow, layouts: Collection[str], modalities: Collection[str]) -> bool:
+    """Whether a row is of one of these layouts and of one of these modalities."""
+    return row.layout in layouts and row.modality in modalities
+
+
+def to_evaluate(
+    store: Store,
+    exclude: str | Path | None = None,
+    modalities: Sequence[Modality] | None = None,
+    echo: Echo = to_stderr,
+) -> Store:
+    """The volumes of a store that an evaluation uses: of these modalities, without those listed in `exclude`.
+
+    modalities: those that the encoder was pretrained on; None for structure, or flow if the store holds nothing else.
+
+    Raises ConfigError if it has no volume of these modalities.
+    """
+    if modalities is None:
+        modalities = STRUCTURE_ONLY if any(row.modality == "structure" for row in store.rows) else MODALITIES
+    fitting = np.array([row.modality in modalities for row in store.rows], bool)
+    if fitting.all():
+        return without_excluded(store, exclude, echo)
+    if not fitting.any():
+        found, wanted = ", ".join(sorted({row.modality for row in store.rows})), " or ".join(modalities)
+        raise ConfigError(f"{store.path}: no volume is of modality {wanted}, all are {found}; give another store")
+    echo(f"{store.path}: {(~fitting).sum():,} of {len(store):,} volumes are left out, not {' or '.join(modalities)}")
+    return without_excluded(store.part(np.flatnonzero(fitting)), exclude, echo)
 
 
 def assert_disjoint_splits(store: Store) -> None:

@@ -33,6 +33,7 @@ from octfm.store.layout import (
     shard_key,
 )
 from octfm.store.summary import summary
+from octfm.volume.volume import STRUCTURE_ONLY, Modality
 
 if TYPE_CHECKING:
     from octfm.volume.preprocessing import Preprocessing
@@ -138,20 +139,27 @@ class Store:
         return data_frame(rows).set_index("index") if rows else data_frame(rows)
 
     def as_torch(
-        self, labels: Any = None, *, target: str | None = None, split: str | None = None, transform: Any = None
+        self,
+        labels: Any = None,
+        *,
+        target: str | None = None,
+        split: str | None = None,
+        modalities: Sequence[Modality] = STRUCTURE_ONLY,
+        transform: Any = None,
     ) -> Any:
         """A `torch.utils.data.Dataset` of these volumes; see octfm.evaluation.dataset.VolumeDataset for its items.
 
         labels: a table of labels (CSV, TSV or DataFrame), joined by id as `octfm probe` joins it.
         target: its column, or one of the participants' own labels; may be left out if the table has only one.
         split: train, val or test, by participant; None for all volumes.
+        modalities: ("octa",) for the volumes of OCT angiography, ("structure", "octa") for all.
         transform: a function applied to every item, in the worker that has read it.
 
         Raises EvaluationError for labels that do not fit, ConfigError for a split that the store does not have.
         """
         # By name: it needs torch and the evaluation, which nothing on the data side imports.
         return import_module("octfm.evaluation.dataset").dataset_of(
-            self, labels, target=target, split=split, transform=transform
+            self, labels, target=target, split=split, modalities=modalities, transform=transform
         )
 
     def part(self, rows: Sequence[int] | np.ndarray) -> "Store":

@@ -9,7 +9,7 @@ from octfm.encoder.tuned import load_head
 from octfm.errors import Echo, EvaluationError
 from octfm.io.location import Location, location
 from octfm.models.pooling import VectorPool
-from octfm.store.exclusion import without_excluded
+from octfm.store.selection import to_evaluate
 from octfm.store.store import Store
 from octfm.tasks.maps import save_pictures
 from octfm.tasks.segment import Segmenter, load_segmenter
@@ -45,7 +45,8 @@ def embed_all(
         )
     if out is not None:
         refuse_inside_export(out)
-    encoder, opened = load_encoder(run, device=device).pooling(pool), without_excluded(Store.open(store), exclude)
+    encoder = load_encoder(run, device=device).pooling(pool)
+    opened = to_evaluate(Store.open(store), exclude, encoder.config.data.modalities)
     if len(opened) == 0:
         raise EvaluationError(
             f"{opened.path}: the store holds no volume, so there is nothing to embed; see its unprepared.jsonl"

@@ -35,8 +35,8 @@ from octfm.run.launch import join
 from octfm.run.loop import Interruption, Session, open_session, train
 from octfm.run.runtime import Runtime, environment
 from octfm.run.tracking import TrackingConfig
-from octfm.store.exclusion import without_excluded
 from octfm.store.loader import Loader
+from octfm.store.selection import to_evaluate
 from octfm.store.store import Store
 from octfm.tasks.finetune_settings import MAY_CHANGE, FinetuneConfig
 from octfm.tasks.predictions import write_predictions
@@ -85,7 +85,7 @@ def finetune(
         raise ConfigError(
             "encoder and store: name a pretraining run and a prepared store, encoder=runs/a store=prepared/"
         )
-    out, store = location(out), without_excluded(Store.open(config.store), config.exclude)
+    out, store = location(out), Store.open(config.store)
     runtime = join(config.runtime, config.precision, device)
     try:
         with runtime.guarded():
@@ -96,13 +96,14 @@ def finetune(
 
 
 def _finetune(
-    config: FinetuneConfig, out: Location, store: Store, runtime: Runtime, allow_seen: bool, echo: Echo
+    config: FinetuneConfig, out: Location, prepared: Store, runtime: Runtime, allow_seen: bool, echo: Echo
 ) -> Path:
     if config.batch_size % runtime.world:
         raise ConfigError(
             f"batch_size {config.batch_size} is not a multiple of the {runtime.world} ranks that share it"
         )
     encoder = load_encoder(str(config.encoder), random_init=config.from_scratch, runtime=runtime)
+    store = to_evaluate(prepared, config.exclude, encoder.config.data.modalities, echo)
     encoder.require_prepared(store)
     seen = (lambda _: False) if config.from_scratch else seen_by(str(config.encoder))
     task = find_task(config, store, seen, allow_seen)

@@ -23,8 +23,8 @@ from octfm.models.vit3d import normalise, take_patches
 from octfm.run import checkpoint
 from octfm.run.bucket import local_run
 from octfm.run.runtime import Runtime, start
-from octfm.store.exclusion import without_excluded
 from octfm.store.layout import Arrays, StoreRow
+from octfm.store.selection import to_evaluate
 from octfm.store.store import Store
 from octfm.tasks.segment_settings import SegmentConfig
 from octfm.volume.segmentation import Segmentation
@@ -281,6 +281,6 @@ def open_store(config: SegmentConfig, encoder: Encoder) -> Store:
     """The store that the settings name. Raises EvaluationError if the encoder expects another Preprocessing."""
     if config.store is None:
         raise ConfigError("store: name a prepared store, store=prepared/")
-    store = without_excluded(Store.open(config.store), config.exclude)
+    store = to_evaluate(Store.open(config.store), config.exclude, encoder.config.data.modalities)
     encoder.require_prepared(store)
     return store

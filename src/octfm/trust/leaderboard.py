@@ -19,7 +19,7 @@ from octfm.evaluation.cases import Cases, Round, Skip, Target, find_targets, mak
 from octfm.evaluation.probe import RESAMPLES, describe, predict, rows_seen
 from octfm.evaluation.scoring import HEADLINE, Predictions, compare_scored, correct, score
 from octfm.io.location import local_path
-from octfm.store.exclusion import without_excluded
+from octfm.store.selection import to_evaluate
 from octfm.store.store import Store
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import PredictionTable, read_predictions
@@ -67,7 +67,7 @@ def leaderboard(
 
     Raises EvaluationError if a test participant was trained on, unless `allow_seen`.
     """
-    out, opened = local_path(out), [without_excluded(Store.open(path), exclude) for path in stores]
+    out, opened = local_path(out), [to_evaluate(Store.open(path), exclude) for path in stores]
     paths = [Path(entry) for entry in entries]
     tuned = _tuned([path for path in paths if (path / "predictions.parquet").is_file()])
     frozen = [path for path in paths if not (path / "predictions.parquet").is_file()]

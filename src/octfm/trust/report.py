@@ -21,7 +21,7 @@ from octfm.evaluation.tissue_map import tissue_map
 from octfm.io.location import local_path
 from octfm.pretraining.learner import config_of
 from octfm.pretraining.resume import load_newest
-from octfm.store.exclusion import without_excluded
+from octfm.store.selection import to_evaluate
 from octfm.store.store import Store
 from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
@@ -73,7 +73,7 @@ def trust(
     Embeddings and networks trained from scratch are kept in `out` and reused. Raises EvaluationError if a test
     participant was in any pretraining, unless `allow_seen`.
     """
-    out, opened = local_path(out), [without_excluded(Store.open(path), exclude) for path in stores]
+    out, opened = local_path(out), [to_evaluate(Store.open(path), exclude) for path in stores]
     if not opened or not len(opened[0]):
         raise EvaluationError("expected a prepared store that holds volumes; give --store")
     # Check all inputs before hours of embedding.

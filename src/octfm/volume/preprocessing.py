@@ -161,7 +161,10 @@ class Preprocessing(Config):
         voxels = self._to_uint8(canonical)
         # On native voxels: averages of unregistered B-scans would blur the surfaces that are searched for.
         tissue = find_tissue(voxels, canonical.spacing_mm)
-        if find_band is not None:
+        if volume.modality != "structure":
+            # Flow shows vessels, not the borders that are looked for: every row is kept, no B-scan is moved.
+            tissue = replace(tissue, confident=False, located=False, displacement=np.zeros(len(voxels)))
+        elif find_band is not None:
             tissue = find_band(voxels, canonical.spacing_mm, tissue)
         if not self.register_bscans:
             tissue = replace(tissue, displacement=np.zeros(len(voxels)))

@@ -20,6 +20,10 @@ RASTER_ONLY: tuple[Literal["raster"]] = ("raster",)
 Admissible = Literal["raster", "radial"]
 """Layouts that a catalog may hold: radial scans only on request, converted to a raster (radial.to_raster)."""
 ADMISSIBLE: tuple[Admissible, ...] = get_args(Admissible)
+Modality = Literal["structure", "octa"]
+"""What the voxels measure: reflectivity (structural OCT), or flow (OCT angiography)."""
+MODALITIES: tuple[Modality, ...] = get_args(Modality)
+STRUCTURE_ONLY: tuple[Literal["structure"]] = ("structure",)
 Shape3 = tuple[int, int, int]
 Spacing3 = tuple[float, float, float]
 
@@ -64,6 +68,8 @@ class Volume:
     """SOP Instance UID if there is one."""
     superior_first: bool | None = None
     """Whether B-scan 0 is superior (True) or inferior (False); None if the file does not give frame positions."""
+    modality: Modality = "structure"
+    """octa: voxels are flow. Networks for structural OCT, their tissue band and their layers do not apply to it."""
     layout: Layout = "raster"
     """Other layouts than a raster have no spacing between B-scans: dz then repeats dx and has no meaning."""
     lines: Lines | None = None
@@ -96,6 +102,7 @@ class Volume:
             "scanner": self.scanner.replace("_", " "),
             "eye": {"R": "right eye", "L": "left eye", None: "unknown eye"}[self.laterality],
             "layout": self.layout if self.layout != "raster" else "",
+            "modality": "OCT angiography" if self.modality == "octa" else "",
         }
 
     def pictures(self) -> list[Picture]:

@@ -8,12 +8,13 @@ from octfm.formats.dicom.geometry import Geometry, read_geometry
 from octfm.formats.dicom.groups import Elements
 from octfm.formats.dicom.pixels import Pixels
 from octfm.formats.names import lateralities, scanner_slug, slugify
-from octfm.formats.reasons import REASONS, Header
-from octfm.volume.volume import Layout, Shape3
+from octfm.formats.reasons import REASONS, Header, angiography
+from octfm.volume.volume import STRUCTURE_ONLY, Layout, Modality, Shape3
 
 OPHTHALMIC_TOMOGRAPHY = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
+_MODALITIES: dict[str, Modality] = {OPHTHALMIC_TOMOGRAPHY: "structure", "1.2.840.10008.5.1.4.1.1.77.1.5.8": "octa"}
+"""SOP classes of volumes: the second is Ophthalmic OCT B-scan Volume Analysis, flow (PS3.3 A.84)."""
 _LEFT_OUT = {
-    "1.2.840.10008.5.1.4.1.1.77.1.5.8": "angiography",
     "1.2.840.10008.5.1.4.1.1.77.1.5.7": "en_face",
     "1.2.840.10008.5.1.4.1.1.77.1.5.1": "photograph",
     "1.2.840.10008.5.1.4.1.1.77.1.5.2": "photograph",
@@ -24,13 +25,12 @@ _LEFT_OUT = {
 """SOP classes exported along with OCT (PS3.4 B.5) -> reason code; all others get not_oct."""
 
 
-def expect_oct(file: OpenFile) -> None:
-    """Raise ReadError unless the file is structural OCT with a SOP Instance UID."""
+def expect_oct(file: OpenFile, modalities: Collection[Modality] = STRUCTURE_ONLY) -> None:
+    """Raise ReadError unless the file is OCT of one of these modalities with a SOP Instance UID."""
     from pydicom.uid import UID
 
     dataset, uri = file.dataset, file.uri
-    # Some writers state the class in the meta group only.
-    sop_class = text(dataset, "SOPClassUID") or text(dataset.file_meta, "MediaStorageSOPClassUID")
+    sop_class = _sop_class(dataset)
     if not sop_class:
         raise ReadError(
             "not_dicom", f"{uri}: no SOP Class UID, so this is not a DICOM object; remove it or export it again"
@@ -41,14 +41,23 @@ def expect_oct(file: OpenFile) -> None:
             "missing_pixel_data",
             f"{uri}: the file ends at byte {file.size:,} without pixel data; fetch or export it again",
         )
-    if sop_class != OPHTHALMIC_TOMOGRAPHY:
+    modality = _MODALITIES.get(sop_class)
+    if modality is None:
         code = _LEFT_OUT.get(sop_class, "not_oct")
         about = next(iter(referenced_uids(dataset)), "") if code == "layer_heights" else ""
         raise ReadError(
             code, f"{uri}: {REASONS[code].meaning} ({UID(sop_class).name}){about and f' of {about}'}; left out", about
         )
+    if modality not in modalities:
+        raise angiography(uri)
     if not text(dataset, "SOPInstanceUID"):
         raise ReadError("missing_sop_uid", f"{uri}: SOP Instance UID is missing; export it again")
+
+
+def _sop_class(dataset: Elements) -> str:
+    # Some writers state the class in the meta group only; a header of several files has no meta group.
+    meta = getattr(dataset, "file_meta", None)
+    return text(dataset, "SOPClassUID") or ("" if meta is None else text(meta, "MediaStorageSOPClassUID"))
 
 
 def describe(
@@ -78,6 +87,7 @@ def describe(
         superior_first=geometry.superior_first,
         flags=flags,
         layout=geometry.layout,
+        modality=_MODALITIES.get(_sop_class(dataset), "structure"),
     )
     return header, geometry
 

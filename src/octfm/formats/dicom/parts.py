@@ -63,8 +63,9 @@ def part_of(file: OpenFile) -> Part | None:
     series = text(dataset, "SeriesInstanceUID")
     if not series or integer(dataset, "NumberOfFrames", 1) != 1:
         return None
-    # A series may mix eyes and sizes, which are different volumes.
-    form = [str(dataset.get(keyword) or "") for keyword in ("Rows", "Columns", "ImageLaterality", "Laterality")]
+    # A series may mix eyes, sizes and modalities, which are different volumes.
+    keywords = ("Rows", "Columns", "ImageLaterality", "Laterality", "SOPClassUID")
+    form = [str(dataset.get(keyword) or "") for keyword in keywords]
     return Part(file.uri, " ".join(["series", series, *form]), _number(dataset, "InstanceNumber"), None, identity)
 
 

@@ -17,17 +17,21 @@ from octfm.formats.dicom.pixels import Pixels, decode, is_blank
 from octfm.formats.reasons import Header, blank
 from octfm.volume.planes import used_full_scale
 from octfm.volume.radial import expect_a_star
-from octfm.volume.volume import LAYOUTS, RASTER_ONLY, Layout, Volume
+from octfm.volume.volume import LAYOUTS, MODALITIES, RASTER_ONLY, STRUCTURE_ONLY, Layout, Modality, Volume
 
 
-def read_dicom(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Volume:
+def read_dicom(
+    uri: str | Path,
+    layouts: Collection[Layout] = RASTER_ONLY,
+    modalities: Collection[Modality] = STRUCTURE_ONLY,
+) -> Volume:
     """The Volume of an Ophthalmic Tomography file, or of all files that form one volume with it; white is `full_scale`.
 
-    Raises ReadError; not_raster for a layout that is not among `layouts`.
+    Raises ReadError; not_raster for a layout that is not among `layouts`, angiography for flow likewise.
     """
     uri = str(uri)
     with parsed(uri, whole=True) as file:
-        found = _inspect(file, layouts)
+        found = _inspect(file, layouts, modalities)
         if not isinstance(found, Part):
             header, geometry, pixels = found
             # Header and pixel count are consistent by now; only the codec can still find damage.
@@ -63,23 +67,32 @@ def read_dicom(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Vo
         participant=header.participant or "unknown",
         acquisition=header.sop_instance_uid,
         superior_first=header.superior_first,
+        modality=header.modality,
         layout=geometry.layout,
         lines=geometry.lines,
         source=header.uri,
     )
 
 
-def read_header(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Header:
+def read_header(
+    uri: str | Path,
+    layouts: Collection[Layout] = RASTER_ONLY,
+    modalities: Collection[Modality] = STRUCTURE_ONLY,
+) -> Header:
     """The header without decoding. Truncated, miscounted and blank pixel data raise ReadError all the same."""
-    found = examine(uri, layouts)
+    found = examine(uri, layouts, modalities)
     return read_header_of_parts(parts_beside(found), layouts) if isinstance(found, Part) else found
 
 
-def examine(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Header | Part:
+def examine(
+    uri: str | Path,
+    layouts: Collection[Layout] = RASTER_ONLY,
+    modalities: Collection[Modality] = STRUCTURE_ONLY,
+) -> Header | Part:
     """The header of a file that is a whole volume, else the file as a Part of one; a scan joins the parts itself."""
     uri = str(uri)
     with parsed(uri) as file:
-        found = _inspect(file, layouts)
+        found = _inspect(file, layouts, modalities)
         if isinstance(found, Part):
             return found
         header, geometry, pixels = found
@@ -92,7 +105,7 @@ def examine(uri: str | Path, layouts: Collection[Layout] = RASTER_ONLY) -> Heade
 def read_geometry_of(uri: str | Path) -> tuple[Header, tuple[int, ...] | None]:
     """The header of a volume, and the stored frame of each B-scan; None if frames are stored in order of position."""
     with parsed(str(uri)) as file:
-        found = _inspect(file, LAYOUTS)
+        found = _inspect(file, LAYOUTS, MODALITIES)
     header, geometry, _ = inspect_parts(parts_beside(found), LAYOUTS) if isinstance(found, Part) else found
     return header, geometry.frame_order
 
@@ -110,9 +123,11 @@ def read_header_of_parts(parts: Sequence[Part], layouts: Collection[Layout] = RA
     return header
 
 
-def _inspect(file: OpenFile, layouts: Collection[Layout]) -> Part | tuple[Header, Geometry, Pixels]:
+def _inspect(
+    file: OpenFile, layouts: Collection[Layout], modalities: Collection[Modality]
+) -> Part | tuple[Header, Geometry, Pixels]:
     """The facts of the volume in a file, or the file as a Part if it holds only part of a volume. Raises ReadError."""
-    expect_oct(file)
+    expect_oct(file, modalities)
     if (part := part_of(file)) is not None:
         return part
     pixels = locate_pixels(file)

@@ -85,10 +85,11 @@ def arithmetic(config: PretrainConfig, store: Store, replicas: int, volumes: int
     product = f"{data.per_device_batch_size} x {replicas} device{'s' if replicas > 1 else ''} x {parts} accumulation"
     measured = f"global batch {data.global_batch_size} = {product}; {volumes} volumes"
     scanners = set(data.scanners or [row.scanner for row in store.rows]) - set(data.leave_out_scanners)
-    if left_out := sum(
-        row.split == "train" and row.scanner in scanners and row.layout not in data.layouts for row in store.rows
-    ):
+    train = [row for row in store.rows if row.split == "train" and row.scanner in scanners]
+    if left_out := sum(row.layout not in data.layouts for row in train):
         measured += f" ({left_out} radial scans left out; data.layouts=[raster,radial] includes them)"
+    if left_out := sum(row.modality not in data.modalities for row in train):
+        measured += f" ({left_out} left out: data.modalities is {', '.join(data.modalities)})"
     if volumes == 0:
         advice = "check data.scanners, data.max_samples and the splits"
         return fail("batch arithmetic", "no training volume is left after selection", advice)
