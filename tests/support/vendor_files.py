@@ -7,6 +7,7 @@ import io
 import json
 import struct
 import xml.etree.ElementTree as ElementTree
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,6 +191,56 @@ def write_nifti(
     image.header.set_xyzt_units(unit)
     nibabel.save(image, path)
     return path
+
+
+METAIMAGE_TYPES = {"u1": "MET_UCHAR", "u2": "MET_USHORT", "i2": "MET_SHORT", "f4": "MET_FLOAT"}
+
+
+def write_metaimage(
+    path: Path,
+    gray: np.ndarray,
+    spacing_mm=SPACING_MM,
+    *,
+    axes: str = "WHD",
+    zipped: bool = False,
+    big_endian: bool = False,
+    data: str = "",
+    tags: dict[str, str] | None = None,
+) -> Path:
+    """.mhd with its .raw or .zraw, or .mha with the voxels behind the header: tags in the order of SimpleITK.
+
+    `axes`: fastest first, as DimSize lists them. `data`: name of the file with voxels, as the header has it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    order = ["DHW".index(axis) for axis in axes]
+    stored = gray.transpose(order)
+    content = stored.astype(stored.dtype.newbyteorder(">" if big_endian else "<")).tobytes(order="F")
+    content = zlib.compress(content) if zipped else content
+    local = path.suffix == ".mha"
+    name = "LOCAL" if local else data or f"{path.stem}.{'zraw' if zipped else 'raw'}"
+    size = {"CompressedDataSize": len(content)} if zipped else {}
+    header = {
+        "ObjectType": "Image",
+        "NDims": 3,
+        "BinaryData": True,
+        "BinaryDataByteOrderMSB": big_endian,
+        "CompressedData": zipped,
+        **size,
+        "TransformMatrix": "1 0 0 0 1 0 0 0 1",
+        "Offset": "0 0 0",
+        "CenterOfRotation": "0 0 0",
+        "AnatomicalOrientation": "RAI",
+        "ElementSpacing": " ".join(f"{spacing_mm[i]:.9g}" for i in order),
+        "DimSize": " ".join(str(n) for n in stored.shape),
+        "ElementType": METAIMAGE_TYPES[gray.dtype.str[1:]],
+        **(tags or {}),
+        "ElementDataFile": name,
+    }
+    text = "".join(f"{key} = {value}\n" for key, value in header.items()).encode()
+    if local:
+        return _write(path, text + content)
+    _write(path.parent / name.replace("\\", "/").rsplit("/", 1)[-1], content)
+    return _write(path, text)
 
 
 # ---- formats that nobody else writes, byte by byte; tests/test_vendor_files.py checks that OCT-Converter reads them
@@ -432,6 +483,21 @@ FORMATS: dict[str, Format] = {
         lambda at, v: write_nifti(at.with_suffix(".nii"), v, axes="HDW", version=2, unit="micron"),
         (np.uint8, np.uint16),
         frozenset({"spacing"}),
+    ),
+    "metaimage": Format(
+        lambda at, v: write_metaimage(at.with_suffix(".mhd"), v),
+        (np.uint8, np.uint16),
+        frozenset({"spacing"}),
+        cut=lambda uri: uri.with_suffix(".raw"),
+    ),
+    "metaimage_zipped": Format(
+        lambda at, v: write_metaimage(at.with_suffix(".mhd"), v, zipped=True, big_endian=True, axes="HWD"),
+        (np.uint8, np.uint16),
+        frozenset({"spacing"}),
+        cut=lambda uri: uri.with_suffix(".zraw"),
+    ),
+    "metaimage_local": Format(
+        lambda at, v: write_metaimage(at.with_suffix(".mha"), v, axes="DWH"), (np.uint8,), frozenset({"spacing"})
     ),
     "topcon_fda": Format(
         lambda at, v: write_topcon(at.with_suffix(".fda"), v, compressed=True),

@@ -10,6 +10,8 @@ from octfm.catalog.acquisition import Reject
 from octfm.errors import ReadError
 from octfm.formats.heyex_xml import HEAD_BYTES, MAX_BYTES, fits, named_images, names_of
 from octfm.formats.image_folder import SUFFIXES, is_image
+from octfm.formats.metaimage import HEAD_BYTES as METAIMAGE_BYTES
+from octfm.formats.metaimage import data_file
 from octfm.formats.reasons import REASONS
 from octfm.io.archive import MEMBER, Archive, file_size, open_archive, read_start
 from octfm.io.location import BucketPath, Location, listed
@@ -68,6 +70,7 @@ def walk(root: Location, *, follow_links: bool = True) -> Found:
             if problem := _sort(entry, root, found, pending):
                 found.refused.append(_unreadable(entry, problem))
     join_images(found.files, found.companions)
+    _join_data_files(found.files, found.companions)
     found.files.sort()
     found.companions.sort()
     return found
@@ -90,6 +93,7 @@ def _list_bucket(root: BucketPath, found: Found) -> None:
         else:
             found.files.append(path)
     join_images(found.files, found.companions)
+    _join_data_files(found.files, found.companions)
     found.files.sort()
     found.companions.sort()
 
@@ -189,6 +193,22 @@ def join_images(files: list[Location], companions: list[Location]) -> None:
         taken = set(parts)
         files[:] = [path for path in files if path not in taken]
         companions.extend(parts)
+
+
+def _join_data_files(files: list[Location], companions: list[Location]) -> None:
+    """Move the files of voxels that a MetaImage header names (oct.mhd, oct.raw) from `files` to `companions`."""
+    named: set[tuple[Location, str]] = set()
+    for path in files:
+        if path.suffix.lower() == ".mhd":
+            try:
+                named.add((path.parent, data_file(read_start(path, METAIMAGE_BYTES))))
+            except (OSError, ReadError):
+                continue
+    if not named:
+        return
+    taken = {path for path in files if (path.parent, path.name.lower()) in named and path.suffix.lower() != ".mhd"}
+    files[:] = [path for path in files if path not in taken]
+    companions.extend(taken)
 
 
 def _named_by(path: Location) -> set[str]:

@@ -21,6 +21,8 @@ from octfm.volume.volume import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from octfm.formats.bscans import Reader
     from octfm.formats.dicom.parts import Part
     from octfm.formats.heyex_xml import DeviceGrid
@@ -148,6 +150,14 @@ def read_surfaces(uri: str | Path, limits: "Limits | None" = None) -> Surfaces |
     return detect.read_surfaces(str(uri)) if limits is None else within(limits, detect.read_surfaces, str(uri))
 
 
+def read_mask(uri: str | Path, limits: "Limits | None" = None) -> "np.ndarray":
+    """The label of every voxel in a MetaImage file of masks: uint8 [B-scan, axial, lateral], in the order of the volume
+    in the same folder. Raises ReadError; not_labels if the file holds an image. `limits`: see `read_volume`."""
+    from octfm.formats import metaimage
+
+    return metaimage.read_mask(str(uri)) if limits is None else within(limits, metaimage.read_mask, str(uri))
+
+
 def read_device_grid(uri: str | Path, limits: "Limits | None" = None) -> "DeviceGrid | None":
     """The ETDRS zones that the instrument measured, from a HEYEX XML export or its folder; None if the file has none.
 
@@ -167,6 +177,7 @@ __all__ = [
     "read_device_grid",
     "read_header",
     "read_header_of_parts",
+    "read_mask",
     "read_surfaces",
     "read_volume",
     "volumes_in",

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeGuard
 
 from octfm.errors import ReadError
-from octfm.formats import bioptigen, bscans, heidelberg_e2e, heyex_xml, optovue, zeiss_img
+from octfm.formats import bioptigen, bscans, heidelberg_e2e, heyex_xml, metaimage, optovue, zeiss_img
 from octfm.formats.bscans import Bscans, Reader
 from octfm.formats.heyex_xml import DeviceGrid
 from octfm.formats.reasons import Header, cannot_open
@@ -207,6 +207,8 @@ def _by_content(uri: str) -> str:
         return "arrays"
     if heyex_xml.fits(head):
         return "heyex_xml"
+    if metaimage.fits(head):
+        return "metaimage"
     if bioptigen.fits(head):
         return "bioptigen"
     # Formats without magic bytes: known by their name, with a size or a second file that fits.

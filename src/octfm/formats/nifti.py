@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO, cast
+from typing import BinaryIO, NoReturn, cast
 
 import numpy as np
 
@@ -53,7 +53,7 @@ def open_bscans(uri: str) -> Bscans:
         if not zipped:
             expect_bytes(uri, size, needed)
         uid = uid_of(file, size)
-    axes = read_declared(uri).axes or _axes(header.mm, uri)
+    axes = read_declared(uri).axes or axes_of_spacing(header.mm) or _unknown_axes(header.mm, uri)
     mm = in_order(header.mm, axes) if header.mm else None
 
     def decode() -> np.ndarray:
@@ -81,12 +81,16 @@ def open_bscans(uri: str) -> Bscans:
     )
 
 
-def _axes(mm: tuple[float, float, float] | None, uri: str) -> str:
-    """The letters of the stored axes, fastest first. Raises ReadError unknown_axes."""
+def axes_of_spacing(mm: tuple[float, float, float] | None) -> str | None:
+    """The letters of the stored axes, fastest first; None where spacing does not tell them apart."""
     if mm is not None:
         fine, middle, coarse = sorted(range(3), key=lambda i: mm[i])
         if mm[middle] >= _AXIAL_FINER * mm[fine] and mm[coarse] >= _BSCANS_COARSER * mm[middle]:
             return "".join({coarse: "D", fine: "H", middle: "W"}[i] for i in range(3))
+    return None
+
+
+def _unknown_axes(mm: tuple[float, float, float] | None, uri: str) -> NoReturn:
     found = "no millimetres stated" if mm is None else f"voxels of {mm[0]:g} x {mm[1]:g} x {mm[2]:g} mm"
     raise ReadError(
         "unknown_axes",

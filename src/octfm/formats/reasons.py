@@ -82,6 +82,8 @@ REASONS: dict[str, Reason] = {
         expected=True,
     ),
     "layer_heights": Reason("surfaces of a segmentation, not an image", _LEFT_OUT, expected=True),
+    "voxel_labels": Reason("labels of voxels, such as masks of fluid, not an image", _LEFT_OUT, expected=True),
+    "not_labels": Reason("labels of voxels were expected and an image was given", "give the file of the masks"),
     "not_layer_heights": Reason(
         "layer heights were expected and something else was given", "give the file of the height map"
     ),

@@ -1,0 +1,243 @@
+"""MetaImage: a text header (.mhd) with voxels in a file of their own (.raw, .zraw), or behind the header (.mha).
+
+Axes are listed fastest first. Spacing decides which is which where it differs enough between them, as in NIfTI;
+otherwise x is lateral, y axial and z the B-scan, as in RETOUCH and in what SimpleITK writes of
+[B-scan, axial, lateral].
+The file of masks in such a folder (reference.mhd) has the same structure and holds labels instead of an image.
+Structure: MetaIO's documentation of its tags. Verified on headers as SimpleITK writes them, not on RETOUCH's own files.
+"""
+
+import io
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import BinaryIO
+
+import numpy as np
+
+from octfm.errors import ReadError
+from octfm.formats.arrays import exact_gray, in_order
+from octfm.formats.bscans import Bscans, check_size, damage_has_a_code, uid_from
+from octfm.formats.declared import read_declared
+from octfm.formats.dicom.geometry import SPACING_BOUNDS_MM
+from octfm.formats.images import digest_of
+from octfm.formats.nifti import axes_of_spacing
+from octfm.formats.reasons import expect_bytes
+from octfm.io.archive import open_file
+from octfm.io.location import listed
+from octfm.volume.volume import Shape3
+
+HEAD_BYTES = 65536
+"""A header is a few hundred bytes; with a comment or a list of tags it may be longer."""
+_TYPES = {
+    "MET_UCHAR": "u1", "MET_CHAR": "i1", "MET_USHORT": "u2", "MET_SHORT": "i2", "MET_UINT": "u4", "MET_INT": "i4",
+    "MET_FLOAT": "f4", "MET_DOUBLE": "f8",
+}  # fmt: skip
+_DEFAULT_AXES = "WHD"
+MASKS = {"reference", "mask", "masks", "label", "labels", "seg", "segmentation"}
+"""Names of files that hold labels of voxels. RETOUCH calls its own reference.mhd."""
+MOST_LABELS = 16
+"""Voxels that nowhere exceed this are labels of a segmentation, whatever the file is called."""
+_SUFFIXES = (".mhd", ".mha")
+
+
+@dataclass(frozen=True)
+class _Header:
+    stored: Shape3
+    """As stored: fastest axis first."""
+    dtype: np.dtype
+    mm: tuple[float, float, float] | None
+    axes: str
+    """Letters of the stored axes, fastest first."""
+    data: str
+    """uri of the file with the voxels."""
+    offset: int | None
+    """Of the voxels in it; None: they end with the file."""
+    zipped: bool
+
+    @property
+    def bytes(self) -> int:
+        return self.dtype.itemsize * int(np.prod(self.stored, dtype=object))
+
+
+def fits(head: bytes) -> bool:
+    """Whether a file starts as MetaImage: lines of tag = value, the object type or the number of dimensions first."""
+    return re.match(rb"\s*(Comment *=[^\n]*\n\s*)?(ObjectType *= *Image|NDims *= *\d)", head) is not None
+
+
+def data_file(head: bytes) -> str:
+    """Lower-case name of the file with the voxels, from the start of a header; empty if they follow the header."""
+    found = re.search(rb"^ElementDataFile *= *([^\r\n]*)", head, re.MULTILINE) if fits(head) else None
+    name = found[1].decode("utf-8", "replace").strip() if found else "LOCAL"
+    return "" if name.upper() in ("LOCAL", "LIST") or "%" in name else _last_part(name).lower()
+
+
+def open_bscans(uri: str) -> Bscans:
+    header = _read_header(uri)
+    if PurePath(uri).suffix.lower() in _SUFFIXES and PurePath(uri).stem.lower() in MASKS:
+        raise _labels(uri)
+    mm = in_order(header.mm, header.axes) if header.mm else None
+
+    def decode() -> np.ndarray:
+        voxels = exact_gray(_voxels(header, uri), uri)
+        if voxels.min() < voxels.max() <= MOST_LABELS:
+            raise _labels(uri)
+        return voxels
+
+    return Bscans(
+        uri=uri,
+        shape=in_order(header.stored, header.axes),
+        decode=decode,
+        uid=uid_from(digest_of(dict.fromkeys([uri, header.data]))),
+        in_plane_mm=(mm[1], mm[2]) if mm else None,
+        between_mm=mm[0] if mm else None,
+        bits=8 if header.dtype.itemsize == 1 else None,
+        flags=("axial_direction_assumed",),
+    )
+
+
+def read_mask(uri: str) -> np.ndarray:
+    """uint8 [B-scan, axial, lateral]: the label of every voxel, in the order of the volume in the same folder.
+
+    Raises ReadError; not_labels if the values are those of an image.
+    """
+    with damage_has_a_code(uri):
+        found = exact_gray(_voxels(_read_header(uri), uri), uri)
+        if found.max() > MOST_LABELS:
+            raise ReadError(
+                "not_labels", f"{uri}: values up to {found.max()} are an image; labels are 0 to {MOST_LABELS}"
+            )
+        return found.astype(np.uint8)
+
+
+def _labels(uri: str) -> ReadError:
+    return ReadError("voxel_labels", f"{uri}: labels of voxels (masks of a segmentation), not an image; left out")
+
+
+def _read_header(uri: str) -> _Header:
+    with open_file(uri) as file:
+        tags, length = _tags(file.read(HEAD_BYTES), uri)
+        size = file.seek(0, io.SEEK_END)
+    if tags.get("BinaryData", "True").lower() == "false":
+        raise ReadError("unsupported_pixels", f"{uri}: voxels written as text; save it with BinaryData = True")
+    kind, channels = tags.get("ElementType", ""), tags.get("ElementNumberOfChannels", "1")
+    if kind not in _TYPES or channels != "1":
+        raise ReadError(
+            "unsupported_pixels",
+            f"{uri}: {channels[:8]} channel(s) of {kind[:24] or 'no ElementType'}; save one channel of MET_UCHAR or "
+            "MET_USHORT",
+        )
+    sizes = [int(n) for n in tags.get("DimSize", "").split()]
+    if len(sizes) != 3:
+        raise ReadError("unknown_axes", f"{uri}: {len(sizes)} dimensions in DimSize; expected three")
+    stored = (sizes[0], sizes[1], sizes[2])
+    swapped = tags.get("ElementByteOrderMSB", tags.get("BinaryDataByteOrderMSB", "False")).lower() == "true"
+    dtype = np.dtype(_TYPES[kind]).newbyteorder(">" if swapped else "<")
+    check_size(stored, uri, dtype.itemsize)
+    zipped = tags.get("CompressedData", "False").lower() == "true"
+    mm = _spacing(tags)
+    name = tags["ElementDataFile"]
+    if name.upper() == "LIST" or name.upper().startswith("LIST ") or "%" in name:
+        raise ReadError(
+            "incomplete_export", f"{uri}: its B-scans are files of their own; save it with one file of voxels"
+        )
+    local = name.upper() == "LOCAL"
+    data = uri if local else str(listed(uri).parent / _last_part(name))
+    skip = 0 if local else int(tags.get("HeaderSize", "0"))
+    axes = read_declared(uri).axes or axes_of_spacing(mm)
+    if axes is None:
+        if mm is not None and mm[1] > 1.05 * min(mm):
+            raise ReadError(
+                "unknown_axes",
+                f"{uri}: ElementSpacing {mm[0]:g} {mm[1]:g} {mm[2]:g} fits no order of axes; declare them in a .json "
+                'of the same name, such as "axes": "WHD"',
+            )
+        axes = _DEFAULT_AXES
+    found = _Header(stored, dtype, mm, axes, data, length if local else skip if skip >= 0 else None, zipped)
+    _expect_data(found, uri, size)
+    return found
+
+
+def _expect_data(header: _Header, uri: str, size: int) -> None:
+    """Raise ReadError unless the voxels are there, compressed or not."""
+    if header.data != uri:
+        try:
+            with open_file(header.data) as file:
+                size = file.seek(0, io.SEEK_END)
+        except (OSError, ReadError):
+            raise ReadError(
+                "incomplete_export",
+                f"{uri}: {PurePath(header.data).name[:80]} with its voxels is not next to it; copy the whole folder",
+            ) from None
+    # deflate never shrinks by more than a factor of about 1,030.
+    least = header.bytes // 1100 if header.zipped else header.bytes
+    expect_bytes(header.data, size, (header.offset or 0) + least)
+
+
+def _tags(head: bytes, uri: str) -> tuple[dict[str, str], int]:
+    """The tags of a header and its length in bytes. ElementDataFile is always its last line."""
+    tags: dict[str, str] = {}
+    at = 0
+    while (end := head.find(b"\n", at)) >= 0:
+        name, equals, value = head[at:end].decode("latin-1").partition("=")
+        at = end + 1
+        if not equals:
+            break
+        tags[name.strip()] = value.strip()
+        if name.strip() == "ElementDataFile":
+            return tags, at
+    # The last line may lack its end where the voxels are elsewhere.
+    name, equals, value = head[at:].decode("latin-1").partition("=")
+    if name.strip() == "ElementDataFile" and value.strip():
+        return {**tags, "ElementDataFile": value.strip()}, len(head)
+    raise ReadError("damaged_file", f"{uri}: a MetaImage header must end with ElementDataFile; save it again")
+
+
+def _spacing(tags: dict[str, str]) -> tuple[float, float, float] | None:
+    """Millimetres of the stored axes; None for placeholders, and for what no OCT instrument has on any axis."""
+    words = (tags.get("ElementSpacing") or tags.get("ElementSize") or "").split()
+    if len(words) != 3:
+        return None
+    x, y, z = (abs(float(word)) for word in words)
+    plausible = all(any(low <= mm <= high for low, high in SPACING_BOUNDS_MM) for mm in (x, y, z))
+    return (x, y, z) if plausible and (x, y, z) != (1.0, 1.0, 1.0) else None
+
+
+def _voxels(header: _Header, uri: str) -> np.ndarray:
+    """[B-scan, axial, lateral] as stored, of any type."""
+    with open_file(header.data, whole=True) as file:
+        offset = header.offset
+        if offset is None:
+            offset = max(0, file.seek(0, io.SEEK_END) - header.bytes)
+        file.seek(offset)
+        with _stream(file, header.zipped) as read:
+            content = read(header.bytes)
+    if len(content) < header.bytes:
+        raise ReadError("truncated_pixel_data", f"{uri}: the voxels end early; fetch it again")
+    array = np.frombuffer(content, header.dtype).reshape(header.stored, order="F")
+    return array.transpose(in_order((0, 1, 2), header.axes))
+
+
+@contextmanager
+def _stream(file: BinaryIO, zipped: bool) -> Iterator:
+    if not zipped:
+        yield file.read
+        return
+    inflate = zlib.decompressobj()
+
+    def read(count: int) -> bytes:
+        # At most `count` bytes, so that a small file cannot fill the memory.
+        found = inflate.decompress(file.read(), count)
+        # One byte more shows whether the stream ends, and makes zlib compare its checksum.
+        inflate.decompress(inflate.unconsumed_tail, 1)
+        return found
+
+    yield read
+
+
+def _last_part(name: str) -> str:
+    # A path of the computer that wrote it; the file must lie beside the header.
+    return name.replace("\\", "/").rsplit("/", 1)[-1].strip()
