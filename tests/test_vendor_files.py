@@ -14,7 +14,7 @@ import pytest
 import octfm
 from octfm.catalog.catalog import scan
 from octfm.catalog.participants.pseudonyms import locate, pseudonymise
-from octfm.formats import ReadError, read_header, read_volume, volumes_in
+from octfm.formats import ReadError, read_header, read_surfaces, read_volume, volumes_in
 from octfm.formats.heidelberg_e2e import reflectivity_of_codes
 from octfm.formats.heyex_vol import display
 from support.vendor_files import (
@@ -162,15 +162,73 @@ def test_series_are_found_in_an_e2e_inside_an_archive(tmp_path):
             )
 
 
-def test_degrees_of_an_e2e_order_bscans_and_are_not_taken_for_millimetres(tmp_path):
+def test_degrees_of_an_e2e_order_bscans_and_become_a_mean_eyes_millimetres(tmp_path):
     voxels, jumbled = telling_voxels(), np.random.default_rng(5).permutation(SHAPE[0])
     uri = write_e2e(tmp_path / "a.e2e", {(1, 2, 3): e2e_codes(voxels)[jumbled]}, ends=ends_of(*SHAPE[::2])[jumbled])
     header = read_header(uri)
-    assert header.spacing_mm is None and header.superior_first is None and "frames_reordered" in header.flags
+    dz, dy, dx = SPACING_MM
+    assert header.spacing_mm == pytest.approx((dz * 4.4 / 15, dy, dx * 4.4 / 15), rel=1e-4), "rows are stated in mm"
+    assert (
+        "lateral_mm_of_a_mean_eye" in header.flags
+        and header.superior_first is None
+        and "frames_reordered" in header.flags
+    )
     read = read_volume(uri, spacing_mm=SPACING_MM).voxels.astype(int)
     assert min(np.abs(read - voxels).max(), np.abs(read[::-1] - voxels).max()) <= 1
     write_sidecar(uri)
-    assert read_volume(uri).spacing_mm == SPACING_MM
+    assert read_volume(uri).spacing_mm == SPACING_MM, "what is declared wins"
+    assert "lateral_mm_of_a_mean_eye" not in read_header(uri).flags
+
+
+def test_a_table_declares_the_millimetres_of_an_e2e(tmp_path):
+    write_e2e(tmp_path / "clinic" / "a.e2e", {(1, 2, 3): e2e_codes(telling_voxels())})
+    (tmp_path / "files.csv").write_text("file,spacing_mm\na.e2e,0.13 0.0039 0.0125\n")
+    (told,) = scan(tmp_path / "clinic", table=tmp_path / "files.csv", workers=0).acquisitions
+    (untold,) = scan(tmp_path / "clinic", workers=0).acquisitions
+    assert told.spacing_mm == (0.13, 0.0039, 0.0125) and told.spacing_source == "table"
+    assert untold.spacing_mm == pytest.approx(SPACING_MM, rel=1e-4)
+    flagged = ["lateral_mm_of_a_mean_eye" in a.flags for a in (told, untold)]
+    assert flagged == [False, True]
+
+
+def some_layers(count: int) -> np.ndarray:
+    """Rows [count, D, W] that differ everywhere, with gaps."""
+    depth, height, width = SHAPE
+    z, x = np.mgrid[:depth, :width]
+    rows = np.stack([3.0 + 4 * n + 0.5 * (z % 3) + x % 4 for n in range(count)]).astype(np.float32)
+    rows[0, 2, 5:9] = np.nan
+    assert np.nanmax(rows) < height
+    return rows
+
+
+def test_layers_of_an_e2e_lie_on_its_bscans_as_those_of_a_vol(tmp_path):
+    rows, order = some_layers(3), np.random.default_rng(1).permutation(SHAPE[0])
+    codes, ends = e2e_codes(telling_voxels()), ends_of(*SHAPE[::2]) * 3
+    numbers = (0, 1, 16)  # of ILM, BM and RPE; a number beyond the instrument's list is no layer
+    layers = {**dict(zip(numbers, rows, strict=True)), 99: rows[0]}
+    found = read_surfaces(write_e2e(tmp_path / "a.e2e", {(1, 2, 3): codes}, ends=ends, layers=layers))
+    assert found is not None and found.names == ("ILM", "BM", "RPE") and found.axial_mm == pytest.approx(0.0039)
+    np.testing.assert_array_equal(found.heights_px, rows)
+    mixed = {number: surface[order] for number, surface in layers.items()}
+    stored = write_e2e(tmp_path / "b.e2e", {(1, 2, 3): codes[order]}, ends=ends[order], layers=mixed)
+    sorted_again, voxels = read_surfaces(stored), read_volume(stored).voxels.astype(int)
+    whole = telling_voxels().astype(int)
+    forward = np.abs(voxels - whole).max() <= 1  # which end comes first is not known
+    np.testing.assert_array_equal(sorted_again.heights_px, rows if forward else rows[:, ::-1])
+    assert read_surfaces(write_e2e(tmp_path / "c.e2e", {(1, 2, 3): codes})) is None
+
+
+def test_layers_of_a_topcon_lie_on_its_bscans(tmp_path):
+    rows = np.floor(some_layers(3))
+    layers = {"MULTILAYERS_7": rows[2], "MULTILAYERS_1": rows[0], "MULTILAYERS_9": rows[1], "DISC": rows[1]}
+    for name, dtype in (("a.fda", np.uint8), ("a.fds", np.uint16)):
+        uri = write_topcon(tmp_path / name, telling_voxels(dtype), compressed=name == "a.fda", layers=layers)
+        found = read_surfaces(uri)
+        assert found is not None and found.names == ("ILM", "ELM", "BM"), "from the vitreous downwards"
+        np.testing.assert_array_equal(found.heights_px, rows)
+        assert found.axial_mm == pytest.approx(SPACING_MM[1])
+    short = {"MULTILAYERS_1": rows[0][:5]}
+    assert read_surfaces(write_topcon(tmp_path / "b.fds", telling_voxels(np.uint16), layers=short)) is None
 
 
 def test_a_bscan_that_is_missing_in_an_e2e_is_noticed(tmp_path):

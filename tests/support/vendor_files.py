@@ -257,8 +257,11 @@ def write_topcon(
     scan_mode: int = 2,
     compressed: bool = False,
     states_spacing: bool = True,
+    layers: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """.fda with JPEG 2000 or .fds with 16-bit numbers."""
+    """`layers`: name in the file -> rows below the top, [D, W].
+
+    .fda with JPEG 2000 or .fds with 16-bit numbers."""
     count, height, width = gray.shape
     dz, dy, dx = spacing_mm
     if compressed:
@@ -287,6 +290,10 @@ def write_topcon(
         chunks.append(
             ("@PARAM_SCAN_04", struct.pack("<3I5d2B", 0, 0, 0, dx * width, dz * count, dy * 1000, 0, 0, 0, 0))
         )
+    for name, rows in (layers or {}).items():
+        stored = np.where(np.isnan(rows), 0, height - rows)[::-1].astype("<u2")
+        head = struct.pack("<20sH3I", name.encode(), 0, width, count, stored.nbytes)
+        chunks.append(("@CONTOUR_INFO", head + stored.tobytes()))
     body = b"".join(bytes([len(name)]) + name.encode() + struct.pack("<I", len(data)) + data for name, data in chunks)
     kind = b"FDA" if compressed else b"FDS"
     return _write(path, b"FOCT" + kind + struct.pack("<2I", 2, 3) + body + b"\0")
@@ -301,8 +308,11 @@ def write_e2e(
     participant: str = "1001",
     pattern: int = 3,
     multiple: bool = False,
+    layers: dict[int, np.ndarray] | None = None,
 ) -> Path:
-    """`series`: (patient, study, series) -> codes [D, H, W] uint16 of the format's floats. `eyes`: a letter each.
+    """`layers`: number of the layer -> rows [D, W], NaN where there is none, of every series.
+
+    `series`: (patient, study, series) -> codes [D, H, W] uint16 of the format's floats. `eyes`: a letter each.
     `ends` in degrees."""
     directory, entry, chunk = struct.Struct("<12sI20s4I"), struct.Struct("<7Ii2H2I"), struct.Struct("<12s3II4Ii2H2I")
     parts: list[tuple[tuple, int, int, int, bytes]] = []
@@ -318,7 +328,8 @@ def write_e2e(
         parts.append(
             ((patient, study, number), -1, 0, 0x40000000, struct.pack("<5I", 30, 33620481, 30, 6, 5) + slo.tobytes())
         )
-        where = ends_of(count, width) if ends is None else ends
+        # The degrees of a mean eye's millimetres.
+        where = ends_of(count, width) * 15 / 4.4 if ends is None else ends
         for i in range(count):
             meta = struct.pack("<3I4fI3fI2fI", 0, height, width, *where[i], 0, 1.0, SPACING_MM[1], 1.0, 0, 0.0, 0.0, 0)
             meta += struct.pack("<4I2fIQIf", width, count, i, pattern, 0.0, 0.0, 0, 132223104000000000, 1, 0.8)
@@ -330,6 +341,10 @@ def write_e2e(
                 ((patient, study, number), 2 * i, 0, 10004, meta),
                 ((patient, study, number), 2 * i, 1, 0x40000000, image),
             ]
+            for layer, rows in (layers or {}).items():
+                heights = np.where(np.isnan(rows[i]), np.finfo(np.float32).max, rows[i]).astype("<f4")
+                head = struct.pack("<4I", 0, layer, 0, width)
+                parts.insert(-1, ((patient, study, number), 2 * i, 0, 10019, head + heights.tobytes()))
     start = 36 + directory.size
     at = start + directory.size + entry.size * len(parts)
     entries, content = b"", b""
@@ -433,6 +448,8 @@ class Format:
     """The file whose end is cut off in the test of incomplete files."""
     tolerance: int = 0
     """Gray levels that lossy compression may change."""
+    of_a_mean_eye: bool = False
+    """States degrees: declared millimetres win."""
     needs_name: bool = False
     """No magic bytes: its ending counts."""
     stretched: bool = False
@@ -511,7 +528,8 @@ FORMATS: dict[str, Format] = {
     ),
     "heidelberg_e2e": Format(
         lambda at, v: write_e2e(at.with_suffix(".e2e"), {(1, 2, 3): e2e_codes(v)}),
-        states=frozenset({"laterality", "participant"}),
+        states=frozenset({"spacing", "laterality", "participant"}),
+        of_a_mean_eye=True,
     ),
     "zeiss_img": Format(
         lambda at, v: write_img(

@@ -40,6 +40,8 @@ FLAGS: dict[str, str] = {
     "intensity_stretched": "the format stores numbers without a scale; lowest to highest became 0 to 65,535",
     "laterality_from_name": "only the name that the instrument gave the file says which eye it is",
     "nominal_spacing": "nothing states millimetres; those that --nominal-spacing names were taken",
+    "lateral_mm_of_a_mean_eye": "the file states degrees; the lateral millimetres are those of a mean eye, "
+    "as a rule right within a tenth. Axial ones are stated",
     "laterality_contradicts_anatomy": "its optic disc lies on the side of the other eye; "
     "look at it, nothing was changed",
     "disc_on_the_right": "nothing says which eye it is, and its optic disc lies on the right, "

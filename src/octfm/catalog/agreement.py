@@ -7,7 +7,7 @@ from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.aireadi import ManifestRow, Tables
 from octfm.catalog.participants.people import Whose
 from octfm.errors import ReadError
-from octfm.formats.bscans import missing_spacing
+from octfm.formats.bscans import MEAN_EYE, missing_spacing
 from octfm.formats.dicom.geometry import check_bounds
 from octfm.formats.names import lateralities, scanner_slug, slugify
 from octfm.formats.reasons import Header
@@ -31,6 +31,8 @@ def accept(header: Header, tables: Tables, nominal_mm: Spacing3 | None = None) -
         spacing_mm, spacing_source = _spacing(header, row, nominal_mm)
     except ReadError as error:
         return Reject.of(header.uri, error)
+    if spacing_source == "table" and MEAN_EYE in flags:
+        flags.remove(MEAN_EYE)
     flags += ["nominal_spacing"] if spacing_source == "nominal" else []
     flags += _contradictions(header, row)
 
@@ -90,7 +92,8 @@ def with_person(a: Acquisition, whose: Mapping[str, Whose], tables: Tables) -> A
 
 
 def _spacing(header: Header, row: ManifestRow, nominal_mm: Spacing3 | None) -> tuple[Spacing3, str]:
-    if header.spacing_mm is not None:
+    better = MEAN_EYE in header.flags and row.spacing_mm is not None
+    if header.spacing_mm is not None and not better:
         return header.spacing_mm, header.spacing_source
     spacing_mm = row.spacing_mm or nominal_mm
     if spacing_mm is None:

@@ -44,6 +44,8 @@ DAMAGE = (*_ZIP_ERRORS, struct.error, ValueError, LookupError, ArithmeticError, 
 """Exceptions that parsers raise on truncated or corrupt bytes."""
 
 _SAMPLES, _SAMPLE_BYTES = 128, 2048
+MEAN_EYE = "lateral_mm_of_a_mean_eye"
+"""Flag of lateral millimetres that follow from degrees and a mean eye; declared ones take precedence."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,9 @@ def to_volume(
     _expect_modality(bscans, declared, modalities)
     arrangement = _admissible_arrangement(bscans, layouts)
     header = _header(bscans, arrangement, declared)
-    spacing_mm = header.spacing_mm or spacing_mm
+    given, spacing_mm = spacing_mm, header.spacing_mm or spacing_mm
+    if given is not None and MEAN_EYE in header.flags:
+        spacing_mm = given
     if spacing_mm is None:
         raise missing_spacing(bscans.uri)
     voxels = bscans.decode()
@@ -268,6 +272,7 @@ def _header(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> Hea
     if spacing_mm is not None:
         check_spacing(spacing_mm, bscans.shape, arrangement.layout, bscans.uri)
     laterality, conflict = lateralities([bscans.laterality, declared.laterality])
+    own = tuple(flag for flag in bscans.flags if flag != MEAN_EYE or source.startswith("header"))
     flags += ["laterality_conflict"] * conflict + ["laterality_unknown"] * (laterality is None and not conflict)
     flags += ["bits_from_values"] * (bscans.bits is None and declared.bits is None)
     # Lines that gave no stack are placeholders; without any, the order is that of the file.
@@ -289,7 +294,7 @@ def _header(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> Hea
         participant=bscans.participant or declared.participant or None,
         sop_instance_uid=bscans.uid,
         superior_first=stack.superior_first if stack else None,
-        flags=(*bscans.flags, *declared.flags, *flags),
+        flags=(*own, *declared.flags, *flags),
         layout=arrangement.layout,
         modality=_modality(bscans, declared),
         set_aside=bscans.set_aside,
@@ -306,7 +311,8 @@ def _spacing(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> tu
         if between is not None and abs(arrangement.between_mm / between - 1) > 0.1:
             flags.append("slice_thickness_contradicts_positions")
         between, source = arrangement.between_mm, "header+positions"  # positions override a stated distance
-    if bscans.in_plane_mm is not None and between is not None:
+    stated_better = MEAN_EYE in bscans.flags and declared.spacing_mm is not None
+    if bscans.in_plane_mm is not None and between is not None and not stated_better:
         stated = (between, *bscans.in_plane_mm)
         if declared.spacing_mm and (np.abs(np.divide(stated, declared.spacing_mm) - 1) > 0.05).any():
             flags.append("spacing_conflict")
@@ -352,6 +358,15 @@ def _stack(bscans: Bscans) -> Stack | None:
             f"{bscans.uri}: a {bscans.layout} scan, as the file says; a volume needs several parallel B-scans",
         )
     return found
+
+
+def mean_step(lines: Lines) -> float | None:
+    """Distance between neighbouring B-scans, in the unit of the lines; None unless they are a raster."""
+    try:
+        stack = _stack_of_lines(lines, "")
+    except NotRaster:
+        return None
+    return stack.step if stack is not None else None
 
 
 def _stack_of_lines(lines: Lines, uri: str) -> Stack | None:

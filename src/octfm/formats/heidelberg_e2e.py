@@ -1,8 +1,9 @@
 """Heidelberg .e2e: a patient's series, each a volume. If there are several, each is named file.e2e!/series_1_2_3.
 
-Structure: the notes of uocte and LibE2E on the format, as eyepy and OCT-Converter read it. B-scan positions are degrees
-on the fundus: lateral millimetres depend on the eye's length, which the file does not hold, and must be declared. Not
-verified on a real file.
+Structure: the notes of uocte and LibE2E on the format, as eyepy and OCT-Converter read it. Axial millimetres are
+stated. B-scan positions are degrees on the fundus: how many millimetres a degree has depends on the length of the eye,
+which the file does not hold. Those of a mean eye are taken, and flagged, unless others are declared. Not verified on a
+real file.
 """
 
 import io
@@ -15,18 +16,23 @@ from typing import BinaryIO
 import numpy as np
 
 from octfm.errors import ReadError
-from octfm.formats.bscans import Bscans, check_size, uid_from, uid_of
-from octfm.formats.heyex_vol import display, padded_text
+from octfm.formats.bscans import MEAN_EYE, Bscans, check_size, mean_step, uid_from, uid_of
+from octfm.formats.heyex_vol import LAYERS, NO_VALUE, display, padded_text
 from octfm.formats.reasons import expect_bytes
 from octfm.io.archive import MEMBER, open_file
-from octfm.volume.volume import Layout, Lines
+from octfm.volume.volume import Layout, Lines, Surfaces
 
 _MULTIPLE = b"E2EMultipleVolumeFile"
 _DIRECTORY, _ENTRY, _CHUNK = struct.Struct("<12sI20x4I"), struct.Struct("<7Ii2H2I"), struct.Struct("<12s3II4Ii2H2I")
-_PATIENT, _LATERALITY, _PREAMBLE, _BSCAN, _IMAGE = 9, 11, 3, 10004, 0x40000000
+_PATIENT, _LATERALITY, _PREAMBLE, _BSCAN, _LAYER, _IMAGE = 9, 11, 3, 10004, 10019, 0x40000000
 _LAYOUTS: dict[int, Layout] = {1: "line", 2: "circle", 5: "radial"}
 _SERIES = re.compile(r"series_(\d+)_(\d+)_(\d+)")
 _MOST_DIRECTORIES = 100_000
+MM_PER_DEGREE = 4.4 / 15
+"""On the fundus of a mean eye, as OCT-Converter takes it. HEYEX states .300 and .303 in two real .vol files of eyes of
+-1.2 and -1.8 dioptres."""
+_AXIAL_MM = (0.0005, 0.05)
+"""What a stated height of a row must lie between; other values are no millimetres."""
 
 
 @dataclass
@@ -34,6 +40,9 @@ class _Series:
     images: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """B-scan number -> offset of its pixels, height, width."""
     ends: dict[int, tuple[float, float, float, float]] = field(default_factory=dict)
+    layers: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """(layer, B-scan number) -> offset and number of the heights of its A-scans."""
+    row_mm: list[float] = field(default_factory=list)
     stated_count: int = 0
     pattern: int = 0
     eyes: set[str] = field(default_factory=set)
@@ -78,6 +87,8 @@ def open_bscans(uri: str) -> Bscans:
     shape = (len(slices), height, width)
     check_size(shape, uri, bytes_per_voxel=2)
     ends = np.array([series.ends.get(i, (np.nan,) * 4) for i in slices])
+    lines = Lines(ends[:, :2], ends[:, 2:]) if np.isfinite(ends).all() else None
+    in_plane_mm, between_mm = _millimetres(series.row_mm, lines, width)
 
     def decode() -> np.ndarray:
         table = display(reflectivity_of_codes())  # the same gray values as a .vol of this scan gives
@@ -94,14 +105,56 @@ def open_bscans(uri: str) -> Bscans:
         decode=decode,
         # One UID per series: that of the file, changed by the numbers of patient, study and series.
         uid=uid_from((int(whole.split(".")[-1]) ^ _mix(key)).to_bytes(16, "big")),
-        lines=Lines(ends[:, :2], ends[:, 2:]) if np.isfinite(ends).all() else None,
+        in_plane_mm=in_plane_mm,
+        between_mm=between_mm,
+        lines=lines,
         lines_in_mm=False,
+        surfaces=lambda: _surfaces(container, series, slices, width, in_plane_mm and in_plane_mm[0], uri),
+        flags=(MEAN_EYE,) if in_plane_mm is not None else (),
         beside=container,
         layout=_LAYOUTS.get(series.pattern),
         laterality=series.eyes.pop() if len(series.eyes) == 1 else "",
         scanner="heidelberg_spectralis",
         participant=participants.get(key[0], ""),
     )
+
+
+def _millimetres(
+    row_mm: list[float], lines: Lines | None, width: int
+) -> tuple[tuple[float, float] | None, float | None]:
+    """(dy, dx), and the distance between B-scans, of a mean eye; None where the file does not give what they take."""
+    stated = [mm for mm in row_mm if _AXIAL_MM[0] <= mm <= _AXIAL_MM[1]]
+    if not stated or len(stated) < len(row_mm) or lines is None:
+        return None, None
+    degrees = float(np.median(np.linalg.norm(lines.end - lines.start, axis=1)))
+    if degrees <= 0:
+        return None, None
+    step = mean_step(lines)
+    in_plane_mm = float(np.median(stated)), degrees * MM_PER_DEGREE / width
+    return in_plane_mm, step * MM_PER_DEGREE if step else None
+
+
+def _surfaces(
+    container: str, series: _Series, slices: list[int], width: int, axial_mm: float | None, uri: str
+) -> Surfaces | None:
+    numbers = sorted({layer for layer, _ in series.layers})
+    if not numbers:
+        return None
+    heights = np.full((len(numbers), len(slices), width), np.nan, np.float32)
+    row_of = {number: row for row, number in enumerate(slices)}
+    with open_file(container, whole=True) as stream:
+        for (layer, number), (at, count) in series.layers.items():
+            if number not in row_of:
+                continue
+            if count != width:
+                raise ReadError(
+                    "damaged_file",
+                    f"{uri}: a layer of B-scan {row_of[number] + 1} has {count} of {width} values; export it again",
+                )
+            stream.seek(at)
+            heights[numbers.index(layer), row_of[number]] = np.frombuffer(stream.read(4 * width), "<f4")
+    heights[~((heights > 1e-9) & (heights < NO_VALUE))] = np.nan
+    return Surfaces(tuple(LAYERS[n] for n in numbers), heights, axial_mm, uri)
 
 
 def reflectivity_of_codes() -> np.ndarray:
@@ -146,7 +199,15 @@ def _read_chunk(file: BinaryIO, kind: int, ind: int, part: int, series: _Series,
     elif kind == _BSCAN:
         content = file.read(76)
         series.ends[part // 2] = struct.unpack_from("<4f", content, 12)
+        series.row_mm.append(struct.unpack_from("<f", content, 36)[0])
         series.stated_count, _, series.pattern = struct.unpack_from("<3I", content, 64)
+    elif kind == _LAYER:
+        _, layer, _, count = struct.unpack("<4I", file.read(16))
+        at = file.tell()
+        # Numbers beyond the instrument's layers are not known to be heights; a count of 0 is a layer not found.
+        if count and layer < len(LAYERS):
+            expect_bytes(uri, size, at + 4 * count)
+            series.layers[layer, part // 2] = (at, count)
     elif kind in (_LATERALITY, _PREAMBLE):
         at = 14 if kind == _LATERALITY else 4
         if (eye := file.read(at + 1)[at:]) in (b"R", b"L"):

@@ -18,12 +18,13 @@ from octfm.io.archive import open_file
 from octfm.volume.volume import Layout, Lines, Surfaces
 
 _HEADER_BYTES = 2048
-_NO_VALUE = 1e30
+NO_VALUE = 1e30
 """Missing reflectivity and layers are stored as the largest float32; anything above this counts as missing."""
 _PATTERNS: dict[int, Layout] = {1: "line", 2: "circle", 5: "radial"}
-_LAYERS = (
+LAYERS = (
     "ILM", "BM", "RNFL", "GCL", "IPL", "INL", "OPL", "ONL", "ELM", "IOS", "OPT", "CHO", "VIT", "ANT", "EZ", "IZ", "RPE",
 )  # fmt: skip
+"""Names of layers by their number, in .vol and .e2e."""
 
 
 def open_bscans(uri: str) -> Bscans:
@@ -67,7 +68,7 @@ def open_bscans(uri: str) -> Bscans:
         return voxels
 
     def surfaces() -> Surfaces | None:
-        num_layers = min(max(n for n, _ in layer_counts), len(_LAYERS))
+        num_layers = min(max(n for n, _ in layer_counts), len(LAYERS))
         heights = np.full((num_layers, count, width), np.nan, np.float32)
         with open_file(uri, whole=True) as stream:
             for i, (layers, offset) in enumerate(layer_counts):
@@ -78,8 +79,8 @@ def open_bscans(uri: str) -> Bscans:
                 stream.seek(first + i * step + offset)
                 layers = min(layers, num_layers)
                 heights[:layers, i] = np.frombuffer(stream.read(4 * width * layers), "<f4").reshape(layers, width)
-        heights[(heights > _NO_VALUE) | (heights < 0)] = np.nan
-        return Surfaces(_LAYERS[:num_layers], heights, dy, uri) if num_layers else None
+        heights[(heights > NO_VALUE) | (heights < 0)] = np.nan
+        return Surfaces(LAYERS[:num_layers], heights, dy, uri) if num_layers else None
 
     return Bscans(
         uri=uri,
@@ -100,7 +101,7 @@ def open_bscans(uri: str) -> Bscans:
 
 def display(reflectivity: np.ndarray) -> np.ndarray:
     """uint8 as HEYEX displays it: the fourth root of the reflectivity, black where it is missing."""
-    known = np.where(reflectivity < _NO_VALUE, reflectivity, 0)
+    known = np.where(reflectivity < NO_VALUE, reflectivity, 0)
     return np.rint(255 * np.sqrt(np.sqrt(np.clip(known, 0, 1)))).astype(np.uint8)
 
 
