@@ -9,6 +9,7 @@ from octfm.cli import options as opt
 
 if TYPE_CHECKING:
     from octfm.io.isolation import Limits
+    from octfm.volume.fundus import Fundus
     from octfm.volume.volume import Spacing3, Surfaces, Volume
 
 CatalogOption = Annotated[
@@ -154,9 +155,11 @@ def view(
     if sample:
         from octfm.layers.sample import samples
 
-        volume, surfaces = samples([file or "dme"])[0].volume, None
+        volume, surfaces, fundus = samples([file or "dme"])[0].volume, None, None
     else:
-        volume, surfaces = _read(name, opt.parse_spacing(spacing, "--spacing"), opt.limits_of(file_seconds, file_gb))
+        limits = opt.limits_of(file_seconds, file_gb)
+        volume, surfaces = _read(name, opt.parse_spacing(spacing, "--spacing"), limits)
+        fundus = _fundus(name, limits)
     encoder = head = segmenter = None
     if run is not None:
         from octfm.encoder.tuned import load_with_head
@@ -176,7 +179,9 @@ def view(
 
         found = segment_scan(volume, device=device)
         pictures, said = thickness_pictures(found), facts_of(found)
-    scene = scene_of(volume, surfaces=surfaces, encoder=encoder, head=head, segmenter=segmenter, found=found)
+    scene = scene_of(
+        volume, surfaces=surfaces, encoder=encoder, head=head, segmenter=segmenter, found=found, fundus=fundus
+    )
     detail = "As it lies in its file."
     if scene.is_raster != (volume.layout == "raster"):
         detail = "A raster made of the star in its file."
@@ -201,6 +206,18 @@ def _read(file: str, spacing_mm: "Spacing3 | None", limits: "Limits") -> "tuple[
     except ReadError as error:
         typer.echo(f"shown without its layers: {error}", err=True)
         return volume, None
+
+
+def _fundus(file: str, limits: "Limits") -> "Fundus | None":
+    """The picture of the fundus in a file, if it can be read."""
+    from octfm.errors import ReadError
+    from octfm.formats import read_fundus
+
+    try:
+        return read_fundus(file, limits)
+    except ReadError as error:
+        typer.echo(f"shown without its picture of the fundus: {error}", err=True)
+        return None
 
 
 def card(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from octfm.formats.dicom.parts import Part
     from octfm.formats.heyex_xml import DeviceGrid
     from octfm.io.isolation import Limits
+    from octfm.volume.fundus import Fundus
 
 LOST = ("decoder_crashed", "decoder_timeout", "decoder_memory")
 """Codes of files that end the process that reads them."""
@@ -150,6 +151,14 @@ def read_surfaces(uri: str | Path, limits: "Limits | None" = None) -> Surfaces |
     return detect.read_surfaces(str(uri)) if limits is None else within(limits, detect.read_surfaces, str(uri))
 
 
+def read_fundus(uri: str | Path, limits: "Limits | None" = None) -> "Fundus | None":
+    """The picture of the fundus that a .vol, a HEYEX XML export or an .e2e holds beside its B-scans, with their
+    positions where the file states them; None if there is none. Raises ReadError. `limits`: see `read_volume`."""
+    from octfm.formats import detect
+
+    return detect.read_fundus(str(uri)) if limits is None else within(limits, detect.read_fundus, str(uri))
+
+
 def read_mask(uri: str | Path, limits: "Limits | None" = None) -> "np.ndarray":
     """The label of every voxel in a MetaImage file of masks: uint8 [B-scan, axial, lateral], in the order of the volume
     in the same folder. Raises ReadError; not_labels if the file holds an image. `limits`: see `read_volume`."""
@@ -175,6 +184,7 @@ __all__ = [
     "Reason",
     "examine",
     "read_device_grid",
+    "read_fundus",
     "read_header",
     "read_header_of_parts",
     "read_mask",

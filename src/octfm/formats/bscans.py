@@ -22,6 +22,7 @@ from octfm.formats.dicom.geometry import NotRaster, Stack, check_bounds, positio
 from octfm.formats.dicom.pixels import check_size
 from octfm.formats.names import lateralities, slugify
 from octfm.formats.reasons import Header, angiography, blank, cannot_open
+from octfm.volume.fundus import Fundus
 from octfm.volume.planes import used_full_scale
 from octfm.volume.radial import expect_a_star
 from octfm.volume.volume import (
@@ -78,6 +79,8 @@ class Bscans:
     beside: str = ""
     """The file that a sidecar accompanies, if not `uri`."""
     surfaces: Callable[[], Surfaces | None] = lambda: None
+    fundus: Callable[[], Fundus | None] = lambda: None
+    """The picture of the fundus that came with the scan, its lines in the order of the file."""
     set_aside: tuple[tuple[str, str], ...] = ()
     """(uri, reason) of each image in the folder that is not one of the B-scans."""
     bits: int | None = 16
@@ -189,6 +192,15 @@ def to_surfaces(bscans: Bscans) -> Surfaces | None:
     if read_declared(bscans.beside or bscans.uri).upside_down:
         heights_px = bscans.shape[1] - 1 - heights_px
     return replace(surfaces, heights_px=heights_px)
+
+
+def to_fundus(bscans: Bscans) -> Fundus | None:
+    """The picture of the fundus with its lines in the B-scan order of `to_volume`; None if the file has none."""
+    found = bscans.fundus()
+    stack = _arrange(bscans).stack
+    if found is None or found.lines is None or stack is None or stack.order is None:
+        return found
+    return replace(found, lines=found.lines[stack.order])
 
 
 def uid_of(file: BinaryIO, size: int) -> str:

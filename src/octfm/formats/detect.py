@@ -18,6 +18,7 @@ from octfm.formats.bscans import Bscans, Reader
 from octfm.formats.heyex_xml import DeviceGrid
 from octfm.formats.reasons import Header, cannot_open
 from octfm.io.archive import MEMBER, file_size, is_folder, list_folder, open_file
+from octfm.volume.fundus import Fundus
 from octfm.volume.volume import (
     LAYOUTS,
     MODALITIES,
@@ -143,6 +144,14 @@ def read_surfaces(uri: str, readers: Sequence[Reader] = ()) -> Surfaces | None:
             raise
     with bscans.damage_has_a_code(uri):
         return bscans.to_surfaces(reader.open_bscans(uri))
+
+
+def read_fundus(uri: str, readers: Sequence[Reader] = ()) -> Fundus | None:
+    reader = find_reader(uri, readers)
+    if _is_dicom(reader):
+        return None
+    with bscans.damage_has_a_code(uri):
+        return bscans.to_fundus(reader.open_bscans(uri))
 
 
 def read_device_grid(uri: str) -> DeviceGrid | None:

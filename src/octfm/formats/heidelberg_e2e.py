@@ -17,9 +17,10 @@ import numpy as np
 
 from octfm.errors import ReadError
 from octfm.formats.bscans import MEAN_EYE, Bscans, check_size, mean_step, uid_from, uid_of
-from octfm.formats.heyex_vol import LAYERS, NO_VALUE, display, padded_text
+from octfm.formats.heyex_vol import FUNDUS, LAYERS, NO_VALUE, display, padded_text
 from octfm.formats.reasons import expect_bytes
 from octfm.io.archive import MEMBER, open_file
+from octfm.volume.fundus import Fundus
 from octfm.volume.volume import Layout, Lines, Surfaces
 
 _MULTIPLE = b"E2EMultipleVolumeFile"
@@ -28,6 +29,7 @@ _PATIENT, _LATERALITY, _PREAMBLE, _BSCAN, _LAYER, _IMAGE = 9, 11, 3, 10004, 1001
 _LAYOUTS: dict[int, Layout] = {1: "line", 2: "circle", 5: "radial"}
 _SERIES = re.compile(r"series_(\d+)_(\d+)_(\d+)")
 _MOST_DIRECTORIES = 100_000
+_FUNDUS_8_BIT = 33620481
 MM_PER_DEGREE = 4.4 / 15
 """On the fundus of a mean eye, as OCT-Converter takes it. HEYEX states .300 and .303 in two real .vol files of eyes of
 -1.2 and -1.8 dioptres."""
@@ -42,6 +44,8 @@ class _Series:
     ends: dict[int, tuple[float, float, float, float]] = field(default_factory=dict)
     layers: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """(layer, B-scan number) -> offset and number of the heights of its A-scans."""
+    fundus: tuple[int, int, int] | None = None
+    """Offset of the first 8-bit image of the fundus, height, width."""
     row_mm: list[float] = field(default_factory=list)
     stated_count: int = 0
     pattern: int = 0
@@ -110,6 +114,7 @@ def open_bscans(uri: str) -> Bscans:
         lines=lines,
         lines_in_mm=False,
         surfaces=lambda: _surfaces(container, series, slices, width, in_plane_mm and in_plane_mm[0], uri),
+        fundus=lambda: _fundus(container, series),
         flags=(MEAN_EYE,) if in_plane_mm is not None else (),
         beside=container,
         layout=_LAYOUTS.get(series.pattern),
@@ -157,6 +162,16 @@ def _surfaces(
     return Surfaces(tuple(LAYERS[n] for n in numbers), heights, axial_mm, uri)
 
 
+def _fundus(container: str, series: _Series) -> Fundus | None:
+    """The image without lines: the file does not say how many degrees it shows."""
+    if series.fundus is None:
+        return None
+    at, height, width = series.fundus
+    with open_file(container, whole=True) as stream:
+        stream.seek(at)
+        return Fundus(np.frombuffer(stream.read(height * width), np.uint8).reshape(height, width), FUNDUS)
+
+
 def reflectivity_of_codes() -> np.ndarray:
     """[65536] float32: the reflectivity of each 16-bit code, an unsigned float of 6 exponent and 10 mantissa bits.
 
@@ -190,7 +205,13 @@ def _index(file: BinaryIO, uri: str) -> tuple[dict[tuple[int, int, int], _Series
 
 def _read_chunk(file: BinaryIO, kind: int, ind: int, part: int, series: _Series, size: int, uri: str) -> None:
     """Record in `series` what a chunk says; the position of `file` is the start of the chunk's data."""
-    if kind == _IMAGE and ind == 1:
+    if kind == _IMAGE and ind == 0 and series.fundus is None:
+        _, content, _, height, width = struct.unpack("<5I", file.read(20))
+        at = file.tell()
+        # Other kinds of image at this place are left alone; one that is cut off costs the scan nothing.
+        if content == _FUNDUS_8_BIT and 0 < height * width <= size - at:
+            series.fundus = (at, height, width)
+    elif kind == _IMAGE and ind == 1:
         _, _, _, height, width = struct.unpack("<5I", file.read(20))
         at = file.tell()
         check_size((1, height, width), uri, bytes_per_voxel=2)

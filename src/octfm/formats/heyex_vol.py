@@ -15,9 +15,11 @@ from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, uid_of
 from octfm.formats.reasons import expect_bytes
 from octfm.io.archive import open_file
+from octfm.volume.fundus import Fundus
 from octfm.volume.volume import Layout, Lines, Surfaces
 
 _HEADER_BYTES = 2048
+FUNDUS = "Infrared image of the fundus, taken with the scan"
 NO_VALUE = 1e30
 """Missing reflectivity and layers are stored as the largest float32; anything above this counts as missing."""
 _PATTERNS: dict[int, Layout] = {1: "line", 2: "circle", 5: "radial"}
@@ -36,7 +38,7 @@ def open_bscans(uri: str) -> Bscans:
         version = head[:12]
         width, count, height = struct.unpack_from("<3I", head, 12)
         dx, between, dy = struct.unpack_from("<3d", head, 24)
-        slo_width, slo_height = struct.unpack_from("<2I", head, 48)
+        slo_width, slo_height, slo_dx, slo_dy = struct.unpack_from("<2I2d", head, 48)
         pattern, stated_bytes = struct.unpack_from("<iI", head, 96)
         shape = (count, height, width)
         check_size(shape, uri, bytes_per_voxel=4)
@@ -82,6 +84,16 @@ def open_bscans(uri: str) -> Bscans:
         heights[(heights > NO_VALUE) | (heights < 0)] = np.nan
         return Surfaces(LAYERS[:num_layers], heights, dy, uri) if num_layers else None
 
+    def fundus() -> Fundus | None:
+        if not slo_width or not slo_height:
+            return None
+        with open_file(uri, whole=True) as stream:
+            stream.seek(_HEADER_BYTES)
+            image = np.frombuffer(stream.read(slo_width * slo_height), np.uint8).reshape(slo_height, slo_width)
+        scale = np.array([slo_dx, slo_dy])
+        known = layout != "circle" and np.isfinite(ends).all() and np.isfinite(scale).all() and (scale > 0).all()
+        return Fundus(image, FUNDUS, Lines(ends[:, :2] / scale, ends[:, 2:] / scale) if known else None)
+
     return Bscans(
         uri=uri,
         shape=shape,
@@ -96,6 +108,7 @@ def open_bscans(uri: str) -> Bscans:
         scanner="heidelberg_spectralis",
         participant=padded_text(head[140:164]),
         surfaces=surfaces,
+        fundus=fundus,
     )
 
 

@@ -16,11 +16,13 @@ import numpy as np
 
 from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, uid_from
-from octfm.formats.images import digest_of, image_size, significant_bits, stack_gray
+from octfm.formats.heyex_vol import FUNDUS
+from octfm.formats.images import digest_of, image_size, read_gray, significant_bits, stack_gray
 from octfm.formats.names import lateralities, scanner_slug
 from octfm.io.archive import list_folder, open_file
 from octfm.io.location import listed
 from octfm.volume.etdrs import RINGS_MM, ZONES
+from octfm.volume.fundus import Fundus
 from octfm.volume.volume import Laterality, Layout, Lines, Surfaces
 
 HEAD_BYTES = 4096
@@ -114,6 +116,7 @@ def open_bscans(uri: str) -> Bscans:
         protocol=" ".join(filter(None, (_text(series, "ModalityProcedure"), kind))),
         participant=_participant(root),
         surfaces=partial(_surfaces, images, shape, dy, uri),
+        fundus=partial(_fundus, series, ends, uri),
         bits=significant_bits(files[0]),
     )
 
@@ -250,6 +253,21 @@ def _surfaces(images: list[Element], shape: tuple[int, int, int], dy: float | No
             values[(values > _NO_VALUE) | (values < 0)] = np.nan
             heights[names.index(_text(line, "Name")), i] = values
     return Surfaces(tuple(names), heights, float(dy) if dy else None, uri) if names else None
+
+
+def _fundus(series: Element, ends: np.ndarray, uri: str) -> Fundus | None:
+    """The localizer, if its image lies in the folder: an export is complete without it."""
+    found = next((i for i in series.findall("Image") if _text(i, "ImageType/Type") == "LOCALIZER"), None)
+    if found is None:
+        return None
+    try:
+        image = read_gray(_files(uri, [_last_part(_text(found, "ImageData/ExamURL"))])[0])
+    except ReadError:
+        return None
+    scale = np.array(_floats(found, "OphthalmicAcquisitionContext/ScaleX", "OphthalmicAcquisitionContext/ScaleY"))
+    known = np.isfinite(ends).all() and np.isfinite(scale).all() and (scale > 0).all()
+    lines = Lines(ends[:, :2] / scale, ends[:, 2:] / scale) if known else None
+    return Fundus(image.astype(np.uint8) if image.dtype == np.uint8 else (image >> 8).astype(np.uint8), FUNDUS, lines)
 
 
 def _text(element: Element, path: str) -> str:

@@ -10,7 +10,7 @@
 
   function start(root, data) {
     const find = (name) => root.querySelector(`[data-part="${name}"]`);
-    const bscanCanvas = find("bscan"), frontCanvasElement = find("enface"), slider = find("slider");
+    const bscanCanvas = find("bscan"), frontCanvasElement = find("enface"), slider = find("slider"), fundusCanvas = find("fundus");
     const state = { volume: 0, kept: 0, row: 0, column: 0, on: new Set(), opacity: 0.5, stretch: 1, cursor: true, anchor: null, query: null };
     const volumes = data.volumes;
     let volume, images = {}, drawn = -1, wheel = 0, spoken = 0;
@@ -36,6 +36,8 @@
       slider.max = volume.kept.length - 1;
       find("volume").value = index;
       find("front-pane").hidden = !volume.front;
+      find("fundus-pane").hidden = !volume.fundus;
+      if (volume.fundus) find("fundus-about").textContent = `${volume.fundus.about}. ${volume.fundus.lines ? "The bright line is the B-scan." : "Where the B-scans lie on it is not known."}`;
       find("note").textContent = volume.note;
       find("eye").textContent = volume.eye;
       listOverlays();
@@ -161,12 +163,14 @@
       };
       fit(bscanCanvas, W * dx, H * dy * state.stretch);
       if (volume.front) fit(frontCanvasElement, W * dx, D * dz);
+      if (volume.fundus) fit(fundusCanvas, ...volume.fundus.size);
       draw();
     }
 
     function draw() {
       drawBscan();
       if (volume.front) drawFront();
+      if (volume.fundus) drawFundus();
       slider.value = state.kept;
       slider.setAttribute("aria-valuetext", `B-scan ${bscan() + 1} of ${volume.shape[0]}`);
       find("number").textContent = `${bscan() + 1} of ${volume.shape[0]}`;
@@ -243,6 +247,28 @@
       const x = (state.column + 0.5) / W * width, y = (bscan() + 0.5) / D * height;
       if (state.cursor) cross(context, x, y, width, height);
       if (state.anchor) mark(context, (state.anchor[2] + 0.5) / W * width, (state.anchor[0] + 0.5) / D * height, true);
+    }
+
+    function drawFundus() {
+      const fundus = volume.fundus, context = fundusCanvas.getContext("2d"), { width, height } = fundusCanvas, own = volume;
+      if (!fundus.picture) {
+        fundus.picture = new Image();
+        fundus.picture.addEventListener("load", () => { fundus.picture.ready = true; if (own === volume) draw(); });
+        fundus.picture.src = `data:image/jpeg;base64,${fundus.image}`;
+      }
+      root.dataset.fundus = fundus.picture.ready ? "drawn" : "";
+      if (fundus.picture.ready) context.drawImage(fundus.picture, 0, 0, width, height);
+      const stroke = ([x0, y0, x1, y1], colour, thick) => {
+        if (x0 === -1 && y0 === -1) return;
+        context.strokeStyle = colour;
+        context.lineWidth = thick * (window.devicePixelRatio || 1);
+        context.beginPath();
+        context.moveTo(x0 * width, y0 * height);
+        context.lineTo(x1 * width, y1 * height);
+        context.stroke();
+      };
+      for (const line of fundus.lines || []) stroke(line, "rgba(86, 180, 233, .25)", 1);
+      if (fundus.lines) stroke(fundus.lines[bscan()], "rgb(240, 228, 66)", 2);
     }
 
     // ---- words ----

@@ -16,6 +16,7 @@ from octfm.io.location import Location
 from octfm.report.images import Picture, front, shown_spacing
 from octfm.report.page import MAX_BYTES, render, write_page
 from octfm.tasks.scene import Overlay, Scene
+from octfm.volume.fundus import Fundus
 from octfm.volume.volume import Volume
 
 if TYPE_CHECKING:
@@ -146,6 +147,8 @@ def _volume(scene: Scene, room: int) -> dict[str, Any]:
         tissue = scene.overlay("tokens")
         if tissue is not None:
             facts["tissue"] = _base64((tissue != 255).astype(np.uint8))
+    if scene.fundus is not None:
+        facts["fundus"] = _fundus(scene.fundus)
     # Base64 takes 4/3 of the bytes; 3 leaves room for the rest of an overlay.
     room -= len(json.dumps(facts)) + 3 * sum(o.values.nbytes for o in scene.overlays if o.on_tokens)
     for quality, most, skip in CODINGS:
@@ -177,6 +180,16 @@ def _volume(scene: Scene, room: int) -> dict[str, Any]:
             "These B-scans do not lie side by side, so there is no view from the front and no distance between them."
         )
     return facts | {"kept": kept, "bscans": coded, "overlays": overlays, "note": " ".join(note)}
+
+
+def _fundus(fundus: Fundus) -> dict[str, Any]:
+    """The picture of the fundus; a line is x and y of its ends, in shares of width and height."""
+    height, width = fundus.image.shape
+    facts: dict[str, Any] = {"image": _jpeg(fundus.image, 85, 500_000), "size": [width, height], "about": fundus.about}
+    if fundus.lines is not None:
+        ends = np.concatenate([fundus.lines.start, fundus.lines.end], axis=1) / (width, height, width, height)
+        facts["lines"] = [[round(share, 4) for share in line] for line in np.nan_to_num(ends, nan=-1).tolist()]
+    return facts
 
 
 def _overlay(overlay: Overlay, kept: list[int]) -> dict[str, Any]:

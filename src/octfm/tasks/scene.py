@@ -11,6 +11,7 @@ import numpy as np
 
 from octfm.errors import EvaluationError
 from octfm.io.location import replacing
+from octfm.volume.fundus import Fundus
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Laterality, Spacing3
 
@@ -118,6 +119,8 @@ class Scene:
     about_features: str = ""
     vertical: bool = False
     """True if B-scans run up or down the fundus, so that their ends are not nasal and temporal."""
+    fundus: Fundus | None = None
+    """The picture of the fundus that came with the scan, its lines in the order of the voxels; not saved."""
 
     def overlay(self, key: str) -> np.ndarray | None:
         """The values of one overlay."""

@@ -1,5 +1,6 @@
 """Scene of one volume in its native frame, with layers of its file and maps of an encoder or segmenter."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from octfm.errors import EvaluationError
 from octfm.store.layout import Arrays
 from octfm.tasks.scene import Overlay, Scene, found_overlays, lines
+from octfm.volume.fundus import Fundus
 from octfm.volume.radial import to_raster
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Surfaces, Volume
@@ -25,6 +27,7 @@ def scene_of(
     head: "TrainedHead | None" = None,
     segmenter: "Segmenter | None" = None,
     found: Segmentation | None = None,
+    fundus: Fundus | None = None,
 ) -> Scene:
     """The scene of octfm view: superior B-scan first if positions show it, left eyes not mirrored, spacing of the file.
 
@@ -38,6 +41,7 @@ def scene_of(
                 f"{volume.source}: --layers shows a radial scan as it is, --run the raster made of it; give one of them"
             )
         volume, surfaces = to_raster(volume), None  # the file's layers belong to the radial B-scans
+        fundus = fundus and replace(fundus, lines=None)
     reverse = volume.superior_first is False
     overlays: list[Overlay] = []
     if surfaces is not None:
@@ -90,6 +94,7 @@ def scene_of(
         placement=placement,
         features=features,
         about_features=about,
+        fundus=fundus.reversed() if fundus is not None and reverse else fundus,
     )
 
 
