@@ -129,6 +129,7 @@ def test_a_store_of_one_modality_says_why_nothing_fits(mixed):
     assert len(to_evaluate(flow)) == len(flow), "without a wish, a store of flow alone is taken as it is"
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_on_the_modality_it_was_trained_on(mixed, tmp_path, clinic):
 
     lines: list[str] = []
@@ -146,6 +147,7 @@ def test_a_run_is_evaluated_on_the_modality_it_was_trained_on(mixed, tmp_path, c
             encoder.embed(foreign)
 
 
+@pytest.mark.slow
 def test_the_commands_scan_and_show_flow(clinic, tmp_path):
     runner = CliRunner()
     told = runner.invoke(

@@ -183,7 +183,8 @@ def test_degrees_of_an_e2e_order_bscans_and_become_a_mean_eyes_millimetres(tmp_p
 def test_a_table_declares_the_millimetres_of_an_e2e(tmp_path):
     write_e2e(tmp_path / "clinic" / "a.e2e", {(1, 2, 3): e2e_codes(telling_voxels())})
     (tmp_path / "files.csv").write_text("file,spacing_mm\na.e2e,0.13 0.0039 0.0125\n")
-    (told,) = scan(tmp_path / "clinic", table=tmp_path / "files.csv", workers=0).acquisitions
+    table = {"table": tmp_path / "files.csv", "columns": {"file": "file", "spacing_mm": "spacing_mm"}}
+    (told,) = scan(tmp_path / "clinic", workers=0, **table).acquisitions
     (untold,) = scan(tmp_path / "clinic", workers=0).acquisitions
     assert told.spacing_mm == (0.13, 0.0039, 0.0125) and told.spacing_source == "table"
     assert untold.spacing_mm == pytest.approx(SPACING_MM, rel=1e-4)
