@@ -10,8 +10,7 @@ from octfm.cli.main import app
 from octfm.formats import read_fundus, read_volume
 from octfm.report.viewer import write_view
 from octfm.tasks.view import scene_of
-from octfm.volume.fundus import Fundus
-from octfm.volume.volume import Lines
+from octfm.volume.volume import Fundus, Lines
 from support.browser import Browser, needs_chromium
 from support.vendor_files import (
     BIRTH_DATE,

@@ -9,8 +9,7 @@ from octfm.cli import options as opt
 
 if TYPE_CHECKING:
     from octfm.io.isolation import Limits
-    from octfm.volume.fundus import Fundus
-    from octfm.volume.volume import Spacing3, Surfaces, Volume
+    from octfm.volume.volume import Fundus, Spacing3, Surfaces, Volume
 
 CatalogOption = Annotated[
     opt.Place, typer.Option("--catalog", parser=opt.place, metavar="CATALOG", help="Folder written by `octfm scan`.")

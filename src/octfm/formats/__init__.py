@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from octfm.formats.dicom.parts import Part
     from octfm.formats.heyex_xml import DeviceGrid
     from octfm.io.isolation import Limits
-    from octfm.volume.fundus import Fundus
+    from octfm.volume.volume import Fundus
 
 LOST = ("decoder_crashed", "decoder_timeout", "decoder_memory")
 """Codes of files that end the process that reads them."""
@@ -162,7 +162,7 @@ def read_fundus(uri: str | Path, limits: "Limits | None" = None) -> "Fundus | No
 def read_mask(uri: str | Path, limits: "Limits | None" = None) -> "np.ndarray":
     """The label of every voxel in a MetaImage file of masks: uint8 [B-scan, axial, lateral], in the order of the volume
     in the same folder. Raises ReadError; not_labels if the file holds an image. `limits`: see `read_volume`."""
-    from octfm.formats import metaimage
+    from octfm.formats.medical import metaimage
 
     return metaimage.read_mask(str(uri)) if limits is None else within(limits, metaimage.read_mask, str(uri))
 

@@ -22,7 +22,6 @@ from octfm.formats.dicom.geometry import NotRaster, Stack, check_bounds, positio
 from octfm.formats.dicom.pixels import check_size
 from octfm.formats.names import lateralities, slugify
 from octfm.formats.reasons import Header, angiography, blank, cannot_open
-from octfm.volume.fundus import Fundus
 from octfm.volume.planes import used_full_scale
 from octfm.volume.radial import expect_a_star
 from octfm.volume.volume import (
@@ -30,6 +29,7 @@ from octfm.volume.volume import (
     MODALITIES,
     RASTER_ONLY,
     STRUCTURE_ONLY,
+    Fundus,
     Layout,
     Lines,
     Modality,

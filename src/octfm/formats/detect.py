@@ -13,17 +13,18 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeGuard
 
 from octfm.errors import ReadError
-from octfm.formats import bioptigen, bscans, heidelberg_e2e, heyex_xml, metaimage, optovue, zeiss_img
+from octfm.formats import bioptigen, bscans, heidelberg_e2e, heyex_xml, optovue, zeiss_img
 from octfm.formats.bscans import Bscans, Reader
 from octfm.formats.heyex_xml import DeviceGrid
+from octfm.formats.medical import metaimage
 from octfm.formats.reasons import Header, cannot_open
 from octfm.io.archive import MEMBER, file_size, is_folder, list_folder, open_file
-from octfm.volume.fundus import Fundus
 from octfm.volume.volume import (
     LAYOUTS,
     MODALITIES,
     RASTER_ONLY,
     STRUCTURE_ONLY,
+    Fundus,
     Layout,
     Modality,
     Spacing3,
@@ -211,13 +212,13 @@ def _by_content(uri: str) -> str:
             return name
     # NIfTI has its magic behind other fields, and is often gzipped as a whole.
     if is_nifti(_unzipped(head) if head[:2] == b"\x1f\x8b" else head):
-        return "nifti"
+        return "medical.nifti"
     if head[:4] == b"PK\x03\x04" and b".npy" in head[30 : 30 + int.from_bytes(head[26:28], "little")]:
         return "arrays"
     if heyex_xml.fits(head):
         return "heyex_xml"
     if metaimage.fits(head):
-        return "metaimage"
+        return "medical.metaimage"
     if bioptigen.fits(head):
         return "bioptigen"
     # Formats without magic bytes: known by their name, with a size or a second file that fits.

@@ -20,8 +20,7 @@ from octfm.formats.bscans import MEAN_EYE, Bscans, check_size, mean_step, uid_fr
 from octfm.formats.heyex_vol import FUNDUS, LAYERS, NO_VALUE, display, padded_text
 from octfm.formats.reasons import expect_bytes
 from octfm.io.archive import MEMBER, open_file
-from octfm.volume.fundus import Fundus
-from octfm.volume.volume import Layout, Lines, Surfaces
+from octfm.volume.volume import Fundus, Layout, Lines, Surfaces
 
 _MULTIPLE = b"E2EMultipleVolumeFile"
 _DIRECTORY, _ENTRY, _CHUNK = struct.Struct("<12sI20x4I"), struct.Struct("<7Ii2H2I"), struct.Struct("<12s3II4Ii2H2I")

@@ -15,8 +15,7 @@ from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, uid_of
 from octfm.formats.reasons import expect_bytes
 from octfm.io.archive import open_file
-from octfm.volume.fundus import Fundus
-from octfm.volume.volume import Layout, Lines, Surfaces
+from octfm.volume.volume import Fundus, Layout, Lines, Surfaces
 
 _HEADER_BYTES = 2048
 FUNDUS = "Infrared image of the fundus, taken with the scan"

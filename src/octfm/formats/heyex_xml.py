@@ -22,8 +22,7 @@ from octfm.formats.names import lateralities, scanner_slug
 from octfm.io.archive import list_folder, open_file
 from octfm.io.location import listed
 from octfm.volume.etdrs import RINGS_MM, ZONES
-from octfm.volume.fundus import Fundus
-from octfm.volume.volume import Laterality, Layout, Lines, Surfaces
+from octfm.volume.volume import Fundus, Laterality, Layout, Lines, Surfaces
 
 HEAD_BYTES = 4096
 """The root element must begin within these bytes."""

@@ -16,8 +16,7 @@ from octfm.io.location import Location
 from octfm.report.images import Picture, front, shown_spacing
 from octfm.report.page import MAX_BYTES, render, write_page
 from octfm.tasks.scene import Overlay, Scene
-from octfm.volume.fundus import Fundus
-from octfm.volume.volume import Volume
+from octfm.volume.volume import Fundus, Volume
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -11,9 +11,8 @@ import numpy as np
 
 from octfm.errors import EvaluationError
 from octfm.io.location import replacing
-from octfm.volume.fundus import Fundus
 from octfm.volume.transform import Transform
-from octfm.volume.volume import Laterality, Spacing3
+from octfm.volume.volume import Fundus, Laterality, Spacing3
 
 Kind = Literal["colours", "classes", "scalar", "lines", "voxels"]
 """Meaning of the values of an overlay; [d, h, w] is the token grid, [D, H, W] the voxel grid:

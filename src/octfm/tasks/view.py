@@ -8,10 +8,9 @@ import numpy as np
 from octfm.errors import EvaluationError
 from octfm.store.layout import Arrays
 from octfm.tasks.scene import Overlay, Scene, found_overlays, lines
-from octfm.volume.fundus import Fundus
 from octfm.volume.radial import to_raster
 from octfm.volume.segmentation import Segmentation
-from octfm.volume.volume import Surfaces, Volume
+from octfm.volume.volume import Fundus, Surfaces, Volume
 
 if TYPE_CHECKING:
     from octfm.encoder.encoder import Encoder

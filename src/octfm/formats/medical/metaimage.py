@@ -24,7 +24,7 @@ from octfm.formats.bscans import Bscans, check_size, damage_has_a_code, uid_from
 from octfm.formats.declared import read_declared
 from octfm.formats.dicom.geometry import SPACING_BOUNDS_MM
 from octfm.formats.images import digest_of
-from octfm.formats.nifti import axes_of_spacing
+from octfm.formats.medical.nifti import axes_of_spacing
 from octfm.formats.reasons import expect_bytes
 from octfm.io.archive import open_file
 from octfm.io.location import listed

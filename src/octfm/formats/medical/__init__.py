@@ -1,0 +1,1 @@
+"""Formats of medical imaging that are not of the eye: NIfTI and MetaImage."""
