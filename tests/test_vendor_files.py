@@ -187,6 +187,7 @@ def test_a_table_declares_the_millimetres_of_an_e2e(tmp_path):
     (told,) = scan(tmp_path / "clinic", workers=0, **table).acquisitions
     (untold,) = scan(tmp_path / "clinic", workers=0).acquisitions
     assert told.spacing_mm == (0.13, 0.0039, 0.0125) and told.spacing_source == "table"
+    assert "spacing_conflict" not in told.flags, "a mean eye is no contradiction"
     assert untold.spacing_mm == pytest.approx(SPACING_MM, rel=1e-4)
     flagged = ["lateral_mm_of_a_mean_eye" in a.flags for a in (told, untold)]
     assert flagged == [False, True]

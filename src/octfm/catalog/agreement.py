@@ -118,6 +118,8 @@ def _contradictions(header: Header, row: ManifestRow) -> list[str]:
     # dz of anything but a raster is meaningless, so it cannot contradict the table.
     thickness_mm = row.slice_thickness_mm if header.layout == "raster" else None
     pairs = zip((thickness_mm, *(row.in_plane_mm or ())), header.spacing_mm or (), strict=False)
-    if any(mm is not None and abs(mm / header_mm - 1) > 0.05 for mm, header_mm in pairs):
+    differ = any(mm is not None and abs(mm / header_mm - 1) > 0.05 for mm, header_mm in pairs)
+    # Millimetres of a mean eye give way to the table's, which is no contradiction.
+    if differ and MEAN_EYE not in header.flags:
         flags.append("spacing_conflict")
     return flags
