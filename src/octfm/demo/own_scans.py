@@ -40,7 +40,7 @@ def own_scans(request: Request, echo: Echo) -> Path:
         raise EvaluationError(
             f"--target {unknown[0]}: {table.path} has no such column; label columns: {', '.join(table.columns)}"
         )
-    stages = Stages(out, echo, 7)
+    stages = Stages(out, echo)
     with stages.stage("catalog", f"every file of {request.data}: accepted, or rejected with a reason"):
         try:
             with Progress("scan", 1, "files") as progress:
@@ -94,7 +94,9 @@ def own_scans(request: Request, echo: Echo) -> Path:
     else:
         reason = f"Not pretrained: {trained} training scans are too few to learn from; at least {FEWEST} are needed."
         stages.say(f"   {reason[0].lower()}{reason[1:]}")
-        with stages.stage("features", "layers measured by the packaged network, tissue map, an untrained encoder"):
+        with stages.stage(
+            "features", "layers by the packaged network, some ten seconds per scan; tissue map; an untrained encoder"
+        ):
             encoders = untrained_features(config, store, run, reason, stages.note)
 
     design = "auto" if table is None else "k-fold"

@@ -16,7 +16,8 @@ LOG = "demo.log"
 class Stages:
     """Prints the start of every stage, records how long it took, and keeps details in OUT/demo.log."""
 
-    def __init__(self, out: Path, echo: Echo, count: int):
+    def __init__(self, out: Path, echo: Echo, count: int | None = None):
+        """`count`: how many stages there will be, if that is known."""
         self.log, self.echo, self.count = out / LOG, echo, count
         self.parts: list[tuple[str, float]] = []
         self.began = time.perf_counter()
@@ -39,7 +40,8 @@ class Stages:
     @contextmanager
     def stage(self, name: str, what: str) -> Iterator[None]:
         """One stage; lines about progress inside it go to the log."""
-        self.say(f"[{self.total:4.0f} s] {len(self.parts) + 1}/{self.count} {name}: {what}")
+        of = "" if self.count is None else f"/{self.count}"
+        self.say(f"[{self.total:4.0f} s] {len(self.parts) + 1}{of} {name}: {what}")
         start = time.perf_counter()
         with lines_to(self.note):
             yield

@@ -150,6 +150,8 @@ def verdict(probe: dict[str, Any] | None) -> tuple[str, str]:
     if compared is None:
         return "none", f"{text} There is nothing to compare it with."
     other, gap = encoder(compared["b"]), f"{metric} {interval(compared)}"
+    if (row["encoder"], compared["b"]) == ("layers", "random_init"):
+        other = "an untrained encoder"
     if compared["low"] is None:
         text += f" Against {other} the result is inconclusive: too few participants for an interval."
         return "inconclusive", text
