@@ -70,6 +70,10 @@ class EvaluationError(OctfmError):
         self.public = public
 
 
+class CorrectionsError(EvaluationError):
+    """Corrections by hand of another scan or network, or not as the viewer saves them."""
+
+
 class TrainingError(OctfmError):
     """A run that cannot continue without doing harm."""
 

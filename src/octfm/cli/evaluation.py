@@ -328,8 +328,17 @@ def segment(
         Path | None,
         opt.local_option(
             metavar="TABLE",
-            help="CSV with source, participant and corrected zones (centre_um …) of at least 50 of your participants: "
-            "turns the ranges of the table --out into 90 % intervals for their scanner.",
+            help="CSV with source, participant and corrected zones (centre_um …) of at least 50 of your participants, "
+            "such as a table of --apply-corrections: turns the ranges of the table --out into 90 % intervals for their "
+            "scanner.",
+        ),
+    ] = None,
+    apply_corrections: Annotated[
+        Path | None,
+        opt.local_option(
+            metavar="FILE",
+            help="Corrections made by hand in a page of octfm view --layers, or a folder of such files: scans that "
+            "were corrected get the corrected lines, areas and zones.",
         ),
     ] = None,
     sample: Annotated[
@@ -354,6 +363,7 @@ def segment(
     Examples:
     octfm segment scan.e2e
     octfm segment my_scans/ --out eyes.csv
+    octfm segment scan.e2e --apply-corrections corrections-1f2e3d4c.json
     octfm segment encoder=runs/vit_s --store prepared truth=clinic/ground_truth --steps 400 --out runs/segment
     """
     from octfm.config import load
@@ -371,7 +381,8 @@ def segment(
             raise ConfigError(
                 "--sample: goes without --apply, --dicom and --calibrate; the scans are synthetic, not files"
             )
-        _segment_scans(_samples(words or []), out, dicom, opt.limits_of(file_seconds, file_gb), None, device)
+        limits, volumes = opt.limits_of(file_seconds, file_gb), _samples(words or [])
+        _segment_scans(volumes, out, dicom, limits, None, apply_corrections, device)
         return
     is_training = store is not None or steps is not None
     if is_training and (apply is not None or any("=" not in word or Path(word).exists() for word in words or [])):
@@ -380,8 +391,12 @@ def segment(
         )
     if apply is None and words and not is_training and all("=" not in word or Path(word).exists() for word in words):
         limits = opt.limits_of(file_seconds, file_gb)
-        _segment_scans(_volumes_in(words, limits), out, dicom, limits, calibrate, device)
+        _segment_scans(_volumes_in(words, limits), out, dicom, limits, calibrate, apply_corrections, device)
         return
+    if apply_corrections is not None:
+        raise ConfigError(
+            "--apply-corrections: corrects what the packaged network finds; give scans, or truth=FOLDER to train on it"
+        )
     if calibrate is not None:
         raise ConfigError("--calibrate: scales the ranges of the packaged network; give scans and --out FILE.csv")
     if apply is None:
@@ -452,18 +467,21 @@ def _segment_scans(
     dicom: bool,
     limits: "Limits",
     calibrate: Path | None,
+    corrections: Path | None,
     device: str | None,
 ) -> None:
     """Segment files or volumes with the packaged network."""
-    from octfm.errors import ConfigError, ReadError, one_line
+    from octfm.errors import ConfigError, CorrectionsError, ReadError, one_line
     from octfm.formats import read_volume, within
     from octfm.io.progress import Progress
-    from octfm.layers.calibrate import calibrate_rows
+    from octfm.layers.calibrate import calibrate_rows, read_corrected
+    from octfm.layers.corrections import find_corrections
     from octfm.layers.segment import segment as segment_scan
     from octfm.layers.table import describe, only_writer, read_table, save_table, write_table
-    from octfm.layers.zones import device_grid_of, read_rows
+    from octfm.layers.zones import device_grid_of
     from octfm.report.segmented.contact_sheet import ContactSheet
     from octfm.tasks.segment_export import write_dicom, write_nifti
+    from octfm.volume.pixel_copies import fingerprint
     from octfm.volume.volume import Volume
 
     if dicom and (out == DEFAULT_SEGMENT or out.suffix == ".csv"):
@@ -471,12 +489,14 @@ def _segment_scans(
     if calibrate is not None and out.suffix != ".csv":
         raise ConfigError("--calibrate: scales the ranges of a table; add --out FILE.csv")
     if calibrate is not None:
-        read_rows(calibrate, ("source", "participant"))  # before hours of work
+        read_corrected(calibrate)  # before hours of work
+    by_hand = find_corrections(corrections) if corrections is not None else {}
     if out.suffix == ".csv":
         sheet = ContactSheet(out)
         with Progress("segment", len(sources), "scans") as progress:
+            counted = _counted(sources, progress)
             added = write_table(
-                _counted(sources, progress), out, limits=limits, device=device, also=sheet.add, echo=opt.echo_line
+                counted, out, limits=limits, device=device, corrections=by_hand, also=sheet.add, echo=opt.echo_line
             )
         typer.echo(f"{out}: {added} new of {len(sources)} scans")
         if calibrate is not None:
@@ -488,7 +508,7 @@ def _segment_scans(
         typer.echo(sheet.write(read_table(out)))
         return
     stems = _stems(each.source if isinstance(each, Volume) else each for each in sources)
-    unread = 0
+    unread, used = 0, 0
     for source in sources:
         try:
             volume = source if isinstance(source, Volume) else read_volume(source, raster_only=False, limits=limits)
@@ -498,7 +518,13 @@ def _segment_scans(
             typer.echo(one_line(error), err=True)
             unread += 1
             continue
+        own = by_hand.get(fingerprint(volume.voxels)) if by_hand else None
+        if corrections is not None and own is None and len(by_hand) == len(sources) == 1:
+            next(iter(by_hand.values())).require(volume, "")  # says which scan it is of, before it is segmented
         found = segment_scan(volume, device=device)
+        if own is not None:
+            found = found.corrected(own)
+            used += 1
         grid = None if isinstance(source, Volume) else device_grid_of(source, limits)
         for line in describe(found, grid).splitlines():
             opt.echo_line(line)
@@ -509,6 +535,8 @@ def _segment_scans(
             written += within(limits, write, name) if dicom else []
             for path in written:
                 typer.echo(path)
+    if by_hand and not used:
+        raise CorrectionsError(f"{corrections}: corrections of none of these scans; give the scan that was corrected")
     if unread:
         typer.echo(f"{unread} of {len(sources)} scans could not be read", err=True)
         raise typer.Exit(1)

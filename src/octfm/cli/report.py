@@ -171,13 +171,14 @@ def view(
     layers = layers or sample
     if layers and segment is not None:
         raise ConfigError("view: give --layers or --segment, not both")
-    found, pictures, said = None, [], []
+    found, correct, said = None, None, []
     if layers:
         from octfm.layers.segment import segment as segment_scan
-        from octfm.report.segmented.pictures import facts_of, thickness_pictures
+        from octfm.report.segmented.correct import correction_facts
+        from octfm.report.segmented.pictures import facts_of
 
         found = segment_scan(volume, device=device)
-        pictures, said = thickness_pictures(found), facts_of(found)
+        correct, said = correction_facts(found), facts_of(found)
     scene = scene_of(
         volume, surfaces=surfaces, encoder=encoder, head=head, segmenter=segmenter, found=found, fundus=fundus
     )
@@ -186,7 +187,8 @@ def view(
         detail = "A raster made of the star in its file."
     if sample:
         detail = "Synthetic: no patient's scan."
-    typer.echo(write_view(scene, page, [*said, *view_facts(volume, scene)], detail, pictures))
+    facts = [*said, *view_facts(volume, scene)]
+    typer.echo(write_view(scene, page, facts, detail, corrections=correct))
 
 
 def _read(file: str, spacing_mm: "Spacing3 | None", limits: "Limits") -> "tuple[Volume, Surfaces | None]":

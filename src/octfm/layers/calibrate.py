@@ -16,20 +16,22 @@ LEAST_FACTOR = 0.01
 def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[dict[str, str]], list[str]]:
     """Rows of a table of octfm segment, with 90 % intervals in place of synthetic-calibrated ranges, and what to tell.
 
-    corrected: a CSV with `source`, `participant` and corrected zones in the table's columns (`centre_um` …). Each
+    corrected: a CSV with `source`, `participant` and corrected zones in the table's columns (`centre_um` …); or a table
+    of `octfm segment --apply-corrections`, of which only scans count whose every B-scan was corrected or checked, with
+    `corrected_participant` where there is no `participant`: elsewhere lines are right because nobody has looked. Each
     scanner of which at least LEAST_PARTICIPANTS participants were corrected has its ranges scaled by one factor, the
     smallest that covers 90 % (`range_factor`). Raises EvaluationError if there is none, or nothing was corrected.
     """
-    fixed = read_rows(corrected, ("source", "participant"))
+    fixed, in_part = read_corrected(corrected)
     known = {row["source"]: row for row in rows if not row["problem"]}
     scores: dict[str, dict[str, list[float]]] = {}
     for other in fixed:
-        if (row := known.get(other["source"])) is None or not other["participant"].strip():
+        if (row := known.get(other["source"])) is None or not (person := other["participant"].strip()):
             continue
         ours, theirs = zones_in(row, UNIT, corrected), zones_in(other, UNIT, corrected)
         for zone in ours.keys() & theirs.keys():
             if (reach := synthetic_reach(row, zone)) is not None:
-                own = scores.setdefault(row["scanner"], {}).setdefault(other["participant"].strip(), [])
+                own = scores.setdefault(row["scanner"], {}).setdefault(person, [])
                 own.append(_score(theirs[zone] - ours[zone], reach))
     counts = {scanner: len(people) for scanner, people in sorted(scores.items())}
     enough = {scanner for scanner, count in counts.items() if count >= LEAST_PARTICIPANTS}
@@ -37,7 +39,8 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
         found = ", ".join(f"{count} of {scanner}" for scanner, count in counts.items()) or "none"
         raise EvaluationError(
             f"{corrected}: expected corrected zones of at least {LEAST_PARTICIPANTS} participants of one scanner whose "
-            f"scans are in the table, got {found}; correct more scans, or keep the synthetic-calibrated ranges"
+            f"scans are in the table, got {found}{in_part and f' ({in_part})'}; correct more scans, or keep the "
+            "synthetic-calibrated ranges"
         )
     factors = {scanner: conformal_quantile(list(scores[scanner].values())) for scanner in enough}
     if copied := [scanner for scanner in sorted(enough) if factors[scanner] < LEAST_FACTOR]:
@@ -53,10 +56,26 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
         "synthetic-calibrated"
         for scanner in counts
     ]
+    told += [in_part] if in_part else []
     return [
         _scaled(row, factors[row["scanner"]], counts[row["scanner"]]) if row["scanner"] in enough else row
         for row in rows
     ], told
+
+
+def read_corrected(path: Path) -> tuple[list[dict[str, str]], str]:
+    """Rows of a CSV with corrected zones, each with `participant`, and how many scans do not count because they were
+    corrected in part; empty if none. Raises EvaluationError if it is something else."""
+    rows = read_rows(path, ("source",))
+    if not rows[0].keys() & {"participant", "corrected_participant"}:
+        raise EvaluationError(f"{path}: expected a column participant, found {', '.join(rows[0])[:200]}")
+    if "corrected_bscans" not in rows[0]:
+        return rows, ""
+    touched = [row for row in rows if row["corrected_bscans"]]
+    whole = [row for row in touched if row["corrected_bscans"] == row.get("bscans")]
+    named = [row | {"participant": row.get("participant") or row.get("corrected_participant", "")} for row in whole]
+    left = len(touched) - len(whole)
+    return named, f"{left} scans do not count: not every B-scan of them was corrected or checked" if left else ""
 
 
 def synthetic_reach(row: Mapping[str, str], zone: str) -> tuple[float, float] | None:

@@ -2,20 +2,22 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from octfm.display import Picture, box, brief, picture
-from octfm.errors import EvaluationError
+from octfm.display import Picture, box, brief, number, picture
+from octfm.errors import CorrectionsError, EvaluationError
 from octfm.formats import read_volume
 from octfm.formats.reasons import angiography
+from octfm.layers.corrections import Corrections, require_order
 from octfm.layers.edges import onto_edges
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.packaged import NOTE, SHORT_NOTE, load_finder
 from octfm.layers.ranges import Ranges, packaged_ranges
-from octfm.layers.verdict import ASCAN_UM, ZONE_UM, Verdict, expected_error_um, judge
+from octfm.layers.verdict import ANSWERED, ASCAN_UM, ZONE_UM, Verdict, expected_error_um, judge
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.volume.etdrs import RINGS_MM, EtdrsGrid, Field, field_of_volume, lateral_scale, measure_grid
 from octfm.volume.planes import eight_bit
@@ -43,6 +45,8 @@ class ScanSegmentation(Segmentation):
     """Rescales lateral distances if given; without it they are the instrument's nominal ones."""
     ranges: Ranges | None = field(default=None, repr=False)
     """Of the network, None if it has none."""
+    corrections: Corrections | None = field(default=None, repr=False)
+    """What somebody has corrected by hand; surfaces and masks have it, `found` is what the network found."""
 
     def __repr__(self) -> str:
         facts = self._described()
@@ -75,8 +79,55 @@ class ScanSegmentation(Segmentation):
         return {
             "verdict": f"do not believe it: {reasons}" if reasons else "nothing speaks against it",
             "doubtful": f"{self.doubtful.mean():.0%} of A-scans",
+            "corrected": ""
+            if self.corrections is None
+            else f"by hand, {number(len(self.corrections.touched), 'B-scan')}",
             **super()._described(),
         }
+
+    def corrected(self, corrections: Corrections) -> "ScanSegmentation":
+        """This segmentation with surfaces and masks as somebody has corrected them; see octfm.layers.corrections.
+
+        Where somebody has checked a B-scan, or corrected one of two surfaces in it, no error of their distance is
+        expected. If that holds for ILM and BM in every B-scan, the verdict keeps only reasons that no correction can
+        answer. Raises CorrectionsError for corrections of another scan or network, and for lines out of order.
+        """
+        corrections.require(self.volume, self.model)
+        surfaces = {name: rows.copy() for name, rows in self.surfaces.items()}
+        masks = {name: mask.copy() for name, mask in self.masks.items()}
+        for name, by_bscan in corrections.surfaces.items():
+            for bscan, rows in by_bscan.items():
+                surfaces[name][bscan] = rows
+        for bscan in sorted(corrections.touched):
+            for upper, lower in pairwise(surfaces):
+                above, below = surfaces[upper][bscan], surfaces[lower][bscan]
+                require_order(corrections.source, bscan, upper, above, lower, below)
+        for bscan, areas in corrections.areas.items():
+            if unknown := areas.keys() - masks.keys():
+                raise CorrectionsError(
+                    f"{corrections.source}: {', '.join(sorted(unknown))}: not reported by {self.model}; save the file "
+                    "again from the page"
+                )
+            labels = corrections.labels(bscan)
+            for name, mask in masks.items():
+                mask[bscan] = labels == 1 + MASKS.index(name)
+        verdict = self.verdict
+        if corrections.trusted("ilm", "bm").all():
+            left = [
+                (code, why) for code, why in zip(verdict.codes, verdict.reasons, strict=True) if code not in ANSWERED
+            ]
+            codes, reasons = tuple(code for code, _ in left), tuple(why for _, why in left)
+            verdict = replace(
+                verdict, codes=codes, reasons=reasons, doubt=verdict.doubt if left else min(verdict.doubt, 0.99)
+            )
+        return replace(self, surfaces=surfaces, masks=masks, verdict=verdict, corrections=corrections)
+
+    def expected_error_um(self, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
+        """float32 [D, W]: as octfm.layers.verdict.expected_error_um, and 0 where somebody has checked or corrected."""
+        error = expected_error_um(self.found, self.spacing_mm, upper, lower)
+        if self.corrections is not None:
+            error[self.corrections.trusted(upper, lower)] = 0
+        return error
 
     def pictures(self) -> list[Picture]:
         """The middle B-scan with surfaces and masks; for notebooks."""
@@ -104,7 +155,7 @@ class ScanSegmentation(Segmentation):
     def doubtful(self) -> np.ndarray:
         """bool [D, W]: A-scans whose thickness from ILM to BM should not be believed, because the network expects an
         error above 12 µm or did not find either; see octfm.layers.verdict.expected_error_um."""
-        return expected_error_um(self.found, self.spacing_mm) > ASCAN_UM
+        return self.expected_error_um() > ASCAN_UM
 
     @property
     def image_rows(self) -> int:
@@ -112,7 +163,8 @@ class ScanSegmentation(Segmentation):
 
     @property
     def comments(self) -> str:
-        return f"octfm segment, {self.model}; {NOTE}"
+        by_hand = "" if self.corrections is None else "; corrected by hand"
+        return f"octfm segment, {self.model}{by_hand}; {NOTE}"
 
     def etdrs(self, upper: str = "ilm", lower: str = "bm", *, keep_doubtful: bool = False) -> EtdrsGrid:
         """Nine zones of the thickness between two surfaces, around the fovea that was found.
@@ -144,9 +196,9 @@ class ScanSegmentation(Segmentation):
         """Zone → low and high end in µm of its synthetic-calibrated range, for the zones of `etdrs()` that have a mean.
 
         The true mean of a phantom's zone lies within it in 90 % of cases; how often that of a real eye does is not
-        known. Empty for networks without ranges. Raises EvaluationError as `etdrs` does.
+        known. Empty for networks without ranges and for corrected scans. Raises EvaluationError as `etdrs` does.
         """
-        if self.ranges is None:
+        if self.ranges is None or self.corrections is not None:
             return {}
         grid = self.etdrs()
         expected = self._expected("ilm", "bm", grid).mean_um
@@ -159,7 +211,7 @@ class ScanSegmentation(Segmentation):
 
     def _expected(self, upper: str, lower: str, grid: EtdrsGrid) -> EtdrsGrid:
         """The expected error of the thickness between two surfaces, in the zones of its grid."""
-        return self._means(expected_error_um(self.found, self.spacing_mm, upper, lower), grid.centre_mm)
+        return self._means(self.expected_error_um(upper, lower), grid.centre_mm)
 
     def _means(self, values_DW: np.ndarray, centre_mm: tuple[float, float]) -> EtdrsGrid:
         """Means of a map in the zones around this place."""

@@ -2,15 +2,16 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
-from octfm.errors import BAD_INPUT, BucketError, Echo, EvaluationError, ReadError
+from octfm.errors import BAD_INPUT, BucketError, CorrectionsError, Echo, EvaluationError, ReadError
 from octfm.formats import read_volume
 from octfm.formats.heyex_xml import DeviceGrid
 from octfm.io.isolation import Limits
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, Location, lock, write_whole
+from octfm.layers.corrections import Corrections
 from octfm.layers.finder import LayerFinder
 from octfm.layers.packaged import NOTE, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
@@ -26,6 +27,7 @@ from octfm.layers.zones import (
     zone_lines,
 )
 from octfm.models.layer_net import MASKS
+from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.volume import Volume
 
 ACCEPTED = "nothing speaks against it"
@@ -33,7 +35,7 @@ ACCEPTED = "nothing speaks against it"
 COLUMNS = (
     *("source", "laterality", "scanner", "bscans", *ZONE_COLUMNS),
     *(f"{name}_nl" for name in MASKS),
-    *("verdict", "doubt", "doubtful_ascans", "model", "note", "problem"),
+    *("verdict", "doubt", "doubtful_ascans", "model", "note", "problem", "corrected_bscans", "corrected_participant"),
     *RANGE_COLUMNS,
     *DEVICE_COLUMNS,
 )
@@ -53,6 +55,9 @@ def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> d
         "model": found.model,
         "note": NOTE,
     }
+    if found.corrections is not None:
+        row["corrected_bscans"] = str(len(found.corrections.touched))
+        row["corrected_participant"] = found.corrections.participant
     for name in MASKS:
         # What makes zones doubtful, wrong millimetres above all, makes volumes wrong.
         amount = found.volume_nl(name) if found.verdict.accepted else None
@@ -68,6 +73,7 @@ def write_table(
     limits: Limits | None = None,
     finder: LayerFinder | None = None,
     device: str | None = None,
+    corrections: Mapping[str, Corrections] | None = None,
     also: Callable[[str, ScanSegmentation], None] | None = None,
     echo: Echo = print,
 ) -> int:
@@ -76,12 +82,14 @@ def write_table(
     A file that cannot be read or segmented gets a row with its problem, and is tried again by the next call; one that
     is named twice has one row. `finder` and `device` are those of `segment`. `also` is called with each source and what
     was found in it, before its row is written.
+    corrections: fingerprint of a scan → what somebody has corrected in it; its row is made anew, and says so.
     Returns the number of new or changed rows. Raises EvaluationError if `out` is something else than such a table, has
-    rows of another network, or is being written by another process.
+    rows of another network, or is being written by another process, and CorrectionsError if `corrections` do not fit a
+    scan, or fit none of them.
     """
     finder = finder or load_finder(device=device)
     with only_writer(out):
-        return _add_rows(sources, out, limits, finder, also, echo)
+        return _add_rows(sources, out, limits, finder, corrections or {}, also, echo)
 
 
 def _add_rows(
@@ -89,6 +97,7 @@ def _add_rows(
     out: Location,
     limits: Limits | None,
     finder: LayerFinder,
+    corrections: Mapping[str, Corrections],
     also: Callable[[str, ScanSegmentation], None] | None,
     echo: Echo,
 ) -> int:
@@ -99,21 +108,31 @@ def _add_rows(
             "must not be mixed with these; choose another --out"
         )
     # What could not be read is tried again: a share may have been away.
-    failed = {row["source"]: i for i, row in enumerate(rows) if row["problem"]}
-    known, added = {row["source"] for row in rows} - failed.keys(), 0
+    places = {row["source"]: i for i, row in enumerate(rows)}
+    known, added = {row["source"] for row in rows if not row["problem"]}, 0
+    done: set[str] = set()
+    used: set[str] = set()
     for given in sources:
         source = given.source if isinstance(given, Volume) else given
-        if source in known:
+        if source in done or (source in known and not corrections):
             continue
         try:
             volume = given if isinstance(given, Volume) else read_volume(given, raster_only=False, limits=limits)
+            by_hand = corrections.get(fingerprint(volume.voxels)) if corrections else None
+            if source in known and by_hand is None:
+                continue
             found = segment(volume, finder=finder)
+            if by_hand is not None:
+                found = found.corrected(by_hand)
+                used.add(by_hand.source)
             grid = None if isinstance(given, Volume) else device_grid_of(given, limits)
             row = row_of(found, grid) | {"source": source}
         except ReadError as error:
+            if source in known:  # it was read once; a share may be away
+                continue
             row = dict.fromkeys(COLUMNS, "") | {"source": source, "problem": f"{error.code}: {error}"}
-        except BucketError:
-            raise  # an unreachable bucket says nothing about the scan
+        except (BucketError, CorrectionsError):
+            raise  # neither an unreachable bucket nor a wrong file of corrections says anything about the scan
         except BAD_INPUT as error:
             # One scan must not end a table of thousands; the message may hold anything, so only its kind is kept.
             problem = f"segmentation_failed: {source}: {type(error).__name__}; please report it with the file's format"
@@ -122,8 +141,8 @@ def _add_rows(
             if also:
                 also(source, found)
         if not isinstance(given, Volume):  # volumes in memory may share a source
-            known.add(source)
-        if (place := failed.pop(source, None)) is None:
+            done.add(source)
+        if (place := places.pop(source, None)) is None:
             rows.append(row)
         elif rows[place] == row:
             continue
@@ -132,6 +151,11 @@ def _add_rows(
         save_table(rows, out)
         added += 1
         echo(f"{source}: {row['problem'] or row['verdict']}")
+    if unused := {each.source for each in corrections.values()} - used:
+        problem = f"{min(unused)}: corrections of none of these scans"
+        if not used:
+            raise CorrectionsError(f"{problem}; give the scan that was corrected, read with the same options")
+        echo(f"{problem}; {len(unused)} such files were not used" if len(unused) > 1 else problem)
     return added
 
 
@@ -200,4 +224,6 @@ def describe(found: ScanSegmentation, device: DeviceGrid | str | None = None) ->
     if amounts:
         lines.append("  " + ", ".join(amounts))
     share = f"{found.doubtful.mean():.0%} of A-scans are doubtful"
+    if row["corrected_bscans"]:
+        lines.append(f"  corrected by hand: {row['corrected_bscans']} of {row['bscans']} B-scans")
     return "\n".join([*lines, f"  verdict: {row['verdict']}; {share}", f"  {found.model}; {NOTE}"])

@@ -73,6 +73,8 @@ REASONS = {
     "unfamiliar": "unlike the images that the network was trained on: it is unsure of {doubtful:.0%} of A-scans",
 }
 """Code → sentence, the most serious first."""
+ANSWERED = frozenset({"dark", "no_retina", "blinked", "clipped", "wide_field", "unfamiliar"})
+"""Reasons to distrust the network alone: they do not hold once somebody has drawn or checked all lines."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@
     const bscanCanvas = find("bscan"), frontCanvasElement = find("enface"), slider = find("slider"), fundusCanvas = find("fundus");
     const state = { volume: 0, kept: 0, row: 0, column: 0, on: new Set(), opacity: 0.5, stretch: 1, cursor: true, anchor: null, query: null };
     const volumes = data.volumes;
-    let volume, images = {}, drawn = -1, wheel = 0, spoken = 0;
+    let volume, images = {}, drawn = -1, wheel = 0, spoken = 0, hand = null;
+    const corrected = (overlay) => hand && (overlay.key === "segmentation" || overlay.key === "lesions");
 
     const bscan = () => volume.kept[state.kept];
     const overlays = () => volume.overlays;
@@ -33,6 +34,10 @@
       state.row = clamp(Math.floor(at[1] * volume.shape[1]), 0, volume.shape[1] - 1);
       state.column = clamp(Math.floor(at[2] * volume.shape[2]), 0, volume.shape[2] - 1);
       state.anchor = null;
+      hand = !volume.correct ? null : volume.hand ||= octfmCorrect.open(root, volume, {
+        redraw: draw, at: () => state, go: (kept) => { state.kept = kept; draw(); },
+        on: () => overlays().forEach((o, i) => { if (corrected(o) && !state.on.has(i)) toggle(i); }),
+      });
       slider.max = volume.kept.length - 1;
       find("volume").value = index;
       find("front-pane").hidden = !volume.front;
@@ -43,6 +48,7 @@
       listOverlays();
       if (state.query) compare();
       layout();
+      hand?.update();
     }
 
     function listOverlays() {
@@ -204,7 +210,8 @@
         const overlay = overlays()[i];
         context.globalAlpha = overlay.kind === "lines" ? 1 : state.opacity;
         context.imageSmoothingEnabled = false;
-        if (overlay.kind === "lines") drawLines(context, volume, overlay, state.kept, width, height);
+        if (corrected(overlay)) overlay.kind === "lines" ? hand.drawLines(context, overlay, width, height) : hand.drawAreas(context, overlay, width, height);
+        else if (overlay.kind === "lines") drawLines(context, volume, overlay, state.kept, width, height);
         else if (overlay.kind === "voxels") drawArea(context, overlay, state.kept, width, height, (kept) => { if (kept === state.kept) draw(); });
         else {
           const d = tokenSlice(volume, k);
@@ -217,7 +224,8 @@
       context.globalAlpha = 1;
       drawSides(context, width, height, volume.sides);
       if (volume.hasMm) drawBars(context, width, height, volume.shownMm[2] * W, state.stretch === 1 ? 0 : volume.shownMm[1] * H);
-      if (state.cursor) cross(context, (state.column + 0.5) / W * width, (state.row + 0.5) / H * height, width, height);
+      if (state.cursor && !hand?.active()) cross(context, (state.column + 0.5) / W * width, (state.row + 0.5) / H * height, width, height);
+      hand?.drawBrush(context, width, height);
       if (state.anchor) mark(context, (state.anchor[2] + 0.5) / W * width, (state.anchor[1] + 0.5) / H * height, state.anchor[0] === k);
     }
 
@@ -300,7 +308,7 @@
 
     // ---- hands ----
 
-    function step(by) { state.kept = clamp(state.kept + by, 0, volume.kept.length - 1); draw(); }
+    function step(by) { state.kept = clamp(state.kept + by, 0, volume.kept.length - 1); draw(); hand?.moved(); }
     function move(rows, columns) {
       state.row = clamp(state.row + rows, 0, volume.shape[1] - 1);
       state.column = clamp(state.column + columns, 0, volume.shape[2] - 1);
@@ -322,6 +330,8 @@
       "[": () => fade(-0.1), "]": () => fade(0.1), "-": () => fade(-0.1), "+": () => fade(0.1),
     };
     root.addEventListener("keydown", (event) => {
+      if (event.target.tagName === "INPUT" && event.target.type !== "checkbox" && event.target !== slider && event.target !== find("opacity")) return;
+      if (event.target.tagName !== "SELECT" && hand?.key(event)) return;
       if (event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT" || event.target === find("opacity")) return;
       const key = event.key.length === 1 ? event.key.toLowerCase() : event.key;
       const action = /^[1-9]$/.test(key) ? () => toggle(Number(key) - 1) : keys[key];
@@ -331,7 +341,7 @@
     });
 
     function drag(canvas, take) {
-      canvas.addEventListener("pointerdown", (event) => { canvas.setPointerCapture(event.pointerId); take(event, true); });
+      canvas.addEventListener("pointerdown", (event) => { if (event.button) return; canvas.setPointerCapture(event.pointerId); take(event, true); });
       canvas.addEventListener("pointermove", (event) => { if (event.buttons & 1) take(event, false); });
     }
     const at = (canvas, event, rows, columns) => {
@@ -339,15 +349,19 @@
       return [Math.floor(clamp((event.clientY - box.top) / box.height, 0, 0.999999) * rows), Math.floor(clamp((event.clientX - box.left) / box.width, 0, 0.999999) * columns)];
     };
     drag(bscanCanvas, (event, down) => {
+      const box = bscanCanvas.getBoundingClientRect(), pixels = box.height / volume.shape[1];
+      const taken = hand && (down ? (a, b) => hand.press(a, b, pixels) : hand.drag)((event.clientY - box.top) / pixels - 0.5, (event.clientX - box.left) / box.width * volume.shape[2] - 0.5);
       [state.row, state.column] = at(bscanCanvas, event, volume.shape[1], volume.shape[2]);
-      if (down && [...state.on].some((i) => overlays()[i].key === "similarity")) ask();
+      if (down && !taken && [...state.on].some((i) => overlays()[i].key === "similarity")) ask();
       draw();
     });
+    for (const end of ["pointerup", "pointercancel"]) bscanCanvas.addEventListener(end, () => hand?.release(end === "pointercancel"));
     drag(frontCanvasElement, (event) => {
       const [k, column] = at(frontCanvasElement, event, volume.shape[0], volume.shape[2]);
       state.kept = nearestKept(k);
       state.column = column;
       draw();
+      hand?.moved();
     });
     for (const canvas of [bscanCanvas, frontCanvasElement])
       canvas.addEventListener("wheel", (event) => {
@@ -359,7 +373,7 @@
         if (steps) { wheel -= 40 * steps; step(steps); }
       }, { passive: false });
 
-    slider.addEventListener("input", () => { state.kept = Number(slider.value); draw(); });
+    slider.addEventListener("input", () => { state.kept = Number(slider.value); draw(); hand?.moved(); });
     find("opacity").addEventListener("input", (event) => { state.opacity = Number(event.target.value); draw(); });
     find("stretch").addEventListener("change", (event) => stretch(Number(event.target.value)));
     find("volume").addEventListener("change", (event) => choose(Number(event.target.value)));

@@ -4,7 +4,7 @@ import base64
 import hashlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -40,23 +40,32 @@ class Viewer:
 
 
 def viewer(
-    scenes: Sequence[Scene], budget: int = MAX_BYTES - 1_000_000, *, alone: bool = False, on: Sequence[str] = ()
+    scenes: Sequence[Scene],
+    budget: int = MAX_BYTES - 1_000_000,
+    *,
+    alone: bool = False,
+    on: Sequence[str] = (),
+    corrections: Mapping[int, dict[str, Any]] | None = None,
 ) -> Viewer:
     """One viewer for all scenes in at most `budget` bytes; `alone` on its page, it takes the keyboard focus.
 
     on: keys of the overlays that are shown from the beginning.
+    corrections: index of a scene → what octfm.report.segmented.correct makes of its segmentation, for correcting it by
+    hand.
 
     Raises EvaluationError if not even few, coarse B-scans fit.
     """
     folder = resources.files("octfm.report")
-    script = "\n" + "".join((folder / name).read_text(encoding="utf-8") for name in ("viewer_paint.js", "viewer.js"))
+    names = ("viewer_paint.js", *(("viewer_etdrs.js", "viewer_correct.js") if corrections else ()), "viewer.js")
+    script = "\n" + "".join((folder / name).read_text(encoding="utf-8") for name in names)
     facts = {"colourMaps": _colour_maps(), "volumes": [], "on": list(on)}
     room = (budget - len(script) - 20_000) // max(1, len(scenes))
-    for scene in scenes:
-        facts["volumes"].append(_volume(scene.as_seen(), room))
+    for i, scene in enumerate(scenes):
+        facts["volumes"].append(_volume(scene.as_seen(), room, (corrections or {}).get(i)))
     # A "</script>" in the data would end the element that holds it.
     data = json.dumps(facts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    body = render("viewer.html.jinja", {"viewer": {"data": data, "script": script, "alone": alone}})
+    page = {"data": data, "script": script, "alone": alone, "correct": bool(corrections)}
+    body = render("viewer.html.jinja", {"viewer": page})
     if len(body.encode()) > budget:
         raise EvaluationError(
             f"the viewer takes {len(body.encode()):,} bytes, expected at most {budget:,}; show fewer volumes"
@@ -71,10 +80,12 @@ def write_view(
     facts: Sequence[tuple[str, str]] = (),
     detail: str = "",
     pictures: Sequence[Picture] = (),
+    corrections: dict[str, Any] | None = None,
 ) -> Location:
     """Write a page for one volume, under 25 MB; `pictures` stand below the viewer, and a segmentation is shown from
-    the beginning."""
-    shown = viewer([scene], alone=True, on=("segmentation", "lesions"))
+    the beginning. `corrections`: see `viewer`."""
+    by_hand = {0: corrections} if corrections else None
+    shown = viewer([scene], alone=True, on=("segmentation", "lesions"), corrections=by_hand)
     page = {"title": scene.title, "detail": detail, "viewer": shown, "facts": facts, "pictures": pictures}
     return write_page(render("view.html.jinja", page), out)
 
@@ -113,7 +124,7 @@ def eye_of(scene: Scene) -> str:
     return {"R": "Right eye.", "L": "Left eye, shown as it is."}.get(scene.laterality or "", "Which eye is not known.")
 
 
-def _volume(scene: Scene, room: int) -> dict[str, Any]:
+def _volume(scene: Scene, room: int, correct: dict[str, Any] | None = None) -> dict[str, Any]:
     """The data that viewer.js needs for one scene, in at most about `room` characters."""
     depth, height, width = scene.voxels.shape
     dz, dy, dx = scene.spacing_mm
@@ -130,6 +141,8 @@ def _volume(scene: Scene, room: int) -> dict[str, Any]:
         "vertical": ["S", "I"] if scene.superior_first else None,
         "front": _png(front(scene)) if scene.is_raster and depth > 1 else None,
     }
+    if correct is not None:
+        facts["correct"] = correct
     if scene.placement is not None:
         grid = next((o.values.shape[:3] for o in scene.overlays if o.on_tokens), None)
         if scene.features is not None:
@@ -157,7 +170,9 @@ def _volume(scene: Scene, room: int) -> dict[str, Any]:
         if 0.8 * sum(len(_jpeg(scene.voxels[k], quality, most)) for k in few) / len(few) * len(kept) > room:
             continue
         coded = [_jpeg(scene.voxels[k], quality, most) for k in kept]
-        overlays = [_overlay(o, kept) for o in scene.overlays]
+        # viewer_correct.js draws lines and areas that can be corrected from data of its own.
+        own = ("segmentation", "lesions") if correct is not None else ()
+        overlays = [_overlay(o, kept, empty=o.key in own) for o in scene.overlays]
         if sum(map(len, coded)) + sum(len(json.dumps(o)) for o in overlays if o["kind"] in ("lines", "voxels")) <= room:
             break
     else:
@@ -191,10 +206,12 @@ def _fundus(fundus: Fundus) -> dict[str, Any]:
     return facts
 
 
-def _overlay(overlay: Overlay, kept: list[int]) -> dict[str, Any]:
+def _overlay(overlay: Overlay, kept: list[int], *, empty: bool = False) -> dict[str, Any]:
     facts: dict[str, Any] = {n: getattr(overlay, n) for n in ("key", "name", "kind", "about", "unit")}
     facts["legend"] = [{"name": name, "colour": colour} for name, colour in overlay.legend]
     values = overlay.values
+    if empty:
+        return facts
     if overlay.kind == "lines":
         columns = np.unique(np.linspace(0, values.shape[2] - 1, min(values.shape[2], LINE_COLUMNS)).round().astype(int))
         rows = values[:, kept][:, :, columns] * LINE_STEPS

@@ -1,6 +1,7 @@
 """Layer surfaces and lesion masks from tokens: trained on labelled volumes, found in any volume, in its native
 frame."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +19,12 @@ from octfm.formats import within
 from octfm.formats.arrays import named_arrays
 from octfm.io.isolation import Limits
 from octfm.io.location import Location
+from octfm.layers.corrections import Corrections, read_corrections
 from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_rows
+from octfm.models.layer_net import MASKS, SURFACES
 from octfm.models.vit3d import normalise, take_patches
+from octfm.phantom.native.outer_retina import DETACHMENT
+from octfm.phantom.pathology import LESIONS
 from octfm.run import checkpoint
 from octfm.run.bucket import local_run
 from octfm.run.runtime import Runtime, start
@@ -38,6 +43,8 @@ STEEPEST = 2.0
 """Steepest slope (rise over run) of a surface between neighbouring A-scans: the rim of a hole, the edge of a druse."""
 PATH_PENALTY = 0.2
 """Log-likelihood that a path loses per row that it moves between neighbouring A-scans."""
+VALUES_OF_AREAS = np.array([0, *(LESIONS.get(name, DETACHMENT) for name in MASKS)], np.uint8)
+"""Values of `lesions` in a truth file, of 0 and the areas of the packaged network."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,18 +243,41 @@ def open_encoder(config: SegmentConfig, device: str | None = None, *, random_ini
 
 
 def truth_file(config: SegmentConfig, row: StoreRow) -> Path:
-    """The file with the ground truth of one acquisition. Raises EvaluationError if there is none."""
+    """The file with the ground truth of one acquisition: <acquisition>.npz, else corrections made in the viewer on the
+    same voxels. Raises EvaluationError if there is none."""
     if config.truth is None:
         raise ConfigError("truth: name a folder with <acquisition>.npz, truth=clinic/ground_truth")
-    path = Path(config.truth) / f"{row.acquisition}.npz"
-    if not path.is_file():
-        raise EvaluationError(f"{path}: no truth for this acquisition; every volume to train or test on needs one")
-    return path
+    folder = Path(config.truth)
+    path = folder / f"{row.acquisition}.npz"
+    if path.is_file():
+        return path
+    stats = {each: each.stat() for each in sorted(folder.glob("*.json"))}
+    by_hand = _corrections(tuple((each, stat.st_mtime_ns, stat.st_size) for each, stat in stats.items()))
+    if row.pixels and row.pixels in by_hand:
+        return Path(by_hand[row.pixels])
+    raise EvaluationError(
+        f"{path}: no truth for this acquisition, nor corrections of its voxels in a .json file there; every volume to "
+        "train or test on needs one"
+    )
+
+
+@functools.lru_cache(1)
+def _corrections(files: tuple[tuple[Path, int, int], ...]) -> dict[str, str]:
+    """Fingerprint of a scan → file, for the corrections files of a folder in the state that their times and sizes
+    identify."""
+    found: dict[str, str] = {}
+    for path, _, _ in files:
+        scan = read_corrections(path).scan
+        if (other := found.setdefault(scan, str(path))) != str(path):
+            raise EvaluationError(f"{path}: corrects the same scan as {other}; keep the one that counts")
+    return found
 
 
 def read_truth(config: SegmentConfig, row: StoreRow) -> dict[str, Any]:
     """Ground truth of one acquisition in its native frame: `rows` float [S, D, W] and `mask` bool [D, H, W] or None."""
     path = truth_file(config, row)
+    if path.suffix == ".json":
+        return _by_hand(config, read_corrections(path), transform_of(row).native_shape)
     file = within(Limits(), named_arrays, str(path))
     names = file["surface_names"].tolist() if "surface_names" in file else []
     if absent := [name for name in config.surfaces if name not in names]:
@@ -261,6 +291,32 @@ def read_truth(config: SegmentConfig, row: StoreRow) -> dict[str, Any]:
         else np.zeros((0, 1, 1))
     )
     mask = np.isin(file["lesions"], config.mask_values) if config.mask_values else None
+    return {"rows": rows, "mask": mask}
+
+
+def _by_hand(config: SegmentConfig, corrections: Corrections, shape: Sequence[int]) -> dict[str, Any]:
+    """Corrections as ground truth: lines that somebody has corrected or checked, NaN elsewhere, and the mask of scans
+    of which every B-scan has one."""
+    source = corrections.source
+    if tuple(shape) != corrections.shape:
+        raise EvaluationError(f"{source}: corrects a scan of {corrections.shape}, the store's has {tuple(shape)}")
+    depth, height, width = corrections.shape
+    if absent := [name for name in config.surfaces if name not in SURFACES]:
+        raise EvaluationError(f"{source}: no surface called {', '.join(absent)}; surfaces: {', '.join(SURFACES)}")
+    rows = np.full((len(config.surfaces), depth, width), np.nan)
+    for surface, name in zip(rows, config.surfaces, strict=True):
+        for bscan, line in corrections.surfaces.get(name, {}).items():
+            surface[bscan] = line
+    if not config.mask_values:
+        return {"rows": rows, "mask": None}
+    if len(corrections.areas) < depth:
+        raise EvaluationError(
+            f"{source}: {len(corrections.areas)} of {depth} B-scans have areas that somebody corrected or checked; a "
+            "mask can be learned only from all of them: check the others in the viewer, or leave out mask_values"
+        )
+    mask = np.zeros((depth, height, width), bool)
+    for bscan in range(depth):
+        mask[bscan] = np.isin(VALUES_OF_AREAS[corrections.labels(bscan)], config.mask_values)
     return {"rows": rows, "mask": mask}
 
 

@@ -18,7 +18,8 @@ class SegmentConfig(Config):
     """File that names an acquisition, uri or participant per line; their volumes are left out."""
     truth: LocalPlace | None = None
     """Folder with <acquisition>.npz: `surfaces` float [S, D, W] in native rows (NaN if unknown), `surface_names`
-    and, for masks, `lesions` uint8 [D, H, W]. Phantom cohorts have one."""
+    and, for masks, `lesions` uint8 [D, H, W]; phantom cohorts have one. Or with corrections that the viewer has saved
+    (.json): corrected and checked lines are truth."""
     surfaces: tuple[str, ...] = ("ilm", "rpe", "bm")
     """Names from `surface_names`, from the vitreous downwards."""
     mask_values: tuple[int, ...] = ()

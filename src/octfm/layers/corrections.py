@@ -1,0 +1,219 @@
+"""Corrections of a scan made by hand in the viewer: the file that holds them, read strictly, and what it states.
+
+The file is JSON (docs/guide/correct-by-hand.md): the fingerprint of the scan's voxels, the network whose lines were
+corrected, who did it and when, and for every B-scan that was touched its lines in rows and its areas as run lengths.
+"""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+
+from octfm.errors import CorrectionsError, one_line, shown
+from octfm.models.layer_net import MASKS, SURFACES
+from octfm.volume.pixel_copies import fingerprint
+from octfm.volume.volume import Shape3, Volume
+
+FORMAT = "octfm corrections 1"
+MOST_BYTES = 300_000_000
+"""Nine lines of 1,024 B-scans with 1,024 A-scans take 80 MB."""
+OUTSIDE_ROWS = 32
+"""Rows by which a line may leave the frame."""
+OUT_OF_ORDER_ROWS = 0.02
+"""A line may lie this much above the one before it: pages hold uncorrected lines in fractions of a row."""
+
+
+class _Bscan(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    bscan: int = Field(ge=0)
+    checked: bool = False
+    surfaces: dict[Literal[SURFACES], list[float | None]] = {}
+    areas: dict[Literal[MASKS], list[int]] | None = None
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    format: Literal["octfm corrections 1"]
+    scan: str = Field(pattern=r"^[0-9a-f]{32}$")
+    network: str = Field(max_length=200)
+    octfm: str = Field(max_length=100)
+    author: str = Field(max_length=200)
+    participant: str = Field(default="", max_length=200)
+    time: AwareDatetime
+    shape: tuple[int, int, int]
+    bscans: list[_Bscan]
+
+
+@dataclass(frozen=True, eq=False)
+class Corrections:
+    """What somebody has corrected or found right in one scan; B-scans are counted from 0 in the order of the file."""
+
+    scan: str
+    """Fingerprint of the voxels (octfm.volume.pixel_copies)."""
+    network: str
+    """Name and hash of the network whose lines were corrected."""
+    shape: Shape3
+    author: str
+    participant: str
+    """As it was typed in the viewer; empty if nothing was."""
+    time: str
+    """ISO 8601."""
+    octfm: str
+    """Version that made the page."""
+    surfaces: dict[str, dict[int, np.ndarray]]
+    """Surface → B-scan → float32 [W] rows, NaN where it is not in the image: all lines of checked B-scans, and the
+    changed ones of others."""
+    areas: dict[int, dict[str, np.ndarray]]
+    """B-scan → mask → int64 [R, 2] of (first voxel, count), voxels counted along A-scans, then rows."""
+    checked: frozenset[int]
+    """B-scans of which somebody has said that all lines and areas are right."""
+    source: str = field(default="corrections", repr=False)
+
+    @property
+    def touched(self) -> frozenset[int]:
+        """B-scans that were corrected or checked."""
+        return self.checked.union(self.areas, *self.surfaces.values())
+
+    def trusted(self, *names: str) -> np.ndarray:
+        """bool [D]: B-scans that were checked, or in which somebody has corrected one of these surfaces."""
+        found = np.zeros(self.shape[0], bool)
+        found[sorted(self.checked.union(*(self.surfaces.get(name, ()) for name in names)))] = True
+        return found
+
+    def labels(self, bscan: int) -> np.ndarray:
+        """uint8 [H, W] of one corrected B-scan: 0, or 1 + index in MASKS."""
+        flat = np.zeros(self.shape[1] * self.shape[2], np.uint8)
+        for name, runs in self.areas[bscan].items():
+            for first, count in runs:
+                flat[first : first + count] = 1 + MASKS.index(name)
+        return flat.reshape(self.shape[1:])
+
+    def require(self, volume: Volume, network: str) -> None:
+        """Raise CorrectionsError unless they were made on this scan and on the lines of this network."""
+        if (own := fingerprint(volume.voxels)) != self.scan:
+            raise CorrectionsError(
+                f"{self.source}: corrections of another scan (voxels {self.scan[:12]}, this scan {own[:12]}); give the "
+                "scan that was corrected, read with the same options"
+            )
+        if volume.shape != self.shape:
+            raise CorrectionsError(f"{self.source}: shape {self.shape}, expected the scan's {volume.shape}")
+        if network != self.network:
+            raise CorrectionsError(
+                f"{self.source}: corrects lines of {shown(self.network)}, this is {network}; use the octfm that made "
+                "the page, or correct a new page"
+            )
+
+
+def read_corrections(path: str | Path) -> Corrections:
+    """Read a file that the viewer has saved. Raises CorrectionsError, one line, for anything else."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise CorrectionsError(f"{path}: {path.stat().st_size:,} bytes, expected at most {MOST_BYTES:,}")
+        file = _File.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CorrectionsError(f"{path}: {_why(error)}") from None
+    return _checked(file, str(path))
+
+
+def find_corrections(place: str | Path) -> dict[str, Corrections]:
+    """Fingerprint of a scan → its corrections, of a file or of every .json file in a folder.
+
+    Raises CorrectionsError if there is none, one of them cannot be read, or two are of the same scan.
+    """
+    place, found = Path(place), {}
+    try:
+        files = sorted(place.glob("*.json")) if place.is_dir() else [place]
+    except (OSError, ValueError) as error:
+        raise CorrectionsError(f"{place}: {_why(error)}") from None
+    for path in files:
+        each = read_corrections(path)
+        if (other := found.setdefault(each.scan, each)) is not each:
+            raise CorrectionsError(f"{path}: corrects the same scan as {other.source}; keep the one that counts")
+    if not found:
+        raise CorrectionsError(
+            f"{place}: expected a corrections file of the viewer or a folder of them, found no .json"
+        )
+    return found
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"cannot be read ({error.strerror or 'not a file name'}); expected a corrections file of the viewer"
+    if not isinstance(error, ValidationError):
+        return f"not a corrections file of the viewer ({shown(error)})"
+    first = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(one_line(part) for part in first["loc"])
+    got = "" if first["type"] in ("missing", "json_invalid") else f", got {shown(first['input'], 40)}"
+    return (
+        f"not a corrections file of the viewer, or edited: {where[:80] or 'JSON'}: "
+        f"{one_line(first['msg'])[:120]}{got}; save it again from the page"
+    )
+
+
+def _checked(file: _File, source: str) -> Corrections:
+    """The corrections of a file whose lines and areas fit its shape."""
+    depth, height, width = file.shape
+
+    def refuse(where: str, expected: str, got: object) -> CorrectionsError:
+        return CorrectionsError(f"{source}: {where}: expected {expected}, got {got}; save it again from the page")
+
+    if min(file.shape) < 1 or max(file.shape) > 1_000_000:
+        raise refuse("shape", "B-scans, rows and A-scans of a scan", shown(file.shape))
+    surfaces: dict[str, dict[int, np.ndarray]] = {}
+    areas: dict[int, dict[str, np.ndarray]] = {}
+    checked, seen = set(), set()
+    for each in file.bscans:
+        where = f"B-scan {each.bscan}"
+        if each.bscan >= depth or each.bscan in seen:
+            raise refuse("bscans", f"each of 0 to {depth - 1} at most once", each.bscan)
+        seen.add(each.bscan)
+        if each.checked:
+            checked.add(each.bscan)
+        for name, values in each.surfaces.items():
+            if len(values) != width:
+                raise refuse(f"{where}, {name}", f"{width} rows", len(values))
+            rows = np.array([np.nan if row is None else row for row in values], np.float32)
+            if ((rows < -OUTSIDE_ROWS) | (rows > height + OUTSIDE_ROWS)).any():
+                raise refuse(
+                    f"{where}, {name}", f"rows from 0 to {height - 1}", f"{np.nanmin(rows)}, {np.nanmax(rows)}"
+                )
+            surfaces.setdefault(name, {})[each.bscan] = rows
+        if absent := [name for name in SURFACES if each.checked and name not in each.surfaces]:
+            raise refuse(where, "all lines of a checked B-scan", f"none for {', '.join(absent)}")
+        if each.checked and each.areas is None:
+            raise refuse(where, "the areas of a checked B-scan", "none")
+        _require_order(each, source, {name: by[each.bscan] for name, by in surfaces.items() if each.bscan in by})
+        if each.areas is not None:
+            if any(len(runs) % 2 for runs in each.areas.values()):
+                raise refuse(f"{where}, areas", "pairs of first voxel and count", "an odd number of values")
+            try:
+                areas[each.bscan] = {name: np.array(r, np.int64).reshape(-1, 2) for name, r in each.areas.items()}
+            except OverflowError:
+                raise refuse(f"{where}, areas", "voxels of the B-scan", "larger numbers") from None
+            runs = np.concatenate([*areas[each.bscan].values(), np.zeros((0, 2), np.int64)])
+            runs = runs[np.argsort(runs[:, 0], kind="stable")]
+            inside = (runs[:, 0] >= 0) & (runs[:, 1] > 0) & (runs[:, 1] <= height * width - runs[:, 0])
+            if not inside.all() or (runs[1:, 0] < runs[:-1].sum(axis=1)).any():
+                raise refuse(f"{where}, areas", "runs within the B-scan that do not overlap", "others")
+    return Corrections(
+        file.scan, file.network, file.shape, file.author, file.participant, file.time.isoformat(), file.octfm,
+        surfaces, areas, frozenset(checked), source,
+    )  # fmt: skip
+
+
+def _require_order(each: _Bscan, source: str, rows: dict[str, np.ndarray]) -> None:
+    for upper, lower in pairwise([name for name in SURFACES if name in rows]):
+        require_order(source, each.bscan, upper, rows[upper], lower, rows[lower])
+
+
+def require_order(source: str, bscan: int, upper: str, above: np.ndarray, lower: str, below: np.ndarray) -> None:
+    """Raise CorrectionsError where a line, rows [W], lies above the one before it."""
+    if (wrong := np.flatnonzero(below < above - OUT_OF_ORDER_ROWS)).size:
+        raise CorrectionsError(
+            f"{source}: B-scan {bscan}, A-scan {wrong[0]}: {lower} at row {below[wrong[0]]:g} lies above {upper} at "
+            f"row {above[wrong[0]]:g}; lines keep their order in the viewer, save the file again from the page"
+        )

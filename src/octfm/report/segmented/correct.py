@@ -1,0 +1,108 @@
+"""What a page needs to correct a segmentation by hand and to measure it again: lines, areas, doubt and geometry."""
+
+import base64
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octfm.errors import EvaluationError
+from octfm.report.segmented.pictures import RANGE_UM
+from octfm.version import __version__
+from octfm.volume import etdrs
+from octfm.volume.etdrs import lateral_scale
+from octfm.volume.pixel_copies import fingerprint
+
+if TYPE_CHECKING:
+    from octfm.layers.segment import ScanSegmentation
+
+ABSENT = 65535
+"""Of a line that is not in the image, in uint16. viewer_correct.js has the same number."""
+ERROR_STEPS = 256
+"""Expected errors are uint16 in this part of a µm."""
+
+
+def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
+    """The data of viewer_correct.js for one scan; B-scans in the order of the file.
+
+    Lines are uint16 in such a part of a row that the frame fits, areas run lengths per B-scan.
+    """
+    from octfm.layers.corrections import FORMAT, OUTSIDE_ROWS
+    from octfm.layers.segment import PLACE_UM
+    from octfm.layers.verdict import ANSWERED, ZONE_UM
+    from octfm.layers.zones import why_no_zones
+    from octfm.models.layer_net import MASKS, SURFACES
+
+    volume = found.volume
+    depth, height, width = volume.shape
+    steps = 2 ** int(np.log2(ABSENT / (height + 2 * OUTSIDE_ROWS)))
+    rows = (np.stack([found.surfaces[name] for name in SURFACES]) + OUTSIDE_ROWS) * steps
+    known = np.isfinite(rows) & (rows >= 0) & (rows < ABSENT)
+    coded = np.where(known, np.rint(np.nan_to_num(rows)), ABSENT).astype("<u2")
+    expected = np.rint(np.clip(found.expected_error_um() * ERROR_STEPS, 0, 65535)).astype("<u2")
+    dz, dy, dx = volume.spacing_mm
+    laid_out = volume.layout == "raster" and depth > 1
+    nl = float(np.prod(volume.spacing_mm) * lateral_scale(found.axial_length_mm) ** 2 * 1000)
+    return {
+        "format": FORMAT,
+        "scan": fingerprint(volume.voxels),
+        "network": found.model,
+        "octfm": __version__,
+        "shape": [depth, height, width],
+        "reversed": volume.superior_first is False,
+        "mm": [dz, dy, dx],
+        "surfaces": list(SURFACES),
+        "steps": steps,
+        "outside": OUTSIDE_ROWS,
+        "rows": base64.b64encode(coded.tobytes()).decode(),
+        "areas": list(MASKS),
+        "reported": list(found.masks),
+        "labels": [_runs({MASKS.index(name): mask[d] for name, mask in found.masks.items()}) for d in range(depth)],
+        "expected": base64.b64encode(expected.tobytes()).decode(),
+        "errorSteps": ERROR_STEPS,
+        "nlPerVoxel": nl if laid_out else None,
+        "field": _field(found),
+        "whyNoZones": "" if not found.verdict.accepted else why_no_zones(found),
+        "reasons": [
+            {"text": text, "answered": code in ANSWERED}
+            for code, text in zip(found.verdict.codes, found.verdict.reasons, strict=True)
+        ],
+        "rules": {
+            "rings": etdrs.RINGS_MM, "covered": etdrs.LEAST_COVERED, "cell": etdrs.CELL_MM, "pit": etdrs.PIT_UM,
+            "apart": etdrs.APART_MM, "rival": etdrs.RIVAL, "offCentre": etdrs.OFF_CENTRE_MM,
+            "zones": etdrs.ZONES, "sides": etdrs.SIDES[volume.laterality], "zoneUm": ZONE_UM, "placeUm": PLACE_UM,
+        },
+        "viridis": _viridis(),
+        "range": RANGE_UM,
+    }  # fmt: skip
+
+
+def _runs(masks: dict[int, np.ndarray]) -> list[int]:
+    """Areas of a B-scan, bool [H, W] by their index, as first voxel, count and 1 + index, one run after the other."""
+    if not masks:
+        return []
+    labels = np.zeros(next(iter(masks.values())).shape, np.uint8)
+    for index, mask in masks.items():
+        labels[mask] = 1 + index
+    flat = np.concatenate([[0], labels.ravel(), [0]]).astype(np.int16)
+    edges = np.flatnonzero(np.diff(flat))
+    runs = np.stack([edges[:-1], np.diff(edges), flat[edges[:-1] + 1]], axis=1) if len(edges) else np.zeros((0, 3), int)
+    return runs[runs[:, 2] > 0].ravel().tolist()
+
+
+def _field(found: "ScanSegmentation") -> dict[str, Any] | None:
+    """Where A-scans lie on the fundus; None where there is no raster."""
+    try:
+        field = found.place()
+    except EvaluationError:
+        return None
+    return {
+        "origin": field.origin.tolist(), "along": field.along.tolist(), "across": field.across.tolist(),
+        "bscans": field.bscans_mm.tolist(), "starts": field.starts_mm.tolist(), "columns": field.columns,
+        "ascan": field.ascan_mm, "upright": field.upright, "centre": field.centre.tolist(),
+    }  # fmt: skip
+
+
+def _viridis() -> list[list[int]]:
+    from matplotlib import colormaps
+
+    return [[round(255 * c) for c in colormaps["viridis"](i / 63)[:3]] for i in range(64)]
