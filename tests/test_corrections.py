@@ -1,0 +1,509 @@
+"""Corrections by hand: drawn in a page with real pointers and keys, saved, refused if they do not fit, and applied."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import octfm
+from octfm.cli.main import app
+from octfm.errors import ConfigError, CorrectionsError, EvaluationError
+from octfm.layers.calibrate import calibrate_rows
+from octfm.layers.corrections import FORMAT, find_corrections, read_corrections
+from octfm.layers.segment import ScanSegmentation
+from octfm.layers.table import read_table, row_of, save_table, write_table
+from octfm.layers.verdict import Verdict
+from octfm.models.layer_net import MASKS, SURFACES
+from octfm.report.segmented.correct import correction_facts
+from octfm.report.viewer import write_view
+from octfm.tasks.segment import read_truth, to_prepared, transform_of
+from octfm.tasks.segment_score import segment
+from octfm.tasks.segment_settings import SegmentConfig
+from octfm.tasks.view import scene_of
+from octfm.volume.pixel_copies import fingerprint
+from octfm.volume.volume import Lines
+from support.browser import Browser, needs_chromium
+from support.segmented import found_in
+from support.small_store import SIZE, edit_rows, small_store
+from support.tiny_runs import config as pretrain_config
+from support.tiny_runs import quick_pretrain, quiet
+from support.waiting import wait_until
+
+ROOT, BSCAN = "[data-viewer]", '[data-part="bscan"]'
+ILM, PEAK, BM = (SURFACES.index(name) for name in ("ilm", "rpe_peak", "bm"))
+
+
+def found_eye(depth: int = 25, seed: int = 0, **facts) -> ScanSegmentation:
+    """A left eye of wavy lines, inferior B-scan first, whose ILM is missing in part and whose network is unsure in the
+    lower half."""
+    rng = np.random.default_rng(seed)
+    found = found_in(depth, laterality="L", fluid_in=12 % depth)
+    volume = replace(
+        found.volume, voxels=rng.integers(0, 255, found.volume.shape, dtype=np.uint8), superior_first=False, **facts
+    )
+    wave = rng.normal(0, 0.4, (depth, volume.shape[2])).astype(np.float32)
+    surfaces = {name: rows + wave for name, rows in found.surfaces.items()}
+    surfaces["ilm"][7 % depth, 30:50] = np.nan
+    unsure = np.where(np.arange(depth) < depth // 2, 80.0, 1.0)[None, :, None]
+    near = np.where(unsure > 1, 0.5, 1.0)
+    layers = replace(found.found, spread_um=found.found.spread_um * unsure, near=found.found.near * near)
+    return replace(found, volume=volume, surfaces=surfaces, found=layers)
+
+
+def stated(found: ScanSegmentation, *, checked=(), lines=None, areas=None, **other) -> dict:
+    """A file as the page saves it. lines: (B-scan, surface) → rows; areas: B-scan → mask → runs."""
+    bscans: dict[int, dict] = {}
+    for d in checked:
+        rows = {name: stated_rows(found.surfaces[name][d]) for name in SURFACES}
+        bscans[d] = {"bscan": d, "checked": True, "surfaces": rows, "areas": {}}
+    for (d, name), rows in (lines or {}).items():
+        own = bscans.setdefault(d, {"bscan": d, "checked": False, "surfaces": {}})
+        own["surfaces"][name] = stated_rows(rows)
+    for d, runs in (areas or {}).items():
+        bscans.setdefault(d, {"bscan": d, "checked": False, "surfaces": {}})["areas"] = runs
+    return {
+        "format": FORMAT, "scan": fingerprint(found.volume.voxels), "network": found.model, "octfm": "0.1",
+        "author": "A. Grader", "participant": "", "time": "2026-11-23T21:00:00.000Z",
+        "shape": list(found.volume.shape), "bscans": list(bscans.values()),
+    } | other  # fmt: skip
+
+
+def stated_rows(rows: np.ndarray) -> list[float | None]:
+    return [round(float(row), 3) if np.isfinite(row) else None for row in rows]
+
+
+def written(content: object, path: Path) -> Path:
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Browser(tmp_path_factory.mktemp("chromium")) as opened:
+        yield opened
+
+
+def open_page(browser: Browser, found: ScanSegmentation, folder: Path) -> None:
+    page = write_view(scene_of(found.volume, found=found), folder / "page.html", corrections=correction_facts(found))
+    browser.complaints.clear()
+    browser.asked.clear()
+    browser.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
+    browser.open(page)
+    browser.wait(
+        f"((r) => r?.dataset.started && r.dataset.drawn === r.dataset.bscan)(document.querySelector('{ROOT}'))"
+    )
+    browser.js(f"document.querySelector('{ROOT}').focus()")
+
+
+def told(browser: Browser) -> dict[str, str]:
+    return browser.js(f"({{...document.querySelector('{ROOT}').dataset}})")
+
+
+def numbers(browser: Browser) -> dict[str, float | None]:
+    """The column "now" of the page's table."""
+    cells = browser.js(
+        "[...document.querySelectorAll('[data-zone]')].map((row) => [row.dataset.zone, row.children[1].textContent])"
+    )
+    return {name: None if text == "–" else float(text) for name, text in cells}
+
+
+def expected_numbers(found: ScanSegmentation) -> dict[str, float | None]:
+    grid = found.etdrs()
+    return grid.mean_um | {"within 3 mm": grid.volume_mm3} | {name: found.volume_nl(name) for name in MASKS}
+
+
+def assert_same(shown: dict[str, float | None], expected: dict[str, float | None]) -> None:
+    assert shown.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (shown[name] is None) == (value is None), (name, shown[name], value)
+        assert value is None or shown[name] == pytest.approx(value, abs=0.1 if name != "within 3 mm" else 6e-4), name
+
+
+def save(browser: Browser, folder: Path) -> Path:
+    browser.js("document.querySelector('[data-part=\"save\"]').click()")
+    wait_until(lambda: list(folder.glob("corrections-*.json")), "the file is saved", 20)
+    (path,) = folder.glob("corrections-*.json")
+    return path
+
+
+@needs_chromium
+def test_what_is_dragged_and_painted_is_measured_saved_and_applied(browser, tmp_path):
+    found = found_eye()
+    depth, height, width = found.volume.shape
+    open_page(browser, found, tmp_path)
+    as_found = numbers(browser)
+    assert_same(as_found, expected_numbers(found))
+    assert None in as_found.values(), "zones in the unsure half are withheld"
+    browser.mouse(BSCAN, 0.5, 0.4, to=(0.5, 0.2))
+    assert told(browser)["changed"] == "0", "nothing is dragged unless correcting was begun"
+
+    browser.key("e")
+    shown = depth - 1 - int(told(browser)["bscan"])  # in the order of the file, which has inferior first
+    row = float(found.surfaces["ilm"][shown, 60])
+    browser.mouse(BSCAN, 60.5 / width, (row + 0.5) / height, to=(60.5 / width, (row - 14.5) / height))
+    assert told(browser)["line"] == "ilm" and told(browser)["changed"] == "1"
+    assert numbers(browser)["centre"] > as_found["centre"] + 1
+    browser.key("z")
+    assert numbers(browser) == as_found and told(browser)["undo"] == "0"
+    browser.key("y")
+    browser.key("ArrowDown")
+    for _ in range(8):
+        browser.key("l")  # down to Bruch's membrane
+    browser.key("d", shift=True)
+    browser.key("d")
+    browser.key("k")
+    for _ in range(int(told(browser)["bscan"]), depth - 1 - 7):
+        browser.key("ArrowDown")
+    browser.key("t")  # draw the ILM where it is missing
+    browser.key("l")
+    assert (told(browser)["hand"], told(browser)["line"]) == ("draw", "ilm")
+    y = (float(np.nanmean(found.surfaces["ilm"][7])) + 0.5) / height
+    browser.mouse(BSCAN, 29.5 / width, y, to=(51.5 / width, y))
+    browser.key("t")
+    browser.key("t")  # paint a cyst
+    browser.mouse(BSCAN, 0.3, 0.62, to=(0.4, 0.64))
+    assert numbers(browser)["intraretinal_fluid"] > as_found["intraretinal_fluid"]
+
+    refused = "document.querySelector('[data-part=\"hand-status\"]').textContent"
+    browser.js("document.querySelector('[data-part=\"save\"]').click()")
+    assert "who corrects" in browser.js(refused)
+    browser.js("document.querySelector('[data-part=\"author\"]').value = 'A. Grader'")
+    path = save(browser, tmp_path)
+    content = json.loads(path.read_text())
+    assert content.keys() == stated(found).keys() and content["participant"] == "", "no path, no id"
+    assert [one["bscan"] for one in content["bscans"]] == [7, shown - 1, shown]
+
+    corrected = found.corrected(read_corrections(path))
+    assert_same(numbers(browser), expected_numbers(corrected))
+    assert np.isfinite(corrected.surfaces["ilm"][7]).all()
+    assert corrected.surfaces["ilm"][shown, 60] == pytest.approx(row - 15, abs=0.5)
+    assert corrected.surfaces["ilm"][shown, 60] < corrected.surfaces["ilm"][shown, 55] < row, "a smooth pull"
+    assert np.array_equal(corrected.surfaces["ilm"][shown, :20].round(1), found.surfaces["ilm"][shown, :20].round(1))
+    assert row_of(corrected)["corrected_bscans"] == "3" and corrected.doubtful[shown - 1].sum() == 0
+
+    again = tmp_path / "again"  # a new page continues from the file, and saves the same
+    again.mkdir()
+    open_page(browser, found, again)
+    browser.key("e")
+    node = browser.call("DOM.getDocument", depth=-1)["root"]["nodeId"]
+    chosen = browser.call("DOM.querySelector", nodeId=node, selector='[data-part="load"]')["nodeId"]
+    browser.call("DOM.setFileInputFiles", nodeId=chosen, files=[str(path)])
+    browser.wait(f"document.querySelector('{ROOT}').dataset.changed !== '0'")
+    assert_same(numbers(browser), expected_numbers(corrected))
+    assert json.loads(save(browser, again).read_text())["bscans"] == content["bscans"]
+    browser.assert_quiet()
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_lines_keep_their_order_and_come_back_with_the_stroke(browser, tmp_path):
+    found = found_in()
+    open_page(browser, found, tmp_path)
+    depth, height, width = found.volume.shape
+    browser.key("e")
+    at = (float(found.surfaces["ilm"][12, 60]) + 0.5) / height
+    browser.mouse(BSCAN, 60.5 / width, at, to=(60.5 / width, (148.5) / height))
+    assert told(browser)["changed"] == str(SURFACES.index("bm")), "all lines but the last made way"
+    browser.key("r")
+    assert told(browser)["changed"] == "0"
+    browser.key("z")
+    browser.key("ArrowDown")
+    browser.key("ArrowDown")
+    browser.key("l", shift=True)
+    browser.key("l")
+    browser.key("k")
+    browser.key("ArrowUp")
+    browser.key("i")  # half of the correction in the B-scan between
+    browser.js("document.querySelector('[data-part=\"author\"]').value = 'x'")
+    own = read_corrections(save(browser, tmp_path))
+    corrected = found.corrected(own)
+    assert set(own.surfaces["ilm"]) == {12, 13, 14}
+    shift = [corrected.surfaces["ilm"][d, 60] - found.surfaces["ilm"][d, 60] for d in (12, 13, 14)]
+    assert shift[1] == pytest.approx(shift[0] / 2, abs=0.02) and shift[2] == pytest.approx(0, abs=0.02)
+    assert all(
+        (np.diff(np.stack(list(corrected.surfaces.values()))[:, d], axis=0) >= -0.01).all() for d in range(depth)
+    )
+
+
+def tilted(depth: int, turn: float, seed: int) -> Lines:
+    """B-scans 6 mm long at uneven distances, shifted along themselves, turned by some degrees."""
+    rng = np.random.default_rng(seed)
+    y = np.sort(np.linspace(-3, 3, depth) + rng.uniform(-0.08, 0.08, depth))
+    x = rng.uniform(-0.2, 0.2, depth)
+    along = np.array([np.cos(np.radians(turn)), np.sin(np.radians(turn))])
+    across = np.array([-along[1], along[0]])
+    return Lines(np.outer(y, across) + np.outer(x - 3, along), np.outer(y, across) + np.outer(x + 3, along))
+
+
+@needs_chromium
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_a_page_measures_any_raster_as_python_does(browser, tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    depth = int(rng.integers(12, 40))
+    facts = {"lines": tilted(depth, float(rng.uniform(-30, 30)), seed)} if seed % 2 else {}
+    found = found_eye(depth, seed, **facts)
+    depth, _, width = found.volume.shape
+    laterality = (None, "R", "L")[seed % 3]
+    found = replace(found, volume=replace(found.volume, laterality=laterality, superior_first=(None, True)[seed % 2]))
+    y, x = np.meshgrid(np.linspace(-3, 3, depth), np.linspace(-3, 3, width), indexing="ij")
+    for cx, cy in rng.uniform(-1.5, 1.5, (2, 2)):  # depressions that rival the pit
+        found.surfaces["ilm"][:] += (15 * np.exp(-((x - cx) ** 2 + (y - cy) ** 2) / 0.3)).astype(np.float32)
+    for name in SURFACES[1:]:
+        np.maximum(found.surfaces[name], found.surfaces["ilm"], out=found.surfaces[name])
+    found.surfaces["bm"][rng.random((depth, width)) < 0.02] = np.nan
+    open_page(browser, found, tmp_path)
+    assert_same(numbers(browser), expected_numbers(found))
+    browser.assert_quiet()
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_single_and_refused_scans_are_corrected_without_zones(browser, tmp_path):
+    (tmp_path / "one").mkdir()
+    open_page(browser, found_eye(1), tmp_path / "one")
+    assert numbers(browser) == {} and "single B-scan" in browser.js("document.body.textContent")
+    refused = replace(found_eye(), verdict=Verdict(("unsure",), 1.5, ("unfamiliar",)))
+    open_page(browser, refused, tmp_path)
+    assert "Do not believe it: unsure" in browser.js("document.body.textContent") and numbers(browser) == {}
+    browser.key("e")
+    browser.key("Home")
+    for _ in range(25):
+        browser.key("k")
+        browser.key("ArrowDown")
+    assert told(browser)["checked"] == "25"
+    browser.js("document.querySelector('[data-part=\"author\"]').value = 'x'")
+    corrected = refused.corrected(read_corrections(save(browser, tmp_path)))
+    assert corrected.verdict.accepted and not corrected.doubtful.any()
+    assert_same(numbers(browser), expected_numbers(corrected))
+    browser.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
+    assert browser.js("document.documentElement.scrollWidth") <= 390
+    browser.call("Emulation.clearDeviceMetricsOverride")
+
+
+# ---- the file ----
+
+
+def edits(content: dict) -> dict[str, object]:
+    """What somebody could do to a file by hand, by what the refusal says."""
+    one = content["bscans"][0]
+    rows = one["surfaces"]["ilm"]
+
+    def with_bscan(**changes) -> dict:
+        return content | {"bscans": [one | changes]}
+
+    return {
+        "scan": content | {"scan": "abc"},
+        "format": content | {"format": "octfm corrections 9"},
+        "author": {key: value for key, value in content.items() if key != "author"},
+        "path": content | {"path": "/home/x"},
+        "time": content | {"time": "yesterday"},
+        "shape": content | {"shape": [25, 200]},
+        "expected B-scans, rows and A-scans": content | {"shape": [0, 200, 120]},
+        "120 rows": with_bscan(surfaces={"ilm": rows[:-1]}),
+        "rows from 0 to 199": with_bscan(surfaces={"ilm": [1e6, *rows[1:]]}),
+        "lies above ilm": with_bscan(surfaces={"ilm": rows, "bm": [3.0, *rows[1:]]}),
+        "surfaces": with_bscan(surfaces={"choroid": rows}),
+        "number": with_bscan(surfaces={"ilm": ["thick", *rows[1:]]}),
+        "at most once": content | {"bscans": [one, one]},
+        "each of 0 to 24": with_bscan(bscan=25),
+        "all lines of a checked B-scan": with_bscan(checked=True),
+        "pairs of first voxel and count": with_bscan(areas={"drusen": [1, 2, 3]}),
+        "do not overlap": with_bscan(areas={"drusen": [10, 5], "detachment": [12, 2]}),
+        "runs within the B-scan": with_bscan(areas={"drusen": [200 * 120 - 1, 2]}),
+        "larger numbers": with_bscan(areas={"drusen": [10**30, 2]}),
+        "JSON": "",
+    }
+
+
+def test_a_file_edited_wrongly_is_refused_in_one_line(tmp_path):
+    found = found_in()
+    content = stated(found, lines={(3, "ilm"): found.surfaces["ilm"][3] - 2})
+    assert read_corrections(written(content, tmp_path / "good.json")).author == "A. Grader"
+    for number, (said, wrong) in enumerate(edits(content).items()):
+        path = written(wrong, tmp_path / f"{number}.json")
+        if not wrong:
+            path.write_bytes(b"\xff{")
+        with pytest.raises(CorrectionsError) as refused:
+            read_corrections(path)
+        assert said in str(refused.value) and str(path) in str(refused.value) and "\n" not in str(refused.value)
+    for place in (tmp_path / "missing.json", tmp_path / "empty", Path("x" * 5000), Path("a\0b")):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(CorrectionsError):
+            find_corrections(place)
+
+
+PATHS = st.lists(st.integers(0, 10**6), min_size=1, max_size=5)
+ODD = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just([]), st.just({}))
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(path=PATHS, value=ODD)
+def test_any_edit_is_read_or_refused_in_one_line(tmp_path, path, value):
+    found = found_in(3)
+    content = stated(found, checked=[1], lines={(0, "ilm"): found.surfaces["ilm"][0]}, areas={2: {"drusen": [5, 3]}})
+    place = content
+    for turn in path:  # follow the numbers down into the file, and change what lies there
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        key = keys[turn % len(keys)]
+        if turn is path[-1] or not isinstance(place[key], dict | list) or not place[key]:
+            place[key] = value
+            break
+        place = place[key]
+    file = written(content, tmp_path / "edited.json")
+    try:
+        corrected = found.corrected(read_corrections(file))
+    except CorrectionsError as error:
+        assert "\n" not in str(error)
+    else:
+        assert all(rows.shape == (3, 120) for rows in corrected.surfaces.values())
+
+
+def test_corrections_of_another_scan_or_network_are_refused(tmp_path):
+    found = found_in()
+    own = read_corrections(
+        written(stated(found, lines={(3, "ilm"): found.surfaces["ilm"][3] - 2}), tmp_path / "c.json")
+    )
+    other = replace(found, volume=replace(found.volume, voxels=found.volume.voxels + np.uint8(1)))
+    with pytest.raises(CorrectionsError, match="corrections of another scan"):
+        other.corrected(own)
+    with pytest.raises(CorrectionsError, match="corrects lines of 'test 000000000000', this is newer"):
+        replace(found, model="newer").corrected(own)
+    across = stated(found, lines={(3, "ilm"): found.surfaces["bm"][3] + 1})
+    with pytest.raises(CorrectionsError, match=r"B-scan 3, A-scan 0: nfl_gcl at row .* lies above ilm"):
+        found.corrected(read_corrections(written(across, tmp_path / "across.json")))
+    written(stated(found, checked=[1]), tmp_path / "d.json")
+    (tmp_path / "across.json").unlink()
+    with pytest.raises(CorrectionsError, match="corrects the same scan as"):
+        find_corrections(tmp_path)
+
+
+def test_only_what_somebody_looked_at_is_trusted(tmp_path):
+    found = replace(found_eye(), verdict=Verdict(("unsure", "narrow"), 1.5, ("unfamiliar", "field")))
+    lines = {(2, "ilm"): found.surfaces["ilm"][2], (4, "ez"): found.surfaces["ez"][4]}
+    part = found.corrected(read_corrections(written(stated(found, checked=[3], lines=lines), tmp_path / "c.json")))
+    error = part.expected_error_um()
+    assert not error[[2, 3]].any() and (error[[1, 4]] == found.expected_error_um()[[1, 4]]).all()
+    assert not part.expected_error_um("ez", "bm")[4].any()
+    assert part.verdict.codes == ("unfamiliar", "field") and part.zone_ranges() == {}
+    whole = found.corrected(read_corrections(written(stated(found, checked=range(25)), tmp_path / "d.json")))
+    assert whole.verdict.codes == ("field",), "a person answers for lines, not for millimetres"
+    assert "corrected by hand" in whole.comments and "corrected" in repr(whole._described())
+
+
+# ---- its uses ----
+
+
+def layered_scan(path: Path, seed: int = 203) -> Path:
+    from octfm.phantom.native.stream import Stream
+
+    image = next(i for i in map(Stream(seed, bscans=2, randomised=0.0), range(9)) if i.accident == "none")
+    np.savez(path, volume=image.voxels[:, :, ::4], spacing_mm=(1.0, image.spacing_mm[1], 4 * image.spacing_mm[2]))
+    return path
+
+
+def corrections_of(scan: Path, path: Path) -> Path:
+    found = octfm.segment(scan)
+    return written(stated(found, checked=[0], areas={1: {"drusen": [5, 3]}}, participant="P7"), path)
+
+
+def test_the_command_applies_corrections(tmp_path):
+    scan, other = layered_scan(tmp_path / "a.npz"), tmp_path / "b.npz"
+    path = corrections_of(scan, tmp_path / "corrections.json")
+    done = CliRunner().invoke(app, ["segment", str(scan), "--apply-corrections", str(path)])
+    assert done.exit_code == 0 and "corrected by hand: 2 of 2 B-scans" in done.output, done.output
+    np.savez(other, volume=np.zeros((2, 8, 8), np.uint8), spacing_mm=(0.1, 0.004, 0.05))
+    refused = CliRunner().invoke(app, ["segment", str(other), "--apply-corrections", str(path)])
+    assert isinstance(refused.exception, CorrectionsError) and "another scan" in str(refused.exception)
+    training = CliRunner().invoke(app, ["segment", "encoder=a", "--apply-corrections", str(path)])
+    assert isinstance(training.exception, ConfigError)
+
+
+@pytest.mark.slow
+def test_a_corrected_row_says_so_and_stays(tmp_path):
+    scan, other = layered_scan(tmp_path / "a.npz"), layered_scan(tmp_path / "b.npz", 204)
+    path = corrections_of(scan, tmp_path / "corrections.json")
+    table, said = tmp_path / "t.csv", []
+    assert write_table([str(scan), str(other)], table, echo=said.append) == 2
+    assert [row["corrected_bscans"] for row in read_table(table)] == ["", ""]
+    assert write_table([str(scan), str(other)], table, corrections=find_corrections(path), echo=said.append) == 1
+    rows = read_table(table)
+    assert [(row["corrected_bscans"], row["corrected_participant"]) for row in rows] == [("2", "P7"), ("", "")]
+    assert write_table([str(scan), str(other)], table, echo=said.append) == 0, "a row stays corrected"
+    with pytest.raises(CorrectionsError, match="corrections of none of these scans"):
+        write_table([str(other)], table, corrections=find_corrections(path), echo=said.append)
+
+
+def test_calibration_counts_scans_that_were_corrected_whole(tmp_path):
+    from octfm.layers.ranges import Ranges
+
+    found = replace(found_in(), ranges=Ranges((5.0, 0.0, 0.0), (5.0, 0.0, 0.0), 9))
+    shifted = found.surfaces["bm"][0] + 1
+    whole = stated(found, checked=range(25), lines={(d, "bm"): shifted for d in range(25)}, participant="P1")
+    corrected = found.corrected(read_corrections(written(whole, tmp_path / "w.json")))
+    part = found.corrected(read_corrections(written(stated(found, checked=[1]), tmp_path / "p.json")))
+    as_found, by_hand = row_of(found), row_of(corrected)
+    rows = [as_found | {"source": f"{i}"} for i in range(60)]
+    fixed = [by_hand | {"source": f"{i}", "corrected_participant": f"P{i}"} for i in range(55)]
+    fixed += [row_of(part) | {"source": "56"}, as_found | {"source": "57"}]
+    save_table(fixed, tmp_path / "fixed.csv")
+    scaled, said = calibrate_rows(rows, tmp_path / "fixed.csv")
+    assert "55 participants" in scaled[0]["range_kind"] and "1 scans do not count" in said[-1]
+    assert float(scaled[0]["range_factor"]) == pytest.approx(4 / 5, rel=0.02), "4 µm of a range of 5"
+    save_table(fixed[:3], tmp_path / "few.csv")
+    with pytest.raises(EvaluationError, match="at least 50 participants"):
+        calibrate_rows(rows, tmp_path / "few.csv")
+
+
+def truth_for(folder: Path) -> tuple:
+    """A small store whose scans have fingerprints, and corrections of all of them."""
+    store = small_store(folder / "prepared")
+    edit_rows(folder / "prepared", lambda row: {"pixels": f"{row.index:032x}"})
+    (folder / "hand").mkdir()
+    depth, _, width = SIZE
+    for row in store.rows:
+        bscans = []
+        for d in range(depth):
+            lines = {name: [20.0 + 2 * i] * width for i, name in enumerate(SURFACES)}
+            one = {"bscan": d, "checked": d < 4, "surfaces": lines if d < 4 else {"bm": [40.0] * width}}
+            bscans.append(one | ({"areas": {"drusen": [64, 8]}} if d < 4 else {}))
+        content = stated(found_in(), scan=f"{row.index:032x}", shape=list(SIZE), bscans=bscans)
+        written(content, folder / "hand" / f"{row.index}.json")
+    return type(store).open(folder / "prepared"), folder / "hand"
+
+
+def test_corrected_and_checked_lines_are_training_truth(tmp_path):
+    store, hand = truth_for(tmp_path)
+    config = SegmentConfig(truth=str(hand), surfaces=("ilm", "bm"))
+    row = store.rows[0]
+    truth = read_truth(config, row)
+    assert np.isfinite(truth["rows"]).all(axis=2).tolist() == [[True] * 4 + [False] * 4, [True] * 8]
+    assert truth["rows"][0, 0, 0] == 20 and truth["rows"][1, 7, 0] == 40 and truth["mask"] is None
+    assert to_prepared(truth, transform_of(row)).rows.shape == (2, SIZE[0], SIZE[2])
+    with pytest.raises(EvaluationError, match="4 of 8 B-scans have areas"):
+        read_truth(config.model_copy(update={"mask_values": (3,)}), row)
+    with pytest.raises(EvaluationError, match="no surface called rpe; surfaces: ilm"):
+        read_truth(config.model_copy(update={"surfaces": ("rpe",)}), row)
+    with pytest.raises(EvaluationError, match="no truth for this acquisition, nor corrections of its voxels"):
+        read_truth(config, replace(row, pixels="f" * 32))
+    content = json.loads((hand / "0.json").read_text())
+    content["bscans"][4:] = [one | {"areas": {}} for one in content["bscans"][4:]]
+    written(content, hand / "0.json")
+    mask = read_truth(config.model_copy(update={"mask_values": (3,)}), row)["mask"]
+    assert mask[0, 2, :8].all() and mask.sum() == 4 * 8
+
+
+@pytest.mark.slow
+def test_a_segmenter_learns_from_corrections(tmp_path):
+    store, hand = truth_for(tmp_path)
+    run = quick_pretrain(pretrain_config(steps=2), store, tmp_path / "run", echo=quiet)
+    config = SegmentConfig(
+        encoder=str(run), store=str(tmp_path / "prepared"), truth=str(hand), surfaces=("ilm", "bm"), steps=2
+    )
+    result = segment(config, tmp_path / "out", baselines=False, echo=quiet)
+    assert "bm" in json.dumps(result)
