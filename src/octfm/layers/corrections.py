@@ -30,8 +30,8 @@ class _Bscan(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     bscan: int = Field(ge=0)
     checked: bool = False
-    surfaces: dict[Literal[SURFACES], list[float | None]] = {}
-    areas: dict[Literal[MASKS], list[int]] | None = None
+    surfaces: dict[str, list[float | None]] = {}
+    areas: dict[str, list[int]] | None = None
 
 
 class _File(BaseModel):
@@ -173,6 +173,9 @@ def _checked(file: _File, source: str) -> Corrections:
         seen.add(each.bscan)
         if each.checked:
             checked.add(each.bscan)
+        for part, names, known in (("surfaces", each.surfaces, SURFACES), ("areas", each.areas or {}, MASKS)):
+            if unknown := [name for name in names if name not in known]:
+                raise refuse(f"{where}, {part}", f"names among {', '.join(known)}", shown(unknown[0], 40))
         for name, values in each.surfaces.items():
             if len(values) != width:
                 raise refuse(f"{where}, {name}", f"{width} rows", len(values))

@@ -536,7 +536,7 @@ const octfmCorrect = (() => {
       if (event.altKey || (control && !(state.active && "zys".includes(name)))) return false;
       if (control && name === "s") { event.preventDefault(); save(); return true; }
       if (name === "e" && !control) { event.preventDefault(); toggle(); return true; }
-      if (!state.active || !keys[name] || (name === "Enter" && event.target.tagName === "BUTTON")) return false;
+      if (!state.active || !keys[name] || (name === "Enter" && ["BUTTON", "SUMMARY"].includes(event.target.tagName))) return false;
       event.preventDefault();
       keys[name](event);
       hooks.redraw();
