@@ -36,7 +36,10 @@
       state.anchor = null;
       hand = !volume.correct ? null : volume.hand ||= octfmCorrect.open(root, volume, {
         redraw: draw, at: () => state, go: (kept) => { state.kept = kept; draw(); },
-        on: () => overlays().forEach((o, i) => { if (corrected(o) && !state.on.has(i)) toggle(i); }),
+        on: () => {
+          overlays().forEach((o, i) => { if (corrected(o) && !state.on.has(i)) toggle(i); });
+          if (state.stretch === 1) stretch(3);  // a row is hardly half a pixel high in true proportions
+        },
       });
       slider.max = volume.kept.length - 1;
       find("volume").value = index;

@@ -92,7 +92,11 @@ def facts_of(found: "ScanSegmentation") -> list[tuple[str, str]]:
     return [
         ("Verdict", "; ".join(found.verdict.reasons) or ACCEPTED),
         ("Doubtful A-scans", f"{found.doubtful.mean():.0%}"),
-        *((name.replace("_", " ").capitalize(), f"{nl:.1f} nl") for name, nl in amounts.items() if nl is not None),
+        *(
+            (f"{name.replace('_', ' ').capitalize()}, as found", f"{nl:.1f} nl")
+            for name, nl in amounts.items()
+            if nl is not None
+        ),
         ("Found by", f"{found.model}; {NOTE}"),
     ]
 
