@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from octfm.display import number
 from octfm.errors import EvaluationError
 from octfm.layers.ranges import conformal_quantile
 from octfm.layers.zones import RANGE, UNIT, read_rows, zones_in
@@ -17,8 +18,9 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
     """Rows of a table of octfm segment, with 90 % intervals in place of synthetic-calibrated ranges, and what to tell.
 
     corrected: a CSV with `source`, `participant` and corrected zones in the table's columns (`centre_um` …); or a table
-    of `octfm segment --apply-corrections`, of which only scans count whose every B-scan was corrected or checked, with
-    `corrected_participant` where there is no `participant`: elsewhere lines are right because nobody has looked. Each
+    of `octfm segment --apply-corrections`, of which only scans count whose every B-scan was checked or had ILM or Bruch's
+    membrane corrected (`checked_bscans`), with `corrected_participant` where there is no `participant`: elsewhere lines
+    would be right because nobody has looked. Each
     scanner of which at least LEAST_PARTICIPANTS participants were corrected has its ranges scaled by one factor, the
     smallest that covers 90 % (`range_factor`). Raises EvaluationError if there is none, or nothing was corrected.
     """
@@ -69,13 +71,14 @@ def read_corrected(path: Path) -> tuple[list[dict[str, str]], str]:
     rows = read_rows(path, ("source",))
     if not rows[0].keys() & {"participant", "corrected_participant"}:
         raise EvaluationError(f"{path}: expected a column participant, found {', '.join(rows[0])[:200]}")
-    if "corrected_bscans" not in rows[0]:
+    if not rows[0].keys() >= {"corrected_bscans", "checked_bscans", "bscans"}:
         return rows, ""
     touched = [row for row in rows if row["corrected_bscans"]]
-    whole = [row for row in touched if row["corrected_bscans"] == row.get("bscans")]
+    whole = [row for row in touched if row["checked_bscans"] == row["bscans"]]
     named = [row | {"participant": row.get("participant") or row.get("corrected_participant", "")} for row in whole]
     left = len(touched) - len(whole)
-    return named, f"{left} scans do not count: not every B-scan of them was corrected or checked" if left else ""
+    why = "not every B-scan was checked or had ILM or Bruch's membrane corrected"
+    return named, f"{number(left, 'scan')} left out: {why}" if left else ""
 
 
 def synthetic_reach(row: Mapping[str, str], zone: str) -> tuple[float, float] | None:

@@ -35,7 +35,8 @@ ACCEPTED = "nothing speaks against it"
 COLUMNS = (
     *("source", "laterality", "scanner", "bscans", *ZONE_COLUMNS),
     *(f"{name}_nl" for name in MASKS),
-    *("verdict", "doubt", "doubtful_ascans", "model", "note", "problem", "corrected_bscans", "corrected_participant"),
+    *("verdict", "doubt", "doubtful_ascans", "model", "note", "problem"),
+    *("corrected_bscans", "checked_bscans", "corrected_participant"),
     *RANGE_COLUMNS,
     *DEVICE_COLUMNS,
 )
@@ -57,6 +58,8 @@ def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> d
     }
     if found.corrections is not None:
         row["corrected_bscans"] = str(len(found.corrections.touched))
+        # Zones are a person's only where somebody has looked at both of their lines.
+        row["checked_bscans"] = str(found.corrections.trusted("ilm", "bm").sum())
         row["corrected_participant"] = found.corrections.participant
     for name in MASKS:
         # What makes zones doubtful, wrong millimetres above all, makes volumes wrong.
