@@ -18,11 +18,11 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
     """Rows of a table of octfm segment, with 90 % intervals in place of synthetic-calibrated ranges, and what to tell.
 
     corrected: a CSV with `source`, `participant` and corrected zones in the table's columns (`centre_um` …); or a table
-    of `octfm segment --apply-corrections`, of which only scans count whose every B-scan was checked or had ILM or Bruch's
-    membrane corrected (`checked_bscans`), with `corrected_participant` where there is no `participant`: elsewhere lines
-    would be right because nobody has looked. Each
-    scanner of which at least LEAST_PARTICIPANTS participants were corrected has its ranges scaled by one factor, the
-    smallest that covers 90 % (`range_factor`). Raises EvaluationError if there is none, or nothing was corrected.
+    of `octfm segment --apply-corrections`, with `corrected_participant` where there is no `participant`. Of that table
+    only scans count whose every B-scan was checked or had ILM or Bruch's membrane corrected (`checked_bscans`): other
+    lines would be right because nobody has looked. Each scanner of which at least LEAST_PARTICIPANTS participants were
+    corrected has its ranges scaled by one factor, the smallest that covers 90 % (`range_factor`). Raises
+    EvaluationError if there is none, or nothing was corrected.
     """
     fixed, in_part = read_corrected(corrected)
     known = {row["source"]: row for row in rows if not row["problem"]}
