@@ -417,7 +417,8 @@ def test_the_command_applies_corrections(tmp_path):
     path = corrections_of(scan, tmp_path / "corrections.json")
     done = CliRunner().invoke(app, ["segment", str(scan), "--apply-corrections", str(path)])
     assert done.exit_code == 0 and "corrected by hand: 2 of 2 B-scans" in done.output, done.output
-    np.savez(other, volume=np.zeros((2, 64, 64), np.uint8), spacing_mm=(0.1, 0.004, 0.05))
+    with np.load(scan) as file:
+        np.savez(other, volume=file["volume"][:, :, ::-1], spacing_mm=file["spacing_mm"])
     refused = CliRunner().invoke(app, ["segment", str(other), "--apply-corrections", str(path)])
     assert isinstance(refused.exception, CorrectionsError) and "another scan" in str(refused.exception)
     training = CliRunner().invoke(app, ["segment", "encoder=a", "--apply-corrections", str(path)])
