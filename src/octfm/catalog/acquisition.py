@@ -42,6 +42,10 @@ FLAGS: dict[str, str] = {
     "nominal_spacing": "nothing states millimetres; those that --nominal-spacing names were taken",
     "lateral_mm_of_a_mean_eye": "the file states degrees; the lateral millimetres are those of a mean eye, "
     "as a rule right within a tenth. Axial ones are stated",
+    "estimated_spacing": "nothing states millimetres; they are estimated from the retina's thickness in all B-scans of "
+    "as many rows, so that no result gives micrometres",
+    "several_splits": "folders or tables put its participant into several splits; all rows count as the one used "
+    "earliest, train before val before test",
     "laterality_contradicts_anatomy": "its optic disc lies on the side of the other eye; "
     "look at it, nothing was changed",
     "disc_on_the_right": "nothing says which eye it is, and its optic disc lies on the right, "

@@ -7,17 +7,20 @@ from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.aireadi import ManifestRow, Tables
 from octfm.catalog.participants.people import Whose
 from octfm.errors import ReadError
-from octfm.formats.bscans import MEAN_EYE, missing_spacing
-from octfm.formats.dicom.geometry import check_bounds
+from octfm.formats.bscans import MEAN_EYE, check_spacing, missing_spacing
 from octfm.formats.names import lateralities, scanner_slug, slugify
 from octfm.formats.reasons import Header
+from octfm.volume.estimated import FLAG, spacing_of
 from octfm.volume.volume import Spacing3
 
 
-def accept(header: Header, tables: Tables, nominal_mm: Spacing3 | None = None) -> Acquisition | Reject:
+def accept(
+    header: Header, tables: Tables, nominal_mm: Spacing3 | None = None, estimated_mm: Mapping[int, float] | None = None
+) -> Acquisition | Reject:
     """The catalog row of a header. If neither header nor table names the participant, `with_person` adds it later.
 
-    Spacing that the file does not state comes from the table, else from `nominal_mm`; without any it is a reject. If
+    Spacing that the file does not state comes from the table, else from `nominal_mm`, else, of a single B-scan, from
+    `estimated_mm` (rows of an image -> axial millimetres); without any it is a reject. If
     header and manifest name different eyes, laterality is unknown: a wrong guess would be mirrored in training and get
     the other eye's labels.
     """
@@ -28,12 +31,13 @@ def accept(header: Header, tables: Tables, nominal_mm: Spacing3 | None = None) -
         flags += ["not_in_manifest"] if tables.by_path or tables.by_uid else []
         row = ManifestRow()
     try:
-        spacing_mm, spacing_source = _spacing(header, row, nominal_mm)
+        spacing_mm, spacing_source = _spacing(header, row, nominal_mm, estimated_mm or {})
     except ReadError as error:
         return Reject.of(header.uri, error)
     if spacing_source == "table" and MEAN_EYE in flags:
         flags.remove(MEAN_EYE)
     flags += ["nominal_spacing"] if spacing_source == "nominal" else []
+    flags += [FLAG] if spacing_source == "estimated" else []
     flags += _contradictions(header, row)
 
     laterality = header.laterality
@@ -69,7 +73,7 @@ _FLAG_OF_SOURCE = {"pattern": "participant_from_pattern", "folder": "participant
 
 
 def with_person(a: Acquisition, whose: Mapping[str, Whose], tables: Tables) -> Acquisition:
-    """Fill in participant and eye from the path, if neither header nor table states them."""
+    """Fill in participant and eye from the path, if neither header nor table states them, and labels of the path."""
     if (found := whose.get(a.uri)) is None:
         return a
     flags = [*a.flags]
@@ -85,21 +89,25 @@ def with_person(a: Acquisition, whose: Mapping[str, Whose], tables: Tables) -> A
         a,
         participant=participant,
         participant_source=source,
-        participant_labels=tables.participants.get(participant, {}),
+        participant_labels={**tables.participants.get(participant, {}), **found.labels},
         laterality=laterality,
         flags=tuple(flags),
     )
 
 
-def _spacing(header: Header, row: ManifestRow, nominal_mm: Spacing3 | None) -> tuple[Spacing3, str]:
+def _spacing(
+    header: Header, row: ManifestRow, nominal_mm: Spacing3 | None, estimated_mm: Mapping[int, float]
+) -> tuple[Spacing3, str]:
     better = MEAN_EYE in header.flags and row.spacing_mm is not None
     if header.spacing_mm is not None and not better:
         return header.spacing_mm, header.spacing_source
     spacing_mm = row.spacing_mm or nominal_mm
+    if spacing_mm is None and header.layout == "line" and (dy := estimated_mm.get(header.shape[1])) is not None:
+        return spacing_of(dy, header.shape), "estimated"
     if spacing_mm is None:
         raise missing_spacing(header.uri)
     # Readers have checked what a file states; tables and --nominal-spacing only pass here.
-    check_bounds(spacing_mm, header.shape, header.uri)
+    check_spacing(spacing_mm, header.shape, header.layout, header.uri)
     return spacing_mm, "table" if row.spacing_mm else "nominal"
 
 

@@ -16,7 +16,8 @@ from octfm.catalog.aireadi import Tables, read_own_tables, read_tables
 from octfm.catalog.columns import Columns, TableError
 from octfm.catalog.dicom_directory import left_behind
 from octfm.catalog.duplicates import without_duplicates
-from octfm.catalog.examination import examine_file
+from octfm.catalog.estimation import axial_mm_by_height
+from octfm.catalog.examination import examine_file, wanted
 from octfm.catalog.inspection import verdicts
 from octfm.catalog.participants.people import Pattern, Scan, find_people
 from octfm.catalog.participants.splits import SPLITS, Split, assign, parse_split
@@ -24,7 +25,7 @@ from octfm.catalog.parts import join_parts
 from octfm.catalog.walk import Found, walk
 from octfm.display import box, brief, counted, data_frame, number, with_labels
 from octfm.errors import OctfmError
-from octfm.formats.reasons import REASONS, Header
+from octfm.formats.reasons import REASONS
 from octfm.io.archive import MEMBER, file_size, unpack
 from octfm.io.bucket import Account
 from octfm.io.hashing import hash_text
@@ -251,10 +252,13 @@ def scan(
         {"participant": "pid", "file": "path"}.
     participant_from: where paths below `root` hold the participant of files that neither header nor table names, such
         as "{participant}/{eye}/*"; of several patterns the first that fits counts. Without one, octfm guesses or stops.
+        {label} in a pattern gives every row the label of its path, {split} the split that its folder names.
     extract: a folder outside `root` to unpack ZIP archives into; rows then name the unpacked files. By default
         archives are read in place.
     nominal_spacing_mm: (dz, dy, dx), used and flagged where neither file, sidecar nor table states a spacing.
-    layouts: ("raster", "radial") also accepts radial scans, as rows of their own layout.
+    layouts: ("raster", "radial") also accepts radial scans, as rows of their own layout, "line" single B-scans. With
+        ("line",) alone every image is a B-scan of its own, volumes are left out, and pixels are always decoded.
+        Millimetres that nothing states are then estimated (octfm.volume.estimated) and flagged.
     modalities: ("structure", "octa") also accepts volumes of OCT angiography (flow), as rows of their own modality.
     pixels: decode every accepted volume and find copies under other ids, eyes whose optic disc lies on the wrong side,
         and scans that are upside down, which are rejects unless keep_upside_down. By default nothing is decoded.
@@ -271,15 +275,18 @@ def scan(
     patterns = [
         Pattern.parse(text) for text in ([participant_from] if isinstance(participant_from, str) else participant_from)
     ]
-    if "raster" not in layouts or any(name not in ADMISSIBLE for name in layouts):
-        raise CatalogError(f"layouts: expected raster, or raster and radial, got {', '.join(layouts) or 'none'}")
+    bscans_only = tuple(layouts) == ("line",)
+    if not ("raster" in layouts or bscans_only) or any(name not in ADMISSIBLE for name in layouts):
+        raise CatalogError(
+            f"layouts: expected raster, or raster and radial or line, or line alone, got {', '.join(layouts) or 'none'}"
+        )
     if "structure" not in modalities or any(name not in MODALITIES for name in modalities):
         got = ", ".join(modalities) or "none"
         raise CatalogError(f"modalities: expected structure, or structure and octa, got {got}")
     # List the files and read the tables.
     folder = _existing(root)
     account = Account(folder)
-    found = walk(folder, follow_links=follow_links)
+    found = walk(folder, follow_links=follow_links, folders_are_volumes=not bscans_only)
     if not found.files and not found.refused:
         others = f"{len(found.companions)} other files" if found.companions else "it is empty"
         raise CatalogError(
@@ -312,17 +319,17 @@ def scan(
     )
     per_file = [outcome for outcomes in account.counted(examined) for outcome in outcomes]
     per_volume, joined_files = join_parts(per_file, workers, limits, layouts)
-    headers, duplicates = without_duplicates(
-        [outcome for outcome in per_volume if isinstance(outcome, Header)], tables, workers, limits, readers
-    )
+    of_layouts, rejects = wanted(per_volume, layouts)
+    headers, duplicates = without_duplicates(of_layouts, tables, workers, limits, readers)
     from octfm.catalog.agreement import accept, with_person  # importing a catalog must not import the readers
 
     # Combine headers with tables.
-    rows = [accept(header, tables, nominal_spacing_mm) for header in headers]
-    left_out = [*found.refused, *(r for r in (*rows, *per_volume) if isinstance(r, Reject))]
+    estimated = {} if nominal_spacing_mm else axial_mm_by_height(headers, tables, workers, limits, readers)
+    rows = [accept(header, tables, nominal_spacing_mm, estimated) for header in headers]
+    left_out = [*found.refused, *rejects, *(row for row in rows if isinstance(row, Reject))]
     accepted = [row for row in rows if isinstance(row, Acquisition)]
     # Copies may be filed under another participant, and their paths help to find out whose a folder is.
-    copied = [accept(copy, tables, nominal_spacing_mm) for copy, _ in duplicates]
+    copied = [accept(copy, tables, nominal_spacing_mm, estimated) for copy, _ in duplicates]
     copies = [copy for copy in copied if isinstance(copy, Acquisition)]
     # Find participants and eyes that only paths state.
     for path in found.files:
@@ -335,8 +342,8 @@ def scan(
         [reject for _, reject in duplicates],
     )
     left_out += copy_rejects
-    # On request, decode everything and compare voxels and anatomy.
-    if pixels:
+    # On request, decode everything and compare voxels and anatomy. In sets of single B-scans copies are common.
+    if pixels or bscans_only:
         from octfm.catalog.inspection import inspect_pixels
 
         acquisitions, pixel_rejects, pixel_pairs = inspect_pixels(
@@ -352,7 +359,7 @@ def scan(
         companions=len(found.companions) + joined_files - sum(reject.code == "not_a_bscan" for reject in left_out),
         skipped=tuple(reject for reject in left_out if reject.expected),
         requests=account.close(),
-        pixels=pixels,
+        pixels=pixels or bscans_only,
     )
     if not acquisitions:
         reasons = [(n, code, REASONS[code]) for code, n in _count(reject.code for reject in left_out).items()]
@@ -371,12 +378,13 @@ def assign_splits(
 ) -> tuple[Acquisition, ...]:
     """Assign splits: recommended_split where participants.tsv has one, else stratified by participant.
 
-    `diagnosis` by participant; by default the column diagnosis, else study_group. `one_person`: pairs of participants
-    that may be one person, because both ids have the same voxels. They get the same split; if tables recommend several,
-    train goes first: nobody in the test split may have been seen in training.
+    `diagnosis` by participant; by default the column diagnosis, else study_group or label. `one_person`: pairs of
+    participants that may be one person, because both ids have the same voxels. They get the same split; if tables or
+    folders recommend several, train goes first: nobody in the test split may have been seen in training.
     """
     same = _leaders(one_person)
     recommended: dict[str, Split] = {}
+    several: set[str] = set()
     scanners: dict[str, set[str]] = {}
     eyes: dict[str, set[str]] = {}
     for a in acquisitions:
@@ -386,19 +394,24 @@ def assign_splits(
         if split := parse_split(a.participant_labels.get("recommended_split", "")):
             # SPLITS is in this order: train before val before test.
             earlier = recommended.get(person, split)
+            several |= {person} if earlier != split else set()
             recommended[person] = split if SPLITS.index(split) < SPLITS.index(earlier) else earlier
     if diagnosis is None:
         labels = {a.participant: a.participant_labels for a in acquisitions}
-        diagnosis = {p: columns.get("diagnosis") or columns.get("study_group", "") for p, columns in labels.items()}
+        diagnosis = {
+            p: next((columns[name] for name in ("diagnosis", "study_group", "label") if columns.get(name)), "")
+            for p, columns in labels.items()
+        }
     # Balanced over scanners, diagnosis and the number of eyes.
     strata = {p: (sorted(scanners[p]), diagnosis.get(p, ""), len(eyes[p])) for p in scanners}
     splits = assign(strata, recommended, fractions, seed)
     placed = []
     for a in acquisitions:
         flags = a.flags
-        if a.participant in same and "split_with_another_id" not in flags:
-            flags = (*flags, "split_with_another_id")
-        placed.append(replace(a, split=splits[same.get(a.participant, a.participant)], flags=flags))
+        person = same.get(a.participant, a.participant)
+        for flag, applies in (("split_with_another_id", a.participant in same), ("several_splits", person in several)):
+            flags = (*flags, flag) if applies and flag not in flags else flags
+        placed.append(replace(a, split=splits[person], flags=flags))
     assert_participant_level(placed)
     return tuple(placed)
 

@@ -40,6 +40,26 @@ def examine_file(
         ]
 
 
+def wanted(outcomes: "Sequence[Header | Reject]", layouts: Collection[Layout]) -> "tuple[list[Header], list[Reject]]":
+    """Headers of these layouts, and the rejects, among them volumes where only single B-scans are taken.
+
+    A line scan is a single B-scan; several of them at one place are no volume.
+    """
+    headers, rejects = [], []
+    for outcome in outcomes:
+        if isinstance(outcome, Reject):
+            rejects.append(outcome)
+        elif outcome.layout == "line" and outcome.shape[0] > 1 and "repeated" not in layouts:
+            what = f"{outcome.uri}: {outcome.shape[0]} B-scans along one line are not one B-scan; left out"
+            rejects.append(Reject.of(outcome.uri, ReadError("not_raster", what)))
+        elif outcome.layout not in layouts:
+            what = f"{outcome.uri}: a volume of {outcome.shape[0]} B-scans, while only single B-scans are taken"
+            rejects.append(Reject.of(outcome.uri, ReadError("several_bscans", what)))
+        else:
+            headers.append(outcome)
+    return headers, rejects
+
+
 def _examine(
     path: Location | str,
     layouts: Collection[Layout],

@@ -32,7 +32,7 @@ class Inspected:
 
     fingerprint: str
     disc: DiscSide | None
-    """None for OCT angiography, which shows neither nerve fibres nor thickness."""
+    """None for OCT angiography, which shows neither nerve fibres nor thickness, and for a single B-scan."""
     way_up_flags: tuple[str, ...]
 
 
@@ -107,7 +107,8 @@ def _inspect(acquisition: Acquisition, keep_upside_down: bool, readers: Sequence
         way_up = doubtful_way_up(volume, tissue.confidence["ilm_support"], keep_upside_down, acquisition.flags)
     except ReadError as error:
         return Reject.of(acquisition.uri, error)
-    return Inspected(native, disc_side(voxels, volume.spacing_mm, tissue), way_up)
+    disc = disc_side(voxels, volume.spacing_mm, tissue) if volume.layout == "raster" else None
+    return Inspected(native, disc, way_up)
 
 
 def verdict(acquisition: Acquisition) -> Verdict:
@@ -125,7 +126,7 @@ def verdicts(acquisitions: Iterable[Acquisition]) -> dict[str, dict[str, int]]:
 
     Volumes without a verdict are counted as well: a check that shows nothing must not look passed.
     """
-    found = Counter((a.scanner, verdict(a)) for a in acquisitions if a.modality == "structure")
+    found = Counter((a.scanner, verdict(a)) for a in acquisitions if a.modality == "structure" and a.layout != "line")
     table = {}
     for scanner in sorted({scanner for scanner, _ in found}):
         own = {name: found[scanner, name] for name in get_args(Verdict)}

@@ -1,41 +1,46 @@
 """The volumes below a folder, of any layout, whoever's they are: segmentation needs neither participants nor splits."""
 
 import functools
+from collections.abc import Collection
 from pathlib import Path
 
 from octfm.catalog.acquisition import Reject
 from octfm.catalog.aireadi import Tables
 from octfm.catalog.duplicates import without_duplicates
-from octfm.catalog.examination import examine_file
+from octfm.catalog.examination import examine_file, wanted
 from octfm.catalog.parts import join_parts
 from octfm.catalog.walk import walk
-from octfm.formats.reasons import Header
 from octfm.io.archive import file_size
 from octfm.io.isolation import Limits
 from octfm.io.spread import spread
-from octfm.volume.volume import LAYOUTS
+from octfm.volume.volume import LAYOUTS, Layout
 
 
 def volumes_below(
-    folder: Path, limits: Limits | None = None, workers: int | None = None
+    folder: Path,
+    limits: Limits | None = None,
+    workers: int | None = None,
+    layouts: Collection[Layout] = LAYOUTS,
 ) -> tuple[list[str], list[Reject]]:
     """uris of the volumes, of files that should hold one but cannot be read among them, and what is left out.
+
+    With `layouts` of ("line",) they are single B-scans, and every image is one.
 
     Left out are photographs and the like, copies, and what cannot be opened at all. `workers`: as for octfm.scan.
     """
     limits = limits or Limits()
-    found = walk(folder)
+    found = walk(folder, folders_are_volumes="raster" in layouts)
     examined = spread(
-        functools.partial(examine_file, layouts=LAYOUTS),
+        functools.partial(examine_file, layouts=tuple(layouts)),
         found.files,
         lambda path, lost: [Reject.lost(path, lost, "examined it")],
         workers=workers,
         limits=limits,
         deadline=lambda path: limits.deadline(file_size(path), str(path)),
     )
-    outcomes, _ = join_parts([each for several in examined for each in several], workers, limits, LAYOUTS)
-    headers, copies = without_duplicates([o for o in outcomes if isinstance(o, Header)], Tables(), workers, limits)
-    rejects = [outcome for outcome in outcomes if isinstance(outcome, Reject)]
+    outcomes, _ = join_parts([each for several in examined for each in several], workers, limits, layouts)
+    of_layouts, rejects = wanted(outcomes, layouts)
+    headers, copies = without_duplicates(of_layouts, Tables(), workers, limits)
     # A star of too few lines has no header, but can be read.
     tried = [r for r in rejects if r.code == "not_raster" or not (r.expected or r.code == "not_a_bscan")]
     left_out = [*found.refused, *(r for r in rejects if r not in tried), *(reject for _, reject in copies)]

@@ -37,15 +37,15 @@ class Found:
     """Folders that cannot be listed, broken links, pipes, names that are not UTF-8, damaged or hostile archives."""
 
 
-def walk(root: Location, *, follow_links: bool = True) -> Found:
+def walk(root: Location, *, follow_links: bool = True, folders_are_volumes: bool = True) -> Found:
     """Everything below `root`, sorted by path; archive members are archive.zip!/member. A bucket is listed once.
 
     Links are followed, also out of `root`; a folder reached twice is listed once. Without `follow_links` they are
-    rejected with a code.
+    rejected with a code. `folders_are_volumes`: see `join_images`.
     """
     found = Found()
     if isinstance(root, BucketPath):
-        _list_bucket(root, found)
+        _list_bucket(root, found, folders_are_volumes)
         return found
     # A stack instead of recursion: links can make a tree deeper than Python recurses.
     pending, seen = [root], set()
@@ -69,14 +69,14 @@ def walk(root: Location, *, follow_links: bool = True) -> Found:
                 continue
             if problem := _sort(entry, root, found, pending):
                 found.refused.append(_unreadable(entry, problem))
-    join_images(found.files, found.companions)
+    join_images(found.files, found.companions, folders_are_volumes)
     _join_data_files(found.files, found.companions)
     found.files.sort()
     found.companions.sort()
     return found
 
 
-def _list_bucket(root: BucketPath, found: Found) -> None:
+def _list_bucket(root: BucketPath, found: Found, folders_are_volumes: bool) -> None:
     """List a bucket once, and fetch the first bytes of every object: headers, archives and doubtful names need them."""
     from octfm.io import bucket
     from octfm.io.ranged import fetch_heads, remember
@@ -92,7 +92,7 @@ def _list_bucket(root: BucketPath, found: Found) -> None:
             _look_inside(path, found)
         else:
             found.files.append(path)
-    join_images(found.files, found.companions)
+    join_images(found.files, found.companions, folders_are_volumes)
     _join_data_files(found.files, found.companions)
     found.files.sort()
     found.companions.sort()
@@ -169,10 +169,11 @@ def _text(path: Path) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def join_images(files: list[Location], companions: list[Location]) -> None:
+def join_images(files: list[Location], companions: list[Location], folders_are_volumes: bool = True) -> None:
     """Replace images in `files` by their folder if they are the B-scans of one volume; the images go to `companions`.
 
-    B-scans are the images that a HEYEX XML in the folder names, else all images if the folder has almost nothing else.
+    B-scans are the images that a HEYEX XML in the folder names, else, if `folders_are_volumes`, all images if the
+    folder has almost nothing else.
     Only files with the usual endings are opened: other images stay files of their own, which are not volumes.
     """
     folders: dict[Location, list[Location]] = {}
@@ -187,7 +188,7 @@ def join_images(files: list[Location], companions: list[Location]) -> None:
         parts = [path for path in images if names_of(path.name) & named]
         # A few other files do not turn B-scans into single images; they stay files of their own.
         few_others = not named and len(images) > _IMAGES_PER_OTHER_FILE * (len(inside) - len(images))
-        if len(images) > 1 and (len(images) == len(inside) or few_others):
+        if folders_are_volumes and len(images) > 1 and (len(images) == len(inside) or few_others):
             parts = images
             files.append(folder)
         taken = set(parts)

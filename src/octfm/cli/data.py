@@ -115,7 +115,8 @@ def scan(
         str,
         typer.Option(
             metavar="LAYOUTS",
-            help="raster, or raster,radial to accept radial (star) scans too; octfm prepare resamples them.",
+            help="raster; raster,radial to accept radial (star) scans too, which octfm prepare resamples; or line: "
+            "every image is a single B-scan.",
         ),
     ] = "raster",
     modalities: Annotated[
@@ -172,6 +173,7 @@ def scan(
     Examples:
     octfm scan my_scans/ --out catalog
     octfm scan my_scans/ --participant-from '{participant}/{eye}/*' --pixels
+    octfm scan my_bscans/ --layouts line --participant-from '{label}/*-{participant}-*'
     """
     from octfm.catalog.catalog import NothingAccepted
     from octfm.catalog.catalog import scan as scan_root
@@ -355,6 +357,8 @@ def _size(text: str) -> tuple[int, int, int]:
 def _print_summary(catalog: "Catalog", out: opt.Place) -> None:
     counts = f"{len(catalog.acquisitions)} accepted, {len(catalog.rejects)} rejected, {len(catalog.skipped)} skipped"
     typer.echo(f"{out}: {counts}")
+    from octfm.catalog.participants.split_folders import split_folders
+
     summary = catalog.summary()
     disc_sides = summary.pop("disc_sides", {})
     for name, value in summary.items():
@@ -362,6 +366,8 @@ def _print_summary(catalog: "Catalog", out: opt.Place) -> None:
             value = ", ".join(f"{key} {count}" for key, count in value.items()) or "none"
         typer.echo(f"  {name.replace('_', ' ')}: {value}")
     _print_disc_sides(disc_sides)
+    if (folders := split_folders(catalog.root, catalog.acquisitions)) is not None:
+        typer.echo(f"  {folders.sentence}")
     of_two = [reject for reject in catalog.rejects if reject.code == "pixels_of_two_participants"]
     for reject in of_two[:3]:
         typer.echo(reject.sentence)

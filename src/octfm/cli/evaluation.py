@@ -341,6 +341,10 @@ def segment(
             "were corrected get the corrected lines, areas and zones.",
         ),
     ] = None,
+    layouts: Annotated[
+        str,
+        typer.Option(metavar="LAYOUTS", help="any, or line: every image in a folder is a single B-scan."),
+    ] = "any",
     sample: Annotated[
         bool,
         typer.Option(
@@ -364,6 +368,7 @@ def segment(
     octfm segment scan.e2e
     octfm segment my_scans/ --out eyes.csv
     octfm segment scan.e2e --apply-corrections corrections-1f2e3d4c.json
+    octfm segment my_bscans/ --layouts line --out bscans.csv
     octfm segment encoder=runs/vit_s --store prepared truth=clinic/ground_truth --steps 400 --out runs/segment
     """
     from octfm.config import load
@@ -376,6 +381,8 @@ def segment(
     from octfm.tasks.segment_score import summary_lines
     from octfm.tasks.segment_settings import SegmentConfig
 
+    if layouts not in ("any", "line"):
+        raise ConfigError(f"--layouts: expected any or line, got {layouts!r}")
     if sample:
         if apply is not None or dicom or calibrate is not None:
             raise ConfigError(
@@ -391,7 +398,8 @@ def segment(
         )
     if apply is None and words and not is_training and all("=" not in word or Path(word).exists() for word in words):
         limits = opt.limits_of(file_seconds, file_gb)
-        _segment_scans(_volumes_in(words, limits), out, dicom, limits, calibrate, apply_corrections, device)
+        volumes = _volumes_in(words, limits, layouts)
+        _segment_scans(volumes, out, dicom, limits, calibrate, apply_corrections, device)
         return
     if apply_corrections is not None:
         raise ConfigError(
@@ -428,9 +436,10 @@ def _stems(sources: "Iterable[str]") -> dict[str, str]:
     return {source: stem if count[stem] == 1 else f"{stem}-{hash_text(source)[:8]}" for source, stem in stems.items()}
 
 
-def _volumes_in(words: list[str], limits: "Limits") -> list[str]:
+def _volumes_in(words: list[str], limits: "Limits", layouts: str) -> list[str]:
     """The files named, and every volume in the folders named; prints how many files there are left out."""
     from octfm.catalog.volumes import volumes_below
+    from octfm.volume.volume import LAYOUTS
 
     sources: list[str] = []
     for word in words:
@@ -438,7 +447,11 @@ def _volumes_in(words: list[str], limits: "Limits") -> list[str]:
         if not Path(place).is_dir():
             sources.append(place)
             continue
-        found, left_out = volumes_below(Path(os.path.abspath(place)), limits)  # noqa: PTH100
+        found, left_out = volumes_below(
+            Path(os.path.abspath(place)),  # noqa: PTH100
+            limits,
+            layouts=("line",) if layouts == "line" else LAYOUTS,
+        )
         for code, count in sorted(Counter(reject.code for reject in left_out).items()):
             opt.echo_line(f"{place}: {count} left out: {code}; octfm scan names files and reasons")
         sources += found

@@ -131,7 +131,7 @@ ParticipantFrom = Annotated[
     typer.Option(
         metavar="PATTERN",
         help="Where the path contains the participant, for files that do not name one: '{participant}/{eye}/*'; "
-        "repeat for several folder layouts.",
+        "{label} gives a label column, {split} uses folders train, val and test. Repeat for several folder layouts.",
     ),
 ]
 KeepUpsideDown = Annotated[

@@ -41,7 +41,7 @@ def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pr
 
     Raises EvaluationError if the store was prepared with other settings than the encoder was trained on.
     """
-    encoder.require_prepared(store)
+    encoder = encoder.reading(store)
     target = Path(out) / f"{name}.parquet"
     key = f"{encoder.vector_key}-{_voxels_of(store)}"
     facts = {"key": key, "encoder": encoder.source, "precision": encoder.runtime.precision, "name": name}

@@ -118,12 +118,18 @@ def embed_files(
     out = location(out)
     refuse_inside_export(out)
     runtime = start(precision, device)
-    encoder = load_encoder(run, runtime=runtime).pooling(pool)
+    bscans = isinstance(source, Catalog) and all(a.layout == "line" for a in source.acquisitions)
+
+    def load(random_init: bool) -> Encoder:
+        found = load_encoder(run, random_init=random_init, runtime=runtime).pooling(pool)
+        return found.of_bscans() if bscans else found
+
+    encoder = load(random_init=False)
     find_band = band_finder(encoder.preprocessing, encoder.source)
     limits = limits or Limits()
     kinds = [_of_encoder("pretrained", encoder)]
     if baselines:
-        kinds += [_of_encoder("random_init", load_encoder(run, random_init=True, runtime=runtime).pooling(pool))]
+        kinds += [_of_encoder("random_init", load(random_init=True))]
         kinds += [_Kind("histogram", HISTOGRAM_BINS, histogram, histogram_facts(encoder.fingerprint))]
     # `_claim` compares keys under the lock and before anything is written: a job never mixes vectors of two encoders.
     with _exclusive(out):

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from octfm.models.heads import merged
 from octfm.models.objectives.objective import ObjectiveConfig
 from octfm.models.pooling import VectorPool, pooled, width_of
 from octfm.models.token_map import TISSUE, token_map
-from octfm.models.vit3d import VisionTransformer3D, count_parameters
+from octfm.models.vit3d import VisionTransformer3D, bscan_weights, count_parameters
 from octfm.pretraining.learner import build_objective, config_of, grid_of
 from octfm.pretraining.masks import select_tokens
 from octfm.pretraining.resume import load_newest
@@ -123,41 +124,78 @@ class Encoder:
         if store.fingerprint != self.fingerprint:
             raise EvaluationError(_prepared_otherwise(str(store.path), self.source))
 
+    @property
+    def takes_bscans(self) -> bool:
+        return self.preprocessing.takes_bscans
+
+    def of_bscans(self) -> "Encoder":
+        """The same encoder for single B-scans: its patch kernels summed over depth, tokens at one depth.
+
+        A token is what the encoder of volumes makes of this B-scan repeated over the depth of a patch, if it sees no
+        other tokens. An encoder that was trained on B-scans is returned as it is.
+        """
+        if self.takes_bscans:
+            return self
+        config, preprocessing = self.config, self.preprocessing.of_bscans()
+        model = config.model.model_copy(update={"patch_size": (1, *config.model.patch_size[1:])})
+        network = VisionTransformer3D(model, grid_of(preprocessing, model.patch_size))
+        fill(network, bscan_weights(self.network), self.source)
+        config = config.model_copy(update={"model": model})
+        old = self.preprocessing.fingerprint() == self.fingerprint
+        fingerprint = preprocessing.fingerprint() if old else self.fingerprint
+        found = assemble(network, config, preprocessing, self.source, fingerprint, self.runtime)
+        return replace(found, own_zscore=self.own_zscore)
+
+    def reading(self, store: Store) -> "Encoder":
+        """The encoder for a store: `of_bscans` for one of single B-scans. Raises EvaluationError as
+        `require_prepared`."""
+        encoder = self.of_bscans() if store.image_size[0] == 1 else self
+        encoder.require_prepared(store)
+        return encoder
+
     def embed(self, scans: "Scan | Store | Iterable[Scan]") -> np.ndarray:
         """The pooled tissue tokens (objective.pool): float32 [vector_width], or [N, vector_width] of several scans.
 
         scans: a file or folder that octfm.read_volume reads, a Volume in any native geometry, or `store[i]`; a list of
-        these, or a Store, in its order. Volumes of a store are taken as they were prepared.
+        these, or a Store, in its order. Volumes of a store are taken as they were prepared, single B-scans are read by
+        `of_bscans`.
 
         Raises ReadError for a file that cannot be read, EvaluationError for a store that was prepared otherwise.
         """
         if isinstance(scans, Store):
-            self.require_prepared(scans)
+            encoder = self.reading(scans)
             starts = range(0, len(scans), EMBEDDED_AT_ONCE)
             rows = [np.arange(first, min(first + EMBEDDED_AT_ONCE, len(scans))) for first in starts]
-            return self._stacked([self.embed_arrays(scans.read(part)) for part in rows])
+            return self._stacked([encoder.embed_arrays(scans.read(part)) for part in rows])
         if isinstance(scans, Scan):
-            return self.embed_arrays(self._arrays_of(scans))[0]
+            return self._embed_scan(scans, self.of_bscans)[0]
         if not isinstance(scans, Iterable) or isinstance(scans, np.ndarray | Tensor | dict | bytes):
             raise TypeError(
                 f"embed: expected a path, a Volume, a volume of a store, a list of these or a Store, got "
                 f"{type(scans).__name__}; voxels that are prepared already go to embed_arrays"
             )
-        return self._stacked([self.embed_arrays(self._arrays_of(scan)) for scan in scans])
+        of_bscans = cache(self.of_bscans)
+        return self._stacked([self._embed_scan(scan, of_bscans) for scan in scans])
 
     def _stacked(self, parts: list[np.ndarray]) -> np.ndarray:
         return np.concatenate([*parts, np.zeros((0, self.vector_width), np.float32)])
 
-    def _arrays_of(self, scan: "Scan") -> Arrays:
+    def _embed_scan(self, scan: "Scan", of_bscans: Callable[[], "Encoder"]) -> np.ndarray:
+        """float32 [1, vector_width]"""
         if isinstance(scan, StoredVolume):
-            if scan.fingerprint != self.fingerprint:
+            encoder = of_bscans() if scan.shape[0] == 1 else self
+            if scan.fingerprint != encoder.fingerprint:
                 raise EvaluationError(_prepared_otherwise("this volume", self.source))
-            return scan.arrays
-        if isinstance(scan, str | Path):
-            return self.prepare(read_volume(scan, structure_only="octa" not in self.config.data.modalities))
+            return encoder.embed_arrays(scan.arrays)
+        if not isinstance(scan, str | Path | Volume):
+            raise TypeError(f"embed: expected a path, a Volume or a volume of a store, got {type(scan).__name__}")
         if isinstance(scan, Volume):
-            return self.prepare(scan)
-        raise TypeError(f"embed: expected a path, a Volume or a volume of a store, got {type(scan).__name__}")
+            volume = scan
+        else:
+            flow = "octa" in self.config.data.modalities
+            volume = read_volume(scan, raster_only=False, structure_only=not flow)
+        encoder = of_bscans() if volume.layout == "line" else self
+        return encoder.embed_arrays(encoder.prepare(volume))
 
     def embed_tokens(self, volume: Volume) -> np.ndarray:
         """float32 [d, h, w, width]: every token of the full grid, padding included."""
@@ -359,6 +397,7 @@ def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, r
         raise CheckpointError(f"{path}: fine-tuning has no validated weights yet; continue it first")
     if not tuning["lr_encoder"]:  # a frozen encoder is not in the checkpoint: load the one it names
         base = load_encoder(tuning["encoder"], random_init=tuning["from_scratch"], runtime=runtime)
+        base = base.of_bscans() if preprocessing.takes_bscans else base
         if base.fingerprint != content["fingerprint"]:
             raise EvaluationError(
                 f"{path}: {tuning['encoder']} has another Preprocessing than this head was trained with (F15); "

@@ -57,6 +57,7 @@ TARGETS = (
     Target("disease", "diagnosis", "participant"),
     Target("diagnosis", "diagnosis", "participant"),
     Target("study_group", "study_group", "participant"),
+    Target("label", "label", "participant"),
     Target("cst_um", "cst_um", "eye"),
     Target("scanner", "scanner", "acquisition", leakage=True),
 )

@@ -22,7 +22,8 @@ from octfm.formats.dicom.geometry import NotRaster, Stack, check_bounds, positio
 from octfm.formats.dicom.pixels import check_size
 from octfm.formats.names import lateralities, slugify
 from octfm.formats.reasons import Header, angiography, blank, cannot_open
-from octfm.volume.planes import used_full_scale
+from octfm.volume.estimated import axial_mm, retina_rows, spacing_of
+from octfm.volume.planes import Planes, used_full_scale
 from octfm.volume.radial import expect_a_star
 from octfm.volume.volume import (
     LAYOUTS,
@@ -86,6 +87,8 @@ class Bscans:
     bits: int | None = 16
     """Significant bits of uint16 voxels; None if the file does not say: they are then derived from the voxel values."""
     flags: tuple[str, ...] = ()
+    alone: ReadError | None = None
+    """Raised for a single B-scan where only volumes are wanted; by default not_raster."""
 
 
 class Reader(Protocol):
@@ -152,7 +155,8 @@ def to_volume(
     given, spacing_mm = spacing_mm, header.spacing_mm or spacing_mm
     if given is not None and MEAN_EYE in header.flags:
         spacing_mm = given
-    if spacing_mm is None:
+    single = arrangement.layout == "line" and bscans.shape[0] == 1
+    if spacing_mm is None and not single:
         raise missing_spacing(bscans.uri)
     voxels = bscans.decode()
     if voxels.shape != bscans.shape or voxels.dtype not in (np.uint8, np.uint16):
@@ -166,10 +170,13 @@ def to_volume(
     white = used_full_scale(voxels) if voxels.dtype == np.uint16 else 255
     if bits is not None:  # brighter voxels than the stated bits allow prove the statement wrong
         white = max(white, (1 << bits) - 1)
+    voxels = arrangement.ordered(voxels[:, ::-1] if declared.upside_down else voxels, axis=0)
+    full_scale = white if voxels.dtype == np.uint16 else 65535
     return Volume(
-        voxels=arrangement.ordered(voxels[:, ::-1] if declared.upside_down else voxels, axis=0),
-        full_scale=white if voxels.dtype == np.uint16 else 65535,
-        spacing_mm=spacing_mm,
+        voxels=voxels,
+        full_scale=full_scale,
+        spacing_mm=spacing_mm or _estimated(voxels, full_scale, bscans.uri),
+        spacing_estimated=spacing_mm is None,
         laterality=header.laterality,
         scanner=header.scanner,
         protocol=header.protocol,
@@ -181,6 +188,18 @@ def to_volume(
         lines=_lines_of_volume(bscans, arrangement),
         source=bscans.uri,
     )
+
+
+def _estimated(voxels: np.ndarray, full_scale: int, uri: str) -> Spacing3:
+    """Millimetres of a single B-scan, from its own retina. Raises ReadError missing_spacing where none is found."""
+    rows = retina_rows(voxels if voxels.dtype == np.uint8 else Planes(voxels, full_scale))
+    if rows is None:
+        raise ReadError(
+            "missing_spacing",
+            f"{uri}: does not state millimetres, and shows no retina to estimate them from; declare spacing_mm, "
+            f"[dz, dy, dx], in {PurePath(uri).stem}.json beside it",
+        )
+    return spacing_of(axial_mm([rows]), voxels.shape)
 
 
 def to_surfaces(bscans: Bscans) -> Surfaces | None:
@@ -274,8 +293,9 @@ def _expect_modality(bscans: Bscans, declared: Declared, modalities: Collection[
 def _admissible_arrangement(bscans: Bscans, layouts: Collection[Layout]) -> Arrangement:
     check_size(bscans.shape, bscans.uri)
     arrangement = _arrange(bscans)
+    single = bscans.shape[0] == 1
     if arrangement.problem is not None and arrangement.layout not in layouts:
-        raise arrangement.problem
+        raise (single and bscans.alone) or arrangement.problem
     return arrangement
 
 

@@ -33,8 +33,7 @@ _TO_MM = {
 
 
 def open_bscans(uri: str) -> Bscans:
-    """Open a TIFF of several pages of one size. Raises ReadError for any other file, as a single image is not a
-    volume."""
+    """Open a TIFF of several pages of one size as a volume, any other image as a single B-scan. Raises ReadError."""
     with open_file(uri) as file:
         size = file.seek(0, io.SEEK_END)
         if several_pages(file, MAX_PAGES):
@@ -43,12 +42,9 @@ def open_bscans(uri: str) -> Bscans:
                 f"{uri}: more than {MAX_PAGES:,} pages; it is damaged, or not an OCT volume",
             )
         with _opened(file, uri) as image:
-            pages = getattr(image, "n_frames", 1)
-            if image.format != "TIFF" or pages == 1:
-                raise ReadError(
-                    "single_image",
-                    f"{uri}: one {image.format} image; a volume is a folder of them, or a TIFF of several pages",
-                )
+            pages = getattr(image, "n_frames", 1) if image.format == "TIFF" else 1
+            if pages == 1:
+                return _single(file, size, uri, image)
             width, height = image.size
             shape = (pages, height, width)
             check_size(shape, uri)
@@ -74,6 +70,24 @@ def open_bscans(uri: str) -> Bscans:
         in_plane_mm=spacing[1:] if spacing else None,
         between_mm=spacing[0] if spacing else None,
         bits=bits,
+    )
+
+
+def _single(file: BinaryIO, size: int, uri: str, image: "Image") -> Bscans:
+    """One image as a single B-scan."""
+    spacing = _stated_mm(image)
+    return Bscans(
+        uri=uri,
+        shape=(1, *image_size(uri)),
+        decode=lambda: read_gray(uri)[None],
+        uid=uid_of(file, size),
+        in_plane_mm=spacing[1:] if spacing else None,
+        bits=_stated_bits(image),
+        alone=ReadError(
+            "single_image",
+            f"{uri}: one {image.format} image; a volume is a folder of them, or a TIFF of several pages; single "
+            "B-scans are taken with --layouts line",
+        ),
     )
 
 

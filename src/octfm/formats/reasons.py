@@ -94,6 +94,11 @@ REASONS: dict[str, Reason] = {
         f"{_LEFT_OUT}; radial scans are taken with --layouts raster,radial",
         expected=True,
     ),
+    "several_bscans": Reason(
+        "a volume, where only single B-scans are taken",
+        f"{_LEFT_OUT}; scan without --layouts line to take volumes",
+        expected=True,
+    ),
     "missing_sop_uid": Reason(
         "without a SOP Instance UID an acquisition cannot be distinguished from its copies", "export it again"
     ),

@@ -19,6 +19,7 @@ from octfm.layers.packaged import NOTE, SHORT_NOTE, load_finder
 from octfm.layers.ranges import Ranges, packaged_ranges
 from octfm.layers.verdict import ANSWERED, ASCAN_UM, ZONE_UM, Verdict, expected_error_um, judge
 from octfm.models.layer_net import MASKS, SURFACES
+from octfm.volume.estimated import WHY
 from octfm.volume.etdrs import RINGS_MM, EtdrsGrid, Field, field_of_volume, lateral_scale, measure_grid
 from octfm.volume.planes import eight_bit
 from octfm.volume.segmentation import Segmentation
@@ -149,6 +150,7 @@ class ScanSegmentation(Segmentation):
     def spread_um(self) -> dict[str, np.ndarray]:
         """float32 [D, W] for every surface: standard deviation in the network's own distribution over rows. It is not
         calibrated."""
+        self._expect_um()
         return dict(zip(SURFACES, self.found.spread_um, strict=True))
 
     @cached_property
@@ -156,6 +158,16 @@ class ScanSegmentation(Segmentation):
         """bool [D, W]: A-scans whose thickness from ILM to BM should not be believed, because the network expects an
         error above 12 µm or did not find either; see octfm.layers.verdict.expected_error_um."""
         return self.expected_error_um() > ASCAN_UM
+
+    @property
+    def why_no_um(self) -> str:
+        return WHY if self.volume.spacing_estimated else ""
+
+    @property
+    def retina_rows(self) -> float | None:
+        """Median thickness from ILM to BM in rows of the image; None if they were found in no A-scan."""
+        rows = self.thickness_rows("ilm", "bm")
+        return float(np.nanmedian(rows)) if np.isfinite(rows).any() else None
 
     @property
     def image_rows(self) -> int:
@@ -221,6 +233,7 @@ class ScanSegmentation(Segmentation):
 
     def fluid_um(self) -> np.ndarray:
         """float32 [D, W]: height of intraretinal fluid in µm; 0 if the network does not report it."""
+        self._expect_um()
         if "intraretinal_fluid" not in self.masks:
             return np.zeros(self.found.present.shape, np.float32)
         return self.masks["intraretinal_fluid"].sum(axis=1, dtype=np.float32) * np.float32(1000 * self.spacing_mm[1])
@@ -265,7 +278,8 @@ def segment(
 ) -> ScanSegmentation:
     """Segment a scan of any layout and format, single B-scans too, with the packaged network.
 
-    spacing_mm: as for octfm.read_volume, for files that state none.
+    spacing_mm: as for octfm.read_volume, for files that state none. Without any, those of a single B-scan are estimated
+    from its retina, and everything is given in rows and pixels instead of micrometres.
     finder: another network; default: the packaged one, on `device` (auto, cpu, cuda, mps).
     Raises ReadError if the file cannot be read, and for OCT angiography, which shows flow and no layers.
     """

@@ -39,6 +39,7 @@ COLUMNS = (
     *("corrected_bscans", "checked_bscans", "corrected_participant"),
     *RANGE_COLUMNS,
     *DEVICE_COLUMNS,
+    *("retina_rows", *(f"{name}_pixels" for name in MASKS)),
 )
 
 
@@ -65,6 +66,10 @@ def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> d
         # What makes zones doubtful, wrong millimetres above all, makes volumes wrong.
         amount = found.volume_nl(name) if found.verdict.accepted else None
         row[f"{name}_nl"] = "" if amount is None else f"{amount:.1f}"
+    if found.why_no_um:
+        row["retina_rows"] = "" if found.retina_rows is None else f"{found.retina_rows:.1f}"
+        # As with volumes, what the verdict refuses is not given.
+        row |= {f"{name}_pixels": str(mask.sum()) for name, mask in found.masks.items() if found.verdict.accepted}
     grid = grid_of(found)
     return row | zone_cells(found, grid) | range_cells(found, grid) | device_cells(device, found, grid)
 
@@ -224,8 +229,12 @@ def describe(found: ScanSegmentation, device: DeviceGrid | str | None = None) ->
     lines = [f"{volume.source}: {volume.shape[0]} B-scans, {volume.scanner}, eye {volume.laterality or 'unknown'}"]
     lines += zone_lines(row)
     amounts = [f"{name.replace('_', ' ')} {row[f'{name}_nl']} nl" for name in MASKS if row[f"{name}_nl"]]
-    if amounts:
-        lines.append("  " + ", ".join(amounts))
+    areas = [f"{name.replace('_', ' ')} {row[f'{name}_pixels']} pixels" for name in MASKS if row[f"{name}_pixels"]]
+    if row["retina_rows"]:
+        areas.insert(0, f"retina {row['retina_rows']} rows (median)")
+    for found_here in (amounts, areas):
+        if found_here:
+            lines.append("  " + ", ".join(found_here))
     share = f"{found.doubtful.mean():.0%} of A-scans are doubtful"
     if row["corrected_bscans"]:
         lines.append(f"  corrected by hand: {row['corrected_bscans']} of {row['bscans']} B-scans")

@@ -281,6 +281,22 @@ class VisionTransformer3D(nn.Module):
         return stream
 
 
+def bscan_weights(network: VisionTransformer3D) -> dict[str, Tensor]:
+    """Weights for single B-scans, patches one voxel deep, of a network of volumes.
+
+    Patch kernels are summed over depth, so that a B-scan gets the embedding of a patch in which it is repeated. Learned
+    positions are those of the middle of the volume.
+    """
+    depth, rows, columns = network.config.patch_size
+    weights = dict(network.state_dict())
+    kernel_DdP = weights["patch_embed.weight"].unflatten(1, (depth, rows * columns))
+    weights["patch_embed.weight"] = kernel_DdP.sum(1)
+    if "position" in weights:
+        d, h, w = network.grid.shape
+        weights["position"] = weights["position"].unflatten(1, (d, h * w))[:, d // 2]
+    return {name: tensor.detach().clone() for name, tensor in weights.items()}
+
+
 def init_weights(module: nn.Module) -> None:
     """LeCun normal initialisation.
 

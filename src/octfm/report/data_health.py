@@ -26,6 +26,7 @@ from octfm.report.images import Picture, native_pictures
 from octfm.report.laterality import AUDITED, SHOWN, Doubt, by_scanner, laterality_doubts
 from octfm.report.page import render, write_page
 from octfm.report.shareable import shareable_catalog
+from octfm.volume.estimated import FLAG
 from octfm.volume.laterality import CANNOT_TELL, NEEDS
 from octfm.volume.radial import to_raster
 from octfm.volume.volume import Spacing3
@@ -94,6 +95,8 @@ def outliers(acquisitions: Sequence[Acquisition], count: int = OUTLIERS) -> list
     """
     kinds: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for row, a in enumerate(acquisitions):
+        if FLAG in a.flags:
+            continue  # estimated millimetres are those of a group
         kinds[a.scanner, a.protocol, a.layout, a.modality].append(row)
     found = {}
     for rows in kinds.values():

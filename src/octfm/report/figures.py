@@ -208,6 +208,7 @@ TITLES = {
     "disease": "Disease or healthy",
     "diagnosis": "Which diagnosis",
     "study_group": "Which study group",
+    "label": "Which label",
     "cst_um": "Central retinal thickness",
     "scanner": "Which scanner (leakage: less is better)",
 }

@@ -54,7 +54,8 @@ def example_pictures(scenes: Sequence[Scene]) -> list[Example]:
             pictures.append(_bscan(voxels[k], spacing, "Mask: context, target", alt, tint=tint))
         pictures += _pca_pictures(scene, seen.voxels, k)
         alt = f"Tissue brightness seen from the front, {scanner}"
-        pictures.append(_enface(front(seen), spacing, scene.laterality, "En face", alt))
+        if len(voxels) > 1:
+            pictures.append(_enface(front(seen), spacing, scene.laterality, "En face", alt))
         examples.append(Example(scanner, _eye(scene), [picture for picture in pictures if picture is not None]))
     return examples[::-1]
 
@@ -90,6 +91,8 @@ def _pca_pictures(scene: Scene, voxels: np.ndarray, k: int) -> list[Picture]:
     depth, height, width = voxels.shape
     alt = "Colours of the tokens of the same B-scan"
     coloured = _bscan(pca[token_slice], spacing, "PCA of its tokens", alt, size=(height, width))
+    if depth == 1:
+        return [coloured]
     alt = f"Token colours averaged over depth, seen from the front, {scene.scanner}"
     return [coloured, _enface(enface, spacing, scene.laterality, "PCA en face", alt, size=(depth, width))]
 
@@ -119,6 +122,8 @@ def native_pictures(volume: Volume) -> list[Picture]:
     low, high = np.percentile(mean, (1, 99))
     mean = np.clip((mean - low) / max(high - low, 1e-6), 0, 1)
     scanner = volume.scanner.replace("_", " ")
+    if len(voxels) == 1:
+        return [_bscan(voxels[0], spacing, "B-scan", f"B-scan, {scanner}")]
     return [
         _bscan(voxels[len(voxels) // 2], spacing, "B-scan", f"Middle B-scan of a {scanner} volume"),
         _enface(mean, spacing, None, "En face", f"Mean over depth, seen from the front, {scanner}", vertical=None),

@@ -16,6 +16,7 @@ from octfm.io.location import Location
 from octfm.report.images import Picture, front, shown_spacing
 from octfm.report.page import MAX_BYTES, render, write_page
 from octfm.tasks.scene import Overlay, Scene
+from octfm.volume.estimated import WHY
 from octfm.volume.volume import Fundus, Volume
 
 if TYPE_CHECKING:
@@ -98,7 +99,9 @@ def view_facts(volume: Volume, scene: Scene) -> list[tuple[str, str]]:
         ("Protocol", volume.protocol.replace("_", " ")),
         ("Eye", {"R": "right", "L": "left"}.get(volume.laterality or "", "unknown")),
         ("B-scans × rows × A-scans", " × ".join(f"{n:,}" for n in scene.voxels.shape)),
-        ("Millimetres per step", " × ".join(f"{mm:.4g}" for mm in scene.spacing_mm)),
+        ("Millimetres per step", " × ".join(f"{mm:.4g}" for mm in scene.spacing_mm))
+        if scene.has_mm
+        else ("Millimetres", f"unknown: {WHY}"),
     ]
     facts += [("Modality", "OCT angiography (flow)")] if volume.modality == "octa" else []
     if not scene.is_raster:
@@ -134,7 +137,7 @@ def _volume(scene: Scene, room: int, correct: dict[str, Any] | None = None) -> d
         "eye": eye_of(scene),
         "shape": [depth, height, width],
         "mm": [dz, dy, dx],
-        "hasMm": True,
+        "hasMm": scene.has_mm,
         "shownMm": list(shown_spacing(scene.voxels.shape, scene.spacing_mm, 4)),
         # Other layouts have no sides: a circle ends where it began, and in a star they differ between B-scans.
         "sides": {"R": ["T", "N"], "L": ["N", "T"]}.get(scene.laterality or "") if horizontal else None,

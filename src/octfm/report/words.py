@@ -41,10 +41,11 @@ TARGETS = {
     "disease": "telling healthy participants from those with any disease",
     "diagnosis": "telling the diagnoses apart",
     "study_group": "telling the study groups apart",
+    "label": "telling the labels apart",
     "cst_um": "predicting central subfield thickness",
     "scanner": "telling the scanners apart (leakage: less is better)",
 }
-MAIN = (("disease", "auroc"), ("diagnosis", "auroc"), ("cst_um", "r2"))
+MAIN = (("disease", "auroc"), ("diagnosis", "auroc"), ("label", "auroc"), ("cst_um", "r2"))
 """The key result is the first of these that was measured."""
 POOLS = {
     "mean": "mean over tissue tokens",

@@ -23,7 +23,7 @@ SHARD_CHECKSUM = "shard_checksum"
 _DIGEST = ',"digest":"'
 _DIGEST_AT_END = re.compile(rb',"digest":"([0-9a-f]{16})"}$')
 ARRAYS = {"voxels": "uint8", "band": "float32", "valid": "int16"}
-DIAGNOSIS_COLUMNS = ("diagnosis", "study_group")
+DIAGNOSIS_COLUMNS = ("diagnosis", "study_group", "label")
 
 Compression = Literal["none", "zstd"]
 
@@ -66,7 +66,7 @@ class StoreRow:
 
     @property
     def diagnosis(self) -> str | None:
-        """The participant's `diagnosis` label, else `study_group`, else None."""
+        """The participant's `diagnosis` label, else `study_group`, else `label` (of a path), else None."""
         return next((self.participant_labels[c] for c in DIAGNOSIS_COLUMNS if self.participant_labels.get(c)), None)
 
 

@@ -21,6 +21,7 @@ from octfm.store.exclusion import without_excluded_files
 from octfm.store.layout import Compression, StoreRow, Unprepared
 from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, stage
+from octfm.volume.estimated import FLAG
 from octfm.volume.pixel_copies import Owner, PixelCopies, describe_copy, fingerprint
 from octfm.volume.volume import Volume
 
@@ -61,6 +62,8 @@ def prepare(
 ) -> Store:
     """Prepare every accepted acquisition that `out` does not hold yet; rows are in catalog order for any `workers`.
 
+    A catalog of single B-scans only is prepared with `preprocessing.of_bscans()`.
+
     If it is stopped, even by kill -9, the same call continues. Acquisitions that cannot be prepared go to
     unprepared.jsonl with a code and a sentence, and the next call tries them again. Volumes that are in the store are
     not read again, but their rows are updated from the catalog (split, labels, scanner).
@@ -80,6 +83,8 @@ def prepare(
     """
     from octfm.catalog.participants.pseudonyms import is_pseudonymous
 
+    if catalog.acquisitions and all(a.layout == "line" for a in catalog.acquisitions):
+        preprocessing = preprocessing.of_bscans()
     preprocessing.expect_finder(find_band)
     out = location(out)
     account = Account(out, catalog.root)
@@ -377,6 +382,7 @@ def prepare_acquisition(
     known = replace(
         volume,
         spacing_mm=tuple(acquisition.spacing_mm),
+        spacing_estimated=FLAG in acquisition.flags,
         laterality=acquisition.laterality,
         scanner=acquisition.scanner,
         protocol=acquisition.protocol,

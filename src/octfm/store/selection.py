@@ -59,6 +59,10 @@ def select(
         for row in store.rows
         if split in (None, row.split) and row.scanner in allowed and matches(row, layouts, modalities)
     ]
+    if not rows and {row.layout for row in store.rows} == {"line"} and "line" not in layouts:
+        raise ConfigError(
+            f"{store.path}: holds single B-scans, and data.layouts is {list(layouts)}; data.layouts=[line] takes them"
+        )
     if not rows:
         among = f" of {', '.join(sorted(allowed))}" if scanners or leave_out else ""
         among += "" if all(row.layout in layouts for row in store.rows) else f" and of data.layouts {list(layouts)}"

@@ -51,6 +51,7 @@ def embed_all(
         raise EvaluationError(
             f"{opened.path}: the store holds no volume, so there is nothing to embed; see its unprepared.jsonl"
         )
+    encoder = encoder.reading(opened)
     if out is None and not isinstance(home, Path):
         raise EvaluationError(f"{run}: the run is in a bucket; name a folder for its embeddings with --out")
     folder = out if out is not None else Path(str(home if home.is_dir() else home.parent.parent)) / "embeddings"

@@ -104,7 +104,7 @@ def _finetune(
         )
     encoder = load_encoder(str(config.encoder), random_init=config.from_scratch, runtime=runtime)
     store = to_evaluate(prepared, config.exclude, encoder.config.data.modalities, echo)
-    encoder.require_prepared(store)
+    encoder = encoder.reading(store)
     seen = (lambda _: False) if config.from_scratch else seen_by(str(config.encoder))
     task = find_task(config, store, seen, allow_seen)
     known = {"key": "", "hashes": []} if config.from_scratch else participants_of(str(config.encoder))

@@ -15,6 +15,7 @@ from octfm.store.layout import Arrays
 from octfm.store.store import Store
 from octfm.tasks.scene import NONE, Overlay, Placement, Scene, found_overlays, save_scenes
 from octfm.tasks.segment import Segmenter
+from octfm.volume.estimated import FLAG
 
 PER_SCANNER = 2
 """Volumes shown per scanner."""
@@ -77,6 +78,7 @@ def save_pictures(
                 superior_first=True,
                 scanner=row.scanner,
                 overlays=tuple(overlays),
+                has_mm=FLAG not in row.flags,
                 placement=Placement.whole(one.voxels[0].shape),
                 features=reduced(tokens[i], basis),
                 about_features=about,

@@ -120,6 +120,8 @@ class Scene:
     """True if B-scans run up or down the fundus, so that their ends are not nasal and temporal."""
     fundus: Fundus | None = None
     """The picture of the fundus that came with the scan, its lines in the order of the voxels; not saved."""
+    has_mm: bool = True
+    """False if its millimetres are only estimated: it is then shown without scales and rulers."""
 
     def overlay(self, key: str) -> np.ndarray | None:
         """The values of one overlay."""
@@ -156,7 +158,17 @@ def found_overlays(surfaces: Mapping[str, np.ndarray], masks: Mapping[str, np.nd
     return overlays
 
 
-SAVED = ("title", "spacing_mm", "laterality", "mirrored", "superior_first", "is_raster", "scanner", "about_features")
+SAVED = (
+    "title",
+    "spacing_mm",
+    "laterality",
+    "mirrored",
+    "superior_first",
+    "is_raster",
+    "scanner",
+    "about_features",
+    "has_mm",
+)
 SAVED_OF_OVERLAY = ("key", "name", "kind", "legend", "about", "unit")
 
 

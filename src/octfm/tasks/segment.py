@@ -338,5 +338,10 @@ def open_store(config: SegmentConfig, encoder: Encoder) -> Store:
     if config.store is None:
         raise ConfigError("store: name a prepared store, store=prepared/")
     store = to_evaluate(Store.open(config.store), config.exclude, encoder.config.data.modalities)
+    if store.image_size[0] == 1:
+        raise EvaluationError(
+            f"{store.path}: a store of single B-scans; segmenters are trained on volumes, and the packaged network "
+            "segments B-scans: octfm segment FOLDER --layouts line"
+        )
     encoder.require_prepared(store)
     return store

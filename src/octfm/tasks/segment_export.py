@@ -44,24 +44,27 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str) -> list[Path
 
     A header extension (comment) has the names of surfaces or values; the description has the note of the segmentation,
     if there is one, else as many names as fit. Spacing is in mm, in the frame of the image (x along A-scans, y
-    downwards, z along B-scans), not of the patient.
+    downwards, z along B-scans), not of the patient. Where millimetres are only estimated, heights are rows,
+    <stem>_heights_rows.nii.gz, and spacing is 1 without a unit.
     """
     try:
         import nibabel
     except ImportError:
         raise EvaluationError("NIfTI export needs nibabel: pip install 'octfm[export]'") from None
-    folder, (dz, dy, dx) = local_path(folder), found.spacing_mm
+    folder, measured = local_path(folder), not found.why_no_um
+    dz, dy, dx = found.spacing_mm if measured else (1.0, 1.0, 1.0)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     if found.surfaces:
-        heights = np.stack([found.heights_um(name).T for name in found.surfaces], axis=-1).astype(np.float32)
+        of = found.heights_um if measured else found.surfaces.__getitem__
+        heights = np.stack([of(name).T for name in found.surfaces], axis=-1).astype(np.float32)
         image = nibabel.Nifti1Image(heights, np.diag([dx, dz, 1.0, 1.0]))
         _describe(image, found, " ".join(found.surfaces))
-        written.append(_nifti(image, folder / f"{stem}_heights_um.nii.gz"))
+        written.append(_nifti(image, folder / f"{stem}_heights_{'um' if measured else 'rows'}.nii.gz", measured))
     labels, meaning = label_map(found)
     image = nibabel.Nifti1Image(labels.transpose(2, 1, 0), np.diag([dx, dy, dz, 1.0]))
     _describe(image, found, "; ".join(f"{value} {name}" for value, name in meaning.items()))
-    return [*written, _nifti(image, folder / f"{stem}_labels.nii.gz")]
+    return [*written, _nifti(image, folder / f"{stem}_labels.nii.gz", measured)]
 
 
 def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, stem: str | None = None) -> list[Path]:
@@ -189,12 +192,12 @@ def _describe(image: Any, found: Segmentation, names: str) -> None:
 
     image.header["descrip"] = (found.note or names).encode()[:79]
     image.header.extensions.append(
-        Nifti1Extension("comment", "; ".join(filter(None, (names, found.comments))).encode())
+        Nifti1Extension("comment", "; ".join(filter(None, (names, found.comments, found.why_no_um))).encode())
     )
 
 
-def _nifti(image: Any, path: Path) -> Path:
-    image.header.set_xyzt_units("mm")
+def _nifti(image: Any, path: Path, measured: bool) -> Path:
+    image.header.set_xyzt_units("mm" if measured else "unknown")
     write_whole(path, gzip.compress(image.to_bytes(), mtime=0))
     return path
 

@@ -88,6 +88,7 @@ def scene_of(
         superior_first=volume.superior_first is not None,
         is_raster=volume.layout == "raster",
         vertical=volume.vertical,
+        has_mm=not volume.spacing_estimated,
         scanner=volume.scanner,
         overlays=tuple(overlays),
         placement=placement,

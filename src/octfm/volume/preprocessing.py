@@ -24,7 +24,6 @@ from octfm.config import Config, load
 from octfm.display import fields_line
 from octfm.errors import ConfigError, ReadError
 from octfm.io.hashing import hash_text
-from octfm.volume.coverage import Coverage, coverage
 from octfm.volume.laterality import Side, disc_side
 from octfm.volume.planes import Planes, eight_bit
 from octfm.volume.radial import to_raster
@@ -32,7 +31,7 @@ from octfm.volume.resampling import resample, seen_rows
 from octfm.volume.tissue import MARGIN_MM, BandFinder, Tissue, find_tissue
 from octfm.volume.transform import Transform
 from octfm.volume.volume import ADMISSIBLE, Shape3, Spacing3, Volume
-from octfm.volume.window import IN_CROP, window
+from octfm.volume.window import IN_CROP, Coverage, coverage, window
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +129,25 @@ class Preprocessing(Config):
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hash_text(text)[:16]
 
+    @property
+    def takes_bscans(self) -> bool:
+        """Whether these settings prepare single B-scans, and nothing else: volumes one voxel deep."""
+        return self.image_size[0] == 1
+
+    def of_bscans(self) -> "Preprocessing":
+        """The same settings for single B-scans, which an encoder of volumes reads with `Encoder.of_bscans`."""
+        return self.model_copy(update={"image_size": (1, *self.image_size[1:])})
+
+    def _wrong_layout(self, volume: Volume) -> ReadError:
+        size, what = list(self.image_size), f"{volume.source}: a {volume.layout} scan of {len(volume.voxels)} B-scans"
+        if self.takes_bscans:
+            return ReadError("several_bscans", f"{what}, while image_size {size} is for single ones")
+        return ReadError(
+            "not_raster",
+            f"{volume.source}: is a line scan; only a raster is a volume in space, and single B-scans go into a "
+            "store of their own (octfm scan --layouts line)",
+        )
+
     def expect_finder(self, find_band: BandFinder | None) -> None:
         """Raises ConfigError unless `find_band` is the finder that these settings name: None for a classic band."""
         given = find_band.network if find_band is not None else ""
@@ -142,7 +160,7 @@ class Preprocessing(Config):
             )
 
     def __call__(self, volume: Volume, find_band: BandFinder | None = None) -> Prepared:
-        """Prepare one volume; a radial scan (star) is made a raster first.
+        """Prepare one volume; a radial scan (star) is made a raster first. Settings `of_bscans` take single B-scans.
 
         `find_band` finds a learned band; see `expect_finder`. Raises ReadError for other layouts, for a star of too few
         lines, for pixels that are not 8 or 16 bit, and for volumes that are blank, or blank in the part that is kept.
@@ -152,8 +170,12 @@ class Preprocessing(Config):
             raise ReadError(
                 "not_raster", f"{volume.source}: is a {volume.layout} scan; only a raster is a volume in space"
             )
+        if len(volume.voxels) > 1 if self.takes_bscans else volume.layout == "line":
+            raise self._wrong_layout(volume)
         if volume.layout == "radial":
             volume = to_raster(volume)
+        if volume.layout == "line":  # its distance between B-scans has no meaning: it fills the depth of a voxel
+            volume = replace(volume, spacing_mm=(self.target_spacing[0], *volume.spacing_mm[1:]))
         canonical = volume.superior_to_inferior()
         mirrored = volume.laterality == "L"
         if mirrored:
@@ -188,7 +210,7 @@ class Preprocessing(Config):
                 "look at it (octfm view)",
             )
         band = self._band(tissue, valid, transform)
-        disc = disc_side(voxels, canonical.spacing_mm, tissue).side
+        disc = disc_side(voxels, canonical.spacing_mm, tissue).side if volume.layout == "raster" else "unclear"
         return Prepared(out, band, valid, tissue.confident, tissue.confidence, transform, disc)
 
     def coverage(self, native_shape: Shape3, native_spacing_mm: Spacing3) -> Coverage:

@@ -6,6 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from octfm.display import box, brief, number
+from octfm.errors import EvaluationError
 from octfm.volume.volume import Spacing3
 
 
@@ -47,10 +48,28 @@ class Segmentation:
         """Rows of a B-scan; None if nothing says how many there are."""
         return next((mask.shape[1] for mask in self.masks.values()), None)
 
+    @property
+    def why_no_um(self) -> str:
+        """Why nothing is given in micrometres; empty if it is."""
+        return ""
+
+    def _expect_um(self) -> None:
+        if self.why_no_um:
+            raise EvaluationError(f"no micrometres: {self.why_no_um}; surfaces and thickness_rows are in rows")
+
     def heights_um(self, name: str) -> np.ndarray:
-        """float [D, W]: depth of a surface below the upper edge of the image, in µm per A-scan."""
+        """float [D, W]: depth of a surface below the upper edge of the image, in µm per A-scan.
+
+        Raises EvaluationError, as all in micrometres does, where `why_no_um`.
+        """
+        self._expect_um()
         return (self.surfaces[name] + 0.5) * self.spacing_mm[1] * 1000
 
     def thickness_um(self, upper: str, lower: str) -> np.ndarray:
         """float [D, W]"""
-        return (self.surfaces[lower] - self.surfaces[upper]) * self.spacing_mm[1] * 1000
+        self._expect_um()
+        return self.thickness_rows(upper, lower) * self.spacing_mm[1] * 1000
+
+    def thickness_rows(self, upper: str, lower: str) -> np.ndarray:
+        """float [D, W]: rows of the image between two surfaces."""
+        return self.surfaces[lower] - self.surfaces[upper]

@@ -17,8 +17,9 @@ Layout = Literal["raster", "line", "circle", "radial", "repeated"]
 space."""
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 RASTER_ONLY: tuple[Literal["raster"]] = ("raster",)
-Admissible = Literal["raster", "radial"]
-"""Layouts that a catalog may hold: radial scans only on request, converted to a raster (radial.to_raster)."""
+Admissible = Literal["raster", "radial", "line"]
+"""Layouts that a catalog may hold. Only on request: radial scans, which are converted to a raster (radial.to_raster),
+and single B-scans (line), which go into stores of their own."""
 ADMISSIBLE: tuple[Admissible, ...] = get_args(Admissible)
 Modality = Literal["structure", "octa"]
 """What the voxels measure: reflectivity (structural OCT), or flow (OCT angiography)."""
@@ -77,6 +78,8 @@ class Volume:
     in millimetres. A star has angles instead of a spacing."""
     source: str = "memory"
     """Where the voxels came from; named in every error."""
+    spacing_estimated: bool = False
+    """The millimetres are estimated from the retina (octfm.volume.estimated): no result may give micrometres."""
     full_scale: int = 65535
     """White value of uint16 voxels, e.g. 4095 if 12 bits are used; uint8 is white at 255."""
 
@@ -96,9 +99,10 @@ class Volume:
 
     def _described(self) -> dict[str, str]:
         d, h, w = self.shape
+        estimated = " (estimated)" if self.spacing_estimated else ""
         return {
             "size": f"{number(d, 'B-scan')} of {h} × {w}, {self.voxels.dtype}",
-            "extent": f"{times(self.extent_mm)} mm" if self.layout == "raster" else f"{times(self.extent_mm[1:])} mm",
+            "extent": f"{times(self.extent_mm if self.layout == 'raster' else self.extent_mm[1:])} mm{estimated}",
             "scanner": self.scanner.replace("_", " "),
             "eye": {"R": "right eye", "L": "left eye", None: "unknown eye"}[self.laterality],
             "layout": self.layout if self.layout != "raster" else "",

@@ -9,10 +9,10 @@ between train and test, would corrupt every result unnoticed.
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from octfm.catalog.participants.path_words import (
     CANDIDATES,
@@ -23,6 +23,7 @@ from octfm.catalog.participants.path_words import (
     plain,
     segments,
 )
+from octfm.catalog.participants.splits import parse_split
 from octfm.errors import ConfigError, OctfmError
 from octfm.io.archive import MEMBER, is_folder, list_folder
 from octfm.io.location import Location, listed
@@ -37,7 +38,8 @@ SOURCES: dict[str, str] = {
 }
 """Source of a participant -> what it means."""
 
-PLACEHOLDERS = ("participant", "eye", "visit")
+PLACEHOLDERS = ("participant", "eye", "visit", "label", "split")
+_LISTED = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
 _ENDING = re.compile(r"\.(?:nii\.gz|[A-Za-z][A-Za-z0-9]{1,5})$")
 _SMALL = 1000
 """Smaller numbers may count visits, scans or B-scans."""
@@ -77,6 +79,17 @@ class Whose:
     """Empty if header or table name the participant."""
     eyes: frozenset[Laterality]
     """The eyes that the path names."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Label columns that the path gives: `label` and `recommended_split`, where patterns have {label} and {split}."""
+
+
+class Match(NamedTuple):
+    """What a pattern finds in a path."""
+
+    participant: str
+    eyes: frozenset[Laterality]
+    labels: Mapping[str, str]
+    """As in `Whose`."""
 
 
 # ---- patterns -------------------------------------------------------------------------------------------------------
@@ -88,7 +101,8 @@ class Pattern:
 
     {participant}, {eye} and {visit} match part of a name, * any part of it, each as little as possible. A last * also
     matches everything further below. {participant} twice gives an id of both parts, for numbers that start again in
-    every clinic. A pattern without a file ending matches files of any ending.
+    every clinic. {label} gives the label of a file, such as the name of its folder, {split} its split (train, val or
+    test). A pattern without a file ending matches files of any ending.
     """
 
     text: str
@@ -101,7 +115,7 @@ class Pattern:
         for name in named:
             if name not in PLACEHOLDERS:
                 close = get_close_matches(name.lower(), PLACEHOLDERS, n=1, cutoff=0.4)
-                hint = f"did you mean {{{close[0]}}}?" if close else "there are {participant}, {eye} and {visit}"
+                hint = f"did you mean {{{close[0]}}}?" if close else f"there are {_LISTED}"
                 raise ConfigError(f"--participant-from {text!r}: unknown {{{name}}}; {hint}")
         if re.sub(r"\{[a-z]+\}", "", clean).strip("*").count("{") or "}" in re.sub(r"\{[a-z]+\}", "", clean):
             raise ConfigError(
@@ -112,6 +126,9 @@ class Pattern:
                 f"--participant-from {text!r}: expected {{participant}} in it, as in {{participant}}/{{eye}}/* or "
                 "{participant}_{eye}_*.png"
             )
+        for name in ("label", "split"):
+            if named.count(name) > 1:
+                raise ConfigError(f"--participant-from {text!r}: {{{name}}} occurs twice; put * for one of them")
         if "}{" in clean.replace("{participant}{eye}", "{participant}"):
             raise ConfigError(
                 f"--participant-from {text!r}: nothing separates two placeholders, so where one ends is a guess; "
@@ -124,8 +141,8 @@ class Pattern:
             )
         return Pattern(clean)
 
-    def match(self, place: "Place") -> tuple[str, frozenset[Laterality]] | None:
-        """Participant and eyes in the path of a scan; None if the pattern does not fit, or {eye} matches no eye."""
+    def match(self, place: "Place") -> Match | None:
+        """What the path of a scan states; None if the pattern does not fit, or {eye} or {split} match no such word."""
         # Only a pattern with a dot in its last name says something about the ending.
         for text in place.texts if "." in self.text.rpartition("/")[2] else place.stems:
             words = _eye_words(text) if "{eye}" in self.text else ()
@@ -134,7 +151,15 @@ class Pattern:
                 eyes = frozenset[Laterality](
                     eye for name, value in groups.items() if name[0] == "e" and (eye := eye_of(value))
                 )
-                return "/".join(value.strip() for name, value in groups.items() if name[0] == "p"), eyes
+                labels = {}
+                for name, value in groups.items():
+                    if name[0] == "l":
+                        labels["label"] = value.strip()
+                    if name[0] == "s":
+                        if (split := parse_split(value)) is None:
+                            return None
+                        labels["recommended_split"] = split
+                return Match("/".join(value.strip() for name, value in groups.items() if name[0] == "p"), eyes, labels)
         return None
 
 
@@ -270,11 +295,13 @@ def find_people(
         uri: frozenset[Laterality](s.eye for n in place.names for s in segments(n, meant) if s.eye)
         for uri, place in places.items()
     }
+    labels: dict[str, Mapping[str, str]] = {}
     if patterns:
         stated = {uri: next((m for p in patterns if (m := p.match(place))), None) for uri, place in places.items()}
         found = {uri: match[0] for uri, match in stated.items() if match}
         _expect_all(nameless, found, patterns)
-        eyes |= {uri: match[1] for uri, match in stated.items() if match and match[1]}
+        eyes |= {uri: match.eyes for uri, match in stated.items() if match and match.eyes}
+        labels = {uri: match.labels for uri, match in stated.items() if match}
         source: Source = "pattern"
         doubt = ""
     elif nameless:
@@ -294,7 +321,12 @@ def find_people(
             f"--participant-from: {contradiction}; state another pattern, or name these files in a table (--table)"
         )
     return {
-        uri: Whose(known[uri], "", eyes[uri]) if uri in known else Whose(ids[found[uri]], source, eyes[uri])
+        uri: Whose(
+            known[uri] if uri in known else ids[found[uri]],
+            "" if uri in known else source,
+            eyes[uri],
+            labels.get(uri, {}),
+        )
         for uri in places
     }
 

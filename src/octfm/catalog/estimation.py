@@ -1,0 +1,67 @@
+"""Axial millimetres of single B-scans of which no file, sidecar or table states any, estimated from their retinas."""
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from octfm.catalog.aireadi import Tables
+from octfm.errors import ReadError
+from octfm.formats import read_volume
+from octfm.formats.bscans import Reader
+from octfm.formats.reasons import Header
+from octfm.io.isolation import Limits
+from octfm.io.spread import spread
+from octfm.volume.estimated import axial_mm, retina_rows
+from octfm.volume.planes import eight_bit
+
+SAMPLE = 48
+"""B-scans of a size that are searched; the standard error of their median thickness is then 2 % or less."""
+
+
+def axial_mm_by_height(
+    headers: Sequence[Header],
+    tables: Tables,
+    workers: int | None = None,
+    limits: Limits | None = None,
+    readers: Sequence[Reader] = (),
+) -> dict[int, float]:
+    """Rows of an image → axial millimetres, for the sizes of single B-scans that state none.
+
+    One estimate for all B-scans of as many rows, which mostly come from one instrument: estimated one by one, a swollen
+    retina would be scaled to the thickness of a healthy one. Sizes without a retina that is found are left out.
+    """
+    unknown: dict[int, list[Header]] = defaultdict(list)
+    for header in headers:
+        row = tables.find(header.uri, header.sop_instance_uid)
+        if header.layout == "line" and header.spacing_mm is None and (row is None or row.spacing_mm is None):
+            unknown[header.shape[1]].append(header)
+    # By content, not by path: a class or a patient fills a run of paths.
+    chosen = [
+        header
+        for height in sorted(unknown)
+        for header in sorted(unknown[height], key=lambda header: header.sop_instance_uid)[:SAMPLE]
+    ]
+    limits = limits or Limits()
+    found = spread(
+        functools.partial(_rows_of, readers=readers),
+        chosen,
+        lambda header, lost: None,
+        workers=workers,
+        limits=limits,
+        deadline=lambda header: limits.deadline(10 * math.prod(header.shape), header.uri),
+    )
+    rows: dict[int, list[float]] = defaultdict(list)
+    for header, own in zip(chosen, found, strict=True):
+        if own is not None:
+            rows[header.shape[1]].append(own)
+    return {height: axial_mm(several) for height, several in rows.items()}
+
+
+def _rows_of(header: Header, readers: Sequence[Reader]) -> float | None:
+    try:
+        # Any millimetres will do: `retina_rows` tries its own.
+        volume = read_volume(header.uri, spacing_mm=(1.0, 1.0, 1.0), raster_only=False, readers=readers)
+    except ReadError:
+        return None
+    return retina_rows(eight_bit(volume))

@@ -1,0 +1,264 @@
+"""Single B-scans in class folders go through every verb; estimated millimetres never become micrometres."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from octfm.catalog.catalog import Catalog, CatalogError, scan
+from octfm.catalog.participants.people import Pattern, PeopleError, place_of
+from octfm.catalog.participants.split_folders import split_folders
+from octfm.encoder.embed import embed_store
+from octfm.encoder.embeddings import read_embeddings
+from octfm.encoder.tuned import load_tuned
+from octfm.errors import ConfigError, EvaluationError, ReadError
+from octfm.formats import read_volume
+from octfm.layers.table import describe, read_table, row_of
+from octfm.pretraining.data import training_rows
+from octfm.store.prepare import prepare
+from octfm.tasks.segment_export import write_nifti
+from octfm.tasks.view import scene_of
+from octfm.volume.estimated import FLAG, WHY, retina_rows
+from octfm.volume.preprocessing import Preprocessing
+from octfm.volume.volume import Volume
+from support.bscan_set import CONDITIONS, PATTERN, layered, phantom_image, write_image, write_set
+from support.command_line import octfm_here
+from support.segmented import found_in
+from support.small_store import small_store
+from support.tiny_runs import config, quick_pretrain, quiet
+from support.untrained import untrained_encoder
+
+SIZE = Preprocessing(image_size=(8, 64, 32), target_spacing=(0.7, 0.03, 0.18))
+
+
+@pytest.fixture(scope="module")
+def bscans(tmp_path_factory):
+    """(root, planted files, catalog) of a small set."""
+    root = tmp_path_factory.mktemp("bscans") / "set"
+    planted = write_set(
+        root, 3, lambda label, place: layered(place + 7 * sum(map(ord, label)), retina=46 + 3 * (place % 5))
+    )
+    return root, planted, scan(root, layouts=("line",), participant_from=PATTERN, workers=0)
+
+
+@pytest.fixture(scope="module")
+def store(bscans, tmp_path_factory):
+    return prepare(bscans[2], tmp_path_factory.mktemp("store") / "s", SIZE, workers=0, progress=False)
+
+
+def test_every_image_in_a_folder_is_a_row_with_its_class(bscans):
+    _, _, catalog = bscans
+    assert len(catalog.acquisitions) == 3 * 3 * 2 + 1 and {a.layout for a in catalog.acquisitions} == {"line"}
+    assert all(a.participant_labels["label"] == a.uri.split("/")[-2] for a in catalog.acquisitions)
+    assert all(a.participant == Path(a.uri).stem.split("-")[1] for a in catalog.acquisitions)
+    assert all(a.shape == (1, 200, 120) for a in catalog.acquisitions)
+
+
+def test_the_same_pixels_are_found_whatever_their_file(bscans):
+    _, planted, catalog = bscans
+    found = {reject.code for reject in catalog.rejects}
+    assert found == {"pixels_of_two_participants", "duplicate_pixels"}
+    assert str(planted["resaved"]) in {reject.uri for reject in catalog.rejects}
+    # Both ids of the copied B-scan are in one split.
+    assert "split_with_another_id" in {flag for a in catalog.acquisitions for flag in a.flags}
+
+
+def test_folders_of_splits_are_overruled_where_patients_leak(bscans):
+    root, planted, catalog = bscans
+    splits = {a.participant: set() for a in catalog.acquisitions}
+    for a in catalog.acquisitions:
+        splits[a.participant].add(a.split)
+    assert all(len(own) == 1 for own in splits.values())
+    (leaked,) = (a for a in catalog.acquisitions if a.uri == str(planted["both"]))
+    assert leaked.split == "train" and "several_splits" in leaked.flags
+    # All others are where their folder says.
+    others = [a for a in catalog.acquisitions if "several_splits" not in a.flags]
+    assert others and all(a.split == a.uri.removeprefix(str(root)).split("/")[1] for a in others)
+    said = split_folders(catalog.root, catalog.acquisitions).sentence
+    assert "are used as splits" in said and ": 2 of 10 participants" in said and "of each count as train" in said
+
+
+def test_without_split_in_the_pattern_folders_are_only_reported(bscans):
+    catalog = bscans[2]
+    drawn = [replace(a, participant_labels={}, flags=()) for a in catalog.acquisitions]
+    found = split_folders(catalog.root, drawn)
+    assert "not used as splits" in found.sentence and found.on_both_sides == 1
+    assert split_folders(catalog.root, [a for a in drawn if "/train/" in a.uri]) is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "labels"),
+    [
+        ("{split}/{label}/*-{participant}-*", "train/CNV/CNV-1016042-1.jpeg", ("CNV", "train", "1016042")),
+        ("{label}/{participant}_*", "No disease/p7_b.png", ("No disease", None, "p7")),
+        ("{split}/{participant}/*", "validation/9/a.png", (None, "val", "9")),
+    ],
+)
+def test_patterns_give_label_and_split(pattern, path, labels, tmp_path):
+    found = Pattern.parse(pattern).match(place_of(str(tmp_path / path), tmp_path))
+    assert (found.labels.get("label"), found.labels.get("recommended_split"), found.participant) == labels
+
+
+def test_patterns_that_leave_it_open_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"\{label\} occurs twice"):
+        Pattern.parse("{label}/{label}-{participant}-*")
+    write_image(tmp_path / "images" / "a" / "p1-1.png", layered(1))
+    with pytest.raises(PeopleError, match="1 of 1 files"):
+        scan(tmp_path, layouts=("line",), participant_from="{split}/*/{participant}-*", workers=0)
+
+
+def test_estimated_millimetres_are_marked_everywhere(bscans, store, tmp_path):
+    catalog = Catalog.load(bscans[2].save(tmp_path / "catalog"))
+    assert {a.spacing_source for a in catalog.acquisitions} == {"estimated"}
+    assert all(FLAG in a.flags for a in catalog.acquisitions) and all(FLAG in row.flags for row in store.rows)
+    # One estimate for all of a size: a thicker retina stays thicker.
+    assert len({a.spacing_mm for a in catalog.acquisitions}) == 1
+    volume = read_volume(catalog.acquisitions[0].uri, raster_only=False)
+    assert volume.spacing_estimated and "(estimated)" in repr(volume)
+    assert not scene_of(volume).has_mm
+
+
+def test_millimetres_that_something_states_are_not_estimated(tmp_path):
+    path = write_image(tmp_path / "p1" / "a.png", layered(1))
+    path.with_suffix(".json").write_text(json.dumps({"spacing_mm": [0.01, 0.004, 0.03]}))
+    write_image(tmp_path / "p2" / "b.png", layered(2))
+    rows = scan(tmp_path, layouts=("line",), participant_from="{participant}/*", workers=0).acquisitions
+    assert [a.spacing_source for a in rows] == ["sidecar", "estimated"]
+    rows = scan(
+        tmp_path, layouts=("line",), participant_from="{participant}/*", nominal_spacing_mm=(1, 0.0039, 0.01), workers=0
+    ).acquisitions
+    assert [a.spacing_source for a in rows] == ["sidecar", "nominal"] and not any(FLAG in a.flags for a in rows)
+
+
+@pytest.mark.parametrize("retina", [36, 50, 75])
+def test_the_retina_is_measured_in_rows_whatever_the_scale(retina):
+    rows = np.median([retina_rows(layered(seed, retina=retina)[None]) for seed in range(3)])
+    assert rows == pytest.approx(retina, rel=0.12)
+
+
+def test_an_image_without_retina_has_no_millimetres(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 40, (200, 150)).astype(np.uint8)
+    assert retina_rows(noise[None]) is None
+    with pytest.raises(ReadError, match="shows no retina to estimate them from") as caught:
+        read_volume(write_image(tmp_path / "a.png", noise), raster_only=False)
+    assert caught.value.code == "missing_spacing"
+
+
+def test_a_segmentation_without_millimetres_has_no_micrometres(tmp_path):
+    found = found_in(1, fluid_in=0)
+    found = replace(found, volume=replace(found.volume, layout="line", spacing_estimated=True))
+    row = row_of(found)
+    assert not [name for name, cell in row.items() if cell and (name.endswith(("_um", "_mm3", "_nl")))]
+    assert row["zones_note"].endswith(WHY) and float(row["retina_rows"]) == pytest.approx(found.retina_rows, abs=0.05)
+    assert row["intraretinal_fluid_pixels"] == str(found.masks["intraretinal_fluid"].sum()) != "0"
+    said = describe(found)
+    assert " rows (median)" in said and not re.search(r"\d µm(?! thick)", said)
+    for ask in (lambda: found.thickness_um("ilm", "bm"), lambda: found.heights_um("ilm"), lambda: found.spread_um,
+                found.fluid_um):  # fmt: skip
+        with pytest.raises(EvaluationError, match="no micrometres: its millimetres are estimated"):
+            ask()
+    import nibabel
+
+    heights, labels = (nibabel.load(path) for path in write_nifti(found, tmp_path, "a"))
+    assert heights.get_filename().endswith("a_heights_rows.nii.gz")
+    assert all(
+        i.header.get_xyzt_units()[0] == "unknown" and i.header.get_zooms()[:2] == (1, 1) for i in (heights, labels)
+    )
+
+
+def test_the_encoder_reads_a_bscan_as_its_repetition_over_a_patch():
+    """Summed kernels: the tokens of a B-scan are those of a volume that repeats it over the depth of a patch."""
+    encoder = untrained_encoder()
+    bscan, (depth, rows, columns) = encoder.of_bscans(), encoder.config.model.patch_size
+    size = encoder.preprocessing.image_size
+    image = np.random.default_rng(1).integers(0, 256, (1, 1, *size[1:]), np.uint8)
+    found = bscan.encode_grid(image)
+    d, h, w = encoder.network.grid.shape
+    assert found.shape == (1, 1, h, w, encoder.width) and bscan.config.model.patch_size == (1, rows, columns)
+    volume = np.zeros((1, *size), np.uint8)
+    for place in (0, d - 1):
+        volume[:, place * depth : (place + 1) * depth] = image
+        index = (np.arange(h * w) + place * h * w)[None]
+        assert np.allclose(encoder.some_tokens(volume, index), found.reshape(1, h * w, -1), atol=2e-5)
+    before = encoder.network.patch_embed.weight.clone()
+    with torch.no_grad():
+        bscan.network.patch_embed.weight.zero_()
+    assert torch.equal(before, encoder.network.patch_embed.weight)
+
+
+def test_a_store_of_bscans_is_embedded_as_single_scans_are(bscans, store, tmp_path):
+    encoder = untrained_encoder()
+    assert store.image_size == (1, 64, 32) and store.fingerprint == SIZE.of_bscans().fingerprint()
+    data = read_embeddings(embed_store(encoder, store, tmp_path, echo=quiet))
+    place = {name: i for i, name in enumerate(data.acquisition.tolist())}
+    vectors = data.vectors[[place[row.acquisition] for row in store.rows]]
+    assert np.allclose(vectors, encoder.embed(store), atol=1e-6)
+    assert np.allclose(vectors[3], encoder.embed(store[3]), atol=1e-5)
+    assert set(data.participant_labels[0]) >= {"label"}
+    acquisition = bscans[2].acquisitions[0]
+    volume = replace(read_volume(acquisition.uri, raster_only=False), spacing_mm=acquisition.spacing_mm)
+    assert np.allclose(encoder.embed([volume])[0], vectors[0], atol=1e-5)
+
+
+def test_nothing_trains_on_bscans_unless_asked(store):
+    with pytest.raises(ConfigError, match=r"data\.layouts=\[line\] takes them"):
+        training_rows(config(), store)
+    asked = config(data={"layouts": ["line"]})
+    assert len(training_rows(asked, store)[0]) == sum(row.split == "train" for row in store.rows)
+
+
+def test_bscans_and_volumes_do_not_share_a_store(tmp_path):
+    volume = Volume(np.repeat(layered(1)[None], 4, 0), (0.3, 0.005, 0.03))
+    with pytest.raises(ReadError, match=r"image_size .* is for single ones"):
+        SIZE.of_bscans()(volume)
+    with pytest.raises(ReadError, match="octfm scan --layouts line"):
+        SIZE(replace(volume, voxels=volume.voxels[:1], layout="line"))
+
+
+def test_volumes_are_left_out_where_only_bscans_are_taken(tmp_path):
+    write_image(tmp_path / "p1" / "a.png", layered(1))
+    np.savez(tmp_path / "p2.npz", volume=np.repeat(layered(2)[None], 4, 0), spacing_mm=(0.3, 0.005, 0.03))
+    catalog = scan(tmp_path, layouts=("line",), participant_from=["{participant}/*", "{participant}"], workers=0)
+    assert len(catalog.acquisitions) == 1 and [s.code for s in catalog.skipped] == ["several_bscans"]
+    with pytest.raises(CatalogError, match="or line alone"):
+        scan(tmp_path, layouts=("line", "radial"), workers=0)
+
+
+@pytest.mark.slow
+def test_bscans_walk_through_every_verb(tmp_path):
+    """Folders of images, as public sets have them, from scan to report."""
+    write_set(tmp_path / "set", 10, lambda label, place: phantom_image(5, place, CONDITIONS[label]))
+    volumes = small_store(tmp_path / "volumes")
+    run = quick_pretrain(config(steps=2), volumes, out=tmp_path / "run", echo=quiet)
+
+    def octfm(*words: object) -> str:
+        code, said, err = octfm_here(*words, cwd=tmp_path)
+        assert code == 0, (words, said, err)
+        return said + err
+
+    said = octfm("scan", "set", "--layouts", "line", "--participant-from", PATTERN, "--workers", 0, "--out", "catalog")
+    assert "estimated_spacing 6" in said and "train and test are used as splits" in said
+    octfm("prepare", "catalog", "--like", run, "--out", "prepared", "--workers", 0)
+    octfm("embed", run, "--store", "prepared")
+    octfm("embed", run, "--catalog", "catalog", "--out", "vectors", "--workers", 0)
+    one, other = (read_embeddings(f / "pretrained.parquet") for f in (run / "embeddings", tmp_path / "vectors"))
+    assert np.allclose(one.vectors, other.vectors, atol=1e-5)
+    assert "label" in octfm("probe", run, "--target", "label", "--design", "k-fold", "--folds", 3)
+    octfm(
+        *("finetune", "study_group_finetune", f"encoder={run}", "--store", "prepared", "target=label", "batch_size=4"),
+        *("per_device_batch_size=4", "--epochs", 1, "--device", "cpu", "--out", "tuned"),
+    )
+    tuned = load_tuned(tmp_path / "tuned").encoder
+    assert tuned.takes_bscans and tuned.config.model.patch_size[0] == 1
+    said = octfm("segment", "set/test", "--layouts", "line", "--out", "bscans.csv")
+    rows = read_table(tmp_path / "bscans.csv")
+    assert rows and all(WHY in row["zones_note"] and not row["centre_um"] for row in rows if not row["problem"])
+    octfm("view", rows[0]["source"], "--layers", "--out", "view.html")
+    page = (tmp_path / "view.html").read_text()
+    assert WHY in page and '"hasMm":false' in page.replace(" ", "")
+    octfm("report", run, "--catalog", "catalog", "--store", "prepared")
+    assert (run / "report.html").is_file()
