@@ -11,10 +11,10 @@ FLAT = 1e-6
 """Added to the variance of a patch (in squared normalised intensity), so that a constant patch has a target of zero."""
 
 
-def check_average(goal_average: Shape3, patch_size: Shape3, predicted: bool) -> None:
+def check_average(goal_average: Shape3, patch_size: Shape3, predicted: bool, name: str = "goal_average") -> None:
     """Raises ValueError unless blocks of `goal_average` voxels tile a patch, and more than one does if `predicted`."""
     if any(side % over for side, over in zip(patch_size, goal_average, strict=True)):
-        raise ValueError(f"objective.goal_average {list(goal_average)} must divide model.patch_size {list(patch_size)}")
+        raise ValueError(f"objective.{name} {list(goal_average)} must divide model.patch_size {list(patch_size)}")
     if predicted and goal_average == patch_size:
         raise ValueError(
             f"objective.goal_average {list(goal_average)} leaves one number per patch, which has no contrast to "

@@ -238,6 +238,19 @@ def move(voxels: Tensor, moves: Moves) -> Tensor:
     return moved.round_().to(torch.uint8).unsqueeze(1)
 
 
+def move_labels(labels: Tensor, moves: Moves) -> Tensor:
+    """uint8 labels [B, 1, D, H, W] moved as `move` moves their voxels, to the nearest one; what comes from outside is
+    255, unknown."""
+    # Turned round, so that unknown is 0, which both ways of moving fill with.
+    turned = 255 - labels
+    if moves.theta_B23 is None:
+        return 255 - shift_rows(turned, moves.shift_B)
+    batch, _, _, height, width = labels.shape
+    grid = F.affine_grid(moves.theta_B23, [batch, 1, height, width], align_corners=False)
+    moved = F.grid_sample(turned.squeeze(1).float(), grid, mode="nearest", padding_mode="zeros", align_corners=False)
+    return 255 - moved.to(torch.uint8).unsqueeze(1)
+
+
 def shift_rows(voxels: Tensor, shift_B: Tensor) -> Tensor:
     """Voxels [B, 1, D, H, W] moved along H; rows that come from outside are 0."""
     height = voxels.shape[3]

@@ -19,7 +19,7 @@ from octfm.pretraining.settings import PretrainConfig, in_steps
 from octfm.pretraining.step import accumulate
 from octfm.run.runtime import Runtime, start
 from octfm.store.batch_sizes import accumulation
-from octfm.store.loader import Batch, Loader
+from octfm.store.loader import Batch, Loader, epoch_volumes
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
 
@@ -152,7 +152,7 @@ def bench(
     rows = np.array([], np.int64)
     if store is not None:
         rows = training_rows(config, store)[0]
-        config = in_steps(config, len(rows))
+        config = in_steps(config, epoch_volumes(store, rows, config.data.global_batch_size))
     trials = []
     for name, variant in _variants(config):
         echo(f"timing {name} ...")

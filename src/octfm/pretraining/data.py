@@ -1,4 +1,4 @@
-"""The volumes of a run: its store, the rows to train on and the rows to validate on."""
+"""The volumes of a run: its store or streamed phantoms, the rows to train on and the rows to validate on."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,7 @@ import numpy as np
 from octfm.errors import ConfigError
 from octfm.pretraining.settings import PretrainConfig
 from octfm.store.exclusion import without_excluded
+from octfm.store.phantoms import MixedStore, PhantomConfig, PhantomStore
 from octfm.store.selection import matches, select
 from octfm.store.store import Store
 
@@ -23,19 +24,52 @@ class Data:
 def given_store(config: PretrainConfig, store: Store | None = None) -> Store:
     """The store of a run, given as an object or named in its config, without the volumes that it excludes.
 
-    Raises ConfigError if it is given twice or not at all.
+    With `data.phantoms`, streamed phantoms take its place or join it. Raises ConfigError if it is given twice or not
+    at all.
     """
+    phantoms = config.data.phantoms
     if store is not None and config.data.store is not None:
         raise ConfigError(f"a store was given ({store.path}) and data.store is {config.data.store}; give one of them")
+    if store is None and config.data.store is None and phantoms is not None:
+        if phantoms.share < 1:
+            raise ConfigError(
+                f"data.phantoms.share is {phantoms.share:g} and data.store is not set; name the prepared store that the "
+                "other volumes are from, or train on phantoms alone with data.phantoms.share=1"
+            )
+        return PhantomStore(phantoms, phantoms.preprocessing(), config.validation_volumes)
     if store is None:
         if config.data.store is None:
             raise ConfigError("data.store is not set; name the prepared store, for example data.store=prepared/")
         store = Store.open(config.data.store)
-    return without_excluded(store, config.data.exclude)
+    store = without_excluded(store, config.data.exclude)
+    return store if phantoms is None else _with_phantoms(config, phantoms, store)
+
+
+def _with_phantoms(config: PretrainConfig, phantoms: PhantomConfig, store: Store) -> Store:
+    """Phantoms on the grid of a store, with its volumes if they have a share of the batches."""
+    own = store.preprocessing
+    for name in ("image_size", "target_spacing"):
+        wanted, found = getattr(phantoms, name), getattr(own, name)
+        if wanted is not None and wanted != found:
+            raise ConfigError(
+                f"data.phantoms.{name} is {list(wanted)}, but the volumes of {store.path} have {list(found)}; leave it "
+                "out (null), or name another store"
+            )
+    streamed = PhantomStore(phantoms, own, config.validation_volumes)
+    if phantoms.share == 1:
+        return streamed
+    phantoms.among(config.data.global_batch_size)
+    return MixedStore(store, streamed)
 
 
 def training_rows(config: PretrainConfig, store: Store) -> tuple[np.ndarray, np.ndarray]:
     """Store rows for training and for validation; the latter may be empty."""
+    if isinstance(store, PhantomStore):
+        return np.arange(store.config.volumes), np.arange(store.config.volumes, len(store))
+    if isinstance(store, MixedStore):
+        own, streamed = (training_rows(config, part) for part in (store.volumes, store.phantoms))
+        train, validation = (np.concatenate((a, len(store.volumes) + b)) for a, b in zip(own, streamed, strict=True))
+        return train, validation
     data = config.data
     train = select(
         store, "train", data.scanners, data.max_samples, data.leave_out_scanners, data.layouts, data.modalities

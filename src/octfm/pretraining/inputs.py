@@ -45,6 +45,7 @@ def make_inputs(
     """Draw augmentation and masks for every view of every volume and cut out the kept patches on the device."""
     # uint8 to the device, a quarter of the bytes of float32; normalised there, and only in the patches that are kept.
     voxels = runtime.tensor(batch.voxels).unsqueeze(1)
+    labels = runtime.tensor(batch.labels).unsqueeze(1) if batch.labels is not None else None
     views: list[View] = []
     first: tuple[Augmentation | None, TokenMasks] | None = None
     for view in range(config.objective.num_views):
@@ -57,7 +58,7 @@ def make_inputs(
         else:
             masks = _masks(config, preprocessing, batch, drawn, view)
         first = first or (drawn, masks)
-        views.append(_view(config, preprocessing, runtime, voxels, drawn, masks))
+        views.append(_view(config, preprocessing, runtime, voxels, labels, drawn, masks))
     assert first is not None
     return Inputs(tuple(views), first[1])
 
@@ -82,6 +83,7 @@ def _view(
     preprocessing: Preprocessing,
     runtime: Runtime,
     voxels: Tensor,
+    labels: Tensor | None,
     drawn: Augmentation | None,
     masks: TokenMasks,
 ) -> View:
@@ -91,13 +93,15 @@ def _view(
     mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
     if drawn is None:
         patches = normalise(take_patches(voxels, kept, config.model.patch_size), mean, std)
-        return View(patches, patches, index)
+        truth = take_patches(labels, kept, config.model.patch_size) if labels is not None else None
+        return View(patches, patches, index, truth)
     *_, height, width = voxels.shape
     moves = drawn.on_device(runtime.tensor, height, width, preprocessing.target_spacing)
     raw = take_patches(augment.move(voxels, moves), kept, config.model.patch_size)
     # Only the encoder that learns sees recoloured voxels: features then gain nothing from brightness and contrast,
     # which reveal the scanner, not the eye.
-    return View(augment.recoloured(raw, kept, moves, mean, std), normalise(raw, mean, std), index)
+    truth = take_patches(augment.move_labels(labels, moves), kept, config.model.patch_size) if labels is not None else None
+    return View(augment.recoloured(raw, kept, moves, mean, std), normalise(raw, mean, std), index, truth)
 
 
 def draw_masks(

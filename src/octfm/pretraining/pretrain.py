@@ -37,7 +37,7 @@ from octfm.run.loop import Interruption, Session, open_session, train
 from octfm.run.runtime import Runtime, environment
 from octfm.run.trackers import open_trackers
 from octfm.run.tracking import Listener
-from octfm.store.loader import Loader
+from octfm.store.loader import Loader, epoch_volumes
 from octfm.store.store import Store
 from octfm.version import __version__
 
@@ -68,7 +68,7 @@ def pretrain(
     runtime = join(config.runtime, config.precision, device)
     echo_first = echo if runtime.leads else _silent
     data = Data(store, *training_rows(config, store))
-    config = in_steps(config, len(data.train_rows))
+    config = in_steps(config, epoch_volumes(store, data.train_rows, config.data.global_batch_size))
     identity = Identity(PRETRAINING, config, store.fingerprint, volumes_digest(store, data.train_rows))
     where = location(out)
 
@@ -113,7 +113,8 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
     fresh = runtime.first(lambda: not checkpoint.everywhere(run.path))
     learner = Learner(config, data.store.preprocessing, runtime, fresh=fresh)
     resume(run, learner, echo)
-    names = sorted({data.store.rows[row].participant for row in data.train_rows})
+    # Nobody can be evaluated on a phantom of a stream.
+    names = sorted({data.store.rows[row].participant for row in data.store.recorded(data.train_rows)})
     facts = {
         "parameters": learner.model.parameters_by_part(),
         "environment": environment(runtime),
@@ -216,7 +217,7 @@ class Pretraining:
         session.waiting.for_("the device")
         if learner.micro_batch != micro_batch:
             self.reactions.report_smaller(session, micro_batch)
-        epoch = data_step * size / len(self.data.train_rows)
+        epoch = data_step * size / epoch_volumes(self.data.store, self.data.train_rows, size)
         taken = Taken(step, epoch, rows, batch, micro_steps, rates, movement, summary)
         self.finding = self.inspection.examine(session, taken)
         learner.step += 1

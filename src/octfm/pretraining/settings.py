@@ -113,6 +113,11 @@ class PretrainConfig(Config):
                 f"predictor.width {self.predictor.width} must split into {self.predictor.heads} heads of even size"
             )
         self.objective.check(self.model, compiled=self.runtime.parallel == "xla_spmd")
+        if self.objective.learns_truth and self.data.phantoms is None:
+            raise ValueError(
+                f"objective.name {self.objective.name} learns from the truth of streamed phantoms; set "
+                "data.phantoms.seed=1"
+            )
         return self
 
 
@@ -184,14 +189,14 @@ def stored_config(settings: dict[str, Any], objective: type[ObjectiveConfig] | N
     return load(PretrainConfig, kept, context={"objective": objective, "stored": True})
 
 
-def in_steps(config: PretrainConfig, volumes: int) -> PretrainConfig:
-    """The same settings with epochs converted to steps for this number of training volumes."""
+def in_steps(config: PretrainConfig, volumes: float) -> PretrainConfig:
+    """The same settings with epochs converted to steps for this number of volumes per epoch."""
 
     def steps(epochs: float) -> int:
         count = max(1, round(epochs * volumes / config.data.global_batch_size))
         if count > MAX_STEPS:
             raise ConfigError(
-                f"epochs={epochs:g} of {volumes:,} volumes are {count:,} steps of {config.data.global_batch_size}; "
+                f"epochs={epochs:g} of {volumes:,.0f} volumes are {count:,} steps of {config.data.global_batch_size}; "
                 f"the most is {MAX_STEPS:,}: choose fewer epochs or a larger data.global_batch_size"
             )
         return count

@@ -93,6 +93,9 @@ class Arrays:
     """int16 [B, 2, D, W]: first image row and one past the last, per A-scan; both 0 where the A-scan is padding."""
     acquisition: tuple[str, ...] = ()
     """Acquisition of each volume, for error messages; empty if unknown."""
+    labels: np.ndarray | None = None
+    """uint8 [B, D, H, W]: what each voxel of a phantom is (octfm.phantom.native.classes), 255 where that is unknown;
+    None if it is known of no volume."""
 
     __repr__ = fields_line
 

@@ -14,7 +14,9 @@ from octfm.display import fields_line
 from octfm.errors import ConfigError, StoreError
 from octfm.store.batch_memory import BatchMemory
 from octfm.store.batch_sizes import accumulation
+from octfm.store.layout import Arrays
 from octfm.store.order import Order
+from octfm.store.phantoms import PhantomConfig
 from octfm.store.store import Store
 from octfm.volume.volume import RASTER_ONLY, STRUCTURE_ONLY, Admissible, Modality
 
@@ -24,6 +26,8 @@ AtMost = Annotated[int, Field(ge=1, le=10**12)]
 class DataConfig(Config):
     store: Place | None = None
     """Folder of a prepared store."""
+    phantoms: PhantomConfig | None = None
+    """Streamed phantoms, whose truth is known; null trains on data.store alone."""
     exclude: LocalPlace | None = None
     """File with an acquisition, uri or participant per line, whose volumes are left out."""
     scanners: tuple[str, ...] = ()
@@ -68,11 +72,19 @@ class Batch:
     """R, L or None if unknown, for each volume; empty if all are known."""
     acquisition: tuple[str, ...] = ()
     """Acquisition of each volume, for error messages; empty if unknown."""
+    labels: np.ndarray | None = None
+    """uint8 [B, D, H, W], see Arrays; None if no volume has any."""
 
     __repr__ = fields_line
 
     def __len__(self) -> int:
         return len(self.index)
+
+    def one(self, place: int) -> Arrays:
+        """One volume of it, as a batch of one of the store."""
+        own = slice(place, place + 1)
+        labels = self.labels[own] if self.labels is not None else None
+        return Arrays(self.voxels[own], self.band[own], self.valid[own], self.acquisition[own], labels)
 
 
 class Loader:
@@ -113,7 +125,15 @@ class Loader:
         self._ahead: dict[int, Future[Batch]] = {}
         self._closed = False
         self._excluded: frozenset[int] = frozenset()
-        self._order = Order(_by_scanner(store, self.rows) if balance else [self.rows], seed)
+        groups, counts = store.turns(self.rows, global_batch_size)
+        if balance:
+            if len(groups) > 1:
+                raise ConfigError(
+                    "data.balance_scanners: expected no streamed phantoms beside the store, which have a share of "
+                    "their own; set it to false, or leave data.phantoms out"
+                )
+            groups, counts = _by_scanner(store, self.rows), None
+        self._order = Order(groups, seed, counts)
 
     def __enter__(self) -> Self:
         return self
@@ -123,7 +143,12 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> float:
-        return len(self.rows) / self.global_batch_size
+        return epoch_volumes(self.store, self.rows, self.global_batch_size) / self.global_batch_size
+
+    @property
+    def by_turns(self) -> bool:
+        """Whether groups of volumes take turns, so that those of small groups come more often."""
+        return len(self._order.groups) > 1
 
     def exclude(self, rows: Iterable[int]) -> None:
         """From the next `batches` on, replace each of these rows by the next one in its epoch's order."""
@@ -192,7 +217,15 @@ class Loader:
             wait_s=0.0,
             laterality=tuple(row.laterality for row in rows),
             acquisition=tuple(row.acquisition for row in rows),
+            labels=arrays.labels,
         )
+
+
+def epoch_volumes(store: Store, rows: np.ndarray, batch: int) -> float:
+    """Volumes per epoch: all `rows` or, where phantoms have a share of every batch, as many as pass with each of the
+    store's volumes once."""
+    groups, counts = store.turns(rows, batch)
+    return len(groups[0]) * sum(counts) / counts[0]
 
 
 def _by_scanner(store: Store, rows: np.ndarray) -> list[np.ndarray]:
@@ -205,5 +238,9 @@ def microbatches(batch: Batch, size: int) -> Iterator[Batch]:
     if size < 1 or len(batch) % size:
         raise ConfigError(f"data.per_device_batch_size {size} does not divide the {len(batch)} volumes of a rank")
     for start in range(0, len(batch), size):
-        columns = {f.name: getattr(batch, f.name)[start : start + size] for f in fields(batch) if f.name != "wait_s"}
+        columns = {
+            f.name: value[start : start + size]
+            for f in fields(batch)
+            if f.name != "wait_s" and (value := getattr(batch, f.name)) is not None
+        }
         yield Batch(**columns, wait_s=0.0 if start else batch.wait_s)

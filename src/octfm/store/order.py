@@ -16,28 +16,33 @@ class Order:
 
     A group is traversed epoch by epoch: every row once per epoch, shuffled by (seed, epoch). A single group with all
     rows gives the plain order: position p is row perm_e[p mod n] of epoch e = p // n. One group per scanner makes all
-    scanners equally frequent; those with few volumes repeat them sooner.
+    scanners equally frequent; those with few volumes repeat them sooner. With `counts`, a block has so many rows of
+    each group, the next ones of its sequence.
     """
 
-    def __init__(self, groups: Sequence[np.ndarray], seed: int):
+    def __init__(self, groups: Sequence[np.ndarray], seed: int, counts: Sequence[int] | None = None):
         self.groups, self.seed = [np.asarray(rows, np.int64) for rows in groups], seed
+        self.counts = np.array(counts if counts is not None and len(groups) > 1 else [1] * len(groups), np.int64)
+        # Turn t of a block is the `_nth[t]`-th that group `_whose[t]` has in it.
+        self._whose = np.repeat(np.arange(len(self.groups)), self.counts)
+        self._nth = np.concatenate([np.arange(count) for count in self.counts])
         # Two epochs for each group: a batch may span the end of one and the start of the next.
         self._permutation = functools.lru_cache(maxsize=2 * len(groups))(self._shuffled)
 
     def rows_at(self, positions: np.ndarray, excluded: frozenset[int] = frozenset()) -> np.ndarray:
         """int64 [B]. An excluded row is replaced by the next one in its epoch's order; all other positions stay."""
-        # Position p is turn `place` of block p // groups; block b takes the b-th row of each group's own sequence.
-        blocks, places = np.divmod(positions, len(self.groups))
-        group = np.zeros_like(positions)
-        if len(self.groups) > 1:
-            turns = {
-                int(block): _draw(len(self.groups), (self.seed, int(block), TURN_STREAM)) for block in np.unique(blocks)
-            }
-            group = np.array([turns[int(block)][place] for block, place in zip(blocks, places, strict=True)], np.int64)
-        rows = np.empty_like(positions)
+        # Position p is turn `place` of block p // turns; block b takes the next rows of each group's own sequence.
+        length = len(self._whose)
+        blocks, places = np.divmod(positions, length)
+        turn = np.zeros_like(positions)
+        if length > 1:
+            turns = {int(block): _draw(length, (self.seed, int(block), TURN_STREAM)) for block in np.unique(blocks)}
+            turn = np.array([turns[int(block)][place] for block, place in zip(blocks, places, strict=True)], np.int64)
+        group, rows = self._whose[turn], np.empty_like(positions)
         for g in np.unique(group):
             mine = np.flatnonzero(group == g)
-            epochs, place = np.divmod(blocks[mine], len(self.groups[g]))
+            place = blocks[mine] * self.counts[g] + self._nth[turn[mine]]
+            epochs, place = np.divmod(place, len(self.groups[g]))
             for epoch in np.unique(epochs):
                 order = self.groups[g][self._permutation(int(g), int(epoch))]
                 for i in np.flatnonzero(epochs == epoch):

@@ -224,6 +224,20 @@ class Store:
             found = zip(checked.tolist(), pool.map(one, checked.tolist()), strict=True)
             return {row: sentence for row, sentence in found if sentence is not None}
 
+    def holds(self, row: int, arrays: Arrays) -> bool:
+        """Whether `arrays`, a batch of one, is the volume that was written as this row; True for rows without a
+        checksum."""
+        known = self.rows[row].checksum
+        return not known or checksum(arrays.voxels[0], arrays.band[0], arrays.valid[0]) == known
+
+    def recorded(self, rows: np.ndarray) -> np.ndarray:
+        """Those of `rows` that are volumes of a prepared store: all but streamed phantoms."""
+        return rows
+
+    def turns(self, rows: np.ndarray, batch: int) -> tuple[list[np.ndarray], list[int]]:
+        """Groups of `rows`, and how many volumes of each are in every global batch; one group has all of it."""
+        return [rows], [batch]
+
     def verify(self, sample: int | None = None, seed: int = 0) -> int:
         """Compare all volumes, or a random `sample`, with their checksums; returns how many were compared.
 

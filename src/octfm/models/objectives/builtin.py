@@ -6,13 +6,19 @@ from pydantic import BeforeValidator, ConfigDict, SerializeAsAny, ValidationInfo
 
 from octfm.errors import ConfigError, shown
 from octfm.models.objectives.data2vec import Data2VecConfig
+from octfm.models.objectives.dense import DenseConfig
 from octfm.models.objectives.jepa import JEPAConfig
 from octfm.models.objectives.mae import MAEConfig
 from octfm.models.objectives.objective import Objective, ObjectiveConfig
 from octfm.models.predictor import PredictorConfig
 from octfm.models.vit3d import TokenGrid, ViTConfig
 
-BUILT_IN: dict[str, type[ObjectiveConfig]] = {"vjepa2": JEPAConfig, "data2vec": Data2VecConfig, "mae": MAEConfig}
+BUILT_IN: dict[str, type[ObjectiveConfig]] = {
+    "vjepa2": JEPAConfig,
+    "data2vec": Data2VecConfig,
+    "mae": MAEConfig,
+    "dense": DenseConfig,
+}
 
 
 class UnknownObjective(ObjectiveConfig):

@@ -42,7 +42,8 @@ class Data2Vec(Objective):
 
     def forward(self, views: Sequence[View], context_weight: float | Tensor) -> ObjectiveOutput:
         """Losses of one view. Every token that is not context enters the student as the mask token."""
-        ((patches_BKP, target_patches_BKP, index),) = views
+        (view,) = views
+        patches_BKP, target_patches_BKP, index = view[:3]
         encoder = self.encoder
         table = rotary(encoder.grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
         with torch.no_grad():

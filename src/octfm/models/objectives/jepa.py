@@ -93,7 +93,8 @@ class JEPA(Objective):
 
     def forward(self, views: Sequence[View], context_weight: float | Tensor) -> ObjectiveOutput:
         """Losses of one view. The context encoder receives the context patches and nothing else."""
-        ((patches_BKP, target_patches_BKP, index),) = views
+        (view,) = views
+        patches_BKP, target_patches_BKP, index = view[:3]
         encoder, grid = self.encoder, self.encoder.grid
         table = rotary(grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
         learns, blocks = torch.is_grad_enabled(), (encoder.config.patch_size, self.goal_average)

@@ -57,7 +57,8 @@ class MAE(Objective):
 
     def forward(self, views: Sequence[View], context_weight: float | Tensor) -> ObjectiveOutput:
         """Losses of one view. The encoder receives the context patches and nothing else."""
-        ((patches_BKP, target_patches_BKP, index),) = views
+        (view,) = views
+        patches_BKP, target_patches_BKP, index = view[:3]
         encoder = self.encoder
         table = rotary(encoder.grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
         context_index = torch.gather(index.kept, 1, index.context)

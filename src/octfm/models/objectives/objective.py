@@ -41,6 +41,11 @@ class ObjectiveConfig(Config):
         raise NotImplementedError(f"{type(self).__name__} has no build(model, predictor, grid)")
 
     @property
+    def learns_truth(self) -> bool:
+        """Whether it is trained with the truth of streamed phantoms, so that `data.phantoms` must be set."""
+        return False
+
+    @property
     def num_views(self) -> int:
         """Views of each volume per step; each has an augmentation of its own."""
         return 1
@@ -69,6 +74,9 @@ class View(NamedTuple):
     target_patches_BKP: Tensor
     """The same voxels as a target encoder sees them, or as they are to be predicted: without recolouring and noise."""
     index: TokenIndex
+    labels_BKP: Tensor | None = None
+    """uint8: what each of these voxels is (octfm.phantom.native.classes), 255 where that is unknown; None if it is
+    known of no volume of the batch."""
 
 
 class ObjectiveOutput(NamedTuple):

@@ -50,6 +50,11 @@ class Stream:
 
     def __call__(self, place: int) -> Labelled:
         """The image at this place of the sequence."""
+        shot, size, rng = self.shot(place)
+        return render_native(shot, rng, size)
+
+    def shot(self, place: int) -> tuple[Shot, Shape3, np.random.Generator]:
+        """What the image at this place shows, its size, and the generator that its noise is drawn from."""
         rng = np.random.default_rng([self.seed, 4, place])
         condition = str(rng.choice(self.conditions))
         eye = eye_of_stream(rng, (self.seed, 4, place), condition)
@@ -76,7 +81,11 @@ class Stream:
             acquisition = replace(acquisition, fixation_mm=(-4.2 * side, acquisition.fixation_mm[1]))
         look = sample_look(rng, scanner, WIDE if wide else 1.0)
         size = self.size or self._size(rng, scanner)
-        return render_native(Shot(eye, lesions, scanner, look, acquisition, sample_placement(rng)), rng, size)
+        return Shot(eye, lesions, scanner, look, acquisition, sample_placement(rng)), size, rng
+
+    def condition(self, place: int) -> str:
+        """The condition of the eye at this place, without rendering it."""
+        return str(np.random.default_rng([self.seed, 4, place]).choice(self.conditions))
 
     def _size(self, rng: np.random.Generator, scanner: Scanner) -> Shape3:
         _, axial_mm, lateral_mm = scanner.field_mm

@@ -12,7 +12,6 @@ from octfm.pretraining.monitors.monitors import Finding
 from octfm.pretraining.settings import PretrainConfig
 from octfm.pretraining.step import MicroStep
 from octfm.run.runtime import Runtime
-from octfm.store.layout import checksum
 from octfm.store.loader import Batch, Loader
 from octfm.store.store import Store
 
@@ -67,8 +66,8 @@ class Feed:
             for i in range(len(strips))
             for j in range(i)
         )
-        # Balanced scanners repeat the volumes of the rarer ones on purpose.
-        repeated = 0 if excluded or self.config.data.balance_scanners else self._repeated(positions, rows)
+        # Groups that take turns repeat the volumes of the smaller ones on purpose.
+        repeated = 0 if excluded or self.loader.by_turns else self._repeated(positions, rows)
         foreign = self._foreign(batch) if closely else -1
         fixed = self._fixed(micro_steps) or (
             closely and masks_repeat(self.config, self.store, batch, len(self.loader.rows))
@@ -80,8 +79,7 @@ class Feed:
         """Whether this is the previous step's batch again, by its rows or by its voxels."""
         # Across epochs the same rows are legitimate: an epoch may begin with the volumes that the last one ended with.
         one_epoch = self._start // len(self.loader.rows) == int(positions[-1]) // len(self.loader.rows)
-        by_turns = self.config.data.balance_scanners
-        if one_epoch and not (excluded or by_turns) and np.array_equal(np.sort(rows), np.sort(self._rows)):
+        if one_epoch and not (excluded or self.loader.by_turns) and np.array_equal(np.sort(rows), np.sort(self._rows)):
             return True
         if strips != self._strips or not any(strips):
             return False
@@ -100,13 +98,11 @@ class Feed:
         return count
 
     def _foreign(self, batch: Batch) -> int:
-        """Compare one volume per call with its checksum in the store: its row if they differ, otherwise -1."""
+        """Compare one volume per call with the store's: its row if they differ, otherwise -1."""
         place = self._checksums_compared % len(batch)
         self._checksums_compared += 1
-        row, known = int(batch.index[place]), self.store.rows[batch.index[place]].checksum
-        if not known or checksum(batch.voxels[place], batch.band[place], batch.valid[place]) == known:
-            return -1
-        return row
+        row = int(batch.index[place])
+        return -1 if self.store.holds(row, batch.one(place)) else row
 
     def _fixed(self, micro_steps: Sequence[MicroStep]) -> bool:
         """Whether the last SAME steps had the same targets."""
@@ -157,7 +153,7 @@ def finding(fed: Fed, at_rows: np.ndarray) -> Finding | None:
     if (foreign >= 0).any():
         return Finding(
             "wrong volume",
-            "a volume's voxels or tissue band differ from what was written to the store; run octfm prepare again, and "
+            "a volume's voxels, tissue band or truth differ from what the store holds; run octfm prepare again, and "
             "check the code that reads batches",
             "code",
             (int(foreign[foreign >= 0][0]),),

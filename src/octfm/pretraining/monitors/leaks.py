@@ -44,6 +44,9 @@ def _pair(view: View) -> View:
     """Two volumes with the masks of the first, thinned out to about COMPANY_TOKENS tokens."""
     # An exact copy would not do: it has the statistics of the original, and a norm over both is the norm over one.
     patches, targets = (x[:2] if len(x) > 1 else torch.cat((x, -x)) for x in view[:2])
+    labels = view.labels_BKP
+    if labels is not None:
+        labels = labels[:2] if len(labels) > 1 else torch.cat((labels, labels))
     kept, context, target, tissue = (x[:1] for x in vars(view.index).values())
     # What is normalised over the batch shows in a few tokens; all of them in float32 took 5 % of the time of a run.
     every = -(-kept.shape[1] // COMPANY_TOKENS)
@@ -51,10 +54,11 @@ def _pair(view: View) -> View:
     if few_context.numel() and few_target.numel():
         context, target = few_context, few_target
         kept, tissue, patches, targets = (x[:, ::every] for x in (kept, tissue, patches, targets))
-    return View(patches, targets, TokenIndex(*(x.expand(2, -1) for x in (kept, context, target, tissue))))
+        labels = labels[:, ::every] if labels is not None else None
+    return View(patches, targets, TokenIndex(*(x.expand(2, -1) for x in (kept, context, target, tissue))), labels)
 
 
 def _first(pair: View) -> View:
-    return View(
-        pair.patches_BKP[:1], pair.target_patches_BKP[:1], TokenIndex(*(x[:1] for x in vars(pair.index).values()))
-    )
+    index = TokenIndex(*(x[:1] for x in vars(pair.index).values()))
+    labels = pair.labels_BKP[:1] if pair.labels_BKP is not None else None
+    return View(pair.patches_BKP[:1], pair.target_patches_BKP[:1], index, labels)

@@ -38,7 +38,9 @@ def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, floa
         scanner, acquisition = zip(
             *((store.rows[row].scanner, store.rows[row].acquisition) for row in chosen), strict=True
         )
-        batch = Batch(arrays.voxels, arrays.band, arrays.valid, chosen, chosen, scanner, 0.0, acquisition=acquisition)
+        batch = Batch(
+            arrays.voxels, arrays.band, arrays.valid, chosen, chosen, scanner, 0.0, (), acquisition, arrays.labels
+        )
         inputs = make_inputs(config, store.preprocessing, runtime, batch, augmented=False)
         with runtime.autocast():
             output = model(inputs.views, config.objective.context_loss)

@@ -14,6 +14,7 @@ from octfm.pretraining.preflight.check import Check, fail_with
 from octfm.pretraining.schedule import Schedule
 from octfm.pretraining.settings import PretrainConfig, in_steps
 from octfm.run.runtime import Runtime, start
+from octfm.store.loader import epoch_volumes
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
 
@@ -63,7 +64,7 @@ def checks(
     ]
     if resumed or any(check.status == "FAIL" for check in found):
         return found
-    found += cohort.checks(store, train_rows)
+    found += cohort.checks(store, store.recorded(train_rows))
     found += objective.integrity(config, store, train_rows)
     found.append(objective.views(config, store, train_rows))
     found.append(objective.masks_change(config, store, train_rows))
@@ -88,7 +89,7 @@ def examine(
         train_rows, validation_rows = training_rows(config, store)
     except StoreError as error:
         return [fail_with("splits", error)]
-    config = in_steps(config, len(train_rows))
+    config = in_steps(config, epoch_volumes(store, train_rows, config.data.global_batch_size))
     runtime = replace(
         start(config.precision, device), world=ranks, sharded=ranks > 1 and config.runtime.parallel == "fsdp"
     )

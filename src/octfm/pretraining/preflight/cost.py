@@ -163,7 +163,13 @@ def fake_view(
     raw = take_patches(voxels, index.kept, config.model.patch_size)
     mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
     target_patches = normalise(raw, mean, std)
-    return View(augment.recoloured(raw, index.kept, moves, mean, std), target_patches, index)
+    patches = augment.recoloured(raw, index.kept, moves, mean, std)
+    if config.data.phantoms is None:
+        return View(patches, target_patches, index)
+    labels = torch.zeros(batch, 1, *preprocessing.image_size, dtype=torch.uint8)
+    return View(
+        patches, target_patches, index, take_patches(augment.move_labels(labels, moves), index.kept, config.model.patch_size)
+    )
 
 
 def _fake(array: np.ndarray) -> torch.Tensor:

@@ -45,7 +45,7 @@ class Sample:
 
 def read_sample(config: PretrainConfig, store: Store, rows: np.ndarray) -> Sample:
     """Read up to SAMPLE of `rows`, at least one. Raises TooFewTokens if a volume has fewer than two tokens."""
-    chosen = rows[np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(int)]
+    chosen = spread(store, rows, SAMPLE)
     size, patch = store.preprocessing.image_size, config.model.patch_size
     tokens, depth, elapsed = [], [], 0.0
     store.read(chosen[:1])  # open the store before timing
@@ -61,6 +61,14 @@ def read_sample(config: PretrainConfig, store: Store, rows: np.ndarray) -> Sampl
     return Sample(
         chosen, np.concatenate(tokens), float(np.mean(np.concatenate(depth))), len(chosen) / max(elapsed, 1e-9)
     )
+
+
+def spread(store: Store, rows: np.ndarray, count: int) -> np.ndarray:
+    """At most `count` of these rows, evenly spread; half of them streamed phantoms if there are both kinds."""
+    own = store.recorded(rows)
+    kinds = [kind for kind in (own, np.setdiff1d(rows, own, assume_unique=True)) if len(kind)]
+    counts = [min(len(kind), max(1, count // len(kinds))) for kind in kinds]
+    return np.concatenate([k[np.linspace(0, len(k) - 1, n).astype(int)] for k, n in zip(kinds, counts, strict=True)])
 
 
 def patches_tile(config: PretrainConfig, store: Store) -> Check:
@@ -149,7 +157,14 @@ def order(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check
     name, batch, volumes = "data order", config.data.global_batch_size, len(train_rows)
     with Loader(store, train_rows, batch, config.seed, balance=config.data.balance_scanners) as loader:
         steps = min(config.steps, 2 * -(-volumes // batch) + 1, MOST_STEPS)
-        rows = loader.indices(np.arange(steps * batch))
+        rows, by_turns = loader.indices(np.arange(steps * batch)), loader.by_turns
+    if by_turns and not config.data.balance_scanners:
+        streamed = batch - np.array([len(store.recorded(step)) for step in rows.reshape(-1, batch)])
+        wanted = store.turns(train_rows, batch)[1][1]
+        if (streamed != wanted).any():
+            measured = f"batches have {streamed.min()} to {streamed.max()} phantoms instead of {wanted}"
+            return fail(name, measured, "every batch must have the same share; report this as a bug")
+        return passed(name, f"{wanted} of the {batch} volumes of every batch are streamed phantoms")
     if volumes < batch:
         measured = f"{volumes} training volumes for batches of {batch}: every batch repeats some"
         return warn(name, measured, "lower data.global_batch_size, or prepare more volumes")
@@ -174,17 +189,25 @@ def prepared(store: Store) -> Check:
         count = store.verify(sample=min(CHECKSUMS, len(store)))
     except StoreError as error:
         return fail_with("store", error)
+    if not len(store.recorded(np.arange(len(store)))):
+        return passed("store", "none; phantoms are streamed, and the same one was rendered twice")
     return passed("store", f"{len(store)} volumes, {count} checksums verified")
 
 
 def splits(store: Store, train_rows: np.ndarray, validation_rows: np.ndarray) -> Check:
     """Fail if a participant is in two splits (F16), warn if nobody is left for validation (F12)."""
-    train, validation = ({store.rows[row].participant for row in rows} for rows in (train_rows, validation_rows))
+    both = train_rows, validation_rows
+    train, validation = ({store.rows[row].participant for row in store.recorded(rows)} for rows in both)
+    streamed = [len(rows) - len(store.recorded(rows)) for rows in both]
+    if any(streamed) and not train:
+        return passed("splits", f"{streamed[0]:,} streamed phantoms to train on, {streamed[1]} others to validate on")
     if shared := train & validation:
         return fail(
             "splits", f"{len(shared)} participants are in training and validation", "split by participant (F16)"
         )
     measured = f"{len(train)} participants to train on, {len(validation)} to validate on"
+    if any(streamed):
+        measured += f"; {streamed[0]:,} and {streamed[1]} streamed phantoms"
     if not validation:
         return warn(
             "splits", measured, "without validation participants there is no validation loss; scan with a val split"

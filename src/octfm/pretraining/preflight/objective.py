@@ -13,6 +13,7 @@ from octfm.pretraining.learner import build_objective, optimizer_groups
 from octfm.pretraining.masks import sample_masks
 from octfm.pretraining.monitors.feed import masks_repeat
 from octfm.pretraining.preflight.check import Check, fail, passed, warn
+from octfm.pretraining.preflight.data import spread
 from octfm.pretraining.preflight.tokens import PREFLIGHT_STREAM
 from octfm.pretraining.schedule import Schedule
 from octfm.pretraining.settings import PretrainConfig
@@ -125,7 +126,7 @@ def overfit(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Che
     steps, which would not mean that it does so in the run.
     """
     name = "objective learns"
-    rows = train_rows[np.linspace(0, len(train_rows) - 1, min(VOLUMES, len(train_rows))).astype(int)]
+    rows = spread(store, train_rows, VOLUMES)
     if len(rows) < 2:
         return warn(
             name, "one training volume: it cannot be tested whether answers depend on content", "train on more volumes"
@@ -185,7 +186,7 @@ def _trained(model: Objective) -> list[Tensor]:
 def _batch(store: Store, rows: np.ndarray) -> Batch:
     arrays = store.read(rows)
     scanner, acquisition = zip(*((store.rows[row].scanner, store.rows[row].acquisition) for row in rows), strict=True)
-    return Batch(arrays.voxels, arrays.band, arrays.valid, rows, rows, scanner, 0.0, acquisition=acquisition)
+    return Batch(arrays.voxels, arrays.band, arrays.valid, rows, rows, scanner, 0.0, (), acquisition, arrays.labels)
 
 
 def _index(masks) -> TokenIndex:
@@ -205,7 +206,7 @@ def _one_volume(config: PretrainConfig, store: Store, row: int) -> tuple[Tensor,
     index = _index(sample_masks(config.masks, maps, generators(config.seed, PREFLIGHT_STREAM, np.array([0]))))
     voxels = torch.from_numpy(arrays.voxels).unsqueeze(1).float().requires_grad_()
     patches = (take_patches(voxels, index.kept, patch) / 255 - pre.intensity_mean) / pre.intensity_std
-    return voxels, View(patches, patches, index)
+    return voxels, View(patches, patches, index, _labels(arrays.labels, index, patch))
 
 
 def _gradient_at(voxels: Tensor, tokens: Tensor, patch: tuple[int, int, int]) -> float:
@@ -222,12 +223,22 @@ def _shared_masks(config: PretrainConfig, store: Store, rows: np.ndarray) -> Vie
     index = TokenIndex(*(x.expand(len(rows), -1) for x in vars(_index(masks)).values()))
     raw = take_patches(torch.from_numpy(batch.voxels).unsqueeze(1), index.kept, patch)
     patches = normalise(raw, pre.intensity_mean, pre.intensity_std)
-    return View(patches, patches, index)
+    return View(patches, patches, index, _labels(batch.labels, index, patch))
+
+
+def _labels(labels: np.ndarray | None, index: TokenIndex, patch: tuple[int, int, int]) -> Tensor | None:
+    return take_patches(torch.from_numpy(labels).unsqueeze(1), index.kept, patch) if labels is not None else None
 
 
 @torch.no_grad()
 def _losses_with_shuffled_targets(model: Objective, views: list[View], weight: float) -> tuple[float, float]:
     """Masked loss with each volume's own targets, and with those of the next volume."""
-    shuffled = [view._replace(target_patches_BKP=view.target_patches_BKP.roll(1, 0)) for view in views]
+    shuffled = [
+        view._replace(
+            target_patches_BKP=view.target_patches_BKP.roll(1, 0),
+            labels_BKP=view.labels_BKP.roll(1, 0) if view.labels_BKP is not None else None,
+        )
+        for view in views
+    ]
     own, other = (model(x, weight).masked_loss_B for x in (views, shuffled))
     return float(own.mean()), float(other.mean())

@@ -1,0 +1,150 @@
+"""Synthetic-supervised: every token says what it consists of and where surfaces cross it, learned from the truth of
+streamed phantoms."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from octfm.errors import ConfigError
+from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, View
+from octfm.models.predictor import Predictor, PredictorConfig, predictor_table
+from octfm.models.products import Linear
+from octfm.models.vit3d import (
+    Shape3,
+    Side,
+    TokenGrid,
+    VisionTransformer3D,
+    ViTConfig,
+    rotary,
+    take_rotary,
+    take_tokens,
+)
+from octfm.models.voxels import averaged, check_average
+from octfm.phantom.native.classes import CLASSES, LESION_CLASSES
+
+
+class DenseConfig(ObjectiveConfig):
+    """Name the shares of layers and lesions in the parts of every token. Not self-supervised: it needs data.phantoms."""
+
+    name: Literal["dense"] = "dense"
+    """The name chooses the objective and, with it, this table of settings."""
+    answer_average: tuple[Side, Side, Side] = (2, 1, 8)
+    """Voxels of a patch, (B-scan, axial, lateral), whose composition is one answer. One row each says to the row where
+    surfaces cross the patch."""
+    lesion_weight: float = Field(default=4.0, gt=0, le=1e3)
+    """Weight of voxels in lesions, which fill few voxels, over those in layers."""
+    hidden: bool = False
+    """Whether the encoder sees the context only and the predictor answers for the hidden tokens, with weight 1 beside
+    context_loss. Else it sees all kept tokens, and there is no context loss."""
+
+    @property
+    def learns_truth(self) -> bool:
+        return True
+
+    def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "Dense":
+        return Dense(model, predictor if self.hidden else None, grid, self.answer_average, self.lesion_weight)
+
+    def check(self, model: ViTConfig, compiled: bool) -> None:
+        check_average(self.answer_average, model.patch_size, predicted=False, name="answer_average")
+
+
+class Dense(Objective):
+    """A linear head on the tokens of a ViT; with a predictor, answers for hidden tokens as well."""
+
+    def __init__(
+        self,
+        model: ViTConfig,
+        predictor: PredictorConfig | None,
+        grid: TokenGrid,
+        answer_average: Shape3 = (2, 1, 8),
+        lesion_weight: float = 4.0,
+    ):
+        super().__init__()
+        self.composition = Composition(model.patch_size, answer_average, lesion_weight)
+        self.encoder = VisionTransformer3D(model, grid)
+        self.head = Linear(model.width, self.composition.answers)
+        self.predictor = None
+        if predictor is not None:
+            self.predictor = Predictor(
+                predictor, model.width, self.composition.answers, model.activation_checkpointing
+            )
+
+    def forward(self, views: Sequence[View], context_weight: float | Tensor) -> ObjectiveOutput:
+        """Losses of one view whose labels are known."""
+        (view,) = views
+        encoder, index = self.encoder, view.index
+        goal_BKA = self.composition.of(view.labels_BKP)
+        table = rotary(encoder.grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
+        if self.predictor is None:
+            tokens = encoder(view.patches_BKP, index.kept, table)
+            answers, context_goal = self.head(tokens), take_tokens(goal_BKA, index.context)
+            masked_loss_B = self.distance(answers, goal_BKA)
+            # Only reported: these tokens are among all kept ones.
+            context_loss_B = self.distance(take_tokens(answers, index.context).detach(), context_goal)
+            return ObjectiveOutput(
+                masked_loss_B.mean(), masked_loss_B, context_loss_B, goal_BKA, context_goal, tokens.detach()
+            )
+        seen = encoder(
+            take_tokens(view.patches_BKP, index.context),
+            torch.gather(index.kept, 1, index.context),
+            take_rotary(table, index.context) if table else None,
+        )
+        places = torch.cat((index.context, index.target), dim=1)
+        hidden = self.predictor(
+            seen, index.target.shape[1], predictor_table(self.predictor, encoder, table, index, places)
+        )[:, index.context.shape[1] :]
+        masked_goal, context_goal = take_tokens(goal_BKA, index.target), take_tokens(goal_BKA, index.context)
+        # A linear head on what the encoder makes of a token that it sees: the predictor's blocks must not do its work.
+        masked_loss_B, context_loss_B = self.distance(hidden, masked_goal), self.distance(self.head(seen), context_goal)
+        loss = masked_loss_B.mean() + context_weight * context_loss_B.mean()
+        return ObjectiveOutput(
+            loss, masked_loss_B, context_loss_B, masked_goal, context_goal, seen.detach(), index.context
+        )
+
+    def distance(self, prediction_BMA: Tensor, goal_BMA: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.composition.entropy(prediction_BMA, goal_BMA)
+
+    def baseline(self, goal_BMD: Tensor) -> Tensor:
+        """Loss [B] of the best answer that is the same for every part of every volume: the mean composition."""
+        return self.composition.entropy(self.composition.constant(goal_BMD).expand_as(goal_BMD), goal_BMD)
+
+    def hidden_from_encoder(self, index) -> Tensor | None:
+        return index.target if self.predictor is not None else None
+
+
+class Composition:
+    """Shares of CLASSES in the parts of patches; shape suffix A: parts × classes of a patch, part by part."""
+
+    def __init__(self, patch_size: Shape3, over: Shape3, lesion_weight: float):
+        self.patch_size, self.over = patch_size, over
+        self.weights = [lesion_weight if c in LESION_CLASSES else 1.0 for c in range(len(CLASSES))]
+        self.answers = prod(patch_size) // prod(over) * len(CLASSES)
+
+    @torch.no_grad()
+    def of(self, labels_BMP: Tensor | None) -> Tensor:
+        """float32 [B, M, A]: weighted share of every class in every part; voxels of unknown class count nowhere, so
+        shares of a part without truth are 0. Raises ConfigError without labels."""
+        if labels_BMP is None:
+            raise ConfigError(
+                "objective: a batch without truth; it is trained on streamed phantoms, set data.phantoms.seed=1"
+            )
+        shares = [
+            averaged((labels_BMP == c).float(), self.patch_size, self.over) * weight
+            for c, weight in enumerate(self.weights)
+        ]
+        return torch.stack(shares, dim=-1).flatten(2)
+
+    def entropy(self, answer_BMA: Tensor, goal_BMA: Tensor) -> Tensor:
+        """Cross-entropy [B] of answers (log odds) per weighted voxel with truth, in float32; 0 without any."""
+        answer, goal = (x.float().unflatten(-1, (-1, len(CLASSES))) for x in (answer_BMA, goal_BMA))
+        lost = -(goal * answer.log_softmax(-1)).sum((1, 2, 3))
+        return lost / goal.sum((1, 2, 3)).clamp_min(1e-6)
+
+    def constant(self, goal_BMA: Tensor) -> Tensor:
+        """[A]: the answer, as log odds, that is best for these goals if every part gets the same."""
+        shares = goal_BMA.float().unflatten(-1, (-1, len(CLASSES))).sum((0, 1, 2))
+        return (shares / shares.sum().clamp_min(1e-6)).clamp_min(1e-9).log().repeat(self.answers // len(CLASSES))

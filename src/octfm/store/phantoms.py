@@ -1,0 +1,304 @@
+"""Streamed phantoms as volumes of a store: rendered when they are read, prepared and with their truth, without files.
+
+Row i is place i of a stream, a pure function of (seed, i). So runs resume exactly, any number of ranks share the
+sequence, and excluded or rolled-back volumes are found again. `MixedStore` joins them to the volumes of a store.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from octfm.config import Config, Seed
+from octfm.errors import ConfigError, StoreError
+from octfm.store.layout import Arrays, StoreRow, Unprepared, checksum
+from octfm.store.store import Store
+from octfm.volume.preprocessing import Millimetres, Preprocessing
+
+if TYPE_CHECKING:
+    from octfm.phantom.native.stream import Stream
+
+VERSION = 4
+"""Of the phantoms; in the name of every volume, so that those of another version make another run."""
+HELD_OUT_SEED = 2**32
+"""Added to the seed of the training phantoms for those of validation: beyond every seed that can be set."""
+SCANNER = "phantom"
+UNKNOWN = 255
+"""Label of voxels without truth, here those of all volumes that are no phantoms."""
+Conditions = tuple[str, ...]
+
+
+class PhantomConfig(Config):
+    """Streamed phantoms to train on, instead of a store's volumes or together with them."""
+
+    seed: Seed = 0
+    """Decides the phantoms. Those of validation have a seed of their own, which no setting can reach."""
+    volumes: int = Field(default=100_000, ge=1, le=10_000_000)
+    """Different phantoms; after so many they repeat."""
+    share: float = Field(default=1.0, gt=0, le=1)
+    """Share of every global batch. Below 1 the others are volumes of data.store."""
+    image_size: tuple[int, int, int] | None = None
+    """Voxels [D, H, W] of a volume, as in Preprocessing; null: those of data.store, or Preprocessing's default."""
+    target_spacing: tuple[Millimetres, Millimetres, Millimetres] | None = None
+    """Millimetres per voxel, likewise."""
+    conditions: Conditions = ()
+    """Conditions of the eyes, each equally often (docs/phantom.md); empty for all. Name all but one to see what an
+    encoder knows of a disease that it was not taught."""
+
+    @field_validator("conditions")
+    @classmethod
+    def _known(cls, conditions: Conditions) -> Conditions:
+        from octfm.phantom.native.stream import CONDITIONS
+
+        if wrong := [name for name in conditions if name not in CONDITIONS]:
+            raise ValueError(f"{wrong[0]} is no condition of phantoms; they are {', '.join(CONDITIONS)}")
+        return conditions
+
+    def preprocessing(self) -> Preprocessing:
+        """Of phantoms without a store: what real scans must go through before an encoder trained on them."""
+        given = {"image_size": self.image_size, "target_spacing": self.target_spacing}
+        return Preprocessing.model_validate({name: value for name, value in given.items() if value is not None})
+
+    def among(self, batch: int) -> int:
+        """Phantoms in a global batch of this size. Raises ConfigError if the share is none of whole volumes."""
+        count = round(self.share * batch)
+        if abs(count - self.share * batch) > 1e-6 or (self.share < 1 and not 0 < count < batch):
+            choices = [f"{n / batch:g}" for n in range(max(1, count - 1), min(batch, count + 2))]
+            raise ConfigError(
+                f"data.phantoms.share {self.share:g} of data.global_batch_size {batch} is {self.share * batch:g} "
+                f"volumes; choose a share of whole volumes, such as {' or '.join(choices) or '1'}"
+            )
+        return count
+
+
+class _Condition(Mapping[str, str]):
+    """The label `condition` of one phantom, drawn only when it is looked up."""
+
+    def __init__(self, stream: "Stream", place: int):
+        self._stream, self._place = stream, place
+
+    def __getitem__(self, name: str) -> str:
+        if name != "condition":
+            raise KeyError(name)
+        return self._stream.condition(self._place)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("condition",))
+
+    def __len__(self) -> int:
+        return 1
+
+
+class _Rows(Sequence[StoreRow]):
+    """Rows made when they are looked up: a stream has too many to hold."""
+
+    def __init__(self, count: int, row_of: Any):
+        self._count, self._row_of = count, row_of
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> StoreRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[StoreRow]: ...
+
+    def __getitem__(self, index: int | slice) -> StoreRow | Sequence[StoreRow]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(self._count)[index]]
+        row = int(index)
+        if not -self._count <= row < self._count:
+            raise IndexError(f"no volume {row} of {self._count}")
+        return self._row_of(row % self._count)
+
+
+class PhantomStore(Store):
+    """Phantoms for training, rows 0 to `volumes` - 1, then `held_out` for validation."""
+
+    def __init__(
+        self, config: PhantomConfig, preprocessing: Preprocessing, held_out: int = 0, threads: int | None = None
+    ):
+        from octfm.phantom.native.stream import CONDITIONS, Stream
+
+        self.config, self.held_out = config, held_out
+        header = {
+            "fingerprint": preprocessing.fingerprint(),
+            "compression": "none",
+            "image_size": preprocessing.image_size,
+            "preprocessing": preprocessing.model_dump(mode="json"),
+        }
+        super().__init__(Path(f"phantoms of seed {config.seed}"), header, (), threads)
+        conditions = config.conditions or CONDITIONS
+        self._streams = tuple(
+            Stream(seed, conditions=conditions, size=self.image_size)
+            for seed in (config.seed, config.seed + HELD_OUT_SEED)
+        )
+        self._margin_mm = preprocessing.margin_mm
+        self.rows = _Rows(config.volumes + held_out, self._row)  # pyright: ignore[reportAttributeAccessIssue]
+        self._painters: ThreadPoolExecutor | None = None
+
+    def __reduce__(self):
+        return PhantomStore, (self.config, self.preprocessing, self.held_out, self.threads)
+
+    def _place(self, row: int) -> tuple["Stream", int]:
+        own = row < self.config.volumes
+        return self._streams[0 if own else 1], row if own else row - self.config.volumes
+
+    def _row(self, row: int) -> StoreRow:
+        stream, place = self._place(row)
+        name = f"phantom {stream.seed}-{place}"
+        return StoreRow(
+            index=row,
+            acquisition=name,
+            uri=name,
+            participant=name,
+            eye_id=f"{name} R",
+            laterality="R",
+            scanner=SCANNER,
+            protocol=SCANNER,
+            split="train" if row < self.config.volumes else "val",
+            participant_labels=_Condition(stream, place),  # pyright: ignore[reportArgumentType]
+            flags=(),
+            confident=True,
+            confidence={},
+            transform={},
+            checksum=f"version {VERSION}, {len(stream.conditions)} conditions, {name}",
+        )
+
+    def read(self, indices: Sequence[int] | np.ndarray, out: Arrays | None = None) -> Arrays:
+        index = np.asarray(indices, dtype=np.int64).reshape(-1)
+        if (outside := index[(index < 0) | (index >= len(self))]).size:
+            raise StoreError(f"{self.path}: no volume {outside[0]}; there are {len(self)}, numbered from 0")
+        out = out or Arrays.empty(len(index), self.image_size)
+        labels = np.empty((len(index), *self.image_size), np.uint8)
+
+        def paint(at: int) -> None:
+            from octfm.phantom.native.prepared import render_prepared
+
+            stream, place = self._place(int(index[at]))
+            image = render_prepared(stream, place, self.image_size, self._spacing, self._margin_mm)
+            out.voxels[at], out.band[at], out.valid[at] = image.voxels, image.band, image.valid
+            labels[at] = image.labels
+
+        cores = self.threads or os.cpu_count() or 1
+        if len(index) > 1 and cores > 1:
+            # NumPy and SciPy release the interpreter's lock in the loops that take the time.
+            if self._painters is None or self._process != os.getpid():
+                self._painters, self._process = ThreadPoolExecutor(cores, "octfm-phantoms"), os.getpid()
+            list(self._painters.map(paint, range(len(index))))
+        else:
+            for at in range(len(index)):
+                paint(at)
+        names = tuple(self.rows[i].acquisition for i in index)
+        return replace(out, labels=labels, acquisition=names)
+
+    @property
+    def _spacing(self) -> tuple[float, float, float]:
+        return self.preprocessing.target_spacing
+
+    def holds(self, row: int, arrays: Arrays) -> bool:
+        """Rendered once more: also the truth must be that of the voxels."""
+        own = self.read([row])
+        return _digest(own) == _digest(arrays) and np.array_equal(_truth(own), _truth(arrays))
+
+    def verify(self, sample: int | None = None, seed: int = 0) -> int:
+        """Render a phantom twice: the same machine must give the same one whenever it is asked for."""
+        if not self.holds(0, self.read([0])):
+            raise StoreError(f"{self.path}: one phantom rendered twice differs; report this as a bug")
+        return 1
+
+    def damaged(self, rows: Sequence[int] | np.ndarray | None = None) -> dict[int, str]:
+        return {}
+
+    def unprepared(self) -> tuple[Unprepared, ...]:
+        return ()
+
+    def recorded(self, rows: np.ndarray) -> np.ndarray:
+        return rows[:0]
+
+    def summary(self) -> dict[str, Any]:
+        return {"volumes": len(self), "participants": 0, "by_scanner": {}, "low_confidence": 0, "unprepared": {}}
+
+    def _repr_html_(self) -> str:
+        return f"<p>{self!r}</p>"
+
+    def __repr__(self) -> str:
+        return f"PhantomStore({self.config.volumes:,} phantoms of seed {self.config.seed})"
+
+
+class MixedStore(Store):
+    """The volumes of a store, then streamed phantoms on the same grid."""
+
+    def __init__(self, store: Store, phantoms: PhantomStore):
+        self.__dict__.update(store.__dict__)
+        self.volumes, self.phantoms, self._ends = store, phantoms, (0, len(store), len(store) + len(phantoms))
+        self.rows = _Rows(self._ends[-1], self._row)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __reduce__(self):
+        return MixedStore, (self.volumes, self.phantoms)
+
+    def _row(self, row: int) -> StoreRow:
+        part, first = (self.volumes, 0) if row < len(self.volumes) else (self.phantoms, len(self.volumes))
+        return replace(part.rows[row - first], index=row)
+
+    def read(self, indices: Sequence[int] | np.ndarray, out: Arrays | None = None) -> Arrays:
+        index = np.asarray(indices, dtype=np.int64).reshape(-1)
+        out = out or Arrays.empty(len(index), self.image_size)
+        labels = np.full((len(index), *self.image_size), UNKNOWN, np.uint8)
+        for part, (first, end) in zip((self.volumes, self.phantoms), pairwise(self._ends), strict=True):
+            mine = np.flatnonzero((index >= first) & (index < end))
+            if len(mine):
+                found = part.read(index[mine] - first)
+                out.voxels[mine], out.band[mine], out.valid[mine] = found.voxels, found.band, found.valid
+                if found.labels is not None:
+                    labels[mine] = found.labels
+        return replace(out, labels=labels, acquisition=tuple(self.rows[i].acquisition for i in index))
+
+    def holds(self, row: int, arrays: Arrays) -> bool:
+        if row < len(self.volumes):
+            return self.volumes.holds(row, arrays) and bool((_truth(arrays) == UNKNOWN).all())
+        return self.phantoms.holds(row - len(self.volumes), arrays)
+
+    def verify(self, sample: int | None = None, seed: int = 0) -> int:
+        return self.volumes.verify(sample, seed) + self.phantoms.verify(sample, seed)
+
+    def damaged(self, rows: Sequence[int] | np.ndarray | None = None) -> dict[int, str]:
+        checked = np.arange(len(self.volumes)) if rows is None else self.recorded(np.asarray(rows, np.int64))
+        return self.volumes.damaged(checked)
+
+    def recorded(self, rows: np.ndarray) -> np.ndarray:
+        return rows[rows < len(self.volumes)]
+
+    def turns(self, rows: np.ndarray, batch: int) -> tuple[list[np.ndarray], list[int]]:
+        """Every global batch has its share of phantoms, at random places."""
+        phantoms = self.phantoms.config.among(batch)
+        return [self.recorded(rows), rows[rows >= len(self.volumes)]], [batch - phantoms, phantoms]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        return self.volumes.left_out
+
+    def unprepared(self) -> tuple[Unprepared, ...]:
+        return self.volumes.unprepared()
+
+    def summary(self) -> dict[str, Any]:
+        return self.volumes.summary()
+
+    def __repr__(self) -> str:
+        return f"MixedStore({self.volumes!r}, {self.phantoms!r})"
+
+
+def _digest(arrays: Arrays) -> str:
+    return checksum(arrays.voxels[0], arrays.band[0], arrays.valid[0])
+
+
+def _truth(arrays: Arrays) -> np.ndarray:
+    """Labels of a batch of one; UNKNOWN without any."""
+    return arrays.labels[0] if arrays.labels is not None else np.full(arrays.voxels[0].shape, UNKNOWN, np.uint8)
