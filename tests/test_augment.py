@@ -219,7 +219,7 @@ def test_a_step_sees_the_same_augmented_volumes_however_they_are_shared(tmp_path
             with Loader(store, rows, 4, config.seed, rank, world, 0) as loader:
                 for part in microbatches(loader.batches(3), size):
                     inputs = make_inputs(config, store.preprocessing, HOST, part)
-                    ((patches, target_patches, index),) = inputs.views
+                    patches, target_patches, index = inputs.views[0][:3]
                     yield patches, target_patches, index.kept, index.target, index.tissue
 
     whole = next(parts(1, 4))

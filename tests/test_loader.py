@@ -106,6 +106,7 @@ class Broken:
 
     def __init__(self, store):
         self.path, self.rows, self.image_size, self._store = store.path, store.rows, store.image_size, store
+        self.turns = store.turns
 
     def read(self, index, out):
         if 3 in index:

@@ -33,8 +33,8 @@ def given_store(config: PretrainConfig, store: Store | None = None) -> Store:
     if store is None and config.data.store is None and phantoms is not None:
         if phantoms.share < 1:
             raise ConfigError(
-                f"data.phantoms.share is {phantoms.share:g} and data.store is not set; name the prepared store that the "
-                "other volumes are from, or train on phantoms alone with data.phantoms.share=1"
+                f"data.phantoms.share is {phantoms.share:g} and data.store is not set; name the prepared store of the "
+                "other volumes, or train on phantoms alone with data.phantoms.share=1"
             )
         return PhantomStore(phantoms, phantoms.preprocessing(), config.validation_volumes)
     if store is None:

@@ -100,7 +100,9 @@ def _view(
     raw = take_patches(augment.move(voxels, moves), kept, config.model.patch_size)
     # Only the encoder that learns sees recoloured voxels: features then gain nothing from brightness and contrast,
     # which reveal the scanner, not the eye.
-    truth = take_patches(augment.move_labels(labels, moves), kept, config.model.patch_size) if labels is not None else None
+    truth = (
+        take_patches(augment.move_labels(labels, moves), kept, config.model.patch_size) if labels is not None else None
+    )
     return View(augment.recoloured(raw, kept, moves, mean, std), normalise(raw, mean, std), index, truth)
 
 

@@ -28,7 +28,8 @@ from octfm.phantom.native.classes import CLASSES, LESION_CLASSES
 
 
 class DenseConfig(ObjectiveConfig):
-    """Name the shares of layers and lesions in the parts of every token. Not self-supervised: it needs data.phantoms."""
+    """Name the shares of layers and lesions in the parts of every token. Synthetic-supervised: it needs
+    data.phantoms."""
 
     name: Literal["dense"] = "dense"
     """The name chooses the objective and, with it, this table of settings."""
@@ -69,9 +70,7 @@ class Dense(Objective):
         self.head = Linear(model.width, self.composition.answers)
         self.predictor = None
         if predictor is not None:
-            self.predictor = Predictor(
-                predictor, model.width, self.composition.answers, model.activation_checkpointing
-            )
+            self.predictor = Predictor(predictor, model.width, self.composition.answers, model.activation_checkpointing)
 
     def forward(self, views: Sequence[View], context_weight: float | Tensor) -> ObjectiveOutput:
         """Losses of one view whose labels are known."""

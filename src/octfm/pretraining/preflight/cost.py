@@ -168,7 +168,10 @@ def fake_view(
         return View(patches, target_patches, index)
     labels = torch.zeros(batch, 1, *preprocessing.image_size, dtype=torch.uint8)
     return View(
-        patches, target_patches, index, take_patches(augment.move_labels(labels, moves), index.kept, config.model.patch_size)
+        patches,
+        target_patches,
+        index,
+        take_patches(augment.move_labels(labels, moves), index.kept, config.model.patch_size),
     )
 
 

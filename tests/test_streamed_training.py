@@ -1,0 +1,264 @@
+"""Training on streamed phantoms with their truth: what a token says, the same phantoms whatever happens, the right
+truth for every voxel."""
+
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from octfm import load_encoder
+from octfm.errors import ConfigError, TrainingError
+from octfm.models.objectives.dense import Composition
+from octfm.phantom.native.bscans import SURFACES, Labelled
+from octfm.phantom.native.classes import CLASSES, LESION_CLASSES, UNKNOWN, classes_of
+from octfm.phantom.native.stream import CONDITIONS
+from octfm.pretraining import augment
+from octfm.pretraining.data import given_store, training_rows
+from octfm.pretraining.preflight import checks
+from octfm.run.runtime import Runtime
+from octfm.store.loader import Loader
+from octfm.store.order import Order
+from octfm.store.phantoms import PhantomConfig, PhantomStore
+from octfm.store.store import Store
+from support.small_store import SIZE, small_preprocessing, small_store
+from support.tiny_runs import Killed, assert_same_run, config, final, quick_pretrain, quiet, rows
+
+HOST = Runtime(torch.device("cpu"))
+COARSE = {"image_size": list(SIZE), "target_spacing": [0.7, 0.03, 0.18]}
+PHANTOMS = {"seed": 1, "volumes": 40, **COARSE}
+
+
+def dense(**changes):
+    data = {"global_batch_size": 4, "per_device_batch_size": 2, "phantoms": PHANTOMS} | changes.pop("data", {})
+    return config(data=data, objective={"name": "dense"}, validation_volumes=2, **changes)
+
+
+@pytest.fixture(scope="module")
+def phantoms() -> PhantomStore:
+    return PhantomStore(PhantomConfig(**PHANTOMS), small_preprocessing(), held_out=4, threads=1)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Store:
+    return small_store(tmp_path_factory.mktemp("streamed") / "store")
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_a_voxel_is_the_layer_or_lesion_that_its_centre_lies_in(data):
+    height, width = 12, 3
+    edges = st.lists(st.floats(-6, 18, width=32), min_size=len(SURFACES), max_size=len(SURFACES))
+    rows_SW = np.sort(np.array([data.draw(edges) for _ in range(width)], np.float32).T, axis=0)
+    rows_SW[(rows_SW < -0.5) | (rows_SW > height - 0.5)] = np.nan
+    seed = data.draw(st.integers(0, 99))
+    lesions = np.random.default_rng(seed).integers(0, 9, (1, height, width)).astype(np.uint8)
+    image = Labelled(np.zeros((1, height, width), np.uint8), rows_SW[:, None], lesions, (1, 1, 1), "none")
+    found = classes_of(image)[0]
+    below = ("ilm", "nfl_gcl", "ipl_inl", "inl_opl", "opl_onl", "ez", "rpe_inner", "bm")
+    names = {1: "intraretinal_fluid", 2: "subretinal_fluid", 3: "drusen", 5: "membrane", 7: "detachment"} | {
+        8: "subretinal_material"
+    }
+    for x in range(width):
+        line = {name: rows_SW[SURFACES.index(name), x] for name in below}
+        seen = [name for name in below if np.isfinite(line[name])]
+        for y in range(height):
+            if not seen:
+                assert found[y, x] == UNKNOWN
+                continue
+            crossed = [name for name in below if below.index(name) < below.index(seen[0]) or line[name] <= y]
+            layer = CLASSES[len(crossed)]
+            assert CLASSES[found[y, x]] == names.get(int(lesions[0, y, x]), layer)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    patch=st.sampled_from([(2, 8, 16), (1, 4, 4), (2, 2, 4)]),
+    whole=st.booleans(),
+    weight=st.sampled_from([1.0, 4.0]),
+    seed=st.integers(0, 999),
+)
+def test_a_token_says_what_share_of_each_part_is_what(patch, whole, weight, seed):
+    """Against counting voxel by voxel, with unknown voxels in no share."""
+    over = patch if whole else (1, 1, patch[2] // 2)
+    rng = np.random.default_rng(seed)
+    labels = rng.choice([*range(len(CLASSES)), UNKNOWN], (1, 2, np.prod(patch))).astype(np.uint8)
+    composition = Composition(patch, over, weight)
+    found = composition.of(torch.from_numpy(labels)).numpy()
+    for token in range(2):
+        blocks = labels[0, token].reshape(patch)
+        parts = [
+            blocks[z : z + over[0], y : y + over[1], x : x + over[2]].ravel()
+            for z in range(0, patch[0], over[0])
+            for y in range(0, patch[1], over[1])
+            for x in range(0, patch[2], over[2])
+        ]
+        shares = [
+            [(part == c).mean() * (weight if c in LESION_CLASSES else 1) for c in range(len(CLASSES))] for part in parts
+        ]
+        np.testing.assert_allclose(found[0, token], np.ravel(shares), atol=1e-6)
+
+
+def test_its_loss_is_the_cross_entropy_of_every_known_voxel():
+    labels = torch.randint(len(CLASSES), (2, 3, 8), dtype=torch.uint8)
+    labels[:, 0] = UNKNOWN
+    composition, answer = Composition((1, 2, 4), (1, 1, 1), 1.0), torch.randn(2, 3, 8 * len(CLASSES))
+    goal = composition.of(labels)
+    each = F.cross_entropy(answer[:, 1:].reshape(-1, len(CLASSES)), labels[:, 1:].reshape(-1).long(), reduction="none")
+    torch.testing.assert_close(composition.entropy(answer, goal), each.view(2, -1).mean(1))
+    constant = composition.entropy(composition.constant(goal).expand_as(goal), goal).mean()
+    shares = torch.bincount(labels[:, 1:].reshape(-1).long(), minlength=len(CLASSES)) / 32
+    torch.testing.assert_close(constant, -(shares * shares.clamp_min(1e-9).log()).sum())
+    assert composition.entropy(answer, torch.zeros_like(goal)).tolist() == [0, 0], "without truth there is no loss"
+
+
+@settings(deadline=None, max_examples=15)
+@given(seed=st.integers(0, 999), warped=st.booleans())
+def test_labels_move_with_their_voxels(seed, warped):
+    """Voxels that show their label as a grey value: after moving, a voxel of one grey value has that label."""
+    rng = np.random.default_rng(seed)
+    labels = np.repeat(np.repeat(rng.integers(1, 9, (2, 1, 2, 6, 5)), 6, 3), 6, 4).astype(np.uint8)
+    settings_ = augment.AugmentConfig(
+        axial_shift=9, **({"lateral_shift_mm": 0.4, "tilt_deg": 9, "axial_scale": 0.2} if warped else {})
+    )
+    drawn = augment.draw(settings_, [np.random.default_rng((seed, place)) for place in range(2)])
+    moves = drawn.on_device(torch.from_numpy, 36, 30, (0.2, 0.03, 0.04))
+    voxels, moved = (
+        augment.move(torch.from_numpy(20 * labels), moves),
+        augment.move_labels(torch.from_numpy(labels), moves),
+    )
+    pure = (voxels % 20 == 0) & (voxels > 0)
+    # Between two grey values an interpolated one may fall on a third; not where all neighbours are alike.
+    alike = F.max_pool3d(voxels.float(), (1, 3, 3), 1, (0, 1, 1)) == -F.max_pool3d(
+        -voxels.float(), (1, 3, 3), 1, (0, 1, 1)
+    )
+    assert (moved[pure & alike].int() * 20 == voxels[pure & alike].int()).all() and (pure & alike).any()
+    if not warped:
+        assert torch.equal(moved == UNKNOWN, voxels == 0), "what comes from outside is unknown"
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    own=st.integers(1, 30), streamed=st.integers(1, 50), counts=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_every_batch_has_its_share_of_phantoms(own, streamed, counts, seed):
+    order = Order([np.arange(own), own + np.arange(streamed)], seed, counts)
+    batch, steps = sum(counts), 12
+    drawn = order.rows_at(np.arange(steps * batch)).reshape(steps, batch)
+    assert ((drawn < own).sum(1) == counts[0]).all()
+    for of, first, each in ((own, 0, counts[0]), (streamed, own, counts[1])):
+        sequence = drawn[(drawn >= first) & (drawn < first + of)]
+        assert len(sequence) == steps * each
+        often = np.bincount(sequence - first, minlength=of)
+        assert set(often) <= {len(sequence) // of, -(-len(sequence) // of)}, "every volume once an epoch"
+
+
+def test_a_phantom_is_prepared_as_training_expects_it(phantoms):
+    """Twice the same; band within the image; truth exactly where there is image; others for validation."""
+    first, again = phantoms.read(np.arange(4)), phantoms.read([3, 2, 1, 0])
+    for name in ("voxels", "band", "valid", "labels"):
+        assert np.array_equal(getattr(first, name), getattr(again, name)[::-1])
+    row = np.arange(SIZE[1])[:, None]
+    image = (row >= first.valid[:, 0, :, None]) & (row < first.valid[:, 1, :, None])
+    assert (first.voxels[~image] == 0).all() and (first.labels[~image] == UNKNOWN).all()
+    assert (first.band[:, 0] <= first.band[:, 1]).all() and (first.band >= first.valid[:, :1]).all()
+    retina = (first.labels >= 1) & (first.labels < CLASSES.index("choroid"))
+    inside = (row >= first.band[:, 0, :, None] - 0.5) & (row <= first.band[:, 1, :, None] + 0.5)
+    assert (inside | ~retina).all() and retina.any((1, 2, 3)).all()
+    held_out = phantoms.read([40])
+    assert not any(np.array_equal(held_out.voxels[0], voxels) for voxels in first.voxels)
+    assert {phantoms.rows[i].split for i in (0, 39)} == {"train"} and phantoms.rows[40].split == "val"
+    assert phantoms.rows[5].participant_labels["condition"] in CONDITIONS
+
+
+def test_ranks_render_their_shares_of_the_global_batch(phantoms):
+    def batch(rank, world):
+        with Loader(phantoms, np.arange(40), 4, 7, rank, world, 0) as loader:
+            return loader.batches(3)
+
+    whole, parts = batch(0, 1), [batch(rank, 2) for rank in range(2)]
+    for name in ("voxels", "labels", "position"):
+        assert np.array_equal(getattr(whole, name), np.concatenate([getattr(part, name) for part in parts]))
+
+
+def test_a_run_without_a_store_resumes_bit_for_bit(tmp_path, monkeypatch):
+    whole = quick_pretrain(dense(steps=5), out=tmp_path / "whole", echo=quiet)
+    loop, calls = __import__("octfm.pretraining.pretrain", fromlist=["accumulate"]), []
+    accumulate = loop.accumulate
+
+    def killed(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 5:
+            raise Killed
+        return accumulate(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "accumulate", killed)
+    with pytest.raises(Killed):
+        quick_pretrain(dense(steps=5), out=tmp_path / "killed", echo=quiet)
+    monkeypatch.setattr(loop, "accumulate", accumulate)
+    quick_pretrain(dense(steps=5), out=tmp_path / "killed", echo=quiet)
+    assert_same_run(whole, tmp_path / "killed")
+    assert rows(whole, "validation")[-1]["volumes"] == 2
+    assert final(whole)["participants"]["hashes"] == [], "nobody is a phantom"
+
+
+def test_its_encoder_embeds_a_store_of_the_same_preprocessing(tmp_path, store):
+    run = quick_pretrain(dense(steps=2), out=tmp_path / "run", echo=quiet)
+    vectors = load_encoder(run).embed(store)
+    assert vectors.shape == (len(store), 48) and np.isfinite(vectors).all()
+
+
+def test_preflight_has_an_answer_to_every_question(tmp_path):
+    settings_ = dense(steps=20)
+    streamed = given_store(settings_)
+    found = checks(settings_, streamed, HOST, *training_rows(settings_, streamed), tmp_path / "run")
+    assert not [check for check in found if check.status == "FAIL"]
+    said = {check.name: check.measured for check in found}
+    assert said["splits"] == "40 streamed phantoms to train on, 2 others to validate on"
+    assert "targets of another volume raise it" in said["objective learns"]
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_a_batch_with_the_truth_of_another_volume_stops_the_run(tmp_path, every):
+    """The volume that is compared is rendered once more; which it is goes round."""
+    load = Loader._load
+
+    def swapped(self, step):
+        batch = load(self, step)
+        places = slice(None) if every else slice(0, 2)
+        labels = batch.labels.copy()
+        labels[places] = labels[places][::-1]
+        return replace(batch, labels=labels)
+
+    with mock.patch.object(Loader, "_load", swapped), pytest.raises(TrainingError, match="wrong volume"):
+        quick_pretrain(dense(), out=tmp_path / "run", echo=quiet)
+
+
+WRONG = {
+    "share without a store": ({"share": 0.5}, None, "data.store is not set"),
+    "share of no whole volume": ({"share": 0.3}, "store", "choose a share of whole volumes, such as 0.25 or 0.5"),
+    "another grid": ({"share": 0.5, "image_size": [8, 64, 64]}, "store", "leave it out"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_phantoms_that_cannot_be_trained_on_are_refused_in_a_line(store, case):
+    changes, given, says = WRONG[case]
+    wanted = {"seed": 1, "volumes": 40} | changes
+    with pytest.raises(ConfigError, match=says) as refused:
+        given_store(dense(data={"phantoms": wanted}), store if given else None)
+    assert "\n" not in str(refused.value)
+
+
+def test_dense_names_what_it_needs_and_unknown_conditions_are_refused():
+    with pytest.raises(ConfigError, match=r"learns from the truth of streamed phantoms; set data.phantoms.seed=1"):
+        config(objective={"name": "dense"})
+    with pytest.raises(ConfigError, match="measles is no condition of phantoms"):
+        dense(data={"phantoms": {**PHANTOMS, "conditions": ["measles"]}})
+    with pytest.raises(ConfigError, match="answer_average"):
+        config(objective={"name": "dense", "answer_average": [2, 3, 8]}, data={"phantoms": PHANTOMS})
