@@ -18,10 +18,11 @@ WRONG = {
     "no catalog": (["prepare", "nowhere"], "nowhere"),
     "no store": (["pretrain", "vit_s", "data.store=nowhere"], "no prepared store here"),
     "no store named": (["pretrain", "vit_s"], "data.store is not set"),
+    "no phantoms for their truth": (["pretrain", "vit_s", "objective.name=dense"], "set data.phantoms.seed=1"),
     "unknown key": (["pretrain", "vit_s", "model.widht=3"], "did you mean model.width?"),
     "unknown config": (
         ["pretrain", "vit_xxl"],
-        "packaged configs: data2vec_prototype, demo, demo_vjepa2, mae, pretrain_vjepa",
+        "packaged configs: data2vec_prototype, demo, demo_vjepa2, dense, mae, pretrain_vjepa",
     ),
     "unknown device": (["pretrain", "vit_s", "data.store={store}", "--device", "tpu"], "expected auto, cpu, cuda"),
     "misspelt config": (["pretrain", "vit_ss"], "did you mean vit_s?"),

@@ -257,7 +257,7 @@ def test_phantoms_that_cannot_be_trained_on_are_refused_in_a_line(store, case):
 
 def test_dense_names_what_it_needs_and_unknown_conditions_are_refused():
     with pytest.raises(ConfigError, match=r"learns from the truth of streamed phantoms; set data.phantoms.seed=1"):
-        config(objective={"name": "dense"})
+        given_store(config(objective={"name": "dense"}))
     with pytest.raises(ConfigError, match="measles is no condition of phantoms"):
         dense(data={"phantoms": {**PHANTOMS, "conditions": ["measles"]}})
     with pytest.raises(ConfigError, match="answer_average"):

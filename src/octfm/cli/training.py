@@ -192,6 +192,7 @@ def pretrain(
     Examples:
     octfm pretrain vit_s --store prepared --out runs/vit_s
     octfm pretrain vit_s --store prepared --steps 20000 model.depth=6 --out runs/small
+    octfm pretrain dense --out runs/dense
     octfm pretrain vit_s --smoke
     """
     from octfm.errors import ConfigError
@@ -201,12 +202,14 @@ def pretrain(
 
     settings, prepared = load_config(config, opt.pretraining_words(overrides, store, steps, epochs)), None
     if smoke:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and settings.data.store is None:
+        phantoms = settings.data.phantoms
+        needs_store = settings.data.store is None and (phantoms is None or phantoms.share < 1)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and needs_store:
             raise ConfigError(
                 "--smoke with several ranks: every rank would write phantoms into the same folder; set data.store"
             )
         settings = shrink(settings)
-        if settings.data.store is None:
+        if needs_store:
             # The phantoms of a run in a bucket lie in the working directory.
             local_out = out if isinstance(out, Path) else Path(out.name)
             prepared = _phantom_store(local_out.with_name(f"{out.name}_phantoms"))
@@ -229,13 +232,12 @@ def bench(
     octfm bench vit_s --store prepared
     """
     from octfm.pretraining.bench import bench as measure
+    from octfm.pretraining.data import given_store
     from octfm.pretraining.settings import load_config
-    from octfm.store.exclusion import without_excluded
-    from octfm.store.store import Store
 
     settings, prepared = load_config(config, opt.with_options(overrides, {"data.store": store})), None
-    if settings.data.store is not None:
-        prepared = without_excluded(Store.open(settings.data.store), settings.data.exclude)
+    if settings.data.store is not None or settings.data.phantoms is not None:
+        prepared = given_store(settings)
     for line in measure(settings, prepared, device, steps, echo=typer.echo).lines():
         typer.echo(line)
 

@@ -28,6 +28,12 @@ def given_store(config: PretrainConfig, store: Store | None = None) -> Store:
     at all.
     """
     phantoms = config.data.phantoms
+    # Not a rule of the settings: those of an export have no section `data`.
+    if phantoms is None and config.objective.learns_truth:
+        raise ConfigError(
+            f"objective.name {config.objective.name} learns from the truth of streamed phantoms; set "
+            "data.phantoms.seed=1"
+        )
     if store is not None and config.data.store is not None:
         raise ConfigError(f"a store was given ({store.path}) and data.store is {config.data.store}; give one of them")
     if store is None and config.data.store is None and phantoms is not None:

@@ -113,11 +113,6 @@ class PretrainConfig(Config):
                 f"predictor.width {self.predictor.width} must split into {self.predictor.heads} heads of even size"
             )
         self.objective.check(self.model, compiled=self.runtime.parallel == "xla_spmd")
-        if self.objective.learns_truth and self.data.phantoms is None:
-            raise ValueError(
-                f"objective.name {self.objective.name} learns from the truth of streamed phantoms; set "
-                "data.phantoms.seed=1"
-            )
         return self
 
 

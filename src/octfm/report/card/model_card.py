@@ -17,7 +17,7 @@ from octfm.report import words
 from octfm.report.card.paper import bibtex, setting, shareable_run
 from octfm.report.participants import by_split, characteristics, flow, tested
 from octfm.report.shareable import NAME
-from octfm.report.sources import Sources, series
+from octfm.report.sources import Sources, lookup, series
 
 NOT_STATED = "not stated"
 HUB_LICENCES = ("apache-2.0", "mit", "bsd-3-clause", "gpl-3.0", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0",
@@ -28,7 +28,10 @@ OBJECTIVES = {
     "vjepa2": "V-JEPA 2 with context loss, on tissue tokens",
     "data2vec": "data2vec, on tissue tokens",
     "mae": "masked autoencoding of tissue tokens",
+    "dense": "synthetic-supervised: the layers and lesions in every token, from the truth of streamed phantoms",
 }
+TAGS = {"mae": "self-supervised", "data2vec": "self-supervised", "dense": "synthetic-supervised"}
+"""Tags of objectives other than V-JEPA 2."""
 MARK = {"all": "", "lost": "− ", "part": "of these: "}
 USAGE = """```python
 import octfm
@@ -106,7 +109,8 @@ def _front_matter(sources: Sources, statements: Statements, name: str) -> str:
     else:
         slug = re.sub(r"[^a-z0-9.]+", "-", licence.lower()).strip("-")
         facts |= {"license": "other", "license_name": slug or "not-stated"}
-    tags = "oct optical-coherence-tomography retina ophthalmology medical 3d self-supervised v-jepa pytorch"
+    how = TAGS.get(setting(sources, "objective", "name"), "self-supervised v-jepa")
+    tags = f"oct optical-coherence-tomography retina ophthalmology medical 3d {how} pytorch"
     facts |= {"library_name": "octfm", "pipeline_tag": "image-feature-extraction", "tags": tags.split()}
     if statements.dataset:
         facts["datasets"] = [re.sub(r"\s+", "-", statements.dataset.strip())]
@@ -276,6 +280,10 @@ def _verdict(c: dict[str, Any]) -> str:
 def _limits(sources: Sources) -> str:
     """Known gaps and weaknesses, from the run's own numbers."""
     found = []
+    if lookup(sources.settings, "data", "phantoms"):
+        found.append(
+            "Trained with the truth of synthetic phantoms: it knows what they show, and no other lesion by name."
+        )
     if sources.is_phantom:
         found.append("Trained and tested on synthetic phantoms only. Nothing is known about real eyes.")
     else:

@@ -149,7 +149,7 @@ def bibtex(sources: Sources, name: str) -> str:
             "author": "He, Kaiming and Chen, Xinlei and Xie, Saining and Li, Yanghao and "
                       r"Doll{\'a}r, Piotr and Girshick, Ross",
             "year": "2021", "eprint": "2111.06377", "archivePrefix": "arXiv"}))  # fmt: skip
-    else:
+    elif setting(sources, "objective", "name") != "dense":
         entries.append(("misc", "assran2025vjepa2", {
             "title": "V-JEPA 2: Self-Supervised Video Models Enable Understanding, Prediction and Planning",
             "author": "Assran, Mahmoud and others",
@@ -235,6 +235,8 @@ def _answers(sources: Sources) -> dict[str, str]:
             "vjepa2": "the objective of V-JEPA 2 with context loss",
             "data2vec": "data2vec",
             "mae": "masked autoencoding of the voxels of hidden tissue",
+            "dense": "synthetic supervision (shares of layers and lesions in every token, from the truth of streamed "
+            "phantoms)",
         }.get(str(get("objective", "name")), "an unknown objective")
         also = {
             "lateral_shift_mm": "lateral shifts (up to {} mm)",
