@@ -22,7 +22,7 @@ WRONG = {
     "unknown key": (["pretrain", "vit_s", "model.widht=3"], "did you mean model.width?"),
     "unknown config": (
         ["pretrain", "vit_xxl"],
-        "packaged configs: data2vec_prototype, demo, demo_vjepa2, dense, mae, pretrain_vjepa",
+        "packaged configs: anchored, data2vec_prototype, demo, demo_vjepa2, dense, mae, pretrain_vjepa",
     ),
     "unknown device": (["pretrain", "vit_s", "data.store={store}", "--device", "tpu"], "expected auto, cpu, cuda"),
     "misspelt config": (["pretrain", "vit_ss"], "did you mean vit_s?"),

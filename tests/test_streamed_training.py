@@ -12,21 +12,35 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from octfm import load_encoder
-from octfm.errors import ConfigError, TrainingError
+from octfm.errors import ConfigError, Preempted, TrainingError
 from octfm.models.objectives.dense import Composition
+from octfm.models.objectives.objective import squared_error
 from octfm.phantom.native.bscans import SURFACES, Labelled
 from octfm.phantom.native.classes import CLASSES, LESION_CLASSES, UNKNOWN, classes_of
 from octfm.phantom.native.stream import CONDITIONS
 from octfm.pretraining import augment
 from octfm.pretraining.data import given_store, training_rows
+from octfm.pretraining.inputs import make_inputs
+from octfm.pretraining.learner import build_objective
+from octfm.pretraining.monitors.anchor import disorder, told_apart
 from octfm.pretraining.preflight import checks
 from octfm.run.runtime import Runtime
-from octfm.store.loader import Loader
+from octfm.store.loader import Batch, Loader
 from octfm.store.order import Order
 from octfm.store.phantoms import PhantomConfig, PhantomStore
 from octfm.store.store import Store
 from support.small_store import SIZE, small_preprocessing, small_store
-from support.tiny_runs import Killed, assert_same_run, config, final, quick_pretrain, quiet, rows
+from support.tiny_runs import (
+    Killed,
+    assert_same_run,
+    assert_same_weights,
+    config,
+    final,
+    interrupted_after,
+    quick_pretrain,
+    quiet,
+    rows,
+)
 
 HOST = Runtime(torch.device("cpu"))
 COARSE = {"image_size": list(SIZE), "target_spacing": [0.7, 0.03, 0.18]}
@@ -237,6 +251,73 @@ def test_a_batch_with_the_truth_of_another_volume_stops_the_run(tmp_path, every)
 
     with mock.patch.object(Loader, "_load", swapped), pytest.raises(TrainingError, match="wrong volume"):
         quick_pretrain(dense(), out=tmp_path / "run", echo=quiet)
+
+
+def anchored(**changes):
+    data = {"global_batch_size": 4, "per_device_batch_size": 2, "phantoms": {"seed": 1, "volumes": 40, "share": 0.5}}
+    return config(data=data, objective={"name": "anchored", "goal_average": [2, 1, 4]}, validation_volumes=8, **changes)
+
+
+def test_a_volume_is_trained_by_its_truth_or_else_by_its_voxels(store):
+    """Nobody's truth and nobody's voxels count for another; baselines are those of mae and of dense."""
+    settings_ = anchored()
+    mixed = given_store(settings_, store)
+    arrays, four = mixed.read([0, len(store), 1, len(store) + 1]), np.arange(4)
+    batch = Batch(arrays.voxels, arrays.band, arrays.valid, four, four, ("",) * 4, 0.0, labels=arrays.labels)
+    (view,) = make_inputs(settings_, mixed.preprocessing, HOST, batch).views
+    model = build_objective(settings_, mixed.preprocessing)
+    out = model([view], 0.5)
+    for place, labelled in enumerate((False, True, False, True)):
+        voxels, truth = view.target_patches_BKP.clone(), view.labels_BKP.clone()
+        voxels[place] = torch.randn_like(voxels[place])
+        truth[place] = torch.where(truth[place] == UNKNOWN, UNKNOWN, (truth[place] + 1) % 9)
+        for changed, matters in (
+            (view._replace(target_patches_BKP=voxels), not labelled),
+            (view._replace(labels_BKP=truth), labelled),
+        ):
+            same = model([changed], 0.5).masked_loss_B == out.masked_loss_B
+            assert same[torch.arange(4) != place].all() and bool(same[place]) != matters
+    baseline, goal = model.baseline(out.masked_goal_BTD), out.masked_goal_BTD
+    voxels, truth = goal[[0, 2], :, : model.voxels], goal[[1, 3], :, model.voxels :]
+    torch.testing.assert_close(baseline[[0, 2]], squared_error(voxels.mean((0, 1)).expand_as(voxels), voxels))
+    constant = model.composition.constant(truth).expand_as(truth)
+    torch.testing.assert_close(baseline[[1, 3]], model.composition.entropy(constant, truth))
+    assert (out.context_loss_B == 0).tolist() == [True, False, True, False]
+
+
+def test_an_anchored_run_says_what_phantoms_do_for_scans_and_resumes(tmp_path, store, monkeypatch):
+    whole = quick_pretrain(anchored(steps=5), store, tmp_path / "whole", echo=quiet)
+    interrupted_after(4, monkeypatch)
+    with pytest.raises(Preempted):
+        quick_pretrain(anchored(steps=5), store, tmp_path / "stopped", echo=quiet)
+    quick_pretrain(anchored(steps=5), store, tmp_path / "stopped", echo=quiet)
+    assert_same_weights(whole, tmp_path / "stopped")
+    anchor = rows(whole, "anchor")[-1]
+    assert 0 <= anchor["domain_auroc"] <= 1 and 0 <= anchor["surface_disorder"] <= 1
+    assert set(rows(whole, "validation")[-1]["by_kind"]) == {"scans", "phantoms"}
+    assert "phantom" in rows(whole)[-1]["by_scanner"], "losses of scans and phantoms are logged apart"
+    people = {row.participant for row in store.rows if row.split == "train"}
+    assert len(final(whole)["participants"]["hashes"]) == len(people), "whoever was trained on is known"
+
+
+def test_scans_are_told_apart_from_phantoms_only_where_they_differ():
+    rng = np.random.default_rng(0)
+    alike = [told_apart(rng.normal(size=(48, 16)), rng.normal(size=(48, 16))) for _ in range(8)]
+    assert abs(np.mean(alike) - 0.5) < 0.08
+    assert told_apart(rng.normal(size=(48, 16)), rng.normal(size=(48, 16)) + 1) > 0.95
+
+
+def test_layers_out_of_order_are_counted():
+    labels = np.sort(np.random.default_rng(0).integers(0, 9, (20, 1, 8, 1)), axis=2)
+
+    def crossings(order):
+        return disorder(np.log(np.eye(len(CLASSES))[order] + 1e-3).reshape(20, -1), (1, 8, 1))
+
+    wrong, right = crossings(labels)
+    assert wrong == 0 and right > 0
+    assert crossings(labels[:, :, ::-1]).tolist() == [right, 0]
+    labels[:, :, 4] = CLASSES.index("drusen")
+    assert crossings(labels).sum() < right, "a lesion has no place in the order"
 
 
 WRONG = {

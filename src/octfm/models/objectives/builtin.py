@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, SerializeAsAny, ValidationInfo
 
 from octfm.errors import ConfigError, shown
+from octfm.models.objectives.anchored import AnchoredConfig
 from octfm.models.objectives.data2vec import Data2VecConfig
 from octfm.models.objectives.dense import DenseConfig
 from octfm.models.objectives.jepa import JEPAConfig
@@ -18,6 +19,7 @@ BUILT_IN: dict[str, type[ObjectiveConfig]] = {
     "data2vec": Data2VecConfig,
     "mae": MAEConfig,
     "dense": DenseConfig,
+    "anchored": AnchoredConfig,
 }
 
 

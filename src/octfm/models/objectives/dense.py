@@ -121,7 +121,9 @@ class Composition:
     def __init__(self, patch_size: Shape3, over: Shape3, lesion_weight: float):
         self.patch_size, self.over = patch_size, over
         self.weights = [lesion_weight if c in LESION_CLASSES else 1.0 for c in range(len(CLASSES))]
-        self.answers = prod(patch_size) // prod(over) * len(CLASSES)
+        self.parts = tuple(side // part for side, part in zip(patch_size, over, strict=True))
+        """Of a patch, along each axis."""
+        self.answers = prod(self.parts) * len(CLASSES)
 
     @torch.no_grad()
     def of(self, labels_BMP: Tensor | None) -> Tensor:

@@ -51,7 +51,14 @@ def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, floa
     def row() -> dict[str, float]:
         masked, context = (float(x.mean()) for x in whole[:2])
         baseline, context_baseline = (float(model.baseline(goal).mean()) for goal in whole[2:])
-        return {
+        kinds = {"scans": torch.from_numpy(np.isin(rows, store.recorded(rows)))}
+        kinds["phantoms"] = ~kinds["scans"]
+        by_kind = {
+            name: float(whole[0][own].mean() / model.baseline(whole[2][own]).mean().clamp_min(1e-9))
+            for name, own in kinds.items()
+            if 0 < int(own.sum()) < len(rows)
+        }
+        return ({"by_kind": by_kind} if by_kind else {}) | {
             "masked_loss": masked,
             "masked_over_baseline": masked / baseline,
             "context_loss": context,

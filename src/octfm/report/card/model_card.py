@@ -29,8 +29,14 @@ OBJECTIVES = {
     "data2vec": "data2vec, on tissue tokens",
     "mae": "masked autoencoding of tissue tokens",
     "dense": "synthetic-supervised: the layers and lesions in every token, from the truth of streamed phantoms",
+    "anchored": "masked voxels of the data below; synthetic-supervised by the truth of streamed phantoms among them",
 }
-TAGS = {"mae": "self-supervised", "data2vec": "self-supervised", "dense": "synthetic-supervised"}
+TAGS = {
+    "mae": "self-supervised",
+    "data2vec": "self-supervised",
+    "dense": "synthetic-supervised",
+    "anchored": "self-supervised synthetic-supervised",
+}
 """Tags of objectives other than V-JEPA 2."""
 MARK = {"all": "", "lost": "− ", "part": "of these: "}
 USAGE = """```python

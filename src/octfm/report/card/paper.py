@@ -143,7 +143,7 @@ def bibtex(sources: Sources, name: str) -> str:
             "author": "Baevski, Alexei and Hsu, Wei-Ning and Xu, Qiantong and Babu, Arun and Gu, Jiatao and "
                       "Auli, Michael",
             "year": "2022", "eprint": "2202.03555", "archivePrefix": "arXiv"}))  # fmt: skip
-    elif setting(sources, "objective", "name") == "mae":
+    elif setting(sources, "objective", "name") in ("mae", "anchored"):
         entries.append(("misc", "he2021mae", {
             "title": "Masked Autoencoders Are Scalable Vision Learners",
             "author": "He, Kaiming and Chen, Xinlei and Xie, Saining and Li, Yanghao and "
@@ -237,6 +237,8 @@ def _answers(sources: Sources) -> dict[str, str]:
             "mae": "masked autoencoding of the voxels of hidden tissue",
             "dense": "synthetic supervision (shares of layers and lesions in every token, from the truth of streamed "
             "phantoms)",
+            "anchored": "masked autoencoding of the voxels of hidden tissue, mixed with synthetic supervision (shares "
+            "of layers and lesions in every token, from the truth of streamed phantoms)",
         }.get(str(get("objective", "name")), "an unknown objective")
         also = {
             "lateral_shift_mm": "lateral shifts (up to {} mm)",

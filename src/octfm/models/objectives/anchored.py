@@ -1,0 +1,133 @@
+"""Anchored: the user's own volumes, without labels, trained by masked voxels; streamed phantoms among them, trained by
+their truth."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from octfm.models.objectives.dense import Composition
+from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, View, squared_error
+from octfm.models.predictor import Predictor, PredictorConfig, predictor_table
+from octfm.models.products import Linear
+from octfm.models.vit3d import (
+    Shape3,
+    Side,
+    TokenGrid,
+    VisionTransformer3D,
+    ViTConfig,
+    rotary,
+    take_rotary,
+    take_tokens,
+)
+from octfm.models.voxels import averaged, check_average, hidden_voxels
+
+
+class AnchoredConfig(ObjectiveConfig):
+    """Masked voxels of volumes without labels (as mae), the truth of phantoms (as dense with hidden tokens). In part
+    synthetic-supervised: it needs data.phantoms with a share below 1."""
+
+    name: Literal["anchored"] = "anchored"
+    """The name chooses the objective and, with it, this table of settings."""
+    context_loss: float = Field(default=1.0, ge=0, le=1e3)
+    """Weight of naming the visible tokens of phantoms, by a linear head on the encoder. Visible voxels of other volumes
+    are not predicted."""
+    goal_average: tuple[Side, Side, Side] = (1, 1, 1)
+    """Voxels of a patch, (B-scan, axial, lateral), that are averaged before they are predicted, as in mae."""
+    answer_average: tuple[Side, Side, Side] = (2, 1, 8)
+    """Voxels of a patch whose composition is one answer, as in dense."""
+    lesion_weight: float = Field(default=4.0, gt=0, le=1e3)
+    """Weight of voxels in lesions over those in layers, as in dense."""
+    masked_weight: float = Field(default=1.0, ge=0, le=1e3)
+    """Weight of the masked voxels of volumes without labels."""
+    truth_weight: float = Field(default=1.0, ge=0, le=1e3)
+    """Weight of the truth of phantoms."""
+
+    @property
+    def learns_truth(self) -> bool:
+        return True
+
+    def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "Anchored":
+        return Anchored(self, model, predictor, grid)
+
+    def check(self, model: ViTConfig, compiled: bool) -> None:
+        check_average(self.goal_average, model.patch_size, predicted=True)
+        check_average(self.answer_average, model.patch_size, predicted=False, name="answer_average")
+
+
+class Anchored(Objective):
+    """One encoder of visible tokens and one predictor for both kinds of volumes: what it answers for a hidden token are
+    its voxels, then its composition. Which of them counts depends on whether the volume has labels."""
+
+    def __init__(self, settings: AnchoredConfig, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid):
+        super().__init__()
+        self.composition = Composition(model.patch_size, settings.answer_average, settings.lesion_weight)
+        self.goal_average: Shape3 = settings.goal_average
+        self.voxels = prod(model.patch_size) // prod(settings.goal_average)
+        self.weights = settings.masked_weight, settings.truth_weight
+        self.encoder = VisionTransformer3D(model, grid)
+        self.head = Linear(model.width, self.composition.answers)
+        self.predictor = Predictor(
+            predictor, model.width, self.voxels + self.composition.answers, model.activation_checkpointing
+        )
+
+    def forward(self, views: Sequence[View], context_weight: float | Tensor) -> ObjectiveOutput:
+        """Losses of one view. The encoder receives the context patches and nothing else."""
+        (view,) = views
+        patches_BKP, target_patches_BKP, index = view[:3]
+        encoder = self.encoder
+        table = rotary(encoder.grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
+        seen = encoder(
+            take_tokens(patches_BKP, index.context),
+            torch.gather(index.kept, 1, index.context),
+            take_rotary(table, index.context) if table else None,
+        )
+        places = torch.cat((index.context, index.target), dim=1)
+        answers = self.predictor(
+            seen, index.target.shape[1], predictor_table(self.predictor, encoder, table, index, places)
+        )[:, index.context.shape[1] :]
+        truth = self.composition.of(view.labels_BKP)
+        masked_truth, context_truth = take_tokens(truth, index.target), take_tokens(truth, index.context)
+        patches = averaged(target_patches_BKP, encoder.config.patch_size, self.goal_average)
+        voxel_loss_B, voxel_goal = hidden_voxels(answers[..., : self.voxels], patches, index)
+        labelled_B = self._labelled(truth)
+        masked_loss_B = self._weighed(
+            labelled_B, voxel_loss_B, self.composition.entropy(answers[..., self.voxels :], masked_truth)
+        )
+        named_B = self.composition.entropy(self.head(seen), context_truth)
+        # Of volumes without labels 0: none of their visible voxels are predicted.
+        context_loss_B = self._weighed(labelled_B, torch.zeros_like(named_B), named_B)
+        no_voxels = voxel_goal.new_zeros(*context_truth.shape[:2], self.voxels)
+        context_goal = self._goal(no_voxels, context_truth, labelled_B)
+        loss = masked_loss_B.mean() + context_weight * context_loss_B.mean()
+        masked_goal = self._goal(voxel_goal, masked_truth, labelled_B)
+        return ObjectiveOutput(
+            loss, masked_loss_B, context_loss_B, masked_goal, context_goal, seen.detach(), index.context
+        )
+
+    def baseline(self, goal_BMD: Tensor) -> Tensor:
+        """Loss [B] of the best answers that are the same for all volumes: the mean patch of those without labels, the
+        mean composition of the others."""
+        voxels, truth = goal_BMD.float().split((self.voxels, self.composition.answers), dim=-1)
+        labelled_B = self._labelled(truth)
+        others = (~labelled_B).float()[:, None, None]
+        mean_V = (voxels * others).sum((0, 1)) / (others.sum() * voxels.shape[1]).clamp_min(1)
+        return self._weighed(
+            labelled_B,
+            squared_error(mean_V.expand_as(voxels), voxels),
+            self.composition.entropy(self.composition.constant(truth).expand_as(truth), truth),
+        )
+
+    def _labelled(self, truth_BMA: Tensor) -> Tensor:
+        """bool [B]: volumes with a truth."""
+        return truth_BMA.sum((1, 2)) > 0
+
+    def _weighed(self, labelled_B: Tensor, without_B: Tensor, with_B: Tensor) -> Tensor:
+        return torch.where(labelled_B, self.weights[1] * with_B, self.weights[0] * without_B)
+
+    def _goal(self, voxels: Tensor, truth: Tensor, labelled_B: Tensor) -> Tensor:
+        """Both goals side by side; of a volume with truth, that of its voxels is 0, since it is not predicted."""
+        return torch.cat((voxels.float() * (~labelled_B)[:, None, None], truth), dim=-1)

@@ -1,0 +1,91 @@
+"""Whether phantoms teach something about scans: how well the two are told apart, and whether layers named in scans lie
+in order. Where no scan has labels, a loss on phantoms alone would hide it."""
+
+import numpy as np
+import torch
+
+from octfm.models.objectives.anchored import Anchored
+from octfm.models.token_map import TISSUE, token_map
+from octfm.models.vit3d import normalise, take_patches
+from octfm.phantom.native.classes import CLASSES, LESION_CLASSES
+from octfm.pretraining.learner import Learner
+from octfm.pretraining.masks import select_tokens
+from octfm.store.store import Store
+
+MOST = 64
+"""Volumes of each kind that are looked at."""
+SELECTION_SEED = 0
+FEWEST = 4
+"""Volumes of each kind below which nothing is told apart."""
+
+
+def anchor_row(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, float] | None:
+    """Measurements on held-out volumes of both kinds, for metrics.jsonl: `domain_auroc` (see `told_apart`) of mean
+    tissue tokens, and `surface_disorder` (see `disorder`) on scans and on phantoms. None for objectives and data that
+    are not anchored. All ranks must call it."""
+    scans = store.recorded(rows)[:MOST]
+    phantoms = np.setdiff1d(rows, store.recorded(rows))[:MOST]
+    model = learner.whole()
+    if not isinstance(model, Anchored) or min(len(scans), len(phantoms)) < 1:
+        return None
+
+    def row() -> dict[str, float]:
+        looks = [_look(learner, model, store, own) for own in (scans, phantoms)]
+        found = {"volumes": float(len(scans) + len(phantoms))}
+        if min(len(scans), len(phantoms)) >= FEWEST:
+            found["domain_auroc"] = told_apart(looks[0][0], looks[1][0])
+        names = ("surface_disorder", "surface_disorder_phantoms")
+        return found | {name: disorder for name, (_, disorder) in zip(names, looks, strict=True)}
+
+    return learner.runtime.first(row)
+
+
+@torch.inference_mode()
+def _look(learner: Learner, model: Anchored, store: Store, rows: np.ndarray) -> tuple[np.ndarray, float]:
+    """Mean tissue token of each volume, and the disorder of the layers that tissue tokens name."""
+    config, pre, runtime = learner.config, store.preprocessing, learner.runtime
+    vectors, crossings = [], np.zeros(2)
+    for first in range(0, len(rows), learner.micro_batch):
+        arrays = store.read(rows[first : first + learner.micro_batch])
+        maps = token_map(arrays.band, arrays.valid, pre.image_size, config.model.patch_size)
+        budget = config.masks.counts(maps.shape[1:])[0]
+        chosen = np.stack([select_tokens(m, budget, np.random.default_rng(SELECTION_SEED)) for m in maps])
+        tissue = np.take_along_axis(maps.reshape(len(maps), -1), chosen, 1) == TISSUE
+        kept = runtime.tensor(chosen)
+        patches = take_patches(runtime.tensor(arrays.voxels).unsqueeze(1), kept, config.model.patch_size)
+        with runtime.autocast():
+            tokens = model.encoder(normalise(patches, pre.intensity_mean, pre.intensity_std), kept)
+            answers = model.head(tokens)
+        tokens = tokens.float().cpu().numpy()
+        vectors += [t[own if own.any() else slice(None)].mean(0) for t, own in zip(tokens, tissue, strict=True)]
+        crossings += disorder(answers.float().cpu().numpy()[tissue], model.composition.parts)
+    return np.stack(vectors), float(crossings[0] / max(crossings.sum(), 1))
+
+
+def disorder(answers_NA: np.ndarray, parts: tuple[int, int, int]) -> np.ndarray:
+    """[2]: places within tokens where the layer that is named below lies above the other in an eye, and places where it
+    lies below it, as it must. Parts that are named a lesion do not count. answers_NA: log odds; parts: of a patch along
+    each axis."""
+    odds = answers_NA.reshape(len(answers_NA), *parts, len(CLASSES))
+    layer = odds[..., : LESION_CLASSES.start].argmax(-1)
+    known = odds.argmax(-1) < LESION_CLASSES.start
+    step = np.diff(layer, axis=2)[known[:, :, 1:] & known[:, :, :-1]]
+    return np.array([(step < 0).sum(), (step > 0).sum()], float)
+
+
+def told_apart(one_ND: np.ndarray, other_ND: np.ndarray) -> float:
+    """AUROC of a linear classifier that tells two sets of vectors apart, fitted on one half of each and judged on the
+    other, both ways round: .5 if they look alike, 1 if a vector says which it is from."""
+    scores = []
+    for half in (0, 1):
+        fit, judged = ([x[half::2], x[1 - half :: 2]] for x in (one_ND, other_ND))
+        train = np.concatenate([fit[0], judged[0]])
+        y = np.repeat([-1.0, 1.0], [len(fit[0]), len(judged[0])])
+        mean, scale = train.mean(0), train.std(0)
+        scale[scale <= 1e-6 * np.abs(mean) + 1e-12] = np.inf
+        x = (train - mean) / scale
+        # Ridge regression in the space of the volumes, which are fewer than channels.
+        weights = x.T @ np.linalg.solve(x @ x.T + x.shape[1] * np.eye(len(x)), y - y.mean())
+        a, b = (((part - mean) / scale) @ weights for part in (fit[1], judged[1]))
+        scores.append(float(((b[:, None] > a) + 0.5 * (b[:, None] == a)).mean()))
+    return float(np.mean(scores))
