@@ -35,53 +35,72 @@ def render_prepared(
     """The phantom at this place of the stream on a prepared grid; `margin_mm` as in Preprocessing."""
     shot, _, rng = replace(stream, size=image_size).shot(place)
     own = np.random.default_rng([stream.seed, 6, place])
-    scanner = shot.scanner
+    scanner, (depth, height, width) = shot.scanner, image_size
+    dz, dy, dx = spacing_mm
     # A scan smaller than the prepared field is padded, a larger one cropped.
-    size = tuple(
-        min(n, max(1, round(field / mm))) for n, field, mm in zip(image_size, scanner.field_mm, spacing_mm, strict=True)
+    bscans, ascans = (
+        min(n, max(1, round(mm / step)))
+        for n, mm, step in ((depth, scanner.field_mm[0], dz), (width, scanner.field_mm[2], dx))
     )
-    field = tuple(n * mm for n, mm in zip(size, spacing_mm, strict=True))
     # Prepared B-scans are means of the instrument's, whose speckle is independent: of all of them or, as many exports
     # leave B-scans out, of fewer.
-    averaged = spacing_mm[0] * scanner.vendor_size[0] / scanner.field_mm[0]
+    averaged = dz * scanner.vendor_size[0] / scanner.field_mm[0]
     looks = shot.look.frames_averaged * float(np.exp(own.uniform(0, max(0.0, log(averaged)))))
-    still = replace(
-        shot.acquisition,
-        # What registration leaves: a tenth of a row to a third of one.
-        axial_motion_um=own.normal(0, 3.0, size[0]),
-        lateral_motion_mm=shot.acquisition.lateral_motion_mm[: size[0]],
-        signal_db=shot.acquisition.signal_db[: size[0]],
-    )
+    motion_um, crop_mm = shot.acquisition.axial_motion_um[:bscans], height * dy
+    start_mm, position = _crop(shot.placement.depth, scanner.field_mm[1], crop_mm)
     shot = replace(
         shot,
         eye=replace(shot.eye, laterality="R"),
-        scanner=replace(scanner, field_mm=field, superior_first=True),
+        scanner=replace(scanner, field_mm=(bscans * dz, crop_mm, ascans * dx), superior_first=True),
         look=replace(shot.look, frames_averaged=looks),
-        acquisition=still,
-        # Preprocessing lays the crop around the retina, as well as its surfaces are found.
-        placement=replace(shot.placement, accident="none", depth=float(own.uniform(0.4, 0.6))),
+        acquisition=replace(
+            shot.acquisition,
+            # What registration leaves.
+            axial_motion_um=own.normal(0, 3.0, bscans),
+            lateral_motion_mm=shot.acquisition.lateral_motion_mm[:bscans],
+            signal_db=shot.acquisition.signal_db[:bscans],
+        ),
+        placement=replace(shot.placement, accident="none", depth=position),
     )
-    image = render_native(shot, rng, size)  # pyright: ignore[reportArgumentType]
+    image = render_native(shot, rng, (bscans, height, ascans))
+    # Registration moves the edges of the frame, with the B-scans, against the crop.
+    edges = (np.array([0, scanner.field_mm[1]])[:, None] - start_mm - motion_um / 1000) / dy
+    valid = np.repeat(np.rint(edges).clip(0, height).astype(np.int16)[:, :, None], ascans, axis=2)
     ilm, bm = (image.surfaces[SURFACES.index(name)] for name in ("ilm", "bm"))
-    rows, margin = size[1], margin_mm / spacing_mm[1]
+    margin = margin_mm / dy
     # A surface that has left the image is at its edge; with neither surface, all rows count, as without a band.
-    upper = np.clip(np.where(np.isnan(ilm), 0, ilm - margin), 0, rows)
-    lower = np.clip(np.where(np.isnan(bm), rows, bm + margin), 0, rows)
-    return _padded(image.voxels, np.stack([upper, lower]), classes_of(image), image_size)
-
-
-def _padded(voxels: np.ndarray, band: np.ndarray, labels: np.ndarray, image_size: Shape3) -> PreparedPhantom:
-    depth, height, width = image_size
-    (d, h, w), first = voxels.shape, tuple((n - m) // 2 for n, m in zip(image_size, voxels.shape, strict=True))
-    at = tuple(slice(start, start + n) for start, n in zip(first, (d, h, w), strict=True))
-    across = (slice(None), at[0], at[2])
+    band = np.stack([np.where(np.isnan(ilm), 0, ilm - margin), np.where(np.isnan(bm), height, bm + margin)])
+    row = np.arange(height)[:, None]
+    shown = (row >= valid[0][:, None]) & (row < valid[1][:, None])
     out = PreparedPhantom(
         np.zeros(image_size, np.uint8),
         np.zeros((2, depth, width), np.float32),
         np.zeros((2, depth, width), np.int16),
-        np.full((depth, height, width), UNKNOWN, np.uint8),
+        np.full(image_size, UNKNOWN, np.uint8),
     )
-    out.voxels[at], out.labels[at] = voxels, labels
-    out.band[across] = band + first[1]
-    out.valid[across] = np.array([first[1], first[1] + h])[:, None, None]
+    d, w = (slice((n - m) // 2, (n - m) // 2 + m) for n, m in ((depth, bscans), (width, ascans)))
+    out.voxels[d, :, w] = image.voxels * shown
+    out.labels[d, :, w] = np.where(shown, classes_of(image), UNKNOWN)
+    out.band[:, d, w], out.valid[:, d, w] = band.clip(valid[0], valid[1]), valid
     return out
+
+
+SCAN_MM, CROP_MM = 0.9, 0.55
+"""Depth that the retina takes in a whole scan and in a crop of it, tilt and curvature included: they decide where in
+the frame it may lie, and how far a crop can centre it."""
+
+
+def _crop(depth: float, frame_mm: float, crop_mm: float) -> tuple[float, float]:
+    """Where the crop begins in the frame, in mm, and the depth of the retina in the crop, as in `Placement`.
+
+    As Preprocessing does it: the retina in the middle, unless image would be cropped where there is padding.
+    """
+
+    def room(field_mm: float, taken_mm: float) -> float:
+        # The margins of Placement, 40 µm above and 100 µm below.
+        return max(field_mm - taken_mm - 0.14, 1e-6)
+
+    middle = 0.04 + SCAN_MM / 2 + depth * room(frame_mm, SCAN_MM)
+    spare = frame_mm - crop_mm
+    start = min(max(middle - crop_mm / 2, min(0.0, spare)), max(0.0, spare))
+    return start, min(max((middle - start - 0.04 - CROP_MM / 2) / room(crop_mm, CROP_MM), 0.0), 1.0)
