@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer.main
 from pydantic_core import PydanticUndefined
@@ -99,15 +99,21 @@ def sections(cls: type[Config], prefix: str = "") -> Iterator[tuple[str, type[Co
         if isinstance(field.default, ObjectiveConfig):
             for objective in BUILT_IN.values():
                 yield from sections(objective, f"{prefix}{name}.")
-        elif isinstance(field.default, Config):
-            yield from sections(type(field.default), f"{prefix}{name}.")
+        elif section := _section(field):
+            yield from sections(section, f"{prefix}{name}.")
+
+
+def _section(field: Any) -> type[Config] | None:
+    """The settings model that a field holds, also where it may be null."""
+    kinds = (type(field.default), *get_args(field.annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)), None)
 
 
 def _rows(section: str, cls: type[Config]) -> list[str]:
     schema = cls.model_json_schema()
     rows = []
     for name, field in cls.model_fields.items():
-        if isinstance(field.default, Config):
+        if _section(field):
             continue
         kind = _kind(schema["properties"][name], schema)
         default = "required" if field.default is PydanticUndefined else f"`{_value(field.default)}`"

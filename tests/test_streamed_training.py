@@ -16,7 +16,7 @@ from octfm.errors import ConfigError, Preempted, TrainingError
 from octfm.models.objectives.dense import Composition
 from octfm.models.objectives.objective import squared_error
 from octfm.phantom.native.bscans import SURFACES, Labelled
-from octfm.phantom.native.classes import CLASSES, LESION_CLASSES, UNKNOWN, classes_of
+from octfm.phantom.native.classes import classes_of
 from octfm.phantom.native.stream import CONDITIONS
 from octfm.pretraining import augment
 from octfm.pretraining.data import given_store, training_rows
@@ -29,6 +29,7 @@ from octfm.store.loader import Batch, Loader
 from octfm.store.order import Order
 from octfm.store.phantoms import PhantomConfig, PhantomStore
 from octfm.store.store import Store
+from octfm.volume.classes import CLASSES, LESION_CLASSES, UNKNOWN
 from support.small_store import SIZE, small_preprocessing, small_store
 from support.tiny_runs import (
     Killed,
@@ -201,21 +202,21 @@ def test_ranks_render_their_shares_of_the_global_batch(phantoms):
 
 
 def test_a_run_without_a_store_resumes_bit_for_bit(tmp_path, monkeypatch):
-    whole = quick_pretrain(dense(steps=5), out=tmp_path / "whole", echo=quiet)
+    whole = quick_pretrain(dense(steps=3, ckpt_every_steps=2), out=tmp_path / "whole", echo=quiet)
     loop, calls = __import__("octfm.pretraining.pretrain", fromlist=["accumulate"]), []
     accumulate = loop.accumulate
 
     def killed(*args, **kwargs):
         calls.append(1)
-        if len(calls) == 5:
+        if len(calls) == 3:
             raise Killed
         return accumulate(*args, **kwargs)
 
     monkeypatch.setattr(loop, "accumulate", killed)
     with pytest.raises(Killed):
-        quick_pretrain(dense(steps=5), out=tmp_path / "killed", echo=quiet)
+        quick_pretrain(dense(steps=3, ckpt_every_steps=2), out=tmp_path / "killed", echo=quiet)
     monkeypatch.setattr(loop, "accumulate", accumulate)
-    quick_pretrain(dense(steps=5), out=tmp_path / "killed", echo=quiet)
+    quick_pretrain(dense(steps=3, ckpt_every_steps=2), out=tmp_path / "killed", echo=quiet)
     assert_same_run(whole, tmp_path / "killed")
     assert rows(whole, "validation")[-1]["volumes"] == 2
     assert final(whole)["participants"]["hashes"] == [], "nobody is a phantom"
@@ -285,13 +286,18 @@ def test_a_volume_is_trained_by_its_truth_or_else_by_its_voxels(store):
     assert (out.context_loss_B == 0).tolist() == [True, False, True, False]
 
 
-def test_an_anchored_run_says_what_phantoms_do_for_scans_and_resumes(tmp_path, store, monkeypatch):
+@pytest.mark.slow
+def test_a_run_on_scans_and_phantoms_resumes_bit_for_bit(tmp_path, store, monkeypatch):
     whole = quick_pretrain(anchored(steps=5), store, tmp_path / "whole", echo=quiet)
     interrupted_after(4, monkeypatch)
     with pytest.raises(Preempted):
         quick_pretrain(anchored(steps=5), store, tmp_path / "stopped", echo=quiet)
     quick_pretrain(anchored(steps=5), store, tmp_path / "stopped", echo=quiet)
     assert_same_weights(whole, tmp_path / "stopped")
+
+
+def test_an_anchored_run_says_what_phantoms_do_for_scans(tmp_path, store):
+    whole = quick_pretrain(anchored(steps=2), store, tmp_path / "whole", echo=quiet)
     anchor = rows(whole, "anchor")[-1]
     assert 0 <= anchor["domain_auroc"] <= 1 and 0 <= anchor["surface_disorder"] <= 1
     assert set(rows(whole, "validation")[-1]["by_kind"]) == {"scans", "phantoms"}

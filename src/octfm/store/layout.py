@@ -94,7 +94,7 @@ class Arrays:
     acquisition: tuple[str, ...] = ()
     """Acquisition of each volume, for error messages; empty if unknown."""
     labels: np.ndarray | None = None
-    """uint8 [B, D, H, W]: what each voxel of a phantom is (octfm.phantom.native.classes), 255 where that is unknown;
+    """uint8 [B, D, H, W]: what each voxel of a phantom is (octfm.volume.classes), 255 where that is unknown;
     None if it is known of no volume."""
 
     __repr__ = fields_line

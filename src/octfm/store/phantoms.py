@@ -19,6 +19,7 @@ from octfm.config import Config, Seed
 from octfm.errors import ConfigError, StoreError
 from octfm.store.layout import Arrays, StoreRow, Unprepared, checksum
 from octfm.store.store import Store
+from octfm.volume.classes import UNKNOWN
 from octfm.volume.preprocessing import Millimetres, Preprocessing
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ VERSION = 4
 HELD_OUT_SEED = 2**32
 """Added to the seed of the training phantoms for those of validation: beyond every seed that can be set."""
 SCANNER = "phantom"
-UNKNOWN = 255
-"""Label of voxels without truth, here those of all volumes that are no phantoms."""
 Conditions = tuple[str, ...]
 
 
@@ -54,6 +53,9 @@ class PhantomConfig(Config):
     @field_validator("conditions")
     @classmethod
     def _known(cls, conditions: Conditions) -> Conditions:
+        if not conditions:
+            return conditions
+        # Phantoms need more than training does.
         from octfm.phantom.native.stream import CONDITIONS
 
         if wrong := [name for name in conditions if name not in CONDITIONS]:

@@ -1,28 +1,15 @@
-"""What every voxel of a labelled phantom is: one of CLASSES, from its true surfaces and lesion mask."""
+"""What every voxel of a labelled phantom is: one of octfm.volume.classes, from its true surfaces and lesion mask."""
 
 import numpy as np
 
 from octfm.phantom.native.bscans import SURFACES, Labelled
 from octfm.phantom.native.outer_retina import DETACHMENT, MATERIAL
 from octfm.phantom.pathology import LESIONS
+from octfm.volume.classes import CLASSES, LESION_CLASSES, UNKNOWN
 
 _BORDERS = ("ilm", "nfl_gcl", "ipl_inl", "inl_opl", "opl_onl", "ez", "rpe_inner", "bm")
-_LAYERS = ("vitreous", "nfl", "gcl_ipl", "inl", "opl", "onl", "photoreceptors", "rpe", "choroid")
-"""Class i lies between border i - 1 and border i; `onl` reaches from OPL to ellipsoid zone, `choroid` is all below
-Bruch's membrane."""
-_AREAS = {
-    "intraretinal_fluid": LESIONS["intraretinal_fluid"],
-    "subretinal_fluid": LESIONS["subretinal_fluid"],
-    "drusen": LESIONS["drusen"],
-    "membrane": LESIONS["membrane"],
-    "detachment": DETACHMENT,
-    "subretinal_material": MATERIAL,
-}
-"""Values of the lesion mask that are classes of their own, in place of the layer that they lie in."""
-CLASSES = (*_LAYERS, *_AREAS)
-LESION_CLASSES = range(len(_LAYERS), len(CLASSES))
-UNKNOWN = 255
-"""Of voxels without truth: padding, and A-scans in which no surface lies in the image."""
+"""Layer i lies between border i - 1 and border i."""
+_VALUES = LESIONS | {"detachment": DETACHMENT, "subretinal_material": MATERIAL}
 
 
 def classes_of(image: Labelled) -> np.ndarray:
@@ -36,6 +23,6 @@ def classes_of(image: Labelled) -> np.ndarray:
     classes = np.zeros(image.voxels.shape, np.uint8)
     for border in borders:
         classes += row >= border[:, None]
-    for place, value in enumerate(_AREAS.values(), len(_LAYERS)):
-        classes[image.lesions == value] = place
+    for place in LESION_CLASSES:
+        classes[image.lesions == _VALUES[CLASSES[place]]] = place
     return np.where(found.any(0)[:, None], classes, np.uint8(UNKNOWN))

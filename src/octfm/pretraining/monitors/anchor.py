@@ -7,10 +7,10 @@ import torch
 from octfm.models.objectives.anchored import Anchored
 from octfm.models.token_map import TISSUE, token_map
 from octfm.models.vit3d import normalise, take_patches
-from octfm.phantom.native.classes import CLASSES, LESION_CLASSES
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.masks import select_tokens
 from octfm.store.store import Store
+from octfm.volume.classes import CLASSES, LESION_CLASSES
 
 MOST = 64
 """Volumes of each kind that are looked at."""
