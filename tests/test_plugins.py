@@ -80,7 +80,7 @@ class DINO(Objective):
 
     def forward(self, views, context_weight):
         settings, guesses, goals, kept = self.settings, [], [], []
-        for patches, target_patches, index in views:
+        for patches, target_patches, index, _ in views:
             places = torch.gather(index.kept, 1, index.context)
             seen = self.encoder(take_tokens(patches, index.context), places)
             guesses.append(F.log_softmax(self.head(seen).float() / settings.temperature, -1))
