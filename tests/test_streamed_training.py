@@ -29,7 +29,7 @@ from octfm.store.loader import Batch, Loader
 from octfm.store.order import Order
 from octfm.store.phantoms import PhantomConfig, PhantomStore
 from octfm.store.store import Store
-from octfm.volume.classes import CLASSES, LESION_CLASSES, UNKNOWN
+from octfm.volume.segmentation import CLASSES, LESION_CLASSES, UNKNOWN
 from support.small_store import SIZE, small_preprocessing, small_store
 from support.tiny_runs import (
     Killed,

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -94,7 +95,7 @@ class Arrays:
     acquisition: tuple[str, ...] = ()
     """Acquisition of each volume, for error messages; empty if unknown."""
     labels: np.ndarray | None = None
-    """uint8 [B, D, H, W]: what each voxel of a phantom is (octfm.volume.classes), 255 where that is unknown;
+    """uint8 [B, D, H, W]: what each voxel of a phantom is (octfm.volume.segmentation), 255 where that is unknown;
     None if it is known of no volume."""
 
     __repr__ = fields_line
@@ -280,3 +281,24 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def summary(rows: Sequence[StoreRow], unprepared: Sequence[Unprepared]) -> dict[str, Any]:
+    """Counts: volumes, participants, low-confidence bands per scanner and diagnosis, unprepared per code."""
+    by_scanner: dict[str, dict[str, int]] = {}
+    by_diagnosis: dict[str, dict[str, int]] = {}
+    for row in rows:
+        for table, key in ((by_scanner, row.scanner), (by_diagnosis, row.diagnosis)):
+            if key is not None:
+                counts = table.setdefault(key, {"volumes": 0, "low_confidence": 0})
+                counts["volumes"] += 1
+                counts["low_confidence"] += not row.confident
+    return {
+        "volumes": len(rows),
+        "participants": len({row.participant for row in rows}),
+        "low_confidence": sum(not row.confident for row in rows),
+        "by_scanner": dict(sorted(by_scanner.items())),
+        "by_diagnosis": dict(sorted(by_diagnosis.items())),
+        "found": dict(Counter(flag for row in rows for flag in row.found).most_common()),
+        "unprepared": dict(Counter(u.code for u in unprepared).most_common()),
+    }

@@ -19,8 +19,8 @@ from octfm.config import Config, Seed
 from octfm.errors import ConfigError, StoreError
 from octfm.store.layout import Arrays, StoreRow, Unprepared, checksum
 from octfm.store.store import Store
-from octfm.volume.classes import UNKNOWN
 from octfm.volume.preprocessing import Millimetres, Preprocessing
+from octfm.volume.segmentation import UNKNOWN
 
 if TYPE_CHECKING:
     from octfm.phantom.native.stream import Stream

@@ -31,8 +31,8 @@ from octfm.store.layout import (
     read_rows,
     read_unprepared,
     shard_key,
+    summary,
 )
-from octfm.store.summary import summary
 from octfm.volume.volume import STRUCTURE_ONLY, Modality
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from octfm.models.vit3d import (
     take_tokens,
 )
 from octfm.models.voxels import averaged, check_average
-from octfm.volume.classes import CLASSES, LESION_CLASSES
+from octfm.volume.segmentation import CLASSES, LESION_CLASSES
 
 
 class DenseConfig(ObjectiveConfig):

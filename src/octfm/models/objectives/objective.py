@@ -75,7 +75,7 @@ class View(NamedTuple):
     """The same voxels as a target encoder sees them, or as they are to be predicted: without recolouring and noise."""
     index: TokenIndex
     labels_BKP: Tensor | None = None
-    """uint8: what each of these voxels is (octfm.volume.classes), 255 where that is unknown; None if it is
+    """uint8: what each of these voxels is (octfm.volume.segmentation), 255 where that is unknown; None if it is
     known of no volume of the batch."""
 
 

@@ -1,11 +1,11 @@
-"""What every voxel of a labelled phantom is: one of octfm.volume.classes, from its true surfaces and lesion mask."""
+"""What every voxel of a labelled phantom is: one of octfm.volume.segmentation, from its true surfaces and lesion mask."""
 
 import numpy as np
 
 from octfm.phantom.native.bscans import SURFACES, Labelled
 from octfm.phantom.native.outer_retina import DETACHMENT, MATERIAL
 from octfm.phantom.pathology import LESIONS
-from octfm.volume.classes import CLASSES, LESION_CLASSES, UNKNOWN
+from octfm.volume.segmentation import CLASSES, LESION_CLASSES, UNKNOWN
 
 _BORDERS = ("ilm", "nfl_gcl", "ipl_inl", "inl_opl", "opl_onl", "ez", "rpe_inner", "bm")
 """Layer i lies between border i - 1 and border i."""

@@ -12,7 +12,7 @@ import numpy as np
 from octfm.phantom.native.bscans import SURFACES, render_native
 from octfm.phantom.native.classes import classes_of
 from octfm.phantom.native.stream import Stream
-from octfm.volume.classes import UNKNOWN
+from octfm.volume.segmentation import UNKNOWN
 from octfm.volume.volume import Shape3, Spacing3
 
 
@@ -27,7 +27,7 @@ class PreparedPhantom:
     valid: np.ndarray
     """int16 [2, D, W]"""
     labels: np.ndarray
-    """uint8 [D, H, W]: place in octfm.volume.classes, UNKNOWN on padding."""
+    """uint8 [D, H, W]: place in octfm.volume.segmentation, UNKNOWN on padding."""
 
 
 def render_prepared(

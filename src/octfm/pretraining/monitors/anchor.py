@@ -10,7 +10,7 @@ from octfm.models.vit3d import normalise, take_patches
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.masks import select_tokens
 from octfm.store.store import Store
-from octfm.volume.classes import CLASSES, LESION_CLASSES
+from octfm.volume.segmentation import CLASSES, LESION_CLASSES
 
 MOST = 64
 """Volumes of each kind that are looked at."""
