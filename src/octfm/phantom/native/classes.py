@@ -1,4 +1,4 @@
-"""What every voxel of a labelled phantom is: one of octfm.volume.segmentation, from its true surfaces and lesion mask."""
+"""What every voxel of a phantom is: one of octfm.volume.segmentation.CLASSES, by its true surfaces and lesions."""
 
 import numpy as np
 
