@@ -6,7 +6,8 @@
     python benchmarks/objectives.py --out /tmp/objectives --table             # only the table of finished arms
 
 Equal compute: every arm gets the floating-point operations of `--steps` updates of `vjepa2_budget`, counted on the
-run's own networks as in octfm doctor, so arms with cheaper updates make more of them. The cohort is in
+run's own networks as in octfm doctor, so arms with cheaper updates make more of them. Vectors are read from all tissue
+tokens of every arm, whatever tokens it was trained on. The cohort is in
 benchmarks/objectives_cohort.py. Each arm and seed writes one JSON into OUT/arms; the table (OUT/objectives.md, .json,
 .png; benchmarks/objectives_table.py) is renewed after each. `--data FOLDER` adds the real AMD volume (RPE and BM, by
 halves); none of its pixels is written anywhere. `--pool` writes into OUT/POOL.
@@ -28,7 +29,7 @@ import torch
 from objectives_cohort import HELD_OUT, PREPROCESSING, Bscans, make_store, scans
 from objectives_table import write_table
 from octfm.config import load
-from octfm.encoder.encoder import Encoder
+from octfm.encoder.encoder import READ, Encoder
 from octfm.evaluation.readouts import fit_predict
 from octfm.models.pooling import VectorPool
 from octfm.pretraining.learner import Learner, build_objective
@@ -293,8 +294,11 @@ def judge(encoder: Encoder, store: Store, seed: int) -> dict[str, Any]:
 def rank_of(encoder: Encoder, store: Store) -> float:
     """RankMe of the tissue tokens of some test volumes."""
     rows = [row.index for row in store.rows if row.split == "test"][:RANKED]
-    tokens, tissue = encoder.tissue_tokens(store.read(rows))
-    return effective_rank(torch.from_numpy(tokens[tissue]))
+    tokens = []
+    for row in rows:
+        arrays = store.read([row])
+        tokens.append(encoder.some_tokens(arrays.voxels, encoder.read_tokens(arrays)[0][None])[0])
+    return effective_rank(torch.from_numpy(np.concatenate(tokens)))
 
 
 def dense(encoder: Encoder, store: Store, chosen: argparse.Namespace) -> dict[str, Any]:
@@ -338,13 +342,13 @@ def one(
     steps = 0 if arm.name == "random" else max(1, round(chosen.steps * reference / flops_of(probing)))
     settings = config_of(arm, seed, steps).model_dump(mode="json")
     key = hashlib.sha256(
-        json.dumps([settings, steps, list(chosen.cohort), DENSE, store.fingerprint]).encode()
+        json.dumps([settings, steps, list(chosen.cohort), DENSE, store.fingerprint, READ]).encode()
     ).hexdigest()[:16]
     result = json.loads(target.read_text()) if target.is_file() else None
     if result and result["key"] != key:
         raise SystemExit(
-            f"{target}: made with other settings (--steps, --train, --test, --held-out); choose another --out, "
-            "or delete it"
+            f"{target}: made with other settings (--steps, --train, --test, --held-out) or read from other tokens; "
+            "choose another --out, or delete it"
         )
     real = chosen.data if arm.bscans != "native" else None  # preprocessing the AMD volume would average its B-scans
     if result and (real is None or "amd" in result):
@@ -359,6 +363,7 @@ def one(
             "key": key,
             "steps": steps,
             "flops": steps * flops_of(config),
+            "readout": encoder.readout,
             **facts,
         }
         result |= {
@@ -382,7 +387,8 @@ def pooled_otherwise(
         return False
     echo(f"{arm.name}, seed {seed}: vectors pooled by {chosen.pool}")
     _, encoder, _ = train(arm, seed, result["steps"], store, chosen.out / "runs" / f"{arm.name}-{seed}")
-    write(target, result | {"probes": judge(encoder.pooling(chosen.pool), store, seed)})
+    other = encoder.pooling(chosen.pool)
+    write(target, result | {"readout": other.readout, "probes": judge(other, store, seed)})
     return True
 
 

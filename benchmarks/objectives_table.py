@@ -123,6 +123,15 @@ def write_table(out: Path) -> Path:
         boots.setdefault(found["arm"], {})[found["seed"]] = _boots(file, file.stat().st_mtime_ns, RESAMPLES)
     if not arms:
         raise SystemExit(f"{out / 'arms'}: no arm is finished yet; run without --table")
+    read = {
+        run.get("readout", "the tokens of its training"): name for name, runs in arms.items() for run in runs.values()
+    }
+    if len(read) > 1:
+        (one, first), (other, second), *_ = read.items()
+        raise SystemExit(
+            f"{out / 'arms'}: {first} is read from {one}, {second} from {other}, which cannot be compared; delete the "
+            "arms of one of them and run again"
+        )
     cells = {(name, c.name): cell for name in arms for c in COLUMNS if (cell := _cell(boots[name], c.name))}
     compared = {
         (name, c.name): gain

@@ -32,7 +32,7 @@ def test_the_whole_path_runs(finished):
     summary = [line.partition(":")[0] for line in said[-6:-1]]
     assert summary == ["Data", "Preparation", "Training", "Probe", "Health"], "a five-line summary"
     probe = json.loads((out / "run" / "probe.json").read_text())
-    compared = ["pretrained", "random_init", "histogram", "tissue_map", "map_and_encoder"]
+    compared = ["pretrained", "random_init", "histogram", "tissue_map", "map_and_encoder", "covariates"]
     assert list(dict.fromkeys(r["encoder"] for r in probe["results"])) == compared
     assert "disease" in {r["target"] for r in probe["results"]}
     # All 18 whom pretraining has not seen are tested, after learning from the others.

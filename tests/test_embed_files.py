@@ -271,7 +271,9 @@ def test_the_verb_and_a_catalog(run, clinic, tmp_path):
     assert result.exit_code == 0, result.output
     assert "10 of 11 volumes embedded" in result.output and "decode_failed: 1" in result.output
     assert len(Catalog.load(tmp_path / "catalog").acquisitions) == len(vectors(tmp_path / "out")) + 1
-    assert json.loads((tmp_path / "out" / "job.json").read_text())["vectors"]["pretrained"] == load_encoder(run).key
+    assert (
+        json.loads((tmp_path / "out" / "job.json").read_text())["vectors"]["pretrained"] == load_encoder(run).vector_key
+    )
     for words, message in (
         (("--files", clinic), "--out"),
         (("--files", clinic, "--store", "prepared"), "give one of them"),

@@ -1,14 +1,17 @@
 """A frozen encoder knows its preprocessing, repeats itself, and tells whom it has seen."""
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from octfm.encoder.embed import WORDS, embed_store, embedding_files, write_vectors
+from octfm.encoder.embed import NAMES, WORDS, embed_store, embedding_files, write_vectors
+from octfm.encoder.embeddings import align, read_embeddings
 from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.errors import CheckpointError, EvaluationError
+from octfm.models.token_map import TISSUE, TooFewTokens, tissue_index, token_map
 from octfm.run import checkpoint
 from octfm.tasks.embed_run import embed_all
 from support.small_store import SIZE, edit_rows, small_preprocessing, small_store
@@ -87,18 +90,16 @@ def test_key_changes_with_the_weights_and_the_budget(run):
     with_other_budget = encoder.config.model_copy(
         update={"masks": encoder.config.masks.model_copy(update={"budget": 32})}
     )
-    from dataclasses import replace
-
     assert replace(encoder, config=with_other_budget).key != key
     encoder.network.norm.bias.data[0] += 1e-3
     assert encoder.key != key
 
 
-def test_embed_all_writes_the_encoder_and_both_baselines(run, store):
+def test_embed_all_writes_the_encoder_and_every_baseline(run, store):
     import pyarrow.parquet as pq
 
     written = embed_all(run, store.path, echo=quiet)
-    assert written == embedding_files(run) and [p.stem for p in written] == ["pretrained", "random_init", "histogram"]
+    assert written == embedding_files(run) and [p.stem for p in written] == [*NAMES]
     table = pq.read_table(written[0])
     assert table["acquisition"].to_pylist() == [row.acquisition for row in store.rows]
     said: list[str] = []
@@ -106,63 +107,49 @@ def test_embed_all_writes_the_encoder_and_both_baselines(run, store):
     assert any("already there" in line for line in said)
 
 
-def test_embeddings_say_what_their_budget_left_out(store, tmp_path):
-    """Half of the grid does not hold all tissue of these eyes; who lost how much, and what it did to the vectors, is
-    kept with them."""
-    from octfm.encoder.budget import COMPARED
-    from octfm.encoder.embeddings import read_embeddings
+def test_vectors_do_not_depend_on_the_tokens_of_training(run, store, tmp_path):
+    """All tissue and nothing else, whatever budget a run was trained with, so that two objectives can be compared."""
+    encoder, arrays = load_encoder(run), store.read([0, 3, 7])
+    expected = encoder.embed_arrays(arrays)
+    for budget in (16, 64, None):
+        masks = encoder.config.masks.model_copy(update={"budget": budget})
+        other = replace(encoder, config=encoder.config.model_copy(update={"masks": masks}))
+        np.testing.assert_array_equal(other.embed_arrays(arrays), expected)
+        assert other.readout == encoder.readout == "all tissue tokens, mean"
+    maps = token_map(arrays.band, arrays.valid, SIZE, (2, 8, 8))
+    for place, index in enumerate(encoder.read_tokens(arrays)):
+        assert index.tolist() == np.flatnonzero(maps[place].ravel() == TISSUE).tolist()
+        tokens = encoder.some_tokens(arrays.voxels[place : place + 1], index[None])
+        np.testing.assert_allclose(expected[place], tokens[0].mean(0), atol=1e-5)
 
-    run = quick_pretrain(config(steps=2, masks={"budget": 24}), store, tmp_path / "run", echo=quiet)
-    said: list[str] = []
+
+def test_a_volume_without_tissue_is_read_from_its_image():
+    assert tissue_index(np.array([[[0, 2, 1, 2]]])).tolist() == [1, 3]
+    assert tissue_index(np.array([[[0, 1, 1, 0]]])).tolist() == [1, 2]
+    with pytest.raises(TooFewTokens, match="acquisition 7"):
+        tissue_index(np.zeros((1, 1, 4), np.uint8), ["7"])
+
+
+def test_draws_of_random_initialisation_differ_and_come_again(run):
+    draws = [load_encoder(run, random_init=True, draw=draw) for draw in (0, 1, 2, 1)]
+    assert draws[0].key == load_encoder(run, random_init=True).key and draws[1].key == draws[3].key
+    assert len({encoder.key for encoder in draws}) == 3 and "draw 2" in draws[1].source
+
+
+def test_vectors_of_other_tokens_or_another_pooling_are_not_compared(run, store, tmp_path):
     encoder = load_encoder(run)
-    budget = read_embeddings(embed_store(encoder, store, tmp_path, echo=said.append)).metadata["budget"]
-    assert (budget["kept"], budget["grid"]) == (24, 128) and 0.1 < budget["tissue_dropped"] < 0.9
-    assert budget["by_scanner"].keys() == {"heidelberg_spectralis", "topcon_triton"} and budget[
-        "by_diagnosis"
-    ].keys() == {"healthy"}
-    assert budget["by_diagnosis"]["healthy"]["volumes"] == len(store)
-    assert (
-        budget["full_grid"]["volumes"] == COMPARED
-        and budget["full_grid"]["own"] > 0
-        and budget["full_grid"]["offset"] > 0
-    )
-    assert "sees 24 of the 128 tokens" in said[0] and "of the tissue is left out" in said[0]
-    whole = quick_pretrain(config(steps=2, masks={"budget": None}), store, tmp_path / "whole", echo=quiet)
-    assert read_embeddings(embed_store(load_encoder(whole), store, tmp_path / "w", echo=quiet)).metadata["budget"] == {}
-
-
-def test_what_old_embeddings_say_of_their_budget_is_not_believed(store, tmp_path):
-    """They held against the budget what moves all vectors alike; the key of the vectors is the same as then."""
-    from octfm.encoder.embeddings import read_embeddings
-
-    encoder = load_encoder(quick_pretrain(config(steps=2, masks={"budget": 24}), store, tmp_path / "run", echo=quiet))
-    file = embed_store(encoder, store, tmp_path, echo=quiet)
-    fresh = read_embeddings(file)
-    old = fresh.metadata["budget"] | {
-        "full_grid": {"volumes": 12, "difference": 1.3},
-        "sentence": "They differ by 1.30.",
-    }
+    mean = read_embeddings(embed_store(encoder, store, tmp_path, echo=quiet))
+    assert mean.metadata["readout"] == encoder.readout
+    extremes = read_embeddings(embed_store(encoder.pooling("extremes"), store, tmp_path, "other", quiet))
     rows = [{name: getattr(row, name) for name in (*WORDS, "participant_labels")} for row in store.rows]
-    write_vectors(file, rows, fresh.vectors, fresh.metadata | {"budget": old}, store.preprocessing)
-    said: list[str] = []
-    again = read_embeddings(embed_store(encoder, store, tmp_path, echo=said.append))
-    assert again.metadata == fresh.metadata and said == [fresh.metadata["budget"]["sentence"]]
-    np.testing.assert_array_equal(again.vectors, fresh.vectors)
-    embed_store(encoder, store, tmp_path, echo=said.append)
-    assert "already there" in said[1], "once is enough"
-
-
-def test_what_a_budget_does_to_all_vectors_alike_is_not_held_against_it():
-    """A shift of all vectors is no loss, whatever its size; what differs from volume to volume is."""
-    from octfm.encoder.budget import against_full_grid
-
-    rng = np.random.default_rng(0)
-    kept, shift, noise = rng.normal(size=(400, 16)), 7 * rng.normal(size=16), 0.1 * rng.normal(size=(400, 16))
-    shifted, noisy = against_full_grid(kept + shift, kept, kept), against_full_grid(kept + shift + noise, kept, kept)
-    assert shifted["own"] < 1e-12 and shifted["offset"] > 3
-    np.testing.assert_allclose(noisy["own"], 0.1 / np.sqrt(2), rtol=0.1)  # two volumes are sqrt(2) deviations apart
-    np.testing.assert_allclose(noisy["offset"], shifted["offset"], rtol=0.01)
-    assert against_full_grid(kept[:1], kept[:1], kept) == {"offset": None, "own": None}
+    facts = {"key": "old", "encoder": "old", "name": "old", "pool": "mean"}  # as written before readouts were recorded
+    vectors = mean.vectors.astype(np.float32)
+    old = read_embeddings(write_vectors(tmp_path / "old.parquet", rows, vectors, facts, store.preprocessing))
+    for other, says in ((extremes, "all tissue tokens, extremes"), (old, "the tokens of its training")):
+        with pytest.raises(EvaluationError, match=f"vectors read from {says}.*embed both again"):
+            align([mean, other])
+    plain = replace(mean, name="histogram", metadata={})
+    assert align([mean, plain])[1] is plain, "what reads no tokens can be compared with anything"
 
 
 def test_embeddings_follow_splits_that_changed(run, store, tmp_path):

@@ -79,9 +79,9 @@ def test_features_of_whole_volumes_are_the_tokens_of_the_grid(encoder, store):
         image = network.feature_map(voxels)
         assert image.shape == (2, network.num_features, *network.grid.shape)
         torch.testing.assert_close(image.flatten(2).mT, tokens)
-        chosen, tissue = encoder.select(arrays)
-        some = network.forward_features(voxels, torch.from_numpy(chosen))
-        mean = np.stack([t[k].mean(0) for t, k in zip(some.numpy(), tissue, strict=True)])
+        read = [torch.from_numpy(index)[None] for index in encoder.read_tokens(arrays)]
+        each = [network.forward_features(voxels[i : i + 1], index) for i, index in enumerate(read)]
+        mean = np.stack([tokens.numpy()[0].mean(0) for tokens in each])
     np.testing.assert_allclose(mean, encoder.embed_arrays(arrays), atol=1e-5)
 
 

@@ -31,6 +31,7 @@ def planted(name, seed, skill, drop=0.0):
     ill = truth > 0
     return {
         "arm": name, "says": "planted", "seed": seed, "steps": 3, "effective_rank": 5.0, "volumes_per_s": 1.0,
+        "readout": "all tissue tokens, mean",
         "probes": {
             "participant": [f"P{i % PEOPLE}" for i in range(len(truth))],
             "held_out": held_out.tolist(),
@@ -99,6 +100,11 @@ def test_seeds_that_differ_widen_an_interval(out):
         return gain["high"] - gain["low"]
 
     assert width((0.2, 0.5, 0.8)) > 1.5 * width((0.55, 0.5, 0.45))
+
+
+def test_arms_that_read_other_tokens_are_not_put_into_one_table(out):
+    with pytest.raises(SystemExit, match=r"read from the tokens of its training.*cannot be compared"):
+        out(planted("ours", 0, 0.5), planted("old", 0, 0.5) | {"readout": "the tokens of its training"})
 
 
 def test_without_an_arm_the_table_says_what_to_do(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octfm.errors import ConfigError
+from octfm.models.pooling import pooled
 from octfm.pretraining.monitors import online_probe as probe
 from octfm.pretraining.monitors.online_probe import Cases, OnlineProbeConfig, find_cases
 from octfm.run.checkpoint_writer import best_step
@@ -109,15 +110,16 @@ def test_ridge_equals_the_textbook_form():
     assert min(np.abs(found - answer).max() for answer in answers) < 1e-9
 
 
-def test_vectors_are_those_of_octfm_embed(store, tmp_path):
-    """One definition of a feature: the online probe and the reported one look at the same vectors."""
+def test_vectors_are_read_from_the_tokens_of_training(store, tmp_path):
+    """A fixed number per volume, so that a run never compiles anew for its probe; `octfm embed` reads all tissue."""
     from octfm.encoder.encoder import load_encoder
 
     run = quick_pretrain(config(steps=2), store, tmp_path / "run", echo=quiet)
     encoder = load_encoder(run)
     chosen = select(store, "val")
     found = probe.tissue_vectors(encoder.network, lambda grid: 64, (2, 8, 8), "mean", store, encoder.runtime, 3, chosen)
-    np.testing.assert_allclose(found, encoder.embed_arrays(store.read(chosen)), rtol=1e-5, atol=1e-6)
+    tokens, tissue = (torch.from_numpy(part) for part in encoder.tissue_tokens(store.read(chosen)))
+    np.testing.assert_allclose(found, pooled(tokens, tissue, "mean").numpy(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("every", [3, 100], ids=["a checkpoint with every probe", "checkpoints elsewhere"])

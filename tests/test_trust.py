@@ -12,6 +12,7 @@ from scipy.stats import binom
 from octfm.encoder.embeddings import of_store
 from octfm.encoder.external import embed_external, load_external
 from octfm.errors import EvaluationError
+from octfm.evaluation.arms import covariates
 from octfm.evaluation.cases import Round
 from octfm.evaluation.scoring import Predictions
 from octfm.evaluation.tissue_map import tissue_map
@@ -40,10 +41,6 @@ def study_of(cohort, *encoders, targets=("disease", "cst_um"), **kwargs):
     return make_study(encoders, kinds | kwargs.pop("kinds", {}), targets=list(targets), **{"resamples": 400, **kwargs})
 
 
-def metadata_of(encoder):
-    return replace(encoder, name="metadata")
-
-
 def row(part, **wanted):
     return next(r for r in part["results"] if all(r[k] == v for k, v in wanted.items()))
 
@@ -56,7 +53,7 @@ def cohort():
 @pytest.fixture(scope="module")
 def study(cohort):
     good = cohort.embeddings("run", signal=0.8, noise=1.0)
-    return study_of(cohort, good, cohort.embeddings("random_init", signal=0.05, noise=1.0), metadata_of(good))
+    return study_of(cohort, good, cohort.embeddings("random_init", signal=0.05, noise=1.0), covariates(good))
 
 
 def test_nobody_tested_is_learned_from_on_any_scanner(study):
@@ -115,7 +112,7 @@ def claims_without_an_effect(seed):
     null = Cohort(120, TWO, seed=seed, effect=False)
     names = ("run", "other", "random_init", "histogram")
     encoders = [null.embeddings(name, signal=0, noise=1.0, seed=10 * seed + i) for i, name in enumerate(names)]
-    study = study_of(null, *encoders, metadata_of(encoders[0]), targets=["disease"], kinds={"other": "other run"})
+    study = study_of(null, *encoders, covariates(encoders[0]), targets=["disease"], kinds={"other": "other run"})
     found = {
         ask.__name__: ask(study)["comparisons"]
         for ask in (baselines, leave_one_scanner_out, domains, subgroups, neighbours)
@@ -155,18 +152,18 @@ def test_false_claims_of_every_question_stay_rare():
 def test_an_effect_is_claimed_after_holm_and_only_for_planned_comparisons(study):
     found = baselines(study)
     claims = {(c["target"], c["metric"], c["b"]): c["claim"] for c in found["comparisons"]}
-    assert claims["disease", "auroc", "random_init"] == claims["cst_um", "r2", "metadata"] == "better"
+    assert claims["disease", "auroc", "random_init"] == claims["cst_um", "r2", "covariates"] == "better"
     assert all(c["claim"] == "inconclusive" for c in found["comparisons"] if not c["planned"])
-    assert {r["encoder"] for r in found["results"]} == {"run", "random_init", "metadata"}
+    assert {r["encoder"] for r in found["results"]} == {"run", "random_init", "covariates"}
 
 
-def test_a_label_that_the_site_predicts_is_found_by_the_metadata_baseline():
+def test_a_label_that_the_site_predicts_is_found_by_the_covariates():
     cohort = Cohort(120, TWO)
     for r in cohort.rows:
         r["labels"]["clinical_site"] = "UW" if r["ill"] else "UAB"
     run = cohort.embeddings("run", signal=0.1, noise=1.0)
-    found = baselines(study_of(cohort, run, metadata_of(run), targets=["disease"]))
-    assert row(found, encoder="metadata", metric="auroc")["estimate"] == 1.0
+    found = baselines(study_of(cohort, run, covariates(run), targets=["disease"]))
+    assert row(found, encoder="covariates", metric="auroc")["estimate"] == 1.0
     assert next(c for c in found["comparisons"] if c["metric"] == "auroc")["claim"] == "worse"
 
 
@@ -437,7 +434,8 @@ def judged(tmp_path_factory):
 
 def test_every_baseline_is_in_the_table(judged):
     result, *_ = judged
-    names = ["several", "single", "random_init", "histogram", "tissue_map", "metadata", "mine", "from_scratch"]
+    names = ["several", "single", "random_init", "histogram", "tissue_map", "map_and_encoder", "covariates", "mine"]
+    names.append("from_scratch")
     for target in ("disease", "cst_um"):
         assert list(dict.fromkeys(r["encoder"] for r in result["results"] if r["target"] == target)) == names
     assert {e["kind"] for e in result["encoders"]} == {"run", "other run", "baseline", "external", "from scratch"}

@@ -36,7 +36,10 @@ def probe(
     exclude: opt.Exclude = None,
     allow_seen: opt.AllowSeen = False,
     readout: Annotated[
-        str, typer.Option(metavar="READOUT", help="linear (logistic, ridge) or knn (nearest neighbours).")
+        str,
+        typer.Option(
+            metavar="READOUT", help="linear (logistic, ridge), knn (nearest neighbours) or trees (boosted trees)."
+        ),
     ] = "linear",
     order: opt.Order = None,
     embeddings: Annotated[
@@ -79,6 +82,7 @@ def probe(
     from octfm.encoder.embeddings import read_embeddings, without_excluded_vectors
     from octfm.encoder.encoder import seen_by
     from octfm.encoder.exported import refuse_inside_export
+    from octfm.evaluation.arms import make_arms
     from octfm.evaluation.efficiency import curve_lines
     from octfm.evaluation.efficiency import label_efficiency as curve
     from octfm.evaluation.probe import probe as run_probe
@@ -99,6 +103,7 @@ def probe(
             without_excluded_vectors(read_embeddings(file), exclude, echo)
             for file, echo in zip(files, echoes, strict=True)
         ]
+    arms = make_arms(files)
     common = {
         "targets": target,
         "orders": opt.parse_orders(order),
@@ -108,12 +113,12 @@ def probe(
         "design": design,
         "folds": folds,
     }
-    result = run_probe(files, labels, seeds=seeds, commands=[opt.command_line()], **common)
+    result = run_probe(arms, labels, seeds=seeds, commands=[opt.command_line()], **common)
     for line in summary_lines(result):
         typer.echo(line)
     if label_efficiency:
         # A single draw of a few participants says little: intervals must also cover other draws.
-        rows, compared = curve(files, labels, seeds=max(3, seeds), **common)
+        rows, compared = curve(arms, labels, seeds=max(3, seeds), **common)
         result |= {"label_efficiency": rows, "label_efficiency_comparisons": compared}
         for line in curve_lines(rows, compared):
             typer.echo(line)

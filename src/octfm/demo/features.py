@@ -12,7 +12,8 @@ from octfm.encoder.embed import embed_store, histogram_baseline
 from octfm.encoder.embeddings import Embeddings, of_store, read_embeddings, take_rows
 from octfm.encoder.encoder import assemble
 from octfm.errors import Echo
-from octfm.evaluation.tissue_map import map_and_encoder, tissue_map
+from octfm.evaluation.arms import make_arms
+from octfm.evaluation.tissue_map import tissue_map
 from octfm.io.location import write_whole
 from octfm.layers.table import read_table, write_table
 from octfm.layers.zones import UNIT
@@ -33,10 +34,8 @@ NUMBERS = (*UNIT.values(), *(f"{name}_nl" for name in MASKS))
 
 
 def pretrained_features(run: Path, store: Store, echo: Echo) -> list[Embeddings]:
-    """Of the encoder, the same encoder untrained, a histogram, the tissue map, and map and encoder together."""
-    encoders = [read_embeddings(file) for file in embed_all(run, store.path, echo=echo)]
-    tissue = tissue_map(store, encoders[0])
-    return [*encoders, tissue, map_and_encoder(tissue, encoders[0])]
+    """All arms of a result, the encoder first."""
+    return make_arms(embed_all(run, store.path, echo=echo))
 
 
 def untrained_features(config: PretrainConfig, store: Store, run: Path, reason: str, echo: Echo) -> list[Embeddings]:

@@ -89,7 +89,7 @@ def own_scans(request: Request, echo: Echo) -> Path:
         what = f"{request.description}, {config.steps:,} steps on {trained:,} scans of the training participants"
         with stages.stage("pretraining", what):
             run = pretrain(config, store, run, echo=stages.note)
-        with stages.stage("features", "of the encoder, of the same encoder untrained, and a histogram"):
+        with stages.stage("features", "of the encoder, of three untrained ones, and without an encoder"):
             encoders = pretrained_features(run, store, stages.note)
     else:
         reason = f"Not pretrained: {trained} training scans are too few to learn from; at least {FEWEST} are needed."

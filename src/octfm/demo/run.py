@@ -87,7 +87,7 @@ def _phantoms(request: Request, echo: Echo) -> Path:
     config = load_config(request.preset, (f"seed={seed}", *size.overrides))
     with stages.stage("pretraining", f"{request.description}, {config.steps:,} steps on the training participants"):
         run = pretrain(config, store, out / "run", echo=stages.note)
-    with stages.stage("features", "of the encoder, of the same encoder untrained, and a histogram"):
+    with stages.stage("features", "of the encoder, of three untrained ones, and without an encoder"):
         encoders = pretrained_features(run, store, stages.note)
 
     commands = request.commands(labels, DESIGN)

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from octfm.encoder.budget import budget_facts, dropped_of
 from octfm.encoder.embeddings import from_parquet, to_parquet
 from octfm.encoder.encoder import Encoder
+from octfm.encoder.quality import QUALITY, image_quality
 from octfm.errors import Echo, EvaluationError
 from octfm.io.hashing import hash_text
 from octfm.io.location import Location, location, write_whole
@@ -23,8 +23,10 @@ BATCH = 16
 HISTOGRAM_BINS = 64
 WORDS = ("acquisition", "participant", "eye_id", "laterality", "scanner", "protocol", "split")
 """Columns of an embeddings file that describe the acquisition."""
-NAMES = ("pretrained", "random_init", "histogram")
-"""Encoders that every result compares, the one of interest first."""
+RANDOM_INIT = ("random_init", "random_init_2", "random_init_3")
+"""The same network before its first update: as the run drew it, and as two other seeds draw it."""
+NAMES = ("pretrained", *RANDOM_INIT, "histogram", "tissue_map", "image_quality")
+"""Files that the arms of every result are made of (octfm.evaluation.arms), the encoder of interest first."""
 
 
 def embedding_files(run: str | Location, folder: str | Location | None = None) -> list[Location]:
@@ -45,29 +47,27 @@ def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pr
     target = Path(out) / f"{name}.parquet"
     key = f"{encoder.vector_key}-{_voxels_of(store)}"
     facts = {"key": key, "encoder": encoder.source, "precision": encoder.runtime.precision, "name": name}
-    facts |= {"pool": encoder.config.objective.pool}
-    vectors, budget = _existing_vectors(target, key)
+    facts |= {"pool": encoder.config.objective.pool, "readout": encoder.readout}
+    vectors = _existing_vectors(target, key)
     if vectors is None:
-        dropped: list[np.ndarray] = []
-
-        def describe(arrays: Arrays) -> np.ndarray:
-            dropped.append(dropped_of(encoder, arrays))
-            return encoder.embed_arrays(arrays)
-
-        vectors = _in_batches(store, describe, encoder.vector_width, name)
-        budget = budget_facts(encoder, store, np.concatenate([*dropped, np.zeros(0)]), vectors)
-        if name == NAMES[0] and budget:
-            echo(budget["sentence"])
+        vectors = _in_batches(store, encoder.embed_arrays, encoder.vector_width, name)
     else:
         # The file is still written again, because splits and labels may have changed since.
         echo(f"{target}: vectors of these weights and volumes are already there")
-    return _write(target, store, vectors, facts | {"budget": budget})
+    return write_rows(target, store, vectors, facts)
 
 
 def histogram_baseline(store: Store, out: str | Path) -> Path:
     """Write <out>/histogram.parquet, the baseline of every result: a 64-bin histogram of the image voxels."""
     vectors = _in_batches(store, histogram, HISTOGRAM_BINS, "histogram")
-    return _write(Path(out) / "histogram.parquet", store, vectors, histogram_facts(store.fingerprint))
+    return write_rows(Path(out) / "histogram.parquet", store, vectors, histogram_facts(store.fingerprint))
+
+
+def quality_baseline(store: Store, out: str | Path) -> Path:
+    """Write <out>/image_quality.parquet: signal, noise and contrast of every volume, for the arm of covariates."""
+    vectors = _in_batches(store, image_quality, len(QUALITY), "image quality")
+    facts = {"key": f"image_quality-{store.fingerprint}", "encoder": "image quality", "name": "image_quality"}
+    return write_rows(Path(out) / "image_quality.parquet", store, vectors, facts | {"precision": "fp32"})
 
 
 def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str | Path, name: str) -> Path:
@@ -87,7 +87,7 @@ def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str
             f"such as {store.rows[bad[0]].acquisition}"
         )
     facts = {"key": f"{name}-{_voxels_of(store)}", "encoder": name, "name": name, "precision": "fp32"}
-    return _write(Path(out) / f"{name}.parquet", store, vectors, facts)
+    return write_rows(Path(out) / f"{name}.parquet", store, vectors, facts)
 
 
 def histogram(arrays: Arrays) -> np.ndarray:
@@ -112,23 +112,18 @@ def _voxels_of(store: Store) -> str:
     return hash_text("\n".join(f"{row.acquisition} {row.checksum}" for row in store.rows))[:16]
 
 
-def _existing_vectors(path: Path, key: str) -> tuple[np.ndarray | None, dict[str, Any]]:
-    """The vectors and budget facts of an embeddings file with this key; None and {} if they must be computed."""
+def _existing_vectors(path: Path, key: str) -> np.ndarray | None:
+    """The vectors of an embeddings file with this key; None if they must be computed."""
     import pyarrow as pa
 
     if not path.is_file():
-        return None, {}
+        return None
     try:
         table = from_parquet(path)
     except pa.ArrowInvalid:
-        return None, {}
+        return None
     facts = json.loads((table.schema.metadata or {}).get(b"octfm", b"{}"))
-    if facts.get("key") != key or "budget" not in facts:
-        return None, {}
-    # Files of older versions compare the budget without separating offset and own part.
-    if facts["budget"] and "own" not in facts["budget"].get("full_grid", {}):
-        return None, {}
-    return np.array(table["vector"].to_pylist(), np.float32), facts["budget"]
+    return np.array(table["vector"].to_pylist(), np.float32) if facts.get("key") == key else None
 
 
 def _in_batches(store: Store, describe: Callable[[Arrays], np.ndarray], width: int, name: str) -> np.ndarray:
@@ -142,7 +137,8 @@ def _in_batches(store: Store, describe: Callable[[Arrays], np.ndarray], width: i
     return vectors
 
 
-def _write(path: Path, store: Store, vectors: np.ndarray, facts: dict[str, Any]) -> Path:
+def write_rows(path: Path, store: Store, vectors: np.ndarray, facts: dict[str, Any]) -> Path:
+    """Write an embeddings file of vectors [N, width] in the order of a store."""
     return write_vectors(path, [vars(row) for row in store.rows], vectors, facts, store.preprocessing)
 
 

@@ -172,6 +172,7 @@ def _of_encoder(name: str, encoder: Encoder) -> _Kind:
         "encoder": encoder.source,
         "precision": encoder.runtime.precision,
         "pool": encoder.config.objective.pool,
+        "readout": encoder.readout,
         "name": name,
     }
     return _Kind(name, encoder.vector_width, encoder.embed_arrays, facts)

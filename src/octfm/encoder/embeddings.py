@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ TEXTS = ("acquisition", "participant", "eye_id", "scanner")
 """Columns that become arrays of text."""
 OTHERS = ("laterality", "split", "participant_labels")
 """Columns that become tuples, because values may be None or mappings."""
+UNRECORDED = "the tokens of its training"
+"""Readout of files written before vectors were read from the same tokens for every encoder."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +30,8 @@ class Embeddings:
     name: str
     path: str
     metadata: dict[str, Any]
-    """key (weights + Preprocessing + precision), encoder, precision, width, budget, as written by `octfm embed`."""
+    """key (weights + Preprocessing + precision + readout), encoder, precision, width, readout, as written by `octfm
+    embed`."""
     acquisition: np.ndarray
     participant: np.ndarray
     eye_id: np.ndarray
@@ -37,6 +41,12 @@ class Embeddings:
     participant_labels: tuple[dict[str, str], ...]
     vectors: np.ndarray
     """float64 [N, width]"""
+    parts: tuple[tuple[str, int], ...] = ()
+    """Name and width of each arm that `vectors` joins (see `joined`); empty if it is no joint arm."""
+    columns: tuple[str, ...] = ()
+    """Label column that each channel was made from; a probe of that column leaves it out. Empty: from no label."""
+    draws: tuple[np.ndarray, ...] = ()
+    """Vectors [N, width] of other random draws of the same arm. A probe reports the mean over all, with its spread."""
 
     def __repr__(self) -> str:
         people = number(len(set(self.participant.tolist())), "participant")
@@ -63,9 +73,24 @@ def without_excluded_vectors(embeddings: Embeddings, file: str | Path, echo: Ech
 
 def take_rows(embeddings: Embeddings, rows: np.ndarray) -> Embeddings:
     """These rows alone, in this order."""
-    columns = {name: getattr(embeddings, name)[rows] for name in (*TEXTS, "vectors")}
+    columns: dict[str, Any] = {name: getattr(embeddings, name)[rows] for name in (*TEXTS, "vectors")}
+    columns["draws"] = tuple(vectors[rows] for vectors in embeddings.draws)
     columns |= {name: tuple(getattr(embeddings, name)[i] for i in rows) for name in OTHERS}
     return replace(embeddings, **columns)
+
+
+def joined(name: str, arms: Sequence[Embeddings]) -> Embeddings:
+    """One arm with the channels of several, aligned ones, each of which keeps a penalty of its own in linear probes."""
+    first = arms[0]
+    parts = tuple((arm.name, arm.vectors.shape[1]) for arm in arms)
+    facts = {"encoder": " and ".join(arm.name for arm in arms)}
+    if read := [arm.metadata["readout"] for arm in arms if arm.metadata.get("readout")]:
+        facts["readout"] = read[0]
+    columns = tuple(c for arm in arms for c in arm.columns or ("",) * arm.vectors.shape[1])
+    return replace(
+        first, name=name, path=name, metadata=facts, vectors=np.hstack([arm.vectors for arm in arms]), parts=parts,
+        columns=columns if any(columns) else (), draws=(),
+    )  # fmt: skip
 
 
 def to_parquet(table: Any) -> bytes:
@@ -116,7 +141,9 @@ def read_embeddings(path: str | Location) -> Embeddings:
         raise EvaluationError(
             f"{path}: expected one finite vector of equal width per acquisition; the encoder or the file is damaged"
         )
-    metadata = {k: v for k, v in facts.items() if k in ("key", "encoder", "precision", "width", "budget")}
+    metadata = {k: v for k, v in facts.items() if k in ("key", "encoder", "precision", "width", "readout")}
+    if "pool" in facts:  # only vectors of tokens are pooled
+        metadata.setdefault("readout", UNRECORDED)
     return _from_columns(str(facts.get("name", path.stem)), path, metadata, columns, vectors)
 
 
@@ -144,7 +171,7 @@ def of_store(store: Store) -> Embeddings:
 
 
 def align(encoders: list[Embeddings]) -> list[Embeddings]:
-    """The same embeddings, checked: different names, and the same acquisitions and participants in the same order.
+    """The same embeddings, checked: different names, one readout, and the same acquisitions and participants in order.
 
     Raises EvaluationError otherwise.
     """
@@ -154,6 +181,7 @@ def align(encoders: list[Embeddings]) -> list[Embeddings]:
     if len(set(names)) < len(names):
         raise EvaluationError(f"expected differently named embeddings, got {', '.join(names)}; pass each encoder once")
     first = encoders[0]
+    _expect_one_readout(encoders)
     for other in encoders[1:]:
         if not np.array_equal(first.acquisition, other.acquisition):
             odd = sorted(set(first.acquisition.tolist()) ^ set(other.acquisition.tolist()))
@@ -169,3 +197,17 @@ def align(encoders: list[Embeddings]) -> list[Embeddings]:
                 public="The embeddings name other participants for the same acquisitions: use one store.",
             )
     return encoders
+
+
+def _expect_one_readout(encoders: Sequence[Embeddings]) -> None:
+    """Other tokens or another pooling change what a vector is worth by more than training does."""
+    read = [(e, e.metadata["readout"]) for e in encoders if e.metadata.get("readout")]
+    for other, readout in read[1:]:
+        first, expected = read[0]
+        if readout != expected:
+            raise EvaluationError(
+                f"{other.path}: vectors read from {readout}, those of {first.path} from {expected}; embed both again, "
+                "with the same --pool",
+                public="The embeddings were read from other tokens or pooled otherwise: embed all runs again with the "
+                "same --pool.",
+            )

@@ -21,7 +21,7 @@ from octfm.layers.band import band_finder
 from octfm.models.heads import merged
 from octfm.models.objectives.objective import ObjectiveConfig
 from octfm.models.pooling import VectorPool, pooled, width_of
-from octfm.models.token_map import TISSUE, token_map
+from octfm.models.token_map import TISSUE, tissue_index, token_map
 from octfm.models.vit3d import VisionTransformer3D, bscan_weights, count_parameters
 from octfm.pretraining.learner import build_objective, config_of, grid_of
 from octfm.pretraining.masks import select_tokens
@@ -40,7 +40,10 @@ Scan = str | Path | Volume | StoredVolume
 """What `Encoder.embed` takes for one scan; a str is a path or an address."""
 EMBEDDED_AT_ONCE = 16
 SELECTION_SEED = 0
-"""Seed for selecting tokens as in training, so that the same volume always gives the same vector."""
+"""Seed for selecting tokens as in training, so that a head always gets the same tokens of a volume."""
+READ = "all tissue tokens"
+"""The tokens that vectors are read from. Not those of the training objective: background tokens alone would change what
+a vector is worth, even of an untrained network."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,14 +76,13 @@ class Encoder:
 
     def _described(self) -> dict[str, str]:
         model, grid = self.config.model, self.network.grid
-        kept, _, _ = self.config.masks.counts(grid.shape)
         spacing = " × ".join(f"{mm:g}" for mm in self.preprocessing.target_spacing)
         size = self.preprocessing.image_size
         millions = f"{count_parameters(self.network) / 1e6:.3g} M parameters"
         return {
             "network": f"ViT of {model.depth} blocks × {model.width} channels, {millions}",
             "length of a vector": str(self.vector_width),
-            "pooling": f"{self.config.objective.pool} of the tissue tokens among {kept:,} of {grid.size:,}",
+            "readout": self.readout,
             "tokens": f"grid of {times(grid.shape)}, patches of {times(model.patch_size)} voxels",
             "objective": self.config.objective.name,
             "volumes": f"{times(size)} voxels of {spacing} mm",
@@ -114,10 +116,14 @@ class Encoder:
         return digest.hexdigest()[:32]
 
     @property
+    def readout(self) -> str:
+        """Which tokens become a vector, and how: the same for all encoders that are compared."""
+        return f"{READ}, {self.config.objective.pool}"
+
+    @property
     def vector_key(self) -> str:
-        """Identifies its vectors: `key`, with the pooling appended unless it is the mean."""
-        pool = self.config.objective.pool
-        return self.key if pool == "mean" else f"{self.key}-{pool}"
+        """Identifies its vectors: `key` and the readout."""
+        return f"{self.key}-{self.readout}"
 
     def require_prepared(self, store: Store) -> None:
         """Raises EvaluationError if a store was prepared with another Preprocessing than the encoder's (F15)."""
@@ -203,10 +209,19 @@ class Encoder:
 
     @torch.inference_mode()
     def embed_arrays(self, arrays: Arrays) -> np.ndarray:
-        """float32 [B, vector_width] of prepared volumes: the tissue tokens pooled, within training's token budget."""
-        chosen, tissue = self.select(arrays)
-        tokens_BMD = self._encode(arrays.voxels, self.runtime.tensor(chosen))
-        return pooled(tokens_BMD, self.runtime.tensor(tissue), self.config.objective.pool).cpu().numpy()
+        """float32 [B, vector_width] of prepared volumes: all tissue tokens, encoded without any others and pooled."""
+        vectors = np.empty((len(arrays.voxels), self.vector_width), np.float32)
+        # One by one, because volumes differ in the number of their tissue tokens.
+        for place, index in enumerate(self.read_tokens(arrays)):
+            tokens_1MD = self._encode(arrays.voxels[place : place + 1], self.runtime.tensor(index[None]))
+            every = torch.ones(tokens_1MD.shape[:2], device=tokens_1MD.device)
+            vectors[place] = pooled(tokens_1MD, every, self.config.objective.pool)[0].cpu().numpy()
+        return vectors
+
+    def read_tokens(self, arrays: Arrays) -> list[np.ndarray]:
+        """Per volume the flat grid indices, int64 [M], of the tokens that its vector is read from."""
+        maps = token_map(arrays.band, arrays.valid, self.preprocessing.image_size, self.config.model.patch_size)
+        return [tissue_index(own, arrays.acquisition[place : place + 1]) for place, own in enumerate(maps)]
 
     def vector_of(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """float32 [vector_width]: the pooled tokens [M, width] of one volume; `counts` bool [M] marks those to pool."""
@@ -215,12 +230,12 @@ class Encoder:
 
     @torch.inference_mode()
     def tissue_tokens(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
-        """The token budget float32 [B, M, width], and bool [B, M]: the tissue tokens, which `embed_arrays` pools."""
+        """The tokens of training's budget, float32 [B, M, width], and which are tissue, bool [B, M]: what heads get."""
         chosen, tissue = self.select(arrays)
         return self._encode(arrays.voxels, self.runtime.tensor(chosen)).cpu().numpy(), tissue
 
     def select(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
-        """Select the tokens to encode.
+        """Select tokens as training does, a fixed number per volume, for heads; vectors do not depend on it.
 
         Returns their flat grid indices, int64 [B, M], and which of them are tissue, bool [B, M]; all of them if a
         volume has no tissue.
@@ -276,6 +291,7 @@ def load_encoder(
     run: str | Location,
     *,
     random_init: bool = False,
+    draw: int = 0,
     device: str | None = None,
     runtime: Runtime | None = None,
     objective: type[ObjectiveConfig] | None = None,
@@ -284,22 +300,30 @@ def load_encoder(
     hub id or a packaged name (octfm.encoder.sources).
 
     `run`: "hf://owner/name" is fetched from the Hugging Face hub, "owner/name" is only looked up in the hub's cache.
-    `random_init`: with the weights before the first update. `runtime`: device and precision, by default one device and
+    `random_init`: with the weights before the first update; a `draw` above 0 gives others, of seeds that follow the
+    run's. `runtime`: device and precision, by default one device and
     float32. `objective`: settings class of a custom objective, needed only with `random_init`, to draw the weights. The
     low-rank updates of a fine-tuned encoder are merged into its weights.
     """
     runtime = runtime or start("fp32", device)
     path, content = _open(run)
     if "encoder_config" in content:
-        return _tuned_encoder(path, content, random_init, runtime)
+        return _tuned_encoder(path, content, random_init, draw, runtime)
     settings = stored_config(content["settings"], objective) if "network" in content else config_of(content, objective)
     preprocessing = Preprocessing.recorded(content["preprocessing"])
     if random_init:
-        network = build_objective(settings, preprocessing).frozen_encoder(settings.objective.frozen)
+        network = _untrained(settings, preprocessing, draw)
     else:
         network = empty_network(settings, preprocessing)
         fill(network, content["network"] if "network" in content else _frozen_weights(settings, content["model"]), path)
-    return assemble(network, settings, preprocessing, _source(path, random_init), content["fingerprint"], runtime)
+    source = _source(path, random_init, draw)
+    return assemble(network, settings, preprocessing, source, content["fingerprint"], runtime)
+
+
+def _untrained(settings: PretrainConfig, preprocessing: Preprocessing, draw: int) -> VisionTransformer3D:
+    """The frozen encoder of a run before its first update, or as its seed + `draw` would have drawn it."""
+    other = settings.model_copy(update={"seed": settings.seed + draw})
+    return build_objective(other, preprocessing).frozen_encoder(settings.objective.frozen)
 
 
 def _prepared_otherwise(what: str, encoder: str) -> str:
@@ -384,14 +408,14 @@ def _open(run: str | Location) -> tuple[Location, dict[str, Any]]:
     return load_newest(local_run(where))
 
 
-def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, runtime: Runtime) -> Encoder:
+def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, draw: int, runtime: Runtime) -> Encoder:
     """The encoder of a fine-tuned model: the original one if only the head was trained."""
     config = stored_config(content["encoder_config"])
     preprocessing = Preprocessing.recorded(content["preprocessing"])
     tuning = content["config"]
     if random_init:
-        network = build_objective(config, preprocessing).frozen_encoder(config.objective.frozen)
-        return assemble(network, config, preprocessing, _source(path, True), content["fingerprint"], runtime)
+        network = _untrained(config, preprocessing, draw)
+        return assemble(network, config, preprocessing, _source(path, True, draw), content["fingerprint"], runtime)
     best = content["state"]["best"]
     if best is None:
         raise CheckpointError(f"{path}: fine-tuning has no validated weights yet; continue it first")
@@ -414,5 +438,5 @@ def part_of(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _source(path: Location, random_init: bool) -> str:
-    return f"{path} at random initialisation" if random_init else str(path)
+def _source(path: Location, random_init: bool, draw: int = 0) -> str:
+    return f"{path} at random initialisation{f', draw {draw + 1}' if draw else ''}" if random_init else str(path)

@@ -49,7 +49,8 @@ def probe(
     commands: Sequence[str] = (),
     metrics: Sequence[ExtraMetric] = (),
 ) -> Result:
-    """Probe every encoder on every target, and compare the first with each of the others; returns probe.json's content.
+    """Probe every encoder on every target, and compare the first with each of the others, and joint arms with their
+    parts; returns probe.json's content. `embeddings`: octfm.evaluation.arms.make_arms gives all arms of a run.
 
     labels: a table (CSV, TSV or DataFrame), joined by id; by default the participants' labels in the embeddings.
     seen: participants that any encoder was pretrained on. In `recommended_split`, a seen test participant raises
@@ -91,16 +92,23 @@ def probe(
         facts = describe(per_seed[0][0], per_seed[0][1], chosen, seen_rows) | {"readout": readout}
         per_encoder = []
         for encoder in encoders:
-            runs = [predict(kept, rounds, encoder, readout, seed + s) for s, (kept, rounds) in enumerate(per_seed)]
-            per_encoder.append(score(per_seed[0][0], encoder.name, runs, facts, resamples, seed, more=metrics))
+            runs = [
+                run
+                for s, (kept, rounds) in enumerate(per_seed)
+                for run in predict_draws(kept, rounds, encoder, readout, seed + s)
+            ]
+            draws = 1 + len(encoder.draws)
+            per_encoder.append(
+                score(per_seed[0][0], encoder.name, runs, facts, resamples, seed, more=metrics, draws=draws)
+            )
         scored += per_encoder
-        comparisons += against_the_first(per_encoder, target.leakage)
+        comparisons += compared(per_encoder, encoders, target.leakage)
         if target.label is not None:
             by_label.setdefault(target.name.removesuffix(f":{target.label}"), []).append(per_encoder)
     for name, label_scores in by_label.items():
         per_encoder = [_over_labels(name, [labels_[e] for labels_ in label_scores]) for e in range(len(encoders))]
         scored += per_encoder
-        comparisons += against_the_first(per_encoder, False)
+        comparisons += compared(per_encoder, encoders, False)
     return Result(
         {
             "format": "octfm-probe",
@@ -145,6 +153,8 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
         estimate = "undefined" if r["estimate"] is None else f"{r['estimate']:.3f}"
         flag = f"; {r['seen_test_participants']} of them seen in pretraining" if r["seen_test_participants"] else ""
         note = f"  {r['note']}" if r["note"] else ""
+        if draws := [value for value in r.get("per_draw", ()) if value is not None]:
+            between += f", {len(draws)} draws from {min(draws):.3f} to {max(draws):.3f}"
         who = f"{r['n_test_participants']} participants{flag}"
         lines.append(f"{r['target']:<12} {r['metric']:<18} {r['encoder']:<12} {estimate}{between}, {who}{note}")
     for c in result["comparisons"]:
@@ -204,12 +214,23 @@ def describe(cases: Cases, rounds: list[Round], design: Design, seen_rows: np.nd
 
 
 def predict(cases: Cases, rounds: Sequence[Round], encoder: Embeddings, readout: Readout, seed: int) -> Predictions:
-    """Predictions for every test row, each by the model fitted on the training rows of its round."""
+    """Predictions for every test row, each by the model fitted on the training rows of its round.
+
+    Channels made from the target's own column are left out; those of a joint arm get a penalty for each part.
+    """
     vectors, num_classes = encoder.vectors[cases.rows], len(cases.classes or ())
+    widths = [width for _, width in encoder.parts]
+    if encoder.columns:
+        kept = np.array([column != cases.target.column for column in encoder.columns])
+        ends = np.cumsum(widths)
+        left = [int(kept[end - width : end].sum()) for end, width in zip(ends, widths, strict=True)]
+        widths = [width for width in left if width]
+        # Always one channel at least, so that a probe can be fitted.
+        vectors = vectors[:, kept] if kept.any() else np.zeros((len(vectors), 1))
     values, priors, grades, chosen = [], [], [], []
     for r in rounds:
         x, y, who, new = vectors[r.train], cases.label[r.train], cases.participant[r.train], vectors[r.test]
-        value, setting = fit_predict(readout, x, y, who, new, num_classes, seed)
+        value, setting = fit_predict(readout, x, y, who, new, num_classes, seed, widths)
         values.append(value)
         chosen.append(setting)
         if num_classes:
@@ -217,8 +238,11 @@ def predict(cases: Cases, rounds: Sequence[Round], encoder: Embeddings, readout:
             # The floor avoids −inf for a class that is absent from a small training subset.
             priors.append(np.tile(np.log(np.maximum(share, 1e-6)), (len(new), 1)))
         if cases.kind == "ordinal":
-            # Kappa needs a grade. Votes of neighbours give one directly; a linear probe gets a proportional-odds model.
-            log_p = value if readout == "knn" else fit_predict("ordinal", x, y, who, new, num_classes, seed)[0]
+            # Kappa needs a grade. A linear probe gets a proportional-odds model; the others give one directly.
+            if readout == "linear":
+                log_p = fit_predict("ordinal", x, y, who, new, num_classes, seed, widths)[0]
+            else:
+                log_p = value
             p = np.exp(log_p)
             grades.append(p @ np.arange(num_classes) / p.sum(1))
     return Predictions(
@@ -228,6 +252,25 @@ def predict(cases: Cases, rounds: Sequence[Round], encoder: Embeddings, readout:
         np.concatenate(grades) if grades else None,
         tuple(chosen),
     )
+
+
+def predict_draws(
+    cases: Cases, rounds: Sequence[Round], encoder: Embeddings, readout: Readout, seed: int
+) -> list[Predictions]:
+    """`predict` for every draw of an arm."""
+    draws = [encoder, *(replace(encoder, vectors=vectors, draws=()) for vectors in encoder.draws)]
+    return [predict(cases, rounds, draw, readout, seed) for draw in draws]
+
+
+def compared(per_encoder: list[list[Scored]], encoders: Sequence[Embeddings], leakage: bool) -> list[dict[str, Any]]:
+    """Compare the first encoder with each of the others, and every joint arm with each of its other parts."""
+    by_name = {scored[0].encoder: scored for scored in per_encoder}
+    first, found = per_encoder[0][0].encoder, against_the_first(per_encoder, leakage)
+    for arm in encoders:
+        for part in (name for name, _ in arm.parts if name in by_name and name != first):
+            pairs = zip(by_name[arm.name], by_name[part], strict=True)
+            found += [compare_scored(a, b, leakage=leakage) for a, b in pairs]
+    return found
 
 
 def against_the_first(per_encoder: list[list[Scored]], leakage: bool) -> list[dict[str, Any]]:

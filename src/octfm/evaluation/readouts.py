@@ -1,6 +1,7 @@
-"""Models on frozen embeddings: logistic, ridge and ordinal regression, nearest neighbours; tuned by inner folds."""
+"""Models on frozen embeddings: logistic, ridge and ordinal regression, nearest neighbours and boosted trees, tuned by
+inner folds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal, get_args
 
@@ -15,12 +16,17 @@ SMALL = 1 << 22
 """Size of a matrix, in elements, up to which BLAS gets one thread: more threads lose more time waiting than
 they save (docs/log)."""
 
-Readout = Literal["linear", "knn"]
+Readout = Literal["linear", "knn", "trees"]
 
 INNER_FOLDS = 3
 LOGISTIC_C = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 RIDGE_ALPHA = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
 NEIGHBOURS = (1.0, 3.0, 5.0, 10.0, 20.0, 40.0)
+ITERATIONS = (12.0, 25.0, 50.0, 100.0, 200.0)
+"""Numbers of boosted trees (per class)."""
+TREES = {"learning_rate": 0.06, "max_leaf_nodes": 15, "min_samples_leaf": 10, "l2_regularization": 1.0}
+RATHER_ONE = 0.1
+"""Share to which the strength of one part of a joint arm is reduced, in the candidates that rely on the others."""
 TOLERANCE, WHILE_SEARCHING = 1e-4, 1e-3
 """Largest gradient at which a logistic fit stops (scikit-learn's default), for the final fit and for comparing
 penalties. With the larger one, losses agree within 1 % and fits take two thirds of the time (docs/log)."""
@@ -33,7 +39,7 @@ NEIGHBOURS it has several minima (docs/log)."""
 def choose_readout(name: str) -> Readout:
     """Check the name of a readout. Raises EvaluationError."""
     if name not in get_args(Readout):
-        raise EvaluationError(f"--readout: expected {' or '.join(get_args(Readout))}, got {name!r}")
+        raise EvaluationError(f"--readout: expected one of {', '.join(get_args(Readout))}; got {name!r}")
     return name  # pyright: ignore[reportReturnType]
 
 
@@ -45,15 +51,20 @@ def fit_predict(
     x_new: np.ndarray,
     num_classes: int,
     seed: int,
-) -> tuple[np.ndarray, float]:
+    widths: Sequence[int] = (),
+) -> tuple[np.ndarray, float | tuple[float, ...]]:
     """Log-probabilities [new, K] (or predicted numbers [new, 1]), and the setting chosen by inner participant folds.
 
-    Classes have equal total weight. `num_classes` 0: regression.
+    Classes have equal total weight. `num_classes` 0: regression. `widths`: channels of each part of a joint arm; linear
+    models then penalise each part by itself, see `_choose_strengths`, and neighbours count each part alike.
     """
     from threadpoolctl import threadpool_limits
 
+    parts = _slices(widths)
     if readout == "knn":
-        grid, path = NEIGHBOURS, _neighbours
+        grid, path = NEIGHBOURS, partial(_neighbours, parts=parts)
+    elif readout == "trees":
+        grid, path = ITERATIONS, partial(_trees, seed=seed)
     elif readout == "ordinal":
         grid, path = LOGISTIC_C, _ordinal
     else:
@@ -62,16 +73,65 @@ def fit_predict(
     fold = participant_folds(participant, y, INNER_FOLDS, seed, stratify=num_classes > 0)
     # With fewer participants than folds, some folds are empty.
     held_out = [h for h in (fold == k for k in range(INNER_FOLDS)) if h.any() and not h.all()]
-    with threadpool_limits(1 if x.size <= SMALL else None, user_api="blas"):
-        paths = [search(*standardised(x[~h], x[h]), y[~h], num_classes, grid) for h in held_out]
+
+    def losses_of(scale: np.ndarray, kept: slice, settings: Sequence[float]) -> list[float]:
+        """Loss over the inner folds for each setting, of the channels `kept`, standardised and then multiplied."""
+        inner = [(standardised(x[~h, kept], x[h, kept]), h) for h in held_out]
+        paths = [search(a * scale[kept], b * scale[kept], y[~h], num_classes, settings) for (a, b), h in inner]
         # Each path yields its predictions for one setting of the grid after the other, so the search can stop early.
         losses: list[float] = []
         for predicted in zip(*paths, strict=True):
             losses.append(sum(_loss(p, y[h], y, num_classes) for p, h in zip(predicted, held_out, strict=True)))
             if grid is LOGISTIC_C and losses[-1] > PAST_THE_BEST * min(losses):
                 break
+        return losses
+
+    with threadpool_limits(1 if x.size <= SMALL else None, user_api="blas"):
+        ones = np.ones(x.shape[1])
+        if len(parts) > 1 and readout in ("linear", "ordinal"):
+            is_strength = grid is LOGISTIC_C
+            strengths = _choose_strengths(losses_of, parts, x.shape[1], grid, is_strength)
+            scale = np.sqrt(np.repeat(strengths, widths))
+            known, new = standardised(x, x_new)
+            return next(path(known * scale, new * scale, y, num_classes, (1.0,))), strengths
+        losses = losses_of(ones, slice(None), grid)
         best = grid[int(np.argmin(losses))] if losses else grid[0]
         return next(path(*standardised(x, x_new), y, num_classes, (best,))), best
+
+
+def _choose_strengths(
+    losses_of: Callable[[np.ndarray, slice, Sequence[float]], list[float]],
+    parts: Sequence[slice],
+    width: int,
+    grid: Sequence[float],
+    is_strength: bool,
+) -> tuple[float, ...]:
+    """The inverse penalty of each part of a joint arm, 0 for a part that is left out, chosen by inner folds.
+
+    Candidates: each part alone, with the penalty that is best for it; and all together with these penalties, or with
+    stronger ones for all parts or for one of them. So a part that adds nothing can be left out, and the number of its
+    channels does not matter.
+    """
+    best, candidates = [], []
+    for place, part in enumerate(parts):
+        losses = losses_of(np.ones(width), part, grid)
+        setting = grid[int(np.argmin(losses))] if losses else grid[0]
+        best.append(setting if is_strength else 1 / setting)
+        alone = [0.0] * len(parts)
+        alone[place] = best[-1]
+        candidates.append((min(losses, default=np.inf), tuple(alone)))
+    less = np.ones((len(parts), len(parts))) - (1 - RATHER_ONE) * np.eye(len(parts))
+    for share in [np.ones(len(parts)), np.full(len(parts), 1 / 3), *less]:
+        strengths = np.array(best) * share
+        scale = np.concatenate([np.full(p.stop - p.start, np.sqrt(s)) for p, s in zip(parts, strengths, strict=True)])
+        losses = losses_of(scale, slice(None), (1.0,))
+        candidates.append((min(losses, default=np.inf), tuple(float(s) for s in strengths)))
+    return min(candidates)[1]
+
+
+def _slices(widths: Sequence[int]) -> list[slice]:
+    ends = np.cumsum(widths).tolist()
+    return [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]
 
 
 def standardised(x: np.ndarray, x_new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -103,10 +163,44 @@ def _linear(
         yield log_p
 
 
+def _trees(
+    x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float], seed: int = 0
+) -> Iterator[np.ndarray]:
+    """Gradient-boosted trees with as many iterations as the grid says, all from one fit."""
+    try:
+        from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
+    except ImportError:
+        raise EvaluationError("--readout trees needs scikit-learn: pip install 'octfm[bench]'") from None
+    common = TREES | {"max_iter": int(max(grid)), "early_stopping": False, "random_state": seed}
+    wanted, present = {int(n) for n in grid}, np.unique(y)
+    if num_classes == 0:
+        numbers = HistGradientBoostingRegressor(**common).fit(x, y).staged_predict(x_new)
+        yield from (found[:, None] for n, found in enumerate(numbers, 1) if n in wanted)
+        return
+    if len(present) < 2:
+        yield from (_nothing_known(len(x_new), num_classes) for _ in grid)
+        return
+    fitted = HistGradientBoostingClassifier(class_weight="balanced", **common).fit(x, y)
+    for n, p in enumerate(fitted.staged_predict_proba(x_new), 1):
+        if n in wanted:
+            log_p = _nothing_known(len(x_new), num_classes)
+            log_p[:, present] = np.log(np.maximum(p, 1e-12))
+            yield log_p
+
+
 def _neighbours(
-    x: np.ndarray, x_new: np.ndarray, y: np.ndarray, num_classes: int, grid: Sequence[float]
+    x: np.ndarray,
+    x_new: np.ndarray,
+    y: np.ndarray,
+    num_classes: int,
+    grid: Sequence[float],
+    parts: Sequence[slice] = (),
 ) -> Iterator[np.ndarray]:
     """Votes of the nearest training rows by cosine similarity, weighted by the inverse class frequency."""
+    for part in parts:
+        # Standardised channels have a mean square of 1, so parts count alike whatever their numbers of channels.
+        x, x_new = (np.hstack([v[:, : part.start], v[:, part] / np.sqrt(part.stop - part.start), v[:, part.stop :]])
+                    for v in (x, x_new))  # fmt: skip
     unit, unit_new = (v / np.maximum(1e-12, np.linalg.norm(v, axis=1, keepdims=True)) for v in (x, x_new))
     order = np.argsort(-(unit_new @ unit.T), axis=1, kind="stable")
     if num_classes == 0:

@@ -78,10 +78,12 @@ def score(
     seed: int,
     only: Sequence[str] = (),
     more: Sequence[m.ExtraMetric] = (),
+    draws: int = 1,
 ) -> list[Scored]:
     """Score every metric of the target, and those of `more` that are for its kind.
 
-    With several runs (seeds): their mean, resampling seeds and participants.
+    With several runs (seeds): their mean, resampling seeds and participants. `draws`: so many consecutive runs are of
+    one seed and of different draws of the encoder, which are resampled as well; `per_draw` keeps their scores.
     """
     units = [to_units(cases, run) for run in runs]
     first = units[0]
@@ -101,7 +103,8 @@ def score(
             per_seed = [
                 bootstrap(metrics[i][1], first.participant, resamples=resamples, seed=seed) for metrics in named
             ]
-            boot = over_seeds(per_seed, seed=seed)
+            of_seeds = [over_seeds(per_seed[s : s + draws], seed=seed + 1) for s in range(0, len(per_seed), draws)]
+            boot = over_seeds(of_seeds, seed=seed)
             estimate = boot.estimate
         low, high = interval(boot) if boot else (None, None)
         percentile = interval(boot, method="percentile") if boot else (None, None)
@@ -122,9 +125,13 @@ def score(
             "lower_is_better": name in lower_is_better,
             "note": _note(rare, boot),
             "test_participants_per_class": counts if cases.classes else None,
-            "seeds": len(runs),
+            "seeds": len(runs) // draws,
             "penalty": sorted({s for run in runs for s in run.settings}),
         }
+        if draws > 1:
+            everyone = np.ones((1, len(first.truth)))
+            each = [float(metrics[i][1](everyone)[0]) for metrics in named]
+            row["per_draw"] = [finite(float(np.mean(each[d::draws]))) for d in range(draws)]
         scored.append(Scored(name, encoder, boot, row, ranked))
     return scored
 

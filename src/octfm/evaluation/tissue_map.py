@@ -4,14 +4,17 @@ Which token positions are kept already reveals anatomy; an encoder has to do bet
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
+from octfm.encoder.embed import write_rows
 from octfm.encoder.embeddings import Embeddings
 from octfm.store.store import Store
 
 GRID = 8
 """Cells per side of the en-face grid."""
+ABOUT = "tissue band, no voxel"
 BATCH = 16
 """Volumes read at once."""
 
@@ -24,11 +27,25 @@ def tissue_map(store: Store, data: Embeddings) -> Embeddings:
     """
     place = {row.acquisition: row.index for row in store.rows}
     rows = np.array([place[name] for name in data.acquisition.tolist()])
+    facts = {"encoder": ABOUT}
+    return replace(data, name="tissue_map", path="tissue_map", metadata=facts, vectors=_vectors(store, rows))
+
+
+def tissue_map_baseline(store: Store, out: str | Path) -> Path:
+    """Write <out>/tissue_map.parquet, an embeddings file of `tissue_map` for every volume of the store."""
+    facts = {
+        "key": f"tissue_map-{GRID}-{store.fingerprint}",
+        "encoder": ABOUT,
+        "name": "tissue_map",
+        "precision": "fp32",
+    }
+    return write_rows(Path(out) / "tissue_map.parquet", store, _vectors(store, np.arange(len(store))), facts)
+
+
+def _vectors(store: Store, rows: np.ndarray) -> np.ndarray:
+    """float64 [N, 130] in µm."""
     micrometres = 1000 * store.preprocessing.target_spacing[1]
-    vectors = np.concatenate([_described(store, rows[i : i + BATCH]) * micrometres for i in range(0, len(rows), BATCH)])
-    return replace(
-        data, name="tissue_map", path="tissue_map", metadata={"encoder": "tissue band, no voxel"}, vectors=vectors
-    )
+    return np.concatenate([_described(store, rows[i : i + BATCH]) * micrometres for i in range(0, len(rows), BATCH)])
 
 
 def _described(store: Store, rows: np.ndarray) -> np.ndarray:
@@ -67,14 +84,3 @@ def _mean(surface: np.ndarray) -> np.ndarray:
     known = np.isfinite(surface)
     count = known.sum((1, 2))
     return np.divide(np.where(known, surface, 0).sum((1, 2)), count, out=np.full(len(surface), np.nan), where=count > 0)
-
-
-def map_and_encoder(tissue: Embeddings, data: Embeddings) -> Embeddings:
-    """The vectors of the tissue map and of an encoder one after the other: what does the encoder add to thickness?"""
-    return replace(
-        data,
-        name="map_and_encoder",
-        path="map_and_encoder",
-        metadata={"encoder": f"tissue map and {data.name}"},
-        vectors=np.hstack([tissue.vectors, data.vectors]),
-    )

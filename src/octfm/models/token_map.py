@@ -75,6 +75,18 @@ def token_map(
     return tokens
 
 
+def tissue_index(tokens: np.ndarray, acquisition: Sequence[str] = ()) -> np.ndarray:
+    """int64 [M]: flat indices of all tissue tokens of one token map [d, h, w]; of its image tokens if it has no tissue.
+
+    Raises TooFewTokens if it has neither, with the name in `acquisition`.
+    """
+    flat = tokens.ravel()
+    for kind in (flat == TISSUE, flat != PADDING):
+        if kind.any():
+            return np.flatnonzero(kind)
+    raise TooFewTokens("none").naming(acquisition)
+
+
 def tissue_dropped(tokens: np.ndarray, budget: int) -> np.ndarray:
     """float [n]: share of the tissue tokens of each token map [n, d, h, w] that does not fit into the budget."""
     tissue = (tokens == TISSUE).reshape(len(tokens), -1).sum(1)

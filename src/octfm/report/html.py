@@ -180,7 +180,6 @@ def _probe(probe: dict[str, Any] | None) -> dict[str, Any] | None:
         "skipped": probe.get("skipped", []),
         "settings": probe.get("settings", {}),
         "meaning": probe.get("interval_meaning", ""),
-        "budget": next((e["budget"]["sentence"] for e in probe.get("embeddings", []) if e.get("budget")), ""),
         "seen": words.tested_before(probe["results"]),
     }
 

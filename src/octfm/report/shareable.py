@@ -225,7 +225,7 @@ def _probe(probe: dict[str, Any], words: Words) -> dict[str, Any]:
         {"target": words.target(str(s["target"])), "sentence": "The probe says why when it runs."}
         for s in probe.get("skipped", [])
     ]
-    shown["embeddings"] = [{"budget": e["budget"]} for e in probe.get("embeddings", []) if e.get("budget")]
+    shown["embeddings"] = []
     shown["commands"] = [shareable_command(command) for command in probe.get("commands", [])]
     return shown
 

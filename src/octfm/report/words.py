@@ -27,6 +27,7 @@ ENCODERS = {
     "histogram": "a plain intensity histogram",
     "tissue_map": "the tissue map (thickness and height of the tissue band, no voxel)",
     "map_and_encoder": "tissue map and encoder together",
+    "covariates": "age, sex, site, scanner and image quality",
     "layers": "the layers and fluid that the packaged network measures",
 }
 SHORT = {
@@ -35,6 +36,7 @@ SHORT = {
     "histogram": "histogram",
     "tissue_map": "tissue map",
     "map_and_encoder": "map + encoder",
+    "covariates": "covariates",
 }
 """Names of encoders on charts."""
 TARGETS = {
@@ -72,11 +74,17 @@ def score_rows(results: Iterable[dict[str, Any]], encoders: Iterable[str], absen
         {
             **next(iter(own.values())),
             "metric": METRICS.get(metric, metric),
-            "cells": [interval(own[e]) if e in own else absent for e in encoders],
+            "cells": [interval(own[e]) + spread(own[e]) if e in own else absent for e in encoders],
             "notes": sorted({r["note"] for r in own.values() if r["note"]}),
         }
         for (_, metric), own in cells.items()
     ]
+
+
+def spread(row: dict[str, Any]) -> str:
+    """`; 3 draws: 0.71 to 0.79` for an arm that was drawn several times, else nothing."""
+    draws = [value for value in row.get("per_draw", ()) if value is not None]
+    return f"; {len(draws)} draws: {min(draws):.2f} to {max(draws):.2f}" if len(draws) > 1 else ""
 
 
 def comparison_rows(comparisons: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from octfm.encoder.embed import embed_store, histogram_baseline
+from octfm.encoder.embed import RANDOM_INIT, embed_store, histogram_baseline, quality_baseline
 from octfm.encoder.encoder import load_encoder
 from octfm.encoder.exported import is_export, refuse_inside_export
 from octfm.encoder.tuned import load_head
 from octfm.errors import Echo, EvaluationError
+from octfm.evaluation.tissue_map import tissue_map_baseline
 from octfm.io.location import Location, location
 from octfm.models.pooling import VectorPool
 from octfm.store.selection import to_evaluate
@@ -28,8 +29,8 @@ def embed_all(
     device: str | None = None,
     echo: Echo = print,
 ) -> list[Path]:
-    """Embed a store with a run's encoder and, as baselines, with the same encoder before its first update and with a
-    histogram.
+    """Embed a store with a run's encoder and, as baselines, with the same encoder before its first update (three
+    draws), a histogram, the tissue map and the image quality.
 
     Vectors go to `out`, or RUN/embeddings, and pictures for the report to the folder `figures` next to it; never
     into an export, which may be published. Pictures show the encoder's inputs and features; with `head`, a run of
@@ -59,9 +60,12 @@ def embed_all(
     finder = _segmenter(segmenter, opened, device)  # before anything is computed, in case it is refused
     written = [embed_store(encoder, opened, folder, "pretrained", echo)]
     if baselines:
-        untrained = load_encoder(run, random_init=True, device=device).pooling(pool)
-        written.append(embed_store(untrained, opened, folder, "random_init", echo))
-        written.append(histogram_baseline(opened, folder))
+        for draw, name in enumerate(RANDOM_INIT):
+            untrained = load_encoder(run, random_init=True, draw=draw, device=device).pooling(pool)
+            written.append(embed_store(untrained, opened, folder, name, echo))
+        written += [
+            baseline(opened, folder) for baseline in (histogram_baseline, tissue_map_baseline, quality_baseline)
+        ]
     save_pictures(encoder, opened, folder.parent / "figures", trained, finder)
     return written
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from octfm.encoder.budget import ROUNDING
 from octfm.encoder.encoder import Encoder
 from octfm.encoder.tuned import TrainedHead
 from octfm.models.token_map import PADDING, TISSUE, token_map
@@ -22,6 +21,8 @@ PER_SCANNER = 2
 FEATURE_BYTES, DIRECTIONS = 300_000, (16, 64)
 """Size of the token features kept per volume for similarities, and limits of the number of directions that fit in
 it."""
+ROUNDING = 1e-4
+"""Vectors closer than this share of their length are considered equal; such a distance is no yardstick."""
 BLOCKS = 32
 """Approximate number of blocks hidden one after the other for an occlusion map."""
 UNSEEN = "Tissue without a colour was beyond the encoder's budget of tokens."

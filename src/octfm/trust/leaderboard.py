@@ -9,23 +9,24 @@ from typing import Any
 
 import numpy as np
 
-from octfm.catalog.labels import LabelTable, as_number, read_labels
+from octfm.catalog.labels import LabelTable, read_labels
 from octfm.config import load
-from octfm.encoder.embed import embed_store, histogram_baseline
+from octfm.encoder.embed import embed_store, histogram_baseline, quality_baseline
 from octfm.encoder.embeddings import Embeddings, align, of_store, read_embeddings, take_rows
 from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.errors import Echo, EvaluationError
+from octfm.evaluation.arms import covariates
 from octfm.evaluation.cases import Cases, Round, Skip, Target, find_targets, make_cases, make_rounds
 from octfm.evaluation.probe import RESAMPLES, describe, predict, rows_seen
 from octfm.evaluation.scoring import HEADLINE, Predictions, compare_scored, correct, score
+from octfm.evaluation.tissue_map import tissue_map
 from octfm.io.location import local_path
+from octfm.models.pooling import VectorPool
 from octfm.store.selection import to_evaluate
 from octfm.store.store import Store
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import PredictionTable, read_predictions
 
-METADATA = ("age", "clinical_site")
-"""Participant columns of the metadata baseline, besides the scanner."""
 COLUMNS = ("entry", "kind", "target", "metric", "estimate", "low", "high", "n_test_participants", "seeds")
 AGAINST = ("difference", "difference_low", "difference_high", "p", "p_holm", "verdict")
 
@@ -59,8 +60,8 @@ def leaderboard(
 
     An entry is a pretraining run or checkpoint (evaluated by a logistic or ridge probe) or a folder of `octfm
     finetune`; fine-tuned runs that differ only in the seed form one entry. The first entry is compared with each of the
-    others. Baselines: random initialisation of the first checkpoint, intensity histogram, and age, site and scanner
-    alone.
+    others. Baselines: random initialisation of the first checkpoint, intensity histogram, tissue map, and covariates
+    (age, sex, site, scanner, image quality). Every checkpoint is pooled as the first one.
 
     stores: one per preprocessing among the encoders, all of the same acquisitions.
     exclude: a file of volumes to leave out.
@@ -81,7 +82,8 @@ def leaderboard(
     base = replace(read_embeddings(histogram_baseline(opened[0], out / "embeddings")), name="histogram")
     vectors = _embed_entries(frozen, opened, out / "embeddings", echo)
     # Behind the vectors of the checkpoints are those of the first one's random initialisation.
-    baselines = [*vectors[len(frozen) :], base, metadata(base, without=target)]
+    quality = read_embeddings(quality_baseline(opened[0], out / "embeddings"))
+    baselines = [*vectors[len(frozen) :], base, tissue_map(opened[0], base), covariates(base, quality.vectors)]
     align([volumes, base, *vectors])
     facts = describe(cases, rounds, "recommended_split", seen_rows)
     runs: dict[str, tuple[str, list[Predictions]]] = {}
@@ -161,30 +163,6 @@ def _one_target(
             f"target {name}: expected one label per cell, got several; choose a column with one label per cell"
         )
     return targets[0]
-
-
-def metadata(data: Embeddings, without: str) -> Embeddings:
-    """A baseline without any image: age, site and scanner as vectors; `without` is the target's column, left out."""
-
-    def one_hot(values: Sequence[str | None]) -> list[list[float]]:
-        return [[float(v == value) for v in values] for value in sorted({v for v in values if v})]
-
-    columns = [] if without == "scanner" else one_hot(data.scanner.tolist())
-    for name in METADATA:
-        if name == without:
-            continue
-        values = [labels.get(name) for labels in data.participant_labels]
-        if name != "age":
-            columns += one_hot(values)
-            continue
-        ages = [as_number(v) for v in values]
-        if known := [age for age in ages if age is not None]:
-            columns.append([float(np.mean(known)) if age is None else age for age in ages])
-    # Always one column at least, so that a probe can be fitted.
-    vectors = np.stack(columns, axis=1) if columns else np.zeros((len(data.acquisition), 1))
-    return replace(
-        data, name="metadata", path="metadata", metadata={"encoder": "age, site and scanner"}, vectors=vectors
-    )
 
 
 def to_csv(result: dict[str, Any]) -> str:
@@ -267,10 +245,14 @@ def embed_run(
     folder: Path,
     echo: Echo,
     *,
-    random_init: bool = False,
+    draw: int | None = None,
+    pool: VectorPool | None = None,
 ) -> Embeddings:
-    """Embed the store that has the encoder's preprocessing (else the first) into `folder`, and read the vectors."""
-    encoder = load_encoder(path, random_init=random_init)
+    """Embed the store that has the encoder's preprocessing (else the first) into `folder`, and read the vectors.
+
+    draw: instead of its weights, those of this draw before the first update. pool: instead of its objective.pool.
+    """
+    encoder = load_encoder(path, random_init=draw is not None, draw=draw or 0).pooling(pool)
     store = next((s for s in stores if s.fingerprint == encoder.fingerprint), stores[0])
     return read_embeddings(embed_store(encoder, store, folder, name, echo))
 
@@ -280,9 +262,11 @@ def _embed_entries(paths: Sequence[Path], stores: Sequence[Store], folder: Path,
     names = [entry_name(path) for path in paths]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise EvaluationError(f"expected differently named entries, got {min(repeated)} more than once")
-    found = [embed_run(path, name, stores, folder, echo) for path, name in zip(paths, names, strict=True)]
-    found += [embed_run(path, "random_init", stores, folder, echo, random_init=True) for path in paths[:1]]
-    return found
+    if not paths:
+        return []
+    pool = load_encoder(paths[0]).config.objective.pool
+    found = [embed_run(path, name, stores, folder, echo, pool=pool) for path, name in zip(paths, names, strict=True)]
+    return [*found, embed_run(paths[0], "random_init", stores, folder, echo, draw=0, pool=pool)]
 
 
 def _tuned(paths: Sequence[Path]) -> list[Tuned]:

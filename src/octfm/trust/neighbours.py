@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from octfm.encoder.embeddings import Embeddings
+from octfm.evaluation.arms import COVARIATES, MAP_AND_ENCODER
 from octfm.evaluation.cases import Skip, Target
 from octfm.evaluation.scoring import compare_scored, score
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap
@@ -55,7 +56,7 @@ def neighbours(study: Study) -> dict[str, Any]:
     comparisons: list[dict[str, Any]] = []
     labels = {task.name: _labels(task, study) for task in study.tasks if task.cases.classes is not None}
     boots: dict[tuple[str, str], Bootstrap] = {}
-    for encoder in [e for e in study.encoders if e.name != "metadata"]:
+    for encoder in [e for e in study.encoders if e.name not in (COVARIATES, MAP_AND_ENCODER)]:
         query, nearest, gallery = nearest_scans(study, encoder)
         people = study.data.participant[query]
         if len(np.unique(people)) < MIN_PARTICIPANTS or len(gallery) <= NEAREST:

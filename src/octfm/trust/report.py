@@ -10,14 +10,15 @@ import numpy as np
 
 from octfm.catalog.labels import read_labels
 from octfm.config import load
-from octfm.encoder.embed import histogram_baseline
-from octfm.encoder.embeddings import Embeddings, align, of_store, read_embeddings
-from octfm.encoder.encoder import seen_by
+from octfm.encoder.embed import NAMES, RANDOM_INIT, histogram_baseline, quality_baseline
+from octfm.encoder.embeddings import Embeddings, of_store, read_embeddings
+from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.encoder.external import Embed, embed_external, load_external
 from octfm.errors import Echo, EvaluationError
+from octfm.evaluation.arms import COVARIATES, MAP_AND_ENCODER, make_arms
 from octfm.evaluation.probe import INTERVAL_MEANING, rows_seen
 from octfm.evaluation.scoring import PLANNED, Scored, compare_scored, score
-from octfm.evaluation.tissue_map import tissue_map
+from octfm.evaluation.tissue_map import tissue_map_baseline
 from octfm.io.location import local_path
 from octfm.pretraining.learner import config_of
 from octfm.pretraining.resume import load_newest
@@ -40,7 +41,7 @@ RESAMPLES = 4000
 """More than elsewhere, because the smallest p, 2 / 4,001, must remain significant after Holm over about 60
 comparisons."""
 FROM_SCRATCH_EPOCHS = 60.0
-RESERVED = ("random_init", "histogram", "tissue_map", "metadata", FROM_SCRATCH, "label")
+RESERVED = (*NAMES, MAP_AND_ENCODER, COVARIATES, FROM_SCRATCH, "label")
 
 
 def trust(
@@ -165,8 +166,16 @@ def baselines(study: Study) -> dict[str, Any]:
     comparisons: list[dict[str, Any]] = []
     for task in study.tasks:
         scored: dict[str, list[Scored]] = {
-            name: score(task.cases, name, [run], task.facts | {"what": study.kinds[name]}, study.resamples, study.seed)
-            for name, run in study.all_predictions(task)
+            name: score(
+                task.cases,
+                name,
+                runs,
+                task.facts | {"what": study.kinds[name]},
+                study.resamples,
+                study.seed,
+                draws=len(runs),
+            )
+            for name, runs in study.all_draws(task)
         }
         rows += [s.row for own in scored.values() for s in own]
         for name, own in scored.items():
@@ -175,6 +184,11 @@ def baselines(study: Study) -> dict[str, Any]:
                 # The network trained from scratch may lack kappa, which needs expected grades and is the last metric.
                 both = zip(scored[study.reference], own, strict=False)
                 comparisons += [compare_scored(a, b, leakage=False) for a, b in both if a.metric == b.metric]
+        # What the encoder adds to a map that holds no voxel.
+        for arm in (e for e in study.encoders if e.parts):
+            for part in (name for name, _ in arm.parts if name != study.reference):
+                pairs = zip(scored[arm.name], scored[part], strict=True)
+                comparisons += [compare_scored(a, b, leakage=False) for a, b in pairs]
     return {"results": rows, "comparisons": add_claims(comparisons), "planned_metrics": list(PLANNED)}
 
 
@@ -199,28 +213,29 @@ def _encoders(
     folder: Path,
     echo: Echo,
 ) -> tuple[list[Embeddings], dict[str, Kind]]:
-    """Embeddings and kinds, in order: the run, other runs, baselines, external encoders."""
-    found: list[Embeddings] = []
-    kinds: dict[str, Kind] = {}
+    """Embeddings and kinds, in order: the run, other runs, baselines, external encoders.
 
-    def embed(path: Path, name: str, kind: Kind, random_init: bool = False) -> None:
-        echo(f"embedding {len(stores[0])} volumes with {name}")
-        vectors = embed_run(path, _file_name(name), stores, folder, echo, random_init=random_init)
-        found.append(replace(vectors, name=name))
-        kinds[name] = kind
-
+    Every encoder is read out as the run's own settings say, or vectors could not be compared.
+    """
+    read: list[Embeddings] = []
     first = next(iter(runs))
+    pool = load_encoder(runs[first]).config.objective.pool
+
+    def embed(path: Path, name: str, draw: int | None = None) -> None:
+        echo(f"embedding {len(stores[0])} volumes with {name}")
+        vectors = embed_run(path, _file_name(name), stores, folder, echo, draw=draw, pool=pool)
+        read.append(replace(vectors, name=name))
+
     for name, path in runs.items():
-        embed(path, name, "run" if name == first else "other run")
-    embed(runs[first], "random_init", "baseline", random_init=True)
-    found.append(read_embeddings(histogram_baseline(stores[0], folder)))
-    align(found)
+        embed(path, name)
+    for draw, name in enumerate(RANDOM_INIT):
+        embed(runs[first], name, draw)
+    for baseline in (histogram_baseline, tissue_map_baseline, quality_baseline):
+        read.append(read_embeddings(baseline(stores[0], folder)))
+    found = make_arms(read)
     data = found[0]
-    found.append(tissue_map(stores[0], data))
-    # Vectors are made per target, in Study.vectors.
-    described = {"encoder": "age, site and scanner, no image"}
-    found.append(replace(data, name="metadata", path="metadata", metadata=described))
-    kinds |= {"histogram": "baseline", "tissue_map": "baseline", "metadata": "baseline"}
+    kinds: dict[str, Kind] = {e.name: "other run" if e.name in runs else "baseline" for e in found}
+    kinds[first] = "run"
     for spec, loaded in external.items():
         echo(f"embedding with {spec}")
         found.append(embed_external(spec, stores[0], data, loaded))

@@ -9,6 +9,7 @@ import numpy as np
 
 from octfm.encoder.embeddings import Embeddings
 from octfm.evaluation import agreement
+from octfm.evaluation.arms import COVARIATES
 from octfm.evaluation.readouts import standardised
 from octfm.evaluation.scoring import Predictions
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap, Metric
@@ -51,9 +52,9 @@ def same_eye(study: Study) -> dict[str, Any]:
         if quantity is None:
             skipped.append({"target": task.name, "sentence": NO_QUANTITY})
             continue
-        # Metadata never looks at the eye, so its agreement would be meaningless.
+        # Covariates never look at the eye, so their agreement would be meaningless.
         readings = {
-            e.name: _readings(study, task, study.predictions(task, e)) for e in study.encoders if e.name != "metadata"
+            e.name: _readings(study, task, study.predictions(task, e)) for e in study.encoders if e.name != COVARIATES
         }
         of_reference = readings[study.reference]
         several = _on_several_scanners(of_reference)

@@ -162,8 +162,7 @@ def _predictions(
         # Regime `every`: the study has cached this fit; select the rows of this scanner.
         predictions = study.predictions(task, encoder)
         return [part(predictions, np.isin(predictions.rows, np.concatenate([r.test for r in first])))]
-    vectors = study.vectors(task, encoder)
-    return [predict(task.cases, rounds, vectors, "linear", study.seed + d) for d, rounds in enumerate(draws)]
+    return [predict(task.cases, rounds, encoder, "linear", study.seed + d) for d, rounds in enumerate(draws)]
 
 
 def _compare_regimes(

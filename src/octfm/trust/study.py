@@ -1,7 +1,7 @@
 """The common data of all analyses of a trust report: encoders on identical rows, targets, training and test rows."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -9,11 +9,11 @@ import numpy as np
 from octfm.catalog.labels import LabelTable
 from octfm.encoder.embeddings import Embeddings, align
 from octfm.errors import EvaluationError
+from octfm.evaluation.arms import MAP_AND_ENCODER, NO_VOXELS
 from octfm.evaluation.cases import Cases, Design, Round, Skip, Target, find_targets, make_cases, make_rounds
-from octfm.evaluation.probe import FOLDS, choose_design, describe, predict
+from octfm.evaluation.probe import FOLDS, choose_design, describe, predict, predict_draws
 from octfm.evaluation.scoring import Predictions, correct, count_participants, finite, metrics_of, to_units
 from octfm.evaluation.statistics import Bootstrap, Metric, bootstrap, bootstrap_together, compare, interval
-from octfm.trust.leaderboard import metadata
 
 Kind = Literal["run", "other run", "baseline", "external", "from scratch"]
 FROM_SCRATCH = "from_scratch"
@@ -77,26 +77,27 @@ class Study:
         return sorted(set(self.data.scanner[self.tested].tolist()))
 
     def images(self) -> list[Embeddings]:
-        """The encoders that use voxels."""
-        return [e for e in self.encoders if e.name not in ("metadata", "tissue_map")]
-
-    def vectors(self, task: Task, encoder: Embeddings) -> Embeddings:
-        """Embeddings of an encoder for a target; the metadata baseline leaves out the target's own column."""
-        if encoder.name != "metadata":
-            return encoder
-        return replace(metadata(self.data, without=task.cases.target.column), name=encoder.name)
+        """The encoders that use voxels, without the joint arm, whose distances have no meaning."""
+        return [e for e in self.encoders if e.name not in (*NO_VOXELS, MAP_AND_ENCODER)]
 
     def predictions(self, task: Task, encoder: Embeddings) -> Predictions:
         """Test predictions of a linear probe on the encoder's vectors, fitted on all training rows; cached."""
         key = (task.name, encoder.name)
         if key not in self._predictions:
-            self._predictions[key] = predict(task.cases, task.rounds, self.vectors(task, encoder), "linear", self.seed)
+            self._predictions[key] = predict(task.cases, task.rounds, encoder, "linear", self.seed)
         return self._predictions[key]
 
     def all_predictions(self, task: Task) -> list[tuple[str, Predictions]]:
         """Test predictions by name: every encoder, the reference first, then the network trained from scratch."""
         named = [(e.name, self.predictions(task, e)) for e in self.encoders]
         return named + ([(FROM_SCRATCH, self.scratch[task.name])] if task.name in self.scratch else [])
+
+    def all_draws(self, task: Task) -> list[tuple[str, list[Predictions]]]:
+        """`all_predictions` with every draw of arms that have several; elsewhere the first one stands for them."""
+        draws = {
+            e.name: predict_draws(task.cases, task.rounds, e, "linear", self.seed) for e in self.encoders if e.draws
+        }
+        return [(name, draws.get(name, [run])) for name, run in self.all_predictions(task)]
 
     def bootstrap(self, metric: Metric, participants: np.ndarray) -> Bootstrap:
         """Bootstrap over participants with the resamples of this study."""

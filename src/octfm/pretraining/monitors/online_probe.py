@@ -154,7 +154,7 @@ def tissue_vectors(
 ) -> np.ndarray:
     """float64 [n, vector width]: pooled tissue tokens, in the run's precision.
 
-    Tokens are selected as in training and in `octfm embed`; `budget_of(grid)` is their number per volume.
+    Tokens are selected as in training, `budget_of(grid)` per volume: shapes stay fixed. `octfm embed` reads all tissue.
     """
     pre, vectors = store.preprocessing, []
     for first in range(0, len(rows), batch):

@@ -8,7 +8,7 @@ from octfm.report.figures import Chart
 from octfm.report.images import prepared_picture
 from octfm.report.page import render, write_page
 from octfm.report.trust import figures, words
-from octfm.report.words import interval
+from octfm.report.words import interval, spread
 from octfm.store.store import Store
 
 PAIRS = 6
@@ -65,7 +65,7 @@ def _table(result: dict[str, Any]) -> list[dict[str, Any]]:
                 "target": target,
                 "metrics": [words.NAMES[m] for m in metrics],
                 "rows": [
-                    {"name": e, "what": what, "cells": [_interval(cell[e, m]) for m in metrics]}
+                    {"name": e, "what": what, "cells": [_interval(cell[e, m]) + spread(cell[e, m]) for m in metrics]}
                     for e, what in {r["encoder"]: r["what"] for r in own}.items()
                 ],
                 "people": own[0]["n_test_participants"],

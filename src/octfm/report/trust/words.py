@@ -19,7 +19,8 @@ BASELINES = {
     "random_init": "random initialisation on identical tokens",
     "histogram": "the intensity histogram",
     "tissue_map": "the tissue map alone",
-    "metadata": "age, site and scanner alone",
+    "map_and_encoder": "the tissue map and the run together",
+    "covariates": "age, sex, site, scanner and image quality alone",
     "from_scratch": "the same network trained from scratch",
 }
 WORDS: dict[str, str] = {

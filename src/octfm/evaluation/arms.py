@@ -1,0 +1,77 @@
+"""The arms of every result: the encoder, and what has to be beaten before it is worth anything.
+
+An arm is a name and a matrix of features with a row per volume: Embeddings. `make_arms` makes all of them from the
+files of `octfm embed`; any other Embeddings of the same volumes can be probed with them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from octfm.catalog.labels import as_number
+from octfm.encoder.embed import RANDOM_INIT
+from octfm.encoder.embeddings import Embeddings, align, joined, read_embeddings
+from octfm.io.location import Location
+
+COVARIATES = "covariates"
+MAP, MAP_AND_ENCODER = "tissue_map", "map_and_encoder"
+OF_PARTICIPANT = ("age", "sex", "clinical_site")
+"""Participant columns among the covariates; those that a cohort lacks are left out."""
+NO_VOXELS = (COVARIATES, MAP)
+"""Arms that see no voxel of the retina."""
+
+
+def make_arms(files: Sequence[str | Location | Embeddings]) -> list[Embeddings]:
+    """All arms, from the files (or Embeddings) that `octfm embed` writes for a run, the encoder of interest first.
+
+    Draws of random initialisation become one arm. Where the tissue map is among the files, `map_and_encoder` joins it
+    with the first one; where the image quality is, `covariates` joins it with age, sex, site and scanner. Files of any
+    other name stay as they are.
+    """
+    found = align([e if isinstance(e, Embeddings) else read_embeddings(e) for e in files])
+    named = {e.name: e for e in found}
+    arms = []
+    for e in found:
+        if e.name == RANDOM_INIT[0]:
+            others = tuple(named[name].vectors for name in RANDOM_INIT[1:] if name in named)
+            arms.append(replace(e, draws=others))
+        elif e.name == MAP and found[0] is not e:
+            arms += [e, joined(MAP_AND_ENCODER, [e, found[0]])]
+        elif e.name == "image_quality":
+            arms.append(covariates(e, e.vectors))
+        elif e.name not in RANDOM_INIT[1:] or RANDOM_INIT[0] not in named:
+            arms.append(e)
+    return arms
+
+
+def covariates(data: Embeddings, quality: np.ndarray | None = None) -> Embeddings:
+    """What is known without looking at the retina: age, sex, site, scanner, and image quality [N, 4] if given.
+
+    `data` gives the rows; its vectors are not used. A probe of one of these columns leaves that column out.
+    """
+    columns: list[tuple[str, np.ndarray]] = [("scanner", column) for column in _one_hot(data.scanner.tolist())]
+    for name in OF_PARTICIPANT:
+        values = [labels.get(name) for labels in data.participant_labels]
+        if name != "age":
+            columns += [(name, column) for column in _one_hot(values)]
+            continue
+        ages = [as_number(v) for v in values]
+        if known := [age for age in ages if age is not None]:
+            columns.append((name, np.array([float(np.mean(known)) if age is None else age for age in ages])))
+    if quality is not None:
+        columns += [("image quality", column) for column in quality.T]
+    return replace(
+        data, name=COVARIATES, path=COVARIATES, metadata={"encoder": _words([name for name, _ in columns])},
+        vectors=np.stack([values for _, values in columns], axis=1), columns=tuple(name for name, _ in columns),
+        parts=(), draws=(),
+    )  # fmt: skip
+
+
+def _words(columns: Sequence[str]) -> str:
+    names = [name.replace("clinical_", "") for name in dict.fromkeys(columns)]
+    return f"{', '.join(names)}; no retina"
+
+
+def _one_hot(values: Sequence[str | None]) -> list[np.ndarray]:
+    return [np.array([float(v == value) for v in values]) for value in sorted({v for v in values if v})]

@@ -1,0 +1,203 @@
+"""What the packaged network measures in a scan, as numbers: the arm that any encoder of the same scan should beat.
+
+Every layer, RPE to Bruch's membrane, fluid and drusen, by ETDRS zone and as spread over the scan. The scans are read in
+their native geometry, not from the prepared store.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from octfm.encoder.embeddings import Embeddings, of_store, take_rows
+from octfm.errors import Echo, EvaluationError
+from octfm.formats import read_volume
+from octfm.io.location import write_whole
+from octfm.io.progress import Progress
+from octfm.layers.finder import LayerFinder
+from octfm.layers.packaged import load_finder
+from octfm.layers.segment import ScanSegmentation, segment
+from octfm.models.layer_net import MASKS, SURFACES
+from octfm.store.store import Store
+from octfm.volume.etdrs import ZONES, measure_grid
+from octfm.volume.volume import Volume
+
+LAYERS = (*pairwise(SURFACES), ("ilm", "bm"), ("rpe_peak", "bm"))
+"""Every layer between neighbouring surfaces, the retina, and the height of the RPE above Bruch's membrane."""
+SPREADS = ("mean", "sd", "p5", "p95", "between_bscans")
+"""Of a map over the scan: its mean, standard deviation and two percentiles, and the standard deviation of the means of
+its B-scans."""
+COLUMNS = (
+    *(f"{a}_{b}:{z}" for a, b in LAYERS for z in ZONES),
+    *(f"{a}_{b}:{s}" for a, b in LAYERS for s in SPREADS),
+    *(f"{m}:{z}" for m in MASKS for z in ZONES),
+    *(f"{m}:{s}" for m in MASKS for s in ("area", "largest", "between_bscans")),
+)  # fmt: skip
+"""Channels: µm, but for the areas, which are shares of the A-scans."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One acquisition to measure."""
+
+    acquisition: str
+    uri: str
+    laterality: str | None
+    spacing_mm: tuple[float, float, float] | None = None
+    """Of the file, if a catalog knows it."""
+
+
+def sources_of(store: Store) -> list[Source]:
+    """The native files of a store's volumes."""
+    return [Source(row.acquisition, row.uri, row.laterality) for row in store.rows]
+
+
+def layer_map(
+    store: Store,
+    file: str | Path,
+    *,
+    bscans: int | None = None,
+    volumes: Mapping[str, Volume] | None = None,
+    finder: LayerFinder | None = None,
+    echo: Echo = print,
+) -> Embeddings:
+    """float64 [N, len(COLUMNS)] of every volume of a store, in the order of embeddings.
+
+    `file`, a JSON Lines file, keeps what is measured: the same call goes on where it stopped, and refuses a file made
+    by another network or with other B-scans. `bscans`: at most so many of each volume, evenly spaced; None for all.
+    `volumes`: acquisition → Volume of those that are not read from their uri. A number that a scan does not allow is
+    the mean of the others'. Raises EvaluationError for a file of another kind, ReadError for an unreadable scan.
+    """
+    finder = finder or load_finder()
+    rows = measured(sources_of(store), file, bscans=bscans, volumes=volumes, finder=finder, echo=echo)
+    data = of_store(store)
+    values = np.array([rows[name] for name in data.acquisition.tolist()]).reshape(len(data.acquisition), len(COLUMNS))
+    known = np.isfinite(values)
+    mean = np.where(known, values, 0).sum(0) / np.maximum(1, known.sum(0))
+    order = np.argsort(data.acquisition)
+    facts = {"encoder": f"layers, fluid and drusen by {finder.model}, no encoder"}
+    arm = replace(data, name="layers", path=str(file), metadata=facts, vectors=np.where(known, values, mean))
+    return take_rows(arm, order)
+
+
+def measured(
+    sources: Sequence[Source],
+    file: str | Path,
+    *,
+    bscans: int | None,
+    volumes: Mapping[str, Volume] | None,
+    finder: LayerFinder,
+    echo: Echo = print,
+) -> dict[str, np.ndarray]:
+    """Acquisition → float64 [len(COLUMNS)], NaN where a scan does not allow a number; see `layer_map`."""
+    file, given = Path(file), volumes or {}
+    head = {"format": "octfm-layer-map", "version": 1, "model": finder.model, "bscans": bscans, "columns": COLUMNS}
+    head = json.loads(json.dumps(head))
+    found = _read(file, head)
+    wanted = [source for source in sources if source.acquisition not in found]
+    if len(wanted) < len(sources):
+        echo(f"{file}: {len(sources) - len(wanted):,} of {len(sources):,} volumes are measured already")
+    with file.open("a", encoding="utf-8") as out, Progress("layers", len(wanted)) as progress:
+        for source in wanted:
+            volume = given.get(source.acquisition)
+            if volume is None:
+                volume = read_volume(source.uri, spacing_mm=source.spacing_mm)
+            side = "R" if source.laterality == "R" else "L" if source.laterality == "L" else None
+            values = describe(segment(spaced(replace(volume, laterality=side), bscans), finder=finder))
+            found[source.acquisition] = values
+            numbers = [None if np.isnan(v) else round(float(v), 4) for v in values]
+            out.write(f"{json.dumps([source.acquisition, numbers])}\n")
+            out.flush()
+            progress.advance(1)
+    return {source.acquisition: found[source.acquisition] for source in sources}
+
+
+def _read(file: Path, head: dict) -> dict[str, np.ndarray]:
+    """What the file holds, without a last line that a kill left half-written; begins the file if there is none."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
+    if not lines:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, f"{json.dumps(head)}\n".encode())
+        return {}
+    try:
+        known = json.loads(lines[0])
+    except ValueError:
+        known = {}
+    if known != head:
+        was = {key: known.get(key) for key in ("model", "bscans")} if isinstance(known, dict) else {}
+        raise EvaluationError(
+            f"{file}: expected layers measured by {head['model']} in {head['bscans'] or 'all'} B-scans, got "
+            f"{was.get('model') or 'another file'} in {was.get('bscans') or 'all'}; delete it, or name another file"
+        )
+    whole = [line for line in lines[1:] if line.endswith("\n")]
+    if len(whole) + 1 < len(lines):
+        write_whole(file, "".join([lines[0], *whole]).encode())
+    rows = (json.loads(line) for line in whole)
+    return {name: np.array([np.nan if v is None else v for v in values], float) for name, values in rows}
+
+
+def spaced(volume: Volume, bscans: int | None) -> Volume:
+    """The volume with every n-th B-scan, so that at most about `bscans` remain, the middle ones of each n."""
+    depth = len(volume.voxels)
+    step = 1 if bscans is None else max(1, round(depth / bscans))
+    if step == 1 or depth // step < 2:
+        return volume
+    kept = slice((depth - 1) % step // 2, None, step)
+    dz, dy, dx = volume.spacing_mm
+    lines = None if volume.lines is None else volume.lines[kept]
+    return replace(volume, voxels=volume.voxels[kept], spacing_mm=(dz * step, dy, dx), lines=lines)
+
+
+def describe(scan: ScanSegmentation) -> np.ndarray:
+    """float64 [len(COLUMNS)] of one scan; NaN for zones that it does not cover."""
+    um = 1000 * scan.spacing_mm[1]
+    maps = [scan.thickness_um(a, b) for a, b in LAYERS]
+    heights = [
+        scan.masks[name].sum(axis=1) * um if name in scan.masks else np.full(scan.found.present.shape, np.nan)
+        for name in MASKS
+    ]
+    return np.array(
+        [
+            *_zones(scan, maps),
+            *(value for values in maps for value in _spread(values)),
+            *_zones(scan, heights),
+            *(value for values in heights for value in _amounts(values)),
+        ],
+        float,
+    )
+
+
+def _zones(scan: ScanSegmentation, maps: Iterable[np.ndarray]) -> Iterator[float]:
+    """Means per zone of ZONES around one fovea, of all A-scans, the doubtful ones too: a probe can judge for itself."""
+    maps = list(maps)
+    try:
+        place = scan.place()
+        inner = scan.thickness_um("ilm", "ipl_inl")
+        centre = measure_grid(inner, place, scan.volume.laterality).centre_mm
+    except EvaluationError:
+        yield from np.full(len(maps) * len(ZONES), np.nan)
+        return
+    for values in maps:
+        flat = np.zeros_like(values)
+        means = measure_grid(values, place, scan.volume.laterality, centre, pit_map_um=flat).mean_um
+        yield from (np.nan if means.get(zone) is None else float(means[zone] or 0.0) for zone in ZONES)
+
+
+def _spread(values_DW: np.ndarray) -> list[float]:
+    known = values_DW[np.isfinite(values_DW)]
+    if not known.size:
+        return [np.nan] * len(SPREADS)
+    lines = [line[np.isfinite(line)].mean() for line in values_DW if np.isfinite(line).any()]
+    low, high = np.percentile(known, (5, 95))
+    return [float(known.mean()), float(known.std()), float(low), float(high), float(np.std(lines))]
+
+
+def _amounts(values_DW: np.ndarray) -> list[float]:
+    """Share of A-scans that have some, its greatest height in µm, and the spread of the share over B-scans."""
+    if not np.isfinite(values_DW).all():
+        return [np.nan] * 3
+    some = values_DW > 0
+    return [float(some.mean()), float(values_DW.max()), float(some.mean(1).std())]

@@ -1,0 +1,133 @@
+"""The arms of a result: what an encoder is compared with, and a joint arm that its parts cannot drag down."""
+
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octfm.encoder.embeddings import joined, take_rows
+from octfm.encoder.quality import QUALITY, image_quality
+from octfm.errors import EvaluationError
+from octfm.evaluation.arms import covariates, make_arms
+from octfm.evaluation.probe import probe, summary_lines
+from octfm.evaluation.readouts import fit_predict
+from octfm.report.words import score_rows
+from octfm.store.layout import Arrays
+from support.trust_cohort import SCANNERS, Cohort
+
+
+@pytest.fixture(scope="module")
+def cohort():
+    return Cohort(90, SCANNERS[:1])
+
+
+@pytest.fixture(scope="module")
+def files(cohort):
+    named = {"pretrained": 0.6, "random_init": 0.1, "random_init_2": 0.2, "random_init_3": 0.3, "histogram": 0.1}
+    found = [cohort.embeddings(name, signal=s, noise=1.0, seed=i) for i, (name, s) in enumerate(named.items())]
+    knows = cohort.embeddings("tissue_map", signal=1.2, noise=1.0, seed=9)
+    return [*found, knows, replace(knows, name="image_quality", vectors=knows.vectors[:, :4])]
+
+
+def test_arms_are_the_encoder_and_all_that_it_must_beat(files):
+    arms = {arm.name: arm for arm in make_arms(files)}
+    assert [*arms] == ["pretrained", "random_init", "histogram", "tissue_map", "map_and_encoder", "covariates"]
+    assert len(arms["random_init"].draws) == 2
+    assert arms["map_and_encoder"].parts == (("tissue_map", 12), ("pretrained", 12))
+    assert arms["covariates"].columns == ("scanner", "age", *["clinical_site"] * 3, *["image quality"] * 4)
+    few = take_rows(arms["random_init"], np.arange(5))
+    assert few.vectors.shape == (5, 12) and few.draws[1].shape == (5, 12)
+    assert [arm.name for arm in make_arms([files[0], files[4]])] == ["pretrained", "histogram"]
+
+
+def test_a_result_shows_every_draw_and_what_the_encoder_adds_to_the_map(files):
+    result = probe(make_arms(files), targets=["disease"], resamples=100)
+    rows = {r["encoder"]: r for r in result["results"] if r["metric"] == "auroc"}
+    untrained = rows["random_init"]
+    assert len(untrained["per_draw"]) == 3 and len(set(untrained["per_draw"])) == 3 and untrained["seeds"] == 1
+    low, high = min(untrained["per_draw"]), max(untrained["per_draw"])
+    assert f"; 3 draws: {low:.2f} to {high:.2f}" in score_rows([untrained], ["random_init"])[0]["cells"][0]
+    assert f", 3 draws from {low:.3f} to {high:.3f}" in "\n".join(summary_lines(result))
+    assert untrained["estimate"] == pytest.approx(np.mean(untrained["per_draw"]))
+    alone = probe([files[0], files[1]], targets=["disease"], resamples=100)["results"]
+    one = next(r for r in alone if (r["encoder"], r["metric"]) == ("random_init", "auroc"))
+    assert one["estimate"] == pytest.approx(untrained["per_draw"][0])
+    assert untrained["high"] - untrained["low"] > one["high"] - one["low"], "another network might have been drawn"
+    pairs = {(c["a"], c["b"]): c for c in result["comparisons"] if c["metric"] == "auroc"}
+    assert pairs.keys() == {("pretrained", name) for name in rows if name != "pretrained"} | {
+        ("map_and_encoder", "tissue_map")
+    }
+    assert all(c["p_holm"] is not None for c in pairs.values())
+
+
+def test_covariates_never_hold_the_answer(cohort, files):
+    arm = covariates(files[0])
+    ages = probe([files[0], arm], targets=["age"], resamples=100)["results"]
+    score = next(r for r in ages if (r["encoder"], r["metric"]) == ("covariates", "r2"))
+    assert score["estimate"] < 0.2, "age is among the covariates, but not where age is asked for"
+
+
+def made_up(rng, n, widths, informative):
+    """Rows of parts with these widths, of which only `informative` knows the label."""
+    y = rng.integers(0, 2, n)
+    parts = [rng.normal(size=(n, w)) for w in widths]
+    parts[informative][:, 0] += 1.5 * y
+    return np.hstack(parts), y
+
+
+@pytest.mark.parametrize("informative", [0, 1])
+def test_a_part_that_knows_nothing_hardly_hurts_the_joint_arm(informative):
+    """150 channels of noise, joined with 5 that know the label; with one penalty for all they drown it."""
+    widths = [5, 150][:: -1 if informative else 1]
+    own = slice(150, 155) if informative else slice(0, 5)
+    people = np.array([f"P{i}" for i in range(150)])
+    losses = []
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        (x, y), (new, truth) = (made_up(rng, n, widths, informative) for n in (150, 400))
+        alone, _ = fit_predict("linear", x[:, own], y, people, new[:, own], 2, 0)
+        together, strengths = fit_predict("linear", x, y, people, new, 2, 0, widths)
+        as_one, _ = fit_predict("linear", x, y, people, new, 2, 0)
+        losses.append([-found[np.arange(400), truth].mean() for found in (alone, together, as_one)])
+        assert strengths[1 - informative] < strengths[informative]
+    alone, together, as_one = np.mean(losses, axis=0)
+    assert together < alone + 0.03 < as_one
+
+
+@pytest.mark.parametrize("readout", ["linear", "knn", "trees"])
+def test_every_readout_takes_joint_arms_numbers_and_grades(files, readout):
+    arm = joined("both", [files[0], files[5]])
+    result = probe([arm], targets=["disease", "cst_um"], readout=readout, resamples=50)
+    found = {r["metric"]: r["estimate"] for r in result["results"]}
+    assert found["auroc"] > 0.8 and found["r2"] > 0.3
+
+
+def test_trees_without_scikit_learn_say_what_to_install(files, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
+    with pytest.raises(EvaluationError, match="trees needs scikit-learn: pip install"):
+        probe([files[0]], targets=["disease"], readout="trees", resamples=50)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 3), st.integers(0, 16), st.integers(0, 255))
+def test_image_quality_is_finite_for_any_volume(first, upper, grey):
+    """No vitreous, no image, one grey level: a number in every column."""
+    voxels = np.full((1, 2, 16, 3), grey, np.uint8)
+    band = np.stack([np.full((2, 3), upper), np.full((2, 3), 16)])[None]
+    valid = np.stack([np.full((2, 3), first), np.full((2, 3), 16 if first < 3 else first)])[None]
+    found = image_quality(Arrays(voxels, band, valid))
+    assert found.shape == (1, len(QUALITY)) and np.isfinite(found).all()
+
+
+def test_image_quality_knows_noise_from_signal():
+    rng = np.random.default_rng(0)
+    band, valid = (np.stack([np.full((4, 32), a), np.full((4, 32), 64)])[None] for a in (32, 0))
+    quiet, loud = np.full((1, 4, 64, 32), 20.0), np.full((1, 4, 64, 32), 20.0)
+    for voxels, noise in ((quiet, 4), (loud, 15)):
+        voxels[:, :, 32:] = 160
+        voxels += noise * rng.normal(size=voxels.shape)
+    calm, noisy = (image_quality(Arrays(v.clip(0, 255).astype(np.uint8), band, valid))[0] for v in (quiet, loud))
+    assert noisy[1] > 3 * calm[1] and calm[2] > 2 * noisy[2]

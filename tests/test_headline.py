@@ -1,0 +1,173 @@
+"""The headline questions: mild disease is mild, what was left out of training was left out, and layers resume."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octfm.catalog.labels import LabelTable
+from octfm.errors import EvaluationError
+from octfm.evaluation.headline import (
+    SEEN_SCANNER,
+    UNSEEN_DISEASE,
+    UNSEEN_SCANNER,
+    answer,
+    questions,
+    with_headline_columns,
+)
+from octfm.evaluation.layer_map import COLUMNS, Source, describe, measured, spaced
+from octfm.layers.packaged import load_finder
+from octfm.layers.sample import samples
+from octfm.layers.segment import segment
+from octfm.volume.volume import Lines
+from support.trust_cohort import SCANNERS, Cohort
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import yardstick
+
+DISEASES = ("healthy", "drusen", "glaucoma")
+
+
+def labels_of(rows):
+    columns = ("diagnosis", "severity", "cst_um")
+    ids = ("participant_id", "laterality", "sop_instance_uid")
+    cells = tuple(dict(zip((*ids, *columns), row, strict=True)) for row in rows)
+    return LabelTable("labels.tsv", columns, cells, *ids)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(("healthy", "Normal", "drusen", "dme", "")), st.sampled_from(("0.2", "0.5", "0.9", ""))
+        ),
+        min_size=1,
+    )
+)
+def test_mild_is_below_half_and_others_are_no_controls(drawn):
+    table = with_headline_columns(labels_of([(str(i), "R", str(i), d, s, "300") for i, (d, s) in enumerate(drawn)]))
+    for row, (diagnosis, severity) in zip(table.rows, drawn, strict=True):
+        for name in {d for d, _ in drawn} & {"drusen", "dme"}:
+            if diagnosis in ("healthy", "Normal"):
+                assert row[name] == row[f"mild_{name}"] == row["mild_disease"] == "healthy"
+            else:
+                assert row[name] == (name if diagnosis == name else "")
+                assert row[f"mild_{name}"] == (name if diagnosis == name and severity == "0.2" else "")
+    assert with_headline_columns(replace(table, columns=("age",))).columns == ("age",)
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """Every third participant is ill, by turns with drusen and glaucoma; none was seen in pretraining."""
+    cohort = Cohort(180, SCANNERS[:2])
+    arm = cohort.embeddings("run", signal=1.0, noise=1.0)
+    people = sorted({r["participant"] for r in cohort.rows})
+    rows = [
+        (r["participant"], r["laterality"], r["acquisition"],
+         "healthy" if not r["ill"] else DISEASES[1 + people.index(r["participant"]) // 3 % 2],
+         "0.3" if int(r["participant"][1:]) % 2 else "0.8", f"{r['cst']:.1f}")
+        for r in cohort.rows
+    ]  # fmt: skip
+    found, without = questions(arm, labels_of(rows), np.zeros(len(rows), bool), "k-fold", 3)
+    return arm, {q.name: q for q in found}, without, {r[2]: r[3] for r in rows}
+
+
+def test_every_headline_question_is_asked(asked):
+    _, by_name, without, _ = asked
+    assert {"disease", "diagnosis", "cst_um", "drusen", "glaucoma", "mild_disease", SEEN_SCANNER, UNSEEN_SCANNER,
+            UNSEEN_DISEASE, "mild_drusen", "mild_glaucoma"} == {*by_name} | {w.partition(":")[0] for w in without}  # fmt: skip
+    assert by_name["cst_um"].metric == "r2" and by_name["diagnosis"].cases.classes == DISEASES
+
+
+def test_what_is_left_out_is_in_no_training_row_and_nobody_on_both_sides(asked):
+    arm, by_name, _, diagnosis = asked
+    names = np.array([diagnosis[a] for a in arm.acquisition])
+    for question, of_row in ((by_name[UNSEEN_SCANNER], arm.scanner), (by_name[UNSEEN_DISEASE], names)):
+        assert len(question.parts) == 2
+        for group, rounds in question.parts:
+            for r in rounds:
+                train, test = question.cases.rows[r.train], question.cases.rows[r.test]
+                assert group not in of_row[train] and group in of_row[test]
+                assert not {*arm.participant[train]} & {*arm.participant[test]}
+                assert {*of_row[test]} <= {group, "healthy"}
+    tested = np.concatenate([r.test for _, rounds in by_name[UNSEEN_SCANNER].parts for r in rounds])
+    assert sorted(tested) == [*range(len(arm.acquisition))], "every acquisition once"
+
+
+def test_answers_pair_arms_and_find_the_one_that_knows(asked):
+    arm, by_name, _, _ = asked
+    noise = replace(arm, name="noise", vectors=np.random.default_rng(0).normal(size=arm.vectors.shape))
+    scores = {"c": {}}
+    for name in ("cst_um", UNSEEN_DISEASE):
+        own = {a.name: answer(by_name[name], a, "linear", 100) for a in (arm, noise)}
+        scores["c"][name] = {"mine": own["run"], "tissue_map": own["noise"]}
+    found = yardstick.results(scores, ["mine"])
+    rows = {(r["a"], r["b"], r["question"]): r for r in found["differences"]}
+    assert rows.keys() == {("mine", "tissue_map", name) for name in scores["c"]}
+    assert all(r["claim"] == "better" and r["low"] > 0 for r in rows.values())
+    text = yardstick.table(found, ["- in the generator"])
+    assert text.count("**") == 4 and "| mine − tissue_map |" in text
+    same = yardstick.results({"c": {"cst_um": {"mine": own["noise"], "tissue_map": own["noise"]}}}, ["mine"])
+    assert same["differences"][0]["claim"] == "inconclusive"
+
+
+def test_two_cohorts_are_pooled_and_each_is_shown(asked):
+    arm, by_name, _, _ = asked
+    draws = answer(by_name["cst_um"], arm, "linear", 60)
+    worse = [replace(d, estimate=d.estimate - 0.2, resampled=d.resampled - 0.2) for d in draws]
+    found = yardstick.results({"a": {"q": {"mine": draws}}, "b": {"q": {"mine": worse}}}, ["mine"])
+    (cell,) = found["cells"]
+    assert cell["estimate"] == pytest.approx(draws[0].estimate - 0.1)
+    assert cell["low"] < draws[0].estimate - 0.15 and len(cell["per_cohort"]) == 2
+
+
+@pytest.fixture(scope="module")
+def scan():
+    volume = samples(["dme"])[0].volume
+    return spaced(volume, 4)
+
+
+def test_layers_are_measured_once_and_go_on_after_a_kill(scan, tmp_path):
+    finder, sources = load_finder(), [Source(name, name, "R") for name in ("1", "2")]
+    file, volumes = tmp_path / "layers.jsonl", {"1": scan, "2": replace(scan, voxels=scan.voxels[:, :, ::-1])}
+    said: list[str] = []
+
+    def measure(which, bscans=None):
+        return measured(which, file, bscans=bscans, volumes=volumes, finder=finder, echo=said.append)
+
+    first = measure(sources[:1])
+    with file.open("a") as cut:
+        cut.write('["2", [1.0, 2')
+    both = measure(sources)
+    np.testing.assert_array_equal(both["1"], first["1"])
+    assert len(file.read_text().splitlines()) == 3 and "1 of 2 volumes are measured already" in said[0]
+    found = dict(zip(COLUMNS, both["1"], strict=True))
+    assert 150 < found["ilm_bm:mean"] < 600 and found["intraretinal_fluid:area"] > 0
+    whole = [found[f"{a}:mean"] for a in ("ilm_nfl_gcl", "nfl_gcl_ipl_inl", "ipl_inl_inl_opl", "inl_opl_opl_onl",
+             "opl_onl_ez", "ez_rpe_inner", "rpe_inner_rpe_peak", "rpe_peak_bm")]  # fmt: skip
+    assert sum(whole) == pytest.approx(found["ilm_bm:mean"], rel=0.02), "layers add up to the retina"
+    with pytest.raises(EvaluationError, match=r"in 2 B-scans, got .* in all; delete it"):
+        measure(sources, 2)
+    file.write_text(json.dumps({"format": "other"}) + "\n")
+    with pytest.raises(EvaluationError, match="got another file"):
+        measure(sources)
+
+
+def test_thinned_scans_keep_their_place(scan):
+    lines = Lines(np.arange(24.0).reshape(12, 2), np.arange(24.0).reshape(12, 2) + 5)
+    volume = replace(scan, voxels=np.zeros((12, 8, 8), np.uint8), lines=lines, spacing_mm=(0.1, 0.004, 0.02))
+    thin = spaced(volume, 4)
+    assert len(thin.voxels) == 4 and thin.spacing_mm == pytest.approx((0.3, 0.004, 0.02))
+    assert thin.lines.start[:, 0].tolist() == [2, 8, 14, 20]
+    assert spaced(volume, None) is volume and spaced(volume, 100) is volume
+
+
+def test_a_scan_that_covers_no_zone_still_has_its_spread(scan):
+    line = replace(scan, voxels=scan.voxels[:1], layout="line", lines=None)
+    values = dict(zip(COLUMNS, describe(segment(line)), strict=True))
+    assert np.isnan(values["ilm_bm:centre"]) and np.isfinite(values["ilm_bm:mean"])
