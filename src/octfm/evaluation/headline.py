@@ -101,11 +101,10 @@ def questions(
 
 
 def _by_scanner(cases: Cases, rounds: Sequence[Round], data: Embeddings, seen: bool) -> Question:
-    """Each scanner in turn gives no training row, and all test rows."""
+    """Each scanner in turn gives all test rows and, unless it is `seen`, no training row."""
     scanner = data.scanner[cases.rows]
-    return _left_out(
-        UNSEEN_SCANNER, cases, rounds, [(s, scanner != s, scanner == s) for s in sorted({*scanner.tolist()})]
-    )
+    groups = [(s, (scanner != s) | seen, scanner == s) for s in sorted({*scanner.tolist()})]
+    return _left_out(SEEN_SCANNER if seen else UNSEEN_SCANNER, cases, rounds, groups)
 
 
 def _unseen_disease(cases: Cases, rounds: Sequence[Round], data: Embeddings, table: LabelTable) -> Question:

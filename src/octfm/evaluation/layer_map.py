@@ -106,9 +106,10 @@ def measured(
             if volume is None:
                 volume = read_volume(source.uri, spacing_mm=source.spacing_mm)
             side = "R" if source.laterality == "R" else "L" if source.laterality == "L" else None
-            values = describe(segment(spaced(replace(volume, laterality=side), bscans), finder=finder))
+            scan = segment(spaced(replace(volume, laterality=side), bscans), finder=finder)
+            values = np.round(describe(scan), 4)
             found[source.acquisition] = values
-            numbers = [None if np.isnan(v) else round(float(v), 4) for v in values]
+            numbers = [None if np.isnan(v) else float(v) for v in values]
             out.write(f"{json.dumps([source.acquisition, numbers])}\n")
             out.flush()
             progress.advance(1)
