@@ -29,8 +29,6 @@ from octfm.encoder.embed import RANDOM_INIT, embed_store, histogram_baseline, qu
 from octfm.encoder.embeddings import Embeddings, joined, read_embeddings
 from octfm.encoder.encoder import Encoder, load_encoder, seen_by
 from octfm.evaluation.arms import MAP, make_arms
-from octfm.evaluation.headline import Question, answer, pooled_over, questions
-from octfm.evaluation.layer_map import layer_map
 from octfm.evaluation.probe import FOLDS, rows_seen
 from octfm.evaluation.readouts import Readout
 from octfm.evaluation.scoring import finite
@@ -38,6 +36,8 @@ from octfm.evaluation.statistics import Bootstrap, compare, holm, interval
 from octfm.evaluation.tissue_map import tissue_map_baseline
 from octfm.io.location import write_whole
 from octfm.store.store import Store
+from octfm.tasks.layer_map import layer_map
+from yardstick_questions import Question, answer, pooled_over, questions
 
 UNTRAINED = "untrained:"
 RESAMPLES = 2000

@@ -12,18 +12,10 @@ from hypothesis import strategies as st
 
 from octfm.catalog.labels import LabelTable
 from octfm.errors import EvaluationError
-from octfm.evaluation.headline import (
-    SEEN_SCANNER,
-    UNSEEN_DISEASE,
-    UNSEEN_SCANNER,
-    answer,
-    questions,
-    with_headline_columns,
-)
-from octfm.evaluation.layer_map import COLUMNS, Source, describe, measured, spaced
 from octfm.layers.packaged import load_finder
 from octfm.layers.sample import samples
 from octfm.layers.segment import segment
+from octfm.tasks.layer_map import COLUMNS, Source, describe, measured, spaced
 from octfm.volume.volume import Lines
 from support.trust_cohort import SCANNERS, Cohort
 
