@@ -21,6 +21,14 @@ from support.trust_cohort import SCANNERS, Cohort
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import yardstick
+from yardstick_questions import (
+    SEEN_SCANNER,
+    UNSEEN_DISEASE,
+    UNSEEN_SCANNER,
+    answer,
+    questions,
+    with_headline_columns,
+)
 
 DISEASES = ("healthy", "drusen", "glaucoma")
 

@@ -61,7 +61,7 @@ def embed_all(
     written = [embed_store(encoder, opened, folder, "pretrained", echo)]
     if baselines:
         for draw, name in enumerate(RANDOM_INIT):
-            untrained = load_encoder(run, random_init=True, draw=draw, device=device).pooling(pool)
+            untrained = load_encoder(run, random_init=True, draw=draw, device=device).pooling(pool).reading(opened)
             written.append(embed_store(untrained, opened, folder, name, echo))
         written += [
             baseline(opened, folder) for baseline in (histogram_baseline, tissue_map_baseline, quality_baseline)
