@@ -75,7 +75,7 @@ def test_scientific_notation_is_a_number(yaml_file):
         ),
         (
             "objective: {name: data2vec, goal_average: [2, 1, 4]}",
-            r"goal_average belongs to objective\.name vjepa2 or mae, not data2vec",
+            r"goal_average belongs to objective\.name vjepa2 or mae or anchored, not data2vec",
         ),
         (
             "objective: {name: mae, voxel_loss: 1}",

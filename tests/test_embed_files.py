@@ -292,7 +292,7 @@ def test_decoding_waits_for_the_encoder(run, clinic, tmp_path, monkeypatch):
         begun.append(item)
         return item
 
-    monkeypatch.setattr(spread, "_isolated", lambda function, items, *_: [function(items[0])])
+    monkeypatch.setattr(spread, "_isolated", lambda function, items, **_: [function(items[0])])
     for result in spread.stream(slow, list(range(50)), lambda item, _: item, workers=2):
         assert result == taken
         taken += 1

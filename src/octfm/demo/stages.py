@@ -21,6 +21,7 @@ class Stages:
         self.log, self.echo, self.count = out / LOG, echo, count
         self.parts: list[tuple[str, float]] = []
         self.began = time.perf_counter()
+        self._held: list[str] = []
         out.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -33,9 +34,15 @@ class Stages:
         self.echo(line)
 
     def note(self, line: str) -> None:
-        """A line for the log only."""
+        """A line for the log only, which begins once a stage has succeeded: what is refused leaves no file."""
+        self._held.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
+        if self.parts:
+            self._flush()
+
+    def _flush(self) -> None:
         with self.log.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
+            file.writelines(self._held)
+        self._held.clear()
 
     @contextmanager
     def stage(self, name: str, what: str) -> Iterator[None]:
@@ -46,6 +53,7 @@ class Stages:
         with lines_to(self.note):
             yield
         self.parts.append((name, time.perf_counter() - start))
+        self._flush()
 
     def shares(self) -> str:
         return ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.parts)
