@@ -56,6 +56,7 @@ def assert_same_state(one, other) -> None:
     torch.testing.assert_close(a["optimizer"]["state"], b["optimizer"]["state"], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @buckets
 def test_ranks_on_another_machine_go_on_with_shards_in_a_bucket(ranks, place, store, on_disk, tmp_path):
     """Stopped after step 5, a shard of whose checkpoint is then damaged in the bucket: the next machine begins at

@@ -63,6 +63,7 @@ def kill_again_and_again(
     return hit, half
 
 
+@pytest.mark.slow
 def test_F18_a_rank_killed_in_a_sharded_save_changes_nothing(ranks, store, tmp_path):
     hit, _ = kill_again_and_again(ranks, store, tmp_path, "fsdp", steps=12, kills=2, saves=2, seed=1, operations=8)
     assert hit == 2

@@ -59,7 +59,7 @@ print(peak * 1e9 - before)
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(sized(384, 16, 8, 128), id="wide"),
+        pytest.param(sized(384, 16, 8, 128), id="wide", marks=pytest.mark.slow),
         pytest.param(sized(192, 48, 48, 128), id="many volumes", marks=pytest.mark.slow),
     ],
 )

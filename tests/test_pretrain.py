@@ -2,7 +2,6 @@
 
 import json
 import signal
-from itertools import product
 
 import numpy as np
 import pytest
@@ -21,7 +20,14 @@ def store(tmp_path_factory):
     return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
-@pytest.mark.parametrize("objective, precision", [*product(("vjepa2", "data2vec"), ("fp32", "bf16")), ("mae", "fp32")])
+@pytest.mark.parametrize(
+    "objective, precision",
+    [
+        *((objective, "fp32") for objective in ("vjepa2", "data2vec", "mae")),
+        pytest.param("vjepa2", "bf16", marks=pytest.mark.slow),
+        pytest.param("data2vec", "bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_loss_falls_in_training_and_on_held_out_participants(store, tmp_path, objective, precision):
     settings = config(
         steps=80, objective={"name": objective}, precision=precision, log_every_steps=10, validate_every_steps=10

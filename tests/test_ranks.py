@@ -162,7 +162,7 @@ def test_four_inf_gradients_on_one_rank_take_all_back_together(ranks, store, tmp
     assert [row["step"] for row in rows(out)] == list(range(12))
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on_bit_for_bit(ranks, store, tmp_path, parallel):
     settings = SMALL | {"runtime": {"parallel": parallel}}
     ended = ranks(2, store.path, tmp_path / "run", settings, fault="term", at=4, on=1)
@@ -250,6 +250,7 @@ def test_memory_that_runs_out_on_one_rank_halves_the_micro_batch_of_all(ranks, s
     assert_same_curves(tmp_path / "one", tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_F7_with_shards_the_next_start_goes_on_with_half_the_micro_batch(ranks, store, tmp_path):
     """A step cannot be computed again by ranks that wait for each other's shards: the job ends, and nobody need
     change a setting."""
