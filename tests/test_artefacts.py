@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import octfm
 from octfm.catalog.catalog import Catalog
 from octfm.encoder.embeddings import read_embeddings
+from octfm.models.token_map import PADDING, TISSUE, token_map
 from octfm.pretraining.settings import load_config
 from octfm.run import checkpoint
 from octfm.run.tracking import read_metrics
@@ -38,9 +40,22 @@ def test_catalog_and_store_of_0_1_are_read(old):
 
 @pytest.mark.parametrize("source", ["run", "export"])
 def test_encoders_of_0_1_give_the_vectors_they_gave(old, source):
-    arrays = Store.open(old / "store").read([0, 1, 2])
-    vectors = octfm.load_encoder(str(old / source)).embed_arrays(arrays)
-    np.testing.assert_allclose(vectors, np.load(old / "vectors.npy"), rtol=1e-4, atol=1e-5)
+    """0.1 encoded all tokens of the image and averaged those of tissue; today only tissue is encoded."""
+    arrays, encoder = Store.open(old / "store").read([0, 1, 2]), octfm.load_encoder(str(old / source))
+    before, vectors = np.load(old / "vectors.npy"), encoder.embed_arrays(arrays)
+    maps = token_map(arrays.band, arrays.valid, encoder.preprocessing.image_size, encoder.config.model.patch_size)
+    only_tissue = 0
+    for place, own in enumerate(maps.reshape(3, -1)):
+        image = np.flatnonzero(own != PADDING)
+        with torch.no_grad():
+            voxels = torch.from_numpy(arrays.voxels[place : place + 1])
+            tokens = encoder.network.forward_features(voxels, torch.from_numpy(image)[None])[0].numpy()
+        as_before = tokens[own[image] == TISSUE].mean(0)
+        np.testing.assert_allclose(as_before, before[place], rtol=1e-4, atol=1e-5)
+        if (own[image] == TISSUE).all():
+            only_tissue += 1
+            np.testing.assert_allclose(vectors[place], before[place], rtol=1e-4, atol=1e-5)
+    assert only_tissue == 2
 
 
 def test_results_of_0_1_are_read(old):
