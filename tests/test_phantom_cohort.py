@@ -85,6 +85,28 @@ def test_manifest_header_reader_and_ground_truth_agree(cohort):
         assert label["phantom_version"] == PHANTOM_VERSION
 
 
+def test_version_4_scans_the_same_eyes_with_other_looks(tmp_path):
+    folders = {v: write_phantom(tmp_path / v, 2, 3, size=SMALL, version=v, workers=1) for v in ("3", "4")}
+    again = write_phantom(tmp_path / "again", 2, 3, size=SMALL, version="4", workers=2)
+    rows = {v: table(folder / "ground_truth" / "labels.tsv") for v, folder in folders.items()}
+    said = ("participant_id", "laterality", "scanner", "diagnosis", "severity", "cst_um", "age")
+    assert [[r[c] for c in said] for r in rows["3"]] == [[r[c] for c in said] for r in rows["4"]]
+    for three, four in zip(rows["3"], rows["4"], strict=True):
+        assert (three["phantom_version"], four["phantom_version"]) == ("3", "4")
+        assert three["sop_instance_uid"] != four["sop_instance_uid"]
+        file = folders["4"] / four["filepath"].lstrip("/")
+        assert file.read_bytes() == (again / four["filepath"].lstrip("/")).read_bytes()
+        volume = read_volume(file)
+        assert "phantom 4" in pydicom.dcmread(file).SoftwareVersions and volume.laterality == four["laterality"]
+        with np.load(folders["4"] / "ground_truth" / f"{four['sop_instance_uid']}.npz") as truth:
+            ilm, bm = (truth["surfaces"][list(truth["surface_names"]).index(name)] for name in ("ilm", "bm"))
+        row = np.arange(SMALL[1])[None, :, None]
+        inside = (row > ilm[:, None]) & (row < bm[:, None])
+        assert volume.voxels[inside].mean() > 1.2 * volume.voxels[row + 0 * volume.voxels < ilm[:, None]].mean()
+    with pytest.raises(OctfmError, match="expected version 3 or 4, got 5"):
+        write_phantom(tmp_path / "5", 1, 0, version="5")
+
+
 def test_every_defect_has_the_reason_code_it_was_planted_for(cohort):
     planted = table(cohort / "ground_truth" / "defects.tsv")
     assert {row["kind"] for row in planted} == {defect.kind for defect in DEFECTS} and len(DEFECTS) >= 6

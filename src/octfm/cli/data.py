@@ -3,7 +3,7 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -45,6 +45,13 @@ def phantom(
     null_effect: Annotated[
         bool, typer.Option("--null-effect", help="Draw labels as usual, but render every eye as healthy.")
     ] = False,
+    version: Annotated[
+        Literal["3", "4"],
+        typer.Option(
+            "--phantom-version",
+            help="4: outer retina, choroid and looks of the streamed phantoms that the packaged networks learned from.",
+        ),
+    ] = "3",
     workers: opt.Workers = None,
 ) -> None:
     """Write a synthetic cohort with known ground truth, in the folder layout of AI-READI.
@@ -65,6 +72,7 @@ def phantom(
             diagnoses=diagnosis or DIAGNOSES,
             defects=defects,
             effect=not null_effect,
+            version=version,
             zipped=zipped,
             workers=workers,
             progress=progress.up_to,

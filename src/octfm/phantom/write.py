@@ -24,6 +24,7 @@ from octfm.io.spread import spread
 from octfm.phantom.cohort import Participant, draw_cohort, eye_of
 from octfm.phantom.defects import DEFECTS, Defect, spoil
 from octfm.phantom.dicom import to_bytes, to_dataset, uid
+from octfm.phantom.native.eye import render_eye
 from octfm.phantom.pathology import DIAGNOSES, LESIONS
 from octfm.phantom.render import GroundTruth, render
 from octfm.phantom.scanner import DEFAULT_SCANNERS, SCANNERS, Scanner
@@ -31,6 +32,8 @@ from octfm.volume.volume import Laterality, Shape3, Volume
 
 PHANTOM_VERSION = "3"
 """Increased by every change that alters bytes; reports of results state it."""
+VERSIONS = (PHANTOM_VERSION, "4")
+"""Of cohorts that can be written: 4 has the outer retina, choroid and looks of the streamed phantoms."""
 MAX_SIDE, MAX_VOXELS = 8192, 5 * 10**8
 """Limits of one scan; a native Triton volume has 1.3e8 voxels."""
 
@@ -63,6 +66,7 @@ class _Job:
     defects: dict[tuple[str, Laterality], Defect]
     """(scanner, eye) -> defect of the extra, defective file written for that acquisition."""
     effect: bool
+    version: str
 
 
 def write_phantom(
@@ -78,6 +82,7 @@ def write_phantom(
     defects: float = 0.0,
     zipped: bool = False,
     effect: bool = True,
+    version: str = PHANTOM_VERSION,
     only: Sequence[str] | None = None,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -89,6 +94,7 @@ def write_phantom(
     defects: number of defective files added per good file; no good file is replaced.
     zipped: put the files of each scanner into one ZIP archive, structural_oct/SCANNER.zip, as AI-READI also ships.
     effect: False renders every eye healthy under the same labels; in such a null cohort nothing may predict them.
+    version: one of VERSIONS; participants, eyes and lesions are the same, images differ.
     only: write the part of the cohort that these of `scanners` scanned, with the bytes that it has in the whole.
     workers: processes, None for one per core; the bytes do not depend on it.
     progress: called with (done, total) participants.
@@ -96,7 +102,7 @@ def write_phantom(
     The folder appears when it is complete. Raises OctfmError for impossible arguments, or if `out` exists.
     """
     out = local_path(out)
-    _check(out, participants, seed, size, scanners, diagnoses, fractions, defects)
+    _check(out, participants, seed, size, scanners, diagnoses, fractions, defects, version)
     people = draw_cohort(
         participants, seed, scanners=scanners, second_scanner=second_scanner, fractions=fractions, diagnoses=diagnoses
     )
@@ -113,7 +119,7 @@ def write_phantom(
     manifest: list[_Row] = []
     labels: list[_Row] = []
     planted: list[_Row] = []
-    jobs = [_Job(partial, person, seed, size, plan[person.index], effect) for person in people]
+    jobs = [_Job(partial, person, seed, size, plan[person.index], effect, version) for person in people]
     count = 0 if workers == 1 else workers  # a single worker is this process
     written = spread(_write_participant, jobs, _not_written, workers=count, limits=_LIMITS, chunk=1)
     for done, (rows, truths, spoilt) in enumerate(written, 1):
@@ -131,7 +137,7 @@ def write_phantom(
     columns = ("filepath", "kind", "code", "outcome", "participant_id")  # of a table that may have no rows
     _write_tsv(partial / "ground_truth" / "defects.tsv", planted, columns)
     settings = {
-        "phantom_version": PHANTOM_VERSION,
+        "phantom_version": version,
         "participants": participants,
         "seed": seed,
         "size": size,
@@ -161,6 +167,7 @@ def _check(
     diagnoses: Sequence[str],
     fractions: tuple[float, float, float],
     defects: float,
+    version: str,
 ) -> None:
     if out.exists():
         raise OctfmError(
@@ -186,6 +193,8 @@ def _check(
             )
     if len(fractions) != 3 or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-6:
         raise OctfmError(f"phantom cohort: train, val and test shares must be 3 numbers that sum to 1, got {fractions}")
+    if version not in VERSIONS:
+        raise OctfmError(f"phantom cohort: expected version {' or '.join(VERSIONS)}, got {version}")
     if not 0 <= defects <= 1:
         raise OctfmError(f"phantom cohort: defects is a share of the good files; expected 0 to 1, got {defects}")
 
@@ -202,10 +211,10 @@ def _write_participant(job: _Job) -> _Rows:
         for laterality in SIDES:
             volume, truth = _acquire(job, scanner, laterality)
             path = _path(volume, scanner)
-            _write(job.out / path.lstrip("/"), to_bytes(to_dataset(volume, scanner, job.person, PHANTOM_VERSION)))
+            _write(job.out / path.lstrip("/"), to_bytes(to_dataset(volume, scanner, job.person, job.version)))
             _write_truth(job.out / "ground_truth" / f"{volume.acquisition}.npz", truth)
             manifest.append(_manifest_row(volume, scanner, path))
-            labels.append(_label_row(volume, truth, job.person, path))
+            labels.append(_label_row(volume, truth, job, path))
             if defect := job.defects.get((name, laterality)):
                 rng = np.random.default_rng(
                     [job.seed, 10, job.person.index, list(SCANNERS).index(name), SIDES.index(laterality)]
@@ -222,10 +231,9 @@ def _acquire(job: _Job, scanner: Scanner, laterality: Laterality, *, again: bool
     # Nothing is appended for the first scan, so that its bytes are the same with and without defective files.
     stream = [job.seed, 11, job.person.index, list(SCANNERS).index(scanner.name), SIDES.index(laterality), *[1] * again]
     eye = eye_of(job.person, laterality, job.seed, effect=job.effect)
-    volume, truth = render(eye, scanner, np.random.default_rng(stream), job.size or scanner.vendor_size)
-    identity = uid(
-        "instance", PHANTOM_VERSION, job.seed, job.person.participant, laterality, scanner.name, volume.shape
-    )
+    scanned = render if job.version == PHANTOM_VERSION else render_eye
+    volume, truth = scanned(eye, scanner, np.random.default_rng(stream), job.size or scanner.vendor_size)
+    identity = uid("instance", job.version, job.seed, job.person.participant, laterality, scanner.name, volume.shape)
     return replace(volume, acquisition=identity), truth
 
 
@@ -252,7 +260,7 @@ def _plant(
     if defect.same_uid:
         # Sorts before the good file, so that only the manifest shows which of the two is meant.
         path = f"{path.rpartition('/')[0]}/0_copy_{path.rpartition('/')[2]}"
-    ds = to_dataset(spoilt, scanner, job.person, PHANTOM_VERSION, rle=False)
+    ds = to_dataset(spoilt, scanner, job.person, job.version, rle=False)
     _write(job.out / path.lstrip("/"), spoil(ds, spoilt.voxels, defect.kind, rng))
     listed = _manifest_row(spoilt, scanner, path)
     if defect.kind == "wrong_laterality":
@@ -330,11 +338,12 @@ def _manifest_row(volume: Volume, scanner: Scanner, path: str) -> _Row:
     }
 
 
-def _label_row(volume: Volume, truth: GroundTruth, person: Participant, path: str) -> _Row:
+def _label_row(volume: Volume, truth: GroundTruth, job: _Job, path: str) -> _Row:
     """A row of labels.tsv: the diagnosis and severity drawn for this eye, and the thickness that was rendered.
 
     In a null cohort (effect=False) the volume does not show the diagnosis.
     """
+    person = job.person
     side: Laterality = "R" if truth.laterality == "R" else "L"
     return {
         "participant_id": truth.participant,
@@ -347,7 +356,7 @@ def _label_row(volume: Volume, truth: GroundTruth, person: Participant, path: st
         "participant_diagnosis": person.diagnosis,
         "cst_um": f"{truth.cst_um:.2f}",
         "age": f"{truth.age:.0f}",
-        "phantom_version": PHANTOM_VERSION,
+        "phantom_version": job.version,
     }
 
 
