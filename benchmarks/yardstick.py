@@ -4,14 +4,16 @@
     python benchmarks/yardstick.py --demo demo-201 --demo demo-202 --out yardstick      # goes on after an interruption
     python benchmarks/yardstick.py --demo demo-201 --encoder dense=runs/dense --encoder noise=untrained:5 --layers \\
         --out yardstick                                                                 # more encoders, and the J-map
+    python benchmarks/yardstick.py --cohort 201 --cohort 202 --encoder mine=runs/mine --out yardstick  # version 4
     python benchmarks/yardstick.py --store prepared --labels labels.csv --encoder mine=runs/mine --out yardstick
 
-A folder of `octfm demo` gives store, labels and the encoder `pretrained`; cohorts of several seeds are pooled, with
-every one shown. Arms: each encoder alone and with the tissue map, random initialisation (three draws, their spread in
-brackets), tissue map, histogram, covariates; with --layers also what the packaged network measures (ridge or logistic,
-and boosted trees), alone and with each encoder. Participants whom any encoder has seen are never tested. Claims are
-corrected by Holm over all of the table. Vectors, layers and scores lie in OUT and are computed once. On phantoms all
-results are in the generator. OUT/yardstick.md, .json.
+A folder of `octfm demo` gives store, labels and the encoder `pretrained`; --cohort SEED makes OUT/cohort-SEED, phantoms
+of version 4 that no encoder has seen (25 CPU-minutes). Cohorts of several seeds are pooled, with every one shown. Arms:
+each encoder alone and with the tissue map, random initialisation (three draws, their spread in brackets), tissue map,
+histogram, covariates; with --layers also what the packaged network measures (ridge or logistic, and boosted trees),
+alone and with each encoder. Participants whom any encoder has seen are never tested. Claims are corrected by Holm over
+all of the table. Vectors, layers and scores lie in OUT and are computed once. On phantoms all results are in the
+generator. OUT/yardstick.md, .json.
 """
 
 import argparse
@@ -24,7 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from octfm.catalog.catalog import scan
 from octfm.catalog.labels import read_labels
+from octfm.demo.clinic import PREPROCESSING
 from octfm.encoder.embed import RANDOM_INIT, embed_store, histogram_baseline, quality_baseline
 from octfm.encoder.embeddings import Embeddings, joined, read_embeddings
 from octfm.encoder.encoder import Encoder, load_encoder, seen_by
@@ -35,11 +39,16 @@ from octfm.evaluation.scoring import finite
 from octfm.evaluation.statistics import Bootstrap, compare, holm, interval
 from octfm.evaluation.tissue_map import tissue_map_baseline
 from octfm.io.location import write_whole
+from octfm.phantom import write_phantom
+from octfm.store.prepare import prepare
 from octfm.store.store import Store
 from octfm.tasks.layer_map import layer_map
+from octfm.volume.preprocessing import Preprocessing
 from yardstick_questions import Question, answer, pooled_over, questions
 
 UNTRAINED = "untrained:"
+PARTICIPANTS, SECOND_SCANNER = 700, 0.1
+"""Of a cohort that is made here, and the share of them that two instruments scanned."""
 RESAMPLES = 2000
 LEVEL = 0.05
 LAYERS = "layers"
@@ -72,12 +81,16 @@ def cohorts(chosen: argparse.Namespace) -> list[Cohort]:
         )
         for demo in chosen.demo
     ]  # fmt: skip
+    for seed in chosen.cohort:
+        folder = make_cohort(chosen.out / f"cohort-{seed}", seed)
+        labels = folder / "clinic" / "ground_truth" / "labels.tsv"
+        found.append(Cohort(folder.name, folder / "prepared", labels, encoders))
     if chosen.store is not None:
         if chosen.labels is None:
             raise SystemExit("--store: needs --labels TABLE with columns diagnosis and severity")
         found.append(Cohort(chosen.store.name, chosen.store, chosen.labels, encoders))
     if not found:
-        raise SystemExit("nothing to judge: give --demo FOLDER of octfm demo, or --store with --labels")
+        raise SystemExit("nothing to judge: give --demo FOLDER of octfm demo, --cohort SEED, or --store with --labels")
     names = [cohort.name for cohort in found]
     if len({*names}) < len(names):
         raise SystemExit(f"two cohorts are named {max(names, key=names.count)}; rename a folder")
@@ -87,6 +100,18 @@ def cohorts(chosen: argparse.Namespace) -> list[Cohort]:
         if absent := next((path for path in (cohort.store, cohort.labels) if not path.exists()), None):
             raise SystemExit(f"{absent}: not there; make it with octfm demo --out {absent.parent}")
     return found
+
+
+def make_cohort(folder: Path, seed: int) -> Path:
+    """Phantoms of version 4, their files and the store of octfm demo's Preprocessing; or what is missing of them."""
+    if not (folder / "clinic").exists():
+        say(f"{folder}: {PARTICIPANTS} phantom participants of seed {seed}")
+        write_phantom(
+            folder / "clinic", PARTICIPANTS, seed, fractions=(0, 0, 1), second_scanner=SECOND_SCANNER, version="4"
+        )
+    preprocessing = Preprocessing.model_validate(PREPROCESSING)
+    prepare(scan(str(folder / "clinic")), folder / "prepared", preprocessing, progress=False)
+    return folder
 
 
 def arms_of(cohort: Cohort, out: Path, with_layers: bool, bscans: int | None) -> tuple[list[Arm], np.ndarray]:
@@ -264,6 +289,9 @@ def say(line: str) -> None:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--demo", type=Path, action="append", default=[], help="folder of octfm demo; repeat")
+    arguments.add_argument(
+        "--cohort", type=int, action="append", default=[], metavar="SEED", help="make phantoms of this seed; repeat"
+    )
     arguments.add_argument("--store", type=Path, help="a prepared store, with --labels")
     arguments.add_argument("--labels", type=Path)
     arguments.add_argument(
