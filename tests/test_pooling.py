@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from octfm.encoder.embed import embed_store
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import ConfigError
-from octfm.models.pooling import EXTREMES, extremes, mean, pooled, width_of
+from octfm.models.pooling import EXTREMES, POOLS, TAILS, extremes, mean, pooled, width_of
 from support.small_store import small_store
 from support.tiny_runs import config, quick_pretrain, quiet
 
@@ -31,7 +31,7 @@ def test_extremes_are_means_of_the_sorted_ends_of_valid_tokens(seed, volumes, to
         np.testing.assert_allclose(row, np.concatenate([ordered[-ends:].mean(0), ordered[:ends].mean(0)]), atol=1e-12)
 
 
-@given(seed=st.integers(0, 2**31), pool=st.sampled_from(["mean", "extremes"]))
+@given(seed=st.integers(0, 2**31), pool=st.sampled_from(POOLS))
 @settings(max_examples=30, deadline=None)
 def test_order_and_what_does_not_count_change_nothing(seed, pool):
     rng = np.random.default_rng(seed)
@@ -43,6 +43,18 @@ def test_order_and_what_does_not_count_change_nothing(seed, pool):
     torch.testing.assert_close(pooled(x[:, shuffled], counts[:, shuffled], pool), expected)
     if pool == "extremes":  # the mean multiplies by zero
         assert torch.equal(pooled(garbage, counts, pool), expected)
+
+
+@given(seed=st.integers(0, 2**31), tokens=st.integers(1, 250))
+@settings(max_examples=30, deadline=None)
+def test_tails_are_the_mean_and_extremes_of_several_shares(seed, tokens):
+    rng = np.random.default_rng(seed)
+    x, counts = torch.from_numpy(rng.normal(size=(2, tokens, 3))), torch.from_numpy(rng.random((2, tokens)) < 0.6)
+    counts[:, 0] = True
+    found = pooled(x, counts, "tails")
+    assert found.shape == (2, width_of("tails", 3))
+    parts = [mean(x, counts), *(extremes(x, counts, [share]) for share in TAILS)]
+    assert torch.equal(found, torch.cat(parts, 1)) and torch.equal(parts[1], extremes(x, counts))
 
 
 def test_a_lesion_on_few_tokens_moves_the_extremes_further_than_the_mean():

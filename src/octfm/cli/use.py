@@ -58,7 +58,9 @@ def embed(
     exclude: opt.Exclude = None,
     pool: Annotated[
         str | None,
-        typer.Option(metavar="POOL", help="Pooling over tokens, mean or extremes; default: the run's objective.pool."),
+        typer.Option(
+            metavar="POOL", help="Pooling over tokens: mean, extremes or tails; default: the run's objective.pool."
+        ),
     ] = None,
     precision: Annotated[
         str, typer.Option(metavar="PRECISION", help="With --files or --catalog: fp32 or bf16.")
@@ -79,13 +81,14 @@ def embed(
     octfm embed runs/vit_s --files my_scans/ --out vectors
     """
     from octfm.errors import ConfigError
+    from octfm.models.pooling import POOLS
 
     sources = {"--store": store, "--files": files, "--catalog": catalog}
     given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)}: give one of them")
-    if pool not in (None, "mean", "extremes"):
-        raise ConfigError(f"--pool: expected mean or extremes, got {pool!r}")
+    if pool is not None and pool not in POOLS:
+        raise ConfigError(f"--pool: expected {', '.join(POOLS[:-1])} or {POOLS[-1]}, got {pool!r}")
     _echo_checkpoint(run)
     if files is None and catalog is None:
         from octfm.tasks.embed_run import embed_all

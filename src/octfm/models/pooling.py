@@ -1,26 +1,32 @@
-"""Pool the tokens of a volume to one vector without learned weights: their mean, or the extremes of each channel.
+"""Pool the tokens of a volume to one vector without learned weights: their mean, or the tails of each channel.
 
 Shape suffixes: B batch, M tokens, D width.
 """
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-VectorPool = Literal["mean", "extremes"]
+VectorPool = Literal["mean", "extremes", "tails"]
+POOLS: tuple[VectorPool, ...] = get_args(VectorPool)
 EXTREMES = 0.2
 """Share of a volume's tokens that each of its two extremes averages."""
+TAILS = (EXTREMES, 0.05, 0.01)
+"""The same of `tails`, from what is spread over the retina to a single small lesion."""
 
 
 def pooled(tokens_BMD: Tensor, counts_BM: Tensor, pool: VectorPool) -> Tensor:
-    """[B, D], or [B, 2 D] for `extremes`. `counts_BM` (bool or 0 and 1) marks the tokens to pool, at least one each."""
+    """[B, width_of(pool, D)]. `counts_BM` (bool or 0 and 1) marks the tokens to pool, at least one each."""
+    if pool == "tails":
+        return torch.cat((mean(tokens_BMD, counts_BM), extremes(tokens_BMD, counts_BM, TAILS)), 1)
     return mean(tokens_BMD, counts_BM) if pool == "mean" else extremes(tokens_BMD, counts_BM)
 
 
 def width_of(pool: VectorPool, width: int) -> int:
     """Length of the pooled vector for tokens of this width."""
-    return width if pool == "mean" else 2 * width
+    return width * {"mean": 1, "extremes": 2, "tails": 1 + 2 * len(TAILS)}[pool]
 
 
 def mean(tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:
@@ -29,19 +35,21 @@ def mean(tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:
     return (tokens_BMD * weight).sum(1) / weight.sum(1)
 
 
-def extremes(tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:
-    """[B, 2 D]: per channel, the mean of the highest fifth of the tokens, then of the lowest.
+def extremes(tokens_BMD: Tensor, counts_BM: Tensor, shares: Sequence[float] = (EXTREMES,)) -> Tensor:
+    """[B, 2 D] for each share: per channel, the mean of the highest tokens, then of the lowest.
 
     A lesion covers few tokens, and the mean over all tokens dilutes it (after WILDCAT, Durand et al., CVPR 2017).
     """
     counts = counts_BM.unsqueeze(-1) > 0
-    taken = (counts_BM.to(tokens_BMD.dtype).sum(1) * EXTREMES).ceil().view(-1, 1, 1)
-    used = torch.arange(tokens_BMD.shape[1], device=tokens_BMD.device).view(1, -1, 1) < taken
-    ends = []
+    number = counts_BM.to(tokens_BMD.dtype).sum(1)
+    place = torch.arange(tokens_BMD.shape[1], device=tokens_BMD.device).view(1, -1, 1)
+    ends = {}
     for highest in (True, False):
         # Tokens that do not count sort to the far end, beyond the ones that are used.
         fill = float("-inf") if highest else float("inf")
         ordered = tokens_BMD.masked_fill(~counts, fill).sort(1, descending=highest).values
-        # Not a product with `used`: infinity times zero is NaN.
-        ends.append(torch.where(used, ordered, 0.0).sum(1) / taken.squeeze(1))
-    return torch.cat(ends, 1)
+        for share in shares:
+            taken = (number * share).ceil().view(-1, 1, 1)
+            # Not a product with `place < taken`: infinity times zero is NaN.
+            ends[share, highest] = torch.where(place < taken, ordered, 0.0).sum(1) / taken.squeeze(1)
+    return torch.cat([ends[share, highest] for share in shares for highest in (True, False)], 1)

@@ -52,6 +52,7 @@ MAIN = (("disease", "auroc"), ("diagnosis", "auroc"), ("label", "auroc"), ("cst_
 POOLS = {
     "mean": "mean over tissue tokens",
     "extremes": "by channel the means of the highest and of the lowest fifth of tissue tokens",
+    "tails": "the mean of tissue tokens, and by channel the means of their highest and lowest 20, 5 and 1 %",
 }
 """How objective.pool turns a volume's tokens into a vector."""
 
