@@ -39,6 +39,7 @@ from octfm.evaluation.scoring import finite
 from octfm.evaluation.statistics import Bootstrap, compare, holm, interval
 from octfm.evaluation.tissue_map import tissue_map_baseline
 from octfm.io.location import write_whole
+from octfm.models.pooling import POOLS
 from octfm.phantom import write_phantom
 from octfm.store.prepare import prepare
 from octfm.store.store import Store
@@ -114,12 +115,12 @@ def make_cohort(folder: Path, seed: int) -> Path:
     return folder
 
 
-def arms_of(cohort: Cohort, out: Path, with_layers: bool, bscans: int | None) -> tuple[list[Arm], np.ndarray]:
+def arms_of(cohort: Cohort, chosen: argparse.Namespace) -> tuple[list[Arm], np.ndarray]:
     """All arms of a cohort on the same volumes, by one readout, and bool [N] of rows that an encoder has seen."""
-    store, folder = Store.open(cohort.store), out / cohort.name
+    store, folder = Store.open(cohort.store), chosen.out / cohort.name
     trained = {name: run for name, run in cohort.encoders.items() if not run.startswith(UNTRAINED)}
     base = next(iter(trained.values()))
-    pool = load_encoder(base).config.objective.pool
+    pool = chosen.pool or load_encoder(base).config.objective.pool
 
     def embedded(encoder: Encoder, name: str) -> Embeddings:
         return replace(read_embeddings(embed_store(encoder.pooling(pool), store, folder, name, say)), name=name)
@@ -137,8 +138,8 @@ def arms_of(cohort: Cohort, out: Path, with_layers: bool, bscans: int | None) ->
     arms = [Arm(e.name, e) for e in encoders]
     arms += [Arm(f"map + {e.name}", joined(f"map + {e.name}", [known[MAP], e])) for e in encoders]
     arms += [Arm(name, known[name]) for name in (MAP, RANDOM_INIT[0], "histogram", "covariates")]
-    if with_layers:
-        layers = layer_map(store, folder / "layers.jsonl", bscans=bscans, echo=say)
+    if chosen.layers:
+        layers = layer_map(store, folder / "layers.jsonl", bscans=chosen.bscans, echo=say)
         arms += [Arm(LAYERS, layers), Arm(f"{LAYERS}, trees", layers, "trees")]
         arms += [Arm(f"{LAYERS} + {e.name}", joined(f"{LAYERS} + {e.name}", [layers, e])) for e in encoders]
     seen = np.zeros(len(encoders[0].acquisition), bool)
@@ -299,6 +300,7 @@ def main() -> None:
     )
     arguments.add_argument("--layers", action="store_true", help="also measure layers by the packaged network (hours)")
     arguments.add_argument("--bscans", type=int, help="of every volume at most so many for --layers; default: all")
+    arguments.add_argument("--pool", choices=POOLS, help="of the vectors of all encoders; default: the first one's")
     arguments.add_argument("--resamples", type=int, default=RESAMPLES)
     arguments.add_argument("--seed", type=int, default=0, help="of folds and resamples")
     arguments.add_argument("--out", type=Path, required=True)
@@ -308,7 +310,7 @@ def main() -> None:
     scores: Scores = {}
     facts, encoders = [], []
     for cohort in cohorts(chosen):
-        arms, seen = arms_of(cohort, chosen.out, chosen.layers, chosen.bscans)
+        arms, seen = arms_of(cohort, chosen)
         encoders = [*dict.fromkeys([*encoders, *cohort.encoders])]
         people = np.unique(arms[0].features.participant[~seen])
         facts.append(f"- {cohort.name}: {len(people):,} participants whom no encoder has seen, in {FOLDS} folds.")
