@@ -15,6 +15,7 @@ from octfm.models.vit3d import (
     init_weights,
     rotary,
     take_rotary,
+    take_tokens,
     turn_qkv,
 )
 
@@ -79,6 +80,22 @@ def predictor_table(
     if table is not None and predictor.head_width == encoder.head_width:
         return take_rotary(table, asked_BM)
     return rotary(encoder.grid, torch.gather(index.kept, 1, asked_BM), predictor.head_width)
+
+
+def seen_and_answers(
+    encoder: VisionTransformer3D, predictor: Predictor, patches_BKP: Tensor, index: TokenIndex
+) -> tuple[Tensor, Tensor]:
+    """Tokens [B, C, D] of the context patches, the only ones that the encoder receives, and the predictor's answers
+    [B, C + T, A] for context and targets, in this order."""
+    table = rotary(encoder.grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
+    seen = encoder(
+        take_tokens(patches_BKP, index.context),
+        torch.gather(index.kept, 1, index.context),
+        take_rotary(table, index.context) if table else None,
+    )
+    places = torch.cat((index.context, index.target), dim=1)
+    table_BM = predictor_table(predictor, encoder, table, index, places)
+    return seen, predictor(seen, index.target.shape[1], table_BM)
 
 
 class MLPPredictor(nn.Module):

@@ -11,18 +11,9 @@ from torch import Tensor
 
 from octfm.models.objectives.dense import Composition
 from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, View, squared_error
-from octfm.models.predictor import Predictor, PredictorConfig, predictor_table
+from octfm.models.predictor import Predictor, PredictorConfig, seen_and_answers
 from octfm.models.products import Linear
-from octfm.models.vit3d import (
-    Shape3,
-    Side,
-    TokenGrid,
-    VisionTransformer3D,
-    ViTConfig,
-    rotary,
-    take_rotary,
-    take_tokens,
-)
+from octfm.models.vit3d import Shape3, Side, TokenGrid, VisionTransformer3D, ViTConfig, take_tokens
 from octfm.models.voxels import averaged, check_average, hidden_voxels
 
 
@@ -78,20 +69,11 @@ class Anchored(Objective):
         """Losses of one view. The encoder receives the context patches and nothing else."""
         (view,) = views
         patches_BKP, target_patches_BKP, index = view[:3]
-        encoder = self.encoder
-        table = rotary(encoder.grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
-        seen = encoder(
-            take_tokens(patches_BKP, index.context),
-            torch.gather(index.kept, 1, index.context),
-            take_rotary(table, index.context) if table else None,
-        )
-        places = torch.cat((index.context, index.target), dim=1)
-        answers = self.predictor(
-            seen, index.target.shape[1], predictor_table(self.predictor, encoder, table, index, places)
-        )[:, index.context.shape[1] :]
+        seen, answers = seen_and_answers(self.encoder, self.predictor, patches_BKP, index)
+        answers = answers[:, index.context.shape[1] :]
         truth = self.composition.of(view.labels_BKP)
         masked_truth, context_truth = take_tokens(truth, index.target), take_tokens(truth, index.context)
-        patches = averaged(target_patches_BKP, encoder.config.patch_size, self.goal_average)
+        patches = averaged(target_patches_BKP, self.encoder.config.patch_size, self.goal_average)
         voxel_loss_B, voxel_goal = hidden_voxels(answers[..., : self.voxels], patches, index)
         labelled_B = self._labelled(truth)
         masked_loss_B = self._weighed(

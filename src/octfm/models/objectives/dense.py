@@ -11,18 +11,9 @@ from torch import Tensor
 
 from octfm.errors import ConfigError
 from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, View
-from octfm.models.predictor import Predictor, PredictorConfig, predictor_table
+from octfm.models.predictor import Predictor, PredictorConfig, seen_and_answers
 from octfm.models.products import Linear
-from octfm.models.vit3d import (
-    Shape3,
-    Side,
-    TokenGrid,
-    VisionTransformer3D,
-    ViTConfig,
-    rotary,
-    take_rotary,
-    take_tokens,
-)
+from octfm.models.vit3d import Shape3, Side, TokenGrid, VisionTransformer3D, ViTConfig, take_tokens
 from octfm.models.voxels import averaged, check_average
 from octfm.volume.segmentation import CLASSES, LESION_CLASSES
 
@@ -77,9 +68,8 @@ class Dense(Objective):
         (view,) = views
         encoder, index = self.encoder, view.index
         goal_BKA = self.composition.of(view.labels_BKP)
-        table = rotary(encoder.grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
         if self.predictor is None:
-            tokens = encoder(view.patches_BKP, index.kept, table)
+            tokens = encoder(view.patches_BKP, index.kept)
             answers, context_goal = self.head(tokens), take_tokens(goal_BKA, index.context)
             masked_loss_B = self.distance(answers, goal_BKA)
             # Only reported: these tokens are among all kept ones.
@@ -87,15 +77,8 @@ class Dense(Objective):
             return ObjectiveOutput(
                 masked_loss_B.mean(), masked_loss_B, context_loss_B, goal_BKA, context_goal, tokens.detach()
             )
-        seen = encoder(
-            take_tokens(view.patches_BKP, index.context),
-            torch.gather(index.kept, 1, index.context),
-            take_rotary(table, index.context) if table else None,
-        )
-        places = torch.cat((index.context, index.target), dim=1)
-        hidden = self.predictor(
-            seen, index.target.shape[1], predictor_table(self.predictor, encoder, table, index, places)
-        )[:, index.context.shape[1] :]
+        seen, answers = seen_and_answers(encoder, self.predictor, view.patches_BKP, index)
+        hidden = answers[:, index.context.shape[1] :]
         masked_goal, context_goal = take_tokens(goal_BKA, index.target), take_tokens(goal_BKA, index.context)
         # A linear head on what the encoder makes of a token that it sees: the predictor's blocks must not do its work.
         masked_loss_B, context_loss_B = self.distance(hidden, masked_goal), self.distance(self.head(seen), context_goal)

@@ -4,21 +4,11 @@ from collections.abc import Sequence
 from math import prod
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, View, squared_error
-from octfm.models.predictor import Predictor, PredictorConfig, predictor_table
-from octfm.models.vit3d import (
-    Shape3,
-    Side,
-    TokenGrid,
-    VisionTransformer3D,
-    ViTConfig,
-    rotary,
-    take_rotary,
-    take_tokens,
-)
+from octfm.models.predictor import Predictor, PredictorConfig, seen_and_answers
+from octfm.models.vit3d import Shape3, Side, TokenGrid, VisionTransformer3D, ViTConfig, take_tokens
 from octfm.models.voxels import averaged, check_average, hidden_voxels, own_contrast
 
 
@@ -59,21 +49,10 @@ class MAE(Objective):
         """Losses of one view. The encoder receives the context patches and nothing else."""
         (view,) = views
         patches_BKP, target_patches_BKP, index = view[:3]
-        encoder = self.encoder
-        table = rotary(encoder.grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
-        context_index = torch.gather(index.kept, 1, index.context)
-        seen = encoder(
-            take_tokens(patches_BKP, index.context), context_index, take_rotary(table, index.context) if table else None
-        )
-
-        places = torch.cat((index.context, index.target), dim=1)
-        predicted = self.predictor(
-            seen, index.target.shape[1], predictor_table(self.predictor, encoder, table, index, places)
-        )
+        seen, predicted = seen_and_answers(self.encoder, self.predictor, patches_BKP, index)
         num_context = index.context.shape[1]
-        goal_BKP = averaged(target_patches_BKP, encoder.config.patch_size, self.goal_average)
+        goal_BKP = averaged(target_patches_BKP, self.encoder.config.patch_size, self.goal_average)
         context_goal = own_contrast(take_tokens(goal_BKP, index.context))
-        # The predictor answers in the order of `places`: context first.
         context_loss_B = self.distance(predicted[:, :num_context], context_goal)
         masked_loss_B, masked_goal = hidden_voxels(predicted[:, num_context:], goal_BKP, index)
         loss = masked_loss_B.mean() + context_weight * context_loss_B.mean()
