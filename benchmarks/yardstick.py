@@ -19,6 +19,7 @@ generator. OUT/yardstick.md, .json.
 import argparse
 import hashlib
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +41,8 @@ from octfm.evaluation.statistics import Bootstrap, compare, holm, interval
 from octfm.evaluation.tissue_map import tissue_map_baseline
 from octfm.io.location import write_whole
 from octfm.models.pooling import POOLS
-from octfm.phantom import write_phantom
+from octfm.phantom import LESIONS, write_phantom
+from octfm.phantom.native.outer_retina import DETACHMENT, MATERIAL
 from octfm.store.prepare import prepare
 from octfm.store.store import Store
 from octfm.tasks.layer_map import layer_map
@@ -53,6 +55,9 @@ PARTICIPANTS, SECOND_SCANNER = 700, 0.1
 RESAMPLES = 2000
 LEVEL = 0.05
 LAYERS = "layers"
+CEILING = "true maps"
+CELLS = 4
+"""Per side, of the true maps."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,10 @@ def arms_of(cohort: Cohort, chosen: argparse.Namespace) -> tuple[list[Arm], np.n
     arms = [Arm(e.name, e) for e in encoders]
     arms += [Arm(f"map + {e.name}", joined(f"map + {e.name}", [known[MAP], e])) for e in encoders]
     arms += [Arm(name, known[name]) for name in (MAP, RANDOM_INIT[0], "histogram", "covariates")]
+    if chosen.truth:
+        fields = np.array(store.image_size)[[0, 2]] * np.array(store.preprocessing.target_spacing)[[0, 2]]
+        ceiling = true_map(known[MAP], cohort.labels.parent, fields)
+        arms += [Arm(CEILING, ceiling), Arm(f"{CEILING}, trees", ceiling, "trees")]
     if chosen.layers:
         layers = layer_map(store, folder / "layers.jsonl", bscans=chosen.bscans, echo=say)
         arms += [Arm(LAYERS, layers), Arm(f"{LAYERS}, trees", layers, "trees")]
@@ -146,6 +155,40 @@ def arms_of(cohort: Cohort, chosen: argparse.Namespace) -> tuple[list[Arm], np.n
     for run in trained.values():
         seen |= rows_seen(encoders[0], seen_by(run))
     return arms, seen
+
+
+def true_map(data: Embeddings, truth: Path, voxels_mm: np.ndarray) -> Embeddings:
+    """What a phantom is, float64 [N, channels]: in the middle `voxels_mm` (B-scan, lateral) of a scan, thickness of
+    every layer in CELLS × CELLS cells with its spread; volume in nl, largest height in µm and share of A-scans of
+    every lesion. No encoder can know more of these; what it lacks for a diagnosis is not in layers and lesions."""
+    rows = np.array([_true(truth / f"{name}.npz", voxels_mm) for name in data.acquisition.tolist()])
+    known = np.isfinite(rows)
+    mean = np.where(known, rows, 0).sum(0) / np.maximum(1, known.sum(0))
+    return replace(data, name=CEILING, path=str(truth), metadata={}, vectors=np.where(known, rows, mean), draws=())
+
+
+def _true(file: Path, field_mm: np.ndarray) -> np.ndarray:
+    with np.load(file) as found:
+        surfaces, lesions, spacing = found["surfaces"], found["lesions"], found["spacing_mm"]
+    depth, width = surfaces.shape[1:]
+    d, w = (
+        slice(max(0, round((n - mm / step) / 2)), min(n, round((n + mm / step) / 2)))
+        for n, mm, step in zip((depth, width), field_mm, spacing[[0, 2]], strict=True)
+    )
+    thickness = 1000 * spacing[1] * np.diff(surfaces[:, d, w].astype(float), axis=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # means of no value, which are filled in later
+        cells = [
+            np.nanmean(cell, axis=(1, 2))
+            for band in np.array_split(thickness, CELLS, axis=1)
+            for cell in np.array_split(band, CELLS, axis=2)
+        ]
+        values = [*cells, np.nanstd(thickness, axis=(1, 2)), *np.nanpercentile(thickness, (2, 98), axis=(1, 2))]
+    for kind in range(1, 1 + max(*LESIONS.values(), DETACHMENT, MATERIAL)):
+        mask = lesions[d, :, w] == kind
+        height = 1000 * spacing[1] * mask.sum(1)
+        values.append(np.array([mask.sum() * spacing.prod() * 1000, height.max(), (height > 0).mean()]))
+    return np.concatenate(values)
 
 
 def scored(cohort: Cohort, arms: Sequence[Arm], seen: np.ndarray, chosen: argparse.Namespace) -> dict[str, Any]:
@@ -299,6 +342,7 @@ def main() -> None:
         "--encoder", action="append", default=[], metavar="NAME=RUN", help="a run, an export, or untrained:N; repeat"
     )
     arguments.add_argument("--layers", action="store_true", help="also measure layers by the packaged network (hours)")
+    arguments.add_argument("--truth", action="store_true", help="also the phantoms' true layers and lesions: a ceiling")
     arguments.add_argument("--bscans", type=int, help="of every volume at most so many for --layers; default: all")
     arguments.add_argument("--pool", choices=POOLS, help="of the vectors of all encoders; default: the first one's")
     arguments.add_argument("--resamples", type=int, default=RESAMPLES)

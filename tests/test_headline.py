@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octfm.catalog.labels import LabelTable
+from octfm.catalog.labels import LabelTable, read_labels
+from octfm.encoder.embeddings import of_store
 from octfm.errors import EvaluationError
 from octfm.layers.packaged import load_finder
 from octfm.layers.sample import samples
 from octfm.layers.segment import segment
+from octfm.store.store import Store
 from octfm.tasks.layer_map import COLUMNS, Source, describe, measured, spaced
 from octfm.volume.volume import Lines
 from support.trust_cohort import SCANNERS, Cohort
@@ -165,6 +167,20 @@ def test_thinned_scans_keep_their_place(scan):
     assert len(thin.voxels) == 4 and thin.spacing_mm == pytest.approx((0.3, 0.004, 0.02))
     assert thin.lines.start[:, 0].tolist() == [2, 8, 14, 20]
     assert spaced(volume, None) is volume and spaced(volume, 100) is volume
+
+
+def test_a_cohort_is_made_once_and_its_truth_is_a_ceiling(tmp_path, monkeypatch):
+    monkeypatch.setattr(yardstick, "PARTICIPANTS", 2)
+    folder = yardstick.make_cohort(tmp_path / "cohort-5", 5)
+    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    store = Store.open(yardstick.make_cohort(folder, 5) / "prepared")
+    assert {path for path in files if path.suffix == ".dcm"} == set(folder.rglob("*.dcm")) and len(store) == 4
+    labels = read_labels(folder / "clinic" / "ground_truth" / "labels.tsv")
+    assert {row["phantom_version"] for row in labels.rows} == {"4"}
+    data = replace(of_store(store), vectors=np.zeros((len(store), 1)))
+    found = yardstick.true_map(data, folder / "clinic" / "ground_truth", np.array([3.0, 4.0]))
+    thickest = found.vectors[:, : 11 * yardstick.CELLS**2].reshape(4, -1, 11).sum(2)
+    assert np.isfinite(found.vectors).all() and (thickest > 150).all() and (thickest < 700).all()
 
 
 def test_a_scan_that_covers_no_zone_still_has_its_spread(scan):
