@@ -21,9 +21,11 @@ from octfm.layers.finder import LayerFinder
 from octfm.layers.packaged import load_finder
 from octfm.layers.segment import ScanSegmentation, segment
 from octfm.models.layer_net import MASKS, SURFACES
+from octfm.store.layout import StoreRow
 from octfm.store.store import Store
+from octfm.volume.estimated import FLAG
 from octfm.volume.etdrs import ZONES, measure_grid
-from octfm.volume.volume import Volume
+from octfm.volume.volume import Spacing3, Volume
 
 LAYERS = (*pairwise(SURFACES), ("ilm", "bm"), ("rpe_peak", "bm"))
 """Every layer between neighbouring surfaces, the retina, and the height of the RPE above Bruch's membrane."""
@@ -46,13 +48,21 @@ class Source:
     acquisition: str
     uri: str
     laterality: str | None
-    spacing_mm: tuple[float, float, float] | None = None
-    """Of the file, if a catalog knows it."""
+    spacing_mm: Spacing3 | None = None
+    """Of the file, if a catalog knows it or has estimated it: features may be in estimated micrometres."""
 
 
 def sources_of(store: Store) -> list[Source]:
-    """The native files of a store's volumes."""
-    return [Source(row.acquisition, row.uri, row.laterality) for row in store.rows]
+    """The native files of a store's volumes; where files state no millimetres, with those of the store."""
+    return [
+        Source(row.acquisition, row.uri, row.laterality, _spacing(row) if FLAG in row.flags else None)
+        for row in store.rows
+    ]
+
+
+def _spacing(row: StoreRow) -> Spacing3:
+    dz, dy, dx = row.transform["native_spacing_mm"]
+    return dz, dy, dx
 
 
 def layer_map(
@@ -104,7 +114,7 @@ def measured(
         for source in wanted:
             volume = given.get(source.acquisition)
             if volume is None:
-                volume = read_volume(source.uri, spacing_mm=source.spacing_mm)
+                volume = read_volume(source.uri, spacing_mm=source.spacing_mm, raster_only=False)
             side = "R" if source.laterality == "R" else "L" if source.laterality == "L" else None
             scan = segment(spaced(replace(volume, laterality=side), bscans), finder=finder)
             values = np.round(describe(scan), 4)
