@@ -76,7 +76,7 @@ def own_scans(request: Request, echo: Echo) -> Path:
             page = first_picture(volume, out, "As it lies in its file.")
         except BAD_INPUT as error:
             page = None
-            stages.note(f"{first.uri}: no picture: {error}")
+            stages.say(f"   {first.uri}: no picture: {error}")
     if page is not None:
         stages.say(f"open now: {page.resolve()} (it shows a scan: protect it like the file)")
     with stages.stage("store", "mirror left eyes, register B-scans, find the tissue band, resample to one spacing"):
