@@ -14,6 +14,7 @@ import numpy as np
 from octfm.display import fields_line
 from octfm.errors import StoreError
 from octfm.io.location import Location
+from octfm.volume.volume import Laterality
 
 FORMAT, VERSION = "octfm-store", 1
 CHECKSUM = "sha256 of the voxels, band and valid of a volume, in this order, C order, little endian"
@@ -39,7 +40,7 @@ class StoreRow:
     uri: str
     participant: str
     eye_id: str
-    laterality: str | None
+    laterality: Laterality | None
     scanner: str
     protocol: str
     split: str | None

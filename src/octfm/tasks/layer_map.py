@@ -25,7 +25,7 @@ from octfm.store.layout import StoreRow
 from octfm.store.store import Store
 from octfm.volume.estimated import FLAG
 from octfm.volume.etdrs import ZONES, measure_grid
-from octfm.volume.volume import Spacing3, Volume
+from octfm.volume.volume import Laterality, Spacing3, Volume
 
 LAYERS = (*pairwise(SURFACES), ("ilm", "bm"), ("rpe_peak", "bm"))
 """Every layer between neighbouring surfaces, the retina, and the height of the RPE above Bruch's membrane."""
@@ -47,7 +47,7 @@ class Source:
 
     acquisition: str
     uri: str
-    laterality: str | None
+    laterality: Laterality | None
     spacing_mm: Spacing3 | None = None
     """Of the file, if a catalog knows it or has estimated it: features may be in estimated micrometres."""
 
@@ -115,8 +115,7 @@ def measured(
             volume = given.get(source.acquisition)
             if volume is None:
                 volume = read_volume(source.uri, spacing_mm=source.spacing_mm, raster_only=False)
-            side = "R" if source.laterality == "R" else "L" if source.laterality == "L" else None
-            scan = segment(spaced(replace(volume, laterality=side), bscans), finder=finder)
+            scan = segment(spaced(replace(volume, laterality=source.laterality), bscans), finder=finder)
             values = np.round(describe(scan), 4)
             found[source.acquisition] = values
             numbers = [None if np.isnan(v) else float(v) for v in values]
