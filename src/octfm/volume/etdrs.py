@@ -317,7 +317,8 @@ def measure_grid(
     `pit_map_um` is the map in which the pit is looked for if `thickness_um` is not the whole retina's (a single layer,
     fluid).
     """
-    pit, *rivals = find_pits(thickness_um if pit_map_um is None else pit_map_um, field) or [None]
+    pits = find_pits(thickness_um if pit_map_um is None else pit_map_um, field)
+    pit = pits[0] if pits else None
     found: Centre = "pit" if pit is not None else "device" if device_centre_mm is not None else "scan"
     centre = pit if pit is not None else np.asarray(device_centre_mm) if device_centre_mm is not None else field.centre
     axis = np.arange(-RINGS_MM[-1] + CELL_MM / 2, RINGS_MM[-1], CELL_MM)
@@ -333,7 +334,7 @@ def measure_grid(
         mean[name] = float(measured[known].mean()) if coverage[name] >= LEAST_COVERED else None
     area = np.pi * RINGS_MM[-1] ** 2
     volume = float(np.nanmean(values[whole])) / 1000 * area if covered >= LEAST_COVERED else None
-    others = tuple((float(x), float(y)) for x, y in rivals)
+    others = tuple((float(x), float(y)) for x, y in pits[1:])
     return EtdrsGrid(mean, coverage, volume, found, (float(centre[0]), float(centre[1])), others, field.per_mm)
 
 
