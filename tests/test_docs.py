@@ -255,14 +255,13 @@ def workplace(tmp_path_factory):
     weights."""
     from octfm.encoder.export import export
     from octfm.phantom import phantom_volume
-    from octfm.pretraining.pretrain import pretrain
     from support.dicom_files import write_oct_dicom
     from support.retfound_file import random_file
-    from support.tiny_runs import config, quiet
+    from support.tiny_runs import config, quick_pretrain, quiet
 
     folder = tmp_path_factory.mktemp("workplace")
     store = small_store(folder / "prepared")
-    pretrain(config(steps=2), store, folder / "runs" / "a", echo=quiet)
+    quick_pretrain(config(steps=2), store, folder / "runs" / "a", echo=quiet)
     export(folder / "runs" / "a", folder / "exported", echo=quiet)
     volume, _ = phantom_volume(5, size=(6, 64, 48))
     write_oct_dicom(folder / "scan.dcm", volume.voxels, volume.spacing_mm)

@@ -22,7 +22,7 @@ from octfm.store.prepare import prepare
 from octfm.volume.volume import Volume
 from support.small_store import small_store
 from support.store_samples import NATIVE, SMALL, SPACING_MM, acquisition, catalog, read_sample
-from support.tiny_runs import config, quiet
+from support.tiny_runs import config, quick_pretrain, quiet
 
 EMPTY = 3
 """The volume of `store_with_an_empty_one` that holds no image: the left eye of P001."""
@@ -67,7 +67,7 @@ def test_image_outside_the_prepared_field_is_no_image(tmp_path):
 def run_and_old_store(tmp_path_factory):
     """A finished run, and a store of before `no_image` that holds an empty volume."""
     folder = tmp_path_factory.mktemp("old")
-    run = pretrain(config(steps=2), small_store(folder / "sound"), folder / "run", echo=quiet)
+    run = quick_pretrain(config(steps=2), small_store(folder / "sound"), folder / "run", echo=quiet)
     return run, small_store(folder / "prepared", edit=empty)
 
 

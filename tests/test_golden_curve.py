@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from octfm.pretraining.pretrain import pretrain
 from support.small_store import small_store
-from support.tiny_runs import config, quiet, rows
+from support.tiny_runs import config, quick_pretrain, quiet, rows
 
 FIXTURE = Path(__file__).parent / "fixtures" / "golden_curve.json"
 TOLERANCE = 1e-3
@@ -22,7 +21,7 @@ TOLERANCE = 1e-3
 
 def curve(objective: str, folder: Path) -> dict[str, list[float]]:
     """Losses and gradient norms of every step."""
-    run = pretrain(
+    run = quick_pretrain(
         config(steps=50, objective={"name": objective}),
         small_store(folder / "store"),
         folder / "run",
