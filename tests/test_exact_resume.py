@@ -31,6 +31,12 @@ def store(tmp_path_factory):
     return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
+@pytest.fixture(scope="module")
+def whole(store, tmp_path_factory):
+    """A run of config() that nothing disturbed."""
+    return quick_pretrain(config(), store, tmp_path_factory.mktemp("whole") / "run", echo=quiet)
+
+
 def killed_run(store, out, **plan):
     words = [plan[name] for name in ("steps", "kills", "saves", "seed")]
     process = support_process("killed_runs", store.path, out, *words)
@@ -97,9 +103,9 @@ def test_a_second_signal_acts_at_once():
         signal.signal(signal.SIGINT, before)
 
 
-def test_F18_a_damaged_newest_checkpoint_falls_back_to_the_one_before(store, tmp_path):
+def test_F18_a_damaged_newest_checkpoint_falls_back_to_the_one_before(store, whole, tmp_path):
     """One flipped bit, which torch reads without complaint."""
-    run, whole = (quick_pretrain(config(), store, tmp_path / name, echo=quiet) for name in ("run", "whole"))
+    run = shutil.copytree(whole, tmp_path / "run")
     newest = checkpoint.newest(run)
     content = bytearray(newest.read_bytes())
     name = next(iter(checkpoint.load(newest)["model"]))
@@ -202,9 +208,9 @@ def test_shapes_cannot_be_overridden(store, tmp_path):
         quick_pretrain(wider, store, run, echo=quiet, override=True)
 
 
-def test_a_version_1_run_goes_on(store, tmp_path):
+def test_a_version_1_run_goes_on(store, whole, tmp_path):
     """Runs that began before checkpoints had a checksum and a state."""
-    run, whole = (quick_pretrain(config(), store, tmp_path / name, echo=quiet) for name in ("run", "whole"))
+    run = shutil.copytree(whole, tmp_path / "run")
     for path in checkpoint.steps(run / "checkpoints"):
         old = checkpoint.load(path)
         old["version"] = 1
@@ -301,7 +307,9 @@ def disk_full_from(step, monkeypatch, limit=50_000):
 
 
 @pytest.mark.parametrize("writer_is_fast", [False, True], ids=["", "told in the loop"])
-def test_a_full_disk_leaves_the_last_checkpoint_and_training_goes_on(store, tmp_path, monkeypatch, writer_is_fast):
+def test_a_full_disk_leaves_the_last_checkpoint_and_training_goes_on(
+    store, whole, tmp_path, monkeypatch, writer_is_fast
+):
     said: list[str] = []
     with monkeypatch.context() as patch:
         if writer_is_fast:  # the last failure is known, and told, before the loop ends
@@ -321,7 +329,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_training_goes_on(store, tmp_
         "no half file is left"
     )
     run = quick_pretrain(config(), store, tmp_path / "run", echo=quiet)
-    assert_same_run(run, quick_pretrain(config(), store, tmp_path / "whole", echo=quiet))
+    assert_same_run(run, whole)
 
 
 def test_only_the_checkpoint_that_would_be_the_last_counts_as_lost(store, tmp_path, monkeypatch):
@@ -445,10 +453,10 @@ def test_what_is_saved_is_the_moment_of_saving(tmp_path, monkeypatch):
     assert [float(w.unique()) for w in saved] == [0, 1]
 
 
-def test_python_callers_get_preempted_too(store, tmp_path, monkeypatch):
+def test_python_callers_get_preempted_too(store, whole, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Preempted, match="SIGTERM: saved after 2 of 8 updates"):
         interrupted_after(2, patch)
         quick_pretrain(config(), store, tmp_path / "run", echo=quiet)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     run = quick_pretrain(config(), store, tmp_path / "run", echo=quiet)
-    assert_same_run(run, quick_pretrain(config(), store, tmp_path / "whole", echo=quiet))
+    assert_same_run(run, whole)
