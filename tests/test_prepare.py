@@ -337,7 +337,7 @@ def test_killed_at_any_moment_and_resumed_equals_undisturbed(tmp_path, workers, 
             assert len(store) >= progress[-1], "what was visible stays"
             progress.append(len(store))
     assert any(0 < n < count - count // 7 for n in progress), f"no kill fell into the writing: {progress}"
-    subprocess.run([*victim, out, str(workers)], check=True)
+    run([acquisition(n, "truncated" if n % 7 == 3 else "reads") for n in range(count)], out, workers=0)
     assert content(out) == content(tmp_path / "whole")
     wait_until(lambda: not any(alive(int(pid)) for pid in orphans), "workers of a killed process end by themselves", 20)
 

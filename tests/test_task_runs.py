@@ -28,8 +28,8 @@ from octfm.tasks.segment import Segmenter, load_segmenter
 from octfm.tasks.segment_score import segment
 from octfm.tasks.segment_settings import SegmentConfig
 from support import finetune_runs, support_process
+from support.killed_tasks import signal_in
 from support.small_store import SIZE, darkened, small_store
-from support.stopped_tasks import signal_in
 from support.tiny_runs import config, quick_pretrain, quiet
 
 SLOW = pytest.mark.slow
@@ -73,7 +73,7 @@ class Clinic:
 @pytest.fixture(scope="module")
 def clinic(tmp_path_factory):
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the processes of `stopped` have: sums of several threads end in other bits
+    torch.set_num_threads(1)  # as the process of `killed_at` has: sums of several threads end in other bits
     yield Clinic(tmp_path_factory.mktemp("clinic"))
     torch.set_num_threads(threads)
 
@@ -94,11 +94,11 @@ def assert_same(one: Path, other: Path, verb: str) -> None:
     assert results[0] == results[1]
 
 
-def stopped(clinic: Clinic, verb: str, out: Path, signal_name: str, step: int) -> int:
-    process = support_process("stopped_tasks", verb, clinic.config(verb).model_dump_json(), out, signal_name, step)
+def killed_at(step: int, clinic: Clinic, verb: str, out: Path) -> None:
+    """SIGKILL in that step, in a process of its own."""
+    process = support_process("killed_tasks", verb, clinic.config(verb).model_dump_json(), out, step)
     ended = subprocess.run(**process, capture_output=True, text=True, timeout=300)
-    assert "Error" not in ended.stderr, ended.stderr
-    return ended.returncode
+    assert ended.returncode == -9, ended.stderr
 
 
 def stop_at(step: int, clinic: Clinic, verb: str, out: Path) -> None:
@@ -130,12 +130,12 @@ def test_a_signal_while_token_features_are_computed_stops_at_once(clinic, tmp_pa
 def test_a_task_that_was_killed_and_stopped_equals_one_that_was_not(clinic, tmp_path, verb):
     """SIGKILL in the first epoch or fifth after a checkpoint, then SIGTERM in the middle of a later one."""
     out = tmp_path / "run"
-    assert stopped(clinic, verb, out, "SIGKILL", 7) == -9
+    killed_at(7, clinic, verb, out)
     assert checkpoint.step_of(checkpoint.newest(out)) < 7
-    assert stopped(clinic, verb, out, "SIGTERM", 9) == 75
+    stop_at(9, clinic, verb, out)
     assert checkpoint.step_of(checkpoint.newest(out)) == 10
     if verb == "segment":
-        assert stopped(clinic, verb, out, "SIGTERM", 15) == 75, "while the first baseline is trained"
+        stop_at(15, clinic, verb, out)  # while the first baseline is trained
     clinic.do(verb, out)
     assert_same(out, clinic.whole[verb], verb)
     assert len(checkpoint.steps(out / "checkpoints")) == 1

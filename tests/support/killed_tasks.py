@@ -1,8 +1,5 @@
-"""One fine-tuning or segmentation that sends itself a signal: `python -m support.stopped_tasks finetune|segment
-SETTINGS OUT SIGNAL STEP`.
-
-Exits like the command: 0, or 75 after a signal that was obeyed.
-"""
+"""One fine-tuning or segmentation that sends itself a signal; `python -m support.killed_tasks finetune|segment SETTINGS
+OUT STEP` kills it before that update."""
 
 import json
 import os
@@ -13,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from octfm.errors import Preempted
 from octfm.tasks import finetune as tuning
 from octfm.tasks import segment_score
 from octfm.tasks.finetune_settings import FinetuneConfig
@@ -36,16 +32,12 @@ def signal_in(verb: str, name: str, step: int) -> Iterator[None]:
 
 
 def main() -> None:
-    verb, settings, out, name, step = sys.argv[1:]
-    try:
-        with signal_in(verb, name, int(step)):
-            if verb == "finetune":
-                tuning.finetune(FinetuneConfig(**json.loads(settings)), out, "cpu", echo=print)
-            else:
-                segment_score.segment(SegmentConfig(**json.loads(settings)), out, "cpu", echo=print)
-    except Preempted as error:
-        print(error)
-        sys.exit(75)
+    verb, settings, out, step = sys.argv[1:]
+    with signal_in(verb, "SIGKILL", int(step)):
+        if verb == "finetune":
+            tuning.finetune(FinetuneConfig(**json.loads(settings)), out, "cpu", echo=print)
+        else:
+            segment_score.segment(SegmentConfig(**json.loads(settings)), out, "cpu", echo=print)
 
 
 if __name__ == "__main__":
