@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Two workers with one thread each: with a thread per core in each worker they wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+# A file's tests go to one worker, so that stores and runs that they share are made once.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 STAMP := $(VENV)/.installed
 # What the demonstration needs is a part of what the tests need.
 DEMO := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.demo)
