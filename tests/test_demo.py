@@ -10,11 +10,13 @@ import pytest
 from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.labels import read_labels
-from octfm.demo import SABOTAGE, clinic, run_demo, run_sabotage, stages
+from octfm.demo import SABOTAGE, clinic, own_scans, run_demo, run_sabotage, stages
 from octfm.demo.questions import find_questions
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
+from octfm.phantom import phantom_volume
 from octfm.store.store import Store
 from support.command_line import octfm_here
+from support.dicom_files import write_oct_dicom
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +215,25 @@ def test_wrong_labels_are_refused_before_any_scan_is_prepared(finished, tmp_path
     code, _, err = octfm_here("demo", *words, cwd=tmp_path)
     assert code == 1 and err.count("\n") == 1 and expected in err, err
     assert not (tmp_path / "mine" / "prepared").exists()
+
+
+def test_a_first_scan_without_a_picture_is_said_on_the_terminal(tmp_path, monkeypatch):
+    eye, _ = phantom_volume(0, size=(6, 64, 48))
+    write_oct_dicom(tmp_path / "dicom" / "a.dcm", eye.voxels, eye.spacing_mm)
+    said: list[str] = []
+
+    def refused(*_):
+        raise EvaluationError("its layers cannot be drawn")
+
+    def echo(line: str) -> None:
+        said.append(line)
+        if " store: " in line:
+            raise Reached
+
+    monkeypatch.setattr(own_scans, "first_picture", refused)
+    with pytest.raises(Reached):
+        run_demo(tmp_path / "mine", data=tmp_path / "dicom", quick=True, echo=echo)
+    assert [line for line in said if line.endswith("a.dcm: no picture: its layers cannot be drawn")]
 
 
 @pytest.mark.slow

@@ -10,15 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octfm.catalog.catalog import scan as scan_folder
 from octfm.catalog.labels import LabelTable, read_labels
 from octfm.encoder.embeddings import of_store
 from octfm.errors import EvaluationError
 from octfm.layers.packaged import load_finder
 from octfm.layers.sample import samples
 from octfm.layers.segment import segment
+from octfm.phantom import phantom_volume
+from octfm.store.prepare import prepare
 from octfm.store.store import Store
-from octfm.tasks.layer_map import COLUMNS, Source, describe, measured, spaced
+from octfm.tasks.layer_map import COLUMNS, Source, describe, layer_map, measured, spaced
 from octfm.volume.volume import Lines
+from support.dicom_files import write_oct_dicom
+from support.small_store import small_preprocessing
 from support.trust_cohort import SCANNERS, Cohort
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -158,6 +163,23 @@ def test_layers_are_measured_once_and_go_on_after_a_kill(scan, tmp_path):
     file.write_text(json.dumps({"format": "other"}) + "\n")
     with pytest.raises(EvaluationError, match="got another file"):
         measure(sources)
+
+
+def test_layers_of_a_store_are_those_of_its_files(tmp_path):
+    for seed in (2, 1):
+        eye, _ = phantom_volume(seed, size=(6, 64, 48))
+        write_oct_dicom(
+            tmp_path / "dicom" / f"{seed}.dcm", eye.voxels, eye.spacing_mm, participant=f"p{seed}", laterality="L",
+            sop_instance_uid=f"1.2.3.{seed}",
+        )  # fmt: skip
+    catalog = scan_folder(tmp_path / "dicom", workers=0)
+    store = prepare(catalog, tmp_path / "store", small_preprocessing(), workers=0, progress=False)
+    arm = layer_map(store, tmp_path / "layers.jsonl", echo=lambda _: None)
+    assert arm.name == "layers" and arm.acquisition.tolist() == ["1.2.3.1", "1.2.3.2"]
+    assert np.isfinite(arm.vectors).all(), "what a scan does not allow is the mean of the others, or 0"
+    own = describe(segment(tmp_path / "dicom" / "1.dcm"))
+    known = np.isfinite(own)
+    assert known.any() and (arm.vectors[0][known] == np.round(own[known], 4)).all()
 
 
 def test_thinned_scans_keep_their_place(scan):
