@@ -382,7 +382,9 @@ def diagnoses(chosen: argparse.Namespace) -> None:
     text = "".join(f"{uid}\t{name}\t{'control' if name == 'control' else 'ill'}\n" for uid, name in rows)
     write_whole(out / "labels.tsv", f"sop_instance_uid\tlabel\tstate\n{text}".encode())
     cohort = yardstick.Cohort("arms", store, out / "labels.tsv", encoders)
-    arms, seen = yardstick.arms_of(cohort, out, not chosen.without_layers, None)
+    layers = not chosen.without_layers
+    settings = argparse.Namespace(out=out, pool=None, truth=False, layers=layers, bscans=None)
+    arms, seen = yardstick.arms_of(cohort, settings)
     data, table, scores = arms[0].features, read_labels(cohort.labels), {}
     for target, name in (("label", "four classes"), ("state", "control or ill")):
         cases = make_cases(Target(target, target, "acquisition"), data, table)
