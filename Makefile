@@ -11,7 +11,7 @@ DEMO := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.demo)
 XLA := .venv-xla
 GPU_OUT ?= gpu-results
 
-.PHONY: weights demo test test-all test-xla gpu lint docs wheel clean
+.PHONY: weights encoder demo test test-all test-xla gpu lint docs wheel clean
 
 demo: $(DEMO)
 	$(BIN)/octfm demo --out demo
@@ -45,6 +45,11 @@ lint: $(STAMP)
 # Trains the network of octfm segment on streamed phantoms, resumable: some 2 hours on one core.
 weights: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m octfm.layers.training --out runs/weights
+
+# Makes a run of `octfm pretrain` on streamed phantoms, or one of its checkpoints, the encoder of load_encoder(): src/octfm/weights/encoder-1.
+encoder: $(STAMP)
+	$(if $(RUN),,$(error RUN is missing; make encoder RUN=runs/dense))
+	OMP_NUM_THREADS=1 $(BIN)/python -m octfm.encoder.packaging $(RUN)
 
 # Fails on a broken link or anchor. The pages in site/ need no network.
 docs: $(STAMP)

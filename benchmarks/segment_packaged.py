@@ -15,13 +15,13 @@ from PIL import Image
 from scipy.ndimage import gaussian_filter
 
 from octfm.layers.edges import EDGES, onto_edge, onto_edges
-from octfm.layers.finder import LayerFinder, Layers
-from octfm.layers.packaged import CURRENT, load_finder
+from octfm.layers.finder import LayerFinder, Layers, load_finder
 from octfm.layers.training import from_state
 from octfm.models.layer_net import SURFACES
 from octfm.volume.surface import at_rows
 from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import Volume
+from octfm.weights.packaged import CURRENT
 
 ROW_UM = 3.872
 COLOURS = {"ilm": (255, 60, 60), "ez": (0, 255, 255), "rpe_peak": (0, 255, 0), "bm": (255, 0, 200)}

@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from octfm.layers.edges import EDGES, onto_edges
-from octfm.layers.finder import LayerFinder
-from octfm.layers.packaged import CURRENT, load_finder
+from octfm.layers.finder import LayerFinder, load_finder
 from octfm.layers.training import VALUES, from_state
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.phantom.native.bscans import SURFACES as DRAWN
 from octfm.phantom.native.stream import Stream
 from octfm.phantom.scanner import DEFAULT_SCANNERS, SCANNERS
 from octfm.volume.volume import Volume
+from octfm.weights.packaged import CURRENT
 
 
 @dataclass

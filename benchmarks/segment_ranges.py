@@ -22,13 +22,13 @@ from sklearn.linear_model import QuantileRegressor
 
 import octfm.weights
 import segment_verdict
-from octfm.layers.finder import LayerFinder
-from octfm.layers.packaged import CURRENT, load_finder
+from octfm.layers.finder import LayerFinder, load_finder
 from octfm.layers.ranges import LEVEL, SWOLLEN_UM, WET_UM, Ranges, conformal_quantile
 from octfm.layers.segment import segment
 from octfm.layers.verdict import ZONE_UM, Measures, decide
 from octfm.phantom.native.stream import CONDITIONS, Stream
 from octfm.phantom.scanner import DEFAULT_SCANNERS, SCANNERS
+from octfm.weights.packaged import CURRENT
 
 SEED, BSCANS, FOLDS = 1000, 13, 5
 UNSEEN = tuple(name for name in SCANNERS if name not in DEFAULT_SCANNERS)

@@ -20,8 +20,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from octfm.layers.finder import LayerFinder
-from octfm.layers.packaged import CURRENT, load_finder
+from octfm.layers.finder import LayerFinder, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
 from octfm.layers.verdict import ZONE_UM, Measures, decide, expected_error_um
 from octfm.layers.zones import FEWEST_PER_MM
@@ -29,6 +28,7 @@ from octfm.phantom.native.bscans import SURFACES, Labelled, sample_placement
 from octfm.phantom.native.stream import Stream
 from octfm.volume.etdrs import field_of, field_of_volume, measure_grid
 from octfm.volume.volume import Volume
+from octfm.weights.packaged import CURRENT
 
 WRONG_UM = 20.0
 LEAST_TRUE = 0.5

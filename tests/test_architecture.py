@@ -22,6 +22,7 @@ ORDER = (
         "store",
         "models",
         "run",
+        "weights",
         "layers",
     ),
     *("pretraining", "encoder", "evaluation", "tasks", "trust", "report", "demo", "cli", "__main__"),

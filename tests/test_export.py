@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import octfm
 from octfm.cli.main import app
 from octfm.config import load
-from octfm.encoder import exported, onnx_graph
+from octfm.encoder import onnx_graph
 from octfm.encoder.embed_files import embed_files
 from octfm.encoder.encoder import assemble, load_encoder, participants_of, preprocessing_of, seen_by
 from octfm.encoder.export import export
@@ -32,6 +32,7 @@ from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import read_predictions
 from octfm.volume.preprocessing import Preprocessing
+from octfm.weights import exported
 from support.bucket_servers import BUCKET, s3_server
 from support.small_store import GRADES, darkened, small_store
 from support.tiny_runs import config, quick_pretrain, quiet

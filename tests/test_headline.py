@@ -14,7 +14,7 @@ from octfm.catalog.catalog import scan as scan_folder
 from octfm.catalog.labels import LabelTable, read_labels
 from octfm.encoder.embeddings import of_store
 from octfm.errors import EvaluationError
-from octfm.layers.packaged import load_finder
+from octfm.layers.finder import load_finder
 from octfm.layers.sample import samples
 from octfm.layers.segment import segment
 from octfm.phantom import phantom_volume

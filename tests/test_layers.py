@@ -22,16 +22,17 @@ from octfm.layers.finder import (
     fill_detachments,
     keep_plausible,
     keep_sure_fluid,
+    load_finder,
     network_size,
     without_white_padding,
 )
-from octfm.layers.packaged import CURRENT, NOTE, load_finder, packaged
 from octfm.layers.table import COLUMNS, read_table, write_table
 from octfm.layers.training import HEIGHT, WIDTH, LayerTraining, batch, stream_of, write_weights
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig, layer_loss
 from octfm.phantom.native.bscans import SURFACES as DRAWN
 from octfm.phantom.native.stream import Stream
 from octfm.volume.volume import Volume
+from octfm.weights.packaged import CURRENT, NOTE, packaged
 
 UNSEEN = Stream(203, randomised=0.0, ascan_um=(13.0, 19.0))
 """Phantom B-scans of a seed that no choice has seen."""
@@ -183,7 +184,7 @@ def test_a_damaged_or_unknown_network_is_refused(monkeypatch):
     known = packaged()[0]
     with pytest.raises(CheckpointError, match="no packaged network"):
         load_finder("layers-99")
-    monkeypatch.setattr("octfm.layers.packaged.packaged", lambda: [replace(known, digest="0" * 64)])
+    monkeypatch.setattr("octfm.weights.packaged.packaged", lambda: [replace(known, digest="0" * 64)])
     load_finder.cache_clear()
     with pytest.raises(CheckpointError, match="damaged"):
         load_finder(known.name)

@@ -21,7 +21,6 @@ from octfm.encoder.export import export
 from octfm.errors import CheckpointError, ConfigError, StoreError
 from octfm.io.isolation import Limits, Lost, each
 from octfm.layers.band import LearnedBand, band_finder, with_network
-from octfm.layers.packaged import find_packaged
 from octfm.phantom import phantom_volume
 from octfm.run import checkpoint
 from octfm.store.layout import read_header
@@ -29,6 +28,7 @@ from octfm.store.prepare import with_finder
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.tissue import MARGIN_MM, find_tissue
 from octfm.volume.volume import Volume
+from octfm.weights.packaged import find_packaged
 from support.dicom_files import write_oct_dicom
 from support.small_store import SIZE, small_preprocessing, small_store
 from support.store_samples import content

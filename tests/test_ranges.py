@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from octfm.cli.main import app
 from octfm.errors import ConfigError, EvaluationError
 from octfm.layers.calibrate import LEAST_PARTICIPANTS, calibrate_rows
-from octfm.layers.packaged import load_finder
+from octfm.layers.finder import load_finder
 from octfm.layers.ranges import SYNTHETIC, Ranges, conformal_quantile, packaged_ranges
 from octfm.layers.table import describe, read_table, row_of, save_table
 from octfm.layers.zones import RANGE, UNIT

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from octfm.layers.packaged import load_finder
+from octfm.layers.finder import load_finder
 from octfm.layers.sample import samples
 from octfm.tasks.layer_map import COLUMNS, Source, measured
 from support.untrained import untrained_encoder

@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 from octfm.cli.main import app
 from octfm.formats import read_device_grid, read_volume
 from octfm.layers.finder import LayerFinder
-from octfm.layers.packaged import NOTE, SHORT_NOTE
 from octfm.layers.table import describe, read_table, row_of
 from octfm.layers.zones import DEVICE_UNIT, UNIT, device_grid_of
 from octfm.models.layer_net import LayerNet, LayerNetConfig
@@ -18,6 +17,7 @@ from octfm.tasks.segment_export import write_dicom, write_nifti
 from octfm.volume.etdrs import ZONES
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Lines
+from octfm.weights.packaged import NOTE, SHORT_NOTE
 from support.segmented import found_in
 from support.vendor_files import with_grid, write_heyex_xml
 from support.volumes import telling_voxels

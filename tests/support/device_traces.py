@@ -27,8 +27,7 @@ from octfm.encoder.encoder import load_encoder
 from octfm.encoder.export import export
 from octfm.encoder.hub import OctEncoder
 from octfm.encoder.tuned import load_tuned
-from octfm.layers.finder import LayerFinder
-from octfm.layers.packaged import load_finder
+from octfm.layers.finder import LayerFinder, load_finder
 from octfm.phantom import phantom_volume
 from octfm.pretraining import pretrain as pretraining
 from octfm.pretraining.bench import bench

@@ -81,7 +81,6 @@ def probe(
     from octfm.encoder.embed import embedding_files
     from octfm.encoder.embeddings import read_embeddings, without_excluded_vectors
     from octfm.encoder.encoder import seen_by
-    from octfm.encoder.exported import refuse_inside_export
     from octfm.evaluation.arms import make_arms
     from octfm.evaluation.efficiency import curve_lines
     from octfm.evaluation.efficiency import label_efficiency as curve
@@ -91,6 +90,7 @@ def probe(
     from octfm.io.location import location
     from octfm.run.bucket import local_run
     from octfm.store.exclusion import to_stderr
+    from octfm.weights.exported import refuse_inside_export
 
     chosen = choose_readout(readout)
     folder = location(out or embeddings or run)
@@ -403,7 +403,7 @@ def segment(
         )
     if apply is None and words and not is_training and all("=" not in word or Path(word).exists() for word in words):
         limits = opt.limits_of(file_seconds, file_gb)
-        volumes = _volumes_in(words, limits, layouts)
+        volumes = opt.volumes_in(words, limits, layouts)
         _segment_scans(volumes, out, dicom, limits, calibrate, apply_corrections, device)
         return
     if apply_corrections is not None:
@@ -439,28 +439,6 @@ def _stems(sources: "Iterable[str]") -> dict[str, str]:
     stems = {source: Path(source).stem for source in sources}
     count = Counter(stems.values())
     return {source: stem if count[stem] == 1 else f"{stem}-{hash_text(source)[:8]}" for source, stem in stems.items()}
-
-
-def _volumes_in(words: list[str], limits: "Limits", layouts: str) -> list[str]:
-    """The files named, and every volume in the folders named; prints how many files there are left out."""
-    from octfm.catalog.volumes import volumes_below
-    from octfm.volume.volume import LAYOUTS
-
-    sources: list[str] = []
-    for word in words:
-        place = expect_place(word)
-        if not Path(place).is_dir():
-            sources.append(place)
-            continue
-        found, left_out = volumes_below(
-            Path(os.path.abspath(place)),  # noqa: PTH100
-            limits,
-            layouts=("line",) if layouts == "line" else LAYOUTS,
-        )
-        for code, count in sorted(Counter(reject.code for reject in left_out).items()):
-            opt.echo_line(f"{place}: {count} left out: {code}; octfm scan names files and reasons")
-        sources += found
-    return list(dict.fromkeys(sources))
 
 
 def _counted(sources: "Sequence[str | Volume]", progress: "Progress") -> "Iterator[str | Volume]":

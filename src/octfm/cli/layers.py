@@ -1,4 +1,4 @@
-"""The verbs around the packaged networks of octfm segment: models, agree."""
+"""The verbs around the packaged networks: models, agree."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,24 +14,25 @@ def models(
         typer.Argument(metavar="NAME", help="Print the model card of this network, in Markdown; default: list all."),
     ] = None,
 ) -> None:
-    """List the packaged networks: size, hash, licence, what they find, what they are not for; or print a model card.
+    """List the packaged networks, those of segment and the encoder: size, hash, licence; or print a model card.
 
     Examples:
     octfm models
     octfm models layers-2
     """
-    from octfm.layers.card import model_card
-    from octfm.layers.packaged import CURRENT, NOTE, find_packaged, packaged
+    from octfm.weights.card import model_card
+    from octfm.weights.packaged import NOTE, everything_packaged, find_packaged
 
     if name is not None:
-        typer.echo(model_card(find_packaged(name)))
+        typer.echo(model_card(find_packaged(name, everything_packaged())))
         return
-    for network in packaged():
-        use = ", used by octfm segment" if network.name == CURRENT else ""
-        masks = ", ".join(mask.replace("_", " ") for mask in network.masks) or "none"
+    for network in everything_packaged():
+        verb = "load_encoder() and octfm embed" if network.is_encoder else "octfm segment"
+        use = f", used by {verb}" if network.current else ""
         typer.echo(f"{network.name}: {network.about}{use}")
         typer.echo(f"  {network.size_bytes / 1e6:.1f} MB, SHA-256 {network.digest[:12]}, licence {network.licence}")
-        typer.echo(f"  masks reported: {masks}")
+        if not network.is_encoder:
+            typer.echo(f"  masks reported: {', '.join(mask.replace('_', ' ') for mask in network.masks) or 'none'}")
         typer.echo(f"  {NOTE}; octfm models {network.name} prints the model card")
 
 

@@ -1,7 +1,9 @@
 """Options shared by several verbs, and the parsers of their values."""
 
 import json
+import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -238,6 +240,28 @@ def limits_of(file_seconds: float, file_gb: float) -> "Limits":
     from octfm.io.isolation import Limits
 
     return Limits(seconds=file_seconds, memory=int(file_gb * 1e9))
+
+
+def volumes_in(words: list[str], limits: "Limits", layouts: str = "any") -> list[str]:
+    """The files named, and every volume in the folders named; prints how many files there are left out."""
+    from octfm.catalog.volumes import volumes_below
+    from octfm.volume.volume import LAYOUTS
+
+    sources: list[str] = []
+    for word in words:
+        place = expect_place(word)
+        if not Path(place).is_dir():
+            sources.append(place)
+            continue
+        found, left_out = volumes_below(
+            Path(os.path.abspath(place)),  # noqa: PTH100
+            limits,
+            layouts=("line",) if layouts == "line" else LAYOUTS,
+        )
+        for code, count in sorted(Counter(reject.code for reject in left_out).items()):
+            echo_line(f"{place}: {count} left out: {code}; octfm scan names files and reasons")
+        sources += found
+    return list(dict.fromkeys(sources))
 
 
 def parse_spacing(text: str | None, option: str) -> tuple[float, float, float] | None:

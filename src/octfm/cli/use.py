@@ -1,20 +1,23 @@
 """The verbs that use an encoder: embed, export."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from octfm.cli import options as opt
+from octfm.errors import one_line
 
 
 def embed(
-    run: Annotated[
-        str,
+    words: Annotated[
+        list[str] | None,
         opt.place_argument(
-            metavar="RUN", help="Pretraining or fine-tuning run, checkpoint or export; also s3:// or gs://."
+            metavar="RUN|SCAN",
+            help="First the encoder, if it is not the packaged one: a run of pretraining or fine-tuning, a checkpoint "
+            "or export, also s3:// or gs://, or a packaged name. Then scans: files or folders of them.",
         ),
-    ],
+    ] = None,
     store: Annotated[
         str | None,
         opt.place_option(metavar="STORE", help="Prepared store to embed, also s3:// or gs://; default: prepared."),
@@ -34,8 +37,8 @@ def embed(
         opt.place_option(
             "--out",
             metavar="FOLDER",
-            help="Folder for the parquet files (with --files also in a bucket); default: RUN/embeddings. Required if "
-            "RUN is an export.",
+            help="Folder for the parquet files (with --files and scans also in a bucket); default: RUN/embeddings. "
+            "Required for scans, and if RUN is an export or left out.",
         ),
     ] = None,
     baselines: Annotated[
@@ -63,7 +66,7 @@ def embed(
         ),
     ] = None,
     precision: Annotated[
-        str, typer.Option(metavar="PRECISION", help="With --files or --catalog: fp32 or bf16.")
+        str, typer.Option(metavar="PRECISION", help="With --files, --catalog or scans: fp32 or bf16.")
     ] = "fp32",
     retry: Annotated[
         bool, typer.Option("--retry", help="With --files or --catalog: retry files that could not be read.")
@@ -74,9 +77,11 @@ def embed(
     file_seconds: opt.FileSeconds = 10,
     file_gb: opt.FileGB = 2,
 ) -> None:
-    """Write one vector per acquisition, of a store or directly of files; after an interruption, run it again.
+    """Write one vector per scan, with the packaged encoder or your own; after an interruption, run it again.
 
     Examples:
+    octfm embed scan.e2e other.dcm --out vectors
+    octfm embed --store prepared --out vectors
     octfm embed runs/vit_s --store prepared
     octfm embed runs/vit_s --files my_scans/ --out vectors
     """
@@ -89,7 +94,21 @@ def embed(
         raise ConfigError(f"{' and '.join(given)}: give one of them")
     if pool is not None and pool not in POOLS:
         raise ConfigError(f"--pool: expected {', '.join(POOLS[:-1])} or {POOLS[-1]}, got {pool!r}")
-    _echo_checkpoint(run)
+    run, scans = _encoder_and_scans(words or [], given)
+    if precision not in ("fp32", "bf16"):
+        raise ConfigError(f"--precision: expected fp32 or bf16, got {precision!r}")
+    _echo_encoder(run)
+    if scans:
+        only_others = {
+            "--head": head, "--segment": segment, "--exclude": exclude, "--baselines": baselines, "--retry": retry,
+            "--workers": workers,
+        }  # fmt: skip
+        if others := [name for name, value in only_others.items() if value not in (None, False)]:
+            raise ConfigError(
+                f"{', '.join(others)}: not for single scans; give a store (--store) or a folder (--files)"
+            )
+        _embed_scans(run, scans, out, pool, precision, device, opt.limits_of(file_seconds, file_gb))
+        return
     if files is None and catalog is None:
         from octfm.tasks.embed_run import embed_all
 
@@ -114,8 +133,6 @@ def embed(
 
     if out is None:
         raise ConfigError(f"{given[0]}: needs an output folder; add --out FOLDER")
-    if precision not in ("fp32", "bf16"):
-        raise ConfigError(f"--precision: expected fp32 or bf16, got {precision!r}")
     source = files if catalog is None else Catalog.load(catalog)
     assert source is not None
     counts = embed_files(
@@ -141,6 +158,62 @@ def embed(
         typer.echo(f"  {code}: {count:,}")
     if counts["failures"]:
         typer.echo("  files, reasons and remedies: failures.parquet; --retry tries them again")
+
+
+def _encoder_and_scans(words: list[str], sources: list[str]) -> tuple[str | None, list[str]]:
+    """RUN, None for the packaged encoder, and scans, of the words of `octfm embed`; `sources`: options that name what
+    to embed instead of scans."""
+    from octfm.encoder.sources import names_encoder
+    from octfm.errors import ConfigError
+
+    if sources:
+        if len(words) > 1:
+            raise ConfigError(f"{sources[0]}: embeds that and no scans; give at most one RUN before it")
+        return (words[0], []) if words else (None, [])
+    if not words:
+        raise ConfigError(
+            "embed: nothing to embed; give scans (octfm embed scan.e2e --out vectors), or a store (--store prepared)"
+        )
+    named = [names_encoder(word) for word in words]
+    if any(named[1:]):
+        raise ConfigError(
+            f"{words[named.index(True, 1)]}: a run, an export or an address, where a scan is expected; RUN is the "
+            "first word, and --files reads buckets"
+        )
+    run, scans = (words[0], words[1:]) if named[0] else (None, words)
+    for scan in scans:
+        for name, option in (("store.json", "--store"), ("catalog.parquet", "--catalog")):
+            if (Path(scan) / name).is_file():
+                raise ConfigError(f"{scan}: no scans but what {option} takes; use octfm embed {option} {scan}")
+    return run, scans
+
+
+def _embed_scans(
+    run: str | None, scans: list[str], out: str | None, pool: Any, precision: Any, device: str | None, limits: Any
+) -> None:
+    from octfm.display import number
+    from octfm.encoder.embed_scans import embed_scans
+    from octfm.encoder.encoder import load_encoder
+    from octfm.errors import ConfigError
+    from octfm.run.runtime import start
+
+    if out is None:
+        raise ConfigError("embed: scans need an output folder; add --out FOLDER")
+    encoder = load_encoder(run, runtime=start(precision, device)).pooling(pool)
+    volumes = opt.volumes_in(scans, limits)
+    if not volumes:
+        raise ConfigError(
+            f"{', '.join(scans)}: no scan in it, and it is no run (config.yaml) and no export (config.json); check the "
+            "path, or octfm scan names every file and why"
+        )
+    unread: list[str] = []
+    path, count = embed_scans(encoder, volumes, out, limits=limits, echo=unread.append)
+    for line in unread:
+        typer.echo(one_line(line), err=True)
+    opt.echo_line(f"{path}: {number(count, 'vector')} of width {encoder.vector_width} by {encoder.source}")
+    if unread:
+        typer.echo(f"{len(unread)} of {len(volumes)} scans could not be read", err=True)
+        raise typer.Exit(1)
 
 
 def export(
@@ -198,6 +271,18 @@ def export(
             "participants.key lets anyone who has a list of ids test which were trained on; to publish, use "
             "--keep-key FILE"
         )
+
+
+def _echo_encoder(run: str | None) -> None:
+    """Say which encoder is used: the packaged one, by its hash, or a checkpoint of a run."""
+    from octfm.weights.packaged import CURRENT_ENCODER, NOTE, everything_packaged, find_packaged, packaged_encoder
+
+    if run is not None:
+        _echo_checkpoint(run)
+        return
+    packaged_encoder()  # raises if there is none
+    encoder = find_packaged(CURRENT_ENCODER, everything_packaged())
+    typer.echo(f"{encoder.name}, SHA-256 {encoder.digest[:12]}: {NOTE}")
 
 
 def _echo_checkpoint(run: str) -> None:

@@ -46,8 +46,7 @@ def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pr
     encoder = encoder.reading(store)
     target = Path(out) / f"{name}.parquet"
     key = f"{encoder.vector_key}-{_voxels_of(store)}"
-    facts = {"key": key, "encoder": encoder.source, "precision": encoder.runtime.precision, "name": name}
-    facts |= {"pool": encoder.config.objective.pool, "readout": encoder.readout}
+    facts = encoder_facts(encoder) | {"key": key, "name": name}
     vectors = _existing_vectors(target, key)
     if vectors is None:
         vectors = _in_batches(store, encoder.embed_arrays, encoder.vector_width, name)
@@ -55,6 +54,18 @@ def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pr
         # The file is still written again, because splits and labels may have changed since.
         echo(f"{target}: vectors of these weights and volumes are already there")
     return write_rows(target, store, vectors, facts)
+
+
+def encoder_facts(encoder: Encoder) -> dict[str, str]:
+    """Metadata of an embeddings file: whose vectors they are."""
+    return {
+        "key": encoder.vector_key,
+        "encoder": encoder.source,
+        "weights": encoder.digest,
+        "precision": encoder.runtime.precision,
+        "pool": encoder.config.objective.pool,
+        "readout": encoder.readout,
+    }
 
 
 def histogram_baseline(store: Store, out: str | Path) -> Path:

@@ -24,10 +24,9 @@ from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.catalog import Catalog, scan
 from octfm.catalog.participants.people import AmbiguousPeople
 from octfm.catalog.participants.pseudonyms import is_pseudonymous
-from octfm.encoder.embed import HISTOGRAM_BINS, histogram, histogram_facts, write_vectors
+from octfm.encoder.embed import HISTOGRAM_BINS, encoder_facts, histogram, histogram_facts, write_vectors
 from octfm.encoder.embeddings import from_parquet, to_parquet
 from octfm.encoder.encoder import Encoder, load_encoder
-from octfm.encoder.exported import refuse_inside_export
 from octfm.errors import BAD_INPUT, BucketError, Echo, EvaluationError
 from octfm.formats.reasons import REASONS
 from octfm.io.bucket import Account
@@ -48,6 +47,7 @@ from octfm.store.prepare import code_of, prepare_acquisition, with_finder, words
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.tissue import BandFinder
 from octfm.volume.volume import STRUCTURE_ONLY, Modality
+from octfm.weights.exported import refuse_inside_export
 
 FORMAT, VERSION = "octfm-embedding-job", 1
 SHARD = 32
@@ -86,7 +86,7 @@ class _Kind:
 
 
 def embed_files(
-    run: str | Location,
+    run: str | Location | None,
     source: str | Location | Catalog,
     out: str | Location,
     *,
@@ -101,7 +101,8 @@ def embed_files(
     exclude: str | Path | None = None,
     echo: Echo = print,
 ) -> dict[str, Any]:
-    """Embed every OCT volume of `source` (a folder, s3:// or gs://, or a Catalog) into a folder or bucket prefix `out`.
+    """Embed every OCT volume of `source` (a folder, s3:// or gs://, or a Catalog) into a folder or bucket prefix `out`,
+    with the encoder of `run`, None for the packaged one.
 
     If it is stopped, even by kill -9, the same call continues, recomputing at most one shard, and includes files that
     are new or have changed. Files that cannot be read become rows of failures.parquet; they are tried again when they
@@ -167,15 +168,7 @@ def embed_files(
 
 
 def _of_encoder(name: str, encoder: Encoder) -> _Kind:
-    facts = {
-        "key": encoder.vector_key,
-        "encoder": encoder.source,
-        "precision": encoder.runtime.precision,
-        "pool": encoder.config.objective.pool,
-        "readout": encoder.readout,
-        "name": name,
-    }
-    return _Kind(name, encoder.vector_width, encoder.embed_arrays, facts)
+    return _Kind(name, encoder.vector_width, encoder.embed_arrays, encoder_facts(encoder) | {"name": name})
 
 
 def _claim(out: Location, kinds: Sequence[_Kind]) -> None:

@@ -30,8 +30,8 @@ class Embeddings:
     name: str
     path: str
     metadata: dict[str, Any]
-    """key (weights + Preprocessing + precision + readout), encoder, precision, width, readout, as written by `octfm
-    embed`."""
+    """key (weights + Preprocessing + precision + readout), encoder, weights (`Encoder.digest`), precision, width,
+    readout, as written by `octfm embed`."""
     acquisition: np.ndarray
     participant: np.ndarray
     eye_id: np.ndarray
@@ -141,7 +141,7 @@ def read_embeddings(path: str | Location) -> Embeddings:
         raise EvaluationError(
             f"{path}: expected one finite vector of equal width per acquisition; the encoder or the file is damaged"
         )
-    metadata = {k: v for k, v in facts.items() if k in ("key", "encoder", "precision", "width", "readout")}
+    metadata = {k: v for k, v in facts.items() if k in ("key", "encoder", "weights", "precision", "width", "readout")}
     if "pool" in facts:  # only vectors of tokens are pooled
         metadata.setdefault("readout", UNRECORDED)
     return _from_columns(str(facts.get("name", path.stem)), path, metadata, columns, vectors)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from octfm.display import box, brief, times
-from octfm.encoder import exported
-from octfm.encoder.sources import find
+from octfm.encoder.sources import display_name, find
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.formats import read_volume
 from octfm.io.location import Location
@@ -35,6 +34,7 @@ from octfm.store.layout import Arrays
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.volume import Volume
+from octfm.weights import exported
 
 Scan = str | Path | Volume | StoredVolume
 """What `Encoder.embed` takes for one scan; a str is a path or an address."""
@@ -114,6 +114,12 @@ class Encoder:
             digest.update(name.encode())
             digest.update(tensor.cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()[:32]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the weights in float32, by which results name them; of packaged encoders `octfm models` prints
+        it."""
+        return exported.digest(self.network.state_dict())
 
     @property
     def readout(self) -> str:
@@ -288,7 +294,7 @@ class Encoder:
 
 
 def load_encoder(
-    run: str | Location,
+    run: str | Location | None = None,
     *,
     random_init: bool = False,
     draw: int = 0,
@@ -297,7 +303,7 @@ def load_encoder(
     objective: type[ObjectiveConfig] | None = None,
 ) -> Encoder:
     """The encoder of a run, a checkpoint file, an `octfm finetune` run or an export, on a disk or in a bucket; or of a
-    hub id or a packaged name (octfm.encoder.sources).
+    hub id or a packaged name (octfm.encoder.sources). Without `run`, the packaged encoder.
 
     `run`: "hf://owner/name" is fetched from the Hugging Face hub, "owner/name" is only looked up in the hub's cache.
     `random_init`: with the weights before the first update; a `draw` above 0 gives others, of seeds that follow the
@@ -370,7 +376,7 @@ def fill(module: nn.Module, tensors: dict[str, Tensor], where: str | Location) -
         ) from None
 
 
-def content_of(run: str | Location) -> dict[str, Any]:
+def content_of(run: str | Location | None) -> dict[str, Any]:
     """The verified content of a run's newest checkpoint, a checkpoint file or an export."""
     return _open(run)[1]
 
@@ -381,12 +387,13 @@ def preprocessing_of(run: str | Location) -> dict[str, Any]:
 
 
 def participants_of(run: str | Location) -> dict[str, Any]:
-    """Keyed hashes (`hashes`) of the participants a model was trained on, and their `key`.
+    """Keyed hashes (`hashes`) of the participants a model was trained on, and their `key`; without any, such as after
+    training on streamed phantoms, the key may be None.
 
     Raises EvaluationError if the key is kept elsewhere.
     """
     participants = content_of(run)["participants"]
-    if participants["key"] is None:
+    if participants["key"] is None and participants["hashes"]:
         raise EvaluationError(
             f"{run}: exported without the key of its participants' hashes, so its training participants are unknown; "
             f"put the key back as {exported.KEY} next to its {exported.CONFIG}, or evaluate with --allow-seen"
@@ -398,10 +405,12 @@ def seen_by(run: str | Location) -> Callable[[str], bool]:
     """A function that says whether a participant is in the training data of the run's newest checkpoint."""
     participants = participants_of(run)
     known = set(participants["hashes"])
+    if not known:
+        return lambda _: False
     return lambda participant: checkpoint.participant_hashes([participant], participants["key"])[0] in known
 
 
-def _open(run: str | Location) -> tuple[Location, dict[str, Any]]:
+def _open(run: str | Location | None) -> tuple[Location, dict[str, Any]]:
     where = find(run)
     if exported.is_export(where):
         return where, exported.read_export(where)
@@ -439,4 +448,5 @@ def part_of(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _source(path: Location, random_init: bool, draw: int = 0) -> str:
-    return f"{path} at random initialisation{f', draw {draw + 1}' if draw else ''}" if random_init else str(path)
+    name = display_name(path)
+    return f"{name} at random initialisation{f', draw {draw + 1}' if draw else ''}" if random_init else name

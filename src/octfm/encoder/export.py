@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from octfm.catalog.participants.safe_values import is_known_name, is_known_scanner, is_plain_word
-from octfm.encoder import exported
 from octfm.encoder.encoder import Encoder, content_of, load_encoder, participants_of
 from octfm.encoder.tuned import TunedModel, load_tuned
 from octfm.errors import Echo, EvaluationError
@@ -16,6 +15,7 @@ from octfm.io.location import Location, local_path, write_whole
 from octfm.models.heads import MeanPool
 from octfm.models.vit3d import count_parameters
 from octfm.version import __version__
+from octfm.weights import exported
 
 
 def export(
@@ -128,8 +128,8 @@ def write_files(folder: Path, settings: dict[str, Any], tensors: dict[str, Tenso
     folder.mkdir(parents=True, exist_ok=True)
     # Clones, because safetensors refuses tensors that share memory.
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    facts = {"format": "pt", "sha256": exported.checksum(tensors)}
-    write_whole(folder / exported.WEIGHTS, save(tensors, facts))
+    # One entry: safetensors writes several in an order that differs from process to process.
+    write_whole(folder / exported.WEIGHTS, save(tensors, {"sha256": exported.checksum(tensors)}))
     write_whole(folder / exported.SEEN, json.dumps({"hash": "HMAC-SHA256", "hashes": hashes}, indent=0).encode())
     write_whole(folder / exported.CONFIG, (json.dumps(settings, indent=2) + "\n").encode())
 

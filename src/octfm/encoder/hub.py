@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from octfm.encoder import exported
 from octfm.encoder.encoder import Encoder, assemble
 from octfm.encoder.export import write_files
 from octfm.encoder.sources import FILES
@@ -18,6 +17,7 @@ from octfm.pretraining.learner import grid_of
 from octfm.pretraining.settings import stored_config
 from octfm.run.runtime import start
 from octfm.volume.preprocessing import Preprocessing
+from octfm.weights import exported
 
 try:
     from huggingface_hub import PyTorchModelHubMixin, snapshot_download

@@ -5,13 +5,13 @@ hub. Nothing is asked of the network unless the name says so, `hf://owner/name`:
 """
 
 import re
-from importlib.resources import as_file, files
 from pathlib import Path
 
-from octfm.encoder.exported import CONFIG, KEY, SEEN, WEIGHTS, is_export
 from octfm.errors import CheckpointError, ConfigError
 from octfm.io.location import Location, is_remote, location
-from octfm.layers.packaged import packaged
+from octfm.run.checkpoint_files import FILE, SHARDS
+from octfm.weights.exported import CONFIG, KEY, SEEN, WEIGHTS, is_export
+from octfm.weights.packaged import encoders_folder, packaged, packaged_encoder, packaged_encoders
 
 HUB = "hf://"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
@@ -19,11 +19,14 @@ FILES = (CONFIG, WEIGHTS, SEEN, KEY)
 """Not the ONNX graph, which is as large as the weights."""
 
 
-def find(run: str | Location, weights: Path | None = None) -> Location:
-    """The folder, file or address that a user's name stands for; `weights` is the folder of packaged encoders.
+def find(run: str | Location | None, weights: Path | None = None) -> Location:
+    """The folder, file or address that a user's name stands for, None for the packaged encoder; `weights` is the folder
+    of packaged encoders.
 
     Raises CheckpointError for a hub id that is not there, ConfigError for hf:// without huggingface_hub.
     """
+    if run is None:
+        return packaged_encoder(weights=weights)
     if not isinstance(run, str):
         return location(run)
     if run.startswith(HUB):
@@ -41,10 +44,39 @@ def find(run: str | Location, weights: Path | None = None) -> Location:
     return where
 
 
-def packaged_encoders(weights: Path | None = None) -> dict[str, Path]:
-    """Name → folder of the exports that come with octfm: folders in octfm/weights."""
-    with as_file(files("octfm.weights")) as own:
-        return {path.name: path for path in sorted((weights or own).iterdir()) if path.is_dir() and is_export(path)}
+def display_name(where: Location) -> str:
+    """The name of a packaged encoder, whose folder is in site-packages; else the path or address itself."""
+    packaged_here = isinstance(where, Path) and where.parent == encoders_folder()
+    return where.name if packaged_here else str(where)
+
+
+def names_encoder(word: str) -> bool:
+    """Whether a word of a command line names an encoder: a run, a checkpoint, an export, a packaged or hub name, any
+    address. False for a file or folder that is none of these, which is then a scan.
+
+    Raises CheckpointError if it is neither.
+    """
+    if word.startswith(HUB) or is_remote(word):
+        return True
+    if "!/" in word:
+        return False  # a member of an archive
+    path = Path(word)
+    if path.exists() and path.suffix in (FILE, SHARDS):
+        return True
+    if path.is_file():
+        return False
+    if path.is_dir():
+        return is_export(path) or any((path / name).exists() for name in ("config.yaml", "run.json", "checkpoints"))
+    try:
+        found = find(word)
+    except CheckpointError:
+        found = path
+    if isinstance(found, Path) and not found.exists():
+        raise CheckpointError(
+            f"{word}: no such scan, run, checkpoint or export here, and no packaged encoder of this name; packaged "
+            f"encoders: {_known_encoders()}; check the path"
+        )
+    return True
 
 
 def from_hub(name: str) -> Path:
@@ -102,5 +134,9 @@ def _named(name: str, weights: Path | None) -> Path:
         )
     raise CheckpointError(
         f"{name}: no run, checkpoint or export here, and no packaged encoder of this name; packaged encoders: "
-        f"{', '.join(encoders) or 'none yet'}; give the path of a run (octfm pretrain) or of an export (octfm export)"
+        f"{_known_encoders(weights)}; give the path of a run (octfm pretrain) or of an export (octfm export)"
     )
+
+
+def _known_encoders(weights: Path | None = None) -> str:
+    return ", ".join(packaged_encoders(weights)) or "none yet"

@@ -1,5 +1,7 @@
 """Find surfaces and lesions in the B-scans of any volume, in its native frame and in fractions of a row."""
 
+import functools
+import hashlib
 import math
 from dataclasses import dataclass
 
@@ -9,10 +11,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octfm.display import fields_line
-from octfm.models.layer_net import ASCAN_UM, MASKS, ROW_UM, SURFACES, LayerNet, in_channels_last, standardise
-from octfm.run.runtime import Runtime
+from octfm.errors import CheckpointError
+from octfm.models.layer_net import (
+    ASCAN_UM,
+    MASKS,
+    ROW_UM,
+    SURFACES,
+    LayerNet,
+    LayerNetConfig,
+    in_channels_last,
+    standardise,
+)
+from octfm.run.runtime import Runtime, start
 from octfm.volume.surface import best_path
 from octfm.volume.volume import Shape3, Volume
+from octfm.weights.packaged import CURRENT, find_packaged, weights_of
 
 TOLERATED = 1.06
 """The network has seen rows and A-scans this much larger or smaller, so B-scans that close are not resampled along the
@@ -225,3 +238,21 @@ def network_size(shape: Shape3, spacing_mm: tuple[float, float, float]) -> tuple
     columns = 1000 * spacing_mm[2] / ASCAN_UM
     columns = width if 1 / TOLERATED < columns < TOLERATED else max(1, round(width * columns))
     return min(rows, LARGEST[0]), min(columns, LARGEST[1])
+
+
+@functools.cache
+def load_finder(name: str = CURRENT, device: str | None = None) -> LayerFinder:
+    """The packaged network of this name on a device. Raises CheckpointError if its file is damaged or missing."""
+    from safetensors.torch import load
+
+    about = find_packaged(name)
+    content = weights_of(name)
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != about.digest:
+        raise CheckpointError(
+            f"octfm/weights/{name}.safetensors: damaged (SHA-256 {digest[:12]}, expected "
+            f"{about.digest[:12]}); install octfm again"
+        )
+    network = LayerNet(LayerNetConfig(tuple(about.facts["channels"])))
+    network.load_state_dict({key: tensor.float() for key, tensor in load(content).items()})
+    return LayerFinder(network, name, digest, about.masks, start(device=device))

@@ -14,8 +14,7 @@ from octfm.formats import read_volume
 from octfm.formats.reasons import angiography
 from octfm.layers.corrections import Corrections, require_order
 from octfm.layers.edges import onto_edges
-from octfm.layers.finder import LayerFinder, Layers
-from octfm.layers.packaged import NOTE, SHORT_NOTE, load_finder
+from octfm.layers.finder import LayerFinder, Layers, load_finder
 from octfm.layers.ranges import Ranges, packaged_ranges
 from octfm.layers.verdict import ANSWERED, ASCAN_UM, ZONE_UM, Verdict, expected_error_um, judge
 from octfm.models.layer_net import MASKS, SURFACES
@@ -24,6 +23,7 @@ from octfm.volume.etdrs import RINGS_MM, EtdrsGrid, Field, field_of_volume, late
 from octfm.volume.planes import eight_bit
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Spacing3, Volume
+from octfm.weights.packaged import NOTE, SHORT_NOTE
 
 PLACE_UM = 10.0
 """A zone is withheld if its mean changes by more around another place that could be the fovea."""

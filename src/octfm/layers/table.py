@@ -12,8 +12,7 @@ from octfm.io.isolation import Limits
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, Location, lock, write_whole
 from octfm.layers.corrections import Corrections
-from octfm.layers.finder import LayerFinder
-from octfm.layers.packaged import NOTE, load_finder
+from octfm.layers.finder import LayerFinder, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
 from octfm.layers.zones import (
     DEVICE_COLUMNS,
@@ -29,6 +28,7 @@ from octfm.layers.zones import (
 from octfm.models.layer_net import MASKS
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.volume import Volume
+from octfm.weights.packaged import NOTE
 
 ACCEPTED = "nothing speaks against it"
 """The verdict on a scan without a reason to doubt it."""

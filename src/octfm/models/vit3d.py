@@ -46,8 +46,8 @@ class ViTConfig(Config):
     """Keep only the activations between blocks and recompute the rest in the backward pass: the same numbers, less
     memory, more time (arXiv:1604.06174)."""
     init: LocalPlace | None = None
-    """Start from the encoder of this local V-JEPA 2 checkpoint (.pt) instead of random weights; width, depth and heads
-    must match it."""
+    """Start from other than random weights: `packaged` is the encoder that comes with octfm (a run records its name and
+    hash), a path the local checkpoint (.pt) of a V-JEPA 2. Width, depth and heads must match it."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> "ViTConfig":

@@ -1,7 +1,9 @@
-"""Initial weights from a local V-JEPA 2 checkpoint (facebookresearch/vjepa2), pretrained on natural video.
+"""Initial weights (model.init): the packaged encoder, or a local V-JEPA 2 checkpoint.
 
-Layout that is read: a `.pt` with `target_encoder` (or `encoder`, or the tensors themselves), names after an optional
-prefix `module.` and `backbone.`:
+The packaged encoder is named `packaged`; a run records it as NAME@HASH, so that it never goes on from other weights.
+
+Layout of a V-JEPA 2 checkpoint (facebookresearch/vjepa2), pretrained on natural video: a `.pt` with `target_encoder`
+(or `encoder`, or the tensors themselves), names after an optional prefix `module.` and `backbone.`:
 
     patch_embed.proj.weight        [D, C, t, p, p]   Conv3d with stride = kernel; .bias [D]
     blocks.<i>.norm1 | norm2       LayerNorm
@@ -23,8 +25,14 @@ from torch.nn import functional as F
 from octfm.errors import CheckpointError
 from octfm.models.objectives.objective import Objective
 from octfm.models.vit3d import ViTConfig
+from octfm.pretraining.settings import PretrainConfig, stored_config
 from octfm.run.weights_file import read_weights
+from octfm.weights.exported import read_export
+from octfm.weights.packaged import CURRENT_ENCODER, packaged_encoder
 
+PACKAGED = "packaged"
+_NAMED = re.compile(r"([\w.-]+)@([0-9a-f]{12})")
+MUST_AGREE = ("patch_size", "width", "depth", "heads", "mlp_ratio", "positions")
 CONTAINERS = ("target_encoder", "encoder")
 PREFIX = re.compile(r"^(module\.)?(backbone\.)?")
 RENAMED = {
@@ -35,22 +43,60 @@ RENAMED = {
 }
 
 
-@torch.no_grad()
-def begin_with(path: str | Path, model: Objective, config: ViTConfig) -> None:
-    """Load the weights of a checkpoint into the encoders of an objective, in place; the predictor stays as it is.
+def with_hash(config: PretrainConfig) -> PretrainConfig:
+    """The same settings with `model.init=packaged` as NAME@HASH. Raises CheckpointError if there is none."""
+    if config.model.init != PACKAGED:
+        return config
+    digest = read_export(packaged_encoder())["sha256"]
+    model = config.model.model_copy(update={"init": f"{CURRENT_ENCODER}@{digest[:12]}"})
+    return config.model_copy(update={"model": model})
 
-    Raises CheckpointError naming the first tensor that is missing or of another shape.
+
+@torch.no_grad()
+def begin_with(init: str | Path, model: Objective, config: ViTConfig) -> None:
+    """Load the weights that model.init names into the encoders of an objective, in place; the predictor stays as it is.
+
+    Raises CheckpointError naming the first tensor or setting that does not fit.
     """
-    path = Path(path)
+    state = initial_state(init, config)
+    model.encoder.load_state_dict(state)
+    if model.target_encoder is not None:
+        model.target_encoder.load_state_dict(state)
+
+
+def initial_state(init: str | Path, config: ViTConfig) -> dict[str, Tensor]:
+    """The weights that model.init names, for an encoder of these sizes. Raises CheckpointError as `begin_with`."""
+    if str(init) == PACKAGED or (_NAMED.fullmatch(str(init)) and not Path(init).exists()):
+        return _packaged_state(str(init), config)
+    path = Path(init)
     if config.positions != "rotary":
         raise CheckpointError(
             f"{path}: V-JEPA 2 has rotary positions, model.positions is {config.positions}; use model.positions=rotary"
         )
-    found = read_weights(path, CONTAINERS, "a .pt of facebookresearch/vjepa2 for model.init")
-    state = translate({PREFIX.sub("", name): tensor for name, tensor in found.items()}, config, str(path))
-    model.encoder.load_state_dict(state)
-    if model.target_encoder is not None:
-        model.target_encoder.load_state_dict(state)
+    found = read_weights(path, CONTAINERS, "a .pt of facebookresearch/vjepa2 for model.init, or the word packaged")
+    return translate({PREFIX.sub("", name): tensor for name, tensor in found.items()}, config, str(path))
+
+
+def _packaged_state(init: str, config: ViTConfig) -> dict[str, Tensor]:
+    named = _NAMED.fullmatch(init)
+    name = named[1] if named else CURRENT_ENCODER
+    content = read_export(packaged_encoder(name))
+    if named and not content["sha256"].startswith(named[2]):
+        raise CheckpointError(
+            f"model.init={init}: the {name} of this octfm has other weights ({content['sha256'][:12]}); use the octfm "
+            f"that the run began with, or begin a new run with model.init={PACKAGED}"
+        )
+    theirs = stored_config(content["settings"]).model
+    differ = [key for key in MUST_AGREE if getattr(theirs, key) != getattr(config, key)]
+    if differ:
+        wanted = " ".join(f"model.{key}={_written(getattr(theirs, key))}" for key in differ)
+        raise CheckpointError(f"model.init={init}: {name} has other sizes than model; set {wanted}")
+    return content["network"]
+
+
+def _written(value: object) -> str:
+    """As in KEY=VALUE of a command line."""
+    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 
 def translate(tensors: dict[str, Tensor], config: ViTConfig, source: str) -> dict[str, Tensor]:

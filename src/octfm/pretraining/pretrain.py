@@ -12,6 +12,7 @@ from octfm.io.location import Location, location
 from octfm.models.objectives.objective import ObjectiveConfig
 from octfm.pretraining import preflight
 from octfm.pretraining.data import Data, given_store, training_rows
+from octfm.pretraining.initial_weights import with_hash
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors.inspection import Inspection, Taken
 from octfm.pretraining.monitors.limits import limits
@@ -63,7 +64,7 @@ def pretrain(
     """
     if objective is not None:
         config = config.with_objective(objective)
-    config, device = config.on_device(device)
+    config, device = with_hash(config).on_device(device)
     store = given_store(config, store)
     runtime = join(config.runtime, config.precision, device)
     echo_first = echo if runtime.leads else _silent

@@ -226,7 +226,7 @@ def smoke(config: PretrainConfig) -> PretrainConfig:
             # A CPU need not have fast bfloat16.
             "precision": "fp32",
             "data": config.data.model_copy(update=data),
-            "model": config.model.model_copy(update={"width": 48, "heads": 2, "depth": depth}),
+            "model": config.model.model_copy(update={"width": 48, "heads": 2, "depth": depth, "init": None}),
             "predictor": config.predictor.model_copy(update={"width": 48, "heads": 2, "depth": 1}),
             "objective": config.objective.shrunk(depth),
             "masks": config.masks.model_copy(update={"budget": min(128, config.masks.budget or 128)}),

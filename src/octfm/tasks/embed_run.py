@@ -4,20 +4,21 @@ from pathlib import Path
 
 from octfm.encoder.embed import RANDOM_INIT, embed_store, histogram_baseline, quality_baseline
 from octfm.encoder.encoder import load_encoder
-from octfm.encoder.exported import is_export, refuse_inside_export
+from octfm.encoder.sources import display_name, find
 from octfm.encoder.tuned import load_head
 from octfm.errors import Echo, EvaluationError
 from octfm.evaluation.tissue_map import tissue_map_baseline
-from octfm.io.location import Location, location
+from octfm.io.location import Location
 from octfm.models.pooling import VectorPool
 from octfm.store.selection import to_evaluate
 from octfm.store.store import Store
 from octfm.tasks.maps import save_pictures
 from octfm.tasks.segment import Segmenter, load_segmenter
+from octfm.weights.exported import is_export, refuse_inside_export
 
 
 def embed_all(
-    run: str | Location,
+    run: str | Location | None,
     store: str | Path,
     out: Path | None = None,
     *,
@@ -29,8 +30,8 @@ def embed_all(
     device: str | None = None,
     echo: Echo = print,
 ) -> list[Path]:
-    """Embed a store with a run's encoder and, as baselines, with the same encoder before its first update (three
-    draws), a histogram, the tissue map and the image quality.
+    """Embed a store with the encoder of `run` (None: the packaged one) and, as baselines, with the same encoder before
+    its first update (three draws), a histogram, the tissue map and the image quality.
 
     Vectors go to `out`, or RUN/embeddings, and pictures for the report to the folder `figures` next to it; never
     into an export, which may be published. Pictures show the encoder's inputs and features; with `head`, a run of
@@ -38,11 +39,11 @@ def embed_all(
     segment, also the surfaces and masks that it finds. `pool` replaces the run's objective.pool. `exclude` is a file
     that names volumes to leave out.
     """
-    home = location(run)
+    home = find(run)
     if out is None and is_export(home):
         raise EvaluationError(
-            f"{run}: an export, which may be published; name another folder for embeddings and pictures of people with "
-            "--out"
+            f"{display_name(home)}: an export, which may be published; name another folder for embeddings and pictures "
+            "of people with --out"
         )
     if out is not None:
         refuse_inside_export(out)

@@ -17,8 +17,7 @@ from octfm.errors import Echo, EvaluationError
 from octfm.formats import read_volume
 from octfm.io.location import write_whole
 from octfm.io.progress import Progress
-from octfm.layers.finder import LayerFinder
-from octfm.layers.packaged import load_finder
+from octfm.layers.finder import LayerFinder, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.store.layout import StoreRow

@@ -5,12 +5,13 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from octfm.errors import BucketError
+from octfm.errors import BucketError, CheckpointError
 from octfm.io.location import BucketPath, Location, write_whole
 from octfm.models.token_map import token_grid
 from octfm.models.vit3d import count_parameters
+from octfm.pretraining.initial_weights import initial_state
 from octfm.pretraining.learner import blueprint
-from octfm.pretraining.preflight.check import Check, fail, passed, warn
+from octfm.pretraining.preflight.check import Check, fail, fail_with, passed, warn
 from octfm.pretraining.preflight.cost import GB, Cost, measure_speed, step_cost
 from octfm.pretraining.preflight.data import Sample
 from octfm.pretraining.settings import PretrainConfig
@@ -31,6 +32,19 @@ def parameters(config: PretrainConfig, store: Store) -> Check:
     total = counts.pop("total")
     parts = ", ".join(f"{name.replace('_', ' ')} {count / 1e6:.3f}" for name, count in counts.items())
     return passed("parameters", f"{total / 1e6:.3f} M parameters: {parts}")
+
+
+def initial_weights(config: PretrainConfig) -> list[Check]:
+    """Read the weights that model.init names, before a run folder names them."""
+    init = config.model.init
+    if init is None:
+        return []
+    try:
+        state = initial_state(init, config.model)
+    except CheckpointError as error:
+        return [fail_with("initial weights", error)]
+    count = sum(tensor.numel() for tensor in state.values())
+    return [passed("initial weights", f"{count / 1e6:.3f} M parameters of the encoder begin as in {init}")]
 
 
 def micro_batches(config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime) -> tuple[Cost, list[int]]:

@@ -16,7 +16,7 @@ CAPTION = (
 
 def write_agreement(result: dict[str, Any], out: str | Path, commands: list[str]) -> Path:
     """Render what `octfm.trust.device_agreement` returned. Raises EvaluationError if `out` is a folder."""
-    from octfm.layers.packaged import NOTE
+    from octfm.weights.packaged import NOTE
 
     zones = []
     for zone in result["zones"]:

@@ -37,8 +37,8 @@ class ContactSheet:
 
         room: bytes for pictures.
         """
-        from octfm.layers.packaged import NOTE
         from octfm.layers.table import ACCEPTED
+        from octfm.weights.packaged import NOTE
 
         cards, size = [], 0
         for row in sorted(rows, key=lambda row: (not row["problem"], -float(row["doubt"] or 0))):

@@ -85,8 +85,8 @@ def thickness_picture(found: "ScanSegmentation", grid: EtdrsGrid) -> Picture:
 
 def facts_of(found: "ScanSegmentation") -> list[tuple[str, str]]:
     """(name, value) for the page of one scan: verdict, volumes of fluid, network and what it is not for."""
-    from octfm.layers.packaged import NOTE
     from octfm.layers.table import ACCEPTED
+    from octfm.weights.packaged import NOTE
 
     amounts = {name: found.volume_nl(name) for name in found.masks} if found.verdict.accepted else {}
     return [

@@ -1,7 +1,9 @@
 """Read a folder that `octfm export` wrote, in the layout of the Hugging Face hub, from a disk or a bucket.
 
-model.safetensors        float32 tensors network.* (octfm.models.vit3d) and, if fine-tuned, head.*; with a checksum
-config.json              sizes, token budget and Preprocessing; for a head, what it predicts
+model.safetensors        tensors network.* (octfm.models.vit3d) and, if fine-tuned, head.*; float32, of packaged
+                         encoders bfloat16; with a checksum
+config.json              sizes, token budget and Preprocessing; for a head, what it predicts; for packaged encoders,
+                         what they are and the hash of their weights
 seen_participants.json   keyed hashes of the participants it was trained on
 participants.key         the key of those hashes; may be kept elsewhere and copied here for an evaluation
 README.md                the model card
@@ -11,9 +13,11 @@ octfm.onnx               only if requested
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from octfm.errors import CheckpointError, EvaluationError
@@ -47,7 +51,7 @@ def refuse_inside_export(out: Location) -> None:
 
 
 def read_export(where: Location) -> dict[str, Any]:
-    """config.json with `network` and `head` (tensors by name) and `participants` added.
+    """config.json with `network` and `head` (float32 tensors by name) and `participants` added.
 
     Raises CheckpointError if anything is missing or damaged.
     """
@@ -60,7 +64,12 @@ def read_export(where: Location) -> dict[str, Any]:
             raise CheckpointError(
                 f"{where / WEIGHTS}: unknown tensor {name}; expected network.* and head.*; export again"
             )
-        parts[part][rest] = tensor
+        parts[part][rest] = tensor.float()
+    if settings.get("sha256", found := digest(parts["network"])) != found:
+        raise CheckpointError(
+            f"{where / WEIGHTS}: the weights are not those that {CONFIG} names (SHA-256 {found[:12]}, expected "
+            f"{settings['sha256'][:12]}); install octfm again, or fetch the whole export again"
+        )
     return {**settings, **parts, "participants": read_seen(where)}
 
 
@@ -94,13 +103,19 @@ def read_seen(where: Location) -> dict[str, Any]:
     return {"key": key, "hashes": seen["hashes"]}
 
 
-def checksum(tensors: dict[str, Tensor]) -> str:
+def digest(network: Mapping[str, Tensor]) -> str:
+    """SHA-256 that identifies the weights of an encoder, in float32 whatever they are stored in."""
+    return checksum({f"network.{name}": tensor.float() for name, tensor in network.items()})
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over names, shapes and bytes."""
-    digest = hashlib.sha256()
+    total = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        # As bytes, because numpy has no bfloat16.
+        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 def _read_tensors(where: Location) -> dict[str, Tensor]:
