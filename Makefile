@@ -49,7 +49,7 @@ weights: $(STAMP)
 # Makes a run of `octfm pretrain` on streamed phantoms, or one of its checkpoints, the encoder of load_encoder(): src/octfm/weights/encoder-1.
 encoder: $(STAMP)
 	$(if $(RUN),,$(error RUN is missing; make encoder RUN=runs/dense))
-	OMP_NUM_THREADS=1 $(BIN)/python -m octfm.encoder.packaging $(RUN)
+	OMP_NUM_THREADS=1 $(BIN)/python -m octfm.encoder.packaging $(RUN) $(if $(POOL),--pool $(POOL))
 
 # Fails on a broken link or anchor. The pages in site/ need no network.
 docs: $(STAMP)

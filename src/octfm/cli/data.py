@@ -49,6 +49,7 @@ def phantom(
         Literal["3", "4"],
         typer.Option(
             "--phantom-version",
+            metavar="3|4",
             help="4: outer retina, choroid and looks of the streamed phantoms that the packaged networks learned from.",
         ),
     ] = "3",

@@ -1,6 +1,6 @@
 """Turn a run into the encoder that comes with octfm: an export in octfm/weights, with bfloat16 weights.
 
-    python -m octfm.encoder.packaging RUN [--name encoder-1]
+    python -m octfm.encoder.packaging RUN [--name encoder-1] [--pool tails]
 
 The bytes are a function of the checkpoint alone, so the same command gives the same files.
 """
@@ -17,6 +17,7 @@ from octfm.encoder.encoder import Encoder, content_of, load_encoder
 from octfm.encoder.export import settings_of, tensors_of, write_files
 from octfm.errors import Echo, EvaluationError
 from octfm.io.location import Location, local_path
+from octfm.models.pooling import POOLS, VectorPool
 from octfm.phantom import phantom_volume
 from octfm.weights.exported import digest
 from octfm.weights.packaged import CURRENT_ENCODER, encoders_folder
@@ -35,10 +36,16 @@ LIMITS = (
 )
 
 
-def package(run: str | Location, name: str = CURRENT_ENCODER, weights: Path | None = None, echo: Echo = print) -> Path:
+def package(
+    run: str | Location,
+    name: str = CURRENT_ENCODER,
+    weights: Path | None = None,
+    pool: VectorPool | None = None,
+    echo: Echo = print,
+) -> Path:
     """Write octfm/weights/NAME, replacing it, from the newest checkpoint of a pretraining run, or from a checkpoint.
 
-    weights: folder to write into, instead of octfm/weights.
+    weights: folder to write into, instead of octfm/weights. pool: of its vectors, instead of the run's objective.pool.
     Raises EvaluationError for a fine-tuned model, for a run with recorded participants, and above MOST_BYTES.
     """
     content = content_of(run)
@@ -48,7 +55,7 @@ def package(run: str | Location, name: str = CURRENT_ENCODER, weights: Path | No
         raise EvaluationError(
             f"{run}: trained on scans of {people} participants; packaged encoders are trained on phantoms only"
         )
-    encoder = load_encoder(run, device="cpu")
+    encoder = load_encoder(run, device="cpu").pooling(pool)
     stored = {name: tensor.to(torch.bfloat16) for name, tensor in tensors_of(encoder).items()}
     objective, commit = encoder.config.objective.name, (content.get("git") or {}).get("commit")
     facts = {
@@ -58,7 +65,7 @@ def package(run: str | Location, name: str = CURRENT_ENCODER, weights: Path | No
         "made": f"pretrained with objective {objective}: {content['step']:,} steps of "
         f"{encoder.config.data.global_batch_size} phantoms with seed {encoder.config.seed}"
         + (f", at commit {commit[:12]}" if commit else "")
-        + "; make encoder",
+        + f"; make encoder POOL={encoder.config.objective.pool}",
         "limits": LIMITS,
         "sha256": digest({name.removeprefix("network."): tensor for name, tensor in stored.items()}),
     }
@@ -108,8 +115,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("run", help="Run of octfm pretrain on phantoms, or one of its checkpoints.")
     parser.add_argument("--name", default=CURRENT_ENCODER, help="Name of the packaged encoder.")
     parser.add_argument("--weights", type=local_path, help="Folder to write into; default: octfm/weights.")
+    parser.add_argument("--pool", choices=POOLS, help="Pooling of its vectors; default: the run's objective.pool.")
     given = parser.parse_args(words)
-    package(given.run, given.name, given.weights)
+    package(given.run, given.name, given.weights, given.pool)
 
 
 if __name__ == "__main__":
