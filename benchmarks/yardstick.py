@@ -47,7 +47,7 @@ from octfm.store.prepare import prepare
 from octfm.store.store import Store
 from octfm.tasks.layer_map import layer_map
 from octfm.volume.preprocessing import Preprocessing
-from yardstick_questions import Question, answer, pooled_over, questions
+from yardstick_questions import Question, answer, pooled_over, questions, recombined
 
 UNTRAINED = "untrained:"
 PARTICIPANTS, SECOND_SCANNER = 700, 0.1
@@ -268,7 +268,7 @@ def results(scores: Scores, encoders: Sequence[str]) -> dict[str, Any]:
             pairs = [(boots[question, a][c], boots[question, b][c]) for c in boots[question, a]]
             # Both of one cohort are paired, so the difference is pooled, not the difference of what is pooled.
             gains = [Bootstrap(x.estimate - y.estimate, x.resampled - y.resampled, np.zeros(0)) for x, y in pairs]
-            whole = pooled_over(gains)
+            whole = pooled_over(recombined(gains))
             found = compare(whole, Bootstrap(0.0, np.zeros_like(whole.resampled), np.zeros(0)))
             per_cohort = dict(zip(boots[question, a], [finite(gain.estimate) for gain in gains], strict=True))
             rows.append(

@@ -159,5 +159,14 @@ def pooled_over(draws: Sequence[Bootstrap], seed: int = 0) -> Bootstrap:
     return over_seeds(bare, seed=seed)
 
 
+def recombined(cohorts: Sequence[Bootstrap], times: int = 10, seed: int = 0) -> list[Bootstrap]:
+    """Several cohorts with `times` as many resamples: they share no participant, so that any resample of one goes with
+    any of another. Else p could not fall below 2 / (resamples + 1), and Holm over a long table would reject nothing."""
+    if len(cohorts) < 2:
+        return list(cohorts)
+    rng = np.random.default_rng((seed, 2))
+    return [replace(b, resampled=np.concatenate([rng.permutation(b.resampled) for _ in range(times)])) for b in cohorts]
+
+
 def _people(cases: Cases, run: Predictions) -> np.ndarray:
     return np.unique(cases.participant[run.rows])

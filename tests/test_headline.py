@@ -14,6 +14,7 @@ from octfm.catalog.catalog import scan as scan_folder
 from octfm.catalog.labels import LabelTable, read_labels
 from octfm.encoder.embeddings import of_store
 from octfm.errors import EvaluationError
+from octfm.evaluation.statistics import Bootstrap, compare, holm
 from octfm.layers.finder import load_finder
 from octfm.layers.sample import samples
 from octfm.layers.segment import segment
@@ -33,7 +34,9 @@ from yardstick_questions import (
     UNSEEN_DISEASE,
     UNSEEN_SCANNER,
     answer,
+    pooled_over,
     questions,
+    recombined,
     with_headline_columns,
 )
 
@@ -121,6 +124,17 @@ def test_answers_pair_arms_and_find_the_one_that_knows(asked):
     assert text.count("**") == 4 and "| mine − tissue_map |" in text
     same = yardstick.results({"c": {"cst_um": {"mine": own["noise"], "tissue_map": own["noise"]}}}, ["mine"])
     assert same["differences"][0]["claim"] == "inconclusive"
+
+
+def test_cohorts_together_can_hold_in_a_long_table():
+    rng = np.random.default_rng(0)
+    draws = [Bootstrap(0.1, rng.normal(0.1, 0.02, 2000), np.zeros(0)) for _ in range(3)]
+    more = recombined(draws)
+    assert all(sorted(b.resampled) == sorted([*a.resampled] * 10) for a, b in zip(draws, more, strict=True))
+    assert abs(np.corrcoef([b.resampled for b in more])[0, 1]) < 0.05
+    nothing = Bootstrap(0.0, np.zeros(20_000), np.zeros(0))
+    assert holm([compare(pooled_over(more), nothing).p, *[1.0] * 99])[0] <= 0.05
+    assert recombined(draws[:1]) == draws[:1]
 
 
 def test_two_cohorts_are_pooled_and_each_is_shown(asked):
