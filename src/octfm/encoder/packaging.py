@@ -28,7 +28,12 @@ COMPARED = 6
 """Synthetic scans whose vectors in bfloat16 weights are compared with those of float32."""
 LICENCE = "Apache-2.0"
 ABOUT = "Vectors of volumes and single B-scans of the macula"
-TRAINED_ON = "the truth of streamed phantoms (octfm.phantom.native), synthetic-supervised; no scan of any patient"
+TRAINED_ON = (
+    "the truth of streamed phantoms (octfm.phantom.native), synthetic-supervised; no scan of any patient. The "
+    "appearance of phantoms was set with published values and with statistics of real development scans: one "
+    "Spectralis volume with AMD (MedVisBonn, eyepy), five Spectralis eyes with diabetic macular oedema (Chiu et al. "
+    "2015)"
+)
 LIMITS = (
     "Its vectors are features and no findings: only a probe with labels of your own measures what they are worth for a "
     "question, beside the baselines that octfm embeds with. It has never seen what phantoms do not have: other "
