@@ -240,6 +240,7 @@ def test_planted_bug_turns_its_test_red(bug, tmp_path):
         f"tests/{bug.test}",
     ]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 1 and " failed" in done.stdout, (
+    # A fixture may already stop on it; what cannot be collected exits with 2.
+    assert done.returncode == 1 and (" failed" in done.stdout or " error" in done.stdout), (
         f"{bug.test} did not notice {bug.name}:\n{done.stdout[-2000:]}{done.stderr[-999:]}"
     )
