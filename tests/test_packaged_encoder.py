@@ -281,6 +281,25 @@ def test_the_shipped_encoder_embeds_the_samples(tmp_path):
     assert distance.min() > 1e-2, "three diagnoses, three vectors"
 
 
+def test_a_scan_that_cannot_be_embedded_loses_no_other(taught, tmp_path, monkeypatch):
+    encoder, volumes, lines = load_encoder(taught, device="cpu"), [sample.volume for sample in samples()], []
+    embed = type(encoder).embed
+
+    def fails_on_the_second(self, volume):
+        if volume is volumes[1]:
+            raise ValueError("planted")
+        return embed(self, volume)
+
+    monkeypatch.setattr(type(encoder), "embed", fails_on_the_second)
+    _, count = embed_scans(encoder, volumes, tmp_path / "vectors", echo=lines.append)
+    assert count == 2 and len(lines) == 1 and "cannot be embedded, ValueError: planted" in lines[0]
+    monkeypatch.setattr(type(encoder), "embed", lambda self, volume: fails_on_the_second(self, volumes[1]))
+    lines.clear()
+    with pytest.raises(EvaluationError, match="planted"):
+        embed_scans(encoder, volumes, tmp_path / "none", echo=lines.append)
+    assert len(lines) == 2, "all but the last are said, the last is raised"
+
+
 @ships
 def test_the_shipped_encoder_is_small_bf16_synthetic_and_begins_a_demo():
     from safetensors.torch import load_file

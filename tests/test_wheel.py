@@ -54,6 +54,8 @@ def test_wheel_carries_configs_and_templates_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     for needed in ("octfm/configs/demo.yaml", "octfm/configs/vit_s.yaml", "octfm/cli/main.py", "octfm/py.typed"):
         assert needed in names
+    for file in ("config.json", "model.safetensors", "seen_participants.json"):
+        assert f"octfm/weights/encoder-1/{file}" in names
     package = ROOT / "src" / "octfm"
     for path in package.rglob("*"):
         if path.is_file() and "__pycache__" not in path.parts:

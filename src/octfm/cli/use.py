@@ -81,7 +81,7 @@ def embed(
 
     Examples:
     octfm embed scan.e2e other.dcm --out vectors
-    octfm embed --store prepared --out vectors
+    octfm embed --store prepared --out features
     octfm embed runs/vit_s --store prepared
     octfm embed runs/vit_s --files my_scans/ --out vectors
     """

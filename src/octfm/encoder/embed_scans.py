@@ -6,7 +6,7 @@ import numpy as np
 
 from octfm.encoder.embed import encoder_facts, write_vectors
 from octfm.encoder.encoder import Encoder
-from octfm.errors import Echo, EvaluationError, ReadError
+from octfm.errors import BAD_INPUT, Echo, EvaluationError, ReadError
 from octfm.formats import read_volume
 from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits
@@ -26,8 +26,8 @@ def embed_scans(
 ) -> tuple[Location, int]:
     """Write OUT/pretrained.parquet, a vector for every scan that can be read; returns it and their number.
 
-    An existing file is replaced. `echo` gets a line for every scan that could not be read; if none could, the last
-    ReadError is raised. Raises EvaluationError if `out` holds a job of embed_files.
+    An existing file is replaced. `echo` gets a line for every scan that could not be read or embedded; if none could,
+    the last of these errors is raised. Raises EvaluationError if `out` holds a job of embed_files.
     """
     out = location(out)
     refuse_inside_export(out)
@@ -45,11 +45,14 @@ def embed_scans(
                 rows.append(_row(volume))
             except ReadError as error:
                 problems.append(error)
+            except BAD_INPUT as error:
+                source = scan.source if isinstance(scan, Volume) else scan
+                problems.append(EvaluationError(f"{source}: cannot be embedded, {type(error).__name__}: {error}"))
             progress.advance()
+    for problem in problems if rows else problems[:-1]:
+        echo(str(problem))
     if not rows:
         raise problems[-1] if problems else EvaluationError("embed: expected scans, got none; name files or folders")
-    for problem in problems:
-        echo(str(problem))
     # Two files may state one acquisition, and nobody need know their participants.
     names = [row["acquisition"] for row in rows]
     for row in rows:
