@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import octfm
+from octfm.encoder.embed import embed_store
 from octfm.encoder.embed_scans import embed_scans
 from octfm.encoder.embeddings import read_embeddings
 from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.encoder.export import export
 from octfm.encoder.packaging import MOST_BYTES, package
-from octfm.errors import CheckpointError, EvaluationError
+from octfm.errors import BucketError, CheckpointError, EvaluationError
 from octfm.layers.sample import samples
 from octfm.pretraining.initial_weights import with_hash
 from octfm.pretraining.preflight.resources import initial_weights
@@ -30,7 +31,6 @@ from support.tiny_runs import config, quick_pretrain, quiet
 from support.volumes import eye
 
 REAL = encoders_folder() / CURRENT_ENCODER
-ships = pytest.mark.skipif(not REAL.is_dir(), reason="this octfm comes without an encoder (make encoder RUN=…)")
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_scans_are_embedded_without_a_run(shipped, tmp_path):
     code, out, err = octfm_here("embed", "clinic", NAME, "--out", "v", cwd=tmp_path)
     assert code == 1 and f"{NAME}: a run, an export or an address, where a scan is expected" in err
     code, out, err = octfm_here("embed", "clinic/a.dcm", "clinic/cut.dcm", "--out", "vectors", cwd=tmp_path)
-    assert code == 1 and "cut.dcm" in err and "1 of 2 scans could not be read" in err and "1 vector of" in out
+    assert code == 1 and "cut.dcm" in err and "1 of 2 scans could not be embedded" in err and "1 vector of" in out
     assert pq.read_table(file).num_rows == 1
 
 
@@ -268,10 +268,63 @@ def test_what_may_not_be_packaged_is_refused(taught, store, tmp_path, monkeypatc
     assert not list((tmp_path / "weights").iterdir()), "nothing half-written"
 
 
+# ---- scans one by one ------------------------------------------------------------------------------------------------
+
+
+def test_a_scan_that_cannot_be_embedded_loses_no_other_and_shows_nothing_private(taught, tmp_path, monkeypatch):
+    encoder, volumes, lines = load_encoder(taught, device="cpu"), [sample.volume for sample in samples()], []
+    embed, bad = type(encoder).embed, [volumes[1]]
+
+    def planted(self, volume):
+        if any(volume is other for other in bad):
+            raise ValueError("Doe^Jane")
+        return embed(self, volume)
+
+    monkeypatch.setattr(type(encoder), "embed", planted)
+    _, count = embed_scans(encoder, volumes, tmp_path / "vectors", echo=lines.append)
+    assert count == 2 and len(lines) == 1 and "could not be embedded (ValueError)" in lines[0]
+    bad += volumes
+    with pytest.raises(EvaluationError, match="could not be embedded") as caught:
+        embed_scans(encoder, volumes, tmp_path / "none", echo=lines.append)
+    assert len(lines) == 3, "all but the last are said, the last is raised"
+    assert "Doe" not in " ".join([*lines, str(caught.value)])
+
+
+def test_a_bucket_that_does_not_answer_stops(taught, tmp_path, monkeypatch):
+    encoder, (volume, *_) = load_encoder(taught, device="cpu"), [sample.volume for sample in samples()]
+
+    def planted(self, volume):
+        raise BucketError("no answer")
+
+    monkeypatch.setattr(type(encoder), "embed", planted)
+    with pytest.raises(BucketError):
+        embed_scans(encoder, [volume, volume], tmp_path / "vectors", echo=quiet)
+
+
+def test_every_unreadable_scan_is_named_where_none_can_be_read(shipped, tmp_path):
+    names = [tmp_path / "a.vol", tmp_path / "b.vol"]
+    for name in names:
+        name.write_bytes(b"HSF-OCT-" + bytes(40))
+    code, _, err = octfm_here("embed", *names, "--out", "vectors", cwd=tmp_path)
+    assert code == 1 and all(str(name) in err for name in names), err
+
+
+def test_vectors_of_scans_and_of_a_store_do_not_replace_each_other(taught, store, tmp_path):
+    encoder, volumes = load_encoder(taught, device="cpu"), [sample.volume for sample in samples()]
+    path = embed_store(encoder, store, tmp_path / "store", echo=quiet)
+    before = path.read_bytes()
+    with pytest.raises(EvaluationError, match="holds vectors of a store"):
+        embed_scans(encoder, volumes[:1], tmp_path / "store", echo=quiet)
+    assert path.read_bytes() == before
+    path, _ = embed_scans(encoder, volumes[:1], tmp_path / "scans", echo=quiet)
+    with pytest.raises(EvaluationError, match="holds vectors of single scans"):
+        embed_store(encoder, store, tmp_path / "scans", echo=quiet)
+    assert embed_scans(encoder, volumes[1:2], tmp_path / "scans", echo=quiet) == (path, 1), "earlier scans are replaced"
+
+
 # ---- the one that ships ----------------------------------------------------------------------------------------------
 
 
-@ships
 def test_the_shipped_encoder_embeds_the_samples(tmp_path):
     encoder = load_encoder(device="cpu")
     path, count = embed_scans(encoder, [sample.volume for sample in samples()], tmp_path / "vectors", echo=quiet)
@@ -281,26 +334,6 @@ def test_the_shipped_encoder_embeds_the_samples(tmp_path):
     assert distance.min() > 1e-2, "three diagnoses, three vectors"
 
 
-def test_a_scan_that_cannot_be_embedded_loses_no_other(taught, tmp_path, monkeypatch):
-    encoder, volumes, lines = load_encoder(taught, device="cpu"), [sample.volume for sample in samples()], []
-    embed = type(encoder).embed
-
-    def fails_on_the_second(self, volume):
-        if volume is volumes[1]:
-            raise ValueError("planted")
-        return embed(self, volume)
-
-    monkeypatch.setattr(type(encoder), "embed", fails_on_the_second)
-    _, count = embed_scans(encoder, volumes, tmp_path / "vectors", echo=lines.append)
-    assert count == 2 and len(lines) == 1 and "cannot be embedded, ValueError: planted" in lines[0]
-    monkeypatch.setattr(type(encoder), "embed", lambda self, volume: fails_on_the_second(self, volumes[1]))
-    lines.clear()
-    with pytest.raises(EvaluationError, match="planted"):
-        embed_scans(encoder, volumes, tmp_path / "none", echo=lines.append)
-    assert len(lines) == 2, "all but the last are said, the last is raised"
-
-
-@ships
 def test_the_shipped_encoder_is_small_bf16_synthetic_and_begins_a_demo():
     from safetensors.torch import load_file
 

@@ -13,7 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from octfm.weights.packaged import CURRENT_ENCODER
 from support import ROOT
+
+ENCODER = {
+    f"octfm/weights/{CURRENT_ENCODER}/{file}" for file in ("config.json", "model.safetensors", "seen_participants.json")
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +39,7 @@ def wheel(dist) -> Path:
 def test_source_distribution_has_the_package_and_no_tests_or_data(dist):
     with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
+    assert {f"src/{name}" for name in ENCODER} <= names
     beside = {name for name in names if not name.startswith("src/octfm/")}
     assert beside == {
         ".gitignore", "CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md", "constraints.txt", "pyproject.toml",
@@ -54,8 +60,7 @@ def test_wheel_carries_configs_and_templates_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     for needed in ("octfm/configs/demo.yaml", "octfm/configs/vit_s.yaml", "octfm/cli/main.py", "octfm/py.typed"):
         assert needed in names
-    for file in ("config.json", "model.safetensors", "seen_participants.json"):
-        assert f"octfm/weights/encoder-1/{file}" in names
+    assert set(names) >= ENCODER
     package = ROOT / "src" / "octfm"
     for path in package.rglob("*"):
         if path.is_file() and "__pycache__" not in path.parts:

@@ -206,13 +206,12 @@ def _embed_scans(
             f"{', '.join(scans)}: no scan in it, and it is no run (config.yaml) and no export (config.json); check the "
             "path, or octfm scan names every file and why"
         )
-    unread: list[str] = []
-    path, count = embed_scans(encoder, volumes, out, limits=limits, echo=unread.append)
-    for line in unread:
-        typer.echo(one_line(line), err=True)
+    path, count = embed_scans(
+        encoder, volumes, out, limits=limits, echo=lambda line: typer.echo(one_line(line), err=True)
+    )
     opt.echo_line(f"{path}: {number(count, 'vector')} of width {encoder.vector_width} by {encoder.source}")
-    if unread:
-        typer.echo(f"{len(unread)} of {len(volumes)} scans could not be read", err=True)
+    if failed := len(volumes) - count:
+        typer.echo(f"{failed} of {len(volumes)} scans could not be embedded", err=True)
         raise typer.Exit(1)
 
 

@@ -27,6 +27,8 @@ RANDOM_INIT = ("random_init", "random_init_2", "random_init_3")
 """The same network before its first update: as the run drew it, and as two other seeds draw it."""
 NAMES = ("pretrained", *RANDOM_INIT, "histogram", "tissue_map", "image_quality")
 """Files that the arms of every result are made of (octfm.evaluation.arms), the encoder of interest first."""
+SINGLE_SCANS = "single scans"
+"""Value of `of` in the metadata of vectors of embed_scans, which a store's vectors must not replace, nor they them."""
 
 
 def embedding_files(run: str | Location, folder: str | Location | None = None) -> list[Location]:
@@ -41,10 +43,13 @@ def embedding_files(run: str | Location, folder: str | Location | None = None) -
 def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pretrained", echo: Echo = print) -> Path:
     """Write <out>/<name>.parquet: one float32 vector for every volume of the store.
 
-    Raises EvaluationError if the store was prepared with other settings than the encoder was trained on.
+    Raises EvaluationError if the store was prepared with other settings than the encoder was trained on, and where the
+    file holds vectors of embed_scans.
     """
     encoder = encoder.reading(store)
     target = Path(out) / f"{name}.parquet"
+    if facts_of(target).get("of") == SINGLE_SCANS:
+        raise EvaluationError(f"{target}: holds vectors of single scans; choose another --out, or remove the file")
     key = f"{encoder.vector_key}-{_voxels_of(store)}"
     facts = encoder_facts(encoder) | {"key": key, "name": name}
     vectors = _existing_vectors(target, key)
@@ -125,16 +130,19 @@ def _voxels_of(store: Store) -> str:
 
 def _existing_vectors(path: Path, key: str) -> np.ndarray | None:
     """The vectors of an embeddings file with this key; None if they must be computed."""
+    return np.array(from_parquet(path)["vector"].to_pylist(), np.float32) if facts_of(path).get("key") == key else None
+
+
+def facts_of(path: Location) -> dict[str, Any]:
+    """Metadata of an embeddings file; empty if there is none, or none that can be read."""
     import pyarrow as pa
 
     if not path.is_file():
-        return None
+        return {}
     try:
-        table = from_parquet(path)
+        return json.loads((from_parquet(path).schema.metadata or {}).get(b"octfm", b"{}"))
     except pa.ArrowInvalid:
-        return None
-    facts = json.loads((table.schema.metadata or {}).get(b"octfm", b"{}"))
-    return np.array(table["vector"].to_pylist(), np.float32) if facts.get("key") == key else None
+        return {}
 
 
 def _in_batches(store: Store, describe: Callable[[Arrays], np.ndarray], width: int, name: str) -> np.ndarray:

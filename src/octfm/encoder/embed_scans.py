@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from octfm.encoder.embed import encoder_facts, write_vectors
+from octfm.encoder.embed import SINGLE_SCANS, encoder_facts, facts_of, write_vectors
 from octfm.encoder.encoder import Encoder
-from octfm.errors import BAD_INPUT, Echo, EvaluationError, ReadError
+from octfm.errors import BAD_INPUT, BucketError, Echo, EvaluationError, OctfmError
 from octfm.formats import read_volume
 from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits
@@ -26,13 +26,17 @@ def embed_scans(
 ) -> tuple[Location, int]:
     """Write OUT/pretrained.parquet, a vector for every scan that can be read; returns it and their number.
 
-    An existing file is replaced. `echo` gets a line for every scan that could not be read or embedded; if none could,
-    the last of these errors is raised. Raises EvaluationError if `out` holds a job of embed_files.
+    A file of earlier scans is replaced. `echo` gets a line for every scan that could not be read or embedded; if none
+    could, the last of these errors is raised and not echoed. Raises EvaluationError if `out` holds vectors of a store
+    or of embed_files, and BucketError.
     """
     out = location(out)
     refuse_inside_export(out)
     if (out / "job.json").is_file():
         raise EvaluationError(f"{out}: holds vectors of octfm embed --files or --catalog; choose another --out")
+    path = out / "pretrained.parquet"
+    if path.is_file() and facts_of(path).get("of") != SINGLE_SCANS:
+        raise EvaluationError(f"{path}: holds vectors of a store; choose another --out, or remove the file")
     rows, vectors, problems = [], [], []
     structure_only = "octa" not in encoder.config.data.modalities
     with Progress("embed", len(scans), "scans") as progress:
@@ -43,11 +47,15 @@ def embed_scans(
                     volume = read_volume(volume, raster_only=False, structure_only=structure_only, limits=limits)
                 vectors.append(encoder.embed(volume))
                 rows.append(_row(volume))
-            except ReadError as error:
+            except BucketError:
+                raise  # says nothing about the scan
+            except OctfmError as error:
                 problems.append(error)
             except BAD_INPUT as error:
+                # The message of a library may hold anything, so only its kind is kept.
                 source = scan.source if isinstance(scan, Volume) else scan
-                problems.append(EvaluationError(f"{source}: cannot be embedded, {type(error).__name__}: {error}"))
+                what = f"could not be embedded ({type(error).__name__}); please report it with the file's format"
+                problems.append(EvaluationError(f"{source}: {what}"))
             progress.advance()
     for problem in problems if rows else problems[:-1]:
         echo(str(problem))
@@ -59,9 +67,8 @@ def embed_scans(
         if names.count(row["acquisition"]) > 1 or row["acquisition"] == "unknown":
             row["acquisition"] = row["source"]
     listed = hash_text("\n".join(row["acquisition"] for row in rows))[:16]
-    facts = encoder_facts(encoder) | {"key": f"{encoder.vector_key}-{listed}", "name": "pretrained"}
-    path = write_vectors(out / "pretrained.parquet", rows, np.stack(vectors), facts, encoder.preprocessing)
-    return path, len(rows)
+    facts = encoder_facts(encoder) | {"key": f"{encoder.vector_key}-{listed}", "name": "pretrained", "of": SINGLE_SCANS}
+    return write_vectors(path, rows, np.stack(vectors), facts, encoder.preprocessing), len(rows)
 
 
 def _row(volume: Volume) -> dict:
