@@ -291,14 +291,18 @@ def test_a_scan_that_cannot_be_embedded_loses_no_other_and_shows_nothing_private
 
 
 def test_a_bucket_that_does_not_answer_stops(taught, tmp_path, monkeypatch):
-    encoder, (volume, *_) = load_encoder(taught, device="cpu"), [sample.volume for sample in samples()]
+    encoder, volumes = load_encoder(taught, device="cpu"), [sample.volume for sample in samples()]
+    embed = type(encoder).embed
 
     def planted(self, volume):
-        raise BucketError("no answer")
+        if volume is volumes[0]:
+            raise BucketError("no answer")
+        return embed(self, volume)
 
     monkeypatch.setattr(type(encoder), "embed", planted)
     with pytest.raises(BucketError):
-        embed_scans(encoder, [volume, volume], tmp_path / "vectors", echo=quiet)
+        embed_scans(encoder, volumes, tmp_path / "vectors", echo=quiet)
+    assert not (tmp_path / "vectors").exists()
 
 
 def test_every_unreadable_scan_is_named_where_none_can_be_read(shipped, tmp_path):
