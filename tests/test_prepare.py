@@ -1,11 +1,14 @@
 """A store ends the same whatever happened on the way: more workers, a kill, a bad file, a growing catalog."""
 
+import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -290,6 +293,7 @@ def test_the_summary_is_said_per_scanner_and_diagnosis(undisturbed):
 
 VICTIM = """
 import sys
+import threading
 sys.path[:0] = {paths!r}
 from octfm.store.prepare import prepare
 from support.store_samples import SMALL, acquisition, catalog, read_sample
@@ -340,6 +344,30 @@ def test_killed_at_any_moment_and_resumed_equals_undisturbed(tmp_path, workers, 
     run([acquisition(n, "truncated" if n % 7 == 3 else "reads") for n in range(count)], out, workers=0)
     assert content(out) == content(tmp_path / "whole")
     wait_until(lambda: not any(alive(int(pid)) for pid in orphans), "workers of a killed process end by themselves", 20)
+
+
+def test_a_worker_that_outlives_its_writer_keeps_no_staging_folder_alive(tmp_path):
+    run([acquisition(0)], tmp_path / "store")
+    left_over = tmp_path / "store" / "staging-killed"
+    left_over.mkdir()
+    started = threading.Event()
+
+    def orphan():
+        for number in itertools.count():
+            try:
+                (left_over / f"{number}.voxels").write_bytes(b"")
+            except FileNotFoundError:
+                return
+            if number == 1000:
+                started.set()
+
+    worker = threading.Thread(target=orphan)
+    worker.start()
+    started.wait()
+    run([acquisition(0)], tmp_path / "store")
+    shutil.rmtree(left_over, ignore_errors=True)  # ends the thread where the test fails
+    worker.join()
+    assert not [path.name for path in (tmp_path / "store").iterdir() if "staging" in path.name]
 
 
 def test_a_line_cut_by_a_kill_is_unseen_and_replaced(tmp_path):

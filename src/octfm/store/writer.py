@@ -1,5 +1,6 @@
 """Write a store so that it is consistent at every moment: shards first, then the row that makes a volume visible."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -60,7 +61,7 @@ class StoreWriter:
             self.crc = self._header.get(SHARD_CHECKSUM) == "crc32c"
             self._recover()
             self.staging = Path(tempfile.mkdtemp(prefix="staging-", dir=self.path))
-            opened.callback(shutil.rmtree, self.staging, ignore_errors=True)
+            opened.callback(_discard, self.staging)
             self._opened = opened.pop_all()
         return self
 
@@ -149,8 +150,8 @@ class StoreWriter:
 
     def _recover(self) -> None:
         """Remove what a killed writer left: staged files, a truncated last line, shards without a row."""
-        for left_over in self.path.glob("staging-*"):
-            shutil.rmtree(left_over, ignore_errors=True)
+        for left_over in [*self.path.glob("staging-*"), *self.path.glob(".staging-*")]:
+            _discard(left_over)
         rows, whole = read_rows(self.path)
         self.rows = list(rows)
         file = self.path / "rows.jsonl"
@@ -198,6 +199,17 @@ def stage(prepared: "Prepared", staging: Path, name: str, compression: Compressi
         values = getattr(prepared, array)
         write_durably(staging / f"{name}.{array}", encode(array, values, prepared.voxels.shape, compression, crc))
     return checksum(prepared.voxels, prepared.band, prepared.valid)
+
+
+def _discard(staging: Path) -> None:
+    """Remove a staging folder into which a worker of a killed writer may still write.
+
+    Renamed first: that worker then finds no folder, and cannot add a file while the others are being removed.
+    """
+    gone = staging.with_name(f".{staging.name.lstrip('.')}")
+    with contextlib.suppress(OSError):
+        staging.replace(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _is_whole(shard: Path, size: int | None) -> bool:
