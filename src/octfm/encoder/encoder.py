@@ -19,7 +19,7 @@ from octfm.io.location import Location
 from octfm.layers.band import band_finder
 from octfm.models.heads import merged
 from octfm.models.objectives.objective import ObjectiveConfig
-from octfm.models.pooling import VectorPool, pooled, width_of
+from octfm.models.pooling import VectorPool, width_of
 from octfm.models.token_map import TISSUE, tissue_index, token_map
 from octfm.models.vit3d import VisionTransformer3D, bscan_weights, count_parameters
 from octfm.pretraining.learner import build_objective, config_of, grid_of
@@ -97,7 +97,7 @@ class Encoder:
     @property
     def vector_width(self) -> int:
         """Length of a volume's vector."""
-        return width_of(self.config.objective.pool, self.width)
+        return width_of(self.config.objective.pool, self.width, self.config.model.summary)
 
     def pooling(self, pool: VectorPool | None) -> "Encoder":
         """The same encoder with another pooling of vectors; None keeps the run's own (objective.pool)."""
@@ -219,9 +219,10 @@ class Encoder:
         vectors = np.empty((len(arrays.voxels), self.vector_width), np.float32)
         # One by one, because volumes differ in the number of their tissue tokens.
         for place, index in enumerate(self.read_tokens(arrays)):
-            tokens_1MD = self._encode(arrays.voxels[place : place + 1], self.runtime.tensor(index[None]))
+            index_1M = self.runtime.tensor(index[None])
+            tokens_1MD = self._encode(arrays.voxels[place : place + 1], index_1M)
             every = torch.ones(tokens_1MD.shape[:2], device=tokens_1MD.device)
-            vectors[place] = pooled(tokens_1MD, every, self.config.objective.pool)[0].cpu().numpy()
+            vectors[place] = self._vector(tokens_1MD, every, index_1M)[0].cpu().numpy()
         return vectors
 
     def read_tokens(self, arrays: Arrays) -> list[np.ndarray]:
@@ -229,10 +230,15 @@ class Encoder:
         maps = token_map(arrays.band, arrays.valid, self.preprocessing.image_size, self.config.model.patch_size)
         return [tissue_index(own, arrays.acquisition[place : place + 1]) for place, own in enumerate(maps)]
 
-    def vector_of(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """float32 [vector_width]: the pooled tokens [M, width] of one volume; `counts` bool [M] marks those to pool."""
-        tokens_1MD, counts_1M = torch.from_numpy(tokens[None]), torch.from_numpy(counts[None])
-        return pooled(tokens_1MD, counts_1M, self.config.objective.pool)[0].numpy()
+    @torch.inference_mode()
+    def vector_of(self, tokens: np.ndarray, counts: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """float32 [vector_width]: the pooled tokens [M, width] of one volume at flat grid indices [M]; `counts` bool
+        [M] marks those to pool."""
+        parts = (self.runtime.tensor(part[None]) for part in (tokens, counts, index))
+        return self._vector(*parts)[0].cpu().numpy()
+
+    def _vector(self, tokens_BMD: Tensor, counts_BM: Tensor, index_BM: Tensor) -> Tensor:
+        return self.network.vector(tokens_BMD, counts_BM, index_BM, self.config.objective.pool)
 
     @torch.inference_mode()
     def tissue_tokens(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from octfm.encoder.encoder import Encoder
 from octfm.errors import EvaluationError
 from octfm.models.heads import TaskHead
-from octfm.models.pooling import VectorPool, pooled
+from octfm.models.pooling import VectorPool
 from octfm.models.vit3d import normalise, take_patches
 
 TOLERANCE = 1e-4
@@ -48,7 +48,7 @@ class Graph(nn.Module):
     def forward(self, voxels: Tensor, index: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
         patches = normalise(take_patches(voxels.unsqueeze(1), index, self.patch_size), self.mean, self.std)
         tokens = self.network(patches, index)
-        vector = pooled(tokens, counts, self.pool)
+        vector = self.network.vector(tokens, counts, index, self.pool)
         return (tokens, vector) if self.head is None else (tokens, vector, self.head(tokens, counts > 0))
 
 

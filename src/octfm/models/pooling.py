@@ -1,4 +1,5 @@
-"""Pool the tokens of a volume to one vector without learned weights: their mean, or the tails of each channel.
+"""Pool the tokens of a volume to one vector: their mean, or the tails of each channel; `summary` has learned queries
+(models/vit3d.py).
 
 Shape suffixes: B batch, M tokens, D width.
 """
@@ -9,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-VectorPool = Literal["mean", "extremes", "tails"]
+VectorPool = Literal["mean", "extremes", "tails", "summary"]
 POOLS: tuple[VectorPool, ...] = get_args(VectorPool)
 EXTREMES = 0.2
 """Share of a volume's tokens that each of its two extremes averages."""
@@ -24,9 +25,9 @@ def pooled(tokens_BMD: Tensor, counts_BM: Tensor, pool: VectorPool) -> Tensor:
     return mean(tokens_BMD, counts_BM) if pool == "mean" else extremes(tokens_BMD, counts_BM)
 
 
-def width_of(pool: VectorPool, width: int) -> int:
-    """Length of the pooled vector for tokens of this width."""
-    return width * {"mean": 1, "extremes": 2, "tails": 1 + 2 * len(TAILS)}[pool]
+def width_of(pool: VectorPool, width: int, queries: int = 0) -> int:
+    """Length of the pooled vector for tokens of this width; `queries` of a summary."""
+    return width * {"mean": 1, "extremes": 2, "tails": 1 + 2 * len(TAILS), "summary": queries}[pool]
 
 
 def mean(tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:

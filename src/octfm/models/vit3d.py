@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from octfm.config import Config, LocalPlace
 from octfm.errors import ConfigError
 from octfm.models.attention import attend
+from octfm.models.pooling import VectorPool, pooled
 from octfm.models.products import Linear
 from octfm.models.recompute import through
 from octfm.volume.volume import Shape3
@@ -42,6 +43,9 @@ class ViTConfig(Config):
     """Width of a block's hidden layer over its own."""
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotary positions have no parameters; `learned` is the prototype's position table, kept for comparison (F17)."""
+    summary: int = Field(default=0, ge=0, le=1024)
+    """Learned queries that read a volume's tokens, with their places, into its vector (objective.pool=summary); 0 for
+    none. Only `dense` trains them."""
     activation_checkpointing: bool = False
     """Keep only the activations between blocks and recompute the rest in the backward pass: the same numbers, less
     memory, more time (arXiv:1604.06174)."""
@@ -191,6 +195,36 @@ class Block(nn.Module):
         return x_BMD + self.mlp(self.norm2(x_BMD))
 
 
+class Summary(nn.Module):
+    """Learned queries that read tokens by attention: what a volume holds, and where, in one vector.
+
+    Keys are rotated by the places of their tokens, as in a block, and queries are not, so that a query can prefer a
+    place of the grid. Shape suffixes: Q queries, G groups of tokens.
+    """
+
+    def __init__(self, config: ViTConfig, grid: TokenGrid):
+        super().__init__()
+        width, self.grid, self.heads = config.width, grid, config.heads
+        self.rotary = config.positions == "rotary"
+        self.query = nn.Parameter(torch.randn(config.heads, config.summary, width // config.heads))
+        self.key, self.value, self.out = (Linear(width, width) for _ in range(3))
+        self.mlp = nn.Sequential(nn.LayerNorm(width), Linear(width, 2 * width), nn.GELU(), Linear(2 * width, width))
+
+    def forward(self, tokens_BMD: Tensor, counts_BGM: Tensor, index_BM: Tensor) -> Tensor:
+        """[B, G, Q D]: a vector of each group of tokens; `counts_BGM` (bool) marks its tokens, at least one each."""
+        k_BHMK, v_BHMK = (
+            layer(tokens_BMD).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.key, self.value)
+        )
+        if self.rotary:
+            cos, sin = rotary(self.grid, index_BM, k_BHMK.shape[-1])
+            k_BHMK = rotate(k_BHMK, (torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
+        score_BHQM = self.query.to(k_BHMK.dtype) @ k_BHMK.mT * k_BHMK.shape[-1] ** -0.5
+        score_BGHQM = score_BHQM.unsqueeze(1).masked_fill(~counts_BGM[:, :, None, None], float("-inf"))
+        read_BGHQK = score_BGHQM.softmax(-1) @ v_BHMK.unsqueeze(1)
+        x_BGQD = self.out(read_BGHQK.movedim(2, 3).flatten(-2))
+        return (x_BGQD + self.mlp(x_BGQD)).flatten(2)
+
+
 class VisionTransformer3D(nn.Module):
     """Encodes any subset of a volume's tokens; tokens that are not passed in cannot influence the result."""
 
@@ -204,6 +238,7 @@ class VisionTransformer3D(nn.Module):
             self.position = nn.Parameter(torch.randn(1, grid.size, config.width) * 0.02)
         self.blocks = nn.ModuleList(Block(config.width, config.heads, config.mlp_ratio) for _ in range(config.depth))
         self.norm = nn.LayerNorm(config.width)
+        self.summary = Summary(config, grid) if config.summary else None
         self.apply(init_weights)
 
     @property
@@ -242,6 +277,15 @@ class VisionTransformer3D(nn.Module):
     def feature_map(self, voxels: Tensor) -> Tensor:
         """All tokens of prepared volumes as an image, channels first, [B, D, d, h, w], as decoders of MONAI take it."""
         return self.forward_features(voxels).unflatten(1, self.grid.shape).movedim(-1, 1)
+
+    def vector(self, tokens_BMD: Tensor, counts_BM: Tensor, index_BM: Tensor, pool: VectorPool) -> Tensor:
+        """[B, width_of(pool, D, queries)]: what `forward` returned at flat grid indices, pooled over the tokens that
+        count (bool or 0 and 1, at least one each). Raises ConfigError for a summary that this network does not have."""
+        if pool != "summary":
+            return pooled(tokens_BMD, counts_BM, pool)
+        if self.summary is None:
+            raise ConfigError("pool=summary: this encoder has no summary (model.summary is 0); choose another pooling")
+        return self.summary(tokens_BMD, counts_BM.unsqueeze(1) > 0, index_BM).squeeze(1)
 
     def forward(
         self,

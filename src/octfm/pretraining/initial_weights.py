@@ -32,7 +32,7 @@ from octfm.weights.packaged import CURRENT_ENCODER, packaged_encoder
 
 PACKAGED = "packaged"
 _NAMED = re.compile(r"([\w.-]+)@([0-9a-f]{12})")
-MUST_AGREE = ("patch_size", "width", "depth", "heads", "mlp_ratio", "positions")
+MUST_AGREE = ("patch_size", "width", "heads", "mlp_ratio", "positions")
 CONTAINERS = ("target_encoder", "encoder")
 PREFIX = re.compile(r"^(module\.)?(backbone\.)?")
 RENAMED = {
@@ -56,12 +56,22 @@ def with_hash(config: PretrainConfig) -> PretrainConfig:
 def begin_with(init: str | Path, model: Objective, config: ViTConfig) -> None:
     """Load the weights that model.init names into the encoders of an objective, in place; the predictor stays as it is.
 
-    Raises CheckpointError naming the first tensor or setting that does not fit.
+    Blocks beyond those of the weights begin as the identity, so that a deeper encoder begins as the shallower one
+    (arXiv:1511.05641). A summary that they lack keeps its random weights. Raises CheckpointError naming the first
+    tensor or setting that does not fit.
     """
     state = initial_state(init, config)
-    model.encoder.load_state_dict(state)
-    if model.target_encoder is not None:
-        model.target_encoder.load_state_dict(state)
+    blocks = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
+    own = model.encoder.state_dict()
+    for name, tensor in own.items():
+        if name.startswith("blocks.") and int(name.split(".")[1]) >= blocks:
+            # What a block adds to its input is the answer of these two layers.
+            state[name] = torch.zeros_like(tensor) if ".attn.out." in name or ".mlp.2." in name else tensor
+        elif name.startswith("summary."):
+            state.setdefault(name, tensor)
+    for encoder in (model.encoder, model.target_encoder):
+        if encoder is not None:
+            encoder.load_state_dict({name: tensor for name, tensor in state.items() if name in own})
 
 
 def initial_state(init: str | Path, config: ViTConfig) -> dict[str, Tensor]:
@@ -88,6 +98,8 @@ def _packaged_state(init: str, config: ViTConfig) -> dict[str, Tensor]:
         )
     theirs = stored_config(content["settings"]).model
     differ = [key for key in MUST_AGREE if getattr(theirs, key) != getattr(config, key)]
+    differ += ["depth"] if theirs.depth > config.depth else []
+    differ += ["summary"] if config.summary and theirs.summary and theirs.summary != config.summary else []
     if differ:
         wanted = " ".join(f"model.{key}={_written(getattr(theirs, key))}" for key in differ)
         raise CheckpointError(f"model.init={init}: {name} has other sizes than model; set {wanted}")

@@ -112,6 +112,13 @@ class PretrainConfig(Config):
             raise ValueError(
                 f"predictor.width {self.predictor.width} must split into {self.predictor.heads} heads of even size"
             )
+        if self.model.summary and not self.objective.teaches_summary:
+            raise ValueError(
+                f"model.summary {self.model.summary}: objective {self.objective.name} does not train these queries; "
+                "set model.summary=0, or objective.name=dense"
+            )
+        if self.objective.pool == "summary" and not self.model.summary:
+            raise ValueError("objective.pool summary needs queries, such as model.summary=8")
         self.objective.check(self.model, compiled=self.runtime.parallel == "xla_spmd")
         return self
 

@@ -53,6 +53,7 @@ POOLS = {
     "mean": "mean over tissue tokens",
     "extremes": "by channel the means of the highest and of the lowest fifth of tissue tokens",
     "tails": "the mean of tissue tokens, and by channel the means of their highest and lowest 20, 5 and 1 %",
+    "summary": "learned queries that read tissue tokens and their places",
 }
 """How objective.pool turns a volume's tokens into a vector."""
 

@@ -129,7 +129,11 @@ def fit_basis(encoder: Encoder, tokens: np.ndarray, maps: np.ndarray, directions
     axes = vectors[:, order].T
     scores = (own - mean) @ axes.T
     low, high = np.percentile(scores[:, :3], (1, 99), axis=0)
-    volumes = [encoder.vector_of(t[m], np.ones(m.sum(), bool)) for t, m in zip(tokens, tissue, strict=True) if m.any()]
+    volumes = [
+        encoder.vector_of(t[m], np.ones(m.sum(), bool), np.flatnonzero(m))
+        for t, m in zip(tokens, tissue, strict=True)
+        if m.any()
+    ]
     apart = [float(np.linalg.norm(a - b)) for i, a in enumerate(volumes) for b in volumes[:i]]
     return Basis(
         mean=mean.astype(np.float32),
@@ -212,13 +216,13 @@ def occlusion(
 
     everything = encode_only(np.ones(len(chosen), bool))
     values = np.full(encoder.network.grid.size, np.nan, np.float32)
-    whole = encoder.vector_of(everything[0][0], everything[1][0])
+    whole = encoder.vector_of(everything[0][0], everything[1][0], chosen)
     answer = None if head is None else head.answer(*everything)[0]
     # The vector's change is shown relative to the distance between volumes; for one volume, to that from the mean
     # token.
     size = basis.spread
     if not np.isfinite(size):
-        average = encoder.vector_of(basis.mean[None], np.ones(1, bool))
+        average = encoder.vector_of(basis.mean[None], np.ones(1, bool), chosen[:1])
         size = _yardstick(float(np.linalg.norm(whole - average)), [whole]) or 1.0
     for name in np.unique(block[block >= 0]):
         hidden = block == name
@@ -226,7 +230,7 @@ def occlusion(
             continue  # no tissue would remain
         rest = encode_only(~hidden)
         if head is None:
-            change = float(np.linalg.norm(encoder.vector_of(rest[0][0], rest[1][0]) - whole)) / size
+            change = float(np.linalg.norm(encoder.vector_of(rest[0][0], rest[1][0], chosen[~hidden]) - whole)) / size
         else:
             assert answer is not None
             change = head.lost(answer, head.answer(*rest)[0])

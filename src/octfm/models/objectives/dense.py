@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from octfm.errors import ConfigError
+from octfm.models.objectives.enface import EnFaceGoals
 from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, View
 from octfm.models.predictor import Predictor, PredictorConfig, seen_and_answers
 from octfm.models.products import Linear
@@ -33,35 +34,40 @@ class DenseConfig(ObjectiveConfig):
     """Whether the encoder sees the context only and the predictor answers for the hidden tokens, with weight 1 beside
     context_loss. Else it sees all kept tokens, and there is no context loss."""
 
+    summary_weight: float = Field(default=4.0, ge=0, le=1e3)
+    """Weight of what the queries of model.summary say: how thick layers and lesions are, and where."""
+
     @property
     def learns_truth(self) -> bool:
         return True
 
+    @property
+    def teaches_summary(self) -> bool:
+        return True
+
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "Dense":
-        return Dense(model, predictor if self.hidden else None, grid, self.answer_average, self.lesion_weight)
+        return Dense(self, model, predictor if self.hidden else None, grid)
 
     def check(self, model: ViTConfig, compiled: bool) -> None:
         check_average(self.answer_average, model.patch_size, predicted=False, name="answer_average")
 
 
 class Dense(Objective):
-    """A linear head on the tokens of a ViT; with a predictor, answers for hidden tokens as well."""
+    """A linear head on the tokens of a ViT; with a predictor, answers for hidden tokens as well; with a summary, goals
+    of the whole volume."""
 
-    def __init__(
-        self,
-        model: ViTConfig,
-        predictor: PredictorConfig | None,
-        grid: TokenGrid,
-        answer_average: Shape3 = (2, 1, 8),
-        lesion_weight: float = 4.0,
-    ):
+    def __init__(self, settings: DenseConfig, model: ViTConfig, predictor: PredictorConfig | None, grid: TokenGrid):
         super().__init__()
-        self.composition = Composition(model.patch_size, answer_average, lesion_weight)
+        self.composition = Composition(model.patch_size, settings.answer_average, settings.lesion_weight)
         self.encoder = VisionTransformer3D(model, grid)
         self.head = Linear(model.width, self.composition.answers)
         self.predictor = None
         if predictor is not None:
             self.predictor = Predictor(predictor, model.width, self.composition.answers, model.activation_checkpointing)
+        self.enface, self.summary_weight = None, settings.summary_weight
+        if model.summary:
+            parts, rows = self.composition.parts, settings.answer_average[1]
+            self.enface = EnFaceGoals(model.width * model.summary, grid, parts, rows, self.composition.weights)
 
     def forward(self, views: Sequence[View], context_weight: float | Tensor) -> ObjectiveOutput:
         """Losses of one view whose labels are known."""
@@ -74,18 +80,28 @@ class Dense(Objective):
             masked_loss_B = self.distance(answers, goal_BKA)
             # Only reported: these tokens are among all kept ones.
             context_loss_B = self.distance(take_tokens(answers, index.context).detach(), context_goal)
-            return ObjectiveOutput(
-                masked_loss_B.mean(), masked_loss_B, context_loss_B, goal_BKA, context_goal, tokens.detach()
-            )
+            loss = masked_loss_B.mean() + self._summary_loss(tokens, index.kept, goal_BKA, index.kept)
+            return ObjectiveOutput(loss, masked_loss_B, context_loss_B, goal_BKA, context_goal, tokens.detach())
         seen, answers = seen_and_answers(encoder, self.predictor, view.patches_BKP, index)
         hidden = answers[:, index.context.shape[1] :]
         masked_goal, context_goal = take_tokens(goal_BKA, index.target), take_tokens(goal_BKA, index.context)
         # A linear head on what the encoder makes of a token that it sees: the predictor's blocks must not do its work.
         masked_loss_B, context_loss_B = self.distance(hidden, masked_goal), self.distance(self.head(seen), context_goal)
+        seen_at = torch.gather(index.kept, 1, index.context)
         loss = masked_loss_B.mean() + context_weight * context_loss_B.mean()
+        loss = loss + self._summary_loss(seen, seen_at, goal_BKA, index.kept)
         return ObjectiveOutput(
             loss, masked_loss_B, context_loss_B, masked_goal, context_goal, seen.detach(), index.context
         )
+
+    def _summary_loss(self, tokens_BMD: Tensor, index_BM: Tensor, goal_BKA: Tensor, kept_BK: Tensor) -> Tensor | float:
+        """Weighted error of what the summary of tokens at flat grid indices says of all kept ones; 0 without one."""
+        summary, enface = self.encoder.summary, self.enface
+        if summary is None or enface is None:
+            return 0.0
+        slabs_BSM = enface.slabs(index_BM)
+        read = summary(tokens_BMD, torch.cat((torch.ones_like(slabs_BSM[:, :1]), slabs_BSM), 1), index_BM)
+        return self.summary_weight * enface.error(read[:, 0], read[:, 1:], *enface.of(goal_BKA, kept_BK)).mean()
 
     def distance(self, prediction_BMA: Tensor, goal_BMA: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.composition.entropy(prediction_BMA, goal_BMA)

@@ -31,7 +31,8 @@ class ObjectiveConfig(Config):
     is ahead in runs too short for the average to follow. Without a target encoder both are the one that learns."""
     pool: VectorPool = "mean"
     """How the tissue tokens of a volume become its vector, for embedding and probing: their mean, or by channel the
-    means of the highest and of the lowest fifth, twice as wide, which keeps focal lesions."""
+    means of the highest and of the lowest fifth, twice as wide, which keeps focal lesions; `tails` adds ends of 5 and
+    1 %, `summary` is read by the learned queries of model.summary."""
     context_warmup: float = Field(default=0.1, ge=0, le=1)
     """Share of the run over which the context loss is ramped in."""
 
@@ -43,6 +44,11 @@ class ObjectiveConfig(Config):
     @property
     def learns_truth(self) -> bool:
         """Whether it is trained with the truth of streamed phantoms, so that `data.phantoms` must be set."""
+        return False
+
+    @property
+    def teaches_summary(self) -> bool:
+        """Whether it trains the queries of `model.summary`, so that these may be set."""
         return False
 
     @property

@@ -15,7 +15,7 @@ from pydantic import Field
 from octfm.catalog.labels import as_number, read_labels
 from octfm.config import Config, LocalPlace
 from octfm.errors import ConfigError
-from octfm.models.pooling import VectorPool, pooled, width_of
+from octfm.models.pooling import VectorPool, width_of
 from octfm.models.token_map import TISSUE, token_map
 from octfm.models.vit3d import VisionTransformer3D, normalise, take_patches
 from octfm.pretraining.masks import select_tokens
@@ -176,8 +176,10 @@ def tissue_vectors(
         )
         with runtime.autocast():
             tokens_BKD = network(patches, kept)
-        vectors.append(pooled(tokens_BKD.float(), runtime.tensor(tissue), pool).cpu().double().numpy())
-    return np.concatenate(vectors) if vectors else np.zeros((0, width_of(pool, network.config.width)))
+        vector = network.vector(tokens_BKD.float(), runtime.tensor(tissue), kept, pool)
+        vectors.append(vector.cpu().double().numpy())
+    width = width_of(pool, network.config.width, network.config.summary)
+    return np.concatenate(vectors) if vectors else np.zeros((0, width))
 
 
 def _require_split(store: Store, rows: np.ndarray, split: str) -> None:

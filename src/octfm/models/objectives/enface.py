@@ -1,0 +1,72 @@
+"""What a summary learns: how thick layers and lesions of a phantom are, as seen from above.
+
+Shape suffixes: B batch, K kept tokens, A parts x classes of a patch, C counted classes, D W parts of the en face plane,
+G goals.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from octfm.models.products import Linear
+from octfm.models.vit3d import TokenGrid
+from octfm.volume.segmentation import CLASSES, LAYERS
+
+CELLS = 4
+"""Cells along each side of the en face plane, or of a slab."""
+COUNTED = tuple(c for c in range(len(CLASSES)) if CLASSES[c] not in (LAYERS[0], LAYERS[-1]))
+"""Vitreous and choroid end where the kept tokens do."""
+BEND = 0.5
+"""Difference of roots of rows from which on an error counts linearly."""
+
+
+class EnFaceGoals(nn.Module):
+    """Goals of a volume and of each of its slabs, the tokens of one row of the grid across B-scans, and heads for them.
+
+    A goal is the root of a thickness in rows, so that small lesions count beside swollen layers: for every class,
+    the mean in CELLS x CELLS cells, the largest and the smallest of the plane. A slab has cells along the B-scan only:
+    what an encoder of single B-scans must read.
+    """
+
+    def __init__(self, width: int, grid: TokenGrid, parts: tuple[int, int, int], rows: int, weights: list[float]):
+        """width: of a summary. parts: of a patch along each axis; rows: of a part; weights: of classes in the goals."""
+        super().__init__()
+        self.grid, self.parts, self.rows = grid, parts, rows
+        self.register_buffer("weights", torch.tensor(weights), persistent=False)
+        self.volume = Linear(width, len(COUNTED) * (CELLS * CELLS + 2))
+        self.slab = Linear(width, len(COUNTED) * (CELLS + 2))
+
+    @torch.no_grad()
+    def of(self, goal_BKA: Tensor, kept_BK: Tensor) -> tuple[Tensor, Tensor]:
+        """Goals [B, G] of the volume and [B, d, G] of its slabs, from the composition of its kept tokens."""
+        depth, height, width = self.grid.shape
+        share = goal_BKA.float().unflatten(-1, (*self.parts, len(CLASSES))) / self.weights
+        thick = self.rows * share.sum(3)[..., COUNTED].flatten(2)
+        place_BK = kept_BK // (height * width) * width + kept_BK % width
+        # As a product, whose order of sums is the same on every device.
+        onto_BKN = F.one_hot(place_BK, depth * width).to(thick.dtype)
+        map_BNX = onto_BKN.mT @ thick
+        map_BdwpqC = map_BNX.unflatten(2, (self.parts[0], self.parts[2], -1)).unflatten(1, (depth, width))
+        map_BCDW = map_BdwpqC.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+        slab_BdCW = map_BdwpqC.mean(3).permute(0, 1, 4, 2, 3).flatten(3)
+        cells = F.adaptive_avg_pool2d(map_BCDW, CELLS).flatten(1)
+        volume = torch.cat((cells, map_BCDW.amax((2, 3)), map_BCDW.amin((2, 3))), 1)
+        along = F.adaptive_avg_pool1d(slab_BdCW.flatten(0, 1), CELLS).unflatten(0, slab_BdCW.shape[:2]).flatten(2)
+        slab = torch.cat((along, slab_BdCW.amax(3), slab_BdCW.amin(3)), 2)
+        return volume.sqrt(), slab.sqrt()
+
+    def slabs(self, index_BM: Tensor) -> Tensor:
+        """bool [B, d, M]: which tokens are in each slab; all of them for a slab without any."""
+        depth, height, width = self.grid.shape
+        inside = (index_BM // (height * width)).unsqueeze(1) == torch.arange(depth, device=index_BM.device)[:, None]
+        return inside | ~inside.any(2, keepdim=True)
+
+    def error(self, summary_BD: Tensor, slabs_BSD: Tensor, volume_BG: Tensor, slabs_BSG: Tensor) -> Tensor:
+        """[B]: mean error of the goals of a volume, plus that of its slabs with truth."""
+        volume = self._apart(self.volume(summary_BD), volume_BG)
+        known_BS = (slabs_BSG.amax(2) > 0).float()
+        slabs = self._apart(self.slab(slabs_BSD), slabs_BSG) * known_BS
+        return volume + slabs.sum(1) / known_BS.sum(1).clamp_min(1)
+
+    def _apart(self, answer: Tensor, goal: Tensor) -> Tensor:
+        return F.smooth_l1_loss(answer.float(), goal, reduction="none", beta=BEND).mean(-1)
