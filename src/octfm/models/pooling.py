@@ -10,7 +10,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-VectorPool = Literal["mean", "extremes", "tails", "summary"]
+TokenPool = Literal["mean", "extremes", "tails"]
+VectorPool = Literal[TokenPool, "summary"]
+TOKEN_POOLS: tuple[TokenPool, ...] = get_args(TokenPool)
 POOLS: tuple[VectorPool, ...] = get_args(VectorPool)
 EXTREMES = 0.2
 """Share of a volume's tokens that each of its two extremes averages."""
@@ -18,7 +20,7 @@ TAILS = (EXTREMES, 0.05, 0.01)
 """The same of `tails`, from what is spread over the retina to a single small lesion."""
 
 
-def pooled(tokens_BMD: Tensor, counts_BM: Tensor, pool: VectorPool) -> Tensor:
+def pooled(tokens_BMD: Tensor, counts_BM: Tensor, pool: TokenPool) -> Tensor:
     """[B, width_of(pool, D)]. `counts_BM` (bool or 0 and 1) marks the tokens to pool, at least one each."""
     if pool == "tails":
         return torch.cat((mean(tokens_BMD, counts_BM), extremes(tokens_BMD, counts_BM, TAILS)), 1)
