@@ -69,6 +69,7 @@ def package(
         "trained_on": TRAINED_ON,
         "made": f"pretrained with objective {objective}: {content['step']:,} steps of "
         f"{encoder.config.data.global_batch_size} phantoms with seed {encoder.config.seed}"
+        + (f", begun with {init}" if (init := encoder.config.model.init) else "")
         + (f", at commit {commit[:12]}" if commit else "")
         + f"; make encoder POOL={encoder.config.objective.pool}",
         "limits": LIMITS,

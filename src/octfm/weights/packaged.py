@@ -11,7 +11,7 @@ from octfm.weights.exported import CONFIG, WEIGHTS, is_export
 
 CURRENT = "layers-2"
 """The network that `octfm segment` uses."""
-CURRENT_ENCODER = "encoder-1"
+CURRENT_ENCODER = "encoder-2"
 """The encoder that `load_encoder()`, `octfm embed SCAN` and `model.init=packaged` use."""
 NOTE = "research use only; not a medical device; trained on synthetic images only"
 """Goes into every result of a packaged network."""
