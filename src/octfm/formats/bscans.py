@@ -67,8 +67,6 @@ class Bscans:
     """Distance between B-scans, None if the file does not state it."""
     lines: Lines | None = None
     """Positions of the B-scans, in the order of the file."""
-    lines_in_mm: bool = True
-    """False if `lines` have another unit and an unknown vertical direction: they then show layout and order only."""
     layout: Layout | None = None
     """As the file states it; used where positions do not show it."""
     modality: Modality | None = None
@@ -134,7 +132,7 @@ def to_header(
     _expect_modality(bscans, declared, modalities)
     arrangement = _admissible_arrangement(bscans, layouts)
     if arrangement.layout == "radial":
-        expect_a_star(_lines_in_mm(bscans), bscans.uri)
+        expect_a_star(bscans.lines, bscans.uri)
     return _header(bscans, arrangement, declared)
 
 
@@ -185,7 +183,7 @@ def to_volume(
         superior_first=header.superior_first,
         modality=header.modality,
         layout=arrangement.layout,
-        lines=_lines_of_volume(bscans, arrangement),
+        lines=_lines_of_volume(bscans, arrangement, spacing_mm),
         source=bscans.uri,
     )
 
@@ -358,18 +356,17 @@ def _arrange(bscans: Bscans) -> Arrangement:
         stack = _stack(bscans)
     except NotRaster as error:
         return Arrangement(error.layout, None, None, error)
-    if stack is None or not bscans.lines_in_mm:
-        return Arrangement("raster", None, stack and replace(stack, superior_first=None))
-    return Arrangement("raster", stack.step, stack)
+    return Arrangement("raster", stack and stack.step, stack)
 
 
-def _lines_in_mm(bscans: Bscans) -> Lines | None:
-    return bscans.lines if bscans.lines_in_mm else None
-
-
-def _lines_of_volume(bscans: Bscans, arrangement: Arrangement) -> Lines | None:
+def _lines_of_volume(bscans: Bscans, arrangement: Arrangement, spacing_mm: Spacing3 | None) -> Lines | None:
     """Lines in the order of the volume's voxels; None unless they show a raster or a star."""
-    lines, stack = _lines_in_mm(bscans), arrangement.stack
+    lines, stack = bscans.lines, arrangement.stack
+    if lines is not None and spacing_mm is not None and MEAN_EYE in bscans.flags:
+        # Millimetres that somebody has declared are those of this eye.
+        length_mm = float(np.median(np.linalg.norm(lines.end - lines.start, axis=1)))
+        scale = spacing_mm[2] * bscans.shape[2] / length_mm if length_mm > 0 else 1.0
+        lines = Lines(scale * lines.start, scale * lines.end)
     if lines is None or arrangement.layout == "radial":
         return lines
     if arrangement.layout != "raster" or stack is None:  # without a stack they are placeholders
