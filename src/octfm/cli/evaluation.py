@@ -436,7 +436,7 @@ def segment(
     for file, stem in _stems(expect_place(word) for word in words or []).items():
         volume = read_volume(file, limits=limits)
         found = segmenter.segment(volume)
-        written = write_nifti(found, folder, stem)
+        written = write_nifti(found, folder, stem, volume)
         write = functools.partial(write_dicom, found, folder=folder, stem=stem)
         written += within(limits, write, file) if dicom else []
         for path in written:
@@ -546,7 +546,7 @@ def _segment_scans(
             opt.echo_line(line)
         if out != DEFAULT_SEGMENT:
             name = source.source if isinstance(source, Volume) else source
-            written = write_nifti(found, out, stems[name])
+            written = write_nifti(found, out, stems[name], volume)
             write = functools.partial(write_dicom, found, folder=out, stem=stems[name])
             written += within(limits, write, name) if dicom else []
             for path in written:

@@ -128,7 +128,7 @@ def to_header(
 ) -> Header:
     """The Header. Raises ReadError: angiography for flow unless it is among `modalities`, not_raster, absurd_size,
     absurd_spacing, contradicting_declaration."""
-    declared = read_declared(bscans.beside or bscans.uri)
+    bscans, declared = _with_sidecar(bscans)
     _expect_modality(bscans, declared, modalities)
     arrangement = _admissible_arrangement(bscans, layouts)
     if arrangement.layout == "radial":
@@ -146,7 +146,7 @@ def to_volume(
 
     Raises ReadError as `to_header`, and missing_spacing, blank_volume.
     """
-    declared = read_declared(bscans.beside or bscans.uri)
+    bscans, declared = _with_sidecar(bscans)
     _expect_modality(bscans, declared, modalities)
     arrangement = _admissible_arrangement(bscans, layouts)
     header = _header(bscans, arrangement, declared)
@@ -205,8 +205,9 @@ def to_surfaces(bscans: Bscans) -> Surfaces | None:
     surfaces = bscans.surfaces()
     if surfaces is None:
         return None
+    bscans, declared = _with_sidecar(bscans)
     heights_px = _arrange(bscans).ordered(surfaces.heights_px, axis=1)
-    if read_declared(bscans.beside or bscans.uri).upside_down:
+    if declared.upside_down:
         heights_px = bscans.shape[1] - 1 - heights_px
     return replace(surfaces, heights_px=heights_px)
 
@@ -279,6 +280,21 @@ def check_spacing(spacing_mm: Spacing3, shape: Shape3, layout: Layout, uri: str)
     check_bounds(spacing_mm, shape, uri)
 
 
+def _with_sidecar(bscans: Bscans) -> tuple[Bscans, Declared]:
+    """The B-scans, at the positions in their sidecar if the file states none, and the sidecar. Raises ReadError."""
+    declared = read_declared(bscans.beside or bscans.uri)
+    if bscans.lines is not None or not declared.bscan_lines_mm:
+        return bscans, declared
+    ends = np.array(declared.bscan_lines_mm)
+    if len(ends) != bscans.shape[0]:
+        raise ReadError(
+            "contradicting_declaration",
+            f"{bscans.uri}: bscan_lines_mm in its sidecar has {len(ends)} lines, expected one for each of the "
+            f"{bscans.shape[0]} B-scans",
+        )
+    return replace(bscans, lines=Lines(ends[:, :2], ends[:, 2:])), declared
+
+
 def _modality(bscans: Bscans, declared: Declared) -> Modality:
     return bscans.modality or declared.modality or "structure"
 
@@ -323,7 +339,7 @@ def _header(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> Hea
         protocol=slugify(bscans.protocol or declared.protocol) or "unknown",
         participant=bscans.participant or declared.participant or None,
         sop_instance_uid=bscans.uid,
-        superior_first=stack.superior_first if stack else None,
+        superior_first=stack.superior_first if stack else declared.superior_first,
         flags=(*own, *declared.flags, *flags),
         layout=arrangement.layout,
         modality=_modality(bscans, declared),
