@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pyarrow.parquet import read_table as read_table_of_predictions
 from typer.testing import CliRunner
 
 import octfm
@@ -15,12 +17,14 @@ from octfm.cli.main import app
 from octfm.errors import ConfigError, CorrectionsError, EvaluationError
 from octfm.layers.calibrate import calibrate_rows
 from octfm.layers.corrections import FORMAT, find_corrections, read_corrections
+from octfm.layers.finder import LayerFinder
 from octfm.layers.segment import ScanSegmentation
 from octfm.layers.table import read_table, row_of, save_table, write_table
 from octfm.layers.verdict import Verdict
-from octfm.models.layer_net import MASKS, SURFACES
+from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig
 from octfm.report.segmented.correct import correction_facts
 from octfm.report.viewer import write_view
+from octfm.tasks.finetune import finetune
 from octfm.tasks.segment import read_truth, to_prepared, transform_of
 from octfm.tasks.segment_score import segment
 from octfm.tasks.segment_settings import SegmentConfig
@@ -28,8 +32,10 @@ from octfm.tasks.view import scene_of
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.volume import Lines
 from support.browser import Browser, needs_chromium
+from support.dicom_files import write_oct_dicom
+from support.finetune_runs import settings as finetune_settings
 from support.segmented import found_in
-from support.small_store import SIZE, edit_rows, small_store
+from support.small_store import SIZE, edit_rows, small_preprocessing, small_store
 from support.tiny_runs import config as pretrain_config
 from support.tiny_runs import quick_pretrain, quiet
 from support.waiting import wait_until
@@ -459,6 +465,57 @@ def test_calibration_counts_scans_that_were_corrected_whole(tmp_path):
     save_table(fixed[:3], tmp_path / "few.csv")
     with pytest.raises(EvaluationError, match="at least 50 participants"):
         calibrate_rows(rows, tmp_path / "few.csv")
+
+
+def clinic_of(folder: Path, participants: int) -> list[Path]:
+    """One scan per participant, 6 × 6 mm, with a bright retina."""
+    rng, files = np.random.default_rng(5), []
+    for number in range(participants):
+        voxels = rng.integers(0, 40, (8, 96, 64)).astype(np.uint8)
+        voxels[:, 36 : 60 + number] += np.uint8(150)
+        files.append(write_oct_dicom(folder / f"{number}.dcm", voxels, (0.75, 0.01, 0.09), participant=f"P{number}"))
+    return files
+
+
+def test_corrected_numbers_are_labels_that_finetune_learns(tmp_path, monkeypatch):
+    """From files of corrections through a table of octfm segment to a fine-tuned model, by acquisition."""
+    torch.manual_seed(0)
+    finder = LayerFinder(LayerNet(LayerNetConfig((8, 8))))
+    monkeypatch.setattr("octfm.layers.table.load_finder", lambda **_: finder)
+    # An untrained network stands for one that is wrong everywhere, in scans that somebody has corrected whole.
+    monkeypatch.setattr("octfm.layers.segment.judge", lambda *_: Verdict(("unsure",), 1.5, ("unfamiliar",)))
+    files, hand, table = clinic_of(tmp_path / "clinic", 13), tmp_path / "hand", tmp_path / "corrected.csv"
+    hand.mkdir()
+    for number, path in enumerate(files[:-1]):
+        volume = octfm.read_volume(path)
+        lines = {name: [36 + i * (24 + number) / 8] * 64 for i, name in enumerate(SURFACES)}
+        bscans = [{"bscan": d, "checked": True, "surfaces": lines, "areas": {}} for d in range(8)]
+        content = stated(
+            found_in(), scan=fingerprint(volume.voxels), network=finder.model, shape=[8, 96, 64], bscans=bscans
+        )
+        written(content, hand / f"{number}.json")
+    command = ["segment", str(tmp_path / "clinic"), "--out", str(table), "--apply-corrections", str(hand)]
+    done = CliRunner().invoke(app, [*command, "--only-corrected"])
+    assert done.exit_code == 0, done.output
+    expected = {row["acquisition"]: float(row["centre_um"]) for row in read_table(table)}
+    assert sorted(expected.values()) == pytest.approx([10.0 * (24 + number) for number in range(12)], abs=0.1)
+
+    people, splits = tmp_path / "people.csv", ("train",) * 7 + ("val",) * 2 + ("test",) * 4
+    people.write_text("pid,set\n" + "".join(f"P{number},{split}\n" for number, split in enumerate(splits)))
+    catalog = octfm.scan(tmp_path / "clinic", participants=people, columns={"participant": "pid", "split": "set"})
+    store = octfm.prepare(catalog, tmp_path / "prepared", small_preprocessing(), progress=False)
+    run = quick_pretrain(pretrain_config(steps=2), store, tmp_path / "run", echo=quiet)
+    config = finetune_settings(run, store, table, target="centre_um", order=[], epochs=2, batch_size=2)
+    predicted = read_table_of_predictions(finetune(config, tmp_path / "tuned", echo=quiet) / "predictions.parquet")
+    learned = {str(one["acquisition"]): float(one["label"]) for one in predicted.to_pylist()}
+    assert len(learned) == 3 and learned == pytest.approx({uid: expected[uid] for uid in learned})
+
+    found = tmp_path / "found.csv"
+    write_table([str(files[-1])], found, echo=quiet)
+    with pytest.raises(EvaluationError, match="rows of scans that nobody has corrected"):
+        write_table(map(str, files), found, corrections=find_corrections(hand), only_corrected=True, echo=quiet)
+    with pytest.raises(ConfigError, match="--only-corrected: leaves scans out of a table"):
+        CliRunner().invoke(app, ["segment", str(files[0]), "--only-corrected"], catch_exceptions=False)
 
 
 def truth_for(folder: Path) -> tuple:

@@ -45,6 +45,26 @@ def test_lines_on_the_fundus_are_those_of_the_volumes_bscans(tmp_path, write):
     assert found.image.shape == ((20, 20) if write is write_heyex_xml else (20, 30)) and np.ptp(found.image) == 0
 
 
+def test_degrees_of_an_e2e_become_lines_on_its_picture(tmp_path):
+    """From its middle, if the file says how many degrees it shows: once, or of this size the same every time."""
+    order, codes = np.random.default_rng(2).permutation(SHAPE[0]), e2e_codes(telling_voxels())
+    degrees = np.array([[-9, y, 6, y] for y in np.linspace(-10, 7, SHAPE[0])])
+
+    def found(*pictures, **others) -> Fundus:
+        stored = {(1, 2, 3): codes[order]}
+        return read_fundus(write_e2e(tmp_path / "a.e2e", stored, ends=degrees[order], pictures=pictures, **others))
+
+    for shown, pictures in ((30, ((5, 6, 30), (5, 6, 30), (768, 768, 20))), (60, ((5, 6, 60),))):
+        on = on_picture(found(*pictures))
+        np.testing.assert_allclose(on[np.argsort(on[:, 1])], (degrees / shown + 0.5) * (5, 6, 5, 6), rtol=1e-5)
+        volume = read_volume(tmp_path / "a.e2e")
+        own = np.concatenate([volume.lines.start, volume.lines.end], axis=1) * 15 / 4.4
+        np.testing.assert_allclose(on, (own / shown + 0.5) * (5, 6, 5, 6), rtol=1e-5)
+    for pictures in ((), ((6, 5, 30),), ((5, 6, 30), (5, 6, 20)), ((5, 6, 0),)):
+        assert found(*pictures).lines is None, pictures
+    assert found((5, 6, 30), pattern=2).lines is None, "a circle"
+
+
 def test_a_fundus_without_positions_or_without_a_picture_is_said_to_be_so(tmp_path):
     e2e = read_fundus(write_e2e(tmp_path / "a.e2e", {(1, 2, 3): e2e_codes(telling_voxels())}))
     assert e2e.image.shape == (6, 5) and (e2e.image == 9).all() and e2e.lines is None

@@ -1,5 +1,6 @@
 """Layers and geometry survive every export: what is written is read back as it was, gaps and order of B-scans too."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octfm.formats import read_surfaces, read_volume
+from octfm.formats import ReadError, read_surfaces, read_volume
 from octfm.formats.dicom.surfaces import surfaces_of_volume
 from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
 from octfm.volume.segmentation import Segmentation
 from support.dicom_files import write_oct_dicom
-from support.vendor_files import SPACING_MM, e2e_codes, ends_of, write_e2e, write_vol
+from support.vendor_files import SPACING_MM, e2e_codes, ends_of, radial_ends, write_e2e, write_vol
 from support.volumes import SHAPE, telling_voxels
 
 NAMES = ("ilm", "rpe", "bm")
@@ -108,3 +109,47 @@ def test_the_instruments_own_layers_survive_an_export(tmp_path, suffix):
     np.testing.assert_allclose(np.asarray(image.dataobj).transpose(2, 1, 0) / (1000 * dy) - 0.5, rows, atol=1e-4)
     np.testing.assert_allclose(np.abs(np.diag(image.affine)[:2]), (dx, dz), rtol=1e-6)
     np.testing.assert_allclose((dx, dz), SPACING_MM[::-2], rtol=1e-4)
+
+
+def scans(folder: Path) -> dict[str, tuple[Path, dict]]:
+    """Scans whose geometry a label map must keep, and how they are read."""
+    voxels, ends = telling_voxels(), ends_of(*SHAPE[::2])
+    even = tmp_json(folder / "even.npy", {"spacing_mm": [0.01, 0.01, 0.01], "laterality": "L", "axes": "DHW"})
+    np.save(even, voxels)
+    return {
+        "vol, inferior first": (write_vol(folder / "a.vol", voxels, ends=ends[::-1]), {}),
+        "e2e": (write_e2e(folder / "a.e2e", {(1, 2, 3): e2e_codes(voxels)}, eyes="L", ends=ends * 15 / 4.4), {}),
+        "star": (write_vol(folder / "b.vol", voxels, ends=radial_ends(SHAPE[0])), {"raster_only": False}),
+        "dicom": (write_oct_dicom(folder / "a.dcm", voxels, SPACING_MM, laterality="L", superior_first=False), {}),
+        "voxels of equal sides": (even, {}),
+    }
+
+
+def tmp_json(path: Path, facts: dict) -> Path:
+    path.with_suffix(".json").write_text(json.dumps(facts))
+    return path
+
+
+@pytest.mark.parametrize("name", ["vol, inferior first", "e2e", "star", "dicom", "voxels of equal sides"])
+def test_a_label_map_keeps_the_geometry_and_the_eye_of_its_scan(tmp_path, name):
+    pytest.importorskip("nibabel")
+    uri, how = scans(tmp_path)[name]
+    volume = read_volume(uri, **how)
+    found = segmentation(6, spacing_mm=volume.spacing_mm)
+    labels = write_nifti(found, tmp_path / "out", "eye", volume)[-1]
+    back = read_volume(labels, **how)
+    np.testing.assert_array_equal(back.voxels, label_map(found)[0])
+    for fact in ("laterality", "superior_first", "layout", "scanner", "protocol", "modality"):
+        assert getattr(back, fact) == getattr(volume, fact), fact
+    assert back.spacing_mm == pytest.approx(volume.spacing_mm, rel=1e-5) and back.participant == "unknown"
+    assert (back.lines is None) == (volume.lines is None) == (name == "voxels of equal sides")
+    if volume.lines is not None:
+        for end in ("start", "end"):
+            np.testing.assert_allclose(getattr(back.lines, end), getattr(volume.lines, end), atol=1e-6)
+
+
+def test_positions_for_another_number_of_bscans_are_refused(tmp_path):
+    uri = tmp_json(tmp_path / "a.npy", {"spacing_mm": list(SPACING_MM), "bscan_lines_mm": [[0, 0, 6, 0]]})
+    np.save(uri, telling_voxels())
+    with pytest.raises(ReadError, match=f"has 1 lines, expected one for each of the {SHAPE[0]} B-scans"):
+        read_volume(uri)

@@ -23,6 +23,8 @@ GOOD = {
     "modality": "octa",
     "axes": "DHW",
     "bits": 12,
+    "superior_first": True,
+    "bscan_lines_mm": [[1.5, 2, 7.5, 2], [1.5, 2.1, 7.5, 2.1]],
     "upside_down": False,
 }
 
@@ -47,7 +49,10 @@ def test_every_key_is_read(tmp_path):
     for encoding in ("utf-8", "utf-8-sig", "utf-16"):
         (tmp_path / "a.json").write_text(json.dumps(GOOD), encoding=encoding)
         found = read_declared(str(tmp_path / "a.npy"))
-        assert {key: getattr(found, key) for key in GOOD} == GOOD | {"spacing_mm": (0.12, 0.0039, 0.0115)}
+        assert {key: getattr(found, key) for key in GOOD} == GOOD | {
+            "spacing_mm": (0.12, 0.0039, 0.0115),
+            "bscan_lines_mm": ((1.5, 2, 7.5, 2), (1.5, 2.1, 7.5, 2.1)),
+        }
 
 
 @many
@@ -118,7 +123,8 @@ def test_no_value_is_read_as_something_else(tmp_path, key, value):
     except ReadError as error:
         assert str(tmp_path / "a.json") in str(error) and ": line " in str(error) and value is not None
         return
-    plain = {"spacing_mm": lambda v: tuple(map(float, v)), "axes": str.upper, "participant": lambda v: str(v).strip()}
+    plain = {"spacing_mm": lambda v: tuple(map(float, v)), "axes": str.upper, "participant": lambda v: str(v).strip(),
+             "bscan_lines_mm": lambda v: tuple(map(tuple, v))}  # fmt: skip
     assert value is None or found == plain.get(key, lambda v: v.strip() if isinstance(v, str) else v)(value)
 
 

@@ -309,8 +309,11 @@ def write_e2e(
     pattern: int = 3,
     multiple: bool = False,
     layers: dict[int, np.ndarray] | None = None,
+    pictures: tuple[tuple[int, int, int], ...] = (),
 ) -> Path:
     """`layers`: number of the layer -> rows [D, W], NaN where there is none, of every series.
+
+    `pictures`: (width, height, degrees) of each statement about the picture of the fundus, which is 5 wide, 6 high.
 
     `series`: (patient, study, series) -> codes [D, H, W] uint16 of the format's floats. `eyes`: a letter each.
     `ends` in degrees."""
@@ -328,6 +331,9 @@ def write_e2e(
         parts.append(
             ((patient, study, number), -1, 0, 0x40000000, struct.pack("<5I", 30, 33620481, 30, 6, 5) + slo.tobytes())
         )
+        for across, down, shown in pictures:
+            about = struct.pack("<H2sQ2H2IH", 0, eye.encode("utf-16-le"), 132223104000000000, across, down, 0, 0, shown)
+            parts.append(((patient, study, number), 0, 0, 5, about.ljust(59, b"\0")))
         # The degrees of a mean eye's millimetres.
         where = ends_of(count, width) * 15 / 4.4 if ends is None else ends
         for i in range(count):

@@ -346,6 +346,14 @@ def segment(
             "were corrected get the corrected lines, areas and zones.",
         ),
     ] = None,
+    only_corrected: Annotated[
+        bool,
+        typer.Option(
+            "--only-corrected",
+            help="With --apply-corrections and --out FILE.csv: only rows of corrected scans, a table of labels for "
+            "octfm finetune.",
+        ),
+    ] = False,
     layouts: Annotated[
         str,
         typer.Option(metavar="LAYOUTS", help="any, or line: every image in a folder is a single B-scan."),
@@ -386,6 +394,10 @@ def segment(
     from octfm.tasks.segment_score import summary_lines
     from octfm.tasks.segment_settings import SegmentConfig
 
+    if only_corrected and (apply_corrections is None or out.suffix != ".csv"):
+        raise ConfigError(
+            "--only-corrected: leaves scans out of a table; add --apply-corrections FOLDER and --out FILE.csv"
+        )
     if layouts not in ("any", "line"):
         raise ConfigError(f"--layouts: expected any or line, got {layouts!r}")
     if sample:
@@ -394,7 +406,7 @@ def segment(
                 "--sample: goes without --apply, --dicom and --calibrate; the scans are synthetic, not files"
             )
         limits, volumes = opt.limits_of(file_seconds, file_gb), _samples(words or [])
-        _segment_scans(volumes, out, dicom, limits, None, apply_corrections, device)
+        _segment_scans(volumes, out, dicom, limits, None, apply_corrections, only_corrected, device)
         return
     is_training = store is not None or steps is not None
     if is_training and (apply is not None or any("=" not in word or Path(word).exists() for word in words or [])):
@@ -404,7 +416,7 @@ def segment(
     if apply is None and words and not is_training and all("=" not in word or Path(word).exists() for word in words):
         limits = opt.limits_of(file_seconds, file_gb)
         volumes = opt.volumes_in(words, limits, layouts)
-        _segment_scans(volumes, out, dicom, limits, calibrate, apply_corrections, device)
+        _segment_scans(volumes, out, dicom, limits, calibrate, apply_corrections, only_corrected, device)
         return
     if apply_corrections is not None:
         raise ConfigError(
@@ -424,7 +436,7 @@ def segment(
     for file, stem in _stems(expect_place(word) for word in words or []).items():
         volume = read_volume(file, limits=limits)
         found = segmenter.segment(volume)
-        written = write_nifti(found, folder, stem)
+        written = write_nifti(found, folder, stem, volume)
         write = functools.partial(write_dicom, found, folder=folder, stem=stem)
         written += within(limits, write, file) if dicom else []
         for path in written:
@@ -464,6 +476,7 @@ def _segment_scans(
     limits: "Limits",
     calibrate: Path | None,
     corrections: Path | None,
+    only_corrected: bool,
     device: str | None,
 ) -> None:
     """Segment files or volumes with the packaged network."""
@@ -492,7 +505,14 @@ def _segment_scans(
         with Progress("segment", len(sources), "scans") as progress:
             counted = _counted(sources, progress)
             added = write_table(
-                counted, out, limits=limits, device=device, corrections=by_hand, also=sheet.add, echo=opt.echo_line
+                counted,
+                out,
+                limits=limits,
+                device=device,
+                corrections=by_hand,
+                only_corrected=only_corrected,
+                also=sheet.add,
+                echo=opt.echo_line,
             )
         typer.echo(f"{out}: {added} new of {len(sources)} scans")
         if calibrate is not None:
@@ -526,7 +546,7 @@ def _segment_scans(
             opt.echo_line(line)
         if out != DEFAULT_SEGMENT:
             name = source.source if isinstance(source, Volume) else source
-            written = write_nifti(found, out, stems[name])
+            written = write_nifti(found, out, stems[name], volume)
             write = functools.partial(write_dicom, found, folder=out, stem=stems[name])
             written += within(limits, write, name) if dicom else []
             for path in written:

@@ -67,8 +67,6 @@ class Bscans:
     """Distance between B-scans, None if the file does not state it."""
     lines: Lines | None = None
     """Positions of the B-scans, in the order of the file."""
-    lines_in_mm: bool = True
-    """False if `lines` have another unit and an unknown vertical direction: they then show layout and order only."""
     layout: Layout | None = None
     """As the file states it; used where positions do not show it."""
     modality: Modality | None = None
@@ -130,11 +128,11 @@ def to_header(
 ) -> Header:
     """The Header. Raises ReadError: angiography for flow unless it is among `modalities`, not_raster, absurd_size,
     absurd_spacing, contradicting_declaration."""
-    declared = read_declared(bscans.beside or bscans.uri)
+    bscans, declared = _with_sidecar(bscans)
     _expect_modality(bscans, declared, modalities)
     arrangement = _admissible_arrangement(bscans, layouts)
     if arrangement.layout == "radial":
-        expect_a_star(_lines_in_mm(bscans), bscans.uri)
+        expect_a_star(bscans.lines, bscans.uri)
     return _header(bscans, arrangement, declared)
 
 
@@ -148,7 +146,7 @@ def to_volume(
 
     Raises ReadError as `to_header`, and missing_spacing, blank_volume.
     """
-    declared = read_declared(bscans.beside or bscans.uri)
+    bscans, declared = _with_sidecar(bscans)
     _expect_modality(bscans, declared, modalities)
     arrangement = _admissible_arrangement(bscans, layouts)
     header = _header(bscans, arrangement, declared)
@@ -185,7 +183,7 @@ def to_volume(
         superior_first=header.superior_first,
         modality=header.modality,
         layout=arrangement.layout,
-        lines=_lines_of_volume(bscans, arrangement),
+        lines=_lines_of_volume(bscans, arrangement, spacing_mm),
         source=bscans.uri,
     )
 
@@ -207,8 +205,9 @@ def to_surfaces(bscans: Bscans) -> Surfaces | None:
     surfaces = bscans.surfaces()
     if surfaces is None:
         return None
+    bscans, declared = _with_sidecar(bscans)
     heights_px = _arrange(bscans).ordered(surfaces.heights_px, axis=1)
-    if read_declared(bscans.beside or bscans.uri).upside_down:
+    if declared.upside_down:
         heights_px = bscans.shape[1] - 1 - heights_px
     return replace(surfaces, heights_px=heights_px)
 
@@ -281,6 +280,21 @@ def check_spacing(spacing_mm: Spacing3, shape: Shape3, layout: Layout, uri: str)
     check_bounds(spacing_mm, shape, uri)
 
 
+def _with_sidecar(bscans: Bscans) -> tuple[Bscans, Declared]:
+    """The B-scans, at the positions in their sidecar if the file states none, and the sidecar. Raises ReadError."""
+    declared = read_declared(bscans.beside or bscans.uri)
+    if bscans.lines is not None or not declared.bscan_lines_mm:
+        return bscans, declared
+    ends = np.array(declared.bscan_lines_mm)
+    if len(ends) != bscans.shape[0]:
+        raise ReadError(
+            "contradicting_declaration",
+            f"{bscans.uri}: bscan_lines_mm in its sidecar has {len(ends)} lines, expected one for each of the "
+            f"{bscans.shape[0]} B-scans",
+        )
+    return replace(bscans, lines=Lines(ends[:, :2], ends[:, 2:])), declared
+
+
 def _modality(bscans: Bscans, declared: Declared) -> Modality:
     return bscans.modality or declared.modality or "structure"
 
@@ -325,7 +339,7 @@ def _header(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> Hea
         protocol=slugify(bscans.protocol or declared.protocol) or "unknown",
         participant=bscans.participant or declared.participant or None,
         sop_instance_uid=bscans.uid,
-        superior_first=stack.superior_first if stack else None,
+        superior_first=stack.superior_first if stack else declared.superior_first,
         flags=(*own, *declared.flags, *flags),
         layout=arrangement.layout,
         modality=_modality(bscans, declared),
@@ -358,18 +372,17 @@ def _arrange(bscans: Bscans) -> Arrangement:
         stack = _stack(bscans)
     except NotRaster as error:
         return Arrangement(error.layout, None, None, error)
-    if stack is None or not bscans.lines_in_mm:
-        return Arrangement("raster", None, stack and replace(stack, superior_first=None))
-    return Arrangement("raster", stack.step, stack)
+    return Arrangement("raster", stack and stack.step, stack)
 
 
-def _lines_in_mm(bscans: Bscans) -> Lines | None:
-    return bscans.lines if bscans.lines_in_mm else None
-
-
-def _lines_of_volume(bscans: Bscans, arrangement: Arrangement) -> Lines | None:
+def _lines_of_volume(bscans: Bscans, arrangement: Arrangement, spacing_mm: Spacing3 | None) -> Lines | None:
     """Lines in the order of the volume's voxels; None unless they show a raster or a star."""
-    lines, stack = _lines_in_mm(bscans), arrangement.stack
+    lines, stack = bscans.lines, arrangement.stack
+    if lines is not None and spacing_mm is not None and MEAN_EYE in bscans.flags:
+        # Millimetres that somebody has declared are those of this eye.
+        length_mm = float(np.median(np.linalg.norm(lines.end - lines.start, axis=1)))
+        scale = spacing_mm[2] * bscans.shape[2] / length_mm if length_mm > 0 else 1.0
+        lines = Lines(scale * lines.start, scale * lines.end)
     if lines is None or arrangement.layout == "radial":
         return lines
     if arrangement.layout != "raster" or stack is None:  # without a stack they are placeholders

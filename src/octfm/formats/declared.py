@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from octfm.errors import ReadError
 from octfm.io.archive import open_file
@@ -33,6 +33,8 @@ KEYS = {
     "modality": f"one of {', '.join(_MODALITIES)}; octa is OCT angiography",
     "axes": "the letters D, H and W, such as DHW",
     "bits": "how many bits of 16 are used, a whole number from 8 to 16",
+    "superior_first": "true where B-scan 0 is superior, false where it is inferior",
+    "bscan_lines_mm": "[x, y, x, y] per B-scan: its first and last A-scan on the fundus, to the right and downwards",
     "upside_down": "true where row 0 is the choroid's side, so that rows are flipped; false where it is the vitreous's",
 }
 """Every key that is read -> description of its value."""
@@ -65,6 +67,9 @@ class Declared:
     """Axes of an array, outermost first: DHW, WHD, ...; D is B-scan, H axial, W lateral."""
     bits: int | None = None
     """Significant bits of 16-bit voxels."""
+    superior_first: bool | None = None
+    bscan_lines_mm: tuple[tuple[float, ...], ...] = ()
+    """x, y of the first and of the last A-scan of each B-scan; counts if the format states no positions."""
     upside_down: bool | None = None
     """True if the last row is the vitreous side, so that rows must be flipped; None if not declared."""
     flags: tuple[str, ...] = ()
@@ -140,22 +145,25 @@ def _parsed(content: bytes, place: str) -> Declared:
     bits, upside_down, participant = (stated.get(name) for name in ("bits", "upside_down", "participant"))
     if bits is not None and not (isinstance(bits, int) and not isinstance(bits, bool) and 8 <= bits <= 16):
         _refuse(f"{lines.at('bits')}: bits is {str(bits)[:40]}; expected {KEYS['bits']}")
-    if not isinstance(upside_down, bool | None):
-        _refuse(
-            f"{lines.at('upside_down')}: upside_down is {str(upside_down)[:40]!r}; "
-            "expected true or false, without quotes"
-        )
+    for name in ("upside_down", "superior_first"):
+        if not isinstance(value := stated.get(name), bool | None):
+            _refuse(f"{lines.at(name)}: {name} is {str(value)[:40]!r}; expected true or false, without quotes")
     if not isinstance(participant, str | int | None) or isinstance(participant, bool):
         _refuse(f"{lines.at('participant')}: participant is not an id; expected {KEYS['participant']}")
+    ends = stated.get("bscan_lines_mm", [[0] * 4])
+    if not (isinstance(ends, list) and ends and all(map(_is_line, ends))):
+        _refuse(f"{lines.at('bscan_lines_mm')}: bscan_lines_mm is {str(ends)[:40]}; expected {KEYS['bscan_lines_mm']}")
     return Declared(
         **words,
+        superior_first=cast(bool | None, stated.get("superior_first")),
+        bscan_lines_mm=tuple(tuple(map(float, line)) for line in ends) if "bscan_lines_mm" in stated else (),
         axes=axes.upper(),
         modality=_MODALITIES.get(modality.lower()),
         participant="" if participant is None else str(participant).strip(),
         spacing_mm=next(iter(spacings.values()), None),
         bits=bits,
-        upside_down=upside_down,
-        flags={True: ("declared_upside_down",), False: ("declared_upright",)}.get(upside_down, ()),  # type: ignore[call-overload]
+        upside_down=cast(bool | None, upside_down),
+        flags=() if upside_down is None else ("declared_upside_down",) if upside_down else ("declared_upright",),
     )
 
 
@@ -232,6 +240,10 @@ def _text(value: object, name: str, lines: _Lines) -> str:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # neither inf nor NaN
+
+
+def _is_line(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 4 and all(map(_is_number, value))
 
 
 def _refuse(message: str) -> NoReturn:

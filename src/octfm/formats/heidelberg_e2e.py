@@ -1,9 +1,12 @@
 """Heidelberg .e2e: a patient's series, each a volume. If there are several, each is named file.e2e!/series_1_2_3.
 
-Structure: the notes of uocte and LibE2E on the format, as eyepy and OCT-Converter read it. Axial millimetres are
-stated. B-scan positions are degrees on the fundus: how many millimetres a degree has depends on the length of the eye,
-which the file does not hold. Those of a mean eye are taken, and flagged, unless others are declared. Not verified on a
-real file.
+Structure: the notes of uocte and LibE2E on the format, as eyepy and OCT-Converter read it, and those of private-eye
+(Moorfields Eye Hospital). Axial millimetres are stated. B-scan positions are degrees on the fundus, from the middle of
+its picture to the right and downwards: how many millimetres a degree has depends on the length of the eye, which the
+file does not hold. Those of a mean eye are taken, and flagged, unless others are declared. Not verified on a real file.
+
+Not read: chunk 10012, by which HEYEX shifts and shears each B-scan for display and exports. B-scans and layers are both
+as they were stored, so they fit each other.
 """
 
 import io
@@ -24,14 +27,18 @@ from octfm.volume.volume import Fundus, Layout, Lines, Surfaces
 
 _MULTIPLE = b"E2EMultipleVolumeFile"
 _DIRECTORY, _ENTRY, _CHUNK = struct.Struct("<12sI20x4I"), struct.Struct("<7Ii2H2I"), struct.Struct("<12s3II4Ii2H2I")
-_PATIENT, _LATERALITY, _PREAMBLE, _BSCAN, _LAYER, _IMAGE = 9, 11, 3, 10004, 10019, 0x40000000
+_PATIENT, _LATERALITY, _PREAMBLE, _PICTURE, _BSCAN, _LAYER, _IMAGE = 9, 11, 3, 5, 10004, 10019, 0x40000000
 _LAYOUTS: dict[int, Layout] = {1: "line", 2: "circle", 5: "radial"}
 _SERIES = re.compile(r"series_(\d+)_(\d+)_(\d+)")
 _MOST_DIRECTORIES = 100_000
 _FUNDUS_8_BIT = 33620481
+_NO_VALUE_CODE = 0xFFFF
+"""Of a voxel without image, which HEYEX shows black. As a float it would be twice the brightest reflectivity."""
 MM_PER_DEGREE = 4.4 / 15
 """On the fundus of a mean eye, as OCT-Converter takes it. HEYEX states .300 and .303 in two real .vol files of eyes of
 -1.2 and -1.8 dioptres."""
+_PICTURE_DEGREES = (5, 180)
+"""What the field of the fundus picture must lie between; other values are no degrees."""
 _AXIAL_MM = (0.0005, 0.05)
 """What a stated height of a row must lie between; other values are no millimetres."""
 
@@ -41,10 +48,13 @@ class _Series:
     images: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """B-scan number -> offset of its pixels, height, width."""
     ends: dict[int, tuple[float, float, float, float]] = field(default_factory=dict)
+    """B-scan number -> x, y of its first and of its last A-scan, degrees from the middle of the fundus picture."""
     layers: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """(layer, B-scan number) -> offset and number of the heights of its A-scans."""
     fundus: tuple[int, int, int] | None = None
     """Offset of the first 8-bit image of the fundus, height, width."""
+    pictures: set[tuple[int, int, int]] = field(default_factory=set)
+    """(Width, height, degrees) of pictures of the fundus, as stated."""
     row_mm: list[float] = field(default_factory=list)
     stated_count: int = 0
     pattern: int = 0
@@ -90,7 +100,8 @@ def open_bscans(uri: str) -> Bscans:
     shape = (len(slices), height, width)
     check_size(shape, uri, bytes_per_voxel=2)
     ends = np.array([series.ends.get(i, (np.nan,) * 4) for i in slices])
-    lines = Lines(ends[:, :2], ends[:, 2:]) if np.isfinite(ends).all() else None
+    degrees = Lines(ends[:, :2], ends[:, 2:]) if np.isfinite(ends).all() else None
+    lines = degrees and Lines(degrees.start * MM_PER_DEGREE, degrees.end * MM_PER_DEGREE)
     in_plane_mm, between_mm = _millimetres(series.row_mm, lines, width)
 
     def decode() -> np.ndarray:
@@ -111,10 +122,9 @@ def open_bscans(uri: str) -> Bscans:
         in_plane_mm=in_plane_mm,
         between_mm=between_mm,
         lines=lines,
-        lines_in_mm=False,
         surfaces=lambda: _surfaces(container, series, slices, width, in_plane_mm and in_plane_mm[0], uri),
-        fundus=lambda: _fundus(container, series),
-        flags=(MEAN_EYE,) if in_plane_mm is not None else (),
+        fundus=lambda: _fundus(container, series, degrees),
+        flags=(MEAN_EYE,) if lines is not None else (),
         beside=container,
         layout=_LAYOUTS.get(series.pattern),
         laterality=series.eyes.pop() if len(series.eyes) == 1 else "",
@@ -126,16 +136,14 @@ def open_bscans(uri: str) -> Bscans:
 def _millimetres(
     row_mm: list[float], lines: Lines | None, width: int
 ) -> tuple[tuple[float, float] | None, float | None]:
-    """(dy, dx), and the distance between B-scans, of a mean eye; None where the file does not give what they take."""
+    """(dy, dx), and the distance between B-scans; None where the file does not give what they take."""
     stated = [mm for mm in row_mm if _AXIAL_MM[0] <= mm <= _AXIAL_MM[1]]
     if not stated or len(stated) < len(row_mm) or lines is None:
         return None, None
-    degrees = float(np.median(np.linalg.norm(lines.end - lines.start, axis=1)))
-    if degrees <= 0:
+    length_mm = float(np.median(np.linalg.norm(lines.end - lines.start, axis=1)))
+    if length_mm <= 0:
         return None, None
-    step = mean_step(lines)
-    in_plane_mm = float(np.median(stated)), degrees * MM_PER_DEGREE / width
-    return in_plane_mm, step * MM_PER_DEGREE if step else None
+    return (float(np.median(stated)), length_mm / width), mean_step(lines)
 
 
 def _surfaces(
@@ -161,14 +169,20 @@ def _surfaces(
     return Surfaces(tuple(LAYERS[n] for n in numbers), heights, axial_mm, uri)
 
 
-def _fundus(container: str, series: _Series) -> Fundus | None:
-    """The image without lines: the file does not say how many degrees it shows."""
+def _fundus(container: str, series: _Series, degrees: Lines | None) -> Fundus | None:
+    """The picture, with lines if the file says of a picture of this size how many degrees it shows, and they are not
+    of a circle."""
     if series.fundus is None:
         return None
     at, height, width = series.fundus
     with open_file(container, whole=True) as stream:
         stream.seek(at)
-        return Fundus(np.frombuffer(stream.read(height * width), np.uint8).reshape(height, width), FUNDUS)
+        image = np.frombuffer(stream.read(height * width), np.uint8).reshape(height, width)
+    fields = {shown for *size, shown in series.pictures if size == [width, height]}
+    if degrees is None or len(fields) != 1 or _LAYOUTS.get(series.pattern) == "circle":
+        return Fundus(image, FUNDUS)
+    size, shown = np.array([width, height]), fields.pop()
+    return Fundus(image, FUNDUS, Lines((0.5 + degrees.start / shown) * size, (0.5 + degrees.end / shown) * size))
 
 
 def reflectivity_of_codes() -> np.ndarray:
@@ -180,7 +194,7 @@ def reflectivity_of_codes() -> np.ndarray:
     """
     code = np.arange(2**16)
     value = (1 + (code & 0x3FF) / 1024) * 2.0 ** ((code >> 10) - 63)
-    value[0] = 0
+    value[[0, _NO_VALUE_CODE]] = 0
     return value.astype(np.float32)
 
 
@@ -216,6 +230,12 @@ def _read_chunk(file: BinaryIO, kind: int, ind: int, part: int, series: _Series,
         check_size((1, height, width), uri, bytes_per_voxel=2)
         expect_bytes(uri, size, at + 2 * height * width)
         series.images[part // 2] = (at, height, width)
+    elif kind == _PICTURE:
+        content = file.read(26)
+        if len(content) == 26:
+            width, height, shown = struct.unpack_from("<2H8xH", content, 12)
+            if _PICTURE_DEGREES[0] <= shown < _PICTURE_DEGREES[1]:
+                series.pictures.add((width, height, shown))
     elif kind == _BSCAN:
         content = file.read(76)
         series.ends[part // 2] = struct.unpack_from("<4f", content, 12)

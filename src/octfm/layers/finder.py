@@ -204,8 +204,9 @@ def keep_sure_fluid(lesions_BHW: np.ndarray, logit_BHW: np.ndarray, pixel_mm2: f
 
     for bscan, logit in zip(lesions_BHW, logit_BHW, strict=True):
         fluid = np.isin(bscan, [1 + i for i in range(len(MASKS))[FLUID]])
-        areas, count = label(fluid)
-        if count:
+        areas = np.empty(fluid.shape, np.int32)
+        label(fluid, output=areas)
+        if count := int(areas.max(initial=0)):
             every = np.arange(count + 1)
             sizes = np.bincount(areas.ravel(), minlength=count + 1) * pixel_mm2
             needed = np.where(sizes < SMALL_FLUID_MM2, FLUID_SUREST, FLUID_SURE)

@@ -33,7 +33,7 @@ from octfm.weights.packaged import NOTE
 ACCEPTED = "nothing speaks against it"
 """The verdict on a scan without a reason to doubt it."""
 COLUMNS = (
-    *("source", "laterality", "scanner", "bscans", *ZONE_COLUMNS),
+    *("source", "acquisition", "laterality", "scanner", "bscans", *ZONE_COLUMNS),
     *(f"{name}_nl" for name in MASKS),
     *("verdict", "doubt", "doubtful_ascans", "model", "note", "problem"),
     *("corrected_bscans", "checked_bscans", "corrected_participant"),
@@ -48,6 +48,8 @@ def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> d
     volume = found.volume
     row = dict.fromkeys(COLUMNS, "") | {
         "source": volume.source,
+        # Labels are joined by it: octfm finetune and octfm probe take the table as it is.
+        "acquisition": "" if volume.acquisition == "unknown" else volume.acquisition,
         "laterality": volume.laterality or "",
         "scanner": volume.scanner,
         "bscans": str(volume.shape[0]),
@@ -82,6 +84,7 @@ def write_table(
     finder: LayerFinder | None = None,
     device: str | None = None,
     corrections: Mapping[str, Corrections] | None = None,
+    only_corrected: bool = False,
     also: Callable[[str, ScanSegmentation], None] | None = None,
     echo: Echo = print,
 ) -> int:
@@ -91,13 +94,14 @@ def write_table(
     is named twice has one row. `finder` and `device` are those of `segment`. `also` is called with each source and what
     was found in it, before its row is written.
     corrections: fingerprint of a scan → what somebody has corrected in it; its row is made anew, and says so.
+    only_corrected: read every scan, but segment and add only those with corrections, so that all rows are somebody's.
     Returns the number of new or changed rows. Raises EvaluationError if `out` is something else than such a table, has
-    rows of another network, or is being written by another process, and CorrectionsError if `corrections` do not fit a
-    scan, or fit none of them.
+    rows of another network or, with `only_corrected`, of scans that nobody has corrected, or is being written by
+    another process, and CorrectionsError if `corrections` do not fit a scan, or fit none of them.
     """
     finder = finder or load_finder(device=device)
     with only_writer(out):
-        return _add_rows(sources, out, limits, finder, corrections or {}, also, echo)
+        return _add_rows(sources, out, limits, finder, corrections or {}, only_corrected, also, echo)
 
 
 def _add_rows(
@@ -106,6 +110,7 @@ def _add_rows(
     limits: Limits | None,
     finder: LayerFinder,
     corrections: Mapping[str, Corrections],
+    only_corrected: bool,
     also: Callable[[str, ScanSegmentation], None] | None,
     echo: Echo,
 ) -> int:
@@ -115,6 +120,8 @@ def _add_rows(
             f"{out}: has rows of another network ({', '.join(sorted(others))}; this is {finder.model}), whose numbers "
             "must not be mixed with these; choose another --out"
         )
+    if only_corrected and any(not row["problem"] and not row["corrected_bscans"] for row in rows):
+        raise EvaluationError(f"{out}: has rows of scans that nobody has corrected; choose another --out")
     # What could not be read is tried again: a share may have been away.
     places = {row["source"]: i for i, row in enumerate(rows)}
     known, added = {row["source"] for row in rows if not row["problem"]}, 0
@@ -127,7 +134,7 @@ def _add_rows(
         try:
             volume = given if isinstance(given, Volume) else read_volume(given, raster_only=False, limits=limits)
             by_hand = corrections.get(fingerprint(volume.voxels)) if corrections else None
-            if source in known and by_hand is None:
+            if by_hand is None and (source in known or only_corrected):
                 continue
             found = segment(volume, finder=finder)
             if by_hand is not None:

@@ -71,7 +71,7 @@ def code_digest(folder: Path) -> str:
         tree = ast.parse(path.read_bytes())
         for node in ast.walk(tree):
             if isinstance(body := getattr(node, "body", None), list):
-                node.body = [part for part in body if not _is_text(part)] or [ast.Pass()]
+                node.body = [part for part in body if not _is_text(part)] or [ast.Pass()]  # pyright: ignore[reportAttributeAccessIssue]
         digest.update(f"{path.relative_to(folder).as_posix()}\n{ast.unparse(tree)}\n".encode())
     return digest.hexdigest()
 

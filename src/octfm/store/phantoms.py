@@ -198,7 +198,7 @@ class PhantomStore(Store):
         else:
             for at in range(len(index)):
                 paint(at)
-        names = tuple(self.rows[i].acquisition for i in index)
+        names = tuple(self.rows[i].acquisition for i in index.tolist())
         return replace(out, labels=labels, acquisition=names)
 
     @property
@@ -261,7 +261,7 @@ class MixedStore(Store):
                 out.voxels[mine], out.band[mine], out.valid[mine] = found.voxels, found.band, found.valid
                 if found.labels is not None:
                     labels[mine] = found.labels
-        return replace(out, labels=labels, acquisition=tuple(self.rows[i].acquisition for i in index))
+        return replace(out, labels=labels, acquisition=tuple(self.rows[i].acquisition for i in index.tolist()))
 
     def holds(self, row: int, arrays: Arrays) -> bool:
         if row < len(self.volumes):

@@ -19,7 +19,7 @@ from octfm.weights.exported import is_export, refuse_inside_export
 
 def embed_all(
     run: str | Location | None,
-    store: str | Path,
+    store: str | Location,
     out: Path | None = None,
     *,
     baselines: bool = True,

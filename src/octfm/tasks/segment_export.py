@@ -1,6 +1,7 @@
 """Export segmentations: NIfTI height and label maps, DICOM SEG (with highdicom), DICOM height maps."""
 
 import gzip
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from octfm.errors import EvaluationError
 from octfm.io.location import local_path, replacing, write_whole
 from octfm.version import __version__
 from octfm.volume.segmentation import Segmentation
+from octfm.volume.volume import Volume
 
 HEIGHT_MAP = "1.2.840.10008.5.1.4.1.1.66.8"
 """Height Map Segmentation Storage: rows are B-scans, columns A-scans, one frame per surface, as in AI-READI."""
@@ -38,7 +40,7 @@ def label_map(found: Segmentation) -> tuple[np.ndarray, dict[int, str]]:
     return labels, meaning
 
 
-def write_nifti(found: Segmentation, folder: str | Path, stem: str) -> list[Path]:
+def write_nifti(found: Segmentation, folder: str | Path, stem: str, volume: Volume | None = None) -> list[Path]:
     """<stem>_heights_um.nii.gz, float32 [A-scan, B-scan, surface], and <stem>_labels.nii.gz, uint8 [A-scan, row,
     B-scan].
 
@@ -46,6 +48,8 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str) -> list[Path
     if there is one, else as many names as fit. Spacing is in mm, in the frame of the image (x along A-scans, y
     downwards, z along B-scans), not of the patient. Where millimetres are only estimated, heights are rows,
     <stem>_heights_rows.nii.gz, and spacing is 1 without a unit.
+    volume: the scan, whose eye, scanner and positions of B-scans go into <stem>_labels.json, since NIfTI cannot state
+    them; octfm.read_volume reads them with the labels.
     """
     try:
         import nibabel
@@ -64,7 +68,20 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str) -> list[Path
     labels, meaning = label_map(found)
     image = nibabel.Nifti1Image(labels.transpose(2, 1, 0), np.diag([dx, dy, dz, 1.0]))
     _describe(image, found, "; ".join(f"{value} {name}" for value, name in meaning.items()))
+    if volume is not None:
+        write_whole(folder / f"{stem}_labels.json", json.dumps(_sidecar(volume)).encode())
     return [*written, _nifti(image, folder / f"{stem}_labels.nii.gz", measured)]
+
+
+def _sidecar(volume: Volume) -> dict[str, Any]:
+    """Facts of a scan for octfm.formats.declared; no participant, and no millimetres that are only estimated."""
+    facts: dict[str, Any] = {"axes": "WHD", "laterality": volume.laterality, "superior_first": volume.superior_first}
+    facts |= {"scanner": volume.scanner, "protocol": volume.protocol, "modality": volume.modality}
+    if not volume.spacing_estimated:
+        facts["spacing_mm"] = list(volume.spacing_mm)
+    if volume.lines is not None and np.isfinite([volume.lines.start, volume.lines.end]).all():
+        facts["bscan_lines_mm"] = np.concatenate([volume.lines.start, volume.lines.end], axis=1).tolist()
+    return {name: value for name, value in facts.items() if value not in (None, "unknown")}
 
 
 def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, stem: str | None = None) -> list[Path]:

@@ -17,7 +17,12 @@ from octfm.volume.etdrs import ZONES
 LARGE_UM = 10.0
 """Differences above this are listed one by one."""
 RESAMPLES = 2000
-LEFT_OUT = ("could not be read", "refused by the verdict", "without the device's zones", "without ours")
+LEFT_OUT: tuple[str, ...] = (
+    "could not be read",
+    "refused by the verdict",
+    "without the device's zones",
+    "without ours",
+)
 OURS = {name: UNIT[name] for name in ZONES}
 PARTICIPANT = ("participant", "participant_id")
 """Columns of which the first that exists names the participant of a row."""

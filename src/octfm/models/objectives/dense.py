@@ -120,7 +120,8 @@ class Composition:
     def __init__(self, patch_size: Shape3, over: Shape3, lesion_weight: float):
         self.patch_size, self.over = patch_size, over
         self.weights = [lesion_weight if c in LESION_CLASSES else 1.0 for c in range(len(CLASSES))]
-        self.parts = tuple(side // part for side, part in zip(patch_size, over, strict=True))
+        depth, height, width = (side // part for side, part in zip(patch_size, over, strict=True))
+        self.parts = (depth, height, width)
         """Of a patch, along each axis."""
         self.answers = prod(self.parts) * len(CLASSES)
 

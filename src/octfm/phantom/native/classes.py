@@ -25,4 +25,4 @@ def classes_of(image: Labelled) -> np.ndarray:
         classes += row >= border[:, None]
     for place in LESION_CLASSES:
         classes[image.lesions == _VALUES[CLASSES[place]]] = place
-    return np.where(found.any(0)[:, None], classes, np.uint8(UNKNOWN))
+    return np.where(found.any(0)[:, None], classes, np.uint8(UNKNOWN))  # pyright: ignore[reportIndexIssue]  (an array)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ PER_VOLUME = ("masked_loss_B", "context_loss_B", "masked_goal_BTD", "context_goa
 
 
 @torch.no_grad()
-def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, float]:
+def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, Any]:
     """Losses over all held-out `rows`, split over the ranks, with real masks that are the same at every call (F12)."""
     config, model, runtime = learner.config, learner.model, learner.runtime
     outputs: list[list[torch.Tensor]] = []
@@ -48,7 +49,7 @@ def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, floa
     # One baseline over all held-out volumes, so that the ratio depends neither on the micro-batch nor on the ranks.
     whole = [runtime.gather(torch.cat(x)) for x in zip(*outputs, strict=True)]
 
-    def row() -> dict[str, float]:
+    def row() -> dict[str, Any]:
         masked, context = (float(x.mean()) for x in whole[:2])
         baseline, context_baseline = (float(model.baseline(goal).mean()) for goal in whole[2:])
         kinds = {"scans": torch.from_numpy(np.isin(rows, store.recorded(rows)))}
