@@ -16,16 +16,10 @@ import octfm
 from octfm.cli.main import app
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
 from octfm.layers import training
+from octfm.layers.areas import clear_shadows, fill_detachments, keep_plausible, keep_sure_drusen, keep_sure_fluid
 from octfm.layers.edges import EDGES, onto_edge, onto_edges
-from octfm.layers.finder import (
-    LayerFinder,
-    fill_detachments,
-    keep_plausible,
-    keep_sure_fluid,
-    load_finder,
-    network_size,
-    without_white_padding,
-)
+from octfm.layers.finder import LayerFinder, load_finder, network_size, without_white_padding
+from octfm.layers.sample import samples
 from octfm.layers.table import COLUMNS, read_table, write_table
 from octfm.layers.training import HEIGHT, WIDTH, LayerTraining, batch, stream_of, write_weights
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig, layer_loss
@@ -178,6 +172,55 @@ def test_areas_outside_the_retina_and_flat_drusen_are_not_reported():
     assert (lesions[0, 5:35, 0] == 2).all(), "nothing is cleared where the surfaces were not found"
     assert np.flatnonzero(lesions[0, :, 1]).tolist() == list(range(10, 30)) and (lesions[0, 20:30, 1] == 3).all()
     assert (lesions[0, 10:26, 2] == 2).all() and not lesions[0, 26:, 2].any(), "16 µm is no druse"
+
+
+def test_drusen_that_are_narrow_or_unsure_or_do_not_raise_the_rpe_are_not_reported():
+    druse = 1 + MASKS.index("drusen")
+    lesions, logit = np.zeros((2, 60, 90), np.uint8), np.full((2, 60, 90), 2.5)
+    rows = np.repeat(np.array([5, 10, 15, 20, 25, 38, 44, 47, 50], np.float32)[:, None, None], 2, axis=1)
+    rows = np.repeat(rows, 90, axis=2)
+    sure, flat, unsure, narrow, unknown = (slice(first, first + 10) for first in (2, 20, 38, 56, 74))
+    narrow = slice(56, 61)
+    for columns in (sure, flat, unsure, narrow, unknown):
+        lesions[0, 40:50, columns] = druse
+        rows[6, 0, columns] = 38  # 12 rows, 47 µm above Bruch's membrane
+    rows[6, 0, flat], rows[6, 0, unknown] = 41, np.nan
+    logit[0, 40:50, unsure] = 1.5
+    lesions[1, 20:30, :] = 1 + MASKS.index("intraretinal_fluid")
+    keep_sure_drusen(lesions, logit, rows, 3.9, 12.0)
+    assert (lesions[0, 40:50, sure] == druse).all()
+    for name, columns in (("flat", flat), ("unsure", unsure), ("60 µm wide", narrow), ("no RPE", unknown)):
+        assert not lesions[0][:, columns].any(), name
+    assert (lesions[1, 20:30] == 1).all(), "fluid is not touched"
+
+
+@pytest.mark.parametrize("inverted", [False, True])
+def test_shadows_are_no_cysts(inverted):
+    fluid, subretinal = (1 + MASKS.index(name) for name in ("intraretinal_fluid", "subretinal_fluid"))
+    lesions, image = np.zeros((1, 100, 150), np.uint8), np.full((1, 100, 150), 20.0)
+    rows = np.repeat(np.array([20, 30, 40, 50, 60, 70, 80, 83, 86], np.float32)[:, None, None], 150, axis=2)
+    image[0, 20:80], image[0, 80:87] = 90, 180
+    shadow, cyst, wide, below, nowhere = slice(5, 13), slice(30, 38), slice(55, 80), slice(95, 103), slice(120, 128)
+    for columns in (shadow, wide, below, nowhere):
+        image[0, 45:, columns] = 0.5 * image[0, 45:, columns]
+    image[0, 45:60, cyst] = 25
+    rows[:, 0, nowhere] = np.nan
+    for columns in (shadow, cyst, wide, nowhere):
+        lesions[0, 45:60, columns] = fluid
+    lesions[0, 72:80, below] = subretinal
+    clear_shadows(lesions, 255 - image if inverted else image, rows, 12.0)
+    assert not lesions[0][:, shadow].any()
+    assert (lesions[0, 45:60, cyst] == fluid).all() and (lesions[0, 45:60, wide] == fluid).all()
+    assert (lesions[0, 72:80, below] == subretinal).all(), "not intraretinal"
+    assert (lesions[0, 45:60, nowhere] == fluid).all(), "no RPE was found to compare"
+
+
+def test_the_healthy_sample_has_neither_drusen_nor_fluid():
+    sample = samples(["healthy"])[0].volume
+    some = [4, 8]  # with a vessel's shadow, and with the optic disc
+    found = octfm.segment(replace(sample, voxels=sample.voxels[some], lines=None))
+    areas = {name: int(mask.sum()) for name, mask in found.masks.items()}
+    assert not any(areas.values()), areas
 
 
 def test_a_damaged_or_unknown_network_is_refused(monkeypatch):

@@ -12,6 +12,16 @@ from torch.nn import functional as F
 
 from octfm.display import fields_line
 from octfm.errors import CheckpointError
+from octfm.layers.areas import (
+    DRUSEN,
+    FLUID,
+    FLUID_GROWS,
+    clear_shadows,
+    fill_detachments,
+    keep_plausible,
+    keep_sure_drusen,
+    keep_sure_fluid,
+)
 from octfm.models.layer_net import (
     ASCAN_UM,
     MASKS,
@@ -38,22 +48,9 @@ WINDOW_ROWS = 4
 """A surface is the mean row within this distance of its path: sub-row precision, but never between two candidates."""
 MOST_PADDING = 0.2
 """Largest share of a B-scan that is taken for white padding."""
-LOWEST_DRUSE_UM = 20.0
-"""Height below which what lies under the RPE is not reported as a druse: nearly every eye beyond 60 has some."""
 LARGEST = (2051, 1250)
 """Most rows and A-scans in the network: 8 x 20 mm, beyond which the verdict refuses a scan. Wrong millimetres would
 else make B-scans of gigabytes."""
-DETACHED_UM = 150.0
-"""Distance of RPE and Bruch's membrane above which what lies between is a detachment, unless it is mostly drusen."""
-FLUID = slice(MASKS.index("intraretinal_fluid"), MASKS.index("subretinal_fluid") + 1)
-FLUID_SURE, FLUID_SUREST, FLUID_GROWS = 2.0, 4.0, 1.4
-"""An area of fluid begins where the probability is above .88 (a logit of FLUID_SURE) and extends to where it falls to
-.2 (a logit of −FLUID_GROWS). With a plain .5 for both, areas on real eyes were a third of the graders'. A small area
-needs FLUID_SUREST: without it 31 % of the phantoms without fluid had more than a nanolitre, with it 15 %, and on real
-eyes the agreement on which B-scans show fluid falls by .02 (with 5 below .02 mm²: 8 %, and by .05 to .13)."""
-SMALL_FLUID_MM2 = 0.01
-LEAST_FLUID_MM2 = 0.0015
-"""Smallest area of fluid in a B-scan, such as 50 µm by 30 µm: shadows below vessels give smaller ones."""
 CHUNK, CHUNK_PIXELS = 4, 2**21
 """B-scans in memory at a time, and the most pixels of the network in them."""
 
@@ -127,14 +124,17 @@ class LayerFinder:
                     if name not in self.masks:
                         logits[:, i] = -1e4
                 logits = F.interpolate(logits, (height, width), mode="bilinear")
-                sure = logits[:, FLUID].amax(dim=1).cpu().numpy()
+                fluid, drusen = (logits[:, kind].amax(dim=1).cpu().numpy() for kind in (FLUID, DRUSEN))
                 logits[:, FLUID] += FLUID_GROWS
                 best, which = logits.max(dim=1)
                 lesions[part] = torch.where(best > 0, which + 1, 0).to(torch.uint8).cpu().numpy()
-                keep_sure_fluid(lesions[part], sure, volume.spacing_mm[1] * volume.spacing_mm[2])
-                keep_plausible(lesions[part], rows[:, part], 1000 * volume.spacing_mm[1])
+                row_um, ascan_um = 1000 * volume.spacing_mm[1], 1000 * volume.spacing_mm[2]
+                keep_sure_fluid(lesions[part], fluid, row_um * ascan_um / 1e6)
+                clear_shadows(lesions[part], grey, rows[:, part], ascan_um)
+                keep_plausible(lesions[part], rows[:, part], row_um)
+                keep_sure_drusen(lesions[part], drusen, rows[:, part], row_um, ascan_um)
                 if "detachment" in self.masks:
-                    fill_detachments(lesions[part], rows[:, part], 1000 * volume.spacing_mm[1])
+                    fill_detachments(lesions[part], rows[:, part], row_um)
         return Layers(rows, spread, near, disorder, present, lesions)
 
     def _prepared(self, images: Tensor, size: tuple[int, int]) -> Tensor:
@@ -170,48 +170,6 @@ class LayerFinder:
         um = scale * 1000 * volume.spacing_mm[1]
         present = 1 - np.maximum(gone[0], gone[-1])
         return np.where(gone > 0.5, np.nan, rows), spread * um, held, moved[0] * um, present
-
-
-def keep_plausible(lesions_BHW: np.ndarray, rows_SBW: np.ndarray, row_um: float) -> None:
-    """Clear, in place, what lies above the ILM or below Bruch's membrane, and drusen lower than LOWEST_DRUSE_UM."""
-    row = np.arange(lesions_BHW.shape[1])[None, :, None]
-    # Comparisons with NaN are false: nothing is cleared where a surface was not found.
-    outside = (row < rows_SBW[0][:, None] - 0.5) | (row > rows_SBW[-1][:, None] + 0.5)
-    lesions_BHW[outside] = 0
-    drusen = lesions_BHW == 1 + MASKS.index("drusen")
-    drusen &= (drusen.sum(axis=1) * row_um < LOWEST_DRUSE_UM)[:, None]
-    lesions_BHW[drusen] = 0
-
-
-def fill_detachments(lesions_BHW: np.ndarray, rows_SBW: np.ndarray, row_um: float) -> None:
-    """Mark, in place, as a detachment what the surfaces say is one: fluid below the RPE, and all that lies between RPE
-    and Bruch's membrane where they are DETACHED_UM apart and drusen fill less than half of it."""
-    row = np.arange(lesions_BHW.shape[1])[None, :, None]
-    inner, peak, bm = (rows_SBW[SURFACES.index(name)][:, None] for name in ("rpe_inner", "rpe_peak", "bm"))
-    drusen = lesions_BHW == 1 + MASKS.index("drusen")
-    fluid = (lesions_BHW >= 1 + FLUID.start) & (lesions_BHW < 1 + FLUID.stop)
-    apart = bm - peak
-    raised = (apart * row_um > DETACHED_UM) & (drusen.sum(axis=1, keepdims=True) <= apart / 2)
-    below = fluid & (row > inner + 1) & (row <= bm)
-    between = raised & (row > peak) & (row < bm - 0.5) & ~drusen
-    lesions_BHW[below | between] = 1 + MASKS.index("detachment")
-
-
-def keep_sure_fluid(lesions_BHW: np.ndarray, logit_BHW: np.ndarray, pixel_mm2: float) -> None:
-    """Clear, in place, connected areas of fluid whose largest log-odds are below FLUID_SURE, or below FLUID_SUREST if
-    they are smaller than SMALL_FLUID_MM2, and areas smaller than LEAST_FLUID_MM2."""
-    from scipy.ndimage import label, maximum
-
-    for bscan, logit in zip(lesions_BHW, logit_BHW, strict=True):
-        fluid = np.isin(bscan, [1 + i for i in range(len(MASKS))[FLUID]])
-        areas = np.empty(fluid.shape, np.int32)
-        label(fluid, output=areas)
-        if count := int(areas.max(initial=0)):
-            every = np.arange(count + 1)
-            sizes = np.bincount(areas.ravel(), minlength=count + 1) * pixel_mm2
-            needed = np.where(sizes < SMALL_FLUID_MM2, FLUID_SUREST, FLUID_SURE)
-            kept = (sizes >= LEAST_FLUID_MM2) & (maximum(logit, areas, every) > needed)
-            bscan[fluid & ~kept[areas]] = 0
 
 
 def without_white_padding(bscans: np.ndarray, white: int) -> np.ndarray:
