@@ -50,7 +50,7 @@ def test_a_store_is_named_by_one_option_everywhere():
 
 
 def test_options_replace_the_length_in_a_config():
-    assert load_config("demo").steps == 1300 and load_config("demo", pretraining_words([], None, None, 2.0)).epochs == 2
+    assert load_config("demo").steps == 800 and load_config("demo", pretraining_words([], None, None, 2.0)).epochs == 2
     (epochs,) = [word for word in pretraining_words(["model.depth=6"], "a b", 7, None) if word.startswith("epochs")]
     config = load_config("demo", [epochs, *pretraining_words(["model.depth=6"], "a b", 7, None)])
     assert (config.steps, config.epochs, config.data.store, config.model.depth) == (7, None, "a b", 6)

@@ -14,7 +14,7 @@ import pytest
 from octfm.catalog.labels import read_labels
 from octfm.encoder.embeddings import read_embeddings
 from octfm.errors import EvaluationError
-from octfm.evaluation import readouts
+from octfm.evaluation import linear, readouts
 from octfm.evaluation.cases import Cases, Round, Target, find_targets, make_cases, participant_folds
 from octfm.evaluation.efficiency import label_efficiency, subset
 from octfm.evaluation.linear import logistic, ridge
@@ -533,14 +533,16 @@ def test_penalties_far_behind_the_best_are_not_fitted(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("rows", "classes"), [(30, 2), (120, 2), (120, 3), (120, 5)])
 @pytest.mark.parametrize("c", [1e-4, 1e-2, 1.0])
-def test_logistic_regression_equals_that_of_scikit_learn(rows, classes, c):
+@pytest.mark.parametrize("wide", [0, 768])
+def test_logistic_regression_equals_that_of_scikit_learn(monkeypatch, rows, classes, c, wide):
     from sklearn.linear_model import LogisticRegression
 
+    monkeypatch.setattr(linear, "WIDE", wide)
     rng = np.random.default_rng(rows + classes)
     y = rng.choice([2, 3, 5, 7, 8][:classes], rows, p=np.arange(1, classes + 1) / np.arange(1, classes + 1).sum())
     x, new = readouts.standardised(rng.normal(y[:, None] / 4, size=(rows, 40)), rng.normal(1, 1, size=(9, 40)))
     theirs = LogisticRegression(C=c, class_weight="balanced", max_iter=2000, tol=1e-8).fit(x, y).predict_proba(new)
-    np.testing.assert_allclose(np.exp(logistic(x, y, c, 1e-8, new)), theirs, atol=1e-6)
+    np.testing.assert_allclose(np.exp(next(logistic(x, y, (c,), 1e-8, new))), theirs, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [20, 40, 200])
@@ -550,8 +552,8 @@ def test_ridge_regression_equals_that_of_scikit_learn(rows):
     rng = np.random.default_rng(rows)
     x, new = rng.normal(3, 2, size=(rows, 40)), rng.normal(size=(9, 40))
     y = 5 + x[:, 0] + rng.normal(size=rows)
-    for alpha in (1.0, 1e3):
-        np.testing.assert_allclose(ridge(x, y, alpha, new), Ridge(alpha=alpha).fit(x, y).predict(new), rtol=1e-8)
+    for alpha, found in zip((1.0, 1e3), ridge(x, y, (1.0, 1e3), new), strict=True):
+        np.testing.assert_allclose(found, Ridge(alpha=alpha).fit(x, y).predict(new), rtol=1e-8)
 
 
 def test_probes_of_small_matrices_take_one_blas_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,7 @@ def test_memory_chunks_do_not_change_the_resamples(monkeypatch):
     participant, label, score = cohort(np.random.default_rng(3))
     whole = bootstrap(partial(auroc, label, score), participant, resamples=100)
     monkeypatch.setattr("octfm.evaluation.statistics.MAX_WEIGHTS", 1000)
+    monkeypatch.setattr("octfm.evaluation.statistics.KEPT_DRAWS", 0)
     chunked = bootstrap(partial(auroc, label, score), participant, resamples=100)
     np.testing.assert_allclose(whole.resampled, chunked.resampled)
     np.testing.assert_allclose(whole.leave_one_out, chunked.leave_one_out)

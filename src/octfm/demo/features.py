@@ -22,8 +22,8 @@ from octfm.tasks.maps import save_pictures
 from octfm.version import __version__
 
 FEWEST = 100
-"""Training volumes below which the demonstration does not pretrain: 1,300 updates would show each of them more than a
-hundred times."""
+"""Training volumes below which the demonstration does not pretrain: 800 updates would show each of them more than
+sixty times."""
 
 
 def pretrained_features(run: Path, store: Store, echo: Echo) -> list[Embeddings]:

@@ -173,6 +173,8 @@ def _by_score(positive: Array, score: Array, W: Array) -> tuple[Array, Array]:
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
     ordered_weights = W[:, order]
     positives, negatives = ordered_weights * is_positive, ordered_weights * ~is_positive
+    if len(starts) == len(ordered):
+        return positives, negatives
     return np.add.reduceat(positives, starts, axis=1), np.add.reduceat(negatives, starts, axis=1)
 
 

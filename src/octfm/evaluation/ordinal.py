@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from octfm.evaluation.linear import WIDE, inverse_root
+
 
 def proportional_odds(
     x: np.ndarray, grade: np.ndarray, num_grades: int, c: float, weight: np.ndarray | None = None
@@ -20,9 +22,20 @@ def proportional_odds(
     start = np.log(share / (1 - share))
     # Parametrised by the first threshold and the logarithms of the gaps, so that thresholds stay in order.
     begin = np.concatenate([np.zeros(x.shape[1]), start[:1], np.log(np.maximum(np.diff(start), 1e-3))])
+    # In units that give the direction unit curvature at the start, and thresholds about as much: far fewer steps.
+    below = np.concatenate([[0], share, [1]])
+    curvature = w * (below * (1 - below))[np.stack([grade, grade + 1])].sum(0)
+    inverse = None
+    if x.shape[1] <= WIDE:
+        inverse = inverse_root(c * x.T @ (x * curvature[:, None]), np.ones(x.shape[1]))
+    unit = (c * curvature.sum()) ** -0.5
+
+    def split(parameters: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        direction, first, gaps = np.split(parameters, [x.shape[1], x.shape[1] + 1])
+        return direction if inverse is None else direction @ inverse, unit * first, unit * gaps
 
     def loss(parameters: np.ndarray) -> tuple[float, np.ndarray]:
-        direction, first, gaps = np.split(parameters, [x.shape[1], x.shape[1] + 1])
+        direction, first, gaps = split(parameters)
         thresholds = np.cumsum(np.concatenate([first, np.exp(gaps)]))
         eta = x @ direction
         edges = np.concatenate([[-np.inf], thresholds, [np.inf]])
@@ -35,11 +48,14 @@ def proportional_odds(
         # Chain rule: a gap moves its own threshold and all that follow.
         following = np.cumsum(by_edge[::-1])[::-1]
         by_threshold = np.concatenate([following[:1], following[1:] * np.exp(gaps)])
-        gradient = np.concatenate([direction + c * (x.T @ (d_upper - d_lower)), -c * by_threshold])
+        by_direction = direction + c * (x.T @ (d_upper - d_lower))
+        by_direction = by_direction if inverse is None else inverse @ by_direction
+        gradient = np.concatenate([by_direction, -c * unit * by_threshold])
         return float(0.5 * direction @ direction - c * (w * np.log(p)).sum()), gradient
 
+    begin[x.shape[1] :] /= unit
     found = minimize(loss, begin, jac=True, method="L-BFGS-B", options={"maxiter": 500})
-    direction, first, gaps = np.split(found.x, [x.shape[1], x.shape[1] + 1])
+    direction, first, gaps = split(found.x)
     return direction, np.cumsum(np.concatenate([first, np.exp(gaps)]))
 
 

@@ -151,15 +151,17 @@ def _linear(
     tolerance: float = TOLERANCE,
 ) -> Iterator[np.ndarray]:
     if num_classes == 0:
-        yield from (ridge(x, y, alpha, x_new)[:, None] for alpha in grid)
+        yield from (found[:, None] for found in ridge(x, y, grid, x_new))
         return
     present = np.unique(y)
-    for c in grid:
-        # Balanced, because balanced accuracy is reported and a screening cohort is mostly healthy.
+    if len(present) < 2:
+        yield from (_nothing_known(len(x_new), num_classes) for _ in grid)
+        return
+    # Balanced, because balanced accuracy is reported and a screening cohort is mostly healthy.
+    for found in logistic(x, y, grid, tolerance, x_new):
+        # Only the classes that occur in this training part.
         log_p = _nothing_known(len(x_new), num_classes)
-        if len(present) > 1:
-            # Only the classes that occur in this training part.
-            log_p[:, present] = np.maximum(logistic(x, y, c, tolerance, x_new), np.log(1e-12))
+        log_p[:, present] = np.maximum(found, np.log(1e-12))
         yield log_p
 
 

@@ -1,7 +1,8 @@
 """Bootstrap intervals and comparisons over participants, because a participant's eyes and scans are not independent."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -15,8 +16,10 @@ Method = Literal["bca", "percentile"]
 MIN_PARTICIPANTS = 10
 """Minimum participants per class. With fewer, an interval would look exact but be unreliable, so none is given."""
 
-MAX_WEIGHTS = 4_000_000
-"""Resamples × cases in memory at once (32 MB as float64)."""
+MAX_WEIGHTS = 1 << 16
+"""Resamples × cases at once: half a megabyte of float64, which stays in a core's cache."""
+KEPT_DRAWS = 4_000_000
+"""Resamples × participants up to which draws are kept for the next metric (16 MB): drawing costs as much as one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,14 +52,9 @@ def bootstrap(
     """
     names = np.unique(participants if among is None else among)
     member = np.searchsorted(names, participants)
-    rng = np.random.default_rng(seed)
-    # Resamples are computed in chunks, because weights [R, n] of all of them may not fit in memory.
     step = max(1, MAX_WEIGHTS // len(member))
-    resampled = []
-    for first in range(0, resamples, step):
-        # How often each participant is drawn; equal to drawing with replacement, and without a list of draws.
-        counts = rng.multinomial(len(names), np.full(len(names), 1 / len(names)), size=min(step, resamples - first))
-        resampled.append(metric(counts[:, member].astype(float)))
+    drawn = _draws(len(names), resamples, seed, step)
+    resampled = [metric(counts[:, member].astype(float)) for counts in drawn]
     # Jackknife: weight 0 for all cases of one participant, 1 for the others.
     left_out = []
     for first in range(0, len(names), step):
@@ -64,6 +62,28 @@ def bootstrap(
         left_out.append(metric((member[None, :] != without[:, None]).astype(float)))
     estimate = float(metric(np.ones((1, len(member))))[0])
     return Bootstrap(estimate, np.concatenate(resampled), np.concatenate(left_out))
+
+
+def _draws(count: int, resamples: int, seed: int, step: int) -> Iterator[np.ndarray]:
+    """How often each of `count` participants is in each resample, int [at most `step`, count] at a time."""
+    if resamples * count <= KEPT_DRAWS:
+        kept = _kept_draws(count, resamples, seed)
+        yield from (kept[first : first + step] for first in range(0, resamples, step))
+        return
+    rng = np.random.default_rng(seed)
+    yield from (_multinomial(rng, count, min(step, resamples - first)) for first in range(0, resamples, step))
+
+
+@lru_cache(maxsize=2)
+def _kept_draws(count: int, resamples: int, seed: int) -> np.ndarray:
+    kept = _multinomial(np.random.default_rng(seed), count, resamples).astype(np.int32)
+    kept.flags.writeable = False
+    return kept
+
+
+def _multinomial(rng: np.random.Generator, count: int, resamples: int) -> np.ndarray:
+    """Equal to drawing with replacement, and without a list of draws."""
+    return rng.multinomial(count, np.full(count, 1 / count), size=resamples)
 
 
 def interval(result: Bootstrap, level: float = 0.95, method: Method = "bca") -> tuple[float, float]:

@@ -44,15 +44,14 @@ def extremes(tokens_BMD: Tensor, counts_BM: Tensor, shares: Sequence[float] = (E
     A lesion covers few tokens, and the mean over all tokens dilutes it (after WILDCAT, Durand et al., CVPR 2017).
     """
     counts = counts_BM.unsqueeze(-1) > 0
-    number = counts_BM.to(tokens_BMD.dtype).sum(1)
+    number = counts.sum(1, keepdim=True)
     place = torch.arange(tokens_BMD.shape[1], device=tokens_BMD.device).view(1, -1, 1)
-    ends = {}
-    for highest in (True, False):
-        # Tokens that do not count sort to the far end, beyond the ones that are used.
-        fill = float("-inf") if highest else float("inf")
-        ordered = tokens_BMD.masked_fill(~counts, fill).sort(1, descending=highest).values
-        for share in shares:
-            taken = (number * share).ceil().view(-1, 1, 1)
-            # Not a product with `place < taken`: infinity times zero is NaN.
-            ends[share, highest] = torch.where(place < taken, ordered, 0.0).sum(1) / taken.squeeze(1)
-    return torch.cat([ends[share, highest] for share in shares for highest in (True, False)], 1)
+    # Tokens that do not count sort to the far end. Once for both ends: sorting takes longest.
+    ordered = tokens_BMD.masked_fill(~counts, float("inf")).sort(1).values
+    ends = []
+    for share in shares:
+        taken = (number.to(tokens_BMD.dtype) * share).ceil().long()
+        for taking in ((place >= number - taken) & (place < number), place < taken):
+            # Not a product with `taking`: infinity times zero is NaN.
+            ends.append(torch.where(taking, ordered, 0.0).sum(1) / taken.squeeze(1))
+    return torch.cat(ends, 1)
