@@ -213,7 +213,7 @@ def test_the_command_trains_and_applies(run, store, tmp_path):
     )
     assert done.exit_code == 0, done.output
     kinds = sorted("".join(p.name.rpartition("_")[2]) for p in (tmp_path / "found").iterdir())
-    assert kinds == ["heights.dcm", "labels.nii.gz", "seg.dcm", "um.nii.gz"]
+    assert kinds == ["heights.dcm", "labels.json", "labels.nii.gz", "seg.dcm", "um.nii.gz"]
 
 
 def found_in(volume, truth) -> Segmentation:

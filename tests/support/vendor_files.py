@@ -534,7 +534,7 @@ FORMATS: dict[str, Format] = {
     ),
     "heidelberg_e2e": Format(
         lambda at, v: write_e2e(at.with_suffix(".e2e"), {(1, 2, 3): e2e_codes(v)}),
-        states=frozenset({"spacing", "laterality", "participant"}),
+        states=frozenset({"spacing", "laterality", "participant", "positions"}),
         of_a_mean_eye=True,
     ),
     "zeiss_img": Format(
