@@ -69,7 +69,7 @@ def test_disk_and_time_come_first_and_a_picture_next(finished):
 
 def test_a_disk_that_is_too_small_is_named_before_work_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(stages.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**8))
-    with pytest.raises(ConfigError, match=r"needs 2.2 GB there, 0.10 GB is free; .* --quick needs less"):
+    with pytest.raises(ConfigError, match=r"needs 1.3 GB there, 0.10 GB is free; .* --quick needs less"):
         run_demo(tmp_path / "demo", echo=lambda _: None)
     assert not (tmp_path / "demo").exists()
 
