@@ -17,7 +17,8 @@ DRUSE_RAISED_UM = 40.0
 """Least distance of the RPE's inner edge from Bruch's membrane somewhere in an area of drusen: 24 to 32 µm without."""
 DRUSE_WIDTH_UM = 63.0
 """Least width of an area of drusen; below are drupelets, which are normal ageing (Ferris et al. 2013). On phantoms
-without drusen the three take the mean of what is found from 253 to 47 nl, and Dice elsewhere from .42 to .48."""
+without drusen the three take the mean of what is found from 267 to 47 nl, and Dice on all from .42 to .49; low drusen
+are missed more often."""
 SHADE, SHADE_UM, BESIDE_UM = 0.9, 250.0, 250.0
 """Intraretinal fluid narrower than SHADE_UM is a shadow if the RPE below it has less than this share of the brightness,
 above the vitreous, that the RPE within BESIDE_UM has: a cyst lets light pass."""
