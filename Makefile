@@ -46,7 +46,7 @@ lint: $(STAMP)
 weights: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m octfm.layers.training --out runs/weights
 
-# Makes a run of `octfm pretrain` on streamed phantoms, or one of its checkpoints, the encoder of load_encoder(): src/octfm/weights/encoder-1.
+# Makes a run of `octfm pretrain` on streamed phantoms, or one of its checkpoints, the encoder of load_encoder(): src/octfm/weights/encoder-2.
 encoder: $(STAMP)
 	$(if $(RUN),,$(error RUN is missing; make encoder RUN=runs/dense))
 	OMP_NUM_THREADS=1 $(BIN)/python -m octfm.encoder.packaging $(RUN) $(if $(POOL),--pool $(POOL))

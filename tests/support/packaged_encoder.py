@@ -14,7 +14,7 @@ NAME = packaged.CURRENT_ENCODER
 
 
 def write_packaged(weights: Path, encoder: Encoder | None = None) -> Path:
-    """WEIGHTS/encoder-1 in bfloat16, without the run that `python -m octfm.encoder.packaging` takes."""
+    """WEIGHTS/NAME in bfloat16, without the run that `python -m octfm.encoder.packaging` takes."""
     encoder = encoder or untrained_encoder()
     stored = {name: tensor.to(torch.bfloat16) for name, tensor in tensors_of(encoder).items()}
     facts = {

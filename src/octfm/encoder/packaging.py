@@ -1,6 +1,6 @@
 """Turn a run into the encoder that comes with octfm: an export in octfm/weights, with bfloat16 weights.
 
-    python -m octfm.encoder.packaging RUN [--name encoder-1] [--pool tails]
+    python -m octfm.encoder.packaging RUN [--name encoder-2] [--pool summary]
 
 The bytes are a function of the checkpoint alone, so the same command gives the same files.
 """
