@@ -10,7 +10,7 @@ from octfm.formats import read_volume
 from octfm.volume.etdrs import CELL_MM, EtdrsGrid, field_of_volume, measure_grid
 from octfm.volume.volume import Lines, Volume
 from support.dicom_files import item, write_oct_dicom
-from support.vendor_files import write_e2e, write_heyex_xml, write_vol
+from support.vendor_files import write_heyex_xml, write_vol
 
 COUNT, WIDTH, EXTENT_MM, FUNDUS_MM = 65, 200, 8.4, 0.0115
 SPACING_MM = (EXTENT_MM / (COUNT - 1), 0.0039, EXTENT_MM / (WIDTH - 1))
@@ -141,9 +141,6 @@ def test_unevenly_spaced_bscans_are_measured_where_they_lie(tmp_path):
 def test_positions_that_are_not_millimetres_on_the_fundus_are_left_out(tmp_path):
     lines = raster(0)
     ends = np.hstack([lines.start, lines.end])
-    codes = (gray().astype(np.uint16) + 60) * 256
-    e2e = read_volume(write_e2e(tmp_path / "a.e2e", {(1, 2, 3): codes}, ends=ends), spacing_mm=SPACING_MM)
-    assert e2e.lines is None, "degrees"
     still = np.repeat(ends[:1], COUNT, axis=0)
     still[:, 2:] = still[:, :2]
     assert read_volume(write_vol(tmp_path / "b.vol", gray(), SPACING_MM, ends=still)).lines is None, "placeholders"

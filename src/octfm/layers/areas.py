@@ -5,7 +5,6 @@ of vessels look like cysts, and noise and the rim of the optic disc like drusen.
 """
 
 import numpy as np
-from scipy.ndimage import find_objects, label, maximum, mean
 
 from octfm.models.layer_net import MASKS, SURFACES
 
@@ -51,14 +50,16 @@ def keep_sure_drusen(
     lesions_BHW: np.ndarray, logit_BHW: np.ndarray, rows_SBW: np.ndarray, row_um: float, ascan_um: float
 ) -> None:
     """Clear, in place, connected areas of drusen that are narrow or unsure, or above which the RPE is not raised."""
+    from scipy import ndimage
+
     inner, bm = (rows_SBW[SURFACES.index(name)] for name in ("rpe_inner", "bm"))
     for bscan, logit, raised_um in zip(lesions_BHW, logit_BHW, (bm - inner) * row_um, strict=True):
         drusen = bscan == 1 + DRUSEN.start
         areas, count = _connected(drusen, np.ones((3, 3)))
         if count:
-            means = mean(logit, areas, np.arange(count + 1))
+            means = ndimage.mean(logit, areas, np.arange(count + 1))
             kept = np.zeros(count + 1, bool)
-            for i, (_, columns) in enumerate(find_objects(areas), 1):
+            for i, (_, columns) in enumerate(ndimage.find_objects(areas), 1):
                 width_um = (columns.stop - columns.start) * ascan_um
                 # A comparison with NaN is false: where a surface was not found, nothing raises the RPE.
                 raised = (raised_um[columns] >= DRUSE_RAISED_UM).any()
@@ -68,6 +69,8 @@ def keep_sure_drusen(
 
 def clear_shadows(lesions_BHW: np.ndarray, bscans_BHW: np.ndarray, rows_SBW: np.ndarray, ascan_um: float) -> None:
     """Clear, in place, narrow areas of intraretinal fluid that shade the RPE: vessels and foci do, cysts do not."""
+    from scipy import ndimage
+
     row, beside = np.arange(lesions_BHW.shape[1])[:, None], max(1, round(BESIDE_UM / ascan_um))
     ilm, inner, bm = (rows_SBW[SURFACES.index(name)] for name in ("ilm", "rpe_inner", "bm"))
     for d, (bscan, image) in enumerate(zip(lesions_BHW, bscans_BHW, strict=True)):
@@ -81,7 +84,7 @@ def clear_shadows(lesions_BHW: np.ndarray, bscans_BHW: np.ndarray, rows_SBW: np.
         bright = np.where(rpe, image, 0).sum(axis=0) / np.where(rpe.any(axis=0), rpe.sum(axis=0), np.nan)
         bright = bright - (above.mean() if above.size else 0)
         kept = np.ones(count + 1, bool)
-        for i, (_, columns) in enumerate(find_objects(areas), 1):
+        for i, (_, columns) in enumerate(ndimage.find_objects(areas), 1):
             first, last = columns.start, columns.stop
             near = np.r_[bright[max(0, first - beside) : first], bright[last : last + beside]]
             own, near = bright[columns], near[np.isfinite(near)]
@@ -107,6 +110,8 @@ def fill_detachments(lesions_BHW: np.ndarray, rows_SBW: np.ndarray, row_um: floa
 def keep_sure_fluid(lesions_BHW: np.ndarray, logit_BHW: np.ndarray, pixel_mm2: float) -> None:
     """Clear, in place, connected areas of fluid whose largest log-odds are below FLUID_SURE, or below FLUID_SUREST if
     they are smaller than SMALL_FLUID_MM2, and areas smaller than LEAST_FLUID_MM2."""
+    from scipy import ndimage
+
     for bscan, logit in zip(lesions_BHW, logit_BHW, strict=True):
         fluid = np.isin(bscan, [1 + i for i in range(len(MASKS))[FLUID]])
         areas, count = _connected(fluid)
@@ -114,12 +119,14 @@ def keep_sure_fluid(lesions_BHW: np.ndarray, logit_BHW: np.ndarray, pixel_mm2: f
             every = np.arange(count + 1)
             sizes = np.bincount(areas.ravel(), minlength=count + 1) * pixel_mm2
             needed = np.where(sizes < SMALL_FLUID_MM2, FLUID_SUREST, FLUID_SURE)
-            kept = (sizes >= LEAST_FLUID_MM2) & (maximum(logit, areas, every) > needed)
+            kept = (sizes >= LEAST_FLUID_MM2) & (ndimage.maximum(logit, areas, every) > needed)
             bscan[fluid & ~kept[areas]] = 0
 
 
 def _connected(mask_HW: np.ndarray, neighbours: np.ndarray | None = None) -> tuple[np.ndarray, int]:
     """int32 [H, W] with the number of each pixel's connected area, 0 outside, and how many there are."""
+    from scipy import ndimage
+
     areas = np.empty(mask_HW.shape, np.int32)
-    label(mask_HW, neighbours, output=areas)
+    ndimage.label(mask_HW, neighbours, output=areas)
     return areas, int(areas.max(initial=0))

@@ -40,7 +40,8 @@ BY_NUMBERS = frozenset({"masked loss", "effective rank", "teacher", "gradient", 
 """Health checks whose sentences hold only numbers and words of octfm."""
 CHOICES = vocabulary("""
     anchored bf16 bscan constant context cosine data2vec ddp dense enface extremes fp32 fsdp inner layer learned line
-    mae mean octa offline online radial raster rotary stop structure tails target tissue tpu vjepa2 warn whiten xla_spmd
+    mae mean octa offline online radial raster rotary stop structure summary tails target tissue tpu vjepa2
+    warn whiten xla_spmd
 """)
 """Every word that a setting of a run can choose; all other text in a config comes from the user."""
 RECORDED = ("octfm", "parameters", "environment", "store", "precision")
