@@ -15,8 +15,12 @@ from octfm.errors import ConfigError
 from octfm.models.objectives.dense import Composition
 from octfm.models.objectives.enface import CELLS, COUNTED, EnFaceGoals
 from octfm.models.vit3d import TokenGrid, VisionTransformer3D, ViTConfig, take_patches
+from octfm.pretraining.data import given_store
 from octfm.pretraining.initial_weights import begin_with
+from octfm.pretraining.inputs import make_inputs
 from octfm.pretraining.learner import build_objective
+from octfm.run.runtime import Runtime
+from octfm.store.loader import Batch
 from octfm.volume.segmentation import CLASSES, UNKNOWN
 from support.packaged_encoder import NAME, ship, write_packaged
 from support.small_store import SIZE, small_store
@@ -116,14 +120,9 @@ def test_a_slab_is_read_as_if_its_tokens_were_all():
         torch.testing.assert_close(read[1:, slab], alone[:, 0])
 
 
-def test_what_a_batch_says_of_thickness_is_learned(tmp_path):
+def test_what_a_batch_says_of_thickness_is_learned():
     """The same phantoms again and again: the summary's error falls below that of the best constant."""
-    settings_ = dense(steps=60, schedule={"base_lr": 3e-3, "warmup_ratio": 0.1}, augment={"axial_shift": 0})
-    from octfm.pretraining.data import given_store
-    from octfm.pretraining.inputs import make_inputs
-    from octfm.run.runtime import Runtime
-    from octfm.store.loader import Batch
-
+    settings_ = dense()
     store, places = given_store(settings_), np.arange(4)
     arrays = store.read(places)
     batch = Batch(arrays.voxels, arrays.band, arrays.valid, places, places, ("",) * 4, 0.0, labels=arrays.labels)

@@ -125,6 +125,16 @@ def pretrained(place: Place, **changes: Any) -> dict[str, Any]:
     return metrics_of(out)
 
 
+def summarised(place: Place) -> dict[str, Any]:
+    """Streamed phantoms with their truth, and queries that read all tokens into the vector that is probed."""
+    return pretrained(
+        place,
+        data={"global_batch_size": 4, "per_device_batch_size": 2, "phantoms": {"seed": 1, "volumes": 40, "share": 0.5}},
+        objective={"name": "dense", "pool": "summary"},
+        model={"patch_size": [2, 8, 8], "width": 48, "depth": 2, "heads": 2, "summary": 3},
+    )
+
+
 def without_float64(place: Place) -> dict[str, Any]:
     """As on Apple's GPU, whose fused AdamW also lacks what a step needs."""
     runtime.WITHOUT_FLOAT64.add(place.device)
@@ -207,6 +217,7 @@ TRACES: dict[str, Callable[[Place], dict[str, Any]]] = {
         augment={"lateral_shift_mm": 0.2, "lateral_scale": 0.1, "tilt_deg": 3, "noise": 0.1, "speckle": 0.2},
         model={"patch_size": [2, 8, 8], "width": 48, "depth": 2, "heads": 2, "positions": "learned", "activation_checkpointing": True},
     ),
+    "summary": summarised,
     "vjepa2 without float64": without_float64,
     "doctor and bench": examined,
     "embed and maps": embedded,

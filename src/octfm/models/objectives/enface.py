@@ -28,11 +28,16 @@ class EnFaceGoals(nn.Module):
     what an encoder of single B-scans must read.
     """
 
+    weights: Tensor
+    counted: Tensor
+
     def __init__(self, width: int, grid: TokenGrid, parts: tuple[int, int, int], rows: int, weights: list[float]):
         """width: of a summary. parts: of a patch along each axis; rows: of a part; weights: of classes in the goals."""
         super().__init__()
         self.grid, self.parts, self.rows = grid, parts, rows
+        # Buffers, which are on the device already when a step needs them.
         self.register_buffer("weights", torch.tensor(weights), persistent=False)
+        self.register_buffer("counted", torch.tensor(COUNTED), persistent=False)
         self.volume = Linear(width, len(COUNTED) * (CELLS * CELLS + 2))
         self.slab = Linear(width, len(COUNTED) * (CELLS + 2))
 
@@ -41,10 +46,10 @@ class EnFaceGoals(nn.Module):
         """Goals [B, G] of the volume and [B, d, G] of its slabs, from the composition of its kept tokens."""
         depth, height, width = self.grid.shape
         share = goal_BKA.float().unflatten(-1, (*self.parts, len(CLASSES))) / self.weights
-        thick = self.rows * share.sum(3)[..., COUNTED].flatten(2)
+        thick = self.rows * share.sum(3).index_select(-1, self.counted).flatten(2)
         place_BK = kept_BK // (height * width) * width + kept_BK % width
         # As a product, whose order of sums is the same on every device.
-        onto_BKN = F.one_hot(place_BK, depth * width).to(thick.dtype)
+        onto_BKN = (place_BK.unsqueeze(-1) == torch.arange(depth * width, device=kept_BK.device)).to(thick.dtype)
         map_BNX = onto_BKN.mT @ thick
         map_BdwpqC = map_BNX.unflatten(2, (self.parts[0], self.parts[2], -1)).unflatten(1, (depth, width))
         map_BCDW = map_BdwpqC.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)

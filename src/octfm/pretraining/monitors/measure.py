@@ -52,7 +52,7 @@ def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, Any]
     def row() -> dict[str, Any]:
         masked, context = (float(x.mean()) for x in whole[:2])
         baseline, context_baseline = (float(model.baseline(goal).mean()) for goal in whole[2:])
-        kinds = {"scans": torch.from_numpy(np.isin(rows, store.recorded(rows)))}
+        kinds = {"scans": runtime.tensor(np.isin(rows, store.recorded(rows)))}
         kinds["phantoms"] = ~kinds["scans"]
         by_kind = {
             name: float(whole[0][own].mean() / model.baseline(whole[2][own]).mean().clamp_min(1e-9))
