@@ -178,6 +178,20 @@ def test_inconclusive_is_said_in_so_many_words():
     assert "too few participants" in key_result(result)[1]
 
 
+@pytest.mark.parametrize(("p_holm", "tone"), [(0.01, "worse"), (0.2, "better")])
+def test_a_tissue_map_that_is_ahead_is_said_first(p_holm, tone):
+    result = probe_result()
+    main = next(
+        c for c in result["comparisons"] if (c["target"], c["metric"], c["b"]) == ("disease", "auroc", "random_init")
+    )
+    main.update(difference=0.05, low=0.01, high=0.09, verdict="better", p_holm=0.5)
+    ahead = {"b": "tissue_map", "difference": -0.1, "low": -0.14, "high": -0.06, "verdict": "worse", "p_holm": p_holm}
+    result["comparisons"] = [c for c in result["comparisons"] if c["b"] != "tissue_map"] + [main | ahead]
+    found, text = key_result(result)
+    assert found == tone and ("it is worse than the tissue map" in text) == (tone == "worse")
+    assert "excludes 0, but not after Holm's correction" in text and text.count(". ") <= 2
+
+
 def test_leaked_participants_are_said_in_the_key_result():
     result = probe_result()
     for r in result["results"]:

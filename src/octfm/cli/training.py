@@ -56,7 +56,7 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Show everything: a first picture at once, then in eight minutes pretraining, probe and report on phantoms; or
+    """Show everything: a first picture at once, then in nine minutes pretraining, probe and report on phantoms; or
     answer a question to your own scans.
 
     Examples:

@@ -33,7 +33,7 @@ class Size:
 
 
 FULL = Size(600, (0.31, 0.02, 0.67), 1.3e9)
-"""As many as fit into eight minutes. Leaves 414 participants that pretraining has not seen: the standard error of a
+"""As many as fit into nine minutes. Leaves 414 participants that pretraining has not seen: the standard error of a
 paired AUROC difference is then about .02, half of the gain for disease (docs/log)."""
 QUICK = Size(
     30,

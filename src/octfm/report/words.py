@@ -144,7 +144,8 @@ def key_result(probe: dict[str, Any] | None) -> tuple[str, str]:
 
 
 def verdict(probe: dict[str, Any] | None) -> tuple[str, str]:
-    """(tone, text of at most two sentences): tone is better, worse, inconclusive or none."""
+    """(tone, text of at most two sentences): tone is better, worse, inconclusive or none; worse also if the tissue map,
+    which holds no voxel, is ahead."""
     if probe is None:
         return "none", "No probe has been run on this encoder yet, so nothing can be said about its features."
     row = _key_row(probe)
@@ -166,11 +167,17 @@ def verdict(probe: dict[str, Any] | None) -> tuple[str, str]:
     if compared["low"] is None:
         text += f" Against {other} the result is inconclusive: too few participants for an interval."
         return "inconclusive", text
-    if compared["verdict"] == "inconclusive":
-        text += f" The difference to {other} is inconclusive: {gap}; the interval includes 0."
+    tone = compared["verdict"]
+    if tone == "inconclusive":
+        text += f" The difference to {other} is inconclusive: {gap}; the interval includes 0"
     else:
-        text += f" That is {compared['verdict']} than {other}: {gap}; the interval excludes 0."
-    return compared["verdict"], text
+        text += f" That is {tone} than {other}: {gap}; the interval excludes 0"
+        text += ", but not after Holm's correction" if fails_holm(compared) else ""
+    ahead = _key_comparison(probe, row, "tissue_map")
+    if ahead is not None and ahead is not compared and ahead["verdict"] == "worse" and not fails_holm(ahead):
+        tone = "worse"
+        text += f"; it is worse than {encoder('tissue_map')}: {metric} {interval(ahead)}"
+    return tone, f"{text}."
 
 
 def with_fewer_labels(probe: dict[str, Any] | None) -> str:
@@ -197,9 +204,11 @@ def _key_row(probe: dict[str, Any]) -> dict[str, Any] | None:
     return next((r for key in MAIN for r in results if (r["target"], r["metric"]) == key), first)
 
 
-def _key_comparison(probe: dict[str, Any], row: dict[str, Any]) -> dict[str, Any] | None:
+def _key_comparison(probe: dict[str, Any], row: dict[str, Any], other: str | None = None) -> dict[str, Any] | None:
+    """The first comparison of the key result, or that with `other`; None if it was not made."""
     key = row["target"], row["metric"], row["encoder"]
-    return next((c for c in probe["comparisons"] if (c["target"], c["metric"], c["a"]) == key), None)
+    own = (c for c in probe["comparisons"] if (c["target"], c["metric"], c["a"]) == key)
+    return next((c for c in own if other in (None, c["b"])), None)
 
 
 def _after_holm(c: dict[str, Any]) -> str:
