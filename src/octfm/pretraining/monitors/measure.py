@@ -52,12 +52,16 @@ def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, Any]
     def row() -> dict[str, Any]:
         masked, context = (float(x.mean()) for x in whole[:2])
         baseline, context_baseline = (float(model.baseline(goal).mean()) for goal in whole[2:])
-        kinds = {"scans": runtime.tensor(np.isin(rows, store.recorded(rows)))}
-        kinds["phantoms"] = ~kinds["scans"]
+        recorded = np.isin(rows, store.recorded(rows))
+        # Where the losses are: on the device, or already with the host if steps are compiled.
+        kinds = {
+            name: torch.from_numpy(own).to(whole[0].device)
+            for name, own in {"scans": recorded, "phantoms": ~recorded}.items()
+            if 0 < own.sum() < len(rows)
+        }
         by_kind = {
             name: float(whole[0][own].mean() / model.baseline(whole[2][own]).mean().clamp_min(1e-9))
             for name, own in kinds.items()
-            if 0 < int(own.sum()) < len(rows)
         }
         return ({"by_kind": by_kind} if by_kind else {}) | {
             "masked_loss": masked,
