@@ -59,60 +59,78 @@ const octfmEtdrs = (() => {
     return from;
   }
 
-  // Depressions that could be the pit, the likeliest first: [x, y] in mm.
+  // The least-squares fit of n unknowns: x of A x = b, A symmetric [4 * 4], by Gaussian elimination.
+  function solved(A, b, n) {
+    const rows = Array.from({ length: n }, (_, i) => [...A.slice(4 * i, 4 * i + n), b[i]]), x = [];
+    for (let i = 0; i < n; i++) for (let k = i + 1; k < n; k++) {
+      const times = rows[k][i] / rows[i][i];
+      for (let j = i; j <= n; j++) rows[k][j] -= times * rows[i][j];
+    }
+    for (let i = n - 1; i >= 0; i--) {
+      let left = rows[i][n];
+      for (let j = i + 1; j < n; j++) left -= rows[i][j] * x[j];
+      x[i] = left / rows[i][i];
+    }
+    return x;
+  }
+
+  // Depressions that could be the pit, the likeliest first: [x, y] in mm. As find_pits of octfm.volume.etdrs.
   function findPits(thickness, field, rules) {
-    const reach = 1.5, half = reach + 1.25, cell = rules.cell, axis = range(-half, half + cell, cell), n = axis.length;
+    const reach_mm = 1.5, { cell, step } = rules, steps = Math.round(step / cell);
+    const reach = Math.round(reach_mm / step), around = Math.round(rules.around / step), half = reach + around;
+    const axis = range(-steps * half, steps * half + 1, 1).map((k) => cell * k), n = axis.length;
     const xs = axis.map((v) => field.centre[0] + v), ys = axis.map((v) => field.centre[1] + v);
     const measured = sample(thickness, field, xs, ys), known = measured.map((v) => v === v ? 1 : 0);
     if (known.reduce((a, b) => a + b, 0) / known.length < 0.5) return [];
-    const weight = smoothed(known, n, 0.1 / cell), smooth = smoothed(measured.map((v) => v === v ? v : 0), n, 0.1 / cell);
-    for (let i = 0; i < n * n; i++) smooth[i] = weight[i] < 0.5 ? NaN : smooth[i] / Math.max(weight[i], 1e-6);
-    const depth = new Float64Array(n * n).fill(Infinity), total = new Float64Array(n * n);
-    for (let turn = 0; turn < 8; turn++) {
-      const angle = turn * Math.PI / 4;
-      const steps = [0.6, 0.9, 1.2].map((r) => [Math.round(r * Math.sin(angle) / cell), Math.round(r * Math.cos(angle) / cell)]);
-      for (let row = 0; row < n; row++) for (let column = 0; column < n; column++) {
-        let ring = NaN;
-        for (const [down, right] of steps) {
-          const r = row + down, c = column + right;
-          if (r < 0 || r >= n || c < 0 || c >= n) continue;
-          const value = smooth[r * n + c];
-          if (value === value && !(ring >= value)) ring = value;
-        }
-        const i = row * n + column, rise = ring - smooth[i];
-        if (rise === rise) { depth[i] = Math.min(depth[i], rise); total[i] += rise; }
+    const weight = smoothed(known, n, step / cell), smooth = smoothed(measured.map((v) => v === v ? v : 0), n, step / cell);
+    for (let i = 0; i < n * n; i++) {
+      smooth[i] /= Math.max(weight[i], 1e-6);
+      if (weight[i] < 0.5) weight[i] = 0;
+    }
+    const disc = [];
+    for (let j = -around; j <= around; j++) for (let i = -around; i <= around; i++) {
+      const x = step * i, y = step * j;
+      if (Math.hypot(x, y) <= rules.around + 1e-9)
+        disc.push([steps * (j * n + i), [1, x, y, -Math.exp(-(x * x + y * y) / rules.radius ** 2)]]);
+    }
+    const size = 2 * reach + 1, likely = new Float64Array(size * size).fill(-Infinity), fit = new Float64Array(size * size);
+    for (let row = 0; row < size; row++) for (let column = 0; column < size; column++) {
+      const at = steps * ((row + around) * n + column + around), A = new Float64Array(16), b = new Float64Array(4);
+      let count = 0, sum = 0, all = 0, squares = 0;
+      for (const [off] of disc) { const w = weight[at + off]; if (w > 0) count++; all += w; sum += w * smooth[at + off]; }
+      if (count / disc.length < 0.5) continue;
+      const mean = sum / Math.max(all, 1e-6);
+      for (const [off, basis] of disc) {
+        const w = weight[at + off], value = smooth[at + off] - mean;
+        squares += w * value * value;
+        for (let i = 0; i < 4; i++) { b[i] += w * value * basis[i]; for (let j = 0; j < 4; j++) A[4 * i + j] += w * basis[i] * basis[j]; }
       }
+      for (let i = 0; i < 4; i++) A[5 * i] += 1e-9;
+      const pit = solved(A, b, 4), slope = solved(A, b, 3), product = (x) => x.reduce((a, v, i) => a + v * b[i], 0);
+      const rest = squares - product(slope), explained = product(pit) - product(slope), i = row * size + column;
+      const clip = (v, high) => Math.min(Math.max(v, 0), high);
+      fit[i] = clip(pit[3] / rules.pit, 1) ** 2 * clip(explained / Math.max(rest, 1e-6), 0.999);
+      const off = Math.hypot(step * (row - reach), step * (column - reach)) / rules.offCentre;
+      likely[i] = -rules.independent / 2 * Math.log1p(-fit[i]) - 0.5 * off * off;
     }
-    const score = new Float64Array(n * n), weighted = new Float64Array(n * n);
-    let most = 0;
-    for (let i = 0; i < n * n; i++) {
-      const off = Math.hypot(xs[i % n] - field.centre[0], ys[Math.floor(i / n)] - field.centre[1]);
-      if (off > reach || smooth[i] !== smooth[i] || depth[i] < rules.pit) continue;
-      score[i] = total[i];
-      weighted[i] = total[i] * Math.exp(-0.5 * (off / rules.offCentre) ** 2);
-      most = Math.max(most, weighted[i]);
-    }
-    if (!(most > 0)) return [];
-    const near = Math.round(rules.apart / cell), peaks = [];
-    for (let i = 0; i < n * n; i++) {
-      if (weighted[i] < rules.rival * most) continue;
-      const row = Math.floor(i / n), column = i % n;
+    const peaks = [];
+    for (let row = 1; row < size - 1; row++) for (let column = 1; column < size - 1; column++) {
+      const i = row * size + column;
+      if (fit[i] < rules.leastFit || Math.hypot(step * (row - reach), step * (column - reach)) > reach_mm) continue;
       let highest = true;
-      for (let r = Math.max(0, row - near); highest && r <= Math.min(n - 1, row + near); r++)
-        for (let c = Math.max(0, column - near); c <= Math.min(n - 1, column + near); c++)
-          if (weighted[r * n + c] > weighted[i]) { highest = false; break; }
+      for (const d of [-size - 1, -size, -size + 1, -1, 1, size - 1, size, size + 1]) highest &&= likely[i] >= likely[i + d];
       if (highest) peaks.push(i);
     }
-    peaks.sort((a, b) => weighted[b] - weighted[a] || a - b);
+    peaks.sort((a, b) => likely[b] - likely[a] || a - b);
+    const vertex = (before, middle, after) => {
+      const bend = before - 2 * middle + after;
+      return Number.isFinite(bend) && bend < 0 ? 0.5 * (before - after) / bend : 0;
+    };
     const places = [];
-    for (const peak of peaks) {
-      const px = xs[peak % n], py = ys[Math.floor(peak / n)];
-      let sum = 0, sx = 0, sy = 0;
-      for (let i = 0; i < n * n; i++) {
-        const x = xs[i % n], y = ys[Math.floor(i / n)], part = score[i] - 0.85 * score[peak];
-        if (part > 0 && Math.hypot(x - px, y - py) <= 0.4) { sum += part; sx += part * x; sy += part * y; }
-      }
-      const place = [sx / sum, sy / sum];
+    for (const i of peaks) {
+      if (likely[i] < likely[peaks[0]] - rules.rival) break;
+      const right = vertex(likely[i - 1], likely[i], likely[i + 1]), down = vertex(likely[i - size], likely[i], likely[i + size]);
+      const place = [field.centre[0] + step * (i % size - reach + right), field.centre[1] + step * (Math.floor(i / size) - reach + down)];
       if (places.every((other) => Math.hypot(place[0] - other[0], place[1] - other[1]) >= rules.apart)) places.push(place);
     }
     return places;

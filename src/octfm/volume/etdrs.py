@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from scipy.ndimage import gaussian_filter, map_coordinates, maximum_filter
 
 from octfm.display import box, brief, data_frame
@@ -35,14 +36,17 @@ REFERENCE_AXIAL_LENGTH_MM = 24.46
 """Axial length for which an instrument's lateral millimetres are calibrated: Cirrus (doi 10.4103/0301-4738.159877)."""
 CELL_MM = 0.025
 """Distance of the points at which a map is sampled: 1,256 of them in the centre."""
-PIT_UM = 20.0
-"""The least depth below its surroundings at which a depression counts as the foveal pit."""
-APART_MM = 0.5
-"""Least distance between two depressions that could both be the pit."""
-RIVAL = 0.8
-"""A second depression could be the pit as well if it has this share of the first one's score."""
-OFF_CENTRE_MM = 1.0
-"""Spread of the fovea about the middle of the scan, which decides between depressions of similar depth: eyes fixate."""
+PIT_MM, AROUND_MM, STEP_MM = 0.5, 1.1, 0.1
+"""The pit that is fitted is a Gaussian of this radius (to 1/e), in a disc of this radius, at places of this distance."""
+PIT_UM, LEAST_FIT = 40.0, 0.25
+"""Depth from which a depression counts in full, and the least share of the variance around a slope that the pit must
+explain."""
+OFF_CENTRE_MM, INDEPENDENT = 0.5, 10.0
+"""Spread of the fovea about the middle of the scan, since eyes fixate, and the number of independent values that a
+disc counts for: together they decide between depressions of similar shape."""
+APART_MM, RIVAL = 0.5, 1.5
+"""A second depression this far away could be the pit as well if its log-likelihood is less than this below the
+first's."""
 
 _AROUND = {"pit": "foveal pit", "device": "device's fixation centre", "scan": "middle of the scan"}
 Centre = Literal["pit", "device", "scan"]
@@ -189,65 +193,66 @@ def find_pits(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> 
     """[2] positions in mm of the depressions that could be the foveal pit, the likeliest first; empty if the retina has
     none within `reach_mm` of the field's centre.
 
-    `thickness_um` [D, W] is ILM to BM (or to any boundary below the pit). A depression is a point from which the
-    retina rises by at least `PIT_UM` in each of eight directions, .6, .9 or 1.2 mm away, and, within `APART_MM`, rises
-    most on average. Its score is that rise, weighted by the distance from the field's centre.
+    `thickness_um` [D, W] is ILM to a boundary below the pit. Around every place a slope alone and a slope with a pit
+    are fitted by least squares; the pit's share of the variance becomes a log-likelihood, to which that of the distance
+    from the field's centre is added. Single A-scans and B-scans that are wrong hardly move a fit to a whole disc.
     """
-    half = reach_mm + 1.25
-    axis = np.arange(-half, half + CELL_MM, CELL_MM)
-    x, y = np.meshgrid(field.centre[0] + axis, field.centre[1] + axis)
-    measured = sample(thickness_um, field, x, y)
+    steps, reach, around = round(STEP_MM / CELL_MM), round(reach_mm / STEP_MM), round(AROUND_MM / STEP_MM)
+    axis = CELL_MM * np.arange(-steps * (reach + around), steps * (reach + around) + 1)
+    measured = sample(thickness_um, field, *np.meshgrid(field.centre[0] + axis, field.centre[1] + axis))
     known = np.isfinite(measured)
     if known.mean() < 0.5:
         return []
-    sigma = 0.1 / CELL_MM
+    sigma = STEP_MM / CELL_MM
     weight = gaussian_filter(known.astype(float), sigma)
     smooth = gaussian_filter(np.where(known, measured, 0.0), sigma) / np.maximum(weight, 1e-6)
-    smooth[weight < 0.5] = np.nan
-    off_mm = np.hypot(x - field.centre[0], y - field.centre[1])
-    depth = np.full(x.shape, np.inf)
-    total = np.zeros(x.shape)
-    for angle in np.arange(8) * np.pi / 4:
-        ring = np.fmax.reduce(
-            [_shifted(smooth, r * np.sin(angle) / CELL_MM, r * np.cos(angle) / CELL_MM) for r in (0.6, 0.9, 1.2)],
-            axis=0,
-        )
-        rise = ring - smooth
-        # fmin skips NaN: a direction that leaves the field does not count.
-        depth, total = np.fmin(depth, rise), total + np.nan_to_num(rise)
-    usable = (off_mm <= reach_mm) & np.isfinite(smooth) & (depth >= PIT_UM)
-    if not usable.any():
+    weight, smooth = (values[::steps, ::steps] for values in (np.where(weight < 0.5, 0.0, weight), smooth))
+
+    offset = STEP_MM * np.arange(-around, around + 1)
+    x, y = (values.ravel() for values in np.meshgrid(offset, offset))
+    disc = np.hypot(x, y) <= AROUND_MM + 1e-9
+    basis_4K = np.stack([np.ones_like(x), x, y, -np.exp(-(x**2 + y**2) / PIT_MM**2)])[:, disc]
+    weight_NNK, smooth_NNK = (
+        sliding_window_view(values, (len(offset), len(offset))).reshape(2 * reach + 1, 2 * reach + 1, -1)[..., disc]
+        for values in (weight, smooth)
+    )
+    share = (weight_NNK > 0).mean(-1)
+    # About their mean, or rounding would hide what the pit explains.
+    smooth_NNK = smooth_NNK - (weight_NNK * smooth_NNK).sum(-1, keepdims=True) / np.maximum(
+        weight_NNK.sum(-1, keepdims=True), 1e-6
+    )
+    normal_NN44 = np.einsum("yxk,ik,jk->yxij", weight_NNK, basis_4K, basis_4K, optimize=True) + 1e-9 * np.eye(4)
+    moment_NN4 = (weight_NNK * smooth_NNK) @ basis_4K.T
+    fit_NN4, slope_NN3 = (
+        np.linalg.solve(normal_NN44[..., :n, :n], moment_NN4[..., :n, None])[..., 0] for n in (4, 3)
+    )
+    explained = (moment_NN4 * fit_NN4).sum(-1) - (moment_NN4[..., :3] * slope_NN3).sum(-1)
+    rest = (weight_NNK * smooth_NNK**2).sum(-1) - (moment_NN4[..., :3] * slope_NN3).sum(-1)
+    depth = np.clip(fit_NN4[..., 3] / PIT_UM, 0, 1)
+    fit = depth**2 * np.clip(explained / np.maximum(rest, 1e-6), 0, 0.999)
+    places = STEP_MM * np.arange(-reach, reach + 1)
+    off_mm = np.hypot(*np.meshgrid(places, places))
+    likely = -INDEPENDENT / 2 * np.log1p(-fit) - 0.5 * (off_mm / OFF_CENTRE_MM) ** 2
+    likely[share < 0.5] = -np.inf
+    highest = (likely == maximum_filter(likely, 3)) & (off_mm <= reach_mm) & (fit >= LEAST_FIT)
+    highest[[0, -1]] = highest[:, [0, -1]] = False  # a slope that goes on
+    if not highest.any():
         return []
-    score = np.where(usable, total, 0.0)
-    weighted = score * np.exp(-0.5 * (off_mm / OFF_CENTRE_MM) ** 2)
-    highest = maximum_filter(weighted, 2 * round(APART_MM / CELL_MM) + 1, mode="constant")
-    peaks = [tuple(peak) for peak in np.argwhere((weighted == highest) & (weighted >= RIVAL * weighted.max()))]
-    places: list[np.ndarray] = []
-    for peak in sorted(peaks, key=lambda peak: -weighted[peak]):
-        place = _centre_of(score, x, y, peak)
-        # Two points of one flat floor can be equally high.
-        if all(np.hypot(*(place - other)) >= APART_MM for other in places):
-            places.append(place)
-    return places
+    found: list[np.ndarray] = []
+    least = likely[highest].max() - RIVAL
+    for row, column in sorted(np.argwhere(highest & (likely >= least)), key=lambda at: -likely[tuple(at)]):
+        down, right = likely[row - 1 : row + 2, column], likely[row, column - 1 : column + 2]
+        place = field.centre + STEP_MM * (np.array([column, row]) - reach + [_vertex(right), _vertex(down)])
+        if all(np.hypot(*(place - other)) >= APART_MM for other in found):
+            found.append(place)
+    return found
 
 
-def _centre_of(score: np.ndarray, x: np.ndarray, y: np.ndarray, peak: tuple[int, ...]) -> np.ndarray:
-    """[2]: the floor of a pit is nearly flat, so the centre of gravity of its deepest part is steadier than its lowest
-    point."""
-    part = np.where(score > 0.85 * score[peak], score - 0.85 * score[peak], 0.0)
-    part[np.hypot(x - x[peak], y - y[peak]) > 0.4] = 0
-    return np.array([(part * x).sum(), (part * y).sum()]) / part.sum()
-
-
-def _shifted(array: np.ndarray, rows: float, columns: float) -> np.ndarray:
-    """The values at (row + rows, column + columns), NaN outside."""
-    r, c = round(rows), round(columns)
-    out = np.full(array.shape, np.nan)
-    h, w = array.shape
-    out[max(0, -r) : h - max(0, r), max(0, -c) : w - max(0, c)] = array[
-        max(0, r) : h - max(0, -r), max(0, c) : w - max(0, -c)
-    ]
-    return out
+def _vertex(three: np.ndarray) -> float:
+    """Where the parabola through three values is highest, in steps from the middle one, which is the highest."""
+    before, middle, after = three
+    bend = before - 2 * middle + after
+    return 0.5 * (before - after) / bend if np.isfinite(bend) and bend < 0 else 0.0
 
 
 def sample(values: np.ndarray, field: Field, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:

@@ -67,8 +67,10 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
             for code, text in zip(found.verdict.codes, found.verdict.reasons, strict=True)
         ],
         "rules": {
-            "rings": etdrs.RINGS_MM, "covered": etdrs.LEAST_COVERED, "cell": etdrs.CELL_MM, "pit": etdrs.PIT_UM,
-            "apart": etdrs.APART_MM, "rival": etdrs.RIVAL, "offCentre": etdrs.OFF_CENTRE_MM,
+            "rings": etdrs.RINGS_MM, "covered": etdrs.LEAST_COVERED, "cell": etdrs.CELL_MM,
+            "pit": etdrs.PIT_UM, "radius": etdrs.PIT_MM, "around": etdrs.AROUND_MM, "step": etdrs.STEP_MM,
+            "leastFit": etdrs.LEAST_FIT, "independent": etdrs.INDEPENDENT, "offCentre": etdrs.OFF_CENTRE_MM,
+            "apart": etdrs.APART_MM, "rival": etdrs.RIVAL,
             "zones": etdrs.ZONES, "sides": etdrs.SIDES[volume.laterality], "zoneUm": ZONE_UM, "placeUm": PLACE_UM,
         },
         "viridis": _viridis(),
