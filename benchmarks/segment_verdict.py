@@ -26,7 +26,7 @@ from octfm.layers.verdict import ZONE_UM, Measures, decide, expected_error_um
 from octfm.layers.zones import FEWEST_PER_MM
 from octfm.phantom.native.bscans import SURFACES, Labelled, sample_placement
 from octfm.phantom.native.stream import Stream
-from octfm.volume.etdrs import field_of, field_of_volume, measure_grid
+from octfm.volume.etdrs import field_of, field_of_volume, measure_around
 from octfm.volume.volume import Volume
 from octfm.weights.packaged import CURRENT
 
@@ -105,15 +105,12 @@ def zones_of(found: ScanSegmentation, image: Labelled) -> dict[str, Zone]:
     place = field_of((depth, width), image.spacing_mm, True)
     scale = image.spacing_mm[2] / found.spacing_mm[2]
     centre = grid.centre_mm[0] * scale, grid.centre_mm[1]
-    flat = np.zeros(truth.shape)
     total, share = (
-        measure_grid(values, place, "R", centre, pit_map_um=flat).mean_um
+        measure_around(centre, values, place, "R").mean_um
         for values in (np.nan_to_num(truth), np.isfinite(truth).astype(float))
     )
     error, own = expected_error_um(found.found, found.spacing_mm), field_of_volume(found.volume)
-    expected, fluid = (
-        measure_grid(values, own, "R", grid.centre_mm, pit_map_um=flat).mean_um for values in (error, found.fluid_um())
-    )
+    expected, fluid = (measure_around(grid.centre_mm, values, own, "R").mean_um for values in (error, found.fluid_um()))
     given, zones = found.etdrs().mean_um, {}
     for name, mean in grid.mean_um.items():
         if mean is not None:

@@ -150,7 +150,7 @@ def test_two_cohorts_are_pooled_and_each_is_shown(asked):
 @pytest.fixture(scope="module")
 def scan():
     volume = samples(["dme"])[0].volume
-    return spaced(volume, 4)
+    return spaced(volume, 5)
 
 
 def test_layers_are_measured_once_and_go_on_after_a_kill(scan, tmp_path):
@@ -168,7 +168,7 @@ def test_layers_are_measured_once_and_go_on_after_a_kill(scan, tmp_path):
     np.testing.assert_array_equal(both["1"], first["1"])
     assert len(file.read_text().splitlines()) == 3 and "1 of 2 volumes are measured already" in said[0]
     found = dict(zip(COLUMNS, both["1"], strict=True))
-    assert 150 < found["ilm_bm:mean"] < 600 and found["intraretinal_fluid:area"] > 0
+    assert 150 < found["ilm_bm:mean"] < 600 and found["subretinal_fluid:area"] > 0
     whole = [found[f"{a}:mean"] for a in ("ilm_nfl_gcl", "nfl_gcl_ipl_inl", "ipl_inl_inl_opl", "inl_opl_opl_onl",
              "opl_onl_ez", "ez_rpe_inner", "rpe_inner_rpe_peak", "rpe_peak_bm")]  # fmt: skip
     assert sum(whole) == pytest.approx(found["ilm_bm:mean"], rel=0.02), "layers add up to the retina"

@@ -14,9 +14,10 @@ from octfm.errors import ConfigError, EvaluationError
 from octfm.layers.calibrate import LEAST_PARTICIPANTS, calibrate_rows
 from octfm.layers.finder import load_finder
 from octfm.layers.ranges import SYNTHETIC, Ranges, conformal_quantile, packaged_ranges
+from octfm.layers.segment import FOVEA_MM
 from octfm.layers.table import describe, read_table, row_of, save_table
 from octfm.layers.zones import RANGE, UNIT
-from octfm.volume.etdrs import ZONES
+from octfm.volume.etdrs import ZONES, measure_around
 from support.segmented import found_in
 
 RANGES = Ranges((2.0, 1.0, 0.1), (4.0, 0.5, 0.0), 1000)
@@ -29,12 +30,17 @@ def table(participants: int, scanner: str = "heidelberg_spectralis") -> list[dic
 
 
 def corrected(path, rows: list[dict[str, str]], off_um) -> None:
-    """A user's corrections: every zone `off_um(i)` µm off ours in scan i."""
+    """A user's corrections: every zone `off_um(i, reach)` µm off ours in scan i, whose range reaches that far up."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, ["source", "participant", *UNIT.values()])
         writer.writeheader()
         for i, row in enumerate(rows):
-            cells = {column: f"{float(row[column]) + off_um(i):.3f}" for column in UNIT.values() if row[column]}
+            reach = {
+                UNIT[zone]: float(row[RANGE[zone][1]] or "nan") - float(row[UNIT[zone]])
+                for zone in UNIT
+                if row[UNIT[zone]]
+            }
+            cells = {column: f"{float(row[column]) + off_um(i, high):.3f}" for column, high in reach.items()}
             writer.writerow({"source": row["source"], "participant": f"P{i}"} | cells)
 
 
@@ -79,7 +85,18 @@ def test_a_range_is_wider_where_the_network_is_less_sure():
     layers = sure.found
     unsure = replace(sure, found=replace(layers, near=layers.near * 0.5, spread_um=layers.spread_um * 10))
     widths = [np.subtract(*found.zone_ranges()["centre"][::-1]) for found in (sure, unsure)]
-    assert widths[1] > widths[0] + 5
+    assert widths[1] > widths[0] + 1
+
+
+def test_a_range_holds_what_the_grid_would_measure_around_a_fovea_beside_it():
+    found = replace(found_in(25), ranges=Ranges((0.1, 0.0, 0.0), (0.1, 0.0, 0.0), 1000))
+    grid, ranges, retina = found.etdrs(), found.zone_ranges(), found.thickness_um("ilm", "bm")
+    for turn in np.arange(8) * np.pi / 4:
+        beside = (grid.centre_mm[0] + FOVEA_MM * np.cos(turn), grid.centre_mm[1] + FOVEA_MM * np.sin(turn))
+        for zone, mean in measure_around(beside, retina, found.place(), "R").mean_um.items():
+            if mean is not None and grid.mean_um[zone] is not None:
+                assert ranges[zone][0] <= mean <= ranges[zone][1], zone
+    assert ranges["centre"][1] - ranges["centre"][0] > 2, "the pit's own slope"
 
 
 def test_a_swollen_zone_may_be_much_thinner_and_is_not_thicker():
@@ -115,7 +132,7 @@ def test_own_corrections_turn_ranges_into_intervals(tmp_path):
     rows, others = table(60), table(5, "zeiss_cirrus")
     low, high = RANGE["centre"]
     mean, reach = float(rows[0]["centre_um"]), float(rows[0][high]) - float(rows[0]["centre_um"])
-    corrected(tmp_path / "c.csv", rows + others, lambda i: reach * i / 120)
+    corrected(tmp_path / "c.csv", rows + others, lambda i, reach: reach * i / 120)
     found, told = calibrate_rows(rows + others, tmp_path / "c.csv")
     assert "60 participants" in found[0]["range_kind"] and found[0]["range_kind"].startswith("90 % interval")
     # The 55th of 60 participants, since the new one counts, too.
@@ -129,14 +146,14 @@ def test_own_corrections_turn_ranges_into_intervals(tmp_path):
 
 def test_intervals_need_enough_participants_and_corrections(tmp_path):
     rows = table(60)
-    corrected(tmp_path / "few.csv", rows[: LEAST_PARTICIPANTS - 1], lambda i: 1.0)
+    corrected(tmp_path / "few.csv", rows[: LEAST_PARTICIPANTS - 1], lambda i, _: 1.0)
     with pytest.raises(EvaluationError, match=r"at least 50 participants of one scanner.* got 49 of heidelberg"):
         calibrate_rows(rows, tmp_path / "few.csv")
-    corrected(tmp_path / "none.csv", table(60, "other"), lambda i: 1.0)
+    corrected(tmp_path / "none.csv", table(60, "other"), lambda i, _: 1.0)
     with pytest.raises(EvaluationError, match="got none"):
         calibrate_rows(rows, tmp_path / "none.csv")
-    corrected(tmp_path / "same.csv", rows, lambda i: 0.0)
-    corrected(tmp_path / "nearly.csv", rows, lambda i: 9.0 * (i == 0))
+    corrected(tmp_path / "same.csv", rows, lambda i, _: 0.0)
+    corrected(tmp_path / "nearly.csv", rows, lambda i, _: 9.0 * (i == 0))
     for name in ("same.csv", "nearly.csv"):
         with pytest.raises(EvaluationError, match="90 % of the zones of heidelberg_spectralis equal the table's"):
             calibrate_rows(rows, tmp_path / name)
@@ -155,7 +172,7 @@ def test_the_command_calibrates_a_table(tmp_path):
         np.savez(row["source"], volume=np.zeros((2, 8, 8), np.uint8), spacing_mm=(0.1, 0.004, 0.05))
     rows = [row | {"model": load_finder().model} for row in rows]
     save_table(rows, out)
-    corrected(tmp_path / "c.csv", rows, lambda i: i / 10)
+    corrected(tmp_path / "c.csv", rows, lambda i, _: i / 10)
     words = ["segment", *(row["source"] for row in rows), "--out", str(out), "--calibrate", str(tmp_path / "c.csv")]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0 and "55 participants" in done.output, done.output

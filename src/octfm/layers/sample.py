@@ -3,13 +3,18 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from octfm.errors import ConfigError
-from octfm.phantom import phantom_volume
+from octfm.phantom import SCANNERS
+from octfm.phantom.eye import sample_eye
+from octfm.phantom.native.eye import render_eye
+from octfm.volume.etdrs import field_of_volume, measure_grid
 from octfm.volume.volume import Volume
 
 SEVERITY = {"healthy": 0.5, "drusen": 0.7, "dme": 0.6}
 """Diagnoses of one synthetic eye."""
-SEED = 7
+SEED = 1
 SIZE = (20, 256, 192)
 
 
@@ -17,7 +22,7 @@ SIZE = (20, 256, 192)
 class Sample:
     volume: Volume
     centre_um: float
-    """True thickness of the central ETDRS zone, ILM to BM."""
+    """True thickness of the central ETDRS zone, ILM to BM, at the A-scans of the image and around the true pit."""
 
 
 def samples(names: Iterable[str] = ()) -> list[Sample]:
@@ -26,8 +31,13 @@ def samples(names: Iterable[str] = ()) -> list[Sample]:
     for name in list(names) or list(SEVERITY):
         if name not in SEVERITY:
             raise ConfigError(f"--sample: expected {', '.join(SEVERITY)}, got {name!r}; a file needs no --sample")
-        volume, truth = phantom_volume(SEED, diagnosis=name, severity=SEVERITY[name], size=SIZE)
+        eye = sample_eye((SEED, 0), "R", participant=name, age=60, diagnosis=name, severity=SEVERITY[name])
+        volume, truth = render_eye(eye, SCANNERS["heidelberg_spectralis"], np.random.default_rng(SEED), SIZE)
         # Nobody must take it for a scan of the instrument that the phantom imitates.
         volume = replace(volume, source=f"sample-{name}", scanner="synthetic", protocol=f"phantom {name}")
-        made.append(Sample(volume, truth.cst_um))
+        retina, inner = (
+            1000 * truth.spacing_mm[1] * (truth.surface(s) - truth.surface("ilm")) for s in ("bm", "ipl_inl")
+        )
+        grid = measure_grid(retina, field_of_volume(volume), volume.laterality, pit_map_um=inner)
+        made.append(Sample(volume, grid.mean_um["centre"] or np.nan))
     return made

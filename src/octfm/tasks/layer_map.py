@@ -23,7 +23,7 @@ from octfm.models.layer_net import MASKS, SURFACES
 from octfm.store.layout import StoreRow
 from octfm.store.store import Store
 from octfm.volume.estimated import FLAG
-from octfm.volume.etdrs import ZONES, measure_grid
+from octfm.volume.etdrs import ZONES, measure_around, measure_grid
 from octfm.volume.volume import Laterality, Spacing3, Volume
 
 LAYERS = (*pairwise(SURFACES), ("ilm", "bm"), ("rpe_peak", "bm"))
@@ -190,8 +190,7 @@ def _zones(scan: ScanSegmentation, maps: Iterable[np.ndarray]) -> Iterator[float
         yield from np.full(len(maps) * len(ZONES), np.nan)
         return
     for values in maps:
-        flat = np.zeros_like(values)
-        means = measure_grid(values, place, scan.volume.laterality, centre, pit_map_um=flat).mean_um
+        means = measure_around(centre, values, place, scan.volume.laterality).mean_um
         yield from (np.nan if means.get(zone) is None else float(means[zone] or 0.0) for zone in ZONES)
 
 

@@ -4,7 +4,7 @@ Zones after the Early Treatment Diabetic Retinopathy Study: a centre of 1 mm dia
 four from 3 to 6 mm.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -37,7 +37,8 @@ REFERENCE_AXIAL_LENGTH_MM = 24.46
 CELL_MM = 0.025
 """Distance of the points at which a map is sampled: 1,256 of them in the centre."""
 PIT_MM, AROUND_MM, STEP_MM = 0.5, 1.1, 0.1
-"""The pit that is fitted is a Gaussian of this radius (to 1/e), in a disc of this radius, at places of this distance."""
+"""Radius (to 1/e) of the Gaussian pit that is fitted, of the disc that it is fitted to, and distance of the places that
+are tried."""
 PIT_UM, LEAST_FIT = 40.0, 0.25
 """Depth from which a depression counts in full, and the least share of the variance around a slope that the pit must
 explain."""
@@ -223,9 +224,7 @@ def find_pits(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> 
     )
     normal_NN44 = np.einsum("yxk,ik,jk->yxij", weight_NNK, basis_4K, basis_4K, optimize=True) + 1e-9 * np.eye(4)
     moment_NN4 = (weight_NNK * smooth_NNK) @ basis_4K.T
-    fit_NN4, slope_NN3 = (
-        np.linalg.solve(normal_NN44[..., :n, :n], moment_NN4[..., :n, None])[..., 0] for n in (4, 3)
-    )
+    fit_NN4, slope_NN3 = (np.linalg.solve(normal_NN44[..., :n, :n], moment_NN4[..., :n, None])[..., 0] for n in (4, 3))
     explained = (moment_NN4 * fit_NN4).sum(-1) - (moment_NN4[..., :3] * slope_NN3).sum(-1)
     rest = (weight_NNK * smooth_NNK**2).sum(-1) - (moment_NN4[..., :3] * slope_NN3).sum(-1)
     depth = np.clip(fit_NN4[..., 3] / PIT_UM, 0, 1)
@@ -323,12 +322,23 @@ def measure_grid(
     fluid).
     """
     pits = find_pits(thickness_um if pit_map_um is None else pit_map_um, field)
-    pit = pits[0] if pits else None
-    found: Centre = "pit" if pit is not None else "device" if device_centre_mm is not None else "scan"
-    centre = pit if pit is not None else np.asarray(device_centre_mm) if device_centre_mm is not None else field.centre
+    found: Centre = "pit" if pits else "device" if device_centre_mm is not None else "scan"
+    centre = pits[0] if pits else np.asarray(device_centre_mm) if device_centre_mm is not None else field.centre
+    rivals = tuple((float(x), float(y)) for x, y in pits[1:])
+    return replace(
+        measure_around((float(centre[0]), float(centre[1])), thickness_um, field, laterality),
+        centre=found,
+        rivals_mm=rivals,
+    )
+
+
+def measure_around(
+    centre_mm: tuple[float, float], thickness_um: np.ndarray, field: Field, laterality: Laterality | None
+) -> EtdrsGrid:
+    """The ETDRS grid of a map [D, W] around a place that is known, x and y in mm; see `measure_grid`."""
     axis = np.arange(-RINGS_MM[-1] + CELL_MM / 2, RINGS_MM[-1], CELL_MM)
     x, y = np.meshgrid(axis, axis)
-    values = sample(thickness_um, field, centre[0] + x, centre[1] + y)
+    values = sample(thickness_um, field, centre_mm[0] + x, centre_mm[1] + y)
     whole = np.hypot(x, y) < RINGS_MM[-1]
     covered = float(np.isfinite(values[whole]).mean())
     mean, coverage = {}, {}
@@ -339,8 +349,7 @@ def measure_grid(
         mean[name] = float(measured[known].mean()) if coverage[name] >= LEAST_COVERED else None
     area = np.pi * RINGS_MM[-1] ** 2
     volume = float(np.nanmean(values[whole])) / 1000 * area if covered >= LEAST_COVERED else None
-    others = tuple((float(x), float(y)) for x, y in pits[1:])
-    return EtdrsGrid(mean, coverage, volume, found, (float(centre[0]), float(centre[1])), others, field.per_mm)
+    return EtdrsGrid(mean, coverage, volume, "device", centre_mm, (), field.per_mm)
 
 
 def _zones(x: np.ndarray, y: np.ndarray, laterality: Laterality | None, upright: bool) -> dict[str, np.ndarray]:
