@@ -2,23 +2,33 @@
 inner retina (ILM to the inner nuclear layer) and in the whole retina (ILM to BM).
 
     python benchmarks/etdrs.py [--seeds 12] [--severity 0.7]
+    python benchmarks/etdrs.py --found 210 [--each 5]       # phantoms of version 4 as octfm segment finds them
 
 Thickness maps are the true surfaces at the A-scans of a scan, with its fixation, torsion and eye motion. Distances are
 from the position of the fovea in the scan; the mean error is that of the zones that were covered.
+
+--found SEED: 25 B-scans of every condition of the stream, measured by the packaged network; how far the centre of the
+grid lies from the true fovea, and how often the range of a zone holds its true mean around the true fovea.
 """
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
+from octfm.layers.finder import load_finder
+from octfm.layers.segment import segment
 from octfm.phantom import DIAGNOSES, SCANNERS
 from octfm.phantom.anatomy import SURFACE
 from octfm.phantom.eye import sample_eye, surfaces_um
+from octfm.phantom.native.bscans import SURFACES, render_native
+from octfm.phantom.native.stream import CONDITIONS, Stream
 from octfm.phantom.normative import SECTORS, sectors_um
 from octfm.phantom.render import en_face_positions
 from octfm.phantom.scanner import acquire
-from octfm.volume.etdrs import field_of, measure_grid, sample
+from octfm.volume.etdrs import Field, field_of, field_of_volume, measure_around, measure_grid, sample
+from octfm.volume.volume import Volume
 
 SIZES = {
     "heidelberg_spectralis": (49, 496, 256),
@@ -67,9 +77,57 @@ def scan(diagnosis: str, severity: float, seed: int, scanner: str, lower: str) -
     return float(np.hypot(sample(x, field, *at), sample(y, field, *at))[0]), list(found - truth)
 
 
+def found(seed: int, each: int, bscans: int = 25) -> Iterator[str]:
+    """What `--found` prints, a line per scan and then the summary."""
+    finder, away, covered = load_finder(), [], {kind: [] for kind in ("centre", "inner", "outer")}
+    for number, condition in enumerate(CONDITIONS):
+        for k in range(each):
+            stream = Stream(seed, bscans, 0.05, conditions=(condition,), ascan_um=(13.0, 19.0))
+            shot, size, rng = stream.shot(k + 100 * number)
+            if abs(shot.acquisition.fixation_mm[0]) > 2:  # centred on the disc
+                continue
+            shot = replace(shot, placement=replace(shot.placement, accident="none"))
+            image = render_native(shot, rng, size)
+            side, superior = shot.eye.laterality, shot.scanner.superior_first
+            volume = Volume(image.voxels, image.spacing_mm, laterality=side, superior_first=superior, source=condition)
+            measured, place = segment(volume, finder=finder), field_of_volume(volume)
+            fovea = fovea_of(place, *en_face_positions(shot.eye, shot.scanner, shot.acquisition, size))
+            ilm, bm = (image.surfaces[SURFACES.index(name)] for name in ("ilm", "bm"))
+            true = measure_around(fovea, 1000 * image.spacing_mm[1] * (bm - ilm), place, side).mean_um
+            grid = measured.etdrs(keep_doubtful=True)
+            away.append(float(np.hypot(*np.subtract(grid.centre_mm, fovea))))
+            ranges = measured.zone_ranges() if measured.verdict.accepted else {}
+            for zone, (low, high) in ranges.items():
+                if (um := true[zone]) is not None:
+                    covered[zone.split()[0]].append((low <= um <= high, high - low))
+            yield f"{condition} {k}: {grid.centre}, {away[-1]:.2f} mm away"
+    middle, most, whole = np.quantile(away, (0.5, 0.9, 1))
+    yield f"{len(away)} scans: median {middle:.3f}, 90 % within {most:.2f}, largest {whole:.2f} mm"
+    for kind, own in covered.items():
+        share, width = np.mean(own, axis=0)
+        yield f"{kind}: {len(own)} zones given, {share:.1%} within their range, {width:.1f} µm wide"
+
+
+def fovea_of(place: Field, x_mm: np.ndarray, y_mm: np.ndarray) -> tuple[float, float]:
+    """Where (0, 0) of the eye lies in the field, from the [D, W] positions of A-scans in the eye."""
+    near = np.hypot(x_mm, y_mm) < 1.2
+    known = np.stack([x_mm[near], y_mm[near], np.ones(near.sum())], axis=1)
+    at = np.stack(np.nonzero(near), axis=1).astype(float)
+    bscan, ascan = np.linalg.lstsq(known, at, rcond=None)[0][2]
+    step = place.bscans_mm[1] - place.bscans_mm[0]
+    x, y = place.origin + place.along * ascan * place.ascan_mm + place.across * bscan * step
+    return float(x), float(y)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=12)
     parser.add_argument("--severity", type=float, default=0.7)
+    parser.add_argument("--found", type=int, metavar="SEED", help="of phantoms that the packaged network measures")
+    parser.add_argument("--each", type=int, default=5, help="scans of every condition, for --found")
     arguments = parser.parse_args()
+    if arguments.found is not None:
+        for line in found(arguments.found, arguments.each):
+            print(line, flush=True)
+        raise SystemExit
     print("\n".join(table(DIAGNOSES, arguments.seeds, arguments.severity)))

@@ -116,7 +116,7 @@ const octfmEtdrs = (() => {
     const peaks = [];
     for (let row = 1; row < size - 1; row++) for (let column = 1; column < size - 1; column++) {
       const i = row * size + column;
-      if (fit[i] < rules.leastFit || Math.hypot(step * (row - reach), step * (column - reach)) > reach_mm) continue;
+      if (fit[i] < rules.leastFit || !(likely[i] > 0) || Math.hypot(step * (row - reach), step * (column - reach)) > reach_mm) continue;
       let highest = true;
       for (const d of [-size - 1, -size, -size + 1, -1, 1, size - 1, size, size + 1]) highest &&= likely[i] >= likely[i + d];
       if (highest) peaks.push(i);
@@ -126,13 +126,15 @@ const octfmEtdrs = (() => {
       const bend = before - 2 * middle + after;
       return Number.isFinite(bend) && bend < 0 ? 0.5 * (before - after) / bend : 0;
     };
-    const places = [];
+    const places = [], apart = (place) => places.every((other) => Math.hypot(place[0] - other[0], place[1] - other[1]) >= rules.apart);
     for (const i of peaks) {
       if (likely[i] < likely[peaks[0]] - rules.rival) break;
       const right = vertex(likely[i - 1], likely[i], likely[i + 1]), down = vertex(likely[i - size], likely[i], likely[i + size]);
       const place = [field.centre[0] + step * (i % size - reach + right), field.centre[1] + step * (Math.floor(i / size) - reach + down)];
-      if (places.every((other) => Math.hypot(place[0] - other[0], place[1] - other[1]) >= rules.apart)) places.push(place);
+      if (apart(place)) places.push(place);
     }
+    // A fovea in the middle of the scan whose pit cannot be seen has the log-likelihood 0.
+    if (peaks.length && likely[peaks[0]] < rules.rival && apart(field.centre)) places.push(field.centre);
     return places;
   }
 

@@ -196,7 +196,8 @@ def find_pits(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> 
 
     `thickness_um` [D, W] is ILM to a boundary below the pit. Around every place a slope alone and a slope with a pit
     are fitted by least squares; the pit's share of the variance becomes a log-likelihood, to which that of the distance
-    from the field's centre is added. Single A-scans and B-scans that are wrong hardly move a fit to a whole disc.
+    from the field's centre is added. That centre itself is among the positions if a pit elsewhere is hardly likelier
+    than none. Single A-scans and B-scans that are wrong hardly move a fit to a whole disc.
     """
     steps, reach, around = round(STEP_MM / CELL_MM), round(reach_mm / STEP_MM), round(AROUND_MM / STEP_MM)
     axis = CELL_MM * np.arange(-steps * (reach + around), steps * (reach + around) + 1)
@@ -233,7 +234,8 @@ def find_pits(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> 
     off_mm = np.hypot(*np.meshgrid(places, places))
     likely = -INDEPENDENT / 2 * np.log1p(-fit) - 0.5 * (off_mm / OFF_CENTRE_MM) ** 2
     likely[share < 0.5] = -np.inf
-    highest = (likely == maximum_filter(likely, 3)) & (off_mm <= reach_mm) & (fit >= LEAST_FIT)
+    # 0 is the log-likelihood of a fovea in the middle of the scan whose pit cannot be seen.
+    highest = (likely == maximum_filter(likely, 3)) & (likely > 0) & (off_mm <= reach_mm) & (fit >= LEAST_FIT)
     highest[[0, -1]] = highest[:, [0, -1]] = False  # a slope that goes on
     if not highest.any():
         return []
@@ -244,6 +246,8 @@ def find_pits(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> 
         place = field.centre + STEP_MM * (np.array([column, row]) - reach + [_vertex(right), _vertex(down)])
         if all(np.hypot(*(place - other)) >= APART_MM for other in found):
             found.append(place)
+    if least < 0 and all(np.hypot(*(field.centre - other)) >= APART_MM for other in found):
+        found.append(field.centre)
     return found
 
 
