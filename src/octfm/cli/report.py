@@ -187,10 +187,12 @@ def view(
         raise ConfigError("view: give --layers or --segment, not both")
     found, correct, said = None, None, []
     if layers:
+        from octfm.io.heap import keep_freed_memory
         from octfm.layers.segment import segment as segment_scan
         from octfm.report.segmented.correct import correction_facts
         from octfm.report.segmented.pictures import facts_of
 
+        keep_freed_memory()
         found = segment_scan(volume, device=device)
         correct, said = correction_facts(found), facts_of(found)
     scene = scene_of(

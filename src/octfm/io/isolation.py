@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from octfm.errors import ConfigError
+from octfm.io.heap import ENVIRONMENT
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -33,9 +34,6 @@ IDLE_S = 30.0
 
 _START_S = 120.0
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "BLIS", "NUMEXPR", "VECLIB_MAXIMUM")}
-_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "1000000000"}
-"""glibc then reuses the memory of freed arrays. Else Linux gets it back, and maps and clears it again for the next
-B-scan: up to a tenth of the CPU time of rendering and preparing."""
 _HEAD = struct.Struct("<Q")
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -121,7 +119,7 @@ class _Child:
         self.surroundings = _surroundings()
         # -P keeps the current folder out of sys.path until _START has replaced it.
         start = [sys.executable, "-P", "-c", _START, json.dumps(import_path()), str(os.getpid())]
-        environment = {**os.environ, **_ONE_THREAD, **_KEEP_MEMORY, "PYTHONPATH": os.pathsep.join(_python_path())}
+        environment = {**os.environ, **_ONE_THREAD, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(_python_path())}
         self._process = subprocess.Popen(
             start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
         )
