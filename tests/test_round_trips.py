@@ -7,10 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from octfm.formats import ReadError, read_surfaces, read_volume
+from octfm.catalog.catalog import scan
+from octfm.cli.main import app
+from octfm.formats import ReadError, read_overlay, read_surfaces, read_volume
 from octfm.formats.dicom.surfaces import surfaces_of_volume
 from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
+from octfm.tasks.view import scene_of
 from octfm.volume.segmentation import Segmentation
 from support.dicom_files import write_oct_dicom
 from support.vendor_files import SPACING_MM, e2e_codes, ends_of, radial_ends, write_e2e, write_vol
@@ -26,8 +30,27 @@ def segmentation(seed: int, shape=SHAPE, spacing_mm=SPACING_MM) -> Segmentation:
     rows = np.cumsum(rng.uniform(1, height / 5, (len(NAMES), depth, width)), axis=0).astype(np.float32)
     rows[:, rng.random((depth, width)) < 0.1] = np.nan
     mask = np.zeros(shape, bool)
-    mask[1, 5:9, 3:7] = True
+    mask[min(1, depth - 1), 5:9, 3:7] = True
     return Segmentation(dict(zip(NAMES, rows, strict=True)), {"fluid": mask}, spacing_mm)
+
+
+ORDERS = ("as it lies", "shuffled", "inferior first")
+
+
+def stored_order(order: str, depth: int) -> np.ndarray:
+    """Which B-scan of a volume each frame of the file is."""
+    return {
+        "as it lies": np.arange(depth),
+        "shuffled": np.random.default_rng(4).permutation(depth),
+        "inferior first": np.arange(depth)[::-1],
+    }[order]
+
+
+def for_segmentation(dataset):
+    """What a study needs for a DICOM SEG."""
+    dataset.StudyInstanceUID, dataset.StudyID, dataset.SeriesNumber, dataset.InstanceNumber = "1.2", "1", 1, 1
+    dataset.StudyDate = dataset.StudyTime = dataset.AccessionNumber = dataset.PatientSex = ""
+    dataset.SeriesInstanceUID, dataset.FrameOfReferenceUID = "1.2.3", "1.2.4"
 
 
 def stacked(found: Segmentation) -> np.ndarray:
@@ -50,24 +73,17 @@ def test_heights_and_labels_come_back_from_nifti(tmp_path, seed):
     np.testing.assert_allclose(read.spacing_mm, SPACING_MM, rtol=1e-6)
 
 
-@pytest.mark.parametrize("order", ["as it lies", "shuffled", "inferior first"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_heights_and_labels_come_back_from_dicom(tmp_path, order):
     pytest.importorskip("highdicom")
     from pydicom import dcmread
 
-    depth = SHAPE[0]
-    stored = {
-        "as it lies": np.arange(depth),
-        "shuffled": np.random.default_rng(4).permutation(depth),
-        "inferior first": np.arange(depth)[::-1],
-    }[order]
+    stored = stored_order(order, SHAPE[0])
 
     def shuffle(dataset):
         groups = dataset.PerFrameFunctionalGroupsSequence
         dataset.PerFrameFunctionalGroupsSequence = [groups[i] for i in stored]
-        dataset.StudyInstanceUID, dataset.StudyID, dataset.SeriesNumber, dataset.InstanceNumber = "1.2", "1", 1, 1
-        dataset.StudyDate = dataset.StudyTime = dataset.AccessionNumber = dataset.PatientSex = ""
-        dataset.SeriesInstanceUID, dataset.FrameOfReferenceUID = "1.2.3", "1.2.4"
+        for_segmentation(dataset)
 
     source = write_oct_dicom(
         tmp_path / "a.dcm", telling_voxels()[stored], SPACING_MM, superior_first=True, edit=shuffle
@@ -153,3 +169,120 @@ def test_positions_for_another_number_of_bscans_are_refused(tmp_path):
     np.save(uri, telling_voxels())
     with pytest.raises(ReadError, match=f"has 1 lines, expected one for each of the {SHAPE[0]} B-scans"):
         read_volume(uri)
+
+
+shapes = st.tuples(st.integers(1, 7), st.integers(20, 31), st.integers(10, 17))
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shape=shapes,
+    eye=st.sampled_from(["R", "L", None]),
+    order=st.sampled_from(ORDERS),
+    upside_down=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_dicom_layers_come_back_on_the_scan_they_were_found_in(tmp_path, shape, eye, order, upside_down, seed):
+    """Of any size, either eye, frames in any order, and files whose rows begin at the choroid."""
+    pytest.importorskip("highdicom")
+    stored = stored_order(order, shape[0])
+    voxels = telling_voxels(shape=shape)[stored]
+
+    def edit(dataset):
+        groups = dataset.PerFrameFunctionalGroupsSequence
+        dataset.PerFrameFunctionalGroupsSequence = [groups[i] for i in stored]
+        for_segmentation(dataset)
+
+    source = tmp_path / "a.dcm"
+    write_oct_dicom(source, voxels, SPACING_MM, laterality=eye, superior_first=True, edit=edit)
+    tmp_json(source, {"upside_down": upside_down})
+    volume, found = read_volume(source, raster_only=False), segmentation(seed, shape)
+    seg, heights = write_dicom(found, source, tmp_path / "out")
+    lines, labels = read_overlay(heights, volume), read_overlay(seg, volume)
+    assert lines.names == NAMES and lines.axial_mm == pytest.approx(volume.spacing_mm[1])
+    np.testing.assert_allclose(lines.heights_px, stacked(found), atol=1e-5)
+    expected, meaning = label_map(found)
+    assert labels.names == meaning
+    np.testing.assert_array_equal(labels.values, expected)
+    np.testing.assert_array_equal(labels.mask("fluid"), found.masks["fluid"])
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(shape=shapes, eye=st.sampled_from(["R", "L"]), reverse=st.booleans(), seed=st.integers(0, 99))
+def test_nifti_layers_come_back_on_the_scan_they_were_found_in(tmp_path, shape, eye, reverse, seed):
+    pytest.importorskip("nibabel")
+    ends = ends_of(*shape[::2])[:: -1 if reverse else 1]
+    source = write_vol(
+        tmp_path / "a.vol", telling_voxels(shape=shape), ends=ends, laterality={"R": "OD", "L": "OS"}[eye]
+    )
+    volume = read_volume(source, raster_only=False)
+    assert volume.laterality == eye
+    found = segmentation(seed, shape, volume.spacing_mm)
+    heights, labels = (read_overlay(file, volume) for file in write_nifti(found, tmp_path / "out", "eye", volume))
+    assert heights.names == NAMES and (labels.values.shape, labels.names) == (shape, label_map(found)[1])
+    np.testing.assert_allclose(heights.heights_px, stacked(found), atol=1e-4)
+    np.testing.assert_array_equal(labels.values, label_map(found)[0])
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """A scan and the files that its segmentation is exported to."""
+    pytest.importorskip("highdicom")
+    source = write_oct_dicom(
+        tmp_path / "a.dcm", telling_voxels(), SPACING_MM, superior_first=False, edit=for_segmentation
+    )
+    volume = read_volume(source)
+    files = write_dicom(segmentation(2), source, tmp_path / "out")
+    return volume, [*files, *write_nifti(segmentation(2, spacing_mm=volume.spacing_mm), tmp_path / "out", "a", volume)]
+
+
+def test_exported_layers_are_shown_on_their_scan(tmp_path, exported):
+    volume, files = exported
+    scene = scene_of(volume, beside=[read_overlay(file, volume) for file in files])
+    # The viewer shows the superior B-scan first, which this file has last.
+    assert volume.superior_first is False
+    expected = label_map(segmentation(2))[0][::-1]
+    for at in (0, 3):  # SEG, height map, NIfTI heights, NIfTI labels
+        overlay = scene.overlays[at]
+        assert overlay.kind == "voxels" and [name for name, _ in overlay.legend] == ["ilm to rpe", "rpe to bm", "fluid"]
+        np.testing.assert_array_equal(overlay.values, expected)
+    for at in (1, 2):
+        assert scene.overlays[at].kind == "lines"
+        np.testing.assert_allclose(scene.overlays[at].values, stacked(segmentation(2))[:, ::-1], atol=1e-4)
+    options = [word for file in files for word in ("--overlay", str(file))]
+    result = CliRunner().invoke(app, ["view", volume.source, "--out", str(tmp_path / "page.html"), *options])
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "page.html").read_text()
+    assert all(f"{file.name}: l" in page for file in files) and '"beside-3"' in page
+
+
+def test_an_overlay_of_another_scan_is_refused(tmp_path, exported):
+    volume, files = exported
+    other = read_volume(write_oct_dicom(tmp_path / "b.dcm", telling_voxels()[:, :-2, :-1], SPACING_MM))
+    for file in files:
+        with pytest.raises(ReadError) as caught:
+            read_overlay(file, other)
+        assert caught.value.code == "other_volume", caught.value
+    for file in (volume.source, write_vol(tmp_path / "a.vol", telling_voxels())):
+        with pytest.raises(ReadError, match="neither labels nor heights of layers"):
+            read_overlay(file, volume)
+    vol = read_volume(tmp_path / "a.vol")
+    for file in files[:2]:
+        with pytest.raises(ReadError, match=r"refers to a DICOM file, and .*a\.vol is none"):
+            read_overlay(file, vol)
+
+
+def test_a_scan_keeps_the_exports_of_its_volume_with_it(tmp_path, exported):
+    volume, files = exported
+    for file in files[2:]:
+        file.unlink()
+    catalog = scan(tmp_path)
+    (row,) = catalog.acquisitions
+    assert not catalog.rejects and row.sop_instance_uid == volume.acquisition
+    assert catalog.voxel_labels(row) == (str(files[0]),) and catalog.layer_heights(row) == (str(files[1]),)
+
+
+def test_a_page_of_labels_says_how_to_see_them(exported):
+    for file in exported[1][:2]:
+        result = CliRunner().invoke(app, ["view", str(file)])
+        assert result.exit_code == 1 and f"octfm view SCAN --overlay {file}" in str(result.exception)

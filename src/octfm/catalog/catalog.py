@@ -154,8 +154,16 @@ class Catalog:
         return catalog
 
     def layer_heights(self, acquisition: Acquisition) -> tuple[str, ...]:
-        """uris of the height maps that refer to this volume; octfm.formats.dicom.surfaces reads them."""
-        return tuple(found.uri for found in self.skipped if found.refers_to == acquisition.sop_instance_uid)
+        """uris of the height maps that refer to this volume; octfm.formats.read_overlay reads them."""
+        return self._skipped(acquisition, "layer_heights")
+
+    def voxel_labels(self, acquisition: Acquisition) -> tuple[str, ...]:
+        """uris of the DICOM SEG that refer to this volume; octfm.formats.read_overlay reads them."""
+        return self._skipped(acquisition, "voxel_labels")
+
+    def _skipped(self, acquisition: Acquisition, code: str) -> tuple[str, ...]:
+        about = acquisition.sop_instance_uid
+        return tuple(found.uri for found in self.skipped if found.code == code and found.refers_to == about)
 
     @property
     def reject_share(self) -> float:

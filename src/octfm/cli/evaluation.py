@@ -482,6 +482,7 @@ def _segment_scans(
     """Segment files or volumes with the packaged network."""
     from octfm.errors import ConfigError, CorrectionsError, ReadError, one_line
     from octfm.formats import read_volume, within
+    from octfm.io.heap import keep_freed_memory
     from octfm.io.progress import Progress
     from octfm.layers.calibrate import calibrate_rows, read_corrected
     from octfm.layers.corrections import find_corrections
@@ -493,6 +494,7 @@ def _segment_scans(
     from octfm.volume.pixel_copies import fingerprint
     from octfm.volume.volume import Volume
 
+    keep_freed_memory()
     if dicom and (out == DEFAULT_SEGMENT or out.suffix == ".csv"):
         raise ConfigError("--dicom: writes files into a folder; add --out FOLDER")
     if calibrate is not None and out.suffix != ".csv":

@@ -123,6 +123,14 @@ def view(
         bool,
         typer.Option(help="Add surfaces, fluid and the map of thickness that the packaged network of segment finds."),
     ] = False,
+    overlay: Annotated[
+        list[str] | None,
+        opt.place_option(
+            metavar="FILE",
+            help="Lines or labels of this scan in a file of their own, such as the DICOM SEG, height map and NIfTI of "
+            "octfm segment --out; repeatable.",
+        ),
+    ] = None,
     sample: Annotated[
         bool, typer.Option("--sample", help="Show a synthetic scan with its layers, to try octfm without data.")
     ] = False,
@@ -137,9 +145,11 @@ def view(
 
     Examples:
     octfm view scan.dcm --layers
+    octfm view scan.dcm --overlay found/scan_seg.dcm --overlay found/scan_heights.dcm
     octfm view --sample
     """
     from octfm.errors import ConfigError
+    from octfm.formats import read_overlay
     from octfm.report.viewer import view_facts, write_view
     from octfm.tasks.view import scene_of
 
@@ -151,6 +161,9 @@ def view(
         raise ConfigError(
             f"--out {page}: expected the name of an HTML file, this is a folder; give for example {page / 'view.html'}"
         )
+    if overlay and sample:
+        raise ConfigError("--overlay: lies on the scan that it was drawn in; give that instead of --sample")
+    beside = []
     if sample:
         from octfm.layers.sample import samples
 
@@ -159,6 +172,7 @@ def view(
         limits = opt.limits_of(file_seconds, file_gb)
         volume, surfaces = _read(name, opt.parse_spacing(spacing, "--spacing"), limits)
         fundus = _fundus(name, limits)
+        beside = [read_overlay(file, volume, limits) for file in overlay or ()]
     encoder = head = segmenter = None
     if run is not None:
         from octfm.encoder.tuned import load_with_head
@@ -173,14 +187,23 @@ def view(
         raise ConfigError("view: give --layers or --segment, not both")
     found, correct, said = None, None, []
     if layers:
+        from octfm.io.heap import keep_freed_memory
         from octfm.layers.segment import segment as segment_scan
         from octfm.report.segmented.correct import correction_facts
         from octfm.report.segmented.pictures import facts_of
 
+        keep_freed_memory()
         found = segment_scan(volume, device=device)
         correct, said = correction_facts(found), facts_of(found)
     scene = scene_of(
-        volume, surfaces=surfaces, encoder=encoder, head=head, segmenter=segmenter, found=found, fundus=fundus
+        volume,
+        surfaces=surfaces,
+        encoder=encoder,
+        head=head,
+        segmenter=segmenter,
+        found=found,
+        fundus=fundus,
+        beside=beside,
     )
     detail = "As it lies in its file."
     if scene.is_raster != (volume.layout == "raster"):
@@ -199,9 +222,14 @@ def _read(file: str, spacing_mm: "Spacing3 | None", limits: "Limits") -> "tuple[
     try:
         volume = read_volume(file, spacing_mm=spacing_mm, raster_only=False, structure_only=False, limits=limits)
     except ReadError as error:
-        if error.code != "missing_spacing":
+        hint = {
+            "missing_spacing": "; add --spacing dz,dy,dx",
+            "layer_heights": f": octfm view SCAN --overlay {file}",
+            "voxel_labels": f": octfm view SCAN --overlay {file}",
+        }.get(error.code)
+        if hint is None:
             raise
-        raise ReadError(error.code, f"{error}; add --spacing dz,dy,dx") from None
+        raise ReadError(error.code, f"{error}{hint}") from None
     try:
         return volume, read_surfaces(file, limits)
     except ReadError as error:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from octfm.formats.dicom.parts import Part
     from octfm.formats.heyex_xml import DeviceGrid
     from octfm.io.isolation import Limits
-    from octfm.volume.volume import Fundus
+    from octfm.volume.volume import Fundus, Labels
 
 LOST = ("decoder_crashed", "decoder_timeout", "decoder_memory")
 """Codes of files that end the process that reads them."""
@@ -151,6 +151,20 @@ def read_surfaces(uri: str | Path, limits: "Limits | None" = None) -> Surfaces |
     return detect.read_surfaces(str(uri)) if limits is None else within(limits, detect.read_surfaces, str(uri))
 
 
+def read_overlay(uri: str | Path, of: Volume, limits: "Limits | None" = None) -> "Surfaces | Labels":
+    """Layer boundaries or labels of a volume in a file of their own, in the volume's order of B-scans: a DICOM height
+    map or SEG, or NIfTI, as `octfm segment --out FOLDER --dicom` writes them, or a MetaImage mask. Lines in micrometres
+    become rows by the volume's millimetres.
+
+    of: the volume as `read_volume` reads it from its file. `limits`: see `read_volume`.
+    Raises ReadError; other_volume if the file refers to another volume or differs in size, not_labels if it is neither.
+    """
+    from octfm.formats.overlay import read_overlay as read
+
+    found = functools.partial(read, of=of.source, shape=of.shape, spacing_mm=of.spacing_mm)
+    return found(str(uri)) if limits is None else within(limits, found, str(uri), size=math.prod(of.shape))
+
+
 def read_fundus(uri: str | Path, limits: "Limits | None" = None) -> "Fundus | None":
     """The picture of the fundus that a .vol, a HEYEX XML export or an .e2e holds beside its B-scans, with their
     positions where the file states them; None if there is none. Raises ReadError. `limits`: see `read_volume`."""
@@ -188,6 +202,7 @@ __all__ = [
     "read_header",
     "read_header_of_parts",
     "read_mask",
+    "read_overlay",
     "read_surfaces",
     "read_volume",
     "volumes_in",

@@ -92,7 +92,7 @@ def read_volume(
 ) -> Volume:
     reader, layouts = find_reader(uri, readers), RASTER_ONLY if raster_only else LAYOUTS
     modalities = STRUCTURE_ONLY if structure_only else MODALITIES
-    if _is_dicom(reader):
+    if is_dicom(reader):
         return reader.read_dicom(uri, layouts, modalities)
     with bscans.damage_has_a_code(uri):
         return bscans.to_volume(reader.open_bscans(uri), spacing_mm, layouts, modalities)
@@ -105,7 +105,7 @@ def read_header(
     modalities: Collection[Modality] = STRUCTURE_ONLY,
 ) -> Header:
     reader = find_reader(uri, readers)
-    if _is_dicom(reader):
+    if is_dicom(reader):
         return reader.read_header(uri, layouts, modalities)
     with bscans.damage_has_a_code(uri):
         return bscans.to_header(reader.open_bscans(uri), layouts, modalities)
@@ -118,7 +118,7 @@ def examine(
     modalities: Collection[Modality] = STRUCTURE_ONLY,
 ) -> "Header | Part":
     reader = find_reader(uri, readers)
-    if _is_dicom(reader):
+    if is_dicom(reader):
         return reader.examine(uri, layouts, modalities)
     return read_header(uri, layouts, readers, modalities)
 
@@ -134,7 +134,7 @@ def volumes_in(uri: str, readers: Sequence[Reader] = ()) -> list[str]:
 
 def read_surfaces(uri: str, readers: Sequence[Reader] = ()) -> Surfaces | None:
     reader = find_reader(uri, readers)
-    if _is_dicom(reader):
+    if is_dicom(reader):
         from octfm.formats.dicom.surfaces import read_height_map
 
         try:
@@ -149,7 +149,7 @@ def read_surfaces(uri: str, readers: Sequence[Reader] = ()) -> Surfaces | None:
 
 def read_fundus(uri: str, readers: Sequence[Reader] = ()) -> Fundus | None:
     reader = find_reader(uri, readers)
-    if _is_dicom(reader):
+    if is_dicom(reader):
         return None
     with bscans.damage_has_a_code(uri):
         return bscans.to_fundus(reader.open_bscans(uri))
@@ -166,7 +166,7 @@ def read_device_grid(uri: str) -> DeviceGrid | None:
         return heyex_xml.read_device_grid(found[0]) if found else None
 
 
-def _is_dicom(reader: "ModuleType | _PlugIn") -> TypeGuard[ModuleType]:
+def is_dicom(reader: "ModuleType | _PlugIn") -> TypeGuard[ModuleType]:
     return isinstance(reader, ModuleType) and reader.__name__ == f"octfm.formats.{DICOM}"
 
 

@@ -83,11 +83,15 @@ REASONS: dict[str, Reason] = {
     ),
     "layer_heights": Reason("surfaces of a segmentation, not an image", _LEFT_OUT, expected=True),
     "voxel_labels": Reason("labels of voxels, such as masks of fluid, not an image", _LEFT_OUT, expected=True),
-    "not_labels": Reason("labels of voxels were expected and an image was given", "give the file of the masks"),
+    "not_labels": Reason(
+        "labels of voxels were expected and an image was given", "give the file of the masks, or of the labels"
+    ),
     "not_layer_heights": Reason(
         "layer heights were expected and something else was given", "give the file of the height map"
     ),
-    "other_volume": Reason("layer heights of another volume, or of another size", "give the height map of this volume"),
+    "other_volume": Reason(
+        "layer heights or labels of another volume, or of another size", "give the height map or labels of this volume"
+    ),
     "not_oct": Reason("DICOM, but not a kind of eye image that octfm knows", _LEFT_OUT, expected=True),
     "not_raster": Reason(
         "radial, circular or repeated B-scans do not form a volume",

@@ -15,7 +15,7 @@ from octfm.errors import EvaluationError
 from octfm.io.location import Location
 from octfm.report.images import Picture, front, shown_spacing
 from octfm.report.page import MAX_BYTES, render, write_page
-from octfm.tasks.scene import Overlay, Scene
+from octfm.tasks.scene import BESIDE, Overlay, Scene
 from octfm.volume.estimated import WHY
 from octfm.volume.volume import Fundus, Volume
 
@@ -83,10 +83,11 @@ def write_view(
     pictures: Sequence[Picture] = (),
     corrections: dict[str, Any] | None = None,
 ) -> Location:
-    """Write a page for one volume, under 25 MB; `pictures` stand below the viewer, and a segmentation is shown from
-    the beginning. `corrections`: see `viewer`."""
+    """Write a page for one volume, under 25 MB; `pictures` stand below the viewer, and a segmentation and overlays from
+    files of their own are shown from the beginning. `corrections`: see `viewer`."""
     by_hand = {0: corrections} if corrections else None
-    shown = viewer([scene], alone=True, on=("segmentation", "lesions"), corrections=by_hand)
+    on = ("segmentation", "lesions", *(o.key for o in scene.overlays if o.key.startswith(BESIDE)))
+    shown = viewer([scene], alone=True, on=on, corrections=by_hand)
     page = {"title": scene.title, "detail": detail, "viewer": shown, "facts": facts, "pictures": pictures}
     return write_page(render("view.html.jinja", page), out)
 

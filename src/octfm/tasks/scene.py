@@ -37,12 +37,16 @@ COLOURS: tuple[Colour, ...] = (
 """The colour-blind-safe palette of Okabe & Ito, and white; used in turn."""
 
 
+BESIDE = "beside-"
+"""Begin of the keys of overlays from files of their own."""
+
+
 @dataclass(frozen=True, eq=False)
 class Overlay:
     """One map on a scene, such as a segmentation or the attention of a probe."""
 
     key: str
-    """band, tokens, mask, pca, occlusion, attention, layers, segmentation, lesions."""
+    """band, tokens, mask, pca, occlusion, attention, layers, segmentation, lesions, beside-0 and so on."""
     name: str
     kind: Kind
     values: np.ndarray

@@ -1,16 +1,18 @@
 """Scene of one volume in its native frame, with layers of its file and maps of an encoder or segmenter."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from octfm.errors import EvaluationError
 from octfm.store.layout import Arrays
-from octfm.tasks.scene import Overlay, Scene, found_overlays, lines
+from octfm.tasks.scene import BESIDE, COLOURS, Overlay, Scene, found_overlays, lines
 from octfm.volume.radial import to_raster
 from octfm.volume.segmentation import Segmentation
-from octfm.volume.volume import Fundus, Surfaces, Volume
+from octfm.volume.volume import Fundus, Labels, Surfaces, Volume
 
 if TYPE_CHECKING:
     from octfm.encoder.encoder import Encoder
@@ -27,17 +29,20 @@ def scene_of(
     segmenter: "Segmenter | None" = None,
     found: Segmentation | None = None,
     fundus: Fundus | None = None,
+    beside: Sequence[Surfaces | Labels] = (),
 ) -> Scene:
     """The scene of octfm view: superior B-scan first if positions show it, left eyes not mirrored, spacing of the file.
 
     found: what the packaged network found in the volume as it is in its file, of any layout.
+    beside: lines and labels in files of their own (octfm.formats.read_overlay).
     With an encoder or segmenter, a radial scan is shown as the raster that it is resampled to. Raises EvaluationError
     for line and circle scans in this case, and ReadError for a radial scan of too few lines.
     """
     if (encoder is not None or segmenter is not None) and volume.layout == "radial":
-        if found is not None:
+        if found is not None or beside:
             raise EvaluationError(
-                f"{volume.source}: --layers shows a radial scan as it is, --run the raster made of it; give one of them"
+                f"{volume.source}: --layers and --overlay show a radial scan as it is, --run the raster made of it; "
+                "give one of them"
             )
         volume, surfaces = to_raster(volume), None  # the file's layers belong to the radial B-scans
         fundus = fundus and replace(fundus, lines=None)
@@ -51,6 +56,7 @@ def scene_of(
             )
         rows = surfaces.heights_px[:, :: -1 if reverse else 1]
         overlays.append(lines("layers", "Layers of the file", surfaces.names, rows, "As the instrument drew them."))
+    overlays += [_beside(number, drawn, reverse) for number, drawn in enumerate(beside)]
     placement = features = None
     about = ""
     if (encoder is not None or segmenter is not None) and volume.layout != "raster":
@@ -96,6 +102,18 @@ def scene_of(
         about_features=about,
         fundus=fundus.reversed() if fundus is not None and reverse else fundus,
     )
+
+
+def _beside(number: int, drawn: Surfaces | Labels, reverse: bool) -> Overlay:
+    """The overlay of a file, named by it."""
+    name, about = PurePath(drawn.source).name[:60], "From a file of its own; who drew it, that file says."
+    order = slice(None, None, -1 if reverse else 1)
+    if isinstance(drawn, Surfaces):
+        return lines(f"{BESIDE}{number}", f"{name}: layers", drawn.names, drawn.heights_px[:, order], about)
+    legend = tuple((own, COLOURS[i % len(COLOURS)]) for i, own in enumerate(drawn.names.values()))
+    place = np.zeros(256, np.uint8)
+    place[list(drawn.names)] = np.arange(1, len(legend) + 1)
+    return Overlay(f"{BESIDE}{number}", f"{name}: labels", "voxels", place[drawn.values[order]], legend, about)
 
 
 def _eight_bit(voxels: np.ndarray) -> np.ndarray:

@@ -205,6 +205,24 @@ class Surfaces:
 
 
 @dataclass(frozen=True, eq=False)
+class Labels:
+    """What somebody or a program says each voxel of a Volume is, in its order of B-scans."""
+
+    values: np.ndarray
+    """uint8 [D, H, W], 0: nothing."""
+    names: dict[int, str]
+    """Of the values above 0."""
+    source: str = "memory"
+
+    def __repr__(self) -> str:
+        return brief("Labels", ", ".join(self.names.values()), f"in {number(len(self.values), 'B-scan')}")
+
+    def mask(self, name: str) -> np.ndarray:
+        """bool [D, H, W]"""
+        return np.isin(self.values, [value for value, own in self.names.items() if own == name])
+
+
+@dataclass(frozen=True, eq=False)
 class Fundus:
     """A picture of the fundus, as the instrument shows it: superior at the top."""
 

@@ -21,6 +21,8 @@ _LEFT_OUT = {
     "1.2.840.10008.5.1.4.1.1.77.1.5.5": "photograph",
     "1.2.840.10008.5.1.4.1.1.77.1.5.6": "photograph",
     "1.2.840.10008.5.1.4.1.1.66.8": "layer_heights",
+    "1.2.840.10008.5.1.4.1.1.66.4": "voxel_labels",
+    "1.2.840.10008.5.1.4.1.1.66.7": "voxel_labels",
 }
 """SOP classes exported along with OCT (PS3.4 B.5) -> reason code; all others get not_oct."""
 
@@ -44,7 +46,7 @@ def expect_oct(file: OpenFile, modalities: Collection[Modality] = STRUCTURE_ONLY
     modality = _MODALITIES.get(sop_class)
     if modality is None:
         code = _LEFT_OUT.get(sop_class, "not_oct")
-        about = next(iter(referenced_uids(dataset)), "") if code == "layer_heights" else ""
+        about = next(iter(referenced_uids(dataset)), "") if code in ("layer_heights", "voxel_labels") else ""
         raise ReadError(
             code, f"{uri}: {REASONS[code].meaning} ({UID(sop_class).name}){about and f' of {about}'}; left out", about
         )

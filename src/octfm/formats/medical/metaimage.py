@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from octfm.errors import ReadError
+from octfm.errors import ReadError, shown
 from octfm.formats.arrays import exact_gray, in_order
 from octfm.formats.bscans import Bscans, check_size, damage_has_a_code, uid_from
 from octfm.formats.declared import read_declared
@@ -127,8 +127,8 @@ def _read_header(uri: str) -> _Header:
     if kind not in _TYPES or channels != "1":
         raise ReadError(
             "unsupported_pixels",
-            f"{uri}: {channels[:8]} channel(s) of {kind[:24] or 'no ElementType'}; save one channel of MET_UCHAR or "
-            "MET_USHORT",
+            f"{uri}: ElementNumberOfChannels {shown(channels, 24)}, ElementType {shown(kind, 24)}; save one channel of "
+            "MET_UCHAR or MET_USHORT",
         )
     sizes = [int(n) for n in tags.get("DimSize", "").split()]
     if len(sizes) != 3:
@@ -170,7 +170,7 @@ def _expect_data(header: _Header, uri: str, size: int) -> None:
         except (OSError, ReadError):
             raise ReadError(
                 "incomplete_export",
-                f"{uri}: {PurePath(header.data).name[:80]} with its voxels is not next to it; copy the whole folder",
+                f"{uri}: {shown(PurePath(header.data).name)} with its voxels is not next to it; copy the whole folder",
             ) from None
     # deflate never shrinks by more than a factor of about 1,030.
     least = header.bytes // 1100 if header.zipped else header.bytes

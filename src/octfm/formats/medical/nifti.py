@@ -27,6 +27,8 @@ from octfm.io.archive import open_file
 _TYPES = {2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4"}
 _TO_MM = {0: 1.0, 1: 1000.0, 2: 1.0, 3: 0.001}
 """xyzt_units -> mm. 0 is unknown: read as millimetres, which counts only if the values are plausible for an OCT."""
+_COMMENT = 6
+"""Code of an extension of text."""
 _AXIAL_FINER, _BSCANS_COARSER = 1.5, 1.2
 """Smallest ratios of lateral to axial spacing, and of B-scan distance to lateral spacing, that identify the axes."""
 
@@ -40,6 +42,24 @@ class _Header:
     offset: int
     slope: float
     intercept: float
+    has_mm: bool
+    """Whether it states a unit of length, plausible or not."""
+
+    @property
+    def bytes(self) -> int:
+        return self.dtype.itemsize * int(np.prod(self.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """What a NIfTI image holds of a segmentation."""
+
+    values: np.ndarray
+    """As stored, fastest axis first: labels [W, H, D], heights [W, D, S]."""
+    comments: str
+    """Names, as written in an extension of the header."""
+    has_mm: bool
+    """Whether it states a unit of length. Without one, heights are rows."""
 
 
 def open_bscans(uri: str) -> Bscans:
@@ -49,25 +69,15 @@ def open_bscans(uri: str) -> Bscans:
             header = _read_header(stream, uri)
         zipped = _is_zipped(file)
         check_size(header.shape, uri, header.dtype.itemsize)
-        needed = header.offset + header.dtype.itemsize * int(np.prod(header.shape))
         if not zipped:
-            expect_bytes(uri, size, needed)
+            expect_bytes(uri, size, header.offset + header.bytes)
         uid = uid_of(file, size)
     axes = read_declared(uri).axes or axes_of_spacing(header.mm) or _unknown_axes(header.mm, uri)
     mm = in_order(header.mm, axes) if header.mm else None
 
     def decode() -> np.ndarray:
         with open_file(uri, whole=True) as whole, _stream(whole) as stream:
-            stream.seek(header.offset)
-            content = stream.read(needed - header.offset)
-            if len(content) < needed - header.offset:
-                raise ReadError("truncated_pixel_data", f"{uri}: the voxels end early; fetch it again")
-            stream.read(1)  # makes gzip verify the checksum after the last byte
-        array = np.frombuffer(content, header.dtype).reshape(header.shape, order="F")
-        # A slope of 0 means that values are not scaled (nifti1.h).
-        if (header.slope, header.intercept) not in ((0.0, 0.0), (1.0, 0.0)) and header.slope:
-            array = array * header.slope + header.intercept
-        return exact_gray(array.transpose(in_order((0, 1, 2), axes)), uri)
+            return exact_gray(_array(stream, header, uri).transpose(in_order((0, 1, 2), axes)), uri)
 
     return Bscans(
         uri=uri,
@@ -81,6 +91,31 @@ def open_bscans(uri: str) -> Bscans:
     )
 
 
+def read_drawn(uri: str) -> Drawn:
+    """An image of heights or labels, as octfm.tasks.segment_export writes them. Raises ReadError."""
+    with open_file(uri, whole=True) as file, _stream(file) as stream:
+        header = _read_header(stream, uri)
+        check_size(header.shape, uri, header.dtype.itemsize)
+        stream.seek(0)
+        comments = _comments(stream.read(header.offset))
+        stream.seek(0)
+        return Drawn(_array(stream, header, uri), comments, header.has_mm)
+
+
+def _comments(head: bytes) -> str:
+    """Text of the header's extensions, which are lists of size, code and content (nifti1.h)."""
+    at = 544 if head[:4] in (struct.pack("<i", 540), struct.pack(">i", 540)) else 352
+    order, found = "<" if head[:1] != b"\0" else ">", []
+    while at + 8 <= len(head):
+        size, code = struct.unpack_from(order + "2i", head, at)
+        if size < 8:
+            break
+        if code == _COMMENT:
+            found.append(head[at + 8 : at + size].rstrip(b"\0").decode("utf-8", "replace").strip())
+        at += size
+    return "; ".join(found)
+
+
 def axes_of_spacing(mm: tuple[float, float, float] | None) -> str | None:
     """The letters of the stored axes, fastest first; None where spacing does not tell them apart."""
     if mm is not None:
@@ -88,6 +123,20 @@ def axes_of_spacing(mm: tuple[float, float, float] | None) -> str | None:
         if mm[middle] >= _AXIAL_FINER * mm[fine] and mm[coarse] >= _BSCANS_COARSER * mm[middle]:
             return "".join({coarse: "D", fine: "H", middle: "W"}[i] for i in range(3))
     return None
+
+
+def _array(stream: BinaryIO, header: _Header, uri: str) -> np.ndarray:
+    """The scaled voxels as stored, fastest axis first."""
+    stream.seek(header.offset)
+    content = stream.read(header.bytes)
+    if len(content) < header.bytes:
+        raise ReadError("truncated_pixel_data", f"{uri}: the voxels end early; fetch it again")
+    stream.read(1)  # makes gzip verify the checksum after the last byte
+    array = np.frombuffer(content, header.dtype).reshape(header.shape, order="F")
+    # A slope of 0 means that values are not scaled (nifti1.h).
+    if (header.slope, header.intercept) not in ((0.0, 0.0), (1.0, 0.0)) and header.slope:
+        array = array * header.slope + header.intercept
+    return array
 
 
 def _unknown_axes(mm: tuple[float, float, float] | None, uri: str) -> NoReturn:
@@ -139,6 +188,7 @@ def _read_header(stream: BinaryIO, uri: str) -> _Header:
         offset=offset,
         slope=slope,
         intercept=intercept,
+        has_mm=units & 7 != 0,
     )
 
 

@@ -1,0 +1,92 @@
+"""Surfaces and labels in files of their own, put on the scan that they were drawn in: DICOM height maps and SEG, NIfTI
+as octfm segment writes it, MetaImage masks."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from octfm.errors import ReadError
+from octfm.formats import bscans, detect
+from octfm.formats.medical import metaimage, nifti
+from octfm.volume.volume import Labels, Shape3, Spacing3, Surfaces
+
+
+def read_overlay(uri: str | Path, of: str | Path, shape: Shape3, spacing_mm: Spacing3) -> Surfaces | Labels:
+    """See octfm.formats.read_overlay. `shape` and `spacing_mm`: of the Volume in `of`."""
+    uri, of = str(uri), str(of)
+    reader = detect.find_reader(uri)
+    if detect.is_dicom(reader):
+        return _of_dicom(uri, of)
+    with bscans.damage_has_a_code(uri):
+        if reader is nifti:
+            return _of_nifti(uri, shape, spacing_mm)
+        if reader is metaimage:
+            values = metaimage.read_mask(uri)
+            return _labels(values, {}, uri, shape)
+    raise _neither(uri)
+
+
+def _of_dicom(uri: str, of: str) -> Surfaces | Labels:
+    from pydicom import dcmread
+
+    from octfm.formats.dicom.file import guarded, text
+    from octfm.formats.dicom.labels import LABEL_MAP, SEGMENTATION, labels_of_volume
+    from octfm.formats.dicom.surfaces import HEIGHT_MAP, surfaces_of_volume
+
+    with guarded(uri) as file:
+        kind = text(dcmread(file, force=True, specific_tags=["SOPClassUID"]), "SOPClassUID")
+    if kind not in (HEIGHT_MAP, SEGMENTATION, LABEL_MAP):
+        raise _neither(uri)
+    if not detect.is_dicom(detect.find_reader(of)):
+        raise ReadError("other_volume", f"{uri}: refers to a DICOM file, and {of} is none; give the NIfTI of this scan")
+    return surfaces_of_volume(of, uri) if kind == HEIGHT_MAP else labels_of_volume(of, uri)
+
+
+def _neither(uri: str) -> ReadError:
+    return ReadError(
+        "not_labels",
+        f"{uri}: neither labels nor heights of layers; give a DICOM SEG or height map, or NIfTI of octfm segment --out",
+    )
+
+
+def _of_nifti(uri: str, shape: Shape3, spacing_mm: Spacing3) -> Surfaces | Labels:
+    depth, height, width = shape
+    found = nifti.read_drawn(uri)
+    stored, are_labels = found.values.shape, bool(np.isin(found.values, np.arange(256)).all())
+    if stored == (width, height, depth) or are_labels:
+        if not are_labels:
+            raise ReadError("not_labels", f"{uri}: values that are no labels, which are 0 to 255; give the labels")
+        values = found.values.transpose(2, 1, 0).astype(np.uint8)
+        return _labels(values, _names_of_labels(found.comments), uri, shape)
+    if stored[:2] != (width, depth):
+        raise ReadError(
+            "other_volume",
+            f"{uri}: heights of {stored[1]} B-scans of {stored[0]} A-scans, the scan has {depth} of {width}",
+        )
+    heights = found.values.transpose(2, 1, 0).astype(np.float32)
+    row_um = 1000 * spacing_mm[1]
+    rows = heights / np.float32(row_um) - np.float32(0.5) if found.has_mm else heights
+    names = found.comments.partition(";")[0].split()
+    named = names if len(names) == len(rows) else [f"surface {n + 1}" for n in range(len(rows))]
+    return Surfaces(tuple(named), rows, spacing_mm[1], uri)
+
+
+def _names_of_labels(comments: str) -> dict[int, str]:
+    """The begin of a comment such as `1 ilm to nfl; 2 drusen; synthetic`."""
+    names = {}
+    for part in comments.split("; "):
+        if (match := re.fullmatch(r"(\d{1,3}) (.+)", part)) is None:
+            break
+        names[int(match[1])] = match[2]
+    return names
+
+
+def _labels(values: np.ndarray, names: dict[int, str], uri: str, shape: Shape3) -> Labels:
+    if values.shape != tuple(shape):
+        raise ReadError(
+            "other_volume",
+            f"{uri}: labels of {' x '.join(map(str, values.shape))} voxels, the scan has {' x '.join(map(str, shape))}",
+        )
+    known = {int(value): f"label {value}" for value in np.unique(values) if value} | names
+    return Labels(np.ascontiguousarray(values), dict(sorted(known.items())), uri)
