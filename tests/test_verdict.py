@@ -18,9 +18,10 @@ from octfm.layers.verdict import (
     expected_error_um,
     judge,
     measure,
+    membrane_um,
     waviness_um,
 )
-from octfm.models.layer_net import SURFACES, LayerNet, LayerNetConfig
+from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig
 from octfm.phantom.native.stream import Stream
 from octfm.volume.volume import Volume
 from support.segmented import found_in
@@ -144,6 +145,27 @@ def test_a_wavy_membrane_is_unexpected_and_a_tilted_or_curved_one_is_not(scan):
     gap[:, 10:20] = np.nan
     assert waviness_um(gap, spacing).max() < 1e-6 and not waviness_um(np.full((2, 50), np.nan), spacing).any()
     assert not waviness_um(np.ones((2, 1)), spacing).any()
+
+
+def test_a_thick_and_folded_inner_retina_is_suspected_of_a_membrane_and_other_swelling_is_not(scan):
+    """The ILM may then lie on the membrane, which the network does not know."""
+    volume, found = scan
+    spacing, row_um = volume.spacing_mm, 1000 * volume.spacing_mm[1]
+    inner, columns = SURFACES.index("ipl_inl"), np.arange(volume.shape[2])
+    found.rows[inner] = found.rows[0] + 110 / row_um
+    found.rows[inner + 1 :, 1] += 150 / row_um  # oedema of the layers below
+    found.rows[inner, 2] += 40 / row_um  # a thick inner retina
+    found.rows[inner:, 3] += 40 / row_um
+    found.rows[inner, 3] += 25 / row_um * np.sin(2 * np.pi * columns * spacing[2] / 0.5)  # and folded
+    found.rows[:, 5], found.lesions[5, 220] = found.rows[:, 3], 1 + MASKS.index("intraretinal_fluid")  # cysts
+    found.rows[0, 4] -= 0.05 * columns  # tilted
+    found.rows[inner, 4] -= 0.05 * columns
+    error = membrane_um(found, spacing)
+    assert not error[[0, 1, 2, 4, 5]].any() and error[3].mean() > ASCAN_UM
+    # It says nothing of layers that do not begin at the ILM, and does not make an image unfamiliar.
+    assert expected_error_um(found, spacing, "ez", "bm").max() < ASCAN_UM
+    found.rows[inner:] = found.rows[inner:, 3:4]
+    assert (expected_error_um(found, spacing) > ASCAN_UM).mean() > 0.7 and codes(volume, found) == ()
 
 
 def test_every_reason_is_a_sentence_of_what_was_measured(scan):
