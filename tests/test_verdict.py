@@ -14,6 +14,7 @@ from octfm.layers.verdict import (
     MOST_UM,
     OWN_SHARE,
     REASONS,
+    atrophy_um,
     decide,
     expected_error_um,
     judge,
@@ -35,7 +36,9 @@ def scan() -> tuple[Volume, Layers]:
     """A bright retina 300 µm thick in ten B-scans of 6 mm, and surfaces that fit it."""
     voxels = np.random.default_rng(0).integers(10, 40, (D, H, W), dtype=np.uint8)
     voxels[:, 200:277] += 90
-    rows = np.linspace(200, 277, len(SURFACES), dtype=np.float32)[:, None, None] * np.ones((1, D, W), np.float32)
+    rows = np.array([200, 208, 230, 238, 244, 264, 272, 274, 277], np.float32)[:, None, None] + np.zeros(
+        (1, D, W), "f4"
+    )
     flat = np.zeros((D, W), np.float32)
     found = Layers(rows, np.full_like(rows, 6), np.full_like(rows, 0.95), flat, flat + 0.99, np.zeros_like(voxels))
     return Volume(voxels, (0.6, 0.0039, 6 / W), laterality="R"), found
@@ -166,6 +169,21 @@ def test_a_thick_and_folded_inner_retina_is_suspected_of_a_membrane_and_other_sw
     assert expected_error_um(found, spacing, "ez", "bm").max() < ASCAN_UM
     found.rows[inner:] = found.rows[inner:, 3:4]
     assert (expected_error_um(found, spacing) > ASCAN_UM).mean() > 0.7 and codes(volume, found) == ()
+
+
+def test_a_thin_outer_nuclear_layer_makes_bruchs_membrane_doubtful(scan):
+    """In atrophy the network may take a line in the choroid for it, and be sure."""
+    volume, found = scan
+    spacing, row_um = volume.spacing_mm, 1000 * volume.spacing_mm[1]
+    opl, ez = SURFACES.index("opl_onl"), SURFACES.index("ez")
+    found.rows[opl, 1] = found.rows[ez, 1] - 25 / row_um
+    found.rows[opl, 2, 30:32] = found.rows[ez, 2, 30:32] - 25 / row_um  # a fifth of a millimetre is no atrophy
+    error = atrophy_um(found, spacing)
+    assert not error[[0, 2]].any() and error[1] == pytest.approx(16, abs=0.1)
+    assert (expected_error_um(found, spacing)[1] > ASCAN_UM).all()
+    assert (expected_error_um(found, spacing, "ilm", "ez")[1] < ASCAN_UM).all()
+    found.rows[opl] = found.rows[ez] - 25 / row_um
+    assert codes(volume, found) == ()  # no reason to call the whole image unfamiliar
 
 
 def test_every_reason_is_a_sentence_of_what_was_measured(scan):

@@ -56,6 +56,11 @@ MEMBRANE_MM = 2.0
 WRINKLES, WRINKLED_UM, UNSUSPECTED_UM = 5.0, 12.0, 170.0
 """A membrane is suspected where the thickness of the inner retina plus WRINKLES times its unevenness, of which at most
 WRINKLED_UM count, exceeds UNSUSPECTED_UM, as in few other eyes; the excess is the error to expect of the ILM."""
+ATROPHY_MM = 1.0
+"""Length along a B-scan over which the thickness of the outer nuclear layer is averaged."""
+ATROPHIC_UM, ATROPHY_SHARE = 65.0, 0.4
+"""Where the outer nuclear layer (from the OPL to the EZ) is thinner, as in few eyes without atrophy, Bruch's membrane
+may be found in the choroid; that share of what is missing is the error to expect of it."""
 OWN_SHARE, WAVE_SHARE = 1 / 3, 2 / 3
 """Weights of the error that the distribution implies and of the waviness of Bruch's membrane in the expected error: on
 phantom zones their sum is about the mean absolute error."""
@@ -104,7 +109,7 @@ class Measures:
     thickness_um: float
     """Median; NaN if nothing was found."""
     doubtful: float
-    """Share of A-scans that are doubtful even if no membrane is suspected; of the B-scans that are not lost."""
+    """Share of A-scans that are doubtful without signs of membranes and atrophy; of the B-scans that are not lost."""
     spread_um: float
     """Median of ILM and BM; infinite if nothing was found."""
     turned: float = 0.0
@@ -164,18 +169,20 @@ def decide(measures: Measures) -> Verdict:
 def expected_error_um(found: Layers, spacing_mm: Spacing3, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
     """float32 [D, W]: the absolute error to expect of the thickness between two surfaces.
 
-    It adds what the network's own distribution implies, the waviness of Bruch's membrane if `lower` is "bm", which is
-    smooth in an eye, and signs of an epiretinal membrane if `upper` is "ilm": a network that has taken another line for
+    It adds what the network's own distribution implies, the waviness of Bruch's membrane and signs of atrophy if
+    `lower` is "bm", and signs of an epiretinal membrane if `upper` is "ilm": a network that has taken another line for
     either can be sure. The weights were chosen for ILM to BM only.
     """
     error = _strangeness_um(found, spacing_mm, upper, lower)
     if upper == "ilm":
         error = error + membrane_um(found, spacing_mm)
+    if lower == "bm":
+        error = error + atrophy_um(found, spacing_mm)
     return error.astype(np.float32)
 
 
 def _strangeness_um(found: Layers, spacing_mm: Spacing3, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
-    """The expected error but for membranes, which are no reason to call a whole image unfamiliar."""
+    """The expected error without signs of membranes and atrophy, which do not make a whole image unfamiliar."""
     error = OWN_SHARE * own_error_um(found, upper, lower)
     if lower == "bm":
         error = error + WAVE_SHARE * waviness_um(found.rows[SURFACES.index(lower)], spacing_mm)
@@ -201,14 +208,25 @@ def membrane_um(found: Layers, spacing_mm: Spacing3) -> np.ndarray:
     A membrane that contracts folds and thickens the inner retina; oedema thickens the layers below it. A-scans with
     intraretinal fluid do not count, since cysts displace the inner layers.
     """
-    from scipy.ndimage import uniform_filter1d
-
     inner = found.rows[SURFACES.index("ipl_inl")] - found.rows[SURFACES.index("ilm")]
     uneven_um = np.minimum(waviness_um(inner, spacing_mm, WRINKLE_MM), WRINKLED_UM)
     dry = ~(found.lesions == 1 + MASKS.index("intraretinal_fluid")).any(axis=1)
     signs_um = dry * (_depth_um(inner, spacing_mm) + WRINKLES * uneven_um)
-    mean = uniform_filter1d(signs_um, max(1, round(MEMBRANE_MM / spacing_mm[2])), axis=1, mode="nearest")
-    return np.clip(mean - UNSUSPECTED_UM, 0, MOST_UM)
+    return np.clip(_mean_over(signs_um, MEMBRANE_MM, spacing_mm) - UNSUSPECTED_UM, 0, MOST_UM)
+
+
+def atrophy_um(found: Layers, spacing_mm: Spacing3) -> np.ndarray:
+    """float [D, W]: the error to expect of Bruch's membrane because the layers above it may have atrophied."""
+    nuclear = found.rows[SURFACES.index("ez")] - found.rows[SURFACES.index("opl_onl")]
+    thin_um = ATROPHIC_UM - _mean_over(_depth_um(nuclear, spacing_mm), ATROPHY_MM, spacing_mm)
+    return ATROPHY_SHARE * np.clip(thin_um, 0, None)
+
+
+def _mean_over(values_DW: np.ndarray, length_mm: float, spacing_mm: Spacing3) -> np.ndarray:
+    """Mean over this length along the B-scans."""
+    from scipy.ndimage import uniform_filter1d
+
+    return uniform_filter1d(values_DW, max(1, round(length_mm / spacing_mm[2])), axis=1, mode="nearest")
 
 
 def waviness_um(rows_DW: np.ndarray, spacing_mm: Spacing3, over_mm: float = WAVE_MM) -> np.ndarray:
