@@ -4,6 +4,7 @@ python benchmarks/segment_ranges.py --save people.jsonl            # 1,100 parti
 python benchmarks/segment_ranges.py --save a.jsonl --part 0/2     # every other one, for a second process
 python benchmarks/segment_ranges.py --unseen --save unseen.jsonl  # the scanner that no training has seen
 python benchmarks/segment_ranges.py --fit people.jsonl --test unseen.jsonl [--write]
+python benchmarks/segment_ranges.py --seed 320 --count 200 --save new.jsonl --check new.jsonl
 
 A participant is one phantom volume of 13 B-scans; diseases and scanners are equally frequent. The verdict and the
 threshold above which zones are withheld are frozen first (octfm.layers.verdict). Quantile
@@ -23,7 +24,7 @@ from sklearn.linear_model import QuantileRegressor
 import octfm.weights
 import segment_verdict
 from octfm.layers.finder import LayerFinder, load_finder
-from octfm.layers.ranges import LEVEL, SWOLLEN_UM, WET_UM, Ranges, conformal_quantile
+from octfm.layers.ranges import LEVEL, SWOLLEN_UM, WET_UM, Ranges, conformal_quantile, packaged_ranges
 from octfm.layers.segment import segment
 from octfm.layers.verdict import ZONE_UM, Measures, decide
 from octfm.phantom.native.stream import CONDITIONS, Stream
@@ -35,12 +36,12 @@ UNSEEN = tuple(name for name in SCANNERS if name not in DEFAULT_SCANNERS)
 Person = dict
 
 
-def person(place: int, scanners: tuple[str, ...], finder: LayerFinder) -> Person:
+def person(place: int, scanners: tuple[str, ...], finder: LayerFinder, seed: int = SEED) -> Person:
     """One participant: what was found, expected and true in every zone, and what the verdict depends on."""
     condition = CONDITIONS[place % len(CONDITIONS)]
     scanner = scanners[place // len(CONDITIONS) % len(scanners)]
     looks = 0.1 if scanners == DEFAULT_SCANNERS else 0.0  # a randomised look may borrow any scanner
-    image = Stream(SEED, BSCANS, looks, conditions=(condition,), scanners=(scanner,))(place)
+    image = Stream(seed, BSCANS, looks, conditions=(condition,), scanners=(scanner,))(place)
     found = segment(segment_verdict.altered(image, "as drawn"), finder=finder)
     assert found.verdict.measures is not None
     return {
@@ -150,6 +151,31 @@ def report(rest: list[Person], unseen: list[Person]) -> Ranges:
     return ranges
 
 
+def check(rest: list[Person]) -> None:
+    """Coverage of the packaged ranges, and what the verdict catches, on participants that gave neither."""
+    people, finder = accepted(rest), load_finder()
+    ranges = packaged_ranges(finder.name, finder.digest)
+    assert ranges is not None
+    hits = np.array([covered(one, ranges) for one in people])
+    error = hits.std(ddof=1) / np.sqrt(len(hits))
+    given, possible = (sum(len(one["zones"]) for one in part) for part in (people, rest))
+    print(
+        f"{len(people)} of {len(rest)} participants accepted; {100 * (1 - given / possible):.0f} % of zones not given"
+    )
+    print(f"packaged ranges cover {100 * hits.mean():.1f} ± {100 * error:.1f} %, width {width(ranges, people):.1f} µm")
+    print(f"{'':24} {'wrong':>6} {'caught':>7} {'right':>6} {'withheld':>8} {'covered':>8}")
+    for condition in ("", *CONDITIONS):
+        some = [one for one in rest if condition in ("", one["condition"])]
+        zones = [(segment_verdict.Zone(*zone), one) for one in some for zone in one["zones"].values()]
+        held = [
+            (z.wrong, z.expected_um > ZONE_UM or not decide(Measures(**one["measures"])).accepted) for z, one in zones
+        ]
+        wrong, right = ([hit for off, hit in held if off is kind] for kind in (True, False))
+        mine = [share for one, share in zip(people, hits, strict=True) if condition in ("", one["condition"])]
+        shares = [f"{100 * np.mean(part):.0f} %" if part else "–" for part in (wrong, right, mine)]
+        print(f"{condition or 'all':24} {len(wrong):>6} {shares[0]:>7} {len(right):>6} {shares[1]:>8} {shares[2]:>8}")
+
+
 def mean_of(values: list[float], places: list[int]) -> float:
     return 100 * float(np.mean([values[i] for i in places])) if places else float("nan")
 
@@ -172,14 +198,14 @@ def read(path: Path) -> list[Person]:
     return [found[place] for place in sorted(found)]
 
 
-def collect(path: Path, count: int, scanners: tuple[str, ...], part: str) -> None:
+def collect(path: Path, count: int, scanners: tuple[str, ...], part: str, seed: int) -> None:
     """Add the participants that the file lacks, a line each."""
     own, of = (int(word) for word in part.split("/"))
     done, finder = {one["place"] for one in read(path)}, load_finder()
     with path.open("a") as file:
         for place in range(count):
             if place % of == own and place not in done:
-                file.write("\n" * (file.tell() > 0) + json.dumps(person(place, scanners, finder)))
+                file.write("\n" * (file.tell() > 0) + json.dumps(person(place, scanners, finder, seed)))
                 file.flush()
 
 
@@ -196,6 +222,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", type=Path, help="file of participants, extended")
     parser.add_argument("--count", type=int, default=1100)
+    parser.add_argument("--seed", type=int, default=SEED, help="of the participants; others are for --check")
+    parser.add_argument("--check", type=Path, help="report how the packaged ranges and the verdict do on this file")
     parser.add_argument("--part", default="0/1", help="every N-th participant, from the K-th: K/N")
     parser.add_argument("--unseen", action="store_true", help="the scanner that training and calibration lack")
     parser.add_argument("--fit", type=Path, help="calibrate on this file of --save, and report")
@@ -203,7 +231,15 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="with --fit: store the ranges with the network")
     arguments = parser.parse_args()
     if arguments.save:
-        collect(arguments.save, arguments.count, UNSEEN if arguments.unseen else DEFAULT_SCANNERS, arguments.part)
+        collect(
+            arguments.save,
+            arguments.count,
+            UNSEEN if arguments.unseen else DEFAULT_SCANNERS,
+            arguments.part,
+            arguments.seed,
+        )
+    if arguments.check:
+        check(read(arguments.check))
     if arguments.fit:
         ranges = report(read(arguments.fit), read(arguments.test) if arguments.test else [])
         if arguments.write:

@@ -14,13 +14,15 @@ from octfm.layers.verdict import (
     MOST_UM,
     OWN_SHARE,
     REASONS,
+    atrophy_um,
     decide,
     expected_error_um,
     judge,
     measure,
+    membrane_um,
     waviness_um,
 )
-from octfm.models.layer_net import SURFACES, LayerNet, LayerNetConfig
+from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig
 from octfm.phantom.native.stream import Stream
 from octfm.volume.volume import Volume
 from support.segmented import found_in
@@ -34,7 +36,9 @@ def scan() -> tuple[Volume, Layers]:
     """A bright retina 300 µm thick in ten B-scans of 6 mm, and surfaces that fit it."""
     voxels = np.random.default_rng(0).integers(10, 40, (D, H, W), dtype=np.uint8)
     voxels[:, 200:277] += 90
-    rows = np.linspace(200, 277, len(SURFACES), dtype=np.float32)[:, None, None] * np.ones((1, D, W), np.float32)
+    rows = np.array([200, 208, 230, 238, 244, 264, 272, 274, 277], np.float32)[:, None, None] + np.zeros(
+        (1, D, W), "f4"
+    )
     flat = np.zeros((D, W), np.float32)
     found = Layers(rows, np.full_like(rows, 6), np.full_like(rows, 0.95), flat, flat + 0.99, np.zeros_like(voxels))
     return Volume(voxels, (0.6, 0.0039, 6 / W), laterality="R"), found
@@ -144,6 +148,42 @@ def test_a_wavy_membrane_is_unexpected_and_a_tilted_or_curved_one_is_not(scan):
     gap[:, 10:20] = np.nan
     assert waviness_um(gap, spacing).max() < 1e-6 and not waviness_um(np.full((2, 50), np.nan), spacing).any()
     assert not waviness_um(np.ones((2, 1)), spacing).any()
+
+
+def test_a_thick_and_folded_inner_retina_is_suspected_of_a_membrane_and_other_swelling_is_not(scan):
+    """The ILM may then lie on the membrane, which the network does not know."""
+    volume, found = scan
+    spacing, row_um = volume.spacing_mm, 1000 * volume.spacing_mm[1]
+    inner, columns = SURFACES.index("ipl_inl"), np.arange(volume.shape[2])
+    found.rows[inner] = found.rows[0] + 110 / row_um
+    found.rows[inner + 1 :, 1] += 150 / row_um  # oedema of the layers below
+    found.rows[inner, 2] += 40 / row_um  # a thick inner retina
+    found.rows[inner:, 3] += 40 / row_um
+    found.rows[inner, 3] += 25 / row_um * np.sin(2 * np.pi * columns * spacing[2] / 0.5)  # and folded
+    found.rows[:, 5], found.lesions[5, 220] = found.rows[:, 3], 1 + MASKS.index("intraretinal_fluid")  # cysts
+    found.rows[0, 4] -= 0.05 * columns  # tilted
+    found.rows[inner, 4] -= 0.05 * columns
+    error = membrane_um(found, spacing)
+    assert not error[[0, 1, 2, 4, 5]].any() and error[3].mean() > ASCAN_UM
+    # It says nothing of layers that do not begin at the ILM, and does not make an image unfamiliar.
+    assert expected_error_um(found, spacing, "ez", "bm").max() < ASCAN_UM
+    found.rows[inner:] = found.rows[inner:, 3:4]
+    assert (expected_error_um(found, spacing) > ASCAN_UM).mean() > 0.7 and codes(volume, found) == ()
+
+
+def test_a_thin_outer_nuclear_layer_makes_bruchs_membrane_doubtful(scan):
+    """In atrophy the network may take a line in the choroid for it, and be sure."""
+    volume, found = scan
+    spacing, row_um = volume.spacing_mm, 1000 * volume.spacing_mm[1]
+    opl, ez = SURFACES.index("opl_onl"), SURFACES.index("ez")
+    found.rows[opl, 1] = found.rows[ez, 1] - 25 / row_um
+    found.rows[opl, 2, 30:32] = found.rows[ez, 2, 30:32] - 25 / row_um  # a fifth of a millimetre is no atrophy
+    error = atrophy_um(found, spacing)
+    assert not error[[0, 2]].any() and error[1] == pytest.approx(16, abs=0.1)
+    assert (expected_error_um(found, spacing)[1] > ASCAN_UM).all()
+    assert (expected_error_um(found, spacing, "ilm", "ez")[1] < ASCAN_UM).all()
+    found.rows[opl] = found.rows[ez] - 25 / row_um
+    assert codes(volume, found) == ()  # no reason to call the whole image unfamiliar
 
 
 def test_every_reason_is_a_sentence_of_what_was_measured(scan):

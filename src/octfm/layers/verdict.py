@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from octfm.layers.finder import LayerFinder, Layers, without_white_padding
-from octfm.models.layer_net import SURFACES
+from octfm.models.layer_net import MASKS, SURFACES
 from octfm.volume.volume import Spacing3, Volume
 
 SEEN = 0.5
@@ -49,6 +49,18 @@ MOST_UM = 100.0
 """What the network's distribution counts where ILM or BM was not found, and the most that it counts anywhere."""
 WAVE_MM = 1.2
 """Length over which Bruch's membrane should be straight."""
+WRINKLE_MM = 0.6
+"""Length over which the thickness of the inner retina (ILM to the border of IPL and INL) should be even."""
+MEMBRANE_MM = 2.0
+"""Length along a B-scan over which signs of an epiretinal membrane are averaged."""
+WRINKLES, WRINKLED_UM, UNSUSPECTED_UM = 5.0, 12.0, 170.0
+"""A membrane is suspected where the thickness of the inner retina plus WRINKLES times its unevenness, of which at most
+WRINKLED_UM count, exceeds UNSUSPECTED_UM, as in few other eyes; the excess is the error to expect of the ILM."""
+ATROPHY_MM = 1.0
+"""Length along a B-scan over which the thickness of the outer nuclear layer is averaged."""
+ATROPHIC_UM, ATROPHY_SHARE = 65.0, 0.4
+"""Where the outer nuclear layer (from the OPL to the EZ) is thinner, as in few eyes without atrophy, Bruch's membrane
+may be found in the choroid; that share of what is missing is the error to expect of it."""
 OWN_SHARE, WAVE_SHARE = 1 / 3, 2 / 3
 """Weights of the error that the distribution implies and of the waviness of Bruch's membrane in the expected error: on
 phantom zones their sum is about the mean absolute error."""
@@ -97,7 +109,7 @@ class Measures:
     thickness_um: float
     """Median; NaN if nothing was found."""
     doubtful: float
-    """Share of doubtful A-scans; of the B-scans that are not lost."""
+    """Share of A-scans that are doubtful without signs of membranes and atrophy; of the B-scans that are not lost."""
     spread_um: float
     """Median of ILM and BM; infinite if nothing was found."""
     turned: float = 0.0
@@ -157,14 +169,24 @@ def decide(measures: Measures) -> Verdict:
 def expected_error_um(found: Layers, spacing_mm: Spacing3, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
     """float32 [D, W]: the absolute error to expect of the thickness between two surfaces.
 
-    It weighs two terms: what the network's own distribution implies, and, if `lower` is "bm", the waviness of Bruch's
-    membrane, which is smooth in an eye: a network that has taken another line for it can be sure. The weights were
-    chosen for ILM to BM only.
+    It adds what the network's own distribution implies, the waviness of Bruch's membrane and signs of atrophy if
+    `lower` is "bm", and signs of an epiretinal membrane if `upper` is "ilm": a network that has taken another line for
+    either can be sure. The weights were chosen for ILM to BM only.
     """
+    error = _strangeness_um(found, spacing_mm, upper, lower)
+    if upper == "ilm":
+        error = error + membrane_um(found, spacing_mm)
+    if lower == "bm":
+        error = error + atrophy_um(found, spacing_mm)
+    return error.astype(np.float32)
+
+
+def _strangeness_um(found: Layers, spacing_mm: Spacing3, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
+    """The expected error without signs of membranes and atrophy, which do not make a whole image unfamiliar."""
     error = OWN_SHARE * own_error_um(found, upper, lower)
     if lower == "bm":
         error = error + WAVE_SHARE * waviness_um(found.rows[SURFACES.index(lower)], spacing_mm)
-    return error.astype(np.float32)
+    return error
 
 
 def own_error_um(found: Layers, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
@@ -180,25 +202,58 @@ def own_error_um(found: Layers, upper: str = "ilm", lower: str = "bm") -> np.nda
     return np.where(missing, MOST_UM, np.minimum(own, MOST_UM)).astype(np.float32)
 
 
-def waviness_um(rows_DW: np.ndarray, spacing_mm: Spacing3) -> np.ndarray:
-    """float [D, W]: distance of a surface from its mean over WAVE_MM along the B-scan, at most MOST_UM.
+def membrane_um(found: Layers, spacing_mm: Spacing3) -> np.ndarray:
+    """float [D, W]: the error to expect of the ILM because it may lie on an epiretinal membrane, at most MOST_UM.
+
+    A membrane that contracts folds and thickens the inner retina; oedema thickens the layers below it. A-scans with
+    intraretinal fluid do not count, since cysts displace the inner layers.
+    """
+    inner = found.rows[SURFACES.index("ipl_inl")] - found.rows[SURFACES.index("ilm")]
+    uneven_um = np.minimum(waviness_um(inner, spacing_mm, WRINKLE_MM), WRINKLED_UM)
+    dry = ~(found.lesions == 1 + MASKS.index("intraretinal_fluid")).any(axis=1)
+    signs_um = dry * (_depth_um(inner, spacing_mm) + WRINKLES * uneven_um)
+    return np.clip(_mean_over(signs_um, MEMBRANE_MM, spacing_mm) - UNSUSPECTED_UM, 0, MOST_UM)
+
+
+def atrophy_um(found: Layers, spacing_mm: Spacing3) -> np.ndarray:
+    """float [D, W]: the error to expect of Bruch's membrane because the layers above it may have atrophied."""
+    nuclear = found.rows[SURFACES.index("ez")] - found.rows[SURFACES.index("opl_onl")]
+    thin_um = ATROPHIC_UM - _mean_over(_depth_um(nuclear, spacing_mm), ATROPHY_MM, spacing_mm)
+    return ATROPHY_SHARE * np.clip(thin_um, 0, None)
+
+
+def _mean_over(values_DW: np.ndarray, length_mm: float, spacing_mm: Spacing3) -> np.ndarray:
+    """Mean over this length along the B-scans."""
+    from scipy.ndimage import uniform_filter1d
+
+    return uniform_filter1d(values_DW, max(1, round(length_mm / spacing_mm[2])), axis=1, mode="nearest")
+
+
+def waviness_um(rows_DW: np.ndarray, spacing_mm: Spacing3, over_mm: float = WAVE_MM) -> np.ndarray:
+    """float [D, W]: distance of a surface from its mean over `over_mm` along the B-scan, at most MOST_UM.
 
     Rows that are NaN are interpolated. Beyond its ends a B-scan goes on as it began, so a tilt is no wave.
     """
     from scipy.ndimage import uniform_filter1d
 
     width = rows_DW.shape[1]
-    reach = max(1, round(WAVE_MM / spacing_mm[2] / 2))
+    reach = max(1, round(over_mm / spacing_mm[2] / 2))
     if width <= reach + 1:
         return np.zeros(rows_DW.shape)
-    depth_um, ascan = np.zeros(rows_DW.shape), np.arange(width)
+    depth_um = _depth_um(rows_DW, spacing_mm)
+    beyond = np.pad(depth_um, ((0, 0), (reach, reach)), mode="reflect", reflect_type="odd")
+    mean = uniform_filter1d(beyond, 2 * reach + 1, axis=1)[:, reach:-reach]
+    return np.minimum(np.abs(depth_um - mean), MOST_UM)
+
+
+def _depth_um(rows_DW: np.ndarray, spacing_mm: Spacing3) -> np.ndarray:
+    """Rows [D, W] in µm, those that are NaN interpolated along the B-scan; 0 in B-scans without any."""
+    depth_um, ascan = np.zeros(rows_DW.shape), np.arange(rows_DW.shape[1])
     for line, rows in zip(depth_um, rows_DW, strict=True):
         known = np.isfinite(rows)
         if known.any():
             line[:] = np.interp(ascan, ascan[known], rows[known]) * 1000 * spacing_mm[1]
-    beyond = np.pad(depth_um, ((0, 0), (reach, reach)), mode="reflect", reflect_type="odd")
-    mean = uniform_filter1d(beyond, 2 * reach + 1, axis=1)[:, reach:-reach]
-    return np.minimum(np.abs(depth_um - mean), MOST_UM)
+    return depth_um
 
 
 def measure(volume: Volume, found: Layers) -> Measures:
@@ -230,7 +285,7 @@ def measure(volume: Volume, found: Layers) -> Measures:
         frame_mm=y,
         aspect=z / x if raster else 0.0,
         thickness_um=float(np.median(thickness)) if len(thickness) else float("nan"),
-        doubtful=float((expected_error_um(found, volume.spacing_mm) > ASCAN_UM)[kept].mean()),
+        doubtful=float((_strangeness_um(found, volume.spacing_mm) > ASCAN_UM)[kept].mean()),
         spread_um=float(np.median(spread)) if len(spread) else float("inf"),
     )
 
