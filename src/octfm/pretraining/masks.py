@@ -54,10 +54,10 @@ class MaskConfig(Config):
                 f"mask_ratio {self.mask_ratio} + context_ratio {self.context_ratio} exceeds 1: context and target "
                 f"would overlap; lower context_ratio to {1 - self.mask_ratio:.2f} or less"
             )
-        for name, (hidden, seen) in (
-            *(("stages", stage) for stage in self.stages),
-            *(("large_blocks", self.large_blocks[1:]) for _ in range(self.large_blocks is not None)),
-        ):
+        ratios = [("stages", *stage) for stage in self.stages]
+        if self.large_blocks is not None:
+            ratios.append(("large_blocks", *self.large_blocks[1:]))
+        for name, hidden, seen in ratios:
             if not (0 < hidden < 1 and 0 < seen < 1 and hidden + seen <= 1):
                 raise ValueError(
                     f"{name}: expected (mask_ratio, context_ratio) above 0 whose sum is at most 1, got ({hidden}, "
