@@ -17,6 +17,7 @@ from support.tiny_runs import TINY, assert_same_weights, final, rows, timeless
 SMALL = TINY | {"data": {"global_batch_size": 4, "per_device_batch_size": 1}, "runtime": {"timeout_s": 60}}
 SHARDED = {"runtime": {"parallel": "fsdp", "timeout_s": 60}}
 WHITEN = {"objective": {"target_norm": "whiten"}}
+NEAR = {"target_levels": 2, "fuse_levels": True, "context_nearness": True}
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +76,8 @@ def test_ranks_train_what_one_process_trains(ranks, store, alone, tmp_path, worl
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "objective",
-    [{"name": "vjepa2"}, {"name": "data2vec"}, {"target_norm": "whiten"}],
-    ids=["layer", "data2vec", "whiten"],
+    [{"name": "vjepa2"}, {"name": "data2vec"}, {"target_norm": "whiten"}, NEAR],
+    ids=["layer", "data2vec", "whiten", "levels"],
 )
 def test_thirty_steps_agree_to_1e_5(ranks, store, tmp_path, objective):
     """Accumulation 4; 2 ranks x 2; 4 ranks x 1; FSDP2 on 2 ranks.
@@ -85,6 +86,8 @@ def test_thirty_steps_agree_to_1e_5(ranks, store, tmp_path, objective):
     by more.
     """
     settings = SMALL | {"steps": 30, "validate_every_steps": 10, "objective": objective}
+    if objective is NEAR:
+        settings |= {"masks": SMALL["masks"] | {"large_blocks": [0.7, 0.8, 0.2]}}
     assert codes(ranks(1, store.path, tmp_path / "one", settings)) == [0]
     for name, world, parallel in (("two", 2, "ddp"), ("four", 4, "ddp"), ("sharded", 2, "fsdp")):
         out = tmp_path / name

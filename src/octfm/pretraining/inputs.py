@@ -35,6 +35,7 @@ class Inputs:
     """One micro-batch on the device."""
 
     views: tuple[View, ...]
+    """Those of the objective; with masks.large_blocks, each is followed by itself under its second set of masks."""
     masks: TokenMasks
     """Masks of the first view, on the host, and the statistics of their sampling."""
 
@@ -59,6 +60,10 @@ def make_inputs(
             masks = _masks(config, preprocessing, batch, drawn, view)
         first = first or (drawn, masks)
         views.append(_view(config, preprocessing, runtime, voxels, labels, drawn, masks))
+        if masks.large is not None:
+            # A copy: what one set hides, the other may show, and the gradient of hidden voxels is checked by set.
+            index = _index(runtime, masks.large)
+            views.append(views[-1]._replace(patches_BKP=views[-1].patches_BKP.clone(), index=index))
     assert first is not None
     return Inputs(tuple(views), first[1])
 
@@ -87,9 +92,8 @@ def _view(
     drawn: Augmentation | None,
     masks: TokenMasks,
 ) -> View:
-    kept = runtime.tensor(masks.kept)
-    context, target = (runtime.tensor(masks.where(index)) for index in (masks.context, masks.target))
-    index = TokenIndex(kept, context, target, runtime.tensor(masks.tissue))
+    index = _index(runtime, masks)
+    kept = index.kept
     mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
     if drawn is None:
         patches = normalise(take_patches(voxels, kept, config.model.patch_size), mean, std)
@@ -104,6 +108,11 @@ def _view(
         take_patches(augment.move_labels(labels, moves), kept, config.model.patch_size) if labels is not None else None
     )
     return View(augment.recoloured(raw, kept, moves, mean, std), normalise(raw, mean, std), index, truth)
+
+
+def _index(runtime: Runtime, masks: TokenMasks) -> TokenIndex:
+    context, target = (runtime.tensor(masks.where(index)) for index in (masks.context, masks.target))
+    return TokenIndex(runtime.tensor(masks.kept), context, target, runtime.tensor(masks.tissue))
 
 
 def draw_masks(

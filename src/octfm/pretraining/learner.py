@@ -68,6 +68,11 @@ class Learner:
         self.runtime.place(self.model)
         self.model.connect(self.runtime.sum_)
         self.decayed, self.free = optimizer_groups(self.model)
+        # A row of a table of positions moves only when its token is kept, so decay would erase rare places. The groups
+        # stay as they were: the optimizer's state in older checkpoints is in their order.
+        tables = {id(p) for name, p in self.model.named_parameters() if name.endswith(".position")}
+        self.pulled = [p for p in self.decayed if id(p) not in tables]
+        """Parameters that weight decay shrinks."""
         self.optimizer = self.runtime.adamw(
             [{"params": self.decayed}, {"params": self.free}], self.lr, self.config.betas
         )
@@ -106,7 +111,7 @@ class Learner:
             self.model.discard_step()
         rate = self.optimizer.param_groups[0]["lr"]
         keep = torch.where(made, 1 - rate * self.weight_decay, torch.ones_like(self.lr))
-        torch._foreach_mul_([self.runtime.local(p.detach()) for p in self.decayed], keep)
+        torch._foreach_mul_([self.runtime.local(p.detach()) for p in self.pulled], keep)
         self.optimizer.found_inf = (~made).float()  # pyright: ignore[reportAttributeAccessIssue]  (what GradScaler sets)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

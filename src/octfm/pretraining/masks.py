@@ -1,7 +1,7 @@
 """Which tokens a step uses (kept), which the encoder sees (context) and which the predictor must recover (target)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod, sqrt
 from typing import Literal
 
@@ -32,6 +32,10 @@ class MaskConfig(Config):
     centres: Literal["tissue", "inner"] = "tissue"
     """Rows that blocks of the B-scan plane lie around: those of any tissue, or of the upper half of the tissue (the
     inner retina)."""
+    large_blocks: tuple[float, float, float] | None = None
+    """(block_area, mask_ratio, context_ratio) of a second set of masks, which every volume gets in the same step, such
+    as (0.7, 0.85, 0.15); null for none. V-JEPA 2 hides many small blocks in one and few large ones in the other. Only
+    `vjepa2` takes it."""
     stages: tuple[tuple[float, float], ...] = ()
     """(mask_ratio, context_ratio) of consecutive equal parts of the run. Each part has other tensor shapes, for which
     steps are compiled anew. Validation keeps to mask_ratio and context_ratio, so that its losses can be compared."""
@@ -50,12 +54,17 @@ class MaskConfig(Config):
                 f"mask_ratio {self.mask_ratio} + context_ratio {self.context_ratio} exceeds 1: context and target "
                 f"would overlap; lower context_ratio to {1 - self.mask_ratio:.2f} or less"
             )
-        for hidden, seen in self.stages:
+        ratios = [("stages", *stage) for stage in self.stages]
+        if self.large_blocks is not None:
+            ratios.append(("large_blocks", *self.large_blocks[1:]))
+        for name, hidden, seen in ratios:
             if not (0 < hidden < 1 and 0 < seen < 1 and hidden + seen <= 1):
                 raise ValueError(
-                    f"stages: expected (mask_ratio, context_ratio) above 0 whose sum is at most 1, got ({hidden}, "
+                    f"{name}: expected (mask_ratio, context_ratio) above 0 whose sum is at most 1, got ({hidden}, "
                     f"{seen})"
                 )
+        if self.large_blocks is not None and not 0 < self.large_blocks[0] <= 1:
+            raise ValueError(f"large_blocks: expected a block_area above 0 and at most 1, got {self.large_blocks[0]}")
         if self.centres == "inner" and self.plane == "enface":
             raise ValueError("centres inner: blocks of plane enface go through all rows; set plane to bscan")
         return self
@@ -66,6 +75,14 @@ class MaskConfig(Config):
             return self
         hidden, seen = self.stages[min(int(progress * len(self.stages)), len(self.stages) - 1)]
         return self.model_copy(update={"mask_ratio": hidden, "context_ratio": seen, "stages": ()})
+
+    @property
+    def large(self) -> "MaskConfig | None":
+        """The settings of the second set of masks."""
+        if self.large_blocks is None:
+            return None
+        names = ("block_area", "mask_ratio", "context_ratio")
+        return self.model_copy(update={**dict(zip(names, self.large_blocks, strict=True)), "large_blocks": None})
 
     @property
     def heaviest(self) -> "MaskConfig":
@@ -98,6 +115,8 @@ class TokenMasks:
     """[B]: share of kept tokens that repeat another, because the volume has fewer image tokens than the budget."""
     dead: np.ndarray
     """[B]: share of targets that are background."""
+    large: "TokenMasks | None" = None
+    """The second set of masks of the same kept tokens (MaskConfig.large_blocks)."""
 
     def where(self, index: np.ndarray) -> np.ndarray:
         """Positions of grid indices [B, M] within `kept`."""
@@ -135,26 +154,36 @@ def sample_masks(config: MaskConfig, tokens: np.ndarray, rngs: Sequence[np.rando
     Blocks rarely cover exactly the wanted number of tokens, so the surplus is dropped uniformly at random; cutting the
     tail of a sorted index instead would make the last B-scans almost never a target.
     """
-    kept_count, num_context, num_target = config.counts(tokens.shape[1:])
-    kept, context, target = [], [], []
+    sets = [config] if config.large is None else [config, config.large]
+    kept, splits = [], [[] for _ in sets]
     for place, (volume, rng) in enumerate(zip(tokens, rngs, strict=True)):
         image = np.count_nonzero(volume != PADDING)
         if image < 2:
             raise TooFewTokens("one" if image else "none", place)
-        chosen = select_tokens(volume, kept_count, rng)
-        unique = np.unique(chosen)
-        split = wanted_targets(config, unique.size, num_target)
-        covered = _cover(config, volume, unique, split, rng)
-        # `unique`, because a repeated token could otherwise be context and target at once.
-        # Covered tokens first, each half in random order: a prefix is target-like, a suffix context-like.
-        order = rng.permutation(unique.size)
-        order = unique[order[np.argsort(~covered[order], kind="stable")]]
-        # From the far end: uncovered tokens first, so that context lies outside the blocks as far as there are enough.
-        visible = order[split:][::-1][: max(1, min(num_context, order.size - split))]
-        kept.append(chosen)
-        target.append(np.sort(np.resize(order[:split], num_target)))
-        context.append(np.sort(np.resize(visible, num_context)))
-    kept, context, target = np.stack(kept), np.stack(context), np.stack(target)
+        kept.append(select_tokens(volume, config.counts(volume.shape)[0], rng))
+        for own, found in zip(sets, splits, strict=True):
+            found.append(_split(own, volume, np.unique(kept[-1]), rng))
+    first, *second = (_described(tokens, np.stack(kept), *map(np.stack, zip(*found, strict=True))) for found in splits)
+    return replace(first, large=second[0]) if second else first
+
+
+def _split(
+    config: MaskConfig, volume: np.ndarray, unique: np.ndarray, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """(context, target) among the different kept tokens `unique` of one volume."""
+    # `unique`, because a repeated token could otherwise be context and target at once.
+    _, num_context, num_target = config.counts(volume.shape)
+    split = wanted_targets(config, unique.size, num_target)
+    covered = _cover(config, volume, unique, split, rng)
+    # Covered tokens first, each half in random order: a prefix is target-like, a suffix context-like.
+    order = rng.permutation(unique.size)
+    order = unique[order[np.argsort(~covered[order], kind="stable")]]
+    # From the far end: uncovered tokens first, so that context lies outside the blocks as far as there are enough.
+    visible = order[split:][::-1][: max(1, min(num_context, order.size - split))]
+    return np.sort(np.resize(visible, num_context)), np.sort(np.resize(order[:split], num_target))
+
+
+def _described(tokens: np.ndarray, kept: np.ndarray, context: np.ndarray, target: np.ndarray) -> TokenMasks:
     flat = tokens.reshape(len(tokens), -1)
     tissue_kept = np.take_along_axis(flat, kept, 1) == TISSUE
     unique_tissue = np.array([np.unique(k[t]).size for k, t in zip(kept, tissue_kept, strict=True)])

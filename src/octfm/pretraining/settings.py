@@ -117,6 +117,10 @@ class PretrainConfig(Config):
                 f"model.summary {self.model.summary}: objective {self.objective.name} does not train these queries; "
                 "set model.summary=0, or objective.name=dense"
             )
+        if self.masks.large_blocks is not None and not self.objective.takes_large_blocks:
+            raise ValueError(
+                f"masks.large_blocks: objective {self.objective.name} takes one set of masks; set it to null"
+            )
         if self.objective.pool == "summary" and not self.model.summary:
             raise ValueError("objective.pool summary needs queries, such as model.summary=8")
         self.objective.check(self.model, compiled=self.runtime.parallel == "xla_spmd")

@@ -1,4 +1,7 @@
-"""V-JEPA 2: predict the target encoder's features of hidden tokens and, as in V-JEPA 2.1, of visible ones."""
+"""V-JEPA 2: predict the target encoder's features of hidden tokens and, as in V-JEPA 2.1, of visible ones.
+
+Shape suffixes: B batch, C context, T targets, K kept tokens, D width, G width of the goals.
+"""
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -7,17 +10,21 @@ from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, View
 from octfm.models.predictor import Predictor, PredictorConfig, predictor_table
+from octfm.models.products import Linear
 from octfm.models.vit3d import (
+    Rotary,
     Shape3,
     Side,
     TokenGrid,
+    TokenIndex,
     VisionTransformer3D,
     ViTConfig,
+    init_weights,
     rotary,
     take_rotary,
     take_tokens,
@@ -35,6 +42,12 @@ class JEPAConfig(ObjectiveConfig):
     """The name chooses the objective and, with it, this table of settings."""
     target_levels: int = Field(default=1, ge=1, le=200)
     """Depths of the target encoder that are predicted, evenly spaced up to its end (V-JEPA 2.1 takes four)."""
+    fuse_levels: bool = False
+    """Whether the predictor reads the same depths of the encoder that learns, fused by a small network, and not its
+    last tokens alone (V-JEPA 2.1)."""
+    context_nearness: bool = False
+    """Whether the loss of a visible token is divided by the square root of its distance, in tokens, to the nearest
+    hidden one (V-JEPA 2.1): far from what is hidden, copying is all there is to learn."""
     target_norm: TargetNorm = "layer"
     """How goals are normalised. `layer`: each token by itself (V-JEPA 2). `whiten`: decorrelated over tokens, which
     keeps the rank of the features in short runs (docs/log)."""
@@ -47,7 +60,21 @@ class JEPAConfig(ObjectiveConfig):
     voxel."""
 
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "JEPA":
-        return JEPA(model, predictor, grid, self.target_levels, self.target_norm, self.voxel_loss, self.goal_average)
+        return JEPA(
+            model,
+            predictor,
+            grid,
+            self.target_levels,
+            self.target_norm,
+            self.voxel_loss,
+            self.goal_average,
+            self.fuse_levels,
+            self.context_nearness,
+        )
+
+    @property
+    def takes_large_blocks(self) -> bool:
+        return True
 
     def check(self, model: ViTConfig, compiled: bool) -> None:
         if compiled and self.target_norm == "whiten":
@@ -59,10 +86,13 @@ class JEPAConfig(ObjectiveConfig):
             raise ValueError(
                 f"objective.target_levels {self.target_levels} exceeds the {model.depth} blocks of model.depth"
             )
+        if self.fuse_levels and self.target_levels == 1:
+            raise ValueError("objective.fuse_levels needs more than one of objective.target_levels, such as 4")
         check_average(self.goal_average, model.patch_size, predicted=bool(self.voxel_loss))
 
     def shrunk(self, depth: int) -> "JEPAConfig":
-        return self.model_copy(update={"target_levels": min(depth, self.target_levels)})
+        levels = min(depth, self.target_levels)
+        return self.model_copy(update={"target_levels": levels, "fuse_levels": self.fuse_levels and levels > 1})
 
 
 class JEPA(Objective):
@@ -79,54 +109,80 @@ class JEPA(Objective):
         target_norm: TargetNorm = "layer",
         voxel_loss: float = 0.0,
         goal_average: Shape3 = (1, 1, 1),
+        fuse_levels: bool = False,
+        context_nearness: bool = False,
     ):
         super().__init__()
         self.encoder = VisionTransformer3D(model, grid)
         self.voxel_loss, self.goal_width = voxel_loss, model.width * target_levels
-        self.goal_average = goal_average
+        self.goal_average, self.context_nearness = goal_average, context_nearness
         answers = self.goal_width + (prod(model.patch_size) // prod(goal_average) if voxel_loss else 0)
         self.predictor = Predictor(predictor, model.width, answers, model.activation_checkpointing)
         self.levels = [round(model.depth * (i + 1) / target_levels) - 1 for i in range(target_levels)]
+        self.fusion = Fusion(target_levels, model.width) if fuse_levels else None
         self.target_encoder = deepcopy(self.encoder).requires_grad_(False)
         self.whitening = Whitening(target_levels, model.width) if target_norm == "whiten" else None
         self.gathers = self.whitening is not None
 
     def forward(self, views: Sequence[View], context_weight: float | Tensor) -> ObjectiveOutput:
-        """Losses of one view. The context encoder receives the context patches and nothing else."""
-        (view,) = views
-        patches_BKP, target_patches_BKP, index = view[:3]
-        encoder, grid = self.encoder, self.encoder.grid
-        table = rotary(grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
-        learns, blocks = torch.is_grad_enabled(), (encoder.config.patch_size, self.goal_average)
+        """Losses of one view, or of several that differ in their masks and in what the encoder that learns sees: every
+        token counts the same. The context encoder receives the context patches and nothing else."""
+        first, encoder = views[0], self.encoder
+        kept_BK, blocks = first.index.kept, (encoder.config.patch_size, self.goal_average)
+        table = rotary(encoder.grid, kept_BK, encoder.head_width) if encoder.config.positions == "rotary" else None
+        learns = torch.is_grad_enabled()
         # The goal: the teacher sees every kept token, hidden ones as well, and gets no gradient.
         with torch.no_grad():
-            stream = self.target_encoder.hidden(despeckled(target_patches_BKP, *blocks), index.kept, table)
+            stream = self.target_encoder.hidden(despeckled(first.target_patches_BKP, *blocks), kept_BK, table)
             features = self.target_encoder.norm(stream[-1])
             # Normalised, or the student could lower the loss by making features small. In float32: variances.
             levels = [F.layer_norm(stream[level].float(), features.shape[-1:]) for level in self.levels]
             goal = self.whitening(levels, gather=learns) if self.whitening is not None else torch.cat(levels, dim=-1)
-        # Tokens are taken away before the encoder, not masked in its attention: what it never gets cannot leak.
-        context_patches = take_tokens(patches_BKP, index.context)
-        context_index = torch.gather(index.kept, 1, index.context)
-        seen = encoder(context_patches, context_index, take_rotary(table, index.context) if table else None)
 
+        predicted, masked_goals, context_goals, voxel_losses, weights = [], [], [], [], []
+        for view in views:
+            index, num_context = view.index, view.index.context.shape[1]
+            answers = self._answers(view, table)
+            predicted.append((answers[:, num_context:, : self.goal_width], answers[:, :num_context, : self.goal_width]))
+            masked_goals.append(take_tokens(goal, index.target))
+            context_goals.append(take_tokens(goal, index.context))
+            if self.context_nearness:
+                weights.append(nearness(encoder.grid, index))
+            if self.voxel_loss:
+                voxels = averaged(first.target_patches_BKP, *blocks)
+                voxel_losses.append(hidden_voxels(answers[:, num_context:, self.goal_width :], voxels, index)[0])
+        masked_BTG, context_BCG = (torch.cat(parts, 1) for parts in zip(*predicted, strict=True))
+        masked_goal, context_goal = torch.cat(masked_goals, 1), torch.cat(context_goals, 1)
+        masked_loss_B = self.distance(masked_BTG, masked_goal)
+        context_loss_B = self.distance(context_BCG, context_goal)
+        minimised_B = context_loss_B
+        if weights:
+            error_BC = (context_BCG.float() - context_goal.float()).abs().mean(2)
+            # Reported is the loss without weights, which can be compared with a constant answer's.
+            minimised_B, context_loss_B = (error_BC * torch.cat(weights, 1)).mean(1), context_loss_B.detach()
+        loss = masked_loss_B.mean() + context_weight * minimised_B.mean()
+        if voxel_losses:
+            loss = loss + self.voxel_loss * torch.stack(voxel_losses).mean()
+        return ObjectiveOutput(loss, masked_loss_B, context_loss_B, masked_goal, context_goal, features)
+
+    def _answers(self, view: View, table: Rotary | None) -> Tensor:
+        """What the predictor says of context and targets, in this order. `table`: rotary angles of the kept tokens."""
+        # Tokens are taken away before the encoder, not masked in its attention: what it never gets cannot leak.
+        index, encoder = view.index, self.encoder
+        context_patches = take_tokens(view.patches_BKP, index.context)
+        context_index = torch.gather(index.kept, 1, index.context)
+        context_table = take_rotary(table, index.context) if table else None
+        if self.fusion is None:
+            seen = encoder(context_patches, context_index, context_table)
+        else:
+            stream = encoder.hidden(context_patches, context_index, context_table)
+            # The last level is the tokens that are embedded; the others have no norm of their own.
+            inner = [F.layer_norm(stream[level], (encoder.config.width,)) for level in self.levels[:-1]]
+            seen = self.fusion(torch.cat((*inner, encoder.norm(stream[-1])), dim=-1))
         # Context first: the predictor appends one mask token for each target.
         places = torch.cat((index.context, index.target), dim=1)
-        answers = self.predictor(
+        return self.predictor(
             seen, index.target.shape[1], predictor_table(self.predictor, encoder, table, index, places)
-        )
-        features_predicted = answers[..., : self.goal_width]
-        goals = take_tokens(goal, places)
-        num_context = index.context.shape[1]
-        context_loss_B = self.distance(features_predicted[:, :num_context], goals[:, :num_context])
-        masked_loss_B = self.distance(features_predicted[:, num_context:], goals[:, num_context:])
-        loss = masked_loss_B.mean() + context_weight * context_loss_B.mean()
-        if self.voxel_loss:
-            voxels = answers[:, num_context:, self.goal_width :]
-            voxel_loss_B, _ = hidden_voxels(voxels, averaged(target_patches_BKP, *blocks), index)
-            loss = loss + self.voxel_loss * voxel_loss_B.mean()
-        return ObjectiveOutput(
-            loss, masked_loss_B, context_loss_B, goals[:, num_context:], goals[:, :num_context], features
         )
 
     def update_target(self, momentum: float | Tensor) -> None:
@@ -141,3 +197,31 @@ class JEPA(Objective):
     def connect(self, sum_over_ranks: Callable[..., None]) -> None:
         if self.whitening is not None:
             self.whitening.over_ranks = sum_over_ranks
+
+
+class Fusion(nn.Module):
+    """Several depths of an encoder, joined by channel, to tokens of its width."""
+
+    def __init__(self, levels: int, width: int):
+        super().__init__()
+        self.layers = nn.Sequential(Linear(levels * width, width), nn.GELU(), Linear(width, width))
+        self.apply(init_weights)
+
+    def forward(self, x_BCG: Tensor) -> Tensor:
+        return self.layers(x_BCG)
+
+
+@torch.no_grad()
+def nearness(grid: TokenGrid, index: TokenIndex) -> Tensor:
+    """float32 [B, C]: 1 / sqrt(distance in tokens, Euclidean, from a context token to the nearest target)."""
+    _, height, width = grid.shape
+
+    def squared(places_BM: Tensor, others_BM: Tensor) -> Tensor:
+        # In float32, in which sums of squares of a grid are exact; never as a product of matrices in bfloat16.
+        return (places_BM.float().unsqueeze(2) - others_BM.float().unsqueeze(1)).square_()
+
+    context, target = (torch.gather(index.kept, 1, places) for places in (index.context, index.target))
+    apart_BCT = squared(context // (height * width), target // (height * width))
+    apart_BCT += squared(context // width % height, target // width % height)
+    apart_BCT += squared(context % width, target % width)
+    return apart_BCT.amin(2).clamp_min(1).pow(-0.25)

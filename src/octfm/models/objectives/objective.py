@@ -62,6 +62,11 @@ class ObjectiveConfig(Config):
         view has its own geometry and masks."""
         return False
 
+    @property
+    def takes_large_blocks(self) -> bool:
+        """Whether it takes a second set of masks of every view (`masks.large_blocks`), as one more view."""
+        return False
+
     def check(self, model: ViTConfig, compiled: bool) -> None:
         """Raise ValueError if these settings do not fit the encoder, or if steps are `compiled` (XLA) and those of this
         objective cannot be."""

@@ -76,7 +76,7 @@ def _step_cost(
     teacher = model.parameters_by_part()["target_encoder"]
     shares = ranks if sharded else 1
     grid = token_grid(preprocessing.image_size, config.model.patch_size)
-    kept, num_context, num_target = config.masks.heaviest.counts(grid)
+    sets = [config.masks.heaviest] + ([config.masks.large] if config.masks.large is not None else [])
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to_empty(device="cpu")
         if sharded:
@@ -99,8 +99,9 @@ def _step_cost(
         )
         with ledger, counter:
             views = [
-                fake_view(config, preprocessing, micro_batch, kept, num_context, num_target)
+                fake_view(config, preprocessing, micro_batch, *own.counts(grid))
                 for _ in range(config.objective.num_views)
+                for own in sets
             ]
             with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16"):
                 output = model(views, config.objective.context_loss)
