@@ -155,3 +155,19 @@ def test_data_behind_a_prefix_and_paths_of_other_computers_are_found(tmp_path):
     np.testing.assert_array_equal(read_volume(place).voxels, gray)
     place.write_text(place.read_text().replace("HeaderSize = -1", "HeaderSize = 6"))
     np.testing.assert_array_equal(read_volume(place).voxels, gray)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "ElementType = MET_\x85UCHAR\nElementDataFile = LOCAL\n",
+        "ElementType = MET_UCHAR\nElementNumberOfChannels = \x1b[1m\nElementDataFile = LOCAL\n",
+        "ElementType = MET_UCHAR\nDimSize = 4 4 4\nElementDataFile = \x07scan\xad.raw\n",
+    ],
+)
+def test_a_message_quotes_no_control_characters(tmp_path, lines):
+    """Found by the ten thousand damaged files."""
+    (tmp_path / "a.mhd").write_bytes(f"ObjectType = Image\nNDims = 3\n{lines}".encode("latin-1"))
+    with pytest.raises(ReadError) as caught:
+        read_header(tmp_path / "a.mhd")
+    assert str(caught.value).isprintable()
