@@ -194,3 +194,8 @@ def test_no_unknown_key_is_ever_ignored(key):
     if key not in PretrainConfig.model_fields:
         with pytest.raises(ConfigError, match="unknown key"):
             load(PretrainConfig, {key: 1})
+
+
+def test_an_unknown_key_is_laid_to_the_override_and_not_to_the_file():
+    with pytest.raises(ConfigError, match=r"^override 'modle\.depth': unknown key modle\.depth; did you mean model\."):
+        load_config("vit_s", ["steps=3", "modle.depth=2"])

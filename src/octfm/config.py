@@ -92,13 +92,22 @@ def load(
     else:
         path = find_config(source)
         where, values = str(path), read_yaml(path)
+    overrides = tuple(overrides)
     for override in overrides:
         _apply(values, override)
     _refuse_credentials_in(values, where)
     try:
         return cls.model_validate(values, context=context)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {_explain(cls, error)}") from None
+        culprit = _override_of(_first(error), overrides)
+        raise ConfigError(f"{culprit or where}: {_explain(cls, error)}") from None
+
+
+def _override_of(problem: Any, overrides: Iterable[str]) -> str:
+    """`override KEY` if one of them, rather than the file, set what is wrong; else empty."""
+    place = ".".join(str(part) for part in problem["loc"])
+    keys = (override.partition("=")[0].strip() for override in overrides)
+    return next((f"override {shown(key)}" for key in keys if place and f"{key}.".startswith(f"{place}.")), "")
 
 
 def _refuse_credentials_in(values: Any, where: str, key: str = "") -> None:
@@ -287,11 +296,14 @@ def _apply(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"{where}: expected a YAML value such as 6, null or [a, b]: {problem}") from None
 
 
+def _first(error: ValidationError) -> Any:
+    """An unknown key first: it is the likely cause of others, such as a missing value."""
+    return min(_problems(error), key=lambda problem: problem["type"] != "extra_forbidden")
+
+
 def _explain(cls: type[Config], error: ValidationError) -> str:
     """The first problem in one sentence; for an unknown key, with the most similar known one."""
-    problems = _problems(error)
-    # An unknown key first: it is the likely cause of others, such as a missing value.
-    first = min(problems, key=lambda p: p["type"] != "extra_forbidden")
+    problems, first = _problems(error), _first(error)
     key = ".".join(str(part) for part in first["loc"])
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":

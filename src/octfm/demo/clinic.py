@@ -73,8 +73,6 @@ def prepared_clinic(out: Path, size: Size, seed: int, progress: Callable[[int, i
             catalogs.append(scan(str(part)))
             catalogs[-1].save(part / "catalog")
             prepare(catalogs[-1], out / "prepared", preprocessing, progress=False)
-            for truth in (part / "ground_truth").glob("*.npz"):
-                truth.unlink()
             images.rename(leaving)  # whole or gone, whenever this is killed
             shutil.rmtree(leaving)
         else:
@@ -114,6 +112,7 @@ def cohort(
             second_scanner=SECOND_SCANNER,
             defects=DEFECTS,
             only=only,
+            truth=size.keeps_files,
             progress=progress,
         )
 

@@ -67,6 +67,7 @@ class _Job:
     """(scanner, eye) -> defect of the extra, defective file written for that acquisition."""
     effect: bool
     version: str
+    truth: bool
 
 
 def write_phantom(
@@ -84,6 +85,7 @@ def write_phantom(
     effect: bool = True,
     version: str = PHANTOM_VERSION,
     only: Sequence[str] | None = None,
+    truth: bool = True,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
@@ -96,6 +98,7 @@ def write_phantom(
     effect: False renders every eye healthy under the same labels; in such a null cohort nothing may predict them.
     version: one of VERSIONS; participants, eyes and lesions are the same, images differ.
     only: write the part of the cohort that these of `scanners` scanned, with the bytes that it has in the whole.
+    truth: False leaves out the .npz of surfaces and lesions.
     workers: processes, None for one per core; the bytes do not depend on it.
     progress: called with (done, total) participants.
 
@@ -119,7 +122,7 @@ def write_phantom(
     manifest: list[_Row] = []
     labels: list[_Row] = []
     planted: list[_Row] = []
-    jobs = [_Job(partial, person, seed, size, plan[person.index], effect, version) for person in people]
+    jobs = [_Job(partial, person, seed, size, plan[person.index], effect, version, truth) for person in people]
     count = 0 if workers == 1 else workers  # a single worker is this process
     written = spread(_write_participant, jobs, _not_written, workers=count, limits=_LIMITS, chunk=1)
     for done, (rows, truths, spoilt) in enumerate(written, 1):
@@ -212,7 +215,8 @@ def _write_participant(job: _Job) -> _Rows:
             volume, truth = _acquire(job, scanner, laterality)
             path = _path(volume, scanner)
             _write(job.out / path.lstrip("/"), to_bytes(to_dataset(volume, scanner, job.person, job.version)))
-            _write_truth(job.out / "ground_truth" / f"{volume.acquisition}.npz", truth)
+            if job.truth:
+                _write_truth(job.out / "ground_truth" / f"{volume.acquisition}.npz", truth)
             manifest.append(_manifest_row(volume, scanner, path))
             labels.append(_label_row(volume, truth, job, path))
             if defect := job.defects.get((name, laterality)):
