@@ -48,8 +48,8 @@ BUGS = (
     Bug(
         "F4-masks-count-voxels",
         "pretraining/masks.py",
-        "target.append(np.sort(np.resize(order[:split], num_target)))",
-        "target.append(np.sort(np.resize(order[:split], num_target)) * 64)",
+        "np.sort(np.resize(order[:split], num_target))",
+        "np.sort(np.resize(order[:split], num_target)) * 64",
         "test_masks.py::test_F4_masks_are_token_indices_never_voxels",
     ),
     Bug(
@@ -105,15 +105,15 @@ BUGS = (
     Bug(
         "F11b-context-encoder-sees-the-answers",
         "models/objectives/jepa.py",
-        "seen = encoder(context_patches, context_index, take_rotary(table, index.context) if table else None)",
-        "seen = take_tokens(encoder(patches_BKP, index.kept, table), index.context)",
+        "seen = encoder(context_patches, context_index, context_table)",
+        "seen = take_tokens(encoder(view.patches_BKP, index.kept, table), index.context)",
         "test_objectives.py::test_F11_context_encoder_cannot_see_target_voxels",
     ),
     Bug(
         "F11c-goals-of-other-places",
         "models/objectives/jepa.py",
-        "goals = take_tokens(goal, places)",
-        "goals = take_tokens(goal, places).roll(1, 1)",
+        "masked_goals.append(take_tokens(goal, index.target))",
+        "masked_goals.append(take_tokens(goal, index.target).roll(1, 1))",
         "test_objectives.py::test_F11_goals_are_the_targets_own_features",
     ),
     Bug(

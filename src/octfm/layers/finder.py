@@ -51,8 +51,8 @@ MOST_PADDING = 0.2
 LARGEST = (2051, 1250)
 """Most rows and A-scans in the network: 8 x 20 mm, beyond which the verdict refuses a scan. Wrong millimetres would
 else make B-scans of gigabytes."""
-CHUNK, CHUNK_PIXELS = 4, 2**21
-"""B-scans in the memory of an accelerator at a time, and the most pixels of the network in them."""
+CHUNK, CHUNK_PIXELS, CPU_PIXELS = 4, 2**21, 2**16
+"""B-scans at a time, and the most pixels of the network in them: of an accelerator, of a CPU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,9 +110,9 @@ class LayerFinder:
         spread, near = np.empty_like(rows), np.empty_like(rows)
         disorder, present = np.empty((depth, width), np.float32), np.empty((depth, width), np.float32)
         lesions = np.zeros(volume.shape, np.uint8)
-        # On a CPU one by one: memory of larger arrays is mapped and cleared anew each time (octfm.io.heap).
-        one = self.runtime.device.type == "cpu"
-        chunk = 1 if one else max(1, min(CHUNK, CHUNK_PIXELS // math.prod(size)))
+        # Fewer on a CPU: memory of larger arrays is mapped and cleared anew each time (octfm.io.heap).
+        most = CPU_PIXELS if self.runtime.device.type == "cpu" else CHUNK_PIXELS
+        chunk = max(1, min(CHUNK, most // math.prod(size)))
         for first in range(0, depth, chunk):
             part = slice(first, first + chunk)
             grey = without_white_padding(volume.voxels[part], white).astype(np.float32) * (255 / white)
