@@ -78,7 +78,8 @@ def _names_of_labels(comments: str) -> dict[int, str]:
     for part in comments.split("; "):
         if (match := re.fullmatch(r"(\d{1,3}) (.+)", part)) is None:
             break
-        names[int(match[1])] = match[2]
+        if 0 < int(match[1]) < 256:  # 0 is nothing, and a label is a byte
+            names[int(match[1])] = match[2]
     return names
 
 

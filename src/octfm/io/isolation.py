@@ -119,7 +119,7 @@ class _Child:
         self.surroundings = _surroundings()
         # -P keeps the current folder out of sys.path until _START has replaced it.
         start = [sys.executable, "-P", "-c", _START, json.dumps(import_path()), str(os.getpid())]
-        environment = {**os.environ, **_ONE_THREAD, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(_python_path())}
+        environment = {**ENVIRONMENT, **os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(_python_path())}
         self._process = subprocess.Popen(
             start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
         )
