@@ -130,6 +130,24 @@ def test_a_volume_without_tissue_is_read_from_its_image():
         tissue_index(np.zeros((1, 1, 4), np.uint8), ["7"])
 
 
+def test_threads_embed_what_one_embeds_and_pass_an_error_on(run, store, tmp_path, monkeypatch):
+    encoder, threads, vectors = load_encoder(run), torch.get_num_threads(), {}
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            vectors[count] = read_embeddings(embed_store(encoder, store, tmp_path / str(count), echo=quiet)).vectors
+            assert torch.get_num_threads() == count
+        np.testing.assert_array_equal(vectors[3], vectors[1])
+        each = [encoder.reading(store).embed_arrays(store.read([row]))[0] for row in range(len(store))]
+        np.testing.assert_allclose(vectors[3], each, rtol=1e-4, atol=1e-5)
+        monkeypatch.setattr(type(encoder), "embed_arrays", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+        with pytest.raises(RuntimeError, match="no memory"):
+            embed_store(encoder, store, tmp_path / "none", echo=quiet)
+        assert torch.get_num_threads() == 3 and not list((tmp_path / "none").glob("*.parquet"))
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_draws_of_random_initialisation_differ_and_come_again(run):
     draws = [load_encoder(run, random_init=True, draw=draw) for draw in (0, 1, 2, 1)]
     assert draws[0].key == load_encoder(run, random_init=True).key and draws[1].key == draws[3].key

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pydicom
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,9 @@ from typer.testing import CliRunner
 from octfm.catalog.catalog import scan
 from octfm.cli.main import app
 from octfm.formats import ReadError, read_overlay, read_surfaces, read_volume
+from octfm.formats.dicom.labels import LABEL_MAP
 from octfm.formats.dicom.surfaces import surfaces_of_volume
+from octfm.formats.overlay import _names_of_labels
 from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
 from octfm.tasks.view import scene_of
 from octfm.volume.segmentation import Segmentation
@@ -270,6 +273,26 @@ def test_an_overlay_of_another_scan_is_refused(tmp_path, exported):
     for file in files[:2]:
         with pytest.raises(ReadError, match=r"refers to a DICOM file, and .*a\.vol is none"):
             read_overlay(file, vol)
+
+
+def test_a_label_map_of_dicom_names_every_value_that_it_holds(tmp_path, exported):
+    volume, files = exported
+    dataset = pydicom.dcmread(files[0])
+    dataset.SOPClassUID = dataset.file_meta.MediaStorageSOPClassUID = LABEL_MAP
+    dataset.BitsAllocated = dataset.BitsStored = 8
+    dataset.PerFrameFunctionalGroupsSequence = dataset.PerFrameFunctionalGroupsSequence[:1]
+    dataset.NumberOfFrames, values = 1, np.zeros(volume.shape[1:], np.uint8)
+    for value in (1, 77):
+        values[0, 0] = value
+        dataset.PixelData = values.tobytes() + b"\0" * (values.size % 2)
+        dataset.save_as(tmp_path / f"{value}.dcm")
+    assert 1 in read_overlay(tmp_path / "1.dcm", volume).values
+    with pytest.raises(ReadError, match="segment 77, which has no name"):
+        read_overlay(tmp_path / "77.dcm", volume)
+
+
+def test_a_comment_names_no_background_and_no_label_beyond_a_byte():
+    assert _names_of_labels("0 background; 1 ilm; 300 b") == {1: "ilm"}
 
 
 def test_a_scan_keeps_the_exports_of_its_volume_with_it(tmp_path, exported):

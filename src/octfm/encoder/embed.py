@@ -4,7 +4,6 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,63 +43,26 @@ def embedding_files(run: str | Location, folder: str | Location | None = None) -
     return found
 
 
-@dataclass(frozen=True)
-class Features:
-    """One way to make a vector of a volume, and what its file says about it."""
-
-    describe: Callable[[Arrays], np.ndarray]
-    """To vectors [B, width]."""
-    width: int
-    facts: dict[str, Any]
-    """Metadata of the file; `name` is the file's, `key` identifies the vectors."""
-    kept: bool = False
-    """Whether vectors of the same key, which a file of this name holds, are taken from it."""
-    threads: int = 1
-    """So many threads may call `describe` at once."""
-
-    @property
-    def name(self) -> str:
-        return self.facts["name"]
-
-
-def of_encoder(encoder: Encoder, store: Store, name: str = "pretrained") -> Features:
-    """Vectors of the volumes of a store. Raises EvaluationError if it was prepared with other settings than the encoder
-    was trained on."""
-    encoder = encoder.reading(store)
-    facts = encoder_facts(encoder) | {"key": f"{encoder.vector_key}-{_voxels_of(store)}", "name": name}
-    threads = torch.get_num_threads() if encoder.runtime.device.type == "cpu" else 1
-    return Features(encoder.embed_arrays, encoder.vector_width, facts, kept=True, threads=threads)
-
-
-def write_features(features: Sequence[Features], store: Store, out: str | Path, echo: Echo = print) -> list[Path]:
-    """Write <out>/<name>.parquet for each of `features`, reading every volume of the store once.
-
-    Raises EvaluationError where a file holds vectors of embed_scans.
-    """
-    targets, vectors = [Path(out) / f"{each.name}.parquet" for each in features], []
-    for each, target in zip(features, targets, strict=True):
-        if facts_of(target).get("of") == SINGLE_SCANS:
-            raise EvaluationError(f"{target}: holds vectors of single scans; choose another --out, or remove the file")
-        vectors.append(_existing_vectors(target, each.facts["key"]) if each.kept else None)
-        if vectors[-1] is not None:
-            # The file is still written again, because splits and labels may have changed since.
-            echo(f"{target}: vectors of these weights and volumes are already there")
-    if missing := [i for i, found in enumerate(vectors) if found is None]:
-        for i, made in zip(missing, _in_batches(store, [features[i] for i in missing]), strict=True):
-            vectors[i] = made
-    return [
-        write_rows(target, store, made, each.facts)
-        for each, target, made in zip(features, targets, vectors, strict=True)
-    ]
-
-
 def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pretrained", echo: Echo = print) -> Path:
     """Write <out>/<name>.parquet: one float32 vector for every volume of the store.
 
     Raises EvaluationError if the store was prepared with other settings than the encoder was trained on, and where the
     file holds vectors of embed_scans.
     """
-    return write_features([of_encoder(encoder, store, name)], store, out, echo)[0]
+    encoder = encoder.reading(store)
+    target = Path(out) / f"{name}.parquet"
+    if facts_of(target).get("of") == SINGLE_SCANS:
+        raise EvaluationError(f"{target}: holds vectors of single scans; choose another --out, or remove the file")
+    key = f"{encoder.vector_key}-{_voxels_of(store)}"
+    facts = encoder_facts(encoder) | {"key": key, "name": name}
+    vectors = _existing_vectors(target, key)
+    if vectors is None:
+        threads = torch.get_num_threads() if encoder.runtime.device.type == "cpu" else 1
+        vectors = _in_batches(store, encoder.embed_arrays, encoder.vector_width, name, threads)
+    else:
+        # The file is still written again, because splits and labels may have changed since.
+        echo(f"{target}: vectors of these weights and volumes are already there")
+    return write_rows(target, store, vectors, facts)
 
 
 def encoder_facts(encoder: Encoder) -> dict[str, str]:
@@ -117,21 +79,15 @@ def encoder_facts(encoder: Encoder) -> dict[str, str]:
 
 def histogram_baseline(store: Store, out: str | Path) -> Path:
     """Write <out>/histogram.parquet, the baseline of every result: a 64-bin histogram of the image voxels."""
-    return write_features([of_histogram(store)], store, out)[0]
-
-
-def of_histogram(store: Store) -> Features:
-    return Features(histogram, HISTOGRAM_BINS, histogram_facts(store.fingerprint), threads=torch.get_num_threads())
+    vectors = _in_batches(store, histogram, HISTOGRAM_BINS, "histogram")
+    return write_rows(Path(out) / "histogram.parquet", store, vectors, histogram_facts(store.fingerprint))
 
 
 def quality_baseline(store: Store, out: str | Path) -> Path:
     """Write <out>/image_quality.parquet: signal, noise and contrast of every volume, for the arm of covariates."""
-    return write_features([of_quality(store)], store, out)[0]
-
-
-def of_quality(store: Store) -> Features:
+    vectors = _in_batches(store, image_quality, len(QUALITY), "image quality")
     facts = {"key": f"image_quality-{store.fingerprint}", "encoder": "image quality", "name": "image_quality"}
-    return Features(image_quality, len(QUALITY), facts | {"precision": "fp32"}, threads=torch.get_num_threads())
+    return write_rows(Path(out) / "image_quality.parquet", store, vectors, facts | {"precision": "fp32"})
 
 
 def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str | Path, name: str) -> Path:
@@ -144,13 +100,13 @@ def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str
     first = np.asarray(embed(store.read([0]).voxels), np.float32)
     if first.ndim != 2 or len(first) != 1:
         raise EvaluationError(f"{name}: expected vectors [1, width] for one volume, got {list(first.shape)}")
-    facts = {"key": f"{name}-{_voxels_of(store)}", "encoder": name, "name": name, "precision": "fp32"}
-    (vectors,) = _in_batches(store, [Features(lambda arrays: embed(arrays.voxels), first.shape[1], facts)])
+    vectors = _in_batches(store, lambda arrays: embed(arrays.voxels), first.shape[1], name)
     if (bad := np.flatnonzero(~np.isfinite(vectors).all(1))).size:
         raise EvaluationError(
             f"{name}: expected finite vectors, got NaN or infinity for {len(bad)} volumes, "
             f"such as {store.rows[bad[0]].acquisition}"
         )
+    facts = {"key": f"{name}-{_voxels_of(store)}", "encoder": name, "name": name, "precision": "fp32"}
     return write_rows(Path(out) / f"{name}.parquet", store, vectors, facts)
 
 
@@ -193,41 +149,40 @@ def facts_of(path: Location) -> dict[str, Any]:
         return {}
 
 
-def _in_batches(store: Store, features: Sequence[Features]) -> list[np.ndarray]:
-    """float32 [N, width] of each of `features`, for all volumes of a store.
+def _in_batches(
+    store: Store, describe: Callable[[Arrays], np.ndarray], width: int, name: str, threads: int = 1
+) -> np.ndarray:
+    """float32 [N, width]: `describe` applied to all volumes of a store; `name` is the encoder's, for the progress.
 
-    On a CPU every thread describes volumes of its own: their products are too small to be divided among threads.
+    With several threads, which `describe` must allow, each has volumes of its own and torch computes with its share of
+    the cores: the products of small networks are too small to be divided.
     """
-    threads = min(each.threads for each in features)
-    made = [np.empty((len(store), each.width), np.float32) for each in features]
-    starts = range(0, len(store), size := max(1, BATCH // threads))
-    parts = [np.arange(first, min(first + size, len(store))) for first in starts]
+    vectors, size = np.empty((len(store), width), np.float32), max(1, BATCH // threads)
+    batches = [np.arange(first, min(first + size, len(store))) for first in range(0, len(store), size)]
 
-    def describe(rows: np.ndarray, arrays: Arrays) -> int:
-        for each, vectors in zip(features, made, strict=True):
-            vectors[rows] = each.describe(arrays)
+    def fill(rows: np.ndarray, arrays: Arrays) -> int:
+        vectors[rows] = describe(arrays)
         return len(rows)
 
-    title = f"embed with {features[0].name}" if len(features) == 1 else f"embed in {len(features)} ways"
-    with Progress(title, len(store)) as progress:
+    with Progress(f"embed with {name}", len(store)) as progress:
         if threads == 1:  # in the caller's own thread, whose settings of torch are not those of others
-            for rows in parts:
-                progress.advance(describe(rows, store.read(rows)))
-            return made
+            for rows in batches:
+                progress.advance(fill(rows, store.read(rows)))
+            return vectors
         of_torch = torch.get_num_threads()
         torch.set_num_threads(max(1, of_torch // threads))
         try:
             with ThreadPoolExecutor(threads, "octfm-embed") as pool:
                 waiting: deque[Future[int]] = deque()
-                for rows in parts:
-                    waiting.append(pool.submit(describe, rows, store.read(rows)))
+                for rows in batches:
+                    waiting.append(pool.submit(fill, rows, store.read(rows)))
                     if len(waiting) > threads:
                         progress.advance(waiting.popleft().result())
                 for done in waiting:
                     progress.advance(done.result())
         finally:
             torch.set_num_threads(of_torch)
-    return made
+    return vectors
 
 
 def write_rows(path: Path, store: Store, vectors: np.ndarray, facts: dict[str, Any]) -> Path:

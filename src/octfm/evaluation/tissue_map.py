@@ -4,15 +4,12 @@ Which token positions are kept already reveals anatomy; an encoder has to do bet
 """
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from octfm.encoder.embed import Features, write_features
+from octfm.encoder.embed import write_rows
 from octfm.encoder.embeddings import Embeddings
-from octfm.store.layout import Arrays
 from octfm.store.store import Store
 
 GRID = 8
@@ -36,27 +33,23 @@ def tissue_map(store: Store, data: Embeddings) -> Embeddings:
 
 def tissue_map_baseline(store: Store, out: str | Path) -> Path:
     """Write <out>/tissue_map.parquet, an embeddings file of `tissue_map` for every volume of the store."""
-    return write_features([of_tissue_map(store)], store, out)[0]
-
-
-def of_tissue_map(store: Store) -> Features:
-    facts = {"key": f"tissue_map-{GRID}-{store.fingerprint}", "encoder": ABOUT, "name": "tissue_map"}
-    describe, facts = partial(_described, row_mm=_row_mm(store)), facts | {"precision": "fp32"}
-    return Features(describe, 2 * (GRID**2 + 1), facts, threads=torch.get_num_threads())
+    facts = {
+        "key": f"tissue_map-{GRID}-{store.fingerprint}",
+        "encoder": ABOUT,
+        "name": "tissue_map",
+        "precision": "fp32",
+    }
+    return write_rows(Path(out) / "tissue_map.parquet", store, _vectors(store, np.arange(len(store))), facts)
 
 
 def _vectors(store: Store, rows: np.ndarray) -> np.ndarray:
     """float64 [N, 130] in µm."""
-    parts = (store.read(rows[i : i + BATCH]) for i in range(0, len(rows), BATCH))
-    return np.concatenate([_described(arrays, _row_mm(store)) for arrays in parts])
+    micrometres = 1000 * store.preprocessing.target_spacing[1]
+    return np.concatenate([_described(store, rows[i : i + BATCH]) * micrometres for i in range(0, len(rows), BATCH)])
 
 
-def _row_mm(store: Store) -> float:
-    return store.preprocessing.target_spacing[1]
-
-
-def _described(arrays: Arrays, row_mm: float) -> np.ndarray:
-    """float64 [B, 130] in µm."""
+def _described(store: Store, rows: np.ndarray) -> np.ndarray:
+    arrays = store.read(rows)
     upper, lower = arrays.band[:, 0].astype(float), arrays.band[:, 1].astype(float)
     image = (arrays.valid[:, 1] > arrays.valid[:, 0]) & (lower > upper)
     thickness = np.where(image, lower - upper, np.nan)
@@ -69,7 +62,7 @@ def _described(arrays: Arrays, row_mm: float) -> np.ndarray:
         # A number in every cell, because readouts take no NaN.
         cells = np.where(np.isfinite(cells), cells, _mean(surface)[:, None])
         parts += [cells, np.sqrt(_mean((surface - _mean(surface)[:, None, None]) ** 2))[:, None]]
-    return np.nan_to_num(np.hstack(parts)) * (1000 * row_mm)
+    return np.nan_to_num(np.hstack(parts))
 
 
 def _cells(surface: np.ndarray) -> np.ndarray:

@@ -36,8 +36,8 @@ from octfm.weights.packaged import NOTE, SHORT_NOTE
 PLACE_UM = 10.0
 """A zone is withheld if its mean changes by more around another place that could be the fovea."""
 FOVEA_MM, NO_PIT_MM = 0.15, 0.25
-"""How far the fovea may lie from the centre of the grid: nine tenths of phantom eyes in which a pit was found have it
-within the first, and nine tenths of scans that were centred by fixation alone within some .3 mm (docs/log)."""
+"""How far the fovea may lie from the centre of the grid, with a pit and without: chosen so that ranges hold the mean
+around the fovea in nine tenths of phantom zones (docs/log)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,8 +221,7 @@ class ScanSegmentation(Segmentation):
         Two parts are added in quadrature: that of the lines, within which the true mean of a phantom's zone lies in
         90 % of cases, and the most by which the mean changes if the grid moves as far as the fovea may lie away. How
         often the true mean of a real eye lies within it is not known. Empty for networks without ranges and for
-        corrected scans. Raises EvaluationError as
-        `etdrs` does.
+        corrected scans. Raises EvaluationError as `etdrs` does.
         """
         if self.ranges is None or self.corrections is not None:
             return {}

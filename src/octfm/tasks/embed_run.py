@@ -1,25 +1,20 @@
 """Embed a store with a run's encoder and baselines, and draw what the encoder sees."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
-from octfm.encoder.embed import RANDOM_INIT, Features, of_encoder, of_histogram, of_quality, write_features
-from octfm.encoder.encoder import Encoder, load_encoder
+from octfm.encoder.embed import RANDOM_INIT, embed_store, histogram_baseline, quality_baseline
+from octfm.encoder.encoder import load_encoder
 from octfm.encoder.sources import display_name, find
 from octfm.encoder.tuned import load_head
 from octfm.errors import Echo, EvaluationError
-from octfm.evaluation.tissue_map import of_tissue_map
+from octfm.evaluation.tissue_map import tissue_map_baseline
 from octfm.io.location import Location
 from octfm.models.pooling import VectorPool
-from octfm.models.vit3d import count_parameters
 from octfm.store.selection import to_evaluate
 from octfm.store.store import Store
 from octfm.tasks.maps import save_pictures
 from octfm.tasks.segment import Segmenter, load_segmenter
 from octfm.weights.exported import is_export, refuse_inside_export
-
-SMALL = 5 * 10**7
-"""Most parameters of an encoder that is held in memory together with its untrained draws."""
 
 
 def embed_all(
@@ -64,30 +59,16 @@ def embed_all(
     folder = out if out is not None else Path(str(home if home.is_dir() else home.parent.parent)) / "embeddings"
     trained = load_head(head, encoder, device) if head is not None else None
     finder = _segmenter(segmenter, opened, device)  # before anything is computed, in case it is refused
-    features = _features(run, encoder, opened, baselines, pool, device)
-    # Large networks one after the other, for memory; small ones together, which reads the store once.
-    together = encoder.runtime.device.type == "cpu" and count_parameters(encoder.network) <= SMALL
-    groups = [list(features)] if together else ([each] for each in features)
-    written = [path for group in groups for path in write_features(group, opened, folder, echo)]
-    save_pictures(encoder, opened, folder.parent / "figures", trained, finder)
-    return written
-
-
-def _features(
-    run: str | Location | None,
-    encoder: Encoder,
-    store: Store,
-    baselines: bool,
-    pool: VectorPool | None,
-    device: str | None,
-) -> Iterator[Features]:
-    """In the order of octfm.encoder.embed.NAMES."""
-    yield of_encoder(encoder, store)
+    written = [embed_store(encoder, opened, folder, "pretrained", echo)]
     if baselines:
         for draw, name in enumerate(RANDOM_INIT):
-            untrained = load_encoder(run, random_init=True, draw=draw, device=device).pooling(pool)
-            yield of_encoder(untrained, store, name)
-        yield from (of_histogram(store), of_tissue_map(store), of_quality(store))
+            untrained = load_encoder(run, random_init=True, draw=draw, device=device).pooling(pool).reading(opened)
+            written.append(embed_store(untrained, opened, folder, name, echo))
+        written += [
+            baseline(opened, folder) for baseline in (histogram_baseline, tissue_map_baseline, quality_baseline)
+        ]
+    save_pictures(encoder, opened, folder.parent / "figures", trained, finder)
+    return written
 
 
 def _segmenter(run: str | Path | None, store: Store, device: str | None) -> Segmenter | None:

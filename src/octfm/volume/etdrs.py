@@ -4,7 +4,7 @@ Zones after the Early Treatment Diabetic Retinopathy Study: a centre of 1 mm dia
 four from 3 to 6 mm.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -329,17 +329,18 @@ def measure_grid(
     found: Centre = "pit" if pits else "device" if device_centre_mm is not None else "scan"
     centre = pits[0] if pits else np.asarray(device_centre_mm) if device_centre_mm is not None else field.centre
     rivals = tuple((float(x), float(y)) for x, y in pits[1:])
-    return replace(
-        measure_around((float(centre[0]), float(centre[1])), thickness_um, field, laterality),
-        centre=found,
-        rivals_mm=rivals,
-    )
+    return measure_around((float(centre[0]), float(centre[1])), thickness_um, field, laterality, found, rivals)
 
 
 def measure_around(
-    centre_mm: tuple[float, float], thickness_um: np.ndarray, field: Field, laterality: Laterality | None
+    centre_mm: tuple[float, float],
+    thickness_um: np.ndarray,
+    field: Field,
+    laterality: Laterality | None,
+    centre: Centre = "device",
+    rivals_mm: tuple[tuple[float, float], ...] = (),
 ) -> EtdrsGrid:
-    """The ETDRS grid of a map [D, W] around a place that is known, x and y in mm; see `measure_grid`."""
+    """The ETDRS grid of a map [D, W] around a given place, x and y in mm; `centre` says what that place is."""
     axis = np.arange(-RINGS_MM[-1] + CELL_MM / 2, RINGS_MM[-1], CELL_MM)
     x, y = np.meshgrid(axis, axis)
     values = sample(thickness_um, field, centre_mm[0] + x, centre_mm[1] + y)
@@ -353,7 +354,7 @@ def measure_around(
         mean[name] = float(measured[known].mean()) if coverage[name] >= LEAST_COVERED else None
     area = np.pi * RINGS_MM[-1] ** 2
     volume = float(np.nanmean(values[whole])) / 1000 * area if covered >= LEAST_COVERED else None
-    return EtdrsGrid(mean, coverage, volume, "device", centre_mm, (), field.per_mm)
+    return EtdrsGrid(mean, coverage, volume, centre, centre_mm, rivals_mm, field.per_mm)
 
 
 def _zones(x: np.ndarray, y: np.ndarray, laterality: Laterality | None, upright: bool) -> dict[str, np.ndarray]:

@@ -24,6 +24,7 @@ MOST_SEGMENTS = 255
 
 def labels_of_volume(volume_uri: str | Path, seg_uri: str | Path) -> Labels:
     """The labels in a segmentation, in the frame of `read_volume(volume_uri)`; where segments overlap, the last counts.
+    One that refers to no volume at all is taken if its size fits.
 
     Raises ReadError: not_labels; other_volume if it refers to another volume, differs in size or does not say which
     frame a mask is of; unsupported_pixels, unsupported_transfer_syntax; also those of reading the volume's header.
@@ -101,6 +102,8 @@ def _stored_labels(dataset: Elements, is_map: bool, shape: Shape3, names: dict[i
         bytes_ = raw[first // 8 : (first + pixels + 7) // 8]
         mask = np.unpackbits(bytes_, bitorder="little")[first % 8 :][:pixels].reshape(shape[1:])
         values[frame][mask.astype(bool)] = segment
+    if unnamed := set(np.unique(values).tolist()) - {0, *names}:
+        raise ReadError("damaged_file", f"{uri}: voxels of segment {min(unnamed)}, which has no name; export it again")
     return values
 
 
