@@ -135,11 +135,13 @@ def test_threads_embed_what_one_embeds_and_pass_an_error_on(run, store, tmp_path
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            vectors[count] = read_embeddings(embed_store(encoder, store, tmp_path / str(count), echo=quiet)).vectors
+            data = read_embeddings(embed_store(encoder, store, tmp_path / str(count), echo=quiet))
+            vectors[count] = dict(zip(data.acquisition.tolist(), data.vectors, strict=True))
             assert torch.get_num_threads() == count
-        np.testing.assert_array_equal(vectors[3], vectors[1])
-        each = [encoder.reading(store).embed_arrays(store.read([row]))[0] for row in range(len(store))]
-        np.testing.assert_allclose(vectors[3], each, rtol=1e-4, atol=1e-5)
+        for place, row in enumerate(store.rows):
+            alone = encoder.reading(store).embed_arrays(store.read([place]))[0]
+            np.testing.assert_array_equal(vectors[3][row.acquisition], vectors[1][row.acquisition])
+            np.testing.assert_allclose(vectors[3][row.acquisition], alone, rtol=1e-4, atol=1e-5)
         monkeypatch.setattr(type(encoder), "embed_arrays", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
         with pytest.raises(RuntimeError, match="no memory"):
             embed_store(encoder, store, tmp_path / "none", echo=quiet)
