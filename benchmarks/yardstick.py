@@ -50,8 +50,8 @@ from octfm.volume.preprocessing import Preprocessing
 from yardstick_questions import Question, answer, pooled_over, questions, recombined
 
 UNTRAINED = "untrained:"
-PARTICIPANTS, SECOND_SCANNER = 700, 0.1
-"""Of a cohort that is made here, and the share of them that two instruments scanned."""
+SECOND_SCANNER = 0.1
+"""Share of the participants of a cohort made here whom two instruments scanned."""
 RESAMPLES = 2000
 LEVEL = 0.05
 LAYERS = "layers"
@@ -88,7 +88,7 @@ def cohorts(chosen: argparse.Namespace) -> list[Cohort]:
         for demo in chosen.demo
     ]  # fmt: skip
     for seed in chosen.cohort:
-        folder = make_cohort(chosen.out / f"cohort-{seed}", seed)
+        folder = make_cohort(chosen.out / f"cohort-{seed}", seed, chosen.participants)
         labels = folder / "clinic" / "ground_truth" / "labels.tsv"
         found.append(Cohort(folder.name, folder / "prepared", labels, encoders))
     if chosen.store is not None:
@@ -108,12 +108,12 @@ def cohorts(chosen: argparse.Namespace) -> list[Cohort]:
     return found
 
 
-def make_cohort(folder: Path, seed: int) -> Path:
+def make_cohort(folder: Path, seed: int, participants: int) -> Path:
     """Phantoms of version 4, their files and the store of octfm demo's Preprocessing; or what is missing of them."""
     if not (folder / "clinic").exists():
-        say(f"{folder}: {PARTICIPANTS} phantom participants of seed {seed}")
+        say(f"{folder}: {participants} phantom participants of seed {seed}")
         write_phantom(
-            folder / "clinic", PARTICIPANTS, seed, fractions=(0, 0, 1), second_scanner=SECOND_SCANNER, version="4"
+            folder / "clinic", participants, seed, fractions=(0, 0, 1), second_scanner=SECOND_SCANNER, version="4"
         )
     preprocessing = Preprocessing.model_validate(PREPROCESSING)
     prepare(scan(str(folder / "clinic")), folder / "prepared", preprocessing, progress=False)
@@ -336,6 +336,7 @@ def main() -> None:
     arguments.add_argument(
         "--cohort", type=int, action="append", default=[], metavar="SEED", help="make phantoms of this seed; repeat"
     )
+    arguments.add_argument("--participants", type=int, default=700, help="of every --cohort")
     arguments.add_argument("--store", type=Path, help="a prepared store, with --labels")
     arguments.add_argument("--labels", type=Path)
     arguments.add_argument(
