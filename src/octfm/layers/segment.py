@@ -244,9 +244,9 @@ class ScanSegmentation(Segmentation):
         retina, (x, y) = self.thickness_um("ilm", "bm"), grid.centre_mm
         away = FOVEA_MM if grid.centre == "pit" else NO_PIT_MM
         turns = np.arange(8) * np.pi / 4
-        means = [self._means(retina, (x + away * np.cos(turn), y + away * np.sin(turn))).mean_um for turn in turns]
+        moved = [self._means(retina, (x + away * np.cos(turn), y + away * np.sin(turn))).mean_um for turn in turns]
         return {
-            name: max((abs(other[name] - mean) for other in means if other[name] is not None), default=0.0)
+            name: max((abs(other - mean) for means in moved if (other := means[name]) is not None), default=0.0)
             for name, mean in grid.mean_um.items()
             if mean is not None
         }

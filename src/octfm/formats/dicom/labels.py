@@ -70,7 +70,8 @@ def _names(dataset: Elements, uri: str) -> dict[int, str]:
 
 def _stored_labels(dataset: Elements, is_map: bool, shape: Shape3, names: dict[int, str], uri: str) -> np.ndarray:
     """uint8 [D, H, W] in the order of the volume's stored frames."""
-    syntax = text(dataset.file_meta, "TransferSyntaxUID") if hasattr(dataset, "file_meta") else _NATIVE[0]
+    meta: Elements | None = getattr(dataset, "file_meta", None)
+    syntax = text(meta, "TransferSyntaxUID") if meta is not None else _NATIVE[0]
     if syntax not in _NATIVE:
         raise ReadError(
             "unsupported_transfer_syntax", f"{uri}: compressed labels ({syntax[:64]}); save it uncompressed"
