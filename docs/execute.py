@@ -15,6 +15,9 @@ from pathlib import Path
 
 PROGRESS = re.compile(r"[\d,]+ of [\d,]+ \w+, .* min left")
 """Lines whose number depends on how busy the machine is; left out."""
+FORECAST = re.compile(r"^preflight(?: WARN)?: forecast: .*\n", re.M)
+"""The doctor warns, with other words and before the checks that passed, where reading happens to be slower than the
+forecast step: both are timed, for milliseconds."""
 BLOCK = re.compile(r"^```(console|python title=\"(?P<name>[\w.]+)\")\n(?P<body>.*?)^```$", re.S | re.M)
 
 
@@ -52,8 +55,8 @@ def printed(command: str, folder: Path) -> str:
 
 
 def shape(text: str) -> str:
-    """A page without its numbers and units of time, which differ between machines."""
-    plain = re.sub(r"[-+]?\d[\d.,]*(e[-+]\d+)?", "N", text)
+    """A page without its numbers, units of time and the forecast, which differ between machines."""
+    plain = re.sub(r"[-+]?\d[\d.,]*(e[-+]\d+)?", "N", FORECAST.sub("", text))
     return re.sub(r" +", " ", re.sub(r"\bN (ms|s|min)\b", "N s", plain))
 
 
