@@ -308,6 +308,15 @@ def test_an_anchored_run_says_what_phantoms_do_for_scans(tmp_path, store):
     assert len(final(whole)["participants"]["hashes"]) == len(people), "whoever was trained on is known"
 
 
+def test_a_run_without_a_disease_says_how_well_it_is_told_from_health(tmp_path):
+    some = {"phantoms": PHANTOMS | {"conditions": [c for c in CONDITIONS if c not in ("hole", "dme")]}}
+    run = quick_pretrain(dense(data=some, steps=1), None, tmp_path / "some", echo=quiet)
+    (row,) = rows(run, "unseen")
+    assert 0 < row["unseen_auroc"] <= 1 and row["volumes"] == 64
+    every = quick_pretrain(dense(steps=1), None, tmp_path / "every", echo=quiet)
+    assert not rows(every, "unseen")
+
+
 def test_scans_are_told_apart_from_phantoms_only_where_they_differ():
     rng = np.random.default_rng(0)
     alike = [told_apart(rng.normal(size=(48, 16)), rng.normal(size=(48, 16))) for _ in range(8)]

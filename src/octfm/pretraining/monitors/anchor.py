@@ -1,6 +1,6 @@
 """Whether phantoms teach something about scans: how well the two are told apart, whether layers named in scans lie in
-order, and how far from where the packaged network finds them. Where no scan has labels, a loss on phantoms alone would
-hide it."""
+order, how far from where the packaged network finds them, and whether a disease that no phantom had is told from
+health. Where no scan has labels, a loss on phantoms alone would hide it."""
 
 import numpy as np
 import torch
@@ -12,6 +12,8 @@ from octfm.models.token_map import TISSUE, token_map
 from octfm.models.vit3d import TokenGrid, normalise, take_patches
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.masks import select_tokens
+from octfm.pretraining.monitors.online_probe import tissue_vectors
+from octfm.store.phantoms import PhantomStore
 from octfm.store.store import Store
 from octfm.volume.segmentation import BORDERS, CLASSES, LESION_CLASSES
 from octfm.volume.volume import Volume
@@ -20,6 +22,9 @@ MOST = 64
 """Volumes of each kind that are looked at."""
 SEGMENTED = 8
 """Of them, those whose middle B-scan the packaged network reads: a tenth of a second each."""
+UNSEEN = 32
+"""Phantoms of conditions that were left out, and healthy ones: five to ten seconds of a core."""
+HEALTHY = "healthy"
 BORDER_ROWS = [SURFACES.index(name) for name in BORDERS]
 SELECTION_SEED = 0
 FEWEST = 4
@@ -46,6 +51,33 @@ def anchor_row(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, fl
         return found
 
     return learner.runtime.first(row)
+
+
+def unseen_row(learner: Learner, store: Store) -> dict[str, float] | None:
+    """For metrics.jsonl, `unseen_auroc`: how well the run's vectors tell UNSEEN phantoms of the conditions that
+    data.phantoms.conditions leaves out from as many healthy ones (`told_apart`). None if none is left out. All ranks
+    must call it."""
+    config = learner.config
+    phantoms = config.data.phantoms
+    if phantoms is None or not phantoms.conditions:
+        return None
+    from octfm.phantom.native.stream import CONDITIONS
+
+    left_out = tuple(c for c in CONDITIONS if c not in phantoms.conditions and c != HEALTHY)
+    encoder = learner.whole().frozen_encoder(config.objective.frozen)
+
+    def vectors_of(conditions: tuple[str, ...]) -> np.ndarray:
+        # Held-out places, whatever was trained on.
+        wanted = PhantomStore(phantoms.model_copy(update={"conditions": conditions}), store.preprocessing, UNSEEN)
+        rows = np.arange(phantoms.volumes, phantoms.volumes + UNSEEN)
+        budget, size = (lambda grid: config.masks.counts(grid)[0]), config.model.patch_size
+        pool, runtime = config.objective.pool, learner.runtime
+        return tissue_vectors(encoder, budget, size, pool, wanted, runtime, learner.micro_batch, rows)
+
+    def row() -> dict[str, float]:
+        return {"volumes": 2.0 * UNSEEN, "unseen_auroc": told_apart(vectors_of((HEALTHY,)), vectors_of(left_out))}
+
+    return learner.runtime.first(row) if left_out else None
 
 
 @torch.inference_mode()
