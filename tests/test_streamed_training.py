@@ -15,6 +15,7 @@ from octfm import load_encoder
 from octfm.errors import ConfigError, Preempted, TrainingError
 from octfm.models.objectives.dense import Composition
 from octfm.models.objectives.objective import squared_error
+from octfm.models.vit3d import TokenGrid, take_patches
 from octfm.phantom.native.bscans import SURFACES, Labelled
 from octfm.phantom.native.classes import classes_of
 from octfm.phantom.native.stream import CONDITIONS
@@ -22,7 +23,7 @@ from octfm.pretraining import augment
 from octfm.pretraining.data import given_store, training_rows
 from octfm.pretraining.inputs import make_inputs
 from octfm.pretraining.learner import build_objective
-from octfm.pretraining.monitors.anchor import disorder, told_apart
+from octfm.pretraining.monitors.anchor import apart, disorder, named, told_apart
 from octfm.pretraining.preflight import checks
 from octfm.run.runtime import Runtime
 from octfm.store.loader import Batch, Loader
@@ -300,10 +301,20 @@ def test_an_anchored_run_says_what_phantoms_do_for_scans(tmp_path, store):
     whole = quick_pretrain(anchored(steps=2), store, tmp_path / "whole", echo=quiet)
     anchor = rows(whole, "anchor")[-1]
     assert 0 <= anchor["domain_auroc"] <= 1 and 0 <= anchor["surface_disorder"] <= 1
+    assert 0 < anchor["segmenter_um"] < 2000 and 0 < anchor["segmenter_um_phantoms"] < 2000
     assert set(rows(whole, "validation")[-1]["by_kind"]) == {"scans", "phantoms"}
     assert "phantom" in rows(whole)[-1]["by_scanner"], "losses of scans and phantoms are logged apart"
     people = {row.participant for row in store.rows if row.split == "train"}
     assert len(final(whole)["participants"]["hashes"]) == len(people), "whoever was trained on is known"
+
+
+def test_a_run_without_a_disease_says_how_well_it_is_told_from_health(tmp_path):
+    some = {"phantoms": PHANTOMS | {"conditions": [c for c in CONDITIONS if c not in ("hole", "dme")]}}
+    run = quick_pretrain(dense(data=some, steps=1), None, tmp_path / "some", echo=quiet)
+    (row,) = rows(run, "unseen")
+    assert 0 < row["unseen_auroc"] <= 1 and row["volumes"] == 64
+    every = quick_pretrain(dense(steps=1), None, tmp_path / "every", echo=quiet)
+    assert not rows(every, "unseen")
 
 
 def test_scans_are_told_apart_from_phantoms_only_where_they_differ():
@@ -324,6 +335,25 @@ def test_layers_out_of_order_are_counted():
     assert crossings(labels[:, :, ::-1]).tolist() == [right, 0]
     labels[:, :, 4] = CLASSES.index("drusen")
     assert crossings(labels).sum() < right, "a lesion has no place in the order"
+
+
+def test_borders_that_tokens_name_are_as_far_off_as_they_were_moved():
+    """Borders of an eye of nine flat layers, named row by row, against the same ones moved by two rows."""
+    grid, composition = TokenGrid((2, 8, 4), (1.0, 1.0, 1.0)), Composition((2, 8, 16), (2, 1, 8), 4.0)
+    borders = np.repeat(np.arange(4.0, 64, 7)[:8, None], 64, 1)
+    layers = (np.arange(64)[:, None] >= borders[:, None]).sum(0)
+    truth = torch.from_numpy(np.broadcast_to(layers, (1, 1, 4, 64, 64)).copy())
+    index = torch.arange(grid.size)[None]
+    odds = composition.of(take_patches(truth, index, (2, 8, 16)))[0].numpy() + 1e-3
+    found = named(np.log(odds), index[0].numpy(), composition, grid)
+    np.testing.assert_array_equal(found, truth[0, 0].numpy())
+    assert apart(found[1], borders).tolist() == [0, 8 * 64]
+    assert apart(found[1], borders + 2).tolist() == [2 * 8 * 64, 8 * 64]
+    assert apart(found[1], np.where(np.arange(64) < 10, np.nan, borders - 1)).tolist() == [8 * 54, 8 * 54]
+    some = named(np.log(odds[:40]), index[0, :40].numpy(), composition, grid)
+    assert (some[:2] == -1).sum() == 0 and (some[2:] >= 0).mean() == 8 / 32
+    missed, pairs = apart(some[3], borders + 2)
+    assert pairs == 2 * 64 and missed == 2 * pairs, "only what lies in tokens counts"
 
 
 WRONG = {

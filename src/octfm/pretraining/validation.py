@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from octfm.pretraining.monitors import monitors
-from octfm.pretraining.monitors.anchor import anchor_row
+from octfm.pretraining.monitors.anchor import anchor_row, unseen_row
 from octfm.pretraining.monitors.measure import validate
 from octfm.pretraining.monitors.online_probe import find_cases, online_probe, tissue_vectors
 from octfm.pretraining.monitors.sample_picture import sample_picture
@@ -36,10 +36,17 @@ class Validation:
         if anchor := anchor_row(self.learner, store, rows):
             metrics.write("anchor", step, **anchor)
             apart = f"told apart with AUROC {anchor['domain_auroc']:.3f}" if "domain_auroc" in anchor else "too few"
+            far = "segmenter_um" in anchor
+            distance = f"; borders in scans {anchor['segmenter_um']:.1f} µm from the packaged network's" if far else ""
             session.echo(
                 f"step {step + 1}: scans and phantoms {apart}; layers out of order at "
                 f"{anchor['surface_disorder']:.1%} of crossings in scans, {anchor['surface_disorder_phantoms']:.1%} in "
-                "phantoms"
+                f"phantoms{distance}"
+            )
+        if unseen := unseen_row(self.learner, store):
+            metrics.write("unseen", step, **unseen)
+            session.echo(
+                f"step {step + 1}: conditions left out told from health with AUROC {unseen['unseen_auroc']:.3f}"
             )
         if advice := self.runtime.first(lambda: monitors.held_out(read_metrics(self.run.metrics))):
             self.reactions.act(session, step, advice)

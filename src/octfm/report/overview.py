@@ -88,7 +88,7 @@ def _count(n: int, what: str) -> str:
 
 
 def _whose(sources: Sources) -> str:
-    return "Synthetic eyes, no patients." if sources.is_phantom else ""
+    return "Synthetic eyes, no patients: results in the generator." if sources.is_phantom else ""
 
 
 def _trained(sources: Sources) -> str:

@@ -12,6 +12,8 @@ from octfm.volume.volume import Spacing3
 
 LAYERS = ("vitreous", "nfl", "gcl_ipl", "inl", "opl", "onl", "photoreceptors", "rpe", "choroid")
 """From the vitreous outwards. `onl` reaches from OPL to ellipsoid zone, `choroid` is all below Bruch's membrane."""
+BORDERS = ("ilm", "nfl_gcl", "ipl_inl", "inl_opl", "opl_onl", "ez", "rpe_inner", "bm")
+"""Layer i lies between border i - 1 and border i."""
 AREAS = ("intraretinal_fluid", "subretinal_fluid", "drusen", "membrane", "detachment", "subretinal_material")
 """Lesions, in place of the layer that they lie in."""
 CLASSES = (*LAYERS, *AREAS)

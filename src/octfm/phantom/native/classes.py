@@ -5,16 +5,14 @@ import numpy as np
 from octfm.phantom.native.bscans import SURFACES, Labelled
 from octfm.phantom.native.outer_retina import DETACHMENT, MATERIAL
 from octfm.phantom.pathology import LESIONS
-from octfm.volume.segmentation import CLASSES, LESION_CLASSES, UNKNOWN
+from octfm.volume.segmentation import BORDERS, CLASSES, LESION_CLASSES, UNKNOWN
 
-_BORDERS = ("ilm", "nfl_gcl", "ipl_inl", "inl_opl", "opl_onl", "ez", "rpe_inner", "bm")
-"""Layer i lies between border i - 1 and border i."""
 _VALUES = LESIONS | {"detachment": DETACHMENT, "subretinal_material": MATERIAL}
 
 
 def classes_of(image: Labelled) -> np.ndarray:
     """uint8 [D, H, W]: the place in CLASSES of every voxel, by its centre; UNKNOWN where there is no truth."""
-    borders = image.surfaces[[SURFACES.index(name) for name in _BORDERS]]
+    borders = image.surfaces[[SURFACES.index(name) for name in BORDERS]]
     found = np.isfinite(borders)
     # Surfaces do not cross: one that is missing below a visible one has left the image at its lower edge.
     outside = np.where(np.maximum.accumulate(found, axis=0), np.inf, -np.inf)

@@ -1,19 +1,31 @@
-"""Whether phantoms teach something about scans: how well the two are told apart, and whether layers named in scans lie
-in order. Where no scan has labels, a loss on phantoms alone would hide it."""
+"""Whether phantoms teach something about scans: how well the two are told apart, whether layers named in scans lie in
+order, how far from where the packaged network finds them, and whether a disease that no phantom had is told from
+health. Where no scan has labels, a loss on phantoms alone would hide it."""
 
 import numpy as np
 import torch
 
+from octfm.models.layer_net import SURFACES
 from octfm.models.objectives.anchored import Anchored
+from octfm.models.objectives.dense import Composition
 from octfm.models.token_map import TISSUE, token_map
-from octfm.models.vit3d import normalise, take_patches
+from octfm.models.vit3d import TokenGrid, normalise, take_patches
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.masks import select_tokens
+from octfm.pretraining.monitors.online_probe import tissue_vectors
+from octfm.store.phantoms import PhantomStore
 from octfm.store.store import Store
-from octfm.volume.segmentation import CLASSES, LESION_CLASSES
+from octfm.volume.segmentation import BORDERS, CLASSES, LESION_CLASSES
+from octfm.volume.volume import Volume
 
 MOST = 64
 """Volumes of each kind that are looked at."""
+SEGMENTED = 8
+"""Of them, those whose middle B-scan the packaged network reads: a tenth of a second each."""
+UNSEEN = 32
+"""Phantoms of conditions that were left out, and healthy ones: five to ten seconds of a core."""
+HEALTHY = "healthy"
+BORDER_ROWS = [SURFACES.index(name) for name in BORDERS]
 SELECTION_SEED = 0
 FEWEST = 4
 """Volumes of each kind below which nothing is told apart."""
@@ -21,8 +33,8 @@ FEWEST = 4
 
 def anchor_row(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, float] | None:
     """Measurements on held-out volumes of both kinds, for metrics.jsonl: `domain_auroc` (see `told_apart`) of mean
-    tissue tokens, and `surface_disorder` (see `disorder`) on scans and on phantoms. None for objectives and data that
-    are not anchored. All ranks must call it."""
+    tissue tokens, and on scans and on phantoms `surface_disorder` (see `disorder`) and `segmenter_um` (see `apart`).
+    None for objectives and data that are not anchored. All ranks must call it."""
     scans = store.recorded(rows)[:MOST]
     phantoms = np.setdiff1d(rows, store.recorded(rows))[:MOST]
     model = learner.whole()
@@ -34,17 +46,48 @@ def anchor_row(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, fl
         found = {"volumes": float(len(scans) + len(phantoms))}
         if min(len(scans), len(phantoms)) >= FEWEST:
             found["domain_auroc"] = told_apart(looks[0][0], looks[1][0])
-        names = ("surface_disorder", "surface_disorder_phantoms")
-        return found | {name: disorder for name, (_, disorder) in zip(names, looks, strict=True)}
+        for kind, (_, measured) in zip(("", "_phantoms"), looks, strict=True):
+            found |= {f"{name}{kind}": value for name, value in measured.items()}
+        return found
 
     return learner.runtime.first(row)
 
 
+def unseen_row(learner: Learner, store: Store) -> dict[str, float] | None:
+    """For metrics.jsonl, `unseen_auroc`: how well the run's vectors tell UNSEEN phantoms of the conditions that
+    data.phantoms.conditions leaves out from as many healthy ones (`told_apart`). None if none is left out. All ranks
+    must call it."""
+    config = learner.config
+    phantoms = config.data.phantoms
+    if phantoms is None or not phantoms.conditions:
+        return None
+    from octfm.phantom.native.stream import CONDITIONS
+
+    left_out = tuple(c for c in CONDITIONS if c not in phantoms.conditions and c != HEALTHY)
+    encoder = learner.whole().frozen_encoder(config.objective.frozen)
+
+    def vectors_of(conditions: tuple[str, ...]) -> np.ndarray:
+        # Held-out places, whatever was trained on.
+        wanted = PhantomStore(phantoms.model_copy(update={"conditions": conditions}), store.preprocessing, UNSEEN)
+        rows = np.arange(phantoms.volumes, phantoms.volumes + UNSEEN)
+        budget, size = (lambda grid: config.masks.counts(grid)[0]), config.model.patch_size
+        pool, runtime = config.objective.pool, learner.runtime
+        return tissue_vectors(encoder, budget, size, pool, wanted, runtime, learner.micro_batch, rows)
+
+    def row() -> dict[str, float]:
+        return {"volumes": 2.0 * UNSEEN, "unseen_auroc": told_apart(vectors_of((HEALTHY,)), vectors_of(left_out))}
+
+    return learner.runtime.first(row) if left_out else None
+
+
 @torch.inference_mode()
-def _look(learner: Learner, model: Anchored, store: Store, rows: np.ndarray) -> tuple[np.ndarray, float]:
-    """Mean tissue token of each volume, and the disorder of the layers that tissue tokens name."""
+def _look(learner: Learner, model: Anchored, store: Store, rows: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
+    """Mean tissue token of each volume, and measurements of the layers that tissue tokens name."""
+    from octfm.layers.finder import load_finder  # no other objective needs it
+
     config, pre, runtime = learner.config, store.preprocessing, learner.runtime
-    vectors, crossings = [], np.zeros(2)
+    finder, middle = load_finder(device="cpu"), pre.image_size[0] // 2
+    vectors, crossings, distances = [], np.zeros(2), np.zeros(2)
     for first in range(0, len(rows), learner.micro_batch):
         arrays = store.read(rows[first : first + learner.micro_batch])
         maps = token_map(arrays.band, arrays.valid, pre.image_size, config.model.patch_size)
@@ -56,10 +99,44 @@ def _look(learner: Learner, model: Anchored, store: Store, rows: np.ndarray) -> 
         with runtime.autocast():
             tokens = model.encoder(normalise(patches, pre.intensity_mean, pre.intensity_std), kept)
             answers = model.head(tokens)
-        tokens = tokens.float().cpu().numpy()
+        tokens, answers = tokens.float().cpu().numpy(), answers.float().cpu().numpy()
         vectors += [t[own if own.any() else slice(None)].mean(0) for t, own in zip(tokens, tissue, strict=True)]
-        crossings += disorder(answers.float().cpu().numpy()[tissue], model.composition.parts)
-    return np.stack(vectors), float(crossings[0] / max(crossings.sum(), 1))
+        crossings += disorder(answers[tissue], model.composition.parts)
+        for place in range(max(0, min(len(answers), SEGMENTED - first))):
+            own = tissue[place]
+            layers = named(answers[place][own], chosen[place][own], model.composition, model.encoder.grid)
+            bscan = Volume(arrays.voxels[place, middle, None], pre.target_spacing, layout="line")
+            distances += apart(layers[middle], finder.find(bscan).rows[BORDER_ROWS, 0])
+    measured = {"surface_disorder": float(crossings[0] / max(crossings.sum(), 1))}
+    if distances[1]:
+        measured["segmenter_um"] = float(1000 * pre.target_spacing[1] * distances[0] / distances[1])
+    return np.stack(vectors), measured
+
+
+def named(answers_NA: np.ndarray, index_N: np.ndarray, composition: Composition, grid: TokenGrid) -> np.ndarray:
+    """int8 [D, H, W]: place in LAYERS of every voxel, as the token at its flat grid index names it; -1 where a lesion
+    is named, and where there is no token. answers_NA: log odds."""
+    parts = composition.parts
+    best = answers_NA.reshape(len(answers_NA), *parts, len(CLASSES)).argmax(-1)
+    layers = np.full((grid.size, *parts), -1, np.int8)
+    layers[index_N] = np.where(best < LESION_CLASSES.start, best, -1)
+    layers = layers.reshape(*grid.shape, *parts).transpose(0, 3, 1, 4, 2, 5)
+    layers = layers.reshape([tokens * part for tokens, part in zip(grid.shape, parts, strict=True)])
+    for axis, voxels in enumerate(composition.over):
+        layers = layers.repeat(voxels, axis)
+    return layers
+
+
+def apart(layers_HW: np.ndarray, borders_SW: np.ndarray) -> np.ndarray:
+    """[2]: rows between the borders of the layers that are named and those found, float rows of BORDERS, and borders
+    that were compared: those that lie where a layer is named, in A-scans in which all were found."""
+    known = (layers_HW >= 0) & np.isfinite(borders_SW).all(0)
+    row = np.arange(len(layers_HW))[:, None]
+    found = (row[None] >= borders_SW[:, None]).sum(0)
+    # Every border between two layers that differ by n layers is missed in this row.
+    missed = np.abs(found - layers_HW)[known].sum()
+    at = np.clip(np.nan_to_num(np.rint(borders_SW)), 0, len(layers_HW) - 1).astype(int)
+    return np.array([missed, np.take_along_axis(known, at, 0).sum()], float)
 
 
 def disorder(answers_NA: np.ndarray, parts: tuple[int, int, int]) -> np.ndarray:
