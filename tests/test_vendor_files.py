@@ -223,7 +223,7 @@ def test_layers_of_an_e2e_lie_on_its_bscans_as_those_of_a_vol(tmp_path):
     numbers = (0, 1, 16)  # of ILM, BM and RPE; a number beyond the instrument's list is no layer
     layers = {**dict(zip(numbers, rows, strict=True)), 99: rows[0]}
     found = read_surfaces(write_e2e(tmp_path / "a.e2e", {(1, 2, 3): codes}, ends=ends, layers=layers))
-    assert found is not None and found.names == ("ILM", "BM", "RPE") and found.axial_mm == pytest.approx(0.0039)
+    assert found is not None and found.names == ("ILM", "BM", "RPE") and found.axial_mm == pytest.approx(SPACING_MM[1])
     np.testing.assert_array_equal(found.heights_px, rows)
     mixed = {number: surface[order] for number, surface in layers.items()}
     stored = write_e2e(tmp_path / "b.e2e", {(1, 2, 3): codes[order]}, ends=ends[order], layers=mixed)
