@@ -217,6 +217,14 @@ def some_layers(count: int) -> np.ndarray:
     return rows
 
 
+def test_a_single_bscan_of_an_e2e_is_read_with_its_millimetres(tmp_path):
+    one = telling_voxels()[:1]
+    uri = write_e2e(tmp_path / "line.e2e", {(1, 2, 3): e2e_codes(one)}, ends=ends_of(1, SHAPE[2]) * 3)
+    volume = read_volume(uri, raster_only=False)
+    assert volume.layout == "line" and volume.shape == one.shape
+    assert volume.spacing_mm[1] == pytest.approx(SPACING_MM[1]) and not volume.spacing_estimated
+
+
 def test_layers_of_an_e2e_lie_on_its_bscans_as_those_of_a_vol(tmp_path):
     rows, order = some_layers(3), np.random.default_rng(1).permutation(SHAPE[0])
     codes, ends = e2e_codes(telling_voxels()), ends_of(*SHAPE[::2]) * 3
