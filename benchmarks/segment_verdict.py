@@ -238,24 +238,24 @@ def invariances(volumes: Iterable[Volume], finder: LayerFinder) -> None:
     changes: dict[str, list[tuple[float, bool]]] = {}
     for volume in volumes:
         own, refused = central(volume, finder)
+        if own is None:
+            print(f"{volume.source:<20} no value")
+            continue
         cells = []
         for name, other in shown_differently(volume).items():
             value, withheld = central(other, finder)
-            change = value - own if value is not None and own is not None else np.nan
-            flagged = withheld or refused
-            changes.setdefault(name, []).append((abs(change), flagged))
-            mark = "R" if flagged else "" if abs(change) <= INVARIANT_UM else "!"
-            cells.append(f"{name} {change:+.1f}{mark}")
-        print(f"{volume.source:<20} {own or np.nan:7.1f} {'R' if refused else ' '}  {', '.join(cells)}", flush=True)
-    print(
-        f"\n{'shown differently':<16} {'n':>4} {'holds':>6} {'differs, flagged':>17} {'not':>4}  unflagged: median, most"
-    )
+            change, flagged = abs(value - own) if value is not None else np.inf, withheld or refused
+            changes.setdefault(name, []).append((change, flagged))
+            mark = "R" if flagged else "" if change <= INVARIANT_UM else "!"
+            cells.append(f"{name} {change:.1f}{mark}")
+        print(f"{volume.source:<20} {own:7.1f} {'R' if refused else ' '}  {', '.join(cells)}", flush=True)
+    print(f"\n{'shown differently':<17} {'n':>4} {'holds':>6} {'differs, flagged':>17} {'not':>4}  not flagged")
     for name, pairs in (changes | {"all": [pair for each in changes.values() for pair in each]}).items():
         holds = sum(change <= INVARIANT_UM for change, _ in pairs)
         missed = sum(change > INVARIANT_UM and not flagged for change, flagged in pairs)
         given = [change for change, flagged in pairs if not flagged]
-        spread = f"{np.median(given):.1f}, {max(given):.1f} µm of {len(given)}" if given else "-"
-        print(f"{name:<16} {len(pairs):>5} {holds:>6} {len(pairs) - holds - missed:>17} {missed:>4}  {spread}")
+        spread = f"median {np.median(given):.1f}, most {max(given):.1f} µm of {len(given)}" if given else "-"
+        print(f"{name:<17} {len(pairs):>4} {holds:>6} {len(pairs) - holds - missed:>17} {missed:>4}  {spread}")
 
 
 def real_eyes(folder: Path) -> Iterator[Volume]:
