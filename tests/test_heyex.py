@@ -168,6 +168,15 @@ def test_bscans_and_surfaces_follow_the_positions(tmp_path, write):
     assert surfaces.names == ("ILM", "BM") and surfaces.axial_mm == pytest.approx(SPACING_MM[1])
 
 
+def test_rows_that_an_older_export_rounds_are_as_high_as_in_vol(tmp_path):
+    """Of a retina of 300 µm the rounded height of a row would make 302."""
+    older = write_heyex_xml(tmp_path / "older", telling_voxels(), (0.12, 0.0039, 0.0115), layers={"ILM": layers()[0]})
+    vol = write_vol(tmp_path / "a.vol", telling_voxels(), (0.12, 0.0038717, 0.0115))
+    row_mm = read_volume(vol).spacing_mm[1]
+    assert read_volume(older).spacing_mm[1] == pytest.approx(row_mm, rel=1e-4)
+    assert read_surfaces(older).axial_mm == pytest.approx(row_mm, rel=1e-4)
+
+
 def test_without_positions_xml_numbers_decide_and_never_names(tmp_path):
     uri = write_heyex_xml(tmp_path / "a", telling_voxels(), shuffle=3)
     uri.write_text(re.sub(r"<(Start|End)>.*?</\1>", "", uri.read_text()))

@@ -302,6 +302,17 @@ def test_a_table_has_one_writer(files, tmp_path):
     assert write_table(files, out, finder=finder, echo=lambda _: None) == 2
 
 
+def test_the_axial_length_of_an_eye_is_taken_by_segment_and_view(files, tmp_path, small_finder):
+    longer = ["--axial-length", "26"]
+    shown = CliRunner().invoke(app, ["segment", files[0], *longer])
+    assert shown.exit_code == 0 and "for an axial length of 26 mm" in shown.output
+    page = tmp_path / "page.html"
+    assert CliRunner().invoke(app, ["view", files[0], "--layers", *longer, "--out", str(page)]).exit_code == 0
+    assert "for an axial length of 26 mm" in page.read_text()
+    for refused in ([*files], [files[0], "--out", str(tmp_path / "table.csv")], ["--sample"]):
+        assert isinstance(CliRunner().invoke(app, ["segment", *refused, *longer]).exception, ConfigError)
+
+
 def test_octfm_segment_takes_scans_without_a_run(files, tmp_path):
     shown = CliRunner().invoke(app, ["segment", files[0]])
     assert shown.exit_code == 0 and "verdict" in shown.output and "not a medical device" in shown.output

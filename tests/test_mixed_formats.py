@@ -73,7 +73,7 @@ def test_scan_and_prepare_take_a_tree_of_many_formats(clinic, tmp_path):
 
 def test_a_table_or_a_nominal_spacing_gives_millimetres(clinic):
     table = clinic.parent / "files.csv"
-    table.write_text("filepath,spacing_mm,laterality,participant\np6/undeclared,0.12 0.0039 0.0115,OS,p66\n")
+    table.write_text("filepath,spacing_mm,laterality,participant\np6/undeclared,0.12 0.003872 0.0115,OS,p66\n")
     row = next(a for a in scan(clinic, table=table, workers=1).acquisitions if a.uri.endswith("undeclared"))
     assert (row.spacing_mm, row.spacing_source, row.participant, row.laterality) == (SPACING_MM, "table", "p66", "L")
     nominal = next(

@@ -75,6 +75,8 @@ def test_the_devices_grid_stands_beside_ours(tmp_path):
     )
     placed = row_of(changed(found, lines=lines), device)
     assert "mm from ours" in placed["device_note"]
+    longer = replace(changed(found, lines=lines), axial_length_mm=27.0)
+    assert row_of(longer, device)["device_note"] == placed["device_note"], "the device's millimetres are nominal"
     untouched = row_of(found, replace(device, centre_moved=False))
     assert "nobody has moved it to the fovea" in untouched["device_note"]
 

@@ -217,13 +217,21 @@ def some_layers(count: int) -> np.ndarray:
     return rows
 
 
+def test_a_single_bscan_of_an_e2e_is_read_with_its_millimetres(tmp_path):
+    one = telling_voxels()[:1]
+    uri = write_e2e(tmp_path / "line.e2e", {(1, 2, 3): e2e_codes(one)}, ends=ends_of(1, SHAPE[2]) * 3)
+    volume = read_volume(uri, raster_only=False)
+    assert volume.layout == "line" and volume.shape == one.shape
+    assert volume.spacing_mm[1] == pytest.approx(SPACING_MM[1]) and not volume.spacing_estimated
+
+
 def test_layers_of_an_e2e_lie_on_its_bscans_as_those_of_a_vol(tmp_path):
     rows, order = some_layers(3), np.random.default_rng(1).permutation(SHAPE[0])
     codes, ends = e2e_codes(telling_voxels()), ends_of(*SHAPE[::2]) * 3
     numbers = (0, 1, 16)  # of ILM, BM and RPE; a number beyond the instrument's list is no layer
     layers = {**dict(zip(numbers, rows, strict=True)), 99: rows[0]}
     found = read_surfaces(write_e2e(tmp_path / "a.e2e", {(1, 2, 3): codes}, ends=ends, layers=layers))
-    assert found is not None and found.names == ("ILM", "BM", "RPE") and found.axial_mm == pytest.approx(0.0039)
+    assert found is not None and found.names == ("ILM", "BM", "RPE") and found.axial_mm == pytest.approx(SPACING_MM[1])
     np.testing.assert_array_equal(found.heights_px, rows)
     mixed = {number: surface[order] for number, surface in layers.items()}
     stored = write_e2e(tmp_path / "b.e2e", {(1, 2, 3): codes[order]}, ends=ends[order], layers=mixed)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 NAME, SURNAME, BIRTH_DATE = "Planted", "Secret", "19500102"
-SPACING_MM = (0.12, 0.0039, 0.0115)
+SPACING_MM = (0.12, 0.003872, 0.0115)
 
 
 def ends_of(count: int, width: int, spacing_mm=SPACING_MM, superior_first: bool = True) -> np.ndarray:

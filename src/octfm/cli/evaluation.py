@@ -358,6 +358,7 @@ def segment(
         str,
         typer.Option(metavar="LAYOUTS", help="any, or line: every image in a folder is a single B-scan."),
     ] = "any",
+    axial_length: opt.AxialLength = None,
     sample: Annotated[
         bool,
         typer.Option(
@@ -400,6 +401,8 @@ def segment(
         )
     if layouts not in ("any", "line"):
         raise ConfigError(f"--layouts: expected any or line, got {layouts!r}")
+    if axial_length is not None and (sample or apply is not None or out.suffix == ".csv"):
+        raise ConfigError("--axial-length: belongs to one eye; give its scan, without --sample, --apply or a table")
     if sample:
         if apply is not None or dicom or calibrate is not None:
             raise ConfigError(
@@ -416,8 +419,12 @@ def segment(
     if apply is None and words and not is_training and all("=" not in word or Path(word).exists() for word in words):
         limits = opt.limits_of(file_seconds, file_gb)
         volumes = opt.volumes_in(words, limits, layouts)
-        _segment_scans(volumes, out, dicom, limits, calibrate, apply_corrections, only_corrected, device)
+        if axial_length is not None and len(volumes) > 1:
+            raise ConfigError(f"--axial-length: belongs to one eye; give one scan instead of {len(volumes)}")
+        _segment_scans(volumes, out, dicom, limits, calibrate, apply_corrections, only_corrected, device, axial_length)
         return
+    if axial_length is not None:
+        raise ConfigError("--axial-length: rescales zones and volumes of a scan; give a scan")
     if apply_corrections is not None:
         raise ConfigError(
             "--apply-corrections: corrects what the packaged network finds; give scans, or truth=FOLDER to train on it"
@@ -478,6 +485,7 @@ def _segment_scans(
     corrections: Path | None,
     only_corrected: bool,
     device: str | None,
+    axial_length_mm: float | None = None,
 ) -> None:
     """Segment files or volumes with the packaged network."""
     from octfm.errors import ConfigError, CorrectionsError, ReadError, one_line
@@ -539,7 +547,7 @@ def _segment_scans(
         own = by_hand.get(fingerprint(volume.voxels)) if by_hand else None
         if corrections is not None and own is None and len(by_hand) == len(sources) == 1:
             next(iter(by_hand.values())).require(volume, "")  # says which scan it is of, before it is segmented
-        found = segment_scan(volume, device=device)
+        found = segment_scan(volume, axial_length_mm=axial_length_mm, device=device)
         if own is not None:
             found = found.corrected(own)
             used += 1

@@ -128,6 +128,15 @@ Device = Annotated[
         metavar="DEVICE", help="auto, cpu, cuda, mps or (pretrain) xla; default: cuda if available, else cpu."
     ),
 ]
+AxialLength = Annotated[
+    float | None,
+    typer.Option(
+        metavar="MM",
+        help="Axial length of this eye: rescales lateral millimetres, which are else the instrument's nominal ones.",
+        min=14,
+        max=40,
+    ),
+]
 ParticipantFrom = Annotated[
     list[str] | None,
     typer.Option(

@@ -123,6 +123,7 @@ def view(
         bool,
         typer.Option(help="Add surfaces, fluid and the map of thickness that the packaged network of segment finds."),
     ] = False,
+    axial_length: opt.AxialLength = None,
     overlay: Annotated[
         list[str] | None,
         opt.place_option(
@@ -185,6 +186,8 @@ def view(
     layers = layers or sample
     if layers and segment is not None:
         raise ConfigError("view: give --layers or --segment, not both")
+    if axial_length is not None and (sample or not layers):
+        raise ConfigError("--axial-length: rescales zones and volumes of a scan; add --layers, without --sample")
     found, correct, said = None, None, []
     if layers:
         from octfm.io.heap import keep_freed_memory
@@ -193,7 +196,7 @@ def view(
         from octfm.report.segmented.pictures import facts_of
 
         keep_freed_memory()
-        found = segment_scan(volume, device=device)
+        found = segment_scan(volume, axial_length_mm=axial_length, device=device)
         correct, said = correction_facts(found), facts_of(found)
     scene = scene_of(
         volume,

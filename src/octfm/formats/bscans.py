@@ -407,6 +407,8 @@ def _stack(bscans: Bscans) -> Stack | None:
 
 def mean_step(lines: Lines) -> float | None:
     """Distance between neighbouring B-scans, in the unit of the lines; None unless they are a raster."""
+    if len(lines.start) < 2:
+        return None
     try:
         stack = _stack_of_lines(lines, "")
     except NotRaster:

@@ -28,6 +28,9 @@ HEAD_BYTES = 4096
 """The root element must begin within these bytes."""
 MAX_BYTES = 64 * 2**20
 """Four times what the layers of 145 wide B-scans take."""
+ROW_MM, ROUNDED_MM = 0.003872, 0.0039
+"""Height of a Spectralis row, as newer exports and .vol state it, and as older exports round it: a retina of 300 µm
+would be 2 µm too thick."""
 _NO_VALUE = 1e30
 _LAYOUTS: dict[str, Layout] = {
     "line": "line",
@@ -98,6 +101,7 @@ def open_bscans(uri: str) -> Bscans:
     ends = np.array([_floats(context, *coordinates) for context in contexts])
     # Median: scales may differ a little from B-scan to B-scan, a volume has one.
     dy, dx = np.median(scales, axis=0) if np.isfinite(scales).all() else (None, None)
+    dy = ROW_MM if dy == ROUNDED_MM else dy
     kind = _text(series, "Type").lower()
     return Bscans(
         uri=uri,

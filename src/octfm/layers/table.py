@@ -5,6 +5,7 @@ import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
+from octfm.display import number
 from octfm.errors import BAD_INPUT, BucketError, CorrectionsError, Echo, EvaluationError, ReadError
 from octfm.formats import read_volume
 from octfm.formats.heyex_xml import DeviceGrid
@@ -233,7 +234,10 @@ def read_table(path: Location) -> list[dict[str, str]]:
 def describe(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> str:
     """A few lines for a terminal. `device`: see `device_grid_of`."""
     row, volume = row_of(found, device), found.volume
-    lines = [f"{volume.source}: {volume.shape[0]} B-scans, {volume.scanner}, eye {volume.laterality or 'unknown'}"]
+    bscans, scanner = number(volume.shape[0], "B-scan"), volume.scanner.replace("unknown", "scanner unknown")
+    lines = [f"{volume.source}: {bscans}, {scanner}, eye {volume.laterality or 'unknown'}"]
+    if found.axial_length_mm is not None:
+        lines.append(f"  lateral millimetres for an axial length of {found.axial_length_mm:g} mm")
     lines += zone_lines(row)
     amounts = [f"{name.replace('_', ' ')} {row[f'{name}_nl']} nl" for name in MASKS if row[f"{name}_nl"]]
     areas = [f"{name.replace('_', ' ')} {row[f'{name}_pixels']} pixels" for name in MASKS if row[f"{name}_pixels"]]

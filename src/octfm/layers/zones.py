@@ -13,7 +13,7 @@ from octfm.formats.heyex_xml import DeviceGrid
 from octfm.io.isolation import Limits
 from octfm.layers.ranges import SYNTHETIC
 from octfm.layers.segment import ScanSegmentation
-from octfm.volume.etdrs import LEAST_COVERED, ZONES, EtdrsGrid
+from octfm.volume.etdrs import LEAST_COVERED, ZONES, EtdrsGrid, lateral_scale
 
 SIDES = ("inner left", "inner right", "outer left", "outer right")
 """Zones of an eye whose laterality is unknown."""
@@ -117,7 +117,8 @@ def device_cells(device: DeviceGrid | str | None, found: ScanSegmentation, grid:
     if not device.centre_moved:
         notes.append("the device's grid lies in the middle of the fundus image, where nobody has moved it to the fovea")
     if grid is not None and found.volume.lines is not None and device.centre_mm is not None:
-        apart = float(np.hypot(*np.subtract(device.centre_mm, grid.centre_mm)))
+        ours = np.divide(grid.centre_mm, lateral_scale(found.axial_length_mm))  # the device's millimetres are nominal
+        apart = float(np.hypot(*np.subtract(device.centre_mm, ours)))
         notes.append(f"its centre lies {apart:.2f} mm from ours")
     if short := [name for name, share in device.coverage.items() if share < LEAST_COVERED]:
         notes.append(f"the device measured less than {LEAST_COVERED:.0%} of: {', '.join(short)}")

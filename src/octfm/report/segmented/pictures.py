@@ -89,6 +89,7 @@ def facts_of(found: "ScanSegmentation") -> list[tuple[str, str]]:
     from octfm.weights.packaged import NOTE
 
     amounts = {name: found.volume_nl(name) for name in found.masks} if found.verdict.accepted else {}
+    length = found.axial_length_mm
     return [
         ("Verdict", "; ".join(found.verdict.reasons) or ACCEPTED),
         ("Doubtful A-scans", f"{found.doubtful.mean():.0%}"),
@@ -97,6 +98,7 @@ def facts_of(found: "ScanSegmentation") -> list[tuple[str, str]]:
             for name, nl in amounts.items()
             if nl is not None
         ),
+        *((("Lateral millimetres", f"for an axial length of {length:g} mm"),) if length is not None else ()),
         ("Found by", f"{found.model}; {NOTE}"),
     ]
 
