@@ -65,7 +65,7 @@ wheel: $(STAMP)
 
 # torch is asked for by its pinned version first: a range would let pip take a newer build with gigabytes of CUDA.
 $(VENV)/.demo: pyproject.toml constraints.txt
-	@echo 'Installing into $(VENV): about 1.5 GB, of which torch is 0.9; the demonstration then takes 1.3 GB and about 9 minutes.'
+	@echo 'Installing into $(VENV): about 1.5 GB, of which torch is 0.9; the demonstration then takes 1.3 GB and 6 to 9 minutes.'
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "octfm needs Python 3.11 or newer; set PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
