@@ -46,7 +46,11 @@ lint: $(STAMP)
 weights: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m octfm.layers.training --out runs/weights
 
-# Makes a run of `octfm pretrain` on streamed phantoms, or one of its checkpoints, the encoder of load_encoder(): src/octfm/weights/encoder-2.
+# Makes a run of `octfm pretrain` on streamed phantoms, or one of its checkpoints, the encoder of load_encoder(). encoder-2 is of
+# octfm pretrain dense steps=2600 seed=2 data.phantoms.seed=2 model.init=encoder-1@738ef77ebd1d model.depth=6 model.summary=8
+#   objective.pool=summary ckpt_every_steps=200 validate_every_steps=200 --out runs/dense     (67 CPU-minutes)
+# Then pytest tests/test_packaged_encoder.py tests/test_wheel.py and a line in docs/results.md. New weights get a new name
+# (CURRENT_ENCODER), since results name it; two at most are kept. `python -m octfm.encoder.packaging RUN --weights FOLDER` tries one.
 encoder: $(STAMP)
 	$(if $(RUN),,$(error RUN is missing; make encoder RUN=runs/dense))
 	OMP_NUM_THREADS=1 $(BIN)/python -m octfm.encoder.packaging $(RUN) $(if $(POOL),--pool $(POOL))
@@ -61,7 +65,7 @@ wheel: $(STAMP)
 
 # torch is asked for by its pinned version first: a range would let pip take a newer build with gigabytes of CUDA.
 $(VENV)/.demo: pyproject.toml constraints.txt
-	@echo 'Installing into $(VENV): about 1.5 GB, of which torch is 0.9; the demonstration then takes 1.3 GB and about 9 minutes.'
+	@echo 'Installing into $(VENV): about 1.5 GB, of which torch is 0.9; the demonstration then takes 1.3 GB and 6 to 9 minutes.'
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "octfm needs Python 3.11 or newer; set PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch

@@ -61,8 +61,8 @@ def test_scientific_notation_is_a_number(yaml_file):
     ("text", "message"),
     [
         ("model: {widht: 192}", r"c\.yaml: unknown key model\.widht; did you mean model\.width\?"),
-        ("model: {width: wide}", r"c\.yaml: model\.width: .*integer.*got 'wide'"),
-        ("steps: 0", r"steps: .*greater than or equal to 1.*got 0"),
+        ("model: {width: wide}", r"c\.yaml: model\.width: expected a whole number, got 'wide'"),
+        ("steps: 0", r"steps: expected at least 1, got 0"),
         ("model: {heads: 5}", r"model: width 384 must split into 5 heads of even size"),
         ("masks: {mask_ratio: 0.9}", r"mask_ratio 0\.9 \+ context_ratio 0\.35 exceeds 1.*lower context_ratio to 0\.10"),
         (
@@ -94,8 +94,8 @@ def test_scientific_notation_is_a_number(yaml_file):
         ),
         ("model:\n  depth: 2\n  width: 48\n  depth: 3", r"line 4: depth is set twice \(first in line 2\)"),
         ("seed: 010", r"line 1: 010: a number with a leading zero"),
-        ("seed: 1:30", r"seed: .*valid integer.*got '1:30'"),
-        ("seed: 2024-01-01", r"seed: .*valid integer.*got '2024-01-01'"),
+        ("seed: 1:30", r"seed: expected a whole number, got '1:30'"),
+        ("seed: 2024-01-01", r"seed: expected a whole number, got '2024-01-01'"),
         ("seed: !!timestamp 2024-01-01", r"line 1: the tag .*timestamp; write the value alone"),
         ("on: 3", r"line 1: expected the name of a setting before the colon, got 'on'; quote it if it is text"),
         ("model: &m {x: *m}", r"line 1: a value that contains itself"),
@@ -104,7 +104,7 @@ def test_scientific_notation_is_a_number(yaml_file):
         (f"seed: {'9' * 5000}", "a number of 5,000 digits"),
         ("seed: 1e400", r"seed: .*finite.*got inf"),
         ("schedule: {base_lr: .nan}", r"schedule\.base_lr: .*finite.*got nan"),
-        ("schedule: {base_lr: 1e9}", r"schedule\.base_lr: .*less than or equal to 1, got 1000000000"),
+        ("schedule: {base_lr: 1e9}", r"schedule\.base_lr: expected at most 1.0, got 1000000000"),
         ("data: {store: None}", r"data: store is the text 'None'; write null for no value"),
         ("schedule: {base_lr: true}", r"schedule: base_lr: expected a number, got true"),
         ("data: {max_samples: false}", r"data: max_samples: expected a number, got false"),
@@ -194,6 +194,26 @@ def test_no_unknown_key_is_ever_ignored(key):
     if key not in PretrainConfig.model_fields:
         with pytest.raises(ConfigError, match="unknown key"):
             load(PretrainConfig, {key: 1})
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("model.depth=1.5", "override 'model.depth': expected a whole number, got 1.5"),
+        (
+            "model.patch_size=[1,2]",
+            "override 'model.patch_size': model.patch_size.2: expected a longer list, got [1, 2]",
+        ),
+        ("data.scanners=x", "override 'data.scanners': expected a list such as [1, 2], got 'x'"),
+        ("data.balance_scanners=maybe", "override 'data.balance_scanners': expected true or false, got 'maybe'"),
+        ("precision=half", "override 'precision': expected 'fp32' or 'bf16', got 'half'"),
+        ("model=3", "override 'model': expected a section of settings, written SECTION.KEY=VALUE, got 3"),
+    ],
+)
+def test_a_wrong_value_is_said_in_plain_words_and_laid_to_its_override(word, message):
+    with pytest.raises(ConfigError) as error:
+        load_config("vit_s", [word])
+    assert str(error.value) == message
 
 
 def test_an_unknown_key_is_laid_to_the_override_and_not_to_the_file():

@@ -114,12 +114,13 @@ def test_a_clinic_in_parts_is_the_same_and_goes_on_after_a_kill(tmp_path, monkey
     """Killed while the files of the first scanner are removed."""
     whole = clinic.Size(10, (0.4, 0.2, 0.4), 0, keeps_files=True)
     parts = clinic.Size(10, (0.4, 0.2, 0.4), 0)
-    labels = clinic.prepared_clinic(tmp_path / "whole", whole, 5)
+    labels, counted = clinic.prepared_clinic(tmp_path / "whole", whole, 5), []
     with monkeypatch.context() as patch:
         patch.setattr(clinic.shutil, "rmtree", killed_at(".partial"))
         with pytest.raises(Reached):
             clinic.prepared_clinic(tmp_path / "parts", parts, 5)
-    joined = clinic.prepared_clinic(tmp_path / "parts", parts, 5)
+    joined = clinic.prepared_clinic(tmp_path / "parts", parts, 5, lambda *count: counted.append(count))
+    assert counted == sorted(counted) and counted[-1] == (10, 10), "some are imaged twice, and count once"
     kept = [(row.checksum, row.participant, row.split) for row in Store.open(tmp_path / "whole" / "prepared").rows]
     assert [
         (row.checksum, row.participant, row.split) for row in Store.open(tmp_path / "parts" / "prepared").rows

@@ -36,9 +36,16 @@ def test_the_help_of_every_verb_ends_with_examples_that_parse(verb, tmp_path):
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_names_what_to_type_not_types_of_python(verb, tmp_path):
     text = octfm_here(verb, "--help", cwd=tmp_path)[1]
-    assert not re.search(r"<\w+(\[|>| range)|\b(PATH|PLACE|INTEGER|FLOAT|LIST)\b", text)
+    assert not re.search(r"<=x<=|<\w+(\[|>| range)|\b(PATH|PLACE|INTEGER|FLOAT|LIST)\b", text)
     for parameter in VERBS[verb].params:
         assert parameter.metavar or parameter.name == "help" or getattr(parameter, "is_flag", False), parameter.name
+
+
+def test_the_list_of_verbs_cuts_no_sentence_off(tmp_path):
+    text = octfm_here("--help", cwd=tmp_path)[1]
+    assert "..." not in text.partition("Commands:")[2] and "then pretraining, probe and report" in " ".join(
+        text.split()
+    )
 
 
 def test_a_store_is_named_by_one_option_everywhere():

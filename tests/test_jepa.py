@@ -19,6 +19,7 @@ from octfm.pretraining.learner import Learner
 from octfm.pretraining.masks import MaskConfig, sample_masks
 from octfm.pretraining.monitors.leaks import leak
 from octfm.pretraining.step import accumulate
+from octfm.run import checkpoint
 from octfm.run.runtime import Runtime
 from octfm.store.loader import Loader
 from octfm.store.selection import select
@@ -278,6 +279,28 @@ def test_decay_spares_tables_of_positions_and_nothing_else_that_it_took(store, p
         len(learner.decayed),
         len(learner.free),
     ]
+
+
+@pytest.mark.parametrize("began_before", [True, False])
+def test_a_run_keeps_the_rule_of_decay_that_it_began_with(store, tmp_path, began_before):
+    """Checkpoints from before tables of positions were spared do not name a rule."""
+    settings = config(model={"patch_size": [2, 8, 8], "width": 48, "depth": 2, "heads": 2, "positions": "learned"})
+    learner, _ = first_step(store, settings)
+    record = {"git": None, "environment": {}}
+    content = learner.content(record, store.fingerprint, {"key": "00", "hashes": []})
+    if began_before:
+        del content["tables_decay"]
+    resumed, _ = first_step(store, settings)
+    resumed.restore(checkpoint.load(checkpoint.write(tmp_path, 0, content)), tmp_path)
+    resumed.set_rates(1e-3, 0.5, 0.999)
+    table = resumed.model.encoder.position
+    before = table.detach().clone()
+    for p in resumed.trained:
+        p.grad = torch.zeros_like(p)
+    resumed.update(torch.tensor(True))
+    torch.testing.assert_close(table.detach(), before * (1 - 1e-3 * 0.5 if began_before else 1))
+    # And so do its own checkpoints.
+    assert resumed.content(record, store.fingerprint, {})["tables_decay"] is began_before
 
 
 def test_a_step_is_one_program_without_host_reads(store):

@@ -110,7 +110,7 @@ def test_labels_may_be_a_data_frame_and_numbers_are_float32(store, tmp_path):
         ({"split": "training"}, ConfigError, "splits present: test, train, val"),
         ({"target": "iop"}, EvaluationError, "no label column iop; columns: age, grade"),
         ({"labels": "two"}, EvaluationError, "target: name one of the label columns: a, b"),
-        ({"labels": "two", "target": "a"}, EvaluationError, "matches the embeddings"),
+        ({"labels": "two", "target": "a"}, EvaluationError, "matches these scans"),
         ({"labels": "nowhere.csv"}, EvaluationError, "no such label table"),
     ],
 )

@@ -99,15 +99,18 @@ def load(
     try:
         return cls.model_validate(values, context=context)
     except ValidationError as error:
-        culprit = _override_of(_first(error), overrides)
-        raise ConfigError(f"{culprit or where}: {_explain(cls, error)}") from None
+        key, problem = _explain(cls, error)
+        given = _override_of(key, overrides)
+        place = f"override {shown(given)}" if given else where
+        named = key in ("", given) or problem.startswith("unknown key")
+        raise ConfigError(f"{place}: {problem}" if named else f"{place}: {key}: {problem}") from None
 
 
-def _override_of(problem: Any, overrides: Iterable[str]) -> str:
-    """`override KEY` if one of them, rather than the file, set what is wrong; else empty."""
-    place = ".".join(str(part) for part in problem["loc"])
+def _override_of(place: str, overrides: Iterable[str]) -> str:
+    """The key of the override that set what is wrong; empty if the file did."""
     keys = (override.partition("=")[0].strip() for override in overrides)
-    return next((f"override {shown(key)}" for key in keys if place and f"{key}.".startswith(f"{place}.")), "")
+    related = (key for key in keys if place and (f"{key}.".startswith(f"{place}.") or place.startswith(f"{key}.")))
+    return next(related, "")
 
 
 def _refuse_credentials_in(values: Any, where: str, key: str = "") -> None:
@@ -301,23 +304,50 @@ def _first(error: ValidationError) -> Any:
     return min(_problems(error), key=lambda problem: problem["type"] != "extra_forbidden")
 
 
-def _explain(cls: type[Config], error: ValidationError) -> str:
-    """The first problem in one sentence; for an unknown key, with the most similar known one."""
+def _explain(cls: type[Config], error: ValidationError) -> tuple[str, str]:
+    """The key of the first problem, and what is wrong; for an unknown key, with the most similar known one."""
     problems, first = _problems(error), _first(error)
     key = ".".join(str(part) for part in first["loc"])
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":
-        known = known_keys(cls)
+        known, wrong = known_keys(cls), key
         if isinstance(first["input"], dict) and len(first["input"]) == 1:  # the name of the section may be misspelt
-            key = f"{key}.{next(iter(first['input']))}"
-        nearest = _nearest(key, known)
-        key = key if len(key) <= 80 else shown(key)
-        hint = f"did you mean {nearest}?" if nearest else f"known keys: {', '.join(_beside(key, known))}"
-        return f"unknown key {key}; {hint}{more}"
-    message = first["msg"].removeprefix("Value error, ")
+            wrong = f"{key}.{next(iter(first['input']))}"
+        nearest = _nearest(wrong, known)
+        hint = f"did you mean {nearest}?" if nearest else f"known keys: {', '.join(_beside(wrong, known))}"
+        return wrong, f"unknown key {wrong if len(wrong) <= 80 else shown(wrong)}; {hint}{more}"
     if first["type"] == "value_error":
-        return f"{key}: {message}{more}" if key else f"{message}{more}"
-    return f"{key}: {message}, got {shown(first['input'])}{more}"
+        return key, f"{first['msg'].removeprefix('Value error, ')}{more}"
+    if first["type"] == "missing" and isinstance(first["loc"][-1], str):
+        return key, f"is not set; set it, as in {key}=VALUE{more}"
+    return key, f"expected {_expected(first)}, got {shown(first['input'])}{more}"
+
+
+EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "string": "text",
+    "tuple": "a list such as [1, 2]",
+    "model": "a section of settings, written SECTION.KEY=VALUE",
+    "missing": "a longer list",
+    "too_long": "at most {max_length} values",
+    "too_short": "at least {min_length} values",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "more than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+    "literal": "{expected}",
+}
+"""What pydantic's errors expect, in plain words, by the beginning of their type."""
+
+
+def _expected(problem: dict[str, Any]) -> str:
+    words = next((words for kind, words in EXPECTED.items() if problem["type"].startswith(kind)), None)
+    if words is None:
+        return problem["msg"].removeprefix("Input should be ")
+    return words.format_map(problem.get("ctx", {}))
 
 
 def _nearest(key: str, known: list[str]) -> str | None:

@@ -286,11 +286,11 @@ def scan(
     bscans_only = tuple(layouts) == ("line",)
     if not ("raster" in layouts or bscans_only) or any(name not in ADMISSIBLE for name in layouts):
         raise CatalogError(
-            f"layouts: expected raster, or raster and radial or line, or line alone, got {', '.join(layouts) or 'none'}"
+            f"layouts: expected raster, raster,radial, raster,line or line; got {','.join(layouts) or 'none'}"
         )
     if "structure" not in modalities or any(name not in MODALITIES for name in modalities):
-        got = ", ".join(modalities) or "none"
-        raise CatalogError(f"modalities: expected structure, or structure and octa, got {got}")
+        got = ",".join(modalities) or "none"
+        raise CatalogError(f"modalities: expected structure or structure,octa; got {got}")
     # List the files and read the tables.
     folder = _existing(root)
     account = Account(folder)
@@ -585,7 +585,7 @@ def _read_parquet(path: Location) -> tuple[list[dict[str, Any]], dict[str, Any]]
     try:
         table = pq.read_table(io.BytesIO(path.read_bytes()))
     except FileNotFoundError:
-        raise CatalogError(f"{path}: no such file; make it with: octfm scan ROOT") from None
+        raise CatalogError(f"{path}: no such file; make it with: octfm scan FOLDER") from None
     except (OSError, pa.ArrowException) as error:
         raise CatalogError(f"{path}: damaged ({' '.join(str(error).split())[:120]}); scan again") from error
     facts = json.loads((table.schema.metadata or {}).get(b"octfm", b"{}"))

@@ -60,7 +60,7 @@ class Columns:
                     f"--columns: expected field=column pairs such as participant=pid,file=path, got {pair!r}"
                 )
             if name not in FIELDS:
-                raise ConfigError(f"--columns: unknown field {name}; {_nearest(name, list(FIELDS), 'fields')}")
+                raise ConfigError(f"--columns: unknown field {name}; {nearest(name, list(FIELDS), 'fields')}")
             if found.setdefault(name, column) != column:
                 raise ConfigError(f"--columns: {name} is mapped to {found[name]} and to {column}; give it once")
         return Columns(found)
@@ -81,7 +81,7 @@ class Columns:
         for name, column in self.of_field.items():
             if column not in known:
                 where = " and ".join(headers)
-                raise TableError(f"{where}: no column {column} for {name}; {_nearest(column, known, 'columns')}")
+                raise TableError(f"{where}: no column {column} for {name}; {nearest(column, known, 'columns')}")
 
     def labels(self, row: Mapping[str, str]) -> dict[str, str]:
         """All other columns of a person's row, under AI-READI's names, without direct identifiers."""
@@ -112,10 +112,11 @@ def read_rows(path: Location, delimiter: str | None = None) -> list[dict[str, st
             # Excel writes a byte order mark, and other programs Latin-1: a damaged label is better than no table.
             io.TextIOWrapper(file, newline="", encoding="utf-8-sig", errors="replace") as text,
         ):
-            if delimiter is None:
-                first = text.readline()
-                delimiter = max(",;\t", key=first.count)
-                text.seek(0)
+            first = text.readline()
+            if re.search(r"[\0-\x08\x0e-\x1f]", first):
+                raise TableError(f"{path}: expected a CSV or TSV of text, got other bytes; export the table as text")
+            delimiter = delimiter or max(",;\t", key=first.count)
+            text.seek(0)
             rows = list(csv.DictReader(text, delimiter=delimiter))
     except (OSError, ReadError, csv.Error) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error
@@ -126,7 +127,7 @@ def read_rows(path: Location, delimiter: str | None = None) -> list[dict[str, st
     ]
 
 
-def _nearest(word: str, known: list[str], kind: str) -> str:
+def nearest(word: str, known: list[str], kind: str) -> str:
     plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in known}
     close = get_close_matches(re.sub(r"[^a-z0-9]", "", word.lower()), list(plain), n=1, cutoff=0.5)
     return f"did you mean {plain[close[0]]}?" if close else f"{kind}: {', '.join(known) or 'none'}"

@@ -90,7 +90,7 @@ class LabelTable:
         if wanted and known.isdisjoint(wanted):
             example = next(iter(sorted(known)), "nothing")
             raise EvaluationError(
-                f"{self.path}: no {column} matches the embeddings (table: {example} …, embeddings: {min(wanted)} …); "
+                f"{self.path}: no {column} matches these scans (table: {example} …, scans: {min(wanted)} …); "
                 "is this the label table of the same cohort?",
                 public="No row of the label table is about a participant of these embeddings.",
             )

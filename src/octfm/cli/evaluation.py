@@ -78,10 +78,12 @@ def probe(
     Examples:
     octfm probe runs/vit_s --labels labels.tsv --target diagnosis
     """
+    from octfm.catalog.labels import read_labels
     from octfm.encoder.embed import embedding_files
     from octfm.encoder.embeddings import read_embeddings, without_excluded_vectors
     from octfm.encoder.encoder import seen_by
     from octfm.evaluation.arms import make_arms
+    from octfm.evaluation.cases import TARGETS
     from octfm.evaluation.efficiency import curve_lines
     from octfm.evaluation.efficiency import label_efficiency as curve
     from octfm.evaluation.probe import probe as run_probe
@@ -116,6 +118,10 @@ def probe(
     result = run_probe(arms, labels, seeds=seeds, commands=[opt.command_line()], **common)
     for line in summary_lines(result):
         typer.echo(line)
+    if labels is not None and not target:
+        asked = {known.column for known in TARGETS}
+        if others := [column for column in read_labels(labels).columns if column not in asked]:
+            opt.echo_line(f"{labels}: not probed: {', '.join(others)}; name a column with --target")
     if label_efficiency:
         # A single draw of a few participants says little: intervals must also cover other draws.
         rows, compared = curve(arms, labels, seeds=max(3, seeds), **common)
@@ -315,7 +321,15 @@ def segment(
     ] = None,
     store: opt.Store = None,
     steps: opt.Steps = None,
-    out: opt.OutPlace = DEFAULT_SEGMENT,
+    out: Annotated[
+        opt.Place,
+        typer.Option(
+            "--out",
+            parser=opt.place,
+            metavar="FOLDER|TABLE",
+            help="Output folder, or with scans a table FILE.csv; of a training also an s3:// or gs:// address.",
+        ),
+    ] = DEFAULT_SEGMENT,
     apply: Annotated[
         str | None,
         opt.place_option(
@@ -412,6 +426,10 @@ def segment(
         _segment_scans(volumes, out, dicom, limits, None, apply_corrections, only_corrected, device)
         return
     is_training = store is not None or steps is not None
+    if not words and not is_training:
+        raise ConfigError(
+            "segment: nothing to segment; give scans (octfm segment scan.e2e), or octfm segment --sample without data"
+        )
     if is_training and (apply is not None or any("=" not in word or Path(word).exists() for word in words or [])):
         raise ConfigError(
             "--store and --steps: settings of a training; with --apply or files to segment leave them out"
@@ -419,6 +437,10 @@ def segment(
     if apply is None and words and not is_training and all("=" not in word or Path(word).exists() for word in words):
         limits = opt.limits_of(file_seconds, file_gb)
         volumes = opt.volumes_in(words, limits, layouts)
+        if not volumes:
+            raise ConfigError(
+                f"{', '.join(words)}: no scan in it; check the path, or octfm scan names every file and why"
+            )
         if axial_length is not None and len(volumes) > 1:
             raise ConfigError(f"--axial-length: belongs to one eye; give one scan instead of {len(volumes)}")
         _segment_scans(volumes, out, dicom, limits, calibrate, apply_corrections, only_corrected, device, axial_length)

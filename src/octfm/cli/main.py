@@ -1,5 +1,6 @@
 """The octfm command: its list of verbs, and how errors become one line and an exit code."""
 
+import errno
 import io
 import os
 import re
@@ -83,6 +84,15 @@ def main() -> None:
     sys.exit(code)
 
 
+def _system_error(error: OSError) -> str:
+    path = f"{error.filename}: " if error.filename is not None else ""
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return f"{path}expected a folder, got a file; choose another path"
+    if error.errno == errno.ENOSPC:
+        return f"{path}no space left on this disk; free some or choose another --out, and run the same command again"
+    return f"{path}{error.strerror or error}; fix this, or choose another path, and run the same command again"
+
+
 def _run() -> tuple[int, str]:
     """Exit code and the last line for stderr, empty if there is nothing to add or another rank prints it."""
     try:
@@ -103,8 +113,7 @@ def _run() -> tuple[int, str]:
         return 1, "" if error.elsewhere else str(error)
     except OSError as error:
         # A full disk, a folder without permission, a file in place of a folder: the system names the path and reason.
-        path = f"{error.filename}: " if error.filename is not None else ""
-        return 1, f"{path}{error.strerror or error}; fix this, or choose another path, and run the same command again"
+        return 1, _system_error(error)
     except UnicodeEncodeError as error:
         return 1, f"{shown(error.object)}: expected text, got bytes that are not UTF-8 ({error.reason}); rename it"
     except MemoryError as error:

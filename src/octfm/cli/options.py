@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +17,15 @@ from octfm.errors import one_line
 
 if TYPE_CHECKING:
     from octfm.io.isolation import Limits
+
+
+RANGE = re.compile(r"(?<=[\[ ])([\d.e+-]+)<=x<=([\d.e+-]+)")
+"""How click prints the values that a number may have."""
+
+
+def _in_words(found: re.Match[str]) -> str:
+    low, high = (float(text) for text in found.groups())
+    return f"{low:,.12g} to {high:,.12g}"
 
 
 class Verbs(TyperGroup):
@@ -42,13 +53,17 @@ class Verb(TyperCommand):
             *(name if param.required else f"[{name}]" for name, param in zip(names, arguments, strict=True)),
         ]
 
+    def get_short_help_str(self, limit: int = 45) -> str:
+        return " ".join((self.help or "").partition("\n\n")[0].split())
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         # Not typer's: it adds Python's name of the type to arguments, in words that differ between its versions.
         rows: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
         for param in self.get_params(ctx):
             if record := param.get_help_record(ctx):
                 kind = param.param_type_name
-                rows[kind].append(record if kind == "option" else (str(param.metavar), record[1]))
+                name, about = record if kind == "option" else (str(param.metavar), record[1])
+                rows[kind].append((name, RANGE.sub(_in_words, about)))
         for title, found in (("Arguments", rows["argument"]), ("Options", rows["option"])):
             if found:
                 with formatter.section(title):
@@ -82,9 +97,24 @@ def place(text: Any) -> Any:
     return location(text) if text is not None else None
 
 
+def _folder(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`parse`, which also refuses the name of a file: before hours of work, not when the first result is written."""
+
+    def parse_folder(text: Any) -> Any:
+        from octfm.errors import ConfigError
+
+        found = parse(text)
+        if found is not None and Path(str(found)).is_file():
+            raise ConfigError(f"--out {found}: expected a folder, got a file; choose another path")
+        return found
+
+    return parse_folder
+
+
 def local_option(*names: str, metavar: str, **settings: Any) -> Any:
     """An option for a path on disk. Addresses are refused: otherwise a local folder named s3: would be created."""
-    return typer.Option(*names, parser=_local, metavar=metavar, **settings)
+    parser = _folder(_local) if (names, metavar) == (("--out",), "FOLDER") else _local
+    return typer.Option(*names, parser=parser, metavar=metavar, **settings)
 
 
 def local_argument(metavar: str, **settings: Any) -> Any:
@@ -94,7 +124,8 @@ def local_argument(metavar: str, **settings: Any) -> Any:
 
 def place_option(*names: str, metavar: str, **settings: Any) -> Any:
     """An option for a path on disk or an address in a bucket; the verb receives the checked text."""
-    return typer.Option(*names, parser=expect_place, metavar=metavar, **settings)
+    parser = _folder(expect_place) if (names, metavar) == (("--out",), "FOLDER") else expect_place
+    return typer.Option(*names, parser=parser, metavar=metavar, **settings)
 
 
 def place_argument(metavar: str, **settings: Any) -> Any:
@@ -117,7 +148,8 @@ Config = Annotated[
 ]
 Out = Annotated[Path, local_option("--out", metavar="FOLDER", help="Output folder.")]
 OutPlace = Annotated[
-    Place, typer.Option("--out", parser=place, metavar="FOLDER", help="Output folder, or s3:// or gs:// address.")
+    Place,
+    typer.Option("--out", parser=_folder(place), metavar="FOLDER", help="Output folder, or s3:// or gs:// address."),
 ]
 Workers = Annotated[
     int | None, typer.Option(metavar="N", help="Parallel processes; default: one per CPU core.", min=0, max=1024)
@@ -254,6 +286,7 @@ def limits_of(file_seconds: float, file_gb: float) -> "Limits":
 def volumes_in(words: list[str], limits: "Limits", layouts: str = "any") -> list[str]:
     """The files named, and every volume in the folders named; prints how many files there are left out."""
     from octfm.catalog.volumes import volumes_below
+    from octfm.errors import ConfigError
     from octfm.volume.volume import LAYOUTS
 
     sources: list[str] = []
@@ -262,6 +295,8 @@ def volumes_in(words: list[str], limits: "Limits", layouts: str = "any") -> list
         if not Path(place).is_dir():
             sources.append(place)
             continue
+        if (Path(place) / "store.json").is_file():
+            raise ConfigError(f"{place}: a prepared store; expected scans, give the files that it was made from")
         found, left_out = volumes_below(
             Path(os.path.abspath(place)),  # noqa: PTH100
             limits,

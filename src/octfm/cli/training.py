@@ -56,8 +56,8 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Show everything: a first picture at once, then in nine minutes pretraining, probe and report on phantoms; or
-    answer a question to your own scans.
+    """Show everything on a phantom clinic: a first picture at once, then pretraining, probe and report; or ask a
+    question of your own scans.
 
     Examples:
     octfm demo --quick

@@ -62,7 +62,8 @@ def embed(
     pool: Annotated[
         str | None,
         typer.Option(
-            metavar="POOL", help="Pooling over tokens: mean, extremes or tails; default: the run's objective.pool."
+            metavar="POOL",
+            help="Pooling over tokens: mean, extremes, tails or summary; default: the run's objective.pool.",
         ),
     ] = None,
     precision: Annotated[

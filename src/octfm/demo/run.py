@@ -71,9 +71,8 @@ def _phantoms(request: Request, echo: Echo) -> Path:
     quick = "; --quick needs less" if size is FULL else ""
     free = require_room(out, 0 if begun else size.peak_bytes, quick)
     stages = Stages(out, echo, 6)
-    minutes = "about 9 minutes" if size is FULL else "a minute or two"
     stages.say(
-        f"{minutes} on two idle CPU cores, at most {gigabytes(size.peak_bytes)} in {out} ({gigabytes(free)} free); "
+        f"{size.time} on two idle CPU cores, at most {gigabytes(size.peak_bytes)} in {out} ({gigabytes(free)} free); "
         f"details in {stages.log}; stopped, the same command continues"
     )
     with stages.stage("picture", "a synthetic scan and the layers that the packaged network finds in it"):

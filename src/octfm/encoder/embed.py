@@ -38,6 +38,8 @@ def embedding_files(run: str | Location, folder: str | Location | None = None) -
     """The embeddings files of a run, in RUN/embeddings or in `folder` (also in a bucket), in the order of NAMES."""
     where = location(folder) if folder is not None else location(run) / "embeddings"
     found = [where / f"{name}.parquet" for name in NAMES if (where / f"{name}.parquet").is_file()]
+    if not found and folder is None and not (location(run) / "config.yaml").is_file():
+        raise EvaluationError(f"{run}: no run here (config.yaml is missing); expected a folder of octfm pretrain")
     if not found:
         raise EvaluationError(f"{where}: no embeddings; make them with `octfm embed {run} --store prepared`")
     return found

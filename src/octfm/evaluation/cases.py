@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from octfm.catalog.columns import nearest
 from octfm.catalog.labels import LabelTable, as_number
 from octfm.encoder.embeddings import Embeddings
 from octfm.errors import EvaluationError
@@ -131,8 +132,9 @@ def find_targets(
     grades, found = {**ORDERS, **(orders or {})}, []
     for target in targets:
         if target.column not in columns:
+            hint = nearest(target.column, sorted(columns), "columns")
             raise EvaluationError(
-                f"target {target.name}: no label column {target.column}; columns: {', '.join(sorted(columns))}",
+                f"target {target.name}: no label column {target.column}; {hint}",
                 public="The labels lack a column that was named as a target.",
             )
         target = replace(target, order=grades.get(target.column, ()))

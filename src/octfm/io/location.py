@@ -58,8 +58,10 @@ def replacing(where: Path) -> Iterator[Path]:
         # Before the rename: a power cut must not leave the name on an empty file.
         flush(partial)
         partial.replace(where)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(where)
         raise
     # A power cut may undo the rename until the folder is on the disk as well.
     flush(where.parent)

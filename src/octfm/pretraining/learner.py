@@ -68,11 +68,8 @@ class Learner:
         self.runtime.place(self.model)
         self.model.connect(self.runtime.sum_)
         self.decayed, self.free = optimizer_groups(self.model)
-        # A row of a table of positions moves only when its token is kept, so decay would erase rare places. The groups
-        # stay as they were: the optimizer's state in older checkpoints is in their order.
-        tables = {id(p) for name, p in self.model.named_parameters() if name.endswith(".position")}
-        self.pulled = [p for p in self.decayed if id(p) not in tables]
-        """Parameters that weight decay shrinks."""
+        self.tables_decay = False
+        """Whether weight decay shrinks tables of positions; only in runs that began when it did."""
         self.optimizer = self.runtime.adamw(
             [{"params": self.decayed}, {"params": self.free}], self.lr, self.config.betas
         )
@@ -83,6 +80,13 @@ class Learner:
     @property
     def trained(self) -> list[Tensor]:
         return self.decayed + self.free
+
+    @property
+    def pulled(self) -> list[Tensor]:
+        """Parameters that weight decay shrinks."""
+        # A row of a table of positions moves only when its token is kept, so decay would erase rare places.
+        tables = {id(p) for name, p in self.model.named_parameters() if name.endswith(".position")}
+        return [p for p in self.decayed if self.tables_decay or id(p) not in tables]
 
     @property
     def micro_batch(self) -> int:
@@ -141,6 +145,7 @@ class Learner:
             "model": self.model.state_dict(),
             "optimizer": optimizer,
             "state": self.state.to_dict(),
+            "tables_decay": self.tables_decay,
             "config": self.config.model_dump(mode="json"),
             "preprocessing": self.preprocessing.model_dump(mode="json"),
             "fingerprint": fingerprint,
@@ -155,7 +160,7 @@ class Learner:
         if self.runtime.sharded:
             content = shards.load_rest(source) if source.is_dir() else checkpoint.load(source)
 
-        def load_tensors() -> tuple[int, dict[str, Any]]:
+        def load_tensors() -> tuple[int, dict[str, Any], bool]:
             assert content is not None
             try:
                 if self.runtime.sharded:
@@ -175,9 +180,9 @@ class Learner:
                     f"({lines[min(1, len(lines) - 1)][:200]}); "
                     "settings that change shapes cannot be overridden: restore them, or choose another --out"
                 ) from None
-            return content["step"], content.get("state", {})
+            return content["step"], content.get("state", {}), content.get("tables_decay", True)
 
-        self.step, state = self.runtime.first(load_tensors)
+        self.step, state, self.tables_decay = self.runtime.first(load_tensors)
         self.state = RunState.from_dict(state)
         if self.runtime.sharded:
             self._restore_shares(content or {}, source)

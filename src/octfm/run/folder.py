@@ -258,6 +258,7 @@ def open_run(
             if remote is not None:
                 held.callback(remote.end)
                 remote.begin()
+            _require_run_or_new(folder)
             check(folder)
             held.enter_context(claim(folder, identity, override=override, echo=echo))
 
@@ -274,8 +275,7 @@ def claim(out: str | Path, identity: Identity, *, override: bool = False, echo: 
     """
     run = RunFolder(Path(out), identity.kind)
     settings = run.path / "config.yaml"
-    if run.path.exists() and not settings.is_file() and not has_only(run.path, {"run.json", LOCK}):
-        raise CheckpointError(f"{run.path}: exists and is not a run folder (no config.yaml); choose another --out")
+    _require_run_or_new(run.path)
     run.path.mkdir(parents=True, exist_ok=True)
     with locked(run.path, echo):
         if settings.is_file():
@@ -285,6 +285,11 @@ def claim(out: str | Path, identity: Identity, *, override: bool = False, echo: 
             _begin_record(run, identity)
             write_whole(settings, dump(identity.config).encode())
         yield run
+
+
+def _require_run_or_new(folder: Path) -> None:
+    if folder.exists() and not (folder / "config.yaml").is_file() and not has_only(folder, {"run.json", LOCK}):
+        raise CheckpointError(f"{folder}: exists and is not a run folder (no config.yaml); choose another --out")
 
 
 def _begin_record(run: RunFolder, identity: Identity) -> None:

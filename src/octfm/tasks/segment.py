@@ -220,6 +220,8 @@ class Fit:
 def load_segmenter(out: str | Location, device: str | None = None) -> Segmenter:
     """The segmenter that `octfm segment` trained into this folder, or into this address in a bucket."""
     content = checkpoint.load(checkpoint.newest(local_run(out)))
+    if "decoder" not in content["config"]:
+        raise EvaluationError(f"{out}: expected a run of octfm segment, got one of pretraining or fine-tuning")
     config = load(SegmentConfig, content["config"])
     if content["step"] < config.steps:
         raise EvaluationError(
@@ -248,6 +250,8 @@ def truth_file(config: SegmentConfig, row: StoreRow) -> Path:
     if config.truth is None:
         raise ConfigError("truth: name a folder with <acquisition>.npz, truth=clinic/ground_truth")
     folder = Path(config.truth)
+    if not folder.is_dir():
+        raise ConfigError(f"truth: {folder}: no such folder; expected one with <acquisition>.npz or corrections")
     path = folder / f"{row.acquisition}.npz"
     if path.is_file():
         return path

@@ -166,9 +166,13 @@ def _refuse_other_formats(head: bytes, uri: str) -> None:
     group, element = int.from_bytes(first[:2], order), int.from_bytes(first[2:4], order)
     short = len(head) >= 8 and int.from_bytes(head[4:8], "little") < 256  # length of the first value, implicit VR
     if group not in (2, 8) or element > 0x0100 or not (explicit or short):
-        zipped = "a ZIP archive inside another or without the ending .zip; unpack it"
-        kind = zipped if head[:2] == b"PK" else "no format that octfm reads"
-        raise ReadError("not_dicom", f"{uri}: expected DICOM, found {kind} (first bytes {head[:8].hex(' ')})")
+        if head[:2] == b"PK":
+            found = "a ZIP archive inside another or without the ending .zip; unpack it"
+        else:
+            found = (
+                f"no format that octfm reads (first bytes {head[:8].hex(' ')}); fetch it again, or export it as DICOM"
+            )
+        raise ReadError("not_dicom", f"{uri}: expected DICOM, found {found}")
 
 
 def _inflate(file: BinaryIO, head: bytes, uri: str) -> io.BytesIO:
