@@ -20,7 +20,10 @@ if (location.protocol === "file:") {
         else addEventListener("DOMContentLoaded", attach);
       });
     }
-    postMessage(data) {
+    postMessage(message) {
+      // Search takes the dashes of "--layouts" for an operator.
+      const text = typeof message.data === "string";
+      const data = text ? { ...message, data: message.data.replace(/(^|\s)-+/g, "$1") } : message;
       // Cloned inside, so that its arrays are arrays of the frame.
       this.loaded.then((inside) =>
         inside.dispatchEvent(new inside.MessageEvent("message", { data: inside.structuredClone(data) }))

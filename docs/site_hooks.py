@@ -13,9 +13,9 @@ PAGES = {"README.md": "readme.md", "CHANGELOG.md": "changelog.md"}
 ELSEWHERE = re.compile(r"\[([^\]]+)\]\((?:\.\./)*(LICENSE|CITATION\.cff|src/[^)]*|tests/[^)]*|launch/[^)]*)\)")
 """Links to files of the repository that are no pages: the site shows their names alone."""
 
-RANKS = (("guide/", 2.0), ("index.md", 2.0), ("log/", 1e-6), ("changelog.md", 1e-6), ("readme.md", 1e-6))
-"""How much a page counts in a search, by the beginning of its path; every other page counts 0.5. A word in a title counts
-1,000 times as much as one in the text, so pages that come last need a smaller factor than that."""
+RANKS = (("guide/", 2.0), ("index.md", 2.0), ("commands.md", 0.5), ("log/", 1e-6), ("changelog.md", 1e-6), ("readme.md", 1e-6))
+"""How much a page counts in a search, by the beginning of its path; every other page counts 0.002. A word in a title counts
+1,000 times as much as one in the text, so pages that come later need a smaller factor than that."""
 
 
 def on_config(config):
@@ -50,7 +50,7 @@ def reference():
 
 
 def on_page_markdown(markdown, page, config, files):
-    boost = next((rank for beginning, rank in RANKS if page.file.src_uri.startswith(beginning)), 0.5)
+    boost = next((rank for beginning, rank in RANKS if page.file.src_uri.startswith(beginning)), 0.002)
     page.meta.setdefault("search", {})["boost"] = boost
     markdown = ELSEWHERE.sub(r"\1", markdown)
     if page.file.src_uri in PAGES.values():

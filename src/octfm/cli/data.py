@@ -262,7 +262,7 @@ def prepare(
     ] = None,
     like: Annotated[
         Path | None,
-        opt.local_option(metavar="RUN", help="Use the preprocessing settings of this run, checkpoint or export."),
+        opt.local_option(metavar="RUN", help="Use the preprocessing settings of this run, checkpoint, export or packaged encoder."),
     ] = None,
     compression: Annotated[
         str | None,
@@ -312,7 +312,7 @@ def prepare(
     if like is not None:
         from octfm.encoder.encoder import preprocessing_of
 
-        base = preprocessing_of(like)
+        base = preprocessing_of(str(like))
     preprocessing, find_band = load(Preprocessing, base, settings or []), None
     if preprocessing.band == "learned":
         from octfm.layers.band import band_finder, with_network

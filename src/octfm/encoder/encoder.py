@@ -341,7 +341,7 @@ def _untrained(settings: PretrainConfig, preprocessing: Preprocessing, draw: int
 def _prepared_otherwise(what: str, encoder: str) -> str:
     return (
         f"{what}: prepared with other settings than {encoder} was trained on; prepare the volumes with its own "
-        "Preprocessing (octfm prepare --like RUN) (F15)"
+        f"Preprocessing (octfm prepare CATALOG --like {encoder.partition(' at random ')[0]}) (F15)"
     )
 
 

@@ -95,6 +95,7 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
     try:
         import highdicom
         from pydicom import dcmread
+        from pydicom.errors import InvalidDicomError
     except ImportError:
         raise EvaluationError("DICOM export needs highdicom: pip install 'octfm[export]'") from None
     from octfm.formats.declared import declared_way_up
@@ -102,7 +103,10 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
 
     source, folder = Path(source), local_path(folder)
     stem = stem or source.stem
-    image = dcmread(source)
+    try:
+        image = dcmread(source)
+    except (InvalidDicomError, OSError):
+        raise EvaluationError(f"{source}: no DICOM file on this disk, so no DICOM SEG can refer to it; use NIfTI") from None
     folder.mkdir(parents=True, exist_ok=True)
     labels, meaning = label_map(found)
     frames, rows, columns = int(image.get("NumberOfFrames", 1)), int(image.Rows), int(image.Columns)
