@@ -1,13 +1,17 @@
 """Progress of long work: lines far apart in a file, a bar with the time left on a terminal, nothing for short work."""
 
 import io
+import re
 import sys
 
 import pytest
 
+from octfm.evaluation.efficiency import label_efficiency
+from octfm.evaluation.probe import probe
 from octfm.io import progress as module
 from octfm.io.progress import Progress
 from support.command_line import octfm_here
+from support.probe_cohort import Cohort
 
 
 class Terminal(io.StringIO):
@@ -50,6 +54,18 @@ def test_a_terminal_gets_a_bar_with_the_time_left_once_work_is_long(monkeypatch,
     text = terminal.getvalue()
     assert ("4/4" in text and "left" in text and "scan [b]" in text) == (after == 0.0)
     assert bool(text) == (after == 0.0)
+
+
+def test_fits_of_a_probe_are_counted_on_a_terminal(monkeypatch, tmp_path):
+    terminal, cohort = Terminal(), Cohort()
+    files = [cohort.embeddings(tmp_path / f"{name}.parquet", name=name) for name in ("pretrained", "random_init")]
+    labels = cohort.labels(tmp_path / "labels.tsv")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(module, "SHOW_AFTER_S", 0.0)
+    probe(files, labels, targets=["disease", "diagnosis"], resamples=20)
+    label_efficiency(files, labels, targets=["disease"], fractions=(0.5, 1.0), resamples=20)
+    assert re.search(r"probe.*4/4.*left", terminal.getvalue())
+    assert re.search(r"label efficiency.*4/4.*left", terminal.getvalue())
 
 
 def test_a_quick_phantom_says_nothing_but_its_result(tmp_path):

@@ -12,10 +12,9 @@ from octfm.addresses import expect_place
 from octfm.cli import options as opt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from octfm.io.isolation import Limits
-    from octfm.io.progress import Progress
     from octfm.volume.volume import Volume
 
 DEFAULT_SEGMENT = Path("runs/segment")
@@ -482,13 +481,6 @@ def _stems(sources: "Iterable[str]") -> dict[str, str]:
     return {source: stem if count[stem] == 1 else f"{stem}-{hash_text(source)[:8]}" for source, stem in stems.items()}
 
 
-def _counted(sources: "Sequence[str | Volume]", progress: "Progress") -> "Iterator[str | Volume]":
-    """The sources one by one; each counts as done when the next one is wanted."""
-    for source in sources:
-        yield source
-        progress.advance()
-
-
 def _samples(names: list[str]) -> "list[Volume]":
     from octfm.layers.sample import samples
 
@@ -535,9 +527,8 @@ def _segment_scans(
     if out.suffix == ".csv":
         sheet = ContactSheet(out)
         with Progress("segment", len(sources), "scans") as progress:
-            counted = _counted(sources, progress)
             added = write_table(
-                counted,
+                progress.over(sources),
                 out,
                 limits=limits,
                 device=device,
@@ -557,32 +548,33 @@ def _segment_scans(
         return
     stems = _stems(each.source if isinstance(each, Volume) else each for each in sources)
     unread, used = 0, 0
-    for source in sources:
-        try:
-            volume = source if isinstance(source, Volume) else read_volume(source, raster_only=False, limits=limits)
-        except ReadError as error:
-            if len(sources) == 1:
-                raise
-            typer.echo(one_line(error), err=True)
-            unread += 1
-            continue
-        own = by_hand.get(fingerprint(volume.voxels)) if by_hand else None
-        if corrections is not None and own is None and len(by_hand) == len(sources) == 1:
-            next(iter(by_hand.values())).require(volume, "")  # says which scan it is of, before it is segmented
-        found = segment_scan(volume, axial_length_mm=axial_length_mm, device=device)
-        if own is not None:
-            found = found.corrected(own)
-            used += 1
-        grid = None if isinstance(source, Volume) else device_grid_of(source, limits)
-        for line in describe(found, grid).splitlines():
-            opt.echo_line(line)
-        if out != DEFAULT_SEGMENT:
-            name = source.source if isinstance(source, Volume) else source
-            written = write_nifti(found, out, stems[name], volume)
-            write = functools.partial(write_dicom, found, folder=out, stem=stems[name])
-            written += within(limits, write, name) if dicom else []
-            for path in written:
-                typer.echo(path)
+    with Progress("segment", len(sources), "scans") as progress:
+        for source in progress.over(sources):
+            try:
+                volume = source if isinstance(source, Volume) else read_volume(source, raster_only=False, limits=limits)
+            except ReadError as error:
+                if len(sources) == 1:
+                    raise
+                typer.echo(one_line(error), err=True)
+                unread += 1
+                continue
+            own = by_hand.get(fingerprint(volume.voxels)) if by_hand else None
+            if corrections is not None and own is None and len(by_hand) == len(sources) == 1:
+                next(iter(by_hand.values())).require(volume, "")  # says which scan it is of, before it is segmented
+            found = segment_scan(volume, axial_length_mm=axial_length_mm, device=device)
+            if own is not None:
+                found = found.corrected(own)
+                used += 1
+            grid = None if isinstance(source, Volume) else device_grid_of(source, limits)
+            for line in describe(found, grid).splitlines():
+                opt.echo_line(line)
+            if out != DEFAULT_SEGMENT:
+                name = source.source if isinstance(source, Volume) else source
+                written = write_nifti(found, out, stems[name], volume)
+                write = functools.partial(write_dicom, found, folder=out, stem=stems[name])
+                written += within(limits, write, name) if dicom else []
+                for path in written:
+                    typer.echo(path)
     if by_hand and not used:
         raise CorrectionsError(f"{corrections}: corrections of none of these scans; give the scan that was corrected")
     if unread:

@@ -57,7 +57,7 @@ def demo(
     ] = None,
 ) -> None:
     """Show everything on a phantom clinic: a first picture at once, then pretraining, probe and report; or ask a
-    question of your own scans.
+    question about your own scans.
 
     Examples:
     octfm demo --quick

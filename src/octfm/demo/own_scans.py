@@ -1,4 +1,4 @@
-"""A question to one's own scans: prepared, pretrained on if they suffice, probed for columns of a label table."""
+"""A question about one's own scans: prepared, pretrained on if they suffice, probed for columns of a label table."""
 
 from dataclasses import replace
 from pathlib import Path

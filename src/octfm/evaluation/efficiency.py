@@ -14,6 +14,7 @@ from octfm.evaluation.probe import RESAMPLES, against_the_first, choose_design, 
 from octfm.evaluation.readouts import Readout
 from octfm.evaluation.scoring import PLANNED, correct, score
 from octfm.io.location import Location
+from octfm.io.progress import Progress
 
 FRACTIONS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 
@@ -47,32 +48,34 @@ def label_efficiency(
     seen_rows, (chosen, folds) = rows_seen(first, seen), choose_design(first, design, folds)
     rows: list[dict[str, Any]] = []
     comparisons: list[dict[str, Any]] = []
-    for target in find_targets(targets, first, table, orders):
-        try:
-            cases, rounds = make_rounds(
-                make_cases(target, first, table), first, chosen, seen_rows, allow_seen, folds, seed
-            )
-        except Skip as reason:
-            if targets is not None:
-                raise EvaluationError(f"target {target.name}: {reason}") from None
-            continue
-        # With equal seeds, subsets are the same for every encoder, which pairs the comparisons.
-        for fraction in fractions:
-            # The tested folds are the same for all seeds; the draw of training participants varies.
-            smaller = [[subset(cases, r, fraction, seed + s) for r in rounds] for s in range(seeds)]
-            people = [np.mean([len(np.unique(cases.participant[r.train])) for r in of_seed]) for of_seed in smaller]
-            facts = describe(cases, rounds, chosen, seen_rows) | {
-                "readout": readout,
-                "fraction": fraction,
-                "n_train_participants": round(float(np.mean(people))),
-            }
-            scored = []
-            for encoder in encoders:
-                runs = [predict(cases, of_seed, encoder, readout, seed + s) for s, of_seed in enumerate(smaller)]
-                scored.append(score(cases, encoder.name, runs, facts, resamples, seed, only=PLANNED))
-            rows += [s.row for of_encoder in scored for s in of_encoder]
-            of_fraction = {name: facts[name] for name in ("fraction", "n_train_participants")}
-            comparisons += [of_fraction | c for c in against_the_first(scored, target.leakage)]
+    found = find_targets(targets, first, table, orders)
+    with Progress("label efficiency", len(found) * len(fractions) * len(encoders), "fits") as progress:
+        for target in found:
+            try:
+                cases, rounds = make_rounds(
+                    make_cases(target, first, table), first, chosen, seen_rows, allow_seen, folds, seed
+                )
+            except Skip as reason:
+                if targets is not None:
+                    raise EvaluationError(f"target {target.name}: {reason}") from None
+                continue
+            # With equal seeds, subsets are the same for every encoder, which pairs the comparisons.
+            for fraction in fractions:
+                # The tested folds are the same for all seeds; the draw of training participants varies.
+                smaller = [[subset(cases, r, fraction, seed + s) for r in rounds] for s in range(seeds)]
+                people = [np.mean([len(np.unique(cases.participant[r.train])) for r in of_seed]) for of_seed in smaller]
+                facts = describe(cases, rounds, chosen, seen_rows) | {
+                    "readout": readout,
+                    "fraction": fraction,
+                    "n_train_participants": round(float(np.mean(people))),
+                }
+                scored = []
+                for encoder in progress.over(encoders):
+                    runs = [predict(cases, of_seed, encoder, readout, seed + s) for s, of_seed in enumerate(smaller)]
+                    scored.append(score(cases, encoder.name, runs, facts, resamples, seed, only=PLANNED))
+                rows += [s.row for of_encoder in scored for s in of_encoder]
+                of_fraction = {name: facts[name] for name in ("fraction", "n_train_participants")}
+                comparisons += [of_fraction | c for c in against_the_first(scored, target.leakage)]
     return rows, correct(comparisons)
 
 

@@ -17,6 +17,7 @@ from octfm.evaluation.results import Result
 from octfm.evaluation.scoring import BUILT_IN, HEADLINE, Predictions, Scored, compare_scored, correct, score
 from octfm.evaluation.statistics import interval, mean_of
 from octfm.io.location import Location, location, write_whole
+from octfm.io.progress import Progress
 
 RESAMPLES = 2000
 FOLDS = 5
@@ -79,32 +80,36 @@ def probe(
     comparisons: list[dict[str, Any]] = []
     skipped: list[dict[str, str]] = []
     by_label: dict[str, list[list[list[Scored]]]] = {}
-    for target in find_targets(targets, first, table, orders):
-        try:
-            cases = make_cases(target, first, table)
-            per_seed = [make_rounds(cases, first, chosen, seen_rows, allow_seen, folds, seed + s) for s in range(seeds)]
-        except Skip as reason:
-            # A rare label of a multi-label column is skipped even if the column was named.
-            if targets is not None and target.label is None:
-                raise EvaluationError(f"target {target.name}: {reason}", public=str(reason)) from None
-            skipped.append({"target": target.name, "sentence": str(reason)})
-            continue
-        facts = describe(per_seed[0][0], per_seed[0][1], chosen, seen_rows) | {"readout": readout}
-        per_encoder = []
-        for encoder in encoders:
-            runs = [
-                run
-                for s, (kept, rounds) in enumerate(per_seed)
-                for run in predict_draws(kept, rounds, encoder, readout, seed + s)
-            ]
-            draws = 1 + len(encoder.draws)
-            per_encoder.append(
-                score(per_seed[0][0], encoder.name, runs, facts, resamples, seed, more=metrics, draws=draws)
-            )
-        scored += per_encoder
-        comparisons += compared(per_encoder, encoders, target.leakage)
-        if target.label is not None:
-            by_label.setdefault(target.name.removesuffix(f":{target.label}"), []).append(per_encoder)
+    found = find_targets(targets, first, table, orders)
+    with Progress("probe", len(found) * len(encoders), "fits") as progress:
+        for target in found:
+            try:
+                cases = make_cases(target, first, table)
+                per_seed = [
+                    make_rounds(cases, first, chosen, seen_rows, allow_seen, folds, seed + s) for s in range(seeds)
+                ]
+            except Skip as reason:
+                # A rare label of a multi-label column is skipped even if the column was named.
+                if targets is not None and target.label is None:
+                    raise EvaluationError(f"target {target.name}: {reason}", public=str(reason)) from None
+                skipped.append({"target": target.name, "sentence": str(reason)})
+                continue
+            facts = describe(per_seed[0][0], per_seed[0][1], chosen, seen_rows) | {"readout": readout}
+            per_encoder = []
+            for encoder in progress.over(encoders):
+                runs = [
+                    run
+                    for s, (kept, rounds) in enumerate(per_seed)
+                    for run in predict_draws(kept, rounds, encoder, readout, seed + s)
+                ]
+                draws = 1 + len(encoder.draws)
+                per_encoder.append(
+                    score(per_seed[0][0], encoder.name, runs, facts, resamples, seed, more=metrics, draws=draws)
+                )
+            scored += per_encoder
+            comparisons += compared(per_encoder, encoders, target.leakage)
+            if target.label is not None:
+                by_label.setdefault(target.name.removesuffix(f":{target.label}"), []).append(per_encoder)
     for name, label_scores in by_label.items():
         per_encoder = [_over_labels(name, [labels_[e] for labels_ in label_scores]) for e in range(len(encoders))]
         scored += per_encoder

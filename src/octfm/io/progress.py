@@ -2,12 +2,14 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from octfm.errors import Echo
+
+T = TypeVar("T")
 
 SHOW_AFTER_S = 2.0
 """A bar appears once the work has taken so long."""
@@ -107,6 +109,12 @@ class Progress:
         elif self._enabled and self._line_is_due(now):
             self._echo(f"{self._what}: {self._text(now)}")
             self._last, self._last_done = now, self._done
+
+    def over(self, items: Iterable[T]) -> Iterator[T]:
+        """The items one by one; each counts as done when the next one is wanted."""
+        for item in items:
+            yield item
+            self.advance()
 
     def up_to(self, done: int, total: int) -> None:
         """As `advance`, for callbacks that get the numbers of units done and in all."""

@@ -129,7 +129,7 @@ def next_step(sources: Sources, run: str, store: str | None) -> tuple[str, tuple
         return text, _shell(["segment", "FOLDER", "--out", "eyes.csv"])
     tone, _ = words.verdict(probe)
     if sources.is_phantom:
-        text = "These eyes are synthetic: whether pretraining helps you is a question to your own scans."
+        text = "These eyes are synthetic: whether pretraining helps you is a question for your own scans."
         return text, _shell(["demo", "--data", "FOLDER", "--labels", "TABLE", "--out", "own"])
     key = next((r["column"] for r in probe["results"] if not r.get("leakage")), None)
     trust = ["trust", run, "--store", store, *(["--target", key] if key else [])]

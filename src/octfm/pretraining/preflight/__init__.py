@@ -1,5 +1,6 @@
 """Checks before step 0: each reports what was measured and what to do."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from octfm.errors import ConfigError, Echo, StoreError, one_line
 from octfm.io.location import Location
+from octfm.io.progress import Progress
 from octfm.pretraining.data import given_store, training_rows
 from octfm.pretraining.learner import blueprint
 from octfm.pretraining.preflight import cohort, curves, data, objective, resources, tokens, tpu
@@ -65,15 +67,21 @@ def checks(
     ]
     if resumed or any(check.status == "FAIL" for check in found):
         return found
-    found += cohort.checks(store, store.recorded(train_rows))
-    found += objective.integrity(config, store, train_rows)
-    found.append(objective.views(config, store, train_rows))
-    found.append(objective.masks_change(config, store, train_rows))
-    found += objective.validation_masks(config, store, validation_rows)
-    if not any(check.status == "FAIL" for check in found):
-        found.append(objective.overfit(config, store, train_rows))
-    found.append(resources.memory(config, store, runtime))
-    found.append(resources.forecast(config, store, runtime, sample))
+
+    def slow() -> Iterator[list[Check]]:
+        yield cohort.checks(store, store.recorded(train_rows))
+        yield objective.integrity(config, store, train_rows)
+        yield [objective.views(config, store, train_rows)]
+        yield [objective.masks_change(config, store, train_rows)]
+        yield objective.validation_masks(config, store, validation_rows)
+        fails = any(check.status == "FAIL" for check in found)
+        yield [] if fails else [objective.overfit(config, store, train_rows)]
+        yield [resources.memory(config, store, runtime)]
+        yield [resources.forecast(config, store, runtime, sample)]
+
+    with Progress("checks", 8, "groups", enabled=runtime.leads) as progress:
+        for group in progress.over(slow()):
+            found += group
     return found
 
 

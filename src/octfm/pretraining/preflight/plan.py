@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from octfm.errors import StoreError
+from octfm.io.progress import Progress
 from octfm.models.token_map import token_grid
 from octfm.pretraining.data import training_rows
 from octfm.pretraining.preflight.cost import measure_speed
@@ -152,6 +153,8 @@ def plan(store: Store, device: str | None = None, hours: float = 24.0) -> Plan:
         raise StoreError(f"{store.path}: no volumes of the train split; scan and prepare a cohort with one")
     runtime = start(config.precision, device)
     reads = _reading_rate(store, train)
+    with Progress("plan", len(PRESETS), "presets") as progress:
+        candidates = [_candidate(name, store, len(train), runtime, reads) for name in progress.over(PRESETS)]
     return Plan(
         store=str(store.path),
         volumes=len(train),
@@ -159,7 +162,7 @@ def plan(store: Store, device: str | None = None, hours: float = 24.0) -> Plan:
         validation_volumes=len(validation),
         machine=f"{runtime.hardware()}, {runtime.free_memory_gb():.1f} GB of memory free",
         hours=hours,
-        candidates=tuple(_candidate(name, store, len(train), runtime, reads) for name in PRESETS),
+        candidates=tuple(candidates),
         device=device,
     )
 
