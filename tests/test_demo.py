@@ -183,6 +183,13 @@ def test_too_few_participants_for_any_question_is_an_error(tmp_path, count, rows
         find_questions(cohort_of(count), table, trains=False)
 
 
+def test_who_is_pretrained_on_is_said_where_too_few_are_left(tmp_path):
+    table = table_of(tmp_path / "t.csv", "participant_id,ill", [f"p{i:02},{i % 2}" for i in range(16)])
+    assert find_questions(cohort_of(16), table, trains=False).targets == ("ill",)
+    with pytest.raises(EvaluationError, match="8 of 16 participants are pretrained on, so they cannot be tested"):
+        find_questions(cohort_of(16), table, trains=True)
+
+
 def test_a_table_of_many_questions_wants_them_named(tmp_path):
     names = [f"a{k}" for k in range(9)]
     table = table_of(

@@ -52,6 +52,9 @@ def find_questions(
             targets.append(name)
     if not targets:
         why = " ".join(f"{s['target']}: {s['sentence']}" for s in skipped) or "It has no label column."
+        if used := {a.participant for a, was in zip(acquisitions, seen, strict=True) if was}:
+            everyone = {a.participant for a in acquisitions}
+            why += f" {len(used)} of {len(everyone)} participants are pretrained on, so they cannot be tested."
         raise EvaluationError(
             f"{table.path}: these scans cannot answer any question of the table. {why} A probe needs two classes of at "
             f"least {FOLDS} participants each, or a number known of at least {2 * FOLDS}; label more participants, or "
