@@ -354,7 +354,8 @@ def _probe(probe: dict[str, Any] | None) -> str:
         return "Not run."
     results = probe["results"]
     compared = planned(probe)
-    text = f"{len({r['target'] for r in results})} targets, {len({r['encoder'] for r in results})} encoders."
+    targets, encoders = (len({r[key] for r in results}) for key in ("target", "encoder"))
+    text = f"{targets} target{'s' * (targets != 1)}, {encoders} encoders."
     counts = Counter(c["verdict"] for c in compared)
     if verdicts := ", ".join(f"{counts[v]} {v}" for v in ("better", "worse", "inconclusive") if counts[v]):
         text += f" Of {len(compared)} paired comparisons of {encoder(compared[0]['a'])} with another: {verdicts}."
