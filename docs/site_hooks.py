@@ -13,7 +13,14 @@ PAGES = {"README.md": "readme.md", "CHANGELOG.md": "changelog.md"}
 ELSEWHERE = re.compile(r"\[([^\]]+)\]\((?:\.\./)*(LICENSE|CITATION\.cff|src/[^)]*|tests/[^)]*|launch/[^)]*)\)")
 """Links to files of the repository that are no pages: the site shows their names alone."""
 
-RANKS = (("guide/", 2.0), ("index.md", 2.0), ("commands.md", 0.5), ("log/", 1e-6), ("changelog.md", 1e-6), ("readme.md", 1e-6))
+RANKS = (
+    ("guide/", 2.0),
+    ("index.md", 2.0),
+    ("commands.md", 0.5),
+    ("log/", 1e-6),
+    ("changelog.md", 1e-6),
+    ("readme.md", 1e-6),
+)
 """How much a page counts in a search, by the beginning of its path; every other page counts 0.002. A word in a title counts
 1,000 times as much as one in the text, so pages that come later need a smaller factor than that."""
 

@@ -262,7 +262,9 @@ def prepare(
     ] = None,
     like: Annotated[
         Path | None,
-        opt.local_option(metavar="RUN", help="Use the preprocessing settings of this run, checkpoint, export or packaged encoder."),
+        opt.local_option(
+            metavar="RUN", help="Use the preprocessing settings of this run, checkpoint, export or packaged encoder."
+        ),
     ] = None,
     compression: Annotated[
         str | None,

@@ -106,7 +106,9 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
     try:
         image = dcmread(source)
     except (InvalidDicomError, OSError):
-        raise EvaluationError(f"{source}: no DICOM file on this disk, so no DICOM SEG can refer to it; use NIfTI") from None
+        raise EvaluationError(
+            f"{source}: no DICOM file on this disk, so no DICOM SEG can refer to it; use NIfTI"
+        ) from None
     folder.mkdir(parents=True, exist_ok=True)
     labels, meaning = label_map(found)
     frames, rows, columns = int(image.get("NumberOfFrames", 1)), int(image.Rows), int(image.Columns)
