@@ -7,22 +7,27 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import octfm
 from octfm.catalog.catalog import NothingAccepted, scan
-from octfm.formats import ReadError, read_header, read_volume
+from octfm.formats import ReadError, read_header, read_overlay, read_volume
 from octfm.formats.reasons import REASONS
 from octfm.io.isolation import Limits, Lost, each
 from octfm.store.prepare import REASONS as PREPARE_REASONS
 from octfm.store.prepare import prepare
-from octfm.volume.volume import Volume
+from octfm.tasks.segment_export import write_dicom, write_nifti
+from octfm.volume.volume import Surfaces, Volume
+from support.dicom_files import write_oct_dicom
 from support.fuzz_files import DAMAGES, Seed, damaged, deflated_bomb, seeds
 from support.multifile_dicom import series
+from support.segmented import for_segmentation, segmentation
 from support.store_samples import SMALL
-from support.vendor_files import BIRTH_DATE, NAME, SURNAME
+from support.vendor_files import BIRTH_DATE, NAME, SPACING_MM, SURNAME
+from support.volumes import telling_voxels
 
 LIMITS = Limits()
 SOURCE = Path(octfm.__file__).parent
@@ -56,7 +61,15 @@ def outcome(function, uri):
     return ending
 
 
-def read_both(number: int, folder: Path, whole: list[Seed], seed: int):
+def drawn_in(uri, scan: Volume):
+    """What `outcome` asks of what was drawn in a scan."""
+    found = read_overlay(uri, of=scan)
+    return SimpleNamespace(
+        shape=(found.heights_px if isinstance(found, Surfaces) else found.values).shape, names=found.names
+    )
+
+
+def read_both(number: int, folder: Path, whole: list[Seed], seed: int, readers=(read_header, read_volume)):
     """What header and volume of damaged file `number` end as, and what was done to it. Runs in a child."""
     rng = np.random.default_rng((seed, number))
     kind = whole[number % len(whole)]
@@ -65,15 +78,15 @@ def read_both(number: int, folder: Path, whole: list[Seed], seed: int):
     uri = write(place, files, kind.read)
     start = time.process_time()
     try:
-        found = outcome(read_header, uri), outcome(read_volume, uri)
+        found = [outcome(read, uri) for read in readers]
     except Exception as error:  # told with the file's number, so that it can be made again
-        found = (f"{type(error).__name__}: {error}",) * 2
+        found = [f"{type(error).__name__}: {error}"] * 2
     shutil.rmtree(place)
     return *found, done, time.process_time() - start
 
 
-def fuzz(folder: Path, whole: list[Seed], count: int, seed: int) -> Counter:
-    work = functools.partial(read_both, folder=folder, whole=whole, seed=seed)
+def fuzz(folder: Path, whole: list[Seed], count: int, seed: int, **options) -> Counter:
+    work = functools.partial(read_both, folder=folder, whole=whole, seed=seed, **options)
     wrong, ends = [], Counter()
     for number, result in enumerate(each(work, range(count), LIMITS, lambda _: LIMITS.seconds)):
         if isinstance(result, Lost):
@@ -102,6 +115,21 @@ def test_what_is_fuzzed_is_readable_before(tmp_path, whole):
 def test_a_hundred_damaged_files_each_end_as_a_volume_or_a_code(tmp_path, whole):
     ends = fuzz(tmp_path, whole, 100, seed=1)
     assert 10 < ends["accepted"] < 90 and len(ends) > 6, "damage that is always or never noticed tests nothing"
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(4000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_damaged_files_of_what_was_drawn_each_end_as_layers_or_a_code(tmp_path, count):
+    """DICOM SEG, height map and NIfTI, as octfm segment writes them of one scan."""
+    pytest.importorskip("highdicom")
+    scan = write_oct_dicom(
+        tmp_path / "scan.dcm", telling_voxels(), SPACING_MM, superior_first=True, edit=for_segmentation
+    )
+    files = [*write_dicom(segmentation(1), scan, tmp_path), *write_nifti(segmentation(1), tmp_path, "scan")]
+    whole = [Seed(file.name, {file.name: file.read_bytes()}, file.name) for file in files]
+    read = functools.partial(drawn_in, scan=read_volume(scan))
+    assert all(isinstance(outcome(read, file), tuple) for file in files)
+    ends = fuzz(tmp_path, whole, count, seed=5, readers=(read, read))
+    assert 0.1 < ends["accepted"] / count < 0.9 and len(ends) > 4, ends
 
 
 @pytest.mark.slow

@@ -20,22 +20,9 @@ from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
 from octfm.tasks.view import scene_of
 from octfm.volume.segmentation import Segmentation
 from support.dicom_files import write_oct_dicom
+from support.segmented import NAMES, for_segmentation, segmentation
 from support.vendor_files import SPACING_MM, e2e_codes, ends_of, radial_ends, write_e2e, write_vol
 from support.volumes import SHAPE, telling_voxels
-
-NAMES = ("ilm", "rpe", "bm")
-
-
-def segmentation(seed: int, shape=SHAPE, spacing_mm=SPACING_MM) -> Segmentation:
-    """Surfaces at fractions of rows with gaps, and an area."""
-    depth, height, width = shape
-    rng = np.random.default_rng(seed)
-    rows = np.cumsum(rng.uniform(1, height / 5, (len(NAMES), depth, width)), axis=0).astype(np.float32)
-    rows[:, rng.random((depth, width)) < 0.1] = np.nan
-    mask = np.zeros(shape, bool)
-    mask[min(1, depth - 1), 5:9, 3:7] = True
-    return Segmentation(dict(zip(NAMES, rows, strict=True)), {"fluid": mask}, spacing_mm)
-
 
 ORDERS = ("as it lies", "shuffled", "inferior first")
 
@@ -47,13 +34,6 @@ def stored_order(order: str, depth: int) -> np.ndarray:
         "shuffled": np.random.default_rng(4).permutation(depth),
         "inferior first": np.arange(depth)[::-1],
     }[order]
-
-
-def for_segmentation(dataset):
-    """What a study needs for a DICOM SEG."""
-    dataset.StudyInstanceUID, dataset.StudyID, dataset.SeriesNumber, dataset.InstanceNumber = "1.2", "1", 1, 1
-    dataset.StudyDate = dataset.StudyTime = dataset.AccessionNumber = dataset.PatientSex = ""
-    dataset.SeriesInstanceUID, dataset.FrameOfReferenceUID = "1.2.3", "1.2.4"
 
 
 def stacked(found: Segmentation) -> np.ndarray:

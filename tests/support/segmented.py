@@ -1,4 +1,4 @@
-"""A scan as octfm segment returns it, made without a network."""
+"""Scans as octfm segment returns them, made without a network."""
 
 import numpy as np
 
@@ -6,7 +6,10 @@ from octfm.layers.finder import Layers
 from octfm.layers.segment import ScanSegmentation
 from octfm.layers.verdict import Verdict
 from octfm.models.layer_net import MASKS, SURFACES
+from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Volume
+from support.vendor_files import SPACING_MM
+from support.volumes import SHAPE
 
 
 def found_in(depth: int = 25, *, laterality="R", reasons=(), fluid_in: int | None = None) -> ScanSegmentation:
@@ -34,3 +37,24 @@ def found_in(depth: int = 25, *, laterality="R", reasons=(), fluid_in: int | Non
         verdict=Verdict(reasons, 1.5 if reasons else 0.1),
         model="test 000000000000",
     )
+
+
+def for_segmentation(dataset):
+    """What a study needs for a DICOM SEG."""
+    dataset.StudyInstanceUID, dataset.StudyID, dataset.SeriesNumber, dataset.InstanceNumber = "1.2", "1", 1, 1
+    dataset.StudyDate = dataset.StudyTime = dataset.AccessionNumber = dataset.PatientSex = ""
+    dataset.SeriesInstanceUID, dataset.FrameOfReferenceUID = "1.2.3", "1.2.4"
+
+
+NAMES = ("ilm", "rpe", "bm")
+
+
+def segmentation(seed: int, shape=SHAPE, spacing_mm=SPACING_MM) -> Segmentation:
+    """Surfaces at fractions of rows with gaps, and an area."""
+    depth, height, width = shape
+    rng = np.random.default_rng(seed)
+    rows = np.cumsum(rng.uniform(1, height / 5, (len(NAMES), depth, width)), axis=0).astype(np.float32)
+    rows[:, rng.random((depth, width)) < 0.1] = np.nan
+    mask = np.zeros(shape, bool)
+    mask[min(1, depth - 1), 5:9, 3:7] = True
+    return Segmentation(dict(zip(NAMES, rows, strict=True)), {"fluid": mask}, spacing_mm)
