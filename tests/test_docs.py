@@ -335,7 +335,9 @@ def test_a_tour_on_a_busy_machine_has_the_same_shape():
 def test_the_tour_prints_what_it_says(tmp_path):
     """Every command of the page, run again; numbers may differ between machines, words and files may not."""
     execute, page = tour()
-    assert execute.shape(execute.execute(page, tmp_path)) == execute.shape(page), "run: python docs/execute.py docs/guide/tour.md"
+    assert execute.shape(execute.execute(page, tmp_path)) == execute.shape(page), (
+        "run: python docs/execute.py docs/guide/tour.md"
+    )
 
 
 class Fetched(HTMLParser):
