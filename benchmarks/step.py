@@ -31,8 +31,8 @@ SIZES = {"16": (16, 128, 128), "32": (32, 192, 192), "64": (64, 384, 384)}
 PATCH = (4, 16, 16)
 WIDTH, DEPTH, HEADS = 384, 12, 6
 PREDICTOR_WIDTH, PREDICTOR_DEPTH = 192, 6
-SEEN, ASKED = 0.4, 0.6
-"""Shares of kept tokens used as context and target, as in vjepa2's first mask generator."""
+SEEN = 0.4
+"""Share of kept tokens used as context, as in vjepa2's first mask generator; all others are targets."""
 
 
 def grid_of(size: tuple[int, int, int]) -> tuple[int, int, int]:

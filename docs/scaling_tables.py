@@ -11,8 +11,6 @@ from octfm.volume.preprocessing import Preprocessing
 VOLUMES = (600, 26_000, 1_000_000)
 MFU = 0.3
 """Share of the peak that a step reaches: an assumption. Measured on a CPU: see docs/scaling.md."""
-STORED_MB = {"uncompressed": 9.44, "zstd": 7.7}
-"""A volume of [64, 384, 384] in uint8; zstd measured on phantoms (docs/log)."""
 READ_PER_CORE = {"uncompressed": 240, "zstd": 94}
 """Volumes per second and core of the loader: half of what two threads reached on the idle machine (docs/log)."""
 CHECKPOINT_HOLD_S = 0.16 / 381e6

@@ -11,12 +11,7 @@ from octfm.evaluation.statistics import bootstrap, bootstrap_together, compare, 
 # Shrout & Fleiss, Psychological Bulletin 1979, table 2: six targets, four judges; the coefficients are those of their
 # table 4.
 JUDGES = np.array([[9, 2, 5, 8], [6, 1, 3, 2], [8, 4, 6, 8], [7, 1, 2, 6], [10, 5, 6, 9], [6, 2, 4, 7]], float)
-PUBLISHED = {"ICC(1,1)": 0.17, "ICC(2,1)": 0.29, "ICC(3,1)": 0.71, "ICC(1,k)": 0.44, "ICC(2,k)": 0.62, "ICC(3,k)": 0.91}
-# What R's psych package prints for the same data.
-LIMITS = {
-    "ICC(1,1)": (-0.13, 0.72), "ICC(2,1)": (0.02, 0.76), "ICC(3,1)": (0.34, 0.95), "ICC(1,k)": (-0.88, 0.91), "ICC(2,k)": (0.07, 0.93),
-    "ICC(3,k)": (0.68, 0.99),
-}  # fmt: skip
+PUBLISHED = {"ICC(1,1)": 0.17, "ICC(2,1)": 0.29, "ICC(3,1)": 0.71}
 # Bland & Altman, Lancet 1986: first readings of peak flow in l/min by a Wright meter and a mini meter.
 WRIGHT = np.array([494, 395, 516, 434, 476, 557, 413, 442, 650, 433, 417, 656, 267, 478, 178, 423, 427], float)
 MINI = np.array([512, 430, 520, 428, 500, 600, 364, 380, 658, 445, 432, 626, 260, 477, 259, 350, 451], float)
@@ -25,8 +20,6 @@ MINI = np.array([512, 430, 520, 428, 500, 600, 364, 380, 658, 445, 432, 626, 260
 @pytest.mark.parametrize("form", PUBLISHED)
 def test_icc_is_the_published_one_and_has_a_name(form):
     assert agreement.icc(JUDGES, form)[0] == pytest.approx(PUBLISHED[form], abs=0.005)
-    found = agreement.f_interval(JUDGES, form)
-    assert (found.low, found.high) == pytest.approx(LIMITS[form], abs=0.006)
     assert agreement.MEANING[form]
 
 
@@ -95,7 +88,7 @@ def test_groups_are_compared_on_the_same_resamples_of_participants():
 @pytest.mark.slow
 def test_the_bootstrap_of_icc_covers_the_truth():
     """Both eyes of 60 participants on two scanners, true ICC(2,1) 0.6; 200 simulated cohorts, nominal 95 %."""
-    covered, by_f = 0, 0
+    covered = 0
     for seed in range(200):
         rng = np.random.default_rng(seed)
         person = np.repeat(np.arange(60), 2)
@@ -104,6 +97,4 @@ def test_the_bootstrap_of_icc_covers_the_truth():
         boot = bootstrap(lambda W, x=both: agreement.icc(x, "ICC(2,1)", W), person, resamples=800, seed=seed)
         low, high = interval(boot)
         covered += low <= 0.6 <= high
-        found = agreement.f_interval(both, "ICC(2,1)")
-        by_f += found.low <= 0.6 <= found.high
-    assert covered >= 0.90 * 200, (covered, by_f)
+    assert covered >= 0.90 * 200, covered

@@ -1,6 +1,7 @@
 """Vectors of a volume: which tokens they are made of, and who says so."""
 
 import json
+from typing import get_args
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from octfm.encoder.embed import embed_store
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import ConfigError
-from octfm.models.pooling import EXTREMES, TAILS, TOKEN_POOLS, extremes, mean, pooled, width_of
+from octfm.models.pooling import EXTREMES, TAILS, TokenPool, extremes, mean, pooled, width_of
 from support.small_store import small_store
 from support.tiny_runs import config, quick_pretrain, quiet
 
@@ -31,7 +32,7 @@ def test_extremes_are_means_of_the_sorted_ends_of_valid_tokens(seed, volumes, to
         np.testing.assert_allclose(row, np.concatenate([ordered[-ends:].mean(0), ordered[:ends].mean(0)]), atol=1e-12)
 
 
-@given(seed=st.integers(0, 2**31), pool=st.sampled_from(TOKEN_POOLS))
+@given(seed=st.integers(0, 2**31), pool=st.sampled_from(get_args(TokenPool)))
 @settings(max_examples=30, deadline=None)
 def test_order_and_what_does_not_count_change_nothing(seed, pool):
     rng = np.random.default_rng(seed)

@@ -103,7 +103,7 @@ class Acquisition:
     meaningless dz that repeats dx; `prepare` resamples it to a raster (octfm.volume.radial)."""
 
     participant_source: str = ""
-    """A key of octfm.catalog.participants.people.SOURCES; empty in catalogs of versions that did not record it."""
+    """A Source of octfm.catalog.participants.people; empty in catalogs of versions that did not record it."""
 
     modality: Modality = "structure"
     """octa only if the scan's `modalities` include it; training takes it only if data.modalities does."""

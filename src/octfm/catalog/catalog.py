@@ -379,16 +379,15 @@ def scan(
 
 def assign_splits(
     acquisitions: Sequence[Acquisition],
-    diagnosis: Mapping[str, str] | None = None,
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1),
     seed: int = 0,
     one_person: Iterable[tuple[str, str]] = (),
 ) -> tuple[Acquisition, ...]:
     """Assign splits: recommended_split where participants.tsv has one, else stratified by participant.
 
-    `diagnosis` by participant; by default the column diagnosis, else study_group or label. `one_person`: pairs of
-    participants that may be one person, because both ids have the same voxels. They get the same split; if tables or
-    folders recommend several, train goes first: nobody in the test split may have been seen in training.
+    Strata are of the column diagnosis, else study_group or label. `one_person`: pairs of participants that may be one
+    person, because both ids have the same voxels. They get the same split; if tables or folders recommend several,
+    train goes first: nobody in the test split may have been seen in training.
     """
     same = _leaders(one_person)
     recommended: dict[str, Split] = {}
@@ -404,12 +403,11 @@ def assign_splits(
             earlier = recommended.get(person, split)
             several |= {person} if earlier != split else set()
             recommended[person] = split if SPLITS.index(split) < SPLITS.index(earlier) else earlier
-    if diagnosis is None:
-        labels = {a.participant: a.participant_labels for a in acquisitions}
-        diagnosis = {
-            p: next((columns[name] for name in ("diagnosis", "study_group", "label") if columns.get(name)), "")
-            for p, columns in labels.items()
-        }
+    labels = {a.participant: a.participant_labels for a in acquisitions}
+    diagnosis = {
+        p: next((columns[name] for name in ("diagnosis", "study_group", "label") if columns.get(name)), "")
+        for p, columns in labels.items()
+    }
     # Balanced over scanners, diagnosis and the number of eyes.
     strata = {p: (sorted(scanners[p]), diagnosis.get(p, ""), len(eyes[p])) for p in scanners}
     splits = assign(strata, recommended, fractions, seed)

@@ -1,7 +1,6 @@
-"""Agreement between scanners on the same eyes: six forms of intraclass correlation, and Bland-Altman limits."""
+"""Agreement between scanners on the same eyes: three forms of intraclass correlation, and Bland-Altman limits."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -10,25 +9,16 @@ from octfm.errors import EvaluationError
 from octfm.evaluation.metrics import ratio
 from octfm.evaluation.statistics import Metric
 
-Form = Literal["ICC(1,1)", "ICC(2,1)", "ICC(3,1)", "ICC(1,k)", "ICC(2,k)", "ICC(3,k)"]
+Form = Literal["ICC(1,1)", "ICC(2,1)", "ICC(3,1)"]
 MEANING: dict[Form, str] = {
     "ICC(1,1)": "one-way random effects, absolute agreement, single measurement: each eye has its own set of scanners",
     "ICC(2,1)": "two-way random effects, absolute agreement, single measurement: "
     "an offset between scanners counts against it",
     "ICC(3,1)": "two-way mixed effects, consistency, single measurement: "
     "a constant offset between scanners is forgiven",
-    "ICC(1,k)": "one-way random effects, absolute agreement, mean of k measurements",
-    "ICC(2,k)": "two-way random effects, absolute agreement, mean of k measurements",
-    "ICC(3,k)": "two-way mixed effects, consistency, mean of k measurements",
 }
 """Names of Shrout & Fleiss (Psychological Bulletin 1979); (2,1) is ICC(A,1) and (3,1) is ICC(C,1) of McGraw & Wong
 (1996)."""
-
-
-@dataclass(frozen=True)
-class FInterval:
-    low: float
-    high: float
 
 
 def icc(values: np.ndarray, form: Form, weights: np.ndarray | None = None) -> np.ndarray:
@@ -50,9 +40,7 @@ def icc(values: np.ndarray, form: Form, weights: np.ndarray | None = None) -> np
     error = within if form.startswith("ICC(1") else residual
     # Absolute agreement between fixed scanners: an offset between them (the mean square of columns) counts as error.
     offset = columns - residual if form.startswith("ICC(2") else np.zeros_like(n)
-    if form.endswith(",1)"):
-        return ratio(between - error, between + (k - 1) * error + k * offset / n)
-    return ratio(between - error, between + offset / n)
+    return ratio(between - error, between + (k - 1) * error + k * offset / n)
 
 
 def icc_one_way(subject: np.ndarray, values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
@@ -75,38 +63,6 @@ def icc_one_way(subject: np.ndarray, values: np.ndarray, weights: np.ndarray | N
     within = ratio(W @ inside, total - subjects)
     n0 = ratio(total - ratio(W @ size**2.0, total), subjects - 1)
     return ratio(between - within, between + (n0 - 1) * within)
-
-
-def f_interval(values: np.ndarray, form: Form, level: float = 0.95) -> FInterval:
-    """Confidence interval from F distributions (Shrout & Fleiss 1979; McGraw & Wong 1996), for independent subjects.
-
-    A cross-check only: the two eyes of a participant are not independent, so reports show the participant-level
-    bootstrap.
-    """
-    from scipy.stats import f as F
-
-    values = np.asarray(values, float)
-    n, k = values.shape
-    between, columns, residual, within, _ = (float(x[0]) for x in _mean_squares(values, _weights(values, None)))
-    tail = (1 + level) / 2
-    if form in ("ICC(1,1)", "ICC(1,k)", "ICC(3,1)", "ICC(3,k)"):
-        one_way = form.startswith("ICC(1")
-        error, df = (within, n * (k - 1)) if one_way else (residual, (n - 1) * (k - 1))
-        low, high = between / error / float(F.ppf(tail, n - 1, df)), between / error * float(F.ppf(tail, df, n - 1))
-        if form.endswith("k)"):
-            return FInterval(1 - 1 / low, 1 - 1 / high)
-        return FInterval((low - 1) / (low + k - 1), (high - 1) / (high + k - 1))
-    r = float(icc(values, "ICC(2,1)")[0])
-    # Satterthwaite's degrees of freedom, because the error mixes two mean squares.
-    a, b = k * r / (n * (1 - r)), 1 + k * r * (n - 1) / (n * (1 - r))
-    df = (a * columns + b * residual) ** 2 / ((a * columns) ** 2 / (k - 1) + (b * residual) ** 2 / ((n - 1) * (k - 1)))
-    low_f, high_f = F.ppf(tail, n - 1, df), F.ppf(tail, df, n - 1)
-    low = n * (between - low_f * residual) / (low_f * (k * columns + (k * n - k - n) * residual) + n * between)
-    high = n * (high_f * between - residual) / (k * columns + (k * n - k - n) * residual + n * high_f * between)
-    if form == "ICC(2,k)":
-        # Spearman-Brown formula: from one measurement to the mean of k.
-        return FInterval(k * low / (1 + (k - 1) * low), k * high / (1 + (k - 1) * high))
-    return FInterval(low, high)
 
 
 LIMITS = 1.96

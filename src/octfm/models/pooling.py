@@ -12,7 +12,6 @@ from torch import Tensor
 
 TokenPool = Literal["mean", "extremes", "tails"]
 VectorPool = Literal[TokenPool, "summary"]
-TOKEN_POOLS: tuple[TokenPool, ...] = get_args(TokenPool)
 POOLS: tuple[VectorPool, ...] = get_args(VectorPool)
 EXTREMES = 0.2
 """Share of a volume's tokens that each of its two extremes averages."""

@@ -96,9 +96,9 @@ class Words:
         return replace(row, **named, participant_labels=self.labels(row.participant_labels))
 
 
-def shareable_catalog(catalog: Catalog, words: Words | None = None) -> Catalog:
+def shareable_catalog(catalog: Catalog) -> Catalog:
     """The catalog with names that may be shown; ids and uris stay, for counting and for reading pictures."""
-    words = words or Words()
+    words = Words()
     return replace(catalog, acquisitions=tuple(words.row(a) for a in catalog.acquisitions))
 
 

@@ -39,7 +39,6 @@ from octfm.tasks.segment_training import SEGMENTATION, Segmentations
 from octfm.version import __version__
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.transform import Transform
-from octfm.volume.volume import Volume
 
 Predictor = Callable[[int], Segmentation]
 """A function from a row of the store to what is found in its volume, in the native frame."""
@@ -240,14 +239,6 @@ def mean_height(config: SegmentConfig, store: Store, truth: Sequence[Labelled]) 
         return Segmentation(surfaces, masks, transform.native_spacing_mm)
 
     return answer
-
-
-def without_labels(volume: Volume) -> dict[str, np.ndarray]:
-    """ILM and BM as `octfm prepare` finds them for its tissue band, without labels: native rows float [D, W]."""
-    from octfm.volume.tissue import find_tissue
-
-    tissue = find_tissue(volume.voxels, volume.spacing_mm)
-    return {"ilm": tissue.ilm, "bm": tissue.bm}
 
 
 def summary_lines(result: dict[str, Any]) -> list[str]:

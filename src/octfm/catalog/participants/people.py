@@ -30,13 +30,8 @@ from octfm.io.location import Location, listed
 from octfm.volume.volume import Laterality
 
 Source = Literal["header", "table", "folder", "pattern", ""]
-SOURCES: dict[str, str] = {
-    "header": "the file's header or its sidecar",
-    "table": "a table of files",
-    "folder": "folders and file names, by a guess that nothing contradicts",
-    "pattern": "folders and file names, by --participant-from",
-}
-"""Source of a participant -> what it means."""
+"""What named a participant: the header or its sidecar, a table of files, folders and file names by a guess that nothing
+contradicts, or by --participant-from."""
 
 PLACEHOLDERS = ("participant", "eye", "visit", "label", "split")
 _LISTED = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)

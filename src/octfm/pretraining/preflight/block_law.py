@@ -65,16 +65,6 @@ def first_rows(size: int, centres_H: np.ndarray) -> np.ndarray:
     return inside
 
 
-def covered_by_one(config: MaskConfig, centres_H: np.ndarray, width: int) -> np.ndarray:
-    """Exact probability [H, W] that one block covers each place; along W it may hang over the edge, so that all columns
-    are alike."""
-    covered = np.zeros((len(centres_H), width))
-    for block in block_sizes(config, len(centres_H), width):
-        rows = np.convolve(first_rows(block.height, centres_H), np.ones(block.height))
-        covered += block.probability * rows[:, None] * block.width / (width + block.width - 1)
-    return covered
-
-
 def expected_targets(config: MaskConfig, tokens: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """(targets, kept tokens), each [H, W], of one token map [d, h, w], for one union of blocks."""
     _, height, width = tokens.shape
