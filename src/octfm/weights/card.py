@@ -11,9 +11,9 @@ treatment or monitoring of any person. It was trained on synthetic images only."
 
 SHOWN = "Show its results together with its verdict and the B-scans."
 
-TESTED = """Measured on six real eyes, all by a Spectralis: one with AMD, five with diabetic macular oedema, which also set the
-phantoms' appearance. Not tested in children, in high myopia and staphyloma, in the periphery, in eyes filled with oil
-or gas; hardly tested on real scans of other instruments.
+TESTED = """Measured on six real eyes, all by a Spectralis, which also set the phantoms' appearance: one with AMD, five
+with diabetic macular oedema. Not tested in children, in high myopia and staphyloma, in the periphery, in eyes filled
+with oil or gas; hardly tested on real scans of other instruments.
 
 Thickness is ILM to the outer edge of the RPE band (BM), as Heidelberg defines it; numbers of other makers are measured
 between other boundaries and must not be pooled with it. The spread that the network reports is not calibrated."""
