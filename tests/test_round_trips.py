@@ -61,7 +61,7 @@ def test_no_seg_is_written_for_a_file_that_is_no_dicom(tmp_path):
     pytest.importorskip("highdicom")
     (tmp_path / "a.jpg").write_bytes(b"\xff\xd8\xff" + bytes(200))
     for source in (tmp_path / "a.jpg", tmp_path, tmp_path / "a.zip!/a.dcm"):
-        with pytest.raises(EvaluationError, match="no DICOM file on a disk"):
+        with pytest.raises(EvaluationError, match="no DICOM SEG can refer to it"):
             write_dicom(segmentation(1), source, tmp_path / "out")
 
 
