@@ -143,6 +143,18 @@ def test_a_store_without_a_run_is_read_by_the_packaged_encoder(shipped, store, t
     assert found.metadata["encoder"] == NAME and len(found.vectors) == len(store)
 
 
+def test_a_store_is_prepared_like_the_packaged_encoder(shipped, tmp_path):
+    volume = eye()
+    np.savez(tmp_path / "1001_OD.npz", volume=volume.voxels, spacing_mm=volume.spacing_mm, laterality="OD")
+    for words in (
+        ("scan", ".", "--participant-from", "{participant}_{eye}", "--out", "catalog", "--workers", 0),
+        ("prepare", "catalog", "--like", NAME, "--out", "prepared", "--workers", 0),
+    ):
+        code, said, err = octfm_here(*words, cwd=tmp_path)
+        assert code == 0, said + err
+    load_encoder().require_prepared(octfm.Store.open(tmp_path / "prepared"))
+
+
 def test_a_folder_of_files_without_a_run(shipped, tmp_path):
     write_oct_dicom(tmp_path / "clinic.dcm", eye().voxels, eye().spacing_mm, participant="P1")
     (tmp_path / "clinic").mkdir()

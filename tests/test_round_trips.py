@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from octfm.catalog.catalog import scan
 from octfm.cli.main import app
+from octfm.errors import EvaluationError
 from octfm.formats import ReadError, read_overlay, read_surfaces, read_volume
 from octfm.formats.dicom.labels import LABEL_MAP
 from octfm.formats.dicom.surfaces import surfaces_of_volume
@@ -54,6 +55,14 @@ def test_heights_and_labels_come_back_from_nifti(tmp_path, seed):
     read = read_volume(labels)  # our own reader finds the axes by the spacing
     np.testing.assert_array_equal(read.voxels, label_map(found)[0])
     np.testing.assert_allclose(read.spacing_mm, SPACING_MM, rtol=1e-6)
+
+
+def test_no_seg_is_written_for_a_file_that_is_no_dicom(tmp_path):
+    pytest.importorskip("highdicom")
+    (tmp_path / "a.jpg").write_bytes(b"\xff\xd8\xff" + bytes(200))
+    for source in (tmp_path / "a.jpg", tmp_path, tmp_path / "a.zip!/a.dcm"):
+        with pytest.raises(EvaluationError, match="no DICOM SEG can refer to it"):
+            write_dicom(segmentation(1), source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("order", ORDERS)
