@@ -206,10 +206,9 @@ def test_thinned_scans_keep_their_place(scan):
 
 
 def test_a_cohort_is_made_once_and_its_truth_is_a_ceiling(tmp_path, monkeypatch):
-    monkeypatch.setattr(yardstick, "PARTICIPANTS", 2)
-    folder = yardstick.make_cohort(tmp_path / "cohort-5", 5)
+    folder = yardstick.make_cohort(tmp_path / "cohort-5", 5, 2)
     files = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-    store = Store.open(yardstick.make_cohort(folder, 5) / "prepared")
+    store = Store.open(yardstick.make_cohort(folder, 5, 2) / "prepared")
     assert {path for path in files if path.suffix == ".dcm"} == set(folder.rglob("*.dcm")) and len(store) == 4
     labels = read_labels(folder / "clinic" / "ground_truth" / "labels.tsv")
     assert {row["phantom_version"] for row in labels.rows} == {"4"}

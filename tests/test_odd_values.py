@@ -166,7 +166,7 @@ STRANGERS = {
     "a rate of 1e9": (
         "pretrain",
         "schedule.base_lr=1e9",
-        r"schedule\.base_lr: .* less than or equal to 1, got 1000000000",
+        r"schedule\.base_lr': expected at most 1\.0, got 1000000000",
     ),
     "a spacing of nothing": (
         "prepare",
@@ -182,13 +182,17 @@ STRANGERS = {
     "more folds than people": ("probe", "--folds=900", r"fold"),
     "negative workers": ("scan", "--workers=-1", r"'--workers': Input should be greater than or equal to 0"),
     "an age that is none": ("trust", "--age-bands=nan,nan", r"--age-bands: expected years in ascending order"),
-    "a date for a number": ("finetune", "epochs=2024-01-01", r"epochs: .* got '2024-01-01'"),
+    "a date for a number": ("finetune", "epochs=2024-01-01", r"epochs': expected a number, got '2024-01-01'"),
     "a scan of a terabyte": ("phantom", "--size=10000x10000x10000", r"take 1,000\.0 GB; at most 0\.5 GB"),
     "no distance": ("view", "--spacing=0,0,0", r"--spacing: expected dz,dy,dx in millimetres"),
     "a config that contains itself": ("pretrain", "{recursive}", r"line 1: a value that contains itself"),
     "a billion laughs": ("doctor", "{laughs}", r"expands to more than 100,000 values"),
     "a mask that the truth lacks": ("segment", "mask_values=[1]", r"expected an array lesions, found surfaces"),
-    "a network without neurons": ("doctor", "model.mlp_ratio=1e-12", r"model\.mlp_ratio: .* 0\.125, got 1e-12"),
+    "a network without neurons": (
+        "doctor",
+        "model.mlp_ratio=1e-12",
+        r"model\.mlp_ratio': expected at least 0\.125, got 1e-12",
+    ),
     "a line break in a name": ("bench", "a\nb\x1b[2J", r"a\\nb\\x1b\[2J: no such config file"),
 }
 

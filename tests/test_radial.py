@@ -232,7 +232,7 @@ def test_the_command_takes_stars_when_asked_and_refuses_other_layouts(eye, tmp_p
     page = (tmp_path / "c" / "data_health.html").read_text()
     assert "(radial)" in page and "B-scan distance" not in page, "the B-scans of a star have no distance"
     for asked in ("radial", "raster,circle", ""):
-        with pytest.raises(CatalogError, match="expected raster, or raster and radial"):
+        with pytest.raises(CatalogError, match="expected raster, raster,radial"):
             scan(tmp_path / "dicom", layouts=tuple(asked.split(",")))
 
 
