@@ -128,6 +128,7 @@ def read_rows(path: Location, delimiter: str | None = None) -> list[dict[str, st
 
 
 def nearest(word: str, known: list[str], kind: str) -> str:
+    """For an error: the known name that may have been meant, or else all of them after `kind`, such as `columns`."""
     plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in known}
     close = get_close_matches(re.sub(r"[^a-z0-9]", "", word.lower()), list(plain), n=1, cutoff=0.5)
     return f"did you mean {plain[close[0]]}?" if close else f"{kind}: {', '.join(known) or 'none'}"

@@ -1,5 +1,6 @@
 """Options shared by several verbs, and the parsers of their values."""
 
+import functools
 import json
 import os
 import re
@@ -100,6 +101,7 @@ def place(text: Any) -> Any:
 def _folder(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """`parse`, which also refuses the name of a file: before hours of work, not when the first result is written."""
 
+    @functools.wraps(parse)
     def parse_folder(text: Any) -> Any:
         from octfm.errors import ConfigError
 
@@ -164,7 +166,7 @@ AxialLength = Annotated[
     float | None,
     typer.Option(
         metavar="MM",
-        help="Axial length of this eye: rescales lateral millimetres, which are else the instrument's nominal ones.",
+        help="Axial length of this eye: rescales lateral millimetres, otherwise the instrument's nominal ones.",
         min=14,
         max=40,
     ),
@@ -272,8 +274,8 @@ def echo_line(line: str) -> None:
 
 
 def command_line() -> str:
-    """This command as typed, for the record in a result file."""
-    return " ".join(["octfm", *sys.argv[1:]])
+    """This command as typed, on one line, for the record in a result file; undecodable bytes are escaped."""
+    return one_line(" ".join(["octfm", *sys.argv[1:]]))
 
 
 def limits_of(file_seconds: float, file_gb: float) -> "Limits":

@@ -3,6 +3,7 @@
 import shlex
 from dataclasses import dataclass
 
+from octfm.display import number
 from octfm.report import words
 from octfm.report.participants import Step, by_split, flow
 from octfm.report.sources import Sources
@@ -78,13 +79,9 @@ def _why_lost(step: Step) -> str:
 
 def _counts(step: Step) -> tuple[str, ...]:
     if step.participants is None:
-        return (_count(step.volumes or 0, "file"),)
-    volumes = () if step.volumes is None else (_count(step.volumes, "volume"),)
-    return (_count(step.participants, "participant"), *volumes)
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
+        return (number(step.volumes or 0, "file"),)
+    volumes = () if step.volumes is None else (number(step.volumes, "volume"),)
+    return (number(step.participants, "participant"), *volumes)
 
 
 def _whose(sources: Sources) -> str:
@@ -97,7 +94,7 @@ def _trained(sources: Sources) -> str:
     known = {row.participant for row in by_split(sources).get("train", ())}
     if not isinstance(trained, int) or trained == len(known):
         return ""
-    return f"The encoder was pretrained on {_count(trained, 'participant')}."
+    return f"The encoder was pretrained on {number(trained, 'participant')}."
 
 
 def _tested(sources: Sources) -> str:
@@ -107,7 +104,7 @@ def _tested(sources: Sources) -> str:
     counts = sorted({r["n_test_participants"] for r in probe["results"] if not r.get("leakage")})
     if not counts:
         return ""
-    people = _count(counts[-1], "participant")
+    people = number(counts[-1], "participant")
     people = people if len(counts) == 1 else f"{counts[0]:,} to {people}, by target"
     if probe.get("settings", {}).get("design") == "k-fold":
         return f"The probe tested {people}, each by a model that had learned from others."
@@ -158,7 +155,7 @@ def _sure(sources: Sources) -> str:
     compared = words.planned(probe)
     undecided = sum(c["verdict"] == "inconclusive" for c in compared)
     if compared:
-        parts.append(f"Inconclusive: {undecided} of {_count(len(compared), 'planned comparison')}.")
+        parts.append(f"Inconclusive: {undecided} of {number(len(compared), 'planned comparison')}.")
     few = sorted({r["target"].replace("_", " ") for r in probe["results"] if r["low"] is None})
     if few:
         parts.append(f"Too few participants for an interval: {', '.join(few)}.")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from octfm import display
 from octfm.evaluation.scoring import HEADLINE, PLANNED
 from octfm.report.sources import Sources, number, series
 
@@ -355,7 +356,7 @@ def _probe(probe: dict[str, Any] | None) -> str:
     results = probe["results"]
     compared = planned(probe)
     targets, encoders = (len({r[key] for r in results}) for key in ("target", "encoder"))
-    text = f"{targets} target{'s' * (targets != 1)}, {encoders} encoders."
+    text = f"{display.number(targets, 'target')}, {display.number(encoders, 'encoder')}."
     counts = Counter(c["verdict"] for c in compared)
     if verdicts := ", ".join(f"{counts[v]} {v}" for v in ("better", "worse", "inconclusive") if counts[v]):
         text += f" Of {len(compared)} paired comparisons of {encoder(compared[0]['a'])} with another: {verdicts}."

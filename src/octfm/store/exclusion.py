@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from octfm.catalog.acquisition import Acquisition
-from octfm.errors import ConfigError, Echo
+from octfm.errors import ConfigError, Echo, one_line
 from octfm.store.store import Store
 
 
 def to_stderr(line: str) -> None:
     """Print to standard error, so that standard output stays free for results."""
-    print(line, file=sys.stderr)
+    print(one_line(line), file=sys.stderr)
 
 
 def named_lines(file: str | Path) -> dict[str, int]:

@@ -14,7 +14,7 @@ from octfm.encoder.embed import NAMES, RANDOM_INIT, histogram_baseline, quality_
 from octfm.encoder.embeddings import Embeddings, of_store, read_embeddings
 from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.encoder.external import Embed, embed_external, load_external
-from octfm.errors import Echo, EvaluationError
+from octfm.errors import Echo, EvaluationError, one_line
 from octfm.evaluation.arms import COVARIATES, MAP_AND_ENCODER, make_arms
 from octfm.evaluation.probe import INTERVAL_MEANING, rows_seen
 from octfm.evaluation.scoring import PLANNED, Scored, compare_scored, score
@@ -100,7 +100,7 @@ def trust(
             "encoder": str(run),
             "store": str(opened[0].path),
             "labels": None if labels is None else str(labels),
-            "exclude": None if exclude is None else str(exclude),
+            "exclude": None if exclude is None else one_line(exclude),
             "epochs": from_scratch_epochs,
         }
         study, scratch_note = _from_scratch(study, settings, orders or {}, out / "from_scratch", allow_seen, echo)
