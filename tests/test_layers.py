@@ -16,7 +16,17 @@ import octfm
 from octfm.cli.main import app
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
 from octfm.layers import training
-from octfm.layers.areas import clear_shadows, fill_detachments, keep_plausible, keep_sure_drusen, keep_sure_fluid
+from octfm.layers.areas import (
+    DETACHMENT,
+    FLUID,
+    clear_shadows,
+    fill_detachments,
+    keep_plausible,
+    keep_sure,
+    keep_sure_drusen,
+    keep_visible,
+    one_kind_of_fluid,
+)
 from octfm.layers.edges import EDGES, onto_edge, onto_edges
 from octfm.layers.finder import LayerFinder, load_finder, network_size, without_white_padding
 from octfm.layers.sample import samples
@@ -155,10 +165,35 @@ def test_fluid_without_a_sure_pixel_and_specks_of_fluid_are_not_reported():
     lesions[0, 5:15, 5:15], lesions[0, 5:15, 25:35], lesions[0, 30, 50] = 1, 2, 1
     lesions[0, 20:50, 60:85], lesions[0, 30:38, 5:15] = 1, 1 + MASKS.index("drusen")
     logit[0, 7, 7], logit[0, 30, 50], logit[0, 7, 27], logit[0, 30, 70] = 6, 6, 4, 3
-    keep_sure_fluid(lesions, logit, 0.0039 * 0.0115)
-    assert (lesions[0, 5:15, 5:15] == 1).all() and not lesions[0, 5:15, 25:35].any(), "small areas must be surer"
-    assert (lesions[0, 20:50, 60:85] == 1).all(), "a large one"
-    assert not lesions[0, 30, 50] and (lesions[0, 30:38, 5:15] == 3).all(), "a speck; drusen are not touched"
+    detached = np.where(lesions == 3, 3, 4 * (lesions > 0)).astype(np.uint8)
+    for areas, kinds in ((lesions, FLUID), (detached, DETACHMENT)):
+        keep_sure(areas, logit, kinds, 0.0039 * 0.0115)
+        assert areas[0, 5:15, 5:15].all() and not areas[0, 5:15, 25:35].any(), "small areas must be surer"
+        assert areas[0, 20:50, 60:85].all(), "a large one"
+        assert not areas[0, 30, 50] and (areas[0, 30:38, 5:15] == 3).all(), "a speck; drusen are not touched"
+
+
+def test_a_detachment_that_touches_more_fluid_is_that_fluid():
+    lesions, logit = np.zeros((1, 60, 90), np.uint8), np.full((1, 4, 60, 90), -1.0)
+    lesions[0, 5:15, 5:15], lesions[0, 15:20, 5:15] = 1, 4  # more fluid than detachment
+    lesions[0, 5:10, 30:40], lesions[0, 10:30, 30:40] = 1, 4  # less
+    lesions[0, 40:50, 5:15], lesions[0, 5:15, 60:70], lesions[0, 15:30, 60:70] = 4, 1, 3  # alone; above drusen
+    logit[0, 1, 15:20, 10:15] = 2
+    one_kind_of_fluid(lesions, logit)
+    assert (lesions[0, 5:20, 5:10] == 1).all() and (lesions[0, 15:20, 10:15] == 2).all(), "the likelier of two fluids"
+    assert (lesions[0, 10:30, 30:40] == 4).all() and (lesions[0, 40:50, 5:15] == 4).all()
+    assert (lesions[0, 15:30, 60:70] == 3).all(), "drusen are not touched"
+
+
+def test_areas_where_the_retina_is_not_in_the_image_are_not_reported():
+    lesions, present = np.zeros((1, 60, 90), np.uint8), np.ones((1, 90))
+    present[0, 40:] = 0.1
+    for kind in range(1, 5):
+        rows = slice(12 * kind, 12 * kind + 8)
+        lesions[0, rows, 5:15], lesions[0, rows, 34:42], lesions[0, rows, 50:60] = kind, kind, kind
+    before = lesions.copy()
+    keep_visible(lesions, present)
+    assert (lesions[0, :, :42] == before[0, :, :42]).all() and not lesions[0, :, 50:].any()
 
 
 def test_areas_outside_the_retina_and_flat_drusen_are_not_reported():

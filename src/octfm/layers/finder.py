@@ -13,14 +13,17 @@ from torch.nn import functional as F
 from octfm.display import fields_line
 from octfm.errors import CheckpointError
 from octfm.layers.areas import (
+    DETACHMENT,
     DRUSEN,
     FLUID,
     FLUID_GROWS,
     clear_shadows,
     fill_detachments,
     keep_plausible,
+    keep_sure,
     keep_sure_drusen,
-    keep_sure_fluid,
+    keep_visible,
+    one_kind_of_fluid,
 )
 from octfm.models.layer_net import (
     ASCAN_UM,
@@ -34,7 +37,7 @@ from octfm.models.layer_net import (
 )
 from octfm.run.runtime import Runtime, start
 from octfm.volume.surface import best_path
-from octfm.volume.volume import Shape3, Volume
+from octfm.volume.volume import Shape3, Spacing3, Volume
 from octfm.weights.packaged import CURRENT, find_packaged, weights_of
 
 TOLERATED = 1.06
@@ -126,18 +129,35 @@ class LayerFinder:
                     if name not in self.masks:
                         logits[:, i] = -1e4
                 logits = F.interpolate(logits, (height, width), mode="bilinear")
-                fluid, drusen = (logits[:, kind].amax(dim=1).cpu().numpy() for kind in (FLUID, DRUSEN))
-                logits[:, FLUID] += FLUID_GROWS
-                best, which = logits.max(dim=1)
-                lesions[part] = torch.where(best > 0, which + 1, 0).to(torch.uint8).cpu().numpy()
-                row_um, ascan_um = 1000 * volume.spacing_mm[1], 1000 * volume.spacing_mm[2]
-                keep_sure_fluid(lesions[part], fluid, row_um * ascan_um / 1e6)
-                clear_shadows(lesions[part], grey, rows[:, part], ascan_um)
-                keep_plausible(lesions[part], rows[:, part], row_um)
-                keep_sure_drusen(lesions[part], drusen, rows[:, part], row_um, ascan_um)
-                if "detachment" in self.masks:
-                    fill_detachments(lesions[part], rows[:, part], row_um)
+                grown = logits.clone()
+                grown[:, FLUID] += FLUID_GROWS
+                best, which = grown.max(dim=1)
+                areas = torch.where(best > 0, which + 1, 0).to(torch.uint8).cpu().numpy()
+                seen = logits.cpu().numpy(), grey, rows[:, part], present[part]
+                lesions[part] = self._reported(areas, *seen, volume.spacing_mm)
         return Layers(rows, spread, near, disorder, present, lesions)
+
+    def _reported(
+        self,
+        lesions: np.ndarray,
+        logits: np.ndarray,
+        grey: np.ndarray,
+        rows: np.ndarray,
+        present: np.ndarray,
+        spacing_mm: Spacing3,
+    ) -> np.ndarray:
+        """The areas to report, from those [B, H, W] of the network with log-odds [B, M, H, W]; see layers/areas.py."""
+        row_um, ascan_um = 1000 * spacing_mm[1], 1000 * spacing_mm[2]
+        one_kind_of_fluid(lesions, logits)
+        for kinds in (FLUID, DETACHMENT):
+            keep_sure(lesions, logits[:, kinds].max(axis=1), kinds, row_um * ascan_um / 1e6)
+        clear_shadows(lesions, grey, rows, ascan_um)
+        keep_plausible(lesions, rows, row_um)
+        keep_sure_drusen(lesions, logits[:, DRUSEN].max(axis=1), rows, row_um, ascan_um)
+        if "detachment" in self.masks:
+            fill_detachments(lesions, rows, row_um)
+        keep_visible(lesions, present)
+        return lesions
 
     def _prepared(self, images: Tensor, size: tuple[int, int]) -> Tensor:
         if images.shape[-2:] != size:
