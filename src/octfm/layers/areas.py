@@ -30,7 +30,7 @@ FLUID_SURE, FLUID_SUREST, FLUID_GROWS = 2.0, 4.0, 1.7
 """An area of fluid begins where the probability is above .88 (a logit of FLUID_SURE) and extends to where it falls to
 .15 (a logit of −FLUID_GROWS). With a plain .5 for both, areas on real eyes were a third of the graders', now they are
 four fifths; phantoms alone would ask for 1.4. Below SMALL_FLUID_MM2 an area needs FLUID_SUREST. Detachments alike."""
-SMALL_FLUID_MM2 = 0.03
+SMALL_FLUID_MM2 = 0.02
 LEAST_FLUID_MM2 = 0.0015
 """Smallest area of fluid in a B-scan, such as 50 µm by 30 µm: shadows below vessels give smaller ones."""
 IN_THE_IMAGE = 0.6
