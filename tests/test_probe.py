@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from octfm.catalog.labels import read_labels
-from octfm.encoder.embeddings import read_embeddings
+from octfm.encoder.embeddings import joined, read_embeddings
 from octfm.errors import EvaluationError
 from octfm.evaluation import linear, readouts
 from octfm.evaluation.cases import Cases, Round, Target, find_targets, make_cases, participant_folds
@@ -364,6 +364,94 @@ def test_a_cell_with_several_labels_makes_one_target_each_and_their_mean(tmp_pat
     assert mean["estimate"] == pytest.approx(np.mean([r["estimate"] for r in each]))
     assert each[0]["estimate"] > 0.8 and each[2]["low"] < 0.5 < each[2]["high"]
     assert mean["high"] - mean["low"] < max(r["high"] - r["low"] for r in each)
+
+
+def by_participant(cohort, path, column, value_of):
+    people = {r["participant"]: value_of(r) for r in cohort.rows}
+    path.write_text(f"participant_id\t{column}\n" + "".join(f"{who}\t{value}\n" for who, value in people.items()))
+    return path
+
+
+def test_a_diagnosis_of_several_labels_still_asks_for_disease_once(cohort, tmp_path):
+    several = by_participant(
+        cohort, tmp_path / "l.tsv", "diagnosis", lambda r: {"dme": "drusen; dme"}.get(r["diagnosis"], r["diagnosis"])
+    )
+    single = by_participant(cohort, tmp_path / "m.tsv", "diagnosis", lambda r: r["diagnosis"])
+    files = [cohort.embeddings(tmp_path / "a.parquet")]
+    found, plain = (probe(files, table, resamples=50) for table in (several, single))
+    names = [r["target"] for r in found["results"] if r["metric"] == "auroc" and r["column"] == "diagnosis"]
+    assert names == ["disease", "diagnosis:dme", "diagnosis:drusen", "diagnosis"]
+    assert row(found, "disease", "auroc") == row(plain, "disease", "auroc")
+
+
+def test_grades_are_the_same_however_their_numbers_are_spelt(cohort, tmp_path):
+    grade = {"healthy": "0", "drusen": "1", "dme": "2"}
+    tables = [
+        by_participant(cohort, tmp_path / name, "grade", lambda r, own=own: grade[r["diagnosis"]] + own(r))
+        for name, own in (("a.tsv", lambda r: ""), ("b.tsv", lambda r: ".0" * (int(r["participant"]) % 2)))
+    ]
+    files = [cohort.embeddings(tmp_path / "e.parquet")]
+    one, two = (probe(files, table, targets=["grade"], resamples=50)["results"] for table in tables)
+    assert one == two and one[0]["classes"] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("word", ["NA", "n/a", "NaN", " ", "."])
+def test_a_missing_value_of_the_participants_own_table_is_no_class(cohort, tmp_path, word):
+    data = read_embeddings(cohort.embeddings(tmp_path / "a.parquet"))
+    labels = tuple({"group": ("a", "b", word)[int(p) % 3]} for p in data.participant)
+    cases = make_cases(Target("group", "group", "participant"), replace(data, participant_labels=labels), None)
+    assert cases.classes == ("a", "b") and cases.unlabelled == 40
+
+
+def test_numbers_that_are_all_alike_in_the_test_have_no_r_squared(cohort, tmp_path):
+    lines = [
+        f"{r['participant']}\t{r['laterality']}\t{5.0 if r['split'] == 'test' else i}"
+        for i, r in enumerate(cohort.rows)
+    ]
+    (tmp_path / "l.tsv").write_text("\n".join(["participant_id\tlaterality\tx", *lines]))
+    result = probe([cohort.embeddings(tmp_path / "a.parquet")], tmp_path / "l.tsv", targets=["x"], resamples=50)
+    unknown, error = row(result, "x", "r2"), row(result, "x", "mae")
+    assert unknown["estimate"] is None and "Not defined" in unknown["note"] and error["estimate"] > 0
+
+
+def test_a_rare_label_is_skipped_in_the_curve_as_in_the_probe(cohort, tmp_path):
+    table = by_participant(
+        cohort, tmp_path / "l.tsv", "findings", lambda r: "hole;dme" if r["participant"] == "1002" else r["diagnosis"]
+    )
+    files: dict[str, Any] = {"embeddings": [cohort.embeddings(tmp_path / "a.parquet")], "labels": table}
+    result = probe(**files, targets=["findings"], resamples=50)
+    curve, _ = label_efficiency(**files, targets=["findings"], resamples=50, fractions=(1.0,), seeds=1)
+    assert [s["target"] for s in result["skipped"]] == ["findings:hole"]
+    assert {r["target"] for r in curve} == {"findings:dme", "findings:drusen"}
+
+
+def test_draws_of_a_network_count_in_means_over_labels_and_in_the_curve(cohort, tmp_path):
+    data = read_embeddings(cohort.embeddings(tmp_path / "a.parquet"))
+    noise = np.random.default_rng(0).normal(size=data.vectors.shape)
+    arm = replace(data, draws=(noise,))
+    table = by_participant(
+        cohort, tmp_path / "l.tsv", "findings", lambda r: {"dme": "drusen;dme"}.get(r["diagnosis"], "none")
+    )
+    result = probe([arm], table, targets=["findings"], resamples=50)
+    each, mean = row(result, "findings:dme", "auroc"), row(result, "findings", "auroc")
+    other = row(result, "findings:drusen", "auroc")
+    assert mean["per_draw"] == pytest.approx(np.mean([each["per_draw"], other["per_draw"]], axis=0))
+    assert mean["estimate"] == pytest.approx(np.mean(mean["per_draw"]))
+
+    alone = [replace(data, name="a"), replace(data, name="b", vectors=noise)]
+    whole = {"targets": ["findings"], "fractions": (1.0,), "resamples": 50}
+    first, second = (label_efficiency([e], table, **whole, seeds=1)[0][0]["estimate"] for e in alone)
+    both = label_efficiency([arm], table, **whole, seeds=2)[0][0]
+    assert both["estimate"] == pytest.approx((first + second) / 2, abs=0.05) and abs(first - second) > 0.2
+
+
+def test_a_joint_arm_that_comes_first_is_compared_with_each_part_once(cohort, tmp_path):
+    data = read_embeddings(cohort.embeddings(tmp_path / "a.parquet"))
+    other = replace(data, name="map", vectors=np.random.default_rng(0).normal(size=data.vectors.shape))
+    arms = [joined("both", [other, data]), other, data]
+    result = probe(arms, cohort.labels(tmp_path / "l.tsv"), targets=["disease"], resamples=50)
+    pairs = [(c["a"], c["b"]) for c in result["comparisons"] if c["metric"] == "auroc"]
+    assert pairs == [("both", "map"), ("both", "pretrained")]
 
 
 def test_probabilities_are_calibrated_to_how_common_a_class_is(tmp_path):

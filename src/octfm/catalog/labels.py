@@ -47,7 +47,7 @@ class LabelTable:
         # Rows are numbered as lines of the file, whose first is the header.
         for number, row in enumerate(self.rows, start=2):
             key = (_id(row[self.participant_column or ""]), self._laterality(row))
-            value = _value(row[column])
+            value = stated(row[column])
             if keyed.setdefault(key, value) != value:
                 raise EvaluationError(
                     f"{self.path}: line {number}: {column} is {value} for {' '.join(filter(None, key))}, an earlier "
@@ -63,7 +63,7 @@ class LabelTable:
     def _by_acquisition(self, column: str, acquisitions: list[tuple[str, str, str | None]]) -> list[str | None]:
         keyed: dict[str, tuple[str | None, str | None]] = {}
         for number, row in enumerate(self.rows, start=2):
-            uid, value = row[self.acquisition_column or ""].strip(), _value(row[column])
+            uid, value = row[self.acquisition_column or ""].strip(), stated(row[column])
             participant = _id(row[self.participant_column]) if self.participant_column else None
             if keyed.setdefault(uid, (value, participant)) != (value, participant):
                 raise EvaluationError(
@@ -161,8 +161,9 @@ def as_number(value: str | None) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _value(text: str) -> str | None:
-    text = text.strip()
+def stated(text: str | None) -> str | None:
+    """The text of a cell without spaces around it; None if it means a missing value."""
+    text = (text or "").strip()
     return None if text.lower() in MISSING else text
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from octfm.catalog.columns import nearest
-from octfm.catalog.labels import LabelTable, as_number
+from octfm.catalog.labels import LabelTable, as_number, stated
 from octfm.encoder.embeddings import Embeddings
 from octfm.errors import EvaluationError
 
@@ -139,9 +139,9 @@ def find_targets(
             )
         target = replace(target, order=grades.get(target.column, ()))
         cells = [cell for cell in column_values(target.column, data, table) if cell]
-        if any(SEPARATOR in cell for cell in cells):
-            parts = {part.strip() for cell in cells for part in cell.split(SEPARATOR)}
-            labels = sorted(part for part in parts if part and part.lower() not in HEALTHY)
+        if target.name != "disease" and any(SEPARATOR in cell for cell in cells):
+            parts = {part for cell in cells for part in _parts(cell)}
+            labels = sorted(part for part in parts if part.lower() not in HEALTHY)
             found += [replace(target, name=f"{target.name}:{label}", label=label) for label in labels]
         else:
             found.append(target)
@@ -157,7 +157,7 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
     kept = [str(values[i]) for i in rows]
     participant, unlabelled = data.participant[rows], len(values) - len(rows)
     if target.name == "disease":
-        healthy = [v.lower() in HEALTHY for v in kept]
+        healthy = [all(part.lower() in HEALTHY for part in _parts(v)) for v in kept]
         if all(healthy) or not any(healthy):
             raise Skip(
                 f"Column {target.column} does not hold both healthy and diseased eyes "
@@ -170,7 +170,8 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
         )
     # Few distinct numbers are grades, such as a severity of 0 to 4, and handled as classes below.
     numbers = [as_number(v) for v in kept]
-    if target.label is None and None not in numbers and len(set(numbers)) > MANY_NUMBERS:
+    numeric = target.label is None and None not in numbers
+    if numeric and len(set(numbers)) > MANY_NUMBERS:
         # Measurements of an eye, such as thickness, must not be averaged over both eyes of a participant.
         label, classes = np.array(numbers, dtype=float), None
         unit, unit_name = (
@@ -178,14 +179,19 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
         )
         return Cases(target, rows, label, classes, participant, unit, unit_name, unlabelled)
     if target.label is not None:
-        kept = [
-            target.label if target.label in [part.strip() for part in v.split(SEPARATOR)] else f"no {target.label}"
-            for v in kept
-        ]
+        kept = [target.label if target.label in _parts(v) else f"no {target.label}" for v in kept]
+    elif numeric:
+        # 1 and 1.0 are one grade.
+        spelt = dict(sorted(zip(numbers, kept, strict=True), key=lambda pair: (-len(pair[1]), pair[1])))
+        kept = [spelt[number] for number in numbers]
     classes, ordered = _classes(target, kept)
     label = np.array([classes.index(v) for v in kept])
     unit, unit_name = _unit(target.unit, data, rows, label)
     return Cases(target, rows, label, classes, participant, unit, unit_name, unlabelled, ordered=ordered)
+
+
+def _parts(cell: str) -> list[str]:
+    return [part for piece in cell.split(SEPARATOR) if (part := piece.strip())]
 
 
 def _classes(target: Target, values: Sequence[str]) -> tuple[tuple[str, ...], bool]:
@@ -321,7 +327,7 @@ def column_values(name: str, data: Embeddings, table: LabelTable | None) -> list
         return list(data.scanner)
     if table is not None and name in table.columns:
         return table.join(name, zip(data.acquisition, data.participant, data.laterality, strict=True))
-    return [labels.get(name) or None for labels in data.participant_labels]
+    return [stated(labels.get(name)) for labels in data.participant_labels]
 
 
 def _unit(coarsest: Unit, data: Embeddings, rows: np.ndarray, label: np.ndarray) -> tuple[np.ndarray, Unit]:

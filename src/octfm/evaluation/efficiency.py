@@ -10,7 +10,7 @@ from octfm.catalog.labels import read_labels
 from octfm.encoder.embeddings import Embeddings, align, read_embeddings
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Cases, Design, Round, Skip, fifths, find_targets, make_cases, make_rounds
-from octfm.evaluation.probe import RESAMPLES, against_the_first, choose_design, describe, predict, rows_seen
+from octfm.evaluation.probe import RESAMPLES, against_the_first, choose_design, describe, drawn, predict, rows_seen
 from octfm.evaluation.readouts import Readout
 from octfm.evaluation.scoring import PLANNED, correct, score
 from octfm.io.location import Location
@@ -41,7 +41,8 @@ def label_efficiency(
     added. At every fraction, the first encoder is compared with each of the others on the same subsets, participants
     and resamples; p values are corrected over all comparisons. Each seed draws its own order of participants, and
     larger fractions contain the smaller ones. The test participants stay the same; in k-fold, each fold draws its
-    subset from its training participants. Intervals cover both other participants and other draws of the subset.
+    subset from its training participants. Intervals cover other participants, other draws of the subset and, for an
+    arm with several draws, of the network: seeds take them in turn.
     """
     encoders = align([e if isinstance(e, Embeddings) else read_embeddings(e) for e in embeddings])
     first, table = encoders[0], read_labels(labels) if labels is not None else None
@@ -56,7 +57,8 @@ def label_efficiency(
                     make_cases(target, first, table), first, chosen, seen_rows, allow_seen, folds, seed
                 )
             except Skip as reason:
-                if targets is not None:
+                # As in `probe`: a rare label of a multi-label column is skipped even if the column was named.
+                if targets is not None and target.label is None:
                     raise EvaluationError(f"target {target.name}: {reason}") from None
                 continue
             # With equal seeds, subsets are the same for every encoder, which pairs the comparisons.
@@ -71,7 +73,8 @@ def label_efficiency(
                 }
                 scored = []
                 for encoder in progress.over(encoders):
-                    runs = [predict(cases, of_seed, encoder, readout, seed + s) for s, of_seed in enumerate(smaller)]
+                    arms = drawn(encoder)
+                    runs = [predict(cases, r, arms[s % len(arms)], readout, seed + s) for s, r in enumerate(smaller)]
                     scored.append(score(cases, encoder.name, runs, facts, resamples, seed, only=PLANNED))
                 rows += [s.row for of_encoder in scored for s in of_encoder]
                 of_fraction = {name: facts[name] for name in ("fraction", "n_train_participants")}

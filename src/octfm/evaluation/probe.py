@@ -14,7 +14,7 @@ from octfm.evaluation.cases import Cases, Design, Round, Skip, find_targets, mak
 from octfm.evaluation.metrics import ExtraMetric
 from octfm.evaluation.readouts import Readout, fit_predict
 from octfm.evaluation.results import Result
-from octfm.evaluation.scoring import BUILT_IN, HEADLINE, Predictions, Scored, compare_scored, correct, score
+from octfm.evaluation.scoring import BUILT_IN, HEADLINE, Predictions, Scored, compare_scored, correct, finite, score
 from octfm.evaluation.statistics import interval, mean_of
 from octfm.io.location import Location, location, write_whole
 from octfm.io.progress import Progress
@@ -263,8 +263,12 @@ def predict_draws(
     cases: Cases, rounds: Sequence[Round], encoder: Embeddings, readout: Readout, seed: int
 ) -> list[Predictions]:
     """`predict` for every draw of an arm."""
-    draws = [encoder, *(replace(encoder, vectors=vectors, draws=()) for vectors in encoder.draws)]
-    return [predict(cases, rounds, draw, readout, seed) for draw in draws]
+    return [predict(cases, rounds, draw, readout, seed) for draw in drawn(encoder)]
+
+
+def drawn(encoder: Embeddings) -> list[Embeddings]:
+    """Every draw of an arm as an arm of its own; most have one."""
+    return [encoder, *(replace(encoder, vectors=vectors, draws=()) for vectors in encoder.draws)]
 
 
 def compared(per_encoder: list[list[Scored]], encoders: Sequence[Embeddings], leakage: bool) -> list[dict[str, Any]]:
@@ -272,6 +276,8 @@ def compared(per_encoder: list[list[Scored]], encoders: Sequence[Embeddings], le
     by_name = {scored[0].encoder: scored for scored in per_encoder}
     first, found = per_encoder[0][0].encoder, against_the_first(per_encoder, leakage)
     for arm in encoders:
+        if arm.name == first:
+            continue
         for part in (name for name, _ in arm.parts if name in by_name and name != first):
             pairs = zip(by_name[arm.name], by_name[part], strict=True)
             found += [compare_scored(a, b, leakage=leakage) for a, b in pairs]
@@ -286,25 +292,33 @@ def against_the_first(per_encoder: list[list[Scored]], leakage: bool) -> list[di
 
 def _over_labels(name: str, per_label: list[list[Scored]]) -> list[Scored]:
     """Mean over the labels of a multi-label target, for every metric."""
+
+    def mean(values: Sequence[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return float(np.mean(known)) if len(known) == len(values) else None
+
     rows = [{s.metric: s for s in scored} for scored in per_label]
     means = []
     for metric, any_scored in rows[0].items():
         boots = [r[metric].bootstrap for r in rows]
-        estimates = [r[metric].row["estimate"] for r in rows]
         boot = mean_of([b for b in boots if b is not None]) if all(b is not None for b in boots) else None
         low, high = interval(boot) if boot else (None, None)
+        percentile = interval(boot, method="percentile") if boot else (None, None)
         row = any_scored.row | {
             "target": name,
             "kind": "multilabel",
             "classes": [r[metric].row["classes"][1] for r in rows],
-            "estimate": None if None in estimates else float(np.mean(estimates)),
-            "low": low,
-            "high": high,
-            "percentile": list(interval(boot, method="percentile")) if boot else [None, None],
+            "estimate": mean([r[metric].row["estimate"] for r in rows]),
+            "low": finite(low),
+            "high": finite(high),
+            "percentile": [finite(bound) for bound in percentile],
             "delong": None,
-            "chance": float(np.mean([r[metric].row["chance"] for r in rows])),
+            "chance": mean([r[metric].row["chance"] for r in rows]),
             "note": None if boot else "No interval: some labels are too rare for one.",
             "test_participants_per_class": None,
+            "penalty": sorted({s for r in rows for s in r[metric].row["penalty"]}),
         }
+        if "per_draw" in row:
+            row["per_draw"] = [mean(each) for each in zip(*(r[metric].row["per_draw"] for r in rows), strict=True)]
         means.append(replace(any_scored, bootstrap=boot, row=row, ranked=None))
     return means

@@ -185,6 +185,12 @@ def correct(comparisons: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**c, "p_holm": adjusted.get(i)} for i, c in enumerate(comparisons)]
 
 
+def fails_holm(comparison: dict[str, Any]) -> bool:
+    """Whether a verdict of better or worse does not survive Holm's correction for several comparisons."""
+    p = comparison.get("p_holm")
+    return comparison["verdict"] != "inconclusive" and p is not None and p > 0.05
+
+
 def finite(value: float | None) -> float | None:
     return None if value is None or not np.isfinite(value) else float(value)
 
@@ -305,7 +311,12 @@ def _note(rare: dict[str, int], boot: Bootstrap | None) -> str | None:
             f"{n} participant{'s' * (n != 1)}" + (f" with {name}" if name else "") for name, n in rare.items()
         )
         return f"No interval: only {who} in the test, fewer than {MIN_PARTICIPANTS}."
-    if boot is not None and np.ptp(boot.resampled[np.isfinite(boot.resampled)]) == 0:
+    if boot is None:
+        return None
+    known = boot.resampled[np.isfinite(boot.resampled)]
+    if not known.size:
+        return "Not defined on these cases, as R² is where all numbers are alike."
+    if np.ptp(known) == 0:
         return (
             "Every resample gave the same value, so the interval is too narrow to be believed; "
             "only more participants can tell."

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from octfm import display
-from octfm.evaluation.scoring import HEADLINE, PLANNED
+from octfm.evaluation.scoring import HEADLINE, PLANNED, fails_holm
 from octfm.report.sources import Sources, number, series
 
 METRICS = {
@@ -215,11 +215,6 @@ def _key_comparison(probe: dict[str, Any], row: dict[str, Any], other: str | Non
 def _after_holm(c: dict[str, Any]) -> str:
     """The verdict, with a caution if it does not survive Holm's correction."""
     return f"{c['verdict']}, but not after Holm" if fails_holm(c) else c["verdict"]
-
-
-def fails_holm(c: dict[str, Any]) -> bool:
-    """Whether a verdict of better or worse does not survive Holm's correction for several comparisons."""
-    return c["verdict"] != "inconclusive" and c.get("p_holm") is not None and c["p_holm"] > 0.05
 
 
 def subtitle(sources: Sources, name: str) -> str:

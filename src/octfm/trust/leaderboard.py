@@ -18,7 +18,7 @@ from octfm.errors import Echo, EvaluationError
 from octfm.evaluation.arms import covariates
 from octfm.evaluation.cases import Cases, Round, Skip, Target, find_targets, make_cases, make_rounds
 from octfm.evaluation.probe import RESAMPLES, describe, predict, rows_seen
-from octfm.evaluation.scoring import HEADLINE, Predictions, compare_scored, correct, score
+from octfm.evaluation.scoring import HEADLINE, Predictions, compare_scored, correct, fails_holm, score
 from octfm.evaluation.tissue_map import tissue_map
 from octfm.io.location import local_path
 from octfm.models.pooling import VectorPool
@@ -206,8 +206,7 @@ def to_markdown(result: dict[str, Any]) -> str:
     for c in result["comparisons"]:
         if c["metric"] in metrics:
             p, adjusted = ("–" if c[key] is None else f"{c[key]:.3f}" for key in ("p", "p_holm"))
-            lost = c["p_holm"] is not None and c["p_holm"] > 0.05 and c["verdict"] != "inconclusive"
-            verdict = c["verdict"] + ", not after Holm" * lost
+            verdict = c["verdict"] + ", not after Holm" * fails_holm(c)
             lines.append(f"| {c['metric']} | {c['b']} | {interval_text(c)} | {p} | {adjusted} | {verdict} |")
     return "\n".join(lines) + "\n"
 
