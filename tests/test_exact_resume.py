@@ -8,17 +8,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from octfm.errors import CheckpointError, Preempted
 from octfm.pretraining.resume import PRETRAINING
 from octfm.pretraining.run_state import Rollback, RunState
 from octfm.run import checkpoint
-from octfm.run.checkpoint_writer import CheckpointWriter, Failure, Retention, keep_best
+from octfm.run.checkpoint_writer import CheckpointWriter, Failure, Retention, best_step
 from octfm.run.folder import Identity, claim
 from octfm.run.loop import Interruption, Session
 from support import support_process
@@ -271,12 +274,41 @@ def test_retention_over_a_whole_run(store, tmp_path):
 def test_the_best_checkpoint_is_never_deleted(tmp_path):
     with_best = CheckpointWriter([tmp_path], Retention(1))
     for step in range(1, 6):
-        with_best.save(step, {"model": {}})
-        with_best.wait()
-        if step == 2:
-            keep_best(tmp_path, 2)
+        with_best.save(step, {"model": {}}, best=step == 2)
     with_best.close()
     assert [checkpoint.step_of(p) for p in checkpoint.steps(tmp_path)] == [2, 5]
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12))
+def test_the_best_checkpoint_that_was_written_is_there_whatever_the_disk_refused(course):
+    """Each step is (best so far, taken by the disk): one that was refused must not cost the best before it."""
+    refused = {step for step, (_, taken) in enumerate(course) if not taken}
+
+    def write(folder: Path, step: int, content: dict) -> Path:
+        if step in refused:
+            raise OSError(errno.ENOSPC, "no space left")
+        return checkpoint.write(folder, step, content)
+
+    with tempfile.TemporaryDirectory() as folder:
+        writer = CheckpointWriter([Path(folder)], Retention(1), write)
+        for step, (best, _) in enumerate(course):
+            writer.save(step, {"model": {}}, best=best)
+        writer.close()
+        written = [step for step in range(len(course)) if step not in refused]
+        best = [step for step in written if course[step][0]]
+        kept = [checkpoint.step_of(p) for p in checkpoint.steps(Path(folder))]
+        assert best_step(Path(folder)) == (best[-1] if best else None)
+        assert kept == sorted({*written[-1:], *best[-1:]})
+
+
+def test_a_best_checkpoint_that_cannot_be_named_is_a_sentence_and_no_end_of_training(tmp_path):
+    writer = CheckpointWriter([tmp_path], Retention(1))
+    (tmp_path / "best.json").mkdir()
+    writer.save(1, {"model": {}}, best=True)
+    writer.close()
+    assert ["unnamed" in failure.sentence and not failure.lost for failure in writer.failures()] == [True]
+    assert [checkpoint.step_of(p) for p in checkpoint.steps(tmp_path)] == [1]
 
 
 class FullDisk:
@@ -314,7 +346,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_training_goes_on(
     with monkeypatch.context() as patch:
         if writer_is_fast:  # the last failure is known, and told, before the loop ends
             save = CheckpointWriter.save
-            patch.setattr(CheckpointWriter, "save", lambda self, *of: (save(self, *of), self.wait()))
+            patch.setattr(CheckpointWriter, "save", lambda self, *of, **best: (save(self, *of, **best), self.wait()))
         disk_full_from(6, patch)
         with pytest.raises(
             CheckpointError,

@@ -238,7 +238,8 @@ class Pretraining:
         if validated or best is not None:
             # The time that they took is not the training's.
             self.inspection.window.restart()
-        return bool(best) or self.validation.due(self.config.ckpt_every_steps)
+        session.best = bool(best)
+        return session.best or self.validation.due(self.config.ckpt_every_steps)
 
     def content(self) -> dict[str, Any]:
         return self.learner.content(self.run.record, self.data.store.fingerprint, self.participants)

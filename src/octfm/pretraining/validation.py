@@ -11,7 +11,6 @@ from octfm.pretraining.monitors.measure import validate
 from octfm.pretraining.monitors.online_probe import find_cases, online_probe, tissue_vectors
 from octfm.pretraining.monitors.sample_picture import sample_picture
 from octfm.pretraining.reactions import Reactions
-from octfm.run.checkpoint_writer import keep_best
 from octfm.run.folder import RunFolder
 from octfm.run.loop import Session
 from octfm.run.tracking import read_metrics
@@ -84,10 +83,7 @@ class Validation:
             session.metrics.write("probe", step, pool=pool, **row)
             score = f"{row['metric']} {row['score']:.3f} (nearest neighbours {row['knn']:.3f})"
             session.echo(f"step {step + 1}: {cases.target} from frozen features: {score}")
-            best = float(row["score"]) >= max(before, default=-np.inf)
-            if best:
-                keep_best(self.run.checkpoints, step + 1)
-            return best
+            return float(row["score"]) >= max(before, default=-np.inf)
 
         return self.runtime.first(is_best)
 

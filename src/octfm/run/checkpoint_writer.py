@@ -79,16 +79,16 @@ class CheckpointWriter:
             for partial in left_over(place):
                 delete(partial)
 
-    def save(self, step: int, content: dict[str, Any]) -> None:
+    def save(self, step: int, content: dict[str, Any], *, best: bool = False) -> None:
         """Copy `content` to the host and write it in the background; waits for a checkpoint that is still being
-        written."""
+        written. `best`: name it the best so far, once it is written."""
         self.wait()
         if self.remote is not None:
             # Two machines must not write into one bucket: stop if another has taken the run over.
             self.remote.require()
         # Here and not in the thread: the next update changes these tensors in place.
         copy = checkpoint.snapshot(content)
-        self._in_flight = self._thread.submit(self._write, step, copy)
+        self._in_flight = self._thread.submit(self._write, step, copy, best)
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
@@ -130,7 +130,7 @@ class CheckpointWriter:
         """Finish what is being written."""
         self._thread.shutdown(wait=True)
 
-    def _write(self, step: int, content: dict[str, Any]) -> None:
+    def _write(self, step: int, content: dict[str, Any], best: bool) -> None:
         for place in self.places:
             try:
                 written = (self._write_into or checkpoint.write)(place, step, content)
@@ -140,17 +140,19 @@ class CheckpointWriter:
                 self._failures.append(self._explain(step, place, error))
             else:
                 if self._tidies:
-                    self._tidy(place)
+                    self._tidy(place, step if best else None)
                 return
 
-    def _tidy(self, place: Path) -> None:
+    def _tidy(self, place: Path, best: int | None) -> None:
         try:
+            # Only now: one that the disk refused must not take the place of the best before it.
+            if best is not None:
+                keep_best(self.places[0], best)
             for path in self.retention.surplus(checkpoint.steps(place), best_step(self.places[0])):
                 delete(path)
         except OSError as error:
-            self._failures.append(
-                Failure(0, f"old checkpoints in {place} were not deleted: {error.strerror or error}", lost=False)
-            )
+            reason = f"the best checkpoint may be unnamed, and old ones in {place} were not deleted"
+            self._failures.append(Failure(0, f"{reason}: {error.strerror or error}", lost=False))
 
     def _explain(self, step: int, place: Path, error: OSError) -> Failure:
         last = place == self.places[-1]

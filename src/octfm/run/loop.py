@@ -70,6 +70,8 @@ class Session:
     """Updates in the last checkpoint."""
     lost: int = -1
     """Updates in the last checkpoint that could not be written anywhere."""
+    best: bool = False
+    """Whether the next checkpoint is of the best state so far."""
     retries: int = 0
     """Repeated requests to buckets that were reported."""
     requests_before: bucket.Tally = field(default_factory=bucket.tally)
@@ -83,8 +85,8 @@ class Session:
         """Write a checkpoint in the background."""
         step = self.training.step
         if self.writer.places:
-            self.writer.save(step, self.training.content())
-        self.saved = step
+            self.writer.save(step, self.training.content(), best=self.best)
+        self.saved, self.best = step, False
         self.report_requests()
 
     def finish(self) -> None:
