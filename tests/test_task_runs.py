@@ -251,9 +251,16 @@ def test_a_frozen_encoder_that_was_replaced_since_is_refused(clinic, tmp_path, v
     with pytest.raises(CheckpointError, match="encoder that the settings name is not the one that this run began with"):
         clinic.do(verb, tmp_path / "run", **changes)
     assert checkpoint.newest(tmp_path / "run").read_bytes() == kept
-    shutil.rmtree(encoder)
+    later = tmp_path / "later"
+    encoder.rename(later)
     (tmp_path / "earlier").rename(encoder)
     clinic.do(verb, tmp_path / "run", **changes)
+    load = load_tuned if verb == "finetune" else load_segmenter
+    load(tmp_path / "run", "cpu")
+    shutil.rmtree(encoder)
+    later.rename(encoder)
+    with pytest.raises(EvaluationError, match=r"has other weights than this (head|decoder) was trained on"):
+        load(tmp_path / "run", "cpu")
 
 
 def test_another_run_at_the_place_of_a_learning_encoder_is_refused(clinic, tmp_path):

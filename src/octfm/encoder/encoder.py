@@ -437,15 +437,24 @@ def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, d
     if not tuning["lr_encoder"]:  # a frozen encoder is not in the checkpoint: load the one it names
         base = load_encoder(tuning["encoder"], random_init=tuning["from_scratch"], runtime=runtime)
         base = base.of_bscans() if preprocessing.takes_bscans else base
-        if base.fingerprint != content["fingerprint"]:
-            raise EvaluationError(
-                f"{path}: {tuning['encoder']} has another Preprocessing than this head was trained with (F15); "
-                "restore the encoder that it was trained with"
-            )
+        require_trained_on(base, content, f"{path}: {tuning['encoder']}", "head")
         return replace(base, source=f"{path} on {base.source}")
     network = empty_network(config, preprocessing)
     fill(network, merged(part_of(best["model"], "encoder.")), path)
     return assemble(network, config, preprocessing, _source(path, False), content["fingerprint"], runtime)
+
+
+def require_trained_on(encoder: Encoder, content: dict[str, Any], what: str, part: str) -> None:
+    """Raises EvaluationError if a head or decoder, whose checkpoint holds no encoder, was trained on another one: the
+    place that its settings name may hold a later checkpoint by now."""
+    other = "another Preprocessing" if encoder.fingerprint != content["fingerprint"] else ""
+    # Checkpoints of before it was recorded have no digest.
+    if not other and content.get("frozen_encoder", encoder.digest) != encoder.digest:
+        other = "other weights"
+    if other:
+        raise EvaluationError(
+            f"{what} has {other} than this {part} was trained on (F15); put the encoder back that it was trained on"
+        )
 
 
 def part_of(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

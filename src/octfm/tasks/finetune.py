@@ -237,6 +237,7 @@ class FineTuning:
         self.per_epoch = max(1, round(batches))
         self.steps = max(1, math.ceil(self.config.epochs * batches))
         self.head_steps = 0 if self.config.frozen else min(self.steps, math.ceil(self.config.head_epochs * batches))
+        self.frozen = {"frozen_encoder": model.encoder.digest} if self.config.frozen else {}
         self.step, self.stale, self.loss = 0, 0, 0.0
         self.best: dict[str, Any] | None = None
         """score, loss, epoch and model of the best validation so far."""
@@ -331,6 +332,7 @@ class FineTuning:
             "answer": self.target.answer.to_dict(),
             "preprocessing": self.store.preprocessing.model_dump(mode="json"),
             "fingerprint": self.store.fingerprint,
+            **self.frozen,
             "participants": self.participants,
             "octfm": __version__,
         }

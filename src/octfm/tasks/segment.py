@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octfm.config import load
-from octfm.encoder.encoder import Encoder, load_encoder
+from octfm.encoder.encoder import Encoder, load_encoder, require_trained_on
 from octfm.errors import ConfigError, EvaluationError
 from octfm.formats import within
 from octfm.formats.arrays import named_arrays
@@ -229,8 +229,7 @@ def load_segmenter(out: str | Location, device: str | None = None) -> Segmenter:
             "finish it"
         )
     segmenter = Segmenter(config, open_encoder(config, device), content["state"]["tokens"])
-    if segmenter.encoder.fingerprint != content["fingerprint"]:
-        raise EvaluationError(f"{out}: {config.encoder} has another Preprocessing than it was trained on (F15)")
+    require_trained_on(segmenter.encoder, content, f"{out}: {config.encoder}", "decoder")
     segmenter.load_weights(content["model"])
     return segmenter
 

@@ -28,6 +28,7 @@ class Segmentations:
         self.fits, self.names = fits, list(fits)
         self.segmenter = fits[self.names[0]].segmenter
         self.config, self.runtime = self.segmenter.config, self.segmenter.runtime
+        self.frozen = {} if self.segmenter.learns else {"frozen_encoder": self.segmenter.encoder.digest}
         self.step, self.steps = 0, len(fits) * self.config.steps
         self.losses: deque[float] = deque(maxlen=20)
 
@@ -83,6 +84,7 @@ class Segmentations:
             "config": self.config.model_dump(mode="json"),
             "preprocessing": encoder.preprocessing.model_dump(mode="json"),
             "fingerprint": encoder.fingerprint,
+            **self.frozen,
             "participants": {"key": "", "hashes": []},
             "octfm": __version__,
         }
