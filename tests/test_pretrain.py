@@ -253,6 +253,12 @@ def test_only_the_newest_checkpoints_are_kept(store, tmp_path):
     assert [p.name for p in checkpoint.steps(run / "checkpoints")] == ["step-00000008.pt"]
 
 
+def test_a_step_in_which_a_stage_of_masking_would_end_has_one_shape(store, tmp_path):
+    """Half of three updates: the micro-batches of the second one must not fall into different stages."""
+    settings = config(steps=3, masks={"budget": 64, "stages": [[0.4, 0.5], [0.6, 0.35]]})
+    assert len(rows(quick_pretrain(settings, store, tmp_path / "run", echo=quiet))) == 3
+
+
 def test_stages_of_masking_train_and_resume(store, tmp_path):
     """Each stage is another shape; a run that is stopped in the second goes on as if it had not been."""
     from octfm.errors import Preempted

@@ -15,6 +15,7 @@ from octfm.config import load
 from octfm.encoder import embed as embedding
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import CheckpointError, EvaluationError
+from octfm.evaluation.scoring import compare_scored
 from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_rows
 from octfm.phantom import phantom_volume
 from octfm.report.html import write_report
@@ -25,7 +26,7 @@ from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.scene import load_scenes
 from octfm.tasks.segment import Labelled, Segmenter, load_segmenter, to_prepared
 from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
-from octfm.tasks.segment_score import dice, errors_of, segment, summary_lines
+from octfm.tasks.segment_score import dice, errors_of, score_errors, segment, summary_lines
 from octfm.tasks.segment_settings import SegmentConfig
 from octfm.volume.segmentation import Segmentation
 from support.small_store import SIZE, edit_rows, small_preprocessing, small_store
@@ -176,6 +177,18 @@ def test_dice_is_of_all_voxels_together_under_weights():
     weights = np.array([[1.0, 1, 1], [2, 0, 1], [0, 0, 3]])
     np.testing.assert_allclose(dice(counts, weights)[:2], [10 / 22, 20 / 36])
     assert np.isnan(dice(counts, weights)[2])
+
+
+def test_segmenters_are_compared_on_the_volumes_that_all_of_them_measured():
+    rng = np.random.default_rng(0)
+    people, hard = np.array([f"P{i}" for i in range(20)]), rng.normal(20, 8, 20)
+    errors = {name: [{"ilm": x + gap} for x in hard] for name, gap in (("pretrained", 0.0), ("voxels", 0.5))}
+    errors["voxels"][3]["ilm"] = float("nan")
+    found = score_errors(load(SegmentConfig, {"surfaces": ["ilm"]}), errors, people, {}, 500)
+    a, b = (found[name][0] for name in errors)
+    assert a.row["n_test_participants"] == b.row["n_test_participants"] == 19
+    compared = compare_scored(a, b, leakage=False)
+    assert compared["low"] == pytest.approx(-0.5) == compared["high"] and compared["verdict"] == "better"
 
 
 def test_seen_participants_and_absent_truth_are_refused(run, store, tmp_path):

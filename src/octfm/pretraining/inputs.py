@@ -121,6 +121,6 @@ def draw_masks(
     """Masks for token maps [B, d, h, w] at these positions of the run; in validation the same ones every time."""
     if not training:
         return sample_masks(config.masks, tokens, generators(config.seed, VALIDATION, positions, view))
-    # The stage of the first position serves the whole micro-batch, whose masks must have one shape.
-    settings = config.masks.at(positions[0] / (config.data.global_batch_size * config.steps))
+    # A step has one stage, however many ranks and micro-batches share it.
+    settings = config.masks.at(positions[0] // config.data.global_batch_size / config.steps)
     return sample_masks(settings, tokens, generators(config.seed, MASKS, positions, view))

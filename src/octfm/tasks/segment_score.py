@@ -106,8 +106,6 @@ def segment(
         participants = {split: {store.rows[i].participant for i in rows} for split, rows in splits.items()}
         facts = {
             "n_train_participants": len(participants["train"]),
-            "n_test_participants": len(participants["test"]),
-            "n_test_volumes": len(test_rows),
             "seen_test_participants": len(known),
         }
         result = _judge(config, store, test_rows, predictors, facts, resamples)
@@ -131,10 +129,8 @@ def _judge(
         return [errors_of(config, predictor(row.index), read_truth(config, row), transform_of(row)) for row in rows]
 
     who = np.array([store.rows[i].participant for i in test_rows])
-    scored = {
-        name: score_errors(config, name, errors(predictor), who, facts, resamples)
-        for name, predictor in predictors.items()
-    }
+    found = {name: errors(predictor) for name, predictor in predictors.items()}
+    scored = score_errors(config, found, who, facts, resamples)
     comparisons = [
         # PLANNED lists metrics of probes; here every comparison is planned.
         compare_scored(a, b, leakage=False) | {"planned": True}
@@ -180,41 +176,45 @@ def errors_of(
 
 def score_errors(
     config: SegmentConfig,
-    name: str,
-    errors: Sequence[dict[str, Any]],
+    errors: dict[str, list[dict[str, Any]]],
     participants: np.ndarray,
     facts: dict[str, Any],
     resamples: int,
-) -> list[Scored]:
-    """Mean error in µm over volumes, and Dice over all test voxels together, with intervals over participants."""
-    scored = []
+) -> dict[str, list[Scored]]:
+    """By predictor the mean error in µm over volumes, and Dice over all test voxels together, with intervals over
+    participants. All are judged on the same volumes, or their differences would not be paired."""
+    scored: dict[str, list[Scored]] = {name: [] for name in errors}
     measures = [(surface, "mae") for surface in config.surfaces] + [(config.mask_name, "dice")] * bool(
         config.mask_values
     )
     for target, metric in measures:
-        values = np.array([e[target] for e in errors], float)
+        values = np.array([[e[target] for e in own] for own in errors.values()], float)
         # NaN: in this volume no A-scan shows the surface both in truth and prediction.
-        kept = np.isfinite(values) if values.ndim == 1 else np.ones(len(values), bool)
-        values, who = values[kept], participants[kept]
-        # The values are errors already: their mean is the error against zero.
-        measure = partial(mae, np.zeros(len(values)), values) if metric == "mae" else partial(dice, values)
-        if not len(values):
+        kept = np.isfinite(values.reshape(*values.shape[:2], -1)).all((0, 2))
+        who = participants[kept]
+        counts = {"n_test_participants": len(set(who.tolist())), "n_test_volumes": len(who)}
+        if not len(who):
             continue
-        boot = bootstrap(measure, who, resamples=resamples) if len(set(who.tolist())) >= MIN_PARTICIPANTS else None
-        estimate = boot.estimate if boot else float(measure(np.ones((1, len(values))))[0])
-        low, high = interval(boot) if boot else (None, None)
-        row = {
-            **facts,
-            "target": target,
-            "metric": metric,
-            "unit": "µm" if metric == "mae" else "",
-            "encoder": name,
-            "estimate": finite(estimate),
-            "low": finite(low),
-            "high": finite(high),
-            "note": None if boot else f"No interval: fewer than {MIN_PARTICIPANTS} test participants.",
-        }
-        scored.append(Scored(metric, name, boot, row))
+        for name, own in zip(errors, values[:, kept], strict=True):
+            # The values are errors already: their mean is the error against zero.
+            measure = partial(mae, np.zeros(len(own)), own) if metric == "mae" else partial(dice, own)
+            enough = counts["n_test_participants"] >= MIN_PARTICIPANTS
+            boot = bootstrap(measure, who, resamples=resamples) if enough else None
+            estimate = boot.estimate if boot else float(measure(np.ones((1, len(own))))[0])
+            low, high = interval(boot) if boot else (None, None)
+            row = {
+                **facts,
+                **counts,
+                "target": target,
+                "metric": metric,
+                "unit": "µm" if metric == "mae" else "",
+                "encoder": name,
+                "estimate": finite(estimate),
+                "low": finite(low),
+                "high": finite(high),
+                "note": None if boot else f"No interval: fewer than {MIN_PARTICIPANTS} test participants.",
+            }
+            scored[name].append(Scored(metric, name, boot, row))
     return scored
 
 
