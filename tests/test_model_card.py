@@ -137,6 +137,21 @@ def test_claim_has_its_42_items_and_leaves_to_authors_what_only_they_know(parts)
     assert text.count("@") >= 4 and text.count("{") == text.count("}")
 
 
+def test_a_draft_names_the_baselines_that_were_probed_and_claims_no_choice_of_a_checkpoint(tmp_path):
+    run = write_run(tmp_path, figures=False)
+    text = paper(run)
+    assert "beside the same encoder at random initialisation; a plain intensity histogram" in text
+    result = probe_result()
+    result["results"] = [r for r in result["results"] if r["encoder"] == "pretrained"]
+    (run / "probe.json").write_text(json.dumps(result | {"comparisons": []}))
+    online = {"kind": "probe", "step": 99, "target": "disease", "metric": "balanced_accuracy", "score": 0.8, "knn": 0.7}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(online) + "\n")
+    text = paper(run)
+    assert "beside" not in text and "paired" not in text
+    assert f"the best was the one after 100 steps. Whether it or the last one was evaluated: {OPEN}." in text
+
+
 def test_verb_writes_card_and_drafts(parts, tmp_path):
     from typer.testing import CliRunner
 

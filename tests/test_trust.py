@@ -274,6 +274,28 @@ def test_overconfident_probabilities_are_named_and_calibrated_ones_not():
     assert verdicts == ["no miscalibration shown", "overconfident"]
 
 
+def test_probabilities_as_sure_as_right_on_average_have_no_direction():
+    """Half of the cases claim 95 % and are right in 75 %, the others claim 55 % and are right in 75 %."""
+    cohort = Cohort(400, TWO[:1], test=0.9)
+    study = study_of(cohort, cohort.embeddings("run"), targets=["disease"])
+    task = study.tasks[0]
+    tested = task.rounds[0].test
+    names, member = np.unique(task.cases.participant[tested], return_inverse=True)
+    ill = np.zeros(len(names), int)
+    np.maximum.at(ill, member, task.cases.label[tested])
+    # The same shares in both classes, so that the averages agree exactly.
+    place = np.zeros(len(names), int)
+    for k in (0, 1):
+        place[ill == k] = np.arange((ill == k).sum())
+    sure, right = np.where(place % 2, 0.95, 0.55), (place // 2) % 4 != 0
+    p = np.where(right == (ill == 1), sure, 1 - sure)
+    value = np.log(np.stack([1 - p, p], axis=1))[member]
+    study._predictions[task.name, "run"] = Predictions(tested, value, np.zeros_like(value))
+    found = calibration(study)["results"][0]
+    assert found["mean_confidence"] == pytest.approx(found["accuracy"], abs=0.01) and found["ece"]["estimate"] > 0.15
+    assert found["verdict"] == "miscalibrated"
+
+
 def test_the_calibration_line_is_logistic_regression_and_wilson_is_wilson():
     from sklearn.linear_model import LogisticRegression
 
@@ -475,6 +497,8 @@ def test_words_say_inconclusive_wherever_a_claim_does_not_stand(judged):
     assert first.tone == "inconclusive" and "is better than" not in first.sentence
     firm = [{**c, "claim": "better"} for c in result["comparisons"]]
     assert words.findings({**result, "comparisons": firm})[0].tone == "better"
+    seen = [{**r, "seen_test_participants": 3} for r in result["results"]]
+    assert "3 of whom pretraining had seen" in words.findings({**result, "results": seen})[0].sentence
     found = {**result["copies"], "near": [{"acquisitions": ["a", "b"]}]}
     assert words.findings({**result, "copies": found})[-1].tone == "bad"
 

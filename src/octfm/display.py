@@ -155,3 +155,9 @@ def data_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None 
     except ImportError:
         raise ConfigError("to_pandas() needs pandas, which octfm itself does not; pip install pandas") from None
     return pandas.DataFrame(list(rows), columns=None if columns is None else list(columns))
+
+
+def markdown(text: str) -> str:
+    """One line that neither ends a cell of a Markdown table nor opens an HTML element, whatever the text contains."""
+    text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return text.replace("|", "\\|")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from octfm.errors import EvaluationError
-from octfm.evaluation.scoring import HEADLINE
+from octfm.evaluation.scoring import HEADLINE, fails_holm
 from octfm.io.location import Location
 from octfm.report import figures, words
 from octfm.report.page import MAX_BYTES, html_file, render, write_page
@@ -152,17 +152,19 @@ def _lead(result: dict[str, Any] | None, reason: str) -> tuple[str, str]:
     """(tone, sentence) from the planned comparisons of the first run with the others."""
     if result is None:
         return "none", f"Which run is better was not tested. {reason}"
-    planned = [c for c in result["comparisons"] if c["metric"] in ("auroc", "r2") and not c.get("leakage")]
+    planned = words.planned(result)
     if not planned:
         return "none", "Nothing could be compared; the probe section says why."
-    sentences = []
+    sentences, verdicts = [], set()
     for other in dict.fromkeys(c["b"] for c in planned):
-        own = [c for c in planned if c["b"] == other]
-        parts = []
-        for verdict in ("better", "worse", "inconclusive"):
-            if targets := dict.fromkeys(c["target"].replace("_", " ") for c in own if c["verdict"] == verdict):
-                parts.append(f"{verdict} for {', '.join(targets)}")
-        sentences.append(f"{own[0]['a']} against {other}: {'; '.join(parts)}.")
-    verdicts = {c["verdict"] for c in planned}
+        # One for each target: of grades the agreement (kappa), which comes last.
+        own = {c["target"]: c for c in planned if c["b"] == other}
+        claims: dict[str, list[str]] = {}
+        for target, c in own.items():
+            claim = f"{c['verdict']}, but not after Holm," if fails_holm(c) else c["verdict"]
+            claims.setdefault(claim, []).append(target.replace("_", " "))
+        parts = [f"{claim} for {', '.join(claims[claim])}" for claim in sorted(claims)]
+        sentences.append(f"{planned[0]['a']} against {other}: {'; '.join(parts)}.")
+        verdicts |= set(claims)
     tone = "better" if verdicts == {"better"} else "worse" if verdicts == {"worse"} else "inconclusive"
     return tone, " ".join(sentences)

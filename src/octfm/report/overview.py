@@ -153,7 +153,7 @@ def _sure(sources: Sources) -> str:
         return "Nothing is sure before a probe has been run."
     parts = ["A 95\u00a0% interval shows how far a number could move with other participants."]
     compared = words.planned(probe)
-    undecided = sum(c["verdict"] == "inconclusive" for c in compared)
+    undecided = sum(c["verdict"] == "inconclusive" or words.fails_holm(c) for c in compared)
     if compared:
         parts.append(f"Inconclusive: {undecided} of {number(len(compared), 'planned comparison')}.")
     few = sorted({r["target"].replace("_", " ") for r in probe["results"] if r["low"] is None})

@@ -145,8 +145,8 @@ def key_result(probe: dict[str, Any] | None) -> tuple[str, str]:
 
 
 def verdict(probe: dict[str, Any] | None) -> tuple[str, str]:
-    """(tone, text of at most two sentences): tone is better, worse, inconclusive or none; worse also if the tissue map,
-    which holds no voxel, is ahead."""
+    """(tone, text of at most two sentences): tone is better, worse, inconclusive (also if Holm's correction leaves
+    nothing) or none; worse also if the tissue map, which holds no voxel, is ahead."""
     if probe is None:
         return "none", "No probe has been run on this encoder yet, so nothing can be said about its features."
     row = _key_row(probe)
@@ -173,7 +173,9 @@ def verdict(probe: dict[str, Any] | None) -> tuple[str, str]:
         text += f" The difference to {other} is inconclusive: {gap}; the interval includes 0"
     else:
         text += f" That is {tone} than {other}: {gap}; the interval excludes 0"
-        text += ", but not after Holm's correction" if fails_holm(compared) else ""
+        if fails_holm(compared):
+            text += ", but not after Holm's correction"
+            tone = "inconclusive"
     ahead = _key_comparison(probe, row, "tissue_map")
     if ahead is not None and ahead is not compared and ahead["verdict"] == "worse" and not fails_holm(ahead):
         tone = "worse"
@@ -280,14 +282,19 @@ def checkpoint_advice(rows: list[dict[str, Any]]) -> str:
     return text
 
 
+def advised_step(rows: list[dict[str, Any]]) -> int | None:
+    """Updates of the checkpoint with the best online probe; None without an online probe."""
+    probed = _probed(rows)
+    return int(_best(probed)["step"]) + 1 if probed else None
+
+
 def checkpoint_taken(rows: list[dict[str, Any]], checkpoints: Sequence[Path]) -> str:
     """Which of a run's checkpoints, oldest first, its folder stands for, and which one `checkpoint_advice` recommends
     instead, if any."""
     text = f"{checkpoints[-1].name}: the newest checkpoint of this run"
-    probed = _probed(rows)
-    if not probed:
+    if (advised := advised_step(rows)) is None:
         return text
-    name = f"step-{int(_best(probed)['step']) + 1:08d}"
+    name = f"step-{advised:08d}"
     if checkpoints[-1].stem == name:
         return f"{text}, and the one with the best online probe"
     best = next((path for path in checkpoints if path.stem == name), None)
@@ -297,11 +304,14 @@ def checkpoint_taken(rows: list[dict[str, Any]], checkpoints: Sequence[Path]) ->
 
 
 def _probed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row for row in rows if row.get("kind") == "probe" and np.isfinite(number(row.get("score")))]
+    """The rows of the online probe that can be compared: of the target and the pooling that the last one has."""
+    probed = [row for row in rows if row.get("kind") == "probe" and np.isfinite(number(row.get("score")))]
+    return [row for row in probed if all(row.get(key) == probed[-1].get(key) for key in ("target", "pool"))]
 
 
 def _best(probed: list[dict[str, Any]]) -> dict[str, Any]:
-    return max(probed, key=lambda row: number(row["score"]))
+    """The last of those with the best score, whose checkpoint is the one that is kept."""
+    return max(probed, key=lambda row: (number(row["score"]), int(row["step"])))
 
 
 def _data(sources: Sources) -> str:
@@ -349,11 +359,11 @@ def _probe(probe: dict[str, Any] | None) -> str:
     if probe is None:
         return "Not run."
     results = probe["results"]
-    compared = planned(probe)
+    compared = [c for c in planned(probe) if c["a"] == results[0]["encoder"]]
     targets, encoders = (len({r[key] for r in results}) for key in ("target", "encoder"))
     text = f"{display.number(targets, 'target')}, {display.number(encoders, 'encoder')}."
-    counts = Counter(c["verdict"] for c in compared)
-    if verdicts := ", ".join(f"{counts[v]} {v}" for v in ("better", "worse", "inconclusive") if counts[v]):
+    counts = Counter("not so after Holm's correction" if fails_holm(c) else c["verdict"] for c in compared)
+    if verdicts := ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())):
         text += f" Of {len(compared)} paired comparisons of {encoder(compared[0]['a'])} with another: {verdicts}."
     seen = tested_before(results)
     return text + (f" Caution: {seen} test participants had been seen in pretraining." if seen else "")

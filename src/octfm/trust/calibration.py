@@ -62,7 +62,11 @@ def _assess(study: Study, task: Task, name: str, predictions: Predictions) -> di
     if rare or measured is None:
         row["verdict"] = "inconclusive"
     elif measured > expected["high"]:
-        row["verdict"] = "overconfident" if confidence > accuracy else "underconfident"
+        # On average it may be as sure as it is right, too sure of some cases and not sure enough of others.
+        one_way = abs(confidence - accuracy) > expected["gap"]
+        row["verdict"] = (
+            ("overconfident" if confidence > accuracy else "underconfident") if one_way else "miscalibrated"
+        )
     else:
         row["verdict"] = "no miscalibration shown"
     return row
@@ -90,7 +94,8 @@ def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:
 
 
 def _ece_if_calibrated(confidence: np.ndarray, participant: np.ndarray, seed: int) -> dict[str, float]:
-    """Mean and 97.5 % quantile of the ECE if these probabilities were true (consistency resampling).
+    """Mean and 97.5 % quantile of the ECE, and 95 % quantile of |confidence − accuracy|, if these probabilities were
+    true (consistency resampling).
 
     With few cases, ECE is above 0 even for a calibrated model (Bröcker & Smith 2007). One draw per participant, because
     several eyes of a participant tend to be right or wrong together.
@@ -101,7 +106,8 @@ def _ece_if_calibrated(confidence: np.ndarray, participant: np.ndarray, seed: in
     which = ece_bin(confidence)
     gaps = [np.abs(((confidence - right) * (which == b)).sum(1)) for b in range(ECE_BINS)]
     ece = np.sum(gaps, axis=0) / len(confidence)
-    return {"mean": float(ece.mean()), "high": float(np.quantile(ece, 0.975))}
+    gap = np.abs((confidence - right).mean(1))
+    return {"mean": float(ece.mean()), "high": float(np.quantile(ece, 0.975)), "gap": float(np.quantile(gap, 0.95))}
 
 
 def _line(units: Units, outcome: np.ndarray, study: Study) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from octfm.catalog.labels import LabelTable, read_labels
 from octfm.config import load
+from octfm.display import markdown
 from octfm.encoder.embed import embed_store, histogram_baseline, quality_baseline
 from octfm.encoder.embeddings import Embeddings, align, of_store, read_embeddings, take_rows
 from octfm.encoder.encoder import load_encoder, seen_by
@@ -196,10 +197,10 @@ def to_markdown(result: dict[str, Any]) -> str:
             interval_text(next(x for x in result["results"] if (x["encoder"], x["metric"]) == (row["encoder"], m)))
             for m in metrics
         ]
-        lines.append(f"| {row['encoder']} | {row['what']} | " + " | ".join(cells) + " |")
+        lines.append(f"| {markdown(row['encoder'])} | {row['what']} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        f"Paired differences, {result['reference']} minus each other entry; Holm over all planned comparisons.",
+        f"Paired differences, {markdown(result['reference'])} minus each other; Holm over all planned comparisons.",
         "",
     ]
     lines += ["| metric | against | difference | p | Holm | verdict |", "|---|---|---|---|---|---|"]
@@ -207,7 +208,7 @@ def to_markdown(result: dict[str, Any]) -> str:
         if c["metric"] in metrics:
             p, adjusted = ("–" if c[key] is None else f"{c[key]:.3f}" for key in ("p", "p_holm"))
             verdict = c["verdict"] + ", not after Holm" * fails_holm(c)
-            lines.append(f"| {c['metric']} | {c['b']} | {interval_text(c)} | {p} | {adjusted} | {verdict} |")
+            lines.append(f"| {c['metric']} | {markdown(c['b'])} | {interval_text(c)} | {p} | {adjusted} | {verdict} |")
     return "\n".join(lines) + "\n"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from octfm.catalog.labels import as_number, read_labels
+from octfm.catalog.labels import as_number, read_labels, stated
 from octfm.config import Config, LocalPlace
 from octfm.errors import ConfigError
 from octfm.models.pooling import VectorPool, width_of
@@ -104,6 +104,11 @@ def find_cases(
         )
     # A class without training volumes cannot be predicted.
     known_class = np.array([text in classes for text in held_out_text])
+    if not known_class.any():
+        raise ConfigError(
+            f"probe.target {config.target}: no validation volume has a label of the training volumes "
+            f"({', '.join(classes)}); label more participants, or choose another target"
+        )
     number = {name: k for k, name in enumerate(classes)}
     return Cases(
         config.target, train, held_out[known_class], np.array([number[str(t)] for t in train_text]),
@@ -195,7 +200,7 @@ def _require_split(store: Store, rows: np.ndarray, split: str) -> None:
 def _labels(config: OnlineProbeConfig, store: Store, rows: np.ndarray) -> list[str | None]:
     chosen = [store.rows[row] for row in rows]
     if config.labels is None:
-        return [row.participant_labels.get(config.target or "") or None for row in chosen]
+        return [stated(row.participant_labels.get(config.target or "")) for row in chosen]
     return read_labels(config.labels).join(
         str(config.target), [(row.acquisition, row.participant, row.laterality) for row in chosen]
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from octfm.display import markdown
 from octfm.evaluation.scoring import HEADLINE
 from octfm.io.location import Location, write_whole
 from octfm.report import words
@@ -79,11 +80,11 @@ def model_card(
     sources, name = shareable_run(run, catalog, store), name or NAME
     if usage is None:
         pooled = words.POOLS.get(setting(sources, "objective", "pool"), words.POOLS["mean"])
-        place = "folder or hub id" if name == NAME else _line(name)
+        place = "folder or hub id" if name == NAME else markdown(name)
         usage = USAGE.format(run=place, width=setting(sources, "model", "width"), pooled=pooled)
     parts = [
         _front_matter(sources, statements, name),
-        f"# {_line(name)}: a 3-D encoder for retinal OCT",
+        f"# {markdown(name)}: a 3-D encoder for retinal OCT",
         _key(sources),
         _model(sources, name),
         f"## How to use it\n\n{usage}",
@@ -94,7 +95,7 @@ def model_card(
         _evaluation(sources.probe),
         _limits(sources),
         "## Citation\n\n```bibtex\n" + bibtex(sources, name) + "```",
-        f"## Contact\n\n{_line(statements.contact) if statements.contact else 'Not stated.'}",
+        f"## Contact\n\n{markdown(statements.contact) if statements.contact else 'Not stated.'}",
     ]
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
@@ -199,12 +200,12 @@ participants that are described below, evaluated again on your own data with par
 
 
 def _terms(sources: Sources, statements: Statements) -> str:
-    licence = f"The weights are licensed under {_line(statements.licence)}." if statements.licence else (
+    licence = f"The weights are licensed under {markdown(statements.licence)}." if statements.licence else (
         "**The licence of the weights is not stated.** Without one nobody may use them; whoever publishes this card "
         "has to state it (`octfm card RUN --licence ...`)."
     )  # fmt: skip
     if statements.data_agreement:
-        agreement = f"Data agreement: {_line(statements.data_agreement)}"
+        agreement = f"Data agreement: {markdown(statements.data_agreement)}"
     elif sources.is_phantom:
         agreement = (
             "The data are synthetic phantoms made by octfm: no agreement binds them, and no person can be found in "
@@ -220,7 +221,7 @@ def _terms(sources: Sources, statements: Statements) -> str:
 
 
 def _data(sources: Sources, statements: Statements) -> str:
-    text = "## Data\n\n" + (f"Data set: {_line(statements.dataset)}.\n\n" if statements.dataset else "")
+    text = "## Data\n\n" + (f"Data set: {markdown(statements.dataset)}.\n\n" if statements.dataset else "")
     if sources.catalog is None and sources.store is None:
         return text + (
             "Neither a catalog nor a prepared store was given to this card, so who the data came from is not described."
@@ -275,7 +276,7 @@ def _evaluation(probe: dict[str, Any] | None) -> str:
         text += _table(("Target", "Metric", "Compared", "Difference (95 % interval)", "Verdict"), rows)
         text += "\n\n“Better” and “worse” are only said where the interval of the difference excludes 0."
     for skipped in probe.get("skipped", []):
-        text += f"\n\n{_line(skipped['target'])} was not probed. {_text(skipped['sentence'])}"
+        text += f"\n\n{markdown(skipped['target'])} was not probed. {_text(skipped['sentence'])}"
     return text
 
 
@@ -341,13 +342,8 @@ def _hours(sources: Sources) -> str:
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = ["| " + " | ".join(_line(c) for c in head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(_line(str(c)) for c in row) + " |" for row in rows])
-
-
-def _line(text: str) -> str:
-    """One line that can neither end a table cell nor open an HTML element, whatever the text contains."""
-    return _text(" ".join(text.split())).replace("|", "\\|")
+    lines = ["| " + " | ".join(markdown(c) for c in head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(markdown(str(c)) for c in row) + " |" for row in rows])
 
 
 def _text(text: str) -> str:

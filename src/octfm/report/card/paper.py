@@ -4,10 +4,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from octfm.display import markdown
 from octfm.io.location import Location, location, write_whole
 from octfm.report.participants import flow, tested
 from octfm.report.shareable import NAME, shareable
 from octfm.report.sources import Sources, gather, lookup
+from octfm.report.words import advised_step, encoder
 from octfm.version import __version__
 
 OPEN = "**for the authors**"
@@ -78,7 +80,7 @@ def paper(
         known["performance"] = f"Model card, “Evaluation” (test participants; others: {OPEN})"
     rows = [f"| {i} | {item} | {known.get(key) or OPEN} |" for i, (item, key) in enumerate(CLAIM, 1)]
     parts = [
-        f"# Drafts for a paper about {_clean(name)}",
+        f"# Drafts for a paper about {markdown(name)}",
         "Written from the run's own files. Check every sentence: it says what was run, not why.",
         "## Methods (draft)",
         methods(sources),
@@ -176,7 +178,7 @@ def _answers(sources: Sources) -> dict[str, str]:
         scanners = ", ".join(f"{n:,} of {name}" for name, n in s["scanners"].items())
         found["data"] = (
             f"The data comprised {accepted.volumes:,} {kind} of {accepted.participants:,} participants "
-            f"({_clean(scanners)})."
+            f"({markdown(scanners)})."
         )
         found["eligibility"] = (
             f"Of {steps['Image files found'].volumes:,} image files, {s['skipped']:,} were left out as no structural "
@@ -215,7 +217,7 @@ def _answers(sources: Sources) -> dict[str, str]:
             [f"at most {most} volumes"] if most != "unknown" else []
         )
         found["subsets"] = (
-            f"Pretraining was limited to {_clean('; '.join(parts))}."
+            f"Pretraining was limited to {markdown('; '.join(parts))}."
             if parts
             else "None: all training volumes were used."
         )
@@ -262,10 +264,12 @@ def _answers(sources: Sources) -> dict[str, str]:
             f"(± {get('augment', 'contrast')}) and gamma (± {get('augment', 'gamma')})"
             f"{''.join(f', {name}' for name in more)}."
         ) if isinstance(get("steps"), int) else ""  # fmt: skip
-        found["selection"] = (
-            "The checkpoint was chosen by a frozen probe on validation participants." if sources.online
-            else "The last checkpoint was used; none was chosen."
-        )  # fmt: skip
+        found["selection"] = "The last checkpoint was used; none was chosen."
+        if advised := advised_step(sources.online):
+            found["selection"] = (
+                "A frozen probe on validation participants rated checkpoints; the best was the one after "
+                f"{advised:,} steps. Whether it or the last one was evaluated: {OPEN}."
+            )
         found["ensembles"] = "None."
     environment = sources.record.get("environment") or {}
     if environment:
@@ -277,14 +281,18 @@ def _answers(sources: Sources) -> dict[str, str]:
         settings = sources.probe.get("settings", {})
         corrected = any(c.get("p_holm") is not None for c in sources.probe["comparisons"])
         targets = ", ".join(f"{t['target']} ({t['n_test_participants']} participants)" for t in tested(sources.probe))
+        first, *others = dict.fromkeys(r["encoder"] for r in sources.probe["results"]) or ("",)
+        beside = f", beside {markdown('; '.join(map(encoder, others)))}" if others else ""
         found["metrics"] = (
-            f"Frozen features were judged by linear probes (regularisation by inner folds) for {_clean(targets)}, "
-            "beside the same network at random initialisation and an intensity histogram."
+            f"Frozen features ({markdown(encoder(first))}) were judged by linear probes (penalties by inner folds) "
+            f"for {markdown(targets)}{beside}."
+        )
+        paired = (
+            f"; differences are paired on the same resamples{', planned comparisons corrected after Holm' * corrected}"
         )
         found["statistics"] = (
             f"Intervals are 95 % BCa bootstrap intervals over {settings.get('resamples', 'unknown')} resamples of "
-            "participants; differences are paired on the same "
-            f"resamples{', planned comparisons corrected after Holm' if corrected else ''}."
+            f"participants{paired if others else ''}."
         )
     found["limits"] = "Model card, “Limits”; " + OPEN
     found["maps"] = (
@@ -307,10 +315,6 @@ def _flow_figure(sources: Sources) -> str:
     if not boxes:
         return "Neither a catalog nor a store was given."
     return "```text\n" + "\n".join(box.replace("```", "'''") for box in boxes) + "\n```"
-
-
-def _clean(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def _tex(text: str) -> str:

@@ -74,7 +74,6 @@ def digits_of(name: str) -> int:
 def _baselines(result: dict[str, Any]) -> list[Finding]:
     found = []
     reference = result["reference"]
-    seen = result["cohort"]["tested_seen_in_pretraining"]
     for name in dict.fromkeys(r["target"] for r in result["results"]):
         own = [c for c in result["comparisons"] if c["target"] == name and c["planned"]]
         # Grades are ordered, so for them agreement (kappa) says more than AUROC.
@@ -84,12 +83,12 @@ def _baselines(result: dict[str, Any]) -> list[Finding]:
         own = [c for c in own if c["metric"] == metric]
         key = name, reference, metric
         row = next(r for r in result["results"] if (r["target"], r["encoder"], r["metric"]) == key)
-        people = f"{row['n_test_participants']} participants"
+        people, seen = f"{row['n_test_participants']} participants", row["seen_test_participants"]
         people += f", {seen} of whom pretraining had seen" if seen else " it had never seen"
         text = f"In {target(name)} among {people}, {reference} reaches {NAMES[metric]} {interval(row)}."
         question = f"Does it beat every baseline in {target(name)}?"
         if row["low"] is None:
-            text += f" {row['note']} No comparison is claimed."
+            text += " ".join(filter(None, ("", row["note"], "No comparison is claimed.")))
             found.append(Finding(question, "inconclusive", text, "baselines"))
             continue
         groups: dict[str, list[str]] = {}
@@ -186,8 +185,8 @@ def _same_eye(result: dict[str, Any]) -> list[Finding]:
         text = f"{interval(b['bias'], digits=1)}" + ("" if sure else ", which includes no offset")
         parts.append(
             f"The largest mean offset of {plain(worst['target'])} is between {plain(worst['a'])} and "
-            f"{plain(worst['b'])}: {text}; 95\u00a0% of eyes lie between {b['lower']['estimate']:.1f} and "
-            f"{b['upper']['estimate']:.1f}."
+            f"{plain(worst['b'])}: {text}; limits of agreement {b['lower']['estimate']:.1f} to "
+            f"{b['upper']['estimate']:.1f}, which hold 95\u00a0% of differences if these are normally distributed."
         )
     parts.append(
         "ICC depends on how different the eyes are; a probe that says one number of every eye would have none."
@@ -257,7 +256,7 @@ def _calibration(result: dict[str, Any]) -> list[Finding]:
         if row["note"]:
             found.append(Finding(question, "inconclusive", f"{text} {row['note']}", "calibration"))
             continue
-        wrong = row["verdict"] in ("overconfident", "underconfident")
+        wrong = row["verdict"] in ("overconfident", "underconfident", "miscalibrated")
         verdict = "No miscalibration is shown, which is not the same as being calibrated"
         text += f" It is {row['verdict']}" if wrong else f" {verdict}"
         sure, right = f"{row['mean_confidence']:.0%}", f"{row['accuracy']:.0%}"
