@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from octfm.encoder.embed import NAMES, WORDS, embed_store, embedding_files, write_vectors
+from octfm.encoder.embed import NAMES, WORDS, embed_store, embed_with, embedding_files, write_vectors
 from octfm.encoder.embeddings import align, read_embeddings
 from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.errors import CheckpointError, EvaluationError
@@ -148,6 +148,25 @@ def test_threads_embed_what_one_embeds_and_pass_an_error_on(run, store, tmp_path
         assert torch.get_num_threads() == 3 and not list((tmp_path / "none").glob("*.parquet"))
     finally:
         torch.set_num_threads(threads)
+
+
+def test_an_encoder_of_ones_own_gives_one_vector_for_each_volume(store, tmp_path):
+    def means(voxels):
+        return voxels.mean((2, 3)).astype(np.float32)
+
+    found = read_embeddings(embed_with(means, store, tmp_path, "own"))
+    place = {row.acquisition: row.index for row in store.rows}
+    rows = np.array([place[name] for name in found.acquisition.tolist()])
+    np.testing.assert_allclose(found.vectors, means(store.read(rows).voxels), rtol=1e-6)
+    wrong = {
+        r"expected vectors \[16, 8\], got \[1, 8\]": lambda voxels: means(voxels).mean(0, keepdims=True),
+        "expected finite vectors": lambda voxels: means(voxels) * np.nan,
+        r"expected vectors \[1, width\]": lambda voxels: means(voxels)[0],
+    }
+    for message, embed in wrong.items():
+        with pytest.raises(EvaluationError, match=message):
+            embed_with(embed, store, tmp_path, "wrong")
+    assert not (tmp_path / "wrong.parquet").exists()
 
 
 def test_draws_of_random_initialisation_differ_and_come_again(run):

@@ -102,7 +102,14 @@ def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str
     first = np.asarray(embed(store.read([0]).voxels), np.float32)
     if first.ndim != 2 or len(first) != 1:
         raise EvaluationError(f"{name}: expected vectors [1, width] for one volume, got {list(first.shape)}")
-    vectors = _in_batches(store, lambda arrays: embed(arrays.voxels), first.shape[1], name)
+
+    def of_batch(arrays: Arrays) -> np.ndarray:
+        found = np.asarray(embed(arrays.voxels), np.float32)
+        if found.shape != (expected := (len(arrays.voxels), first.shape[1])):
+            raise EvaluationError(f"{name}: expected vectors {list(expected)}, got {list(found.shape)}")
+        return found
+
+    vectors = _in_batches(store, of_batch, first.shape[1], name)
     if (bad := np.flatnonzero(~np.isfinite(vectors).all(1))).size:
         raise EvaluationError(
             f"{name}: expected finite vectors, got NaN or infinity for {len(bad)} volumes, "

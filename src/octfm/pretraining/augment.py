@@ -282,11 +282,6 @@ def recolour(
     return unit.sub_(mean).div_(std)
 
 
-def normalise(patches_BMP: Tensor, mean: float, std: float) -> Tensor:
-    """uint8 patches to normalised float32, without augmentation."""
-    return patches_BMP.float().div_(255).sub_(mean).div_(std)
-
-
 def recoloured(patches_BMP: Tensor, index_BM: Tensor, moves: Moves, mean: float, std: float) -> Tensor:
     """`recolour` by one draw; `index_BM` are the patches' places in the grid, to which noise is tied."""
     grain = None
