@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from octfm.errors import EvaluationError
 from octfm.report.figures import efficiency_plots, overview_forest, training_charts
@@ -399,6 +401,15 @@ def test_numbers_near_0_have_three_decimals():
     assert interval({"difference": 0.15, "low": 0.03, "high": 0.31}) == "+0.15 (+0.03 to +0.31)"
     assert interval({"difference": -0.0001, "low": None, "high": None}) == "+0.000"
     assert interval({"estimate": 0.004, "low": None, "high": None}) == "0.004"
+    assert interval({"difference": 0.03, "low": 0.0004, "high": 0.06}) == "+0.0300 (+0.0004 to +0.0600)"
+
+
+@given(st.tuples(*[st.floats(-1, 1).filter(lambda x: x == 0 or abs(x) > 1e-6)] * 3).map(sorted))
+def test_an_interval_shows_whether_it_excludes_zero(numbers):
+    low, difference, high = numbers
+    shown = interval({"difference": difference, "low": low, "high": high})
+    ends = [float(text) for text in re.search(r"\((.*) to (.*)\)", shown).groups()]
+    assert (ends[0] > 0 or ends[1] < 0) == (low > 0 or high < 0)
 
 
 def test_no_curve_of_what_the_objective_does_not_have(tmp_path):

@@ -243,9 +243,9 @@ def _result(row: dict[str, Any], words: Words) -> dict[str, Any]:
     }
     if counts := row.get("test_participants_per_class"):
         shown["test_participants_per_class"] = {words.one_class(str(name)): n for name, n in counts.items()}
-    # A note may quote a class, so it is replaced if a class had to be numbered.
+    # A note may quote a class, so it is replaced if a class had to be numbered, or is not known here.
     renamed = [c for c in row.get("classes") or () if words.one_class(str(c)) != c]
-    if renamed and row.get("note"):
+    if (renamed or "classes" not in row) and row.get("note"):
         shown["note"] = "No interval, or one not to be believed; probe.json says why."
     return shown
 

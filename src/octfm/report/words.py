@@ -124,16 +124,20 @@ def leakage(results: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
 def interval(row: dict[str, Any], *, digits: int = 2) -> str:
     """`0.91 (0.87 to 0.95)`, the estimate alone if it has no interval, or a signed difference with its interval.
 
-    All numbers get one more digit if one of them is so near 0 that `digits` would show nothing but zeros.
+    All numbers get one more digit if one of them is so near 0 that `digits` would show nothing but zeros, and as many
+    as show that the interval of a difference excludes 0.
     """
     signed = "difference" in row
     value = row["difference"] if signed else row.get("estimate")
     if value is None:
         return "not measurable"
     numbers = [value] if row.get("low") is None else [value, row["low"], row["high"]]
-    near_zero = any(abs(n) < 10**-digits for n in numbers)
+    digits += any(abs(n) < 10**-digits for n in numbers)
+    excludes_zero = signed and len(numbers) > 1 and row["low"] * row["high"] > 0
+    while excludes_zero and digits < 8 and min(map(abs, numbers[1:])) < 0.5 * 10**-digits:
+        digits += 1
     # z: no sign before a number that is rounded to 0.
-    form = f"{'+' if signed else ''}z.{digits + near_zero}f"
+    form = f"{'+' if signed else ''}z.{digits}f"
     estimate, *ends = (format(n, form) for n in numbers)
     return f"{estimate} ({' to '.join(ends)})" if ends else estimate
 
