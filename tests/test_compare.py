@@ -91,6 +91,15 @@ def test_without_pairs_the_page_says_why_and_warns_of_overlaps(runs, tmp_path):
     assert "two overlapping intervals settle nothing" in text and "0.91 (0.86 to 0.95)" in text
 
 
+def test_odd_names_of_runs_are_drawn_as_they_are(runs, tmp_path):
+    odd = dict(zip((r"a$\frac$", "_<b>&"), runs.values(), strict=True))
+    result = together()
+    for row in (*result["results"], *result["comparisons"]):
+        row |= {key: dict(zip("ab", odd, strict=True))[row[key]] for key in ("encoder", "a", "b") if key in row}
+    page = write_compare(odd, tmp_path / "c.html", result).read_text()
+    assert r"a$\frac$" in page and "&lt;b&gt;&amp;" in page and "<b>" not in page
+
+
 def test_runs_are_named_by_what_tells_them_apart():
     assert list(names_of([Path("x/a/run"), Path("x/b/run")])) == ["a/run", "b/run"]
     assert list(names_of([Path("runs/a"), Path("runs/b")])) == ["a", "b"]

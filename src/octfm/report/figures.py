@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from octfm.report.sources import Sources, lookup, number, series
-from octfm.report.words import METRICS, interval, short
+from octfm.report.words import METRICS, interval, probed, short
 
 # Okabe & Ito's colour-blind-safe palette; the page's style sheet brightens it on dark backgrounds.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
@@ -290,7 +290,7 @@ def _forest_plot(results: Sequence[dict[str, Any]], metric: str) -> Chart | None
             own = [r for r in rows if r["target"] == target]
             for e, encoder in enumerate(encoders):
                 if row := next((r for r in own if r["encoder"] == encoder), None):
-                    label = encoder if t == 0 else None
+                    label = plain(encoder) if t == 0 else None
                     draw_interval(axes, t * pitch + e, row["estimate"], row, e, label)
             chance = own[0]["chance"]
             axes.plot([chance, chance], [t * pitch - 0.5, t * pitch + len(encoders) - 0.5], **REFERENCE)
@@ -412,16 +412,16 @@ def _chart(
 
 def _online_probe(sources: Sources) -> Chart | None:
     """Online probe scores (left axis) and held-out SSL loss (right axis) over the run; the best score is marked."""
-    rows = sources.online
-    steps, score = series(rows, "score")
-    if not len(steps):
+    rows = probed(sources.online)
+    if not rows:
         return None
+    steps, score = series(rows, "score")
     metric = METRICS.get(rows[-1]["metric"], str(rows[-1]["metric"]))
     title, key = f"Online probe: {plain(rows[-1]['target'])}", "online-probe"
     with canvas(key, 4.2, 2.35) as (figure, axes):
         _draw(axes, Line(metric, steps, score, points=True), 0)
         _draw(axes, Line("nearest neighbours", *series(rows, "knn"), points=True), 2)
-        best = int(score.argmax())
+        best = len(score) - 1 - int(score[::-1].argmax())  # of equal scores the last, as in words.advised_step
         axes.plot([steps[best]], [score[best]], "o", markersize=10, markerfacecolor="none", color=SERIES[0])
         axes.set_xlabel("step")
         axes.set_ylabel(metric)

@@ -262,10 +262,10 @@ def latest_health(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def checkpoint_advice(rows: list[dict[str, Any]]) -> str:
     """The checkpoint with the best online probe, and whether the SSL loss agrees; empty without an online probe."""
-    probed = _probed(rows)
-    if not probed:
+    compared = probed(rows)
+    if not compared:
         return ""
-    best = _best(probed)
+    best = _best(compared)
     metric, step = METRICS.get(best["metric"], best["metric"]), int(best["step"])
     chance = f", chance {number(best['chance']):.2f}" if best.get("chance") else ""
     score = f"{metric} {number(best['score']):.2f}{chance}"
@@ -279,7 +279,7 @@ def checkpoint_advice(rows: list[dict[str, Any]]) -> str:
         return text
     lowest = min(held_out, key=lambda row: number(row["masked_over_baseline"]))
     # Further apart than a fifth of the run: nearer than that, either may be chance.
-    span = max(int(row["step"]) for row in [*probed, *held_out]) + 1
+    span = max(int(row["step"]) for row in [*compared, *held_out]) + 1
     if abs(int(lowest["step"]) - step) > 0.2 * span:
         text += f" The SSL loss disagrees: it is lowest at step {int(lowest['step']) + 1}."
         text += " Trust the probe; the loss says nothing about features."
@@ -288,8 +288,8 @@ def checkpoint_advice(rows: list[dict[str, Any]]) -> str:
 
 def advised_step(rows: list[dict[str, Any]]) -> int | None:
     """Updates of the checkpoint with the best online probe; None without an online probe."""
-    probed = _probed(rows)
-    return int(_best(probed)["step"]) + 1 if probed else None
+    compared = probed(rows)
+    return int(_best(compared)["step"]) + 1 if compared else None
 
 
 def checkpoint_taken(rows: list[dict[str, Any]], checkpoints: Sequence[Path]) -> str:
@@ -307,15 +307,15 @@ def checkpoint_taken(rows: list[dict[str, Any]], checkpoints: Sequence[Path]) ->
     return f"{text}; the online probe was best at {best}: give that file instead of the folder to take it"
 
 
-def _probed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def probed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of the online probe that can be compared: of the target and the pooling that the last one has."""
-    probed = [row for row in rows if row.get("kind") == "probe" and np.isfinite(number(row.get("score")))]
-    return [row for row in probed if all(row.get(key) == probed[-1].get(key) for key in ("target", "pool"))]
+    known = [row for row in rows if row.get("kind") == "probe" and np.isfinite(number(row.get("score")))]
+    return [row for row in known if all(row.get(key) == known[-1].get(key) for key in ("target", "pool"))]
 
 
-def _best(probed: list[dict[str, Any]]) -> dict[str, Any]:
+def _best(compared: list[dict[str, Any]]) -> dict[str, Any]:
     """The last of those with the best score, whose checkpoint is the one that is kept."""
-    return max(probed, key=lambda row: (number(row["score"]), int(row["step"])))
+    return max(compared, key=lambda row: (number(row["score"]), int(row["step"])))
 
 
 def _data(sources: Sources) -> str:
