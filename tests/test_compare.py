@@ -13,6 +13,7 @@ from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.errors import EvaluationError
 from octfm.evaluation.compare import probe_together
 from octfm.evaluation.probe import probe, write_probe
+from octfm.evaluation.results import Result
 from octfm.report.compare import labels_of, names_of, settings_that_differ, write_compare
 from octfm.report.sources import gather
 from octfm.trust.leaderboard import leaderboard
@@ -72,6 +73,7 @@ def test_page_shows_facts_curves_pairs_and_verdicts(runs, tmp_path):
         "a against b: better, but not after Holm, for disease, cst um; inconclusive for diagnosis, study group." in text
         and "no clear winner" in text
     )
+    assert "disease auroc: a is better against b (+0.110, not after Holm)" in Result(together())._repr_html_()
     sure = together()
     sure["comparisons"] = [c | {"p_holm": 0.01} for c in sure["comparisons"] if c["verdict"] == "better"]
     assert "a against b: better for disease, cst um." in words(write_compare(runs, tmp_path / "d.html", sure))

@@ -490,6 +490,15 @@ def test_the_page_is_self_contained_names_nobody_and_says_what_it_found(judged, 
     )
 
 
+def test_a_metric_that_one_encoder_lacks_is_an_empty_cell(judged, tmp_path):
+    result, *_ = judged
+    one = result["results"][-1]
+    fewer = {**result, "results": result["results"][:-1]}
+    assert any((r["target"], r["metric"]) == (one["target"], one["metric"]) for r in fewer["results"])
+    page = write_trust(fewer, None, tmp_path / "trust.html").read_text()
+    assert one["encoder"] in page
+
+
 def test_words_say_inconclusive_wherever_a_claim_does_not_stand(judged):
     result, *_ = judged
     shaky = [{**c, "verdict": "better", "claim": "inconclusive"} for c in result["comparisons"]]

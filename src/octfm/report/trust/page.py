@@ -40,7 +40,7 @@ def write_trust(result: dict[str, Any], store: Store | None, out: str | Path, *,
         "failures": _failures(result, pictured),
         "copies": _copies(result, store),
         "skipped": result["skipped"],
-        "images": images,
+        "images": pictured is not None,
         "resamples": result["settings"]["resamples"],
         "interval_meaning": result["interval_meaning"],
         "commands": result["commands"],
@@ -65,7 +65,14 @@ def _table(result: dict[str, Any]) -> list[dict[str, Any]]:
                 "target": target,
                 "metrics": [words.NAMES[m] for m in metrics],
                 "rows": [
-                    {"name": e, "what": what, "cells": [_interval(cell[e, m]) + spread(cell[e, m]) for m in metrics]}
+                    {
+                        "name": e,
+                        "what": what,
+                        # Predictions of an earlier version lack grades, and with them kappa.
+                        "cells": [
+                            _interval(cell[e, m]) + spread(cell[e, m]) if (e, m) in cell else "" for m in metrics
+                        ],
+                    }
                     for e, what in {r["encoder"]: r["what"] for r in own}.items()
                 ],
                 "people": own[0]["n_test_participants"],
