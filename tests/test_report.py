@@ -112,7 +112,7 @@ def test_page_says_what_happened(page):
         "40 volumes",
         "1 skipped, 3 rejected",
         "truncated_pixel_data",
-        "0 are shared between splits",
+        "Every participant is in one split only",
         "this one is broken",
         "iop was not probed",
         "AUROC of disease with nested shares of the training participants",

@@ -508,6 +508,16 @@ def test_words_say_inconclusive_wherever_a_claim_does_not_stand(judged):
     assert words.findings({**result, "comparisons": firm})[0].tone == "better"
     seen = [{**r, "seen_test_participants": 3} for r in result["results"]]
     assert "3 of whom pretraining had seen" in words.findings({**result, "results": seen})[0].sentence
+    # What the map and the run reach together is no claim about the run.
+    joint = [
+        {**c, "claim": "better" if c["a"] == "map_and_encoder" else "inconclusive", "planned": c["metric"] == "auroc"}
+        for c in result["comparisons"]
+        if "tissue_map" in (c["a"], c["b"])
+    ]
+    assert {c["a"] for c in joint} == {"map_and_encoder", result["reference"]}
+    found = words.findings({**result, "comparisons": joint})[0]
+    assert found.tone == "inconclusive" and "It is better" not in found.sentence
+    assert "The tissue map and the run together: better against the tissue map alone" in found.sentence
     found = {**result["copies"], "near": [{"acquisitions": ["a", "b"]}]}
     assert words.findings({**result, "copies": found})[-1].tone == "bad"
 

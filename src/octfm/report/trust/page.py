@@ -258,11 +258,10 @@ def _leakage(result: dict[str, Any]) -> dict[str, Any]:
     names = list(dict.fromkeys(r["encoder"] for r in part["results"]))
     cell = {(r["encoder"], r["metric"]): r for r in part["results"]}
     rows = [{"name": n, **{m: interval(cell[n, m]) for m in ("auroc", "balanced_accuracy")}} for n in names]
-    chance = part["results"][0]["chance"] if part["results"] else None
     return {
         "sentence": part["sentence"],
         "rows": rows,
-        "chance": chance,
+        "chance": next((r["chance"] for r in part["results"] if r["metric"] == "balanced_accuracy"), None),
         "comparisons": [_compared(c) for c in part["comparisons"] if c["planned"]],
     }
 

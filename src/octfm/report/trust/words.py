@@ -75,14 +75,11 @@ def _baselines(result: dict[str, Any]) -> list[Finding]:
     found = []
     reference = result["reference"]
     for name in dict.fromkeys(r["target"] for r in result["results"]):
-        own = [c for c in result["comparisons"] if c["target"] == name and c["planned"]]
+        asked = [c for c in result["comparisons"] if c["target"] == name and c["planned"]]
+        rows = {r["metric"]: r for r in result["results"] if (r["target"], r["encoder"]) == (name, reference)}
         # Grades are ordered, so for them agreement (kappa) says more than AUROC.
-        metric = own[0]["metric"] if own else "auroc"
-        if any(c["metric"] == "kappa" for c in own):
-            metric = "kappa"
-        own = [c for c in own if c["metric"] == metric]
-        key = name, reference, metric
-        row = next(r for r in result["results"] if (r["target"], r["encoder"], r["metric"]) == key)
+        metric = next(m for m in ("kappa", "r2", "auroc") if m in rows)
+        row, own = rows[metric], [c for c in asked if (c["a"], c["metric"]) == (reference, metric)]
         people, seen = f"{row['n_test_participants']} participants", row["seen_test_participants"]
         people += f", {seen} of whom pretraining had seen" if seen else " it had never seen"
         text = f"In {target(name)} among {people}, {reference} reaches {NAMES[metric]} {interval(row)}."
@@ -99,6 +96,9 @@ def _baselines(result: dict[str, Any]) -> list[Finding]:
                 text += f" It is {claim} than {_list(groups[claim])}."
         if "inconclusive" in groups:
             text += f" Against {_list(groups['inconclusive'])} the difference is inconclusive."
+        for c in (c for c in asked if c["a"] != reference and c["metric"] == metric):
+            joint, verdict = named(c["a"]), f"{c['claim']} against {named(c['b'])}"
+            text += f" {joint[:1].upper()}{joint[1:]}: {verdict} ({NAMES[metric]} {c['difference']:+.2f})."
         found.append(Finding(question, _overall(groups), text, "baselines"))
     return found
 
@@ -261,7 +261,7 @@ def _calibration(result: dict[str, Any]) -> list[Finding]:
         text += f" It is {row['verdict']}" if wrong else f" {verdict}"
         sure, right = f"{row['mean_confidence']:.0%}", f"{row['accuracy']:.0%}"
         text += f": it is {sure} sure on average and {right} of its answers are right."
-        found.append(Finding(question, "worse" if wrong else "inconclusive", text, "calibration"))
+        found.append(Finding(question, "bad" if wrong else "inconclusive", text, "calibration"))
     return found
 
 
