@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,8 +10,11 @@ import torch
 
 from octfm.errors import CheckpointError, ConfigError
 from octfm.pretraining import step as forward
+from octfm.pretraining.learner import Learner
+from octfm.pretraining.monitors.measure import validate
 from octfm.pretraining.pretrain import pretrain
 from octfm.run import checkpoint
+from octfm.run.runtime import start
 from support.small_store import SIZE, edit_rows, small_store
 from support.tiny_runs import Killed, config, final, quick_pretrain, quiet, rows, timeless
 
@@ -168,6 +172,17 @@ def test_F12_validation_has_real_masks_and_the_same_ones_every_time(whole):
     assert [row["step"] for row in found] == [3, 7]
     assert all(row["masked_loss"] > 0.01 and row["volumes"] == 4 for row in found)
     assert found[0]["masked_loss"] != found[1]["masked_loss"]
+
+
+def test_blank_validation_volumes_do_not_stop_a_run(tmp_path):
+    """Each of their patches less its mean is 0, so that a constant answer has no error to be compared with."""
+
+    def blank(seed, prepared):
+        return replace(prepared, voxels=np.full_like(prepared.voxels, 90))
+
+    store = small_store(tmp_path / "prepared", blank)
+    learner = Learner(config(objective={"name": "mae"}), store.preprocessing, start())
+    assert np.isfinite(validate(learner, store, np.arange(4))["masked_over_baseline"])
 
 
 def test_F16_no_participant_is_trained_and_validated_on(store, tmp_path):

@@ -51,7 +51,8 @@ def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, Any]
 
     def row() -> dict[str, Any]:
         masked, context = (float(x.mean()) for x in whole[:2])
-        baseline, context_baseline = (float(model.baseline(goal).mean()) for goal in whole[2:])
+        # Not 0: goals that are all alike, as those of blank volumes may be, leave a constant answer no error.
+        baseline, context_baseline = (max(1e-9, float(model.baseline(goal).mean())) for goal in whole[2:])
         recorded = np.isin(rows, store.recorded(rows))
         # Where the losses are: on the device, or already with the host if steps are compiled.
         kinds = {
