@@ -90,10 +90,7 @@ def subset(cases: Cases, whole: Round, fraction: float, seed: int) -> Round:
     """
     participant, label = cases.participant[whole.train], cases.label[whole.train]
     names, first, member = np.unique(participant, return_index=True, return_inverse=True)
-    if cases.classes is None:
-        stratum = fifths(member, label)
-    else:
-        stratum = label[first]
+    stratum = fifths(member, label) if cases.classes is None else label[first]
     kept = np.zeros(len(names), bool)
     # One order for all fractions: a larger subset takes more from the front of each class.
     order = np.random.default_rng((seed, 2)).permutation(len(names))

@@ -86,9 +86,9 @@ def _headline(rows: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
 def _estimate(row: dict[str, Any]) -> str:
     if row["estimate"] is None:
         return "undefined"
-    digits = 2 if row.get("unit") in ("µm",) else 3
+    digits, unit = (2, " µm") if row.get("unit") == "µm" else (3, "")
     between = f" ({row['low']:.{digits}f} to {row['high']:.{digits}f})" if row["low"] is not None else ""
-    return f"{row['estimate']:.{digits}f}{between}{' µm' if row.get('unit') == 'µm' else ''}"
+    return f"{row['estimate']:.{digits}f}{between}{unit}"
 
 
 def _people(row: dict[str, Any]) -> str:

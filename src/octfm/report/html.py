@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from octfm.display import number
 from octfm.errors import EvaluationError
 from octfm.io.location import Location, location
 from octfm.report import figures, images, words
@@ -170,7 +171,7 @@ def _probe(probe: dict[str, Any] | None) -> dict[str, Any] | None:
     encoders = {r["encoder"]: words.encoder(r["encoder"]) for r in probe["results"]}
     targets = list(dict.fromkeys(r["target"] for r in probe["results"]))
     return {
-        "state": f"{len(targets)} target{'s' * (len(targets) != 1)}, {len(encoders)} encoders, every number",
+        "state": f"{number(len(targets), 'target')}, {number(len(encoders), 'encoder')}, every number",
         "encoders": encoders,
         "rows": words.score_rows(probe["results"], encoders),
         "comparisons": words.comparison_rows(probe["comparisons"]),
