@@ -8,7 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octfm.catalog.acquisition import Acquisition, Reject
@@ -550,11 +550,7 @@ def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> list[
         target = into / inside.relative_to(root).with_suffix("")
         files |= unpack(archive, target)
         # Folders as well: `files` of a scan may hold a folder of images.
-        files |= {
-            f"{archive.path}{MEMBER}{folder}": target / folder
-            for name in archive.members
-            for folder in PurePosixPath(name).parents
-        }
+        files |= {str(listed(f"{archive.path}{MEMBER}{folder}")): target / folder for folder in archive.folders}
     tables.unpacked_from.update((str(path), uri) for uri, path in files.items())
     return [files.get(str(path), path) for path in found.files]
 

@@ -205,10 +205,11 @@ class Place:
 def place_of(uri: str, root: Location) -> Place:
     path: Any = listed(uri)
     inside = str(path.relative_to(root)) if path.is_relative_to(root) else str(path).lstrip("/")
-    head, mark, tail = inside.partition(MEMBER)
+    # The top folder of an archive is x.zip!
+    head, mark, tail = (f"{inside}/" if inside.lower().endswith(".zip!") else inside).partition(MEMBER)
     if mark and head.lower().endswith(".zip"):
         inner, mark, _ = tail.partition(MEMBER)
-        head = f"{head[:-4]}/{inner}"
+        head = f"{head[:-4]}/{inner}".rstrip("/")
     if not mark and is_folder(uri):  # a second mark precedes the name of one of several volumes in a file
         first = next(iter(list_folder(uri)), "x.png").rpartition("/")[2]
         return Place((head, f"{head}/{_ENDING.sub('', first)}"), (head, f"{head}/{first}"))
