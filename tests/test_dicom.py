@@ -98,6 +98,16 @@ def test_white_is_full_scale_for_any_photometry_and_bits_stored(tmp_path):
     np.testing.assert_array_equal(read_volume(path).voxels, (4095 - twelve_bit) << 4)
 
 
+def test_pixels_in_the_upper_bits_of_their_words_are_refused(tmp_path):
+    """Read as if they were in the lower ones, they would lose their highest bits."""
+
+    def in_the_upper_bits(dataset):
+        dataset.BitsStored, dataset.HighBit = 12, 15
+
+    path = write_oct_dicom(tmp_path / "a", ramp(dtype=np.uint16), SPACING_MM, edit=in_the_upper_bits)
+    assert code_of(path) == "unsupported_pixels"
+
+
 def test_eight_bit_pixels_in_big_endian_words_are_not_swapped(tmp_path):
     def as_words(dataset):
         pixels = np.frombuffer(dataset.PixelData, np.uint8).reshape(-1, 2)[:, ::-1]
