@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.aireadi import Tables, read_own_tables, read_tables
-from octfm.catalog.columns import Columns, TableError
+from octfm.catalog.columns import Columns, TableError, lost_zeros
 from octfm.catalog.dicom_directory import left_behind
 from octfm.catalog.duplicates import without_duplicates
 from octfm.catalog.estimation import axial_mm_by_height
@@ -522,7 +522,10 @@ def _expect_a_match(
             f"{acquisitions[0].uri} ({acquisitions[0].sop_instance_uid}); give paths relative to the root or to the "
             "table, or SOP Instance UIDs"
         )
-    if participants is not None and not any(a.participant in tables.participants for a in acquisitions):
+    people = {a.participant for a in acquisitions}
+    if participants is not None and (remark := lost_zeros(people, tables.participants)):
+        raise TableError(f"{participants}: participant {remark}")
+    if participants is not None and people.isdisjoint(tables.participants):
         example = next(iter(tables.participants))
         raise TableError(
             f"{participants}: none of its {len(tables.participants)} participants is among the images, for example "

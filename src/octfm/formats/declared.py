@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from typing import NoReturn, cast
 
 from octfm.errors import ReadError
+from octfm.formats.names import may_be_an_eye
 from octfm.io.archive import open_file
 from octfm.io.location import is_remote, listed
 from octfm.volume.appearance import UNDOUBTED, native_way_up
@@ -21,12 +22,10 @@ from octfm.volume.volume import Modality, Spacing3, Volume
 
 _MAX_BYTES = 2**20
 """A larger file belongs to another program."""
-_EYES = ("R", "L", "OD", "OS", "right", "left")
 _MODALITIES: dict[str, Modality] = {"structure": "structure", "oct": "structure", "octa": "octa"}
-_NO_EYE = ("", "B", "OU", "BOTH", "U", "UNK", "UNKNOWN", "UNSPECIFIED", "NA", "N/A", "NONE", "-")
 KEYS = {
     "spacing_mm": "[dz, dy, dx], three positive numbers in millimetres: between B-scans, axial, lateral",
-    "laterality": f"one of {', '.join(_EYES)}",
+    "laterality": "one of R, L, OD, OS, right, left",
     "participant": "an id, as text or a whole number",
     "scanner": "a name such as heidelberg_spectralis",
     "protocol": "a name such as macula",
@@ -138,7 +137,7 @@ def _parsed(content: bytes, place: str) -> Declared:
     modality, axes = (_text(stated.get(name), name, lines) for name in ("modality", "axes"))
     if modality and modality.lower() not in _MODALITIES:
         _refuse(f"{lines.at('modality')}: modality is {modality[:40]!r}; expected {KEYS['modality']}")
-    if words["laterality"].upper() not in (*(eye.upper() for eye in _EYES), *_NO_EYE):
+    if not may_be_an_eye(words["laterality"]):
         _refuse(f"{lines.at('laterality')}: laterality is {words['laterality'][:40]!r}; expected {KEYS['laterality']}")
     if axes and sorted(axes.upper()) != ["D", "H", "W"]:
         _refuse(f"{lines.at('axes')}: axes is {axes[:40]!r}; expected {KEYS['axes']}")
