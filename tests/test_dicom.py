@@ -278,6 +278,17 @@ def test_lateralities_that_contradict_each_other_are_unknown_and_flagged(tmp_pat
     )
 
 
+def test_frames_of_two_eyes_in_one_file_are_flagged(tmp_path):
+    def two_eyes(dataset):
+        del dataset.SharedFunctionalGroupsSequence[0].FrameAnatomySequence
+        for number, frame in enumerate(dataset.PerFrameFunctionalGroupsSequence):
+            frame.FrameAnatomySequence = [item(FrameLaterality="R" if number < 3 else "L")]
+        dataset.ImageLaterality = "R"
+
+    header = read_header(write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM, edit=two_eyes))
+    assert header.laterality is None and "laterality_conflict" in header.flags
+
+
 def test_no_name_or_birth_date_leaves_the_header(tmp_path):
     header = read_header(write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM))
     assert PATIENT_NAME not in repr(header) and BIRTH_DATE not in repr(header)

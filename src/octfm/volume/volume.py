@@ -145,16 +145,6 @@ class Volume:
         """Id of the eye: participant and laterality."""
         return f"{self.participant}_{self.laterality or 'unknown'}"
 
-    def with_voxels(self, voxels: np.ndarray) -> "Volume":
-        """The same acquisition resampled to other voxels: the physical extent stays, spacing follows the new shape.
-
-        Positions of B-scans are dropped if their number changes.
-        """
-        z, y, x = (mm / n for mm, n in zip(self.extent_mm, voxels.shape, strict=True))
-        lines = self.lines if len(voxels) == len(self.voxels) else None
-        # A view: code that reads all voxels follows their order in memory (planes.memory_order).
-        return replace(self, voxels=voxels, spacing_mm=(z, y, x), lines=lines)
-
     def mirrored(self) -> "Volume":
         """Exchange left and right in voxels, lines and laterality. Raises ValueError if laterality is unknown."""
         if self.laterality is None:
