@@ -303,3 +303,12 @@ def test_a_word_that_is_no_eye_is_not_ignored(tmp_path):
     for word in ("OD", " right", "r"):
         labels = read_labels(table_of(tmp_path / "t.csv", text.format(word)))
         assert labels.join("diagnosis", [("1", "a", "R"), ("2", "a", "L")]) == ["AMD", None]
+
+
+def test_an_id_that_a_spreadsheet_made_a_fraction_is_the_id(tmp_path):
+    folder = two_people(tmp_path / "scans", "1001", "1002")
+    files = table_of(tmp_path / "f.csv", "participant,filepath\n1001.0,P1001/R.dcm\n")
+    people = table_of(tmp_path / "p.csv", "participant,diagnosis\n1001.0,AMD\n1002.0,healthy\n")
+    found = scan(folder, table=files, participants=people, workers=0).acquisitions
+    assert {a.participant: a.participant_labels["diagnosis"] for a in found} == {"1001": "AMD", "1002": "healthy"}
+    assert not any("participant_conflict" in a.flags for a in found)

@@ -57,7 +57,8 @@ FLAGS: dict[str, str] = {
     "so its pixels do not tell which eye it is",
     "pixels_of_two_participants": "another participant's acquisition has the same voxels and was left out; "
     "find out whose they are",
-    "split_with_another_id": "its participant's voxels are there under another id, too; both ids are in one split",
+    "split_with_another_id": "its participant's voxels are there under another id, or another id differs "
+    "in zeros, case or signs only; both ids are in one split",
     "slice_thickness_contradicts_positions": "SliceThickness differs from the distance of the frames; "
     "positions are believed",
     "slice_thickness_corrected": "SliceThickness repeated the lateral spacing (Cirrus); "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from octfm.addresses import expect_place
-from octfm.catalog.columns import Columns, TableError, read_rows
+from octfm.catalog.columns import Columns, TableError, clean_id, read_rows
 from octfm.errors import ConfigError
 from octfm.formats.names import may_be_an_eye
 from octfm.io.archive import unpacked_paths
@@ -223,7 +223,7 @@ def _manifest_row(row: Mapping[str, str], columns: Columns) -> ManifestRow:
     if len(all_three) == 3:
         thickness, *in_plane = all_three
     return ManifestRow(
-        participant=columns.value(row, "participant"),
+        participant=clean_id(columns.value(row, "participant")),
         laterality=columns.value(row, "laterality"),
         manufacturer=columns.value(row, "manufacturer"),
         model=columns.value(row, "model"),
@@ -237,7 +237,7 @@ def _manifest_row(row: Mapping[str, str], columns: Columns) -> ManifestRow:
 
 def _add_participants(rows: Iterable[Mapping[str, str]], columns: Columns, tables: Tables, path: Location) -> None:
     for row in rows:
-        participant = columns.value(row, "participant")
+        participant = clean_id(columns.value(row, "participant"))
         if not participant:
             wanted = columns.of_field.get("participant") or "person_id or participant_id"
             raise TableError(

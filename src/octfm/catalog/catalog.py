@@ -19,7 +19,7 @@ from octfm.catalog.duplicates import without_duplicates
 from octfm.catalog.estimation import axial_mm_by_height
 from octfm.catalog.examination import examine_file, wanted
 from octfm.catalog.inspection import verdicts
-from octfm.catalog.participants.people import Pattern, Scan, find_people
+from octfm.catalog.participants.people import Pattern, Scan, find_people, spelt_alike
 from octfm.catalog.participants.splits import SPLITS, Split, assign, parse_split
 from octfm.catalog.parts import join_parts
 from octfm.catalog.walk import Found, walk
@@ -359,6 +359,8 @@ def scan(
         )
         left_out += pixel_rejects
         pairs += pixel_pairs
+    # Scanners write one person's id as 1001 and as 00001001.
+    pairs += spelt_alike(a.participant for a in acquisitions)
     left_out.sort(key=lambda reject: reject.uri)
     catalog = Catalog(
         root=str(folder),
@@ -386,8 +388,8 @@ def assign_splits(
     """Assign splits: recommended_split where participants.tsv has one, else stratified by participant.
 
     Strata are of the column diagnosis, else study_group or label. `one_person`: pairs of participants that may be one
-    person, because both ids have the same voxels. They get the same split; if tables or folders recommend several,
-    train goes first: nobody in the test split may have been seen in training.
+    person, because both ids have the same voxels or are spelt alike. They get the same split; if tables or folders
+    recommend several, train goes first: nobody in the test split may have been seen in training.
     """
     same = _leaders(one_person)
     recommended: dict[str, Split] = {}

@@ -158,6 +158,12 @@ def _decoded(content: bytes) -> str:
     return content.decode("latin-1")  # which has a letter for every byte
 
 
+def clean_id(text: str) -> str:
+    """An id without what spreadsheets add: they turn 1001 into 1001.0 if another cell of the column is empty."""
+    text = text.strip()
+    return text[:-2] if text.endswith(".0") and text[:-2].isdigit() else text
+
+
 def lost_zeros(images: Collection[str], table: Collection[str]) -> str:
     """A remark on the first id that lacks zeros in the table (7 instead of 007), as spreadsheets drop them; empty if
     there is none."""

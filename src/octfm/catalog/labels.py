@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octfm.catalog.columns import TableError, lost_zeros, read_table
+from octfm.catalog.columns import TableError, clean_id, lost_zeros, read_table
 from octfm.errors import EvaluationError
 from octfm.formats.names import lateralities, may_be_an_eye
 
@@ -45,7 +45,7 @@ class LabelTable:
         keyed: dict[tuple[str, str | None], str | None] = {}
         # Rows are numbered as lines of the file, whose first is the header.
         for number, row in enumerate(self.rows, start=2):
-            key = (_id(row[self.participant_column or ""]), self._laterality(row, number))
+            key = (clean_id(row[self.participant_column or ""]), self._laterality(row, number))
             value = _value(row[column])
             if keyed.setdefault(key, value) != value:
                 raise EvaluationError(
@@ -53,7 +53,7 @@ class LabelTable:
                     f"line says {keyed[key]}; keep one row per participant (and eye), or add a sop_instance_uid column"
                 )
         wanted = [
-            (_id(participant), laterality if self.laterality_column else None)
+            (clean_id(participant), laterality if self.laterality_column else None)
             for _, participant, laterality in acquisitions
         ]
         self._expect_a_match([p for p, _ in wanted], {p for p, _ in keyed}, self.participant_column or "")
@@ -63,7 +63,7 @@ class LabelTable:
         keyed: dict[str, tuple[str | None, str | None]] = {}
         for number, row in enumerate(self.rows, start=2):
             uid, value = row[self.acquisition_column or ""].strip(), _value(row[column])
-            participant = _id(row[self.participant_column]) if self.participant_column else None
+            participant = clean_id(row[self.participant_column]) if self.participant_column else None
             if keyed.setdefault(uid, (value, participant)) != (value, participant):
                 raise EvaluationError(
                     f"{self.path}: line {number}: {column} of {uid} contradicts an earlier line; keep one row per UID"
@@ -72,7 +72,7 @@ class LabelTable:
         values: list[str | None] = []
         for acquisition, participant, _ in acquisitions:
             value, named = keyed.get(acquisition, (None, None))
-            if named is not None and named != _id(participant):
+            if named is not None and named != clean_id(participant):
                 raise EvaluationError(
                     f"{self.path}: {acquisition} is participant {named}'s here, {participant}'s in the embeddings; "
                     "the two were made from different cohorts"
@@ -152,9 +152,3 @@ def _text(cell: object) -> str:
     """A cell of a DataFrame as a file would have it."""
     text = str(cell)
     return "" if cell is None or text in ("nan", "NaN", "NaT", "<NA>") else text
-
-
-def _id(text: str) -> str:
-    # Spreadsheets turn 1001 into 1001.0 if another cell of the column is empty.
-    text = text.strip()
-    return text[:-2] if text.endswith(".0") and text[:-2].isdigit() else text
