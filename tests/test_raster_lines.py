@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from octfm.formats import read_volume
+from octfm.formats import read_header, read_volume
 from octfm.volume.etdrs import CELL_MM, EtdrsGrid, field_of_volume, measure_grid
 from octfm.volume.volume import Lines, Volume
 from support.dicom_files import item, write_oct_dicom
@@ -182,3 +182,11 @@ def test_bscans_of_alternating_direction_are_refused(tmp_path):
     both = Lines(np.where(odd, lines.end, lines.start), np.where(odd, lines.start, lines.end))
     with pytest.raises(ValueError, match="must run in one direction"):
         field_of_volume(read_volume(as_vol(tmp_path, both)))
+
+
+@pytest.mark.parametrize("turned", [[], [3], range(COUNT)])
+def test_bscans_that_run_to_and_fro_are_flagged(tmp_path, turned):
+    whole = raster(0)
+    turn = np.isin(np.arange(COUNT), list(turned))[:, None]
+    lines = Lines(np.where(turn, whole.end, whole.start), np.where(turn, whole.start, whole.end))
+    assert ("bscans_to_and_fro" in read_header(as_vol(tmp_path, lines)).flags) is (list(turned) == [3])

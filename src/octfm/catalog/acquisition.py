@@ -68,6 +68,8 @@ FLAGS: dict[str, str] = {
     "repeats would go unnoticed",
     "bscan_order_unstated": "nothing states where its B-scans lie; "
     "taken in the order of the file or of the numbers in their names",
+    "bscans_to_and_fro": "its B-scans run over the fundus in both directions; they are read as stored, "
+    "so that some may be mirrored",
     "uneven_positions": "B-scans are not equally far apart",
     "several_files": "its B-scans are in several files of one folder; the row names the first",
     "frames_reordered": "frames are not stored in the order of their positions",

@@ -347,6 +347,8 @@ def _header(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> Hea
         flags.append("uneven_positions")
     if stack is not None and stack.order is not None:
         flags.append("frames_reordered")
+    if stack is not None and bscans.lines is not None and bscans.lines.to_and_fro:
+        flags.append("bscans_to_and_fro")
     return Header(
         uri=bscans.uri,
         shape=bscans.shape,

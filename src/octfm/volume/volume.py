@@ -46,6 +46,12 @@ class Lines:
         at = bscans if isinstance(bscans, slice) else list(bscans)
         return Lines(self.start[at], self.end[at])
 
+    @property
+    def to_and_fro(self) -> bool:
+        """Whether some B-scans run against the first."""
+        direction = self.end - self.start
+        return bool((direction @ direction[0] < 0).any())
+
     def mirrored(self) -> "Lines":
         """Exchange left and right; A-scans are counted from the other end."""
         return Lines(self.end * (-1, 1), self.start * (-1, 1))
