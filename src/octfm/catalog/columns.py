@@ -166,7 +166,9 @@ def clean_id(text: str) -> str:
 
 def lost_zeros(images: Collection[str], table: Collection[str]) -> str:
     """A remark on the first id that lacks zeros in the table (7 instead of 007), as spreadsheets drop them; empty if
-    there is none."""
+    there is none, or if some ids in the table have theirs."""
+    if any(name.startswith("0") and name != "0" for name in table):
+        return ""
     for name in sorted(set(images) - set(table)):
         if (short := name.lstrip("0")) not in ("", name) and short in table and short not in images:
             return f"{short} may be {name} of the images: spreadsheets drop leading zeros; save the column as text"

@@ -226,7 +226,7 @@ def _gray(image: "Image", uri: str) -> np.ndarray:
 def _expect_upright(image: "Image", where: str) -> None:
     """Raises ReadError for a stated orientation that is not upright: Pillow obeys it on the first page of a TIFF only,
     and a viewer may have shown the image otherwise than it would be read."""
-    stated = image.getexif() if image.format == "TIFF" or "exif" in image.info else {}
+    stated = getattr(image, "tag_v2", None) or (image.getexif() if "exif" in image.info else {})
     if (orientation := stated.get(274, 1)) != 1:
         raise ReadError(
             "unsupported_pixels",
