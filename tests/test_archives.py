@@ -4,6 +4,7 @@ them."""
 import struct
 import warnings
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -377,6 +378,16 @@ def test_an_archive_made_again_is_unpacked_again(tmp_path):
         write_zip(tmp_path / "x.zip", {"a.dcm": content})
         (path,) = unpack(open_archive(tmp_path / "x.zip"), tmp_path / "out").values()
         assert path.read_bytes() == content
+
+
+def test_two_processes_may_unpack_one_archive(tmp_path):
+    """As two scans do that are started at once."""
+    write_zip(tmp_path / "x.zip", {f"{n}.dcm": bytes([n]) * 2**20 for n in range(20)})
+    with ThreadPoolExecutor(8) as pool:
+        several = list(pool.map(lambda _: unpack(open_archive(tmp_path / "x.zip"), tmp_path / "out"), range(8)))
+    for found in several:
+        assert len(found) == 20 and all(path.read_bytes() == bytes([int(path.stem)]) * 2**20 for path in found.values())
+    assert not list((tmp_path / "out").glob(".*"))
 
 
 def test_extract_refuses_a_folder_that_the_next_scan_would_see(tmp_path, image):

@@ -227,7 +227,7 @@ def _expect_upright(image: "Image", where: str) -> None:
     """Raises ReadError for a stated orientation that is not upright: Pillow obeys it on the first page of a TIFF only,
     and a viewer may have shown the image otherwise than it would be read."""
     stated = getattr(image, "tag_v2", None) or (image.getexif() if "exif" in image.info else {})
-    if (orientation := stated.get(274, 1)) != 1:
+    if (orientation := stated.get(274)) in range(2, 9):
         raise ReadError(
             "unsupported_pixels",
             f"{where}: stored turned or mirrored (Orientation {orientation}); save it the way it is shown",

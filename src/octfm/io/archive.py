@@ -8,6 +8,7 @@ bytes are decompressed. ZIP: PKWARE APPNOTE 6.3.10. Overlapping members: D. Fifi
 import io
 import os
 import re
+import secrets
 import struct
 import zipfile
 import zlib
@@ -247,8 +248,9 @@ def unpack(archive: Archive, folder: Path) -> dict[str, Path]:
             try:
                 with open_file(uri, whole=True) as stream:
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    # Of fixed length: a long name with an ending could be longer than the file system allows.
-                    partial = target.with_name(f".{zlib.crc32(name.encode()):08x}.partial")
+                    # Of fixed length: a long name with an ending could be longer than the file system allows. Another
+                    # process may unpack the same archive.
+                    partial = target.with_name(f".{secrets.token_hex(8)}.partial")
                     partial.write_bytes(stream.read())
                     partial.replace(target)
             except ReadError:
