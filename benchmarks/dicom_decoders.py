@@ -55,7 +55,7 @@ def main() -> None:
     print("| compression | bits | ratio | decoder | MB/s |\n|---|---|---|---|---|")
     for image in (image8, (image8.astype(np.uint16) << 8) | low):
         bits = 8 * image.dtype.itemsize
-        form = FrameFormat(*image.shape, bits, bits)
+        form = FrameFormat(*image.shape, bits)
         for syntax, encode in encoders(bits):
             content = bytes(encode(image))
             name, decoders = find_decoders(syntax, "benchmark")

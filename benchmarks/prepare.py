@@ -69,7 +69,7 @@ def decode_only(path: Path) -> Callable[[], None]:
     frames = [
         bytes(frame) for frame in generate_frames(dataset.PixelData, number_of_frames=int(dataset.NumberOfFrames))
     ]
-    form = FrameFormat(dataset.Rows, dataset.Columns, dataset.BitsAllocated, dataset.BitsStored)
+    form = FrameFormat(dataset.Rows, dataset.Columns, dataset.BitsAllocated)
     _, decoders = find_decoders(syntax, str(path))
     return lambda: [decode_frame(frame, form, decoders) for frame in frames] and None
 

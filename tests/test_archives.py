@@ -4,6 +4,7 @@ them."""
 import struct
 import warnings
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,13 @@ from octfm.errors import ReadError
 from octfm.formats import read_volume
 from octfm.formats.reasons import REASONS
 from octfm.io import archive as archives
-from octfm.io.archive import open_archive, open_file, unpack
+from octfm.io.archive import is_folder, list_folder, open_archive, open_file, unpack
 from octfm.phantom import DEFAULT_SCANNERS, write_phantom
 from octfm.store.prepare import prepare
 from octfm.volume.preprocessing import Preprocessing
 from support.command_line import octfm_here
 from support.dicom_files import write_oct_dicom
+from support.vendor_files import write_images
 
 SIZE = (8, 64, 48)
 SPACING_MM = (0.12, 0.0039, 0.0115)
@@ -200,7 +202,14 @@ def test_no_name_whatever_writes_outside_or_is_lost(tmp_path_factory, given_name
     before = {folder, folder / "x.zip", folder / "deep", folder / "deep" / "er"}
     for path in set(folder.rglob("*")) - before:
         assert path.is_relative_to(target) and not path.is_symlink()
+    # Folders as well, the top one among them.
+    for place in [path for path in (target, *target.rglob("*")) if path.is_dir()]:
+        uri = str(place).replace(str(target), f"{folder / 'x.zip'}!", 1)
+        assert is_folder(uri) and [name.rpartition("/")[2] for name in list_folder(uri)] == sorted(
+            path.name for path in place.iterdir() if path.is_file()
+        )
     for uri, path in unpacked.items():
+        assert not is_folder(uri)
         assert path.resolve().is_relative_to(target.resolve()) and path.read_bytes() == b"content"
         with open_file(uri) as stream:
             assert stream.read() == b"content"
@@ -348,6 +357,37 @@ def test_the_command_unpacks_first_where_it_is_asked_to(tmp_path, image):
         assert code == 0, err
         assert [a.uri for a in Catalog.load(tmp_path / "catalog").acquisitions] == [str(named)]
         assert (tmp_path / "out").exists() is bool(more)
+
+
+def test_bscans_at_the_top_of_an_archive_are_a_volume(tmp_path):
+    voxels = np.random.default_rng(0).integers(0, 255, (5, 40, 36), dtype=np.uint8)
+    (tmp_path / "data").mkdir()
+    write_images(tmp_path / "P1001_OD", voxels)
+    images = {path.name: path.read_bytes() for path in (tmp_path / "P1001_OD").iterdir()}
+    write_zip(tmp_path / "data" / "P1001_OD.zip", images)
+    for extract in (None, tmp_path / "out"):
+        catalog = scan(tmp_path / "data", nominal_spacing_mm=SPACING_MM, extract=extract, workers=0)
+        (found,) = catalog.acquisitions
+        assert (found.participant, found.laterality, catalog.rejects) == ("P1001", "R", ())
+        assert np.array_equal(read_volume(found.uri, spacing_mm=SPACING_MM).voxels, voxels)
+
+
+def test_an_archive_made_again_is_unpacked_again(tmp_path):
+    """Its members may have the sizes of the old ones: uncompressed volumes always do."""
+    for content in (b"old voxels", b"new voxels"):
+        write_zip(tmp_path / "x.zip", {"a.dcm": content})
+        (path,) = unpack(open_archive(tmp_path / "x.zip"), tmp_path / "out").values()
+        assert path.read_bytes() == content
+
+
+def test_two_processes_may_unpack_one_archive(tmp_path):
+    """As two scans do that are started at once."""
+    write_zip(tmp_path / "x.zip", {f"{n}.dcm": bytes([n]) * 2**20 for n in range(20)})
+    with ThreadPoolExecutor(8) as pool:
+        several = list(pool.map(lambda _: unpack(open_archive(tmp_path / "x.zip"), tmp_path / "out"), range(8)))
+    for found in several:
+        assert len(found) == 20 and all(path.read_bytes() == bytes([int(path.stem)]) * 2**20 for path in found.values())
+    assert not list((tmp_path / "out").glob(".*"))
 
 
 def test_extract_refuses_a_folder_that_the_next_scan_would_see(tmp_path, image):

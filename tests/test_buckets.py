@@ -203,6 +203,19 @@ def test_the_cache_keeps_to_its_limit_and_keeps_what_was_used_last(tmp_path, mon
     assert use("01")
 
 
+def test_what_a_reader_cannot_find_is_its_own_error(tmp_path, monkeypatch):
+    """Taken for an evicted copy, it was fetched again, and the error was lost."""
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path))
+    made = []
+    for _ in range(2):
+        with (
+            pytest.raises(FileNotFoundError, match="another file"),
+            bucket_cache.kept("ab" * 32, 3, lambda path: made.append(path.write_bytes(b"abc"))),
+        ):
+            raise FileNotFoundError("another file")
+    assert len(made) == 1
+
+
 def test_a_file_that_is_being_read_is_not_evicted(tmp_path, monkeypatch):
     monkeypatch.setenv("OCTFM_CACHE", str(tmp_path))
     monkeypatch.setenv("OCTFM_CACHE_GB", "1e-5")

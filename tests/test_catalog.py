@@ -230,7 +230,7 @@ def test_F16_two_recommended_splits_for_one_participant_are_refused(tmp_path):
     write_aireadi(tmp_path, ["1001"])
     rows = [{"person_id": "1001", "recommended_split": split} for split in ("train", "test")]
     write_table(tmp_path / "participants.tsv", rows)
-    with pytest.raises(TableError, match="participant 1001 is in 'train' and in 'test'"):
+    with pytest.raises(TableError, match="recommended_split of participant 1001 is 'train' and 'test'"):
         scan(tmp_path)
 
 

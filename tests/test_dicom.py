@@ -98,6 +98,16 @@ def test_white_is_full_scale_for_any_photometry_and_bits_stored(tmp_path):
     np.testing.assert_array_equal(read_volume(path).voxels, (4095 - twelve_bit) << 4)
 
 
+def test_pixels_in_the_upper_bits_of_their_words_are_refused(tmp_path):
+    """Read as if they were in the lower ones, they would lose their highest bits."""
+
+    def in_the_upper_bits(dataset):
+        dataset.BitsStored, dataset.HighBit = 12, 15
+
+    path = write_oct_dicom(tmp_path / "a", ramp(dtype=np.uint16), SPACING_MM, edit=in_the_upper_bits)
+    assert code_of(path) == "unsupported_pixels"
+
+
 def test_eight_bit_pixels_in_big_endian_words_are_not_swapped(tmp_path):
     def as_words(dataset):
         pixels = np.frombuffer(dataset.PixelData, np.uint8).reshape(-1, 2)[:, ::-1]
@@ -266,6 +276,17 @@ def test_lateralities_that_contradict_each_other_are_unknown_and_flagged(tmp_pat
     assert (
         "laterality_unknown" in read_header(write_oct_dicom(tmp_path / "b", ramp(), SPACING_MM, laterality=None)).flags
     )
+
+
+def test_frames_of_two_eyes_in_one_file_are_flagged(tmp_path):
+    def two_eyes(dataset):
+        del dataset.SharedFunctionalGroupsSequence[0].FrameAnatomySequence
+        for number, frame in enumerate(dataset.PerFrameFunctionalGroupsSequence):
+            frame.FrameAnatomySequence = [item(FrameLaterality="R" if number < 3 else "L")]
+        dataset.ImageLaterality = "R"
+
+    header = read_header(write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM, edit=two_eyes))
+    assert header.laterality is None and "laterality_conflict" in header.flags
 
 
 def test_no_name_or_birth_date_leaves_the_header(tmp_path):

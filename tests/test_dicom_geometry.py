@@ -102,6 +102,7 @@ def test_lines_on_the_fundus_image_tell_the_same_at_any_scale_and_tilt(
         frames.append(location(ends[::-1] if backwards[place] and place != order[0] else ends))
     found = read_geometry(dataset(frames, spacing_mm), SHAPE, "any", "here")
     assert found.spacing_mm == pytest.approx(spacing_mm, rel=1e-3)
+    assert ("bscans_to_and_fro" in found.flags) is any(backwards[place] for place in order[1:])
     stored = np.array(order)[list(found.frame_order)] if found.frame_order else np.array(order)
     rising = bool((stored == np.arange(9)).all())
     assert rising or (stored == np.arange(9)[::-1]).all()

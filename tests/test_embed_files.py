@@ -89,7 +89,7 @@ def test_the_vectors_are_those_of_a_store_and_failures_are_rows(run, clinic, tmp
         row["uri"].split("/")[-2]: row for row in pq.read_table(tmp_path / "out" / "failures.parquet").to_pylist()
     }
     assert {name: row["code"] for name, row in failures.items()} == {
-        "p03": "truncated_pixel_data", "p05": "not_dicom", "p99": "decode_failed",
+        "p03": "truncated_pixel_data", "p05": "not_dicom", "p99": "unsupported_pixels",
     }  # fmt: skip
     assert all(row["sentence"] and row["fix"] for row in failures.values())
     store = prepare(scan(clinic, workers=0), tmp_path / "store", small_preprocessing(), workers=0, progress=False)
@@ -152,7 +152,7 @@ def test_other_weights_and_other_precision_are_refused(run, clinic, tmp_path):
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(EvaluationError, match="not an embedding job"):
         embed_files(run, clinic, tmp_path / "mine", workers=0, echo=quiet)
-    with pytest.raises(EvaluationError, match="none of 1 volumes could be embedded, 1 with decode_failed"):
+    with pytest.raises(EvaluationError, match="none of 1 volumes could be embedded, 1 with unsupported_pixels"):
         one = scan(clinic, workers=0)
         one = replace(one, acquisitions=tuple(a for a in one.acquisitions if a.participant == "Q99"))
         embed_files(run, one, tmp_path / "none", workers=0, echo=quiet)
@@ -259,7 +259,7 @@ def test_from_gs_into_gs_and_on_after_a_stop(place, run, clinic, tmp_path, monke
     embed_files(run, clinic, tmp_path / "here", workers=0, echo=quiet)
     assert same(place / "vectors", tmp_path / "here")
     failures = pq.read_table(tmp_path / "here" / "failures.parquet").to_pylist()
-    assert sorted(row["code"] for row in failures) == ["decode_failed", "not_dicom", "truncated_pixel_data"]
+    assert sorted(row["code"] for row in failures) == ["not_dicom", "truncated_pixel_data", "unsupported_pixels"]
 
 
 def test_the_verb_and_a_catalog(run, clinic, tmp_path):
@@ -269,7 +269,7 @@ def test_the_verb_and_a_catalog(run, clinic, tmp_path):
     scan(clinic, workers=0).save(tmp_path / "catalog")
     result = octfm("--catalog", tmp_path / "catalog", "--out", tmp_path / "out", "--workers", 0)
     assert result.exit_code == 0, result.output
-    assert "10 of 11 volumes embedded" in result.output and "decode_failed: 1" in result.output
+    assert "10 of 11 volumes embedded" in result.output and "unsupported_pixels: 1" in result.output
     assert len(Catalog.load(tmp_path / "catalog").acquisitions) == len(vectors(tmp_path / "out")) + 1
     assert (
         json.loads((tmp_path / "out" / "job.json").read_text())["vectors"]["pretrained"] == load_encoder(run).vector_key

@@ -293,3 +293,18 @@ def test_scan_takes_an_export_as_one_acquisition(tmp_path):
     assert [a.uri for a in catalog.acquisitions] == [str(uri)] and catalog.companions == SHAPE[0] + 1
     assert [(r.uri, r.code) for r in catalog.rejects] == [(str(stray), "single_image")]
     assert [r.code for r in catalog.skipped] == ["not_raster"]
+
+
+def test_images_whose_names_differ_in_case_only_stay_two(tmp_path):
+    """Taken for one file, a B-scan would be there twice and another not at all."""
+    voxels = telling_voxels()
+    export = write_heyex_xml(tmp_path / "export", voxels)
+    text = export.read_text()
+    for old, new in (("scan 0.tif", "S.tif"), ("scan 1.tif", "s.tif")):
+        (tmp_path / "export" / old).rename(tmp_path / "export" / new)
+        text = text.replace(old, new)
+    export.write_text(text)
+    assert np.array_equal(read_volume(export).voxels, voxels)
+    (tmp_path / "export" / "s.tif").unlink()
+    with pytest.raises(ReadError, match="names one image for two B-scans"):
+        read_volume(export)

@@ -419,3 +419,16 @@ def test_the_demonstration_takes_the_pattern_that_its_own_scans_need(tmp_path):
     patterns = ["{participant}/{eye}/*", "{participant}"]
     command, *_ = Request(tmp_path, root, participant_from=tuple(patterns)).commands(None, "auto")
     assert all(f"--participant-from '{pattern}'" in command for pattern in patterns)
+
+
+def test_ids_that_differ_in_zeros_or_case_are_in_one_split(tmp_path):
+    """Scanners of one clinic write one person's id as 1001 and as 00001001: in two splits it would leak."""
+    for number, participant in enumerate(["1001", "00001001", "MRN-7a", "mrn7A", *map(str, range(2000, 2016))]):
+        voxels = np.random.default_rng(number).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+        write_oct_dicom(tmp_path / f"{number}.dcm", voxels, (0.12, 0.0039, 0.0115), participant=participant)
+    for seed in range(4):
+        catalog = scan(tmp_path, workers=0, seed=seed)
+        split = {a.participant: a.split for a in catalog.acquisitions}
+        assert split["1001"] == split["00001001"] and split["MRN-7a"] == split["mrn7A"] and len(split) == 20
+    flagged = {a.participant for a in catalog.acquisitions if "split_with_another_id" in a.flags}
+    assert flagged == {"1001", "00001001", "MRN-7a", "mrn7A"}

@@ -154,6 +154,18 @@ def test_a_changed_laterality_is_refused(tmp_path):
         run([acquisition(0, laterality="L")], tmp_path / "store")
 
 
+def test_changed_millimetres_and_a_turned_scan_are_refused(tmp_path):
+    """What was prepared stays as it was: a corrected --nominal-spacing would change the words of the row only."""
+    run([acquisition(0)], tmp_path / "store")
+    with pytest.raises(
+        StoreError, match=r"with millimetres .*, but the catalog now says \[0.3, 0.05, 0.2\].*new folder"
+    ):
+        run([acquisition(0, spacing_mm=(0.3, 0.05, 0.2))], tmp_path / "store")
+    with pytest.raises(StoreError, match=r"was prepared the other way up; prepare into a new folder"):
+        run([acquisition(0, flags=("declared_upside_down",))], tmp_path / "store")
+    assert len(run([acquisition(0)], tmp_path / "store")) == 1
+
+
 def test_other_settings_are_refused_and_named(tmp_path):
     run([acquisition(0)], tmp_path / "store")
     before = content(tmp_path / "store")
@@ -187,6 +199,18 @@ def test_nothing_prepared_is_an_error_with_the_reason(tmp_path):
 def test_a_file_that_changed_since_the_scan_is_quarantined(tmp_path):
     store = run([acquisition(0), acquisition(1, "shrank")], tmp_path / "store")
     assert [u.code for u in store.unprepared()] == ["changed_since_scan"]
+
+
+def test_another_scan_at_the_same_place_is_quarantined(tmp_path):
+    """Of the same size, as all scans of one protocol: it would be prepared under the other's participant and label."""
+    for name in ("a", "b"):
+        voxels = np.random.default_rng(ord(name)).integers(0, 255, (6, 40, 36), dtype=np.uint8)
+        write_oct_dicom(tmp_path / "scans" / f"{name}.dcm", voxels, (0.12, 0.0039, 0.0115), participant=name)
+    found = scan(tmp_path / "scans", workers=0)
+    (tmp_path / "scans" / "b.dcm").write_bytes((tmp_path / "scans" / "a.dcm").read_bytes())
+    store = prepare(found, tmp_path / "store", SMALL, workers=0, progress=False)
+    assert [row.participant for row in store.rows] == ["a"]
+    assert [(u.code, u.uri) for u in store.unprepared()] == [("changed_since_scan", str(tmp_path / "scans" / "b.dcm"))]
 
 
 def test_the_catalog_decides_geometry(tmp_path):

@@ -293,7 +293,7 @@ def test_contradicting_or_foreign_label_tables_are_refused(cohort, tmp_path):
 
 def test_a_label_table_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "labels.xlsx").write_bytes(b"PK\x03\x04\xff\xfe\xe1")
-    with pytest.raises(EvaluationError, match=r"labels\.xlsx: expected a CSV or TSV in UTF-8"):
+    with pytest.raises(EvaluationError, match=r"labels\.xlsx: expected a CSV or TSV of text"):
         read_labels(tmp_path / "labels.xlsx")
 
 

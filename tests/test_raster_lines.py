@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from octfm.formats import read_volume
+from octfm.formats import read_header, read_volume
 from octfm.volume.etdrs import CELL_MM, EtdrsGrid, field_of_volume, measure_grid
 from octfm.volume.volume import Lines, Volume
 from support.dicom_files import item, write_oct_dicom
@@ -165,10 +165,8 @@ def test_dicom_positions_that_contradict_the_distance_are_left_out(tmp_path):
     assert volume.spacing_mm[0] == pytest.approx(SPACING_MM[0], rel=1e-4) and volume.lines is None
 
 
-def test_another_number_of_bscans_drops_their_positions(tmp_path):
+def test_positions_of_another_number_of_bscans_are_refused(tmp_path):
     volume = read_volume(as_vol(tmp_path, raster(0)))
-    assert volume.with_voxels(volume.voxels[:, ::2]).lines is volume.lines
-    assert volume.with_voxels(volume.voxels[::2]).lines is None
     with pytest.raises(ValueError, match="33 B-scans, but positions of 65"):
         field_of_volume(replace(volume, voxels=volume.voxels[::2]))
 
@@ -184,3 +182,11 @@ def test_bscans_of_alternating_direction_are_refused(tmp_path):
     both = Lines(np.where(odd, lines.end, lines.start), np.where(odd, lines.start, lines.end))
     with pytest.raises(ValueError, match="must run in one direction"):
         field_of_volume(read_volume(as_vol(tmp_path, both)))
+
+
+@pytest.mark.parametrize("turned", [[], [3], range(COUNT)])
+def test_bscans_that_run_to_and_fro_are_flagged(tmp_path, turned):
+    whole = raster(0)
+    turn = np.isin(np.arange(COUNT), list(turned))[:, None]
+    lines = Lines(np.where(turn, whole.end, whole.start), np.where(turn, whole.start, whole.end))
+    assert ("bscans_to_and_fro" in read_header(as_vol(tmp_path, lines)).flags) is (list(turned) == [3])

@@ -43,7 +43,7 @@ def stacked(found: Segmentation) -> np.ndarray:
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**6))
-def test_heights_and_labels_come_back_from_nifti(tmp_path, seed):
+def test_heights_and_labels_come_back_from_nifti(tmp_path, monkeypatch, seed):
     nibabel = pytest.importorskip("nibabel")
     found = segmentation(seed)
     heights, labels = write_nifti(found, tmp_path, "eye")
@@ -52,9 +52,13 @@ def test_heights_and_labels_come_back_from_nifti(tmp_path, seed):
     rows = np.asarray(image.dataobj).transpose(2, 1, 0) / (1000 * dy) - 0.5
     np.testing.assert_allclose(rows, stacked(found), atol=1e-4)
     np.testing.assert_allclose(np.abs(np.diag(image.affine)[:2]), (dx, dz), rtol=1e-6)
+    with pytest.raises(ReadError, match="masks of a segmentation"):
+        read_volume(labels)
+    monkeypatch.setattr("octfm.formats.bscans.MOST_LABELS", 0)
     read = read_volume(labels)  # our own reader finds the axes by the spacing
     np.testing.assert_array_equal(read.voxels, label_map(found)[0])
     np.testing.assert_allclose(read.spacing_mm, SPACING_MM, rtol=1e-6)
+    monkeypatch.undo()
 
 
 def test_no_seg_is_written_for_a_file_that_is_no_dicom(tmp_path):
@@ -139,8 +143,9 @@ def tmp_json(path: Path, facts: dict) -> Path:
 
 
 @pytest.mark.parametrize("name", ["vol, inferior first", "e2e", "star", "dicom", "voxels of equal sides"])
-def test_a_label_map_keeps_the_geometry_and_the_eye_of_its_scan(tmp_path, name):
+def test_a_label_map_keeps_the_geometry_and_the_eye_of_its_scan(tmp_path, monkeypatch, name):
     pytest.importorskip("nibabel")
+    monkeypatch.setattr("octfm.formats.bscans.MOST_LABELS", 0)  # else it is refused, because it is no scan
     uri, how = scans(tmp_path)[name]
     volume = read_volume(uri, **how)
     found = segmentation(6, spacing_mm=volume.spacing_mm)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from octfm.formats import ReadError, read_header, read_surfaces, read_volume
 from octfm.formats.declared import KEYS, read_declared
-from support.vendor_files import SPACING_MM, ends_of, write_images, write_npy, write_vol
+from support.vendor_files import SPACING_MM, ends_of, write_images, write_nifti, write_npy, write_tiff, write_vol
 from support.volumes import telling_voxels
 
 many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -196,3 +196,35 @@ def test_layers_of_a_scan_that_is_declared_upside_down_are_flipped_with_it(tmp_p
     (tmp_path / "a.json").write_text('{"upside_down": true}')
     np.testing.assert_array_equal(read_volume(uri).voxels, voxels[:, ::-1])
     np.testing.assert_allclose(read_surfaces(uri).heights_px, voxels.shape[1] - 1 - before)
+
+
+def test_the_sidecar_of_one_folder_is_not_that_of_its_numbered_neighbours(tmp_path):
+    for name in ("vol", "vol.1", "vol.2"):
+        write_images(tmp_path / name, telling_voxels())
+    for name in ("vol", "vol.1"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"participant": name, "spacing_mm": SPACING_MM}))
+    assert [read_header(tmp_path / name).participant for name in ("vol", "vol.1", "vol.2")] == ["vol", "vol.1", None]
+
+
+def test_masks_of_any_format_are_no_scan(tmp_path):
+    labels = telling_voxels() // 20
+    places = [
+        write_images(tmp_path / "masks", labels),
+        write_npy(tmp_path / "mask.npz", labels),
+        write_tiff(tmp_path / "mask.tif", np.where(labels > 5, 255, 0).astype(np.uint8)),
+        write_nifti(tmp_path / "mask.nii", labels),
+    ]
+    for place in places:
+        with pytest.raises(ReadError, match="masks of a segmentation") as refused:
+            read_volume(place, spacing_mm=SPACING_MM)
+        assert refused.value.code == "voxel_labels"
+
+
+@pytest.mark.parametrize(("word", "eye"), [(b"OD", "R"), ("left", "L"), ("", None), ("right eye", "refused")])
+def test_the_eye_in_an_npz_is_read_or_refused(tmp_path, word, eye):
+    uri = write_npy(tmp_path / "a.npz", telling_voxels(), laterality=word, spacing_mm=SPACING_MM)
+    if eye == "refused":
+        with pytest.raises(ReadError, match="its laterality is 'right eye'"):
+            read_header(uri)
+    else:
+        assert read_header(uri).laterality == eye

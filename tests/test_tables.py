@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from octfm.catalog.catalog import Catalog, CatalogError, scan
-from octfm.catalog.columns import Columns, TableError, is_identifier
-from octfm.errors import ConfigError
+from octfm.catalog.columns import Columns, TableError, is_identifier, read_rows
+from octfm.catalog.labels import read_labels
+from octfm.errors import ConfigError, EvaluationError
 from octfm.phantom import write_phantom
 from support.dicom_files import write_oct_dicom
 
@@ -192,7 +193,125 @@ def test_columns_that_identify_a_person_are_known_by_name():
         "Surname",
         "first name",
         "MRN",
+        "Nachname",
+        "Geburtsdatum",
+        "Straße",
+        "prénom",
+        "date_naissance",
+        "téléphone",
+        "cognome",
+        "apellidos",
+        "voornaam",
+        "initials",
     ):
         assert is_identifier(column), column
-    for column in ("age", "study_group", "recommended_split", "diagnosis", "clinical_site", "hba1c", "years"):
+    for column in (
+        "age",
+        "study_group",
+        "recommended_split",
+        "diagnosis",
+        "clinical_site",
+        "hba1c",
+        "years",
+        "genotype",
+    ):
         assert not is_identifier(column), column
+
+
+def table_of(path: Path, text: str, encoding: str = "utf-8") -> Path:
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp1252", "latin-1", "utf-16"])
+def test_participants_keep_their_letters_in_any_encoding(tmp_path, encoding):
+    """Replaced by one sign for all, Müller and Möller would be one person."""
+    text = "pid\tpath\nMüller\t17/1\nMöller\t18/1\n"
+    assert [row["pid"] for row in read_rows(table_of(tmp_path / "files.txt", text, encoding))] == ["Müller", "Möller"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("pid,cst,diagnosis\na,301,5,AMD\n", "line 2: 4 cells, expected 3 columns"),
+        ("pid,cst,diagnosis\na,301\n", "line 2: 2 cells, expected 3 columns"),
+        ("pid,diagnosis,diagnosis\na,AMD,healthy\n", "two columns are called diagnosis"),
+    ],
+)
+def test_cells_that_may_be_of_another_column_are_refused(tmp_path, text, problem):
+    with pytest.raises(TableError, match=problem):
+        read_rows(table_of(tmp_path / "t.csv", text))
+    with pytest.raises(EvaluationError, match=problem):
+        read_labels(table_of(tmp_path / "t.csv", text.replace("pid", "participant_id")))
+
+
+def test_blank_rows_and_columns_without_a_name_are_left_out(tmp_path):
+    """As spreadsheets write them."""
+    table = table_of(tmp_path / "t.csv", "participant_id; diagnosis;;\na;AMD;;\n;;;\n\nb;healthy;;\n")
+    labels = read_labels(table)
+    assert labels.columns == ("diagnosis",)
+    assert labels.join("diagnosis", [("1", "a", "R"), ("2", "b", "L")]) == ["AMD", "healthy"]
+
+
+def two_people(folder: Path, first: str, second: str) -> Path:
+    for person, participant in (("P1001", first), ("P1002", second)):
+        for eye in ("R", "L"):
+            voxels = np.random.default_rng([int(person[1:]), eye == "R"]).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+            write_oct_dicom(folder / person / f"{eye}.dcm", voxels, SPACING_MM, participant=participant, laterality=eye)
+    return folder
+
+
+@pytest.mark.parametrize("word", ["ANONYMOUS", "anon", "De-identified", "unknown", "N/A", "---"])
+def test_a_word_for_nobody_is_no_participant(tmp_path, word):
+    """As the id of one person it would merge everybody, and take one person's label for all."""
+    catalog = scan(two_people(tmp_path, word, word), workers=0)
+    assert sorted({a.participant for a in catalog.acquisitions}) == ["P1001", "P1002"]
+    assert not any("participant_conflict" in a.flags for a in catalog.acquisitions)
+
+
+def test_a_pseudonym_is_a_participant(tmp_path):
+    catalog = scan(two_people(tmp_path, "ANON-17", "ANON-18"), workers=0)
+    assert sorted({a.participant for a in catalog.acquisitions}) == ["ANON-17", "ANON-18"]
+
+
+def test_a_row_per_eye_is_no_table_of_persons(tmp_path):
+    """The first row would be taken for both eyes."""
+    folder = two_people(tmp_path / "scans", "a", "b")
+    table = table_of(tmp_path / "t.csv", "participant,eye,diagnosis\na,R,AMD\na,L,healthy\nb,R,AMD\n")
+    with pytest.raises(TableError, match="eye of participant a is 'R' and 'L'; give one row per person"):
+        scan(folder, participants=table, workers=0)
+    table = table_of(tmp_path / "t.csv", "participant,grade,diagnosis\na,,AMD\na,2,AMD\nb,1,AMD\n")
+    labels = {a.participant: a.participant_labels for a in scan(folder, participants=table, workers=0).acquisitions}
+    assert labels["a"] == {"grade": "2", "diagnosis": "AMD"}
+
+
+def test_ids_without_their_leading_zeros_are_not_left_without_labels(tmp_path):
+    folder = two_people(tmp_path / "scans", "007", "107")
+    lost, kept = "participant_id,diagnosis\n7,AMD\n107,healthy\n", "participant_id,diagnosis\n7,x\n0107,x\n"
+    wanted = [("1", "007", "R"), ("2", "107", "R")]
+    with pytest.raises(TableError, match="7 may be 007 of the images"):
+        scan(folder, participants=table_of(tmp_path / "t.csv", lost), workers=0)
+    with pytest.raises(EvaluationError, match="7 may be 007 of the images"):
+        read_labels(tmp_path / "t.csv").join("diagnosis", wanted)
+    assert read_labels(table_of(tmp_path / "t.csv", kept)).join("diagnosis", [*wanted[:1], ("3", "0107", "R")]) == [
+        None,
+        "x",
+    ]
+
+
+def test_a_word_that_is_no_eye_is_not_ignored(tmp_path):
+    text = "participant_id,laterality,diagnosis\na,{},AMD\n"
+    with pytest.raises(EvaluationError, match="line 2: laterality is right eye; expected R, L, OD"):
+        read_labels(table_of(tmp_path / "t.csv", text.format("right eye"))).join("diagnosis", [("1", "a", "R")])
+    for word in ("OD", " right", "r"):
+        labels = read_labels(table_of(tmp_path / "t.csv", text.format(word)))
+        assert labels.join("diagnosis", [("1", "a", "R"), ("2", "a", "L")]) == ["AMD", None]
+
+
+def test_an_id_that_a_spreadsheet_made_a_fraction_is_the_id(tmp_path):
+    folder = two_people(tmp_path / "scans", "1001", "1002")
+    files = table_of(tmp_path / "f.csv", "participant,filepath\n1001.0,P1001/R.dcm\n")
+    people = table_of(tmp_path / "p.csv", "participant,diagnosis\n1001.0,AMD\n1002.0,healthy\n")
+    found = scan(folder, table=files, participants=people, workers=0).acquisitions
+    assert {a.participant: a.participant_labels["diagnosis"] for a in found} == {"1001": "AMD", "1002": "healthy"}
+    assert not any("participant_conflict" in a.flags for a in found)

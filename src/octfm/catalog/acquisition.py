@@ -57,7 +57,8 @@ FLAGS: dict[str, str] = {
     "so its pixels do not tell which eye it is",
     "pixels_of_two_participants": "another participant's acquisition has the same voxels and was left out; "
     "find out whose they are",
-    "split_with_another_id": "its participant's voxels are there under another id, too; both ids are in one split",
+    "split_with_another_id": "its participant's voxels are there under another id, or another id differs "
+    "in zeros, case or signs only; both ids are in one split",
     "slice_thickness_contradicts_positions": "SliceThickness differs from the distance of the frames; "
     "positions are believed",
     "slice_thickness_corrected": "SliceThickness repeated the lateral spacing (Cirrus); "
@@ -67,6 +68,8 @@ FLAGS: dict[str, str] = {
     "repeats would go unnoticed",
     "bscan_order_unstated": "nothing states where its B-scans lie; "
     "taken in the order of the file or of the numbers in their names",
+    "bscans_to_and_fro": "its B-scans run over the fundus in both directions; they are read as stored, "
+    "so that some may be mirrored",
     "uneven_positions": "B-scans are not equally far apart",
     "several_files": "its B-scans are in several files of one folder; the row names the first",
     "frames_reordered": "frames are not stored in the order of their positions",

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.aireadi import ManifestRow, Tables
+from octfm.catalog.participants.path_words import names_nobody
 from octfm.catalog.participants.people import Whose
 from octfm.errors import ReadError
 from octfm.formats.bscans import MEAN_EYE, check_spacing, missing_spacing
@@ -49,12 +50,12 @@ def accept(
         laterality = stated
         flags[flags.index("laterality_unknown")] = "laterality_from_manifest"
 
-    participant = row.participant or header.participant or ""
+    participant = next(iter(_people(header, row)), "")
     scanner = scanner_slug(row.manufacturer, row.model) if header.scanner == "unknown" else header.scanner
     return Acquisition(
         uri=header.uri,
         participant=participant,
-        participant_source="table" if row.participant else "header" if participant else "",
+        participant_source="" if not participant else "table" if participant == row.participant else "header",
         laterality=laterality,
         scanner=scanner,
         protocol=header.protocol if header.protocol != "unknown" else slugify(row.region) or "unknown",
@@ -111,10 +112,15 @@ def _spacing(
     return spacing_mm, "table" if row.spacing_mm else "nominal"
 
 
+def _people(header: Header, row: ManifestRow) -> list[str]:
+    """The participant of the table, then that of the header, where they name one."""
+    return [name for name in (row.participant, header.participant or "") if not names_nobody(name)]
+
+
 def _contradictions(header: Header, row: ManifestRow) -> list[str]:
     """Flags of what the table states differently; laterality is compared in `accept`."""
     flags = []
-    if row.participant and header.participant and row.participant != header.participant:
+    if len(set(_people(header, row))) > 1:
         flags.append("participant_conflict")
     listed = scanner_slug(row.manufacturer, row.model)
     if "unknown" not in (listed, header.scanner) and listed != header.scanner:

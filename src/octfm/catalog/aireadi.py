@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from octfm.addresses import expect_place
-from octfm.catalog.columns import Columns, TableError, read_rows
+from octfm.catalog.columns import Columns, TableError, clean_id, read_rows
 from octfm.errors import ConfigError
+from octfm.formats.names import may_be_an_eye
 from octfm.io.archive import unpacked_paths
 from octfm.io.location import BucketPath, Location, is_remote, location
 
@@ -17,7 +18,6 @@ _NUMBER = re.compile(r"\d*\.?\d+(?:[eE][-+]?\d+)?")
 _DRIVE = re.compile(r"^[A-Za-z]:")
 _ELSEWHERE = re.compile(r"^([A-Za-z]:)?[\\/]|^[A-Za-z]:")
 """An absolute path, possibly of another computer: with a drive letter, on a share (UNC), or from the root."""
-_EYES = {"R", "L", "OD", "OS", "RIGHT", "LEFT", "B", "OU", "BOTH", "U", "UNKNOWN"}
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _add_file(
     present: "Listed",
 ) -> None:
     entry = _manifest_row(row, columns)
-    if entry.laterality and entry.laterality.upper() not in _EYES:
+    if not may_be_an_eye(entry.laterality):
         raise TableError(
             f"{table}: line {number}: laterality is {entry.laterality!r}; "
             "expected R, L, OD, OS, right, left, or nothing"
@@ -223,7 +223,7 @@ def _manifest_row(row: Mapping[str, str], columns: Columns) -> ManifestRow:
     if len(all_three) == 3:
         thickness, *in_plane = all_three
     return ManifestRow(
-        participant=columns.value(row, "participant"),
+        participant=clean_id(columns.value(row, "participant")),
         laterality=columns.value(row, "laterality"),
         manufacturer=columns.value(row, "manufacturer"),
         model=columns.value(row, "model"),
@@ -237,20 +237,22 @@ def _manifest_row(row: Mapping[str, str], columns: Columns) -> ManifestRow:
 
 def _add_participants(rows: Iterable[Mapping[str, str]], columns: Columns, tables: Tables, path: Location) -> None:
     for row in rows:
-        participant = columns.value(row, "participant")
+        participant = clean_id(columns.value(row, "participant"))
         if not participant:
             wanted = columns.of_field.get("participant") or "person_id or participant_id"
             raise TableError(
                 f"{path}: expected a column {wanted} with a value in every row, got columns {', '.join(row)}; "
                 "name yours with --columns participant=COLUMN"
             )
-        labels = columns.labels(row)
-        known = tables.participants.setdefault(participant, labels)
-        if known.get("recommended_split") != labels.get("recommended_split"):
-            raise TableError(
-                f"{path}: participant {participant} is in {known.get('recommended_split')!r} and in "
-                f"{labels.get('recommended_split')!r}; a participant has one recommended_split, correct the table"
-            )
+        labels, known = columns.labels(row), tables.participants.setdefault(participant, {})
+        for column, value in labels.items():
+            # What one row leaves empty, another may state.
+            if value and known.get(column) and known[column] != value:
+                raise TableError(
+                    f"{path}: {column} of participant {participant} is {known[column]!r} and {value!r}; give one row "
+                    "per person, and labels of eyes or visits to octfm probe --labels"
+                )
+            known[column] = known.get(column) or value
 
 
 def _number(text: str) -> float | None:

@@ -8,18 +8,18 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.aireadi import Tables, read_own_tables, read_tables
-from octfm.catalog.columns import Columns, TableError
+from octfm.catalog.columns import Columns, TableError, lost_zeros
 from octfm.catalog.dicom_directory import left_behind
 from octfm.catalog.duplicates import without_duplicates
 from octfm.catalog.estimation import axial_mm_by_height
 from octfm.catalog.examination import examine_file, wanted
 from octfm.catalog.inspection import verdicts
-from octfm.catalog.participants.people import Pattern, Scan, find_people
+from octfm.catalog.participants.people import Pattern, Scan, find_people, spelt_alike
 from octfm.catalog.participants.splits import SPLITS, Split, assign, parse_split
 from octfm.catalog.parts import join_parts
 from octfm.catalog.walk import Found, walk
@@ -359,6 +359,8 @@ def scan(
         )
         left_out += pixel_rejects
         pairs += pixel_pairs
+    # Scanners write one person's id as 1001 and as 00001001.
+    pairs += spelt_alike(a.participant for a in acquisitions)
     left_out.sort(key=lambda reject: reject.uri)
     catalog = Catalog(
         root=str(folder),
@@ -386,8 +388,8 @@ def assign_splits(
     """Assign splits: recommended_split where participants.tsv has one, else stratified by participant.
 
     Strata are of the column diagnosis, else study_group or label. `one_person`: pairs of participants that may be one
-    person, because both ids have the same voxels. They get the same split; if tables or folders recommend several,
-    train goes first: nobody in the test split may have been seen in training.
+    person, because both ids have the same voxels or are spelt alike. They get the same split; if tables or folders
+    recommend several, train goes first: nobody in the test split may have been seen in training.
     """
     same = _leaders(one_person)
     recommended: dict[str, Split] = {}
@@ -522,7 +524,10 @@ def _expect_a_match(
             f"{acquisitions[0].uri} ({acquisitions[0].sop_instance_uid}); give paths relative to the root or to the "
             "table, or SOP Instance UIDs"
         )
-    if participants is not None and not any(a.participant in tables.participants for a in acquisitions):
+    people = {a.participant for a in acquisitions}
+    if participants is not None and (remark := lost_zeros(people, tables.participants)):
+        raise TableError(f"{participants}: participant {remark}")
+    if participants is not None and people.isdisjoint(tables.participants):
         example = next(iter(tables.participants))
         raise TableError(
             f"{participants}: none of its {len(tables.participants)} participants is among the images, for example "
@@ -550,11 +555,7 @@ def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> list[
         target = into / inside.relative_to(root).with_suffix("")
         files |= unpack(archive, target)
         # Folders as well: `files` of a scan may hold a folder of images.
-        files |= {
-            f"{archive.path}{MEMBER}{folder}": target / folder
-            for name in archive.members
-            for folder in PurePosixPath(name).parents
-        }
+        files |= {str(listed(f"{archive.path}{MEMBER}{folder}")): target / folder for folder in archive.folders}
     tables.unpacked_from.update((str(path), uri) for uri, path in files.items())
     return [files.get(str(path), path) for path in found.files]
 

@@ -1,12 +1,14 @@
 """Map fields to table columns: AI-READI's names by default, a user's by a map such as participant=pid,file=path."""
 
+import contextlib
 import csv
 import io
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
+from octfm.catalog.participants.path_words import plain
 from octfm.errors import ConfigError, OctfmError, ReadError
 from octfm.io.archive import open_file
 from octfm.io.location import Location
@@ -34,9 +36,17 @@ FIELDS: dict[str, tuple[str, ...]] = {
 """Field that octfm reads from tables -> its default column names; the first of them with a value in a row is read."""
 
 _IDENTIFIER = re.compile(
-    r"(^|_)((first|last|full|family|given|patient|sur)?name|(date_?of_?)?birth\w*|dob|address|street|(tele)?phone"
-    r"|(e_?)?mail|mrn|ssn|insurance|zip_?code|post(al)?_?code)(_|$)"
+    r"""(^|_)(
+    (first|last|full|family|given|patient|sur)?name|(vor|nach|familien|geburts|patienten)name
+    |(voor|achter)?naam|(pre|sobre)?nome?|cognome|nombres?|apellidos?|initial(s|en|es|i)?|iniziali
+    |(date_?of_?)?birth\w*|dob|geb((urt|oorte|_?dat)\w*)?|naissance\w*|nacimiento|nascita|nascimento
+    |addresse?s?|adresse?|anschrift|direccion|indirizzo|endereco|street|strasse|wohnort
+    |(tele)?(phone|fono?|foon)|handy|mobile|(e_?)?mail|courriel|correo
+    |mrn|ssn|nhs|bsn|dni|cpf|nss|insurance|versicher\w*|krankenkasse|zip_?code|plz|post(al)?_?code|code_postal
+    )(_|$)""",
+    re.VERBOSE,
 )
+"""Words for direct identifiers in English, German, Dutch, French, Italian, Spanish and Portuguese."""
 
 
 class TableError(OctfmError):
@@ -95,36 +105,74 @@ class Columns:
 
 
 def is_identifier(column: str) -> bool:
-    """Whether a column's name is that of a direct identifier: PatientName, date of birth, e-mail, ..."""
+    """Whether a column's name is that of a direct identifier: PatientName, Geburtsdatum, e-mail, ..."""
     # PatientName -> Patient_Name
-    words = re.sub(r"([a-z])([A-Z])", r"\1_\2", column)
-    return bool(_IDENTIFIER.search(re.sub(r"[^a-z0-9]+", "_", words.lower())))
+    words = plain(re.sub(r"([a-z])([A-Z])", r"\1_\2", column))
+    return bool(_IDENTIFIER.search(re.sub(r"[^a-z0-9]+", "_", words)))
 
 
 def read_rows(path: Location, delimiter: str | None = None) -> list[dict[str, str]]:
-    """The rows of a CSV or TSV, stripped of spaces. Raises TableError.
+    """The rows of a CSV or TSV. Raises TableError."""
+    return read_table(path, delimiter)[1]
 
-    Default delimiter: comma, semicolon or tab, whichever the header line has most of.
+
+def read_table(path: Location, delimiter: str | None = None) -> tuple[list[str], list[dict[str, str]]]:
+    """The columns and the rows of a CSV or TSV, stripped of spaces, without blank rows and columns without a name.
+
+    Default delimiter: comma, semicolon or tab, whichever the header line has most of. Raises TableError, also for a row
+    of another length than the header: a comma in a number would shift all cells after it.
     """
     try:
-        with (
-            open_file(path, whole=True) as file,
-            # Excel writes a byte order mark, and other programs Latin-1: a damaged label is better than no table.
-            io.TextIOWrapper(file, newline="", encoding="utf-8-sig", errors="replace") as text,
-        ):
-            first = text.readline()
-            if re.search(r"[\0-\x08\x0e-\x1f]", first):
-                raise TableError(f"{path}: expected a CSV or TSV of text, got other bytes; export the table as text")
-            delimiter = delimiter or max(",;\t", key=first.count)
-            text.seek(0)
-            rows = list(csv.DictReader(text, delimiter=delimiter))
+        with open_file(path, whole=True) as file:
+            text = _decoded(file.read())
+        first = text.partition("\n")[0]
+        if re.search(r"[\0-\x08\x0e-\x1f]", first):
+            raise TableError(f"{path}: expected a CSV or TSV of text, got other bytes; export the table as text")
+        lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter or max(",;\t", key=first.count))
+        header = [name.strip() for name in next(lines, [])]
+        names = [name for name in header if name]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise TableError(f"{path}: two columns are called {twice}; rename one of them")
+        rows = []
+        for cells in lines:
+            if not any(cell.strip() for cell in cells):
+                continue
+            if len(cells) != len(header):
+                raise TableError(
+                    f"{path}: line {lines.line_num}: {len(cells)} cells, expected {len(header)} columns as in the "
+                    "header; put cells with the separator in them into quotes"
+                )
+            rows.append({name: cell.strip() for name, cell in zip(header, cells, strict=True) if name})
     except (OSError, ReadError, csv.Error) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error
         raise TableError(f"{path}: cannot be read as a table: {reason}; check the path, or fetch it again") from error
-    return [
-        {str(key).strip(): (value or "").strip() for key, value in row.items() if isinstance(value, str | None)}
-        for row in rows
-    ]
+    return names, rows
+
+
+def _decoded(content: bytes) -> str:
+    """Text in UTF-8, in UTF-16 with a byte order mark, as Excel's Unicode text, or else in Windows' Western European
+    code. Nothing is replaced: Müller and Möller must not become one participant."""
+    for encoding in ("utf-16",) if content[:2] in (b"\xff\xfe", b"\xfe\xff") else ("utf-8-sig", "cp1252"):
+        with contextlib.suppress(UnicodeDecodeError):
+            return content.decode(encoding)
+    return content.decode("latin-1")  # which has a letter for every byte
+
+
+def clean_id(text: str) -> str:
+    """An id without what spreadsheets add: they turn 1001 into 1001.0 if another cell of the column is empty."""
+    text = text.strip()
+    return text[:-2] if text.endswith(".0") and text[:-2].isdigit() else text
+
+
+def lost_zeros(images: Collection[str], table: Collection[str]) -> str:
+    """A remark on the first id that lacks zeros in the table (7 instead of 007), as spreadsheets drop them; empty if
+    there is none, or if some ids in the table have theirs."""
+    if any(name.startswith("0") and name != "0" for name in table):
+        return ""
+    for name in sorted(set(images) - set(table)):
+        if (short := name.lstrip("0")) not in ("", name) and short in table and short not in images:
+            return f"{short} may be {name} of the images: spreadsheets drop leading zeros; save the column as text"
+    return ""
 
 
 def nearest(word: str, known: list[str], kind: str) -> str:

@@ -1,13 +1,14 @@
 """A table of labels (CSV or TSV) joined to acquisitions by id, never by order."""
 
-import csv
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octfm.catalog.columns import TableError, clean_id, lost_zeros, read_table
 from octfm.errors import EvaluationError
+from octfm.formats.names import lateralities, may_be_an_eye
 
 PARTICIPANT_COLUMNS = ("participant_id", "person_id", "participant")
 """AI-READI v2, v3, and octfm's own tables."""
@@ -16,8 +17,6 @@ ACQUISITION_COLUMNS = ("sop_instance_uid", "acquisition")
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "."})
 """Texts that mean a missing value. Not `none`: a diagnosis of none is a label."""
-
-_LATERALITY = {"r": "R", "od": "R", "right": "R", "l": "L", "os": "L", "left": "L"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class LabelTable:
         keyed: dict[tuple[str, str | None], str | None] = {}
         # Rows are numbered as lines of the file, whose first is the header.
         for number, row in enumerate(self.rows, start=2):
-            key = (_id(row[self.participant_column or ""]), self._laterality(row))
+            key = (clean_id(row[self.participant_column or ""]), self._laterality(row, number))
             value = stated(row[column])
             if keyed.setdefault(key, value) != value:
                 raise EvaluationError(
@@ -54,7 +53,7 @@ class LabelTable:
                     f"line says {keyed[key]}; keep one row per participant (and eye), or add a sop_instance_uid column"
                 )
         wanted = [
-            (_id(participant), laterality if self.laterality_column else None)
+            (clean_id(participant), laterality if self.laterality_column else None)
             for _, participant, laterality in acquisitions
         ]
         self._expect_a_match([p for p, _ in wanted], {p for p, _ in keyed}, self.participant_column or "")
@@ -64,7 +63,7 @@ class LabelTable:
         keyed: dict[str, tuple[str | None, str | None]] = {}
         for number, row in enumerate(self.rows, start=2):
             uid, value = row[self.acquisition_column or ""].strip(), stated(row[column])
-            participant = _id(row[self.participant_column]) if self.participant_column else None
+            participant = clean_id(row[self.participant_column]) if self.participant_column else None
             if keyed.setdefault(uid, (value, participant)) != (value, participant):
                 raise EvaluationError(
                     f"{self.path}: line {number}: {column} of {uid} contradicts an earlier line; keep one row per UID"
@@ -73,7 +72,7 @@ class LabelTable:
         values: list[str | None] = []
         for acquisition, participant, _ in acquisitions:
             value, named = keyed.get(acquisition, (None, None))
-            if named is not None and named != _id(participant):
+            if named is not None and named != clean_id(participant):
                 raise EvaluationError(
                     f"{self.path}: {acquisition} is participant {named}'s here, {participant}'s in the embeddings; "
                     "the two were made from different cohorts"
@@ -81,10 +80,13 @@ class LabelTable:
             values.append(value)
         return values
 
-    def _laterality(self, row: Mapping[str, str]) -> str | None:
-        if self.laterality_column is None:
-            return None
-        return _LATERALITY.get(row[self.laterality_column].strip().lower())
+    def _laterality(self, row: Mapping[str, str], number: int) -> str | None:
+        eye = row[self.laterality_column] if self.laterality_column else ""
+        if not may_be_an_eye(eye):
+            raise EvaluationError(
+                f"{self.path}: line {number}: laterality is {eye}; expected R, L, OD, OS, right, left, or nothing"
+            )
+        return lateralities([eye])[0]
 
     def _expect_a_match(self, wanted: list[str], known: set[str], column: str) -> None:
         if wanted and known.isdisjoint(wanted):
@@ -94,6 +96,8 @@ class LabelTable:
                 "is this the label table of the same cohort?",
                 public="No row of the label table is about a participant of these embeddings.",
             )
+        if remark := lost_zeros(wanted, known):
+            raise EvaluationError(f"{self.path}: {column} {remark}")
 
 
 def read_labels(table: Any) -> LabelTable:
@@ -109,12 +113,10 @@ def read_labels(table: Any) -> LabelTable:
     if not path.is_file():
         raise EvaluationError(f"{path}: no such label table; expected a CSV or TSV with a participant_id column")
     try:
-        names, rows = _read_table(path)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise EvaluationError(
-            f"{path}: expected a CSV or TSV in UTF-8, got other bytes ({error}); export the table as text"
-        ) from None
-    return _label_table(str(path), names, rows)
+        names, rows = read_table(path)
+    except TableError as error:
+        raise EvaluationError(str(error)) from error
+    return _label_table(str(path), tuple(names), rows)
 
 
 def _label_table(path: str, names: tuple[str, ...], rows: list[dict[str, str]]) -> LabelTable:
@@ -130,26 +132,6 @@ def _label_table(path: str, names: tuple[str, ...], rows: list[dict[str, str]]) 
         raise EvaluationError(f"{path}: a header without rows; nothing to join")
     ids = {participant, acquisition, laterality}
     return LabelTable(path, tuple(n for n in names if n not in ids), tuple(rows), participant, laterality, acquisition)
-
-
-def _read_table(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
-    # Excel begins UTF-8 with a byte order mark, which would become part of the first column's name.
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        header = file.readline()
-        file.seek(0)
-        # A semicolon counts only without commas, as in exports of European spreadsheets.
-        reader = csv.DictReader(
-            file, delimiter="\t" if "\t" in header else ";" if ";" in header and "," not in header else ","
-        )
-        names = tuple(reader.fieldnames or ())
-        rows = []
-        for row in reader:
-            if None in row or None in row.values():
-                raise EvaluationError(
-                    f"{path}: line {reader.line_num}: expected {len(names)} columns as in the header; fix the row"
-                )
-            rows.append(row)
-    return names, rows
 
 
 def as_number(value: str | None) -> float | None:
@@ -171,9 +153,3 @@ def _text(cell: object) -> str:
     """A cell of a DataFrame as a file would have it."""
     text = str(cell)
     return "" if cell is None or text in ("nan", "NaN", "NaT", "<NA>") else text
-
-
-def _id(text: str) -> str:
-    # Spreadsheets turn 1001 into 1001.0 if another cell of the column is empty.
-    text = text.strip()
-    return text[:-2] if text.endswith(".0") and text[:-2].isdigit() else text

@@ -179,6 +179,7 @@ def join_images(files: list[Location], companions: list[Location], folders_are_v
     folders: dict[Location, list[Location]] = {}
     for path in files:
         folders.setdefault(path.parent, []).append(path)
+    taken: list[Location] = []
     for folder, inside in folders.items():
         images = [path for path in inside if path.suffix.lower() in SUFFIXES and is_image(path)]
         if not images:
@@ -191,9 +192,10 @@ def join_images(files: list[Location], companions: list[Location], folders_are_v
         if folders_are_volumes and len(images) > 1 and (len(images) == len(inside) or few_others):
             parts = images
             files.append(folder)
-        taken = set(parts)
-        files[:] = [path for path in files if path not in taken]
-        companions.extend(parts)
+        taken += parts
+    left_out = set(taken)
+    files[:] = [path for path in files if path not in left_out]
+    companions.extend(taken)
 
 
 def _join_data_files(files: list[Location], companions: list[Location]) -> None:

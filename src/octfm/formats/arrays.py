@@ -16,7 +16,8 @@ import numpy as np
 
 from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, damage_has_a_code, uid_of
-from octfm.formats.declared import read_declared, spacing_from
+from octfm.formats.declared import KEYS, read_declared, spacing_from
+from octfm.formats.names import may_be_an_eye
 from octfm.io.archive import open_file
 from octfm.volume.volume import Shape3
 
@@ -47,6 +48,12 @@ def open_bscans(uri: str) -> Bscans:
                 )
         uid = uid_of(file, size)
     spacing = spacing_from(facts["spacing_mm"], uri) if "spacing_mm" in facts else None
+    eye = facts.get("laterality", "")
+    eye = eye.decode("latin-1") if isinstance(eye, bytes) else str(eye)
+    if not may_be_an_eye(eye):
+        raise ReadError(
+            "contradicting_declaration", f"{uri}: its laterality is {eye[:40]!r}; expected {KEYS['laterality']}"
+        )
 
     def decode() -> np.ndarray:
         with open_file(uri, whole=True) as whole, _volume_stream(whole, uri) as (stream, _, _):
@@ -65,7 +72,7 @@ def open_bscans(uri: str) -> Bscans:
         uid=uid,
         in_plane_mm=spacing[1:] if spacing else None,
         between_mm=spacing[0] if spacing else None,
-        laterality=str(facts.get("laterality", "")),
+        laterality=eye,
         bits=8 if dtype.itemsize == 1 else None,
     )
 
@@ -90,7 +97,7 @@ def exact_gray(array: np.ndarray, uri: str) -> np.ndarray:
     if array.dtype.newbyteorder("=") in (np.uint8, np.uint16):
         return np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))
     if array.dtype.kind in "iuf" and np.isfinite(array).all():
-        low, high = array.min(), array.max()
+        low, high = float(array.min()), float(array.max())  # float16 holds no 65,536
         if low >= 0 and high < 2**16 and (array.dtype.kind != "f" or (array == np.rint(array)).all()):
             return np.ascontiguousarray(array).astype(np.uint8 if high < 256 else np.uint16)
     raise ReadError(

@@ -46,6 +46,8 @@ DAMAGE = (*_ZIP_ERRORS, struct.error, ValueError, LookupError, ArithmeticError, 
 """Exceptions that parsers raise on truncated or corrupt bytes."""
 
 _SAMPLES, _SAMPLE_BYTES = 128, 2048
+MOST_LABELS = 16
+"""Voxels of no more different values are labels of a segmentation, whatever the file is called."""
 MEAN_EYE = "lateral_mm_of_a_mean_eye"
 """Flag of lateral millimetres that follow from degrees and a mean eye; declared ones take precedence."""
 
@@ -144,7 +146,7 @@ def to_volume(
 ) -> Volume:
     """Decode the voxels. `spacing_mm` is used if neither file nor sidecar states one.
 
-    Raises ReadError as `to_header`, and missing_spacing, blank_volume.
+    Raises ReadError as `to_header`, and missing_spacing, blank_volume, voxel_labels.
     """
     bscans, declared = _with_sidecar(bscans)
     _expect_modality(bscans, declared, modalities)
@@ -164,6 +166,8 @@ def to_volume(
         )
     if voxels.min() == voxels.max():
         raise blank(bscans.uri)
+    if are_labels(voxels):
+        raise voxel_labels(bscans.uri)
     bits = declared.bits or bscans.bits
     white = used_full_scale(voxels) if voxels.dtype == np.uint16 else 255
     if bits is not None:  # brighter voxels than the stated bits allow prove the statement wrong
@@ -186,6 +190,20 @@ def to_volume(
         lines=_lines_of_volume(bscans, arrangement, spacing_mm),
         source=bscans.uri,
     )
+
+
+def are_labels(voxels: np.ndarray) -> bool:
+    """Whether voxels [D, H, W] hold so few values that they are the labels of a segmentation: a B-scan has more."""
+    seen = np.zeros(2**16, bool)
+    for at in sorted(range(len(voxels)), key=lambda at: abs(at - len(voxels) // 2)):  # the middle shows it at once
+        seen[voxels[at]] = True
+        if np.count_nonzero(seen) > MOST_LABELS:
+            return False
+    return True
+
+
+def voxel_labels(uri: str) -> ReadError:
+    return ReadError("voxel_labels", f"{uri}: labels of voxels (masks of a segmentation), not an image; left out")
 
 
 def _estimated(voxels: np.ndarray, full_scale: int, uri: str) -> Spacing3:
@@ -329,6 +347,8 @@ def _header(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> Hea
         flags.append("uneven_positions")
     if stack is not None and stack.order is not None:
         flags.append("frames_reordered")
+    if stack is not None and bscans.lines is not None and bscans.lines.to_and_fro:
+        flags.append("bscans_to_and_fro")
     return Header(
         uri=bscans.uri,
         shape=bscans.shape,

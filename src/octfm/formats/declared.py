@@ -7,26 +7,25 @@ Every key is optional. Keys of other programs are ignored; a mistyped key or an 
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import NoReturn, cast
 
 from octfm.errors import ReadError
+from octfm.formats.names import may_be_an_eye
 from octfm.io.archive import open_file
-from octfm.io.location import is_remote, listed
+from octfm.io.location import Location, is_remote, listed
 from octfm.volume.appearance import UNDOUBTED, native_way_up
 from octfm.volume.planes import eight_bit
 from octfm.volume.volume import Modality, Spacing3, Volume
 
 _MAX_BYTES = 2**20
 """A larger file belongs to another program."""
-_EYES = ("R", "L", "OD", "OS", "right", "left")
 _MODALITIES: dict[str, Modality] = {"structure": "structure", "oct": "structure", "octa": "octa"}
-_NO_EYE = ("", "B", "OU", "BOTH", "U", "UNK", "UNKNOWN", "UNSPECIFIED", "NA", "N/A", "NONE", "-")
 KEYS = {
     "spacing_mm": "[dz, dy, dx], three positive numbers in millimetres: between B-scans, axial, lateral",
-    "laterality": f"one of {', '.join(_EYES)}",
+    "laterality": "one of R, L, OD, OS, right, left",
     "participant": "an id, as text or a whole number",
     "scanner": "a name such as heidelberg_spectralis",
     "protocol": "a name such as macula",
@@ -77,9 +76,7 @@ class Declared:
 
 def read_declared(uri: str) -> Declared:
     """The sidecar of a file, NAME.json or NAME.ending.json. Raises ReadError contradicting_declaration."""
-    path = listed(uri)
-    plain = path.name.removesuffix(".gz").rsplit(".", 1)[0]
-    for place in dict.fromkeys([path.with_name(f"{plain}.json"), path.with_name(f"{path.name}.json")]):
+    for place in _places(uri):
         try:
             with open_file(str(place)) as file:
                 content = file.read(_MAX_BYTES + 1)
@@ -97,10 +94,9 @@ def read_declared(uri: str) -> Declared:
 def declared_way_up(uri: str) -> bool | None:
     """`Declared.upside_down` alone, for a file whose header states everything else; a JSON without this key is not
     parsed."""
-    path = listed(uri)
     if is_remote(uri):
         return None  # in a bucket this would cost one more request per file
-    for place in (path.with_suffix(".json"), path.with_name(f"{path.name}.json")):
+    for place in _places(uri):
         try:
             with open_file(str(place)) as file:
                 content = file.read(_MAX_BYTES)
@@ -109,6 +105,14 @@ def declared_way_up(uri: str) -> bool | None:
         if b"upside_down" in content:
             return _parsed(content, str(place)).upside_down
     return None
+
+
+def _places(uri: str) -> Iterable[Location]:
+    """Where the sidecar of a file may be. An ending begins with a letter: that of the folder vol.1 is vol.1.json, and
+    vol.json is none of its."""
+    path = listed(uri)
+    plain = re.sub(r"\.[A-Za-z]\w*$", "", path.name.removesuffix(".gz"))
+    return dict.fromkeys([path.with_name(f"{plain}.json"), path.with_name(f"{path.name}.json")])
 
 
 def spacing_from(value: object, where: str) -> Spacing3:
@@ -138,7 +142,7 @@ def _parsed(content: bytes, place: str) -> Declared:
     modality, axes = (_text(stated.get(name), name, lines) for name in ("modality", "axes"))
     if modality and modality.lower() not in _MODALITIES:
         _refuse(f"{lines.at('modality')}: modality is {modality[:40]!r}; expected {KEYS['modality']}")
-    if words["laterality"].upper() not in (*(eye.upper() for eye in _EYES), *_NO_EYE):
+    if not may_be_an_eye(words["laterality"]):
         _refuse(f"{lines.at('laterality')}: laterality is {words['laterality'][:40]!r}; expected {KEYS['laterality']}")
     if axes and sorted(axes.upper()) != ["D", "H", "W"]:
         _refuse(f"{lines.at('axes')}: axes is {axes[:40]!r}; expected {KEYS['axes']}")

@@ -228,18 +228,20 @@ def _last_part(url: str) -> str:
 def _files(uri: str, names: list[str]) -> list[str]:
     """The image files, which must lie in the folder of the XML: folders in its paths are ignored."""
     files = list_folder(str(listed(uri).parent))
-    # Own names come last: they win over those in brackets.
+    # Own names come last: they win over those in brackets, and exact ones over those in another case.
     present = {name: place for place in files for name in names_of(PurePath(place).name)}
     present |= {PurePath(place).name.lower(): place for place in files}
+    exact = {PurePath(place).name: place for place in files}
     missing = [name or "(no name)" for name in names if name.lower() not in present]
     if missing:
         raise ReadError(
             "incomplete_export",
             f"{uri}: {len(missing)} of {len(names)} B-scans are not next to it, for example {missing[0]}",
         )
-    if len(set(names)) < len(names):
+    found = [exact.get(name) or present[name.lower()] for name in names]
+    if len(set(found)) < len(found):
         raise ReadError("damaged_file", f"{uri}: names one image for two B-scans; export it again")
-    return [present[name.lower()] for name in names]
+    return found
 
 
 def _surfaces(images: list[Element], shape: tuple[int, int, int], dy: float | None, uri: str) -> Surfaces | None:

@@ -47,7 +47,7 @@ def is_image(place: str | Location) -> bool:
         if split_uri(place) and file_size(place) > MAX_BYTES:
             return False  # a B-scan is never so large, and reading a member of an archive means inflating it
         with open_file(place) as file:
-            return file.read(8).startswith(MAGIC) and not several_pages(file)
+            return file.read(8).startswith(MAGIC) and not several_pages(file, str(place))
     except (OSError, ReadError):
         return False
 

@@ -36,13 +36,14 @@ def open_bscans(uri: str) -> Bscans:
     """Open a TIFF of several pages of one size as a volume, any other image as a single B-scan. Raises ReadError."""
     with open_file(uri) as file:
         size = file.seek(0, io.SEEK_END)
-        if several_pages(file, MAX_PAGES):
+        if several_pages(file, uri, MAX_PAGES):
             raise ReadError(
                 "absurd_size",
                 f"{uri}: more than {MAX_PAGES:,} pages; it is damaged, or not an OCT volume",
             )
         with _opened(file, uri) as image:
             pages = getattr(image, "n_frames", 1) if image.format == "TIFF" else 1
+            _expect_one_stack(image, pages, uri)
             if pages == 1:
                 return _single(file, size, uri, image)
             width, height = image.size
@@ -126,6 +127,8 @@ def image_size(uri: str) -> tuple[int, int]:
             width, height = image.size
             if image.format == "TIFF":
                 _check_page(image, image.size, size, uri)
+            else:
+                _expect_upright(image, uri)
         file.seek(max(size - 64, 0))
         tail = file.read()
         # JPEG and PNG end with a marker, which padding may follow; BMP states its size at byte 2.
@@ -137,8 +140,11 @@ def image_size(uri: str) -> tuple[int, int]:
     return height, width
 
 
-def several_pages(file: BinaryIO, most: int = 1) -> bool:
-    """Whether a TIFF or BigTIFF has more than `most` pages, along its chain of directories (TIFF 6.0, section 2)."""
+def several_pages(file: BinaryIO, uri: str, most: int = 1) -> bool:
+    """Whether a TIFF or BigTIFF has more than `most` pages, along its chain of directories (TIFF 6.0, section 2).
+
+    Raises ReadError if the chain is cut: Pillow would read the pages before the cut, or others, without a word.
+    """
     file.seek(0)
     head = file.read(16)
     if head[:4] not in MAGIC[1:5]:
@@ -151,7 +157,10 @@ def several_pages(file: BinaryIO, most: int = 1) -> bool:
         file.seek(place)
         entries = int.from_bytes(file.read(count), order)
         file.seek(entries * entry, io.SEEK_CUR)
-        if not (place := int.from_bytes(file.read(pointer), order)):
+        following = file.read(pointer)
+        if len(following) < pointer:
+            raise ReadError("truncated_pixel_data", f"{uri}: the TIFF ends within its list of pages; fetch it again")
+        if not (place := int.from_bytes(following, order)):
             return False
     return True
 
@@ -214,8 +223,40 @@ def _gray(image: "Image", uri: str) -> np.ndarray:
     return pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
 
 
+def _expect_upright(image: "Image", where: str) -> None:
+    """Raises ReadError for a stated orientation that is not upright: Pillow obeys it on the first page of a TIFF only,
+    and a viewer may have shown the image otherwise than it would be read."""
+    stated = getattr(image, "tag_v2", None) or (image.getexif() if "exif" in image.info else {})
+    if (orientation := stated.get(274)) in range(2, 9):
+        raise ReadError(
+            "unsupported_pixels",
+            f"{where}: stored turned or mirrored (Orientation {orientation}); save it the way it is shown",
+        )
+
+
+def _expect_one_stack(image: "Image", pages: int, uri: str) -> None:
+    """Raises ReadError unless the pages of a TIFF are the B-scans of one volume: ImageJ and OME also put channels and
+    times into one file, and files of more than 4 GB, or with an ImageDepth, hold further B-scans behind their pages."""
+    text = _description(image)
+    if text.startswith("ImageJ="):
+        stated, *sizes = (int(_word(rf"\b{n}=(\d+)", text) or 1) for n in ("images", "slices", "channels", "frames"))
+    else:
+        stated, *sizes = (1, *(int(_attribute(f"Size{axis}", text) or 1) for axis in "ZCT"))
+    if sum(size > 1 for size in sizes) > 1:
+        z, c, t = sizes
+        raise ReadError(
+            "unknown_axes", f"{uri}: {z} slices, {c} channels and {t} times in one file; save one stack of B-scans"
+        )
+    if pages < (stated := max(stated, _first_int(getattr(image, "tag_v2", {}).get(32997)) or 1)):  # ImageDepth
+        raise ReadError(
+            "frame_count_mismatch", f"{uri}: states {stated} images and has {pages} as pages; save each as a page"
+        )
+
+
 def _check_page(image: "Image", expected: tuple[int, int], size: int, where: str) -> None:
-    """Check the size against `expected` (W, H), and that every strip or tile lies inside the file."""
+    """Check the size against `expected` (W, H), that it is upright and that every strip or tile lies inside the
+    file."""
+    _expect_upright(image, where)
     if image.size != expected:
         raise ReadError(
             "mixed_images",

@@ -28,7 +28,15 @@ def slugify(text: str) -> str:
 _EYES: dict[str, Laterality] = {"R": "R", "OD": "R", "RIGHT": "R", "L": "L", "OS": "L", "LEFT": "L"}
 
 
+_NO_EYE = ("", "B", "OU", "BOTH", "U", "UNK", "UNKNOWN", "UNSPECIFIED", "NA", "N/A", "NONE", "-")
+
+
+def may_be_an_eye(text: str) -> bool:
+    """Whether a text names an eye, or says that it is none or both: anything else is a mistake."""
+    return text.strip().upper() in (*_EYES, *_NO_EYE)
+
+
 def lateralities(values: list[str]) -> tuple[Laterality | None, bool]:
     """The eye if all stated values agree, and whether they contradict each other. B and U state no eye."""
-    stated: set[Laterality] = {eye for value in values if (eye := _EYES.get(value.upper()))}
+    stated: set[Laterality] = {eye for value in values if (eye := _EYES.get(value.strip().upper()))}
     return stated.pop() if len(stated) == 1 else None, len(stated) > 1

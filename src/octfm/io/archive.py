@@ -8,6 +8,7 @@ bytes are decompressed. ZIP: PKWARE APPNOTE 6.3.10. Overlapping members: D. Fifi
 import io
 import os
 import re
+import secrets
 import struct
 import zipfile
 import zlib
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
@@ -70,6 +71,17 @@ class Archive:
     members: dict[str, Member]
     refused: tuple[Refused, ...]
 
+    @cached_property
+    def folders(self) -> dict[str, list[str]]:
+        """Names of the members directly in each folder, also of folders that hold only others; "" is the top."""
+        found: dict[str, list[str]] = {}
+        for name in self.members:
+            folder = name.rpartition("/")[0]
+            found.setdefault(folder, []).append(name)
+            while folder and (folder := folder.rpartition("/")[0]) not in found:
+                found[folder] = []
+        return found
+
 
 def open_archive(path: str | Location) -> Archive:
     """Read and check the directory of an archive. Raises ReadError damaged_archive."""
@@ -82,12 +94,13 @@ def open_archive(path: str | Location) -> Archive:
 
 
 def split_uri(uri: str | Location) -> tuple[str, str] | None:
-    """(archive, member) for a uri inside an archive, else None."""
+    """(archive, member) for a uri inside an archive, else None; the member is empty for the archive's top folder."""
     text = str(uri)
-    at = text.find(MEMBER)
+    marked = f"{text}/"  # x.zip! is the top folder, as pathlib writes it
+    at = marked.find(MEMBER)
     if is_remote(text):
         # A request per uri, to see whether the archive exists, would cost more than reading: trust the name.
-        at = text.lower().find(f".zip{MEMBER}")
+        at = marked.lower().find(f".zip{MEMBER}")
         return None if at < 0 else (text[: at + 4], text[at + 4 + len(MEMBER) :])
     if at < 0 or os.path.exists(text):  # noqa: PTH110
         return None
@@ -95,7 +108,7 @@ def split_uri(uri: str | Location) -> tuple[str, str] | None:
     while at > 0:
         if os.path.isfile(text[:at]):  # noqa: PTH113
             return text[:at], text[at + len(MEMBER) :]
-        at = text.find(MEMBER, at + 1)
+        at = marked.find(MEMBER, at + 1)
     return None
 
 
@@ -176,25 +189,23 @@ def is_folder(uri: str | Location) -> bool:
         return is_prefix(str(uri))
     if inside is None:
         return os.path.isdir(str(uri))  # noqa: PTH112
-    members = open_archive(inside[0]).members
-    return inside[1] not in members and any(name.startswith(f"{inside[1]}/") for name in members)
+    return inside[1] in open_archive(inside[0]).folders
 
 
 def list_folder(uri: str | Location) -> list[str]:
     """Sorted uris of the files directly in a folder, on disk, in a bucket or in an archive. Raises OSError,
     ReadError."""
     inside = split_uri(uri)
-    if inside is None and is_remote(uri) and not str(uri).endswith(MEMBER[0]):
+    if inside is None and is_remote(uri):
         return directly_below(str(uri))
-    if inside is None and not str(uri).endswith(MEMBER[0]):
+    if inside is None:
         with os.scandir(str(uri)) as entries:
             found = sorted(entry.path for entry in entries if entry.is_file())
         for path in found:
             refuse_link(path)
         return found
-    archive, folder = inside or (str(uri)[: -len(MEMBER[0])], "")
-    names = (PurePosixPath(name) for name in open_archive(archive).members)
-    return [f"{archive}{MEMBER}{name}" for name in names if str(name.parent).removeprefix(".") == folder]
+    archive, folder = inside
+    return [f"{archive}{MEMBER}{name}" for name in open_archive(archive).folders.get(folder, ())]
 
 
 def file_size(uri: str | Location) -> int:
@@ -224,27 +235,34 @@ def unpacked_paths(uri: str) -> tuple[str, ...]:
 
 
 def unpack(archive: Archive, folder: Path) -> dict[str, Path]:
-    """Unpack all members that are not refused below `folder`; return member uri -> file. Existing files are kept.
+    """Unpack all members that are not refused below `folder`; return member uri -> file.
 
-    A file appears complete and verified, or not at all. Unreadable members are left out; reading them in place gives
-    the reason code.
+    Existing files are kept if they have the member's content. A file appears complete and verified, or not at all.
+    Unreadable members are left out; reading them in place gives the reason code.
     """
     written = {}
     for name, member in archive.members.items():
         target = folder / name
         uri = f"{archive.path}{MEMBER}{name}"
-        if not (target.is_file() and target.stat().st_size == member.size):
+        if not _holds(target, member):
             try:
                 with open_file(uri, whole=True) as stream:
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    # Of fixed length: a long name with an ending could be longer than the file system allows.
-                    partial = target.with_name(f".{zlib.crc32(name.encode()):08x}.partial")
+                    # Of fixed length: a long name with an ending could be longer than the file system allows. Another
+                    # process may unpack the same archive.
+                    partial = target.with_name(f".{secrets.token_hex(8)}.partial")
                     partial.write_bytes(stream.read())
                     partial.replace(target)
             except ReadError:
                 continue
         written[uri] = target
     return written
+
+
+def _holds(file: Path, member: Member) -> bool:
+    """Whether the file is this member, unpacked earlier; a new archive may hold other voxels of the same size."""
+    same_size = file.is_file() and file.stat().st_size == member.size
+    return same_size and zlib.crc32(file.read_bytes()) == member.crc
 
 
 # ---- listing -----------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from octfm.errors import BucketError
 from octfm.io import bucket
@@ -63,17 +64,8 @@ def key(uri: str, found: bucket.Object) -> str:
 def kept(name: str, size: int, make: Callable[[Path], None]) -> Iterator[Path]:
     """The cached file of this name, created by `make` if absent or truncated; not evicted while the context lasts."""
     path = folder() / "objects" / name[:2] / name
-    # Comes back here once the file is made: only then can it be locked, and it may have been evicted in between.
-    while True:
-        with suppress(FileNotFoundError):
-            with path.open("rb") as handle:
-                # Between open and flock the file may have been evicted: then it has no links left, and is made again.
-                fcntl.flock(handle, fcntl.LOCK_SH)
-                if os.fstat(handle.fileno()).st_nlink and os.fstat(handle.fileno()).st_size == size:
-                    os.utime(path)  # file systems are often mounted without access times
-                    yield path
-                    return
-            path.unlink(missing_ok=True)
+    # Only once the file is made can it be locked, and it may have been evicted in between.
+    while (handle := _locked(path, size)) is None:
         _make_room(size)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{name}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -82,6 +74,23 @@ def kept(name: str, size: int, make: Callable[[Path], None]) -> Iterator[Path]:
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
+    with handle:
+        yield path
+
+
+def _locked(path: Path, size: int) -> BinaryIO | None:
+    """A cached file, open and locked against eviction; None if it is absent, or truncated and now deleted."""
+    with suppress(FileNotFoundError), ExitStack() as opened:
+        handle = opened.enter_context(path.open("rb"))
+        # Between open and flock the file may have been evicted: then it has no links left, and is made again.
+        fcntl.flock(handle, fcntl.LOCK_SH)
+        found = os.fstat(handle.fileno())
+        if found.st_nlink and found.st_size == size:
+            os.utime(path)  # file systems are often mounted without access times
+            opened.pop_all()
+            return handle
+    path.unlink(missing_ok=True)
+    return None
 
 
 def _make_room(size: int) -> None:

@@ -266,10 +266,26 @@ def _follow_catalog(writer: StoreWriter, acquisitions: Sequence["Acquisition"]) 
                     f"{writer.path}: {row.uri} was prepared as laterality {row.laterality}, but the catalog now says "
                     f"{acquisition.laterality}; its voxels would be mirrored wrongly, prepare into a new folder"
                 )
+            _expect_same_frame(row, acquisition, writer)
             row = replace(row, **words(acquisition))
         rows.append(row)
     if rows != writer.rows:
         writer.rewrite(rows)
+
+
+def _expect_same_frame(row: StoreRow, acquisition: "Acquisition", writer: StoreWriter) -> None:
+    """Raises StoreError if the voxels of a row were prepared with other millimetres, or the other way up."""
+    # Of anything but a raster, only rows of the image keep their millimetres; estimated ones follow the whole cohort.
+    axes = slice(None) if row.layout == "raster" else slice(1, 2)
+    before, now = (tuple(mm)[axes] for mm in (row.transform["native_spacing_mm"], acquisition.spacing_mm))
+    estimated = FLAG in acquisition.flags and FLAG in row.flags
+    same_mm = estimated or all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(before, now, strict=True))
+    upside_down = "declared_upside_down"
+    if not same_mm or (upside_down in row.flags) != (upside_down in acquisition.flags):
+        what = (
+            "the other way up" if same_mm else f"with millimetres {list(before)}, but the catalog now says {list(now)}"
+        )
+        raise StoreError(f"{writer.path}: {row.uri} was prepared {what}; prepare into a new folder")
 
 
 def words(acquisition: "Acquisition") -> dict[str, Any]:
@@ -361,6 +377,7 @@ def prepare_acquisition(
     Returns the prepared volume, a fingerprint of the native voxels, and flags for whatever is doubtful about them.
     Raises one of BAD_INPUT; `code_of` gives its reason code.
     """
+    theirs = read is not None or acquisition.uri.startswith(PSEUDONYM)  # without a UID that could be compared
     if read is None:
         from octfm.formats import read_volume
 
@@ -377,6 +394,10 @@ def prepare_acquisition(
             "changed_since_scan",
             f"{acquisition.uri}: expected shape {tuple(acquisition.shape)} as in the catalog, got {volume.shape}; "
             "scan again",
+        )
+    if not theirs and volume.acquisition != acquisition.sop_instance_uid:
+        raise ReadError(
+            "changed_since_scan", f"{acquisition.uri}: holds another acquisition than the catalog says; scan again"
         )
     # The catalog knows better than the file: the scan has cross-checked header, manifest and positions.
     known = replace(

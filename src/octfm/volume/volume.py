@@ -46,6 +46,12 @@ class Lines:
         at = bscans if isinstance(bscans, slice) else list(bscans)
         return Lines(self.start[at], self.end[at])
 
+    @property
+    def to_and_fro(self) -> bool:
+        """Whether some B-scans run against the first."""
+        direction = self.end - self.start
+        return bool((direction @ direction[0] < 0).any())
+
     def mirrored(self) -> "Lines":
         """Exchange left and right; A-scans are counted from the other end."""
         return Lines(self.end * (-1, 1), self.start * (-1, 1))
@@ -144,16 +150,6 @@ class Volume:
     def eye_id(self) -> str:
         """Id of the eye: participant and laterality."""
         return f"{self.participant}_{self.laterality or 'unknown'}"
-
-    def with_voxels(self, voxels: np.ndarray) -> "Volume":
-        """The same acquisition resampled to other voxels: the physical extent stays, spacing follows the new shape.
-
-        Positions of B-scans are dropped if their number changes.
-        """
-        z, y, x = (mm / n for mm, n in zip(self.extent_mm, voxels.shape, strict=True))
-        lines = self.lines if len(voxels) == len(self.voxels) else None
-        # A view: code that reads all voxels follows their order in memory (planes.memory_order).
-        return replace(self, voxels=voxels, spacing_mm=(z, y, x), lines=lines)
 
     def mirrored(self) -> "Volume":
         """Exchange left and right in voxels, lines and laterality. Raises ValueError if laterality is unknown."""

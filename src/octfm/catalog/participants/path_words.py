@@ -93,6 +93,14 @@ _GROUPS = _words(
     """
 )
 
+_NOBODY = _words(
+    """
+    anonymous anonymized anonymised anonym anon anonymisiert anonyme anonymise anonymisee anonimo anonimizado
+    anonimizzato geanonimiseerd deidentified removed redacted masked hidden unknown unbekannt inconnu desconocido
+    sconosciuto onbekend none null na nan undefined unspecified notavailable notgiven noid nopatientid xxx xxxx
+    """
+)
+
 _PLACES = _words(
     "site center centre zentrum clinic klinik hospital station batch part set group gruppe cohort fold cd dvd"
 )
@@ -276,6 +284,11 @@ def _numbered(found: list[Segment]) -> list[Segment]:
                 continue
         out.append(segment)
     return out
+
+
+def names_nobody(participant: str) -> bool:
+    """Whether an id is a word that anonymising programs put into every file: `ANONYMOUS`, but not `ANON-17`."""
+    return re.sub(r"[\W_]+", "", plain(participant)) in {"", *_NOBODY}
 
 
 def names_people(name: str) -> bool:

@@ -205,10 +205,11 @@ class Place:
 def place_of(uri: str, root: Location) -> Place:
     path: Any = listed(uri)
     inside = str(path.relative_to(root)) if path.is_relative_to(root) else str(path).lstrip("/")
-    head, mark, tail = inside.partition(MEMBER)
+    # The top folder of an archive is x.zip!
+    head, mark, tail = (f"{inside}/" if inside.lower().endswith(".zip!") else inside).partition(MEMBER)
     if mark and head.lower().endswith(".zip"):
         inner, mark, _ = tail.partition(MEMBER)
-        head = f"{head[:-4]}/{inner}"
+        head = f"{head[:-4]}/{inner}".rstrip("/")
     if not mark and is_folder(uri):  # a second mark precedes the name of one of several volumes in a file
         first = next(iter(list_folder(uri)), "x.png").rpartition("/")[2]
         return Place((head, f"{head}/{_ENDING.sub('', first)}"), (head, f"{head}/{first}"))
@@ -308,7 +309,8 @@ def find_people(
     ids = {found[uri]: found[uri] for uri in nameless if uri in found}
     contradiction = _joined_with(known, found, ids)
     if source == "folder":
-        doubt = doubt or contradiction or _spelt_twice([*ids.values(), *known.values()])
+        alike = [f"{a!r} and {b!r} may be one person" for a, b in spelt_alike([*ids.values(), *known.values()])]
+        doubt = doubt or contradiction or next(iter(alike), "")
         if doubt:
             raise _ambiguous(root, len(nameless), len(scans), Guess(guess.lines, guess.participants, doubt))
     elif contradiction:
@@ -368,15 +370,16 @@ def _joined_with(known: Mapping[str, str], found: Mapping[str, str], ids: dict[s
     return ""
 
 
-def _spelt_twice(participants: Iterable[str]) -> str:
-    """A doubt if two ids may be spellings of one: P01 and p1 are one person more often than two."""
-    seen: dict[str, str] = {}
+def spelt_alike(participants: Iterable[str]) -> list[tuple[str, str]]:
+    """Pairs of ids that may be spellings of one: P01 and p1 are one person more often than two."""
+    first: dict[str, str] = {}
+    pairs = []
     for participant in sorted(set(participants)):
         text = re.sub(r"[\s_\-.]+", "", plain(participant))
         text = re.sub(r"(?<!\d)0+(?=\d)", "", re.sub(r"^(?:patient|participant|subject|pat|sub|p)(?=\d)", "", text))
-        if seen.setdefault(text, participant) != participant:
-            return f"{seen[text]!r} and {participant!r} may be one person"
-    return ""
+        if first.setdefault(text, participant) != participant:
+            pairs.append((first[text], participant))
+    return pairs
 
 
 def _ambiguous(root: Location, nameless: int, scans: int, guess: Guess) -> AmbiguousPeople:

@@ -29,7 +29,6 @@ class FrameFormat:
     rows: int
     columns: int
     bits_allocated: int
-    bits_stored: int
     signed: bool = False
 
 
@@ -155,8 +154,6 @@ def decode_frame(frame: bytes, form: FrameFormat, decoders: Sequence[Decoder]) -
             and image.dtype.kind == "u"
             and 8 * image.dtype.itemsize <= form.bits_allocated
         ):
-            if form.bits_stored < form.bits_allocated and not form.signed and int(image.max()) >> form.bits_stored:
-                return f"{package}: values up to {image.max()} where BitsStored is {form.bits_stored}"
             return image
         refusals.append(
             f"{package}: decoded {image.shape} {image.dtype}, "

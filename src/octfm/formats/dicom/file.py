@@ -43,7 +43,7 @@ ELEMENTS = (
     "SOPClassUID", "SOPInstanceUID", "Manufacturer", "ManufacturerModelName", "ProtocolName", "PatientID",
     "Laterality", "ImageLaterality",
     "PixelSpacing", "SliceThickness", "SpacingBetweenSlices", "NumberOfFrames", "Rows", "Columns", "SamplesPerPixel",
-    "PhotometricInterpretation", "BitsAllocated", "BitsStored", "PixelRepresentation", "SeriesInstanceUID",
+    "PhotometricInterpretation", "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "SeriesInstanceUID",
     "InstanceNumber", "RescaleSlope", "RescaleIntercept", "WindowCenter", "WindowWidth",
     "ConcatenationUID", "InConcatenationNumber", "InConcatenationTotalNumber", "SOPInstanceUIDOfConcatenationSource",
     "ImagePositionPatient", "ImageOrientationPatient", "ReferencedSeriesSequence", "ReferencedImageSequence",
@@ -314,6 +314,12 @@ def _pixel_format(dataset: Elements, keyword: str, uri: str) -> tuple[Shape3, in
             f"{uri}: {keyword} with {samples} sample(s) of {stored}/{allocated} bits, "
             f"{'signed' if signed else 'unsigned'}, {photometric[:16] or 'no photometric interpretation'}; "
             "expected 8- or 16-bit MONOCHROME1 or MONOCHROME2",
+        )
+    if stored < allocated and (high := integer(dataset, "HighBit", stored - 1)) != stored - 1:
+        raise ReadError(
+            "unsupported_pixels",
+            f"{uri}: HighBit is {high} where BitsStored is {stored}, so which bits hold the image is a guess; "
+            "export it again",
         )
     check_size(shape, uri, allocated // 8)
     return shape, allocated, stored, photometric == "MONOCHROME1", signed == 1

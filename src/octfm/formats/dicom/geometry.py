@@ -102,13 +102,16 @@ def read_geometry(
         flags.append("uneven_positions")
     if stack is not None and stack.order is not None:
         flags.append("frames_reordered")
+    lines = _raster_lines(frames, shared, shape, (dz, dx), stack) if stack is not None else None
+    if lines is not None and lines.to_and_fro:
+        flags.append("bscans_to_and_fro")
     return Geometry(
         spacing_mm=(dz, dy, dx),
         spacing_source=source,
         superior_first=stack.superior_first if stack else None,
         frame_order=stack.order if stack else None,
         flags=tuple(flags),
-        lines=_raster_lines(frames, shared, shape, (dz, dx), stack) if stack is not None else None,
+        lines=lines,
     )
 
 

@@ -95,10 +95,10 @@ def describe(
 
 
 def _stated_lateralities(dataset: Elements) -> list[str]:
-    """From FrameAnatomySequence, shared and of the first frame, then ImageLaterality and the series' Laterality."""
+    """From FrameAnatomySequence, shared and of all frames, then ImageLaterality and the series' Laterality."""
     shared = dataset.get("SharedFunctionalGroupsSequence") or []
     frames = dataset.get("PerFrameFunctionalGroupsSequence") or []
-    anatomy = [item for group in (*shared[:1], *frames[:1]) for item in group.get("FrameAnatomySequence") or []]
-    # The first frame speaks for all: one acquisition shows one eye.
-    values = [text(item, "FrameLaterality") for item in anatomy]
+    anatomy = [item for group in (*shared[:1], *frames) for item in group.get("FrameAnatomySequence") or []]
+    # A file in which frames of both eyes were joined contradicts itself.
+    values = {text(item, "FrameLaterality") for item in anatomy}
     return [*values, text(dataset, "ImageLaterality"), text(dataset, "Laterality")]

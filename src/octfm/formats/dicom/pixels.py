@@ -67,7 +67,7 @@ class Pixels:
 
     @property
     def frame_format(self) -> FrameFormat:
-        return FrameFormat(self.shape[1], self.shape[2], self.bits_allocated, self.bits_stored, self.gray is not None)
+        return FrameFormat(self.shape[1], self.shape[2], self.bits_allocated, self.gray is not None)
 
 
 def check_size(shape: Shape3, uri: str, bytes_per_voxel: int = 1) -> None:
@@ -210,10 +210,15 @@ def decode(stream: BinaryIO, pixels: Pixels, uri: str) -> np.ndarray:
     if pixels.gray is not None:
         return unsigned(stored, pixels.bits_stored, pixels.gray, pixels.inverted, uri)
     unused = pixels.bits_allocated - pixels.bits_stored
+    if unused and int(stored.max()) >> pixels.bits_stored:
+        raise ReadError(
+            "unsupported_pixels",
+            f"{uri}: values up to {stored.max()} where BitsStored is {pixels.bits_stored}; export it again",
+        )
     # In place: a second volume would not fit into a worker's memory.
     if pixels.inverted:
         np.invert(stored, out=stored)
-    # Bits above BitsStored may hold overlays: shifting left drops them and makes 2^bits_stored - 1 white.
+    # Shifting left makes 2^bits_stored - 1 white.
     return np.left_shift(stored, np.array(unused, stored.dtype), out=stored) if unused else stored
 
 

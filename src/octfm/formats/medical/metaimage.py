@@ -20,7 +20,7 @@ import numpy as np
 
 from octfm.errors import ReadError, shown
 from octfm.formats.arrays import exact_gray, in_order
-from octfm.formats.bscans import Bscans, check_size, damage_has_a_code, uid_from
+from octfm.formats.bscans import MOST_LABELS, Bscans, check_size, damage_has_a_code, uid_from, voxel_labels
 from octfm.formats.declared import read_declared
 from octfm.formats.dicom.geometry import SPACING_BOUNDS_MM
 from octfm.formats.images import digest_of
@@ -39,8 +39,6 @@ _TYPES = {
 _DEFAULT_AXES = "WHD"
 MASKS = {"reference", "mask", "masks", "label", "labels", "seg", "segmentation"}
 """Names of files that hold labels of voxels. RETOUCH calls its own reference.mhd."""
-MOST_LABELS = 16
-"""Voxels that nowhere exceed this are labels of a segmentation, whatever the file is called."""
 _SUFFIXES = (".mhd", ".mha")
 
 
@@ -78,19 +76,12 @@ def data_file(head: bytes) -> str:
 def open_bscans(uri: str) -> Bscans:
     header = _read_header(uri)
     if PurePath(uri).suffix.lower() in _SUFFIXES and PurePath(uri).stem.lower() in MASKS:
-        raise _labels(uri)
+        raise voxel_labels(uri)
     mm = in_order(header.mm, header.axes) if header.mm else None
-
-    def decode() -> np.ndarray:
-        voxels = exact_gray(_voxels(header, uri), uri)
-        if voxels.min() < voxels.max() <= MOST_LABELS:
-            raise _labels(uri)
-        return voxels
-
     return Bscans(
         uri=uri,
         shape=in_order(header.stored, header.axes),
-        decode=decode,
+        decode=lambda: exact_gray(_voxels(header, uri), uri),
         uid=uid_from(digest_of(dict.fromkeys([uri, header.data]))),
         in_plane_mm=(mm[1], mm[2]) if mm else None,
         between_mm=mm[0] if mm else None,
@@ -111,10 +102,6 @@ def read_mask(uri: str) -> np.ndarray:
                 "not_labels", f"{uri}: values up to {found.max()} are an image; labels are 0 to {MOST_LABELS}"
             )
         return found.astype(np.uint8)
-
-
-def _labels(uri: str) -> ReadError:
-    return ReadError("voxel_labels", f"{uri}: labels of voxels (masks of a segmentation), not an image; left out")
 
 
 def _read_header(uri: str) -> _Header:

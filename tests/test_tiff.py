@@ -1,0 +1,97 @@
+"""A TIFF that is cut, turned, or holds more than one stack is refused, and never read as another volume."""
+
+import numpy as np
+import pytest
+import tifffile
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from octfm.errors import ReadError
+from octfm.formats import read_header, read_volume
+from support.vendor_files import SPACING_MM, write_tiff
+from support.volumes import telling_voxels
+
+VOXELS = telling_voxels(shape=(5, 24, 20))
+
+
+def by_pillow(path, compression: str) -> None:
+    first, *others = map(Image.fromarray, VOXELS)
+    first.save(path, save_all=True, append_images=others, compression=compression)
+
+
+WRITERS = {
+    "pages first": lambda path: write_tiff(path, VOXELS),
+    "deflated": lambda path: write_tiff(path, VOXELS, compression="zlib"),
+    "BigTIFF": lambda path: write_tiff(path, VOXELS, bigtiff=True),
+    "ImageJ": lambda path: write_tiff(path, VOXELS, imagej=True),
+    "OME": lambda path: write_tiff(path, VOXELS, ome=True),
+    "Pillow": lambda path: by_pillow(path, "raw"),
+    "Pillow, LZW": lambda path: by_pillow(path, "tiff_lzw"),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(at=st.floats(0, 1, exclude_max=True))
+@example(0.999)
+@example(0.998)
+@example(0.995)
+def test_a_cut_tiff_is_refused_or_whole(writer, tmp_path, at):
+    """The cut may fall into the list of pages, whose end then looks like the end of the volume."""
+    WRITERS[writer](tmp_path / "a.tif")
+    content = (tmp_path / "a.tif").read_bytes()
+    (tmp_path / "cut.tif").write_bytes(content[: int(at * len(content))])
+    try:
+        found = read_volume(tmp_path / "cut.tif", spacing_mm=SPACING_MM, raster_only=False)
+    except ReadError as error:
+        assert error.code in ("truncated_pixel_data", "decode_failed", "empty_file", "not_dicom", "damaged_file")
+    else:
+        assert np.array_equal(found.voxels, VOXELS)
+
+
+def test_a_tiff_cut_anywhere_in_its_list_of_pages_is_refused(tmp_path):
+    by_pillow(tmp_path / "a.tif", "tiff_lzw")
+    content = (tmp_path / "a.tif").read_bytes()
+    with tifffile.TiffFile(tmp_path / "a.tif") as file:
+        third, fourth = file.pages[2].offset, file.pages[3].offset
+    for end in range(third, fourth):
+        (tmp_path / "cut.tif").write_bytes(content[:end])
+        with pytest.raises(ReadError) as refused:
+            read_header(tmp_path / "cut.tif")
+        assert refused.value.code in ("truncated_pixel_data", "decode_failed")
+
+
+@pytest.mark.parametrize("orientation", [2, 3, 6])
+@pytest.mark.parametrize("suffix", ["tif", "jpg"])
+def test_images_that_are_stored_turned_are_refused(tmp_path, suffix, orientation):
+    """Left alone, the first page of a TIFF would be turned and no other, and no JPEG."""
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "tif":
+        write_tiff(path, VOXELS, extratags=[(274, "H", 1, orientation, True)])
+    else:
+        exif = Image.Exif()
+        exif[274] = orientation
+        Image.fromarray(VOXELS[0]).save(path, exif=exif)
+    with pytest.raises(ReadError, match=f"Orientation {orientation}") as refused:
+        read_volume(path, spacing_mm=SPACING_MM, raster_only=False)
+    assert refused.value.code == "unsupported_pixels"
+
+
+@pytest.mark.parametrize("kind", ["imagej", "ome"])
+def test_channels_are_not_bscans(tmp_path, kind):
+    both = np.stack([VOXELS, 255 - VOXELS], axis=1)
+    tifffile.imwrite(tmp_path / "a.tif", both, metadata={"axes": "ZCYX"}, **{kind: True})
+    with pytest.raises(ReadError, match="5 slices, 2 channels and 1 times") as refused:
+        read_volume(tmp_path / "a.tif", spacing_mm=SPACING_MM)
+    assert refused.value.code == "unknown_axes"
+
+
+def test_bscans_behind_the_only_page_are_not_left_out(tmp_path):
+    """ImageJ writes one page for files of more than 4 GB, and tifffile a single one of depth 5."""
+    tifffile.imwrite(tmp_path / "deep.tif", VOXELS, volumetric=True, tile=(5, 16, 16))
+    tifffile.imwrite(tmp_path / "large.tif", VOXELS[0], description="ImageJ=1.54f\nimages=5\nslices=5\n", metadata=None)
+    for path in (tmp_path / "deep.tif", tmp_path / "large.tif"):
+        with pytest.raises(ReadError, match="states 5 images and has 1") as refused:
+            read_header(path, layouts=("line",))
+        assert refused.value.code == "frame_count_mismatch"
