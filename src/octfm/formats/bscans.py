@@ -87,6 +87,8 @@ class Bscans:
     flags: tuple[str, ...] = ()
     alone: ReadError | None = None
     """Raised for a single B-scan where only volumes are wanted; by default not_raster."""
+    aside: ReadError | None = None
+    """Raised where scans are listed: labels, which only whoever names the file reads as a volume."""
 
 
 class Reader(Protocol):
@@ -128,6 +130,8 @@ def to_header(
 ) -> Header:
     """The Header. Raises ReadError: angiography for flow unless it is among `modalities`, not_raster, absurd_size,
     absurd_spacing, contradicting_declaration."""
+    if bscans.aside is not None:
+        raise bscans.aside
     bscans, declared = _with_sidecar(bscans)
     _expect_modality(bscans, declared, modalities)
     arrangement = _admissible_arrangement(bscans, layouts)

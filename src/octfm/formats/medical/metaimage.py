@@ -25,7 +25,7 @@ from octfm.formats.declared import read_declared
 from octfm.formats.dicom.geometry import SPACING_BOUNDS_MM
 from octfm.formats.images import digest_of
 from octfm.formats.medical.nifti import axes_of_spacing
-from octfm.formats.reasons import expect_bytes
+from octfm.formats.reasons import expect_bytes, voxel_labels
 from octfm.io.archive import open_file
 from octfm.io.location import listed
 from octfm.volume.volume import Shape3
@@ -78,13 +78,13 @@ def data_file(head: bytes) -> str:
 def open_bscans(uri: str) -> Bscans:
     header = _read_header(uri)
     if PurePath(uri).suffix.lower() in _SUFFIXES and PurePath(uri).stem.lower() in MASKS:
-        raise _labels(uri)
+        raise voxel_labels(uri)
     mm = in_order(header.mm, header.axes) if header.mm else None
 
     def decode() -> np.ndarray:
         voxels = exact_gray(_voxels(header, uri), uri)
         if voxels.min() < voxels.max() <= MOST_LABELS:
-            raise _labels(uri)
+            raise voxel_labels(uri)
         return voxels
 
     return Bscans(
@@ -111,10 +111,6 @@ def read_mask(uri: str) -> np.ndarray:
                 "not_labels", f"{uri}: values up to {found.max()} are an image; labels are 0 to {MOST_LABELS}"
             )
         return found.astype(np.uint8)
-
-
-def _labels(uri: str) -> ReadError:
-    return ReadError("voxel_labels", f"{uri}: labels of voxels (masks of a segmentation), not an image; left out")
 
 
 def _read_header(uri: str) -> _Header:
