@@ -307,6 +307,7 @@ def prepare(
     """
     from octfm.catalog.catalog import Catalog
     from octfm.config import load
+    from octfm.display import number
     from octfm.errors import ConfigError
     from octfm.store.prepare import prepare as prepare_catalog
     from octfm.volume.preprocessing import Preprocessing
@@ -353,7 +354,7 @@ def prepare(
         exclude=exclude,
         find_band=find_band,
     )
-    typer.echo(f"{store.path}: {len(store)} volumes")
+    typer.echo(f"{store.path}: {number(len(store), 'volume')}")
 
 
 def _size(text: str) -> tuple[int, int, int]:
