@@ -141,11 +141,11 @@ def test_any_tree_of_dicom_files_needs_no_table(tmp_path):
     write_oct_dicom(tmp_path / "a" / "scan", ramp(), SPACING_MM, participant=None)
     write_oct_dicom(tmp_path / "b" / "deep" / "notes.txt", ramp(), SPACING_MM, participant="77")
     (tmp_path / "b" / "readme.txt").write_text("not an image")
-    (tmp_path / "b" / "thumb.png").write_bytes(b"\x89PNG" + bytes(300))
+    (tmp_path / "b" / "thumb.gif").write_bytes(b"GIF89a" + bytes(300))
     catalog = scan(tmp_path)
     assert [a.participant for a in catalog.acquisitions] == ["a", "77"]
     assert "participant_from_folder" in catalog.acquisitions[0].flags
-    assert [(Path(r.uri).name, r.code) for r in catalog.rejects] == [("thumb.png", "not_dicom")]
+    assert [(Path(r.uri).name, r.code) for r in catalog.rejects] == [("thumb.gif", "not_dicom")]
     assert catalog.companions == 1
 
 

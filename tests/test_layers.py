@@ -37,6 +37,7 @@ from octfm.phantom.native.bscans import SURFACES as DRAWN
 from octfm.phantom.native.stream import Stream
 from octfm.volume.volume import Volume
 from octfm.weights.packaged import CURRENT, NOTE, packaged
+from support.command_line import octfm_here
 
 UNSEEN = Stream(203, randomised=0.0, ascan_um=(13.0, 19.0))
 """Phantom B-scans of a seed that no choice has seen."""
@@ -320,6 +321,17 @@ def test_a_table_resumes_and_keeps_a_row_for_what_cannot_be_read(files, tmp_path
         (tmp_path / "damaged.csv").write_text(f"{','.join(COLUMNS)}\n{damaged}\n")
         with pytest.raises(EvaluationError, match=rf"damaged.csv: line 2: expected {len(COLUMNS)} columns"):
             write_table([], tmp_path / "damaged.csv")
+
+
+def test_one_scan_that_cannot_be_read_is_an_error_and_of_several_a_row(files, tmp_path):
+    code, out, err = octfm_here("segment", files[1], "--out", "t.csv", cwd=tmp_path)
+    assert (code, out, err.count("\n")) == (1, "", 1) and not (tmp_path / "t.csv").exists()
+    code, out, _ = octfm_here("segment", *files[:2], "--out", "t.csv", cwd=tmp_path)
+    assert code == 0 and "t.csv: 2 new of 2 scans; 1 could not be read or segmented" in out
+    (tmp_path / "cut.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
+    code, out, _ = octfm_here("segment", files[1], "cut.png", "--out", "none.csv", cwd=tmp_path)
+    assert code == 1 and "; 2 could not be read or segmented" in out
+    assert read_table(tmp_path / "none.csv")[1]["problem"].startswith("decode_failed: ")
 
 
 def test_a_table_has_one_writer(files, tmp_path):

@@ -15,6 +15,7 @@ from octfm.pretraining.preflight import data, examine, resources
 from octfm.pretraining.preflight.cost import Speed, _step_cost, step_cost
 from octfm.pretraining.settings import PretrainConfig, load_config
 from octfm.run.runtime import Runtime, start
+from octfm.store.phantoms import PhantomConfig
 from octfm.store.selection import select
 from octfm.volume.preprocessing import Preprocessing
 from support.ranks import Ranks
@@ -200,6 +201,12 @@ def test_F8_a_store_that_is_slower_than_the_device_is_named(store, monkeypatch):
     assert "1,000 steps take about 22.2 days" in slow.measured
     fast = resources.forecast(config(steps=1000), store, start("fp32", "cpu"), replace(sample, volumes_per_s=1e9))
     assert fast.status == "PASS"
+    streamed = config(steps=1000)
+    streamed = streamed.model_copy(
+        update={"data": streamed.data.model_copy(update={"phantoms": PhantomConfig(seed=1)})}
+    )
+    rendered = resources.forecast(streamed, store, start("fp32", "cpu"), replace(sample, volumes_per_s=1 / 480))
+    assert "rendering phantoms gives" in rendered.measured and "cores" in rendered.advice
 
 
 def test_durations_are_told_as_people_tell_them():

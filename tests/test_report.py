@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -360,7 +361,12 @@ def test_counts_of_the_data_flow_agree(tmp_path):
 
 def test_next_step_follows_from_the_result(tmp_path):
     run = write_run(tmp_path)
-    assert next_step(gather(run), "runs/a", "prepared")[1] == ("octfm trust runs/a --store prepared --target disease",)
+    sources = gather(run)
+    assert next_step(sources, "runs/a", "prepared")[1] == ("octfm trust runs/a --store prepared --target disease",)
+    probed_by_table = replace(sources, probe={**sources.probe, "labels": "mine.csv"})
+    assert next_step(probed_by_table, "runs/a", "prepared")[1] == (
+        "octfm trust runs/a --store prepared --labels LABELS.csv --target disease",
+    )
     assert next_step(gather(write_run(tmp_path / "b", probe=False)), "runs/a", None)[1] == (
         "octfm embed runs/a --store STORE",
         "octfm probe runs/a --labels LABELS.csv",

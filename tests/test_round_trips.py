@@ -290,11 +290,14 @@ def test_a_comment_names_no_background_and_no_label_beyond_a_byte():
 
 
 def test_a_scan_keeps_the_exports_of_its_volume_with_it(tmp_path, exported):
+    """The NIfTI files name no volume and are left out as well, wherever they lie: labels are not a scan."""
     volume, files = exported
-    for file in files[2:]:
-        file.unlink()
     catalog = scan(tmp_path)
     (row,) = catalog.acquisitions
+    assert {(skip.uri, skip.code) for skip in catalog.skipped} == {
+        (str(file), code)
+        for file, code in zip(files, ("voxel_labels", "layer_heights", "layer_heights", "voxel_labels"), strict=True)
+    }
     assert not catalog.rejects and row.sop_instance_uid == volume.acquisition
     assert catalog.voxel_labels(row) == (str(files[0]),) and catalog.layer_heights(row) == (str(files[1]),)
 

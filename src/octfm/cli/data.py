@@ -184,11 +184,12 @@ def scan(
     octfm scan my_scans/ --participant-from '{participant}/{eye}/*' --pixels
     octfm scan my_bscans/ --layouts line --participant-from '{label}/*-{participant}-*'
     """
-    from octfm.catalog.catalog import NothingAccepted
+    from octfm.catalog.catalog import CatalogError, NothingAccepted
     from octfm.catalog.catalog import scan as scan_root
     from octfm.catalog.columns import Columns
     from octfm.catalog.participants.people import AmbiguousPeople
     from octfm.errors import ConfigError
+    from octfm.io.location import holds_other
     from octfm.io.progress import Progress
     from octfm.report.data_health import write_data_health
 
@@ -199,6 +200,8 @@ def scan(
         )
     if keep_columns and pseudonymise is None:
         raise ConfigError("--keep-columns: only applies with --pseudonymise; add --pseudonymise KEYFILE")
+    if holds_other(out, "catalog.parquet"):
+        raise CatalogError(f"{out}: the folder is not empty and holds no catalog; choose a new --out")
     failure = None
     try:
         with Progress("scan", 1, "files") as progress:
@@ -304,6 +307,7 @@ def prepare(
     """
     from octfm.catalog.catalog import Catalog
     from octfm.config import load
+    from octfm.display import number
     from octfm.errors import ConfigError
     from octfm.store.prepare import prepare as prepare_catalog
     from octfm.volume.preprocessing import Preprocessing
@@ -350,7 +354,7 @@ def prepare(
         exclude=exclude,
         find_band=find_band,
     )
-    typer.echo(f"{store.path}: {len(store)} volumes")
+    typer.echo(f"{store.path}: {number(len(store), 'volume')}")
 
 
 def _size(text: str) -> tuple[int, int, int]:

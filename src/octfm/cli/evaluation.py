@@ -133,9 +133,9 @@ def probe(
 def finetune(
     config: Annotated[
         str,
-        typer.Argument(
-            metavar="CONFIG",
-            help="YAML file, or packaged config: study_group_linear, study_group_attentive or study_group_finetune.",
+        opt.config_argument(
+            "finetune",
+            "YAML file, or packaged config: study_group_linear, study_group_attentive or study_group_finetune.",
         ),
     ],
     overrides: Annotated[
@@ -525,6 +525,8 @@ def _segment_scans(
         read_corrected(calibrate)  # before hours of work
     by_hand = find_corrections(corrections) if corrections is not None else {}
     if out.suffix == ".csv":
+        if len(sources) == 1 and isinstance(sources[0], str):
+            read_volume(sources[0], raster_only=False, limits=limits)  # an error, not a table of one problem
         sheet = ContactSheet(out)
         with Progress("segment", len(sources), "scans") as progress:
             added = write_table(
@@ -537,7 +539,9 @@ def _segment_scans(
                 also=sheet.add,
                 echo=opt.echo_line,
             )
-        typer.echo(f"{out}: {added} new of {len(sources)} scans")
+        failed = sum(bool(row["problem"]) and row["source"] in sources for row in read_table(out))
+        problems = f"; {failed} could not be read or segmented, see the column problem" if failed else ""
+        typer.echo(f"{out}: {added} new of {len(sources)} scans{problems}")
         if calibrate is not None:
             with only_writer(out):
                 rows, told = calibrate_rows(read_table(out), calibrate)
@@ -545,6 +549,8 @@ def _segment_scans(
             for line in told:
                 opt.echo_line(line)
         typer.echo(sheet.write(read_table(out)))
+        if failed == len(sources):
+            raise typer.Exit(1)
         return
     stems = _stems(each.source if isinstance(each, Volume) else each for each in sources)
     unread, used = 0, 0

@@ -31,7 +31,9 @@ def models(
         use = f", used by {verb}" if network.current else ""
         typer.echo(f"{network.name}: {network.about}{use}")
         typer.echo(f"  {network.size_bytes / 1e6:.1f} MB, SHA-256 {network.digest[:12]}, licence {network.licence}")
-        if not network.is_encoder:
+        if network.is_encoder:
+            typer.echo("  synthetic-supervised: learned from the truth of synthetic scans, not from unlabelled ones")
+        else:
             typer.echo(f"  masks reported: {', '.join(mask.replace('_', ' ') for mask in network.masks) or 'none'}")
         typer.echo(f"  {NOTE}; octfm models {network.name} prints the model card")
 

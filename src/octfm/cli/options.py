@@ -140,14 +140,32 @@ Place = Any
 MAX_SEED = 2**32 - 1
 """Largest seed that NumPy, PyTorch and scikit-learn all accept."""
 
-Config = Annotated[
-    str,
-    typer.Argument(
-        metavar="CONFIG",
-        help="YAML file, or name of a packaged config such as vit_s or demo.",
-        autocompletion=_packaged_configs,
-    ),
-]
+
+def _settings_of(verb: str) -> Callable[[str], str]:
+    """A check of CONFIG that names the verb whose settings a file holds, where this is another."""
+
+    def check(config: str) -> str:
+        from octfm.config import find_config, read_yaml
+        from octfm.errors import ConfigError
+        from octfm.pretraining.settings import PretrainConfig
+        from octfm.tasks.finetune_settings import FinetuneConfig
+
+        keys = read_yaml(find_config(config)).keys()
+        verbs = {"pretrain": PretrainConfig, "finetune": FinetuneConfig}
+        fitting = [name for name, settings in verbs.items() if keys <= settings.model_fields.keys()]
+        if fitting and verb not in fitting:
+            raise ConfigError(f"{config}: settings of octfm {fitting[0]}, which takes it: octfm {fitting[0]} {config}")
+        return config
+
+    return check
+
+
+def config_argument(verb: str, about: str) -> Any:
+    """The argument CONFIG: settings of `octfm pretrain` or `octfm finetune`."""
+    return typer.Argument(metavar="CONFIG", help=about, autocompletion=_packaged_configs, callback=_settings_of(verb))
+
+
+Config = Annotated[str, config_argument("pretrain", "YAML file, or name of a packaged config such as vit_s or demo.")]
 Out = Annotated[Path, local_option("--out", metavar="FOLDER", help="Output folder.")]
 OutPlace = Annotated[
     Place,

@@ -189,6 +189,9 @@ def pretrain(
 ) -> None:
     """Pretrain an encoder; the same command resumes an interrupted run.
 
+    Self-supervised on your scans, without labels; dense is synthetic-supervised: it learns from the truth of synthetic
+    scans that are rendered as they are needed.
+
     Examples:
     octfm pretrain vit_s --store prepared --out runs/vit_s
     octfm pretrain vit_s --store prepared --steps 20000 model.depth=6 --out runs/small

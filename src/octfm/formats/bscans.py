@@ -21,7 +21,7 @@ from octfm.formats.declared import Declared, read_declared
 from octfm.formats.dicom.geometry import NotRaster, Stack, check_bounds, positions_across, stack_of
 from octfm.formats.dicom.pixels import check_size
 from octfm.formats.names import lateralities, slugify
-from octfm.formats.reasons import Header, angiography, blank, cannot_open
+from octfm.formats.reasons import Header, angiography, blank, cannot_open, voxel_labels
 from octfm.volume.estimated import axial_mm, retina_rows, spacing_of
 from octfm.volume.planes import Planes, used_full_scale
 from octfm.volume.radial import expect_a_star
@@ -89,6 +89,8 @@ class Bscans:
     flags: tuple[str, ...] = ()
     alone: ReadError | None = None
     """Raised for a single B-scan where only volumes are wanted; by default not_raster."""
+    aside: ReadError | None = None
+    """Raised where scans are listed: labels, which only whoever names the file reads as a volume."""
 
 
 class Reader(Protocol):
@@ -130,6 +132,8 @@ def to_header(
 ) -> Header:
     """The Header. Raises ReadError: angiography for flow unless it is among `modalities`, not_raster, absurd_size,
     absurd_spacing, contradicting_declaration."""
+    if bscans.aside is not None:
+        raise bscans.aside
     bscans, declared = _with_sidecar(bscans)
     _expect_modality(bscans, declared, modalities)
     arrangement = _admissible_arrangement(bscans, layouts)
@@ -200,10 +204,6 @@ def are_labels(voxels: np.ndarray) -> bool:
         if np.count_nonzero(seen) > MOST_LABELS:
             return False
     return True
-
-
-def voxel_labels(uri: str) -> ReadError:
-    return ReadError("voxel_labels", f"{uri}: labels of voxels (masks of a segmentation), not an image; left out")
 
 
 def _estimated(voxels: np.ndarray, full_scale: int, uri: str) -> Spacing3:

@@ -49,7 +49,7 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"MM\0*", "images"),
     (0, b"II+\0", "images"),
     (0, b"MM\0+", "images"),
-    (0, b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "images"),
+    (0, b"\x89PNG\r\n\x1a\n", "images"),
     (0, b"BM", "images"),
     (0, b"\xff\xd8\xff", "images"),
 )

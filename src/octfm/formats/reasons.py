@@ -72,7 +72,9 @@ REASONS: dict[str, Reason] = {
         "correct the line of the sidecar or the table that the sentence names",
     ),
     "angiography": Reason(
-        "OCT angiography (flow), not structure; taken with --modalities structure,octa", _LEFT_OUT, expected=True
+        "OCT angiography (flow), not structure; octfm scan takes it with --modalities structure,octa",
+        _LEFT_OUT,
+        expected=True,
     ),
     "en_face": Reason("an en face image, made from a volume", _LEFT_OUT, expected=True),
     "photograph": Reason("a fundus photograph or scanning laser image", _LEFT_OUT, expected=True),
@@ -197,6 +199,10 @@ def expect_bytes(uri: str, size: int, needed: int) -> None:
 
 def angiography(uri: str) -> ReadError:
     return ReadError("angiography", f"{uri}: {REASONS['angiography'].meaning}; left out")
+
+
+def voxel_labels(uri: str) -> ReadError:
+    return ReadError("voxel_labels", f"{uri}: labels of voxels (masks of a segmentation), not an image; left out")
 
 
 def blank(uri: str) -> ReadError:

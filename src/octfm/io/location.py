@@ -215,3 +215,9 @@ class BucketPath:
 
 
 Location = Path | BucketPath
+
+
+def holds_other(folder: Location, own: str) -> bool:
+    """Whether a folder has files, but not the file `own`. Names with a leading dot do not count: a lock, or a file of a
+    killed writer."""
+    return not (folder / own).is_file() and folder.is_dir() and any(p.name[0] != "." for p in folder.iterdir())

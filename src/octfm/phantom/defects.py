@@ -98,9 +98,9 @@ def spoil(ds: Dataset, voxels: np.ndarray, kind: str, rng: np.random.Generator) 
 
 
 def _other_content(rng: np.random.Generator) -> bytes:
-    """What a failed download or a wrong export leaves in place of the image: an error page, a PNG, zeros."""
+    """What a failed download or a wrong export leaves in place of the image: an error page, a GIF, zeros."""
     page = b"<html><body>503 Service Unavailable: the download did not finish</body></html>\n" * 40
-    picture = b"\x89PNG\r\n\x1a\n" + rng.bytes(2000)
+    picture = b"GIF89a" + rng.bytes(2000)
     return (page, picture, bytes(4096))[rng.integers(3)]
 
 

@@ -173,8 +173,8 @@ def training_charts(sources: Sources) -> list[Chart]:
 COMPARED = {
     "masked_over_baseline": (
         "Masked loss over baseline",
-        "The error of predicting hidden tissue over that of never looking; of dense, that of naming what tokens show. "
-        "Not comparable between objectives, and it chooses no encoder.",
+        "The error of predicting hidden tissue over that of a constant prediction; of dense, that of naming what "
+        "tokens show. Not comparable between objectives, and it chooses no encoder.",
     ),
     "effective_rank": (
         "Effective rank",

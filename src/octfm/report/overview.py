@@ -129,7 +129,8 @@ def next_step(sources: Sources, run: str, store: str | None) -> tuple[str, tuple
         text = "These eyes are synthetic: whether pretraining helps you is a question for your own scans."
         return text, _shell(["demo", "--data", "FOLDER", "--labels", "TABLE", "--out", "own"])
     key = next((r["column"] for r in probe["results"] if not r.get("leakage")), None)
-    trust = ["trust", run, "--store", store, *(["--target", key] if key else [])]
+    labels = ["--labels", "LABELS.csv"] if probe.get("labels") else []
+    trust = ["trust", run, "--store", store, *labels, *(["--target", key] if key else [])]
     why = {
         "better": "Before you build on it, compare it with thickness alone, across scanners and subgroups:",
         "worse": "A simpler method does better: do not build on these features. See what they miss:",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octfm.catalog.acquisition import FLAGS, PSEUDONYM
+from octfm.display import number
 from octfm.errors import BAD_INPUT, BucketError, ReadError, StoreError
 from octfm.formats.declared import doubtful_way_up
 from octfm.formats.reasons import REASONS as READER_REASONS
@@ -214,11 +215,13 @@ def _writer(out: Location, preprocessing: "Preprocessing", compression: Compress
 
 def describe(summary: dict[str, Any]) -> str:
     """`Store.summary()` as text."""
-    lines = [f"{summary['volumes']:,} volumes of {summary['participants']:,} participants prepared"]
+    lines = [f"{number(summary['volumes'], 'volume')} of {number(summary['participants'], 'participant')} prepared"]
     for title, key in (("scanner", "by_scanner"), ("diagnosis", "by_diagnosis")):
         for name, counts in summary[key].items():
             low = f"{counts['low_confidence']:,} ({counts['low_confidence'] / counts['volumes']:.0%})"
-            lines.append(f"  {title} {name}: {counts['volumes']:,} volumes, tissue band of low confidence in {low}")
+            lines.append(
+                f"  {title} {name}: {number(counts['volumes'], 'volume')}, tissue band of low confidence in {low}"
+            )
     lines += [f"  {count:,} {flag}: {FLAGS[flag]}" for flag, count in summary["found"].items()]
     lines += [f"  not prepared, {code}: {count:,}" for code, count in summary["unprepared"].items()]
     return "\n".join(lines)

@@ -64,10 +64,11 @@ def select(
             f"{store.path}: holds single B-scans, and data.layouts is {list(layouts)}; data.layouts=[line] takes them"
         )
     if not rows:
-        among = f" of {', '.join(sorted(allowed))}" if scanners or leave_out else ""
-        among += "" if all(row.layout in layouts for row in store.rows) else f" and of data.layouts {list(layouts)}"
+        wanted = [f"of {', '.join(sorted(allowed))}"] if scanners or leave_out else []
+        wanted += [] if all(row.layout in layouts for row in store.rows) else [f"of data.layouts {list(layouts)}"]
         if not all(row.modality in modalities for row in store.rows):
-            among += f" and of data.modalities {list(modalities)}"
+            wanted.append(f"of data.modalities {list(modalities)}")
+        among = f" {' and '.join(wanted)}" if wanted else ""
         raise ConfigError(
             f"{store.path}: no volume{among} is in split {split!r}; splits present: {', '.join(splits) or 'none'}"
         )

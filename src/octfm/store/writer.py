@@ -15,7 +15,7 @@ import numpy as np
 
 from octfm.errors import StoreError
 from octfm.io.lease import Lease
-from octfm.io.location import Location, flush, lock, write_whole
+from octfm.io.location import Location, flush, holds_other, lock, write_whole
 from octfm.store.layout import (
     ARRAYS,
     CHECKSUM,
@@ -223,12 +223,7 @@ def _is_whole(shard: Path, size: int | None) -> bool:
 def _refuse_foreign_folder(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise StoreError(f"{path}: expected a folder for the store, got a file; choose another place")
-    # Names with a leading dot are the lock, or a header whose writer was killed while writing it.
-    if (
-        path.is_dir()
-        and not (path / "store.json").is_file()
-        and any(not p.name.startswith(".") for p in path.iterdir())
-    ):
+    if holds_other(path, "store.json"):
         raise StoreError(f"{path}: the folder is not empty and holds no store; choose a new folder, or empty this one")
 
 

@@ -317,8 +317,8 @@ class FineTuning:
         else:
             self.stale += 1
         session.echo(
-            f"epoch {epoch:>3}  loss {self.loss:.3f}  validation {self.target.metric} {value:.3f}  best "
-            f"{self.best['score']:.3f}"
+            f"epoch {epoch:>3}  step {self.step}/{self.steps}  loss {self.loss:.3f}  "
+            f"validation {self.target.metric} {value:.3f}  best {self.best['score']:.3f}"
         )
         return True
 

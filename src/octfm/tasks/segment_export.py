@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from octfm.errors import EvaluationError
+from octfm.formats.medical.nifti import HEIGHTS
 from octfm.io.location import local_path, replacing, write_whole
 from octfm.version import __version__
 from octfm.volume.segmentation import Segmentation
@@ -63,10 +64,12 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str, volume: Volu
         of = found.heights_um if measured else found.surfaces.__getitem__
         heights = np.stack([of(name).T for name in found.surfaces], axis=-1).astype(np.float32)
         image = nibabel.Nifti1Image(heights, np.diag([dx, dz, 1.0, 1.0]))
+        image.header.set_intent("estimate", name=HEIGHTS)
         _describe(image, found, " ".join(found.surfaces))
         written.append(_nifti(image, folder / f"{stem}_heights_{'um' if measured else 'rows'}.nii.gz", measured))
     labels, meaning = label_map(found)
     image = nibabel.Nifti1Image(labels.transpose(2, 1, 0), np.diag([dx, dy, dz, 1.0]))
+    image.header.set_intent("label")
     _describe(image, found, "; ".join(f"{value} {name}" for value, name in meaning.items()))
     if volume is not None:
         write_whole(folder / f"{stem}_labels.json", json.dumps(_sidecar(volume)).encode())

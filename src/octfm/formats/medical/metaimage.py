@@ -20,12 +20,12 @@ import numpy as np
 
 from octfm.errors import ReadError, shown
 from octfm.formats.arrays import exact_gray, in_order
-from octfm.formats.bscans import MOST_LABELS, Bscans, check_size, damage_has_a_code, uid_from, voxel_labels
+from octfm.formats.bscans import MOST_LABELS, Bscans, check_size, damage_has_a_code, uid_from
 from octfm.formats.declared import read_declared
 from octfm.formats.dicom.geometry import SPACING_BOUNDS_MM
 from octfm.formats.images import digest_of
 from octfm.formats.medical.nifti import axes_of_spacing
-from octfm.formats.reasons import expect_bytes
+from octfm.formats.reasons import expect_bytes, voxel_labels
 from octfm.io.archive import open_file
 from octfm.io.location import listed
 from octfm.volume.volume import Shape3

@@ -21,12 +21,16 @@ from octfm.formats.arrays import exact_gray, in_order
 from octfm.formats.bscans import Bscans, check_size, uid_of
 from octfm.formats.declared import read_declared
 from octfm.formats.dicom.geometry import SPACING_BOUNDS_MM
-from octfm.formats.reasons import expect_bytes
+from octfm.formats.reasons import expect_bytes, voxel_labels
 from octfm.io.archive import open_file
 
 _TYPES = {2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4"}
 _TO_MM = {0: 1.0, 1: 1000.0, 2: 1.0, 3: 0.001}
 """xyzt_units -> mm. 0 is unknown: read as millimetres, which counts only if the values are plausible for an OCT."""
+_LABEL = 1002
+"""Intent code of an image whose values are labels."""
+HEIGHTS = "layer heights"
+"""Intent name of octfm's height maps."""
 _COMMENT = 6
 """Code of an extension of text."""
 _AXIAL_FINER, _BSCANS_COARSER = 1.5, 1.2
@@ -44,6 +48,8 @@ class _Header:
     intercept: float
     has_mm: bool
     """Whether it states a unit of length, plausible or not."""
+    intent: tuple[int, bytes]
+    """Code and name of what the values mean."""
 
     @property
     def bytes(self) -> int:
@@ -67,6 +73,8 @@ def open_bscans(uri: str) -> Bscans:
         size = file.seek(0, io.SEEK_END)
         with _stream(file) as stream:
             header = _read_header(stream, uri)
+        if header.intent[1] == HEIGHTS.encode():
+            raise ReadError("layer_heights", f"{uri}: heights of layers, not an image; left out")
         zipped = _is_zipped(file)
         check_size(header.shape, uri, header.dtype.itemsize)
         if not zipped:
@@ -88,6 +96,7 @@ def open_bscans(uri: str) -> Bscans:
         between_mm=mm[0] if mm else None,
         bits=8 if header.dtype.itemsize == 1 else None,
         flags=("axial_direction_assumed",),
+        aside=voxel_labels(uri) if header.intent[0] == _LABEL else None,
     )
 
 
@@ -158,7 +167,7 @@ def _read_header(stream: BinaryIO, uri: str) -> _Header:
         dim = struct.unpack_from(order + "8q", head, 16)
         mm = struct.unpack_from(order + "8d", head, 104)
         offset, slope, intercept = struct.unpack_from(order + "qdd", head, 168)
-        (units,) = struct.unpack_from(order + "i", head, 500)
+        units, intent, meaning = struct.unpack_from(order + "2i16s", head, 500)
     elif length == 348:
         magic = head[344:347]
         (kind,) = struct.unpack_from(order + "h", head, 70)
@@ -166,6 +175,7 @@ def _read_header(stream: BinaryIO, uri: str) -> _Header:
         mm = struct.unpack_from(order + "8f", head, 76)
         offset, slope, intercept = struct.unpack_from(order + "3f", head, 108)
         units = head[123]
+        (intent,), meaning = struct.unpack_from(order + "h", head, 68), head[328:344]
     else:
         raise ReadError("damaged_file", f"{uri}: a NIfTI header of {length} bytes, expected 348 or 540; fetch it again")
     if magic[:2] == b"ni":
@@ -189,6 +199,7 @@ def _read_header(stream: BinaryIO, uri: str) -> _Header:
         slope=slope,
         intercept=intercept,
         has_mm=units & 7 != 0,
+        intent=(intent, meaning.rstrip(b"\0")),
     )
 
 

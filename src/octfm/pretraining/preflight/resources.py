@@ -97,7 +97,13 @@ def step_time(config: PretrainConfig, preprocessing: Preprocessing, runtime: Run
 
 
 def forecast(config: PretrainConfig, store: Store, runtime: Runtime, sample: Sample) -> Check:
-    """Forecast the time of a step and of the run, and warn if reading the store is the bottleneck (F8)."""
+    """Forecast the time of a step and of the run, and warn if reading volumes is the bottleneck (F8)."""
+    source = "reading the store" if config.data.phantoms is None else "rendering phantoms"
+    advice = (
+        "use a local, uncompressed store (octfm prepare --compression none), or more data.prefetch"
+        if config.data.phantoms is None
+        else "use more CPU cores, which render in parallel, or more data.prefetch"
+    )
     batch = config.data.global_batch_size
     step_s, cost = step_time(config, store.preprocessing, runtime)
     needs = batch / step_s
@@ -106,15 +112,11 @@ def forecast(config: PretrainConfig, store: Store, runtime: Runtime, sample: Sam
     slowest = max(step_s, batch / reads)
     measured = (
         f"about {duration(step_s)} per step ({cost.flops / 1e12:.2f} TFLOP), which needs {needs:.3g} volumes/s, and "
-        f"reading the store gives {reads:.3g}; {config.steps:,} steps take about {duration(config.steps * slowest)}"
+        f"{source} gives {reads:.3g}; {config.steps:,} steps take about {duration(config.steps * slowest)}"
     )
     if reads < needs:
         waiting = f"the device would wait {1 - reads / needs:.0%} of the time"
-        return warn(
-            "forecast",
-            f"{measured}; {waiting}",
-            "use a local, uncompressed store (octfm prepare --compression none), or more data.prefetch",
-        )
+        return warn("forecast", f"{measured}; {waiting}", advice)
     return passed("forecast", measured)
 
 

@@ -227,8 +227,10 @@ def _subgroups(result: dict[str, Any]) -> Finding:
         return Finding(question, "none", part["sentence"], "subgroups")
     planned = [c for c in part["comparisons"] if c["planned"]]
     silent = len(part["comparisons"]) - len(planned)
+    if not planned:
+        return Finding(question, "none", f"None of {silent} groups has 10 participants per class.", "subgroups")
     stands = [c for c in planned if c["claim"] != "inconclusive"]
-    text = f"{len(stands)} of {len(planned)} gaps stand after Holm"
+    text = f"{len(stands)} of {len(planned)} differences between a group and everybody else hold after Holm"
     if stands:
         text += ": " + "; ".join(
             f"{c['claim']} for {c['group']} {plain(c['value'])} than for {plain(c['against'])} in "
