@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from octfm.catalog.catalog import Catalog, CatalogError, scan
 from octfm.catalog.columns import Columns, TableError, is_identifier, read_rows
@@ -315,3 +317,21 @@ def test_an_id_that_a_spreadsheet_made_a_fraction_is_the_id(tmp_path):
     found = scan(folder, table=files, participants=people, workers=0).acquisitions
     assert {a.participant: a.participant_labels["diagnosis"] for a in found} == {"1001": "AMD", "1002": "healthy"}
     assert not any("participant_conflict" in a.flags for a in found)
+
+
+cells = st.text("ab1 ,;\t\"'.äöüß", max_size=6)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.tuples(cells, cells, cells), max_size=5),
+    delimiter=st.sampled_from(",;\t"),
+    encoding=st.sampled_from(["utf-8", "utf-8-sig", "cp1252", "utf-16"]),
+    end=st.sampled_from(["\n", "\r\n"]),
+)
+def test_any_table_is_read_as_it_was_written(tmp_path, rows, delimiter, encoding, end):
+    with (tmp_path / "t.csv").open("w", newline="", encoding=encoding) as file:
+        writer = csv.writer(file, delimiter=delimiter, lineterminator=end)
+        writer.writerows([("pid", "path", "eye"), *rows])
+    stripped = [tuple(cell.strip() for cell in row) for row in rows]
+    assert [tuple(row.values()) for row in read_rows(tmp_path / "t.csv")] == [row for row in stripped if any(row)]
