@@ -4,6 +4,7 @@ stay offline."""
 import importlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from octfm.pretraining.settings import PretrainConfig
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
 from support.browser import Browser, needs_chromium
-from support.small_store import small_store
+from support.small_store import small_preprocessing, small_store
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -339,6 +340,38 @@ def test_the_tour_prints_what_it_says(tmp_path):
     assert execute.shape(execute.execute(page, tmp_path)) == execute.shape(page), (
         "run: python docs/execute.py docs/guide/tour.md"
     )
+
+
+SHORTER = {"finetune": ["epochs=1"], "segment": ["steps=2"], "trust": ["--from-scratch-epochs", "0"]}
+"""Words that make a command of the guide take seconds."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_commands_of_the_evaluation_page_run_one_after_another(tmp_path):
+    """As printed, but for their lengths: every command finds what those before it have made."""
+    from octfm.catalog.catalog import scan
+    from octfm.phantom import write_phantom
+    from octfm.store.prepare import prepare
+    from support.command_line import octfm_here
+    from support.tiny_runs import config, quick_pretrain, quiet
+
+    clinic = tmp_path / "clinic"
+    write_phantom(clinic, 26, 5, size=(8, 96, 64), scanners=("topcon_triton",), diagnoses=("healthy", "dme"), workers=1)
+    store = prepare(scan(clinic, workers=0), tmp_path / "prepared", small_preprocessing(), workers=0, progress=False)
+    for seed, run in enumerate(("a", "b", "a_triton")):
+        quick_pretrain(config(steps=2, seed=seed), store, tmp_path / "runs" / run, echo=quiet)
+    shutil.copy(clinic / "ground_truth" / "labels.tsv", tmp_path)
+    shutil.copy(next(clinic.rglob("*.dcm")), tmp_path / "scan.dcm")
+    (tmp_path / "my_encoder.py").write_text("def mine():\n    return lambda voxels: voxels.mean(axis=(2, 3))\n")
+    blocks = re.findall(r"^```bash\n.*?^```", (DOCS / "guide" / "evaluate.md").read_text(), re.S | re.M)
+    lines = [line for line in commands("\n".join(blocks)) if line.split()[1] != "demo"]
+    assert len(lines) >= 16
+    for line in lines:
+        verb, *words = shlex.split(line.replace("--group ethnicity", "--group clinical_site"))[1:]
+        shorter = SHORTER.get(verb, []) if "--apply" not in words else []
+        code, out, err = octfm_here(verb, *words, *shorter, cwd=tmp_path)
+        assert code == 0, f"{line}\n{out}\n{err}"
 
 
 class Fetched(HTMLParser):

@@ -298,6 +298,11 @@ def test_a_scan_keeps_the_exports_of_its_volume_with_it(tmp_path, exported):
         (str(file), code)
         for file, code in zip(files, ("voxel_labels", "layer_heights", "layer_heights", "voxel_labels"), strict=True)
     }
+    nibabel = pytest.importorskip("nibabel")
+    image = nibabel.load(files[-1])  # by its name alone, as other programs and earlier versions write it
+    image.header.set_intent("none")
+    nibabel.save(image, files[-1])
+    assert scan(tmp_path).acquisitions == catalog.acquisitions
     assert not catalog.rejects and row.sop_instance_uid == volume.acquisition
     assert catalog.voxel_labels(row) == (str(files[0]),) and catalog.layer_heights(row) == (str(files[1]),)
 

@@ -50,7 +50,9 @@ def test_a_contact_sheet_shows_the_most_doubtful_first_and_keeps_pictures_of_ear
     rows = [row(found_in(fluid_in=3), "good.dcm"), row(found_in(reasons=("upside down",)), "bad.dcm"), unread]
     page = sheet.write(rows).read_text()
     assert page.index("broken.dcm") < page.index("bad.dcm") < page.index("good.dcm")
-    assert re.search(r"intraretinal fluid \d+\.\d nl", page)
+    assert re.search(r"centre [\d.]+ µm, intraretinal fluid \d+\.\d nl", page)
+    rows[0] |= {"centre_um": ""}
+    assert re.search(r"good.dcm<br>intraretinal fluid", sheet.write(rows).read_text())
     assert page.count("<img") == 2 and "nothing &lt;in&gt; it" in page
     assert "3 in the table, 1 with a reason not to believe them, 1 that could not be read" in page
     small = sheet.write(rows, room=(sheet.folder / next(iter(sheet.folder.iterdir())).name).stat().st_size * 3 // 2)

@@ -309,7 +309,7 @@ def _forest_plot(results: Sequence[dict[str, Any]], metric: str) -> Chart | None
     leakage = ", except for scanner" if any(r["leakage"] for r in rows) else ""
     caption = (
         f"Right is better{leakage}. The bar is the 95\u00a0% interval, the dashed line is chance. Hollow markers have "
-        "no interval: too few participants. Overlapping bars do not settle a comparison; the paired table below does."
+        "no interval: too few participants. Overlapping bars do not settle a comparison; the paired differences do."
     )
     return Chart(name, caption, svg)
 

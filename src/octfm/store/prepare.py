@@ -216,7 +216,7 @@ def _writer(out: Location, preprocessing: "Preprocessing", compression: Compress
 def describe(summary: dict[str, Any]) -> str:
     """`Store.summary()` as text."""
     lines = [f"{number(summary['volumes'], 'volume')} of {number(summary['participants'], 'participant')} prepared"]
-    for title, key in (("scanner", "by_scanner"), ("diagnosis", "by_diagnosis")):
+    for title, key in (("scanner", "by_scanner"), ("group", "by_diagnosis")):
         for name, counts in summary[key].items():
             low = f"{counts['low_confidence']:,} ({counts['low_confidence'] / counts['volumes']:.0%})"
             lines.append(

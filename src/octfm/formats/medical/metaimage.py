@@ -24,7 +24,7 @@ from octfm.formats.bscans import MOST_LABELS, Bscans, check_size, damage_has_a_c
 from octfm.formats.declared import read_declared
 from octfm.formats.dicom.geometry import SPACING_BOUNDS_MM
 from octfm.formats.images import digest_of
-from octfm.formats.medical.nifti import axes_of_spacing
+from octfm.formats.medical.nifti import MASKS, axes_of_spacing
 from octfm.formats.reasons import expect_bytes, voxel_labels
 from octfm.io.archive import open_file
 from octfm.io.location import listed
@@ -37,8 +37,13 @@ _TYPES = {
     "MET_FLOAT": "f4", "MET_DOUBLE": "f8",
 }  # fmt: skip
 _DEFAULT_AXES = "WHD"
+<<<<<<< HEAD
 MASKS = {"reference", "mask", "masks", "label", "labels", "seg", "segmentation"}
 """Names of files that hold labels of voxels. RETOUCH calls its own reference.mhd."""
+=======
+MOST_LABELS = 16
+"""Voxels that nowhere exceed this are labels of a segmentation, whatever the file is called."""
+>>>>>>> w-l
 _SUFFIXES = (".mhd", ".mha")
 
 

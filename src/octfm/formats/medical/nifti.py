@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import BinaryIO, NoReturn, cast
 
 import numpy as np
@@ -27,6 +28,8 @@ from octfm.io.archive import open_file
 _TYPES = {2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4"}
 _TO_MM = {0: 1.0, 1: 1000.0, 2: 1.0, 3: 0.001}
 """xyzt_units -> mm. 0 is unknown: read as millimetres, which counts only if the values are plausible for an OCT."""
+MASKS = {"reference", "mask", "masks", "label", "labels", "seg", "segmentation"}
+"""Names of files that hold labels of voxels. RETOUCH calls its own reference.mhd."""
 _LABEL = 1002
 """Intent code of an image whose values are labels."""
 HEIGHTS = "layer heights"
@@ -80,6 +83,7 @@ def open_bscans(uri: str) -> Bscans:
         if not zipped:
             expect_bytes(uri, size, header.offset + header.bytes)
         uid = uid_of(file, size)
+    last_word = PurePath(uri).name.lower().removesuffix(".gz").removesuffix(".nii").rpartition("_")[2]
     axes = read_declared(uri).axes or axes_of_spacing(header.mm) or _unknown_axes(header.mm, uri)
     mm = in_order(header.mm, axes) if header.mm else None
 
@@ -96,7 +100,7 @@ def open_bscans(uri: str) -> Bscans:
         between_mm=mm[0] if mm else None,
         bits=8 if header.dtype.itemsize == 1 else None,
         flags=("axial_direction_assumed",),
-        aside=voxel_labels(uri) if header.intent[0] == _LABEL else None,
+        aside=voxel_labels(uri) if header.intent[0] == _LABEL or last_word in MASKS else None,
     )
 
 

@@ -47,10 +47,15 @@ class ContactSheet:
                 coded = base64.b64encode(path.read_bytes()).decode()
                 size += len(coded)
                 src = f"data:image/png;base64,{coded}" if size <= room else ""
-            amounts = {name[:-3]: nl for name, nl in row.items() if name.endswith("_nl") and float(nl or 0) > 0}
+            measured = [f"centre {row['centre_um']} µm"] if row["centre_um"] else []
+            measured += [
+                f"{name[:-3].replace('_', ' ')} {nl} nl"
+                for name, nl in row.items()
+                if name.endswith("_nl") and float(nl or 0) > 0
+            ]
             refused = row["verdict"] not in ("", ACCEPTED)
             shown = {"source": one_line(row["source"]), "problem": one_line(row["problem"])}
-            cards.append({**row, **shown, "src": src, "refused": refused, "had": path.exists(), "amounts": amounts})
+            cards.append({**row, **shown, "src": src, "refused": refused, "had": path.exists(), "measured": measured})
         facts = {
             "cards": cards,
             "refused": sum(card["refused"] for card in cards),
