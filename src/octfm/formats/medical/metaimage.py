@@ -37,13 +37,6 @@ _TYPES = {
     "MET_FLOAT": "f4", "MET_DOUBLE": "f8",
 }  # fmt: skip
 _DEFAULT_AXES = "WHD"
-<<<<<<< HEAD
-MASKS = {"reference", "mask", "masks", "label", "labels", "seg", "segmentation"}
-"""Names of files that hold labels of voxels. RETOUCH calls its own reference.mhd."""
-=======
-MOST_LABELS = 16
-"""Voxels that nowhere exceed this are labels of a segmentation, whatever the file is called."""
->>>>>>> w-l
 _SUFFIXES = (".mhd", ".mha")
 
 
