@@ -90,7 +90,7 @@ class Bscans:
     alone: ReadError | None = None
     """Raised for a single B-scan where only volumes are wanted; by default not_raster."""
     aside: ReadError | None = None
-    """Raised where scans are listed: labels, which only whoever names the file reads as a volume."""
+    """Raised where scans are listed: labels by header or name; `to_volume` knows others by their values."""
 
 
 class Reader(Protocol):
