@@ -312,7 +312,7 @@ def test_a_bar_with_the_remaining_time_on_a_terminal(tmp_path, capsys, monkeypat
 
 def test_the_summary_is_said_per_scanner_and_diagnosis(undisturbed):
     text = describe(Store.open(undisturbed).summary())
-    assert "scanner topcon_triton: " in text and "diagnosis healthy: " in text
+    assert "scanner topcon_triton: " in text and "group healthy: " in text
 
 
 VICTIM = """
