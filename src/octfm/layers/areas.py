@@ -188,7 +188,8 @@ def clear_openings(
             area = areas == i
             tops = area.argmax(axis=0)[None]
             above = (row < tops - 8 / row_um) & (row >= tops - ROOF_UM / row_um)
-            bare = above.any(axis=0) & area.any(axis=0) & (np.where(above, roof, -np.inf).max(axis=0) < ROOF)
+            bare = area.any(axis=0) & (np.where(above, roof, -np.inf).max(axis=0) < ROOF)
+            bare &= tops[0] * row_um >= ROOF_UM  # else a roof may lie outside the image
             if bare.sum() * ascan_um >= OPEN_UM and (bscan[area] == subretinal).mean() >= SUBRETINAL:
                 bscan[area], opened[d] = 0, True
     return opened

@@ -61,8 +61,8 @@ class ScanSegmentation(Segmentation):
     corrections: Corrections | None = field(default=None, repr=False)
     """What somebody has corrected by hand; surfaces and masks have it, `found` is what the network found."""
     hole: np.ndarray | None = field(default=None, repr=False)
-    """bool [D]: B-scans in which an area that the network took for fluid is open to the vitreous, as in a full-thickness
-    macular hole, and is not in the masks."""
+    """bool [D]: B-scans in which an area that the network took for fluid is open to the vitreous, as in a macular hole,
+    and is not in the masks."""
 
     def __repr__(self) -> str:
         facts = self._described()
