@@ -25,7 +25,7 @@ import numpy as np
 from octfm.layers.finder import LayerFinder, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
 from octfm.layers.verdict import ZONE_UM, Measures, decide, expected_error_um
-from octfm.layers.zones import FEWEST_PER_MM
+from octfm.layers.zones import FEWEST_PER_MM, UNEVEN_UM
 from octfm.phantom.native.bscans import SURFACES, Labelled, sample_placement
 from octfm.phantom.native.stream import Stream
 from octfm.volume.etdrs import field_of, field_of_volume, measure_around
@@ -224,10 +224,10 @@ def shown_differently(volume: Volume) -> dict[str, Volume]:
 
 
 def central(volume: Volume, finder: LayerFinder) -> tuple[float | None, bool]:
-    """Central thickness in µm, and whether it is refused, or marked as one of B-scans too far apart."""
+    """Central thickness in µm, and whether it is refused, or marked as one that depends on single B-scans."""
     found = segment(volume, finder=finder)
     grid = found.etdrs()
-    coarse = grid.bscans_per_mm < FEWEST_PER_MM
+    coarse = grid.bscans_per_mm < FEWEST_PER_MM or grid.uneven_um > UNEVEN_UM
     value, given = found.etdrs(keep_doubtful=True).mean_um["centre"], grid.mean_um["centre"]
     return value, given is None or coarse or not found.verdict.accepted
 

@@ -159,6 +159,19 @@ def test_axial_length_scales_lateral_distances_by_bennetts_formula():
     assert grid.centre_mm[0] == pytest.approx(FOVEA[0] * field.ascan_mm / nominal.ascan_mm, abs=0.02)
 
 
+def test_a_centre_that_rests_on_single_bscans_is_uneven():
+    """Eight B-scans per mm, one of them 80 µm thicker; a tilted retina is even."""
+    field = field_of((49, 64), (0.125, 0.0039, 0.1), True)
+    tilted = 300 + np.arange(49.0)[:, None] + np.zeros(64)
+    assert measure_grid(tilted, field, "R").uneven_um == pytest.approx(0, abs=1e-9)
+    tilted[24] += 80
+    through = (np.abs(field.bscans_mm - 3) < 0.5).sum()
+    expected = np.sqrt((80**2 + 2 * 40**2) / through) / through
+    assert measure_grid(tilted, field, "R").uneven_um == pytest.approx(expected)
+    tilted[25] = np.nan
+    assert np.isfinite(measure_grid(tilted, field, "R").uneven_um)
+
+
 def test_a_single_bscan_has_no_grid():
     field = field_of((1, 256), (0.1, 0.004, 0.02), True)
     grid = measure_grid(np.full((1, 256), 300.0), field, "R")

@@ -30,7 +30,7 @@ from octfm.layers.areas import (
 from octfm.layers.edges import EDGES, onto_edge, onto_edges
 from octfm.layers.finder import LayerFinder, load_finder, network_size, without_white_padding
 from octfm.layers.sample import samples
-from octfm.layers.table import COLUMNS, read_table, write_table
+from octfm.layers.table import COLUMNS, describe, read_table, row_of, write_table
 from octfm.layers.training import HEIGHT, WIDTH, LayerTraining, batch, stream_of, write_weights
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig, layer_loss
 from octfm.phantom.native.bscans import SURFACES as DRAWN
@@ -475,6 +475,28 @@ def test_lines_of_a_real_eye_with_drusen_lie_near_the_experts(real_data):
         expert = np.where(count > 0, (hit * rows).sum(axis=1) / np.maximum(count, 1), np.nan)
         off = 3.872 * np.abs(found.surfaces[name] - expert)
         assert np.nanmean(off) < most, name
+
+
+def test_the_opening_of_a_hole_is_no_fluid_and_fluid_below_a_retina_is():
+    """One phantom B-scan through a full-thickness hole, one through central serous detachment."""
+    hole, serous = (
+        octfm.segment(
+            as_volume(Stream(40, 1, 0.1, 1.0, conditions=(name,), ascan_um=(11.5, 19.0))(place), layout="line")
+        )
+        for name, place in (("macular_hole", 17), ("central_serous", 18))
+    )
+    subretinal = 1 + MASKS.index("subretinal_fluid")
+    assert (hole.found.lesions == subretinal).any() and not hole.masks["subretinal_fluid"].any()
+    assert "full-thickness macular hole may be in 1 B-scan" in describe(hole)
+    assert np.array_equal(serous.masks["subretinal_fluid"], serous.found.lesions == subretinal)
+    assert serous.masks["subretinal_fluid"].any() and not serous.hole_note
+
+
+def test_the_opening_of_a_real_hole_is_no_fluid(real_data):
+    voxels = np.load(real_data / "macular_hole_49.npz")["volume"][22:33:2]
+    found = octfm.segment(Volume(voxels, (0.12, 0.00387, 0.0115), source="hole"))
+    assert found.hole.all() and not found.masks["subretinal_fluid"].any()
+    assert "macular hole may be in 6 B-scans" in row_of(found)["zones_note"]
 
 
 def band_image(width: int, row_um: float, tilt: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

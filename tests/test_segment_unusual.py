@@ -82,9 +82,24 @@ def test_every_layout_has_a_row(layout):
     assert (layout == "raster") != (f"a {layout} scan" in row["zones_note"])
 
 
-def test_wrong_millimetres_do_not_make_gigantic_bscans():
-    assert network_size((1, 496, 512), (0.1, 0.1, 0.1)) == LARGEST
+@pytest.mark.parametrize("factor", [1000, 0.001])
+def test_millimetres_that_are_micrometres_or_metres_are_refused_in_words(finder, tmp_path, factor):
+    """Before the network: for it, B-scans of micrometres taken for millimetres would have gigabytes."""
+    if factor > 1:
+        finder.network = None
+    spacing_mm = tuple(factor * mm for mm in (0.24, 0.0039, 0.0115))
+    found = segment(Volume(noise((3, 496, 512)), spacing_mm), finder=finder)
+    assert found.verdict.codes[:2] == ("field", "frame") and found.verdict.doubt >= 1
+    assert "check the axial millimetres" in describe(found) and "no retina" not in describe(found)
+    write_table([found.volume], tmp_path / "table.csv", finder=finder)
+    [row] = read_table(tmp_path / "table.csv")
+    assert "check the lateral millimetres" in row["verdict"] and not row["problem"]
+
+
+def test_bscans_of_twenty_by_eight_millimetres_are_seen_whole():
     assert network_size((1, 2000, 1200), (0.1, 0.0039, 0.016)) == (2000, 1200)
+    rows, columns = network_size((1, 512, 512), (0.1, 8 / 512, 20 / 512))
+    assert rows <= LARGEST[0] and columns <= LARGEST[1]
 
 
 def test_white_padding_is_no_reason_against_a_scan():

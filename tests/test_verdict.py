@@ -241,6 +241,13 @@ def test_a_volume_that_another_fovea_would_change_is_withheld(monkeypatch):
     assert found.etdrs().volume_mm3 is None and found.etdrs(keep_doubtful=True).volume_mm3
 
 
+def test_a_centre_that_rests_on_single_bscans_has_a_note():
+    even, uneven = found_in(49), found_in(49)
+    uneven.surfaces["ilm"][24] -= 40  # 160 µm
+    notes = [row_of(found)["zones_note"] for found in (even, uneven)]
+    assert [("B-scans through the centre differ" in note) for note in notes] == [False, True]
+
+
 def test_zones_that_another_fovea_would_change_are_withheld_with_the_reason(phantom, monkeypatch):
     found = octfm.segment(phantom)
     with_a_rival(monkeypatch, 1.2)

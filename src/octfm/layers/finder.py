@@ -52,8 +52,8 @@ WINDOW_ROWS = 4
 MOST_PADDING = 0.2
 """Largest share of a B-scan that is taken for white padding."""
 LARGEST = (2051, 1250)
-"""Most rows and A-scans in the network: 8 x 20 mm, beyond which the verdict refuses a scan. Wrong millimetres would
-else make B-scans of gigabytes."""
+"""Most rows and A-scans in the network: 8 x 20 mm, beyond which the verdict refuses a scan. In larger B-scans, which
+have wrong millimetres, nothing is looked for: micrometres taken for millimetres would make them gigabytes."""
 CHUNK, CHUNK_PIXELS, CPU_PIXELS = 4, 2**21, 2**16
 """B-scans at a time, and the most pixels of the network in them: of an accelerator, of a CPU."""
 
@@ -105,14 +105,19 @@ class LayerFinder:
 
     @torch.no_grad()
     def find(self, volume: Volume) -> Layers:
-        """Surfaces and lesions of every B-scan of a volume, one by one; layout and laterality do not matter."""
+        """Surfaces and lesions of every B-scan of a volume, one by one; layout and laterality do not matter.
+
+        Nothing is found in B-scans of more than LARGEST.
+        """
         depth, height, width = volume.shape
         white = 255 if volume.voxels.dtype == np.uint8 else volume.full_scale
         size = network_size(volume.shape, volume.spacing_mm)
-        rows = np.empty((len(SURFACES), depth, width), np.float32)
-        spread, near = np.empty_like(rows), np.empty_like(rows)
-        disorder, present = np.empty((depth, width), np.float32), np.empty((depth, width), np.float32)
+        rows = np.full((len(SURFACES), depth, width), np.nan, np.float32)
+        spread, near = np.zeros_like(rows), np.zeros_like(rows)
+        disorder, present = np.zeros((depth, width), np.float32), np.zeros((depth, width), np.float32)
         lesions = np.zeros(volume.shape, np.uint8)
+        if size[0] > LARGEST[0] or size[1] > LARGEST[1]:
+            return Layers(rows, spread, near, disorder, present, lesions)
         # Fewer on a CPU: memory of larger arrays is mapped and cleared anew each time (octfm.io.heap).
         most = CPU_PIXELS if self.runtime.device.type == "cpu" else CHUNK_PIXELS
         chunk = max(1, min(CHUNK, most // math.prod(size)))
@@ -218,7 +223,7 @@ def network_size(shape: Shape3, spacing_mm: tuple[float, float, float]) -> tuple
     rows = height if 1 / TOLERATED < rows < TOLERATED else max(1, round(height * rows))
     columns = 1000 * spacing_mm[2] / ASCAN_UM
     columns = width if 1 / TOLERATED < columns < TOLERATED else max(1, round(width * columns))
-    return min(rows, LARGEST[0]), min(columns, LARGEST[1])
+    return rows, columns
 
 
 @functools.cache

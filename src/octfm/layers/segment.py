@@ -12,6 +12,7 @@ from octfm.display import Picture, box, brief, number, picture
 from octfm.errors import CorrectionsError, EvaluationError
 from octfm.formats import read_volume
 from octfm.formats.reasons import angiography
+from octfm.layers.areas import clear_openings
 from octfm.layers.corrections import Corrections, require_order
 from octfm.layers.edges import onto_edges
 from octfm.layers.finder import LayerFinder, Layers, load_finder
@@ -59,6 +60,9 @@ class ScanSegmentation(Segmentation):
     """Of the network, None if it has none."""
     corrections: Corrections | None = field(default=None, repr=False)
     """What somebody has corrected by hand; surfaces and masks have it, `found` is what the network found."""
+    hole: np.ndarray | None = field(default=None, repr=False)
+    """bool [D]: B-scans in which an area that the network took for fluid is open to the vitreous, as in a macular hole,
+    and is not in the masks."""
 
     def __repr__(self) -> str:
         facts = self._described()
@@ -91,6 +95,7 @@ class ScanSegmentation(Segmentation):
         return {
             "verdict": f"do not believe it: {reasons}" if reasons else "nothing speaks against it",
             "doubtful": f"{self.doubtful.mean():.0%} of A-scans",
+            "note": self.hole_note,
             "corrected": ""
             if self.corrections is None
             else f"by hand, {number(len(self.corrections.touched), 'B-scan')}",
@@ -169,6 +174,14 @@ class ScanSegmentation(Segmentation):
         """bool [D, W]: A-scans whose thickness from ILM to BM should not be believed, because the network expects an
         error above 12 µm or did not find either; see octfm.layers.verdict.expected_error_um."""
         return self.expected_error_um() > ASCAN_UM
+
+    @property
+    def hole_note(self) -> str:
+        """In words if a full-thickness macular hole may have been found, else empty."""
+        if self.hole is None or not self.hole.any():
+            return ""
+        bscans = number(int(self.hole.sum()), "B-scan")
+        return f"a full-thickness macular hole may be in {bscans}: its opening is not counted as fluid"
 
     @property
     def why_no_um(self) -> str:
@@ -316,9 +329,12 @@ def segment(
     if volume.modality != "structure":
         raise angiography(volume.source)
     found = finder.find(volume)
+    row_um, ascan_um = (1000 * mm for mm in volume.spacing_mm[1:])
+    lesions = found.lesions.copy()
+    hole = clear_openings(lesions, volume.voxels, found.rows, row_um, ascan_um)
     return ScanSegmentation(
         surfaces=dict(zip(SURFACES, onto_edges(volume.voxels, found.rows, volume.spacing_mm), strict=True)),
-        masks={name: found.lesions == i for i, name in enumerate(MASKS, 1) if name in finder.masks},
+        masks={name: lesions == i for i, name in enumerate(MASKS, 1) if name in finder.masks},
         spacing_mm=volume.spacing_mm,
         volume=volume,
         found=found,
@@ -326,4 +342,5 @@ def segment(
         model=finder.model,
         axial_length_mm=axial_length_mm,
         ranges=packaged_ranges(finder.name, finder.digest),
+        hole=hole,
     )

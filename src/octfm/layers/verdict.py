@@ -160,6 +160,8 @@ def decide(measures: Measures) -> Verdict:
         "wide_field": WIDE_MM < m.field_mm <= FIELD_MM[1],
         "unfamiliar": m.seen >= SEEN and m.doubtful > DOUBTFUL,
     }
+    if wrong["field"] or wrong["frame"]:
+        wrong["no_retina"] = False  # no wonder
     codes = tuple(code for code in REASONS if wrong[code])
     doubt = 1 - m.seen + m.doubtful + min(m.spread_um, 1000) / 100
     reasons = tuple(REASONS[code].format(**vars(m)) for code in codes)

@@ -289,6 +289,9 @@ class EtdrsGrid:
     """Other places that could be the foveal pit."""
     bscans_per_mm: float = 0.0
     """How densely the zones were sampled across B-scans; the central zone is 1 mm wide."""
+    uneven_um: float = 0.0
+    """How much the central mean depends on single B-scans: by how much those through the central zone differ from the
+    mean of their neighbours (root mean square), over their number."""
 
     def __repr__(self) -> str:
         known = sum(mean is not None for mean in self.mean_um.values())
@@ -354,7 +357,21 @@ def measure_around(
         mean[name] = float(measured[known].mean()) if coverage[name] >= LEAST_COVERED else None
     area = np.pi * RINGS_MM[-1] ** 2
     volume = float(np.nanmean(values[whole])) / 1000 * area if covered >= LEAST_COVERED else None
-    return EtdrsGrid(mean, coverage, volume, centre, centre_mm, rivals_mm, field.per_mm)
+    uneven_um = _uneven_um(centre_mm, thickness_um, field)
+    return EtdrsGrid(mean, coverage, volume, centre, centre_mm, rivals_mm, field.per_mm, uneven_um)
+
+
+def _uneven_um(centre_mm: tuple[float, float], thickness_um: np.ndarray, field: Field) -> float:
+    """`EtdrsGrid.uneven_um`; 0 where fewer than three neighbouring B-scans were measured there."""
+    offset = np.asarray(centre_mm) - field.origin
+    ascans_mm = field.starts_mm[:, None] + field.ascan_mm * np.arange(field.columns)
+    inside = (np.abs(ascans_mm - offset @ field.along) < RINGS_MM[0]) & np.isfinite(thickness_um)
+    total = np.where(inside, thickness_um, 0.0).sum(axis=1)
+    line_um = np.divide(total, inside.sum(axis=1), out=np.full(len(total), np.nan), where=inside.any(axis=1))
+    through = np.abs(field.bscans_mm - offset @ field.across) < RINGS_MM[0]
+    apart_um = (line_um[1:-1] - (line_um[:-2] + line_um[2:]) / 2)[through[1:-1]]
+    apart_um = apart_um[np.isfinite(apart_um)]
+    return float(np.sqrt(np.mean(apart_um**2)) / through.sum()) if len(apart_um) else 0.0
 
 
 def _zones(x: np.ndarray, y: np.ndarray, laterality: Laterality | None, upright: bool) -> dict[str, np.ndarray]:
