@@ -162,6 +162,8 @@ def keep_sure(lesions_BHW: np.ndarray, logit_BHW: np.ndarray, kinds: slice, pixe
 
 def _is(lesions: np.ndarray, kinds: slice) -> np.ndarray:
     return (lesions > kinds.start) & (lesions <= kinds.stop)
+
+
 def clear_openings(
     lesions_BHW: np.ndarray, bscans_BHW: np.ndarray, rows_SBW: np.ndarray, row_um: float, ascan_um: float
 ) -> np.ndarray:
