@@ -17,6 +17,7 @@ from octfm.layers.areas import (
     DRUSEN,
     FLUID,
     FLUID_GROWS,
+    clear_openings,
     clear_shadows,
     fill_detachments,
     keep_plausible,
@@ -74,6 +75,8 @@ class Layers:
     """float32 [D, W]: probability that the retina is in the image, the least of ILM and BM."""
     lesions: np.ndarray
     """uint8 [D, H, W]: 0, or 1 + index in MASKS."""
+    hole: np.ndarray | None = None
+    """bool [D]: B-scans in which an area of fluid was open to the vitreous, as in a macular hole, and left out."""
 
     __repr__ = fields_line
 
@@ -115,9 +118,9 @@ class LayerFinder:
         rows = np.full((len(SURFACES), depth, width), np.nan, np.float32)
         spread, near = np.zeros_like(rows), np.zeros_like(rows)
         disorder, present = np.zeros((depth, width), np.float32), np.zeros((depth, width), np.float32)
-        lesions = np.zeros(volume.shape, np.uint8)
+        lesions, hole = np.zeros(volume.shape, np.uint8), np.zeros(depth, bool)
         if size[0] > LARGEST[0] or size[1] > LARGEST[1]:
-            return Layers(rows, spread, near, disorder, present, lesions)
+            return Layers(rows, spread, near, disorder, present, lesions, hole)
         # Fewer on a CPU: memory of larger arrays is mapped and cleared anew each time (octfm.io.heap).
         most = CPU_PIXELS if self.runtime.device.type == "cpu" else CHUNK_PIXELS
         chunk = max(1, min(CHUNK, most // math.prod(size)))
@@ -139,8 +142,8 @@ class LayerFinder:
                 best, which = grown.max(dim=1)
                 areas = torch.where(best > 0, which + 1, 0).to(torch.uint8).cpu().numpy()
                 seen = logits.cpu().numpy(), grey, rows[:, part], present[part]
-                lesions[part] = self._reported(areas, *seen, volume.spacing_mm)
-        return Layers(rows, spread, near, disorder, present, lesions)
+                lesions[part], hole[part] = self._reported(areas, *seen, volume.spacing_mm)
+        return Layers(rows, spread, near, disorder, present, lesions, hole)
 
     def _reported(
         self,
@@ -150,8 +153,9 @@ class LayerFinder:
         rows: np.ndarray,
         present: np.ndarray,
         spacing_mm: Spacing3,
-    ) -> np.ndarray:
-        """The areas to report, from those [B, H, W] of the network with log-odds [B, M, H, W]; see layers/areas.py."""
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The areas to report, from those [B, H, W] of the network with log-odds [B, M, H, W], and the B-scans [B] with
+        openings of holes; see layers/areas.py."""
         row_um, ascan_um = 1000 * spacing_mm[1], 1000 * spacing_mm[2]
         one_kind_of_fluid(lesions, logits)
         for kinds in (FLUID, DETACHMENT):
@@ -161,8 +165,9 @@ class LayerFinder:
         keep_sure_drusen(lesions, logits[:, DRUSEN].max(axis=1), rows, row_um, ascan_um)
         if "detachment" in self.masks:
             fill_detachments(lesions, rows, row_um)
+        opened = clear_openings(lesions, grey, rows, row_um, ascan_um)
         keep_visible(lesions, present)
-        return lesions
+        return lesions, opened
 
     def _prepared(self, images: Tensor, size: tuple[int, int]) -> Tensor:
         if images.shape[-2:] != size:

@@ -12,7 +12,6 @@ from octfm.display import Picture, box, brief, number, picture
 from octfm.errors import CorrectionsError, EvaluationError
 from octfm.formats import read_volume
 from octfm.formats.reasons import angiography
-from octfm.layers.areas import clear_openings
 from octfm.layers.corrections import Corrections, require_order
 from octfm.layers.edges import onto_edges
 from octfm.layers.finder import LayerFinder, Layers, load_finder
@@ -60,9 +59,6 @@ class ScanSegmentation(Segmentation):
     """Of the network, None if it has none."""
     corrections: Corrections | None = field(default=None, repr=False)
     """What somebody has corrected by hand; surfaces and masks have it, `found` is what the network found."""
-    hole: np.ndarray | None = field(default=None, repr=False)
-    """bool [D]: B-scans in which an area that the network took for fluid is open to the vitreous, as in a macular hole,
-    and is not in the masks."""
 
     def __repr__(self) -> str:
         facts = self._described()
@@ -178,9 +174,10 @@ class ScanSegmentation(Segmentation):
     @property
     def hole_note(self) -> str:
         """In words if a full-thickness macular hole may have been found, else empty."""
-        if self.hole is None or not self.hole.any():
+        hole = self.found.hole
+        if hole is None or not hole.any():
             return ""
-        bscans = number(int(self.hole.sum()), "B-scan")
+        bscans = number(int(hole.sum()), "B-scan")
         return f"a full-thickness macular hole may be in {bscans}: its opening is not counted as fluid"
 
     @property
@@ -329,12 +326,9 @@ def segment(
     if volume.modality != "structure":
         raise angiography(volume.source)
     found = finder.find(volume)
-    row_um, ascan_um = (1000 * mm for mm in volume.spacing_mm[1:])
-    lesions = found.lesions.copy()
-    hole = clear_openings(lesions, volume.voxels, found.rows, row_um, ascan_um)
     return ScanSegmentation(
         surfaces=dict(zip(SURFACES, onto_edges(volume.voxels, found.rows, volume.spacing_mm), strict=True)),
-        masks={name: lesions == i for i, name in enumerate(MASKS, 1) if name in finder.masks},
+        masks={name: found.lesions == i for i, name in enumerate(MASKS, 1) if name in finder.masks},
         spacing_mm=volume.spacing_mm,
         volume=volume,
         found=found,
@@ -342,5 +336,4 @@ def segment(
         model=finder.model,
         axial_length_mm=axial_length_mm,
         ranges=packaged_ranges(finder.name, finder.digest),
-        hole=hole,
     )
