@@ -38,8 +38,8 @@ IN_THE_IMAGE = 0.6
 and under dense shadows the network finds all kinds of areas, of which hardly any exists."""
 ROOF, ROOF_UM, OPEN_UM, SUBRETINAL = 0.25, 300.0, 150.0, 0.25
 """An area of fluid, at least SUBRETINAL of it subretinal, is the opening of a hole if over a width of OPEN_UM nothing
-within ROOF_UM above it has ROOF of the retina's brightness above the vitreous: 250 to 820 µm in a real hole and in
-phantoms, 0 in central serous phantoms, at most 100 µm in eyes with diabetic oedema."""
+within ROOF_UM above it has ROOF of the retina's brightness above the vitreous: 150 to 700 µm in a real hole, 250 to
+500 in phantoms, 0 in central serous phantoms, at most 100 µm in eyes with diabetic oedema."""
 
 
 def keep_plausible(lesions_BHW: np.ndarray, rows_SBW: np.ndarray, row_um: float) -> None:
