@@ -329,16 +329,16 @@ def test_what_is_withheld_is_counted_by_column(catalog):
 
 def test_kept_columns_pass_and_withheld_ones_are_named_on_the_terminal(clinic, tmp_path):
     people = (clinic / "participants.tsv").read_text().splitlines()
-    table = [f"{people[0]}\tvisus\tvorname", *(f"{line}\t0.{i}\tGeheim{i}" for i, line in enumerate(people[1:], 1))]
+    table = [f"{people[0]}\tvisus\tremarks_of_eye", *(f"{line}\t0.{i}\tGeheim{i}" for i, line in enumerate(people[1:], 1))]
     (tmp_path / "people.tsv").write_text("\n".join(table) + "\n")
     command = ("scan", clinic, "--out", "catalog", "--participants", "people.tsv", "--no-images", "--workers", 1)
     code, out, err = octfm_command(*command, "--pseudonymise", "key", "--keep-columns", "visus", cwd=tmp_path)
     assert code == 0 and re.search(
-        r"withheld values that are not known to be safe, in 1 columns: 'vorname' \(\d+ of \d+ ", err
+        r"withheld values that are not known to be safe, in 1 columns: 'remarks_of_eye' \(\d+ of \d+ ", err
     ), err
     assert "Geheim" not in out + err
     columns = {c for a in Catalog.load(tmp_path / "catalog").acquisitions for c in a.participant_labels}
-    assert {"visus", "age", "study_group"} <= columns and "vorname" not in columns
+    assert {"visus", "age", "study_group"} <= columns and "remarks_of_eye" not in columns
     code, _, err = octfm_command(*command, "--keep-columns", "visus", cwd=tmp_path)
     assert code == 1 and "--keep-columns: only applies with --pseudonymise" in err
 
