@@ -329,7 +329,10 @@ def test_what_is_withheld_is_counted_by_column(catalog):
 
 def test_kept_columns_pass_and_withheld_ones_are_named_on_the_terminal(clinic, tmp_path):
     people = (clinic / "participants.tsv").read_text().splitlines()
-    table = [f"{people[0]}\tvisus\tremarks_of_eye", *(f"{line}\t0.{i}\tGeheim{i}" for i, line in enumerate(people[1:], 1))]
+    table = [
+        f"{people[0]}\tvisus\tremarks_of_eye",
+        *(f"{line}\t0.{i}\tGeheim{i}" for i, line in enumerate(people[1:], 1)),
+    ]
     (tmp_path / "people.tsv").write_text("\n".join(table) + "\n")
     command = ("scan", clinic, "--out", "catalog", "--participants", "people.tsv", "--no-images", "--workers", 1)
     code, out, err = octfm_command(*command, "--pseudonymise", "key", "--keep-columns", "visus", cwd=tmp_path)
