@@ -139,5 +139,5 @@ def test_ranks_that_see_different_folders_are_stopped_before_step_0(ranks, place
     own = [surroundings(place, tmp_path / name) for name in ("one host", "another host")]
     settings = SETTINGS | {"runtime": {"parallel": "fsdp", "timeout_s": 12}}
     ended = ranks(2, store.path, tmp_path / "a", settings, to=str(place / "run"), environment=own)
-    assert codes(ended) == [1, 1] and "rank 1 does not see the folder that rank 0 trains into" in ended[0].said, ended
+    assert codes(ended) == [1, 1] and "rank 1 does not see rank 0's run folder" in ended[0].said, ended
     assert "$OCTFM_CACHE, on a disk that all hosts share" in ended[0].said
