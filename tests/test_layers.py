@@ -31,7 +31,7 @@ from octfm.layers.edges import EDGES, onto_edge, onto_edges
 from octfm.layers.finder import LayerFinder, load_finder, network_size, without_white_padding
 from octfm.layers.sample import samples
 from octfm.layers.table import COLUMNS, describe, read_table, row_of, write_table
-from octfm.layers.training import HEIGHT, WIDTH, LayerTraining, batch, stream_of, write_weights
+from octfm.layers.training import HEIGHT, VALUES, WIDTH, LayerTraining, batch, stream_of, write_weights
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig, layer_loss
 from octfm.phantom.native.bscans import SURFACES as DRAWN
 from octfm.phantom.native.stream import Stream
@@ -195,6 +195,19 @@ def test_areas_where_the_retina_is_not_in_the_image_are_not_reported():
     before = lesions.copy()
     keep_visible(lesions, present)
     assert (lesions[0, :, :42] == before[0, :, :42]).all() and not lesions[0, :, 50:].any()
+
+
+@pytest.mark.parametrize(
+    ("place", "bscan", "absent"), [((40, 15), 3, "detachment"), ((41, 21), 2, "intraretinal_fluid")]
+)
+def test_what_the_network_takes_for_a_lesion_under_a_cyst_or_in_shadow_is_not_reported(place, bscan, absent):
+    """Without these rules the first has 6,663 pixels of detachment below fluid, the second 394 of fluid in shadow."""
+    seed, at = place
+    image = Stream(seed, 5, 0.0, row_um=None)(at)
+    volume = Volume(image.voxels[bscan : bscan + 1], image.spacing_mm)
+    value = VALUES[MASKS.index(absent)]
+    assert not (image.lesions[bscan] == value).any(), "the phantom has none"
+    assert not (load_finder().find(volume).lesions == 1 + MASKS.index(absent)).any()
 
 
 def test_areas_outside_the_retina_and_flat_drusen_are_not_reported():

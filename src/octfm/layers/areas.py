@@ -37,9 +37,10 @@ IN_THE_IMAGE = 0.6
 """Least mean probability that the retina is in the image over the A-scans of an area. Beyond the rim of the optic disc
 and under dense shadows the network finds all kinds of areas, of which hardly any exists."""
 ROOF, ROOF_UM, OPEN_UM, SUBRETINAL = 0.25, 300.0, 150.0, 0.25
-"""An area of fluid, at least SUBRETINAL of it subretinal, is the opening of a hole if over a width of OPEN_UM nothing
-within ROOF_UM above it has ROOF of the retina's brightness above the vitreous: 150 to 700 µm in a real hole, 250 to
-500 in phantoms, 0 in central serous phantoms, at most 100 µm in eyes with diabetic oedema."""
+"""An area of fluid is the opening of a hole if a share of SUBRETINAL or more is subretinal, and if over a width of
+OPEN_UM or more no tissue lies within ROOF_UM above it. Tissue is brighter than the vitreous by a share of ROOF of what
+the retina is. That width is 150 to 700 µm in a real hole, 250 to 500 µm in phantoms with holes, 0 in central serous
+phantoms, and at most 100 µm in five real eyes with diabetic oedema."""
 
 
 def keep_plausible(lesions_BHW: np.ndarray, rows_SBW: np.ndarray, row_um: float) -> None:
@@ -160,10 +161,6 @@ def keep_sure(lesions_BHW: np.ndarray, logit_BHW: np.ndarray, kinds: slice, pixe
             bscan[fluid & ~kept[areas]] = 0
 
 
-def _is(lesions: np.ndarray, kinds: slice) -> np.ndarray:
-    return (lesions > kinds.start) & (lesions <= kinds.stop)
-
-
 def clear_openings(
     lesions_BHW: np.ndarray, bscans_BHW: np.ndarray, rows_SBW: np.ndarray, row_um: float, ascan_um: float
 ) -> np.ndarray:
@@ -185,7 +182,7 @@ def clear_openings(
         # 0 in the vitreous and 1 in the retina, in images of inverted grey levels as well.
         smooth = ndimage.gaussian_filter(image.astype(np.float32), (8 / row_um, 12 / ascan_um))
         roof = (smooth - dark) / ((bright - dark) or np.inf)
-        areas, count = _connected(np.isin(bscan, (1 + FLUID.start, subretinal)))
+        areas, count = _connected(_is(bscan, FLUID))
         for i in range(1, count + 1):
             area = areas == i
             tops = area.argmax(axis=0)[None]
@@ -195,6 +192,11 @@ def clear_openings(
             if bare.sum() * ascan_um >= OPEN_UM and (bscan[area] == subretinal).mean() >= SUBRETINAL:
                 bscan[area], opened[d] = 0, True
     return opened
+
+
+def _is(lesions: np.ndarray, kinds: slice) -> np.ndarray:
+    """Whether pixels are of these kinds, a slice of MASKS."""
+    return (lesions > kinds.start) & (lesions <= kinds.stop)
 
 
 def _connected(mask_HW: np.ndarray, neighbours: np.ndarray | None = None) -> tuple[np.ndarray, int]:

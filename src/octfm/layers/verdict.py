@@ -161,7 +161,7 @@ def decide(measures: Measures) -> Verdict:
         "unfamiliar": m.seen >= SEEN and m.doubtful > DOUBTFUL,
     }
     if wrong["field"] or wrong["frame"]:
-        wrong["no_retina"] = False  # no wonder
+        wrong["no_retina"] = False  # a consequence of the wrong millimetres, not a second reason
     codes = tuple(code for code in REASONS if wrong[code])
     doubt = 1 - m.seen + m.doubtful + min(m.spread_um, 1000) / 100
     reasons = tuple(REASONS[code].format(**vars(m)) for code in codes)

@@ -97,7 +97,9 @@ def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
             f"{grid.bscans_per_mm:.1f} B-scans per mm: the centre, 1 mm wide, changes by several µm with their place"
         )
     elif grid.uneven_um > UNEVEN_UM:
-        notes.append("the B-scans through the centre differ much: it may change by several µm with their place")
+        notes.append(
+            "the B-scans through the centre differ much: the central mean may change by several µm with their place"
+        )
     if not any("superior" in name for name in grid.mean_um):
         notes.append("no superior and inferior zones: the file does not say which B-scan is superior")
     if found.volume.laterality is None:
