@@ -43,6 +43,14 @@ def test_arms_are_the_encoder_and_all_that_it_must_beat(files):
     assert [arm.name for arm in make_arms([files[0], files[4]])] == ["pretrained", "histogram"]
 
 
+def test_a_terminal_is_told_once_why_there_are_no_intervals(files):
+    few = [take_rows(e, np.flatnonzero(np.array(e.split) != "test")) for e in files[:2]]
+    few = [replace(e, split=np.array(["test"] * 8 + ["train"] * (len(e.split) - 8))) for e in few]
+    lines = summary_lines(probe(make_arms(few), targets=["disease"], resamples=100))
+    told = [line for line in lines if "No interval" in line]
+    assert len(told) == 1 and told[0].endswith("fewer than 10. --design k-fold tests every participant.")
+
+
 def test_a_result_shows_every_draw_and_what_the_encoder_adds_to_the_map(files):
     result = probe(make_arms(files), targets=["disease"], resamples=100)
     rows = {r["encoder"]: r for r in result["results"] if r["metric"] == "auroc"}

@@ -105,6 +105,8 @@ def test_embed_all_writes_the_encoder_and_every_baseline(run, store):
     said: list[str] = []
     embed_all(run, store.path, echo=said.append)
     assert any("already there" in line for line in said)
+    with pytest.raises(EvaluationError, match=f"holds embeddings, not a run; .*{run.name}.* --embeddings "):
+        embedding_files(written[0].parent)
 
 
 def test_vectors_do_not_depend_on_the_tokens_of_training(run, store, tmp_path):

@@ -38,6 +38,12 @@ def embedding_files(run: str | Location, folder: str | Location | None = None) -
     """The embeddings files of a run, in RUN/embeddings or in `folder` (also in a bucket), in the order of NAMES."""
     where = location(folder) if folder is not None else location(run) / "embeddings"
     found = [where / f"{name}.parquet" for name in NAMES if (where / f"{name}.parquet").is_file()]
+    own = location(run) / f"{NAMES[0]}.parquet"
+    if not found and folder is None and own.is_file():
+        maker = facts_of(own).get("encoder", "RUN")
+        raise EvaluationError(
+            f"{run}: holds embeddings, not a run; name the encoder that made them too: {maker} --embeddings {run}"
+        )
     if not found and folder is None and not (location(run) / "config.yaml").is_file():
         raise EvaluationError(f"{run}: no run here (config.yaml is missing); expected a folder of octfm pretrain")
     if not found:

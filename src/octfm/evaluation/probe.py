@@ -149,19 +149,27 @@ def write_probe(path: str | Location, result: dict[str, Any]) -> Location:
 
 
 def summary_lines(result: dict[str, Any]) -> list[str]:
-    """Lines for a terminal: one per target, encoder and headline metric, then one per comparison."""
-    lines = []
+    """Lines for a terminal: one per target, encoder and headline metric, one per note on them, then one per
+    comparison."""
+    lines: list[str] = []
+    noted: dict[tuple[str, str], list[str]] = {}
     for r in result["results"]:
         if r["metric"] not in HEADLINE:
             continue
         between = f" ({r['low']:.3f} to {r['high']:.3f})" if r["low"] is not None else ""
         estimate = "undefined" if r["estimate"] is None else f"{r['estimate']:.3f}"
         flag = f"; {r['seen_test_participants']} of them seen in pretraining" if r["seen_test_participants"] else ""
-        note = f"  {r['note']}" if r["note"] else ""
+        if r["note"]:
+            few = "fewer than" in r["note"] and r["design"] == "recommended_split"
+            said = r["note"] + few * " --design k-fold tests every participant."
+            noted.setdefault((r["target"], said), []).append(r["encoder"])
         if draws := [value for value in r.get("per_draw", ()) if value is not None]:
             between += f", {len(draws)} draws from {min(draws):.3f} to {max(draws):.3f}"
         who = f"{r['n_test_participants']} participants{flag}"
-        lines.append(f"{r['target']:<12} {r['metric']:<18} {r['encoder']:<12} {estimate}{between}, {who}{note}")
+        lines.append(f"{r['target']:<12} {r['metric']:<18} {r['encoder']:<12} {estimate}{between}, {who}")
+    for (target, said), whose in noted.items():
+        every = {r["encoder"] for r in result["results"] if r["target"] == target}
+        lines.append(f"{target:<12} " + ("" if {*whose} == every else f"{', '.join(dict.fromkeys(whose))}: ") + said)
     for c in result["comparisons"]:
         if c["low"] is not None and c["metric"] in HEADLINE:
             adjusted = "" if c["p_holm"] is None else f", Holm {c['p_holm']:.3f}"
