@@ -58,7 +58,7 @@ def without_duplicates(
     for header, same in zip(others, same_voxels, strict=True):
         original = kept[header.sop_instance_uid].uri
         if same:
-            code, sentence = "duplicate_sop_uid", f"the same SOP Instance UID and voxels as {original}; remove the copy"
+            code, sentence = "duplicate_sop_uid", f"a copy of {original}, with the same voxels; remove it"
         else:
             code = "reused_sop_uid"
             sentence = (
