@@ -1,5 +1,8 @@
 """prepare on a real dask cluster of two worker processes on loopback: the same store, and bad files end no worker."""
 
+import subprocess
+import sys
+
 import pytest
 
 from octfm.errors import ConfigError
@@ -42,6 +45,15 @@ def test_a_cluster_that_is_not_there_is_an_error_and_not_a_wait(tmp_path):
             read=read_sample,
             cluster="tcp://127.0.0.1:9",
         )
+
+
+@pytest.mark.parametrize("address", ["nan", "127.0.0.1:9", "tcp://127.0.0.1", "ftp://a:1", "tls://127.0.0.1:9"])
+def test_an_address_that_dask_cannot_use_is_an_error_before_dask_begins(address, tmp_path):
+    """Else dask says so in a traceback at the end of the process."""
+    call = f"from octfm.io.spread import require_cluster; require_cluster({address!r})"
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
+    assert f"octfm.errors.ConfigError: cluster{' ' if address.startswith('tls') else ':'}" in done.stderr
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Apply a function to many files in parallel child processes; results come in the order of the files."""
 
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -113,10 +114,16 @@ def require_cluster(address: str) -> None:
 
 
 def _client(address: str) -> Any:
+    # A client that dask cannot even begin to connect is closed when Python ends, with a traceback after 20 seconds.
+    if not re.fullmatch(r"(tcp|tls)://([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}", address, re.ASCII):
+        raise ConfigError(f"cluster: expected the tcp://host:port of a dask scheduler, got {address!r}")
     try:
         from distributed import Client
+        from distributed.security import Security
     except ImportError:
         raise ConfigError(f"cluster {address}: dask is not installed; pip install 'octfm[dask]'") from None
+    if address.startswith("tls") and not Security().get_connection_args("client")["ssl_context"]:
+        raise ConfigError(f"cluster {address}: dask's configuration names no certificates (distributed.comm.tls)")
     try:
         return Client(address, timeout=10, set_as_default=False)
     except (OSError, ValueError) as error:
