@@ -76,14 +76,15 @@ def test_ranks_train_what_one_process_trains(ranks, store, alone, tmp_path, worl
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "objective",
-    [{"name": "vjepa2"}, {"name": "data2vec"}, {"target_norm": "whiten"}, NEAR],
-    ids=["layer", "data2vec", "whiten", "levels"],
+    [{"name": "vjepa2"}, {"name": "data2vec"}, NEAR],
+    ids=["layer", "data2vec", "levels"],
 )
 def test_thirty_steps_agree_to_1e_5(ranks, store, tmp_path, objective):
     """Accumulation 4; 2 ranks x 2; 4 ranks x 1; FSDP2 on 2 ranks.
 
     The gradient of an L1 loss is a sign: where a residual is 0 but for rounding, one step's gradient norm may differ
-    by more.
+    by more. Whitening amplifies rounding until that happens to losses, too: thirty steps of one process differ by up to
+    5e-4 if only its micro-batches change, so whitened goals are compared over the eight steps above.
     """
     settings = SMALL | {"steps": 30, "validate_every_steps": 10, "objective": objective}
     if objective is NEAR:
