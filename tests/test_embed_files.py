@@ -274,6 +274,10 @@ def test_the_verb_and_a_catalog(run, clinic, tmp_path):
     assert (
         json.loads((tmp_path / "out" / "job.json").read_text())["vectors"]["pretrained"] == load_encoder(run).vector_key
     )
+    for job in ([], {}, {"vectors": []}, None):
+        (tmp_path / "out" / "job.json").write_text(json.dumps(job))
+        refused = octfm("--catalog", tmp_path / "catalog", "--out", tmp_path / "out", "--workers", 0)
+        assert refused.exit_code == 1 and "damaged, or not an embedding job's" in str(refused.exception), job
     for words, message in (
         (("--files", clinic), "--out"),
         (("--files", clinic, "--store", "prepared"), "give one of them"),

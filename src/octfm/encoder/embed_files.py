@@ -176,15 +176,16 @@ def _claim(out: Location, kinds: Sequence[_Kind]) -> None:
     ours = {"format": FORMAT, "version": VERSION, "vectors": {kind.name: kind.facts["key"] for kind in kinds}}
     try:
         existing = json.loads((out / "job.json").read_bytes())
+        before = existing["vectors"] | {}
     except FileNotFoundError:
         if any(path.name != "job.lease" and not path.name.startswith(".") for path in out.iterdir()):
             raise EvaluationError(f"{out}: not empty and not an embedding job; choose another --out") from None
         write_whole(out / "job.json", (json.dumps(ours, indent=2) + "\n").encode())
         return
-    except ValueError:
-        raise EvaluationError(f"{out / 'job.json'}: not valid JSON, damaged; choose another --out") from None
+    except (ValueError, TypeError, KeyError):
+        raise EvaluationError(f"{out / 'job.json'}: damaged, or not an embedding job's; choose another --out") from None
     if existing != ours:
-        before, now = existing.get("vectors", {}), ours["vectors"]
+        now = ours["vectors"]
         differ = [name for name in before | now if before.get(name) != now.get(name)]
         raise EvaluationError(
             f"{out}: begun with other vectors ({', '.join(sorted(differ)) or 'another octfm'}); weights, "
@@ -238,7 +239,7 @@ def _catalog(
     try:
         if json.loads((kept / "listing.json").read_bytes())["digest"] == digest:
             return Catalog.load(kept), versions(listing)
-    except (FileNotFoundError, ValueError, KeyError):
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
         pass
     echo(f"{root}: scanning {len(listing):,} files")
     try:
