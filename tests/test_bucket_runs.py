@@ -67,6 +67,7 @@ def test_another_machine_goes_on_with_a_run_in_a_bucket(place, store, on_disk, t
     monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
     quick_pretrain(config(), store, str(place / "run"), "cpu", echo=told.append)
     assert any("after 3 updates" in line for line in told)
+    assert f"pretraining done: 8 updates, checkpoint {place}/run/checkpoints/step-00000008.pt" in told
     assert same_state(local_run(place / "run"), on_disk)
     pointer = read_pointer(place / "run")
     assert list(pointer["checkpoints"]) == ["step-00000006.pt", "step-00000008.pt"], (

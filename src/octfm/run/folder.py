@@ -109,6 +109,12 @@ class RunFolder:
         found = checkpoint.everywhere(self.path)
         return found[-1] if found else None
 
+    def shown(self, file: Path | None) -> Location | None:
+        """Where users find this file of the run: in its bucket, if it has one."""
+        if self.remote is None or file is None or not file.is_relative_to(self.path):
+            return file
+        return self.remote.where / file.relative_to(self.path).as_posix()
+
     def newest_whole(self, echo: Echo) -> tuple[Path, dict[str, Any]] | None:
         """The newest undamaged checkpoint and its content; damaged newer ones are set aside with a warning. None if
         there is none yet.
