@@ -313,6 +313,19 @@ def test_label_table_forgives_spelling_of_laterality_and_numbers(tmp_path):
     assert joined == ["healthy", None, None]
 
 
+def test_decimal_commas_are_numbers_unless_they_may_separate_thousands(tmp_path):
+    def joined(*cells: str):
+        table = tmp_path / "labels.csv"
+        table.write_text("participant_id;um\n" + "".join(f"p{i};{cell}\n" for i, cell in enumerate(cells)))
+        return read_labels(table).join("um", [(f"u{i}", f"p{i}", "R") for i in range(len(cells))])
+
+    assert joined("3,5", "4", "NA", "-1,125") == ["3.5", "4", None, "-1.125"]
+    assert joined("0,125", "1,250") == ["0.125", "1.250"], "no thousands begin with 0"
+    assert joined("dme, erm", "3,5") == ["dme, erm", "3,5"] and joined("1,2,4", "2") == ["1,2,4", "2"]
+    with pytest.raises(EvaluationError, match=r"um: is 1,234 a decimal number or one in thousands\? .* 1\.234 or 1234"):
+        joined("1,234", "2,345", "7")
+
+
 GRADES = ("none", "mild", "moderate", "severe")
 
 

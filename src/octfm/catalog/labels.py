@@ -1,6 +1,7 @@
 """A table of labels (CSV or TSV) joined to acquisitions by id, never by order."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,9 +45,8 @@ class LabelTable:
             return self._by_acquisition(column, list(acquisitions))
         keyed: dict[tuple[str, str | None], str | None] = {}
         # Rows are numbered as lines of the file, whose first is the header.
-        for number, row in enumerate(self.rows, start=2):
+        for number, (row, value) in enumerate(zip(self.rows, self._cells(column), strict=True), start=2):
             key = (clean_id(row[self.participant_column or ""]), self._laterality(row, number))
-            value = stated(row[column])
             if keyed.setdefault(key, value) != value:
                 raise EvaluationError(
                     f"{self.path}: line {number}: {column} is {value} for {' '.join(filter(None, key))}, an earlier "
@@ -59,10 +59,25 @@ class LabelTable:
         self._expect_a_match([p for p, _ in wanted], {p for p, _ in keyed}, self.participant_column or "")
         return [keyed.get(key) for key in wanted]
 
+    def _cells(self, column: str) -> list[str | None]:
+        """The value of each row. In a column of numbers decimal commas become points; EvaluationError if they may
+        separate thousands."""
+        cells = [stated(row[column]) for row in self.rows]
+        commas = [cell for cell in cells if cell is not None and "," in cell]
+        points = [cell and cell.replace(",", ".") for cell in cells]
+        if not commas or any(as_number(point) is None for point in points if point is not None):
+            return cells
+        if all(re.fullmatch(r"[+-]?[1-9]\d{0,2},\d{3}", cell) for cell in commas):
+            raise EvaluationError(
+                f"{self.path}: {column}: is {commas[0]} a decimal number or one in thousands? write numbers with a "
+                f"decimal point, {commas[0].replace(',', '.')} or {commas[0].replace(',', '')}"
+            )
+        return points
+
     def _by_acquisition(self, column: str, acquisitions: list[tuple[str, str, str | None]]) -> list[str | None]:
         keyed: dict[str, tuple[str | None, str | None]] = {}
-        for number, row in enumerate(self.rows, start=2):
-            uid, value = row[self.acquisition_column or ""].strip(), stated(row[column])
+        for number, (row, value) in enumerate(zip(self.rows, self._cells(column), strict=True), start=2):
+            uid = row[self.acquisition_column or ""].strip()
             participant = clean_id(row[self.participant_column]) if self.participant_column else None
             if keyed.setdefault(uid, (value, participant)) != (value, participant):
                 raise EvaluationError(
