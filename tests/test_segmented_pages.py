@@ -70,5 +70,5 @@ def test_view_shows_layers_and_table_has_a_contact_sheet(tmp_path):
     assert "Segmentation: layers" in text and "not a medical device" in text and "Verdict" in text
     table = tmp_path / "eyes.csv"
     done = CliRunner().invoke(app, ["segment", str(file), "--out", str(table)])
-    assert done.exit_code == 0 and "eyes.html" in done.output
-    assert (tmp_path / "eyes.html").read_text().count("<img") == 1
+    assert done.exit_code == 0 and "eyes.pictures.html" in done.output
+    assert (tmp_path / "eyes.pictures.html").read_text().count("<img") == 1

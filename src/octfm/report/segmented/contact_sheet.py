@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class ContactSheet:
-    """TABLE.html beside a table of octfm segment: a picture of every scan, the most doubtful first.
+    """TABLE.pictures.html beside a table of octfm segment: a picture of every scan, the most doubtful first.
 
     Pictures wait in the folder TABLE.pictures, so that a table which is continued shows all of them.
     """
 
     def __init__(self, table: Path):
-        self.page = table.with_suffix(".html")
+        self.page = table.with_suffix(".pictures.html")
         self.folder = table.with_suffix(".pictures")
 
     def add(self, source: str, found: "ScanSegmentation") -> None:
