@@ -82,6 +82,16 @@ def test_gray_levels_stay_what_they_are(tmp_path):
         assert code_of(write_npy(tmp_path / "a.npy", bad), spacing_mm=SPACING_MM) == "unsupported_pixels"
 
 
+def test_a_nifti_that_holds_more_than_its_header_says_is_refused(tmp_path):
+    voxels = telling_voxels()
+    uri = write_nifti(tmp_path / "a.nii", voxels)
+    whole = uri.read_bytes()
+    uri.write_bytes(whole + bytes(512))
+    np.testing.assert_array_equal(read_volume(uri).voxels, voxels, "padding of a block")
+    uri.write_bytes(whole + bytes(5000))
+    assert code_of(uri) == "surplus_data"
+
+
 def test_a_nifti_slope_is_applied(tmp_path):
     voxels = telling_voxels()
     uri = write_nifti(tmp_path / "a.nii", voxels)

@@ -238,6 +238,25 @@ def test_zero_slice_spacing_is_refused_and_zero_positions_flagged():
         read_geometry(whole, SHAPE, "any", "here")
 
 
+def test_frames_of_several_spacings_are_refused():
+    def frames(in_plane, distance=0.1):
+        return [item(PixelMeasuresSequence=item(PixelSpacing=mm, SpacingBetweenSlices=distance)) for mm in in_plane]
+
+    whole = Dataset()
+    whole.PerFrameFunctionalGroupsSequence = frames([[0.0039, 0.0115], [0.0039, 0.01151], [0.0039, 0.0115]] * 3)
+    found = read_geometry(whole, SHAPE, "any", "here")
+    assert found.spacing_mm == (0.1, 0.0039, 0.0115), "rounding is no difference"
+    whole.PerFrameFunctionalGroupsSequence = frames([[0.0039, 0.0115]] * 8 + [[0.0039, 0.0119]])
+    with pytest.raises(
+        ReadError, match=r"differs between frames, 0\.0039 to 0\.0039 x 0\.0115 to 0\.0119 mm"
+    ) as refused:
+        read_geometry(whole, SHAPE, "any", "here")
+    assert refused.value.code == "mixed_spacing"
+    whole.PerFrameFunctionalGroupsSequence = frames([[0.0039, 0.0115]] * 4) + frames([[0.0039, 0.0115]] * 5, 0.2)
+    with pytest.raises(ReadError, match="state one distance between B-scans"):
+        read_geometry(whole, SHAPE, "any", "here")
+
+
 # B-scans, rows, columns and [axial, lateral] mm of what instruments export: the published protocols of AI-READI, and
 # others.
 PROTOCOLS = {

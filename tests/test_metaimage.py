@@ -133,6 +133,10 @@ def test_files_that_promise_what_they_lack_have_a_code(tmp_path):
     huge = {"DimSize": "4096 4096 4096"}
     assert code_of(written("huge.mhd", tags=huge)) == "absurd_size"
     assert code_of(written("more.mhd", tags={"DimSize": "48 64 500"})) == "truncated_pixel_data"
+    assert code_of(written("fewer.mhd", tags={"DimSize": "48 64 10"})) == "surplus_data"
+    padded = written("padded.mhd")
+    padded.with_suffix(".raw").write_bytes(gray.tobytes() + bytes(512))
+    np.testing.assert_array_equal(read_volume(padded).voxels, gray)
     assert code_of(written("zipped.mhd", zipped=True, tags={"DimSize": "512 512 900"})) == "truncated_pixel_data"
     assert code_of(written("colour.mhd", tags={"ElementNumberOfChannels": "3"})) == "unsupported_pixels"
     assert code_of(written("text.mhd", tags={"BinaryData": "False"})) == "unsupported_pixels"

@@ -1,5 +1,6 @@
 """Reason codes for files that cannot be read, and `Header`: the facts about a volume before its pixels are decoded."""
 
+import math
 from dataclasses import dataclass
 
 from octfm.errors import ReadError
@@ -110,6 +111,10 @@ REASONS: dict[str, Reason] = {
     ),
     "missing_pixel_data": Reason("the header is complete but there are no pixels", "export it again with images"),
     "truncated_pixel_data": Reason("the file ends before its pixels do: the transfer was cut off", "fetch it again"),
+    "surplus_data": Reason(
+        "the file holds more voxels than its header says, so size or type in the header are wrong",
+        "correct the header, or save the volume again",
+    ),
     "frame_count_mismatch": Reason(
         "NumberOfFrames differs from the number of stored B-scans", "export it again, which frames are meant is a guess"
     ),
@@ -155,6 +160,10 @@ REASONS: dict[str, Reason] = {
         "the millimetres are impossible for an OCT instrument (1, 1, 1 is a placeholder)",
         "correct PixelSpacing and SliceThickness",
     ),
+    "mixed_spacing": Reason(
+        "frames of one file that differ in spacing by more than 1 %, so no volume of one spacing holds them",
+        "export each spacing as a file of its own",
+    ),
     "swapped_spacing": Reason(
         "axial and lateral millimetres look exchanged: the retina would be coarser along its depth than across it",
         "state the axial millimetres first: PixelSpacing is [axial, lateral], spacing_mm [dz, dy, dx]",
@@ -189,11 +198,22 @@ def cannot_open(uri: str, error: OSError) -> ReadError:
     )
 
 
-def expect_bytes(uri: str, size: int, needed: int) -> None:
-    """Raise ReadError truncated_pixel_data where a file of `size` bytes is shorter than its header demands."""
+PADDING = 4096
+"""Bytes that may follow the voxels: some programs fill the last block of a file."""
+
+
+def expect_bytes(uri: str, size: int, needed: int, most: float = math.inf) -> None:
+    """Raise ReadError truncated_pixel_data where a file of `size` bytes is shorter than its header demands, and
+    surplus_data where it has more bytes than that by over `most`."""
     if size < needed:
         raise ReadError(
             "truncated_pixel_data", f"{uri}: {size:,} of {needed:,} bytes; the file is incomplete, fetch it again"
+        )
+    if size > needed + most:
+        raise ReadError(
+            "surplus_data",
+            f"{uri}: {size:,} bytes where the header demands {needed:,}; correct the size or type in the header, or "
+            "save the volume again",
         )
 
 

@@ -26,6 +26,10 @@ FEWEST_OF_A_CUBE = 64
 """Cirrus cubes have 128, 200 or more B-scans; its HD rasters of 5 to 21 lines are not square."""
 
 
+ROUNDING = 1.01
+"""Largest ratio of spacings that are the same but for rounding."""
+
+
 class NotRaster(ReadError):
     """B-scans that are not a stack of parallel planes at distinct positions."""
 
@@ -86,7 +90,8 @@ def read_geometry(
         if shape[0] == 1:
             raise NotRaster("line", f"{uri}: a single B-scan; a volume needs a raster of several")
         dz_from_positions, stack, position_flags = _dz_from_positions(frames, shared, shape, dx, uri)
-        if stack is None and _median([*_every_measures(shared, frames), dataset], "SpacingBetweenSlices") == 0:
+        between = _values([*_every_measures(shared, frames), dataset], "SpacingBetweenSlices")
+        if stack is None and between and np.median(between) == 0:
             raise repeats(uri, "SpacingBetweenSlices is 0, so all B-scans show one place")
     except NotRaster as found:
         layout = _layout(frames, found.layout)
@@ -129,7 +134,7 @@ def _bscan_distance(
         raise ReadError(
             "missing_spacing",
             f"{uri}: PixelSpacing is {dy:g} x {dx:g} mm, but neither frame positions nor SpacingBetweenSlices nor "
-            "SliceThickness state the distance between B-scans; add one of them",
+            "SliceThickness state one distance between B-scans; add one of them",
         )
     if declared == 1.0:
         raise ReadError(
@@ -255,12 +260,19 @@ def _pixel_measures(dataset: Elements, shared: Elements | None, frames: Sequence
         measures = [item for item in measures if item is not None]
         in_plane = [floats(item.get("PixelSpacing")) for item in measures]
         # `or`: a distance of 0 counts as missing here; `read_geometry` refuses it as repeats without positions.
-        between = between or _median(measures, "SpacingBetweenSlices")
-        thickness = thickness or _median(measures, "SliceThickness")
+        between = between or _agreed(measures, "SpacingBetweenSlices")
+        thickness = thickness or _agreed(measures, "SliceThickness")
         if measures and all(pair is not None and len(pair) == 2 for pair in in_plane):
             if between is None and thickness is None:
-                between, thickness = _median([dataset], "SpacingBetweenSlices"), _median([dataset], "SliceThickness")
-            dy, dx = np.median(np.array(in_plane), axis=0)
+                between, thickness = _agreed([dataset], "SpacingBetweenSlices"), _agreed([dataset], "SliceThickness")
+            low, high = np.min(in_plane, axis=0), np.max(in_plane, axis=0)
+            if np.any(high > ROUNDING * low):
+                raise ReadError(
+                    "mixed_spacing",
+                    f"{uri}: PixelSpacing differs between frames, {low[0]:g} to {high[0]:g} x {low[1]:g} to "
+                    f"{high[1]:g} mm; export frames of one spacing as one file",
+                )
+            dy, dx = np.median(in_plane, axis=0)
             return _Measures((float(dy), float(dx)), between, thickness, source)
     raise ReadError(
         "missing_spacing",
@@ -269,10 +281,15 @@ def _pixel_measures(dataset: Elements, shared: Elements | None, frames: Sequence
     )
 
 
-def _median(measures: Iterable[Elements], keyword: str) -> float | None:
+def _values(measures: Iterable[Elements], keyword: str) -> list[float]:
     values = [floats(item.get(keyword)) for item in measures]
-    found = [value[0] for value in values if value is not None]
-    return float(np.median(found)) if found else None
+    return [value[0] for value in values if value is not None]
+
+
+def _agreed(measures: Iterable[Elements], keyword: str) -> float | None:
+    """The median; None where there is no value, or where frames differ by more than rounding."""
+    found = _values(measures, keyword)
+    return float(np.median(found)) if found and max(found) <= ROUNDING * min(found) else None
 
 
 def _every_measures(shared: Elements | None, frames: Sequence[Elements]) -> list[Elements]:

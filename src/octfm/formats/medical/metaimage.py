@@ -8,6 +8,7 @@ Structure: MetaIO's documentation of its tags. Verified on headers as SimpleITK 
 """
 
 import io
+import math
 import re
 import zlib
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from octfm.formats.declared import read_declared
 from octfm.formats.dicom.geometry import SPACING_BOUNDS_MM
 from octfm.formats.images import digest_of
 from octfm.formats.medical.nifti import MASKS, axes_of_spacing
-from octfm.formats.reasons import expect_bytes, voxel_labels
+from octfm.formats.reasons import PADDING, expect_bytes, voxel_labels
 from octfm.io.archive import open_file
 from octfm.io.location import listed
 from octfm.volume.volume import Shape3
@@ -159,7 +160,8 @@ def _expect_data(header: _Header, uri: str, size: int) -> None:
             ) from None
     # deflate never shrinks by more than a factor of about 1,030.
     least = header.bytes // 1100 if header.zipped else header.bytes
-    expect_bytes(header.data, size, (header.offset or 0) + least)
+    exact = header.offset is not None and not header.zipped
+    expect_bytes(header.data, size, (header.offset or 0) + least, PADDING if exact else math.inf)
 
 
 def _tags(head: bytes, uri: str) -> tuple[dict[str, str], int]:

@@ -22,7 +22,7 @@ from octfm.formats.arrays import exact_gray, in_order
 from octfm.formats.bscans import Bscans, check_size, uid_of
 from octfm.formats.declared import read_declared
 from octfm.formats.dicom.geometry import SPACING_BOUNDS_MM
-from octfm.formats.reasons import expect_bytes, voxel_labels
+from octfm.formats.reasons import PADDING, expect_bytes, voxel_labels
 from octfm.io.archive import open_file
 
 _TYPES = {2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4"}
@@ -81,7 +81,7 @@ def open_bscans(uri: str) -> Bscans:
         zipped = _is_zipped(file)
         check_size(header.shape, uri, header.dtype.itemsize)
         if not zipped:
-            expect_bytes(uri, size, header.offset + header.bytes)
+            expect_bytes(uri, size, header.offset + header.bytes, PADDING)
         uid = uid_of(file, size)
     last_word = PurePath(uri).name.lower().removesuffix(".gz").removesuffix(".nii").rpartition("_")[2]
     axes = read_declared(uri).axes or axes_of_spacing(header.mm) or _unknown_axes(header.mm, uri)
