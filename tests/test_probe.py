@@ -326,6 +326,18 @@ def test_decimal_commas_are_numbers_unless_they_may_separate_thousands(tmp_path)
         joined("1,234", "2,345", "7")
 
 
+def test_a_finding_that_training_rows_hardly_have_does_not_outweigh_the_rest():
+    """Two of 24 eyes have drusen, one of them by a voxel."""
+    rng = np.random.default_rng(0)
+    thickness = rng.normal(280, 25, 24)
+    x = np.c_[thickness[:, None] + rng.normal(0, 8, (24, 40)), np.zeros(24)]
+    x[3, -1], x[20, -1] = 1e-4, 0.1
+    train = np.arange(24) < 18
+    people = np.array([f"p{i}" for i in range(18)])
+    predicted, _ = readouts.fit_predict("linear", x[train], thickness[train], people, x[~train], 0, seed=0)
+    assert np.abs(predicted[:, 0] - thickness[~train]).max() < 20
+
+
 GRADES = ("none", "mild", "moderate", "severe")
 
 

@@ -25,6 +25,8 @@ NEIGHBOURS = (1.0, 3.0, 5.0, 10.0, 20.0, 40.0)
 ITERATIONS = (12.0, 25.0, 50.0, 100.0, 200.0)
 """Numbers of boosted trees (per class)."""
 TREES = {"learning_rate": 0.06, "max_leaf_nodes": 15, "min_samples_leaf": 10, "l2_regularization": 1.0}
+FARTHEST = 5.0
+"""Standard deviations from the mean of the training rows up to which a new row counts, if none of them is farther."""
 RATHER_ONE = 0.1
 """Share to which the strength of one part of a joint arm is reduced, in the candidates that rely on the others."""
 TOLERANCE, WHILE_SEARCHING = 1e-4, 1e-3
@@ -135,11 +137,15 @@ def _slices(widths: Sequence[int]) -> list[slice]:
 
 
 def standardised(x: np.ndarray, x_new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both scaled by mean and standard deviation of the training rows `x`."""
+    """Both scaled by mean and standard deviation of the training rows `x`, and new rows limited to their range or
+    FARTHEST."""
     mean, scale = x.mean(0), x.std(0)
     # A constant channel becomes 0; dividing it by its rounding noise would make it dominate.
     scale[scale <= 1e-6 * np.abs(mean)] = np.inf
-    return (x - mean) / scale, (x_new - mean) / scale
+    x, x_new = (x - mean) / scale, (x_new - mean) / scale
+    # An area of drusen that few training rows have by a voxel would otherwise outweigh all other channels.
+    most = np.maximum(np.abs(x).max(0), FARTHEST)
+    return x, np.clip(x_new, -most, most)
 
 
 def _linear(
