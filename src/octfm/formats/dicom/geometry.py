@@ -265,14 +265,15 @@ def _pixel_measures(dataset: Elements, shared: Elements | None, frames: Sequence
         if measures and all(pair is not None and len(pair) == 2 for pair in in_plane):
             if between is None and thickness is None:
                 between, thickness = _agreed([dataset], "SpacingBetweenSlices"), _agreed([dataset], "SliceThickness")
-            low, high = np.min(in_plane, axis=0), np.max(in_plane, axis=0)
+            pairs = np.array(in_plane)
+            low, high = pairs.min(0), pairs.max(0)
             if np.any(high > ROUNDING * low):
                 raise ReadError(
                     "mixed_spacing",
                     f"{uri}: PixelSpacing differs between frames, {low[0]:g} to {high[0]:g} x {low[1]:g} to "
                     f"{high[1]:g} mm; export frames of one spacing as one file",
                 )
-            dy, dx = np.median(in_plane, axis=0)
+            dy, dx = np.median(pairs, axis=0)
             return _Measures((float(dy), float(dx)), between, thickness, source)
     raise ReadError(
         "missing_spacing",
