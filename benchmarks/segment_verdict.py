@@ -22,13 +22,14 @@ from unittest.mock import patch
 
 import numpy as np
 
+from octfm.layers.edges import onto_edges
 from octfm.layers.finder import LayerFinder, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
-from octfm.layers.verdict import ZONE_UM, Measures, decide, expected_error_um
+from octfm.layers.verdict import ZONE_UM, Measures, decide
 from octfm.layers.zones import FEWEST_PER_MM, UNEVEN_UM
 from octfm.phantom.native.bscans import SURFACES, Labelled, sample_placement
 from octfm.phantom.native.stream import Stream
-from octfm.volume.etdrs import field_of, field_of_volume, measure_around
+from octfm.volume.etdrs import EtdrsGrid, field_of, field_of_volume, measure_around
 from octfm.volume.volume import Volume
 from octfm.weights.packaged import CURRENT
 
@@ -52,7 +53,7 @@ class Zone(NamedTuple):
     true_um: float
     """NaN where the image does not show enough of it."""
     expected_um: float
-    """Mean error that the network expects; infinite if the zone is withheld because the fovea could lie elsewhere."""
+    """Mean error that the network expects; infinite if the zone is blank for another reason."""
     fluid_um: float = 0.0
     """Mean height of intraretinal fluid that was found."""
 
@@ -99,8 +100,17 @@ def altered(image: Labelled, kind: str) -> Volume:
 
 
 def zones_of(found: ScanSegmentation, image: Labelled) -> dict[str, Zone]:
-    """Zones that were given a value, with the true mean of the place on the retina where the grid was centred."""
-    grid = found.etdrs(keep_doubtful=True)
+    """Zones that were given a value, and, as withheld, those that all lines of the network would have given one."""
+    rows = onto_edges(found.volume.voxels, found.found.rows, found.spacing_mm)
+    drawn = replace(found, surfaces=dict(zip(found.surfaces, rows, strict=True)))
+    every = _zones(drawn, drawn.etdrs(keep_doubtful=True), image)
+    # What is not blank for its expected error is for another reason.
+    held = {n: z if z.expected_um > ZONE_UM else z._replace(expected_um=float("inf")) for n, z in every.items()}
+    return held | _zones(found, found.etdrs(), image)
+
+
+def _zones(found: ScanSegmentation, grid: EtdrsGrid, image: Labelled) -> dict[str, Zone]:
+    """Zones of a grid, with the true mean of the place on the retina where it was centred."""
     top, bottom = (image.surfaces[SURFACES.index(name)] for name in ("ilm", "bm"))
     truth = (bottom - top) * 1000 * image.spacing_mm[1]
     depth, width = truth.shape
@@ -111,16 +121,13 @@ def zones_of(found: ScanSegmentation, image: Labelled) -> dict[str, Zone]:
         measure_around(centre, values, place, "R").mean_um
         for values in (np.nan_to_num(truth), np.isfinite(truth).astype(float))
     )
-    error, own = expected_error_um(found.found, found.spacing_mm), field_of_volume(found.volume)
-    expected, fluid = (measure_around(grid.centre_mm, values, own, "R").mean_um for values in (error, found.fluid_um()))
-    given, zones = found.etdrs().mean_um, {}
+    maps, own, zones = (found.expected_error_um(), found.fluid_um()), field_of_volume(found.volume), {}
+    expected, fluid = (measure_around(grid.centre_mm, values, own, "R").mean_um for values in maps)
     for name, mean in grid.mean_um.items():
         if mean is not None:
             known = share[name] or 0.0
             true = (total[name] or 0.0) / known if known >= LEAST_TRUE else np.nan
-            error = expected[name] or 0.0
-            displaced = given[name] is None and error <= ZONE_UM
-            zones[name] = Zone(mean, true, float("inf") if displaced else error, fluid[name] or 0.0)
+            zones[name] = Zone(mean, true, expected[name] or 0.0, fluid[name] or 0.0)
     return zones
 
 

@@ -11,7 +11,7 @@ from octfm.phantom.eye import sample_eye, surfaces_um
 from octfm.phantom.normative import SECTORS, sectors_um
 from octfm.phantom.render import en_face_positions
 from octfm.phantom.scanner import SCANNERS, acquire
-from octfm.volume.etdrs import ZONES, EtdrsGrid, field_of, find_pits, measure_grid
+from octfm.volume.etdrs import ZONES, EtdrsGrid, field_of, find_pits, measure_around, measure_grid
 from octfm.volume.volume import Lines
 
 FOVEA = (0.15, -0.2)
@@ -111,6 +111,29 @@ def test_a_zone_covered_by_less_than_nine_tenths_stays_blank():
     assert grid.mean_um["outer nasal"] is None and grid.coverage["outer nasal"] < 0.9
     assert grid.mean_um["centre"] is not None and grid.volume_mm3 is None
     assert all((um is None) == (grid.coverage[zone] < 0.9) for zone, um in grid.mean_um.items())
+
+
+@settings(max_examples=40, deadline=None)
+@given(first=st.integers(0, 48), many=st.integers(1, 12))
+def test_a_gap_of_bscans_changes_nothing_or_blanks_the_zones_that_it_crosses(first, many):
+    """49 B-scans over 7 mm: a single one is bridged; a wider gap leaves what it does not touch as it was."""
+    lines = raster(0.0, 49, 256, 7.0, False)
+    thickness, place = thickness_on(lines, 256), field_of((49, 256), (7 / 48, 0.004, 7 / 255), True, lines)
+    whole = measure_around(FOVEA, thickness, place, "R")
+    gap = thickness.copy()
+    gap[first : first + many] = np.nan
+    found = measure_around(FOVEA, gap, place, "R")
+    at = np.linspace(-3.5, 3.5, 49)
+    before, after = at[max(first - 1, 0)], at[min(first + many, 48)]
+    for name, mean in found.mean_um.items():
+        if mean is not None:
+            assert mean == pytest.approx(whole.mean_um[name], abs=1.0 if many == 1 else 8.0)
+    if many == 1 and 0 < first < 48:
+        assert found.coverage == whole.coverage
+    elif before < FOVEA[1] < after:
+        assert found.mean_um["centre"] is None
+    if before > FOVEA[1] + 0.5 + at[1] - at[0]:
+        assert found.mean_um["centre"] == pytest.approx(whole.mean_um["centre"], abs=0.01)
 
 
 def test_a_flat_retina_is_measured_around_the_devices_centre_or_the_scans():

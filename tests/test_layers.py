@@ -500,7 +500,7 @@ def test_the_opening_of_a_hole_is_no_fluid_and_fluid_below_a_retina_is():
     )
     assert hole.found.hole.all() and not hole.masks["subretinal_fluid"].any()
     assert "full-thickness macular hole may be in 1 B-scan" in describe(hole)
-    assert serous.masks["subretinal_fluid"].any() and not serous.hole_note
+    assert serous.masks["subretinal_fluid"].any() and not serous.note_on_scan
 
 
 def test_the_opening_of_a_real_hole_is_no_fluid(real_data):

@@ -8,6 +8,7 @@ import pytest
 import octfm
 import octfm.layers.segment as segment_module
 from octfm.layers.finder import LayerFinder, Layers
+from octfm.layers.segment import ScanSegmentation
 from octfm.layers.table import COLUMNS, describe, row_of
 from octfm.layers.verdict import (
     ASCAN_UM,
@@ -84,21 +85,28 @@ def test_a_retina_that_touches_the_first_or_last_rows_is_clipped(scan, rows):
     assert codes(moved, replace(found, rows=found.rows + np.float32(rows))) == ("clipped",)
 
 
-def test_a_retina_that_leaves_the_frame_is_clipped_with_its_share(scan):
+def test_a_retina_that_leaves_the_frame_is_noted_with_its_share_and_refused_where_most_of_it_does(scan):
     volume, found = scan
     found.rows[:, :, : W // 4] = np.nan
     verdict = judge(volume, found, UNTRAINED)
-    assert verdict.codes[0] == "clipped" and "25%" in verdict.reasons[0]
+    assert verdict.accepted and "25%" in verdict.parts[0]
+    found.rows[:, :, : W * 5 // 8] = np.nan
+    verdict = judge(volume, found, UNTRAINED)
+    assert verdict.codes[0] == "clipped" and "62%" in verdict.reasons[0] and not verdict.parts
 
 
-def test_dark_or_lost_bscans_are_counted(scan):
+def test_dark_or_lost_bscans_are_counted_and_a_scan_is_refused_where_most_are(scan):
     volume, found = scan
     voxels = volume.voxels.copy()
     voxels[3:5] //= 16
-    verdict = judge(replace(volume, voxels=voxels), found, UNTRAINED)
-    assert verdict.codes == ("blinked",) and verdict.reasons[0].startswith("2 of 10 B-scans")
+    dark = replace(volume, voxels=voxels)
+    verdict = judge(dark, found, UNTRAINED)
+    assert verdict.accepted and verdict.parts[0].startswith("2 of 10 B-scans")
     found.present[7], found.rows[:, 7] = 0, np.nan
-    assert judge(replace(volume, voxels=voxels), found, UNTRAINED).reasons[0].startswith("3 of 10 B-scans")
+    assert judge(dark, found, UNTRAINED).parts[0].startswith("3 of 10 B-scans")
+    found.present[5:9, : W * 5 // 8], found.rows[:, 5:9, : W * 5 // 8] = 0, np.nan
+    verdict = judge(dark, found, UNTRAINED)
+    assert verdict.codes == ("blinked",) and verdict.reasons[0].startswith("6 of 10 B-scans") and not verdict.parts
 
 
 def test_dark_images_and_images_without_contrast_are_refused(scan):
@@ -220,6 +228,46 @@ def test_a_zone_is_withheld_where_the_network_is_unsure(phantom):
     assert whole.centre_mm == grid.centre_mm and whole.coverage == grid.coverage
 
 
+@pytest.fixture(scope="module")
+def dense() -> Volume:
+    """25 B-scans of 4.5 mm, .15 mm apart, around a fovea."""
+    stream = Stream(
+        204, bscans=49, randomised=0.0, conditions=("healthy",), scanners=("heidelberg_spectralis",), row_um=6.0
+    )
+    image = next(image for place in range(50) if (image := stream(place)).accident == "none")
+    half = round(2.25 / image.spacing_mm[2])
+    middle = slice(image.voxels.shape[2] // 2 - half, image.voxels.shape[2] // 2 + half)
+    return Volume(image.voxels[12:37, :, middle], image.spacing_mm, laterality="R", superior_first=True, source="dense")
+
+
+def test_a_blink_blanks_the_zones_that_it_crosses_and_no_more(dense):
+    """One dark B-scan is bridged by its neighbours, four are not; volumes of fluid are given in the first case only."""
+
+    def darkened(bscans: slice) -> ScanSegmentation:
+        voxels = dense.voxels.copy()
+        voxels[bscans] //= 60
+        found = octfm.segment(replace(dense, voxels=voxels))
+        assert found.verdict.accepted, found.verdict
+        assert np.isnan(found.surfaces["bm"][bscans]).all() and found.doubtful[bscans].all()
+        return found
+
+    whole = octfm.segment(dense).etdrs()
+    inner = [name for name in whole.mean_um if name == "centre" or name.startswith("inner")]
+    assert all(whole.mean_um[name] for name in inner)
+    one, four = darkened(slice(12, 13)), darkened(slice(8, 12))
+    assert one.etdrs().mean_um == pytest.approx(whole.mean_um, abs=3) and one.volume_nl("drusen") is not None
+    blank = [name for name in inner if four.etdrs().mean_um[name] is None]
+    assert "inner superior" in blank and "inner inferior" not in blank and four.volume_nl("drusen") is None
+    assert all(
+        four.etdrs().mean_um[name] == pytest.approx(whole.mean_um[name], abs=3) for name in set(inner) - {*blank}
+    )
+    note = row_of(four)["zones_note"]
+    assert (
+        "4 of 25 B-scans are dark" in note and "measured: " in note and "inner superior" in note.split("measured: ")[1]
+    )
+    assert "4 of 25 B-scans are dark" in describe(four)
+
+
 def with_a_rival(monkeypatch, apart_mm: float) -> None:
     """Every grid has another place that could be the fovea."""
     measure = segment_module.measure_grid
@@ -263,7 +311,7 @@ def test_zones_that_another_fovea_would_change_are_withheld_with_the_reason(phan
         (lambda v: replace(v, voxels=v.voxels // 60), "too dark"),
         (lambda v: replace(v, spacing_mm=(v.spacing_mm[0], 2 * v.spacing_mm[1], v.spacing_mm[2])), "axial millimetres"),
         (lambda v: replace(v, spacing_mm=(v.spacing_mm[0], v.spacing_mm[1] / 2, v.spacing_mm[2])), "axial millimetres"),
-        (lambda v: replace(v, voxels=np.where(np.arange(3)[:, None, None] == 1, v.voxels // 60, v.voxels)), "1 of 3"),
+        (lambda v: replace(v, voxels=np.where(np.arange(3)[:, None, None] > 0, 0, v.voxels)), "no retina"),
     ],
 )
 def test_a_spoilt_phantom_is_refused_in_words_and_has_no_zones(phantom, spoil, reason):

@@ -16,7 +16,16 @@ from octfm.layers.corrections import Corrections, require_order
 from octfm.layers.edges import onto_edges
 from octfm.layers.finder import LayerFinder, Layers, load_finder
 from octfm.layers.ranges import Ranges, packaged_ranges
-from octfm.layers.verdict import ANSWERED, ASCAN_UM, ZONE_UM, Verdict, expected_error_um, judge
+from octfm.layers.verdict import (
+    ANSWERED,
+    ASCAN_UM,
+    EDGE_ROWS,
+    ZONE_UM,
+    Verdict,
+    dark_bscans,
+    expected_error_um,
+    judge,
+)
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.volume.estimated import WHY
 from octfm.volume.etdrs import (
@@ -48,7 +57,7 @@ class ScanSegmentation(Segmentation):
     """The scan, as the file has it."""
     found: Layers
     """What the network found, with its own uncertainty; `surfaces` are its rows moved onto the edges that define
-    them."""
+    them, without those of dark B-scans and ILM and BM at the edge of the image."""
     verdict: Verdict
     model: str
     """Name and hash of the network."""
@@ -91,7 +100,7 @@ class ScanSegmentation(Segmentation):
         return {
             "verdict": f"do not believe it: {reasons}" if reasons else "nothing speaks against it",
             "doubtful": f"{self.doubtful.mean():.0%} of A-scans",
-            "note": self.hole_note,
+            "note": self.note_on_scan,
             "corrected": ""
             if self.corrections is None
             else f"by hand, {number(len(self.corrections.touched), 'B-scan')}",
@@ -130,14 +139,15 @@ class ScanSegmentation(Segmentation):
                 (code, why) for code, why in zip(verdict.codes, verdict.reasons, strict=True) if code not in ANSWERED
             ]
             codes, reasons = tuple(code for code, _ in left), tuple(why for _, why in left)
-            verdict = replace(
-                verdict, codes=codes, reasons=reasons, doubt=verdict.doubt if left else min(verdict.doubt, 0.99)
-            )
+            doubt = verdict.doubt if left else min(verdict.doubt, 0.99)
+            verdict = replace(verdict, codes=codes, reasons=reasons, parts=(), doubt=doubt)
         return replace(self, surfaces=surfaces, masks=masks, verdict=verdict, corrections=corrections)
 
     def expected_error_um(self, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
-        """float32 [D, W]: as octfm.layers.verdict.expected_error_um, and 0 where somebody has checked or corrected."""
+        """float32 [D, W]: as octfm.layers.verdict.expected_error_um, NaN in B-scans without the lines, and 0 where
+        somebody has checked or corrected."""
         error = expected_error_um(self.found, self.spacing_mm, upper, lower)
+        error[self._empty(upper, lower)] = np.nan
         if self.corrections is not None:
             error[self.corrections.trusted(upper, lower)] = 0
         return error
@@ -169,16 +179,25 @@ class ScanSegmentation(Segmentation):
     def doubtful(self) -> np.ndarray:
         """bool [D, W]: A-scans whose thickness from ILM to BM should not be believed, because the network expects an
         error above 12 µm or did not find either; see octfm.layers.verdict.expected_error_um."""
-        return self.expected_error_um() > ASCAN_UM
+        return ~(self.expected_error_um() <= ASCAN_UM)
+
+    def _empty(self, upper: str, lower: str) -> np.ndarray:
+        """bool [D]: B-scans of which the distance of two surfaces is known nowhere."""
+        return ~np.isfinite(self.thickness_rows(upper, lower)).any(axis=1)
 
     @property
-    def hole_note(self) -> str:
-        """In words if a full-thickness macular hole may have been found, else empty."""
+    def note_on_scan(self) -> str:
+        """In words what a part of an accepted scan does not show, and if it may show a macular hole; else empty."""
+        notes = (
+            [f"{', '.join(self.verdict.parts)}: zones there are blank, and volumes of fluid"]
+            if self.verdict.parts
+            else []
+        )
         hole = self.found.hole
-        if hole is None or not hole.any():
-            return ""
-        bscans = number(int(hole.sum()), "B-scan")
-        return f"a full-thickness macular hole may be in {bscans}: its opening is not counted as fluid"
+        if hole is not None and hole.any():
+            bscans = number(int(hole.sum()), "B-scan")
+            notes.append(f"a full-thickness macular hole may be in {bscans}: its opening is not counted as fluid")
+        return "; ".join(notes)
 
     @property
     def why_no_um(self) -> str:
@@ -270,11 +289,14 @@ class ScanSegmentation(Segmentation):
         return measure_around(centre_mm, values_DW, self.place(), self.volume.laterality)
 
     def fluid_um(self) -> np.ndarray:
-        """float32 [D, W]: height of intraretinal fluid in µm; 0 if the network does not report it."""
+        """float32 [D, W]: height of intraretinal fluid in µm; 0 if the network does not report it, NaN in B-scans
+        without ILM and BM."""
         self._expect_um()
         if "intraretinal_fluid" not in self.masks:
             return np.zeros(self.found.present.shape, np.float32)
-        return self.masks["intraretinal_fluid"].sum(axis=1, dtype=np.float32) * np.float32(1000 * self.spacing_mm[1])
+        rows = self.masks["intraretinal_fluid"].sum(axis=1, dtype=np.float32)
+        rows[self._empty("ilm", "bm")] = np.nan
+        return rows * np.float32(1000 * self.spacing_mm[1])
 
     def place(self) -> Field:
         """Where the A-scans lie on the fundus. Raises EvaluationError where they form no raster."""
@@ -290,9 +312,9 @@ class ScanSegmentation(Segmentation):
             raise EvaluationError(f"{volume.source}: {error}") from None
 
     def volume_nl(self, mask: str) -> float | None:
-        """Volume of a mask in nanolitres over the scan; None where B-scans have no distance (not a raster), or if the
-        network does not report this mask."""
-        if mask not in self.masks or self.volume.layout != "raster" or self.volume.shape[0] < 2:
+        """Volume of a mask in nanolitres over the scan; None where B-scans have no distance (not a raster), where a part
+        of the scan was not seen (`verdict.parts`), or if the network does not report this mask."""
+        if mask not in self.masks or self.volume.layout != "raster" or self.volume.shape[0] < 2 or self.verdict.parts:
             return None
         # 1 mm³ is 1,000 nl. Two of its three millimetres are lateral.
         scale = lateral_scale(self.axial_length_mm)
@@ -325,10 +347,15 @@ def segment(
     volume = source if isinstance(source, Volume) else read_volume(source, spacing_mm=spacing_mm, raster_only=False)
     if volume.modality != "structure":
         raise angiography(volume.source)
-    found = finder.find(volume)
+    found, dark = finder.find(volume), dark_bscans(volume)
+    rows = onto_edges(volume.voxels, found.rows, volume.spacing_mm)
+    rows[0][rows[0] < EDGE_ROWS] = np.nan
+    rows[-1][rows[-1] > volume.shape[1] - 1 - EDGE_ROWS] = np.nan
+    rows[:, dark] = np.nan
+    lesions = np.where(dark[:, None, None], 0, found.lesions)
     return ScanSegmentation(
-        surfaces=dict(zip(SURFACES, onto_edges(volume.voxels, found.rows, volume.spacing_mm), strict=True)),
-        masks={name: found.lesions == i for i, name in enumerate(MASKS, 1) if name in finder.masks},
+        surfaces=dict(zip(SURFACES, rows, strict=True)),
+        masks={name: lesions == i for i, name in enumerate(MASKS, 1) if name in finder.masks},
         spacing_mm=volume.spacing_mm,
         volume=volume,
         found=found,

@@ -71,8 +71,9 @@ def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> d
         row[f"{name}_nl"] = "" if amount is None else f"{amount:.1f}"
     if found.why_no_um:
         row["retina_rows"] = "" if found.retina_rows is None else f"{found.retina_rows:.1f}"
-        # As with volumes, what the verdict refuses is not given.
-        row |= {f"{name}_pixels": str(mask.sum()) for name, mask in found.masks.items() if found.verdict.accepted}
+        # As with volumes, what the verdict refuses, or what was not seen in full, is not given.
+        if found.verdict.accepted and not found.verdict.parts:
+            row |= {f"{name}_pixels": str(mask.sum()) for name, mask in found.masks.items()}
     grid = grid_of(found)
     return row | zone_cells(found, grid) | range_cells(found, grid) | device_cells(device, found, grid)
 

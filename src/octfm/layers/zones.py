@@ -38,7 +38,7 @@ DEVICE_COLUMNS = (*DEVICE_UNIT.values(), "device_volume_mm3", "device_note")
 def zone_cells(found: ScanSegmentation, grid: EtdrsGrid | None) -> dict[str, str]:
     """Cells of ZONE_COLUMNS; `zones_note` says in words why a zone is blank."""
     if grid is None:
-        return {"zones_note": "; ".join(filter(None, (why_no_zones(found), found.why_no_um, found.hole_note)))}
+        return {"zones_note": "; ".join(filter(None, (why_no_zones(found), found.why_no_um, found.note_on_scan)))}
     return {
         "grid_centre": grid.centre,
         "volume_mm3": "" if grid.volume_mm3 is None else f"{grid.volume_mm3:.3f}",
@@ -86,7 +86,7 @@ def _unsure(grid: EtdrsGrid) -> list[str]:
 
 
 def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
-    notes = [found.hole_note] if found.hole_note else []
+    notes = [found.note_on_scan] if found.note_on_scan else []
     if grid.centre == "scan":
         notes.append("no foveal pit was found, so the grid is centred on the middle of the scan")
     if grid.rivals_mm:

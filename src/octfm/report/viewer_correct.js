@@ -14,7 +14,7 @@ const octfmCorrect = (() => {
     const [D, H, W] = edit.shape, S = edit.surfaces.length, { field, rules } = edit;
     const [ilm, bm, inner] = ["ilm", "bm", "ipl_inl"].map((name) => edit.surfaces.indexOf(name));
     const found = Float32Array.from(new Uint16Array(bytes(edit.rows).buffer), (v) => v === ABSENT ? NaN : kept(v / edit.steps - edit.outside));
-    const rows = found.slice(), expected = Float32Array.from(new Uint16Array(bytes(edit.expected).buffer), (v) => v / edit.errorSteps);
+    const rows = found.slice(), expected = Float32Array.from(new Uint16Array(bytes(edit.expected).buffer), (v) => v === ABSENT ? NaN : v / edit.errorSteps);
     const labels = new Map(), pictures = new Map(), lineChanged = new Uint8Array(S * D), areaChanged = new Uint8Array(D), checked = new Uint8Array(D);
     const counts = Array.from(edit.labels, (runs) => countRuns(runs));
     const state = { active: false, tool: "pull", line: Math.max(0, ilm), area: edit.reported[0] || "", widths: { line: Math.max(3, Math.round(0.4 / edit.mm[2])), area: Math.max(1, Math.round(0.06 / edit.mm[2])) } };
@@ -351,18 +351,18 @@ const octfmCorrect = (() => {
       return thickness;
     };
 
-    function measured(own, doubt, count, reasons) {
-      const amounts = reasons.length || edit.nlPerVoxel === null ? null : edit.areas.map((_, i) => count.reduce((sum, one) => sum + one[i], 0) * edit.nlPerVoxel);
+    function measured(own, doubt, count, reasons, parts) {
+      const amounts = reasons.length || parts.length || edit.nlPerVoxel === null ? null : edit.areas.map((_, i) => count.reduce((sum, one) => sum + one[i], 0) * edit.nlPerVoxel);
       const zones = reasons.length || !field || edit.whyNoZones ? null : octfmEtdrs.measure(map(ilm, bm, own), map(ilm, inner, own), doubt, field, rules);
-      return { zones, amounts, reasons };
+      return { zones, amounts, reasons, parts };
     }
 
     function measure() {
-      before ||= measured(found, expected, edit.labels.map(countRuns), edit.reasons.map((r) => r.text));
+      before ||= measured(found, expected, edit.labels.map(countRuns), edit.reasons.map((r) => r.text), edit.parts);
       const doubt = expected.slice();
       let all = true;
       for (let f = 0; f < D; f++) if (trusted(f)) doubt.fill(0, f * W, (f + 1) * W); else all = false;
-      grid = measured(rows, doubt, counts, edit.reasons.filter((r) => !(all && r.answered)).map((r) => r.text));
+      grid = measured(rows, doubt, counts, edit.reasons.filter((r) => !(all && r.answered)).map((r) => r.text), all ? [] : edit.parts);
       tell();
       if (grid.zones) drawMap();
     }
@@ -386,6 +386,7 @@ const octfmCorrect = (() => {
       table.querySelector("tbody").replaceWith(body);
       const said = grid.reasons.length ? [`Do not believe it: ${grid.reasons.join("; ")}.`] : [];
       if (edit.whyNoZones && !grid.reasons.length) said.push(`${edit.whyNoZones}.`);
+      if (grid.parts.length) said.push(`${grid.parts.join(", ")}: zones there are blank, and volumes of fluid.`);
       if (grid.zones && !grid.zones.onPit) said.push("No foveal pit was found: the grid is centred on the middle of the scan.");
       if (grid.zones?.withheld.length) said.push(`Withheld, because network or fovea is unsure there: ${grid.zones.withheld.join(", ")}.`);
       find("numbers-note").textContent = said.join(" ");
@@ -396,7 +397,7 @@ const octfmCorrect = (() => {
     function drawMap() {
       const canvas = find("map"), context = canvas.getContext("2d"), half = 3.4, step = 0.04, n = Math.round(2 * half / step), [a, b, c] = rules.rings;
       const axis = Array.from({ length: n }, (_, i) => -half + (i + 0.5) * step), [cx, cy] = grid.zones.centre;
-      const values = octfmEtdrs.sample(map(ilm, bm, rows), field, axis.map((v) => cx + v), axis.map((v) => cy + v));
+      const values = octfmEtdrs.sample(map(ilm, bm, rows), field, axis.map((v) => cx + v), axis.map((v) => cy + v), rules);
       const rgba = new Uint8ClampedArray(4 * n * n), [low, high] = edit.range, size = canvas.width, at = (mm) => (mm + half) / (2 * half) * size;
       values.forEach((v, i) => { if (v === v) rgba.set([...edit.viridis[Math.round(clamp((v - low) / (high - low), 0, 1) * 63)], 255], 4 * i); });
       const small = document.createElement("canvas");

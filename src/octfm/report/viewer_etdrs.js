@@ -17,8 +17,21 @@ const octfmEtdrs = (() => {
     return low;
   }
 
+  // Without B-scans that have no value, between two that are at most rules.bridged apart. As sample of octfm.volume.etdrs.
+  function bridged(values, field, rules) {
+    const { bscans, starts, columns } = field, line = (d) => values.subarray(d * columns, (d + 1) * columns);
+    const seen = [...bscans.keys()].filter((d) => line(d).some((v) => v === v)), kept = new Set(bscans.keys());
+    for (let i = 1; i < seen.length; i++)
+      if (bscans[seen[i]] - bscans[seen[i - 1]] <= rules.bridged) for (let d = seen[i - 1] + 1; d < seen[i]; d++) kept.delete(d);
+    if (kept.size === bscans.length) return [values, field];
+    const left = new Float32Array(kept.size * columns);
+    [...kept].forEach((d, i) => left.set(line(d), i * columns));
+    return [left, { ...field, bscans: bscans.filter((_, d) => kept.has(d)), starts: starts.filter((_, d) => kept.has(d)) }];
+  }
+
   // Values [D * W] at points of the fundus, bilinear; NaN outside the field and next to an A-scan without a value.
-  function sample(values, field, xs, ys) {
+  function sample(given, all, xs, ys, rules) {
+    const [values, field] = bridged(given, all, rules);
     const depth = field.bscans.length, width = field.columns, found = new Float64Array(xs.length * ys.length).fill(NaN);
     const first = field.bscans[0], last = field.bscans[depth - 1], margin = (last - first) / (depth - 1) / 2;
     for (let j = 0; j < ys.length; j++) for (let i = 0; i < xs.length; i++) {
@@ -80,7 +93,7 @@ const octfmEtdrs = (() => {
     const reach = Math.round(reach_mm / step), around = Math.round(rules.around / step), half = reach + around;
     const axis = range(-steps * half, steps * half + 1, 1).map((k) => cell * k), n = axis.length;
     const xs = axis.map((v) => field.centre[0] + v), ys = axis.map((v) => field.centre[1] + v);
-    const measured = sample(thickness, field, xs, ys), known = measured.map((v) => v === v ? 1 : 0);
+    const measured = sample(thickness, field, xs, ys, rules), known = measured.map((v) => v === v ? 1 : 0);
     if (known.reduce((a, b) => a + b, 0) / known.length < 0.5) return [];
     const weight = smoothed(known, n, step / cell), smooth = smoothed(measured.map((v) => v === v ? v : 0), n, step / cell);
     for (let i = 0; i < n * n; i++) {
@@ -159,7 +172,7 @@ const octfmEtdrs = (() => {
   // Means of a map [D * W] in the zones around a place; null where less than 90 % was measured.
   function meansAt(values, field, rules, centre) {
     const { axis, names, zone, whole } = field.grid ||= zonesOf(field, rules), count = names.length;
-    const found = sample(values, field, axis.map((v) => centre[0] + v), axis.map((v) => centre[1] + v));
+    const found = sample(values, field, axis.map((v) => centre[0] + v), axis.map((v) => centre[1] + v), rules);
     const sum = new Float64Array(count), known = new Float64Array(count), size = new Float64Array(count);
     let allSum = 0, allKnown = 0, all = 0;
     for (let i = 0; i < found.length; i++) {

@@ -4,7 +4,8 @@ Zones after the Early Treatment Diabetic Retinopathy Study: a centre of 1 mm dia
 four from 3 to 6 mm.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +33,9 @@ SIDES = {"R": ("nasal", "temporal"), "L": ("temporal", "nasal"), None: ("right",
 eye."""
 LEAST_COVERED = 0.9
 """Share of a zone that must have been measured for its mean to be given."""
+BRIDGED_MM = 0.3
+"""Greatest distance of B-scans between which a map is interpolated if those between them have no value, as after a
+blink. In the public volume with drusen the centre moves by 2 µm if all B-scans lie .25 mm apart, and by 4 at .36."""
 REFERENCE_AXIAL_LENGTH_MM = 24.46
 """Axial length for which an instrument's lateral millimetres are calibrated: Cirrus (doi 10.4103/0301-4738.159877)."""
 CELL_MM = 0.025
@@ -260,7 +264,13 @@ def _vertex(three: np.ndarray) -> float:
 
 def sample(values: np.ndarray, field: Field, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
     """Values [D, W] at positions on the fundus, bilinear; NaN outside the field and next to an A-scan without a
-    value."""
+    value, except that B-scans without any are skipped between two that are at most BRIDGED_MM apart."""
+    kept = np.ones(len(values), bool)
+    for before, after in pairwise(np.flatnonzero(np.isfinite(values).any(axis=1))):
+        if field.bscans_mm[after] - field.bscans_mm[before] <= BRIDGED_MM:
+            kept[before + 1 : after] = False
+    field = replace(field, bscans_mm=field.bscans_mm[kept], starts_mm=field.starts_mm[kept])
+    values = values[kept]
     bscan, ascan = field.to_index(x_mm, y_mm)
     known = np.isfinite(values)
     outside = ~(np.isfinite(bscan) & np.isfinite(ascan))

@@ -38,7 +38,8 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
     rows = (np.stack([found.surfaces[name] for name in SURFACES]) + OUTSIDE_ROWS) * steps
     known = np.isfinite(rows) & (rows >= 0) & (rows < ABSENT)
     coded = np.where(known, np.rint(np.nan_to_num(rows)), ABSENT).astype("<u2")
-    expected = np.rint(np.clip(found.expected_error_um() * ERROR_STEPS, 0, 65535)).astype("<u2")
+    error = np.rint(np.clip(found.expected_error_um() * ERROR_STEPS, 0, ABSENT - 1))
+    expected = np.where(np.isnan(error), ABSENT, error).astype("<u2")
     dz, dy, dx = volume.spacing_mm
     laid_out = volume.layout == "raster" and depth > 1
     nl = float(np.prod(volume.spacing_mm) * lateral_scale(found.axial_length_mm) ** 2 * 1000)
@@ -60,6 +61,7 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
         "expected": base64.b64encode(expected.tobytes()).decode(),
         "errorSteps": ERROR_STEPS,
         "nlPerVoxel": nl if laid_out else None,
+        "parts": list(found.verdict.parts),
         "field": _field(found),
         "whyNoZones": "" if not found.verdict.accepted else why_no_zones(found),
         "reasons": [
@@ -67,7 +69,7 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
             for code, text in zip(found.verdict.codes, found.verdict.reasons, strict=True)
         ],
         "rules": {
-            "rings": etdrs.RINGS_MM, "covered": etdrs.LEAST_COVERED, "cell": etdrs.CELL_MM,
+            "rings": etdrs.RINGS_MM, "covered": etdrs.LEAST_COVERED, "bridged": etdrs.BRIDGED_MM, "cell": etdrs.CELL_MM,
             "pit": etdrs.PIT_UM, "radius": etdrs.PIT_MM, "around": etdrs.AROUND_MM, "step": etdrs.STEP_MM,
             "leastFit": etdrs.LEAST_FIT, "independent": etdrs.INDEPENDENT, "offCentre": etdrs.OFF_CENTRE_MM,
             "apart": etdrs.APART_MM, "rival": etdrs.RIVAL,

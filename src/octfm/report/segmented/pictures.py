@@ -92,7 +92,7 @@ def facts_of(found: "ScanSegmentation") -> list[tuple[str, str]]:
     length = found.axial_length_mm
     return [
         ("Verdict", "; ".join(found.verdict.reasons) or ACCEPTED),
-        *((("Note", found.hole_note),) if found.hole_note else ()),
+        *((("Note", found.note_on_scan),) if found.note_on_scan else ()),
         ("Doubtful A-scans", f"{found.doubtful.mean():.0%}"),
         *(
             (f"{name.replace('_', ' ').capitalize()}, as found", f"{nl:.1f} nl")
