@@ -138,6 +138,22 @@ def save(browser: Browser, folder: Path) -> Path:
 
 
 @needs_chromium
+def test_a_page_bridges_one_lost_bscan_and_blanks_the_zones_that_many_cross(browser, tmp_path):
+    found = found_eye(49)
+    whole = found.etdrs().mean_um
+    for rows in found.surfaces.values():
+        rows[[30, 38, 39, 40, 41]] = np.nan
+    found = replace(found, verdict=replace(found.verdict, parts=("5 of 49 B-scans are dark",)))
+    open_page(browser, found, tmp_path)
+    shown = numbers(browser)
+    assert_same({name: shown.get(name) for name in expected_numbers(found)}, expected_numbers(found))
+    assert shown["inner superior"] == pytest.approx(whole["inner superior"], abs=1)
+    assert whole["outer superior"] and shown["outer superior"] is None and not set(MASKS) & shown.keys()
+    note = browser.js("document.querySelector('[data-part=\"numbers-note\"]').textContent")
+    assert "5 of 49 B-scans are dark: zones there are blank" in note
+
+
+@needs_chromium
 def test_what_is_dragged_and_painted_is_measured_saved_and_applied(browser, tmp_path):
     found = found_eye()
     depth, height, width = found.volume.shape

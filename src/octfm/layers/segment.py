@@ -312,9 +312,10 @@ class ScanSegmentation(Segmentation):
             raise EvaluationError(f"{volume.source}: {error}") from None
 
     def volume_nl(self, mask: str) -> float | None:
-        """Volume of a mask in nanolitres over the scan; None where B-scans have no distance (not a raster), where a part
-        of the scan was not seen (`verdict.parts`), or if the network does not report this mask."""
-        if mask not in self.masks or self.volume.layout != "raster" or self.volume.shape[0] < 2 or self.verdict.parts:
+        """Volume of a mask in nanolitres over the scan; None where B-scans have no distance (not a raster), if the
+        network does not report this mask, and where a part of the scan was not seen (`verdict.parts`)."""
+        laid_out = self.volume.layout == "raster" and self.volume.shape[0] > 1
+        if mask not in self.masks or not laid_out or self.verdict.parts:
             return None
         # 1 mm³ is 1,000 nl. Two of its three millimetres are lateral.
         scale = lateral_scale(self.axial_length_mm)

@@ -36,7 +36,7 @@ CLIPPED = 0.2
 volumes of fluid stay blank."""
 MOST = 0.5
 """Share of B-scans lost, or of A-scans clipped, above which the whole scan is refused. Below, only the zones are blank
-that lose a tenth: of 201 phantom zones that this gives back 4 are off by more than 20 µm."""
+that lose a tenth: of 210 phantom zones that this gives back 4 are off by more than 20 µm."""
 FIELD_MM = (1.0, 20.0)
 """Width of a B-scan: the shortest in use is about 2 mm, the longest 16 mm."""
 WIDE_MM = 10.5
