@@ -139,6 +139,35 @@ def test_a_second_call_reads_nothing_a_changed_file_alone_is_read_again(run, cli
     assert all(np.array_equal(after[name], before[name]) for name in set(before) & set(after))
 
 
+def test_a_volume_whose_declared_eye_or_millimetres_changed_is_embedded_again(run, tmp_path):
+    from octfm.phantom import phantom_volume
+
+    volume, _ = phantom_volume(3, size=(6, 64, 48))
+    (root := tmp_path / "clinic").mkdir()
+    np.save(root / "eye.npy", volume.voxels)
+    facts = {"spacing_mm": volume.spacing_mm, "laterality": "R", "participant": "Q1"}
+
+    def embedded(out: str, **changed) -> np.ndarray:
+        (root / "eye.json").write_text(json.dumps(facts | changed))
+        embed_files(run, root, tmp_path / out, workers=0, echo=quiet)
+        (vector,) = vectors(tmp_path / out).values()
+        return vector
+
+    before = embedded("out")
+    for number, changed in enumerate(({"laterality": "L"}, {"upside_down": True})):
+        after = embedded("out", **changed)
+        assert not np.array_equal(after, before), "the vector of the old words"
+        assert np.array_equal(after, embedded(f"fresh{number}", **changed))
+    # A catalog states more than the files: the same files, scanned with other millimetres.
+    catalog = scan(root, workers=0)
+    wider = tuple(1.1 * mm for mm in volume.spacing_mm)
+    other = replace(catalog, acquisitions=tuple(replace(a, spacing_mm=wider) for a in catalog.acquisitions))
+    for each in (catalog, other):
+        embed_files(run, each, tmp_path / "of-catalog", workers=0, echo=quiet)
+    embed_files(run, other, tmp_path / "fresh-catalog", workers=0, echo=quiet)
+    assert same(tmp_path / "of-catalog", tmp_path / "fresh-catalog")
+
+
 def test_other_weights_and_other_precision_are_refused(run, clinic, tmp_path):
     out = tmp_path / "out"
     embed_files(run, clinic, out, workers=0, echo=quiet)
