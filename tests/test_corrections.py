@@ -248,6 +248,23 @@ def tilted(depth: int, turn: float, seed: int) -> Lines:
 
 @needs_chromium
 @pytest.mark.slow
+def test_a_page_gives_no_volume_that_another_fovea_would_change(browser, tmp_path):
+    found = found_in(30)
+    depth, height, width = found.volume.shape
+    wide = (10 / depth, 0.004, 10 / width)
+    y, x = np.meshgrid(np.linspace(-5, 5, depth), np.linspace(-5, 5, width), indexing="ij")
+    pits = sum(share * np.exp(-((x - cx) ** 2 + y**2) / 0.25) for cx, share in ((-0.7, 1), (0.75, 0.97)))
+    rows = 150 - (320 + 15 * x - 120 * pits) / 4 * (1 - np.linspace(0, 1, len(SURFACES))[:, None, None] ** 0.5)
+    surfaces = dict(zip(SURFACES, rows.astype(np.float32), strict=True))
+    found = replace(found, surfaces=surfaces, spacing_mm=wide, volume=replace(found.volume, spacing_mm=wide))
+    grid = found.etdrs()
+    assert grid.rivals_mm and grid.volume_mm3 is None
+    open_page(browser, found, tmp_path)
+    assert_same(numbers(browser), expected_numbers(found))
+
+
+@needs_chromium
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_a_page_measures_any_raster_as_python_does(browser, tmp_path, seed):
     rng = np.random.default_rng(seed)
