@@ -250,7 +250,7 @@ def tilted(depth: int, turn: float, seed: int) -> Lines:
 @pytest.mark.slow
 def test_a_page_gives_no_volume_that_another_fovea_would_change(browser, tmp_path):
     found = found_in(30)
-    depth, height, width = found.volume.shape
+    depth, _, width = found.volume.shape
     wide = (10 / depth, 0.004, 10 / width)
     y, x = np.meshgrid(np.linspace(-5, 5, depth), np.linspace(-5, 5, width), indexing="ij")
     pits = sum(share * np.exp(-((x - cx) ** 2 + y**2) / 0.25) for cx, share in ((-0.7, 1), (0.75, 0.97)))
