@@ -136,18 +136,22 @@ def test_a_scan_of_contradicting_positions_is_viewed_without_a_map():
     assert thickness_pictures(replace(found, volume=replace(found.volume, lines=lines))) == []
 
 
-@pytest.mark.parametrize("vertical", [False, True])
-def test_ends_of_vertical_bscans_are_not_called_nasal_and_temporal(vertical):
+@pytest.mark.parametrize(
+    "turned", ["", "vertical on the fundus, not from side to side", "from right to left on the fundus"]
+)
+def test_ends_of_turned_bscans_are_not_called_nasal_and_temporal(turned):
     found = found_in(3)
     at = np.stack([np.zeros(3), np.arange(3.0)], axis=1)
     lines = Lines(at, np.add(at, (6, 0)))
-    if vertical:
+    if turned.startswith("vertical"):
         lines = Lines(lines.start[:, ::-1], lines.end[:, ::-1])
-    volume = replace(found.volume, lines=lines, superior_first=None if vertical else True)
+    elif turned:
+        lines = Lines(lines.end, lines.start)
+    volume = replace(found.volume, lines=lines, superior_first=None if turned.startswith("vertical") else True)
     scene = scene_of(volume, found=found)
     told = dict(view_facts(volume, scene))
-    assert scene.vertical == vertical and ("Direction of B-scans" in told) == vertical
-    assert ('"sides":null' in viewer([scene]).body) == vertical
+    assert scene.turned == bool(turned) and told.get("Direction of B-scans", "") == turned
+    assert ('"sides":null' in viewer([scene]).body) == bool(turned)
 
 
 def test_axial_length_rescales_volumes_like_zones():

@@ -93,7 +93,7 @@ def scene_of(
         laterality=volume.laterality,
         superior_first=volume.superior_first is not None,
         is_raster=volume.layout == "raster",
-        vertical=volume.vertical,
+        turned=not volume.left_to_right,
         has_mm=not volume.spacing_estimated,
         scanner=volume.scanner,
         overlays=tuple(overlays),
