@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from pydicom import uid
+from pydicom import dcmread, uid
 from typer.testing import CliRunner
 
 from octfm.catalog.catalog import Catalog, scan
@@ -30,6 +30,7 @@ from octfm.tasks.embed_run import embed_all
 from support.bucket_servers import BUCKET, s3_server
 from support.codestreams import imagecodecs_encoder, picture
 from support.dicom_files import write_oct_dicom
+from support.multifile_dicom import concatenation
 from support.small_store import small_preprocessing, small_store
 from support.tiny_runs import config, quick_pretrain, quiet
 from support.waiting import planted_delay
@@ -166,6 +167,20 @@ def test_a_volume_whose_declared_eye_or_millimetres_changed_is_embedded_again(ru
         embed_files(run, each, tmp_path / "of-catalog", workers=0, echo=quiet)
     embed_files(run, other, tmp_path / "fresh-catalog", workers=0, echo=quiet)
     assert same(tmp_path / "of-catalog", tmp_path / "fresh-catalog")
+
+
+def test_a_volume_of_several_files_is_embedded_again_if_any_of_them_changes(run, tmp_path):
+    from octfm.phantom import phantom_volume
+
+    (root := tmp_path / "clinic").mkdir()
+    paths = concatenation(root, phantom_volume(3, size=(7, 64, 48))[0].voxels)
+    embed_files(run, root, tmp_path / "out", workers=0, echo=quiet)
+    part = dcmread(paths[1])
+    part.PixelData = bytes(255 - value for value in part.PixelData)
+    part.save_as(paths[1])
+    for out in ("out", "fresh"):
+        embed_files(run, root, tmp_path / out, workers=0, echo=quiet)
+    assert same(tmp_path / "out", tmp_path / "fresh")
 
 
 def test_other_weights_and_other_precision_are_refused(run, clinic, tmp_path):

@@ -30,11 +30,12 @@ from octfm.encoder.encoder import Encoder, load_encoder
 from octfm.errors import BAD_INPUT, BucketError, Echo, EvaluationError
 from octfm.formats.declared import sidecars
 from octfm.formats.reasons import REASONS
+from octfm.io.archive import split_uri
 from octfm.io.bucket import Account
 from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits, Lost
 from octfm.io.lease import Lease
-from octfm.io.location import BucketPath, Location, location, lock, write_whole
+from octfm.io.location import BucketPath, Location, listed, location, lock, write_whole
 from octfm.io.progress import Progress
 from octfm.io.spread import stream
 from octfm.io.versions import listing_of, versions
@@ -266,7 +267,10 @@ def _versions(listing: dict[str, str]) -> Callable[[Acquisition], str]:
     def version_of(acquisition: Acquisition) -> str:
         beside = [listing[name] for name in map(str, sidecars(acquisition.uri)) if name in listing]
         stated = [acquisition.laterality, acquisition.spacing_mm, acquisition.layout, acquisition.modality]
-        return " ".join([version_of_file(acquisition.uri), hash_text(json.dumps([stated, beside]))[:8]])
+        uri = acquisition.uri
+        if "several_files" in acquisition.flags and split_uri(uri) is None:
+            uri = str(listed(uri).parent)  # the row names the first of them
+        return " ".join([version_of_file(uri), hash_text(json.dumps([stated, beside]))[:8]])
 
     return version_of
 
