@@ -23,6 +23,7 @@ from octfm.layers.verdict import CONTRAST, measure
 from octfm.models.layer_net import SURFACES, LayerNet, LayerNetConfig
 from octfm.phantom import write_phantom
 from octfm.report.segmented.contact_sheet import ContactSheet
+from octfm.report.segmented.correct import correction_facts
 from octfm.report.segmented.pictures import bscan_picture, thickness_pictures
 from octfm.report.viewer import view_facts, viewer
 from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
@@ -154,9 +155,13 @@ def test_ends_of_turned_bscans_are_not_called_nasal_and_temporal(turned):
     assert ('"sides":null' in viewer([scene]).body) == bool(turned)
 
 
-def test_axial_length_rescales_volumes_like_zones():
+def test_axial_length_rescales_volumes_and_the_ruler_like_zones():
     found = found_in(fluid_in=3)
     longer = replace(found, axial_length_mm=1.82 + 1.1 * (24.46 - 1.82))
+    assert scene_of(found.volume, found=longer).spacing_mm == pytest.approx(
+        np.multiply(found.spacing_mm, (1.1, 1, 1.1))
+    )
+    assert correction_facts(longer)["mm"] == pytest.approx(np.multiply(found.spacing_mm, (1.1, 1, 1.1)))
     before, after = (each.volume_nl("intraretinal_fluid") for each in (found, longer))
     assert before and after == pytest.approx(1.1**2 * before)
 
