@@ -198,6 +198,9 @@ def test_what_is_dragged_and_painted_is_measured_saved_and_applied(browser, tmp_
     browser.key("e")
     node = browser.call("DOM.getDocument", depth=-1)["root"]["nodeId"]
     chosen = browser.call("DOM.querySelector", nodeId=node, selector='[data-part="load"]')["nodeId"]
+    untimed = written({name: value for name, value in content.items() if name != "time"}, again / "untimed.txt")
+    browser.call("DOM.setFileInputFiles", nodeId=chosen, files=[str(untimed)])
+    browser.wait("document.querySelector('[data-part=\"hand-status\"]').textContent.startsWith('Not loaded')")
     browser.call("DOM.setFileInputFiles", nodeId=chosen, files=[str(path)])
     browser.wait(f"document.querySelector('{ROOT}').dataset.changed !== '0'")
     assert_same(numbers(browser), expected_numbers(corrected))

@@ -11,6 +11,7 @@ from octfm.cli.main import app
 from octfm.errors import EvaluationError
 from octfm.layers.table import ACCEPTED, COLUMNS
 from octfm.layers.zones import DEVICE_UNIT, UNIT
+from octfm.report.segmented.agreement import summary_lines, write_agreement
 from octfm.trust.device_agreement import device_agreement
 from octfm.volume.etdrs import ZONES
 from support.browser import assert_renders, needs_chromium
@@ -143,6 +144,15 @@ def test_names_that_are_not_utf8_are_escaped_on_the_page(tmp_path):
     done = CliRunner().invoke(app, ["agree", str(table), "--out", str(tmp_path / "agree.html")])
     assert done.exit_code == 0, done.exception
     assert "eye\\udcff.xml" in (tmp_path / "agree.html").read_text(encoding="utf-8")
+
+
+def test_scans_corrected_by_hand_are_counted(tmp_path):
+    rows = rows_of()
+    rows[3]["corrected_bscans"] = "2"
+    result = device_agreement(write(tmp_path / "t.csv", rows))
+    page = write_agreement(result, tmp_path / "agree.html", []).read_text(encoding="utf-8")
+    assert "1 scan was corrected by hand" in page
+    assert any(line.startswith("  1 of them corrected by hand") for line in summary_lines(result))
 
 
 def test_rows_that_name_nobody_are_no_pair(tmp_path):

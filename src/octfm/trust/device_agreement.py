@@ -67,6 +67,7 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
         "repeated": len(eyes) - len(set(eyes)) if named else None,
         "not_on_fovea": sum("nobody has moved it" in each["row"].get("device_note", "") for each in used),
         "ours_not_on_fovea": sum(each["row"].get("grid_centre") == "scan" for each in used),
+        "corrected": sum(bool(each["row"].get("corrected_bscans")) for each in used),
         "models": sorted({each["row"]["model"] for each in used if each["row"].get("model")}),
         "large_um": LARGE_UM,
         "zones": [zone for name in ZONES if (zone := _zone(name, used))["points"]],
