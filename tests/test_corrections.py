@@ -214,6 +214,9 @@ def test_what_is_dragged_and_painted_is_measured_saved_and_applied(browser, tmp_
     browser.key("e")
     node = browser.call("DOM.getDocument", depth=-1)["root"]["nodeId"]
     chosen = browser.call("DOM.querySelector", nodeId=node, selector='[data-part="load"]')["nodeId"]
+    untimed = written({name: value for name, value in content.items() if name != "time"}, again / "untimed.txt")
+    browser.call("DOM.setFileInputFiles", nodeId=chosen, files=[str(untimed)])
+    browser.wait("document.querySelector('[data-part=\"hand-status\"]').textContent.startsWith('Not loaded')")
     browser.call("DOM.setFileInputFiles", nodeId=chosen, files=[str(path)])
     browser.wait(f"document.querySelector('{ROOT}').dataset.changed !== '0'")
     assert_same(numbers(browser), expected_numbers(corrected))
@@ -260,6 +263,23 @@ def tilted(depth: int, turn: float, seed: int) -> Lines:
     along = np.array([np.cos(np.radians(turn)), np.sin(np.radians(turn))])
     across = np.array([-along[1], along[0]])
     return Lines(np.outer(y, across) + np.outer(x - 3, along), np.outer(y, across) + np.outer(x + 3, along))
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_a_page_gives_no_volume_that_another_fovea_would_change(browser, tmp_path):
+    found = found_in(30)
+    depth, _, width = found.volume.shape
+    wide = (10 / depth, 0.004, 10 / width)
+    y, x = np.meshgrid(np.linspace(-5, 5, depth), np.linspace(-5, 5, width), indexing="ij")
+    pits = sum(share * np.exp(-((x - cx) ** 2 + y**2) / 0.25) for cx, share in ((-0.7, 1), (0.75, 0.97)))
+    rows = 150 - (320 + 15 * x - 120 * pits) / 4 * (1 - np.linspace(0, 1, len(SURFACES))[:, None, None] ** 0.5)
+    surfaces = dict(zip(SURFACES, rows.astype(np.float32), strict=True))
+    found = replace(found, surfaces=surfaces, spacing_mm=wide, volume=replace(found.volume, spacing_mm=wide))
+    grid = found.etdrs()
+    assert grid.rivals_mm and grid.volume_mm3 is None
+    open_page(browser, found, tmp_path)
+    assert_same(numbers(browser), expected_numbers(found))
 
 
 @needs_chromium

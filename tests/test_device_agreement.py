@@ -11,6 +11,7 @@ from octfm.cli.main import app
 from octfm.errors import EvaluationError
 from octfm.layers.table import ACCEPTED, COLUMNS
 from octfm.layers.zones import DEVICE_UNIT, UNIT
+from octfm.report.segmented.agreement import summary_lines, write_agreement
 from octfm.trust.device_agreement import device_agreement
 from octfm.volume.etdrs import ZONES
 from support.browser import assert_renders, needs_chromium
@@ -143,3 +144,33 @@ def test_names_that_are_not_utf8_are_escaped_on_the_page(tmp_path):
     done = CliRunner().invoke(app, ["agree", str(table), "--out", str(tmp_path / "agree.html")])
     assert done.exit_code == 0, done.exception
     assert "eye\\udcff.xml" in (tmp_path / "agree.html").read_text(encoding="utf-8")
+
+
+def test_scans_corrected_by_hand_are_counted(tmp_path):
+    rows = rows_of()
+    rows[3]["corrected_bscans"] = "2"
+    result = device_agreement(write(tmp_path / "t.csv", rows))
+    page = write_agreement(result, tmp_path / "agree.html", []).read_text(encoding="utf-8")
+    assert "1 scan was corrected by hand" in page
+    assert any(line.startswith("  1 of them corrected by hand") for line in summary_lines(result))
+
+
+def test_rows_that_name_nobody_are_no_pair(tmp_path):
+    rows = rows_of(3)
+    for row in rows[:4]:
+        row["participant"] = ""
+    device = [{"participant": "", "laterality": "R", "centre_um": "400"}]
+    device += [{"participant": "p2", "laterality": eye, "centre_um": "300"} for eye in "RL"]
+    table = write(tmp_path / "t.csv", rows, leave_out=DEVICE_UNIT.values())
+    result = device_agreement(table, write(tmp_path / "d.csv", device))
+    assert (result["used"], result["left_out"]["without the device's zones"]) == (2, 4)
+
+
+def test_rows_of_the_other_eye_and_shifted_rows_are_refused(tmp_path):
+    table = write(tmp_path / "t.csv", rows_of(1))
+    device = [{"source": f"0{eye}.xml", "laterality": "OD", "centre_um": "400"} for eye in "RL"]
+    with pytest.raises(EvaluationError, match=r"0L\.xml is eye OD, in .*t\.csv eye L; zones of two eyes are no pair"):
+        device_agreement(table, write(tmp_path / "d.csv", device))
+    (tmp_path / "d.csv").write_text("source,centre_um,inner_superior_um\n0R.xml,250,330,\n0L.xml,Müller, 250,330\n")
+    with pytest.raises(EvaluationError, match=r"d\.csv: line 3: more cells than the header has columns"):
+        device_agreement(table, tmp_path / "d.csv")

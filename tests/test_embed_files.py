@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from pydicom import uid
+from pydicom import dcmread, uid
 from typer.testing import CliRunner
 
 from octfm.catalog.catalog import Catalog, scan
@@ -30,6 +30,7 @@ from octfm.tasks.embed_run import embed_all
 from support.bucket_servers import BUCKET, s3_server
 from support.codestreams import imagecodecs_encoder, picture
 from support.dicom_files import write_oct_dicom
+from support.multifile_dicom import concatenation
 from support.small_store import small_preprocessing, small_store
 from support.tiny_runs import config, quick_pretrain, quiet
 from support.waiting import planted_delay
@@ -137,6 +138,49 @@ def test_a_second_call_reads_nothing_a_changed_file_alone_is_read_again(run, cli
     after = vectors(out)
     assert "1.2.3.2" not in after and {"1.2.3.78", "1.2.3.79"} <= set(after)
     assert all(np.array_equal(after[name], before[name]) for name in set(before) & set(after))
+
+
+def test_a_volume_whose_declared_eye_or_millimetres_changed_is_embedded_again(run, tmp_path):
+    from octfm.phantom import phantom_volume
+
+    volume, _ = phantom_volume(3, size=(6, 64, 48))
+    (root := tmp_path / "clinic").mkdir()
+    np.save(root / "eye.npy", volume.voxels)
+    facts = {"spacing_mm": volume.spacing_mm, "laterality": "R", "participant": "Q1"}
+
+    def embedded(out: str, **changed) -> np.ndarray:
+        (root / "eye.json").write_text(json.dumps(facts | changed))
+        embed_files(run, root, tmp_path / out, workers=0, echo=quiet)
+        (vector,) = vectors(tmp_path / out).values()
+        return vector
+
+    before = embedded("out")
+    for number, changed in enumerate(({"laterality": "L"}, {"upside_down": True})):
+        after = embedded("out", **changed)
+        assert not np.array_equal(after, before), "the vector of the old words"
+        assert np.array_equal(after, embedded(f"fresh{number}", **changed))
+    # A catalog states more than the files: the same files, scanned with other millimetres.
+    catalog = scan(root, workers=0)
+    wider = tuple(1.1 * mm for mm in volume.spacing_mm)
+    other = replace(catalog, acquisitions=tuple(replace(a, spacing_mm=wider) for a in catalog.acquisitions))
+    for each in (catalog, other):
+        embed_files(run, each, tmp_path / "of-catalog", workers=0, echo=quiet)
+    embed_files(run, other, tmp_path / "fresh-catalog", workers=0, echo=quiet)
+    assert same(tmp_path / "of-catalog", tmp_path / "fresh-catalog")
+
+
+def test_a_volume_of_several_files_is_embedded_again_if_any_of_them_changes(run, tmp_path):
+    from octfm.phantom import phantom_volume
+
+    (root := tmp_path / "clinic").mkdir()
+    paths = concatenation(root, phantom_volume(3, size=(7, 64, 48))[0].voxels)
+    embed_files(run, root, tmp_path / "out", workers=0, echo=quiet)
+    part = dcmread(paths[1])
+    part.PixelData = bytes(255 - value for value in part.PixelData)
+    part.save_as(paths[1])
+    for out in ("out", "fresh"):
+        embed_files(run, root, tmp_path / out, workers=0, echo=quiet)
+    assert same(tmp_path / "out", tmp_path / "fresh")
 
 
 def test_other_weights_and_other_precision_are_refused(run, clinic, tmp_path):

@@ -336,6 +336,26 @@ def test_a_table_resumes_and_keeps_a_row_for_what_cannot_be_read(files, tmp_path
             write_table([], tmp_path / "damaged.csv")
 
 
+def test_a_row_of_a_scan_that_has_changed_is_made_anew(files, tmp_path):
+    out, (eye, _, other) = tmp_path / "table.csv", files
+    sidecar = tmp_path / "eye0.json"
+    sidecar.write_text('{"laterality": "R"}')
+    assert write_table([eye, other], out, echo=lambda _: None) == 2
+    assert write_table([eye, other], out, echo=lambda _: None) == 0
+    sidecar.write_text('{"laterality": "L"}')
+
+    def stopped(line: str) -> None:
+        raise KeyboardInterrupt
+
+    third = tmp_path / "third.npz"
+    third.write_bytes((tmp_path / "eye1.npz").read_bytes())
+    with pytest.raises(KeyboardInterrupt):
+        write_table([str(third), eye], out, echo=stopped)
+    assert [row["laterality"] for row in read_table(out)] == ["R", "", ""]
+    assert write_table([str(third), eye, other], out, echo=lambda _: None) == 1
+    assert [row["laterality"] for row in read_table(out)] == ["L", "", ""]
+
+
 def test_one_scan_that_cannot_be_read_is_an_error_and_of_several_a_row(files, tmp_path):
     code, out, err = octfm_here("segment", files[1], "--out", "t.csv", cwd=tmp_path)
     assert (code, out, err.count("\n")) == (1, "", 1) and not (tmp_path / "t.csv").exists()

@@ -22,7 +22,7 @@ from octfm.volume.laterality import CANNOT_TELL, LEAST_REACH_MM, NEEDS, DiscSide
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.tissue import find_tissue
-from octfm.volume.volume import Volume
+from octfm.volume.volume import Lines, Volume
 from support.dicom_files import write_oct_dicom
 from support.store_samples import SMALL, acquisition, catalog, read_sample
 
@@ -125,6 +125,17 @@ def test_an_image_without_a_side_gives_no_verdict():
     found = [disc_of(replace(volume, voxels=voxels)) for voxels in (symmetric, noise, narrow)]
     assert [disc.side for disc in found] == ["unclear"] * 3
     assert [disc.why_unclear for disc in found] == ["disc_sides_alike", "disc_band_unsure", "disc_field_too_narrow"]
+
+
+def test_bscans_that_do_not_run_from_left_to_right_show_no_side():
+    volume = phantom_volume(1, size=(16, 256, 192))[0].superior_to_inferior()
+    (depth, _, width), (dz, dy, dx) = volume.shape, volume.spacing_mm
+    near = np.stack([np.zeros(depth), dz * np.arange(depth)], axis=1)
+    lines = Lines(near, np.add(near, (dx * (width - 1), 0)))
+    turned = Lines(lines.start[:, ::-1], lines.end[:, ::-1]), Lines(lines.end, lines.start)
+    preprocessing = Preprocessing(image_size=(16, 64, 64), target_spacing=(dz, 4 * dy, 3 * dx))
+    found = [preprocessing(replace(volume, lines=each)).disc for each in (None, lines, *turned)]
+    assert found == ["right", "right", "unclear", "unclear"]
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from octfm.layers.verdict import CONTRAST, measure
 from octfm.models.layer_net import SURFACES, LayerNet, LayerNetConfig
 from octfm.phantom import write_phantom
 from octfm.report.segmented.contact_sheet import ContactSheet
+from octfm.report.segmented.correct import correction_facts
 from octfm.report.segmented.pictures import bscan_picture, thickness_pictures
 from octfm.report.viewer import view_facts, viewer
 from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
@@ -136,23 +137,31 @@ def test_a_scan_of_contradicting_positions_is_viewed_without_a_map():
     assert thickness_pictures(replace(found, volume=replace(found.volume, lines=lines))) == []
 
 
-@pytest.mark.parametrize("vertical", [False, True])
-def test_ends_of_vertical_bscans_are_not_called_nasal_and_temporal(vertical):
+@pytest.mark.parametrize(
+    "turned", ["", "vertical on the fundus, not from side to side", "from right to left on the fundus"]
+)
+def test_ends_of_turned_bscans_are_not_called_nasal_and_temporal(turned):
     found = found_in(3)
     at = np.stack([np.zeros(3), np.arange(3.0)], axis=1)
     lines = Lines(at, np.add(at, (6, 0)))
-    if vertical:
+    if turned.startswith("vertical"):
         lines = Lines(lines.start[:, ::-1], lines.end[:, ::-1])
-    volume = replace(found.volume, lines=lines, superior_first=None if vertical else True)
+    elif turned:
+        lines = Lines(lines.end, lines.start)
+    volume = replace(found.volume, lines=lines, superior_first=None if turned.startswith("vertical") else True)
     scene = scene_of(volume, found=found)
     told = dict(view_facts(volume, scene))
-    assert scene.vertical == vertical and ("Direction of B-scans" in told) == vertical
-    assert ('"sides":null' in viewer([scene]).body) == vertical
+    assert scene.turned == bool(turned) and told.get("Direction of B-scans", "") == turned
+    assert ('"sides":null' in viewer([scene]).body) == bool(turned)
 
 
-def test_axial_length_rescales_volumes_like_zones():
+def test_axial_length_rescales_volumes_and_the_ruler_like_zones():
     found = found_in(fluid_in=3)
     longer = replace(found, axial_length_mm=1.82 + 1.1 * (24.46 - 1.82))
+    assert scene_of(found.volume, found=longer).spacing_mm == pytest.approx(
+        np.multiply(found.spacing_mm, (1.1, 1, 1.1))
+    )
+    assert correction_facts(longer)["mm"] == pytest.approx(np.multiply(found.spacing_mm, (1.1, 1, 1.1)))
     before, after = (each.volume_nl("intraretinal_fluid") for each in (found, longer))
     assert before and after == pytest.approx(1.1**2 * before)
 

@@ -55,6 +55,8 @@ FLAGS: dict[str, str] = {
     "disc_band_unsure": "its tissue band is of low confidence, so its pixels do not tell which eye it is",
     "disc_sides_alike": "nerve fibres and thickness do not both favour one side of the fovea, "
     "so its pixels do not tell which eye it is",
+    "disc_bscans_turned": "its B-scans do not run from left to right over the fundus, "
+    "so its pixels do not tell which eye it is",
     "pixels_of_two_participants": "another participant's acquisition has the same voxels and was left out; "
     "find out whose they are",
     "split_with_another_id": "its participant's voxels are there under another id, or another id differs "

@@ -107,7 +107,7 @@ def _inspect(acquisition: Acquisition, keep_upside_down: bool, readers: Sequence
         way_up = doubtful_way_up(volume, tissue.confidence["ilm_support"], keep_upside_down, acquisition.flags)
     except ReadError as error:
         return Reject.of(acquisition.uri, error)
-    disc = disc_side(voxels, volume.spacing_mm, tissue) if volume.layout == "raster" else None
+    disc = disc_side(voxels, volume.spacing_mm, tissue, volume.left_to_right) if volume.layout == "raster" else None
     return Inspected(native, disc, way_up)
 
 

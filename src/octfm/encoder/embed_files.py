@@ -28,12 +28,14 @@ from octfm.encoder.embed import HISTOGRAM_BINS, encoder_facts, histogram, histog
 from octfm.encoder.embeddings import from_parquet, to_parquet
 from octfm.encoder.encoder import Encoder, load_encoder
 from octfm.errors import BAD_INPUT, BucketError, Echo, EvaluationError
+from octfm.formats.declared import sidecars
 from octfm.formats.reasons import REASONS
+from octfm.io.archive import split_uri
 from octfm.io.bucket import Account
 from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits, Lost
 from octfm.io.lease import Lease
-from octfm.io.location import BucketPath, Location, location, lock, write_whole
+from octfm.io.location import BucketPath, Location, listed, location, lock, write_whole
 from octfm.io.progress import Progress
 from octfm.io.spread import stream
 from octfm.io.versions import listing_of, versions
@@ -61,7 +63,7 @@ ARRAYS = ("voxels", "band", "valid")
 class _Task:
     acquisition: Acquisition
     version: str
-    """Version of the file: size and modification time, or the version in the bucket."""
+    """Changes with the file, its sidecar and what the catalog states about its voxels."""
 
     @property
     def identity(self) -> tuple[str, str, str]:
@@ -140,7 +142,7 @@ def embed_files(
         catalog, version_of = _catalog(source, out, workers, limits, follow_links, modalities, echo)
         fitting = tuple(a for a in catalog.acquisitions if a.modality in modalities)
         included = without_excluded_files(fitting, exclude, str(catalog.root), echo)
-        tasks = [_Task(acquisition, version_of(acquisition.uri)) for acquisition in included]
+        tasks = [_Task(acquisition, version_of(acquisition)) for acquisition in included]
         next_part, finished = _finished(out, retry)
         missing = [task for task in tasks if task.identity not in finished]
         if len(missing) < len(tasks):
@@ -217,14 +219,14 @@ def _catalog(
     follow_links: bool,
     modalities: Sequence[Modality],
     echo: Echo,
-) -> tuple[Catalog, Callable[[str], str]]:
-    """The catalog of `source`, and a function from uri to file version. A scan is reused until a file changes."""
+) -> tuple[Catalog, Callable[[Acquisition], str]]:
+    """The catalog of `source`, and the version of each acquisition. A scan is reused until a file changes."""
     if isinstance(source, Catalog):
         if is_pseudonymous(source):
             raise EvaluationError(
                 f"{source.root}: this catalog names files by pseudonyms; prepare a store (--key, --root) and embed that"
             )
-        return source, versions(listing_of(location(source.root)))
+        return source, _versions(listing_of(location(source.root)))
     root = location(source)
     if isinstance(root, Path):
         root = Path(os.path.abspath(root))  # noqa: PTH100
@@ -238,7 +240,7 @@ def _catalog(
     kept = out / "catalog"
     try:
         if json.loads((kept / "listing.json").read_bytes())["digest"] == digest:
-            return Catalog.load(kept), versions(listing)
+            return Catalog.load(kept), _versions(listing)
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         pass
     echo(f"{root}: scanning {len(listing):,} files")
@@ -255,7 +257,22 @@ def _catalog(
     catalog.save(kept)
     # After the catalog, which a later call takes from here if the digest agrees.
     write_whole(kept / "listing.json", json.dumps({"digest": digest}).encode())
-    return catalog, versions(listing)
+    return catalog, _versions(listing)
+
+
+def _versions(listing: dict[str, str]) -> Callable[[Acquisition], str]:
+    """`_Task.version` by this listing: a vector of the other eye, or of other millimetres, is not the acquisition's."""
+    version_of_file = versions(listing)
+
+    def version_of(acquisition: Acquisition) -> str:
+        beside = [listing[name] for name in map(str, sidecars(acquisition.uri)) if name in listing]
+        stated = [acquisition.laterality, acquisition.spacing_mm, acquisition.layout, acquisition.modality]
+        uri = acquisition.uri
+        if "several_files" in acquisition.flags and split_uri(uri) is None:
+            uri = str(listed(uri).parent)  # the row names the first of them
+        return " ".join([version_of_file(uri), hash_text(json.dumps([stated, beside]))[:8]])
+
+    return version_of
 
 
 # ---- from a file to rows ---------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class Declared:
 
 def read_declared(uri: str) -> Declared:
     """The sidecar of a file, NAME.json or NAME.ending.json. Raises ReadError contradicting_declaration."""
-    for place in _places(uri):
+    for place in sidecars(uri):
         try:
             with open_file(str(place)) as file:
                 content = file.read(_MAX_BYTES + 1)
@@ -96,7 +96,7 @@ def declared_way_up(uri: str) -> bool | None:
     parsed."""
     if is_remote(uri):
         return None  # in a bucket this would cost one more request per file
-    for place in _places(uri):
+    for place in sidecars(uri):
         try:
             with open_file(str(place)) as file:
                 content = file.read(_MAX_BYTES)
@@ -107,7 +107,7 @@ def declared_way_up(uri: str) -> bool | None:
     return None
 
 
-def _places(uri: str) -> Iterable[Location]:
+def sidecars(uri: str) -> Iterable[Location]:
     """Where the sidecar of a file may be. An ending begins with a letter: that of the folder vol.1 is vol.1.json, and
     vol.json is none of its."""
     path = listed(uri)

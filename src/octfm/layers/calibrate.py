@@ -54,8 +54,8 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
         f"{scanner}: 90 % intervals from {counts[scanner]} participants, {factors[scanner]:.2f} times the "
         "synthetic-calibrated ranges; they hold for this scanner and this population"
         if scanner in enough
-        else f"{scanner}: {counts[scanner]} participants are too few (at least {LEAST_PARTICIPANTS}); ranges stay "
-        "synthetic-calibrated"
+        else f"{scanner}: {counts[scanner]} participants are too few (at least {LEAST_PARTICIPANTS}); its ranges "
+        "stay as they are"
         for scanner in counts
     ]
     told += [in_part] if in_part else []

@@ -2,16 +2,21 @@
 
 import csv
 import io
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from octfm.display import number
 from octfm.errors import BAD_INPUT, BucketError, CorrectionsError, Echo, EvaluationError, ReadError
 from octfm.formats import read_volume
+from octfm.formats.declared import sidecars
 from octfm.formats.heyex_xml import DeviceGrid
+from octfm.io.archive import split_uri
 from octfm.io.isolation import Limits
 from octfm.io.lease import Lease
-from octfm.io.location import BucketPath, Location, lock, write_whole
+from octfm.io.location import BucketPath, Location, is_remote, lock, write_whole
 from octfm.layers.corrections import Corrections
 from octfm.layers.finder import LayerFinder, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
@@ -93,8 +98,9 @@ def write_table(
     """Segment each source that `out` does not hold yet, and add its row, the file replaced whole after every scan.
 
     A file that cannot be read or segmented gets a row with its problem, and is tried again by the next call; one that
-    is named twice has one row. `finder` and `device` are those of `segment`. `also` is called with each source and what
-    was found in it, before its row is written.
+    is named twice has one row. A scan on a disk that has changed since, or whose sidecar has, is segmented again: the
+    modification time of the table is when the last call began. `finder` and `device` are those of `segment`. `also` is
+    called with each source and what was found in it, before its row is written.
     corrections: fingerprint of a scan → what somebody has corrected in it; its row is made anew, and says so.
     only_corrected: read every scan, but segment and add only those with corrections, so that all rows are somebody's.
     Returns the number of new or changed rows. Raises EvaluationError if `out` is something else than such a table, has
@@ -124,6 +130,8 @@ def _add_rows(
         )
     if only_corrected and any(not row["problem"] and not row["corrected_bscans"] for row in rows):
         raise EvaluationError(f"{out}: has rows of scans that nobody has corrected; choose another --out")
+    began = time.time_ns()
+    since = out.stat().st_mtime_ns if isinstance(out, Path) and out.exists() else began
     # What could not be read is tried again: a share may have been away.
     places = {row["source"]: i for i, row in enumerate(rows)}
     known, added = {row["source"] for row in rows if not row["problem"]}, 0
@@ -131,6 +139,8 @@ def _add_rows(
     used: set[str] = set()
     for given in sources:
         source = given.source if isinstance(given, Volume) else given
+        if source in known and not isinstance(given, Volume) and _newer(source, since):
+            known.discard(source)
         if source in done or (source in known and not corrections):
             continue
         try:
@@ -166,14 +176,30 @@ def _add_rows(
         else:
             rows[place] = row
         save_table(rows, out)
+        _date(out, since)  # if this call is stopped, the next one must still find what has changed
         added += 1
         echo(f"{source}: {row['problem'] or row['verdict']}")
+    _date(out, began)
     if unused := {each.source for each in corrections.values()} - used:
         problem = f"{min(unused)}: corrections of none of these scans"
         if not used:
             raise CorrectionsError(f"{problem}; give the scan that was corrected, read with the same options")
         echo(f"{problem}; {len(unused)} such files were not used" if len(unused) > 1 else problem)
     return added
+
+
+def _newer(source: str, since_ns: int) -> bool:
+    """Whether a file on a disk, or what is declared beside it, is newer."""
+    if is_remote(source):
+        return False
+    inside = split_uri(source)
+    places = (Path(inside[0] if inside else source), *map(Path, map(str, sidecars(source))))
+    return any(place.stat().st_mtime_ns > since_ns for place in places if place.exists())
+
+
+def _date(table: Location, when_ns: int) -> None:
+    if isinstance(table, Path) and table.exists():
+        os.utime(table, ns=(when_ns, when_ns))
 
 
 @contextmanager

@@ -175,7 +175,14 @@ def read_rows(path: Path, needed: Sequence[str]) -> list[dict[str, str]]:
                 raise EvaluationError(
                     f"{path}: expected a table of octfm segment, found no column {', '.join(missing)}"
                 )
-            rows = [{key: value or "" for key, value in row.items() if key is not None} for row in reader]
+            rows = []
+            for row in reader:
+                if any(cell.strip() for cell in row.pop(None, ())):  # type: ignore[call-overload]
+                    raise EvaluationError(
+                        f"{path}: line {reader.line_num}: more cells than the header has columns, so that its numbers "
+                        "may stand under other zones; put a cell with a comma in quotation marks"
+                    )
+                rows.append({key: value or "" for key, value in row.items()})
         except csv.Error as error:  # as of a quotation mark that is not closed
             raise EvaluationError(f"{path}: after line {reader.line_num}: {error}; export the table again") from None
     if not rows:

@@ -117,8 +117,9 @@ def view_facts(volume: Volume, scene: Scene) -> list[tuple[str, str]]:
                 f"interpolated from {volume.shape[0]} {volume.layout} B-scans, as an encoder gets it; black beyond",
             ),
         ]
-    if volume.vertical:
-        return [*facts, ("Direction of B-scans", "vertical on the fundus, not from side to side")]
+    if not volume.left_to_right:
+        way = "vertical on the fundus, not from side to side" if volume.vertical else "from right to left on the fundus"
+        return [*facts, ("Direction of B-scans", way)]
     if volume.superior_first is None:
         return [*facts, ("Order of B-scans", "the file does not tell which is superior")]
     return [*facts, ("Order of B-scans", order[volume.superior_first])]
@@ -132,7 +133,7 @@ def _volume(scene: Scene, room: int, correct: dict[str, Any] | None = None) -> d
     """The data that viewer.js needs for one scene, in at most about `room` characters."""
     depth, height, width = scene.voxels.shape
     dz, dy, dx = scene.spacing_mm
-    horizontal = scene.is_raster and not scene.vertical
+    horizontal = scene.is_raster and not scene.turned
     facts: dict[str, Any] = {
         "title": scene.title,
         "eye": eye_of(scene),

@@ -318,8 +318,9 @@ const octfmCorrect = (() => {
       let made;
       try { made = JSON.parse(await chosen.text()); } catch { made = null; }
       const fits = made && made.format === edit.format && made.scan === edit.scan && made.network === edit.network && Array.isArray(made.bscans)
+        && typeof made.author === "string" && typeof made.time === "string"
         && made.bscans.every((one) => Number.isInteger(one.bscan) && one.bscan >= 0 && one.bscan < D
-          && Object.entries(one.surfaces).every(([name, own]) => edit.surfaces.includes(name) && own.length === W)
+          && Object.entries(one.surfaces || {}).every(([name, own]) => edit.surfaces.includes(name) && own.length === W)
           && Object.keys(one.areas || {}).every((name) => edit.reported.includes(name)));
       if (!fits) {
         message = `Not loaded: ${made && made.format === edit.format && made.scan !== edit.scan ? "corrections of another scan" : "not corrections of these lines"}.`;
@@ -328,7 +329,7 @@ const octfmCorrect = (() => {
       }
       const olds = made.bscans.map(({ bscan: f, checked: mark, surfaces, areas }) => {
         const old = snapshot(f);
-        for (const [name, own] of Object.entries(surfaces)) line(edit.surfaces.indexOf(name), f).set(own.map((row) => row === null ? NaN : kept(row)));
+        for (const [name, own] of Object.entries(surfaces || {})) line(edit.surfaces.indexOf(name), f).set(own.map((row) => row === null ? NaN : kept(row)));
         if (areas) {
           old.labels ||= labelsOf(f).slice();
           labelsOf(f).fill(0);

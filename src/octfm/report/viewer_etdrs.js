@@ -197,12 +197,13 @@ const octfmEtdrs = (() => {
     const [pit, ...rivals] = findPits(pitMap, field, rules), centre = pit || field.centre;
     const raw = meansAt(thickness, field, rules, centre), error = meansAt(expected, field, rules, centre), withheld = new Set();
     for (const name of Object.keys(raw.mean)) if ((error.mean[name] || 0) > rules.zoneUm) withheld.add(name);
+    const perVolume = 1000 / (Math.PI * rules.rings[2] ** 2), stays = (one, other, scale) => one === null || (other !== null && Math.abs(one - other) * scale <= rules.placeUm);
+    let trusted = (error.volume || 0) * perVolume <= rules.zoneUm;
     for (const rival of rivals) {
-      const other = meansAt(thickness, field, rules, rival).mean;
-      for (const [name, mean] of Object.entries(raw.mean))
-        if (mean !== null && !(other[name] !== null && Math.abs(mean - other[name]) <= rules.placeUm)) withheld.add(name);
+      const other = meansAt(thickness, field, rules, rival);
+      for (const [name, mean] of Object.entries(raw.mean)) if (!stays(mean, other.mean[name], 1)) withheld.add(name);
+      trusted &&= stays(raw.volume, other.volume, perVolume);
     }
-    const trusted = (error.volume || 0) * 1000 / (Math.PI * rules.rings[2] ** 2) <= rules.zoneUm;
     const mean = Object.fromEntries(Object.entries(raw.mean).map(([name, value]) => [name, withheld.has(name) ? null : value]));
     return { mean, coverage: raw.coverage, volume: trusted ? raw.volume : null, centre, onPit: Boolean(pit), withheld: [...withheld] };
   }

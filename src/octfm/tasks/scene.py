@@ -120,8 +120,8 @@ class Scene:
     features: np.ndarray | None = None
     """int8 [d, h, w, K]: token features reduced to K directions, for similarities between all scenes of a file."""
     about_features: str = ""
-    vertical: bool = False
-    """True if B-scans run up or down the fundus, so that their ends are not nasal and temporal."""
+    turned: bool = False
+    """True if B-scans do not run from left to right over the fundus: their ends have other names."""
     fundus: Fundus | None = None
     """The picture of the fundus that came with the scan, its lines in the order of the voxels; not saved."""
     has_mm: bool = True

@@ -10,6 +10,7 @@ import numpy as np
 from octfm.errors import EvaluationError
 from octfm.store.layout import Arrays
 from octfm.tasks.scene import BESIDE, COLOURS, Overlay, Scene, found_overlays, lines
+from octfm.volume.etdrs import lateral_scale
 from octfm.volume.radial import to_raster
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Fundus, Labels, Surfaces, Volume
@@ -31,7 +32,8 @@ def scene_of(
     fundus: Fundus | None = None,
     beside: Sequence[Surfaces | Labels] = (),
 ) -> Scene:
-    """The scene of octfm view: superior B-scan first if positions show it, left eyes not mirrored, spacing of the file.
+    """The scene of octfm view: superior B-scan first if positions show it, left eyes not mirrored, spacing of the file,
+    rescaled if `found` has an axial length.
 
     found: what the packaged network found in the volume as it is in its file, of any layout.
     beside: lines and labels in files of their own (octfm.formats.read_overlay).
@@ -47,6 +49,9 @@ def scene_of(
         volume, surfaces = to_raster(volume), None  # the file's layers belong to the radial B-scans
         fundus = fundus and replace(fundus, lines=None)
     reverse = volume.superior_first is False
+    # A page that measures zones in one kind of lateral millimetres must not have a ruler of the other.
+    scale = lateral_scale(getattr(found, "axial_length_mm", None))
+    dz, dy, dx = volume.spacing_mm
     overlays: list[Overlay] = []
     if surfaces is not None:
         if surfaces.heights_px.shape[1:] != (volume.shape[0], volume.shape[2]):
@@ -89,11 +94,11 @@ def scene_of(
     return Scene(
         title=" ".join(known) or "OCT volume",
         voxels=_eight_bit(volume.voxels)[:: -1 if reverse else 1],
-        spacing_mm=volume.spacing_mm,
+        spacing_mm=(dz * scale, dy, dx * scale),
         laterality=volume.laterality,
         superior_first=volume.superior_first is not None,
         is_raster=volume.layout == "raster",
-        vertical=volume.vertical,
+        turned=not volume.left_to_right,
         has_mm=not volume.spacing_estimated,
         scanner=volume.scanner,
         overlays=tuple(overlays),

@@ -9,6 +9,7 @@ import numpy as np
 from octfm.errors import EvaluationError, one_line
 from octfm.evaluation import agreement
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, Metric, bootstrap
+from octfm.formats.names import lateralities
 from octfm.layers.table import ACCEPTED
 from octfm.layers.zones import DEVICE_UNIT, UNIT, read_rows, zones_in
 from octfm.trust.study import estimate
@@ -66,6 +67,7 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
         "repeated": len(eyes) - len(set(eyes)) if named else None,
         "not_on_fovea": sum("nobody has moved it" in each["row"].get("device_note", "") for each in used),
         "ours_not_on_fovea": sum(each["row"].get("grid_centre") == "scan" for each in used),
+        "corrected": sum(bool(each["row"].get("corrected_bscans")) for each in used),
         "models": sorted({each["row"]["model"] for each in used if each["row"].get("model")}),
         "large_um": LARGE_UM,
         "zones": [zone for name in ZONES if (zone := _zone(name, used))["points"]],
@@ -148,13 +150,20 @@ def _with_device(
         )
     known: dict[tuple[str, ...], dict[str, str]] = {}
     for other in others:
-        key = tuple(other[column] for column in wanted)
+        key = tuple(other[column].strip() for column in wanted)
+        if not all(key):  # two rows that name nobody, or no eye, are no pair
+            continue
         if key in known:
             raise EvaluationError(f"{device}: {', '.join(key)} stands in two rows; which of them is meant?")
         known[key] = other
     joined = []
     for row in rows:
-        other = known.get(tuple(row[column] for column in keys), {})
+        other = known.get(tuple(row[column].strip() for column in keys), {})
+        eyes = [each.get("laterality", "") for each in (row, other)]
+        if lateralities(eyes)[1]:
+            raise EvaluationError(
+                f"{device}: {row['source']} is eye {eyes[1]}, in {table} eye {eyes[0]}; zones of two eyes are no pair"
+            )
         zones = {DEVICE_UNIT[name]: other.get((UNIT if own else DEVICE_UNIT)[name], "") for name in ZONES}
         person = {people[1]: other.get(people[1], "")} if people[1] and not people[0] else {}
         joined.append(row | zones | person | {"device_note": other.get("device_note", "")})

@@ -15,8 +15,10 @@ from octfm.volume.tissue import Tissue
 from octfm.volume.volume import Laterality, Spacing3
 
 Side = Literal["left", "right", "unclear"]
-Verdict = Literal["agrees", "contradicts", "only anatomy tells", "field too narrow", "band unsure", "sides alike"]
-"""Result of comparing pixels with the stated eye; `only anatomy tells` if none is stated. The last three say why pixels
+Verdict = Literal[
+    "agrees", "contradicts", "only anatomy tells", "field too narrow", "band unsure", "sides alike", "B-scans turned"
+]
+"""Result of comparing pixels with the stated eye; `only anatomy tells` if none is stated. The last four say why pixels
 cannot tell."""
 
 NERVE_FIBRES_UM, GANGLION_CELLS_UM, RETINA_UM = (10, 45), (60, 110), (10, 250)
@@ -38,6 +40,7 @@ CANNOT_TELL: dict[str, Verdict] = {
     "disc_field_too_narrow": "field too narrow",
     "disc_band_unsure": "band unsure",
     "disc_sides_alike": "sides alike",
+    "disc_bscans_turned": "B-scans turned",
 }
 """Flags of volumes whose pixels do not show which eye they are -> the verdict."""
 
@@ -72,11 +75,15 @@ def _unclear(why: str) -> DiscSide:
     return DiscSide("unclear", float("nan"), float("nan"), why)
 
 
-def disc_side(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3, tissue: Tissue) -> DiscSide:
+def disc_side(
+    voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3, tissue: Tissue, left_to_right: bool = True
+) -> DiscSide:
     """Compare right and left of the fovea at equal distances; the median over B-scans and distances decides.
 
-    Brightness and thickness must agree on the side, or it is unclear.
+    Brightness and thickness must agree on the side, or it is unclear. `left_to_right`: of the Volume.
     """
+    if not left_to_right:
+        return _unclear("disc_bscans_turned")
     depth, _, width = voxels_DHW.shape
     dz, dy, dx = spacing_mm
     fovea = tissue.fovea or ((depth - 1) / 2, (width - 1) / 2)

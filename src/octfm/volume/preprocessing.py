@@ -210,7 +210,7 @@ class Preprocessing(Config):
                 "look at it (octfm view)",
             )
         band = self._band(tissue, valid, transform)
-        disc = disc_side(voxels, canonical.spacing_mm, tissue).side if volume.layout == "raster" else "unclear"
+        disc = disc_side(voxels, canonical.spacing_mm, tissue, volume.left_to_right).side
         return Prepared(out, band, valid, tissue.confident, tissue.confidence, transform, disc)
 
     def coverage(self, native_shape: Shape3, native_spacing_mm: Spacing3) -> Coverage:

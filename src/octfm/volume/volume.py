@@ -147,6 +147,13 @@ class Volume:
         return bool(y > x)
 
     @property
+    def left_to_right(self) -> bool:
+        """Whether the first A-scans of a raster lie left on the fundus, unless its positions say otherwise."""
+        if self.layout != "raster" or self.lines is None:
+            return self.layout == "raster"
+        return not self.vertical and bool(np.nan_to_num(self.lines.end - self.lines.start)[:, 0].mean() >= 0)
+
+    @property
     def eye_id(self) -> str:
         """Id of the eye: participant and laterality."""
         return f"{self.participant}_{self.laterality or 'unknown'}"

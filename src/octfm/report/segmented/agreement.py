@@ -57,6 +57,8 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
         if limits := zone["bland_altman"]:
             bias, lower, upper = (interval(limits[name], digits=1) for name in ("bias", "lower", "upper"))
             lines.append(f"  {zone['target']:15} n {zone['n_eyes']:4}  bias {bias}  limits {lower} to {upper} µm")
+    if result["corrected"]:
+        lines.append(f"  {result['corrected']} of them corrected by hand: there the device is compared with a person")
     if result["participant_column"] is None:
         lines.append("  no participant column: intervals take every row for an independent eye")
     return lines

@@ -40,9 +40,9 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
     coded = np.where(known, np.rint(np.nan_to_num(rows)), ABSENT).astype("<u2")
     error = np.rint(np.clip(found.expected_error_um() * ERROR_STEPS, 0, ABSENT - 1))
     expected = np.where(np.isnan(error), ABSENT, error).astype("<u2")
-    dz, dy, dx = volume.spacing_mm
+    (dz, dy, dx), scale = volume.spacing_mm, lateral_scale(found.axial_length_mm)
     laid_out = volume.layout == "raster" and depth > 1
-    nl = float(np.prod(volume.spacing_mm) * lateral_scale(found.axial_length_mm) ** 2 * 1000)
+    nl = dz * dy * dx * scale**2 * 1000
     return {
         "format": FORMAT,
         "scan": fingerprint(volume.voxels),
@@ -50,7 +50,7 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
         "octfm": __version__,
         "shape": [depth, height, width],
         "reversed": volume.superior_first is False,
-        "mm": [dz, dy, dx],
+        "mm": [dz * scale, dy, dx * scale],
         "surfaces": list(SURFACES),
         "steps": steps,
         "outside": OUTSIDE_ROWS,
