@@ -407,12 +407,6 @@ def _stays_here(inside: Path) -> bool:
     """Whether a file is not sent with the others: checkpoints are sent with the pointer; locks, partial files and
     notes stay local."""
     of_checkpoint = inside.parts[0] == "checkpoints" and inside.name != "best.json"
-    return (
-        of_checkpoint
-        or inside.parts[0] == ".outbox"
-        or inside.name in (MARK, VERSIONS, "run.lock")
-        or inside.suffix == ".partial"
-        or inside.name.startswith(
-            "tokens-"
-        )  # features of a frozen encoder: gigabytes that any machine can compute again
-    )
+    # tokens-*: features of a frozen encoder, gigabytes that any machine can compute again.
+    local = inside.name in (MARK, VERSIONS, "run.lock") or inside.name.startswith("tokens-")
+    return of_checkpoint or local or inside.parts[0] == ".outbox" or inside.suffix == ".partial"
