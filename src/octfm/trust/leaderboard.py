@@ -276,16 +276,8 @@ def _tuned(paths: Sequence[Path]) -> list[Tuned]:
         saved = read_predictions(path / "predictions.parquet")
         config = load(FinetuneConfig, path / "config.yaml")
         recipe = config.recipe()
-        low_rank = config.lora_rank is not None
-        what = (
-            "head"
-            if config.frozen
-            else "from scratch"
-            if config.from_scratch
-            else "low rank"
-            if low_rank
-            else "fine-tuned"
-        )
+        learned = "fine-tuned" if config.lora_rank is None else "low rank"
+        what = "head" if config.frozen else "from scratch" if config.from_scratch else learned
         group = next((g for g in groups if g[1] == recipe), None)
         if group is None:
             groups.append((path.resolve().name, recipe, [saved], what))
