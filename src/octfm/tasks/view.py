@@ -73,10 +73,7 @@ def scene_of(
         tokens, kinds = maps.encode(encoder, arrays), maps.token_maps(encoder, arrays)
         basis = maps.fit_basis(encoder, tokens, kinds)
         band = np.stack([prepared.transform.rows_to_native(surface) for surface in maps.drawn(prepared.band)])
-        overlays += [
-            maps.band(band[:, order], encoder.preprocessing.margin_mm),
-            *maps.masks_of(encoder, kinds[0], 0),
-        ]
+        overlays += [maps.band(band[:, order], encoder.preprocessing.margin_mm), *maps.masks_of(encoder, kinds[0], 0)]
         overlays += maps.token_overlays(encoder, arrays, tokens[0], kinds[0], basis, head)
         placement, features = Placement.native(prepared.transform), maps.reduced(tokens[0], basis)
         about = maps.about_features(basis, tokens, kinds)

@@ -141,11 +141,7 @@ def _masked(ratio: float, step: int, warmup_steps: int) -> Verdict:
             f"{ratio:.3f} of the content-free baseline is too good to be true: does the encoder see the answers? (F11)",
         )
     if ratio < 0.97:
-        return Verdict(
-            "masked loss",
-            "ok",
-            f"predicts hidden tissue with {ratio:.0%} of a constant prediction's error",
-        )
+        return Verdict("masked loss", "ok", f"predicts hidden tissue with {ratio:.0%} of a constant prediction's error")
     if step < 3 * warmup_steps + 50:
         return Verdict("masked loss", "ok", f"{ratio:.0%} of the content-free baseline, as expected this early")
     return Verdict(
