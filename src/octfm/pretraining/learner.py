@@ -75,7 +75,7 @@ class Learner:
         )
         self.step, self.state = 0, RunState()
         self.compiled = self.runtime.compiled(self.model)
-        """The networks, for steps that nothing is inspected of."""
+        """The networks as steps that are not inspected call them."""
 
     @property
     def trained(self) -> list[Tensor]:
