@@ -311,6 +311,27 @@ def test_a_best_checkpoint_that_cannot_be_named_is_a_sentence_and_no_end_of_trai
     assert [checkpoint.step_of(p) for p in checkpoint.steps(tmp_path)] == [1]
 
 
+def test_going_back_keeps_the_checkpoint_that_was_the_best_before(tmp_path):
+    writer = CheckpointWriter([tmp_path], Retention(3))
+    for step in (2, 4, 6):
+        writer.save(step, {"model": {}}, best=step != 4)
+    writer.wait()
+    assert best_step(tmp_path) == 6
+    writer.forget_after(4)
+    for step in (6, 8, 10):
+        writer.save(step, {"model": {}})
+    writer.wait()
+    assert best_step(tmp_path) == 2
+    assert [checkpoint.step_of(p) for p in checkpoint.steps(tmp_path)] == [2, 6, 8, 10]
+    writer.forget_after(1)
+    assert best_step(tmp_path) is None
+    for step in (4, 2):  # a run whose newest checkpoints are damaged goes on from an earlier one
+        writer.save(step, {"model": {}}, best=True)
+        writer.wait()
+        assert best_step(tmp_path) == step
+    writer.close()
+
+
 class FullDisk:
     """The kernel refuses every file beyond `size` bytes in this process, as a full disk would refuse it."""
 
