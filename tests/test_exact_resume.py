@@ -87,7 +87,8 @@ def test_a_signal_finishes_the_step_saves_and_exits_75(store, tmp_path, number):
             break
     _, said = process.communicate(timeout=60)
     assert process.returncode == 75
-    at_once, done = said.splitlines()
+    # On a slow machine lines about the progress of the checks come before.
+    *_, at_once, done = said.splitlines()
     assert at_once == f"{number.name} received: saving, then stopping; a second one stops at once"
     assert done.startswith(f"octfm: {number.name}: saved after "), said
     assert done.endswith("of 40 updates; run again to continue"), said
