@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from octfm.demo import SABOTAGE, SABOTAGED_AT, run_sabotage
+from octfm.demo.sabotage import SABOTAGE, SABOTAGED_AT, run_sabotage
 from octfm.pretraining.monitors.sabotage import NAMES
 from octfm.run.tracking import read_metrics
 

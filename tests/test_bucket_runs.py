@@ -11,11 +11,13 @@ from octfm.cli.main import app
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import BucketError, CheckpointError, ConfigError, EvaluationError
 from octfm.io import bucket
+from octfm.io.location import location
 from octfm.pretraining.pretrain import pretrain
 from octfm.report.watch import Follower
 from octfm.run import bucket as bucket_run
 from octfm.run import checkpoint
 from octfm.run.bucket import local_run, mirror_of, read_pointer
+from octfm.run.checkpoint_files import name_of
 from octfm.run.tracking import read_metrics
 from support.bucket_servers import ENDPOINT, SECRET, FaultyProxy
 from support.probe_cohort import Cohort
@@ -178,6 +180,19 @@ def test_a_lost_bucket_never_stops_training_and_gets_everything_later(place, sto
     monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
     assert same_state(local_run(place / "run"), on_disk)
     proxy.close()
+
+
+def test_a_checkpoint_that_is_not_sent_after_all_leaves_no_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "cache"))
+    run = bucket_run.BucketRun(location("s3://bucket/run"))
+    path = tmp_path / name_of(4)
+    path.write_bytes(b"state")
+    run.offer(path)
+    run.offer(path)  # written anew, after training went back to an earlier step
+    (kept,) = (run.path / ".outbox").iterdir()
+    assert (kept / "whole").read_bytes() == b"state"
+    run.forget_after(3)
+    assert not run.waiting() and not list((run.path / ".outbox").iterdir())
 
 
 @pytest.mark.slow

@@ -352,6 +352,15 @@ def test_the_leaderboard_refuses_entries_that_have_seen_the_test(board, large, r
         leaderboard([tuned[0]], [moved], "grade", folder / "refused", labels=table, echo=quiet)
 
 
+def test_the_leaderboard_refuses_two_entries_of_one_name(board, large, run, tmp_path):
+    _, tuned, table, _ = board
+    for entries, name in (([run, tuned[0]], run.name), ([tuned[0]], "histogram"), ([run, tuned[0]], "random_init")):
+        renamed = tmp_path / str(len(list(tmp_path.iterdir()))) / name
+        shutil.copytree(tuned[0], renamed)
+        with pytest.raises(EvaluationError, match=f"differently named entries, got {name} more than once"):
+            leaderboard([*entries[:-1], renamed], [large.path], "grade", tmp_path / "out", labels=table, echo=quiet)
+
+
 def test_covariates_name_the_column_of_every_channel(large):
     data = replace(
         of_store(large),

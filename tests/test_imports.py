@@ -118,6 +118,16 @@ def test_every_public_name_has_a_home():
         _ = octfm.train
 
 
+def test_scripts_of_docs_and_benchmarks_import_what_there_is():
+    """No other test runs most of them."""
+    scripts = [path for folder in ("docs", "benchmarks") for path in (ROOT.parents[1] / folder).rglob("*.py")]
+    assert scripts
+    for path in scripts:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "octfm":
+                exec(ast.unparse(node), {})  # a name that is missing raises ImportError
+
+
 def test_only_the_runtime_knows_devices_and_ranks():
     """Everything else trains as if it were alone on one device. A kernel is chosen by the tensors that it is given,
     and DCP is a format of files: neither names an accelerator nor talks to another process."""

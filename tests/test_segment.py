@@ -24,7 +24,7 @@ from octfm.tasks import embed_run
 from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.scene import load_scenes
-from octfm.tasks.segment import Labelled, Segmenter, load_segmenter, to_prepared
+from octfm.tasks.segment import Fit, Labelled, Segmenter, load_segmenter, to_prepared
 from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
 from octfm.tasks.segment_score import dice, errors_of, score_errors, segment, summary_lines
 from octfm.tasks.segment_settings import SegmentConfig
@@ -88,6 +88,24 @@ def test_surfaces_and_masks_are_found_on_unseen_participants(run, store, tmp_pat
     rows, mask = again.predict(store[0].read([22]).voxels[0])
     truth = np.load(store[1] / "1.2.3.22.npz")
     assert np.abs(rows - truth["surfaces"]).mean() < 1.5 and mask is not None and mask.shape == SIZE
+
+
+def test_the_statistics_of_tokens_keep_no_graph_of_an_encoder_that_learns(run, store, monkeypatch):
+    segmenter = Segmenter(settings(run, store, lr_encoder=1e-3), load_encoder(run))
+    with_graph, grid = [], segmenter.grid
+
+    def watched(voxels):
+        with_graph.append((found := grid(voxels)).requires_grad)
+        return found
+
+    monkeypatch.setattr(segmenter, "grid", watched)
+    size = SIZE[0], SIZE[2]
+    truth = [Labelled(np.full((2, *size), 9, np.float32), np.zeros(SIZE, bool)) for _ in range(3)]
+    fit = Fit(segmenter, lambda i: store[0].read([i]).voxels[0], truth)
+    fit.begin()
+    assert with_graph == [False] * 3, "eight graphs at once need far more memory than a step"
+    fit.update(0)
+    assert with_graph[3:] == [True] * 2
 
 
 def test_decoders_answer_for_their_own_voxels():

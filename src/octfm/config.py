@@ -386,6 +386,14 @@ def _problems(error: ValidationError) -> list[dict[str, Any]]:
     return found
 
 
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one with dotted keys; empty dictionaries disappear."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
 def known_keys(cls: type[Config], prefix: str = "") -> list[str]:
     """All keys of a settings model, dotted. A section may be any subclass of its type; their keys are included."""
     keys: dict[str, None] = {}

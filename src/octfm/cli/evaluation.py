@@ -241,8 +241,7 @@ def trust(
     external: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FUNCTION",
-            help="Your own encoder, FILE.py:FUNCTION or module:FUNCTION; its code is executed.",
+            metavar="FUNCTION", help="Your own encoder, FILE.py:FUNCTION or module:FUNCTION; its code is executed."
         ),
     ] = None,
     group: Annotated[
@@ -368,8 +367,7 @@ def segment(
         ),
     ] = False,
     layouts: Annotated[
-        str,
-        typer.Option(metavar="LAYOUTS", help="any, or line: every image in a folder is a single B-scan."),
+        str, typer.Option(metavar="LAYOUTS", help="any, or line: every image in a folder is a single B-scan.")
     ] = "any",
     axial_length: opt.AxialLength = None,
     sample: Annotated[

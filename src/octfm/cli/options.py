@@ -203,10 +203,7 @@ KeepUpsideDown = Annotated[
 FileSeconds = Annotated[
     float,
     typer.Option(
-        metavar="SECONDS",
-        help="Time limit for reading one file; one second is added per megabyte.",
-        min=0.1,
-        max=1e6,
+        metavar="SECONDS", help="Time limit for reading one file; one second is added per megabyte.", min=0.1, max=1e6
     ),
 ]
 FileGB = Annotated[float, typer.Option(metavar="GB", help="Memory limit for reading one file.", min=0.3, max=1e5)]

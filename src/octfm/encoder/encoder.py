@@ -22,7 +22,7 @@ from octfm.models.objectives.objective import ObjectiveConfig
 from octfm.models.pooling import VectorPool, width_of
 from octfm.models.token_map import TISSUE, tissue_index, token_map
 from octfm.models.vit3d import VisionTransformer3D, bscan_weights, count_parameters
-from octfm.pretraining.learner import build_objective, config_of, grid_of
+from octfm.pretraining.learner import build_objective, grid_of
 from octfm.pretraining.masks import select_tokens
 from octfm.pretraining.resume import load_newest
 from octfm.pretraining.settings import PretrainConfig, stored_config
@@ -321,7 +321,7 @@ def load_encoder(
     path, content = _open(run)
     if "encoder_config" in content:
         return _tuned_encoder(path, content, random_init, draw, runtime)
-    settings = stored_config(content["settings"], objective) if "network" in content else config_of(content, objective)
+    settings = stored_config(content["settings" if "network" in content else "config"], objective)
     preprocessing = Preprocessing.recorded(content["preprocessing"])
     if random_init:
         network = _untrained(settings, preprocessing, draw)

@@ -87,11 +87,7 @@ class VolumeDataset(Dataset):
         elif self.labels is not None:
             assert self.classes is not None
             label = f"{self.target}: {counted(Counter(self.classes[k] for k in self.labels.tolist()))}"
-        return {
-            "volumes": f"{number(len(self), 'volume')} of {people}",
-            "split": self.split or "all",
-            "label": label,
-        }
+        return {"volumes": f"{number(len(self), 'volume')} of {people}", "split": self.split or "all", "label": label}
 
 
 def dataset_of(

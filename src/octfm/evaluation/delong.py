@@ -16,12 +16,13 @@ class Areas:
     clustered: bool
     """True if a cluster has several cases (Obuchowski 1997); False if none has (DeLong 1988)."""
 
-    def interval(self, which: int = 0, level: float = 0.95) -> tuple[float, float]:
-        """Wald interval, clipped to 0..1. Too narrow near 1 and for few cases; reports show the bootstrap interval."""
+    def interval(self) -> tuple[float, float]:
+        """95 % Wald interval of the first area, clipped to 0..1. Too narrow near 1 and for few cases; reports show the
+        bootstrap interval."""
         from scipy.special import ndtri
 
-        half = ndtri((1 + level) / 2) * np.sqrt(self.covariance[which, which])
-        return float(max(0, self.area[which] - half)), float(min(1, self.area[which] + half))
+        half = ndtri((1 + 0.95) / 2) * np.sqrt(self.covariance[0, 0])
+        return float(max(0, self.area[0] - half)), float(min(1, self.area[0] + half))
 
     def p(self, a: int = 0, b: int = 1) -> float:
         """Two-sided p value for a difference between two of the areas; 1 if their difference has no variance."""

@@ -16,6 +16,8 @@ Method = Literal["bca", "percentile"]
 MIN_PARTICIPANTS = 10
 """Minimum participants per class. With fewer, an interval would look exact but be unreliable, so none is given."""
 
+TAILS = (1 - 0.95) / 2, (1 + 0.95) / 2
+"""Quantiles at the ends of a 95 % interval."""
 MAX_WEIGHTS = 1 << 16
 """Resamples × cases at once: half a megabyte of float64, which stays in a core's cache."""
 KEPT_DRAWS = 4_000_000
@@ -86,14 +88,15 @@ def _multinomial(rng: np.random.Generator, count: int, resamples: int) -> np.nda
     return rng.multinomial(count, np.full(count, 1 / count), size=resamples)
 
 
-def interval(result: Bootstrap, level: float = 0.95, method: Method = "bca") -> tuple[float, float]:
-    """Percentile or BCa interval (bias-corrected, accelerated; Efron 1987), which covers better near AUROC 0 and 1."""
+def interval(result: Bootstrap, *, method: Method = "bca") -> tuple[float, float]:
+    """95 % interval: percentile, or BCa (bias-corrected, accelerated; Efron 1987), which covers better near AUROC 0
+    and 1."""
     from scipy.special import ndtr, ndtri
 
     values = result.resampled[np.isfinite(result.resampled)]
     if values.size == 0:
         return float("nan"), float("nan")
-    tails = np.array([(1 - level) / 2, (1 + level) / 2])
+    tails = np.array(TAILS)
     # Ties count half; otherwise a discrete metric such as balanced accuracy would appear biased.
     below = (np.mean(values < result.estimate) + np.mean(values <= result.estimate)) / 2
     jackknife = result.leave_one_out[np.isfinite(result.leave_one_out)]
@@ -158,8 +161,8 @@ def holm(p: Sequence[float]) -> list[float]:
     return adjusted.tolist()
 
 
-def compare(a: Bootstrap, b: Bootstrap, level: float = 0.95) -> Comparison:
-    """Compare a with b (a − b) on the same resamples: percentile interval, two-sided bootstrap p, verdict.
+def compare(a: Bootstrap, b: Bootstrap) -> Comparison:
+    """Compare a with b (a − b) on the same resamples: 95 % percentile interval, two-sided bootstrap p, verdict.
 
     p follows Davison & Hinkley (1997, §4.2). The interval uses percentiles rather than BCa, so that it and p are
     computed from the same distribution and cannot contradict each other.
@@ -171,7 +174,7 @@ def compare(a: Bootstrap, b: Bootstrap, level: float = 0.95) -> Comparison:
     difference = a.estimate - b.estimate
     if differences.size == 0:
         return Comparison(difference, float("nan"), float("nan"), 1.0, "inconclusive")
-    low, high = (float(q) for q in np.quantile(differences, [(1 - level) / 2, (1 + level) / 2]))
+    low, high = (float(q) for q in np.quantile(differences, TAILS))
     one_sided = min((differences <= 0).sum(), (differences >= 0).sum())
     # The estimate itself counts as one resample, so that p is never 0.
     p = min(1.0, 2 * (1 + int(one_sided)) / (1 + differences.size))

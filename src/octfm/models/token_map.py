@@ -10,6 +10,8 @@ from octfm.volume.volume import Shape3
 
 PADDING, BACKGROUND, TISSUE = 0, 1, 2
 """Values of a token map."""
+TISSUE_SHARE = np.float32(0.25)
+"""Share of a token's voxels in the tissue band from which it is tissue."""
 
 
 class TooFewTokens(StoreError):
@@ -41,13 +43,11 @@ def token_grid(image_size: Shape3, patch_size: Shape3) -> Shape3:
     return d, h, w
 
 
-def token_map(
-    band: np.ndarray, valid: np.ndarray, image_size: Shape3, patch_size: Shape3, tissue_share: float = 0.25
-) -> np.ndarray:
+def token_map(band: np.ndarray, valid: np.ndarray, image_size: Shape3, patch_size: Shape3) -> np.ndarray:
     """Padding, background or tissue for every token: uint8 [..., d, h, w].
 
     band: [..., 2, D, W] upper and lower surface of the tissue band in rows; valid: [..., 2, D, W] first row that holds
-    image and one past the last. A token is tissue when at least `tissue_share` of its voxels lie in the band, and
+    image and one past the last. A token is tissue when at least TISSUE_SHARE of its voxels lie in the band, and
     padding when fewer than half of them hold image. Of a scan so narrow that this leaves fewer than two, such as five
     lines 0.05 mm apart, the tokens that hold most of it count, so that no such volume stops a run. Derive it after
     every crop or shift of the voxels, from shifted surfaces.
@@ -65,7 +65,7 @@ def token_map(
         return np.moveaxis(per_token, -1, -2) / (pd * ph * pw)
 
     tissue, held, grid = share(upper, lower), share(first, last), (-3, -2, -1)
-    image, least = held >= 0.5, np.float32(tissue_share)
+    image, least = held >= 0.5, TISSUE_SHARE
     if (few := image.sum(grid, keepdims=True) < 2).any():
         image |= few & (held > 0) & (held >= held.max(grid, keepdims=True) / 2)
         # Such tokens are mostly padding: tissue is measured against their image instead of all their voxels.

@@ -241,7 +241,7 @@ def move(voxels: Tensor, moves: Moves) -> Tensor:
 def move_labels(labels: Tensor, moves: Moves) -> Tensor:
     """uint8 labels [B, 1, D, H, W] moved as `move` moves their voxels, to the nearest one; what comes from outside is
     255, unknown."""
-    # Turned round, so that unknown is 0, which both ways of moving fill with.
+    # Inverted, so that unknown (255) becomes 0, the value that both ways of moving fill in.
     turned = 255 - labels
     if moves.theta_B23 is None:
         return 255 - shift_rows(turned, moves.shift_B)

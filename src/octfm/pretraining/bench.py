@@ -129,11 +129,7 @@ class Bench:
 
 
 def bench(
-    config: PretrainConfig,
-    store: Store | None = None,
-    device: str | None = None,
-    steps: int = 3,
-    echo: Echo = print,
+    config: PretrainConfig, store: Store | None = None, device: str | None = None, steps: int = 3, echo: Echo = print
 ) -> Bench:
     """Time real steps (forward, backward, update) of a config and of its neighbours: the other precision, twice the
     micro-batch.

@@ -76,23 +76,12 @@ def training_rows(config: PretrainConfig, store: Store) -> tuple[np.ndarray, np.
         own, streamed = (training_rows(config, part) for part in (store.volumes, store.phantoms))
         train, validation = (np.concatenate((a, len(store.volumes) + b)) for a, b in zip(own, streamed, strict=True))
         return train, validation
-    data = config.data
-    train = select(
-        store, "train", data.scanners, data.max_samples, data.leave_out_scanners, data.layouts, data.modalities
-    )
+    data, kinds = config.data, (config.data.leave_out_scanners, config.data.layouts, config.data.modalities)
+    train = select(store, "train", data.scanners, data.max_samples, *kinds)
     seen = set(data.scanners or (row.scanner for row in store.rows)) - set(data.leave_out_scanners)
     held_out = any(
         row.split == "val" and row.scanner in seen and matches(row, data.layouts, data.modalities) for row in store.rows
     )
-    validation = np.array([], np.int64)
-    if held_out:
-        validation = select(
-            store,
-            "val",
-            data.scanners,
-            config.validation_volumes,
-            data.leave_out_scanners,
-            data.layouts,
-            data.modalities,
-        )
-    return train, validation
+    if not held_out:
+        return train, np.array([], np.int64)
+    return train, select(store, "val", data.scanners, config.validation_volumes, *kinds)

@@ -62,7 +62,7 @@ def make_inputs(
         views.append(_view(config, preprocessing, runtime, voxels, labels, drawn, masks))
         if masks.large is not None:
             # A copy: what one set hides, the other may show, and the gradient of hidden voxels is checked by set.
-            index = _index(runtime, masks.large)
+            index = token_index(runtime, masks.large)
             views.append(views[-1]._replace(patches_BKP=views[-1].patches_BKP.clone(), index=index))
     assert first is not None
     return Inputs(tuple(views), first[1])
@@ -92,7 +92,7 @@ def _view(
     drawn: Augmentation | None,
     masks: TokenMasks,
 ) -> View:
-    index = _index(runtime, masks)
+    index = token_index(runtime, masks)
     kept = index.kept
     mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
     if drawn is None:
@@ -110,7 +110,8 @@ def _view(
     return View(augment.recoloured(raw, kept, moves, mean, std), normalise(raw, mean, std), index, truth)
 
 
-def _index(runtime: Runtime, masks: TokenMasks) -> TokenIndex:
+def token_index(runtime: Runtime, masks: TokenMasks) -> TokenIndex:
+    """The masks as tensors on the device, context and target as places within the kept tokens."""
     context, target = (runtime.tensor(masks.where(index)) for index in (masks.context, masks.target))
     return TokenIndex(runtime.tensor(masks.kept), context, target, runtime.tensor(masks.tissue))
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from octfm.errors import CheckpointError
-from octfm.models.objectives.objective import Objective, ObjectiveConfig
+from octfm.models.objectives.objective import Objective
 from octfm.models.token_map import token_grid
 from octfm.models.vit3d import TokenGrid
 from octfm.pretraining.initial_weights import begin_with
 from octfm.pretraining.run_state import RunState
-from octfm.pretraining.settings import PretrainConfig, stored_config
+from octfm.pretraining.settings import PretrainConfig
 from octfm.run import checkpoint, shards
 from octfm.run.runtime import Runtime
 from octfm.version import __version__
@@ -75,7 +75,7 @@ class Learner:
         )
         self.step, self.state = 0, RunState()
         self.compiled = self.runtime.compiled(self.model)
-        """The networks, for steps that nothing is inspected of."""
+        """The networks as steps that are not inspected call them."""
 
     @property
     def trained(self) -> list[Tensor]:
@@ -254,8 +254,3 @@ class Learner:
             for i, p in enumerate(self.trained):
                 for name, tensor in self.optimizer.state[p].items():
                     self.runtime.fill(tensor, content["optimizer"]["state"][i][name])
-
-
-def config_of(content: dict[str, Any], objective: type[ObjectiveConfig] | None = None) -> PretrainConfig:
-    """The config stored in a checkpoint; `objective` as in `load_config`."""
-    return stored_config(content["config"], objective)

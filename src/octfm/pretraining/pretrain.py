@@ -67,7 +67,7 @@ def pretrain(
     config, device = with_hash(config).on_device(device)
     store = given_store(config, store)
     runtime = join(config.runtime, config.precision, device)
-    echo_first = echo if runtime.leads else _silent
+    echo_first = echo if runtime.leads else lambda _: None
     data = Data(store, *training_rows(config, store))
     config = in_steps(config, epoch_volumes(store, data.train_rows, config.data.global_batch_size))
     identity = Identity(PRETRAINING, config, store.fingerprint, volumes_digest(store, data.train_rows))
@@ -246,7 +246,3 @@ class Pretraining:
 
     def restore(self, content: dict[str, Any] | None, source: Path) -> None:
         self.learner.restore(content, source)
-
-
-def _silent(_: str) -> None:
-    """Prints nothing: the `echo` of ranks other than the first."""

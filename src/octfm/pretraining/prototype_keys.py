@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from octfm.config import Config, find_config, known_keys, read_yaml
+from octfm.config import Config, find_config, flat, known_keys, read_yaml
 from octfm.errors import ConfigError
 
 RENAMED = {
@@ -109,9 +109,8 @@ CHANGED = {
 def refuse(source: str | Path, cls: type[Config]) -> None:
     """Raise a ConfigError that names the successor of every setting if `source` is a YAML of the prototype."""
     path = find_config(source)
-    flat = _leaves(read_yaml(path))
     known = set(known_keys(cls))
-    foreign = {key: value for key, value in flat.items() if key not in known}
+    foreign = {key: value for key, value in flat(read_yaml(path)).items() if key not in known}
     if not any(key.split(".")[-1] in RENAMED | CHANGED for key in foreign):
         return
     successors = [f"{key} -> {successor(key, value)}" for key, value in foreign.items()]
@@ -128,10 +127,3 @@ def successor(key: str, value: Any) -> str:
     if name in RENAMED:
         return f"{RENAMED[name]}={text}"
     return CHANGED.get(name, "no such setting; leave it out").format(value=text)
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from octfm.config import flat
 from octfm.errors import EvaluationError
 from octfm.evaluation.scoring import HEADLINE, fails_holm
 from octfm.io.location import Location
 from octfm.report import figures, words
 from octfm.report.page import MAX_BYTES, html_file, render, write_page
-from octfm.report.sources import Sources, flat, gather, lookup, series
+from octfm.report.sources import Sources, gather, lookup, series
 
 ABSENT = "–"
 
@@ -63,7 +64,7 @@ def labels_of(runs: Mapping[str, Path]) -> Path | None:
 
 def settings_that_differ(sources: Mapping[str, Sources]) -> list[tuple[str, list[str]]]:
     """(dotted key, a value per run) of the settings in config.yaml that are not all equal."""
-    settings = [{".".join(path): value for path, value in flat(s.settings).items()} for s in sources.values()]
+    settings = [flat(s.settings) for s in sources.values()]
     keys = sorted({key for own in settings for key in own})
     rows = [(key, [str(own.get(key, ABSENT)) for own in settings]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]

@@ -88,8 +88,9 @@ def write_data_health(
     return write_page(render("data_health.html.jinja", facts), out)
 
 
-def outliers(acquisitions: Sequence[Acquisition], count: int = OUTLIERS) -> list[Outlier]:
-    """Volumes whose spacing or extent differs from the median of their kind, furthest first; then volumes with flags.
+def outliers(acquisitions: Sequence[Acquisition]) -> list[Outlier]:
+    """Volumes whose spacing or extent differs from the median of their kind, furthest first; then volumes with flags;
+    OUTLIERS at most.
 
     A kind is a scanner, protocol, layout and modality.
     """
@@ -118,7 +119,7 @@ def outliers(acquisitions: Sequence[Acquisition], count: int = OUTLIERS) -> list
         doubts = [flag for flag in a.flags if rare[flag] <= len(acquisitions) / 10 and flag not in own_table]
         if doubts and row not in found:
             found[row] = Outlier(row, a, "; ".join(FLAGS[flag] for flag in doubts), 0.0)
-    return sorted(found.values(), key=lambda outlier: (-outlier.distance, outlier.row))[:count]
+    return sorted(found.values(), key=lambda outlier: (-outlier.distance, outlier.row))[:OUTLIERS]
 
 
 def distribution_charts(acquisitions: Sequence[Acquisition]) -> list[Chart]:
@@ -219,10 +220,10 @@ def _splits(acquisitions: Sequence[Acquisition]) -> list[dict[str, Any]]:
     return rows
 
 
-def _shapes(acquisitions: Sequence[Acquisition], most: int = 20) -> list[tuple[str, str, int]]:
+def _shapes(acquisitions: Sequence[Acquisition]) -> list[tuple[str, str, int]]:
     """(scanner, B-scans x rows x columns, volumes), most frequent first."""
     sizes = Counter((a.scanner, " × ".join(map(str, a.shape))) for a in acquisitions)
-    return [(scanner, shape, n) for (scanner, shape), n in sizes.most_common(most)]
+    return [(scanner, shape, n) for (scanner, shape), n in sizes.most_common(20)]
 
 
 def _reasons(left_out: Sequence[Reject]) -> list[dict[str, Any]]:

@@ -1,10 +1,12 @@
 """report.html: one self-contained page about a run and its results, with a viewer of some volumes."""
 
+import re
 import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from octfm.config import flat
 from octfm.display import number
 from octfm.errors import EvaluationError
 from octfm.io.location import Location, location
@@ -13,7 +15,7 @@ from octfm.report.overview import NOT_FOR, about, data_flow, next_step
 from octfm.report.page import MAX_BYTES, html_file, render, write_page
 from octfm.report.participants import by_split, characteristics
 from octfm.report.shareable import NAME, shareable, shareable_command
-from octfm.report.sources import Sources, flat, gather
+from octfm.report.sources import Sources, gather
 from octfm.report.viewer import Viewer, viewer
 from octfm.run.bucket import local_run
 
@@ -193,7 +195,7 @@ def _record(sources: Sources) -> list[tuple[str, str]]:
     if sources.store is not None:
         preprocessing = sources.store.preprocessing.model_dump(mode="json")
         values |= {"preprocessing": preprocessing, "preprocessing fingerprint": sources.store.fingerprint}
-    return [(" ".join(path).replace("_", " "), _cell(value)) for path, value in flat(values).items()]
+    return [(re.sub("[._]", " ", name), _cell(value)) for name, value in flat(values).items()]
 
 
 def _cell(value: Any) -> str:

@@ -105,13 +105,6 @@ def lookup(values: Any, *keys: str) -> Any:
     return values
 
 
-def flat(values: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """Nested dictionaries as one, keyed by the path of keys; empty dictionaries disappear."""
-    if not isinstance(values, dict):
-        return {path: values}
-    return {key: leaf for name, inner in values.items() for key, leaf in flat(inner, (*path, str(name))).items()}
-
-
 def series(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
     """(steps, values) of one metric, finite values only."""
     points = [(number(row.get("step")), number(row.get(name))) for row in rows]

@@ -110,10 +110,11 @@ class BucketRun:
             except OSError:
                 shutil.copyfile(file, target)
         with self._lock:
+            self._drop(path.name)
             self._waiting[path.name] = outbox
             # Never the one that is being sent: the thread is reading its files.
             for name in sorted(set(self._waiting) - {self._sending})[:-WAITING]:
-                shutil.rmtree(self._waiting.pop(name), ignore_errors=True)
+                self._drop(name)
                 self._failures.append(
                     (step_of(name), f"checkpoint {name} was not sent to {self.where}: newer ones are waiting already")
                 )
@@ -124,12 +125,18 @@ class BucketRun:
         """Drop checkpoints after `step`: training went back to it."""
         with self._lock:
             for name in [name for name in self._waiting if step_of(name) > step]:
-                self._waiting.pop(name)
+                self._drop(name)
             for name in [name for name in self._sent if step_of(name) > step]:
                 del self._sent[name]
                 self._stale_pointer = True
             self._idle.clear()
         self._wake.set()
+
+    def _drop(self, name: str) -> None:
+        """Stop waiting for a checkpoint. The thread deletes the files of the one that it is sending."""
+        outbox = self._waiting.pop(name, None)
+        if outbox is not None and name != self._sending:
+            shutil.rmtree(outbox, ignore_errors=True)
 
     def flush(self) -> bool:
         """Wait until all checkpoints are in the bucket; False if some are not after PATIENCE_S."""
@@ -178,8 +185,9 @@ class BucketRun:
                 name = self._sending = min(self._waiting, default=None)
                 outbox = self._waiting.get(name or "")
                 nothing = name is None and not self._stale_pointer
+                if nothing:
+                    self._idle.set()
             if nothing:
-                self._idle.set()
                 continue
             try:
                 self._lease.require()
@@ -407,12 +415,6 @@ def _stays_here(inside: Path) -> bool:
     """Whether a file is not sent with the others: checkpoints are sent with the pointer; locks, partial files and
     notes stay local."""
     of_checkpoint = inside.parts[0] == "checkpoints" and inside.name != "best.json"
-    return (
-        of_checkpoint
-        or inside.parts[0] == ".outbox"
-        or inside.name in (MARK, VERSIONS, "run.lock")
-        or inside.suffix == ".partial"
-        or inside.name.startswith(
-            "tokens-"
-        )  # features of a frozen encoder: gigabytes that any machine can compute again
-    )
+    # tokens-*: features of a frozen encoder, gigabytes that any machine can compute again.
+    local = inside.name in (MARK, VERSIONS, "run.lock") or inside.name.startswith("tokens-")
+    return of_checkpoint or local or inside.parts[0] == ".outbox" or inside.suffix == ".partial"

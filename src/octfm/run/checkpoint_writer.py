@@ -38,15 +38,26 @@ class Retention:
 
 def keep_best(folder: Path, step: int) -> None:
     """Name the checkpoint after `step` updates the best so far; it is kept until another one is named."""
-    write_whole(folder / BEST, json.dumps({"step": step}).encode())
+    _name_best(folder, [*(best for best in _best_steps(folder) if best < step), step])
 
 
 def best_step(folder: Path) -> int | None:
     """The step that `keep_best` named last."""
+    return next(reversed(_best_steps(folder)), None)
+
+
+def _best_steps(folder: Path) -> list[int]:
+    """The steps that were named the best, in order; the last one is the best now."""
     try:
-        return int(json.loads((folder / BEST).read_text())["step"])
+        named = json.loads((folder / BEST).read_text())
+        return [int(step) for step in (*named.get("before", ()), named["step"])]
     except (OSError, ValueError, KeyError):
-        return None
+        return []
+
+
+def _name_best(folder: Path, steps: Sequence[int]) -> None:
+    named = {"step": steps[-1], "before": list(steps[:-1])} if steps else {}
+    write_whole(folder / BEST, json.dumps(named).encode())
 
 
 @dataclass(frozen=True)
@@ -123,6 +134,9 @@ class CheckpointWriter:
             for path in checkpoint.steps(place):
                 if checkpoint.step_of(path) > step:
                     delete(path)
+        named = _best_steps(self.places[0]) if self._tidies and self.places else []
+        if named and named[-1] > step:
+            _name_best(self.places[0], [best for best in named if best <= step])
         if self.remote is not None:
             self.remote.forget_after(step)
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from octfm.config import Config, dump, read_yaml
+from octfm.config import Config, dump, flat, read_yaml
 from octfm.errors import CheckpointError, ConfigError, Echo
 from octfm.io.hashing import hash_text
 from octfm.io.location import BucketPath, Location, location, lock, write_whole
@@ -373,17 +373,10 @@ def _require_same_encoder(run: RunFolder, identity: Identity) -> None:
 
 def differences(a: Config, b: Config, may_change: frozenset[str]) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, with both values; except keys in `may_change`, or in a section named there."""
-    left, right = _flat(a.model_dump(mode="json")), _flat(b.model_dump(mode="json"))
+    left, right = flat(a.model_dump(mode="json")), flat(b.model_dump(mode="json"))
     # One side may lack a key: another objective has other settings.
     fixed = (key for key in sorted(left.keys() | right.keys()) if not {key, key.split(".")[0]} & may_change)
     return {key: (left.get(key), right.get(key)) for key in fixed if left.get(key) != right.get(key)}
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def volumes_digest(store: Store, rows: Sequence[int] | np.ndarray, labels: Sequence[Any] = ()) -> str:

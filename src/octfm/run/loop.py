@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol, Self
 
@@ -180,7 +181,7 @@ def open_session(
         echo(f"warning: {metrics.broken}")
     # Shards are written by all ranks, and deleted by rank 0 alone.
     if runtime.sharded:
-        writer = CheckpointWriter(places, retention, shards.writer(runtime), tidies=runtime.leads)
+        writer = CheckpointWriter(places, retention, partial(shards.write, runtime=runtime), tidies=runtime.leads)
     else:
         writer = CheckpointWriter(places if runtime.leads else [], retention)
     if run.remote is not None and runtime.leads:

@@ -43,7 +43,7 @@ class RuntimeConfig(Config):
     """`ddp`: every rank holds the whole model. `fsdp`: every rank holds a share of weights, gradients and optimizer
     (FSDP2), for models that do not fit one device; checkpoints are then folders of shards."""
     compile: bool = False
-    """Compile networks and loss (torch.compile) for steps that are not looked at: the same to rounding, and meant for
+    """Compile networks and loss (torch.compile) for steps that are not inspected: the same to rounding, and meant for
     GPUs. The first such step takes a minute or more; CUDA needs Triton, a CPU a C++ compiler. With `ddp` only."""
     timeout_s: Seconds = 600.0
     """If another rank does not answer for so long, the job ends with a message, and torchrun restarts it. Must be
@@ -72,7 +72,7 @@ class Runtime:
     devices: int = 1
     """Devices that share this process's volumes."""
     compiles: bool = False
-    """Steps that are not looked at run compiled (runtime.compile)."""
+    """Steps that are not inspected run compiled (runtime.compile)."""
     steady: bool = False
     """Steps are compiled once: all must do the same work on the same shapes."""
 
@@ -203,7 +203,7 @@ class Runtime:
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
 
     def compiled(self, model: nn.Module) -> Callable[..., Any]:
-        """The networks as steps that are not looked at call them; shares their weights."""
+        """The networks as steps that are not inspected call them; shares their weights."""
         # Shapes never change within a stage of masks, so each shape gets a program of its own.
         if not self.compiles:
             return model

@@ -34,22 +34,13 @@ class DamagedShards(Exception):
     """The folder is not what was written; `checkpoint.load` turns this into a DamagedCheckpoint."""
 
 
-def writer(runtime: Runtime) -> Callable[[Path, int, dict[str, Any]], Path]:
-    """A function that writes sharded checkpoints; all ranks call it at once, each from a thread."""
-
-    def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
-        return _write(folder, step, content, runtime)
-
-    return write
-
-
-def _write(folder: Path, step: int, content: dict[str, Any], runtime: Runtime) -> Path:
-    """Raises OSError on every rank if any of them cannot write."""
+def write(folder: Path, step: int, content: dict[str, Any], *, runtime: Runtime) -> Path:
+    """Write a sharded checkpoint; all ranks call it at once, each from a thread. Raises OSError on every rank if any of
+    them cannot write."""
     import torch.distributed.checkpoint as dcp
 
     path = folder / name_of(step, SUFFIX)
     partial = path.with_suffix(f"{SUFFIX}.partial")
-    group = runtime.background
 
     def prepare() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +65,7 @@ def _write(folder: Path, step: int, content: dict[str, Any], runtime: Runtime) -
         dcp.save(
             _flat(content),
             storage_writer=dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True),
-            process_group=group,
+            process_group=runtime.background,
         )
     except dcp.CheckpointException as error:
         reasons = "; ".join(f"rank {rank}: {' '.join(str(e[0]).split())[:120]}" for rank, e in error.failures.items())
@@ -155,9 +146,8 @@ def _read(path: Path, tensors: dict[str, Tensor], runtime: Runtime | None) -> di
 
     group = runtime.background if runtime is not None else None
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled"
-        )  # a single process reads, as intended
+        # A single process reads, as intended.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(tensors, storage_reader=_reader(path), process_group=group, no_dist=runtime is None)
     return tensors
 

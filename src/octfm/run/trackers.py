@@ -45,17 +45,6 @@ def missing(config: TrackingConfig) -> list[str]:
     return [name for name in configured if importlib.util.find_spec(PACKAGES[name]) is None]
 
 
-def reachable(url: str | None = None, timeout_s: float = 3.0) -> str | None:
-    """None if the Weights & Biases server accepts a connection, else the reason."""
-    parts = urlsplit(url or os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
-    host, port = parts.hostname or "api.wandb.ai", parts.port or (443 if parts.scheme == "https" else 80)
-    try:
-        socket.create_connection((host, port), timeout_s).close()
-    except OSError as error:
-        return f"{host}:{port}: {error.strerror or error}"
-    return None
-
-
 def mode(config: TrackingConfig) -> Literal["online", "offline"] | None:
     """online, offline or None: as configured, and offline if WANDB_MODE says so."""
     return "offline" if config.wandb and os.environ.get("WANDB_MODE") == "offline" else config.wandb
@@ -63,9 +52,12 @@ def mode(config: TrackingConfig) -> Literal["online", "offline"] | None:
 
 def unusable() -> str | None:
     """None if Weights & Biases can be used online, else the reason: no key is set, or the server does not answer."""
-    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    if why := reachable(url):
-        return f"Weights & Biases cannot be reached ({why})"
+    parts = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    host, port = parts.hostname or "api.wandb.ai", parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((host, port), timeout=3).close()
+    except OSError as error:
+        return f"Weights & Biases cannot be reached ({host}:{port}: {error.strerror or error})"
     if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
         return None
     places = (
@@ -73,7 +65,7 @@ def unusable() -> str | None:
     )
     for place in places:
         with suppress(OSError):
-            if (urlsplit(url).hostname or "").encode() in place.read_bytes():
+            if (parts.hostname or "").encode() in place.read_bytes():
                 return None
     return "Weights & Biases answers, but no key is set"
 

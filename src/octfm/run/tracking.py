@@ -47,14 +47,12 @@ class Metrics:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._unwritten = path, b""
         self.listeners = list(listeners)
-        self._lock = (
-            threading.RLock()
-        )  # rows come from the loop, and from the thread that reports when the loop stands still
-        broken = _keep_before(path, first_step, rollbacks) if path.exists() else None
-        self._file = path.open("ab", buffering=0)
-        self.broken = broken
+        # Rows come from the loop, and from the thread that reports when the loop stands still.
+        self._lock = threading.RLock()
+        self.broken = _keep_before(path, first_step, rollbacks) if path.exists() else None
         """A sentence about lines that are no rows and were set aside; None if there were none."""
-        self._name(broken, first_step)
+        self._file = path.open("ab", buffering=0)
+        self._name(self.broken, first_step)
 
     def rewind(self, first_step: int, rollbacks: int) -> None:
         """Go back to an earlier step: rows since then move to abandoned-N.jsonl. Trackers keep theirs."""

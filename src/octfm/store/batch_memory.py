@@ -18,7 +18,8 @@ class BatchMemory:
 
     def __init__(self, image_size: Sequence[int], spare: int, allocate: Callable[[int], np.ndarray] | None = None):
         """`allocate` gives uint8 [n] for a number of bytes; default: ordinary memory."""
-        self._shapes, self._spare, self._allocate = shapes(image_size), spare, allocate or _ordinary
+        self._shapes, self._spare = shapes(image_size), spare
+        self._allocate = allocate or (lambda size: np.empty(size, np.uint8))
         self._idle: dict[int, list[np.ndarray]] = {}
         """Idle buffers by size in bytes."""
 
@@ -42,10 +43,6 @@ class BatchMemory:
         lent = np.frombuffer(memory.data, dtype)
         weakref.finalize(lent, _take_back, idle, memory, self._spare).atexit = False
         return lent.reshape(shape)
-
-
-def _ordinary(size: int) -> np.ndarray:
-    return np.empty(size, np.uint8)
 
 
 def _take_back(idle: list[np.ndarray], memory: np.ndarray, spare: int) -> None:

@@ -221,6 +221,13 @@ class Loader:
         )
 
 
+def batch_of(store: Store, rows: np.ndarray) -> Batch:
+    """These rows of a store, whose positions are their numbers."""
+    arrays = store.read(rows)
+    scanner, acquisition = zip(*((store.rows[row].scanner, store.rows[row].acquisition) for row in rows), strict=True)
+    return Batch(arrays.voxels, arrays.band, arrays.valid, rows, rows, scanner, 0.0, (), acquisition, arrays.labels)
+
+
 def epoch_volumes(store: Store, rows: np.ndarray, batch: int) -> float:
     """Volumes per epoch: all `rows` or, where phantoms have a share of every batch, as many as pass with each of the
     store's volumes once."""

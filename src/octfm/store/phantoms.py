@@ -142,7 +142,7 @@ class PhantomStore(Store):
             Stream(seed, conditions=conditions, size=self.image_size)
             for seed in (config.seed, config.seed + HELD_OUT_SEED)
         )
-        self._margin_mm = preprocessing.margin_mm
+        self._spacing, self._margin_mm = preprocessing.target_spacing, preprocessing.margin_mm
         self.rows = _Rows(config.volumes + held_out, self._row)  # pyright: ignore[reportAttributeAccessIssue]
         self._painters: ThreadPoolExecutor | None = None
 
@@ -200,10 +200,6 @@ class PhantomStore(Store):
                 paint(at)
         names = tuple(self.rows[i].acquisition for i in index.tolist())
         return replace(out, labels=labels, acquisition=names)
-
-    @property
-    def _spacing(self) -> tuple[float, float, float]:
-        return self.preprocessing.target_spacing
 
     def holds(self, row: int, arrays: Arrays) -> bool:
         """Rendered once more: also the truth must be that of the voxels."""

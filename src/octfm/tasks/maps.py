@@ -12,7 +12,7 @@ from octfm.models.token_map import PADDING, TISSUE, token_map
 from octfm.pretraining.masks import sample_masks
 from octfm.store.layout import Arrays
 from octfm.store.store import Store
-from octfm.tasks.scene import NONE, Overlay, Placement, Scene, found_overlays, save_scenes
+from octfm.tasks.scene import COLOURS, NONE, Overlay, Placement, Scene, found_overlays, save_scenes
 from octfm.tasks.segment import Segmenter
 from octfm.volume.estimated import FLAG
 
@@ -26,7 +26,7 @@ ROUNDING = 1e-4
 BLOCKS = 32
 """Approximate number of blocks hidden one after the other for an occlusion map."""
 UNSEEN = "Tissue without a colour was beyond the encoder's budget of tokens."
-CONTEXT, TARGET, GREEN, YELLOW = (86, 180, 233), (230, 159, 0), (0, 158, 115), (240, 228, 66)
+CONTEXT, TARGET, GREEN, YELLOW = COLOURS[:4]
 """Okabe & Ito's sky blue, orange, green and yellow; each has a contrast of at least 3:1 on a dark OCT background."""
 
 
@@ -162,10 +162,11 @@ def reduced(tokens: np.ndarray, basis: Basis) -> np.ndarray:
     return np.clip(np.round((tokens - basis.mean) @ basis.axes.T / basis.step), -127, 127).astype(np.int8)
 
 
-def similarity_error(tokens: np.ndarray, basis: Basis, pairs: int = 2000, seed: int = 0) -> tuple[float, float]:
-    """Mean and 95th percentile of the error of cosine similarities after `reduced`, over random pairs of tokens."""
-    rng = np.random.default_rng(seed)
-    a, b = (rng.integers(0, len(tokens), pairs) for _ in range(2))
+def similarity_error(tokens: np.ndarray, basis: Basis) -> tuple[float, float]:
+    """Mean and 95th percentile of the error of cosine similarities after `reduced`, over 2,000 random pairs of
+    tokens."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(0, len(tokens), 2000) for _ in range(2))
     small = reduced(tokens, basis).astype(np.float32)
     error = np.abs(_cosine(small[a], small[b]) - _cosine(tokens[a] - basis.mean, tokens[b] - basis.mean))
     return float(error.mean()), float(np.percentile(error, 95))

@@ -184,7 +184,8 @@ class Fit:
 
     def _tokens(self, i: int) -> Tensor:
         if i not in self._kept:
-            with torch.set_grad_enabled(self.segmenter.learns):
+            # `begin` asks without gradients, even if the encoder learns.
+            with torch.set_grad_enabled(self.segmenter.learns and torch.is_grad_enabled()):
                 found = self.segmenter.grid(self.volumes(i)[None])[0]
             if not self._keeps:
                 return found

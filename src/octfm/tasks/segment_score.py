@@ -51,7 +51,6 @@ def segment(
     *,
     baselines: bool = True,
     allow_seen: bool = False,
-    resamples: int = RESAMPLES,
     echo: Echo = print,
 ) -> Result:
     """Train on the store's train and val participants, judge on its test participants; the result is what segment.json
@@ -104,11 +103,8 @@ def segment(
         if baselines and config.surfaces:
             predictors["mean_height"] = mean_height(config, store, truth)
         participants = {split: {store.rows[i].participant for i in rows} for split, rows in splits.items()}
-        facts = {
-            "n_train_participants": len(participants["train"]),
-            "seen_test_participants": len(known),
-        }
-        result = _judge(config, store, test_rows, predictors, facts, resamples)
+        facts = {"n_train_participants": len(participants["train"]), "seen_test_participants": len(known)}
+        result = _judge(config, store, test_rows, predictors, facts)
         write_probe(run.path / "segment.json", result)
         run.publish()
     return result
@@ -120,7 +116,6 @@ def _judge(
     test_rows: Sequence[int],
     predictors: dict[str, Predictor],
     facts: dict[str, int],
-    resamples: int,
 ) -> Result:
     """What segment.json holds: errors of every predictor on the test volumes, and comparisons with the encoder's."""
 
@@ -130,7 +125,7 @@ def _judge(
 
     who = np.array([store.rows[i].participant for i in test_rows])
     found = {name: errors(predictor) for name, predictor in predictors.items()}
-    scored = score_errors(config, found, who, facts, resamples)
+    scored = score_errors(config, found, who, facts, RESAMPLES)
     comparisons = [
         # PLANNED lists metrics of probes; here every comparison is planned.
         compare_scored(a, b, leakage=False) | {"planned": True}

@@ -48,7 +48,7 @@ def scene_of(
             )
         volume, surfaces = to_raster(volume), None  # the file's layers belong to the radial B-scans
         fundus = fundus and replace(fundus, lines=None)
-    reverse = volume.superior_first is False
+    order = slice(None, None, -1 if volume.superior_first is False else 1)
     # A page that measures zones in one kind of lateral millimetres must not have a ruler of the other.
     scale = lateral_scale(getattr(found, "axial_length_mm", None))
     dz, dy, dx = volume.spacing_mm
@@ -59,9 +59,9 @@ def scene_of(
                 f"{surfaces.source}: surfaces of {surfaces.heights_px.shape[1:]} A-scans do not fit a volume of "
                 f"{volume.shape}"
             )
-        rows = surfaces.heights_px[:, :: -1 if reverse else 1]
+        rows = surfaces.heights_px[:, order]
         overlays.append(lines("layers", "Layers of the file", surfaces.names, rows, "As the instrument drew them."))
-    overlays += [_beside(number, drawn, reverse) for number, drawn in enumerate(beside)]
+    overlays += [_beside(number, drawn, order) for number, drawn in enumerate(beside)]
     placement = features = None
     about = ""
     if (encoder is not None or segmenter is not None) and volume.layout != "raster":
@@ -78,22 +78,18 @@ def scene_of(
         tokens, kinds = maps.encode(encoder, arrays), maps.token_maps(encoder, arrays)
         basis = maps.fit_basis(encoder, tokens, kinds)
         band = np.stack([prepared.transform.rows_to_native(surface) for surface in maps.drawn(prepared.band)])
-        overlays += [
-            maps.band(band[:, ::-1] if reverse else band, encoder.preprocessing.margin_mm),
-            *maps.masks_of(encoder, kinds[0], 0),
-        ]
+        overlays += [maps.band(band[:, order], encoder.preprocessing.margin_mm), *maps.masks_of(encoder, kinds[0], 0)]
         overlays += maps.token_overlays(encoder, arrays, tokens[0], kinds[0], basis, head)
         placement, features = Placement.native(prepared.transform), maps.reduced(tokens[0], basis)
         about = maps.about_features(basis, tokens, kinds)
     found = segmenter.segment(volume) if segmenter is not None else found
     if found is not None:
-        order = slice(None, None, -1 if reverse else 1)
         surfaces_found = {name: rows[order] for name, rows in found.surfaces.items()}
         overlays += found_overlays(surfaces_found, {name: mask[order] for name, mask in found.masks.items()})
     known = [part.replace("_", " ") for part in (volume.scanner, volume.protocol) if part != "unknown"]
     return Scene(
         title=" ".join(known) or "OCT volume",
-        voxels=_eight_bit(volume.voxels)[:: -1 if reverse else 1],
+        voxels=_eight_bit(volume.voxels)[order],
         spacing_mm=(dz * scale, dy, dx * scale),
         laterality=volume.laterality,
         superior_first=volume.superior_first is not None,
@@ -105,14 +101,13 @@ def scene_of(
         placement=placement,
         features=features,
         about_features=about,
-        fundus=fundus.reversed() if fundus is not None and reverse else fundus,
+        fundus=fundus.reversed() if fundus is not None and volume.superior_first is False else fundus,
     )
 
 
-def _beside(number: int, drawn: Surfaces | Labels, reverse: bool) -> Overlay:
+def _beside(number: int, drawn: Surfaces | Labels, order: slice) -> Overlay:
     """The overlay of a file, named by it."""
     name, about = PurePath(drawn.source).name[:60], "From a file of its own; who drew it, that file says."
-    order = slice(None, None, -1 if reverse else 1)
     if isinstance(drawn, Surfaces):
         return lines(f"{BESIDE}{number}", f"{name}: layers", drawn.names, drawn.heights_px[:, order], about)
     legend = tuple((own, COLOURS[i % len(COLOURS)]) for i, own in enumerate(drawn.names.values()))

@@ -8,9 +8,10 @@ from octfm.evaluation.scoring import Units, softmax, to_units
 from octfm.trust.study import Study, Task
 
 WORST = 8
+"""Units shown of each target."""
 
 
-def failures(study: Study, worst: int = WORST) -> list[dict[str, Any]]:
+def failures(study: Study) -> list[dict[str, Any]]:
     """Per target, the units with the largest error: 1 − probability of the true class, or the absolute error."""
     found = []
     for task in study.tasks:
@@ -27,7 +28,7 @@ def failures(study: Study, worst: int = WORST) -> list[dict[str, Any]]:
             error = 1 - softmax(units.value + units.log_prior)[np.arange(len(truth)), truth]
             probability = softmax(predictions.value + predictions.log_prior)
             row_error = 1 - probability[np.arange(len(member)), truth[member]]
-        for place in np.lexsort((ids, -error))[:worst]:
+        for place in np.lexsort((ids, -error))[:WORST]:
             rows = np.flatnonzero(member == place)
             shown = rows[int(np.argmax(row_error[rows]))]
             truth_words, predicted_words = _words(task, units, int(place))

@@ -29,6 +29,7 @@ from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import PredictionTable, read_predictions
 
 COLUMNS = ("entry", "kind", "target", "metric", "estimate", "low", "high", "n_test_participants", "seeds")
+BASELINES = ("histogram", "tissue_map", "covariates")
 AGAINST = ("difference", "difference_low", "difference_high", "p", "p_holm", "verdict")
 
 
@@ -67,7 +68,8 @@ def leaderboard(
     stores: one per preprocessing among the encoders, all of the same acquisitions.
     exclude: a file of volumes to leave out.
 
-    Raises EvaluationError if a test participant was trained on, unless `allow_seen`.
+    Raises EvaluationError if a test participant was trained on, unless `allow_seen`, and if two entries, or an entry
+    and a baseline, have the same name.
     """
     out, opened = local_path(out), [to_evaluate(Store.open(path), exclude) for path in stores]
     paths = [Path(entry) for entry in entries]
@@ -75,6 +77,10 @@ def leaderboard(
     frozen = [path for path in paths if not (path / "predictions.parquet").is_file()]
     if not paths or not opened:
         raise EvaluationError("expected at least one run, checkpoint or fine-tuned folder, and a store")
+    names = [entry_name(path) for path in frozen] + [t.name for t in tuned]
+    every = [*names, *BASELINES, *(["random_init"] if frozen else [])]
+    if repeated := {name for name in every if every.count(name) > 1}:
+        raise EvaluationError(f"expected differently named entries, got {min(repeated)} more than once")
     # Check all inputs before hours of embedding, and before anything is written.
     table = read_labels(labels) if labels is not None else None
     volumes = of_store(opened[0])
@@ -98,7 +104,6 @@ def leaderboard(
         name: score(cases, name, predictions, facts | {"what": what}, resamples, seed)
         for name, (what, predictions) in runs.items()
     }
-    names = [entry_name(path) for path in frozen] + [t.name for t in tuned]
     # The first entry, unless it is a fine-tuned run in a group that another run names.
     first = next(name for name in (entry_name(paths[0]), *names) if name in scored)
     comparisons = [
@@ -259,11 +264,9 @@ def embed_run(
 
 def _embed_entries(paths: Sequence[Path], stores: Sequence[Store], folder: Path, echo: Echo) -> list[Embeddings]:
     """Embeddings of every checkpoint, then of the first one's random initialisation."""
-    names = [entry_name(path) for path in paths]
-    if repeated := {name for name in names if names.count(name) > 1}:
-        raise EvaluationError(f"expected differently named entries, got {min(repeated)} more than once")
     if not paths:
         return []
+    names = [entry_name(path) for path in paths]
     pool = load_encoder(paths[0]).config.objective.pool
     found = [embed_run(path, name, stores, folder, echo, pool=pool) for path, name in zip(paths, names, strict=True)]
     return [*found, embed_run(paths[0], "random_init", stores, folder, echo, draw=0, pool=pool)]
@@ -276,16 +279,8 @@ def _tuned(paths: Sequence[Path]) -> list[Tuned]:
         saved = read_predictions(path / "predictions.parquet")
         config = load(FinetuneConfig, path / "config.yaml")
         recipe = config.recipe()
-        low_rank = config.lora_rank is not None
-        what = (
-            "head"
-            if config.frozen
-            else "from scratch"
-            if config.from_scratch
-            else "low rank"
-            if low_rank
-            else "fine-tuned"
-        )
+        learned = "fine-tuned" if config.lora_rank is None else "low rank"
+        what = "head" if config.frozen else "from scratch" if config.from_scratch else learned
         group = next((g for g in groups if g[1] == recipe), None)
         if group is None:
             groups.append((path.resolve().name, recipe, [saved], what))

@@ -20,8 +20,8 @@ from octfm.evaluation.probe import INTERVAL_MEANING, rows_seen
 from octfm.evaluation.scoring import PLANNED, Scored, compare_scored, score
 from octfm.evaluation.tissue_map import tissue_map_baseline
 from octfm.io.location import local_path
-from octfm.pretraining.learner import config_of
 from octfm.pretraining.resume import load_newest
+from octfm.pretraining.settings import stored_config
 from octfm.store.selection import to_evaluate
 from octfm.store.store import Store
 from octfm.tasks.finetune import finetune
@@ -115,7 +115,7 @@ def trust(
         "cohort": _cohort(study),
         "encoders": described,
         "pretraining": pretraining,
-        **analyse(study, opened[0], groups=groups, age_bands=age_bands, echo=echo),
+        **analyse(study, opened[0], groups, age_bands, echo),
         "from_scratch_note": scratch_note,
         "settings": {
             "design": study.design,
@@ -133,12 +133,7 @@ def trust(
 
 
 def analyse(
-    study: Study,
-    store: Store,
-    *,
-    groups: Sequence[str] = (),
-    age_bands: Sequence[float] = AGE_BANDS,
-    echo: Echo = print,
+    study: Study, store: Store, groups: Sequence[str], age_bands: Sequence[float], echo: Echo
 ) -> dict[str, Any]:
     """Run every analysis; each result is under its own key."""
     parts: dict[str, Any] = {"skipped": list(study.skipped)}
@@ -246,7 +241,7 @@ def _encoders(
 def _pretraining(path: Path, store: Store) -> dict[str, Any]:
     """Scanners, participants and settings of a run's pretraining, from its checkpoint."""
     _, content = load_newest(path)
-    config = config_of(content)
+    config = stored_config(content["config"])
     # Without data.scanners, pretraining used every scanner of its store; this store stands in for it.
     named = set(config.data.scanners) or {row.scanner for row in store.rows}
     return {
@@ -261,12 +256,7 @@ def _pretraining(path: Path, store: Store) -> dict[str, Any]:
 
 
 def _from_scratch(
-    study: Study,
-    common: dict[str, Any],
-    orders: Mapping[str, tuple[str, ...]],
-    out: Path,
-    allow_seen: bool,
-    echo: Echo,
+    study: Study, common: dict[str, Any], orders: Mapping[str, tuple[str, ...]], out: Path, allow_seen: bool, echo: Echo
 ) -> tuple[Study, str]:
     """Train the run's architecture from random weights for each label; returns the study with the predictions, and a
     note.

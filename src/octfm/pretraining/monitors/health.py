@@ -83,29 +83,23 @@ def feature_std(features_MD: Tensor) -> float:
 
 
 @torch.no_grad()
-def relative_distance(a: list[Tensor], b: list[Tensor], sum_shares_: Callable[[Tensor], None] | None = None) -> Tensor:
-    """|a - b| / |b| over lists of tensors. With sharded tensors, `sum_shares_` sums over ranks in place."""
+def relative_distance(a: list[Tensor], b: list[Tensor], sum_shares_: Callable[[Tensor], None]) -> Tensor:
+    """|a - b| / |b| over lists of tensors; `sum_shares_` sums over the shares of sharded tensors, in place."""
     norms = torch.stack([torch.stack(torch._foreach_norm(x)).norm() for x in (torch._foreach_sub(a, b), b)])
-    if sum_shares_ is not None:
-        # Squares of the norms of shares add up, norms do not.
-        norms = norms.square()
-        sum_shares_(norms)
-        norms = norms.sqrt()
+    # Squares of the norms of shares add up, norms do not.
+    squares = norms.square()
+    sum_shares_(squares)
+    norms = squares.sqrt()
     return norms[0] / norms[1].clamp_min(1e-12)
 
 
 @torch.no_grad()
-def cosine(
-    start: list[Tensor], a: list[Tensor], b: list[Tensor], sum_shares_: Callable[[Tensor], None] | None = None
-) -> Tensor:
-    """Cosine between `a - start` and `b - start` over lists of tensors; 0 if either is 0.
-
-    `sum_shares_`: as in `relative_distance`.
-    """
+def cosine(start: list[Tensor], a: list[Tensor], b: list[Tensor], sum_shares_: Callable[[Tensor], None]) -> Tensor:
+    """Cosine between `a - start` and `b - start` over lists of tensors; 0 if either is 0. `sum_shares_`: as in
+    `relative_distance`."""
     pairs = zip(torch._foreach_sub(a, start), torch._foreach_sub(b, start), strict=True)
     sums = torch.stack([torch.stack(((x * y).sum(), (x * x).sum(), (y * y).sum())) for x, y in pairs]).sum(0)
-    if sum_shares_ is not None:
-        sum_shares_(sums)
+    sum_shares_(sums)
     return sums[0] / (sums[1].sqrt() * sums[2].sqrt()).clamp_min(1e-30)
 
 
@@ -147,11 +141,7 @@ def _masked(ratio: float, step: int, warmup_steps: int) -> Verdict:
             f"{ratio:.3f} of the content-free baseline is too good to be true: does the encoder see the answers? (F11)",
         )
     if ratio < 0.97:
-        return Verdict(
-            "masked loss",
-            "ok",
-            f"predicts hidden tissue with {ratio:.0%} of a constant prediction's error",
-        )
+        return Verdict("masked loss", "ok", f"predicts hidden tissue with {ratio:.0%} of a constant prediction's error")
     if step < 3 * warmup_steps + 50:
         return Verdict("masked loss", "ok", f"{ratio:.0%} of the content-free baseline, as expected this early")
     return Verdict(

@@ -14,7 +14,7 @@ from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors import audit, health
 from octfm.pretraining.step import MicroStep
 from octfm.run.runtime import Runtime
-from octfm.store.loader import Batch
+from octfm.store.loader import Batch, batch_of
 from octfm.store.store import Store
 
 PER_VOLUME = ("masked_loss_B", "context_loss_B", "masked_goal_BTD", "context_goal_BCD")
@@ -35,14 +35,7 @@ def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, Any]
         if not count or (runtime.steady and count < size):
             # Pad to the compiled batch shape, or to one volume; the padding is cut off below.
             chosen = np.concatenate((chosen, np.resize(rows, (size if runtime.steady else 1) - count)))
-        arrays = store.read(chosen)
-        scanner, acquisition = zip(
-            *((store.rows[row].scanner, store.rows[row].acquisition) for row in chosen), strict=True
-        )
-        batch = Batch(
-            arrays.voxels, arrays.band, arrays.valid, chosen, chosen, scanner, 0.0, (), acquisition, arrays.labels
-        )
-        inputs = make_inputs(config, store.preprocessing, runtime, batch, augmented=False)
+        inputs = make_inputs(config, store.preprocessing, runtime, batch_of(store, chosen), augmented=False)
         with runtime.autocast():
             output = model(inputs.views, config.objective.context_loss)
         outputs.append([x[:count] for x in runtime.read(*(getattr(output, name) for name in PER_VOLUME))])

@@ -8,7 +8,7 @@ from torch import Tensor
 from octfm.models.objectives.objective import Objective, View
 from octfm.models.token_map import token_map
 from octfm.models.vit3d import TokenIndex, normalise, take_patches
-from octfm.pretraining.inputs import generators, make_inputs
+from octfm.pretraining.inputs import generators, make_inputs, token_index
 from octfm.pretraining.learner import build_objective, optimizer_groups
 from octfm.pretraining.masks import sample_masks
 from octfm.pretraining.monitors.feed import masks_repeat
@@ -18,7 +18,7 @@ from octfm.pretraining.preflight.tokens import PREFLIGHT_STREAM
 from octfm.pretraining.schedule import Schedule
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.runtime import Runtime
-from octfm.store.loader import Batch
+from octfm.store.loader import batch_of
 from octfm.store.store import Store
 
 VOLUMES, TOKENS = 4, 48
@@ -72,7 +72,7 @@ def views(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check
     """Context and teacher must see the same places: grey values may differ, geometry never (F11 c)."""
     # Without noise, which may reorder grey values but does not move them.
     still = config.model_copy(update={"augment": config.augment.model_copy(update={"noise": 0.0, "speckle": 0.0})})
-    inputs = make_inputs(still, store.preprocessing, HOST, _batch(store, train_rows[:1]))
+    inputs = make_inputs(still, store.preprocessing, HOST, batch_of(store, train_rows[:1]))
     a, b = (x.flatten() for x in inputs.views[0][:2])
     # Gain and gamma keep the order of grey values; another place of a volume does not.
     order = torch.argsort(b)
@@ -87,7 +87,7 @@ def views(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check
 
 def masks_change(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check:
     """A volume must get new masks each time it is used, so that all of its places are hidden at some time."""
-    if masks_repeat(config, store, _batch(store, train_rows[:1]), len(train_rows)):
+    if masks_repeat(config, store, batch_of(store, train_rows[:1]), len(train_rows)):
         return fail(
             "masks change",
             "the masks of a volume are the same at every step or in every epoch",
@@ -100,7 +100,7 @@ def validation_masks(config: PretrainConfig, store: Store, validation_rows: np.n
     """Held-out volumes have real targets, so that a validation loss means something (F12)."""
     if not len(validation_rows):
         return []
-    inputs = make_inputs(config, store.preprocessing, HOST, _batch(store, validation_rows[:1]), augmented=False)
+    inputs = make_inputs(config, store.preprocessing, HOST, batch_of(store, validation_rows[:1]), augmented=False)
     # A volume with fewer image tokens than the budget repeats some; they count once.
     target, context = (len(np.unique(x[0])) for x in (inputs.masks.target, inputs.masks.context))
     distinct = len(np.unique(inputs.masks.kept[0]))
@@ -183,27 +183,13 @@ def _trained(model: Objective) -> list[Tensor]:
     return decayed + free
 
 
-def _batch(store: Store, rows: np.ndarray) -> Batch:
-    arrays = store.read(rows)
-    scanner, acquisition = zip(*((store.rows[row].scanner, store.rows[row].acquisition) for row in rows), strict=True)
-    return Batch(arrays.voxels, arrays.band, arrays.valid, rows, rows, scanner, 0.0, (), acquisition, arrays.labels)
-
-
-def _index(masks) -> TokenIndex:
-    return TokenIndex(
-        *(
-            torch.from_numpy(x)
-            for x in (masks.kept, masks.where(masks.context), masks.where(masks.target), masks.tissue)
-        )
-    )
-
-
 def _one_volume(config: PretrainConfig, store: Store, row: int) -> tuple[Tensor, View]:
     """Voxels of one volume that record their gradient, and a view cut out of them."""
     arrays = store.read([row])
     pre, patch = store.preprocessing, config.model.patch_size
     maps = token_map(arrays.band, arrays.valid, pre.image_size, patch)
-    index = _index(sample_masks(config.masks, maps, generators(config.seed, PREFLIGHT_STREAM, np.array([0]))))
+    masks = sample_masks(config.masks, maps, generators(config.seed, PREFLIGHT_STREAM, np.array([0])))
+    index = token_index(HOST, masks)
     voxels = torch.from_numpy(arrays.voxels).unsqueeze(1).float().requires_grad_()
     patches = (take_patches(voxels, index.kept, patch) / 255 - pre.intensity_mean) / pre.intensity_std
     return voxels, View(patches, patches, index, _labels(arrays.labels, index, patch))
@@ -217,10 +203,10 @@ def _gradient_at(voxels: Tensor, tokens: Tensor, patch: tuple[int, int, int]) ->
 
 def _shared_masks(config: PretrainConfig, store: Store, rows: np.ndarray) -> View:
     """Several volumes at the same tokens, those of the first volume's masks."""
-    batch, pre, patch = _batch(store, rows), store.preprocessing, config.model.patch_size
+    batch, pre, patch = batch_of(store, rows), store.preprocessing, config.model.patch_size
     maps = token_map(batch.band, batch.valid, pre.image_size, patch)
     masks = sample_masks(config.masks, maps[:1], generators(config.seed, PREFLIGHT_STREAM, np.array([0])))
-    index = TokenIndex(*(x.expand(len(rows), -1) for x in vars(_index(masks)).values()))
+    index = TokenIndex(*(x.expand(len(rows), -1) for x in vars(token_index(HOST, masks)).values()))
     raw = take_patches(torch.from_numpy(batch.voxels).unsqueeze(1), index.kept, patch)
     patches = normalise(raw, pre.intensity_mean, pre.intensity_std)
     return View(patches, patches, index, _labels(batch.labels, index, patch))

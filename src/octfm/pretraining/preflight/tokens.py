@@ -150,8 +150,8 @@ def masking(config: PretrainConfig, sample: Sample) -> list[Check]:
     return found
 
 
-def draw_coverage(config: PretrainConfig, tokens: np.ndarray, draws: int = DRAWS) -> Coverage:
-    """Draw masks for token maps [n, d, h, w], each equally often, and compare them with what the sampler should do.
+def draw_coverage(config: PretrainConfig, tokens: np.ndarray) -> Coverage:
+    """Draw DRAWS masks for token maps [n, d, h, w], each equally often; compare them with what the sampler should do.
 
     Along D and W a block starts anywhere, and may hang over the edge, so that every slice is covered equally often;
     along the axis that it spans it covers all slices alike; the surplus is dropped at random. A kept token is therefore
@@ -159,11 +159,11 @@ def draw_coverage(config: PretrainConfig, tokens: np.ndarray, draws: int = DRAWS
     distribution of a block is enumerated (block_law.py).
     """
     volumes, grid = len(tokens), tokens.shape[1:]
-    hits = {axis: np.zeros((draws, n)) for axis, n in zip(AXES, grid, strict=True)}
-    kept_count = {axis: np.zeros((draws, n)) for axis, n in zip(AXES, grid, strict=True)}
+    hits = {axis: np.zeros((DRAWS, n)) for axis, n in zip(AXES, grid, strict=True)}
+    kept_count = {axis: np.zeros((DRAWS, n)) for axis, n in zip(AXES, grid, strict=True)}
     overlap = padded = targets = 0
     dead, shapes = [], set()
-    for draw, rng in enumerate(generators(config.seed, PREFLIGHT_STREAM, np.arange(draws))):
+    for draw, rng in enumerate(generators(config.seed, PREFLIGHT_STREAM, np.arange(DRAWS))):
         volume = tokens[draw % volumes]
         drawn = sampler.sample_masks(config.masks, volume[None], [rng])
         shapes.add((drawn.kept.shape[1], drawn.context.shape[1], drawn.target.shape[1]))
@@ -189,16 +189,16 @@ def draw_coverage(config: PretrainConfig, tokens: np.ndarray, draws: int = DRAWS
         alone = np.sqrt(expected[axis] * (1 - expected[axis]) / np.maximum(1, total))
         error[axis] = np.maximum(np.sqrt((residual**2).sum(0)) / np.maximum(1, total), alone)
     if config.masks.plane == "bscan":
-        expected["H"], error_of_expected = _expected_rows(config, tokens, draws)
+        expected["H"], error_of_expected = _expected_rows(config, tokens)
         error["H"] = np.hypot(error["H"], error_of_expected)
     return Coverage(observed, expected, error, frozenset(shapes), overlap, padded, float(np.mean(dead)))
 
 
-def _expected_rows(config: PretrainConfig, tokens: np.ndarray, draws: int) -> tuple[np.ndarray, np.ndarray]:
+def _expected_rows(config: PretrainConfig, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Share of kept tokens that should be targets in each row, and its standard error: UNIONS for every draw of
     masks."""
     found = []
-    for draw, rng in enumerate(generators(config.seed, PREFLIGHT_STREAM, draws + np.arange(draws))):
+    for draw, rng in enumerate(generators(config.seed, PREFLIGHT_STREAM, DRAWS + np.arange(DRAWS))):
         found += [expected_targets(config.masks, tokens[draw % len(tokens)], rng) for _ in range(UNIONS)]
     targets, kept = (np.stack(x).sum(2) for x in zip(*found, strict=True))
     share = targets.sum(0) / np.maximum(1, kept.sum(0))

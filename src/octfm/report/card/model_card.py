@@ -100,9 +100,8 @@ def model_card(
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
 
-def write_model_card(run: str | Path, out: Path | None = None, **options: Any) -> Path:
-    """Write `model_card(run, **options)` to `out`, by default RUN/model_card.md."""
-    out = Path(out) if out is not None else Path(run) / "model_card.md"
+def write_model_card(run: str | Path, out: Path, **options: Any) -> Path:
+    """Write `model_card(run, **options)` to `out`."""
     write_whole(out, model_card(run, **options).encode())
     return out
 

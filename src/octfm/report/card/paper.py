@@ -95,9 +95,8 @@ def paper(
     return "\n\n".join(parts) + "\n"
 
 
-def write_paper(run: str | Path, out: Path | None = None, **options: Any) -> Path:
-    """Write `paper(run, **options)` to `out`, by default RUN/paper.md."""
-    out = Path(out) if out is not None else Path(run) / "paper.md"
+def write_paper(run: str | Path, out: Path, **options: Any) -> Path:
+    """Write `paper(run, **options)` to `out`."""
     write_whole(out, paper(run, **options).encode())
     return out
 
