@@ -267,7 +267,7 @@ def _pixel_measures(dataset: Elements, shared: Elements | None, frames: Sequence
                 between, thickness = _agreed([dataset], "SpacingBetweenSlices"), _agreed([dataset], "SliceThickness")
             pairs = np.array(in_plane)
             low, high = pairs.min(0), pairs.max(0)
-            if np.any(high > ROUNDING * low):
+            if np.any(high - low > (ROUNDING - 1) * np.abs(low)):
                 raise ReadError(
                     "mixed_spacing",
                     f"{uri}: PixelSpacing differs between frames, {low[0]:g} to {high[0]:g} x {low[1]:g} to "
@@ -290,7 +290,8 @@ def _values(measures: Iterable[Elements], keyword: str) -> list[float]:
 def _agreed(measures: Iterable[Elements], keyword: str) -> float | None:
     """The median; None where there is no value, or where frames differ by more than rounding."""
     found = _values(measures, keyword)
-    return float(np.median(found)) if found and max(found) <= ROUNDING * min(found) else None
+    agreed = found and max(found) - min(found) <= (ROUNDING - 1) * abs(min(found))
+    return float(np.median(found)) if agreed else None
 
 
 def _every_measures(shared: Elements | None, frames: Sequence[Elements]) -> list[Elements]:
