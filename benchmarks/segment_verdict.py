@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from octfm.errors import EvaluationError
 from octfm.layers.edges import onto_edges
 from octfm.layers.finder import LayerFinder, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
@@ -106,7 +107,10 @@ def zones_of(found: ScanSegmentation, image: Labelled) -> dict[str, Zone]:
     every = _zones(drawn, drawn.etdrs(keep_doubtful=True), image)
     # What is not blank for its expected error is for another reason.
     held = {n: z if z.expected_um > ZONE_UM else z._replace(expected_um=float("inf")) for n, z in every.items()}
-    return held | _zones(found, found.etdrs(), image)
+    try:
+        return held | _zones(found, found.etdrs(), image)
+    except EvaluationError:  # a scan of the optic disc
+        return {name: zone._replace(expected_um=float("inf")) for name, zone in held.items()}
 
 
 def _zones(found: ScanSegmentation, grid: EtdrsGrid, image: Labelled) -> dict[str, Zone]:

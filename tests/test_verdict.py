@@ -7,6 +7,7 @@ import pytest
 
 import octfm
 import octfm.layers.segment as segment_module
+from octfm.errors import EvaluationError
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.segment import ScanSegmentation
 from octfm.layers.table import COLUMNS, describe, row_of
@@ -21,10 +22,13 @@ from octfm.layers.verdict import (
     judge,
     measure,
     membrane_um,
+    shows_disc,
     waviness_um,
 )
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig
+from octfm.phantom.native.bscans import render_native
 from octfm.phantom.native.stream import Stream
+from octfm.report.segmented.pictures import thickness_pictures
 from octfm.volume.volume import Volume
 from support.segmented import found_in
 
@@ -266,6 +270,55 @@ def test_a_blink_blanks_the_zones_that_it_crosses_and_no_more(dense):
         "4 of 25 B-scans are dark" in note and "measured: " in note and "inner superior" in note.split("measured: ")[1]
     )
     assert "4 of 25 B-scans are dark" in describe(four)
+
+
+def test_a_scan_of_the_optic_disc_has_no_zones_and_says_why():
+    """The same eye, scanned around its disc and around its fovea."""
+    stream = Stream(
+        205,
+        bscans=7,
+        randomised=0.0,
+        conditions=("healthy",),
+        scanners=("zeiss_cirrus",),
+        ascan_um=(24, 24),
+        row_um=6.0,
+    )
+    shot, size, _ = next(shown for place in range(50) if (shown := stream.shot(place))[0].placement.accident == "none")
+    side = 1 if shot.eye.laterality == "R" else -1
+    notes = []
+    for place_mm in (-4.2 * side, 0.0):
+        centred = replace(shot, acquisition=replace(shot.acquisition, fixation_mm=(place_mm, 0.0)))
+        image = render_native(centred, np.random.default_rng(1), size)
+        found = octfm.segment(
+            Volume(image.voxels, image.spacing_mm, laterality="R", superior_first=True, source="a scan")
+        )
+        assert found.verdict.accepted, found.verdict
+        assert found.etdrs(keep_doubtful=True).mean_um["inner superior"]
+        row = row_of(found)
+        notes.append(row["zones_note"])
+        assert bool(row["inner_superior_um"]) == (place_mm == 0) and found._repr_html_()
+        if place_mm:
+            with pytest.raises(EvaluationError, match=r"^a scan: the optic disc lies where the fovea should be"):
+                found.etdrs()
+            assert not thickness_pictures(found) and "optic disc" in describe(found)
+    assert "no zones: the optic disc lies where the fovea should be" in notes[0] and "disc" not in notes[1]
+
+
+def test_signs_of_an_optic_disc_are_unsure_outer_layers_below_a_sure_ilm():
+    """Not a blink, in which the ILM is unsure as well, and not outer layers that are unsure where a retina is."""
+    found = found_in()
+    place, layers = found.place(), found.found
+    x, y = np.meshgrid(np.linspace(-3, 3, 120), np.linspace(-3, 3, 25))
+    here = np.hypot(x, y) < 0.9
+
+    def seen(ilm: float = 0.98, outer: float = 0.5, present: float = 0.6, disorder_um: float = 20.0) -> bool:
+        near, there, disorder = layers.near.copy(), layers.present.copy(), layers.disorder_um.copy()
+        near[0, here], near[5:8, here], there[here], disorder[here] = ilm, outer, present, disorder_um
+        return shows_disc(replace(layers, near=near, present=there, disorder_um=disorder), place, (0.0, 0.0))
+
+    assert seen()
+    assert not seen(present=1.0) and not seen(outer=0.9) and not seen(ilm=0.6) and not seen(disorder_um=1.0)
+    assert not shows_disc(layers, place, (0.0, 0.0)) and not shows_disc(layers, place, (50.0, 0.0))
 
 
 def with_a_rival(monkeypatch, apart_mm: float) -> None:

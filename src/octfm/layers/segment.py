@@ -25,6 +25,7 @@ from octfm.layers.verdict import (
     dark_bscans,
     expected_error_um,
     judge,
+    shows_disc,
 )
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.volume.estimated import WHY
@@ -225,7 +226,8 @@ class ScanSegmentation(Segmentation):
         that change by more than 10 µm around another place that could be the fovea; the volume is judged by the mean
         thickness within 3 mm alike.
         Retinal thickness is ILM to BM, as Heidelberg defines it. Raises EvaluationError for line, circle and radial
-        scans, which do not cover zones, and for B-scans whose positions contradict each other.
+        scans, which do not cover zones, for B-scans whose positions contradict each other and, unless `keep_doubtful`,
+        for scans of the optic disc.
         """
         # The pit is deepest in the inner retina; drusen, fluid and atrophy below move it in the whole one.
         inner = self.thickness_um("ilm", "ipl_inl")
@@ -233,6 +235,11 @@ class ScanSegmentation(Segmentation):
         grid = measure_grid(self.thickness_um(upper, lower), place, self.volume.laterality, pit_map_um=inner)
         if keep_doubtful:
             return grid
+        if shows_disc(self.found, place, grid.centre_mm):
+            raise EvaluationError(
+                f"{self.volume.source}: the optic disc lies where the fovea should be; the grid needs a scan of the "
+                "macula"
+            )
         expected = self._expected(upper, lower, grid)
         held = {name: mean for name, mean in grid.mean_um.items() if (expected.mean_um[name] or 0) > ZONE_UM}
         per_mm3 = 1000 / (np.pi * RINGS_MM[-1] ** 2)

@@ -10,6 +10,7 @@ import numpy as np
 
 from octfm.layers.finder import LayerFinder, Layers, without_white_padding
 from octfm.models.layer_net import MASKS, SURFACES
+from octfm.volume.etdrs import Field, sample
 from octfm.volume.volume import Spacing3, Volume
 
 SEEN = 0.5
@@ -50,6 +51,12 @@ THICKNESS_UM = (190.0, 480.0)
 by their factor; so does extreme swelling, which no phantom has over a whole scan."""
 MOST_UM = 100.0
 """What the network's distribution counts where ILM or BM was not found, and the most that it counts anywhere."""
+DISC_MM, DISC_STEP_MM = 0.7, 0.1
+"""Radius in which signs of the optic disc are averaged, less than that of a small disc, and distance of the points."""
+DISC_ILM, DISC_OUTER, DISC_PRESENT, DISC_UM = 0.85, 0.72, 0.9, 8.0
+"""At an optic disc: least share of the ILM's distribution near its row, most of those of EZ and RPE, most probability
+of a retina, and least distance by which surfaces were out of order. Chosen on 18 phantoms of discs, one of them missed,
+and 47 of maculae. Real eyes with oedema reach .76 (EZ and RPE), .78 (retina) and 9 µm."""
 WAVE_MM = 1.2
 """Length over which Bruch's membrane should be straight."""
 WRINKLE_MM = 0.6
@@ -231,6 +238,30 @@ def atrophy_um(found: Layers, spacing_mm: Spacing3) -> np.ndarray:
     nuclear = found.rows[SURFACES.index("ez")] - found.rows[SURFACES.index("opl_onl")]
     thin_um = ATROPHIC_UM - _mean_over(_depth_um(nuclear, spacing_mm), ATROPHY_MM, spacing_mm)
     return ATROPHY_SHARE * np.clip(thin_um, 0, None)
+
+
+def shows_disc(found: Layers, place: Field, centre_mm: tuple[float, float]) -> bool:
+    """Whether the optic disc lies at this place on the fundus, where the fovea was looked for.
+
+    EZ and RPE end at the rim of the disc and the ILM does not: the network is sure of the ILM within DISC_MM, but not
+    of the others, which are out of order, nor whether there is a retina at all. After a blink it is not sure of the
+    ILM either.
+    """
+    axis = np.arange(-DISC_MM, DISC_MM + DISC_STEP_MM / 2, DISC_STEP_MM)
+    x, y = np.meshgrid(axis, axis)
+    inside = np.hypot(x, y) <= DISC_MM
+
+    def mean(values_DW: np.ndarray) -> float:
+        values = sample(values_DW, place, centre_mm[0] + x[inside], centre_mm[1] + y[inside])
+        return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
+
+    ilm, outer = found.near[0], found.near[[SURFACES.index(name) for name in ("ez", "rpe_inner", "rpe_peak")]]
+    return (
+        mean(ilm) >= DISC_ILM
+        and mean(outer.mean(axis=0)) <= DISC_OUTER
+        and mean(found.present) <= DISC_PRESENT
+        and mean(found.disorder_um) >= DISC_UM
+    )
 
 
 def _mean_over(values_DW: np.ndarray, length_mm: float, spacing_mm: Spacing3) -> np.ndarray:

@@ -73,7 +73,7 @@ def why_no_zones(found: ScanSegmentation) -> str:
     if not found.verdict.accepted:
         return "no zones: the verdict speaks against this segmentation"
     try:
-        found.place()
+        found.etdrs()
     except EvaluationError as error:
         return f"no zones: {str(error).removeprefix(f'{volume.source}: ')}"
     return ""
