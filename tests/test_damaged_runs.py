@@ -28,7 +28,7 @@ from octfm.run import bucket as bucket_run
 from octfm.run import checkpoint, checkpoint_files
 from octfm.run import folder as run_folder
 from octfm.run.bucket import BucketRun
-from octfm.run.checkpoint_writer import CheckpointWriter, Retention, keep_best
+from octfm.run.checkpoint_writer import CheckpointWriter, Retention, best_step, keep_best
 from octfm.run.folder import Identity, RunFolder, claim
 from octfm.run.tracking import Metrics, read_metrics
 from octfm.tasks.finetune import FINE_TUNING
@@ -302,6 +302,17 @@ def test_a_cut_newest_checkpoint_falls_back_twice_over(store, finished, halted, 
     quick_pretrain(config(), store, halted, echo=said.append)
     assert any("step-00000006.pt is damaged and was set aside as step-00000006.damaged2" in line for line in said)
     assert timeless(halted) == timeless(finished["a"])
+
+
+def test_a_run_that_goes_back_to_an_older_checkpoint_keeps_the_best_one_before_it(store, halted):
+    """The best one is damaged: the one that was the best before must not be deleted for its sake."""
+    folder = halted / "checkpoints"
+    for step in (3, 6):
+        keep_best(folder, step)
+    checkpoint.newest(halted).write_bytes(b"")
+    quick_pretrain(tiny(keep_checkpoints=1), store, halted, echo=quiet)
+    assert best_step(folder) == 3
+    assert [checkpoint.step_of(path) for path in checkpoint.steps(folder)] == [3, 8]
 
 
 # ---- whose checkpoint it is

@@ -134,11 +134,15 @@ class CheckpointWriter:
             for path in checkpoint.steps(place):
                 if checkpoint.step_of(path) > step:
                     delete(path)
+        self.forget_best_after(step)
+        if self.remote is not None:
+            self.remote.forget_after(step)
+
+    def forget_best_after(self, step: int) -> None:
+        """Name the one that was the best after `step` updates the best again: training goes on from there."""
         named = _best_steps(self.places[0]) if self._tidies and self.places else []
         if named and named[-1] > step:
             _name_best(self.places[0], [best for best in named if best <= step])
-        if self.remote is not None:
-            self.remote.forget_after(step)
 
     def close(self) -> None:
         """Finish what is being written."""

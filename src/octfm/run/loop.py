@@ -184,6 +184,7 @@ def open_session(
         writer = CheckpointWriter(places, retention, partial(shards.write, runtime=runtime), tidies=runtime.leads)
     else:
         writer = CheckpointWriter(places if runtime.leads else [], retention)
+    writer.forget_best_after(training.step)  # later checkpoints may have been damaged, and the best among them
     if run.remote is not None and runtime.leads:
         writer.follow(run.remote)
     return Session(training, run, metrics, writer, echo, aloud or echo)
