@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 from dataclasses import replace
 
@@ -343,6 +344,7 @@ def test_a_row_of_a_scan_that_has_changed_is_made_anew(files, tmp_path):
     assert write_table([eye, other], out, echo=lambda _: None) == 2
     assert write_table([eye, other], out, echo=lambda _: None) == 0
     sidecar.write_text('{"laterality": "L"}')
+    os.utime(sidecar, ns=(0, 0))  # an older date: a copy may keep that of the original
 
     def stopped(line: str) -> None:
         raise KeyboardInterrupt
@@ -354,6 +356,12 @@ def test_a_row_of_a_scan_that_has_changed_is_made_anew(files, tmp_path):
     assert [row["laterality"] for row in read_table(out)] == ["R", "", ""]
     assert write_table([str(third), eye, other], out, echo=lambda _: None) == 1
     assert [row["laterality"] for row in read_table(out)] == ["L", "", ""]
+    sidecar.unlink()
+    (tmp_path / "eye0.npz").rename(tmp_path / "away.npz")
+    assert write_table([eye, other], out, echo=lambda _: None) == 0, "a share that is away costs no row"
+    (tmp_path / "away.npz").rename(eye)
+    assert write_table([eye, other], out, echo=lambda _: None) == 1, "a sidecar that is gone states nothing"
+    assert [row["laterality"] for row in read_table(out)] == ["", "", ""]
 
 
 def test_one_scan_that_cannot_be_read_is_an_error_and_of_several_a_row(files, tmp_path):
