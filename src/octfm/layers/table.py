@@ -5,7 +5,7 @@ import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
-from octfm.display import number
+from octfm.display import csv_cell, from_csv_cell, number
 from octfm.errors import BAD_INPUT, BucketError, CorrectionsError, Echo, EvaluationError, ReadError
 from octfm.formats import read_volume
 from octfm.formats.declared import sidecars
@@ -222,7 +222,7 @@ def save_table(rows: Iterable[dict[str, str]], out: Location) -> None:
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, COLUMNS)
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({name: csv_cell(cell) for name, cell in row.items()} for row in rows)
     # Names of files that are not valid UTF-8 keep their bytes.
     write_whole(out, text.getvalue().encode("utf-8", "surrogateescape"))
 
@@ -240,7 +240,7 @@ def read_table(path: Location) -> list[dict[str, str]]:
                     f"{path}: line {reader.line_num}: expected {len(COLUMNS)} columns as in the header; fix or delete "
                     "the row"
                 )
-            rows.append(row)
+            rows.append({name: from_csv_cell(cell) for name, cell in row.items()})
     except csv.Error as error:
         raise EvaluationError(
             f"{path}: after line {reader.line_num}: {error}; fix it, or choose another --out"
