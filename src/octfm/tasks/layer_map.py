@@ -78,17 +78,16 @@ def layer_map(
     `file`, a JSON Lines file, keeps what is measured: the same call goes on where it stopped, and refuses a file made
     by another network or with other B-scans. `bscans`: at most so many of each volume, evenly spaced; None for all.
     `volumes`: acquisition → Volume of those that are not read from their uri. A number that a scan does not allow is
-    the mean of the others'. Raises EvaluationError for a file of another kind, ReadError for an unreadable scan.
+    NaN, which a probe takes for the mean of its training rows. Raises EvaluationError for a file of another kind,
+    ReadError for an unreadable scan.
     """
     finder = finder or load_finder()
     rows = measured(sources_of(store), file, bscans=bscans, volumes=volumes, finder=finder, echo=echo)
     data = of_store(store)
     values = np.array([rows[name] for name in data.acquisition.tolist()]).reshape(len(data.acquisition), len(COLUMNS))
-    known = np.isfinite(values)
-    mean = np.where(known, values, 0).sum(0) / np.maximum(1, known.sum(0))
     order = np.argsort(data.acquisition)
     facts = {"encoder": f"layers, fluid and drusen by {finder.model}, no encoder"}
-    arm = replace(data, name="layers", path=str(file), metadata=facts, vectors=np.where(known, values, mean))
+    arm = replace(data, name="layers", path=str(file), metadata=facts, vectors=values)
     return take_rows(arm, order)
 
 
