@@ -172,6 +172,12 @@ def test_layers_are_measured_once_and_go_on_after_a_kill(scan, tmp_path):
     whole = [found[f"{a}:mean"] for a in ("ilm_nfl_gcl", "nfl_gcl_ipl_inl", "ipl_inl_inl_opl", "inl_opl_opl_onl",
              "opl_onl_ez", "ez_rpe_inner", "rpe_inner_rpe_peak", "rpe_peak_bm")]  # fmt: skip
     assert sum(whole) == pytest.approx(found["ilm_bm:mean"], rel=0.02), "layers add up to the retina"
+    other_eye = measure([replace(sources[0], laterality="L"), sources[1]])
+    nasal, temporal = (COLUMNS.index(f"ilm_bm:inner {side}") for side in ("nasal", "temporal"))
+    assert other_eye["1"][nasal] == both["1"][temporal], "its store says another eye now"
+    wider = measure([replace(sources[0], pixels="0" * 32), sources[1]])
+    assert len(file.read_text().splitlines()) == 5, "its voxels are others now"
+    np.testing.assert_array_equal(wider["1"], both["1"])
     with pytest.raises(EvaluationError, match=r"in 2 B-scans, got .* in all; delete it"):
         measure(sources, 2)
     file.write_text(json.dumps({"format": "other"}) + "\n")
