@@ -1,6 +1,7 @@
 """A run goes on over full disks, broken lines, foreign and misnamed checkpoints and kills between two writes, or
 says why not."""
 
+import errno
 import json
 import os
 import resource
@@ -30,7 +31,9 @@ from octfm.run import folder as run_folder
 from octfm.run.bucket import BucketRun
 from octfm.run.checkpoint_writer import CheckpointWriter, Retention, best_step, keep_best
 from octfm.run.folder import Identity, RunFolder, claim
-from octfm.run.tracking import Metrics, read_metrics
+from octfm.run.loop import Session
+from octfm.run.runtime import start
+from octfm.run.tracking import Metrics, TrackingConfig, Unheard, read_metrics
 from octfm.tasks.finetune import FINE_TUNING
 from octfm.tasks.finetune_settings import FinetuneConfig
 from support.small_store import small_store
@@ -236,6 +239,27 @@ def test_odd_names_are_not_sent_to_a_bucket(tmp_path, monkeypatch):
     remote._sent = {"step-00000002.pt": []}
     remote.keep(lambda found: [])
     assert remote.waiting() == ["step-00000004.pt"]
+
+
+def test_a_checkpoint_that_waits_for_the_bucket_does_not_hide_that_the_last_one_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path))
+    monkeypatch.setattr(bucket_run, "PATIENCE_S", 0.0)
+    remote = BucketRun(BucketPath.of("s3://bucket/run"))
+    checkpoint.write(remote.path / "checkpoints", 4, CONTENT | {"participants": {}})
+
+    def full(folder: Path, step: int, content: dict) -> Path:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    writer = CheckpointWriter([remote.path / "checkpoints"], Retention(2), full)
+    writer.save(8, CONTENT)
+    writer.follow(remote)
+    training = SimpleNamespace(step=8, tracking=TrackingConfig(), runtime=start("fp32", "cpu"))
+    session = Session(training, RunFolder(remote.path, PRETRAINING, remote), Unheard(), writer, quiet)
+    with pytest.raises(
+        CheckpointError, match=r"after step 8 could not be written; .* continues from .*step-00000004\.pt"
+    ):
+        session.finish()
+    writer.close()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", {"checkpoints": {"step-50 (1).pt": []}}, {"checkpoints": 5}, {"token": 1}])

@@ -136,7 +136,8 @@ class Session:
             self.metrics.write("checkpoint", step, what="checkpoint", verdict=verdict, sentence=failure.sentence)
             self.echo(f"step {step}: {failure.sentence}")
             if failure.lost:
-                self.lost = failure.step  # failures arrive in the order of writing
+                # An earlier one may still wait for the bucket when the last one is known to be lost.
+                self.lost = max(self.lost, failure.step)
 
     def report_requests(self) -> None:
         """Log how many requests to buckets had to be repeated, if there are more than before."""
