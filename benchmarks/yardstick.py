@@ -162,9 +162,7 @@ def true_map(data: Embeddings, truth: Path, voxels_mm: np.ndarray) -> Embeddings
     every layer in CELLS × CELLS cells with its spread; volume in nl, largest height in µm and share of A-scans of
     every lesion. No encoder can know more of these; what it lacks for a diagnosis is not in layers and lesions."""
     rows = np.array([_true(truth / f"{name}.npz", voxels_mm) for name in data.acquisition.tolist()])
-    known = np.isfinite(rows)
-    mean = np.where(known, rows, 0).sum(0) / np.maximum(1, known.sum(0))
-    return replace(data, name=CEILING, path=str(truth), metadata={}, vectors=np.where(known, rows, mean), draws=())
+    return replace(data, name=CEILING, path=str(truth), metadata={}, vectors=rows, draws=())
 
 
 def _true(file: Path, field_mm: np.ndarray) -> np.ndarray:
@@ -177,7 +175,7 @@ def _true(file: Path, field_mm: np.ndarray) -> np.ndarray:
     )
     thickness = 1000 * spacing[1] * np.diff(surfaces[:, d, w].astype(float), axis=0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # means of no value, which are filled in later
+        warnings.simplefilter("ignore")  # means of no value, which stay missing
         cells = [
             np.nanmean(cell, axis=(1, 2))
             for band in np.array_split(thickness, CELLS, axis=1)

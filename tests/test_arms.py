@@ -78,6 +78,14 @@ def test_covariates_never_hold_the_answer(cohort, files):
     assert score["estimate"] < 0.2, "age is among the covariates, but not where age is asked for"
 
 
+def test_an_age_that_is_not_stated_is_left_to_the_probe(files):
+    labels = [dict(each) for each in files[0].participant_labels]
+    labels[0]["age"] = labels[1]["age"] = ""
+    data = replace(files[0], participant_labels=tuple(labels))
+    ages = covariates(data).vectors[:, covariates(data).columns.index("age")]
+    assert np.isnan(ages[:2]).all() and np.isfinite(ages[2:]).all()
+
+
 def made_up(rng, n, widths, informative):
     """Rows of parts with these widths, of which only `informative` knows the label."""
     y = rng.integers(0, 2, n)

@@ -114,6 +114,29 @@ def test_a_run_in_a_bucket_is_probed_and_watched_from_another_machine(place, sto
     assert isinstance(told.exception, EvaluationError) and "expected a run folder" in str(told.exception)
 
 
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_a_run_whose_last_checkpoint_finds_no_room_on_its_way_to_the_bucket_sends_it_later(place, store, on_disk):
+    outbox = mirror_of(place / "run") / ".outbox"
+
+    def echo(text: str) -> None:
+        if text.startswith(f"step {1:>6}/"):
+            outbox.touch()  # as a full disk, it takes no copy
+
+    lacks = r"the bucket lacks the checkpoint after step 8; it is .*step-00000008\.pt, and the same command .* sends it"
+    with pytest.raises(CheckpointError, match=lacks):
+        quick_pretrain(config(), store, place / "run", "cpu", echo=echo)
+    told = [
+        row["sentence"]
+        for row in read_metrics(mirror_of(place / "run") / "metrics.jsonl")
+        if row["kind"] == "checkpoint"
+    ]
+    assert len(told) == 3 and all("is whole, but" in each and "not written" not in each for each in told)
+    outbox.unlink()
+    quick_pretrain(config(), store, place / "run", "cpu", echo=lambda _: None)
+    assert "step-00000008.pt" in read_pointer(place / "run")["checkpoints"]
+    assert same_state(mirror_of(place / "run"), on_disk)
+
+
 @pytest.mark.slow
 @buckets
 def test_a_damaged_checkpoint_in_the_bucket_falls_back_to_the_one_before(place, store, on_disk, tmp_path, monkeypatch):

@@ -48,6 +48,27 @@ WRONG = {
     "no run": (["embed", "nowhere"], "nowhere"),
     "no run to probe": (["probe", "nowhere"], "nowhere: no run here (config.yaml is missing)"),
     "nothing to segment": (["segment"], "give scans (octfm segment scan.e2e)"),
+    "settings of a training for samples": (
+        ["segment", "--sample", "--store", "{store}", "--steps", "3", "--allow-seen"],
+        "--sample segments synthetic scans and does nothing with --store, --steps, --allow-seen; leave out one",
+    ),
+    "options of files for samples": (
+        ["segment", "--sample", "--layouts", "line", "--axial-length", "24", "--dicom"],
+        "does nothing with --axial-length, --dicom, --layouts;",
+    ),
+    "options of a training for scans": (
+        ["segment", "scan.e2e", "--no-baselines", "--allow-seen"],
+        "does nothing with --baselines, --allow-seen;",
+    ),
+    "options of files for a training": (
+        ["segment", "encoder=x", "--store", "{store}", "truth=.", "--dicom", "--layouts", "line"],
+        "segment: trains on a store and does nothing with --dicom, --layouts;",
+    ),
+    "layouts for a finished training": (["segment", "a.dcm", "--apply", "x", "--layouts", "line"], "with --layouts;"),
+    "a spacing for a sample": (
+        ["view", "--sample", "--spacing", "0.1,0.004,0.01"],
+        "--sample shows a synthetic scan and its layers and does nothing with --spacing; leave out one or the other",
+    ),
     "no scan in a folder": (["segment", "."], ".: no scan in it; check the path"),
     "a store to segment": (["segment", "{store}"], "a prepared store; expected scans"),
     "a file for a folder": (["scan", "{store}", "--out", "{store}/store.json"], "store.json: expected a folder, got"),

@@ -1,6 +1,7 @@
 """A run goes on over full disks, broken lines, foreign and misnamed checkpoints and kills between two writes, or
 says why not."""
 
+import errno
 import json
 import os
 import resource
@@ -28,9 +29,11 @@ from octfm.run import bucket as bucket_run
 from octfm.run import checkpoint, checkpoint_files
 from octfm.run import folder as run_folder
 from octfm.run.bucket import BucketRun
-from octfm.run.checkpoint_writer import CheckpointWriter, Retention, keep_best
+from octfm.run.checkpoint_writer import CheckpointWriter, Retention, best_step, keep_best
 from octfm.run.folder import Identity, RunFolder, claim
-from octfm.run.tracking import Metrics, read_metrics
+from octfm.run.loop import Session
+from octfm.run.runtime import start
+from octfm.run.tracking import Metrics, TrackingConfig, Unheard, read_metrics
 from octfm.tasks.finetune import FINE_TUNING
 from octfm.tasks.finetune_settings import FinetuneConfig
 from support.small_store import small_store
@@ -238,6 +241,27 @@ def test_odd_names_are_not_sent_to_a_bucket(tmp_path, monkeypatch):
     assert remote.waiting() == ["step-00000004.pt"]
 
 
+def test_a_checkpoint_that_waits_for_the_bucket_does_not_hide_that_the_last_one_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path))
+    monkeypatch.setattr(bucket_run, "PATIENCE_S", 0.0)
+    remote = BucketRun(BucketPath.of("s3://bucket/run"))
+    checkpoint.write(remote.path / "checkpoints", 4, CONTENT | {"participants": {}})
+
+    def full(folder: Path, step: int, content: dict) -> Path:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    writer = CheckpointWriter([remote.path / "checkpoints"], Retention(2), full)
+    writer.save(8, CONTENT)
+    writer.follow(remote)
+    training = SimpleNamespace(step=8, tracking=TrackingConfig(), runtime=start("fp32", "cpu"))
+    session = Session(training, RunFolder(remote.path, PRETRAINING, remote), Unheard(), writer, quiet)
+    with pytest.raises(
+        CheckpointError, match=r"after step 8 could not be written; .* continues from .*step-00000004\.pt"
+    ):
+        session.finish()
+    writer.close()
+
+
 @pytest.mark.parametrize("text", ["{", "[]", {"checkpoints": {"step-50 (1).pt": []}}, {"checkpoints": 5}, {"token": 1}])
 def test_a_damaged_pointer_of_a_bucket_is_named(monkeypatch, text):
     good = {"format": bucket_run.FORMAT, "version": bucket_run.VERSION, "token": "t", "checkpoints": {}}
@@ -302,6 +326,17 @@ def test_a_cut_newest_checkpoint_falls_back_twice_over(store, finished, halted, 
     quick_pretrain(config(), store, halted, echo=said.append)
     assert any("step-00000006.pt is damaged and was set aside as step-00000006.damaged2" in line for line in said)
     assert timeless(halted) == timeless(finished["a"])
+
+
+def test_a_run_that_goes_back_to_an_older_checkpoint_keeps_the_best_one_before_it(store, halted):
+    """The best one is damaged: the one that was the best before must not be deleted for its sake."""
+    folder = halted / "checkpoints"
+    for step in (3, 6):
+        keep_best(folder, step)
+    checkpoint.newest(halted).write_bytes(b"")
+    quick_pretrain(tiny(keep_checkpoints=1), store, halted, echo=quiet)
+    assert best_step(folder) == 3
+    assert [checkpoint.step_of(path) for path in checkpoint.steps(folder)] == [3, 8]
 
 
 # ---- whose checkpoint it is

@@ -9,10 +9,13 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import octfm
 from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.catalog import Catalog
+from octfm.display import csv_cell, from_csv_cell
 from octfm.encoder.embeddings import read_embeddings
 from octfm.errors import ConfigError, EvaluationError
 from octfm.evaluation.probe import probe, write_probe
@@ -28,6 +31,20 @@ from support.untrained import untrained_encoder
 from support.volumes import eye
 
 SECRET = "Geheim_19580312"
+
+
+@given(st.text(alphabet="'=+-@1.e a\t"))
+def test_a_cell_of_a_csv_is_no_formula_and_comes_back(text):
+    cell = csv_cell(text)
+    assert from_csv_cell(cell) == text
+    assert cell[:1] not in ("=", "+", "-", "@", "\t") or float(cell) is not None
+
+
+@pytest.mark.parametrize("text", ["-1.5", "+3", "-2e-3", "", "a-b", "12", "=", "'"])
+def test_only_what_could_be_a_formula_is_changed(text):
+    assert csv_cell(text) == ("'=" if text == "=" else text)
+
+
 CLOSED_BY_THEMSELVES = {"img"}
 
 

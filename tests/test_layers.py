@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 from dataclasses import replace
 
@@ -32,6 +33,7 @@ from octfm.layers.finder import LayerFinder, load_finder, network_size, without_
 from octfm.layers.sample import samples
 from octfm.layers.table import COLUMNS, describe, read_table, row_of, write_table
 from octfm.layers.training import HEIGHT, VALUES, WIDTH, LayerTraining, batch, stream_of, write_weights
+from octfm.layers.zones import read_rows
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig, layer_loss
 from octfm.phantom.native.bscans import SURFACES as DRAWN
 from octfm.phantom.native.stream import Stream
@@ -343,6 +345,7 @@ def test_a_row_of_a_scan_that_has_changed_is_made_anew(files, tmp_path):
     assert write_table([eye, other], out, echo=lambda _: None) == 2
     assert write_table([eye, other], out, echo=lambda _: None) == 0
     sidecar.write_text('{"laterality": "L"}')
+    os.utime(sidecar, ns=(0, 0))  # an older date: a copy may keep that of the original
 
     def stopped(line: str) -> None:
         raise KeyboardInterrupt
@@ -354,6 +357,27 @@ def test_a_row_of_a_scan_that_has_changed_is_made_anew(files, tmp_path):
     assert [row["laterality"] for row in read_table(out)] == ["R", "", ""]
     assert write_table([str(third), eye, other], out, echo=lambda _: None) == 1
     assert [row["laterality"] for row in read_table(out)] == ["L", "", ""]
+    sidecar.unlink()
+    (tmp_path / "eye0.npz").rename(tmp_path / "away.npz")
+    assert write_table([eye, other], out, echo=lambda _: None) == 0, "a share that is away costs no row"
+    (tmp_path / "away.npz").rename(eye)
+    assert write_table([eye, other], out, echo=lambda _: None) == 1, "a sidecar that is gone states nothing"
+    assert [row["laterality"] for row in read_table(out)] == ["", "", ""]
+
+
+def test_no_cell_of_a_table_is_a_formula_and_names_come_back(files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = ["=1+1.npz", "@eye.npz", "'-2.npz"]
+    for name in names:
+        (tmp_path / name).write_bytes((tmp_path / "eye0.npz").read_bytes())
+    out, finder = tmp_path / "table.csv", LayerFinder(LayerNet(SMALL))
+    assert write_table(names, out, finder=finder, echo=lambda _: None) == 3
+    with out.open(newline="") as file:
+        cells = [row["source"] for row in csv.DictReader(file)]
+    assert cells == ["'=1+1.npz", "'@eye.npz", "''-2.npz"]
+    assert write_table(names, out, finder=finder, echo=lambda _: None) == 0
+    for rows in (read_table(out), read_rows(out, ())):
+        assert [row["source"] for row in rows] == names
 
 
 def test_one_scan_that_cannot_be_read_is_an_error_and_of_several_a_row(files, tmp_path):

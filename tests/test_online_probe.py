@@ -45,6 +45,17 @@ def test_labels_join_by_id_and_kinds_are_told_apart(store, labels):
     assert sided.classes == ("deep", "shallow") and sided.metric == "balanced_accuracy" and sided.chance == 0.5
 
 
+def test_1_and_1_point_0_are_one_class(store, tmp_path):
+    """As in octfm probe: half of the table may have been through a spreadsheet with an empty cell."""
+    path, spellings = tmp_path / "labels.csv", ("0", "1.0", "0.0", "1")
+    eyes = [f"{row.participant},{row.laterality},{spellings[row.index % 4]}" for row in store.rows]
+    path.write_text("\n".join(["participant_id,laterality,grade", *eyes]))
+    found = cases_of(store, target="grade", labels=str(path))
+    assert found.classes == ("0", "1") and found.chance == 0.5
+    np.testing.assert_array_equal(found.train_label, found.train % 2)
+    np.testing.assert_array_equal(found.held_out_label, found.held_out % 2)
+
+
 def test_no_target_no_probe(store):
     assert cases_of(store) is None
 

@@ -671,6 +671,20 @@ def test_ridge_regression_equals_that_of_scikit_learn(rows):
         np.testing.assert_allclose(found, Ridge(alpha=alpha).fit(x, y).predict(new), rtol=1e-8)
 
 
+def test_what_is_missing_is_the_mean_of_the_training_rows():
+    """Not of all rows: the tested ones must not reach a fit."""
+    rng = np.random.default_rng(0)
+    x, new = rng.normal(3, 2, size=(30, 4)), rng.normal(90, 2, size=(9, 4))
+    x[rng.random(x.shape) < 0.2], new[rng.random(new.shape) < 0.2] = np.nan, np.nan
+    x[:, 3] = np.nan  # never known: tells nothing
+    usual = np.append(np.nanmean(x[:, :3], axis=0), 0)
+    expected = readouts.standardised(np.where(np.isnan(x), usual, x), np.where(np.isnan(new), usual, new))
+    found = readouts.standardised(x, new)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert not found[0][:, 3].any() and not found[1][:, 3].any()
+
+
 def test_probes_of_small_matrices_take_one_blas_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads that wait for each other took seven times the CPU time of one (docs/log)."""
     from threadpoolctl import threadpool_info, threadpool_limits

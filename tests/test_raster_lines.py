@@ -165,6 +165,25 @@ def test_dicom_positions_that_contradict_the_distance_are_left_out(tmp_path):
     assert volume.spacing_mm[0] == pytest.approx(SPACING_MM[0], rel=1e-4) and volume.lines is None
 
 
+@pytest.mark.parametrize("way", ["vertical", "vertical, upwards, to the right"])
+def test_vertical_bscans_on_a_fundus_image_of_another_scale_are_not_measured_as_horizontal(tmp_path, way):
+    lines = WAYS[way]
+
+    def positions(dataset):
+        frames = dataset.PerFrameFunctionalGroupsSequence
+        for frame, (x0, y0), (x1, y1) in zip(frames, lines.start, lines.end, strict=True):
+            frame.PlanePositionSequence = [item(ImagePositionPatient=[f"{v:.9g}" for v in (x0, 7, -y0)])]
+            ends = [float(mm / FUNDUS_MM) for mm in (y0, 1.4 * x0, y1, 1.4 * x1)]
+            frame.OphthalmicFrameLocationSequence = [
+                item(ReferenceCoordinates=ends, OphthalmicImageOrientation="LINEAR")
+            ]
+
+    volume = read_volume(write_oct_dicom(tmp_path / "a.dcm", gray(), SPACING_MM, edit=positions))
+    assert volume.vertical and volume.spacing_mm[0] == pytest.approx(SPACING_MM[0], rel=1e-4)
+    expected = grid_of(Volume(gray(), SPACING_MM, "R", superior_first=True), WAYS["horizontal"])
+    assert grid_of(volume, lines).mean_um == pytest.approx(expected.mean_um, abs=1.0)
+
+
 def test_positions_of_another_number_of_bscans_are_refused(tmp_path):
     volume = read_volume(as_vol(tmp_path, raster(0)))
     with pytest.raises(ValueError, match="33 B-scans, but positions of 65"):

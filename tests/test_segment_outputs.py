@@ -8,10 +8,11 @@ from typer.testing import CliRunner
 
 from octfm.cli.main import app
 from octfm.formats import read_device_grid, read_volume
+from octfm.layers.corrections import Corrections
 from octfm.layers.finder import LayerFinder
 from octfm.layers.table import describe, read_table, row_of
 from octfm.layers.zones import DEVICE_UNIT, UNIT, device_grid_of
-from octfm.models.layer_net import LayerNet, LayerNetConfig
+from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig
 from octfm.phantom import write_phantom
 from octfm.tasks.segment_export import write_dicom, write_nifti
 from octfm.volume.etdrs import ZONES
@@ -105,6 +106,28 @@ def test_exported_files_say_what_they_are_not_for(tmp_path):
     assert not trained.note, "a network that the user trained may have seen real scans"
     seg, heights = (dcmread(path) for path in write_dicom(trained, source, tmp_path / "own"))
     assert "ImageComments" not in seg and len(heights.SeriesDescription) <= 64
+
+
+def test_dicom_exports_say_which_segments_somebody_has_corrected(tmp_path):
+    pytest.importorskip("highdicom")
+    from pydicom import dcmread
+
+    found = found_in()
+    clinic = write_phantom(tmp_path / "clinic", 1, 3, size=found.volume.shape, workers=1)
+    source = min(clinic.rglob("*.dcm"))
+    line = {"bm": {3: found.surfaces["bm"][3]}}
+    by_hand = Corrections("", found.model, found.volume.shape, "", "", "", "", line, {}, frozenset())
+    for corrections, expected in (
+        (None, set()),
+        (by_hand, {"bm", f"{SURFACES[-2]} to bm"}),
+        (replace(by_hand, surfaces={}, areas={2: {}}), set(MASKS)),
+    ):
+        corrected = replace(found, corrections=corrections)
+        for path in write_dicom(corrected, source, tmp_path / "out"):
+            segments = dcmread(path).SegmentSequence
+            types = {each.SegmentLabel: each.SegmentAlgorithmType for each in segments}
+            semiautomatic = {name for name, kind in types.items() if kind == "SEMIAUTOMATIC"}
+            assert semiautomatic == expected & types.keys() and set(types.values()) <= {"AUTOMATIC", "SEMIAUTOMATIC"}
 
 
 def test_dicom_exports_lie_as_the_file_even_if_it_is_upside_down(tmp_path):

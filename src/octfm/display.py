@@ -5,6 +5,8 @@ Nothing here shows names, ids or paths: notebooks are saved and passed on with w
 
 import base64
 import io
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from html import escape
@@ -161,3 +163,25 @@ def markdown(text: str) -> str:
     """One line that neither ends a cell of a Markdown table nor opens an HTML element, whatever the text contains."""
     text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return text.replace("|", "\\|")
+
+
+_FORMULA = re.compile(r"'*[=+\-@\t\r]")
+"""How a text begins that a spreadsheet takes for a formula, or that `csv_cell` has put an apostrophe before."""
+
+
+def csv_cell(text: str) -> str:
+    """The text as a cell of a CSV, with an apostrophe before what a spreadsheet would run as a formula: names of files
+    and facts of headers may be anything. Numbers stay as they are."""
+    return f"'{text}" if _FORMULA.match(text) and not _is_number(text) else text
+
+
+def from_csv_cell(cell: str) -> str:
+    """The text that `csv_cell` was given."""
+    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,15 @@ def as_number(value: str | None) -> float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) else None
+
+
+def one_spelling(texts: Sequence[str]) -> list[str]:
+    """The texts; if all are numbers, each in its shortest spelling among them: 1 and 1.0 are one grade."""
+    numbers = [as_number(text) for text in texts]
+    if None in numbers:
+        return list(texts)
+    spelt = dict(sorted(zip(numbers, texts, strict=True), key=lambda pair: (-len(pair[1]), pair[1])))
+    return [spelt[number] for number in numbers]
 
 
 def stated(text: str | None) -> str | None:

@@ -309,6 +309,7 @@ def trust(
 
 
 def segment(
+    context: typer.Context,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -412,16 +413,15 @@ def segment(
         )
     if layouts not in ("any", "line"):
         raise ConfigError(f"--layouts: expected any or line, got {layouts!r}")
-    if axial_length is not None and (sample or apply is not None or out.suffix == ".csv"):
-        raise ConfigError("--axial-length: belongs to one eye; give its scan, without --sample, --apply or a table")
+    training_only, files_only = ("baselines", "allow_seen"), ("dicom", "layouts", "file_seconds", "file_gb")
     if sample:
-        if apply is not None or dicom or calibrate is not None:
-            raise ConfigError(
-                "--sample: goes without --apply, --dicom and --calibrate; the scans are synthetic, not files"
-            )
+        others = ("store", "steps", "apply", "calibrate", "axial_length", *training_only, *files_only)
+        opt.refuse(context, others, "--sample segments synthetic scans")
         limits, volumes = opt.limits_of(file_seconds, file_gb), _samples(words or [])
         _segment_scans(volumes, out, dicom, limits, None, apply_corrections, only_corrected, device)
         return
+    if axial_length is not None and (apply is not None or out.suffix == ".csv"):
+        raise ConfigError("--axial-length: belongs to one eye; give its scan, without --apply or a table")
     is_training = store is not None or steps is not None
     if not words and not is_training:
         raise ConfigError(
@@ -432,6 +432,7 @@ def segment(
             "--store and --steps: settings of a training; with --apply or files to segment leave them out"
         )
     if apply is None and words and not is_training and all("=" not in word or Path(word).exists() for word in words):
+        opt.refuse(context, training_only, "segment: uses the packaged network for scans")
         limits = opt.limits_of(file_seconds, file_gb)
         volumes = opt.volumes_in(words, limits, layouts)
         if not volumes:
@@ -451,12 +452,14 @@ def segment(
     if calibrate is not None:
         raise ConfigError("--calibrate: scales the ranges of the packaged network; give scans and --out FILE.csv")
     if apply is None:
+        opt.refuse(context, files_only, "segment: trains on a store")
         config = load(SegmentConfig, {}, opt.with_options(words, {"store": store, "steps": steps}))
         result = run_segment(config, out, device, baselines=baselines, allow_seen=allow_seen, echo=typer.echo)
         for line in summary_lines(result):
             typer.echo(line)
         typer.echo(out / "segment.json")
         return
+    opt.refuse(context, (*training_only, "layouts"), "--apply: uses a finished training on the files named")
     folder = local_path(out)
     segmenter, limits = load_segmenter(apply, device), opt.limits_of(file_seconds, file_gb)
     for file, stem in _stems(expect_place(word) for word in words or []).items():

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -281,6 +281,16 @@ def pretraining_words(
     # The length in the config gives way to the option.
     other = {"epochs=null": steps, f"steps={DEFAULT_STEPS}": epochs}
     return [*(word for word, option in other.items() if option is not None), *words]
+
+
+def refuse(context: typer.Context, options: Iterable[str], what: str) -> None:
+    """Raise ConfigError if one of these parameters was typed, which `what` would ignore; defaults do not conflict."""
+    from octfm.errors import ConfigError
+
+    sources = {name: context.get_parameter_source(name) for name in options}
+    given = [f"--{name.replace('_', '-')}" for name, source in sources.items() if source and source.name != "DEFAULT"]
+    if given:
+        raise ConfigError(f"{what} and does nothing with {', '.join(given)}; leave out one or the other")
 
 
 def echo_line(line: str) -> None:

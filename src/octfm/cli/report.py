@@ -95,6 +95,7 @@ def compare(
 
 
 def view(
+    context: typer.Context,
     file: Annotated[
         str | None,
         opt.place_argument(
@@ -162,8 +163,9 @@ def view(
         raise ConfigError(
             f"--out {page}: expected the name of an HTML file, this is a folder; give for example {page / 'view.html'}"
         )
-    if overlay and sample:
-        raise ConfigError("--overlay: lies on the scan that it was drawn in; give that instead of --sample")
+    if sample:
+        others = ("overlay", "spacing", "segment", "axial_length", "file_seconds", "file_gb")
+        opt.refuse(context, others, "--sample shows a synthetic scan and its layers")
     beside = []
     if sample:
         from octfm.layers.sample import samples
@@ -186,8 +188,8 @@ def view(
     layers = layers or sample
     if layers and segment is not None:
         raise ConfigError("view: give --layers or --segment, not both")
-    if axial_length is not None and (sample or not layers):
-        raise ConfigError("--axial-length: rescales zones and volumes of a scan; add --layers, without --sample")
+    if axial_length is not None and not layers:
+        raise ConfigError("--axial-length: rescales zones and volumes of a scan; add --layers")
     found, correct, said = None, None, []
     if layers:
         from octfm.io.heap import keep_freed_memory

@@ -140,17 +140,12 @@ def doctor(
     octfm doctor vit_s --store prepared
     octfm doctor vit_s --store prepared --epochs 300 --plot curves.png
     """
-    from octfm.errors import ConfigError, one_line
+    from octfm.errors import one_line
     from octfm.pretraining.preflight import examine, examine_tpu
     from octfm.pretraining.settings import load_config
 
-    # Defaults do not conflict with --tpu, so only options that were typed are refused.
-    sources = {name: context.get_parameter_source(name) for name in ("out", "device", "plot", "ranks")}
-    given = [f"--{name}" for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
-    if tpu is not None and given:
-        raise ConfigError(
-            f"--tpu compiles the step for a slice and does nothing with {', '.join(given)}; leave out one or the other"
-        )
+    if tpu is not None:
+        opt.refuse(context, ("out", "device", "plot", "ranks"), "--tpu compiles the step for a slice")
     settings = load_config(config, opt.pretraining_words(overrides, store, steps, epochs))
     checks = examine(settings, out, device, plot, ranks) if tpu is None else examine_tpu(settings, tpu, typer.echo)
     width = max(len(check.name) for check in checks)

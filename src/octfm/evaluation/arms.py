@@ -48,7 +48,8 @@ def make_arms(files: Sequence[str | Location | Embeddings]) -> list[Embeddings]:
 def covariates(data: Embeddings, quality: np.ndarray | None = None) -> Embeddings:
     """What is known without looking at the retina: age, sex, site, scanner, and image quality [N, 4] if given.
 
-    `data` gives the rows; its vectors are not used. A probe of one of these columns leaves that column out.
+    `data` gives the rows; its vectors are not used. An age that is not stated is NaN, which a probe takes for the mean
+    of its training rows. A probe of one of these columns leaves that column out.
     """
     columns: list[tuple[str, np.ndarray]] = [("scanner", column) for column in _one_hot(data.scanner.tolist())]
     for name in OF_PARTICIPANT:
@@ -57,8 +58,8 @@ def covariates(data: Embeddings, quality: np.ndarray | None = None) -> Embedding
             columns += [(name, column) for column in _one_hot(values)]
             continue
         ages = [as_number(v) for v in values]
-        if known := [age for age in ages if age is not None]:
-            columns.append((name, np.array([float(np.mean(known)) if age is None else age for age in ages])))
+        if any(age is not None for age in ages):
+            columns.append((name, np.array(ages, float)))  # None becomes NaN
     if quality is not None:
         columns += [("image quality", column) for column in quality.T]
     return replace(

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from octfm.catalog.columns import nearest
-from octfm.catalog.labels import LabelTable, as_number, stated
+from octfm.catalog.labels import LabelTable, as_number, one_spelling, stated
 from octfm.encoder.embeddings import Embeddings
 from octfm.errors import EvaluationError
 
@@ -180,10 +180,8 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
         return Cases(target, rows, label, classes, participant, unit, unit_name, unlabelled)
     if target.label is not None:
         kept = [target.label if target.label in _parts(v) else f"no {target.label}" for v in kept]
-    elif numeric:
-        # 1 and 1.0 are one grade.
-        spelt = dict(sorted(zip(numbers, kept, strict=True), key=lambda pair: (-len(pair[1]), pair[1])))
-        kept = [spelt[number] for number in numbers]
+    else:
+        kept = one_spelling(kept)
     classes, ordered = _classes(target, kept)
     label = np.array([classes.index(v) for v in kept])
     unit, unit_name = _unit(target.unit, data, rows, label)

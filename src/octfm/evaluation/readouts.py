@@ -138,7 +138,11 @@ def _slices(widths: Sequence[int]) -> list[slice]:
 
 def standardised(x: np.ndarray, x_new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Both scaled by mean and standard deviation of the training rows `x`, and new rows limited to their range or
-    FARTHEST."""
+    FARTHEST. What is missing, NaN, is the mean of the training rows."""
+    if not (np.isfinite(x).all() and np.isfinite(x_new).all()):
+        known = np.isfinite(x)
+        usual = np.where(known, x, 0).sum(0) / np.maximum(1, known.sum(0))
+        x, x_new = np.where(known, x, usual), np.where(np.isfinite(x_new), x_new, usual)
     mean, scale = x.mean(0), x.std(0)
     # A constant channel becomes 0; dividing it by its rounding noise would make it dominate.
     scale[scale <= 1e-6 * np.abs(mean)] = np.inf

@@ -10,6 +10,9 @@ from octfm.io.archive import list_folder, split_uri
 from octfm.io.hashing import hash_text
 from octfm.io.location import BucketPath, Location
 
+GONE = "gone"
+"""Version of a file that is not there."""
+
 
 def listing_of(root: Location) -> dict[str, str]:
     """All files or objects below `root` -> version, which changes with the content."""
@@ -40,7 +43,7 @@ def versions(listing: dict[str, str]) -> Callable[[str], str]:
                 file, is_file = Path(path), Path(path).is_file()
                 below = [_version(file)] if is_file else [f"{n} {_version(Path(n))}" for n in list_folder(path)]
             except (OSError, ReadError):
-                return "gone"
+                return GONE
         return hash_text("\n".join(below))[:24]
 
     return version_of

@@ -219,6 +219,13 @@ class ScanSegmentation(Segmentation):
         by_hand = "" if self.corrections is None else "; corrected by hand"
         return f"octfm segment, {self.model}{by_hand}; {NOTE}"
 
+    @property
+    def by_hand(self) -> frozenset[str]:
+        if self.corrections is None:
+            return frozenset()
+        # Areas are stated for all masks of a B-scan at once.
+        return frozenset((*self.corrections.surfaces, *(self.masks if self.corrections.areas else ())))
+
     def etdrs(self, upper: str = "ilm", lower: str = "bm", *, keep_doubtful: bool = False) -> EtdrsGrid:
         """Nine zones of the thickness between two surfaces, around the fovea that was found.
 

@@ -2,21 +2,19 @@
 
 import csv
 import io
-import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
-from octfm.display import number
+from octfm.display import csv_cell, from_csv_cell, number
 from octfm.errors import BAD_INPUT, BucketError, CorrectionsError, Echo, EvaluationError, ReadError
 from octfm.formats import read_volume
 from octfm.formats.declared import sidecars
 from octfm.formats.heyex_xml import DeviceGrid
-from octfm.io.archive import split_uri
+from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, Location, is_remote, lock, write_whole
+from octfm.io.versions import GONE, versions
 from octfm.layers.corrections import Corrections
 from octfm.layers.finder import LayerFinder, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
@@ -46,6 +44,7 @@ COLUMNS = (
     *RANGE_COLUMNS,
     *DEVICE_COLUMNS,
     *("retina_rows", *(f"{name}_pixels" for name in MASKS)),
+    "file_state",
 )
 
 
@@ -98,8 +97,8 @@ def write_table(
     """Segment each source that `out` does not hold yet, and add its row, the file replaced whole after every scan.
 
     A file that cannot be read or segmented gets a row with its problem, and is tried again by the next call; one that
-    is named twice has one row. A scan on a disk that has changed since, or whose sidecar has, is segmented again: the
-    modification time of the table is when the last call began. `finder` and `device` are those of `segment`. `also` is
+    is named twice has one row. A scan on a disk that has changed since, or whose sidecar has, is segmented again:
+    `file_state` in its row is a hash of their sizes and dates. `finder` and `device` are those of `segment`. `also` is
     called with each source and what was found in it, before its row is written.
     corrections: fingerprint of a scan → what somebody has corrected in it; its row is made anew, and says so.
     only_corrected: read every scan, but segment and add only those with corrections, so that all rows are somebody's.
@@ -130,17 +129,16 @@ def _add_rows(
         )
     if only_corrected and any(not row["problem"] and not row["corrected_bscans"] for row in rows):
         raise EvaluationError(f"{out}: has rows of scans that nobody has corrected; choose another --out")
-    began = time.time_ns()
-    since = out.stat().st_mtime_ns if isinstance(out, Path) and out.exists() else began
     # What could not be read is tried again: a share may have been away.
     places = {row["source"]: i for i, row in enumerate(rows)}
-    known, added = {row["source"] for row in rows if not row["problem"]}, 0
+    known, added = {row["source"]: row["file_state"] for row in rows if not row["problem"]}, 0
     done: set[str] = set()
     used: set[str] = set()
     for given in sources:
         source = given.source if isinstance(given, Volume) else given
-        if source in known and not isinstance(given, Volume) and _newer(source, since):
-            known.discard(source)
+        state = "" if isinstance(given, Volume) else _state(source)
+        if state and known.get(source) not in (None, "", state):
+            del known[source]
         if source in done or (source in known and not corrections):
             continue
         try:
@@ -153,7 +151,7 @@ def _add_rows(
                 found = found.corrected(by_hand)
                 used.add(by_hand.source)
             grid = None if isinstance(given, Volume) else device_grid_of(given, limits)
-            row = row_of(found, grid) | {"source": source}
+            row = row_of(found, grid) | {"source": source, "file_state": state}
         except ReadError as error:
             if source in known:  # it was read once; a share may be away
                 continue
@@ -176,10 +174,8 @@ def _add_rows(
         else:
             rows[place] = row
         save_table(rows, out)
-        _date(out, since)  # if this call is stopped, the next one must still find what has changed
         added += 1
         echo(f"{source}: {row['problem'] or row['verdict']}")
-    _date(out, began)
     if unused := {each.source for each in corrections.values()} - used:
         problem = f"{min(unused)}: corrections of none of these scans"
         if not used:
@@ -188,18 +184,12 @@ def _add_rows(
     return added
 
 
-def _newer(source: str, since_ns: int) -> bool:
-    """Whether a file on a disk, or what is declared beside it, is newer."""
-    if is_remote(source):
-        return False
-    inside = split_uri(source)
-    places = (Path(inside[0] if inside else source), *map(Path, map(str, sidecars(source))))
-    return any(place.stat().st_mtime_ns > since_ns for place in places if place.exists())
-
-
-def _date(table: Location, when_ns: int) -> None:
-    if isinstance(table, Path) and table.exists():
-        os.utime(table, ns=(when_ns, when_ns))
+def _state(source: str) -> str:
+    """A hash of size and date of a file on a disk and of what is declared beside it; empty if the file is not there."""
+    version_of = versions({})
+    if is_remote(source) or (own := version_of(source)) == GONE:
+        return ""
+    return hash_text(" ".join([own, *(version_of(str(place)) for place in sidecars(source))]))[:16]
 
 
 @contextmanager
@@ -232,7 +222,7 @@ def save_table(rows: Iterable[dict[str, str]], out: Location) -> None:
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, COLUMNS)
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({name: csv_cell(cell) for name, cell in row.items()} for row in rows)
     # Names of files that are not valid UTF-8 keep their bytes.
     write_whole(out, text.getvalue().encode("utf-8", "surrogateescape"))
 
@@ -250,7 +240,7 @@ def read_table(path: Location) -> list[dict[str, str]]:
                     f"{path}: line {reader.line_num}: expected {len(COLUMNS)} columns as in the header; fix or delete "
                     "the row"
                 )
-            rows.append(row)
+            rows.append({name: from_csv_cell(cell) for name, cell in row.items()})
     except csv.Error as error:
         raise EvaluationError(
             f"{path}: after line {reader.line_num}: {error}; fix it, or choose another --out"

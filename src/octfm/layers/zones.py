@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from octfm.display import from_csv_cell
 from octfm.errors import EvaluationError, ReadError
 from octfm.formats import read_device_grid
 from octfm.formats.heyex_xml import DeviceGrid
@@ -182,7 +183,7 @@ def read_rows(path: Path, needed: Sequence[str]) -> list[dict[str, str]]:
                         f"{path}: line {reader.line_num}: more cells than the header has columns, so that its numbers "
                         "may stand under other zones; put a cell with a comma in quotation marks"
                     )
-                rows.append({key: value or "" for key, value in row.items()})
+                rows.append({key: from_csv_cell(value or "") for key, value in row.items()})
         except csv.Error as error:  # as of a quotation mark that is not closed
             raise EvaluationError(f"{path}: after line {reader.line_num}: {error}; export the table again") from None
     if not rows:

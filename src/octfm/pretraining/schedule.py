@@ -24,9 +24,11 @@ class ScheduleConfig(Config):
     weight_decay: float = Field(default=0.05, ge=0, le=100)
     """AdamW's weight decay, constant over the run."""
     ema_base: float | None = Field(default=None, ge=0, lt=1)
-    """Momentum of the target encoder at step 0; null derives it from the run length."""
+    """Momentum of the target encoder (the teacher) at step 0: the share of its own weights that it keeps in an update;
+    the rest comes from the encoder. null derives it from the run length."""
     ema_end: float = Field(default=1.0, gt=0, le=1)
-    """Momentum of the target encoder at the last step."""
+    """The same momentum at the end of the run, to which it rises along a cosine. At 1 the target encoder no longer
+    changes."""
 
 
 @dataclass(frozen=True)

@@ -98,17 +98,22 @@ class BucketRun:
         self._lease.require()
 
     def offer(self, path: Path) -> None:
-        """Send a checkpoint that is complete on the local disk, in the background. Returns at once."""
+        """Send a checkpoint that is complete on the local disk, in the background. Returns at once.
+
+        Raises OSError, leaving nothing behind, if the disk has no room for a copy."""
         outbox = self.path / ".outbox" / f"{path.name}.{secrets.token_hex(4)}"
-        outbox.mkdir(parents=True)
-        for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
-            target = outbox / ("whole" if path.is_file() else str(file.relative_to(path)))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            # The local retention may delete the file before it is sent: a hard link keeps its bytes.
-            try:
-                os.link(file, target)
-            except OSError:
-                shutil.copyfile(file, target)
+        try:
+            for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+                target = outbox / ("whole" if path.is_file() else str(file.relative_to(path)))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                # The local retention may delete the file before it is sent: a hard link keeps its bytes.
+                try:
+                    os.link(file, target)
+                except OSError:
+                    shutil.copyfile(file, target)
+        except OSError:
+            shutil.rmtree(outbox, ignore_errors=True)
+            raise
         with self._lock:
             self._drop(path.name)
             self._waiting[path.name] = outbox

@@ -62,12 +62,12 @@ def _name_best(folder: Path, steps: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """A checkpoint that was not written where it should have been."""
+    """A checkpoint that is not where it should be."""
 
     step: int
     sentence: str
     lost: bool
-    """True if it was not written to any other place either."""
+    """True if it is in no other place either or, of a run in a bucket, if it is not sent there."""
 
 
 class CheckpointWriter:
@@ -134,11 +134,15 @@ class CheckpointWriter:
             for path in checkpoint.steps(place):
                 if checkpoint.step_of(path) > step:
                     delete(path)
+        self.forget_best_after(step)
+        if self.remote is not None:
+            self.remote.forget_after(step)
+
+    def forget_best_after(self, step: int) -> None:
+        """Name the one that was the best after `step` updates the best again: training goes on from there."""
         named = _best_steps(self.places[0]) if self._tidies and self.places else []
         if named and named[-1] > step:
             _name_best(self.places[0], [best for best in named if best <= step])
-        if self.remote is not None:
-            self.remote.forget_after(step)
 
     def close(self) -> None:
         """Finish what is being written."""
@@ -148,14 +152,22 @@ class CheckpointWriter:
         for place in self.places:
             try:
                 written = (self._write_into or checkpoint.write)(place, step, content)
-                if self.remote is not None:
-                    self.remote.offer(written)
             except OSError as error:
                 self._failures.append(self._explain(step, place, error))
-            else:
-                if self._tidies:
-                    self._tidy(place, step if best else None)
-                return
+                continue
+            if self.remote is not None:
+                self._offer(step, written, self.remote)
+            if self._tidies:
+                self._tidy(place, step if best else None)
+            return
+
+    def _offer(self, step: int, written: Path, remote: BucketRun) -> None:
+        try:
+            remote.offer(written)
+        except OSError as error:
+            reason = f"checkpoint {written} is whole, but {remote.path} has no copy to send to {remote.where}"
+            remedy = "training goes on; free some space for the next one"
+            self._failures.append(Failure(step, f"{reason}: {error.strerror or error}; {remedy}", lost=True))
 
     def _tidy(self, place: Path, best: int | None) -> None:
         try:
@@ -170,7 +182,8 @@ class CheckpointWriter:
 
     def _explain(self, step: int, place: Path, error: OSError) -> Failure:
         last = place == self.places[-1]
-        before = [path for folder in self.places for path in checkpoint.steps(folder)]
+        everything = [path for folder in self.places for path in checkpoint.steps(folder)]
+        before = [path for path in everything if checkpoint.step_of(path) < step]
         intact = (
             f"the one before it, {max(before, key=checkpoint.step_of)}, is intact"
             if before

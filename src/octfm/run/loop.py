@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 from octfm.errors import CheckpointError, Echo, Preempted
 from octfm.io import bucket
 from octfm.io.progress import Progress
-from octfm.run import shards
+from octfm.run import checkpoint, shards
 from octfm.run.checkpoint_writer import CheckpointWriter, Retention
 from octfm.run.folder import Resumable, RunFolder
 from octfm.run.tracking import Listener, Metrics, TrackingConfig, Unheard
@@ -117,7 +117,7 @@ class Session:
         if self.lost != step:
             return
         last, remote = self.run.last_checkpoint(), self.writer.remote
-        if remote is not None and remote.waiting():
+        if remote is not None and last is not None and checkpoint.step_of(last) == step:
             raise CheckpointError(
                 f"{remote.where}: the bucket lacks the checkpoint after step {step}; it is {last}, "
                 "and the same command on this machine sends it"
@@ -136,7 +136,8 @@ class Session:
             self.metrics.write("checkpoint", step, what="checkpoint", verdict=verdict, sentence=failure.sentence)
             self.echo(f"step {step}: {failure.sentence}")
             if failure.lost:
-                self.lost = failure.step  # failures arrive in the order of writing
+                # An earlier one may still wait for the bucket when the last one is known to be lost.
+                self.lost = max(self.lost, failure.step)
 
     def report_requests(self) -> None:
         """Log how many requests to buckets had to be repeated, if there are more than before."""
@@ -184,6 +185,7 @@ def open_session(
         writer = CheckpointWriter(places, retention, partial(shards.write, runtime=runtime), tidies=runtime.leads)
     else:
         writer = CheckpointWriter(places if runtime.leads else [], retention)
+    writer.forget_best_after(training.step)  # later checkpoints may have been damaged, and the best among them
     if run.remote is not None and runtime.leads:
         writer.follow(run.remote)
     return Session(training, run, metrics, writer, echo, aloud or echo)

@@ -92,5 +92,5 @@ class FinetuneConfig(Config):
         return self.lr_encoder == 0
 
     def recipe(self) -> dict[str, Any]:
-        """The settings that runs of one recipe share, whatever their seed."""
-        return self.model_dump(mode="json", exclude={"seed", "store", "runtime"})
+        """The settings that runs of one recipe share, whatever their seed and the machine."""
+        return self.model_dump(mode="json", exclude={"seed", "store", *MAY_CHANGE})

@@ -49,12 +49,19 @@ class Source:
     laterality: Laterality | None
     spacing_mm: Spacing3 | None = None
     """Of the file, if a catalog knows it or has estimated it: features may be in estimated micrometres."""
+    pixels: str = ""
+    """Fingerprint of the voxels, if it is known."""
+
+    @property
+    def key(self) -> str:
+        """All that the numbers depend on: what was measured of another eye or in other millimetres is not its own."""
+        return json.dumps([self.acquisition, self.laterality, self.spacing_mm, self.pixels])
 
 
 def sources_of(store: Store) -> list[Source]:
     """The native files of a store's volumes; where files state no millimetres, with those of the store."""
     return [
-        Source(row.acquisition, row.uri, row.laterality, _spacing(row) if FLAG in row.flags else None)
+        Source(row.acquisition, row.uri, row.laterality, _spacing(row) if FLAG in row.flags else None, row.pixels)
         for row in store.rows
     ]
 
@@ -75,20 +82,20 @@ def layer_map(
 ) -> Embeddings:
     """float64 [N, len(COLUMNS)] of every volume of a store, in the order of embeddings.
 
-    `file`, a JSON Lines file, keeps what is measured: the same call goes on where it stopped, and refuses a file made
-    by another network or with other B-scans. `bscans`: at most so many of each volume, evenly spaced; None for all.
+    `file`, a JSON Lines file, keeps what is measured: the same call goes on where it stopped, measures again what has
+    other voxels, another eye or other millimetres since, and refuses a file made by another network or with other
+    B-scans. `bscans`: at most so many of each volume, evenly spaced; None for all.
     `volumes`: acquisition → Volume of those that are not read from their uri. A number that a scan does not allow is
-    the mean of the others'. Raises EvaluationError for a file of another kind, ReadError for an unreadable scan.
+    NaN, which a probe takes for the mean of its training rows. Raises EvaluationError for a file of another kind,
+    ReadError for an unreadable scan.
     """
     finder = finder or load_finder()
     rows = measured(sources_of(store), file, bscans=bscans, volumes=volumes, finder=finder, echo=echo)
     data = of_store(store)
     values = np.array([rows[name] for name in data.acquisition.tolist()]).reshape(len(data.acquisition), len(COLUMNS))
-    known = np.isfinite(values)
-    mean = np.where(known, values, 0).sum(0) / np.maximum(1, known.sum(0))
     order = np.argsort(data.acquisition)
     facts = {"encoder": f"layers, fluid and drusen by {finder.model}, no encoder"}
-    arm = replace(data, name="layers", path=str(file), metadata=facts, vectors=np.where(known, values, mean))
+    arm = replace(data, name="layers", path=str(file), metadata=facts, vectors=values)
     return take_rows(arm, order)
 
 
@@ -106,7 +113,7 @@ def measured(
     head = {"format": "octfm-layer-map", "version": 1, "model": finder.model, "bscans": bscans, "columns": COLUMNS}
     head = json.loads(json.dumps(head))
     found = _read(file, head)
-    wanted = [source for source in sources if source.acquisition not in found]
+    wanted = [source for source in sources if source.key not in found]
     if len(wanted) < len(sources):
         echo(f"{file}: {len(sources) - len(wanted):,} of {len(sources):,} volumes are measured already")
     with file.open("a", encoding="utf-8") as out, Progress("layers", len(wanted)) as progress:
@@ -116,16 +123,17 @@ def measured(
                 volume = read_volume(source.uri, spacing_mm=source.spacing_mm, raster_only=False)
             scan = segment(spaced(replace(volume, laterality=source.laterality), bscans), finder=finder)
             values = np.round(describe(scan), 4)
-            found[source.acquisition] = values
+            found[source.key] = values
             numbers = [None if np.isnan(v) else float(v) for v in values]
-            out.write(f"{json.dumps([source.acquisition, numbers])}\n")
+            out.write(f"{json.dumps([source.key, numbers])}\n")
             out.flush()
             progress.advance(1)
-    return {source.acquisition: found[source.acquisition] for source in sources}
+    return {source.acquisition: found[source.key] for source in sources}
 
 
 def _read(file: Path, head: dict) -> dict[str, np.ndarray]:
-    """What the file holds, without a last line that a kill left half-written; begins the file if there is none."""
+    """Key of a source → its numbers in the file, without a last line that a kill left half-written; begins the file if
+    there is none."""
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
     if not lines:
         file.parent.mkdir(parents=True, exist_ok=True)

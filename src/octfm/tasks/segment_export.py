@@ -93,6 +93,7 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
 
     The SEG holds layers and masks frame by frame (highdicom). The height map holds rows of the source image in
     FloatPixelData, laid out as in AI-READI; it has been read back with pydicom, not validated against the IOD.
+    The algorithm of a segment is SEMIAUTOMATIC if somebody has corrected or checked it (PS3.3 C.8.20).
     EvaluationError where the source has no geometry for it.
     """
     try:
@@ -133,7 +134,7 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
             source_images=[image],
             pixel_array=whole,
             segmentation_type=highdicom.seg.SegmentationTypeValues.BINARY,
-            segment_descriptions=[_segment(highdicom, number, name) for number, name in meaning.items()],
+            segment_descriptions=[_segment(highdicom, found, number, name) for number, name in meaning.items()],
             series_instance_uid=highdicom.UID(),
             series_number=int(image.get("SeriesNumber") or 1) + 1000,
             sop_instance_uid=highdicom.UID(),
@@ -159,7 +160,11 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
     return [target, _height_map(image, found, stored, folder / f"{stem}_heights.dcm")]
 
 
-def _segment(highdicom: Any, number: int, name: str) -> Any:
+def _algorithm_type(found: Segmentation, *names: str) -> str:
+    return "AUTOMATIC" if found.by_hand.isdisjoint(names) else "SEMIAUTOMATIC"
+
+
+def _segment(highdicom: Any, found: Segmentation, number: int, name: str) -> Any:
     from pydicom.sr.codedict import codes
 
     algorithm = highdicom.AlgorithmIdentificationSequence(
@@ -170,7 +175,7 @@ def _segment(highdicom: Any, number: int, name: str) -> Any:
         segment_label=name[:64],
         segmented_property_category=codes.SCT.AnatomicalStructure,
         segmented_property_type=codes.SCT.Retina,
-        algorithm_type=highdicom.seg.SegmentAlgorithmTypeValues.AUTOMATIC,
+        algorithm_type=_algorithm_type(found, *name.split(" to ")),  # a layer lies between two surfaces
         algorithm_identification=algorithm,
     )
 
@@ -199,7 +204,8 @@ def _height_map(image: Any, found: Segmentation, heights: np.ndarray, path: Path
     segments = []
     for number, name in enumerate(found.surfaces, start=1):
         segment = Dataset()
-        segment.SegmentNumber, segment.SegmentLabel, segment.SegmentAlgorithmType = number, name, "AUTOMATIC"
+        segment.SegmentNumber, segment.SegmentLabel = number, name
+        segment.SegmentAlgorithmType = _algorithm_type(found, name)
         segments.append(segment)
     ds.SegmentSequence = Sequence(segments)
     ds.NumberOfFrames, ds.Rows, ds.Columns = heights.shape

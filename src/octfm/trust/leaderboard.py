@@ -11,7 +11,7 @@ import numpy as np
 
 from octfm.catalog.labels import LabelTable, read_labels
 from octfm.config import load
-from octfm.display import markdown
+from octfm.display import csv_cell, markdown
 from octfm.encoder.embed import embed_store, histogram_baseline, quality_baseline
 from octfm.encoder.embeddings import Embeddings, align, of_store, read_embeddings, take_rows
 from octfm.encoder.encoder import load_encoder, seen_by
@@ -181,7 +181,7 @@ def to_csv(result: dict[str, Any]) -> str:
             c = _difference(result, r["encoder"], r["metric"])
             cells = [r["encoder"], r["what"], r["target"], *(r[key] for key in COLUMNS[3:])]
             cells += [c.get(key) for key in ("difference", "low", "high", "p", "p_holm", "verdict")]
-            writer.writerow(["" if cell is None else cell for cell in cells])
+            writer.writerow([csv_cell(cell) if isinstance(cell, str) else cell for cell in cells])
     return text.getvalue()
 
 

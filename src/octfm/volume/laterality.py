@@ -47,15 +47,10 @@ CANNOT_TELL: dict[str, Verdict] = {
 
 @dataclass(frozen=True)
 class DiscSide:
-    """The side of the optic disc in one volume, and the evidence for it."""
+    """The side of the optic disc in one volume."""
 
     side: Side
     """Side of the image as given; if its B-scans were mirrored, of the mirrored image."""
-    brightness: float
-    """Nerve fibres minus ganglion cells, right minus left, relative to the mean brightness of the retina; nan if
-    nothing can be compared."""
-    thickness_um: float
-    """ILM to Bruch's membrane, right minus left."""
     why_unclear: str = ""
     """A key of CANNOT_TELL if the side is unclear."""
 
@@ -71,10 +66,6 @@ class DiscSide:
         return ("laterality_contradicts_anatomy",) if self.contradicts(laterality) else ()
 
 
-def _unclear(why: str) -> DiscSide:
-    return DiscSide("unclear", float("nan"), float("nan"), why)
-
-
 def disc_side(
     voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3, tissue: Tissue, left_to_right: bool = True
 ) -> DiscSide:
@@ -83,18 +74,18 @@ def disc_side(
     Brightness and thickness must agree on the side, or it is unclear. `left_to_right`: of the Volume.
     """
     if not left_to_right:
-        return _unclear("disc_bscans_turned")
+        return DiscSide("unclear", "disc_bscans_turned")
     depth, _, width = voxels_DHW.shape
     dz, dy, dx = spacing_mm
     fovea = tissue.fovea or ((depth - 1) / 2, (width - 1) / 2)
     reach = min(fovea[1], width - 1 - fovea[1]) * dx
     near = np.flatnonzero(np.abs(np.arange(depth) - fovea[0]) * dz < ACROSS_MM)
     if (width - 1) * dx < 2 * LEAST_REACH_MM:  # wherever the fovea may be, which an uncertain band does not show
-        return _unclear("disc_field_too_narrow")
+        return DiscSide("unclear", "disc_field_too_narrow")
     if not tissue.confident:
-        return _unclear("disc_band_unsure")
+        return DiscSide("unclear", "disc_band_unsure")
     if reach < LEAST_REACH_MM or not near.size:
-        return _unclear("disc_field_too_narrow")
+        return DiscSide("unclear", "disc_field_too_narrow")
     away = np.arange(FROM_FOVEA_MM[0], min(FROM_FOVEA_MM[1], reach), max(dx, 0.05)) / dx
     # Read only both neighbours of every position that is compared, not all A-scans.
     left = np.floor(np.concatenate([fovea[1] - away, fovea[1] + away])).astype(int)
@@ -103,13 +94,13 @@ def disc_side(
     layers = _means_below(voxels_DHW, near, columns, ilm, (NERVE_FIBRES_UM, GANGLION_CELLS_UM, RETINA_UM), dy)
     shown = layers[2] > 0  # a raster made from a radial scan is padded with 0 around its circle
     if not shown.any():
-        return _unclear("disc_field_too_narrow")
+        return DiscSide("unclear", "disc_field_too_narrow")
     contrast = (layers[0] - layers[1]) / max(float(layers[2][shown].mean()), 1e-6)
     brightness, thickness = (
         _right_minus_left(np.where(shown, field, np.nan), columns, fovea[1], away) for field in (contrast, thickness_um)
     )
     if not np.isfinite(brightness):  # no B-scan shows both sides
-        return _unclear("disc_field_too_narrow")
+        return DiscSide("unclear", "disc_field_too_narrow")
     # Brightness alone may come from a beam off the centre of the pupil, thickness from disease.
     agree = (
         np.sign(brightness) == np.sign(thickness)
@@ -117,8 +108,8 @@ def disc_side(
         and abs(thickness) >= LEAST_THICKNESS_UM
     )
     if not agree:
-        return DiscSide("unclear", brightness, thickness, "disc_sides_alike")
-    return DiscSide("right" if brightness > 0 else "left", brightness, thickness)
+        return DiscSide("unclear", "disc_sides_alike")
+    return DiscSide("right" if brightness > 0 else "left")
 
 
 def _means_below(

@@ -56,6 +56,11 @@ class Segmentation:
         return ""
 
     @property
+    def by_hand(self) -> frozenset[str]:
+        """Names of the surfaces and masks that somebody has corrected or checked."""
+        return frozenset()
+
+    @property
     def image_rows(self) -> int | None:
         """Rows of a B-scan; None if nothing says how many there are."""
         return next((mask.shape[1] for mask in self.masks.values()), None)

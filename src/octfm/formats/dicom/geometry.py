@@ -168,7 +168,8 @@ def _raster_lines(
 ) -> Lines | None:
     """Ends of a raster's B-scans, in the order of their positions; `spacing`: (dz, dx).
 
-    None if not all are known, or if their distance contradicts dz: the pixels of the fundus image are then not square.
+    None if not all are known. If their distance contradicts dz, the pixels of the fundus image are not square: vertical
+    B-scans are then moved dz apart, and None stands for horizontal ones, as for files without positions.
     """
     dz, dx = spacing
     # The whole width of the image, as in `_dz_from_positions`.
@@ -180,7 +181,13 @@ def _raster_lines(
     middle, direction = (lines.start + lines.end) / 2, lines.end[0] - lines.start[0]
     across = middle @ (-direction[1], direction[0])
     step, length = float(np.median(np.abs(np.diff(across)))), float(np.linalg.norm(direction))
-    return lines if abs(step - dz * length) <= 0.1 * dz * length else None
+    if abs(step - dz * length) <= 0.1 * dz * length:
+        return lines
+    if stack.superior_first is not None:
+        return None
+    # Without lines they would be measured as horizontal ones, inferior for nasal.
+    moved = np.outer(across - across[0], (-direction[1], direction[0])) * (dz * length / step - 1) / length**2
+    return Lines(lines.start + moved, lines.end + moved)
 
 
 def _lines(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from octfm.catalog.labels import as_number, read_labels, stated
+from octfm.catalog.labels import as_number, one_spelling, read_labels, stated
 from octfm.config import Config, LocalPlace
 from octfm.errors import ConfigError
 from octfm.models.pooling import VectorPool, width_of
@@ -82,8 +82,10 @@ def find_cases(
         if len(keep) > config.volumes:
             # Evenly spaced instead of drawn: every probe uses the same volumes.
             keep = keep[np.linspace(0, len(keep) - 1, config.volumes).astype(int)]
-        sides.append((rows[keep], [labels[i] for i in keep]))
+        sides.append((rows[keep], [str(labels[i]) for i in keep]))
     (train, train_text), (held_out, held_out_text) = sides
+    texts = one_spelling([*train_text, *held_out_text])
+    train_text, held_out_text = texts[: len(train)], texts[len(train) :]
     if min(len(train), len(held_out)) < MIN_VOLUMES:
         known = sorted({key for row in store.rows for key in row.participant_labels})
         raise ConfigError(
@@ -92,11 +94,11 @@ def find_cases(
             f"{', '.join(known) or 'it has none'}"
         )
     # Up to ten different numbers are taken for classes, such as grades.
-    numbers = [as_number(text) for text in train_text + held_out_text]
+    numbers = [as_number(text) for text in texts]
     if None not in numbers and len(set(numbers)) > 10:
         values = np.array(numbers, np.float64)
         return Cases(config.target, train, held_out, values[: len(train)], values[len(train) :], ())
-    classes = tuple(sorted({str(text) for text in train_text}))
+    classes = tuple(sorted(set(train_text)))
     if len(classes) < 2:
         raise ConfigError(
             f"probe.target {config.target}: every training volume has the label {train_text[0]}; choose a target with "
@@ -111,8 +113,8 @@ def find_cases(
         )
     number = {name: k for k, name in enumerate(classes)}
     return Cases(
-        config.target, train, held_out[known_class], np.array([number[str(t)] for t in train_text]),
-        np.array([number[str(t)] for t in held_out_text if t in classes]), classes,
+        config.target, train, held_out[known_class], np.array([number[t] for t in train_text]),
+        np.array([number[t] for t in held_out_text if t in classes]), classes,
     )  # fmt: skip
 
 
