@@ -8,6 +8,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 STAMP := $(VENV)/.installed
 # What the demonstration needs is a part of what the tests need.
 DEMO := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.demo)
+# TORCH_INDEX=… for another build of torch, or a mirror.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 XLA := .venv-xla
 GPU_OUT ?= gpu-results
 
@@ -63,12 +65,12 @@ docs: $(STAMP)
 wheel: $(STAMP)
 	$(BIN)/python -m build --no-isolation
 
-# torch is asked for by its pinned version first: a range would let pip take a newer build with gigabytes of CUDA.
+# torch comes first and alone: 2.13.0+cpu of PyTorch's own index precedes PyPI's 2.13.0, which on Linux brings gigabytes of CUDA.
 $(VENV)/.demo: pyproject.toml constraints.txt
 	@echo 'Installing into $(VENV): about 1.5 GB, of which torch is 0.9; the demonstration then takes 1.3 GB and 6 to 9 minutes.'
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "octfm needs Python 3.11 or newer; set PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps torch --extra-index-url $(TORCH_INDEX)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
 	touch $@
 

@@ -486,3 +486,21 @@ def test_two_writers_of_one_store_do_not_mix(place, monkeypatch):
             with pytest.raises(BucketError, match="has taken over"):
                 first.require()
     assert not lock.exists()
+
+
+@buckets
+def test_a_lease_read_while_another_writes_it_is_not_taken_back(place, monkeypatch):
+    """Found as a test that waited for ever: the first owner read half an object and wrote its own name over it."""
+    lock = place / "lock"
+    monkeypatch.setattr("octfm.io.lease.STALE_S", 0.0)
+    with Lease(lock, "preparing this store") as first, Lease(lock, "preparing this store"):
+        monkeypatch.setattr("octfm.io.lease.RENEW_S", 0.05)
+        whole, reads = first._read, iter([{}])
+        monkeypatch.setattr(first, "_read", lambda: next(reads, None) or whole())
+        first._renew()
+        assert first.lost
+    lengths = set()
+    for now in (1.0e9, 1.0e9 + 1 / 3, 1.0e9 + 0.5):
+        monkeypatch.setattr("octfm.io.lease.time.time", lambda now=now: now)
+        lengths.add(len(first._content()))
+    assert len(lengths) == 1

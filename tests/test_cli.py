@@ -1,5 +1,6 @@
 """The command line as a user meets it: one line per mistake, exit codes, nothing half-written."""
 
+import errno
 from unittest import mock
 
 import pytest
@@ -69,7 +70,8 @@ WRONG = {
         ["view", "--sample", "--spacing", "0.1,0.004,0.01"],
         "--sample shows a synthetic scan and its layers and does nothing with --spacing; leave out one or the other",
     ),
-    "no scan in a folder": (["segment", "."], ".: no scan in it; check the path"),
+    "no scan in a folder": (["segment", "."], ".: no scan in it; check the path, or run octfm scan, which lists"),
+    "no table": (["agree", "nowhere.csv"], "nowhere.csv: no such file or folder; check the path"),
     "a store to segment": (["segment", "{store}"], "a prepared store; expected scans"),
     "a file for a folder": (["scan", "{store}", "--out", "{store}/store.json"], "store.json: expected a folder, got"),
     "a word for a number": (
@@ -122,6 +124,19 @@ def test_wrong_usage_is_exit_code_2(tmp_path):
 def test_a_misspelt_verb_or_option_finds_the_one_that_was_meant(words, meant, tmp_path):
     code, _, err = octfm_here(*words, cwd=tmp_path)
     assert code == 2 and meant in err and err.count("\n") == 1, err
+
+
+def test_a_suggestion_ends_with_one_mark(tmp_path):
+    assert "Did you mean 'segment'; try octfm --help" in octfm_here("segmnt", cwd=tmp_path)[2]
+
+
+@pytest.mark.parametrize("hidden", [".t.csv.lock", ".t.csv.19248.99b5208d.partial"])
+def test_a_folder_that_cannot_be_written_is_reported_by_the_name_that_was_given(hidden):
+    """root may write anywhere, so the system's error is made here."""
+    from octfm.cli.main import _system_error
+
+    problem = _system_error(PermissionError(errno.EACCES, "Permission denied", f"found/{hidden}"))
+    assert problem == "found/t.csv: permission denied; change the permissions, or choose another path"
 
 
 def test_doctor_then_pretrain_then_resume(store, tmp_path):

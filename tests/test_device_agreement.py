@@ -166,6 +166,25 @@ def test_rows_that_name_nobody_are_no_pair(tmp_path):
     assert (result["used"], result["left_out"]["without the device's zones"]) == (2, 4)
 
 
+def test_tables_of_a_spreadsheet_with_decimal_commas_are_read(tmp_path):
+    """Excel in most of Europe writes semicolons, decimal commas and a byte order mark."""
+    rows = rows_of()
+    whole = device_agreement(write(tmp_path / "t.csv", rows))
+
+    def saved(name: str, columns: list[str]) -> Path:
+        lines = [";".join(columns), *(";".join(row[c].replace(".", ",") for c in columns) for row in rows)]
+        (tmp_path / name).write_text("\r\n".join(lines) + "\r\n", encoding="utf-8-sig")
+        return tmp_path / name
+
+    again = saved("again.csv", [*COLUMNS, "participant"])
+    assert device_agreement(again)["zones"] == whole["zones"]
+    device = saved("device.csv", ["participant", "laterality", *DEVICE_UNIT.values()])
+    assert device_agreement(again, device)["zones"] == whole["zones"]
+    rows[0][UNIT["centre"]] = "1.234"  # saved as 1,234, which may be in thousands
+    with pytest.raises(EvaluationError, match=r"again\.csv: .*centre_um expected µm, got '1,234'"):
+        device_agreement(saved("again.csv", [*COLUMNS, "participant"]))
+
+
 def test_rows_of_the_other_eye_and_shifted_rows_are_refused(tmp_path):
     table = write(tmp_path / "t.csv", rows_of(1))
     device = [{"source": f"0{eye}.xml", "laterality": "OD", "centre_um": "400"} for eye in "RL"]

@@ -399,7 +399,7 @@ def test_only_the_checkpoint_that_would_be_the_last_counts_as_lost(store, tmp_pa
         ([100], False),
         ([], False),
     ):
-        session.lost = -1
+        session.lost.clear()
         monkeypatch.setattr(
             session.writer,
             "failures",

@@ -67,7 +67,9 @@ def test_nothing_is_guessed_where_nothing_is_stated(form, tmp_path):
         )
     else:
         assert header.spacing_mm is None
-        with pytest.raises(ReadError, match=r"declare spacing_mm, \[dz, dy, dx\], in .*\.json beside it") as caught:
+        with pytest.raises(
+            ReadError, match=r"declare them in .*\.json beside it, \{\"spacing_mm\": \[between"
+        ) as caught:
             read_volume(uri)
         assert caught.value.code == "missing_spacing"
         assert read_volume(uri, spacing_mm=SPACING_MM).spacing_mm == SPACING_MM

@@ -107,8 +107,11 @@ def test_wheel_and_source_run_in_an_empty_environment(dist, wheel, tmp_path):
         return done.stdout
 
     pip = [binaries / "python", "-m", "pip", "--disable-pip-version-check", "-q"]
-    run(*pip, "install", "-c", ROOT / "constraints.txt", "torch")
-    run(*pip, "install", "-c", ROOT / "constraints.txt", wheel)
+    # The lines of README, with the wheel for the clone.
+    for line in re.findall(r"^pip (install .*)$", (ROOT / "README.md").read_text(), re.M):
+        places = {"constraints.txt": ROOT / "constraints.txt", ".": wheel}
+        run(*pip, *(places.get(word, word) for word in line.split()))
+    run(*pip, "check")
     sizes = json.loads(run(binaries / "python", "-c", SIZES))
     assert sum(sizes.values()) <= MOST, sorted(sizes.items(), key=lambda item: -item[1])[:12]
     assert sizes.keys().isdisjoint({"pytest", "tensorboard", "wandb", "mkdocs", "huggingface_hub", "zarr"})

@@ -437,7 +437,8 @@ def segment(
         volumes = opt.volumes_in(words, limits, layouts)
         if not volumes:
             raise ConfigError(
-                f"{', '.join(words)}: no scan in it; check the path, or octfm scan names every file and why"
+                f"{', '.join(words)}: no scan in it; check the path, or run octfm scan, which lists every file with "
+                "the reason"
             )
         if axial_length is not None and len(volumes) > 1:
             raise ConfigError(f"--axial-length: belongs to one eye; give one scan instead of {len(volumes)}")

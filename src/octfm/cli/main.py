@@ -85,7 +85,13 @@ def main() -> None:
 
 
 def _system_error(error: OSError) -> str:
-    path = f"{error.filename}: " if error.filename is not None else ""
+    # What is written appears under its name when it is whole; a person knows that name alone.
+    name = re.sub(r"(^|/)\.([^/]+?)(\.\d+\.[0-9a-f]{8}\.partial|\.lock)$", r"\1\2", str(error.filename or ""))
+    path = f"{name}: " if name else ""
+    if isinstance(error, FileNotFoundError):
+        return f"{path}no such file or folder; check the path"
+    if isinstance(error, PermissionError):
+        return f"{path}permission denied; change the permissions, or choose another path"
     if isinstance(error, FileExistsError | NotADirectoryError):
         return f"{path}expected a folder, got a file; choose another path"
     if error.errno == errno.ENOSPC:
@@ -103,7 +109,7 @@ def _run() -> tuple[int, str]:
             error.show()  # plain `octfm` prints the help; there is no mistake to explain
             return 2, ""
         verb = sys.argv[1] if sys.argv[1] in {verb.__name__ for verb in VERBS} else ""
-        reason = error.format_message().rstrip(".")
+        reason = error.format_message().rstrip(".?")
         if setting := re.match(r"No such option:? '?--(\w+(\.\w+)+)", reason):
             reason = f"--{setting[1]} is no option; settings are written {setting[1]}=VALUE"
         return 2, f"{verb}: {reason}; try octfm {verb} --help" if verb else f"{reason}; try octfm --help"

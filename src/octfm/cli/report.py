@@ -137,7 +137,8 @@ def view(
         bool, typer.Option("--sample", help="Show a synthetic scan with its layers, to try octfm without data.")
     ] = False,
     spacing: Annotated[
-        str | None, typer.Option(metavar="DZ,DY,DX", help="dz,dy,dx in mm, for a file without spacing.")
+        str | None,
+        typer.Option(metavar="DZ,DY,DX", help="Millimetres between B-scans, rows and A-scans, if a file has none."),
     ] = None,
     device: opt.Device = None,
     file_seconds: opt.FileSeconds = 10,
@@ -228,7 +229,7 @@ def _read(file: str, spacing_mm: "Spacing3 | None", limits: "Limits") -> "tuple[
         volume = read_volume(file, spacing_mm=spacing_mm, raster_only=False, structure_only=False, limits=limits)
     except ReadError as error:
         hint = {
-            "missing_spacing": "; add --spacing dz,dy,dx",
+            "missing_spacing": "; octfm view also takes --spacing",
             "layer_heights": f": octfm view SCAN --overlay {file}",
             "voxel_labels": f": octfm view SCAN --overlay {file}",
         }.get(error.code)

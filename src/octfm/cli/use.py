@@ -205,7 +205,7 @@ def _embed_scans(
     if not volumes:
         raise ConfigError(
             f"{', '.join(scans)}: no scan in it, and it is no run (config.yaml) and no export (config.json); check the "
-            "path, or octfm scan names every file and why"
+            "path, or run octfm scan, which lists every file with the reason"
         )
     path, count = embed_scans(
         encoder, volumes, out, limits=limits, echo=lambda line: typer.echo(one_line(line), err=True)

@@ -263,8 +263,8 @@ def uid_from(digest: bytes) -> str:
 def missing_spacing(uri: str) -> ReadError:
     return ReadError(
         "missing_spacing",
-        f"{uri}: does not state millimetres on all axes; declare spacing_mm, [dz, dy, dx], in "
-        f"{PurePath(uri).stem}.json beside it or in a table of files, or ask for a nominal spacing",
+        f"{uri}: does not state millimetres on all axes; declare them in {PurePath(uri).stem}.json beside it, "
+        '{"spacing_mm": [between B-scans, axial, lateral]}; octfm scan also takes --table or --nominal-spacing',
     )
 
 

@@ -75,16 +75,19 @@ class Lease:
     def _renew(self) -> None:
         while not self._end.wait(RENEW_S):
             try:
-                # None: somebody has deleted the object, or it could not be parsed; it is written again.
-                if self._read().get("owner") not in (None, self._owner):
+                owner = self._read().get("owner")
+                if owner not in (None, self._owner):
                     self.lost = True
                     return
-                bucket.write(self._uri, self._content())
+                # None: somebody has deleted the object, or is writing it. What another owner writes stays.
+                with suppress(FileExistsError):
+                    bucket.write(self._uri, self._content(), create=owner is None)
             except BucketError:
                 continue  # the bucket is unreachable; the next renewal shows whether the lease is still held
 
     def _content(self) -> bytes:
-        return json.dumps({"owner": self._owner, "renewed": time.time()}).encode()
+        # Always of one length: a reader asks for the size first, and a longer object would reach it cut off.
+        return f'{{"owner": {json.dumps(self._owner)}, "renewed": {time.time():.3f}}}'.encode()
 
     def _read(self) -> dict:
         try:

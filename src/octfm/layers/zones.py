@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -167,9 +168,14 @@ def zone_lines(row: dict[str, str]) -> list[str]:
 
 
 def read_rows(path: Path, needed: Sequence[str]) -> list[dict[str, str]]:
-    """Rows of a CSV with these columns, blank where a row is short. Raises EvaluationError if it is something else."""
+    """Rows of a CSV with these columns, blank where a row is short. Raises EvaluationError if it is something else.
+
+    Its separator is the comma, the semicolon (of spreadsheets in languages with a decimal comma) or the tab.
+    """
     with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
-        reader = csv.DictReader(file)
+        header = file.readline()
+        file.seek(0)
+        reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count))
         try:
             missing = [column for column in needed if column not in (reader.fieldnames or ())]
             if missing:
@@ -181,7 +187,7 @@ def read_rows(path: Path, needed: Sequence[str]) -> list[dict[str, str]]:
                 if any(cell.strip() for cell in row.pop(None, ())):  # type: ignore[call-overload]
                     raise EvaluationError(
                         f"{path}: line {reader.line_num}: more cells than the header has columns, so that its numbers "
-                        "may stand under other zones; put a cell with a comma in quotation marks"
+                        "may stand under other zones; put a cell with the separator in it in quotation marks"
                     )
                 rows.append({key: from_csv_cell(value or "") for key, value in row.items()})
         except csv.Error as error:  # as of a quotation mark that is not closed
@@ -192,12 +198,15 @@ def read_rows(path: Path, needed: Sequence[str]) -> list[dict[str, str]]:
 
 
 def zones_in(row: dict[str, str], columns: dict[str, str], path: Path) -> dict[str, float]:
-    """Zone → µm from the columns of a row of the CSV at `path`; blank ones are left out. Raises EvaluationError."""
+    """Zone → µm from the columns of a row of the CSV at `path`; blank ones are left out.
+
+    A decimal comma is read as a point, unless it may separate thousands. Raises EvaluationError.
+    """
     found = {}
     for name, column in columns.items():
         if cell := row.get(column, "").strip():
             try:
-                found[name] = float(cell)
+                found[name] = float(re.sub(r",(?!\d{3}$)", ".", cell))
             except ValueError:
                 found[name] = math.nan
             if not math.isfinite(found[name]):

@@ -69,8 +69,8 @@ class Session:
     """Prints on every rank, for messages about that rank."""
     saved: int = field(init=False)
     """Updates in the last checkpoint."""
-    lost: int = -1
-    """Updates in the last checkpoint that could not be written anywhere."""
+    lost: set[int] = field(default_factory=set)
+    """Updates in the checkpoints that could not be written anywhere."""
     best: bool = False
     """Whether the next checkpoint is of the best state so far."""
     retries: int = 0
@@ -106,7 +106,7 @@ class Session:
         # this.
         self.writer.forget_after(step)
         self.report_failures(step)
-        self.lost = -1  # that checkpoint was of the abandoned steps
+        self.lost.clear()  # they were of the abandoned steps
         self.metrics.rewind(step, rollbacks)
         self.save()
 
@@ -114,7 +114,7 @@ class Session:
         step = self.training.step
         self.report_failures(step - 1)
         # Also if the loop has reported it already: the background write may have ended at any moment.
-        if self.lost != step:
+        if step not in self.lost:
             return
         last, remote = self.run.last_checkpoint(), self.writer.remote
         if remote is not None and last is not None and checkpoint.step_of(last) == step:
@@ -129,15 +129,13 @@ class Session:
         )
 
     def report_failures(self, step: int) -> None:
-        """Log which checkpoints were not written where they should be, and remember the last that was not written at
-        all."""
+        """Log which checkpoints were not written where they should be, and remember those not written at all."""
         for failure in self.writer.failures():
             verdict = "bad" if failure.lost else "watch"
             self.metrics.write("checkpoint", step, what="checkpoint", verdict=verdict, sentence=failure.sentence)
             self.echo(f"step {step}: {failure.sentence}")
             if failure.lost:
-                # An earlier one may still wait for the bucket when the last one is known to be lost.
-                self.lost = max(self.lost, failure.step)
+                self.lost.add(failure.step)
 
     def report_requests(self) -> None:
         """Log how many requests to buckets had to be repeated, if there are more than before."""

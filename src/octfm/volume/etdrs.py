@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
-from scipy.ndimage import gaussian_filter, map_coordinates, maximum_filter
 
 from octfm.display import box, brief, data_frame
 from octfm.volume.volume import Laterality, Lines, Volume
@@ -203,6 +202,8 @@ def find_pits(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> 
     from the field's centre is added. That centre itself is among the positions if a pit elsewhere is hardly likelier
     than none. Single A-scans and B-scans that are wrong hardly move a fit to a whole disc.
     """
+    from scipy.ndimage import gaussian_filter, maximum_filter
+
     steps, reach, around = round(STEP_MM / CELL_MM), round(reach_mm / STEP_MM), round(AROUND_MM / STEP_MM)
     axis = CELL_MM * np.arange(-steps * (reach + around), steps * (reach + around) + 1)
     measured = sample(thickness_um, field, *np.meshgrid(field.centre[0] + axis, field.centre[1] + axis))
@@ -265,6 +266,8 @@ def _vertex(three: np.ndarray) -> float:
 def sample(values: np.ndarray, field: Field, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
     """Values [D, W] at positions on the fundus, bilinear; NaN outside the field and next to an A-scan without a
     value, except that B-scans without any are skipped between two that are at most BRIDGED_MM apart."""
+    from scipy.ndimage import map_coordinates
+
     kept = np.ones(len(values), bool)
     for before, after in pairwise(np.flatnonzero(np.isfinite(values).any(axis=1))):
         if field.bscans_mm[after] - field.bscans_mm[before] <= BRIDGED_MM:
