@@ -53,6 +53,9 @@ UNTRAINED = "untrained:"
 SECOND_SCANNER = 0.1
 """Share of the participants of a cohort made here whom two instruments scanned."""
 RESAMPLES = 2000
+ALONE = 20_000
+"""Resamples of a single cohort. Several are recombined; one of 2,000 has no p below .001, and Holm over the 95
+differences that an encoder and --layers give would reject nothing."""
 LEVEL = 0.05
 LAYERS = "layers"
 CEILING = "true maps"
@@ -344,7 +347,9 @@ def main() -> None:
     arguments.add_argument("--truth", action="store_true", help="also the phantoms' true layers and lesions: a ceiling")
     arguments.add_argument("--bscans", type=int, help="of every volume at most so many for --layers; default: all")
     arguments.add_argument("--pool", choices=POOLS, help="of the vectors of all encoders; default: the first one's")
-    arguments.add_argument("--resamples", type=int, default=RESAMPLES)
+    arguments.add_argument(
+        "--resamples", type=int, help=f"per cohort; default: {RESAMPLES:,}, of a single cohort {ALONE:,}, for Holm"
+    )
     arguments.add_argument("--seed", type=int, default=0, help="of folds and resamples")
     arguments.add_argument("--out", type=Path, required=True)
     chosen = arguments.parse_args()
@@ -352,7 +357,9 @@ def main() -> None:
         raise SystemExit(f"--encoder {wrong}: expected NAME=RUN, such as dense=runs/dense")
     scores: Scores = {}
     facts, encoders = [], []
-    for cohort in cohorts(chosen):
+    judged = cohorts(chosen)
+    chosen.resamples = chosen.resamples or (RESAMPLES if len(judged) > 1 else ALONE)
+    for cohort in judged:
         arms, seen = arms_of(cohort, chosen)
         encoders = [*dict.fromkeys([*encoders, *cohort.encoders])]
         people = np.unique(arms[0].features.participant[~seen])
