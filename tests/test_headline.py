@@ -201,6 +201,29 @@ def test_layers_of_a_store_are_those_of_its_files(tmp_path):
     np.testing.assert_array_equal(arm.vectors[0], np.round(own, 4))
 
 
+def test_layers_of_files_without_millimetres_are_in_those_of_the_store(tmp_path):
+    """And are measured again once others are declared beside a file, which changes no voxel."""
+    eye, _ = phantom_volume(2, size=(6, 64, 48))
+    file = tmp_path / "clinic" / "p1" / "eye.npy"
+    file.parent.mkdir(parents=True)
+    np.save(file, eye.voxels)
+    dz, dy, dx = eye.spacing_mm
+
+    def layers(name: str) -> np.ndarray:
+        catalog = scan_folder(
+            tmp_path / "clinic", nominal_spacing_mm=(dz, dy, dx), participant_from="{participant}/*", workers=0
+        )
+        store = prepare(catalog, tmp_path / name, small_preprocessing(), workers=0, progress=False)
+        return layer_map(store, tmp_path / "layers.jsonl", echo=lambda _: None).vectors[0]
+
+    def expected(spacing_mm) -> np.ndarray:
+        return np.round(describe(segment(str(file), spacing_mm=spacing_mm)), 4)
+
+    np.testing.assert_array_equal(layers("nominal"), expected((dz, dy, dx)))
+    file.with_suffix(".json").write_text(json.dumps({"spacing_mm": [dz, dy, 1.1 * dx]}))
+    np.testing.assert_array_equal(layers("declared"), expected(None))
+
+
 def test_thinned_scans_keep_their_place(scan):
     lines = Lines(np.arange(24.0).reshape(12, 2), np.arange(24.0).reshape(12, 2) + 5)
     volume = replace(scan, voxels=np.zeros((12, 8, 8), np.uint8), lines=lines, spacing_mm=(0.1, 0.004, 0.02))

@@ -22,7 +22,6 @@ from octfm.layers.segment import ScanSegmentation, segment
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.store.layout import StoreRow
 from octfm.store.store import Store
-from octfm.volume.estimated import FLAG
 from octfm.volume.etdrs import ZONES, measure_around, measure_grid
 from octfm.volume.volume import Laterality, Spacing3, Volume
 
@@ -48,7 +47,7 @@ class Source:
     uri: str
     laterality: Laterality | None
     spacing_mm: Spacing3 | None = None
-    """Of the file, if a catalog knows it or has estimated it: features may be in estimated micrometres."""
+    """For a file that states none; features may be in estimated micrometres."""
     pixels: str = ""
     """Fingerprint of the voxels, if it is known."""
 
@@ -59,11 +58,8 @@ class Source:
 
 
 def sources_of(store: Store) -> list[Source]:
-    """The native files of a store's volumes; where files state no millimetres, with those of the store."""
-    return [
-        Source(row.acquisition, row.uri, row.laterality, _spacing(row) if FLAG in row.flags else None, row.pixels)
-        for row in store.rows
-    ]
+    """The native files of a store's volumes, with its millimetres."""
+    return [Source(row.acquisition, row.uri, row.laterality, _spacing(row), row.pixels) for row in store.rows]
 
 
 def _spacing(row: StoreRow) -> Spacing3:
