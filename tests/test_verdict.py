@@ -16,6 +16,7 @@ from octfm.layers.verdict import (
     MOST_UM,
     OWN_SHARE,
     REASONS,
+    Verdict,
     atrophy_um,
     decide,
     expected_error_um,
@@ -28,6 +29,7 @@ from octfm.layers.verdict import (
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig
 from octfm.phantom.native.bscans import render_native
 from octfm.phantom.native.stream import Stream
+from octfm.report.segmented.correct import correction_facts
 from octfm.report.segmented.pictures import thickness_pictures
 from octfm.volume.volume import Volume
 from support.segmented import found_in
@@ -301,6 +303,9 @@ def test_a_scan_of_the_optic_disc_has_no_zones_and_says_why():
             with pytest.raises(EvaluationError, match=r"^a scan: the optic disc lies where the fovea should be"):
                 found.etdrs()
             assert not thickness_pictures(found) and "optic disc" in describe(found)
+            unfamiliar = replace(found, verdict=Verdict(("unfamiliar",), 1.5, ("unfamiliar",)))
+            why = correction_facts(unfamiliar)["whyNoZones"]
+            assert "optic disc" in why, "the page has no zones either once its lines are checked"
     assert "no zones: the optic disc lies where the fovea should be" in notes[0] and "disc" not in notes[1]
 
 

@@ -16,6 +16,7 @@ from octfm.io.isolation import Limits
 from octfm.layers.ranges import SYNTHETIC
 from octfm.layers.segment import ScanSegmentation
 from octfm.volume.etdrs import LEAST_COVERED, ZONES, EtdrsGrid, lateral_scale
+from octfm.volume.volume import Volume
 
 SIDES = ("inner left", "inner right", "outer left", "outer right")
 """Zones of an eye whose laterality is unknown."""
@@ -66,18 +67,28 @@ def grid_of(found: ScanSegmentation) -> EtdrsGrid | None:
 
 
 def why_no_zones(found: ScanSegmentation) -> str:
-    """Empty if the scan has zones."""
-    volume = found.volume
+    """Empty if the scan has zones and the verdict does not refuse them."""
+    if found.verdict.accepted:
+        return why_no_grid(found)
+    return _no_raster(found.volume) or "no zones: the verdict speaks against this segmentation"
+
+
+def why_no_grid(found: ScanSegmentation) -> str:
+    """Empty if the scan has zones, whatever its verdict, which corrections may answer."""
+    if why := _no_raster(found.volume):
+        return why
+    try:
+        found.etdrs()
+    except EvaluationError as error:
+        return f"no zones: {str(error).removeprefix(f'{found.volume.source}: ')}"
+    return ""
+
+
+def _no_raster(volume: Volume) -> str:
     if volume.layout != "raster":
         return f"no zones: a {volume.layout} scan; the grid needs a raster of parallel B-scans over the macula"
     if volume.shape[0] == 1:
         return "no zones: a single B-scan; the grid needs a raster of parallel B-scans over the macula"
-    if not found.verdict.accepted:
-        return "no zones: the verdict speaks against this segmentation"
-    try:
-        found.etdrs()
-    except EvaluationError as error:
-        return f"no zones: {str(error).removeprefix(f'{volume.source}: ')}"
     return ""
 
 
