@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from typer.testing import CliRunner
 
 import octfm
@@ -363,6 +364,25 @@ def test_a_row_of_a_scan_that_has_changed_is_made_anew(files, tmp_path):
     (tmp_path / "away.npz").rename(eye)
     assert write_table([eye, other], out, echo=lambda _: None) == 1, "a sidecar that is gone states nothing"
     assert [row["laterality"] for row in read_table(out)] == ["", "", ""]
+
+
+def test_a_table_in_the_folder_of_its_images_resumes(tmp_path):
+    folder, eye = tmp_path / "eye", samples(["healthy"])[0].volume
+    folder.mkdir()
+    for number, bscan in enumerate(eye.voxels[::8]):
+        Image.fromarray(bscan).save(folder / f"b{number}.png")
+    (tmp_path / "eye.json").write_text(json.dumps({"spacing_mm": eye.spacing_mm}))
+    finder = LayerFinder(LayerNet(SMALL))
+
+    def added() -> int:
+        return write_table([str(folder)], folder / "table.csv", finder=finder, echo=lambda _: None)
+
+    assert (added(), added()) == (1, 0)
+    Image.fromarray(eye.voxels[0]).save(folder / "b1.png")
+    assert (added(), added()) == (1, 0)
+    for image in folder.glob("*.png"):
+        image.unlink()
+    assert added() == 0 and not read_table(folder / "table.csv")[0]["problem"], "a share that is away costs no row"
 
 
 def test_no_cell_of_a_table_is_a_formula_and_names_come_back(files, tmp_path, monkeypatch):

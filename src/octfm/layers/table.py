@@ -4,12 +4,15 @@ import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from octfm.display import csv_cell, from_csv_cell, number
 from octfm.errors import BAD_INPUT, BucketError, CorrectionsError, Echo, EvaluationError, ReadError
 from octfm.formats import read_volume
 from octfm.formats.declared import sidecars
 from octfm.formats.heyex_xml import DeviceGrid
+from octfm.formats.image_folder import SUFFIXES
+from octfm.io.archive import list_folder
 from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits
 from octfm.io.lease import Lease
@@ -46,6 +49,8 @@ COLUMNS = (
     *("retina_rows", *(f"{name}_pixels" for name in MASKS)),
     "file_state",
 )
+OF_A_SCAN = (*SUFFIXES, ".xml")
+"""Endings of the files in a folder that are its scan; others may be this table."""
 
 
 def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> dict[str, str]:
@@ -185,11 +190,21 @@ def _add_rows(
 
 
 def _state(source: str) -> str:
-    """A hash of size and date of a file on a disk and of what is declared beside it; empty if the file is not there."""
-    version_of = versions({})
-    if is_remote(source) or (own := version_of(source)) == GONE:
+    """A hash of size and date of a file on a disk, or of the images in a folder, and of what is declared beside it;
+    empty if it is not there."""
+    if is_remote(source):
         return ""
-    return hash_text(" ".join([own, *(version_of(str(place)) for place in sidecars(source))]))[:16]
+    own = [source]
+    if Path(source).is_dir():
+        try:
+            own = [file for file in list_folder(source) if Path(file).suffix.lower() in OF_A_SCAN]
+        except (OSError, ReadError):
+            return ""
+    version_of = versions({})
+    found = [version_of(file) for file in own]
+    if not found or GONE in found:
+        return ""
+    return hash_text(" ".join([*found, *(version_of(str(place)) for place in sidecars(source))]))[:16]
 
 
 @contextmanager
