@@ -298,7 +298,9 @@ def test_a_scan_of_the_optic_disc_has_no_zones_and_says_why():
         assert found.etdrs(keep_doubtful=True).mean_um["inner superior"]
         row = row_of(found)
         notes.append(row["zones_note"])
-        assert bool(row["inner_superior_um"]) == (place_mm == 0) and found._repr_html_()
+        shown = found._repr_html_()
+        assert bool(row["inner_superior_um"]) == ("inner superior" in shown) == (place_mm == 0)
+        assert ("optic disc lies" in shown) == (place_mm != 0) and "a scan:" not in shown
         if place_mm:
             with pytest.raises(EvaluationError, match=r"^a scan: the optic disc lies where the fovea should be"):
                 found.etdrs()

@@ -77,15 +77,16 @@ class ScanSegmentation(Segmentation):
         )
 
     def _repr_html_(self) -> str:
+        from octfm.layers.zones import grid_of, why_no_zones
+
         facts, amounts = self._described(), [(name, self.volume_nl(name)) for name in self.masks]
         found = [f"{name.replace('_', ' ')} {nl:.1f} nl" for name, nl in amounts if nl]
         # What makes zones doubtful, wrong millimetres above all, makes volumes wrong.
         facts["found"] = ", ".join(found) if self.verdict.accepted else ""
         facts["network"] = self.model
-        try:
-            grid = self.etdrs() if self.verdict.accepted else None
-        except EvaluationError:
-            grid = None
+        grid = grid_of(self)
+        if self.verdict.accepted:
+            facts["note"] = "; ".join(filter(None, (why_no_zones(self), self.note_on_scan)))
         means = grid.mean_um if grid is not None else {}
         ranges = self.zone_ranges() if grid is not None else {}
         between = {name: f"{low:.0f} to {high:.0f} µm" for name, (low, high) in ranges.items()}
