@@ -72,7 +72,7 @@ def serve() -> None:
     # Imported once, before forking.
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
-    import torch.distributed.tensor
+    import torch.distributed.tensor  # noqa: F401
 
     from octfm.pretraining import pretrain  # noqa: F401
     from octfm.tasks import finetune  # noqa: F401
