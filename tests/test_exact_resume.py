@@ -52,7 +52,7 @@ def killed_run(store, out, **plan):
 
 
 def test_F18_a_run_killed_at_random_moments_equals_one_that_was_not(store, tmp_path):
-    said = killed_run(store, tmp_path / "run", steps=18, kills=3, saves=2, seed=1)
+    said = killed_run(store, tmp_path / "run", steps=30, kills=4, saves=2, seed=1)
     assert sum("killed" in line for line in said) >= 2
     assert_same_run(tmp_path / "run", Path(f"{tmp_path / 'run'}.first"))
 
