@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from octfm.cli.main import main
+import typer.main
+
+from octfm.cli import main as command_line
+from octfm.cli.main import app, main
+
+COMMAND = typer.main.get_command(app)
+"""typer makes the verbs and their options anew whenever the app is called, which takes longer than most of the tests."""
 
 
 def octfm_command(*words, cwd):
@@ -30,6 +36,7 @@ def octfm_here(*words: object, cwd: Path) -> tuple[int, str, str]:
     code: Any = 0
     with (
         inside(cwd),
+        mock.patch.object(command_line, "app", COMMAND),
         mock.patch.object(sys, "argv", ["octfm", *map(str, words)]),
         redirect_stdout(out),
         redirect_stderr(err),

@@ -45,7 +45,7 @@ from octfm.tasks.segment_settings import SegmentConfig
 from support.finetune_runs import settings as finetune_settings
 from support.finetune_runs import write_labels
 from support.small_store import GRADES, darkened, edit_rows, small_store
-from support.tiny_runs import config, quick_pretrain, quiet, rows
+from support.tiny_runs import config, import_all_of_a_step, quick_pretrain, quiet, rows
 
 NUMBERS = (
     "masked_loss", "context_loss", "grad_norm", "effective_rank", "feature_std", "teacher_step", "gradient_agrees",
@@ -283,6 +283,7 @@ def apart(work: Callable[[], None]) -> int:
 def main() -> None:
     folder, jobs = Path(sys.argv[1]), [job.split(":") for job in sys.argv[2:]]
     made = folder / "made"
+    import_all_of_a_step()
     # In this process neither the store nor the device is used: after that it could not be forked.
     if not made.is_dir():
         made.mkdir(parents=True)

@@ -16,7 +16,7 @@ import time
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run import checkpoint, shards
 from octfm.store.store import Store
-from support.tiny_runs import TINY, quick_pretrain
+from support.tiny_runs import TINY, import_all_of_a_step, quick_pretrain
 from support.waiting import planted_delay
 
 
@@ -26,6 +26,7 @@ def main() -> None:
     rng = random.Random(seed)
     plan = ["save"] * saves + ["time"] * (kills - saves)
     rng.shuffle(plan)
+    import_all_of_a_step()
     start = time.perf_counter()
     os.waitpid(attempt_in_child(store, f"{out}.first", None), 0)
     # Long enough to get somewhere at times, short enough that the run is not finished before its last kill.

@@ -11,9 +11,7 @@ from typing import Annotated, Any, get_args, get_origin
 from zlib import crc32
 
 import numpy as np
-import typer.main
 
-from octfm.cli.main import app
 from octfm.config import Config
 from octfm.errors import one_line
 from octfm.layers.table import ACCEPTED, COLUMNS
@@ -22,7 +20,7 @@ from octfm.pretraining.settings import PretrainConfig
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
 from octfm.volume.preprocessing import Preprocessing
-from support.command_line import octfm_here
+from support.command_line import COMMAND, octfm_here
 from support.small_store import GRADES, darkened, small_store
 from support.vendor_files import write_npy, write_sidecar
 
@@ -150,7 +148,7 @@ class Parameter:
 
 
 def verbs() -> dict[str, Any]:
-    return dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    return dict(COMMAND.commands)  # type: ignore[attr-defined]
 
 
 def parameters(verb: str) -> list[Parameter]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from support import support_process
+from support.tiny_runs import import_all_of_a_step
 from support.waiting import planted_delay
 
 
@@ -68,15 +69,15 @@ class Ended:
 
 
 def serve() -> None:
-    # Imported once, before forking: what torch loads at the first step costs each rank seconds.
+    # Imported once, before forking.
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
-    import torch.distributed.tensor
+    import torch.distributed.tensor  # noqa: F401
 
     from octfm.pretraining import pretrain  # noqa: F401
     from octfm.tasks import finetune  # noqa: F401
 
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True).step()
+    import_all_of_a_step()
     for line in sys.stdin:
         job = json.loads(line)
         port = _free_port()

@@ -41,6 +41,11 @@ def quick_pretrain(*args: Any, **kwargs: Any) -> Path:
         return pretrain(*args, **kwargs)
 
 
+def import_all_of_a_step() -> None:
+    """What torch imports at the first step takes seconds: before forking it takes them once."""
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True).step()
+
+
 def quiet(_: str) -> None:
     pass
 
