@@ -32,8 +32,8 @@ class Lease:
         self._end, self.lost = threading.Event(), False
 
     def __enter__(self) -> Self:
-        if self._read():
-            self._take_over()
+        if found := self._read():
+            self._take_over(found)
         else:
             with suppress(FileExistsError):  # another process was faster, as _expect_mine will find
                 bucket.write(self._uri, self._content(), create=True)
@@ -56,9 +56,8 @@ class Lease:
                 f"{self._uri}: another process has taken over {self._purpose}; this one stops, so that only one writes"
             )
 
-    def _take_over(self) -> None:
+    def _take_over(self, found: dict) -> None:
         """Take over a stale lease; its age compares the clocks of two machines, assumed to agree within a minute."""
-        found = self._read()
         renewed = found.get("renewed", 0.0)
         if time.time() - renewed < STALE_S:
             raise BucketError(
