@@ -185,7 +185,7 @@ class ScanSegmentation(Segmentation):
 
     def _empty(self, upper: str, lower: str) -> np.ndarray:
         """bool [D]: B-scans of which the distance of two surfaces is known nowhere."""
-        return np.isnan(self.thickness_rows(upper, lower)).all(axis=1)
+        return np.all(np.isnan(self.thickness_rows(upper, lower)), axis=1)
 
     @property
     def note_on_scan(self) -> str:
