@@ -237,9 +237,13 @@ def shown_differently(volume: Volume) -> dict[str, Volume]:
 def central(volume: Volume, finder: LayerFinder) -> tuple[float | None, bool]:
     """Central thickness in µm, and whether it is refused, or marked as one that depends on single B-scans."""
     found = segment(volume, finder=finder)
-    grid = found.etdrs()
+    value = found.etdrs(keep_doubtful=True).mean_um["centre"]
+    try:
+        grid = found.etdrs()
+    except EvaluationError:  # the disc lies in its centre
+        return value, True
     coarse = grid.bscans_per_mm < FEWEST_PER_MM or grid.uneven_um > UNEVEN_UM
-    value, given = found.etdrs(keep_doubtful=True).mean_um["centre"], grid.mean_um["centre"]
+    given = grid.mean_um["centre"]
     return value, given is None or coarse or not found.verdict.accepted
 
 

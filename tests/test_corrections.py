@@ -1,6 +1,7 @@
 """Corrections by hand: drawn in a page with real pointers and keys, saved, refused if they do not fit, and applied."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -478,6 +479,11 @@ def test_a_corrected_row_says_so_and_stays(tmp_path):
     rows = read_table(table)
     assert [(row["corrected_bscans"], row["corrected_participant"]) for row in rows] == [("2", "P7"), ("", "")]
     assert write_table([str(scan), str(other)], table, echo=said.append) == 0, "a row stays corrected"
+    corrected, now = table.read_text(), scan.stat().st_mtime_ns
+    os.utime(scan, ns=(0, 0))  # copied back from a backup
+    assert write_table([str(scan), str(other)], table, echo=said.append) == 0 and table.read_text() == corrected
+    assert "has changed since somebody corrected it" in said[-1]
+    os.utime(scan, ns=(now, now))
     with pytest.raises(CorrectionsError, match="corrections of none of these scans"):
         write_table([str(other)], table, corrections=find_corrections(path), echo=said.append)
 

@@ -103,8 +103,9 @@ def write_table(
 
     A file that cannot be read or segmented gets a row with its problem, and is tried again by the next call; one that
     is named twice has one row. A scan on a disk that has changed since, or whose sidecar has, is segmented again:
-    `file_state` in its row is a hash of their sizes and dates. `finder` and `device` are those of `segment`. `also` is
-    called with each source and what was found in it, before its row is written.
+    `file_state` in its row is a hash of their sizes and dates. A row that somebody corrected is kept, and `echo` says
+    so, unless `corrections` has the scan. `finder` and `device` are those of `segment`. `also` is called with each
+    source and what was found in it, before its row is written.
     corrections: fingerprint of a scan → what somebody has corrected in it; its row is made anew, and says so.
     only_corrected: read every scan, but segment and add only those with corrections, so that all rows are somebody's.
     Returns the number of new or changed rows. Raises EvaluationError if `out` is something else than such a table, has
@@ -137,6 +138,7 @@ def _add_rows(
     # What could not be read is tried again: a share may have been away.
     places = {row["source"]: i for i, row in enumerate(rows)}
     known, added = {row["source"]: row["file_state"] for row in rows if not row["problem"]}, 0
+    by_somebody = {row["source"] for row in rows if row["corrected_bscans"]}
     done: set[str] = set()
     used: set[str] = set()
     for given in sources:
@@ -150,6 +152,12 @@ def _add_rows(
             volume = given if isinstance(given, Volume) else read_volume(given, raster_only=False, limits=limits)
             by_hand = corrections.get(fingerprint(volume.voxels)) if corrections else None
             if by_hand is None and (source in known or only_corrected):
+                continue
+            if by_hand is None and source in by_somebody:
+                echo(
+                    f"{source}: has changed since somebody corrected it, and its row is left as it was; give "
+                    "--apply-corrections with its corrections, or another --out"
+                )
                 continue
             found = segment(volume, finder=finder)
             if by_hand is not None:
