@@ -77,16 +77,14 @@ class ScanSegmentation(Segmentation):
         )
 
     def _repr_html_(self) -> str:
-        from octfm.layers.zones import grid_of, why_no_zones
-
         facts, amounts = self._described(), [(name, self.volume_nl(name)) for name in self.masks]
         found = [f"{name.replace('_', ' ')} {nl:.1f} nl" for name, nl in amounts if nl]
         # What makes zones doubtful, wrong millimetres above all, makes volumes wrong.
         facts["found"] = ", ".join(found) if self.verdict.accepted else ""
         facts["network"] = self.model
-        grid = grid_of(self)
+        grid = None if self.why_no_zones else self.etdrs()
         if self.verdict.accepted:
-            facts["note"] = "; ".join(filter(None, (why_no_zones(self), self.note_on_scan)))
+            facts["note"] = "; ".join(filter(None, (self.why_no_zones, self.note_on_scan)))
         means = grid.mean_um if grid is not None else {}
         ranges = self.zone_ranges() if grid is not None else {}
         between = {name: f"{low:.0f} to {high:.0f} µm" for name, (low, high) in ranges.items()}
@@ -204,6 +202,31 @@ class ScanSegmentation(Segmentation):
     @property
     def why_no_um(self) -> str:
         return WHY if self.volume.spacing_estimated else ""
+
+    @property
+    def why_no_zones(self) -> str:
+        """In words why ETDRS zones are not given; empty if they are."""
+        if self.verdict.accepted:
+            return self.why_no_grid
+        return self._no_raster() or "no zones: the verdict speaks against this segmentation"
+
+    @property
+    def why_no_grid(self) -> str:
+        """`why_no_zones` whatever the verdict, which corrections may answer."""
+        if why := self._no_raster():
+            return why
+        try:
+            self.etdrs()
+        except EvaluationError as error:
+            return f"no zones: {str(error).removeprefix(f'{self.volume.source}: ')}"
+        return ""
+
+    def _no_raster(self) -> str:
+        if self.volume.layout != "raster":
+            return f"no zones: a {self.volume.layout} scan; the grid needs a raster of parallel B-scans over the macula"
+        if self.volume.shape[0] == 1:
+            return "no zones: a single B-scan; the grid needs a raster of parallel B-scans over the macula"
+        return ""
 
     @property
     def retina_rows(self) -> float | None:

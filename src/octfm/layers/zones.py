@@ -16,7 +16,6 @@ from octfm.io.isolation import Limits
 from octfm.layers.ranges import SYNTHETIC
 from octfm.layers.segment import ScanSegmentation
 from octfm.volume.etdrs import LEAST_COVERED, ZONES, EtdrsGrid, lateral_scale
-from octfm.volume.volume import Volume
 
 SIDES = ("inner left", "inner right", "outer left", "outer right")
 """Zones of an eye whose laterality is unknown."""
@@ -41,7 +40,7 @@ DEVICE_COLUMNS = (*DEVICE_UNIT.values(), "device_volume_mm3", "device_note")
 def zone_cells(found: ScanSegmentation, grid: EtdrsGrid | None) -> dict[str, str]:
     """Cells of ZONE_COLUMNS; `zones_note` says in words why a zone is blank."""
     if grid is None:
-        return {"zones_note": "; ".join(filter(None, (why_no_zones(found), found.why_no_um, found.note_on_scan)))}
+        return {"zones_note": "; ".join(filter(None, (found.why_no_zones, found.why_no_um, found.note_on_scan)))}
     return {
         "grid_centre": grid.centre,
         "volume_mm3": "" if grid.volume_mm3 is None else f"{grid.volume_mm3:.3f}",
@@ -63,33 +62,7 @@ def range_cells(found: ScanSegmentation, grid: EtdrsGrid | None) -> dict[str, st
 
 def grid_of(found: ScanSegmentation) -> EtdrsGrid | None:
     """Our zones, None where the scan covers none or is refused by the verdict."""
-    return None if why_no_zones(found) else found.etdrs()
-
-
-def why_no_zones(found: ScanSegmentation) -> str:
-    """Empty if the scan has zones and the verdict does not refuse them."""
-    if found.verdict.accepted:
-        return why_no_grid(found)
-    return _no_raster(found.volume) or "no zones: the verdict speaks against this segmentation"
-
-
-def why_no_grid(found: ScanSegmentation) -> str:
-    """Empty if the scan has zones, whatever its verdict, which corrections may answer."""
-    if why := _no_raster(found.volume):
-        return why
-    try:
-        found.etdrs()
-    except EvaluationError as error:
-        return f"no zones: {str(error).removeprefix(f'{found.volume.source}: ')}"
-    return ""
-
-
-def _no_raster(volume: Volume) -> str:
-    if volume.layout != "raster":
-        return f"no zones: a {volume.layout} scan; the grid needs a raster of parallel B-scans over the macula"
-    if volume.shape[0] == 1:
-        return "no zones: a single B-scan; the grid needs a raster of parallel B-scans over the macula"
-    return ""
+    return None if found.why_no_zones else found.etdrs()
 
 
 def _unsure(grid: EtdrsGrid) -> list[str]:

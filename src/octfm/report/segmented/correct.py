@@ -29,7 +29,6 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
     from octfm.layers.corrections import FORMAT, OUTSIDE_ROWS
     from octfm.layers.segment import PLACE_UM
     from octfm.layers.verdict import ANSWERED, ZONE_UM
-    from octfm.layers.zones import why_no_grid
     from octfm.models.layer_net import MASKS, SURFACES
 
     volume = found.volume
@@ -63,7 +62,7 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
         "nlPerVoxel": nl if laid_out else None,
         "parts": list(found.verdict.parts),
         "field": _field(found),
-        "whyNoZones": why_no_grid(found),
+        "whyNoZones": found.why_no_grid,
         "reasons": [
             {"text": text, "answered": code in ANSWERED}
             for code, text in zip(found.verdict.codes, found.verdict.reasons, strict=True)
