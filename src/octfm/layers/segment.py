@@ -255,7 +255,8 @@ class ScanSegmentation(Segmentation):
 
         Zones in which the network expects a mean error above 12 µm are None unless `keep_doubtful`, and so are those
         that change by more than 10 µm around another place that could be the fovea; the volume is judged by the mean
-        thickness within 3 mm alike.
+        thickness within 3 mm alike. So are zones of a ring for which B-scans are too far apart (MOST_APART_MM), and the
+        volume with the inner ring.
         Retinal thickness is ILM to BM, as Heidelberg defines it. Raises EvaluationError for line, circle and radial
         scans, which do not cover zones, for B-scans whose positions contradict each other and, unless `keep_doubtful`,
         for scans of the optic disc.
@@ -272,12 +273,14 @@ class ScanSegmentation(Segmentation):
                 "macula"
             )
         expected = self._expected(upper, lower, grid)
-        held = {name: mean for name, mean in grid.mean_um.items() if (expected.mean_um[name] or 0) > ZONE_UM}
+        held = {name for name in grid.mean_um if (expected.mean_um[name] or 0) > ZONE_UM}
+        held |= set(grid.too_sparse)
         per_mm3 = 1000 / (np.pi * RINGS_MM[-1] ** 2)
         trusted = (expected.volume_mm3 or 0) * per_mm3 <= ZONE_UM
+        trusted &= not any(name.startswith("inner") for name in grid.too_sparse)
         for rival in grid.rivals_mm:
             other = self._means(self.thickness_um(upper, lower), rival)
-            held |= {name: mean for name, mean in grid.mean_um.items() if _apart(mean, other.mean_um[name]) > PLACE_UM}
+            held |= {name for name, mean in grid.mean_um.items() if _apart(mean, other.mean_um[name]) > PLACE_UM}
             trusted &= _apart(grid.volume_mm3, other.volume_mm3) * per_mm3 <= PLACE_UM
         given = {name: None if name in held else mean for name, mean in grid.mean_um.items()}
         return replace(grid, mean_um=given, volume_mm3=grid.volume_mm3 if trusted else None)

@@ -69,6 +69,7 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
         ],
         "rules": {
             "rings": etdrs.RINGS_MM, "covered": etdrs.LEAST_COVERED, "bridged": etdrs.BRIDGED_MM, "cell": etdrs.CELL_MM,
+            "mostApart": etdrs.MOST_APART_MM,
             "pit": etdrs.PIT_UM, "radius": etdrs.PIT_MM, "around": etdrs.AROUND_MM, "step": etdrs.STEP_MM,
             "leastFit": etdrs.LEAST_FIT, "independent": etdrs.INDEPENDENT, "offCentre": etdrs.OFF_CENTRE_MM,
             "apart": etdrs.APART_MM, "rival": etdrs.RIVAL,
