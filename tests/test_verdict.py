@@ -357,6 +357,29 @@ def test_a_centre_that_rests_on_single_bscans_has_a_note():
     assert [("B-scans through the centre differ" in note) for note in notes] == [False, True]
 
 
+def test_a_circle_as_long_as_a_wide_field_is_not_refused_for_its_length(scan):
+    """12° are 3.5 mm across and 11 mm around; a raster of that width is refused."""
+    volume, found = scan
+    wide = replace(volume, spacing_mm=(0.6, 0.0039, 11.3 / W))
+    assert codes(wide, found) == ("wide_field",)
+    assert codes(replace(wide, layout="circle"), found) == ()
+
+
+def test_a_circle_says_that_its_nerve_fibres_are_not_measured():
+    found = found_in(1)
+    circle = replace(found, volume=replace(found.volume, layout="circle"))
+    assert "no nerve fibre thickness" in row_of(circle)["zones_note"] and "no nerve" not in row_of(found)["zones_note"]
+
+
+@pytest.mark.parametrize(("bscans", "given"), [(12, True), (8, True), (7, False)])
+def test_areas_of_bscans_far_apart_do_not_add_up_to_a_volume(bscans, given):
+    found = found_in(bscans, fluid_in=bscans // 2)
+    row = row_of(found)
+    assert (found.volume_nl("intraretinal_fluid") is not None) == given == bool(row["intraretinal_fluid_nl"])
+    assert ("volumes" in row["zones_note"]) != given
+    assert (correction_facts(found)["nlPerVoxel"] is not None) == given
+
+
 @pytest.mark.parametrize(
     ("bscans", "blank"),
     [(25, ()), (10, ("centre",)), (7, ("centre", "inner")), (3, ("centre", "inner", "outer"))],

@@ -30,6 +30,7 @@ from octfm.layers.verdict import (
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.volume.estimated import WHY
 from octfm.volume.etdrs import (
+    MOST_APART_MM,
     RINGS_MM,
     EtdrsGrid,
     Field,
@@ -197,6 +198,8 @@ class ScanSegmentation(Segmentation):
         if hole is not None and hole.any():
             bscans = number(int(hole.sum()), "B-scan")
             notes.append(f"a full-thickness macular hole may be in {bscans}: its opening is not counted as fluid")
+        if self.volume.layout == "circle":
+            notes.append("no nerve fibre thickness: around the disc nfl_gcl and ipl_inl lie far too high")
         return "; ".join(notes)
 
     @property
@@ -352,11 +355,18 @@ class ScanSegmentation(Segmentation):
         except ValueError as error:
             raise EvaluationError(f"{volume.source}: {error}") from None
 
+    @property
+    def has_volumes(self) -> bool:
+        """Whether areas add up to volumes: in a raster whose B-scans are as close as the inner ring needs."""
+        volume = self.volume
+        apart_mm = volume.spacing_mm[0] * lateral_scale(self.axial_length_mm)
+        return volume.layout == "raster" and volume.shape[0] > 1 and apart_mm <= MOST_APART_MM["inner"] + 1e-6
+
     def volume_nl(self, mask: str) -> float | None:
         """Volume of a mask in nanolitres over the scan; None where B-scans have no distance (not a raster), if the
-        network does not report this mask, and where a part of the scan was not seen (`verdict.parts`)."""
-        laid_out = self.volume.layout == "raster" and self.volume.shape[0] > 1
-        if mask not in self.masks or not laid_out or self.verdict.parts:
+        network does not report this mask, where a part of the scan was not seen (`verdict.parts`), and where B-scans are
+        too far apart."""
+        if mask not in self.masks or not self.has_volumes or self.verdict.parts:
             return None
         # 1 mm³ is 1,000 nl. Two of its three millimetres are lateral.
         scale = lateral_scale(self.axial_length_mm)

@@ -83,7 +83,8 @@ def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
         apart = min(float(np.hypot(*np.subtract(other, grid.centre_mm))) for other in grid.rivals_mm)
         notes.append(f"the foveal pit could also lie {apart:.1f} mm away; zones that this would change are withheld")
     if sparse := grid.too_sparse:
-        notes.append(f"B-scans {1 / grid.bscans_per_mm:.1f} mm apart are too far apart for: {', '.join(sparse)}")
+        what = [*sparse, *([] if found.has_volumes else ["volumes"])]
+        notes.append(f"B-scans {1 / grid.bscans_per_mm:.1f} mm apart are too far apart for: {', '.join(what)}")
     elif grid.bscans_per_mm < FEWEST_PER_MM:
         notes.append(
             f"{grid.bscans_per_mm:.1f} B-scans per mm: the centre, 1 mm wide, changes by several µm with their place"

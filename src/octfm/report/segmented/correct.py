@@ -40,7 +40,6 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
     error = np.rint(np.clip(found.expected_error_um() * ERROR_STEPS, 0, ABSENT - 1))
     expected = np.where(np.isnan(error), ABSENT, error).astype("<u2")
     (dz, dy, dx), scale = volume.spacing_mm, lateral_scale(found.axial_length_mm)
-    laid_out = volume.layout == "raster" and depth > 1
     nl = dz * dy * dx * scale**2 * 1000
     return {
         "format": FORMAT,
@@ -59,7 +58,7 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
         "labels": [_runs({MASKS.index(name): mask[d] for name, mask in found.masks.items()}) for d in range(depth)],
         "expected": base64.b64encode(expected.tobytes()).decode(),
         "errorSteps": ERROR_STEPS,
-        "nlPerVoxel": nl if laid_out else None,
+        "nlPerVoxel": nl if found.has_volumes else None,
         "parts": list(found.verdict.parts),
         "field": _field(found),
         "whyNoZones": found.why_no_grid,
