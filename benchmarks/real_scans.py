@@ -33,10 +33,11 @@ from octfm.encoder.embed import RANDOM_INIT
 from octfm.encoder.encoder import Encoder, load_encoder
 from octfm.io.location import write_whole
 from octfm.layers.edges import EDGES, onto_edge, onto_edges
-from octfm.layers.finder import load_finder, without_white_padding
+from octfm.layers.finder import load_finder
 from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_rows
 from octfm.models.layer_net import SURFACES
 from octfm.models.vit3d import normalise, take_patches
+from octfm.volume.planes import without_white_padding
 from octfm.volume.surface import best_path
 from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import Volume

@@ -30,7 +30,7 @@ from octfm.layers.areas import (
     one_kind_of_fluid,
 )
 from octfm.layers.edges import EDGES, onto_edge, onto_edges
-from octfm.layers.finder import LayerFinder, load_finder, network_size, without_white_padding
+from octfm.layers.finder import LayerFinder, load_finder, network_size
 from octfm.layers.sample import samples
 from octfm.layers.table import COLUMNS, describe, read_table, row_of, write_table
 from octfm.layers.training import HEIGHT, VALUES, WIDTH, LayerTraining, batch, stream_of, write_weights
@@ -38,6 +38,7 @@ from octfm.layers.zones import read_rows
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig, layer_loss
 from octfm.phantom.native.bscans import SURFACES as DRAWN
 from octfm.phantom.native.stream import Stream
+from octfm.volume.planes import without_white_padding
 from octfm.volume.volume import Volume
 from octfm.weights.packaged import CURRENT, NOTE, packaged
 from support.command_line import octfm_here

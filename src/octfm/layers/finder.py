@@ -37,6 +37,7 @@ from octfm.models.layer_net import (
     standardise,
 )
 from octfm.run.runtime import Runtime, start
+from octfm.volume.planes import without_white_padding
 from octfm.volume.surface import best_path
 from octfm.volume.volume import Shape3, Spacing3, Volume
 from octfm.weights.packaged import CURRENT, find_packaged, weights_of
@@ -50,8 +51,6 @@ PATH_PENALTY = 0.2
 """Log-likelihood that a path loses per row that it moves between neighbouring A-scans."""
 WINDOW_ROWS = 4
 """A surface is the mean row within this distance of its path: sub-row precision, but never between two candidates."""
-MOST_PADDING = 0.2
-"""Largest share of a B-scan that is taken for white padding."""
 LARGEST = (2051, 1250)
 """Most rows and A-scans in the network: 8 x 20 mm, beyond which the verdict refuses a scan. In larger B-scans, which
 have wrong millimetres, nothing is looked for: micrometres taken for millimetres would make them gigabytes."""
@@ -202,18 +201,6 @@ class LayerFinder:
         um = scale * 1000 * volume.spacing_mm[1]
         present = 1 - np.maximum(gone[0], gone[-1])
         return np.where(gone > 0.5, np.nan, rows), spread * um, held, moved[0] * um, present
-
-
-def without_white_padding(bscans: np.ndarray, white: int) -> np.ndarray:
-    """A copy of B-scans [B, H, W] in which white rows at the top or bottom of A-scans are black, as in training.
-
-    Where Spectralis has shifted A-scans to average frames, exported images are white. B-scans of which more than a
-    fifth would change stay as they are: those are dark-on-bright exports with a saturated vitreous.
-    """
-    full = bscans >= white
-    padding = np.logical_and.accumulate(full, axis=1) | np.logical_and.accumulate(full[:, ::-1], axis=1)[:, ::-1]
-    padding &= padding.mean(axis=(1, 2), keepdims=True) <= MOST_PADDING
-    return np.where(padding, 0, bscans)
 
 
 def _columns(values: Tensor, width: int) -> Tensor:

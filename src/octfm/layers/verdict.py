@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from octfm.layers.finder import LayerFinder, Layers, without_white_padding
+from octfm.layers.finder import LayerFinder, Layers
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.volume.etdrs import Field, sample
+from octfm.volume.planes import without_white_padding
 from octfm.volume.volume import Spacing3, Volume
 
 SEEN = 0.5

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from octfm.volume.planes import Planes
+from octfm.volume.planes import Planes, without_white_padding
 from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import Shape3, Spacing3
 from octfm.volume.window import RETINA_MM
@@ -39,6 +39,7 @@ def retina_rows(bscans_DHW: np.ndarray | Planes) -> float | None:
     The search needs millimetres, so several are tried; a result counts if its own millimetres agree with them.
     """
     _, height, width = bscans_DHW.shape
+    bscans_DHW = without_white_padding(np.stack(list(bscans_DHW)), 255)
     best: tuple[float, float] | None = None
     for frame_mm in FRAMES_MM:
         dy = frame_mm / height
@@ -55,7 +56,7 @@ def retina_rows(bscans_DHW: np.ndarray | Planes) -> float | None:
     return best and best[1]
 
 
-def _searched(bscans_DHW: np.ndarray | Planes, dy: float, dx: float) -> tuple[float, float]:
+def _searched(bscans_DHW: np.ndarray, dy: float, dx: float) -> tuple[float, float]:
     """Rows of the retina and the quality of what was found, 0 if it is not trusted."""
     tissue = find_tissue(bscans_DHW, (dx, dy, dx))
     rows = float(np.median(tissue.bm - tissue.ilm))

@@ -1,5 +1,5 @@
-"""8-bit B-scans of a 16-bit volume, converted one at a time: a worker's memory would not hold a converted copy as
-well."""
+"""Grey levels of B-scans: 8-bit ones of a 16-bit volume, converted one at a time, since a worker's memory would not
+hold a converted copy as well; and what is white padding."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -7,6 +7,11 @@ from typing import Literal
 import numpy as np
 
 from octfm.volume.volume import Shape3, Volume
+
+MOST_PADDING = 0.2
+"""Largest share of a B-scan that is taken for white padding."""
+NEARLY_WHITE = 0.96
+"""Share of white from which a voxel may be padding: JPEG does not keep white exactly."""
 
 
 class Planes:
@@ -54,3 +59,15 @@ def memory_order(plane: np.ndarray) -> Literal[1, -1]:
     Operations on `plane[:, ::-1]` are then several times as fast.
     """
     return -1 if plane.strides[1] < 0 else 1
+
+
+def without_white_padding(bscans: np.ndarray, white: int) -> np.ndarray:
+    """A copy of B-scans [B, H, W] in which white rows at the top or bottom of A-scans are black, as in training.
+
+    Where Spectralis has shifted A-scans to average frames, exported images are white. B-scans of which more than a
+    fifth would change stay as they are: those are dark-on-bright exports with a saturated vitreous.
+    """
+    full = bscans >= NEARLY_WHITE * white
+    padding = np.logical_and.accumulate(full, axis=1) | np.logical_and.accumulate(full[:, ::-1], axis=1)[:, ::-1]
+    padding &= padding.mean(axis=(1, 2), keepdims=True) <= MOST_PADDING
+    return np.where(padding, 0, bscans)
