@@ -88,7 +88,8 @@ class Preprocessing(Config):
     """Version of the algorithm, raised whenever the same settings would give other voxels or another band.
 
     Version 2 trusts a band that runs along the tops of lesions, and its crop does not follow a drifting retina. Stores
-    and checkpoints made with it can still be continued and used."""
+    and checkpoints made with it can still be continued and used. Left eyes in vertical B-scans are mirrored by the
+    order of their B-scans in both."""
     intensity_mean: float = Field(0.2, ge=-100, le=100)
     """Subtracted from voxels / 255 on the device."""
     intensity_std: float = Field(0.2, ge=1e-4, le=100)
@@ -177,8 +178,8 @@ class Preprocessing(Config):
         if volume.layout == "line":  # its distance between B-scans has no meaning: it fills the depth of a voxel
             volume = replace(volume, spacing_mm=(self.target_spacing[0], *volume.spacing_mm[1:]))
         canonical = volume.superior_to_inferior()
-        mirrored = volume.laterality == "L"
-        if mirrored:
+        left_eye = volume.laterality == "L"
+        if left_eye:
             canonical = canonical.mirrored()
         voxels = self._to_uint8(canonical)
         # On native voxels: averages of unregistered B-scans would blur the surfaces that are searched for.
@@ -193,8 +194,9 @@ class Preprocessing(Config):
         # Version 2 is kept to the bit, so that its stores and checkpoints can be continued.
         if self.algorithm == 2:
             tissue = replace(tissue, confident=tissue.located)
+        reversed_bscans = (volume.superior_first is False) != (left_eye and volume.vertical)
         transform, in_crop = self._place(
-            canonical, tissue, reversed_bscans=volume.superior_first is False, mirrored=mirrored
+            canonical, tissue, reversed_bscans=reversed_bscans, mirrored=left_eye and not volume.vertical
         )
         if self.algorithm > 2:
             confident = tissue.confident and in_crop >= IN_CROP
