@@ -133,7 +133,7 @@ class Plan:
             )
         if self.participants < FEW_PARTICIPANTS:
             found.append(
-                f"{self.participants} participants are few to learn from: expect less than from the encoder in the box, "
+                f"{self.participants} participants are few to learn from: expect less than of the encoder in the box "
                 "and compare with the untrained network, too (octfm embed, octfm probe)"
             )
         return [
