@@ -95,6 +95,19 @@ def test_the_learned_band_holds_the_retina_and_is_tight(retina):
     assert abs(thick["learned"] - (bm - ilm).mean()) < 0.02 / volume.spacing_mm[1], thick
 
 
+def test_either_asks_the_network_only_where_the_classic_band_is_unsure(retina, monkeypatch):
+    volume, _ = retina
+    either = with_network(load(Preprocessing, GRID, ["band=either"]))
+    assert either.band_network == BAND.network and either.fingerprint() != LEARNED.fingerprint()
+    sure = either(volume, BAND)
+    assert np.array_equal(sure.band, small_preprocessing()(volume).band) and "learned_sure" not in sure.confidence
+    classic = find_tissue(volume.voxels, volume.spacing_mm)
+    monkeypatch.setattr("octfm.volume.preprocessing.find_tissue", lambda *_: replace(classic, confident=False))
+    unsure = either(volume, BAND)
+    assert unsure.confident and np.array_equal(unsure.band, LEARNED(volume, BAND).band)
+    assert not small_preprocessing()(volume).confident
+
+
 @pytest.mark.slow
 def test_where_the_network_is_unsure_the_band_is_doubted(retina):
     volume, _ = retina

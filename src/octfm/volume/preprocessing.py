@@ -75,10 +75,11 @@ class Preprocessing(Config):
     """The tissue band extends this far above ILM and below BM."""
     center: Literal["fovea", "field"] = "fovea"
     """Centre of the crop of a larger scan: `fovea` is the foveal pit if found, else the middle of the field."""
-    band: Literal["classic", "learned"] = "classic"
-    """What finds ILM and BM: `classic` follows borders and brightness, `learned` is a network trained on phantoms."""
+    band: Literal["classic", "learned", "either"] = "classic"
+    """What finds ILM and BM: `classic` follows borders and brightness, `learned` is a network trained on phantoms,
+    `either` asks the network only where the classic band is unsure."""
     band_network: str = Field("", pattern=r"^(\S+ [0-9a-f]{64})?$")
-    """Name and SHA-256 of the network behind a learned band; `octfm prepare` fills it in."""
+    """Name and SHA-256 of the network behind a band that is not classic; `octfm prepare` fills it in."""
     register_bscans: bool = True
     """Undo axial eye motion before anything is averaged across B-scans."""
     uint16_full_scale: int = Field(65535, gt=0, le=65535)
@@ -112,8 +113,8 @@ class Preprocessing(Config):
 
     @model_validator(mode="after")
     def _check_band(self) -> "Preprocessing":
-        if self.band == "learned" and self.algorithm == 2:
-            raise ValueError("band: learned needs algorithm 3, got 2")
+        if self.band != "classic" and self.algorithm == 2:
+            raise ValueError(f"band: {self.band} needs algorithm 3, got 2")
         return self
 
     @model_serializer(mode="wrap")
@@ -153,18 +154,19 @@ class Preprocessing(Config):
         """Raises ConfigError unless `find_band` is the finder that these settings name: None for a classic band."""
         given = find_band.network if find_band is not None else ""
         if self.band == "classic" and given:
-            raise ConfigError(f"find_band: got the network {given}, but band is classic; set band to learned")
-        if self.band == "learned" and (not given or given != self.band_network):
+            raise ConfigError(f"find_band: got the network {given}, but band is classic; set band to learned or either")
+        if self.band != "classic" and (not given or given != self.band_network):
             raise ConfigError(
-                f"band: learned needs the network {self.band_network or '(band_network is empty)'}, got "
+                f"band: {self.band} needs the network {self.band_network or '(band_network is empty)'}, got "
                 f"{given or 'none'}; pass find_band=LearnedBand() of octfm.layers.band with its settings"
             )
 
     def __call__(self, volume: Volume, find_band: BandFinder | None = None) -> Prepared:
         """Prepare one volume; a radial scan (star) is made a raster first. Settings `of_bscans` take single B-scans.
 
-        `find_band` finds a learned band; see `expect_finder`. Raises ReadError for other layouts, for a star of too few
-        lines, for pixels that are not 8 or 16 bit, and for volumes that are blank, or blank in the part that is kept.
+        `find_band` finds a band that is not classic; see `expect_finder`. Raises ReadError for other layouts, for a
+        star of too few lines, for pixels that are not 8 or 16 bit, and for volumes that are blank, or blank in the part
+        that is kept.
         """
         self.expect_finder(find_band)
         if volume.layout not in ADMISSIBLE:
@@ -187,7 +189,7 @@ class Preprocessing(Config):
         if volume.modality != "structure":
             # Flow shows vessels, not the borders that are looked for: every row is kept, no B-scan is moved.
             tissue = replace(tissue, confident=False, located=False, displacement=np.zeros(len(voxels)))
-        elif find_band is not None:
+        elif find_band is not None and not (self.band == "either" and tissue.confident):
             tissue = find_band(voxels, canonical.spacing_mm, tissue)
         if not self.register_bscans:
             tissue = replace(tissue, displacement=np.zeros(len(voxels)))
