@@ -510,12 +510,12 @@ def test_calibration_counts_scans_that_were_corrected_whole(tmp_path):
 
 
 def clinic_of(folder: Path, participants: int) -> list[Path]:
-    """One scan per participant, 6 × 6 mm, with a bright retina."""
+    """One scan per participant, 4 × 6 mm, with a bright retina."""
     rng, files = np.random.default_rng(5), []
     for number in range(participants):
         voxels = rng.integers(0, 40, (8, 96, 64)).astype(np.uint8)
         voxels[:, 36 : 60 + number] += np.uint8(150)
-        files.append(write_oct_dicom(folder / f"{number}.dcm", voxels, (0.75, 0.01, 0.09), participant=f"P{number}"))
+        files.append(write_oct_dicom(folder / f"{number}.dcm", voxels, (0.5, 0.01, 0.09), participant=f"P{number}"))
     return files
 
 

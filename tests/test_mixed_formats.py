@@ -1,6 +1,7 @@
 """A clinic that keeps everything: DICOM, Heidelberg exports and image folders, in one tree or one archive, go from
 scan to store."""
 
+import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,9 @@ import octfm
 from octfm.catalog.catalog import CatalogError, scan
 from octfm.catalog.columns import TableError
 from octfm.catalog.participants.pseudonyms import locate, pseudonymise
+from octfm.catalog.volumes import volumes_below
+from octfm.cli.options import volumes_in
+from octfm.io.isolation import Limits
 from support.dicom_files import write_oct_dicom
 from support.vendor_files import SPACING_MM, write_heyex_xml, write_images, write_tiff, write_vol
 from support.volumes import telling_voxels
@@ -145,3 +149,25 @@ def test_a_tree_without_any_volume_says_what_would_make_one(tmp_path):
     (tmp_path / "a" / "visit.json").unlink()
     with pytest.raises(CatalogError, match=r"1 missing_spacing .*declare spacing_mm in NAME\.json or a table"):
         scan(tmp_path, workers=1)
+
+
+def test_of_two_copies_the_one_with_a_sidecar_is_kept(tmp_path):
+    """The other states no millimetres, so it would be rejected, and its twin be lost as a copy of it."""
+    folders = [tmp_path / "clinic" / name for name in ("p1", "p2")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        np.save(folder / "scan.npy", different(0))
+    (folders[1] / "scan.json").write_text(json.dumps({"spacing_mm": SPACING_MM, "laterality": "OS"}))
+    catalog = scan(tmp_path / "clinic", participant_from="{participant}/*", workers=1)
+    assert [a.uri for a in catalog.acquisitions] == [str(folders[1] / "scan.npy")]
+    assert [(r.uri, r.code) for r in catalog.rejects] == [(str(folders[0] / "scan.npy"), "duplicate_sop_uid")]
+    found, left_out = volumes_below(tmp_path / "clinic", workers=1)
+    assert found == [str(folders[1] / "scan.npy")] and [r.uri for r in left_out] == [str(folders[0] / "scan.npy")]
+
+
+def test_a_folder_names_what_is_left_out_and_why(tmp_path, capsys):
+    for name in ("a", "b"):
+        write_tiff(tmp_path / f"{name}.tif", different(0), imagej=True)
+    assert volumes_in([str(tmp_path)], Limits()) == [str(tmp_path / "a.tif")]
+    said = capsys.readouterr()
+    assert f"1 left out, duplicate_sop_uid: {tmp_path / 'b.tif'}: a copy of {tmp_path / 'a.tif'}" in said.out + said.err

@@ -25,7 +25,7 @@ RANGES = Ranges((2.0, 1.0, 0.1), (4.0, 0.5, 0.0), 1000)
 
 def table(participants: int, scanner: str = "heidelberg_spectralis") -> list[dict[str, str]]:
     """Rows of scans that a network with RANGES has segmented."""
-    row = row_of(replace(found_in(9), ranges=RANGES))
+    row = row_of(replace(found_in(12), ranges=RANGES))
     return [row | {"source": f"{scanner}-{i}.e2e", "scanner": scanner} for i in range(participants)]
 
 
@@ -69,19 +69,19 @@ def test_conformal_ranges_cover_new_participants_as_promised():
 
 
 def test_rows_and_terminal_show_ranges_and_their_name():
-    found = replace(found_in(9), ranges=RANGES)
+    found = replace(found_in(12), ranges=RANGES)
     row, grid = row_of(found), found.etdrs()
     low, high = (float(row[column]) for column in RANGE["centre"])
     expected = found.zone_ranges()["centre"]
     assert (low, high) == pytest.approx(expected, abs=0.06) and low < grid.mean_um["centre"] < high
     assert row["range_kind"] == SYNTHETIC and "interval" not in SYNTHETIC and row["range_factor"] == ""
     assert f"({low:.0f} to {high:.0f})" in describe(found) and SYNTHETIC in describe(found)
-    without = row_of(found_in(9))
+    without = row_of(found_in(12))
     assert not any(without[column] for pair in RANGE.values() for column in pair) and not without["range_kind"]
 
 
 def test_a_range_is_wider_where_the_network_is_less_sure():
-    sure = replace(found_in(9), ranges=RANGES)
+    sure = replace(found_in(12), ranges=RANGES)
     layers = sure.found
     unsure = replace(sure, found=replace(layers, near=layers.near * 0.5, spread_um=layers.spread_um * 10))
     widths = [np.subtract(*found.zone_ranges()["centre"][::-1]) for found in (sure, unsure)]

@@ -211,7 +211,8 @@ def test_every_reason_is_a_sentence_of_what_was_measured(scan):
 def phantom() -> Volume:
     stream = Stream(203, bscans=3, randomised=0.0, conditions=("healthy",), ascan_um=(16.0, 16.0))
     image = next(image for place in range(50) if (image := stream(place)).accident == "none")
-    return Volume(image.voxels, image.spacing_mm, laterality="R", source="phantom")
+    spacing_mm = (0.45, *image.spacing_mm[1:])  # or B-scans are too far apart for the centre
+    return Volume(image.voxels, spacing_mm, laterality="R", source="phantom")
 
 
 def test_a_good_phantom_passes_and_its_doubtful_share_is_shown(phantom):
@@ -278,7 +279,7 @@ def test_a_scan_of_the_optic_disc_has_no_zones_and_says_why():
     """The same eye, scanned around its disc and around its fovea."""
     stream = Stream(
         205,
-        bscans=7,
+        bscans=13,
         randomised=0.0,
         conditions=("healthy",),
         scanners=("zeiss_cirrus",),
@@ -354,6 +355,42 @@ def test_a_centre_that_rests_on_single_bscans_has_a_note():
     uneven.surfaces["ilm"][24] -= 40  # 160 µm
     notes = [row_of(found)["zones_note"] for found in (even, uneven)]
     assert [("B-scans through the centre differ" in note) for note in notes] == [False, True]
+
+
+def test_a_circle_as_long_as_a_wide_field_is_not_refused_for_its_length(scan):
+    """12° are 3.5 mm across and 11 mm around; a raster of that width is refused."""
+    volume, found = scan
+    wide = replace(volume, spacing_mm=(0.6, 0.0039, 11.3 / W))
+    assert codes(wide, found) == ("wide_field",)
+    assert codes(replace(wide, layout="circle"), found) == ()
+
+
+def test_a_circle_says_that_its_nerve_fibres_are_not_measured():
+    found = found_in(1)
+    circle = replace(found, volume=replace(found.volume, layout="circle"))
+    assert "no nerve fibre thickness" in row_of(circle)["zones_note"] and "no nerve" not in row_of(found)["zones_note"]
+
+
+@pytest.mark.parametrize(("bscans", "given"), [(12, True), (8, True), (7, False)])
+def test_areas_of_bscans_far_apart_do_not_add_up_to_a_volume(bscans, given):
+    found = found_in(bscans, fluid_in=bscans // 2)
+    row = row_of(found)
+    assert (found.volume_nl("intraretinal_fluid") is not None) == given == bool(row["intraretinal_fluid_nl"])
+    assert ("volumes" in row["zones_note"]) != given
+    assert (correction_facts(found)["nlPerVoxel"] is not None) == given
+
+
+@pytest.mark.parametrize(
+    ("bscans", "blank"),
+    [(25, ()), (10, ("centre",)), (7, ("centre", "inner")), (3, ("centre", "inner", "outer"))],
+)
+def test_zones_between_bscans_far_apart_are_blank_with_the_reason(bscans, blank):
+    found = found_in(bscans)
+    grid, row = found.etdrs(), row_of(found)
+    rings = {name.split()[0] for name, mean in grid.mean_um.items() if mean is None}
+    assert rings == set(blank) and (grid.volume_mm3 is None) == ("inner" in blank)
+    assert all(found.etdrs(keep_doubtful=True).mean_um.values())
+    assert ("too far apart for: centre" in row["zones_note"]) == bool(blank) and not row["withheld"]
 
 
 def test_zones_that_another_fovea_would_change_are_withheld_with_the_reason(phantom, monkeypatch):

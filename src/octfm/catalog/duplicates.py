@@ -18,6 +18,7 @@ from octfm.catalog.aireadi import Tables
 from octfm.errors import ReadError
 from octfm.formats import read_volume
 from octfm.formats.bscans import Reader
+from octfm.formats.declared import DECLARED
 from octfm.formats.reasons import Header
 from octfm.io.archive import file_size, is_folder, open_file
 from octfm.io.isolation import Limits
@@ -39,9 +40,14 @@ def without_duplicates(
         row = tables.at_path(header.uri)
         return row is not None and row.sop_instance_uid in ("", header.sop_instance_uid)
 
+    def rank(header: Header) -> tuple[bool, bool, bool, bool, str]:
+        # A copy of which more is declared: without its millimetres the other would be rejected, and both be lost.
+        way_up_unknown = DECLARED.isdisjoint(header.flags)
+        return not listed(header), header.spacing_mm is None, header.laterality is None, way_up_unknown, header.uri
+
     kept: dict[str, Header] = {}
-    # Files that the manifest lists come first, then the order of paths decides.
-    for header in sorted(headers, key=lambda header: (not listed(header), header.uri)):
+    # Files that the manifest lists come first, then those that state more, then the order of paths decides.
+    for header in sorted(headers, key=rank):
         kept.setdefault(header.sop_instance_uid, header)
     others = [header for header in headers if kept[header.sop_instance_uid] is not header]
     rejects, reused = [], set()

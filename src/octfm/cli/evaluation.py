@@ -488,7 +488,7 @@ def _samples(names: list[str]) -> "list[Volume]":
 
     made = samples(names)
     for each in made:
-        typer.echo(f"{each.volume.source}: synthetic, with a true central thickness of {each.centre_um:.1f} µm")
+        typer.echo(f"{each.volume.source}: synthetic, with a true central thickness of {each.centre_um:.1f} µm around its pit")
     return [each.volume for each in made]
 
 

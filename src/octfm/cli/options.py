@@ -329,8 +329,10 @@ def volumes_in(words: list[str], limits: "Limits", layouts: str = "any") -> list
             limits,
             layouts=("line",) if layouts == "line" else LAYOUTS,
         )
+        first = {reject.code: reject.sentence for reject in reversed(left_out)}
         for code, count in sorted(Counter(reject.code for reject in left_out).items()):
-            echo_line(f"{place}: {count} left out: {code}; octfm scan names files and reasons")
+            which = f"such as {first[code]}; octfm scan names all" if count > 1 else first[code]
+            echo_line(f"{place}: {count} left out, {code}: {which}")
         sources += found
     return list(dict.fromkeys(sources))
 

@@ -30,6 +30,7 @@ from octfm.layers.verdict import (
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.volume.estimated import WHY
 from octfm.volume.etdrs import (
+    MOST_APART_MM,
     RINGS_MM,
     EtdrsGrid,
     Field,
@@ -197,6 +198,8 @@ class ScanSegmentation(Segmentation):
         if hole is not None and hole.any():
             bscans = number(int(hole.sum()), "B-scan")
             notes.append(f"a full-thickness macular hole may be in {bscans}: its opening is not counted as fluid")
+        if self.volume.layout == "circle":
+            notes.append("no nerve fibre thickness: around the disc nfl_gcl and ipl_inl lie far too high")
         return "; ".join(notes)
 
     @property
@@ -255,7 +258,8 @@ class ScanSegmentation(Segmentation):
 
         Zones in which the network expects a mean error above 12 µm are None unless `keep_doubtful`, and so are those
         that change by more than 10 µm around another place that could be the fovea; the volume is judged by the mean
-        thickness within 3 mm alike.
+        thickness within 3 mm alike. So are zones of a ring for which B-scans are too far apart (MOST_APART_MM), and the
+        volume with the inner ring.
         Retinal thickness is ILM to BM, as Heidelberg defines it. Raises EvaluationError for line, circle and radial
         scans, which do not cover zones, for B-scans whose positions contradict each other and, unless `keep_doubtful`,
         for scans of the optic disc.
@@ -272,12 +276,14 @@ class ScanSegmentation(Segmentation):
                 "macula"
             )
         expected = self._expected(upper, lower, grid)
-        held = {name: mean for name, mean in grid.mean_um.items() if (expected.mean_um[name] or 0) > ZONE_UM}
+        held = {name for name in grid.mean_um if (expected.mean_um[name] or 0) > ZONE_UM}
+        held |= set(grid.too_sparse)
         per_mm3 = 1000 / (np.pi * RINGS_MM[-1] ** 2)
         trusted = (expected.volume_mm3 or 0) * per_mm3 <= ZONE_UM
+        trusted &= not any(name.startswith("inner") for name in grid.too_sparse)
         for rival in grid.rivals_mm:
             other = self._means(self.thickness_um(upper, lower), rival)
-            held |= {name: mean for name, mean in grid.mean_um.items() if _apart(mean, other.mean_um[name]) > PLACE_UM}
+            held |= {name for name, mean in grid.mean_um.items() if _apart(mean, other.mean_um[name]) > PLACE_UM}
             trusted &= _apart(grid.volume_mm3, other.volume_mm3) * per_mm3 <= PLACE_UM
         given = {name: None if name in held else mean for name, mean in grid.mean_um.items()}
         return replace(grid, mean_um=given, volume_mm3=grid.volume_mm3 if trusted else None)
@@ -349,11 +355,18 @@ class ScanSegmentation(Segmentation):
         except ValueError as error:
             raise EvaluationError(f"{volume.source}: {error}") from None
 
+    @property
+    def has_volumes(self) -> bool:
+        """Whether areas add up to volumes: in a raster whose B-scans are as close as the inner ring needs."""
+        volume = self.volume
+        apart_mm = volume.spacing_mm[0] * lateral_scale(self.axial_length_mm)
+        return volume.layout == "raster" and volume.shape[0] > 1 and apart_mm <= MOST_APART_MM["inner"] + 1e-6
+
     def volume_nl(self, mask: str) -> float | None:
         """Volume of a mask in nanolitres over the scan; None where B-scans have no distance (not a raster), if the
-        network does not report this mask, and where a part of the scan was not seen (`verdict.parts`)."""
-        laid_out = self.volume.layout == "raster" and self.volume.shape[0] > 1
-        if mask not in self.masks or not laid_out or self.verdict.parts:
+        network does not report this mask, where a part of the scan was not seen (`verdict.parts`), and where B-scans are
+        too far apart."""
+        if mask not in self.masks or not self.has_volumes or self.verdict.parts:
             return None
         # 1 mm³ is 1,000 nl. Two of its three millimetres are lateral.
         scale = lateral_scale(self.axial_length_mm)

@@ -115,6 +115,7 @@ class Measures:
     levels: float
     contrast: float
     field_mm: float
+    """Width of a B-scan; of a circle its diameter."""
     frame_mm: float
     aspect: float
     """Extent across B-scans over their width; 0 if it has no meaning."""
@@ -321,7 +322,7 @@ def measure(volume: Volume, found: Layers) -> Measures:
         clipped=float(outside[kept].mean()),
         levels=float(high - low) * 255 / white,
         contrast=_contrast(voxels, ilm, bm),
-        field_mm=x,
+        field_mm=x / np.pi if volume.layout == "circle" else x,
         frame_mm=y,
         aspect=z / x if raster else 0.0,
         thickness_um=float(np.median(thickness)) if len(thickness) else float("nan"),

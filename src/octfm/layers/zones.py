@@ -68,7 +68,11 @@ def grid_of(found: ScanSegmentation) -> EtdrsGrid | None:
 def _unsure(grid: EtdrsGrid) -> list[str]:
     """Zones that were measured, but in which the network expects too large an error, or which another place of the
     fovea would change."""
-    return [name for name, mean in grid.mean_um.items() if mean is None and grid.coverage[name] >= LEAST_COVERED]
+    return [
+        name
+        for name, mean in grid.mean_um.items()
+        if mean is None and grid.coverage[name] >= LEAST_COVERED and name not in grid.too_sparse
+    ]
 
 
 def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
@@ -78,7 +82,10 @@ def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
     if grid.rivals_mm:
         apart = min(float(np.hypot(*np.subtract(other, grid.centre_mm))) for other in grid.rivals_mm)
         notes.append(f"the foveal pit could also lie {apart:.1f} mm away; zones that this would change are withheld")
-    if grid.bscans_per_mm < FEWEST_PER_MM:
+    if sparse := grid.too_sparse:
+        what = [*sparse, *([] if found.has_volumes else ["volumes"])]
+        notes.append(f"B-scans {1 / grid.bscans_per_mm:.1f} mm apart are too far apart for: {', '.join(what)}")
+    elif grid.bscans_per_mm < FEWEST_PER_MM:
         notes.append(
             f"{grid.bscans_per_mm:.1f} B-scans per mm: the centre, 1 mm wide, changes by several µm with their place"
         )

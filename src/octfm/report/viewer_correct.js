@@ -389,6 +389,7 @@ const octfmCorrect = (() => {
       if (edit.whyNoZones && !grid.reasons.length) said.push(`${edit.whyNoZones}.`);
       if (grid.parts.length) said.push(`${grid.parts.join(", ")}: zones there are blank, and volumes of fluid.`);
       if (grid.zones && !grid.zones.onPit) said.push("No foveal pit was found: the grid is centred on the middle of the scan.");
+      if (grid.zones?.sparse.length) said.push(`B-scans ${grid.zones.apart.toFixed(1)} mm apart are too far apart for: ${[...grid.zones.sparse, ...(grid.amounts ? [] : ["volumes"])].join(", ")}.`);
       if (grid.zones?.withheld.length) said.push(`Withheld, because network or fovea is unsure there: ${grid.zones.withheld.join(", ")}.`);
       find("numbers-note").textContent = said.join(" ");
       find("map-pane").hidden = !grid.zones;

@@ -198,14 +198,17 @@ const octfmEtdrs = (() => {
     const raw = meansAt(thickness, field, rules, centre), error = meansAt(expected, field, rules, centre), withheld = new Set();
     for (const name of Object.keys(raw.mean)) if ((error.mean[name] || 0) > rules.zoneUm) withheld.add(name);
     const perVolume = 1000 / (Math.PI * rules.rings[2] ** 2), stays = (one, other, scale) => one === null || (other !== null && Math.abs(one - other) * scale <= rules.placeUm);
-    let trusted = (error.volume || 0) * perVolume <= rules.zoneUm;
+    const { bscans } = field, perMm = (bscans.length - 1) / (bscans[bscans.length - 1] - bscans[0]);
+    const sparse = Object.keys(raw.mean).filter((name) => perMm * rules.mostApart[name.split(" ")[0]] < 1 - 1e-6);
+    let trusted = (error.volume || 0) * perVolume <= rules.zoneUm && !sparse.some((name) => name.startsWith("inner"));
     for (const rival of rivals) {
       const other = meansAt(thickness, field, rules, rival);
       for (const [name, mean] of Object.entries(raw.mean)) if (!stays(mean, other.mean[name], 1)) withheld.add(name);
       trusted &&= stays(raw.volume, other.volume, perVolume);
     }
-    const mean = Object.fromEntries(Object.entries(raw.mean).map(([name, value]) => [name, withheld.has(name) ? null : value]));
-    return { mean, coverage: raw.coverage, volume: trusted ? raw.volume : null, centre, onPit: Boolean(pit), withheld: [...withheld] };
+    const mean = Object.fromEntries(Object.entries(raw.mean).map(([name, value]) => [name, withheld.has(name) || sparse.includes(name) ? null : value]));
+    const unsure = [...withheld].filter((name) => !sparse.includes(name));
+    return { mean, coverage: raw.coverage, volume: trusted ? raw.volume : null, centre, onPit: Boolean(pit), withheld: unsure, sparse, apart: 1 / perMm };
   }
 
   return { measure, meansAt, findPits, sample };

@@ -40,7 +40,6 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
     error = np.rint(np.clip(found.expected_error_um() * ERROR_STEPS, 0, ABSENT - 1))
     expected = np.where(np.isnan(error), ABSENT, error).astype("<u2")
     (dz, dy, dx), scale = volume.spacing_mm, lateral_scale(found.axial_length_mm)
-    laid_out = volume.layout == "raster" and depth > 1
     nl = dz * dy * dx * scale**2 * 1000
     return {
         "format": FORMAT,
@@ -59,7 +58,7 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
         "labels": [_runs({MASKS.index(name): mask[d] for name, mask in found.masks.items()}) for d in range(depth)],
         "expected": base64.b64encode(expected.tobytes()).decode(),
         "errorSteps": ERROR_STEPS,
-        "nlPerVoxel": nl if laid_out else None,
+        "nlPerVoxel": nl if found.has_volumes else None,
         "parts": list(found.verdict.parts),
         "field": _field(found),
         "whyNoZones": found.why_no_grid,
@@ -69,6 +68,7 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
         ],
         "rules": {
             "rings": etdrs.RINGS_MM, "covered": etdrs.LEAST_COVERED, "bridged": etdrs.BRIDGED_MM, "cell": etdrs.CELL_MM,
+            "mostApart": etdrs.MOST_APART_MM,
             "pit": etdrs.PIT_UM, "radius": etdrs.PIT_MM, "around": etdrs.AROUND_MM, "step": etdrs.STEP_MM,
             "leastFit": etdrs.LEAST_FIT, "independent": etdrs.INDEPENDENT, "offCentre": etdrs.OFF_CENTRE_MM,
             "apart": etdrs.APART_MM, "rival": etdrs.RIVAL,
