@@ -34,6 +34,7 @@ from support.small_store import SIZE, small_preprocessing, small_store
 from support.store_samples import content
 from support.tiny_runs import config, quick_pretrain, quiet
 
+pytestmark = pytest.mark.usefixtures("remembered_bscans")
 FIXTURES = Path(__file__).parent / "fixtures"
 BAND = LearnedBand()
 GRID = {"image_size": list(SIZE), "target_spacing": [0.7, 0.03, 0.18]}
