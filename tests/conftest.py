@@ -62,7 +62,11 @@ def remembered_bscans():
 
     with pytest.MonkeyPatch.context() as patch:
         memory = RememberedBscans()
-        patch.setattr(LayerFinder, "find", lambda finder, volume: memory.of(finder, volume))
+
+        def find(finder, volume):
+            return memory.of(finder, volume)
+
+        patch.setattr(LayerFinder, "find", find)
         yield
 
 

@@ -364,8 +364,8 @@ class ScanSegmentation(Segmentation):
 
     def volume_nl(self, mask: str) -> float | None:
         """Volume of a mask in nanolitres over the scan; None where B-scans have no distance (not a raster), if the
-        network does not report this mask, where a part of the scan was not seen (`verdict.parts`), and where B-scans are
-        too far apart."""
+        network does not report this mask, where a part of the scan was not seen (`verdict.parts`), and where B-scans
+        are too far apart."""
         if mask not in self.masks or not self.has_volumes or self.verdict.parts:
             return None
         # 1 mm³ is 1,000 nl. Two of its three millimetres are lateral.
