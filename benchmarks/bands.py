@@ -3,7 +3,7 @@
 python benchmarks/bands.py                       # tuned on seeds 0-49, held out 50-99; one line per kind
 python benchmarks/bands.py --list                # also every volume that fails
 python benchmarks/bands.py --learned --first 200 --count 20 --data FOLDER
-                                                 # classic beside learned bands, on nine kinds of phantoms, real scans
+                                                 # classic, learned and either, on nine kinds of phantoms, real scans
 """
 
 import argparse
@@ -217,12 +217,15 @@ class Outcome(NamedTuple):
 
 
 def compare(first: int, count: int, data: Path | None, only: str, listed: bool) -> None:
-    """Print a table of classic and learned bands: `count` volumes of each kind, of seeds from `first` on."""
+    """Print a table of classic, learned and either bands: `count` volumes of each kind, of seeds from `first` on."""
     from octfm.layers.band import LearnedBand
 
     learned = LearnedBand()
     classic = CROPS["2.0 mm"]
-    ways = {"classic": (classic, None), "learned": (classic.model_copy(update=learned.settings), learned)}
+    ways = {"classic": (classic, None)} | {
+        band: (classic.model_copy(update={"band": band, "band_network": learned.network}), learned)
+        for band in ("learned", "either")
+    }
     found: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for kind, words, scan in _compared(first, count, data, only):
         for way, (preprocessing, find_band) in ways.items():
@@ -237,14 +240,14 @@ def compare(first: int, count: int, data: Path | None, only: str, listed: bool) 
     print("| | volumes | low confidence | confident and failing | rows of band per row of retina | CPU s per volume |")
     print("|---|---|---|---|---|---|")
     for kind in dict.fromkeys(kind for kind, _ in found):
-        both = [np.array(found[kind, way]) for way in ways]
+        each = [np.array(found[kind, way]) for way in ways]
         cells = [
-            [f"{1 - way[:, 0].mean():.0%}" for way in both],
-            [str(int(((way[:, 0] > 0) & (way[:, 1] < HELD)).sum())) for way in both],
-            [f"{np.nanmean(way[:, 2]):.2f}" if np.isfinite(way[:, 2]).any() else "–" for way in both],
-            [f"{way[:, 3].mean():.1f}" for way in both],
+            [f"{1 - way[:, 0].mean():.0%}" for way in each],
+            [str(int(((way[:, 0] > 0) & (way[:, 1] < HELD)).sum())) for way in each],
+            [f"{np.nanmean(way[:, 2]):.2f}" if np.isfinite(way[:, 2]).any() else "–" for way in each],
+            [f"{way[:, 3].mean():.1f}" for way in each],
         ]
-        print(f"| {kind} | {len(both[0])} | {' | '.join(', '.join(pair) for pair in cells)} |")
+        print(f"| {kind} | {len(each[0])} | {' | '.join(', '.join(pair) for pair in cells)} |")
 
 
 def _compared(first: int, count: int, data: Path | None, only: str) -> Iterator[tuple[str, str, Scan]]:
@@ -265,7 +268,7 @@ def main() -> None:
     parser.add_argument("--warped", type=int, default=150, help="volumes with one")
     parser.add_argument("--list", action="store_true", help="name every volume that fails or is of low confidence")
     parser.add_argument("--half", choices=("tuned", "held-out"), help="only these seeds")
-    parser.add_argument("--learned", action="store_true", help="compare classic with learned bands")
+    parser.add_argument("--learned", action="store_true", help="compare classic bands with learned ones and either")
     parser.add_argument("--first", type=int, default=0, help="first seed of the comparison; report 200 and above")
     parser.add_argument("--count", type=int, default=20, help="volumes of each kind in the comparison")
     parser.add_argument("--data", type=Path, help="folder of the shared real scans, also compared")

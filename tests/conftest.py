@@ -54,6 +54,22 @@ def _as_it_was() -> None:
         os.environ["PYTHONSAFEPATH"] = SAFE_PATH
 
 
+@pytest.fixture(scope="module")
+def remembered_bscans():
+    """The packaged network looks once at every B-scan that the tests of a file give it."""
+    from octfm.layers.finder import LayerFinder
+    from support.remembered_bscans import RememberedBscans
+
+    with pytest.MonkeyPatch.context() as patch:
+        memory = RememberedBscans()
+
+        def find(finder, volume):
+            return memory.of(finder, volume)
+
+        patch.setattr(LayerFinder, "find", find)
+        yield
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Runs jobs of several ranks in processes of its own."""

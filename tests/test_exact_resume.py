@@ -312,6 +312,23 @@ def test_a_best_checkpoint_that_cannot_be_named_is_a_sentence_and_no_end_of_trai
     assert [checkpoint.step_of(p) for p in checkpoint.steps(tmp_path)] == [1]
 
 
+def test_a_full_disk_does_not_keep_training_from_going_back(tmp_path, monkeypatch):
+    writer = CheckpointWriter([tmp_path], Retention(3))
+    for step in (2, 4):
+        writer.save(step, {"model": {}}, best=True)
+    writer.wait()
+
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("octfm.run.checkpoint_writer.write_whole", full)
+    writer.forget_after(2)
+    assert [checkpoint.step_of(path) for path in checkpoint.steps(tmp_path)] == [2]
+    (failure,) = writer.failures()
+    assert failure.sentence.endswith("names a best checkpoint after step 2, which is gone: No space left on device")
+    assert not failure.lost
+
+
 def test_going_back_keeps_the_checkpoint_that_was_the_best_before(tmp_path):
     writer = CheckpointWriter([tmp_path], Retention(3))
     for step in (2, 4, 6):

@@ -40,6 +40,7 @@ from yardstick_questions import (
     with_headline_columns,
 )
 
+pytestmark = pytest.mark.usefixtures("remembered_bscans")
 DISEASES = ("healthy", "drusen", "glaucoma")
 
 

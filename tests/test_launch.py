@@ -94,7 +94,13 @@ def test_a_signal_reaches_torchrun_and_is_waited_for(machine):
     assert process.wait(timeout=30) == 75
 
 
-SLURM = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "77", "SLURM_GPUS_ON_NODE": "4"}
+SLURM = {
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_ID": "77",
+    "SLURM_GPUS_ON_NODE": "4",
+    "SLURM_CPUS_PER_TASK": "32",
+}
 
 
 @pytest.mark.parametrize("code, requeued", [(0, False), (75, True), (1, False)])
@@ -105,22 +111,25 @@ def test_slurm_starts_one_torchrun_per_node_and_requeues_on_75(machine, code, re
     assert done.returncode == code
     (srun,) = [call for call in machine.calls if call.startswith("srun")]
     assert srun == (
-        f"srun --ntasks-per-node 1 {LAUNCH}/torchrun.sh --nnodes 2 --nproc-per-node 4 --max-restarts 3 --rdzv-backend "
-        "c10d "
-        "--rdzv-endpoint n1:29400 --rdzv-id 77 -- pretrain vit_s --out runs/a"
+        f"srun --ntasks-per-node 1 --cpus-per-task 32 {LAUNCH}/torchrun.sh --nnodes 2 --nproc-per-node 4 "
+        "--max-restarts 3 --rdzv-backend c10d --rdzv-endpoint n1:29477 --rdzv-id 77 -- pretrain vit_s --out runs/a"
     )
     assert ("scontrol requeue 77" in machine.calls) == requeued
 
 
 def test_slurm_passes_the_last_minutes_on_and_comes_back(machine):
+    """To the tasks: srun kills them if it gets a SIGTERM itself."""
     machine.fake("scontrol", "echo n1")
-    machine.fake("srun", "trap 'sleep 0.3; exit 75' TERM\necho ready\nwhile true; do sleep 0.05; done")
+    saves = "trap 'sleep 0.3; exit 75' USR1\ntrap 'exit 143' TERM"
+    machine.fake("srun", f"{saves}\necho $$ > {machine.folder}/srun.pid\necho ready\nwhile true; do sleep 0.05; done")
+    machine.fake("scancel", f"kill -USR1 $(cat {machine.folder}/srun.pid)")
     command = ["bash", str(LAUNCH / "slurm.sbatch"), "pretrain", "vit_s"]
     environment = os.environ | SLURM | {"OCTFM_ROOT": str(ROOT)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 75 and "scontrol requeue 77" in machine.calls
+    assert "scancel --signal=TERM 77" in machine.calls
 
 
 def test_sbatch_runs_a_copy_of_the_script_with_the_words_after_it(machine, tmp_path):
@@ -149,7 +158,8 @@ def test_sbatch_runs_a_copy_of_the_script_with_the_words_after_it(machine, tmp_p
     )
     assert done.returncode == 0, done.stderr
     assert machine.calls[0] == f"sbatch {' '.join(words)}"
-    assert machine.calls[-1].startswith(f"srun --ntasks-per-node 1 {LAUNCH}/torchrun.sh --nnodes 2 --nproc-per-node 4 ")
+    begins = f"srun --ntasks-per-node 1 --cpus-per-task 32 {LAUNCH}/torchrun.sh --nnodes 2 --nproc-per-node 4 "
+    assert machine.calls[-1].startswith(begins)
     assert machine.calls[-1].endswith("-- pretrain vit_s data.store=a b --out runs/a")
 
 

@@ -42,6 +42,7 @@ from octfm.volume.planes import without_white_padding
 from octfm.volume.volume import Volume
 from octfm.weights.packaged import CURRENT, NOTE, packaged
 from support.command_line import octfm_here
+from support.remembered_bscans import RememberedBscans
 
 UNSEEN = Stream(203, randomised=0.0, ascan_um=(13.0, 19.0))
 """Phantom B-scans of a seed that no choice has seen."""
@@ -70,6 +71,14 @@ def test_surfaces_of_unseen_phantoms_lie_within_rows_of_the_truth():
     medians = {name: np.median(values) for name, values in errors.items()}
     most = {"ilm": 4, "ez": 12, "rpe_peak": 7, "bm": 7}
     assert all(median < most[name] for name, median in medians.items()), medians
+
+
+def test_a_bscan_has_the_same_layers_whatever_else_is_in_the_volume():
+    finder, sample = load_finder(), samples(["drusen"])[0].volume
+    volume = replace(sample, voxels=sample.voxels[[3, 10]], lines=None)
+    found, apart = finder.find(volume), RememberedBscans().of(finder, volume)
+    for name in vars(found):
+        np.testing.assert_array_equal(getattr(apart, name), getattr(found, name), err_msg=name)
 
 
 def test_a_mirrored_scan_has_the_mirrored_answer():

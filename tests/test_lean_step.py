@@ -9,8 +9,8 @@ from octfm.models.predictor import PredictorConfig
 from octfm.models.vit3d import TokenGrid, TokenIndex, ViTConfig
 from octfm.pretraining.learner import optimizer_groups
 
-GRID = TokenGrid((8, 12, 12), (0.375, 0.083, 0.25))
-"""Of a [32, 192, 192] volume."""
+GRID = TokenGrid((4, 6, 6), (0.375, 0.083, 0.25))
+"""Of a [16, 96, 96] volume: how many operators there are does not depend on how many tokens."""
 
 
 class Counter(TorchDispatchMode):

@@ -34,6 +34,7 @@ from support.small_store import SIZE, small_preprocessing, small_store
 from support.store_samples import content
 from support.tiny_runs import config, quick_pretrain, quiet
 
+pytestmark = pytest.mark.usefixtures("remembered_bscans")
 FIXTURES = Path(__file__).parent / "fixtures"
 BAND = LearnedBand()
 GRID = {"image_size": list(SIZE), "target_spacing": [0.7, 0.03, 0.18]}
@@ -93,6 +94,19 @@ def test_the_learned_band_holds_the_retina_and_is_tight(retina):
     assert (found.ilm - margin < ilm).mean() > 0.99 and (found.bm + margin > bm).mean() > 0.99
     thick = {name: (t.bm - t.ilm).mean() for name, t in (("classic", classic), ("learned", found))}
     assert abs(thick["learned"] - (bm - ilm).mean()) < 0.02 / volume.spacing_mm[1], thick
+
+
+def test_either_asks_the_network_only_where_the_classic_band_is_unsure(retina, monkeypatch):
+    volume, _ = retina
+    either = with_network(load(Preprocessing, GRID, ["band=either"]))
+    assert either.band_network == BAND.network and either.fingerprint() != LEARNED.fingerprint()
+    sure = either(volume, BAND)
+    assert np.array_equal(sure.band, small_preprocessing()(volume).band) and "learned_sure" not in sure.confidence
+    classic = find_tissue(volume.voxels, volume.spacing_mm)
+    monkeypatch.setattr("octfm.volume.preprocessing.find_tissue", lambda *_: replace(classic, confident=False))
+    unsure = either(volume, BAND)
+    assert unsure.confident and np.array_equal(unsure.band, LEARNED(volume, BAND).band)
+    assert not small_preprocessing()(volume).confident
 
 
 @pytest.mark.slow

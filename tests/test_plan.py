@@ -69,6 +69,7 @@ def test_plan_prints_volumes_machine_and_commands(store, one_preset, tmp_path):
     assert (code, err) == (0, ""), err
     assert "16 training volumes of 8 participants" in out and "8 participants are few to learn from" in out
     assert f"octfm doctor demo --store {store.path} --steps 1200" in out and out.count("--device cpu") == 2
+    assert "first:   octfm prepare CATALOG --like encoder-2 " in out
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,7 +14,7 @@ from octfm.errors import ConfigError, ReadError, StoreError
 from octfm.phantom import phantom_volume
 from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.transform import Transform
-from octfm.volume.volume import Volume
+from octfm.volume.volume import Lines, Volume
 
 SMALL = Preprocessing(image_size=(16, 192, 128), target_spacing=(0.375, 0.0104, 0.047))
 SCANNERS = ("heidelberg_spectralis", "topcon_triton")
@@ -152,6 +152,23 @@ def test_left_eyes_become_right_eyes_and_unknown_ones_are_left_alone():
     assert np.array_equal(right.band, left.band)
     assert np.array_equal(right.voxels, unknown.voxels)
     assert (right.transform.mirrored, left.transform.mirrored, unknown.transform.mirrored) == (False, True, False)
+
+
+@pytest.mark.parametrize("upwards", [False, True])
+def test_a_left_eye_in_vertical_bscans_is_mirrored_and_not_turned(upwards):
+    base, _ = phantom_volume(2, scanner="topcon_triton")
+    x = np.linspace(-3, 3, base.shape[0])
+    ends = [np.stack([x, np.full_like(x, y)], axis=1) for y in ((3, -3) if upwards else (-3, 3))]
+    right = replace(base, lines=Lines(*ends), superior_first=None)
+    left = right.mirrored()
+    # Mirrored on the fundus: at -x lies what lay at x, and A-scans run up or down as before.
+    assert left.laterality == "L" and np.array_equal(left.voxels, base.voxels[::-1])
+    assert np.allclose(left.lines.start, right.lines.start[::-1] * (-1, 1))
+    assert np.allclose(left.lines.end, right.lines.end[::-1] * (-1, 1))
+    as_right, as_left = SMALL(right), SMALL(left)
+    assert np.array_equal(as_right.voxels, as_left.voxels) and np.array_equal(as_right.band, as_left.band)
+    assert as_left.transform.reversed_bscans and not as_left.transform.mirrored
+    assert np.allclose(as_left.transform.to_native(as_left.voxels), as_right.transform.to_native(as_right.voxels)[::-1])
 
 
 def test_superior_comes_first():

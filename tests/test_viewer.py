@@ -336,7 +336,8 @@ def test_scenes_come_back_as_they_were_written(tmp_path):
 
 @pytest.mark.parametrize("mirrored", [False, True])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_tokens_are_placed_where_the_transform_says(mirrored, reverse):
+@pytest.mark.parametrize("shown_reversed", [False, True])
+def test_tokens_are_placed_where_the_transform_says(mirrored, reverse, shown_reversed):
     rng = np.random.default_rng(3)
     native, prepared, patch = (20, 90, 70), (16, 64, 32), (4, 8, 8)
     transform = Transform(
@@ -349,12 +350,11 @@ def test_tokens_are_placed_where_the_transform_says(mirrored, reverse):
         reverse,
         mirrored,
     )
-    placed = Placement.native(transform)
-    shown = np.stack(
-        [rng.integers(0, n, 400) for n in native], 1
-    )  # B-scan, row, column as displayed: superior first, columns as in the file
+    placed = Placement.native(transform, shown_reversed)
+    # B-scan, row, column as displayed: columns as in the file
+    shown = np.stack([rng.integers(0, n, 400) for n in native], 1)
     file = shown.astype(float)
-    if reverse:
+    if shown_reversed:
         file[:, 0] = native[0] - 1 - file[:, 0]
     expected = np.floor((transform.points_to_prepared(file) + 0.5) / patch)
     edges = (placed.bscans, None, placed.columns)

@@ -165,8 +165,9 @@ def markdown(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-_FORMULA = re.compile(r"'*[=+\-@\t\r]")
-"""How a text begins that a spreadsheet takes for a formula, or that `csv_cell` has put an apostrophe before."""
+_FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
+"""How a text begins that a spreadsheet takes for a formula (East Asian ones also with full-width signs), or that
+`csv_cell` has put an apostrophe before."""
 
 
 def csv_cell(text: str) -> str:

@@ -79,7 +79,7 @@ def small_store(
                     flags=(),
                     confident=True,
                     confidence={},
-                    transform=prepared.transform.to_dict(),
+                    transform={**prepared.transform.to_dict(), "mirrored": laterality == "L"},
                     checksum=stage(prepared, writer.staging, str(seed), writer.compression),
                 )
                 writer.append(row, str(seed))

@@ -320,7 +320,7 @@ def prepare(
 
         base = preprocessing_of(str(like))
     preprocessing, find_band = load(Preprocessing, base, settings or []), None
-    if preprocessing.band == "learned":
+    if preprocessing.band != "classic":
         from octfm.layers.band import band_finder, with_network
 
         preprocessing = with_network(preprocessing)

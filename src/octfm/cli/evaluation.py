@@ -488,9 +488,8 @@ def _samples(names: list[str]) -> "list[Volume]":
 
     made = samples(names)
     for each in made:
-        typer.echo(
-            f"{each.volume.source}: synthetic, with a true central thickness of {each.centre_um:.1f} µm around its pit"
-        )
+        true = f"a true central thickness of {each.centre_um:.1f} µm around its pit"
+        typer.echo(f"{each.volume.source}: synthetic, with {true}")
     return [each.volume for each in made]
 
 

@@ -154,7 +154,7 @@ features = module(voxels)                           # prepared voxels [B, 1, D, 
 def _plain_card(name: str, encoder: Encoder, tuned: TunedModel | None) -> str:
     """A minimal model card, for an export without the files of its run."""
     needs = ""
-    if encoder.preprocessing.band == "learned":
+    if encoder.preprocessing.band != "classic":
         network = encoder.preprocessing.band_network
         needs = f"To read scans it needs an octfm that has the network {network}, which finds their tissue bands.\n\n"
     what = f"fine-tuned for {tuned.answer.target}" if tuned is not None else "pretrained without labels"

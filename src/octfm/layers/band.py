@@ -173,10 +173,10 @@ def _fovea(thickness_mm: np.ndarray, at: np.ndarray, apart_mm: float, dx: float)
 
 
 def with_network(preprocessing: Preprocessing) -> Preprocessing:
-    """The same settings; a learned band whose network is not named gets the current one."""
+    """The same settings; a band that needs a network and does not name it gets the current one."""
     if preprocessing.band == "classic" or preprocessing.band_network:
         return preprocessing
-    return preprocessing.model_copy(update=LearnedBand().settings)
+    return preprocessing.model_copy(update={"band_network": LearnedBand().network})
 
 
 def band_finder(preprocessing: Preprocessing, where: str) -> LearnedBand | None:
@@ -192,8 +192,8 @@ def band_finder(preprocessing: Preprocessing, where: str) -> LearnedBand | None:
     if here.get(name) != digest:
         known = ", ".join(f"{name} {digest[:12]}" for name, digest in here.items())
         raise CheckpointError(
-            f"{where}: needs the network {name} {digest[:12]} to find tissue bands (band: learned), this octfm has "
-            f"{known}; use the octfm that it was made with"
+            f"{where}: needs the network {name} {digest[:12]} to find tissue bands (band: {preprocessing.band}), this "
+            f"octfm has {known}; use the octfm that it was made with"
         )
     load_finder(name, "cpu")  # here, not in every worker, a damaged file is one error
     return LearnedBand(name)

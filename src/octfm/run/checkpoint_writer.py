@@ -141,8 +141,13 @@ class CheckpointWriter:
     def forget_best_after(self, step: int) -> None:
         """Name the one that was the best after `step` updates the best again: training goes on from there."""
         named = _best_steps(self.places[0]) if self._tidies and self.places else []
-        if named and named[-1] > step:
+        if not named or named[-1] <= step:
+            return
+        try:
             _name_best(self.places[0], [best for best in named if best <= step])
+        except OSError as error:
+            reason = f"{self.places[0] / BEST} still names a best checkpoint after step {step}, which is gone"
+            self._failures.append(Failure(step, f"{reason}: {error.strerror or error}", lost=False))
 
     def close(self) -> None:
         """Finish what is being written."""

@@ -75,7 +75,7 @@ def save_pictures(
                 voxels=one.voxels[0],
                 spacing_mm=store.preprocessing.target_spacing,
                 laterality=row.laterality,  # type: ignore[arg-type]
-                mirrored=row.laterality == "L",
+                mirrored=row.transform.get("mirrored", row.laterality == "L"),
                 superior_first=True,
                 scanner=row.scanner,
                 overlays=tuple(overlays),

@@ -79,8 +79,8 @@ class Placement:
         return Placement((0.0, float(depth)), (0.0, float(width)), ((0.0, float(height)),) * depth)
 
     @staticmethod
-    def native(transform: Transform) -> "Placement":
-        """The grid of a prepared volume in its native frame, with the B-scan order of `Volume.superior_to_inferior`."""
+    def native(transform: Transform, reversed_bscans: bool) -> "Placement":
+        """The grid of a prepared volume in its native frame, or in that frame with its B-scans reversed."""
         (z, y, x), (dz, dy, dx) = transform.origin, transform.scale
 
         def edges(origin: float, scale: float, count: int) -> tuple[float, float]:
@@ -91,6 +91,9 @@ class Placement:
         bscans, columns = edges(z, dz, transform.shape[0]), edges(x, dx, transform.shape[2])
         top, bottom = edges(y, dy, transform.shape[1])
         rows = [(top + shift, bottom + shift) for shift in transform.displacement]
+        if transform.reversed_bscans != reversed_bscans:
+            count = transform.native_shape[0]
+            bscans, rows = (count - bscans[0], count - bscans[1]), rows[::-1]
         placed = Placement(bscans, columns, tuple(rows))
         return placed.mirrored(transform.native_shape[2]) if transform.mirrored else placed
 

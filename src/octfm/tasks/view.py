@@ -80,7 +80,8 @@ def scene_of(
         band = np.stack([prepared.transform.rows_to_native(surface) for surface in maps.drawn(prepared.band)])
         overlays += [maps.band(band[:, order], encoder.preprocessing.margin_mm), *maps.masks_of(encoder, kinds[0], 0)]
         overlays += maps.token_overlays(encoder, arrays, tokens[0], kinds[0], basis, head)
-        placement, features = Placement.native(prepared.transform), maps.reduced(tokens[0], basis)
+        placement = Placement.native(prepared.transform, reversed_bscans=volume.superior_first is False)
+        features = maps.reduced(tokens[0], basis)
         about = maps.about_features(basis, tokens, kinds)
     found = segmenter.segment(volume) if segmenter is not None else found
     if found is not None:

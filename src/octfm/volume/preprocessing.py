@@ -75,10 +75,11 @@ class Preprocessing(Config):
     """The tissue band extends this far above ILM and below BM."""
     center: Literal["fovea", "field"] = "fovea"
     """Centre of the crop of a larger scan: `fovea` is the foveal pit if found, else the middle of the field."""
-    band: Literal["classic", "learned"] = "classic"
-    """What finds ILM and BM: `classic` follows borders and brightness, `learned` is a network trained on phantoms."""
+    band: Literal["classic", "learned", "either"] = "classic"
+    """What finds ILM and BM: `classic` follows borders and brightness, `learned` is a network trained on phantoms,
+    `either` asks the network only where the classic band is unsure."""
     band_network: str = Field("", pattern=r"^(\S+ [0-9a-f]{64})?$")
-    """Name and SHA-256 of the network behind a learned band; `octfm prepare` fills it in."""
+    """Name and SHA-256 of the network behind a band that is not classic; `octfm prepare` fills it in."""
     register_bscans: bool = True
     """Undo axial eye motion before anything is averaged across B-scans."""
     uint16_full_scale: int = Field(65535, gt=0, le=65535)
@@ -88,7 +89,8 @@ class Preprocessing(Config):
     """Version of the algorithm, raised whenever the same settings would give other voxels or another band.
 
     Version 2 trusts a band that runs along the tops of lesions, and its crop does not follow a drifting retina. Stores
-    and checkpoints made with it can still be continued and used."""
+    and checkpoints made with it can still be continued and used. Left eyes in vertical B-scans are mirrored by the
+    order of their B-scans in both."""
     intensity_mean: float = Field(0.2, ge=-100, le=100)
     """Subtracted from voxels / 255 on the device."""
     intensity_std: float = Field(0.2, ge=1e-4, le=100)
@@ -111,8 +113,8 @@ class Preprocessing(Config):
 
     @model_validator(mode="after")
     def _check_band(self) -> "Preprocessing":
-        if self.band == "learned" and self.algorithm == 2:
-            raise ValueError("band: learned needs algorithm 3, got 2")
+        if self.band != "classic" and self.algorithm == 2:
+            raise ValueError(f"band: {self.band} needs algorithm 3, got 2")
         return self
 
     @model_serializer(mode="wrap")
@@ -152,18 +154,19 @@ class Preprocessing(Config):
         """Raises ConfigError unless `find_band` is the finder that these settings name: None for a classic band."""
         given = find_band.network if find_band is not None else ""
         if self.band == "classic" and given:
-            raise ConfigError(f"find_band: got the network {given}, but band is classic; set band to learned")
-        if self.band == "learned" and (not given or given != self.band_network):
+            raise ConfigError(f"find_band: got the network {given}, but band is classic; set band to learned or either")
+        if self.band != "classic" and (not given or given != self.band_network):
             raise ConfigError(
-                f"band: learned needs the network {self.band_network or '(band_network is empty)'}, got "
+                f"band: {self.band} needs the network {self.band_network or '(band_network is empty)'}, got "
                 f"{given or 'none'}; pass find_band=LearnedBand() of octfm.layers.band with its settings"
             )
 
     def __call__(self, volume: Volume, find_band: BandFinder | None = None) -> Prepared:
         """Prepare one volume; a radial scan (star) is made a raster first. Settings `of_bscans` take single B-scans.
 
-        `find_band` finds a learned band; see `expect_finder`. Raises ReadError for other layouts, for a star of too few
-        lines, for pixels that are not 8 or 16 bit, and for volumes that are blank, or blank in the part that is kept.
+        `find_band` finds a band that is not classic; see `expect_finder`. Raises ReadError for other layouts, for a
+        star of too few lines, for pixels that are not 8 or 16 bit, and for volumes that are blank, or blank in the part
+        that is kept.
         """
         self.expect_finder(find_band)
         if volume.layout not in ADMISSIBLE:
@@ -177,8 +180,8 @@ class Preprocessing(Config):
         if volume.layout == "line":  # its distance between B-scans has no meaning: it fills the depth of a voxel
             volume = replace(volume, spacing_mm=(self.target_spacing[0], *volume.spacing_mm[1:]))
         canonical = volume.superior_to_inferior()
-        mirrored = volume.laterality == "L"
-        if mirrored:
+        left_eye = volume.laterality == "L"
+        if left_eye:
             canonical = canonical.mirrored()
         voxels = self._to_uint8(canonical)
         # On native voxels: averages of unregistered B-scans would blur the surfaces that are searched for.
@@ -186,15 +189,16 @@ class Preprocessing(Config):
         if volume.modality != "structure":
             # Flow shows vessels, not the borders that are looked for: every row is kept, no B-scan is moved.
             tissue = replace(tissue, confident=False, located=False, displacement=np.zeros(len(voxels)))
-        elif find_band is not None:
+        elif find_band is not None and not (self.band == "either" and tissue.confident):
             tissue = find_band(voxels, canonical.spacing_mm, tissue)
         if not self.register_bscans:
             tissue = replace(tissue, displacement=np.zeros(len(voxels)))
         # Version 2 is kept to the bit, so that its stores and checkpoints can be continued.
         if self.algorithm == 2:
             tissue = replace(tissue, confident=tissue.located)
+        reversed_bscans = (volume.superior_first is False) != (left_eye and volume.vertical)
         transform, in_crop = self._place(
-            canonical, tissue, reversed_bscans=volume.superior_first is False, mirrored=mirrored
+            canonical, tissue, reversed_bscans=reversed_bscans, mirrored=left_eye and not volume.vertical
         )
         if self.algorithm > 2:
             confident = tissue.confident and in_crop >= IN_CROP

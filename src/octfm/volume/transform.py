@@ -28,9 +28,10 @@ class Transform:
     displacement: tuple[float, ...]
     """Axial position of each canonical B-scan relative to the registered frame, in native rows."""
     reversed_bscans: bool
-    """True: canonical B-scan 0 (superior) is the last native one."""
+    """True: canonical B-scan 0 is the last native one: the superior one, or of a left eye in vertical B-scans the nasal
+    one."""
     mirrored: bool
-    """True: a left eye was mirrored to a right one."""
+    """True: a left eye was mirrored to a right one, A-scan by A-scan."""
 
     def points_to_native(self, points_N3: np.ndarray) -> np.ndarray:
         """Prepared (d, h, w) indices, float [N, 3], to native ones; exact inverse of `points_to_prepared`."""

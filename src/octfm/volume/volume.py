@@ -52,9 +52,16 @@ class Lines:
         direction = self.end - self.start
         return bool((direction @ direction[0] < 0).any())
 
+    @property
+    def vertical(self) -> bool:
+        """Whether they run up or down rather than sideways."""
+        x, y = np.abs(np.nan_to_num(self.end - self.start).mean(axis=0))
+        return bool(y > x)
+
     def mirrored(self) -> "Lines":
-        """Exchange left and right; A-scans are counted from the other end."""
-        return Lines(self.end * (-1, 1), self.start * (-1, 1))
+        """Exchange left and right; A-scans are counted from the other end unless the lines are vertical."""
+        start, end = (self.start, self.end) if self.vertical else (self.end, self.start)
+        return Lines(start * (-1, 1), end * (-1, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,10 +148,7 @@ class Volume:
     @property
     def vertical(self) -> bool:
         """Whether the B-scans of a raster run up or down the fundus: their ends are then not nasal and temporal."""
-        if self.layout != "raster" or self.lines is None:
-            return False
-        x, y = np.abs(np.nan_to_num(self.lines.end - self.lines.start).mean(axis=0))
-        return bool(y > x)
+        return self.layout == "raster" and self.lines is not None and self.lines.vertical
 
     @property
     def left_to_right(self) -> bool:
@@ -159,13 +163,17 @@ class Volume:
         return f"{self.participant}_{self.laterality or 'unknown'}"
 
     def mirrored(self) -> "Volume":
-        """Exchange left and right in voxels, lines and laterality. Raises ValueError if laterality is unknown."""
+        """Exchange left and right in voxels, lines and laterality: of a vertical raster by reversing its B-scans.
+
+        Raises ValueError if laterality is unknown.
+        """
         if self.laterality is None:
             raise ValueError(f"{self.source}: laterality is unknown, so mirroring it would be a guess")
+        other: Laterality = "L" if self.laterality == "R" else "R"
         lines = self.lines and self.lines.mirrored()
-        return replace(
-            self, voxels=self.voxels[:, :, ::-1], lines=lines, laterality="L" if self.laterality == "R" else "R"
-        )
+        if self.vertical:
+            return replace(self, voxels=self.voxels[::-1], lines=lines and lines[::-1], laterality=other)
+        return replace(self, voxels=self.voxels[:, :, ::-1], lines=lines, laterality=other)
 
     def superior_to_inferior(self) -> "Volume":
         """Reverse the B-scans if B-scan 0 is known to be inferior; else unchanged."""

@@ -17,6 +17,7 @@ from octfm.pretraining.preflight.resources import duration, micro_batches, step_
 from octfm.pretraining.settings import PretrainConfig, load_config
 from octfm.run.runtime import Precision, Runtime, start
 from octfm.store.store import Store
+from octfm.weights.packaged import CURRENT_ENCODER
 
 PRESETS = ("mae", "vit_s", "demo")
 """In order of preference: in short runs masked voxels were worth more than a teacher's features (docs/results.md)."""
@@ -132,11 +133,13 @@ class Plan:
             )
         if self.participants < FEW_PARTICIPANTS:
             found.append(
-                f"{self.participants} participants are few to learn from: compare the result with the untrained "
-                "network (octfm embed, octfm probe), and begin with the weights of another run (model.init) if you can"
+                f"{self.participants} participants are few to learn from: expect less than of the encoder in the box "
+                "and compare with the untrained network, too (octfm embed, octfm probe)"
             )
         return [
             *found,
+            f"first:   octfm prepare CATALOG --like {CURRENT_ENCODER} --out boxed && octfm embed --store boxed    "
+            "(the encoder in the box, without training)",
             f"check:   {self.command('doctor')}",
             f"run:     {self.command('pretrain', '--out', f'runs/{chosen.preset}')}",
         ]

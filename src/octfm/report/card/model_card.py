@@ -177,7 +177,7 @@ def _model(sources: Sources, name: str) -> str:
         mm = " × ".join(f"{n * s:.3g}" for n, s in zip(pre.image_size, pre.target_spacing, strict=True))
         size = f"{_by(pre.image_size)} voxels (B-scan, axial, lateral)"
         rows.append(("Input", f"{size} over {mm} mm; left eyes are mirrored to right"))
-        if pre.band == "learned":
+        if pre.band != "classic":
             rows.append(("Network that finds tissue bands", f"`{pre.band_network}`"))
         rows.append(("Preprocessing fingerprint", f"`{sources.store.fingerprint}`"))
     return "## Model\n\n" + _table(("", ""), rows)

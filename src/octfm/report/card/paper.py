@@ -202,12 +202,14 @@ def _answers(sources: Sources) -> dict[str, str]:
     if sources.store is not None:
         pre = sources.store.preprocessing
         size, mm = (" × ".join(f"{v:g}" for v in values) for values in (pre.image_size, pre.target_spacing))
-        by = f"by the network {pre.band_network}, trained on synthetic B-scans" if pre.band == "learned" else ""
+        where = "without labels or, where that was unsure, " if pre.band == "either" else ""
+        network = f"by the network {pre.band_network}, trained on synthetic B-scans"
+        by = "without labels" if pre.band == "classic" else where + network
         found["preprocessing"] = (
             f"Volumes were resampled by area averaging to {size} voxels of {mm} mm (B-scan, axial, lateral) without "
             f"stretching, {'after axial registration of B-scans, ' if pre.register_bscans else ''}around the "
             f"{pre.center}; left eyes were mirrored to right. The tissue band, from {pre.margin_mm * 1000:g} µm above "
-            f"the internal limiting membrane to as much below Bruch's membrane, was found {by or 'without labels'}."
+            f"the internal limiting membrane to as much below Bruch's membrane, was found {by}."
         )
     if sources.config:
         get = partial(setting, sources)
