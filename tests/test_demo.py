@@ -22,8 +22,7 @@ from support.dicom_files import write_oct_dicom
 
 SMALLER = replace(
     clinic.QUICK,
-    participants=16,
-    fractions=(0.25, 0.25, 0.5),
+    participants=20,
     overrides=("steps=4", "log_every_steps=1", "validate_every_steps=2", "ckpt_every_steps=2", "model.depth=2"),
 )
 """A demonstration that takes a third as long as that of --quick, which only the slow tests run."""
@@ -38,7 +37,7 @@ def run_smaller(out, **options):
 
 
 def few_bscans(conditions, samples=sample.samples):
-    return [replace(s, volume=replace(s.volume, voxels=s.volume.voxels[::16])) for s in samples(conditions)]
+    return [replace(s, volume=replace(s.volume, voxels=s.volume.voxels[::6])) for s in samples(conditions)]
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +126,7 @@ def test_a_second_call_does_only_what_is_missing(finished, until):
 
 
 def test_another_seed_in_the_same_folder_is_refused(finished):
-    with pytest.raises(ConfigError, match="holds a cohort of 16 participants with seed 1"):
+    with pytest.raises(ConfigError, match="holds a cohort of 20 participants with seed 1"):
         run_smaller(finished[0], seed=2, echo=lambda _: None)
 
 

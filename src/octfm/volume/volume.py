@@ -59,9 +59,8 @@ class Lines:
         return bool(y > x)
 
     def mirrored(self) -> "Lines":
-        """Exchange left and right; A-scans are counted from the other end unless the lines are vertical."""
-        start, end = (self.start, self.end) if self.vertical else (self.end, self.start)
-        return Lines(start * (-1, 1), end * (-1, 1))
+        """Exchange left and right; A-scans are counted from the other end."""
+        return Lines(self.end * (-1, 1), self.start * (-1, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +171,9 @@ class Volume:
         other: Laterality = "L" if self.laterality == "R" else "R"
         lines = self.lines and self.lines.mirrored()
         if self.vertical:
-            return replace(self, voxels=self.voxels[::-1], lines=lines and lines[::-1], laterality=other)
+            # A-scans keep their order, so the first stays the first.
+            lines = lines and Lines(lines.end, lines.start)[::-1]
+            return replace(self, voxels=self.voxels[::-1], lines=lines, laterality=other)
         return replace(self, voxels=self.voxels[:, :, ::-1], lines=lines, laterality=other)
 
     def superior_to_inferior(self) -> "Volume":
