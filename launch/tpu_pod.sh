@@ -65,14 +65,14 @@ create() {
     run gcloud compute tpus tpu-vm create "${where[@]}" --accelerator-type "$type" --version "$version"
 }
 
+# Into the folder that is there, since it holds the .venv and the logs of earlier runs.
 sync_commit() {
-    [ -z "$(git status --porcelain --untracked-files=no)" ] || refuse "uncommitted changes would not reach the workers: commit them first"
     local bundle
     bundle=$(mktemp -d)/octfm.bundle
     git bundle create -q "$bundle" HEAD
     run gcloud compute tpus tpu-vm scp "$bundle" "$name:octfm.bundle" "${where[@]:1}" --worker=all
     rm -r "$(dirname "$bundle")"
-    on_all "rm -rf $home.new && git clone -q octfm.bundle $home.new && git -C $home.new checkout -q --detach $commit && rm -rf $home && mv $home.new $home"
+    on_all "git init -q $home && git -C $home fetch -q ../octfm.bundle HEAD && git -C $home checkout -q --force --detach $commit"
     on_all "cd $home && $setup"
 }
 
@@ -117,13 +117,15 @@ start() {
     *" runtime.parallel="*) refuse "a pod trains with runtime.parallel=xla_spmd, got $*; leave runtime.parallel out (F10)" ;;
     *) set -- "$@" runtime.parallel=xla_spmd ;;
     esac
+    [ -z "$(git status --porcelain --untracked-files=no)" ] || refuse "uncommitted changes would not reach the workers: commit them first"
     commit=$(git rev-parse HEAD)
     create
+    report_holders # before the code of a run that still goes on is exchanged
     sync_commit
     require_one_commit
-    report_holders
     local words
     printf -v words '%q ' "$@"
+    on_all "cd $home && if [ -f run.log ]; then mv run.log run.\$(date -r run.log +%Y%m%dT%H%M%S).log; fi"
     on_all "cd $home && (nohup .venv/bin/python -m octfm $words> run.log 2>&1 & echo \$! > run.pid)"
     follow
 }

@@ -2,6 +2,7 @@
 given."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -222,11 +223,39 @@ def test_F20_one_command_brings_one_commit_to_all_workers_and_starts_them(machin
     )
     calls = "\n".join(machine.calls)
     begun = "-m octfm pretrain vit_s data.store=gs://b/prepared runtime.parallel=xla_spmd > run.log"
-    wanted = ["tpu-vm create oct --zone z1 --accelerator-type v4-32", "tpu-vm scp", f"checkout -q --detach {commit}",
-              "torch_xla[tpu]==2.9.0", "echo commit", "holder", begun, "tail -n 50 -F"]  # fmt: skip
+    wanted = ["tpu-vm create oct --zone z1 --accelerator-type v4-32", "tpu-vm scp", f"checkout -q --force --detach {commit}",
+              "torch_xla[tpu]==2.9.0", "echo commit", begun, "tail -n 50 -F"]  # fmt: skip
+    wanted.insert(1, "holder")
     places = [calls.index(words) for words in wanted]
-    assert places == sorted(places), "create, sync, compare, look who holds the chips, start, tail"
+    assert places == sorted(places), "create, look who holds the chips, sync, compare, start, tail"
     assert all("--worker=all" in call for call in machine.calls if "scp" in call or "run.pid" in call)
+
+
+def test_F20_a_second_start_keeps_the_environment_and_the_logs_on_a_worker(machine, clone, tmp_path):
+    """The commands that a worker gets, run in a home folder, with a commit in between."""
+    folder, worker = clone[0], tmp_path / "worker"
+    home = worker / "octfm-pod"
+    worker.mkdir()
+    for text in ("first", "second"):
+        (folder / "launch" / "gpu.sh").write_text(text)
+        git = ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run([*git, "commit", "-q", "-a", "-m", text], check=True)
+        commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+        pod(machine, [commit] * 4)
+        done = script("tpu_pod.sh", "start", *POD, "--type", "v4-32", "--dry-run", *RUN, cwd=folder)
+        asked = [shlex.split(line)[-1] for line in done.stdout.splitlines() if "--command" in line]
+        [sync] = [words for words in asked if "octfm.bundle" in words]
+        [aside] = [words for words in asked if "mv run.log" in words]
+        subprocess.run([*git, "bundle", "create", "-q", worker / "octfm.bundle", "HEAD"], check=True)
+        for words in (sync, aside):
+            subprocess.run(["bash", "-c", words], cwd=worker, check=True)
+        assert (home / "launch" / "gpu.sh").read_text() == text
+        (home / "launch" / "gpu.sh").write_text("edited by hand on a worker")
+        (home / ".venv").mkdir(exist_ok=True)
+        (home / "run.log").write_text(text)
+    assert (home / ".venv").is_dir()
+    [kept] = home.glob("run.2*.log")
+    assert kept.read_text() == "first"
 
 
 @pytest.mark.parametrize("commits", [["{c}", "{c}", "0" * 40, "{c}"], ["{c}", "{c}", "{c}"], ["{c}", "", "{c}", "{c}"]])
@@ -248,7 +277,7 @@ def test_F20_uncommitted_changes_and_held_accelerators_are_refused(machine, clon
         and "accelerators of w3 4711 someone python old.py" in done.stdout
         and "stop that first" in done.stderr
     )
-    assert not any("nohup" in call for call in machine.calls)
+    assert not any("nohup" in call or "scp" in call for call in machine.calls), "a run that goes on keeps its code"
     (folder / "launch" / "torchrun.sh").write_text("changed")
     done = script("tpu_pod.sh", "start", *POD, *RUN, cwd=folder)
     assert done.returncode == 1 and "uncommitted changes would not reach the workers" in done.stderr

@@ -28,6 +28,7 @@ from octfm.report.segmented.pictures import bscan_picture, thickness_pictures
 from octfm.report.viewer import view_facts, viewer
 from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
 from octfm.tasks.view import scene_of
+from octfm.volume.planes import NEARLY_WHITE
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import LAYOUTS, Lines, Volume
 from support.segmented import found_in
@@ -113,9 +114,8 @@ def test_white_padding_is_no_reason_against_a_scan():
     padded[:, :35] = 255  # less than a fifth, above the retina
     plain, white = (measure(replace(found.volume, voxels=each), found.found) for each in (voxels, padded))
     assert plain.contrast > CONTRAST and white.contrast > CONTRAST
-    bright = padded.astype(np.int16)
-    bright[:, :35] = 254  # not white, so no padding
-    assert measure(replace(found.volume, voxels=bright.astype(np.uint8)), found.found).contrast < CONTRAST
+    padded[:, :35] = int(NEARLY_WHITE * 255) - 1  # bright, but not white, so no padding
+    assert measure(replace(found.volume, voxels=padded), found.found).contrast < CONTRAST
 
 
 def test_label_maps_have_the_rows_of_the_image_whatever_was_found(tmp_path):
