@@ -21,6 +21,7 @@ from octfm.models.heads import CrossAttentionPool, MeanPool, TaskHead, add_low_r
 from octfm.report.leaderboard import write_leaderboard
 from octfm.run import checkpoint
 from octfm.run.tracking import read_metrics
+from octfm.store.selection import to_evaluate
 from octfm.store.store import Store
 from octfm.tasks import finetune as module
 from octfm.tasks.finetune import find_task, finetune
@@ -172,6 +173,19 @@ def test_F16_test_participants_are_never_trained_on_seen_ones_refused(run, store
     assert trained <= set(known["hashes"]) and not set(checkpoint.participant_hashes(["P010"], known["key"])) & set(
         known["hashes"]
     )
+
+
+def test_probabilities_take_a_participant_with_two_eyes_for_one(run, store, labels, tmp_path):
+    """Only those of the first grade have both eyes."""
+    left = [row.acquisition for row in store.rows if row.laterality == "L" and int(row.participant[1:]) % 3]
+    (tmp_path / "exclude.txt").write_text("\n".join(left))
+    config = settings(run, store, labels, lr_encoder=0, epochs=1, exclude=str(tmp_path / "exclude.txt"))
+    task = find_task(config, to_evaluate(store, config.exclude), lambda _: False, False)
+    out = finetune(config, tmp_path / "run", echo=quiet)
+    people = {str(task.cases.participant[i]): int(task.cases.label[i]) for i in task.train}
+    share = np.bincount([*people.values()], minlength=3) / len(people)
+    np.testing.assert_allclose(np.exp(read_predictions(out / "predictions.parquet").facts["log_prior"]), share)
+    assert not np.allclose(np.exp(task.log_prior), share)
 
 
 def test_F15_a_store_prepared_otherwise_is_refused(run, labels, tmp_path, store):

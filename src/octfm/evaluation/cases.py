@@ -97,6 +97,17 @@ class Cases:
         return "binary" if len(self.classes) == 2 else "ordinal" if self.ordered else "multiclass"
 
 
+def log_share(cases: Cases, rows: np.ndarray) -> np.ndarray:
+    """[K] log of each class's share of the units of these rows. A unit counts once, however many scans it has, because
+    probabilities are given for units; of a unit with several labels the highest counts, as where it is scored."""
+    assert cases.classes is not None
+    _, member = np.unique(cases.unit[rows], return_inverse=True)
+    label = np.zeros(member.max() + 1, dtype=int)
+    np.maximum.at(label, member, cases.label[rows])
+    # The floor avoids −inf for a class that is absent from a small training subset.
+    return np.log(np.maximum(np.bincount(label, minlength=len(cases.classes)) / len(label), 1e-6))
+
+
 @dataclass(frozen=True, eq=False)
 class Round:
     """Train and test rows of one fit, as positions in the cases."""

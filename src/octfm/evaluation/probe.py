@@ -10,7 +10,7 @@ import numpy as np
 from octfm.catalog.labels import read_labels
 from octfm.encoder.embeddings import Embeddings, align, read_embeddings
 from octfm.errors import EvaluationError
-from octfm.evaluation.cases import Cases, Design, Round, Skip, find_targets, make_cases, make_rounds
+from octfm.evaluation.cases import Cases, Design, Round, Skip, find_targets, log_share, make_cases, make_rounds
 from octfm.evaluation.metrics import ExtraMetric
 from octfm.evaluation.readouts import Readout, fit_predict
 from octfm.evaluation.results import Result
@@ -247,9 +247,7 @@ def predict(cases: Cases, rounds: Sequence[Round], encoder: Embeddings, readout:
         values.append(value)
         chosen.append(setting)
         if num_classes:
-            share = np.bincount(y, minlength=num_classes) / len(y)
-            # The floor avoids −inf for a class that is absent from a small training subset.
-            priors.append(np.tile(np.log(np.maximum(share, 1e-6)), (len(new), 1)))
+            priors.append(np.tile(log_share(cases, r.train), (len(new), 1)))
         if cases.kind == "ordinal":
             # Kappa needs a grade. A linear probe gets a proportional-odds model; the others give one directly.
             if readout == "linear":

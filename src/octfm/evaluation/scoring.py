@@ -38,7 +38,8 @@ class Predictions:
     value: np.ndarray
     """[n, K] log-probabilities as if classes were equally common, or [n, 1] predicted numbers."""
     log_prior: np.ndarray | None = None
-    """[n, K] log of the class frequencies in training: calibrated probabilities need it, ranking does not."""
+    """[n, K] log of the class frequencies among the units of training (`log_share`): calibrated probabilities need it,
+    ranking does not."""
     grade: np.ndarray | None = None
     """[n] expected grade 0..K-1 of an ordinal target."""
     settings: tuple = ()

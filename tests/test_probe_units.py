@@ -1,0 +1,80 @@
+"""A participant counts once: however many scans there are, and whichever of two eyes comes first in a table."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octfm.encoder.embeddings import Embeddings, take_rows
+from octfm.evaluation.cases import Round, Target, log_share, make_cases
+from octfm.evaluation.probe import predict, probe
+
+
+def embeddings(participant, laterality, labels, vectors) -> Embeddings:
+    """Scans of participants and eyes, each with labels of its own; without splits."""
+    participant = np.array([f"p{i:03d}" for i in participant])
+    data = Embeddings(
+        name="mine",
+        path="mine",
+        metadata={},
+        acquisition=np.array([f"a{i:05d}" for i in range(len(participant))]),
+        participant=participant,
+        eye_id=np.array([f"{p}_{side}" for p, side in zip(participant, laterality, strict=True)]),
+        laterality=tuple(laterality),
+        scanner=np.array(["one"] * len(participant)),
+        split=(None,) * len(participant),
+        participant_labels=tuple(labels),
+        vectors=np.asarray(vectors, float),
+    )
+    return take_rows(data, np.argsort(data.acquisition))
+
+
+def with_scans(scans_of_ill: int, seed: int, signal: float = 0.0) -> Embeddings:
+    """200 participants, every other one ill; each who is ill has as many scans as that, the others one."""
+    rng = np.random.default_rng(seed)
+    ill = np.arange(200) % 2
+    row = np.repeat(np.arange(200), np.where(ill, scans_of_ill, 1))
+    vectors = rng.normal(size=(200, 4)) + signal * ill[:, None]
+    labels = [{"diagnosis": "drusen" if ill[i] else "healthy"} for i in row]
+    return embeddings(row, ["R"] * len(row), labels, vectors[row] + 0.3 * rng.normal(size=(len(row), 4)))
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.integers(1, 6), min_size=12, max_size=30), st.integers(0, 1000))
+def test_a_class_is_as_common_as_its_participants_however_often_they_were_scanned(scans, seed):
+    ill = np.arange(len(scans)) % 3 == 0
+    row = np.repeat(np.arange(len(scans)), scans)
+    labels = [{"diagnosis": "drusen" if ill[i] else "healthy"} for i in row]
+    vectors = np.random.default_rng(seed).normal(size=(len(row), 3))
+    data = embeddings(row, ["R"] * len(row), labels, vectors)
+    cases = make_cases(Target("disease", "diagnosis", "participant"), data, None)
+    everything = Round(np.arange(len(row)), np.arange(len(row)))
+    said = predict(cases, [everything], data, "knn", 0)
+    assert said.log_prior is not None
+    np.testing.assert_allclose(np.exp(said.log_prior), [[1 - ill.mean(), ill.mean()]] * len(row))
+
+
+def test_a_participant_with_one_diseased_eye_is_a_diseased_participant():
+    data = embeddings([0, 0, 1, 1, 1], "RLRLL", [{"diagnosis": d} for d in ("healthy", "dme", *["healthy"] * 3)], np.zeros((5, 1)))  # fmt: skip
+    cases = make_cases(Target("disease", "diagnosis", "participant"), data, None)
+    np.testing.assert_allclose(np.exp(log_share(cases, np.arange(5))), [0.5, 0.5])
+    # Scored by the eye, three of four are healthy.
+    by_eye = replace(cases, unit=np.array(["0R", "0L", "1R", "1L", "1L"]), unit_name="eye")
+    np.testing.assert_allclose(np.exp(log_share(by_eye, np.arange(5))), [0.75, 0.25])
+
+
+@pytest.mark.parametrize("signal", [0.0, 0.8])
+def test_follow_up_scans_of_the_ill_do_not_make_probabilities_wrong(signal):
+    """Of clinics that scan the ill four times and the healthy once, as of those that scan everybody once."""
+    found: dict[int, dict[str, float]] = {}
+    for scans in (1, 4):
+        runs = [
+            probe([with_scans(scans, seed, signal)], targets=["disease"], resamples=20)["results"] for seed in range(3)
+        ]
+        found[scans] = {
+            m: float(np.mean([r["estimate"] for run in runs for r in run if r["metric"] == m])) for m in ("brier", "ece")
+        }
+    assert found[4]["brier"] < 1.06 * found[1]["brier"]
+    assert found[4]["ece"] < found[1]["ece"] + 0.05
