@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from octfm.encoder.embeddings import Embeddings, take_rows
 from octfm.evaluation.cases import Round, Target, log_share, make_cases
+from octfm.evaluation.efficiency import subset
 from octfm.evaluation.probe import predict, probe
 
 
@@ -78,3 +79,19 @@ def test_follow_up_scans_of_the_ill_do_not_make_probabilities_wrong(signal):
         }
     assert found[4]["brier"] < 1.06 * found[1]["brier"]
     assert found[4]["ece"] < found[1]["ece"] + 0.05
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(12, 40), st.floats(0.01, 1), st.integers(0, 1000))
+def test_a_subset_keeps_two_participants_of_every_class_whichever_eye_is_ill(people, fraction, seed):
+    """Disease of one eye only: the fellow eye, which may come first in the table, is healthy."""
+    rng = np.random.default_rng(seed)
+    ill, left_first = np.arange(people) % 4 == 0, rng.random(people) < 0.5
+    rows = [(i, side) for i in range(people) for side in ("LR" if left_first[i] else "RL")]
+    labels = [{"diagnosis": "dme" if ill[i] and side == "L" else "healthy"} for i, side in rows]
+    data = embeddings(*zip(*rows, strict=True), labels, np.zeros((len(rows), 1)))
+    cases = make_cases(Target("disease", "diagnosis", "participant"), data, None)
+    whole = Round(np.arange(len(rows)), np.arange(0))
+    part = subset(cases, whole, fraction, seed).train
+    count = len(set(cases.participant[part][cases.label[part] == 1]))
+    assert count == max(2, int(np.ceil(fraction * ill.sum())))

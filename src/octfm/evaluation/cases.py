@@ -287,21 +287,21 @@ def participant_folds(
     of (participant, label) and the seed, not on the order of rows.
     """
     names, member = np.unique(participant, return_inverse=True)
-    if stratify:
-        # A participant with rows of two classes counts as the rarer class, which is harder to balance.
-        rarity = np.bincount(label)[label]
-        # Rarest first: np.unique then finds the rarest class of each participant.
-        order = np.lexsort((label, rarity))
-        first = np.unique(member[order], return_index=True)[1]
-        stratum = label[order][first]
-    else:
-        stratum = fifths(member, label)
+    stratum = rarest_class(member, label) if stratify else fifths(member, label)
     # Shuffle, sort by stratum and deal out in turn: every fold gets its share of each stratum.
     shuffled = np.random.default_rng(seed).permutation(len(names))
     dealt = shuffled[np.argsort(stratum[shuffled], kind="stable")]
     fold = np.empty(len(names), dtype=int)
     fold[dealt] = np.arange(len(names)) % folds
     return fold[member]
+
+
+def rarest_class(member: np.ndarray, label: np.ndarray) -> np.ndarray:
+    """Class of each group; of a group with rows of several classes the rarest, which is hardest to balance."""
+    rarity = np.bincount(label)[label]
+    # Rarest first: np.unique then finds the rarest class of each group.
+    order = np.lexsort((label, rarity))
+    return label[order][np.unique(member[order], return_index=True)[1]]
 
 
 def fifths(member: np.ndarray, label: np.ndarray) -> np.ndarray:

@@ -9,7 +9,17 @@ import numpy as np
 from octfm.catalog.labels import read_labels
 from octfm.encoder.embeddings import Embeddings, align, read_embeddings
 from octfm.errors import EvaluationError
-from octfm.evaluation.cases import Cases, Design, Round, Skip, fifths, find_targets, make_cases, make_rounds
+from octfm.evaluation.cases import (
+    Cases,
+    Design,
+    Round,
+    Skip,
+    fifths,
+    find_targets,
+    make_cases,
+    make_rounds,
+    rarest_class,
+)
 from octfm.evaluation.probe import RESAMPLES, against_the_first, choose_design, describe, drawn, predict, rows_seen
 from octfm.evaluation.readouts import Readout
 from octfm.evaluation.scoring import PLANNED, correct, score
@@ -85,12 +95,12 @@ def label_efficiency(
 def subset(cases: Cases, whole: Round, fraction: float, seed: int) -> Round:
     """The round with a fraction of its training participants: the same from each class, but at least two.
 
-    For regression, fifths of the labels take the place of classes.
+    A participant with eyes of two classes counts as the rarer one, as in folds. For regression, fifths of the labels take the place of classes.
     Nested: with the same seed, a larger fraction contains every participant of a smaller one.
     """
     participant, label = cases.participant[whole.train], cases.label[whole.train]
-    names, first, member = np.unique(participant, return_index=True, return_inverse=True)
-    stratum = fifths(member, label) if cases.classes is None else label[first]
+    names, member = np.unique(participant, return_inverse=True)
+    stratum = fifths(member, label) if cases.classes is None else rarest_class(member, label)
     kept = np.zeros(len(names), bool)
     # One order for all fractions: a larger subset takes more from the front of each class.
     order = np.random.default_rng((seed, 2)).permutation(len(names))
