@@ -33,7 +33,7 @@ from octfm.evaluation.metrics import (
     weighted_kappa,
 )
 from octfm.evaluation.ordinal import grade_probability, proportional_odds
-from octfm.evaluation.statistics import bootstrap, compare, holm, interval, over_seeds
+from octfm.evaluation.statistics import Bootstrap, bootstrap, compare, holm, interval, over_seeds
 
 
 @st.composite
@@ -146,6 +146,20 @@ def test_the_verdict_says_whether_the_paired_interval_excludes_zero(gain, verdic
     result = compare(a, b)
     assert result.verdict == verdict
     assert (result.low > 0 or result.high < 0) == (verdict != "inconclusive") == (result.p < 0.05)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(1, 400), st.floats(-3, 3), st.integers(0, 2**31), st.sampled_from([0.0, 0.1, 0.9]), st.booleans())
+def test_interval_p_and_verdict_never_contradict_each_other(resamples, shift, seed, undefined, rounded):
+    """However few resamples there are or remain defined, and with many differences of exactly 0."""
+    rng = np.random.default_rng(seed)
+    values = rng.normal(shift, 1, resamples)
+    values = np.round(values) if rounded else values
+    values[rng.random(resamples) < undefined] = np.nan
+    nothing = Bootstrap(0.0, np.zeros(resamples), np.zeros(0))
+    found = compare(Bootstrap(shift, values, np.zeros(0)), nothing)
+    excludes = found.low > 0 or found.high < 0
+    assert excludes == (found.verdict != "inconclusive") == (found.p <= 0.05)
 
 
 def test_pairing_narrows_the_interval_of_a_difference():
