@@ -79,6 +79,12 @@ def test_a_tested_participant_in_pretraining_or_training_is_refused(cohort, stud
     seen = encoder.participant == encoder.participant[np.flatnonzero(study.tested)[0]]
     with pytest.raises(EvaluationError, match="in the encoder's pretraining"):
         study_of(cohort, encoder, seen=seen)
+    # Without a label as well: its scans are looked for among all tested ones.
+    labels = tuple({} if own else each for own, each in zip(seen, encoder.participant_labels, strict=True))
+    unlabelled = replace(encoder, participant_labels=labels)
+    with pytest.raises(EvaluationError, match=r"1 test participants were .* without a label of any target"):
+        study_of(cohort, unlabelled, seen=seen)
+    assert study_of(cohort, unlabelled, seen=seen, allow_seen=True).tested[seen].all()
     task = study.tasks[0]
     leaky = replace(task, rounds=tuple(Round(np.r_[r.train, r.test[:1]], r.test) for r in task.rounds))
     with pytest.raises(AssertionError, match="tested participants are in a training set"):

@@ -86,12 +86,16 @@ def trust(
         if name in runs or name in RESERVED or [n for n, _ in own.values()].count(name) > 1:
             raise EvaluationError(f"--external {spec}: another encoder is named {name}; rename the function")
     common = {"table": table, "targets": targets, "orders": orders, "allow_seen": allow_seen}
-    # For their errors only: a wrong target or group should show before anything is embedded.
-    group_columns(make_study([of_store(opened[0])], {}, **common), groups, age_bands)
+    known = [seen_by(path) for path in runs.values()]
+
+    def rows_of(data: Embeddings) -> np.ndarray:
+        return rows_seen(data, lambda participant: any(is_seen(participant) for is_seen in known))
+
+    # For their errors only: a wrong target or group, or a seen participant, should show before anything is embedded.
+    volumes = of_store(opened[0])
+    group_columns(make_study([volumes], {}, **common, seen=rows_of(volumes)), groups, age_bands)
     encoders, kinds = _encoders(runs, own, opened, out / "embeddings", echo)
-    seen = np.zeros(len(encoders[0].acquisition), bool)
-    for path in runs.values():
-        seen |= rows_seen(encoders[0], seen_by(path))
+    seen = rows_of(encoders[0])
     scanners = {name: facts["scanners"] for name, facts in pretraining.items()}
     study = make_study(encoders, kinds, **common, seen=seen, pretrained_on=scanners, resamples=resamples, seed=seed)
     scratch_note = "Left out by --from-scratch-epochs 0."
