@@ -27,7 +27,7 @@ from octfm.tasks import finetune as module
 from octfm.tasks.finetune import find_task, finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import read_predictions
-from octfm.trust.leaderboard import leaderboard, to_csv, to_markdown
+from octfm.trust.leaderboard import _tuned, leaderboard, to_csv, to_markdown
 from support.finetune_runs import settings, write_labels
 from support.small_store import GRADES, darkened, edit_rows, small_store
 from support.tiny_runs import Killed, quick_pretrain, quiet
@@ -291,6 +291,13 @@ def test_the_leaderboard_judges_all_entries_on_the_same_participants(board):
     assert entries["tuned0"]["estimate"] == pytest.approx(np.mean(both)) and single[0]["n_test_participants"] == 36
     planned = [c for c in result["comparisons"] if c["planned"]]
     assert {c["a"] for c in planned} == {"run"} and len(planned) == 10 and all(c["p_holm"] >= c["p"] for c in planned)
+
+
+def test_runs_of_a_recipe_are_paired_by_seed_in_whatever_order_they_are_given(board):
+    _, tuned, _, _ = board
+    for order in (tuned, tuned[::-1]):
+        (group,) = _tuned(order)
+        assert group.name == order[0].name and [saved.facts["seed"] for saved in group.runs] == [0, 1]
 
 
 def test_the_leaderboard_is_written_as_csv_markdown_and_one_page(board, tmp_path):
