@@ -75,7 +75,8 @@ def test_follow_up_scans_of_the_ill_do_not_make_probabilities_wrong(signal):
             probe([with_scans(scans, seed, signal)], targets=["disease"], resamples=20)["results"] for seed in range(3)
         ]
         found[scans] = {
-            m: float(np.mean([r["estimate"] for run in runs for r in run if r["metric"] == m])) for m in ("brier", "ece")
+            m: float(np.mean([r["estimate"] for run in runs for r in run if r["metric"] == m]))
+            for m in ("brier", "ece")
         }
     assert found[4]["brier"] < 1.06 * found[1]["brier"]
     assert found[4]["ece"] < found[1]["ece"] + 0.05

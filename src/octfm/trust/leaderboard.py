@@ -273,8 +273,10 @@ def _embed_entries(paths: Sequence[Path], stores: Sequence[Store], folder: Path,
 
 
 def _tuned(paths: Sequence[Path]) -> list[Tuned]:
-    """Group fine-tuned runs by recipe, each group under the name of its first run and in the order of seeds: two recipes
-    of the same seeds are then paired seed by seed, in whatever order their runs are given."""
+    """Group fine-tuned runs by recipe, each group under the name of its first run and in the order of seeds.
+
+    Two recipes of the same seeds are then paired seed by seed, in whatever order their runs are given.
+    """
     groups: list[tuple[str, dict, list[PredictionTable], str]] = []
     for path in paths:
         saved = read_predictions(path / "predictions.parquet")
