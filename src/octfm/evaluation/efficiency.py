@@ -96,7 +96,7 @@ def subset(cases: Cases, whole: Round, fraction: float, seed: int) -> Round:
     """The round with a fraction of its training participants: the same from each class, but at least two.
 
     A participant with eyes of two classes counts as the rarer one, as in folds. For regression, fifths of the labels
-    take the place of classes. Nested: with the same seed, a larger fraction contains every participant of a smaller one.
+    take the place of classes. With the same seed, a larger fraction contains every participant of a smaller one.
     """
     participant, label = cases.participant[whole.train], cases.label[whole.train]
     names, member = np.unique(participant, return_inverse=True)
