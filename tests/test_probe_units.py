@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from octfm.encoder.embeddings import Embeddings, take_rows
 from octfm.evaluation.cases import Round, Target, log_share, make_cases
-from octfm.evaluation.efficiency import subset
+from octfm.evaluation.efficiency import label_efficiency, subset
 from octfm.evaluation.probe import predict, probe
 
 
@@ -96,3 +96,20 @@ def test_a_subset_keeps_two_participants_of_every_class_whichever_eye_is_ill(peo
     part = subset(cases, whole, fraction, seed).train
     count = len(set(cases.participant[part][cases.label[part] == 1]))
     assert count == max(2, int(np.ceil(fraction * ill.sum())))
+
+
+def test_a_large_difference_survives_holm_among_many_comparisons():
+    """Two labels and 40 rivals of pure noise: with 2,000 resamples p cannot fall far enough."""
+    rng = np.random.default_rng(0)
+    ill = rng.random((90, 2)) < 0.4
+    labels = [{"findings": ";".join(name for name, has in zip("ab", own, strict=True) if has) or "none"} for own in ill]
+    good = embeddings(range(90), ["R"] * 90, labels, ill + 0.3 * rng.normal(size=(90, 2)))
+    rivals = [replace(good, name=f"noise{i}", vectors=rng.normal(size=(90, 2))) for i in range(40)]
+    result = probe([good, *rivals], targets=["findings"], readout="knn")
+    planned = [c for c in result["comparisons"] if c["planned"]]
+    assert len(planned) == 120 and min(c["difference"] for c in planned) > 0.2
+    assert {c["verdict"] for c in planned} == {"better"} and max(c["p_holm"] for c in planned) <= 0.05
+    curve = label_efficiency([good, *rivals[:21]], targets=["findings"], readout="knn", seeds=1, fractions=(0.5, 1.0))[
+        1
+    ]
+    assert min(c["p_holm"] for c in curve) <= 0.05

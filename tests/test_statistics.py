@@ -33,7 +33,15 @@ from octfm.evaluation.metrics import (
     weighted_kappa,
 )
 from octfm.evaluation.ordinal import grade_probability, proportional_odds
-from octfm.evaluation.statistics import Bootstrap, bootstrap, compare, holm, interval, over_seeds
+from octfm.evaluation.statistics import (
+    Bootstrap,
+    bootstrap,
+    compare,
+    enough_resamples,
+    holm,
+    interval,
+    over_seeds,
+)
 
 
 @st.composite
@@ -295,6 +303,12 @@ def test_holm_equals_statsmodels():
         p = np.random.default_rng(seed).random(seed % 7 + 1) ** 3
         np.testing.assert_allclose(holm(p.tolist()), multipletests(p, method="holm")[1])
     assert holm([]) == []
+
+
+@given(st.integers(1, 5000))
+def test_the_smallest_p_survives_holm_however_many_comparisons_there_are(comparisons):
+    smallest = 2 / (enough_resamples(comparisons, 2000) + 1)
+    assert holm([smallest] * comparisons)[0] <= 0.05 and enough_resamples(1, 2000) == 2000
 
 
 def test_proportional_odds_equal_statsmodels():

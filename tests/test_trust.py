@@ -3,6 +3,7 @@ everything learned."""
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from octfm.trust.calibration import calibration, calibration_line, wilson
 from octfm.trust.copies import copies
 from octfm.trust.failures import failures
 from octfm.trust.neighbours import neighbours, scanner_leakage
-from octfm.trust.report import baselines, trust
+from octfm.trust.report import baselines, claimed, trust
 from octfm.trust.same_eye import same_eye
 from octfm.trust.scanners import domains, leave_one_scanner_out, training_sets
 from octfm.trust.study import LEVEL, make_study
@@ -246,6 +247,26 @@ def test_a_group_that_is_served_worse_is_named_and_small_groups_are_not(cohort):
     assert not next(c for c in narrow["comparisons"] if (c["target"], c["value"]) == ("disease", "46 to under 47"))[
         "planned"
     ]
+
+
+def test_a_gap_is_claimed_however_many_groups_there_are(cohort):
+    """Twelve columns that name the same two groups: with 400 resamples p cannot fall far enough for Holm."""
+    data = cohort.embeddings("run", signal=1.5)
+    odd = np.array([int(p[1:]) % 2 == 1 for p in data.participant])
+    names = [f"column{i}" for i in range(12)]
+    labels = tuple(
+        own | dict.fromkeys(names, "odd" if is_odd else "even")
+        for own, is_odd in zip(data.participant_labels, odd, strict=True)
+    )
+    rng = np.random.default_rng(0)
+    worse = np.where(odd[:, None], rng.normal(size=data.vectors.shape), data.vectors)
+    study = study_of(cohort, replace(data, participant_labels=labels, vectors=worse), targets=["disease"])
+    few, enough = (
+        found["comparisons"] for found in (subgroups(study, names), claimed(partial(subgroups, columns=names), study))
+    )
+    gaps = [[c for c in found if c["group"] in names] for found in (few, enough)]
+    assert {c["verdict"] for c in gaps[0]} == {"better"} and {c["claim"] for c in gaps[0]} == {"inconclusive"}
+    assert {c["claim"] for c in gaps[1]} == {"better"}
 
 
 def test_groups_that_are_not_there_are_an_error(study):

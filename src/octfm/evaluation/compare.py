@@ -9,7 +9,7 @@ from typing import Any
 from octfm.encoder.embeddings import read_embeddings
 from octfm.encoder.encoder import seen_by
 from octfm.errors import EvaluationError
-from octfm.evaluation.probe import RESAMPLES, probe
+from octfm.evaluation.probe import probe
 
 
 def probe_together(
@@ -18,7 +18,7 @@ def probe_together(
     *,
     targets: Sequence[str] | None = None,
     allow_seen: bool = False,
-    resamples: int = RESAMPLES,
+    resamples: int | None = None,
 ) -> dict[str, Any]:
     """The result of `octfm.evaluation.probe` for the pretrained encoders of `runs`; the first is the reference.
 

@@ -186,6 +186,13 @@ def correct(comparisons: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**c, "p_holm": adjusted.get(i)} for i, c in enumerate(comparisons)]
 
 
+def planned_metrics(cases: Cases) -> tuple[str, ...]:
+    """Those of PLANNED that a target has; none for leakage."""
+    if cases.target.leakage:
+        return ()
+    return {"regression": ("r2",), "ordinal": ("auroc", "kappa")}.get(cases.kind, ("auroc",))
+
+
 def fails_holm(comparison: dict[str, Any]) -> bool:
     """Whether a verdict of better or worse does not survive Holm's correction for several comparisons."""
     p = comparison.get("p_holm")

@@ -161,6 +161,12 @@ def holm(p: Sequence[float]) -> list[float]:
     return adjusted.tolist()
 
 
+def enough_resamples(comparisons: int, least: int) -> int:
+    """`least`, or as many resamples as it takes for the smallest p there is, 2 / (resamples + 1), to survive Holm's
+    correction for this number of comparisons. With fewer no difference could, however large it is."""
+    return max(least, 50 * comparisons)
+
+
 def compare(a: Bootstrap, b: Bootstrap) -> Comparison:
     """Compare a with b (a − b) on the same resamples: 95 % percentile interval, two-sided bootstrap p, verdict.
 
