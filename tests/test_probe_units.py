@@ -11,6 +11,7 @@ from octfm.encoder.embeddings import Embeddings, take_rows
 from octfm.evaluation.cases import Round, Target, log_share, make_cases
 from octfm.evaluation.efficiency import label_efficiency, subset
 from octfm.evaluation.probe import predict, probe
+from octfm.evaluation.scoring import Predictions, to_units
 
 
 def embeddings(participant, laterality, labels, vectors) -> Embeddings:
@@ -96,6 +97,18 @@ def test_a_subset_keeps_two_participants_of_every_class_whichever_eye_is_ill(peo
     part = subset(cases, whole, fraction, seed).train
     count = len(set(cases.participant[part][cases.label[part] == 1]))
     assert count == max(2, int(np.ceil(fraction * ill.sum())))
+
+
+@pytest.mark.parametrize("sides", ["RL", (None, None), ("R", None)])
+def test_thickness_of_two_eyes_is_not_averaged_where_nothing_says_which_they_are(sides):
+    thickness = np.random.default_rng(0).normal(280, 30, 24)
+    labels = [{"cst_um": f"{um:.2f}"} for um in thickness]
+    rows = [i // 2 for i in range(24)]
+    data = embeddings(rows, [sides[i % 2] for i in range(24)], labels, np.zeros((24, 1)))
+    cases = make_cases(Target("cst_um", "cst_um", "eye"), data, None)
+    units = to_units(cases, Predictions(np.arange(24), thickness[:, None]))
+    np.testing.assert_allclose(np.sort(units.truth), np.sort(np.round(thickness, 2)))
+    assert cases.unit_name == ("eye" if "R" in sides else "acquisition")
 
 
 def test_a_large_difference_survives_holm_among_many_comparisons():

@@ -183,12 +183,12 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
     numbers = [as_number(v) for v in kept]
     numeric = target.label is None and None not in numbers
     if numeric and len(set(numbers)) > MANY_NUMBERS:
-        # Measurements of an eye, such as thickness, must not be averaged over both eyes of a participant.
-        label, classes = np.array(numbers, dtype=float), None
-        unit, unit_name = (
-            (data.acquisition[rows], "acquisition") if target.unit == "acquisition" else (data.eye_id[rows], "eye")
-        )
-        return Cases(target, rows, label, classes, participant, unit, unit_name, unlabelled)
+        # Measurements of an eye, such as thickness, must not be averaged over both eyes of a participant. A scan of
+        # unknown laterality may be of either, so it is a case of its own.
+        by_eye = np.array([data.laterality[i] is not None for i in rows]) & (target.unit != "acquisition")
+        unit = np.where(by_eye, data.eye_id[rows], data.acquisition[rows])
+        unit_name: Unit = "eye" if by_eye.any() else "acquisition"
+        return Cases(target, rows, np.array(numbers, dtype=float), None, participant, unit, unit_name, unlabelled)
     if target.label is not None:
         kept = [target.label if target.label in _parts(v) else f"no {target.label}" for v in kept]
     else:
