@@ -20,7 +20,7 @@ from octfm.evaluation.tissue_map import tissue_map
 from octfm.report.trust import words as words
 from octfm.report.trust.page import summary_lines, write_trust
 from octfm.trust import scanners as scanners_module
-from octfm.trust.calibration import calibration, calibration_line, wilson
+from octfm.trust.calibration import _curve, calibration, calibration_line, wilson
 from octfm.trust.copies import copies
 from octfm.trust.failures import failures
 from octfm.trust.neighbours import neighbours, scanner_leakage
@@ -299,6 +299,15 @@ def test_overconfident_probabilities_are_named_and_calibrated_ones_not():
         verdicts.append(found["verdict"])
         assert found["line"]["slope"]["estimate"] == pytest.approx(1 / sharpness, rel=0.25)
     assert verdicts == ["no miscalibration shown", "overconfident"]
+
+
+def test_a_second_eye_that_looks_alike_narrows_no_bar_of_a_reliability_curve():
+    rng = np.random.default_rng(0)
+    shown, person = rng.random(60), np.arange(60)
+    outcome = (rng.random(60) < shown).astype(float)
+    one, two = (_curve(*(np.repeat(part, eyes) for part in (shown, outcome, person))) for eyes in (1, 2))
+    for a, b in zip(one, two, strict=True):
+        assert (b["n"], b["observed"], b["low"], b["high"]) == (2 * a["n"], a["observed"], a["low"], a["high"])
 
 
 def test_probabilities_as_sure_as_right_on_average_have_no_direction():
