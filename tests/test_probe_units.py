@@ -99,6 +99,22 @@ def test_a_subset_keeps_two_participants_of_every_class_whichever_eye_is_ill(peo
     assert count == max(2, int(np.ceil(fraction * ill.sum())))
 
 
+@pytest.mark.parametrize(("eyes_of_ill", "eyes_of_healthy"), [(2, 1), (1, 2), (2, 2), (1, 1)])
+def test_noise_is_not_above_guessing_where_the_ill_have_more_eyes(eyes_of_ill, eyes_of_healthy):
+    """Participants are scored by their worse eye, and the worse of two looks worse than one."""
+    found = []
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        rows = [(i, "RL"[eye]) for i in range(120) for eye in range(eyes_of_ill if i % 2 else eyes_of_healthy)]
+        labels = [{"diagnosis": "dme" if i % 2 else "healthy"} for i, _ in rows]
+        data = embeddings(*zip(*rows, strict=True), labels, rng.normal(size=(len(rows), 4)))
+        result = probe([data], targets=["disease"], resamples=40)["results"]
+        found.append(next(r for r in result if r["metric"] == "auroc"))
+    assert found[0]["chance"] == pytest.approx(eyes_of_ill / (eyes_of_ill + eyes_of_healthy))
+    assert np.mean([r["estimate"] for r in found]) == pytest.approx(found[0]["chance"], abs=0.08)
+    assert ("Guessing reaches" in (found[0]["note"] or "")) == (eyes_of_ill != eyes_of_healthy)
+
+
 @pytest.mark.parametrize("sides", ["RL", (None, None), ("R", None)])
 def test_thickness_of_two_eyes_is_not_averaged_where_nothing_says_which_they_are(sides):
     thickness = np.random.default_rng(0).normal(280, 30, 24)
