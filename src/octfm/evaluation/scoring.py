@@ -305,8 +305,9 @@ def _guessed_auroc(u: Units) -> float:
     """
     if u.eyes is None or not 0 < (u.truth == 1).sum() < len(u.truth):
         return 0.5
-    positive, negative = u.eyes[u.truth == 1][:, None], u.eyes[u.truth != 1]
-    return float((positive / (positive + negative)).mean())
+    # By number of eyes, of which there are one or two: pairs of participants may be too many to list.
+    (a, times_a), (b, times_b) = (np.unique(u.eyes[own], return_counts=True) for own in (u.truth == 1, u.truth != 1))
+    return float(times_a @ (a[:, None] / (a[:, None] + b)) @ times_b / (times_a.sum() * times_b.sum()))
 
 
 def softmax(log_p: np.ndarray) -> np.ndarray:
