@@ -23,7 +23,7 @@ from octfm.trust import scanners as scanners_module
 from octfm.trust.calibration import _curve, calibration, calibration_line, wilson
 from octfm.trust.copies import copies
 from octfm.trust.failures import failures
-from octfm.trust.neighbours import neighbours, scanner_leakage
+from octfm.trust.neighbours import chance_of, neighbours, scanner_leakage
 from octfm.trust.report import baselines, claimed, trust
 from octfm.trust.same_eye import same_eye
 from octfm.trust.scanners import domains, leave_one_scanner_out, training_sets
@@ -172,6 +172,20 @@ def test_a_label_that_the_site_predicts_is_found_by_the_covariates():
     found = baselines(study_of(cohort, run, covariates(run), targets=["disease"]))
     assert row(found, encoder="covariates", metric="auroc")["estimate"] == 1.0
     assert next(c for c in found["comparisons"] if c["metric"] == "auroc")["claim"] == "worse"
+
+
+def test_the_chance_of_neighbours_is_that_of_scans_of_other_participants():
+    """Twelve people, each scanned several times: their own scans have their label and are no neighbours."""
+    rng = np.random.default_rng(0)
+    person = np.repeat(np.arange(12), rng.integers(1, 9, 12))
+    label = np.array(["a", "b", None], dtype=object)[person % 3]
+    query = np.flatnonzero(person % 3 < 2)
+    for gallery in (np.arange(len(person)), query[::2]):
+        shares = []
+        for i in query:
+            others = gallery[person[gallery] != person[i]]
+            shares.append((label[others] == label[i]).mean())
+        assert chance_of(label, person.astype(str), query, gallery) == pytest.approx(np.mean(shares))
 
 
 def test_a_scanner_in_the_vectors_is_found(cohort):
