@@ -20,6 +20,7 @@ TAILS = (1 - 0.95) / 2, (1 + 0.95) / 2
 """Quantiles at the ends of a 95 % interval."""
 MAX_WEIGHTS = 1 << 16
 """Resamples × cases at once: half a megabyte of float64, which stays in a core's cache."""
+MOST_RESAMPLES = 20_000
 KEPT_DRAWS = 4_000_000
 """Resamples × participants up to which draws are kept for the next metric (16 MB): drawing costs as much as one."""
 
@@ -163,8 +164,9 @@ def holm(p: Sequence[float]) -> list[float]:
 
 def enough_resamples(comparisons: int, least: int) -> int:
     """`least`, or as many resamples as it takes for the smallest p there is, 2 / (resamples + 1), to survive Holm's
-    correction for this number of comparisons. With fewer no difference could, however large it is."""
-    return max(least, 50 * comparisons)
+    correction for this number of comparisons. With fewer no difference could, however large it is; beyond
+    MOST_RESAMPLES, which 400 comparisons need, time counts for more."""
+    return max(least, min(50 * comparisons, MOST_RESAMPLES))
 
 
 def compare(a: Bootstrap, b: Bootstrap) -> Comparison:
