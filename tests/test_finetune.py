@@ -21,12 +21,13 @@ from octfm.models.heads import CrossAttentionPool, MeanPool, TaskHead, add_low_r
 from octfm.report.leaderboard import write_leaderboard
 from octfm.run import checkpoint
 from octfm.run.tracking import read_metrics
+from octfm.store.selection import to_evaluate
 from octfm.store.store import Store
 from octfm.tasks import finetune as module
 from octfm.tasks.finetune import find_task, finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import read_predictions
-from octfm.trust.leaderboard import leaderboard, to_csv, to_markdown
+from octfm.trust.leaderboard import _tuned, leaderboard, to_csv, to_markdown
 from support.finetune_runs import settings, write_labels
 from support.small_store import GRADES, darkened, edit_rows, small_store
 from support.tiny_runs import Killed, quick_pretrain, quiet
@@ -174,6 +175,19 @@ def test_F16_test_participants_are_never_trained_on_seen_ones_refused(run, store
     )
 
 
+def test_probabilities_take_a_participant_with_two_eyes_for_one(run, store, labels, tmp_path):
+    """Only those of the first grade have both eyes."""
+    left = [row.acquisition for row in store.rows if row.laterality == "L" and int(row.participant[1:]) % 3]
+    (tmp_path / "exclude.txt").write_text("\n".join(left))
+    config = settings(run, store, labels, lr_encoder=0, epochs=1, exclude=str(tmp_path / "exclude.txt"))
+    task = find_task(config, to_evaluate(store, config.exclude), lambda _: False, False)
+    out = finetune(config, tmp_path / "run", echo=quiet)
+    people = {str(task.cases.participant[i]): int(task.cases.label[i]) for i in task.train}
+    share = np.bincount([*people.values()], minlength=3) / len(people)
+    np.testing.assert_allclose(np.exp(read_predictions(out / "predictions.parquet").facts["log_prior"]), share)
+    assert not np.allclose(np.exp(task.log_prior), share)
+
+
 def test_F15_a_store_prepared_otherwise_is_refused(run, labels, tmp_path, store):
     other = tmp_path / "other"
     other.mkdir()
@@ -277,6 +291,13 @@ def test_the_leaderboard_judges_all_entries_on_the_same_participants(board):
     assert entries["tuned0"]["estimate"] == pytest.approx(np.mean(both)) and single[0]["n_test_participants"] == 36
     planned = [c for c in result["comparisons"] if c["planned"]]
     assert {c["a"] for c in planned} == {"run"} and len(planned) == 10 and all(c["p_holm"] >= c["p"] for c in planned)
+
+
+def test_runs_of_a_recipe_are_paired_by_seed_in_whatever_order_they_are_given(board):
+    _, tuned, _, _ = board
+    for order in (tuned, tuned[::-1]):
+        (group,) = _tuned(order)
+        assert group.name == order[0].name and [saved.facts["seed"] for saved in group.runs] == [0, 1]
 
 
 def test_the_leaderboard_is_written_as_csv_markdown_and_one_page(board, tmp_path):

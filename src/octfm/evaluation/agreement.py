@@ -50,18 +50,7 @@ def icc_one_way(subject: np.ndarray, values: np.ndarray, weights: np.ndarray | N
     Review 1986). All rows of a subject must have the same weight, because they are resampled together.
     """
     values = np.asarray(values, float)
-    _, first, member = np.unique(subject, return_index=True, return_inverse=True)
-    size = np.bincount(member)
-    centred = values - values.mean()
-    mean = np.bincount(member, weights=centred) / size
-    inside = np.bincount(member, weights=(centred - mean[member]) ** 2)
-    # One weight per subject: that of its first row.
-    W = _weights(values, weights)[:, first]
-    subjects, total = W.sum(1), W @ size
-    grand = ratio(W @ (size * mean), total)
-    between = ratio(W @ (size * mean**2) - total * grand**2, subjects - 1)
-    within = ratio(W @ inside, total - subjects)
-    n0 = ratio(total - ratio(W @ size**2.0, total), subjects - 1)
+    between, within, n0 = _one_way(subject, values, _weights(values, weights))
     return ratio(between - within, between + (n0 - 1) * within)
 
 
@@ -75,31 +64,56 @@ def bias(difference: np.ndarray, weights: np.ndarray | None = None) -> np.ndarra
     return ratio(W @ difference, W.sum(1))
 
 
-def spread(difference: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """Standard deviation of differences [R], with n − 1."""
-    W = _weights(difference, weights)
-    centred = difference - difference.mean()
-    squares = W @ centred**2 - ratio((W @ centred) ** 2, W.sum(1))
-    return np.sqrt(np.maximum(0, ratio(squares, W.sum(1) - 1)))
+def spread(difference: np.ndarray, weights: np.ndarray | None = None, subject: np.ndarray | None = None) -> np.ndarray:
+    """Standard deviation of the difference of one measurement [R]; `subject` [n]: whose measurement each is.
+
+    The variance is that within subjects plus that between them, from a one-way analysis of variance (Bland & Altman,
+    Journal of Biopharmaceutical Statistics 2007): both eyes or several visits of a person are alike, so that the sample
+    variance, which takes them for independent, is too small. With one measurement of each subject, or without
+    `subject`, it is the sample variance. All rows of a subject must have the same weight.
+    """
+    subject = np.arange(len(difference)) if subject is None else subject
+    between, within, n0 = _one_way(subject, difference, _weights(difference, weights))
+    repeated = np.isfinite(within)
+    within = np.where(repeated, within, 0)
+    return np.sqrt(np.where(repeated, within + np.maximum(0, ratio(between - within, n0)), between))
 
 
-def limit(difference: np.ndarray, side: int, weights: np.ndarray | None = None) -> np.ndarray:
+def limit(
+    difference: np.ndarray, side: int, weights: np.ndarray | None = None, subject: np.ndarray | None = None
+) -> np.ndarray:
     """Lower (`side` −1) or upper (+1) limit of agreement [R]: bias ± 1.96 standard deviations."""
-    return bias(difference, weights) + side * LIMITS * spread(difference, weights)
+    return bias(difference, weights) + side * LIMITS * spread(difference, weights, subject)
 
 
 def limits(
-    difference: np.ndarray, boot: Callable[[Metric], dict[str, float | None]]
+    difference: np.ndarray, subject: np.ndarray, boot: Callable[[Metric], dict[str, float | None]]
 ) -> dict[str, dict[str, float | None] | float | None]:
     """Bland-Altman: bias, lower and upper limit, each as `boot` gives it (with an interval), and the standard
-    deviation, None if it is not finite."""
-    sd = float(spread(difference)[0])
+    deviation, None if it is not finite. `subject` [n]: the participant of each difference."""
+    sd = float(spread(difference, None, subject)[0])
     return {
         "bias": boot(lambda W: bias(difference, W)),
-        "lower": boot(lambda W: limit(difference, -1, W)),
-        "upper": boot(lambda W: limit(difference, 1, W)),
+        "lower": boot(lambda W: limit(difference, -1, W, subject)),
+        "upper": boot(lambda W: limit(difference, 1, W, subject)),
         "sd": sd if np.isfinite(sd) else None,
     }
+
+
+def _one_way(subject: np.ndarray, values: np.ndarray, W: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean squares between and within subjects, and the effective size n0 of a group. Each [R]; NaN where undefined."""
+    _, first, member = np.unique(subject, return_index=True, return_inverse=True)
+    size = np.bincount(member)
+    centred = values - values.mean()
+    mean = np.bincount(member, weights=centred) / size
+    inside = np.bincount(member, weights=(centred - mean[member]) ** 2)
+    # One weight per subject: that of its first row.
+    W = W[:, first]
+    subjects, total = W.sum(1), W @ size
+    grand = ratio(W @ (size * mean), total)
+    between = ratio(np.maximum(0, W @ (size * mean**2) - total * grand**2), subjects - 1)
+    within = ratio(W @ inside, total - subjects)
+    return between, within, ratio(total - ratio(W @ size**2.0, total), subjects - 1)
 
 
 def _mean_squares(

@@ -97,6 +97,17 @@ class Cases:
         return "binary" if len(self.classes) == 2 else "ordinal" if self.ordered else "multiclass"
 
 
+def log_share(cases: Cases, rows: np.ndarray) -> np.ndarray:
+    """[K] log of each class's share of the units of these rows. A unit counts once, however many scans it has, because
+    probabilities are given for units; of a unit with several labels the highest counts, as where it is scored."""
+    assert cases.classes is not None
+    _, member = np.unique(cases.unit[rows], return_inverse=True)
+    label = np.zeros(member.max() + 1, dtype=int)
+    np.maximum.at(label, member, cases.label[rows])
+    # The floor avoids −inf for a class that is absent from a small training subset.
+    return np.log(np.maximum(np.bincount(label, minlength=len(cases.classes)) / len(label), 1e-6))
+
+
 @dataclass(frozen=True, eq=False)
 class Round:
     """Train and test rows of one fit, as positions in the cases."""
@@ -172,12 +183,12 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
     numbers = [as_number(v) for v in kept]
     numeric = target.label is None and None not in numbers
     if numeric and len(set(numbers)) > MANY_NUMBERS:
-        # Measurements of an eye, such as thickness, must not be averaged over both eyes of a participant.
-        label, classes = np.array(numbers, dtype=float), None
-        unit, unit_name = (
-            (data.acquisition[rows], "acquisition") if target.unit == "acquisition" else (data.eye_id[rows], "eye")
-        )
-        return Cases(target, rows, label, classes, participant, unit, unit_name, unlabelled)
+        # Measurements of an eye, such as thickness, must not be averaged over both eyes of a participant. A scan of
+        # unknown laterality may be of either, so it is a case of its own.
+        by_eye = np.array([data.laterality[i] is not None for i in rows]) & (target.unit != "acquisition")
+        unit = np.where(by_eye, data.eye_id[rows], data.acquisition[rows])
+        unit_name: Unit = "eye" if by_eye.any() else "acquisition"
+        return Cases(target, rows, np.array(numbers, dtype=float), None, participant, unit, unit_name, unlabelled)
     if target.label is not None:
         kept = [target.label if target.label in _parts(v) else f"no {target.label}" for v in kept]
     else:
@@ -276,21 +287,21 @@ def participant_folds(
     of (participant, label) and the seed, not on the order of rows.
     """
     names, member = np.unique(participant, return_inverse=True)
-    if stratify:
-        # A participant with rows of two classes counts as the rarer class, which is harder to balance.
-        rarity = np.bincount(label)[label]
-        # Rarest first: np.unique then finds the rarest class of each participant.
-        order = np.lexsort((label, rarity))
-        first = np.unique(member[order], return_index=True)[1]
-        stratum = label[order][first]
-    else:
-        stratum = fifths(member, label)
+    stratum = rarest_class(member, label) if stratify else fifths(member, label)
     # Shuffle, sort by stratum and deal out in turn: every fold gets its share of each stratum.
     shuffled = np.random.default_rng(seed).permutation(len(names))
     dealt = shuffled[np.argsort(stratum[shuffled], kind="stable")]
     fold = np.empty(len(names), dtype=int)
     fold[dealt] = np.arange(len(names)) % folds
     return fold[member]
+
+
+def rarest_class(member: np.ndarray, label: np.ndarray) -> np.ndarray:
+    """Class of each group; of a group with rows of several classes the rarest, which is hardest to balance."""
+    rarity = np.bincount(label)[label]
+    # Rarest first: np.unique then finds the rarest class of each group.
+    order = np.lexsort((label, rarity))
+    return label[order][np.unique(member[order], return_index=True)[1]]
 
 
 def fifths(member: np.ndarray, label: np.ndarray) -> np.ndarray:

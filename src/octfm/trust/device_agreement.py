@@ -106,8 +106,8 @@ def _zone(name: str, used: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "n_participants": count,
         "without_ours": sum(name in each["device"] and name not in each["ours"] for each in used),
         "n_large": int((np.abs(apart) > LARGE_UM).sum()),
-        # Without two values there is no spread, so no limits.
-        "bland_altman": agreement.limits(apart, boot) if len(both) > 1 else None,
+        # Without two participants nothing is known of how they differ, so there are no limits.
+        "bland_altman": agreement.limits(apart, people, boot) if count > 1 else None,
         "points": [[float(m), float(d)] for m, d in zip((ours + theirs) / 2, apart, strict=True)],
     }
 

@@ -273,7 +273,10 @@ def _embed_entries(paths: Sequence[Path], stores: Sequence[Store], folder: Path,
 
 
 def _tuned(paths: Sequence[Path]) -> list[Tuned]:
-    """Group fine-tuned runs by recipe, each group under the name of its first run."""
+    """Group fine-tuned runs by recipe, each group under the name of its first run and in the order of seeds.
+
+    Two recipes of the same seeds are then paired seed by seed, in whatever order their runs are given.
+    """
     groups: list[tuple[str, dict, list[PredictionTable], str]] = []
     for path in paths:
         saved = read_predictions(path / "predictions.parquet")
@@ -288,4 +291,6 @@ def _tuned(paths: Sequence[Path]) -> list[Tuned]:
             raise EvaluationError(f"{path}: the same recipe and seed as {group[0]}; give each run once")
         else:
             group[2].append(saved)
-    return [Tuned(name, tuple(runs), what) for name, _, runs, what in groups]
+    return [
+        Tuned(name, tuple(sorted(runs, key=lambda saved: saved.facts["seed"])), what) for name, _, runs, what in groups
+    ]
