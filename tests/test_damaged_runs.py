@@ -275,6 +275,7 @@ def test_only_what_a_killed_writer_left_is_deleted(tmp_path):
     for name in (
         "step-00000004.partial",
         "step-00000004.dcp.partial",
+        ".step-00000004.dcp.former.partial",
         ".best.json.7.ab.partial",
         "mine.partial",
         "movie.pt.partial",

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import hypothesis
@@ -20,13 +21,25 @@ from hypothesis import strategies as st
 from octfm.errors import CheckpointError, Preempted
 from octfm.pretraining.resume import PRETRAINING
 from octfm.pretraining.run_state import Rollback, RunState
-from octfm.run import checkpoint
+from octfm.run import checkpoint, shards
+from octfm.run.checkpoint_files import put_back
 from octfm.run.checkpoint_writer import CheckpointWriter, Failure, Retention, best_step
 from octfm.run.folder import Identity, claim
 from octfm.run.loop import Interruption, Session
+from octfm.run.runtime import Runtime
 from support import support_process
 from support.small_store import small_store
-from support.tiny_runs import assert_same_run, config, final, interrupted_after, quick_pretrain, quiet, rows, tiny
+from support.tiny_runs import (
+    Killed,
+    assert_same_run,
+    config,
+    final,
+    interrupted_after,
+    quick_pretrain,
+    quiet,
+    rows,
+    tiny,
+)
 
 
 @pytest.fixture(scope="module")
@@ -446,6 +459,66 @@ def test_a_full_disk_sends_checkpoints_to_the_second_destination(store, tmp_path
     said.clear()
     quick_pretrain(settings, store, run, echo=said.append)
     assert any("after 8 updates" in line for line in said), "it is found again"
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """The runtime of a sharded job of one rank, whose collective calls are real."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield Runtime(torch.device("cpu"), sharded=True)
+    torch.distributed.destroy_process_group()
+
+
+SHARDS = {"model": {"w": torch.arange(9000.0)}, "optimizer": {"state": {}, "param_groups": []}, "participants": {}}
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [(20_000, "as on a full disk"), (200_000, os.strerror(errno.EFBIG))],
+    ids=["tensors", "everything else"],
+)
+def test_a_full_disk_refuses_shards_with_an_error_that_every_rank_gets(one_rank, tmp_path, size, reason):
+    """Whichever of its files does not fit; ranks without the error would wait for the others until their timeout."""
+    content = SHARDS | {"participants": {"hashes": [f"{n:064}" for n in range(9000)]}}
+    with FullDisk(size), pytest.raises(OSError, match=reason):
+        shards.write(tmp_path / "checkpoints", 4, content, runtime=one_rank)
+    assert not list((tmp_path / "checkpoints").iterdir()), "nothing is left behind"
+
+
+@pytest.mark.parametrize("killed_at", range(6))
+def test_a_kill_while_shards_take_the_place_of_older_ones_leaves_one_of_them(
+    one_rank, tmp_path, monkeypatch, killed_at
+):
+    """After a rollback the step that training went back to is saved anew."""
+    folder, left = tmp_path / "checkpoints", [killed_at]
+    shards.write(folder, 4, SHARDS, runtime=one_rank)
+
+    def fatal(work):
+        def counted(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return work(*args, **kwargs)
+
+        return counted
+
+    delete = shutil.rmtree
+
+    def half_deleted(path, **kwargs):
+        if left[0] == 0 and Path(path).is_dir():
+            next(Path(path).iterdir()).unlink()
+        fatal(delete)(path, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", half_deleted)
+        for name in ("rename", "replace"):
+            patch.setattr(Path, name, fatal(getattr(Path, name)))
+        with suppress(Killed):
+            shards.write(folder, 4, SHARDS | {"state": {"offset": 3}}, runtime=one_rank)
+    put_back(folder)
+    CheckpointWriter([folder], Retention(1)).close()
+    (path,) = folder.iterdir()
+    shards.verify(path)
 
 
 FILLED = """

@@ -6,7 +6,9 @@ from pathlib import Path
 
 FILE, SHARDS = ".pt", ".dcp"
 _NAME = re.compile(r"step-([0-9]{8,})(\.pt|\.dcp)", re.ASCII)
-_PARTIAL = re.compile(r"step-[0-9]{8,}(\.dcp)?\.partial|\.(best\.json|step-[0-9]{8,}\.pt)\..*\.partial", re.ASCII)
+_PARTIAL = re.compile(
+    r"step-[0-9]{8,}(\.dcp)?\.partial|\.(best\.json|step-[0-9]{8,}\.(pt|dcp))\..*\.partial", re.ASCII
+)
 _KNOWN = re.compile(r"best\.json|.*\.partial|step-[0-9]{8,}\.damaged[0-9]*", re.ASCII)
 
 
@@ -49,6 +51,19 @@ def strangers(folder: Path) -> list[str]:
 def left_over(folder: Path) -> list[Path]:
     """Partial files of a process that was killed while it wrote."""
     return [p for p in folder.iterdir() if _PARTIAL.fullmatch(p.name)] if folder.is_dir() else []
+
+
+def former_of(path: Path) -> Path:
+    """Where a folder of shards is until another of the same name has taken its place."""
+    return path.with_name(f".{path.name}.former.partial")
+
+
+def put_back(folder: Path) -> None:
+    """Give shards their name back if the process was killed before others had taken it."""
+    for former in folder.glob(former_of(Path("step-*.dcp")).name):
+        path = folder / former.name.removeprefix(".").removesuffix(".former.partial")
+        if is_name(path.name) and not path.exists():
+            former.rename(path)
 
 
 def size_of(path: Path) -> int:
