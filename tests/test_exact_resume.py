@@ -271,10 +271,10 @@ def paths(steps):
 
 def test_retention_keeps_the_last_the_first_of_every_interval_and_the_best():
     found = paths(range(500, 10_001, 500))
-    kept = [checkpoint.step_of(p) for p in found if p not in Retention(2, (3000.0,)).surplus(found, best=4500)]
+    kept = [checkpoint.step_of(p) for p in found if p not in Retention(2, (3000.0,)).surplus(found, needed={4500})]
     assert kept == [3000, 4500, 6000, 9000, 9500, 10_000]
-    assert Retention(3).surplus(found, None) == found[:-3]
-    assert Retention(3).surplus(found[:2], None) == []
+    assert Retention(3).surplus(found, ()) == found[:-3]
+    assert Retention(3).surplus(found[:2], ()) == []
 
 
 def test_retention_over_a_whole_run(store, tmp_path):

@@ -2,6 +2,7 @@
 alone."""
 
 import re
+from contextlib import ExitStack
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +17,7 @@ from octfm.pretraining.monitors.leaks import COMPANY_TOKENS
 from octfm.pretraining.monitors.monitors import Finding
 from octfm.pretraining.monitors.sabotage import NAMES, sabotage
 from octfm.pretraining.run_state import RunState
+from octfm.run import checkpoint
 from octfm.run.tracking import read_metrics
 from octfm.store.loader import Loader
 from support.small_store import small_store
@@ -204,6 +206,21 @@ def test_bad_batches_roll_the_run_back_and_are_not_repeated(store, tmp_path, mon
     assert final(run)["state"]["offset"] == 10 and final(run)["step"] == 40
 
 
+@pytest.mark.parametrize(
+    ("bad", "to"),
+    [((3, 66, 67, 68, 69), 60), ((26, 35, 41, 44), 20)],
+    ids=["after one skip long before", "after more checkpoints than are kept"],
+)
+def test_a_healthy_checkpoint_is_there_to_go_back_to(store, tmp_path, bad, to):
+    settings = config(**SMALL | {"steps": bad[-1] + 4, "health": {"margin": 5}})
+    with ExitStack() as faults:
+        for step in bad:
+            faults.enter_context(sabotage("inf-gradient", step, until=step + 1))
+        run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
+    assert [(back["at"], back["to"]) for back in final(run)["state"]["rollbacks"]] == [(bad[-1], to)]
+    assert len(checkpoint.steps(run / "checkpoints")) == 2, "it is deleted once there are later ones"
+
+
 SLOW_MOMENTS = [pytest.param(stop_at, marks=pytest.mark.slow) for stop_at in (24, 30, 31, 35, 43)]
 
 
@@ -286,7 +303,7 @@ def test_a_wrong_volume_never_rolls_back():
 def test_features_are_acted_upon_when_seen_twice_in_a_row():
     lost = Finding("collapse", "", "features")
     first = act(RunState(), lost, 100)
-    assert first.action == "watch" and not first.state.healthy
+    assert first.action == "watch" and not first.state.healthy(101, HealthConfig())
     assert act(first.state, lost, 110).action == "roll back"
     assert act(first.state, lost, 200).action == "watch", "long after is not in a row"
 

@@ -6,9 +6,7 @@ from pathlib import Path
 
 FILE, SHARDS = ".pt", ".dcp"
 _NAME = re.compile(r"step-([0-9]{8,})(\.pt|\.dcp)", re.ASCII)
-_PARTIAL = re.compile(
-    r"step-[0-9]{8,}(\.dcp)?\.partial|\.(best\.json|step-[0-9]{8,}\.(pt|dcp))\..*\.partial", re.ASCII
-)
+_PARTIAL = re.compile(r"step-[0-9]{8,}(\.dcp)?\.partial|\.(best\.json|step-[0-9]{8,}\.(pt|dcp))\..*\.partial", re.ASCII)
 _KNOWN = re.compile(r"best\.json|.*\.partial|step-[0-9]{8,}\.damaged[0-9]*", re.ASCII)
 
 
