@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import hypothesis
@@ -27,6 +27,7 @@ from octfm.run.checkpoint_writer import CheckpointWriter, Failure, Retention, be
 from octfm.run.folder import Identity, claim
 from octfm.run.loop import Interruption, Session
 from octfm.run.runtime import Runtime
+from octfm.run.tracking import Metrics, read_metrics
 from support import support_process
 from support.small_store import small_store
 from support.tiny_runs import (
@@ -325,6 +326,31 @@ def test_a_best_checkpoint_that_cannot_be_named_is_a_sentence_and_no_end_of_trai
     assert [checkpoint.step_of(p) for p in checkpoint.steps(tmp_path)] == [1]
 
 
+@pytest.mark.parametrize("text", ["", "null", "[3]", '{"step": null}', '{"step": 3, "before": 2}', '{"before": [2]}'])
+def test_a_damaged_name_of_the_best_checkpoint_is_as_good_as_none(tmp_path, text):
+    writer = CheckpointWriter([tmp_path], Retention(1))
+    (tmp_path / "best.json").write_text(text)
+    for step in (1, 2, 3):
+        writer.save(step, {"model": {}}, best=step == 2)
+        writer.wait()
+    writer.close()
+    assert best_step(tmp_path) == 2 and [checkpoint.step_of(p) for p in checkpoint.steps(tmp_path)] == [2, 3]
+
+
+def test_a_checkpoint_that_is_a_link_is_deleted_and_what_it_links_to_is_not(tmp_path):
+    places = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    for number, name in enumerate(("step-00000001.dcp", "step-00000002.pt"), 1):
+        (places[1] / str(number)).mkdir(parents=True)
+        places[0].mkdir(exist_ok=True)
+        (places[1] / str(number) / "file").touch()
+        (places[0] / name).symlink_to(places[1] / str(number) / ("file" if number == 2 else ""))
+    writer = CheckpointWriter([places[0]], Retention(1))
+    writer.save(3, {"model": {}})
+    writer.close()
+    assert not writer.failures() and [p.name for p in places[0].iterdir()] == ["step-00000003.pt"]
+    assert all((places[1] / number / "file").is_file() for number in "12")
+
+
 def test_a_full_disk_does_not_keep_training_from_going_back(tmp_path, monkeypatch):
     writer = CheckpointWriter([tmp_path], Retention(3))
     for step in (2, 4):
@@ -560,8 +586,6 @@ def test_a_disk_that_fills_up_sends_checkpoints_to_the_second_destination(store,
 
 
 def test_metrics_wait_for_a_full_disk(tmp_path):
-    from octfm.run.tracking import Metrics, read_metrics
-
     metrics = Metrics(tmp_path / "metrics.jsonl")
     metrics.write("train", 0, loss=1.0)
     with FullDisk((tmp_path / "metrics.jsonl").stat().st_size + 5):
@@ -570,6 +594,31 @@ def test_metrics_wait_for_a_full_disk(tmp_path):
     metrics.write("train", 3, loss=0.1)
     metrics.close()
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(
+    st.lists(st.tuples(st.sampled_from(["train", "incident", "back"]), st.none() | st.integers(0, 300)), max_size=14)
+)
+def test_metrics_end_as_if_the_disk_had_never_been_full(course):
+    """Each event comes at a moment when files may grow to so many bytes; a rollback also takes back what waits."""
+    with tempfile.TemporaryDirectory() as folder:
+        ended = []
+        for name in ("full", "roomy"):
+            path = Path(folder) / name / "metrics.jsonl"
+            metrics, step, rollbacks = Metrics(path), 0, 0
+            for event, room in course:
+                with FullDisk(room) if room is not None and name == "full" else nullcontext():
+                    if event == "back":
+                        rollbacks, step = rollbacks + 1, step // 2
+                        metrics.write("incident", step, rollback=rollbacks)
+                        metrics.rewind(step, rollbacks)
+                    else:
+                        metrics.write(event, step)
+                        step += event == "train"
+            metrics.close()
+            ended.append({file.name: file.read_text() for file in path.parent.iterdir()})
+        assert ended[0] == ended[1]
 
 
 def test_what_is_saved_is_the_moment_of_saving(tmp_path, monkeypatch):

@@ -70,8 +70,8 @@ def size_of(path: Path) -> int:
 
 
 def delete(path: Path) -> None:
-    """Delete a file or a folder of shards."""
-    if path.is_dir():
+    """Delete a file or a folder of shards; of a link, only the link."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink()

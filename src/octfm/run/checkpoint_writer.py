@@ -53,7 +53,7 @@ def _best_steps(folder: Path) -> list[int]:
     try:
         named = json.loads((folder / BEST).read_text())
         return [int(step) for step in (*named.get("before", ()), named["step"])]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none yet, or damaged
         return []
 
 
