@@ -3,6 +3,7 @@ alone."""
 
 import re
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,15 +12,18 @@ import torch
 
 from octfm.errors import ConfigError, Preempted, TrainingError
 from octfm.pretraining import pretrain as loop
+from octfm.pretraining.inputs import make_inputs
+from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors import monitors, recovery
 from octfm.pretraining.monitors.health import HealthConfig
-from octfm.pretraining.monitors.leaks import COMPANY_TOKENS
+from octfm.pretraining.monitors.leaks import COMPANY_TOKENS, company
 from octfm.pretraining.monitors.monitors import Finding
 from octfm.pretraining.monitors.sabotage import NAMES, sabotage
 from octfm.pretraining.run_state import RunState
 from octfm.run import checkpoint
+from octfm.run.runtime import Runtime
 from octfm.run.tracking import read_metrics
-from octfm.store.loader import Loader
+from octfm.store.loader import Loader, batch_of
 from support.small_store import small_store
 from support.tiny_runs import assert_same_run, config, final, interrupted_after, quick_pretrain, quiet, rows
 
@@ -93,6 +97,21 @@ def test_batch_statistics_are_seen_in_a_few_of_many_tokens(store, tmp_path, obje
     assert 2 * COMPANY_TOKENS == 4 * 8 * 4
     said, error = run_with_fault(store, tmp_path / "run", "batch-norm", objective, 15, masks={"budget": None})
     assert named(said, 0)[0] == (20, "batch statistics") and error is not None
+
+
+@pytest.mark.parametrize("budget", [64, None])
+def test_sound_statistics_are_seen_whatever_two_sets_of_masks_hide(store, budget):
+    """Few tokens are compared, among which one set may have no context and the other some."""
+    small = SMALL["model"] | {"positions": "learned"}
+    settings = config(**SMALL | {"model": small, "masks": {"budget": budget, "large_blocks": [0.7, 0.85, 0.15]}})
+    learner = Learner(settings, store.preprocessing, Runtime(torch.device("cpu")))
+    (weight,) = learner.runtime.numbers(0.5)
+    batch = batch_of(store, np.arange(2))
+    for position in range(60):
+        drawn = make_inputs(
+            settings, store.preprocessing, learner.runtime, replace(batch, position=position + np.arange(2))
+        )
+        assert company(learner, drawn.views, weight) < 1e-4
 
 
 @pytest.mark.slow
