@@ -1,6 +1,7 @@
 """The probe that chooses checkpoints: it sees what is there, it never sees a test participant, and training does not
 feel it."""
 
+import errno
 from dataclasses import replace
 
 import hypothesis
@@ -14,6 +15,7 @@ from octfm.errors import ConfigError
 from octfm.models.pooling import pooled
 from octfm.pretraining.monitors import online_probe as probe
 from octfm.pretraining.monitors.online_probe import Cases, OnlineProbeConfig, find_cases
+from octfm.run import checkpoint, checkpoint_writer
 from octfm.run.checkpoint_writer import best_step
 from octfm.store.selection import select
 from support.small_store import prepared_eye, small_preprocessing, small_store
@@ -188,20 +190,24 @@ def test_vectors_are_read_from_the_tokens_of_training(store, tmp_path):
     np.testing.assert_allclose(found, pooled(tokens, tissue, "mean").numpy(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("every", [3, 100], ids=["a checkpoint with every probe", "checkpoints elsewhere"])
-def test_probing_writes_rows_keeps_the_best_and_leaves_training_unchanged(store, labels, tmp_path, monkeypatch, every):
-    scores = iter([0.1, 0.6, 0.3])
+def scored(monkeypatch, *scores):
+    """Probes find these scores, one after the other."""
+    left, pending = iter(scores), []
     monkeypatch.setattr(probe, "_ridge", lambda cases, x, x_new: x_new)
     monkeypatch.setattr(probe, "_neighbours", lambda cases, x, x_new: x_new)
-    pending = []
 
     def score(cases, predicted):
         if pending:
             return pending.pop()
         pending.append(0.0)  # the second reading of a row is the nearest neighbours'
-        return next(scores)
+        return next(left)
 
     monkeypatch.setattr(probe, "_score", score)
+
+
+@pytest.mark.parametrize("every", [3, 100], ids=["a checkpoint with every probe", "checkpoints elsewhere"])
+def test_probing_writes_rows_keeps_the_best_and_leaves_training_unchanged(store, labels, tmp_path, monkeypatch, every):
+    scored(monkeypatch, 0.1, 0.6, 0.3)
     settings = config(
         keep_checkpoints=1, ckpt_every_steps=every, probe={"target": "depth", "labels": str(labels), "every_steps": 3}
     )
@@ -215,3 +221,29 @@ def test_probing_writes_rows_keeps_the_best_and_leaves_training_unchanged(store,
     assert all(
         torch.equal(a, b) for a, b in zip(final(run)["model"].values(), final(plain)["model"].values(), strict=True)
     )
+
+
+@pytest.mark.parametrize("how", ["full disk", "kill"])
+def test_a_best_state_whose_checkpoint_was_lost_does_not_hide_the_best_one_that_is_there(
+    store, labels, tmp_path, monkeypatch, how
+):
+    """On a full disk, or by a kill before the checkpoint that was written had been named."""
+    scored(monkeypatch, 0.1, 0.9, 0.5, 0.3)
+    write, name = checkpoint.write, checkpoint_writer.keep_best
+
+    def refused(folder, step, content):
+        if step == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(folder, step, content)
+
+    if how == "full disk":
+        monkeypatch.setattr(checkpoint, "write", refused)
+    else:
+        monkeypatch.setattr(checkpoint_writer, "keep_best", lambda folder, step: step == 4 or name(folder, step))
+    settings = config(
+        keep_checkpoints=1, ckpt_every_steps=100, probe={"target": "depth", "labels": str(labels), "every_steps": 2}
+    )
+    run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
+    assert [row["score"] for row in rows(run, "probe")] == [0.1, 0.9, 0.5, 0.3]
+    assert best_step(run / "checkpoints") == 6
+    assert sorted(p.name for p in (run / "checkpoints").glob("*.pt")) == ["step-00000006.pt", "step-00000008.pt"]

@@ -81,12 +81,18 @@ def test_the_same_tokens_elsewhere_are_another_volume():
 
 
 @settings(deadline=None, max_examples=15)
-@given(seed=st.integers(0, 999), weight=st.sampled_from([1.0, 4.0]), part=st.sampled_from([(2, 1, 4), (1, 2, 2)]))
-def test_goals_are_thicknesses_counted_voxel_by_voxel(seed, weight, part):
+@given(
+    seed=st.integers(0, 999),
+    weight=st.sampled_from([1.0, 4.0]),
+    part=st.sampled_from([(2, 1, 4), (1, 2, 2)]),
+    repeated=st.integers(0, 90),
+)
+def test_goals_are_thicknesses_counted_voxel_by_voxel(seed, weight, part, repeated):
+    """Also where tokens are `repeated`, as those of a volume with fewer of them than the budget are."""
     rng = np.random.default_rng(seed)
     shape = tuple(n * p for n, p in zip(GRID.shape, SMALL.patch_size, strict=True))
     labels = rng.choice([*range(len(CLASSES)), UNKNOWN], (1, 1, *shape)).astype(np.uint8)
-    kept = np.sort(rng.permutation(GRID.size)[:40])[None]
+    kept = np.sort(np.resize(rng.permutation(GRID.size)[:40], 40 + repeated))[None]
     composition = Composition(SMALL.patch_size, part, weight)
     goals = EnFaceGoals(8, GRID, composition.parts, part[1], composition.weights)
     patches = take_patches(torch.from_numpy(labels), torch.from_numpy(kept), SMALL.patch_size)
