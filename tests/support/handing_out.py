@@ -5,13 +5,12 @@ from pathlib import PurePath
 from xdist.scheduler import LoadFileScheduling
 
 RANKS = ("ranks", "finetune_ranks", "killed_ranks", "silent_illnesses")
-BUCKETS = ("buckets", "bucket_runs", "bucket_shards", "bucket_evaluation", "ranges")
-ONNX = ("export", "summary")
-TOGETHER = dict.fromkeys(RANKS + BUCKETS, "ranks and buckets") | dict.fromkeys(ONNX, "onnx")
-"""Files whose tests share what a worker starts or imports once: a process that forks ranks, bucket servers, the export
-to ONNX (some 4 s of CPU each)."""
+BUCKETS = ("buckets", "bucket_runs", "bucket_shards", "bucket_evaluation", "embed_files", "export", "people", "task_runs")
+TOGETHER = {*RANKS, *BUCKETS}
+"""Files whose tests share what a worker starts once, for some 4 s of CPU each: a process that forks ranks, and bucket
+servers. Some need both, so that they are one group."""
 FIRST = (
-    "ranks and buckets", "onnx", "demo", "layers", "docs", "trust", "recovery", "canary", "exact_resume", "report", "isolation",
+    "together", "demo", "layers", "docs", "trust", "recovery", "canary", "exact_resume", "report", "isolation",
     "packaged_encoder", "preflight", "phantom", "verdict", "limits", "prototype", "pseudonyms", "golden_curve", "other_device",
     "preflight_resources", "notebooks", "wheel", "privacy", "corrections",
 )  # fmt: skip
@@ -23,7 +22,7 @@ class HandingOut(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         name = PurePath(nodeid.split("::", 1)[0]).stem.removeprefix("test_")
-        return TOGETHER.get(name, name)
+        return "together" if name in TOGETHER else name
 
     def _assign_work_unit(self, node) -> None:
         first = next((name for name in FIRST if name in self.workqueue), None)
