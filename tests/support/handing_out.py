@@ -5,7 +5,16 @@ from pathlib import PurePath
 from xdist.scheduler import LoadFileScheduling
 
 RANKS = ("ranks", "finetune_ranks", "killed_ranks", "silent_illnesses")
-BUCKETS = ("buckets", "bucket_runs", "bucket_shards", "bucket_evaluation", "embed_files", "export", "people", "task_runs")
+BUCKETS = (
+    "buckets",
+    "bucket_runs",
+    "bucket_shards",
+    "bucket_evaluation",
+    "embed_files",
+    "export",
+    "people",
+    "task_runs",
+)
 TOGETHER = {*RANKS, *BUCKETS}
 """Files whose tests share what a worker starts once, for some 4 s of CPU each: a process that forks ranks, and bucket
 servers. Some need both, so that they are one group."""
