@@ -31,6 +31,15 @@ def pytest_collection_finish():
     gc.enable()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from support.handing_out import HandingOut
+
+    return HandingOut(config, log)
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     folder = Path(os.environ.get("OCTFM_REAL_DATA", ROOT.parent / "shared" / "data"))

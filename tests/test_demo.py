@@ -32,6 +32,7 @@ def run_smaller(out, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "QUICK", SMALLER)
         patch.setattr(run, "DRAWS", 1)
+        patch.setattr(run, "LABELLED", (0.3, 1.0))
         patch.setattr(sample, "samples", few_bscans)
         return run_demo(out, quick=True, **options)
 

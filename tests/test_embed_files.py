@@ -27,7 +27,6 @@ from octfm.evaluation.probe import probe
 from octfm.io.location import location
 from octfm.store.prepare import prepare
 from octfm.tasks.embed_run import embed_all
-from support.bucket_servers import BUCKET, s3_server
 from support.codestreams import imagecodecs_encoder, picture
 from support.dicom_files import write_oct_dicom
 from support.multifile_dicom import concatenation
@@ -251,30 +250,26 @@ def test_two_jobs_do_not_write_into_one_folder(run, clinic, tmp_path):
         embed_files(run, clinic, tmp_path / "out", workers=0, echo=quiet)
 
 
-def test_from_a_bucket_into_a_bucket_and_on_to_the_probe(run, clinic, tmp_path, monkeypatch):
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
-    with s3_server() as endpoint:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        for file in sorted(path for path in clinic.rglob("*") if path.is_file()):
-            (location(f"s3://{BUCKET}/raw") / str(file.relative_to(clinic))).write_bytes(file.read_bytes())
-        place = f"s3://{BUCKET}/vectors"
-        done = embed_files(run, f"s3://{BUCKET}/raw", place, workers=1, echo=quiet)
-        assert done["embedded"] == COUNT - 1 and done["bucket"]["requests"] > 0 and done["bucket"]["failures"] == 0
-        embed_files(run, clinic, tmp_path / "here", workers=0, echo=quiet)
-        assert same(place, tmp_path / "here")
-        labels = tmp_path / "labels.tsv"
-        labels.write_text(
-            "participant_id\tsick\n" + "".join(f"Q{i:02d}\t{('yes', 'no')[i % 2]}\n" for i in range(COUNT))
-        )
-        result = probe(embedding_files(run, place), labels, targets=["sick"], design="k-fold", folds=2, resamples=200)
-        assert result["results"][0]["n_test_acquisitions"] == COUNT - 1
-        from octfm.io import bucket
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_from_a_bucket_into_a_bucket_and_on_to_the_probe(place, run, clinic, tmp_path, monkeypatch):
+    for file in sorted(path for path in clinic.rglob("*") if path.is_file()):
+        (place / "raw" / str(file.relative_to(clinic))).write_bytes(file.read_bytes())
+    done = embed_files(run, place / "raw", place / "vectors", workers=1, echo=quiet)
+    assert done["embedded"] == COUNT - 1 and done["bucket"]["requests"] > 0 and done["bucket"]["failures"] == 0
+    embed_files(run, clinic, tmp_path / "here", workers=0, echo=quiet)
+    assert same(place / "vectors", tmp_path / "here")
+    labels = tmp_path / "labels.tsv"
+    labels.write_text("participant_id\tsick\n" + "".join(f"Q{i:02d}\t{('yes', 'no')[i % 2]}\n" for i in range(COUNT)))
+    result = probe(
+        embedding_files(run, place / "vectors"), labels, targets=["sick"], design="k-fold", folds=2, resamples=200
+    )
+    assert result["results"][0]["n_test_acquisitions"] == COUNT - 1
+    from octfm.io import bucket
 
-        monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(attempts=2, first_s=0.01))
-        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-        with pytest.raises(BucketError):
-            embed_files(run, f"s3://{BUCKET}/raw", tmp_path / "gone", workers=0, echo=quiet)
+    monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(attempts=2, first_s=0.01))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(BucketError):
+        embed_files(run, place / "raw", tmp_path / "gone", workers=0, echo=quiet)
 
 
 @pytest.mark.parametrize("place", ["gs"], indirect=True)

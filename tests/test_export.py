@@ -20,7 +20,6 @@ from octfm.encoder.encoder import assemble, load_encoder, participants_of, prepr
 from octfm.encoder.export import export
 from octfm.encoder.tuned import load_tuned
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
-from octfm.io.location import location
 from octfm.models.heads import add_low_rank, merged
 from octfm.models.pooling import pooled
 from octfm.pretraining.learner import build_objective
@@ -33,7 +32,6 @@ from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import read_predictions
 from octfm.volume.preprocessing import Preprocessing
 from octfm.weights import exported
-from support.bucket_servers import BUCKET, s3_server
 from support.small_store import GRADES, darkened, small_store
 from support.tiny_runs import config, quick_pretrain, quiet
 from support.volumes import eye
@@ -272,15 +270,11 @@ def test_damage_is_told_where_it_is(folder, tmp_path, damage):
         load_encoder(copy)
 
 
-def test_an_export_in_a_bucket(run, folder, monkeypatch, tmp_path):
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
-    with s3_server() as endpoint:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        place = location(f"s3://{BUCKET}/models/encoder")
-        for file in folder.iterdir():
-            (place / file.name).write_bytes(file.read_bytes())
-        assert load_encoder(str(place)).key == load_encoder(run).key and seen_by(place)("P000")
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_an_export_in_a_bucket(place, run, folder):
+    for file in folder.iterdir():
+        (place / file.name).write_bytes(file.read_bytes())
+    assert load_encoder(str(place)).key == load_encoder(run).key and seen_by(place)("P000")
 
 
 def test_the_verb(run, tmp_path):

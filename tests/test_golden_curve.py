@@ -22,7 +22,7 @@ TOLERANCE = 1e-3
 def curve(objective: str, folder: Path) -> dict[str, list[float]]:
     """Losses and gradient norms of every step."""
     run = quick_pretrain(
-        config(steps=50, objective={"name": objective}),
+        config(steps=50, objective={"name": objective}, validate_every_steps=50, ckpt_every_steps=50),
         small_store(folder / "store"),
         folder / "run",
         "cpu",

@@ -1,12 +1,10 @@
 """A file that crashes, hangs or swallows memory costs itself and nothing else; every other comes out as if it had
 not been there."""
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,38 +13,14 @@ import pytest
 from octfm.catalog.catalog import scan
 from octfm.errors import ConfigError
 from octfm.formats.reasons import REASONS
-from octfm.io.isolation import Limits, Lost, each, import_path, release
+from octfm.io.isolation import Limits, Lost, import_path, release
 from octfm.io.spread import spread
 from support.dicom_files import write_oct_dicom
 from support.hostile_folder import executed, octfm, plant
-from support.waiting import planted_delay, wait_until
+from support.misbehaving import children_in_a_worker, fail, misbehave, run, shout, slowly, spin, who
+from support.waiting import wait_until
 
 SHORT = Limits(seconds=2)
-
-
-def run(function, items, limits=SHORT):
-    return list(each(function, items, limits, lambda _: limits.seconds))
-
-
-def misbehave(how: str):
-    if how == "crash":
-        ctypes.string_at(0)
-    if how == "abort":
-        os.abort()
-    if how == "exit":
-        os._exit(3)
-    if how == "sleep":
-        planted_delay(600)
-    if how == "spin":
-        while True:
-            pass
-    if how == "swallow":
-        return np.ones(3 * 2**30, np.uint8).sum()
-    if how == "swallow natively":
-        libc = ctypes.CDLL(None)
-        libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-        ctypes.memset(libc.malloc(3 * 2**30), 1, 3 * 2**30)  # as a decoder that never looks at what malloc says
-    return how.upper()
 
 
 @pytest.mark.parametrize(
@@ -55,8 +29,8 @@ def misbehave(how: str):
         ("crash", "decoder_crashed", "SIGSEGV"),
         ("abort", "decoder_crashed", "SIGABRT"),
         ("exit", "decoder_crashed", "exit status 3"),
-        ("sleep", "decoder_timeout", "2 s"),
-        ("spin", "decoder_timeout", "2 s"),
+        ("sleep", "decoder_timeout", "1 s"),
+        ("spin", "decoder_timeout", "1 s"),
         ("swallow", "decoder_memory", "2 GB"),
         ("swallow natively", "decoder_crashed", "SIGSEGV"),
     ],
@@ -65,10 +39,6 @@ def test_what_ends_a_child_costs_one_item(how, code, seen):
     before, lost, after = run(misbehave, ["a", how, "b"])
     assert (before, after) == ("A", "B")
     assert lost == Lost(code, lost.what) and seen in lost.what and code in REASONS
-
-
-def who(_):
-    return os.getpid(), sorted({name.split(".")[0] for name in sys.modules}), os.environ["OMP_NUM_THREADS"]
 
 
 def test_children_serve_many_files_with_one_thread_and_without_torch():
@@ -86,28 +56,13 @@ def test_a_child_learns_what_was_set_after_it_started(monkeypatch):
     assert run(os.getenv, ["OCTFM_TEST"]) == ["new"]
 
 
-def shout(text: str) -> str:
-    print(text)
-    os.write(1, text.encode())
-    return text
-
-
 def test_what_decoders_print_does_not_end_among_the_results():
     assert run(shout, ["x" * 100_000, "y"]) == ["x" * 100_000, "y"]
-
-
-def fail(number: int):
-    raise KeyError(number)
 
 
 def test_an_uncaught_error_stops_the_run_as_without_children():
     with pytest.raises(KeyError, match="7"):
         run(fail, [7])
-
-
-def slowly(number: int) -> int:
-    planted_delay(0.2 if number < 3 else 0)
-    return number
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -133,10 +88,6 @@ def test_a_script_without_a_main_guard_and_its_death(tmp_path):
         assert one == other != process.pid
         process.send_signal(signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{one}").exists(), "a child does not outlive its parent", 20)
-
-
-def children_in_a_worker() -> list:
-    return run(misbehave, ["a", "crash", "b"])
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -205,16 +156,9 @@ def test_waiting_for_a_core_is_no_fault_of_the_file():
     clock."""
     busy = 3 * (os.cpu_count() or 1)
     results = list(
-        spread(spin, [0.5] * busy, lambda item, lost: lost.code, workers=busy, limits=Limits(seconds=2.5), chunk=1)
+        spread(spin, [0.3] * busy, lambda item, lost: lost.code, workers=busy, limits=Limits(seconds=0.8), chunk=1)
     )
     assert results == ["done"] * busy
-
-
-def spin(seconds: float) -> str:
-    until = time.process_time() + seconds
-    while time.process_time() < until:
-        pass
-    return "done"
 
 
 def test_released_children_are_gone():

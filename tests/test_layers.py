@@ -1,6 +1,7 @@
 """Layers and fluid of any scan by the packaged network: accuracy on unseen phantoms, invariances, files, tables."""
 
 import csv
+import functools
 import json
 import os
 import re
@@ -30,7 +31,7 @@ from octfm.layers.areas import (
     one_kind_of_fluid,
 )
 from octfm.layers.edges import EDGES, onto_edge, onto_edges
-from octfm.layers.finder import LayerFinder, load_finder, network_size
+from octfm.layers.finder import LayerFinder, Layers, load_finder, network_size
 from octfm.layers.sample import samples
 from octfm.layers.table import COLUMNS, describe, read_table, row_of, write_table
 from octfm.layers.training import HEIGHT, VALUES, WIDTH, LayerTraining, batch, stream_of, write_weights
@@ -48,9 +49,17 @@ UNSEEN = Stream(203, randomised=0.0, ascan_um=(13.0, 19.0))
 """Phantom B-scans of a seed that no choice has seen."""
 
 
+@functools.cache
 def drawn(count: int, stream: Stream = UNSEEN) -> list:
+    """The same images each time, which no test changes."""
     found = (stream(place) for place in range(1000))
     return [image for image, _ in zip((i for i in found if i.accident == "none"), range(count), strict=False)]
+
+
+@functools.cache
+def found_in_first() -> Layers:
+    """What the packaged network finds in the first of them."""
+    return load_finder().find(as_volume(drawn(1)[0]))
 
 
 SMALL = LayerNetConfig((8, 8))
@@ -83,8 +92,7 @@ def test_a_bscan_has_the_same_layers_whatever_else_is_in_the_volume():
 
 def test_a_mirrored_scan_has_the_mirrored_answer():
     image, finder = drawn(1)[0], load_finder()
-    one = finder.find(as_volume(image))
-    two = finder.find(replace(as_volume(image), voxels=image.voxels[:, :, ::-1]))
+    one, two = found_in_first(), finder.find(replace(as_volume(image), voxels=image.voxels[:, :, ::-1]))
     thickness = [float(np.nanmean(found.rows[-1] - found.rows[0])) for found in (one, two)]
     assert thickness[0] == pytest.approx(thickness[1], abs=0.5)
 
@@ -98,9 +106,10 @@ def test_wider_pixels_and_sixteen_bits_change_little():
     image, finder = drawn(1)[0], load_finder()
     volume = as_volume(image)
     deep = replace(volume, voxels=image.voxels.astype(np.uint16) * 16, full_scale=16 * 255)
-    assert np.allclose(finder.find(volume).rows, finder.find(deep).rows, atol=0.02, equal_nan=True)
+    a = found_in_first().rows
+    assert np.allclose(a, finder.find(deep).rows, atol=0.02, equal_nan=True)
     fine = Volume(np.repeat(image.voxels, 2, axis=2), (*image.spacing_mm[:2], image.spacing_mm[2] / 2))
-    a, b = finder.find(volume).rows, finder.find(fine).rows[:, :, ::2]
+    b = finder.find(fine).rows[:, :, ::2]
     assert np.nanmedian(np.abs(a - b)) < 0.5
 
 
@@ -166,6 +175,7 @@ def test_a_mask_that_a_network_has_not_learned_is_not_reported():
     network = LayerNet(SMALL)
     torch.nn.init.constant_(network.masks.get_parameter("bias"), 9.0)
     image = as_volume(drawn(1)[0])
+    image = replace(image, voxels=image.voxels[:, :, :96])
     assert (LayerFinder(network).find(image).lesions > 0).any()
     values = np.unique(LayerFinder(network, masks=("subretinal_fluid",)).find(image).lesions)
     assert set(values) <= {0, 1 + MASKS.index("subretinal_fluid")}
@@ -349,7 +359,7 @@ def test_a_table_resumes_and_keeps_a_row_for_what_cannot_be_read(files, tmp_path
             write_table([], tmp_path / "damaged.csv")
 
 
-def test_a_row_of_a_scan_that_has_changed_is_made_anew(files, tmp_path):
+def test_a_row_of_a_scan_that_has_changed_is_made_anew(files, tmp_path, small_finder):
     out, (eye, _, other) = tmp_path / "table.csv", files
     sidecar = tmp_path / "eye0.json"
     sidecar.write_text('{"laterality": "R"}')
@@ -458,8 +468,9 @@ def test_octfm_segment_takes_scans_without_a_run(files, tmp_path):
 @pytest.fixture
 def small_finder(monkeypatch):
     """An untrained network in place of the packaged one, where only the plumbing is tested."""
+    finder = LayerFinder(LayerNet(SMALL))
     for module in ("octfm.layers.segment", "octfm.layers.table"):
-        monkeypatch.setattr(f"{module}.load_finder", lambda **_: LayerFinder(LayerNet(SMALL)))
+        monkeypatch.setattr(f"{module}.load_finder", lambda **_: finder)
 
 
 def test_a_new_user_gets_a_result_without_a_scan(monkeypatch):
@@ -489,13 +500,13 @@ def test_samples_can_be_tabulated_and_viewed(small_finder, tmp_path, monkeypatch
 
 def test_a_stopped_training_of_the_network_resumes_bit_for_bit(tmp_path):
     whole = LayerTraining(4, 3, SMALL)
-    losses = [whole.update() for _ in range(4)]
+    losses = [whole.update() for _ in range(3)]
     first = LayerTraining(4, 3, SMALL)
-    assert [first.update() for _ in range(2)] == losses[:2]
+    assert [first.update()] == losses[:1]
     first.save(tmp_path / "state.pt")
     second = LayerTraining(4, 3, SMALL)
     second.restore(tmp_path / "state.pt")
-    assert [second.update() for _ in range(2)] == losses[2:]
+    assert [second.update() for _ in range(2)] == losses[1:]
     for one, other in ((whole.average, second.average), (whole.network, second.network)):
         assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     with pytest.raises(ValueError, match="begun with seed 3 for 4 steps"):

@@ -35,6 +35,12 @@ def planted(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory) -> Path:
+    """An empty folder, the same for all files: a child serves those of one current folder."""
+    return tmp_path_factory.mktemp("elsewhere")
+
+
 @pytest.fixture
 def bytes_before() -> int:
     """Resident memory of this process, whose peak (VmHWM) is counted anew from here on."""
@@ -74,9 +80,9 @@ def test_view_refuses_what_is_left_of_four_gigabytes_in_little_memory(planted, t
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_view_and_segment_read_in_a_child(planted, tmp_path, monkeypatch, name):
+def test_view_and_segment_read_in_a_child(planted, elsewhere, monkeypatch, name):
     """Where reading fails, no encoder or segmenter is needed; the child is what has the limit."""
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(elsewhere)
     monkeypatch.setattr("octfm.formats.detect.find_reader", None)  # of this process
     monkeypatch.setattr("octfm.tasks.segment.load_segmenter", lambda *_: None)
     few = ["--file-gb", "0.3", "--file-seconds", "60"]
@@ -86,7 +92,7 @@ def test_view_and_segment_read_in_a_child(planted, tmp_path, monkeypatch, name):
     ):
         with pytest.raises(ReadError, match=name):
             CliRunner().invoke(app, [*words, *few], catch_exceptions=False)
-    assert not list(tmp_path.glob("*.html"))
+    assert not list(elsewhere.glob("*.html"))
 
 
 def test_a_scan_and_its_pseudonyms_go_on_past_all_bombs(planted, bytes_before):

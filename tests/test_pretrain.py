@@ -34,7 +34,12 @@ def store(tmp_path_factory):
 )
 def test_loss_falls_in_training_and_on_held_out_participants(store, tmp_path, objective, precision):
     settings = config(
-        steps=80, objective={"name": objective}, precision=precision, log_every_steps=10, validate_every_steps=10
+        steps=50,
+        objective={"name": objective},
+        precision=precision,
+        log_every_steps=10,
+        validate_every_steps=25,
+        ckpt_every_steps=50,
     )
     run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
     curve = [row["masked_over_baseline"] for row in rows(run)]

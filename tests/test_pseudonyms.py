@@ -21,7 +21,7 @@ from octfm.store.prepare import prepare
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
 from support.canaries import everything_in
-from support.command_line import octfm_command
+from support.command_line import octfm_command, octfm_here
 
 KEY = b"a key that nobody can guess"
 SMALL = Preprocessing(image_size=(8, 64, 48), target_spacing=(0.9, 0.03, 0.15))
@@ -170,7 +170,7 @@ def test_keys_that_can_be_guessed_and_half_given_options_are_refused(clinic, tmp
     assert read_key(tmp_path / "new") == read_key(tmp_path / "new") and len(read_key(tmp_path / "new")) == 64
     with pytest.raises(CatalogError, match="no such key file"):
         read_key(tmp_path / "absent", make=False)
-    code, _, err = octfm_command("scan", clinic, "--pseudonymise", "new", "--extract", "x", cwd=tmp_path)
+    code, _, err = octfm_here("scan", clinic, "--pseudonymise", "new", "--extract", "x", cwd=tmp_path)
     assert code == 1 and "read the archives without unpacking" in err and err.count("\n") == 1
 
 
@@ -335,14 +335,14 @@ def test_kept_columns_pass_and_withheld_ones_are_named_on_the_terminal(clinic, t
     ]
     (tmp_path / "people.tsv").write_text("\n".join(table) + "\n")
     command = ("scan", clinic, "--out", "catalog", "--participants", "people.tsv", "--no-images", "--workers", 1)
-    code, out, err = octfm_command(*command, "--pseudonymise", "key", "--keep-columns", "visus", cwd=tmp_path)
+    code, out, err = octfm_here(*command, "--pseudonymise", "key", "--keep-columns", "visus", cwd=tmp_path)
     assert code == 0 and re.search(
         r"withheld values that are not known to be safe, in 1 columns: 'remarks_of_eye' \(\d+ of \d+ ", err
     ), err
     assert "Geheim" not in out + err
     columns = {c for a in Catalog.load(tmp_path / "catalog").acquisitions for c in a.participant_labels}
     assert {"visus", "age", "study_group"} <= columns and "remarks_of_eye" not in columns
-    code, _, err = octfm_command(*command, "--keep-columns", "visus", cwd=tmp_path)
+    code, _, err = octfm_here(*command, "--keep-columns", "visus", cwd=tmp_path)
     assert code == 1 and "--keep-columns: only applies with --pseudonymise" in err
 
 

@@ -106,16 +106,16 @@ def test_thirty_steps_agree_to_1e_5(ranks, store, tmp_path, objective):
 def test_F10_ranks_train_on_disjoint_data_and_only_rank_0_writes(ranks, store, tmp_path):
     """Every replica of the prototype believed to be rank 0: the same shard, the same seed, four W&B runs."""
     out = tmp_path / "run"
-    settings = SMALL | {"tracking": {"tensorboard": True}}
+    settings = SMALL | {"steps": 4, "tracking": {"tensorboard": True}}
     ended = ranks(2, store.path, out, settings, preflight=True)
     assert codes(ended) == [0, 0], ended
     for step, shares in places(out, 2).items():
         assert not set(shares[0]) & set(shares[1]) and sorted(shares[0] + shares[1]) == list(
             range(4 * step, 4 * step + 4)
         )
-    assert [row["step"] for row in rows(out)] == list(range(8)), "every step is told once"
+    assert [row["step"] for row in rows(out)] == list(range(4)), "every step is told once"
     assert len(list((out / "tensorboard").iterdir())) == 1
-    assert "step      8/8" in ended[0].said and ended[1].said == "", "rank 0 alone speaks"
+    assert "step      4/4" in ended[0].said and ended[1].said == "", "rank 0 alone speaks"
     assert sorted(p.name for p in tmp_path.iterdir() if "said" not in p.name and "positions" not in p.name) == ["run"]
 
 
@@ -156,7 +156,7 @@ def test_an_inf_gradient_on_one_rank_is_skipped_by_all(ranks, store, tmp_path, p
 
 def test_a_nan_volume_on_one_rank_is_named_by_rank_0(ranks, store, tmp_path):
     out = tmp_path / "run"
-    assert codes(ranks(2, store.path, out, SMALL, fault="nan", at=2, on=1)) == [0, 0]
+    assert codes(ranks(2, store.path, out, SMALL | {"steps": 4}, fault="nan", at=2, on=1)) == [0, 0]
     (incident,) = rows(out, "incident")
     lines = [json.loads(line) for line in Path(f"{out}.positions-1").read_text().splitlines()]
     assert incident["volumes"] == [store.rows[next(index for step, _, index in lines if step == 2)[0]].uri]
@@ -248,7 +248,7 @@ def test_an_index_that_would_run_code_is_refused(whole, tmp_path):
 
 
 def test_memory_that_runs_out_on_one_rank_halves_the_micro_batch_of_all(ranks, store, tmp_path):
-    settings = SMALL | {"data": {"global_batch_size": 4, "per_device_batch_size": 2}}
+    settings = SMALL | {"steps": 4, "data": {"global_batch_size": 4, "per_device_batch_size": 2}}
     assert codes(ranks(2, store.path, tmp_path / "run", settings, fault="memory", on=1)) == [0, 0]
     assert codes(ranks(1, store.path, tmp_path / "one", settings)) == [0]
     (incident,) = rows(tmp_path / "run", "incident")

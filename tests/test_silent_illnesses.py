@@ -344,7 +344,7 @@ SOUND = {
 
 @pytest.mark.parametrize("kind", SOUND)
 def test_sound_runs_raise_no_alarm(store, tmp_path, kind):
-    assert trained(store, tmp_path / "run", **{"log_every_steps": 3} | SOUND[kind]) == ([], None)
+    assert trained(store, tmp_path / "run", **{"log_every_steps": 5} | SOUND[kind]) == ([], None)
 
 
 def test_a_feed_knows_copies_of_a_volume_from_mistakes(tmp_path):

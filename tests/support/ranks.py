@@ -5,6 +5,7 @@ Ranks are processes of their own that find each other over loopback as torchrun'
 imports. What torchrun itself adds (restarts, nodes that come and go) is tested with torchrun in test_elastic.py.
 """
 
+import gc
 import json
 import os
 import signal
@@ -78,6 +79,9 @@ def serve() -> None:
     from octfm.tasks import finetune  # noqa: F401
 
     import_all_of_a_step()
+    # A collection in a child would write into every object, and so copy the pages of all that was imported.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         job = json.loads(line)
         port = _free_port()
