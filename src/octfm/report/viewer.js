@@ -87,7 +87,7 @@
       const two = overlay.low < 0, stops = data.colourMaps[two ? "diverging" : "sequential"], bar = document.createElement("span");
       bar.className = "scale";
       bar.style.background = `linear-gradient(to right, ${stops.filter((_, i) => i % 7 === 0).map((c) => `rgb(${c})`).join(", ")})`;
-      const around = document.createElement("span");
+      const around = Object.assign(document.createElement("span"), { className: "entry" });
       around.append(overlay.low.toPrecision(2), bar, overlay.high.toPrecision(2));
       return around;
     }
