@@ -197,6 +197,24 @@ def test_a_page_shows_ranges_and_compares_once_there_is_a_correction(browser, tm
 
 
 @needs_chromium
+def test_tools_stand_right_above_the_bscan(browser, tmp_path):
+    open_page(browser, found_in(), tmp_path)
+    browser.key("e")
+    top, bottom = ("hand-on", "top"), ("bscan", "bottom")
+    tools, brush, bscan, end = (
+        browser.js(f"document.querySelector('[data-part=\"{part}\"]').getBoundingClientRect().{side}")
+        for part, side in (top, ("fill", "bottom"), ("bscan", "top"), bottom)
+    )
+    assert tools < brush < bscan < brush + 100 and end - tools < 1000
+    browser.js(
+        "((s) => { s.value = 1; s.dispatchEvent(new Event('input')); })"
+        "(document.querySelector('[data-part=\"brush\"]'))"
+    )
+    width = browser.js("document.querySelector('[data-part=\"brush-width\"]').textContent")
+    assert width.startswith("1 A-scan,")
+
+
+@needs_chromium
 def test_what_is_dragged_and_painted_is_measured_saved_and_applied(browser, tmp_path):
     found = found_eye()
     depth, height, width = found.volume.shape

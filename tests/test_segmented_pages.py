@@ -42,6 +42,15 @@ def test_a_picture_shows_the_bscan_with_the_most_fluid():
     assert not ((plain[..., 2] > plain[..., 0] + 50) & (plain[..., 2] > plain[..., 1] + 50)).any()
 
 
+def test_a_picture_shows_small_areas_of_coarse_voxels():
+    found = found_in()
+    found.masks["drusen"][3, 132:142, 50:52] = True  # 20 voxels of .0002 mm²
+    found.volume.voxels[3] = np.random.default_rng(0).integers(0, 255, found.volume.shape[1:])
+    picture = np.asarray(Image.open(io.BytesIO(bscan_picture(found))).convert("RGB")).astype(int)
+    orange = (picture[..., 0] > picture[..., 2] + 60) & (picture[..., 1] > picture[..., 2] + 20)
+    assert 12 < orange.sum() < 200
+
+
 def test_a_contact_sheet_shows_the_most_doubtful_first_and_keeps_pictures_of_earlier_calls(tmp_path):
     table = tmp_path / "eyes.csv"
     ContactSheet(table).add("good.dcm", found_in())

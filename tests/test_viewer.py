@@ -430,6 +430,12 @@ def test_the_ruler_is_seen_on_white_tissue(browser, tmp_path):
     settled(browser)
     bar = region(browser, BSCAN, (10, 60), (-16, -4)).astype(int).mean(-1)
     assert (bar[:, 30] > 240).any() and (bar[:, 30] < 80).sum() >= 2, "white with a dark rim"
+    focus(browser)
+    browser.key("x")
+    browser.key("x")
+    settled(browser)
+    post = region(browser, BSCAN, (10, 13), (-30, -14))
+    assert (post == 255).all(), "its length is written beside the upright bar, not over it"
 
 
 @needs_chromium

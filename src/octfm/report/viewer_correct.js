@@ -478,7 +478,7 @@ const octfmCorrect = (() => {
       find("line").value = state.line;
       find("area").value = state.area;
       find("brush").value = width();
-      find("brush-width").textContent = `${width()} A-scans, ${(width() * edit.mm[2]).toFixed(2)} mm`;
+      find("brush-width").textContent = `${width()} A-scan${width() === 1 ? "" : "s"}, ${(width() * edit.mm[2]).toFixed(2)} mm`;
       find("check").setAttribute("aria-pressed", Boolean(checked[here()]));
       find("undo").disabled = !history.length;
       find("redo").disabled = !future.length;

@@ -195,7 +195,7 @@ const octfmPaint = (() => {
       for (const [left, top, w, h] of bars) context.fillRect(left - rim, top - rim, w + 2 * rim, h + 2 * rim);
     }
     const roomy = deep && down > 32 * dpr;
-    write(context, deep && !roomy ? `${across} mm across, 0.2 mm deep` : `${across} mm`, pad + (roomy || !deep ? 0 : 6 * dpr), y - 5, "left", "bottom");
+    write(context, deep && !roomy ? `${across} mm across, 0.2 mm deep` : `${across} mm`, pad + (deep ? 6 * dpr : 0), y - 5, "left", "bottom");
     if (roomy) write(context, "0.2 mm", pad + 8, y - down, "left", "middle");
   }
 

@@ -1,6 +1,7 @@
 """Pictures of one segmented scan: the thickness map with its ETDRS grid, and the B-scan that says most."""
 
 import io
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,8 @@ HALF_MM, STEP_MM = 3.4, 0.02
 """Half side of the map, and distance of its points."""
 LINES = ("ilm", "rpe_peak", "bm")
 """Surfaces of a picture of the contact sheet: all nine would cover a retina of its size."""
+LEAST_MM2 = 0.002
+"""Least area in a B-scan for it to be shown instead of the middle one; the least that counts as fluid is .0015 mm²."""
 THUMBNAIL = (320, 180)
 """Width and height in pixels of a picture of the contact sheet."""
 
@@ -112,7 +115,8 @@ def bscan_picture(found: "ScanSegmentation") -> bytes:
     """PNG of the B-scan that says most: through the most fluid, else the middle one; lines and areas drawn in."""
     volume = found.volume
     most = [sum(int(mask[d].sum()) for mask in found.masks.values()) for d in range(volume.shape[0])]
-    d = int(np.argmax(most)) if max(most, default=0) >= 50 else volume.shape[0] // 2
+    shown_mm2 = max(most, default=0) * volume.spacing_mm[1] * volume.spacing_mm[2]
+    d = int(np.argmax(most)) if shown_mm2 >= LEAST_MM2 else volume.shape[0] // 2
     bscan = np.asarray(list(eight_bit(volume))[d])
     picture = np.repeat(bscan[..., None], 3, axis=2)
     for name, mask in found.masks.items():
@@ -149,6 +153,22 @@ def _thumbnail(picture: np.ndarray) -> np.ndarray:
 def _png(picture: np.ndarray) -> bytes:
     from PIL import Image
 
+    # A palette chosen from the pixels has no colour for a druse of a few of them.
+    palette = Image.new("P", (1, 1))
+    palette.putpalette(_palette().ravel().tolist())
     buffer = io.BytesIO()
-    Image.fromarray(picture).quantize(96).save(buffer, "PNG", optimize=True)
+    own = Image.fromarray(picture).quantize(palette=palette, dither=Image.Dither.NONE)
+    own.save(buffer, "PNG", optimize=True)
     return buffer.getvalue()
+
+
+@cache
+def _palette() -> np.ndarray:
+    """uint8 [N, 3]: greys, lines, and areas over grey."""
+    from octfm.models.layer_net import MASKS
+
+    grey = np.linspace(0, 255, 48).astype(np.uint8)
+    over = grey[::5, None] // 2
+    areas = [over + np.array(FOUND_COLOURS[name], np.uint8) // 2 for name in MASKS]
+    lines = np.array([FOUND_COLOURS[name] for name in LINES], np.uint8)
+    return np.concatenate([np.repeat(grey[:, None], 3, axis=1), lines, *areas])
