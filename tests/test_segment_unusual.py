@@ -1,6 +1,7 @@
 """octfm segment on unusual input: tiny and unreadable scans, folders, files of one name, tables of other networks."""
 
 import io
+import json
 from dataclasses import replace
 from unittest.mock import DEFAULT, Mock
 
@@ -140,7 +141,7 @@ def test_a_scan_of_contradicting_positions_is_viewed_without_a_map():
 @pytest.mark.parametrize(
     "turned", ["", "vertical on the fundus, not from side to side", "from right to left on the fundus"]
 )
-def test_ends_of_turned_bscans_are_not_called_nasal_and_temporal(turned):
+def test_ends_of_turned_bscans_have_the_letters_of_the_fundus(turned):
     found = found_in(3)
     at = np.stack([np.zeros(3), np.arange(3.0)], axis=1)
     lines = Lines(at, np.add(at, (6, 0)))
@@ -152,7 +153,8 @@ def test_ends_of_turned_bscans_are_not_called_nasal_and_temporal(turned):
     scene = scene_of(volume, found=found)
     told = dict(view_facts(volume, scene))
     assert scene.turned == bool(turned) and told.get("Direction of B-scans", "") == turned
-    assert ('"sides":null' in viewer([scene]).body) == bool(turned)
+    sides = ["S", "I"] if turned.startswith("vertical") else ["N", "T"] if turned else ["T", "N"]
+    assert f'"sides":{json.dumps(sides, separators=(",", ":"))}' in viewer([scene]).body
 
 
 def test_axial_length_rescales_volumes_and_the_ruler_like_zones():
