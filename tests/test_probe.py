@@ -2,6 +2,7 @@
 mislead."""
 
 import json
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -324,6 +325,65 @@ def test_decimal_commas_are_numbers_unless_they_may_separate_thousands(tmp_path)
     assert joined("dme, erm", "3,5") == ["dme, erm", "3,5"] and joined("1,2,4", "2") == ["1,2,4", "2"]
     with pytest.raises(EvaluationError, match=r"um: is 1,234 a decimal number or one in thousands\? .* 1\.234 or 1234"):
         joined("1,234", "2,345", "7")
+
+
+def relabelled(cohort, path, column, cells):
+    """A table with one row per participant."""
+    people = sorted({r["participant"] for r in cohort.rows})
+    lines = [f"{p},{cell}" for p, cell in zip(people, cells, strict=False)]
+    path.write_text(f"participant_id,{column}\n" + "\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("odd", ["inf", "CF", "<0.05"])
+def test_numbers_with_a_word_among_them_are_not_classes(cohort, tmp_path, odd):
+    """Else every visual acuity would be a class of its own, and the answer one about the test participants."""
+    numbers = [f"{0.01 * i:.2f}" for i in range(60)]
+    numbers[7] = odd
+    table = relabelled(cohort, tmp_path / "l.csv", "va", numbers)
+    files = [cohort.embeddings(tmp_path / "a.parquet")]
+    with pytest.raises(EvaluationError, match=re.escape(f"are finite numbers, the others are not ({odd})")) as error:
+        probe(files, table, targets=["va"])
+    assert "118 of 120 labels in column va" in str(error.value) and odd not in error.value.public
+    numbers[7] = "?"
+    table = relabelled(cohort, tmp_path / "l.csv", "va", numbers)
+    assert row(probe(files, table, targets=["va"], resamples=50), "va", "r2")["unlabelled_acquisitions"] == 2
+
+
+def test_a_text_for_every_participant_is_no_class(cohort, tmp_path):
+    files = [cohort.embeddings(tmp_path / "a.parquet")]
+    dates = relabelled(
+        cohort, tmp_path / "l.csv", "onset", [f"2024-{i // 28 + 1:02d}-{i % 28 + 1:02d}" for i in range(60)]
+    )
+    with pytest.raises(EvaluationError, match="onset has 60 different texts for 60 participants, which are no classes"):
+        probe(files, dates, targets=["onset"])
+    one = relabelled(cohort, tmp_path / "l.csv", "onset", ["late"] * 60)
+    with pytest.raises(
+        EvaluationError, match=r"2 participants each to learn from: 48 labelled participants, 1 class\."
+    ):
+        probe(files, one, targets=["onset"])
+
+
+def test_a_label_in_two_spellings_is_refused(cohort, tmp_path):
+    table = relabelled(cohort, tmp_path / "l.csv", "grade", ["Mild", "none", "mild"] * 20)
+    with pytest.raises(EvaluationError, match="Column grade has Mild and mild; spell them alike") as error:
+        probe([cohort.embeddings(tmp_path / "a.parquet")], table, targets=["grade"])
+    assert "ild" not in error.value.public
+
+
+def test_a_column_called_disease_is_asked_for_as_it_is(cohort, tmp_path):
+    cells = ["no", "yes", "yes"] * 20
+    table = relabelled(cohort, tmp_path / "l.csv", "disease", cells)
+    result = probe([cohort.embeddings(tmp_path / "a.parquet")], table, targets=["disease"], resamples=50)
+    assert row(result, "disease", "auroc")["classes"] == ["no", "yes"]
+
+
+def test_a_scanner_of_the_table_is_not_mistaken_for_that_of_the_scans(cohort, tmp_path):
+    table = relabelled(cohort, tmp_path / "l.csv", "scanner", ["old", "new"] * 30)
+    files = [cohort.embeddings(tmp_path / "a.parquet")]
+    with pytest.raises(EvaluationError, match=r"target scanner: .* has a column scanner as well; rename"):
+        probe(files, table, targets=["scanner"])
+    assert row(probe(files, table, resamples=50), "scanner", "auroc")["leakage"], "without a name it is the scans' own"
 
 
 def test_a_finding_that_training_rows_hardly_have_does_not_outweigh_the_rest():

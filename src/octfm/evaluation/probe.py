@@ -91,7 +91,7 @@ def probe(
             except Skip as reason:
                 # A rare label of a multi-label column is skipped even if the column was named.
                 if targets is not None and target.label is None:
-                    raise EvaluationError(f"target {target.name}: {reason}", public=str(reason)) from None
+                    raise EvaluationError(f"target {target.name}: {reason}", public=reason.public) from None
                 skipped.append({"target": target.name, "sentence": str(reason)})
                 continue
             facts = describe(per_seed[0][0], per_seed[0][1], chosen, seen_rows) | {"readout": readout}
