@@ -19,7 +19,7 @@ from octfm.evaluation import linear, readouts
 from octfm.evaluation.cases import Cases, Round, Target, find_targets, make_cases, participant_folds
 from octfm.evaluation.efficiency import label_efficiency, subset
 from octfm.evaluation.linear import logistic, ridge
-from octfm.evaluation.probe import probe, write_probe
+from octfm.evaluation.probe import probe, summary_lines, write_probe
 from octfm.evaluation.scoring import Predictions, to_units
 from support.probe_cohort import Cohort
 
@@ -384,6 +384,34 @@ def test_a_scanner_of_the_table_is_not_mistaken_for_that_of_the_scans(cohort, tm
     with pytest.raises(EvaluationError, match=r"target scanner: .* has a column scanner as well; rename"):
         probe(files, table, targets=["scanner"])
     assert row(probe(files, table, resamples=50), "scanner", "auroc")["leakage"], "without a name it is the scans' own"
+
+
+def test_an_interval_below_guessing_by_folds_is_called_no_finding(cohort, tmp_path):
+    """Held-out rows are missing from the mean that a probe without signal learns, so they score below one half."""
+    rng, people = np.random.default_rng(0), sorted({r["participant"] for r in cohort.rows})[:40]
+    cohort = replaced_rows(cohort, [r for r in cohort.rows if r["participant"] in people])
+    files, notes = [cohort.embeddings(tmp_path / "a.parquet", signal=0)], {}
+    for _ in range(12):
+        table = relabelled(cohort, tmp_path / "l.csv", "x", rng.permutation(["a", "b"] * 20))
+        found = row(probe(files, table, targets=["x"], design="k-fold", resamples=200), "x", "auroc")
+        notes[found["high"] < 0.5] = found["note"]
+    assert "Below guessing, which is no finding" in notes[True] and notes[False] is None
+
+
+def replaced_rows(cohort, rows):
+    other = Cohort(participants=0)
+    other.rows = rows
+    return other
+
+
+def test_a_summary_says_what_guessing_gives_and_which_file_holds_the_rest(cohort, tmp_path):
+    result = probe([cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), resamples=50)
+    lines = summary_lines(result)
+    assert "diagnosis    guessing gives auroc 0.5, balanced_accuracy 0.333" in lines
+    assert "cst_um       guessing gives r2 0" in lines and any("probe.json also holds" in line for line in lines)
+    assert any("--design k-fold" in line for line in lines)
+    tuned = "\n".join(summary_lines(result, "finetune.json"))
+    assert "finetune.json also holds" in tuned and "--design" not in tuned and "probe.json" not in tuned
 
 
 def test_a_finding_that_training_rows_hardly_have_does_not_outweigh_the_rest():

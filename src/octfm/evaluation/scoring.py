@@ -25,6 +25,11 @@ PLANNED = ("auroc", "kappa", "r2")
 """Metrics whose comparisons are planned, so p values are corrected for their number; the others are descriptive."""
 HEADLINE = ("auroc", "balanced_accuracy", "kappa", "r2")
 """Metrics shown first in terminals and on pages."""
+BELOW = (
+    "Below guessing, which is no finding: by folds, a model without signal scores a little less than guessing, "
+    "because what is held out is missing on the other side."
+)
+"""Measured on permuted labels of 40 participants: mean AUROC .457, and 10 % of intervals below .5."""
 LOWER_IS_BETTER = ("brier", "ece", "mae")
 BUILT_IN = ("auroc", "auprc", "balanced_accuracy", "macro_f1", "brier", "ece", "kappa", "r2", "mae")
 
@@ -107,6 +112,7 @@ def score(
             boot = over_seeds(of_seeds, seed=seed)
             estimate = boot.estimate
         low, high = interval(boot) if boot else (None, None)
+        below = name in HEADLINE and facts.get("design") == "k-fold" and high is not None and high < chance
         percentile = interval(boot, method="percentile") if boot else (None, None)
         ranked = None
         # DeLong's formula covers other participants, not other seeds.
@@ -123,7 +129,7 @@ def score(
             "delong": _delong(ranked),
             "chance": chance,
             "lower_is_better": name in lower_is_better,
-            "note": _note(rare, boot),
+            "note": _note(rare, boot) or (BELOW if below else None),
             "test_participants_per_class": counts if cases.classes else None,
             "seeds": len(runs) // draws,
             "penalty": sorted({s for run in runs for s in run.settings}),
