@@ -314,6 +314,10 @@ def test_the_leaderboard_is_written_as_csv_markdown_and_one_page(board, tmp_path
     assert "| a\\|&lt;b&gt; | frozen |" in to_markdown(odd)
     text = to_markdown(result)
     assert "| covariates | baseline |" in text and "36 test participants" in text
+    assert "95 % intervals over participants. Guessing gives auroc 0.5, balanced_accuracy 0.333" in text
+    few = [{**r, "low": None, "high": None, "note": "No interval: only 2."} for r in result["results"]]
+    text = to_markdown({**result, "results": few})
+    assert "no intervals. Guessing" in text and text.count("No interval: only 2.") == 1 and "95 %" not in text
     page = write_leaderboard(
         result, list(dict.fromkeys(r["encoder"] for r in result["results"])), tmp_path / "board.html"
     ).read_text()

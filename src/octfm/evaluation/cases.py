@@ -1,5 +1,6 @@
 """The labelled cases of a probe target, and which participants each fit trains on and tests."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -117,7 +118,12 @@ class Round:
 
 
 class Skip(Exception):
-    """Raised for a target that cannot be probed on this data; the report shows the message."""
+    """Raised for a target that cannot be probed on this data; the report shows the message. `public` is the same
+    without values of the table."""
+
+    def __init__(self, message: str, public: str = ""):
+        super().__init__(message)
+        self.public = public or message
 
 
 def find_targets(
@@ -128,7 +134,9 @@ def find_targets(
 ) -> list[Target]:
     """The targets of these names, or those of TARGETS whose column exists; multi-label columns give a target per label.
 
-    Any label column can be a target. `orders` adds to ORDERS. Raises EvaluationError for a name without a column.
+    Any label column can be a target; one that is called `disease` is asked for as it is, not made from the diagnosis.
+    `orders` adds to ORDERS. Raises EvaluationError for a name without a column, and for the scanner if the table has a
+    column of that name, which is not the one that scans name.
     """
     columns = {
         "scanner",
@@ -139,7 +147,17 @@ def find_targets(
     if names is None:
         targets = [t for t in TARGETS if t.column in columns]
     else:
-        targets = [known.get(name) or Target(name, name, "participant") for name in names]
+        own = {name for name in names if table is not None and name in table.columns}
+        if table is not None and "scanner" in own:
+            raise EvaluationError(
+                f"target scanner: it is the scanner that scans name, and {table.path} has a column scanner as well; "
+                "rename that column to ask about it, or drop it to ask about the scans' own",
+                public="The label table has a column scanner, which is not the one that the scans name.",
+            )
+        of_own = {name for name in own if name in known and known[name].column != name}
+        targets = [
+            known[name] if name in known and name not in of_own else Target(name, name, "participant") for name in names
+        ]
     grades, found = {**ORDERS, **(orders or {})}, []
     for target in targets:
         if target.column not in columns:
@@ -150,7 +168,7 @@ def find_targets(
             )
         target = replace(target, order=grades.get(target.column, ()))
         cells = [cell for cell in column_values(target.column, data, table) if cell]
-        if target.name != "disease" and any(SEPARATOR in cell for cell in cells):
+        if not _is_disease(target) and any(SEPARATOR in cell for cell in cells):
             parts = {part for cell in cells for part in _parts(cell)}
             labels = sorted(part for part in parts if part.lower() not in HEALTHY)
             found += [replace(target, name=f"{target.name}:{label}", label=label) for label in labels]
@@ -160,14 +178,18 @@ def find_targets(
 
 
 def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Cases:
-    """Join the target's labels to the embeddings. Raises Skip without labels, or for `disease` with only one class."""
+    """Join the target's labels to the embeddings.
+
+    Raises Skip without labels, for `disease` with only one class, and for a column that is neither of numbers nor of
+    classes: numbers with words among them, a text of its own for most participants, or one class in two spellings.
+    """
     values = column_values(target.column, data, table)
     rows = np.array([i for i, value in enumerate(values) if value is not None], dtype=int)
     if rows.size == 0:
         raise Skip(f"No acquisition has a label in column {target.column}.")
     kept = [str(values[i]) for i in rows]
     participant, unlabelled = data.participant[rows], len(values) - len(rows)
-    if target.name == "disease":
+    if _is_disease(target):
         healthy = [all(part.lower() in HEALTHY for part in _parts(v)) for v in kept]
         if all(healthy) or not any(healthy):
             raise Skip(
@@ -189,6 +211,8 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
         unit = np.where(by_eye, data.eye_id[rows], data.acquisition[rows])
         unit_name: Unit = "eye" if by_eye.any() else "acquisition"
         return Cases(target, rows, np.array(numbers, dtype=float), None, participant, unit, unit_name, unlabelled)
+    if target.label is None and not numeric:
+        _require_classes(target.column, kept, participant)
     if target.label is not None:
         kept = [target.label if target.label in _parts(v) else f"no {target.label}" for v in kept]
     else:
@@ -197,6 +221,37 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
     label = np.array([classes.index(v) for v in kept])
     unit, unit_name = _unit(target.unit, data, rows, label)
     return Cases(target, rows, label, classes, participant, unit, unit_name, unlabelled, ordered=ordered)
+
+
+def _is_disease(target: Target) -> bool:
+    """Whether the target is made of diagnoses: healthy, or any other."""
+    return target.name == "disease" and target.column == "diagnosis"
+
+
+def _require_classes(column: str, cells: Sequence[str], participant: np.ndarray) -> None:
+    """Raises Skip unless the cells, not all of them numbers, are classes."""
+    words = [cell for cell in cells if as_number(cell) is None]
+    if len(words) <= len(cells) / 2 and len(set(cells) - set(words)) > MANY_NUMBERS:
+        # As classes, every number would be one of its own.
+        among = f"{len(cells) - len(words)} of {len(cells)} labels in column {column} are finite numbers, the others"
+        remedy = "write numbers, or leave those cells empty"
+        raise Skip(f"{among} are not ({', '.join(sorted(set(words))[:3])}); {remedy}.", f"{among} are not; {remedy}.")
+    spelt: dict[str, str] = {}
+    for cell in cells:
+        known = spelt.setdefault(" ".join(cell.lower().split()), cell)
+        if known != cell:
+            remedy = "spell them alike, or they are two classes"
+            raise Skip(
+                f"Column {column} has {known} and {cell}; {remedy}.",
+                f"Column {column} spells one label in two ways; {remedy}.",
+            )
+    alone = Counter(cell for cell, _ in set(zip(cells, participant.tolist(), strict=True)))
+    people = len(set(participant.tolist()))
+    if len(spelt) > MANY_NUMBERS and sum(n == 1 for n in alone.values()) > people / 2:
+        raise Skip(
+            f"Column {column} has {len(spelt)} different texts for {people} participants, which are no classes; write "
+            "dates and amounts as plain numbers."
+        )
 
 
 def _parts(cell: str) -> list[str]:
@@ -256,13 +311,19 @@ def make_rounds(
             if len(np.unique(cases.participant[(cases.label == k) & counted])) >= needed
         ]
         if len(enough) < 2:
+            who = "to learn from" if design == "recommended_split" else "who can be tested, one for each fold"
+            found = f"{len(cases.classes)} class{'es' * (len(cases.classes) != 1)}"
             raise Skip(
-                f"Fewer than two classes of {cases.target.column} have {needed} participants each to learn from."
+                f"Fewer than two classes of {cases.target.column} have {needed} participants each {who}: "
+                f"{len(np.unique(cases.participant[counted]))} labelled participants, {found}."
             )
         keep = np.isin(cases.label, enough)
         cases, train, tested = _only_classes(cases, enough), train[keep], tested[keep]
         if len(np.unique(cases.label[tested])) < 2:
-            raise Skip(f"The test participants have fewer than two classes of {cases.target.column}.")
+            raise Skip(
+                f"The {len(np.unique(cases.participant[tested]))} test participants have fewer than two classes of "
+                f"{cases.target.column}."
+            )
     participants_tested = len(np.unique(cases.participant[tested]))
     if design == "recommended_split":
         if participants_tested < 2 or len(np.unique(cases.participant[train])) < 6:

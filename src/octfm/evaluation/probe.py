@@ -110,7 +110,7 @@ def probe(
         except Skip as reason:
             # A rare label of a multi-label column is skipped even if the column was named.
             if targets is not None and target.label is None:
-                raise EvaluationError(f"target {target.name}: {reason}", public=str(reason)) from None
+                raise EvaluationError(f"target {target.name}: {reason}", public=reason.public) from None
             skipped.append({"target": target.name, "sentence": str(reason)})
             continue
         asked.append((target, rounds))
@@ -174,25 +174,28 @@ def write_probe(path: str | Location, result: dict[str, Any]) -> Location:
     return where
 
 
-def summary_lines(result: dict[str, Any]) -> list[str]:
-    """Lines for a terminal: one per target, encoder and headline metric, one per note on them, then one per
-    comparison."""
+def summary_lines(result: dict[str, Any], file: str = "probe.json") -> list[str]:
+    """Lines for a terminal: one per target, encoder and headline metric, one on guessing per target, one per note,
+    then one per comparison. `file` holds the result; of a probe, a note on few participants names the other design."""
     lines: list[str] = []
     noted: dict[tuple[str, str], list[str]] = {}
+    guessing: dict[str, dict[str, str]] = {}
     for r in result["results"]:
         if r["metric"] not in HEADLINE:
             continue
+        guessing.setdefault(r["target"], {})[r["metric"]] = f"{r['metric']} {r['chance']:.3g}"
         between = f" ({r['low']:.3f} to {r['high']:.3f})" if r["low"] is not None else ""
         estimate = "undefined" if r["estimate"] is None else f"{r['estimate']:.3f}"
         flag = f"; {r['seen_test_participants']} of them seen in pretraining" if r["seen_test_participants"] else ""
         if r["note"]:
-            few = "fewer than" in r["note"] and r["design"] == "recommended_split"
+            few = "fewer than" in r["note"] and r["design"] == "recommended_split" and file == "probe.json"
             said = r["note"] + few * " --design k-fold tests every participant."
             noted.setdefault((r["target"], said), []).append(r["encoder"])
         if draws := [value for value in r.get("per_draw", ()) if value is not None]:
             between += f", {len(draws)} draws from {min(draws):.3f} to {max(draws):.3f}"
         who = f"{r['n_test_participants']} participants{flag}"
         lines.append(f"{r['target']:<12} {r['metric']:<18} {r['encoder']:<12} {estimate}{between}, {who}")
+    lines += [f"{target:<12} guessing gives {', '.join(each.values())}" for target, each in guessing.items()]
     for (target, said), whose in noted.items():
         every = {r["encoder"] for r in result["results"] if r["target"] == target}
         lines.append(f"{target:<12} " + ("" if {*whose} == every else f"{', '.join(dict.fromkeys(whose))}: ") + said)
@@ -203,7 +206,7 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
             lines.append(f"{c['target']:<12} {c['metric']:<18} {c['a']} is {c['verdict']} against {c['b']}: {numbers}")
     hidden = sorted({r["metric"] for r in result["results"]} - set(HEADLINE))
     if hidden:
-        lines.append(f"probe.json also holds {', '.join(hidden)}")
+        lines.append(f"{file} also holds {', '.join(hidden)}")
     return lines + [f"{s['target']:<12} skipped: {s['sentence']}" for s in result["skipped"]]
 
 

@@ -448,4 +448,4 @@ def summary(out: str | Path) -> list[str]:
     """One line per metric of a finished run, for a terminal."""
     result = json.loads((Path(out) / "finetune.json").read_text())
     chosen = f"best epoch {result['best_epoch']} by {result['validation_participants']} validation participants"
-    return [chosen, *summary_lines({**result, "skipped": []})]
+    return [chosen, *summary_lines({**result, "skipped": []}, "finetune.json")]

@@ -188,11 +188,15 @@ def to_csv(result: dict[str, Any]) -> str:
 def to_markdown(result: dict[str, Any]) -> str:
     """Markdown tables of the headline metrics, best entry first, and of the paired differences."""
     metrics = [m for m in HEADLINE if any(r["metric"] == m for r in result["results"])]
+    shown = [r for r in result["results"] if r["metric"] in metrics]
+    between = "95 % intervals over participants" if any(r["low"] is not None for r in shown) else "no intervals"
+    chance = ", ".join(f"{m} {next(r['chance'] for r in shown if r['metric'] == m):.3g}" for m in metrics)
     lines = [
         f"# Leaderboard: {result['target']}",
         "",
-        f"{result['results'][0]['n_test_participants']} test participants, identical data and splits; "
-        "95 % intervals over participants.",
+        f"{result['results'][0]['n_test_participants']} test participants, identical data and splits; {between}. "
+        f"Guessing gives {chance}.",
+        *(f"{markdown(note)}" for note in dict.fromkeys(r["note"] for r in shown if r["note"])),
         "",
         "| entry | kind | " + " | ".join(metrics) + " |",
         "|---" * (len(metrics) + 2) + "|",
