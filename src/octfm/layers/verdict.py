@@ -48,8 +48,8 @@ DISC_FROM_FOVEA_MM = (3.2, 5.9)
 """Distances from the middle of a wide field at which the disc is looked for: it lies 4 to 5 mm from the fovea, on which
 such scans are centred to within a millimetre."""
 DISC_SEEN_MM2 = 0.3
-"""Least area of places there whose surroundings look like the disc: .9 to 2.8 mm² in phantoms 12 mm wide, .04 in one of
-16 of 6 mm with doubled millimetres, which had neovascular AMD."""
+"""Least area of places there whose surroundings look like the disc: .5 to 3 mm² in 13 of 15 phantoms 12 mm wide, .05 in
+one of 16 of 6 mm with doubled millimetres, which had neovascular AMD."""
 FRAME_MM = (0.5, 8.0)
 """Height of a B-scan: usually 2 to 3 mm, in wide-field instruments up to 6 mm."""
 LONGEST = 1.6
