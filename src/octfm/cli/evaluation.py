@@ -12,10 +12,10 @@ from octfm.addresses import expect_place
 from octfm.cli import options as opt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from octfm.io.isolation import Limits
-    from octfm.volume.volume import Volume
+    from octfm.volume.volume import Laterality, Volume
 
 DEFAULT_SEGMENT = Path("runs/segment")
 
@@ -442,7 +442,10 @@ def segment(
             )
         if axial_length is not None and len(volumes) > 1:
             raise ConfigError(f"--axial-length: belongs to one eye; give one scan instead of {len(volumes)}")
-        _segment_scans(volumes, out, dicom, limits, calibrate, apply_corrections, only_corrected, device, axial_length)
+        named = [*volumes]
+        _segment_scans(
+            named, out, dicom, limits, calibrate, apply_corrections, only_corrected, device, axial_length, volumes
+        )
         return
     if axial_length is not None:
         raise ConfigError("--axial-length: rescales zones and volumes of a scan; give a scan")
@@ -503,8 +506,9 @@ def _segment_scans(
     only_corrected: bool,
     device: str | None,
     axial_length_mm: float | None = None,
+    eyes: "Mapping[str, Laterality | None] | None" = None,
 ) -> None:
-    """Segment files or volumes with the packaged network."""
+    """Segment files or volumes with the packaged network. `eyes`: file → the eye that its path names."""
     from octfm.errors import ConfigError, CorrectionsError, ReadError, one_line
     from octfm.formats import read_volume, within
     from octfm.io.heap import keep_freed_memory
@@ -539,6 +543,7 @@ def _segment_scans(
                 device=device,
                 corrections=by_hand,
                 only_corrected=only_corrected,
+                eyes=eyes,
                 also=sheet.add,
                 echo=opt.echo_line,
             )
@@ -560,7 +565,10 @@ def _segment_scans(
     with Progress("segment", len(sources), "scans") as progress:
         for source in progress.over(sources):
             try:
-                volume = source if isinstance(source, Volume) else read_volume(source, raster_only=False, limits=limits)
+                if isinstance(source, str):
+                    volume = read_volume(source, raster_only=False, limits=limits).with_eye((eyes or {}).get(source))
+                else:
+                    volume = source
             except ReadError as error:
                 if len(sources) == 1:
                     raise

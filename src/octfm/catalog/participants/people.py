@@ -201,6 +201,21 @@ class Place:
         return self.stems[0].split("/")
 
 
+def eyes_in_paths(uris: Iterable[str], root: Location) -> dict[str, Laterality]:
+    """The eyes that paths below `root` name, of those that name one."""
+    places = {uri: place_of(uri, root) for uri in uris}
+    meant = eye_abbreviations({name for place in places.values() for name in place.names})
+    return {uri: next(iter(eyes)) for uri, eyes in _eyes(places, meant).items() if len(eyes) == 1}
+
+
+def _eyes(places: Mapping[str, Place], meant: Iterable[str]) -> dict[str, frozenset[Laterality]]:
+    """The eyes that each path names; `meant`: abbreviations of eyes, as for `segments`."""
+    return {
+        uri: frozenset[Laterality](s.eye for n in place.names for s in segments(n, meant) if s.eye)
+        for uri, place in places.items()
+    }
+
+
 def place_of(uri: str, root: Location) -> Place:
     path: Any = listed(uri)
     inside = str(path.relative_to(root)) if path.is_relative_to(root) else str(path).lstrip("/")
@@ -283,10 +298,7 @@ def find_people(
     known = {scan.uri: scan.participant for scan in scans if scan.participant}
     nameless = {uri: place for uri, place in places.items() if uri not in known}
     meant = eye_abbreviations({name for place in places.values() for name in place.names})
-    eyes = {
-        uri: frozenset[Laterality](s.eye for n in place.names for s in segments(n, meant) if s.eye)
-        for uri, place in places.items()
-    }
+    eyes = _eyes(places, meant)
     labels: dict[str, Mapping[str, str]] = {}
     if patterns:
         stated = {uri: next((m for p in patterns if (m := p.match(place))), None) for uri, place in places.items()}
