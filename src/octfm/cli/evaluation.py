@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from octfm.io.isolation import Limits
+    from octfm.layers.sample import Sample
     from octfm.volume.volume import Laterality, Volume
 
 DEFAULT_SEGMENT = Path("runs/segment")
@@ -417,8 +418,9 @@ def segment(
     if sample:
         others = ("store", "steps", "apply", "calibrate", "axial_length", *training_only, *files_only)
         opt.refuse(context, others, "--sample segments synthetic scans")
-        limits, volumes = opt.limits_of(file_seconds, file_gb), _samples(words or [])
-        _segment_scans(volumes, out, dicom, limits, None, apply_corrections, only_corrected, device)
+        limits, made = opt.limits_of(file_seconds, file_gb), _samples(words or [])
+        volumes = [each.volume for each in made]
+        _segment_scans(volumes, out, dicom, limits, None, apply_corrections, only_corrected, device, truth=made)
         return
     if axial_length is not None and (apply is not None or out.suffix == ".csv"):
         raise ConfigError("--axial-length: belongs to one eye; give its scan, without --apply or a table")
@@ -486,14 +488,14 @@ def _stems(sources: "Iterable[str]") -> dict[str, str]:
     return {source: stem if count[stem] == 1 else f"{stem}-{hash_text(source)[:8]}" for source, stem in stems.items()}
 
 
-def _samples(names: list[str]) -> "list[Volume]":
+def _samples(names: list[str]) -> "list[Sample]":
     from octfm.layers.sample import samples
 
     made = samples(names)
     for each in made:
         true = f"a true central thickness of {each.centre_um:.1f} µm around its pit"
         typer.echo(f"{each.volume.source}: synthetic, with {true}")
-    return [each.volume for each in made]
+    return made
 
 
 def _segment_scans(
@@ -507,8 +509,10 @@ def _segment_scans(
     device: str | None,
     axial_length_mm: float | None = None,
     eyes: "Mapping[str, Laterality | None] | None" = None,
+    truth: "Sequence[Sample]" = (),
 ) -> None:
-    """Segment files or volumes with the packaged network. `eyes`: file → the eye that its path names."""
+    """Segment files or volumes with the packaged network. `eyes`: file → the eye that its path names; `truth`: what is
+    known of the volumes, printed where zones were found."""
     from octfm.errors import ConfigError, CorrectionsError, ReadError, one_line
     from octfm.formats import read_volume, within
     from octfm.io.heap import keep_freed_memory
@@ -585,6 +589,9 @@ def _segment_scans(
             grid = None if isinstance(source, Volume) else device_grid_of(source, limits)
             for line in describe(found, grid).splitlines():
                 opt.echo_line(line)
+            if (sample := next((each for each in truth if each.volume is volume), None)) and found.verdict.accepted:
+                true = sample.centre_at(found.etdrs().centre_mm)
+                typer.echo(f"  true central thickness where the zones lie: {true:.1f} µm")
             if out != DEFAULT_SEGMENT:
                 name = source.source if isinstance(source, Volume) else source
                 written = write_nifti(found, out, stems[name], volume)
