@@ -263,7 +263,10 @@ def test_run_state_survives_the_checkpoint(tmp_path):
         "fingerprint": "",
         "participants": {},
     }
-    assert RunState.from_dict(checkpoint.load(checkpoint.write(tmp_path, 1, content))["state"]) == state
+    saved = checkpoint.load(checkpoint.write(tmp_path, 1, content))["state"]
+    assert RunState.from_dict(saved) == state
+    later = [rollback | {"added": 1} for rollback in saved["rollbacks"]]
+    assert RunState.from_dict(saved | {"rollbacks": later, "added": 1}) == state, "of a later version"
 
 
 def paths(steps):
