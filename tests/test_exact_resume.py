@@ -19,7 +19,7 @@ import torch
 from hypothesis import strategies as st
 
 from octfm.errors import CheckpointError, Preempted
-from octfm.pretraining.resume import PRETRAINING
+from octfm.pretraining.resume import PRETRAINING, retention
 from octfm.pretraining.run_state import Rollback, RunState
 from octfm.run import checkpoint, shards
 from octfm.run.checkpoint_files import put_back
@@ -265,7 +265,10 @@ def test_run_state_survives_the_checkpoint(tmp_path):
         "fingerprint": "",
         "participants": {},
     }
-    assert RunState.from_dict(checkpoint.load(checkpoint.write(tmp_path, 1, content))["state"]) == state
+    saved = checkpoint.load(checkpoint.write(tmp_path, 1, content))["state"]
+    assert RunState.from_dict(saved) == state
+    later = [rollback | {"added": 1} for rollback in saved["rollbacks"]]
+    assert RunState.from_dict(saved | {"rollbacks": later, "added": 1}) == state, "of a later version"
 
 
 def paths(steps):
@@ -278,6 +281,28 @@ def test_retention_keeps_the_last_the_first_of_every_interval_and_the_best():
     assert kept == [3000, 4500, 6000, 9000, 9500, 10_000]
     assert Retention(3).surplus(found, ()) == found[:-3]
     assert Retention(3).surplus(found[:2], ()) == []
+
+
+def test_a_checkpoint_is_sound_if_it_is_one_and_nothing_was_wrong_shortly_before(tmp_path):
+    kept, sound = {"optimizer": {}, "participants": {}}, retention(config(), 4.0).sound
+    states = {
+        "sound": {},
+        "skips": {"skips": [5]},
+        "doubts": {"doubts": [95]},
+        "long ago": {"skips": [5], "doubts": [9]},
+    }
+    steps = {"sound": 3, "skips": 50, "doubts": 100, "long ago": 200}
+    written = {
+        name: checkpoint.write(tmp_path / name, steps[name], kept | {"state": RunState().to_dict() | state})
+        for name, state in states.items()
+    }
+    assert {name: sound(path) for name, path in written.items()} == {
+        "sound": True, "skips": False, "doubts": False, "long ago": True,
+    }  # fmt: skip
+    torch.save({"format": checkpoint.FORMAT}, written["sound"])
+    assert not sound(written["sound"])
+    written["sound"].write_bytes(b"no checkpoint")
+    assert not sound(written["sound"])
 
 
 def test_retention_over_a_whole_run(store, tmp_path):

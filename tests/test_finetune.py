@@ -2,8 +2,10 @@
 all alike."""
 
 import csv
+import errno
 import io
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -218,6 +220,21 @@ def test_token_features_are_aligned_by_id_never_by_order(run, store, tmp_path):
     assert len(list(tmp_path.glob("tokens-*.npy"))) == 2
     with pytest.raises(EvaluationError, match="set tokens_per_volume="):
         token_features(encoder, store, tmp_path, per_volume=400, max_gb=1e-6)
+
+
+def test_token_features_have_their_room_before_they_are_computed(run, store, tmp_path, monkeypatch):
+    """A file that is mapped and grows on a full disk ends the process with SIGBUS."""
+
+    def full(file, offset, size):
+        assert size > 2 * len(store) * 500 * 8
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        EvaluationError, match=r"no room for token features of .* GB \(No space left.*tokens_per_volume"
+    ):
+        token_features(load_encoder(run), store, tmp_path, per_volume=500)
+    assert not list(tmp_path.iterdir())
 
 
 def test_pools_ignore_tokens_that_do_not_count_and_their_order():

@@ -54,7 +54,7 @@ def retention(config: PretrainConfig, steps_per_epoch: float) -> Retention:
 
     def sound(path: Path) -> bool:
         content = checkpoint.header(path)
-        return content is not None and _healthy(content, config.health)
+        return content is not None and "step" in content and _healthy(content, config.health)
 
     intervals = [config.keep_every_steps, config.keep_every_epochs and config.keep_every_epochs * steps_per_epoch]
     return Retention(config.keep_checkpoints, tuple(float(interval) for interval in intervals if interval), sound)

@@ -81,5 +81,8 @@ class RunState:
             if field.name in values:
                 value = values[field.name]
                 plain[field.name] = tuple(value) if isinstance(value, (list, tuple)) else value
-        plain["rollbacks"] = tuple(Rollback(**rollback) for rollback in plain.get("rollbacks", ()))
+        known = [field.name for field in fields(Rollback)]
+        plain["rollbacks"] = tuple(
+            Rollback(**{name: rollback[name] for name in known}) for rollback in plain.get("rollbacks", ())
+        )
         return cls(**plain)

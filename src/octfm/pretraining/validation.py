@@ -83,7 +83,7 @@ class Validation:
             session.writer.wait()
             best = best_step(self.run.checkpoints)
             # Read before this probe's own row is written.
-            before = [float(r["score"]) for r in rows if alike.items() <= r.items() and r["step"] + 1 == best]
+            before = [float(r["score"]) for r in rows if alike.items() <= r.items() and int(r["step"]) + 1 == best]
             session.metrics.write("probe", step, pool=pool, **row)
             score = f"{row['metric']} {row['score']:.3f} (nearest neighbours {row['knn']:.3f})"
             session.echo(f"step {step + 1}: {cases.target} from frozen features: {score}")

@@ -70,8 +70,8 @@ class EnFaceGoals(nn.Module):
         return inside | ~inside.any(2, keepdim=True)
 
     def error(self, summary_BD: Tensor, slabs_BSD: Tensor, volume_BG: Tensor, slabs_BSG: Tensor) -> Tensor:
-        """[B]: mean error of the goals of a volume, plus that of its slabs with truth."""
-        volume = self._apart(self.volume(summary_BD), volume_BG)
+        """[B]: mean error of the goals of a volume, plus that of its slabs with truth; 0 for a volume without any."""
+        volume = self._apart(self.volume(summary_BD), volume_BG) * (volume_BG.amax(1) > 0)
         known_BS = (slabs_BSG.amax(2) > 0).float()
         slabs = self._apart(self.slab(slabs_BSD), slabs_BSG) * known_BS
         return volume + slabs.sum(1) / known_BS.sum(1).clamp_min(1)
