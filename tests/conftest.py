@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from support.bucket_servers import endpoints, faulty, place  # noqa: F401
-from support.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
 # The same examples in every run, so that a commit is red for what it changed. OCTFM_EXPLORE=1 draws new ones.
@@ -82,6 +81,9 @@ def remembered_bscans():
 @pytest.fixture(scope="session")
 def ranks():
     """Runs jobs of several ranks in processes of its own."""
+    # Not above: the process that only hands out tests to workers would import torch before it starts them.
+    from support.ranks import Ranks
+
     jobs = Ranks()
     yield jobs
     jobs.close()

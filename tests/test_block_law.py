@@ -51,7 +51,7 @@ def test_one_block_covers_each_place_as_often_as_was_counted(slanted, aspect):
 @pytest.mark.parametrize("centres", ["tissue", "inner"])
 def test_rows_are_targets_as_often_as_the_law_says(slanted, budget, centres):
     """Also where blocks around tissue run out of places and go to the background that is kept."""
-    settings, draws = MaskConfig(plane="bscan", budget=budget, centres=centres), 400
+    settings, draws = MaskConfig(plane="bscan", budget=budget, centres=centres), 300
     targets, kept = np.zeros((2, draws, GRID[1]))
     for draw in range(draws):
         drawn = sample_masks(settings, slanted[draw % 4][None], [np.random.default_rng((1, draw))])

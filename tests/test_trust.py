@@ -390,7 +390,7 @@ def small_pictures(store):
 
 
 def test_planted_copies_are_found_by_voxels_and_by_speckle(tmp_path):
-    cohort = Cohort(40, TWO)
+    cohort = Cohort(30, TWO)
     split = [r["split"] for r in cohort.rows]
     source = [i for i, s in enumerate(split) if s == "train"]
     tested = [i for i, s in enumerate(split) if s == "test"]

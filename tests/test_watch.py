@@ -132,7 +132,7 @@ def test_F12_the_probe_chooses_and_says_when_the_loss_disagrees():
 
 
 def test_report_plots_the_probe_against_the_loss_and_names_the_checkpoint(tmp_path):
-    run = write_run(tmp_path)
+    run = write_run(tmp_path, probe=False, figures=False)
     plain = write_report(run, tmp_path / "plain.html").read_text()
     assert "Online probe" not in plain and "Take step-" not in plain
     append(run / "metrics.jsonl", *probe_rows(0.1, 0.5, 0.4))
