@@ -30,6 +30,9 @@ BELOW = (
     "because what is held out is missing on the other side."
 )
 """Measured on permuted labels of 40 participants: mean AUROC .457, and 10 % of intervals below .5."""
+FAR = 20
+"""Interquartile ranges from the middle half of the labels: beyond them lies no normal number, and one log-normal
+number in some 3,000."""
 LOWER_IS_BETTER = ("brier", "ece", "mae")
 BUILT_IN = ("auroc", "auprc", "balanced_accuracy", "macro_f1", "brier", "ece", "kappa", "r2", "mae")
 
@@ -129,7 +132,7 @@ def score(
             "delong": _delong(ranked),
             "chance": chance,
             "lower_is_better": name in lower_is_better,
-            "note": _note(rare, boot) or (BELOW if below else None),
+            "note": " ".join(filter(None, (_far(cases), _note(rare, boot) or (BELOW if below else None)))) or None,
             "test_participants_per_class": counts if cases.classes else None,
             "seeds": len(runs) // draws,
             "penalty": sorted({s for run in runs for s in run.settings}),
@@ -309,6 +312,20 @@ def _delong(ranked: tuple[np.ndarray, np.ndarray, np.ndarray] | None) -> dict[st
         return None
     low, high = found.interval()
     return {"low": low, "high": high, "method": "Obuchowski 1997 (clustered)" if found.clustered else "DeLong 1988"}
+
+
+def _far(cases: Cases) -> str | None:
+    """A remark on numbers so far from the others that they alone decide R², as 9999 for a missing value does."""
+    if cases.classes is not None:
+        return None
+    low, high = np.quantile(cases.label, (0.25, 0.75))
+    far = (cases.label < low - FAR * (high - low)) | (cases.label > high + FAR * (high - low))
+    if low == high or not far.any():
+        return None
+    return (
+        f"{far.sum()} of {len(far)} labels lie more than {FAR} interquartile ranges from the others and decide the "
+        "result; is it a code for a missing value?"
+    )
 
 
 def _note(rare: dict[str, int], boot: Bootstrap | None) -> str | None:
