@@ -209,7 +209,9 @@ def test_the_loop_holds_the_lock_until_it_ends(store, tmp_path, monkeypatch):
 def test_override_accepts_other_settings_and_records_them(store, tmp_path):
     run = quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
     longer = config(steps=5, clip_grad_norm=1.0)
-    with pytest.raises(CheckpointError, match=r"other values of clip_grad_norm, steps; .*--override"):
+    with pytest.raises(
+        CheckpointError, match=r"other values of clip_grad_norm \(.*\), steps \(3, now 5\); .*--override"
+    ):
         quick_pretrain(longer, store, run, echo=quiet)
     said: list[str] = []
     quick_pretrain(longer, store, run, echo=said.append, override=True)

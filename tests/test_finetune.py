@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from octfm.errors import CheckpointError, EvaluationError, OctfmError
 from octfm.evaluation.arms import covariates
 from octfm.models.heads import CrossAttentionPool, MeanPool, TaskHead, add_low_rank
 from octfm.report.leaderboard import write_leaderboard
+from octfm.report.sources import gather
+from octfm.report.watch import watch
 from octfm.run import checkpoint
 from octfm.run.tracking import read_metrics
 from octfm.store.selection import to_evaluate
@@ -49,6 +52,15 @@ def labels(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(store, tmp_path_factory):
     return quick_pretrain(pretrain_config(steps=3), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
+
+
+def test_the_pages_of_pretraining_name_the_kind_of_another_run(tmp_path):
+    (tmp_path / "run.json").write_text('{"format": "octfm-run", "version": 1, "kind": "finetune"}')
+    for show in (partial(watch, once=True), gather):
+        with pytest.raises(
+            EvaluationError, match=r"holds a run of octfm finetune, expected one of octfm pretrain; .*board"
+        ):
+            show(tmp_path)
 
 
 def result_of(out, metric):
@@ -88,6 +100,25 @@ def test_every_way_learns_and_moves_only_what_it_may(run, store, labels, tmp_pat
     facts = result_of(out, "balanced_accuracy")
     assert (facts["kind"], facts["n_test_participants"], facts["unit"]) == ("ordinal", 2, "participant")
     assert result_of(out, "kappa")["low"] is None, "two test participants are no interval"
+
+
+def test_an_epoch_is_not_chosen_by_participants_of_one_class(run, store, tmp_path):
+    """A constant answer would be right for all of them, and be taken for the best."""
+    table = tmp_path / "labels.tsv"
+    kinds = {row.participant: row.split for row in store.rows}
+    lines = [
+        f"{who}\t{'ill' if split == 'val' or i % 2 else 'healthy'}" for i, (who, split) in enumerate(kinds.items())
+    ]
+    table.write_text("participant_id\tdiagnosis\n" + "\n".join(lines) + "\n")
+    config = settings(run, store, table, target="diagnosis", order=[], lr_encoder=0, epochs=1)
+    task = find_task(config, store, lambda _: False, False)
+    of = {name: set(task.cases.participant[getattr(task, name)]) for name in ("train", "validation", "test")}
+    assert len(set(task.cases.label[task.validation])) == 2 and task.drawn
+    assert not of["train"] & of["validation"] and of["train"] | of["validation"] == {
+        who for who, split in kinds.items() if split != "test"
+    }
+    out = finetune(config, tmp_path / "run", echo=quiet)
+    assert "drawn from train and val: val alone has too few labels" in module.summary(out)[0]
 
 
 def test_the_encoder_stands_still_while_the_head_learns(run, store, labels, tmp_path):

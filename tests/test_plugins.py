@@ -40,6 +40,47 @@ from support.tiny_runs import TINY, Killed, assert_same_run, config, final, quic
 HOST = Runtime(torch.device("cpu"))
 
 
+class BrokenConfig(JEPAConfig):
+    """An objective of a first try."""
+
+    name: Literal["broken"] = "broken"
+    fault: str = ""
+
+    def build(self, model, predictor, grid):
+        network = super().build(model, predictor, grid)
+        whole = network.forward
+
+        def forward(views, weight):
+            output = whole(views, weight)
+            if self.fault == "loss alone":
+                return output.loss
+            return output._replace(loss=output.loss.detach() if self.fault == "detached" else output.masked_loss_B)
+
+        network.forward = forward
+        return network
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("loss alone", "its forward returned a Tensor, expected an ObjectiveOutput"),
+        ("detached", "expected a loss that is one number with a gradient, got one without a gradient"),
+        ("per volume", r"one number with a gradient, got one of shape \[1\]"),
+    ],
+)
+def test_an_objective_that_cannot_be_trained_is_one_line_before_step_0(tmp_path, fault, words):
+    store = small_store(tmp_path / "prepared")
+    with pytest.raises(ConfigError, match=f"objective broken: .*{words}"):
+        pretrain(config(steps=1), store, tmp_path / "run", objective=BrokenConfig(fault=fault), echo=quiet)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("wrong", [BrokenConfig, "broken"])
+def test_settings_of_an_objective_are_an_object(tmp_path, wrong):
+    with pytest.raises(ConfigError, match=r"objective: expected settings such as \w+Config\(\), which are an object"):
+        config(steps=1).with_objective(wrong)
+
+
 class DINOConfig(ObjectiveConfig):
     """Two views of the same tokens; the student's assignment of each to prototypes follows the teacher's of the
     other view."""

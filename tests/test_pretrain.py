@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from octfm.encoder.encoder import load_encoder
 from octfm.errors import CheckpointError, ConfigError
 from octfm.pretraining import step as forward
 from octfm.pretraining.learner import Learner
@@ -16,7 +17,7 @@ from octfm.pretraining.pretrain import pretrain
 from octfm.run import checkpoint
 from octfm.run.runtime import start
 from support.small_store import SIZE, edit_rows, small_store
-from support.tiny_runs import Killed, config, final, quick_pretrain, quiet, rows, timeless
+from support.tiny_runs import TINY, Killed, config, final, quick_pretrain, quiet, rows, timeless
 
 
 @pytest.fixture(scope="session")
@@ -97,9 +98,29 @@ def test_F18_a_damaged_checkpoint_stops_with_the_reason(store, tmp_path):
         quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
 
 
+def test_nobody_is_advised_to_delete_a_file_that_is_no_checkpoint(tmp_path):
+    for name, content in (("labels.csv", b"participant_id,diagnosis\n"), ("model.safetensors", b"\x08" + bytes(20))):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(
+            CheckpointError, match=f"{name}: not an octfm checkpoint .*expected a run's folder"
+        ) as error:
+            load_encoder(tmp_path / name)
+        assert "delete" not in str(error.value)
+
+
+def test_a_resume_names_the_settings_that_changed_and_their_values(store, tmp_path):
+    run = quick_pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
+    with pytest.raises(CheckpointError, match=r"other values of seed \(3, now 4\), steps \(1, now 2\); restore them"):
+        quick_pretrain(config(steps=2, seed=4), store, run, echo=quiet)
+    # Other volumes because of a setting: the setting is named, not the store blamed.
+    other = config(steps=1, data={**TINY["data"], "scanners": ["topcon_triton"]})
+    with pytest.raises(CheckpointError, match=r"data\.scanners \(\[\], now \['topcon_triton'\]\)"):
+        quick_pretrain(other, store, run, echo=quiet)
+
+
 def test_F18_a_config_that_contradicts_the_run_is_refused(store, tmp_path):
     quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
-    with pytest.raises(CheckpointError, match=r"other values of schedule\.base_lr, steps"):
+    with pytest.raises(CheckpointError, match=r"other values of schedule\.base_lr \(.*\), steps"):
         quick_pretrain(
             config(steps=5, schedule={"base_lr": 1e-3, "warmup_ratio": 0.1}), store, tmp_path / "run", echo=quiet
         )

@@ -398,6 +398,17 @@ def test_an_interval_below_guessing_by_folds_is_called_no_finding(cohort, tmp_pa
     assert "Below guessing, which is no finding" in notes[True] and notes[False] is None
 
 
+def test_a_code_for_a_missing_number_is_pointed_out(cohort, tmp_path):
+    files, numbers = [cohort.embeddings(tmp_path / "a.parquet")], [f"{300 + i % 37}" for i in range(60)]
+    table = relabelled(cohort, tmp_path / "l.csv", "um", numbers)
+    assert row(probe(files, table, targets=["um"], resamples=50, design="k-fold"), "um", "r2")["note"] is None
+    table = relabelled(cohort, tmp_path / "l.csv", "um", ["9999", *numbers[1:]])
+    note = row(probe(files, table, targets=["um"], resamples=50, design="k-fold"), "um", "r2")["note"]
+    assert note.startswith("2 of 120 labels lie more than 20 interquartile ranges from the others")
+    mostly = relabelled(cohort, tmp_path / "l.csv", "um", ["0"] * 47 + numbers[:13])
+    assert "ranges" not in (row(probe(files, mostly, targets=["um"], resamples=50), "um", "r2")["note"] or "")
+
+
 def replaced_rows(cohort, rows):
     other = Cohort(participants=0)
     other.rows = rows

@@ -540,6 +540,13 @@ def test_the_page_is_self_contained_names_nobody_and_says_what_it_found(judged, 
     )
 
 
+def test_sentences_about_few_participants_are_apart():
+    facts = {"target": "disease", "encoder": "run", "n_test_participants": 6, "seen_test_participants": 0}
+    row = facts | {"metric": "auroc", "estimate": 0.7, "low": None, "high": None, "note": "No interval: only 6."}
+    (found,) = words._baselines({"reference": "run", "results": [row], "comparisons": []})
+    assert found.sentence.endswith("AUROC 0.70. No interval: only 6. No comparison is claimed.")
+
+
 def test_a_metric_that_one_encoder_lacks_is_an_empty_cell(judged, tmp_path):
     result, *_ = judged
     one = result["results"][-1]

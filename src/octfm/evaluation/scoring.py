@@ -30,6 +30,9 @@ BELOW = (
     "because what is held out is missing on the other side."
 )
 """Measured on permuted labels of 40 participants: mean AUROC .457, and 10 % of intervals below .5."""
+FAR = 20
+"""Interquartile ranges from the middle half of the labels: beyond them lies no normal number, and one log-normal
+number in some 3,000."""
 LOWER_IS_BETTER = ("brier", "ece", "mae")
 CONFOUNDED = 0.02
 """Distance of a guess's AUROC from 0.5 from which on a note says that numbers of eyes differ between classes."""
@@ -118,7 +121,11 @@ def score(
             estimate = boot.estimate
         low, high = interval(boot) if boot else (None, None)
         below = name in HEADLINE and facts.get("design") == "k-fold" and high is not None and high < chance
-        notes = [_note(rare, boot) or (BELOW if below else None), _eyes_note(first) if name == "auroc" else None]
+        notes = [
+            _far(cases),
+            _note(rare, boot) or (BELOW if below else None),
+            _eyes_note(first) if name == "auroc" else None,
+        ]
         percentile = interval(boot, method="percentile") if boot else (None, None)
         ranked = None
         # DeLong's formula covers other participants, not other seeds.
@@ -348,6 +355,20 @@ def _eyes_note(u: Units) -> str | None:
     return (
         f"Guessing reaches {guessed:.2f} here: the diseased were scanned in {ill:.1f} eyes on average, the others in "
         f"{well:.1f}, and participants are scored by the eye that looks worse."
+    )
+
+
+def _far(cases: Cases) -> str | None:
+    """A remark on numbers so far from the others that they alone decide R², as 9999 for a missing value does."""
+    if cases.classes is not None:
+        return None
+    low, high = np.quantile(cases.label, (0.25, 0.75))
+    far = (cases.label < low - FAR * (high - low)) | (cases.label > high + FAR * (high - low))
+    if low == high or not far.any():
+        return None
+    return (
+        f"{far.sum()} of {len(far)} labels lie more than {FAR} interquartile ranges from the others and decide the "
+        "result; is it a code for a missing value?"
     )
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from octfm.addresses import expect_local, expect_place
 from octfm.config import Config, LocalPlace, Seed, load
-from octfm.errors import ConfigError
+from octfm.errors import ConfigError, shown
 from octfm.models.objectives.builtin import AnyObjective
 from octfm.models.objectives.jepa import JEPAConfig
 from octfm.models.objectives.objective import ObjectiveConfig
@@ -80,6 +80,11 @@ class PretrainConfig(Config):
 
     def with_objective(self, objective: ObjectiveConfig) -> "PretrainConfig":
         """The same run with another objective. Raises ConfigError if it does not fit the other settings."""
+        if not isinstance(objective, ObjectiveConfig):
+            name = objective.__name__ if isinstance(objective, type) else "MyObjectiveConfig"
+            raise ConfigError(
+                f"objective: expected settings such as {name}(), which are an object, got {shown(objective)}"
+            )
         # Through `load` and not model_copy, so that validators compare it with the other settings.
         return load(PretrainConfig, dict(self) | {"objective": objective})
 

@@ -59,10 +59,24 @@ def is_pretraining(run: Location) -> bool:
     return not isinstance(record, dict) or record.get("kind", "pretrain") == "pretrain"
 
 
+def require_pretraining(run: Location) -> None:
+    """Raises EvaluationError unless this is a run folder of octfm pretrain."""
+    if is_pretraining(run):
+        return
+    try:
+        verb = json.loads((run / "run.json").read_text())["kind"]
+    except (FileNotFoundError, NotADirectoryError):
+        raise EvaluationError(f"{run}: expected a run folder with a run.json; create one with octfm pretrain") from None
+    shows = "octfm leaderboard compares it with others, and " if verb == "finetune" else ""
+    raise EvaluationError(
+        f"{run}: holds a run of octfm {verb}, expected one of octfm pretrain; {shows}octfm.read_result "
+        "in Python shows it"
+    )
+
+
 def gather(run: Path, catalog: Location | None = None, store: Location | None = None) -> Sources:
     """Read a run folder. Raises EvaluationError if it is none; a given catalog or store must be readable."""
-    if not is_pretraining(run):
-        raise EvaluationError(f"{run}: expected a run folder with a run.json; create one with octfm pretrain")
+    require_pretraining(run)
     rows = metric_rows(run)
     config = run / "config.yaml"
     scanned = Catalog.load(catalog) if catalog is not None else None

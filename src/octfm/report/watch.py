@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octfm.errors import EvaluationError
 from octfm.io import bucket_cache
 from octfm.io.location import BucketPath, Location, location
-from octfm.report.sources import is_pretraining, number, series
+from octfm.report.sources import number, require_pretraining, series
 from octfm.report.words import checkpoint_advice, latest_health
 
 if TYPE_CHECKING:
@@ -81,8 +80,7 @@ def watch(run: str | Location, *, once: bool = False, every_s: float = 2.0, cons
     from rich.live import Live
 
     run = location(run)
-    if not is_pretraining(run):
-        raise EvaluationError(f"{run}: expected a run folder with a run.json; start one with octfm pretrain")
+    require_pretraining(run)
     console, follower, steps = console or Console(), Follower(run / "metrics.jsonl"), planned_steps(run)
     name, every_s = (run.name, max(every_s, BUCKET_S)) if isinstance(run, BucketPath) else (run.resolve().name, every_s)
     if once:

@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from octfm.errors import CheckpointError
 from octfm.io.hashing import keyed_hash
 from octfm.io.location import replacing
 from octfm.run import shards
-from octfm.run.checkpoint_files import name_of, step_of, steps
+from octfm.run.checkpoint_files import is_name, name_of, step_of, steps
 from octfm.run.weights_file import write_torch
 
 FORMAT, VERSION = shards.FORMAT, shards.VERSION
 """Version 2 added `state` (RunState) and `checksum`; version 1 is still read."""
 CONTENT = {"version", "step", "model", "optimizer", "config", "preprocessing", "fingerprint", "participants"}
 ADDED = {1: set(), 2: {"state", "checksum"}}
+EXPECTED = "expected a run's folder, a file step-XXXXXXXX.pt of its checkpoints, or the folder that octfm export wrote"
 
 
 DAMAGE = (
@@ -38,6 +40,7 @@ DAMAGE = (
     AttributeError,
     ArithmeticError,
     AssertionError,
+    SafetensorError,
 )
 """Errors that torch and pickle raise for bytes that are no checkpoint."""
 
@@ -68,9 +71,12 @@ def load(path: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(
             f"{path}: damaged or not a checkpoint ({reason}); delete it to continue from the one before it, or restore "
             "it from a copy"
+            # Nobody is advised to delete a file that is none of ours.
+            if is_name(path.name)
+            else f"{path}: not an octfm checkpoint ({type(error).__name__}); {EXPECTED}"
         ) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DamagedCheckpoint(f"{path}: not an octfm checkpoint; expected format {FORMAT}")
+        raise DamagedCheckpoint(f"{path}: not an octfm checkpoint; {EXPECTED}")
     version = content.get("version", 0)
     if version > VERSION:
         raise CheckpointError(f"{path}: checkpoint version {version}, this octfm reads up to {VERSION}; upgrade octfm")

@@ -9,7 +9,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from octfm.config import Config, dump, flat, read_yaml
-from octfm.errors import CheckpointError, ConfigError, Echo
+from octfm.errors import CheckpointError, ConfigError, Echo, shown
 from octfm.io.hashing import hash_text
 from octfm.io.location import BucketPath, Location, location, lock, write_whole
 from octfm.run import checkpoint
@@ -29,6 +29,8 @@ from octfm.store.store import Store
 
 FORMAT, VERSION = "octfm-run", 1
 LOCK = "run.lock"
+MOST_IN_WORDS = 8
+"""Changed settings up to which an error names their values."""
 
 
 @dataclass(frozen=True)
@@ -319,16 +321,17 @@ def _continue(run: RunFolder, identity: Identity, override: bool, echo: Echo) ->
     # Up to version 0.1 fine-tuning and segmentation wrote no run.json.
     recorded = kind.own_key or (run.path / "run.json").exists()
     if recorded:
-        _require_same(run, identity)
+        _require_same_kind(run, identity)
     changed = differences(identity.config, kind.parse(read_yaml(settings), identity.config), kind.may_change)
     if changed and not override:
         accept = "accept the change with --override, " if kind.own_key else ""
         raise CheckpointError(
-            f"{run.path}: this run began with other values of {', '.join(changed)}; restore them to resume, "
+            f"{run.path}: this run began with other values of {_in_words(changed)}; restore them to resume, "
             f"{accept}or choose another --out"
         )
     if recorded:
-        # After the settings: if they name another encoder, the error should name the setting.
+        # After the settings: if they choose other volumes or another encoder, the error should name the setting.
+        _require_same_volumes(run, identity)
         _require_same_encoder(run, identity)
     else:
         _begin_record(run, identity)
@@ -346,13 +349,23 @@ def _continue(run: RunFolder, identity: Identity, override: bool, echo: Echo) ->
         echo(f"override: {key} is {now} from step {step} on; the run began with {before}")
 
 
-def _require_same(run: RunFolder, identity: Identity) -> None:
+def _in_words(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """`steps (60, now 80)`; names alone where they are many, as with another config."""
+    if len(changed) > MOST_IN_WORDS:
+        return ", ".join(changed)
+    return ", ".join(f"{key} ({shown(before)}, now {shown(now)})" for key, (now, before) in changed.items())
+
+
+def _require_same_kind(run: RunFolder, identity: Identity) -> None:
     record = run.record
     if (verb := record.get("kind", "pretrain")) != run.kind.name:
         raise CheckpointError(f"{run.path}: holds a run of octfm {verb}; choose another --out")
     if record.get("fingerprint") != identity.fingerprint:
         raise CheckpointError(f"{run.path}: this run began on a store with another Preprocessing; choose another --out")
-    if record.get("data") != identity.data:
+
+
+def _require_same_volumes(run: RunFolder, identity: Identity) -> None:
+    if run.record.get("data") != identity.data:
         raise CheckpointError(
             f"{run.path}: the training volumes of the store are not those it began on (some were added, removed, "
             "prepared again, split or labelled anew), so it would not be the same run and its list of participants "

@@ -66,6 +66,8 @@ class Task:
     validation: np.ndarray
     test: np.ndarray
     facts: dict[str, Any]
+    drawn: bool = False
+    """Whether participants to validate on were drawn, because val alone cannot choose an epoch."""
 
     @property
     def log_prior(self) -> np.ndarray:
@@ -180,6 +182,7 @@ def _write_result(training: "FineTuning", predictions: Predictions, run: RunFold
         "best_epoch": best["epoch"],
         "validation_score": finite(best["score"]),
         "validation_participants": len(np.unique(task.cases.participant[task.validation])),
+        "validation_drawn": task.drawn,
         "settings": config.model_dump(mode="json"),
         "environment": environment(training.runtime),
         "git": git_state(),
@@ -189,8 +192,8 @@ def _write_result(training: "FineTuning", predictions: Predictions, run: RunFold
 
 
 def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool], allow_seen: bool) -> Task:
-    """Labelled participants of the store's splits; without a val split, a fifth of the training participants is used
-    to validate."""
+    """Labelled participants of the store's splits. Where val has no labelled participant, or all of them are of one
+    class, which any constant answer gets right, a fifth of train and val together is used to validate."""
     data: Embeddings = of_store(store)
     table = read_labels(config.labels) if config.labels is not None else None
     orders = {config.target: config.order} if config.order else None
@@ -213,7 +216,8 @@ def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool],
         raise EvaluationError(f"target {config.target}: {reason}") from None
     learning, test = rounds[0].train, rounds[0].test
     validates = np.array([data.split[row] == "val" for row in cases.rows[learning]])
-    if not validates.any():
+    one_class = cases.classes is not None and len(np.unique(cases.label[learning][validates])) < 2
+    if drawn := one_class or not validates.any():
         fold = participant_folds(
             cases.participant[learning], cases.label[learning], 5, 0, stratify=cases.classes is not None
         )
@@ -226,7 +230,7 @@ def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool],
         )
     facts = describe(cases, [Round(train, test)], "recommended_split", seen_rows)
     facts["readout"] = "attention" if config.pool == "attention" else "mean"
-    return Task(cases, train, validation, test, facts)
+    return Task(cases, train, validation, test, facts, drawn)
 
 
 class FineTuning:
@@ -447,5 +451,6 @@ def _answers(model: TaskModel, source: Source, rows: np.ndarray) -> np.ndarray:
 def summary(out: str | Path) -> list[str]:
     """One line per metric of a finished run, for a terminal."""
     result = json.loads((Path(out) / "finetune.json").read_text())
-    chosen = f"best epoch {result['best_epoch']} by {result['validation_participants']} validation participants"
+    drawn = ", drawn from train and val: val alone has too few labels" * result.get("validation_drawn", False)
+    chosen = f"best epoch {result['best_epoch']} by {result['validation_participants']} validation participants{drawn}"
     return [chosen, *summary_lines({**result, "skipped": []}, "finetune.json")]

@@ -5,7 +5,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octfm.models.objectives.objective import Objective, View
+from octfm.errors import ConfigError
+from octfm.models.objectives.objective import Objective, ObjectiveOutput, View
 from octfm.models.token_map import token_map
 from octfm.models.vit3d import TokenIndex, normalise, take_patches
 from octfm.pretraining.inputs import generators, make_inputs, token_index
@@ -30,11 +31,14 @@ HOST = Runtime(torch.device("cpu"))
 
 
 def integrity(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> list[Check]:
-    """The gradient and teacher checks, in a fraction of a second."""
+    """The gradient and teacher checks, in a fraction of a second. Raises ConfigError for an objective that returns
+    something else than an ObjectiveOutput, or a loss without a gradient."""
     tiny = _tiny(config)
     model = build_objective(tiny, store.preprocessing)
     voxels, view = _one_volume(tiny, store, int(train_rows[0]))
-    model([view] * config.objective.num_views, config.objective.context_loss).loss.backward()
+    output = model([view] * config.objective.num_views, config.objective.context_loss)
+    _require_loss(config.objective.name, output)
+    output.loss.backward()
     found, hidden = [], model.hidden_from_encoder(view.index)
     if hidden is None:
         found.append(passed("context is blind to targets", "this objective hides nothing from its encoder"))
@@ -162,6 +166,19 @@ def overfit(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Che
             name, measured, "its answers do not depend on what it sees; check the teacher, masks and targets (F11)"
         )
     return passed(name, measured)
+
+
+def _require_loss(name: str, output: object) -> None:
+    if not isinstance(output, ObjectiveOutput):
+        raise ConfigError(
+            f"objective {name}: its forward returned a {type(output).__name__}, expected an ObjectiveOutput"
+        )
+    if output.loss.ndim or not output.loss.requires_grad:
+        got = f"one of shape {list(output.loss.shape)}" if output.loss.ndim else "one without a gradient"
+        raise ConfigError(
+            f"objective {name}: expected a loss that is one number with a gradient, got {got}; compute it from "
+            "masked_loss_B, and detach goals only (F3)"
+        )
 
 
 def _tiny(config: PretrainConfig) -> PretrainConfig:

@@ -85,7 +85,7 @@ def _baselines(result: dict[str, Any]) -> list[Finding]:
         text = f"In {target(name)} among {people}, {reference} reaches {NAMES[metric]} {interval(row)}."
         question = f"Does it beat every baseline in {target(name)}?"
         if row["low"] is None:
-            text += " ".join(filter(None, ("", row["note"], "No comparison is claimed.")))
+            text += " " + " ".join(filter(None, (row["note"], "No comparison is claimed.")))
             found.append(Finding(question, "inconclusive", text, "baselines"))
             continue
         groups: dict[str, list[str]] = {}
