@@ -3,6 +3,7 @@
 python benchmarks/segment_verdict.py                              # seeds 0 to 99, on which thresholds were chosen
 python benchmarks/segment_verdict.py --first 200 --count 60       # seeds for reports
 python benchmarks/segment_verdict.py --invariances --data FOLDER  # the same eyes shown differently
+python benchmarks/segment_verdict.py --wide --bscans 25            # Topcon's fields of 12 × 9 mm, as drawn
 
 Every seed is a phantom volume, as it is and in one of the accidents or alterations. A value of an ETDRS zone is wrong
 if it differs from the truth by more than 20 µm or stands where the image shows too little retina. After new weights:
@@ -28,8 +29,9 @@ from octfm.layers.finder import LayerFinder, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
 from octfm.layers.verdict import ZONE_UM, Measures, decide
 from octfm.layers.zones import FEWEST_PER_MM, UNEVEN_UM
-from octfm.phantom.native.bscans import SURFACES, Labelled, sample_placement
+from octfm.phantom.native.bscans import SURFACES, Labelled, Placement, sample_placement
 from octfm.phantom.native.stream import Stream
+from octfm.phantom.scanner import SCANNERS, Scanner
 from octfm.volume.etdrs import EtdrsGrid, field_of, field_of_volume, measure_around
 from octfm.volume.volume import Volume
 from octfm.weights.packaged import CURRENT
@@ -72,6 +74,28 @@ class Case(NamedTuple):
     def refused(self, zone: Zone) -> bool:
         """Whether the zone is withheld or the whole scan refused."""
         return zone.expected_um > ZONE_UM or not decide(self.measures).accepted
+
+
+def wide_scanners() -> dict[str, Scanner]:
+    """Topcon's instruments with their wide fields."""
+    return {
+        name: replace(SCANNERS[name], field_mm=(9.0, SCANNERS[name].field_mm[1], 12.0))
+        for name in ("topcon_triton", "topcon_maestro2")
+    }
+
+
+def drawn_wide(seed: int, bscans: int) -> Labelled:
+    """The volume of a seed without accident, in a field of 12 × 9 mm."""
+    scanners = wide_scanners()
+    name = list(scanners)[seed % len(scanners)]
+
+    def unspoilt(rng: np.random.Generator) -> Placement:
+        return replace(sample_placement(rng), accident="none")
+
+    stream = "octfm.phantom.native.stream"
+    with patch(f"{stream}.sample_placement", unspoilt), patch(f"{stream}.SCANNERS", SCANNERS | scanners):
+        # 512 A-scans
+        return Stream(seed, bscans, randomised=0.0, ascan_um=(23.4, 23.5), scanners=(name,), row_um=2.6)(0)
 
 
 def drawn(seed: int, accident: str, bscans: int) -> Labelled:
@@ -290,6 +314,7 @@ def main() -> None:
     parser.add_argument("--model", default=CURRENT)
     parser.add_argument("--save", type=Path, help="keep the measures in this file, after every seed")
     parser.add_argument("--again", type=Path, nargs="+", help="files of --save: the table under today's thresholds")
+    parser.add_argument("--wide", action="store_true", help="volumes of 12 × 9 mm, as drawn only")
     parser.add_argument("--invariances", action="store_true", help="central thickness of eyes shown differently")
     parser.add_argument("--data", type=Path, help="folder of real scans, as OCTFM_REAL_DATA, for --invariances")
     arguments = parser.parse_args()
@@ -306,7 +331,10 @@ def main() -> None:
     else:
         finder = load_finder(arguments.model)
         for seed in range(arguments.first, arguments.first + (arguments.count or 100)):
-            cases += cases_of(seed, arguments.bscans, finder)
+            if arguments.wide:
+                cases.append(case(seed, "as drawn", drawn_wide(seed, arguments.bscans), finder))
+            else:
+                cases += cases_of(seed, arguments.bscans, finder)
             if arguments.save:
                 arguments.save.write_text(json.dumps([c._replace(measures=asdict(c.measures)) for c in cases]))
     report(cases)

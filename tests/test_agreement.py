@@ -30,6 +30,50 @@ def test_bland_and_altman_find_their_own_bias_and_spread():
     assert agreement.limit(apart, 1)[0] - agreement.limit(apart, -1)[0] == pytest.approx(2 * 1.96 * 38.765, abs=0.01)
 
 
+@pytest.mark.parametrize("sizes", [[2] * 12, [6] * 12, [20] + [1] * 20, [1] * 15], ids=str)
+def test_the_spread_of_a_new_measurement_is_right_however_often_subjects_were_measured(sizes):
+    """Variance 1, of which .8 is between subjects; the sample variance is up to a fifth too small on average."""
+    rng = np.random.default_rng(0)
+    subject = np.repeat(np.arange(len(sizes)), sizes)
+    draws = rng.normal(0, 0.8**0.5, (1500, len(sizes)))[:, subject] + rng.normal(0, 0.2**0.5, (1500, len(subject)))
+    found = [agreement.spread(draw, None, subject)[0] ** 2 for draw in draws]
+    assert np.mean(found) == pytest.approx(1, abs=0.04)
+    if max(sizes) == 1:
+        np.testing.assert_allclose(found, draws.var(axis=1, ddof=1))
+
+
+@pytest.mark.parametrize("heavy", [False, True], ids=["normal", "heavy tails"])
+def test_intervals_of_a_limit_cover_it_with_few_participants(heavy):
+    """Both eyes of 20 participants; nominal 95 %, where BCa intervals cover 80 to 87 %."""
+    covered, person = 0, np.repeat(np.arange(20), 2)
+    for seed in range(150):
+        rng = np.random.default_rng(seed)
+        own = rng.standard_t(5, 20) * 0.6**0.5 if heavy else rng.normal(size=20)
+        apart = own[person] * 0.8**0.5 + rng.normal(size=40) * 0.2**0.5
+        upper = agreement.limits(apart, person, lambda m, s=seed: bootstrap(m, person, resamples=300, seed=s))["upper"]
+        assert upper["low"] < upper["estimate"] < upper["high"]
+        covered += upper["low"] <= agreement.LIMITS <= upper["high"]
+    assert covered >= 0.89 * 150, covered
+
+
+def test_intervals_of_bias_and_limits_move_with_the_unit_and_the_origin():
+    rng, person = np.random.default_rng(1), np.repeat(np.arange(15), [1, 2, 3] * 5)
+    apart = rng.normal(size=15)[person] + 0.3 * rng.normal(size=30)
+
+    def found(values):
+        return agreement.limits(values, person, lambda m: bootstrap(m, person, resamples=200))
+
+    one, other = found(apart), found(1e6 - 7 * apart)
+    for name, mirrored in (("bias", "bias"), ("lower", "upper"), ("upper", "lower")):
+        expected = [1e6 - 7 * one[name][end] for end in ("estimate", "high", "low")]
+        assert [other[mirrored][end] for end in ("estimate", "low", "high")] == pytest.approx(expected)
+    assert agreement.limits(apart, person, None)["bias"]["low"] is None
+
+
+def test_the_spread_of_one_subject_is_not_known():
+    assert np.isnan(agreement.spread(np.array([1.0, 2.0, 4.0]), None, np.zeros(3))[0])
+
+
 def test_a_subject_that_counts_twice_is_two_subjects():
     twice = np.array([2, 1, 0, 3, 1, 1])
     repeated = np.repeat(JUDGES, twice, axis=0)
@@ -41,6 +85,14 @@ def test_a_subject_that_counts_twice_is_two_subjects():
     rows = np.concatenate([np.full(4, i) for i in range(6)])
     counted = agreement.icc_one_way(subject, values, twice[rows][None].astype(float))[0]
     assert counted == pytest.approx(agreement.icc_one_way(np.repeat(np.arange(len(repeated)), 4), repeated.ravel())[0])
+    rng, by_subject = np.random.default_rng(0), np.repeat(np.arange(6), 4)
+    differences = rng.normal(size=24)
+    copy = np.concatenate([np.full(4, i) for i in range(twice.sum())])
+    assert agreement.spread(differences, twice[by_subject][None].astype(float), by_subject)[0] == pytest.approx(
+        agreement.spread(
+            np.concatenate([np.tile(differences[4 * i : 4 * i + 4], n) for i, n in enumerate(twice)]), None, copy
+        )[0]
+    )
     apart = WRIGHT - MINI
     weights = np.random.default_rng(0).integers(0, 3, len(apart))
     assert agreement.spread(apart, weights[None].astype(float))[0] == pytest.approx(

@@ -156,12 +156,19 @@ def test_runs_are_probed_on_the_same_participants_and_a_twin_is_equal(tmp_path):
                 design="k-fold",
                 folds=3,
                 seen=seen_by(one),
+                targets=["brightness"],
+                readout="knn",
+                seeds=2,
+                seed=7,
                 resamples=50,
             ),
         )
-    folded = probe_together({"a": run, "b": twin}, labels, targets=["brightness"], resamples=200)
+    folded = probe_together({"a": run, "b": twin}, labels, targets=["brightness"], resamples=50)
     assert (folded["settings"]["design"], folded["settings"]["folds"]) == ("k-fold", 3)
     assert {r["n_test_participants"] for r in folded["results"]} == {14}
+    own = [row for one in (run, twin) for row in json.loads((one / "probe.json").read_text())["results"]]
+    columns = ("metric", "readout", "seeds", "estimate", "low", "high")
+    assert [[row[c] for c in columns] for row in own] == [[row[c] for c in columns] for row in folded["results"]]
 
 
 def test_the_page_says_why_without_paths_or_ids(runs, tmp_path):

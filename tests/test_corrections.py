@@ -19,6 +19,7 @@ from octfm.errors import ConfigError, CorrectionsError, EvaluationError
 from octfm.layers.calibrate import calibrate_rows
 from octfm.layers.corrections import FORMAT, find_corrections, read_corrections
 from octfm.layers.finder import LayerFinder
+from octfm.layers.ranges import Ranges
 from octfm.layers.segment import ScanSegmentation
 from octfm.layers.table import read_table, row_of, save_table, write_table
 from octfm.layers.verdict import Verdict
@@ -152,6 +153,65 @@ def test_a_page_bridges_one_lost_bscan_and_blanks_the_zones_that_many_cross(brow
     assert whole["outer superior"] and shown["outer superior"] is None and not set(MASKS) & shown.keys()
     note = browser.js("document.querySelector('[data-part=\"numbers-note\"]').textContent")
     assert "5 of 49 B-scans are dark: zones there are blank" in note
+
+
+def note_of(browser: Browser) -> str:
+    return browser.js("document.querySelector('[data-part=\"numbers-note\"]').textContent")
+
+
+@needs_chromium
+def test_a_page_says_why_zones_are_blank_as_the_table_does(browser, tmp_path):
+    found = found_eye(6)  # B-scans 1.2 mm apart
+    volume = replace(found.volume, laterality=None, superior_first=None)
+    found.surfaces["bm"][:, -40:] = np.nan
+    found = replace(found, volume=volume)
+    open_page(browser, found, tmp_path)
+    told = row_of(found)["zones_note"].split("; ")
+    assert len(told) >= 4
+    for note in told:
+        assert note[1:] in note_of(browser), note
+    browser.assert_quiet()
+
+
+@needs_chromium
+def test_a_page_shows_ranges_and_compares_once_there_is_a_correction(browser, tmp_path):
+    found = replace(found_in(), ranges=Ranges((3, 1, 0.1), (4, 1, 0), 9))
+    open_page(browser, found, tmp_path)
+    shown = (
+        "[...document.querySelectorAll('[data-part=\"numbers\"] tr')].slice(0, 2)"
+        ".map((row) => [...row.children].filter((c) => c.offsetWidth).map((c) => c.textContent))"
+    )
+    low, high = found.zone_ranges()["centre"]
+    centre = f"{found.etdrs().mean_um['centre']:.1f}"
+    assert browser.js(shown) == [
+        ["ILM to BM, areas", "as found", "range as found"],
+        ["centre, µm", centre, f"{low:.0f} to {high:.0f}"],
+    ]
+    assert "synthetic-calibrated range; it promises nothing for real eyes" in note_of(browser)
+    browser.key("e")
+    browser.key("u", shift=True)
+    head, row = browser.js(shown)
+    assert head[1:4] == ["now", "as found", "change"] and row[2] == centre
+    browser.key("z")
+    assert len(browser.js(shown)[0]) == 3
+
+
+@needs_chromium
+def test_tools_stand_right_above_the_bscan(browser, tmp_path):
+    open_page(browser, found_in(), tmp_path)
+    browser.key("e")
+    top, bottom = ("hand-on", "top"), ("bscan", "bottom")
+    tools, brush, bscan, end = (
+        browser.js(f"document.querySelector('[data-part=\"{part}\"]').getBoundingClientRect().{side}")
+        for part, side in (top, ("fill", "bottom"), ("bscan", "top"), bottom)
+    )
+    assert tools < brush < bscan < brush + 100 and end - tools < 1000
+    browser.js(
+        "((s) => { s.value = 1; s.dispatchEvent(new Event('input')); })"
+        "(document.querySelector('[data-part=\"brush\"]'))"
+    )
+    width = browser.js("document.querySelector('[data-part=\"brush-width\"]').textContent")
+    assert width.startswith("1 A-scan,")
 
 
 @needs_chromium

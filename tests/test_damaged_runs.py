@@ -22,6 +22,7 @@ from octfm.encoder.encoder import load_encoder
 from octfm.errors import CheckpointError
 from octfm.io import location
 from octfm.io.location import BucketPath, write_whole
+from octfm.pretraining.monitors.health import HealthConfig
 from octfm.pretraining.monitors.recovery import healthy_before
 from octfm.pretraining.preflight import resources
 from octfm.pretraining.resume import PRETRAINING
@@ -275,6 +276,7 @@ def test_only_what_a_killed_writer_left_is_deleted(tmp_path):
     for name in (
         "step-00000004.partial",
         "step-00000004.dcp.partial",
+        ".step-00000004.dcp.former.partial",
         ".best.json.7.ab.partial",
         "mine.partial",
         "movie.pt.partial",
@@ -361,7 +363,7 @@ def test_a_checkpoint_of_another_run_stops_and_is_named(store, finished, halted,
         with pytest.raises(CheckpointError, match=rf"{name}: a checkpoint of another run"):
             load_encoder(halted, device="cpu")
     with pytest.raises(CheckpointError, match="another run"):
-        healthy_before(RunFolder(halted, PRETRAINING), step)
+        healthy_before(RunFolder(halted, PRETRAINING), step, HealthConfig())
     assert Path(foreign).read_bytes() == before
     load_encoder(foreign, device="cpu")  # named as a file, it is what was asked for
 

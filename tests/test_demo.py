@@ -201,7 +201,7 @@ def test_columns_that_scans_cannot_answer_are_left_out_with_a_reason(tmp_path):
     table = table_of(tmp_path / "labels.csv", "participant_id,diagnosis,cst_um,kind,comment", rows)
     found = find_questions(cohort_of(24), table, trains=False)
     assert found.targets == ("disease", "diagnosis", "cst_um")
-    assert {s["target"]: s["sentence"][:5] for s in found.skipped} == {"kind": "Fewer", "comment": "Fewer"}
+    assert {s["target"]: s["sentence"][:5] for s in found.skipped} == {"kind": "Fewer", "comment": "Colum"}
     # Half of the participants are pretrained on: 12 remain, enough for a number, and for classes of six.
     assert find_questions(cohort_of(24), table, ["cst_um"], trains=True).targets == ("cst_um",)
 

@@ -11,7 +11,7 @@ from octfm.cli.main import app
 from octfm.errors import EvaluationError
 from octfm.layers.table import ACCEPTED, COLUMNS
 from octfm.layers.zones import DEVICE_UNIT, UNIT
-from octfm.report.segmented.agreement import summary_lines, write_agreement
+from octfm.report.segmented.agreement import sentence, summary_lines, write_agreement
 from octfm.trust.device_agreement import device_agreement
 from octfm.volume.etdrs import ZONES
 from support.browser import assert_renders, needs_chromium
@@ -45,13 +45,36 @@ def write(path: Path, rows: list[dict[str, str]], leave_out=()) -> Path:
 
 
 def test_bias_and_limits_are_those_of_bland_and_altman(tmp_path):
-    rows = rows_of()
+    rows = rows_of()[::2]
     centre = device_agreement(write(tmp_path / "t.csv", rows))["zones"][0]
     apart = [float(row[UNIT["centre"]]) - float(row[DEVICE_UNIT["centre"]]) for row in rows]
     found = centre["bland_altman"]
     assert found["bias"]["estimate"] == pytest.approx(np.mean(apart))
     assert found["upper"]["estimate"] == pytest.approx(np.mean(apart) + 1.96 * np.std(apart, ddof=1))
     assert found["lower"]["low"] < found["lower"]["estimate"] < found["lower"]["high"]
+
+
+def test_follow_up_scans_of_one_participant_do_not_narrow_the_limits(tmp_path):
+    """Twenty visits of one of twelve participants look alike: others differ as much as before."""
+    rows = rows_of()
+    plain = device_agreement(write(tmp_path / "a.csv", rows))["zones"][0]["bland_altman"]
+    middle = min(rows, key=lambda row: abs(float(row[UNIT["centre"]]) - float(row[DEVICE_UNIT["centre"]]) - 4))
+    visits = [middle | {"source": f"visit{i}.xml"} for i in range(20)]
+    often = device_agreement(write(tmp_path / "b.csv", [*rows, *visits]))["zones"][0]["bland_altman"]
+    assert often["sd"] > 0.95 * plain["sd"]
+
+
+def test_few_participants_are_not_said_to_hold_95_percent_of_scans(tmp_path):
+    text = {}
+    for people in (1, 5, 12):
+        result = device_agreement(write(tmp_path / "t.csv", rows_of(people)))
+        text[people] = sentence(result)
+        assert "µm on average" in write_agreement(result, tmp_path / "agree.html", []).read_text(encoding="utf-8")
+    assert "2 scans of 1 participant, too few for limits of agreement" in text[1]
+    assert "10 scans of 5 participants are too few to expect others there" in text[5]
+    assert (
+        "95\u00a0% of scans are expected between" in text[12] and "if differences are normally distributed" in text[12]
+    )
 
 
 def test_scans_without_a_pit_are_counted(tmp_path):

@@ -10,9 +10,11 @@ import torch
 from octfm.encoder.encoder import load_encoder
 from octfm.encoder.sources import find, packaged_encoders
 from octfm.errors import CheckpointError, ConfigError, EvaluationError, ReadError
+from octfm.formats import read_volume
 from octfm.volume.preprocessing import Preprocessing
 from support.dicom_files import write_oct_dicom
 from support.small_store import small_store
+from support.tiny_runs import TINY
 from support.untrained import untrained_encoder, write_export
 from support.volumes import eye
 
@@ -93,6 +95,56 @@ def test_a_network_says_which_voxels_it_expects(encoder):
     bare = VisionTransformer3D(encoder.network.config, encoder.network.grid)
     with pytest.raises(ConfigError, match=r"take the one of an octfm\.Encoder"):
         bare.forward_features(torch.zeros(2, 8, 64, 32))
+
+
+@pytest.mark.parametrize("scaled", ["0 to 1", "standardised"])
+def test_voxels_that_were_scaled_already_are_refused(encoder, store, scaled):
+    """They would be normalised twice: every scan would be the same grey, and nothing would say so."""
+    grey = torch.from_numpy(store.read([0, 1]).voxels).float()
+    wrong = grey / 255 if scaled == "0 to 1" else (grey - grey.mean()) / grey.std()
+    for network in (encoder.network, encoder.of_bscans().network):
+        part = slice(0, network.grid.shape[0] * network.config.patch_size[0])
+        with pytest.raises(ConfigError, match=r"expected voxels from 0 to 255.*without a scaling of your own"):
+            network.forward_features(wrong[:, part])
+        for right in (grey[:, part], grey[:, part] - 20, torch.zeros_like(grey[:, part])):
+            network.forward_features(right)
+    assert encoder.network.forward_features(grey[:0]).shape[0] == 0
+    compiled = torch.compile(encoder.network.forward_features, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(grey), encoder.network.forward_features(grey))
+
+
+@pytest.mark.parametrize("pool", ["mean", "summary"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_network_of_another_precision_computes_in_it(store, dtype, pool):
+    dense = {"model": TINY["model"] | {"summary": 2}, "objective": {"name": "dense"}} if pool == "summary" else {}
+    encoder = untrained_encoder(**dense).pooling(pool)
+    expected, voxels = encoder.embed(store[0]), torch.from_numpy(store[0].voxels[None])
+    encoder.network.to(dtype)
+    assert encoder.network.forward_features(voxels).dtype == encoder.network.feature_map(voxels.float()).dtype == dtype
+    assert encoder.embed(store[0]).dtype == np.float32 and len(encoder.key) == 32
+    np.testing.assert_allclose(encoder.embed(store[0]), expected, atol=0.2 if dtype == torch.bfloat16 else 1e-4)
+
+
+def test_tokens_are_of_any_scan_that_has_a_vector(encoder, store, tmp_path):
+    volume = eye()
+    write_oct_dicom(tmp_path / "scan.dcm", volume.voxels, volume.spacing_mm)
+    read = encoder.embed_tokens(read_volume(tmp_path / "scan.dcm"))
+    np.testing.assert_array_equal(encoder.embed_tokens(tmp_path / "scan.dcm"), read)
+    stored = encoder.embed_tokens(store[3])
+    np.testing.assert_array_equal(stored, encoder.encode_grid(store.read([3]).voxels)[0])
+    with pytest.raises(TypeError, match="got ndarray"):
+        encoder.embed_tokens(store[3].voxels)
+
+
+def test_the_encoder_of_a_backbone_leaves_it_as_it_is(encoder, store, tmp_path):
+    """What is frozen stays frozen, and a training goes on."""
+    pytest.importorskip("huggingface_hub")
+    from octfm.encoder.hub import OctEncoder
+
+    write_export(tmp_path / "export", encoder)
+    backbone = OctEncoder.from_pretrained(tmp_path / "export").train().requires_grad_(False)
+    np.testing.assert_array_equal(backbone.encoder.embed(store[0]), encoder.embed(store[0]))
+    assert backbone.network.training and not any(p.requires_grad for p in backbone.parameters())
 
 
 def test_features_carry_gradients_to_every_block(store):

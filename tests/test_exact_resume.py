@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import hypothesis
@@ -18,15 +19,28 @@ import torch
 from hypothesis import strategies as st
 
 from octfm.errors import CheckpointError, Preempted
-from octfm.pretraining.resume import PRETRAINING
+from octfm.pretraining.resume import PRETRAINING, retention
 from octfm.pretraining.run_state import Rollback, RunState
-from octfm.run import checkpoint
+from octfm.run import checkpoint, shards
+from octfm.run.checkpoint_files import put_back
 from octfm.run.checkpoint_writer import CheckpointWriter, Failure, Retention, best_step
 from octfm.run.folder import Identity, claim
 from octfm.run.loop import Interruption, Session
+from octfm.run.runtime import Runtime
+from octfm.run.tracking import Metrics, read_metrics
 from support import support_process
 from support.small_store import small_store
-from support.tiny_runs import assert_same_run, config, final, interrupted_after, quick_pretrain, quiet, rows, tiny
+from support.tiny_runs import (
+    Killed,
+    assert_same_run,
+    config,
+    final,
+    interrupted_after,
+    quick_pretrain,
+    quiet,
+    rows,
+    tiny,
+)
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +265,10 @@ def test_run_state_survives_the_checkpoint(tmp_path):
         "fingerprint": "",
         "participants": {},
     }
-    assert RunState.from_dict(checkpoint.load(checkpoint.write(tmp_path, 1, content))["state"]) == state
+    saved = checkpoint.load(checkpoint.write(tmp_path, 1, content))["state"]
+    assert RunState.from_dict(saved) == state
+    later = [rollback | {"added": 1} for rollback in saved["rollbacks"]]
+    assert RunState.from_dict(saved | {"rollbacks": later, "added": 1}) == state, "of a later version"
 
 
 def paths(steps):
@@ -260,10 +277,32 @@ def paths(steps):
 
 def test_retention_keeps_the_last_the_first_of_every_interval_and_the_best():
     found = paths(range(500, 10_001, 500))
-    kept = [checkpoint.step_of(p) for p in found if p not in Retention(2, (3000.0,)).surplus(found, best=4500)]
+    kept = [checkpoint.step_of(p) for p in found if p not in Retention(2, (3000.0,)).surplus(found, needed={4500})]
     assert kept == [3000, 4500, 6000, 9000, 9500, 10_000]
-    assert Retention(3).surplus(found, None) == found[:-3]
-    assert Retention(3).surplus(found[:2], None) == []
+    assert Retention(3).surplus(found, ()) == found[:-3]
+    assert Retention(3).surplus(found[:2], ()) == []
+
+
+def test_a_checkpoint_is_sound_if_it_is_one_and_nothing_was_wrong_shortly_before(tmp_path):
+    kept, sound = {"optimizer": {}, "participants": {}}, retention(config(), 4.0).sound
+    states = {
+        "sound": {},
+        "skips": {"skips": [5]},
+        "doubts": {"doubts": [95]},
+        "long ago": {"skips": [5], "doubts": [9]},
+    }
+    steps = {"sound": 3, "skips": 50, "doubts": 100, "long ago": 200}
+    written = {
+        name: checkpoint.write(tmp_path / name, steps[name], kept | {"state": RunState().to_dict() | state})
+        for name, state in states.items()
+    }
+    assert {name: sound(path) for name, path in written.items()} == {
+        "sound": True, "skips": False, "doubts": False, "long ago": True,
+    }  # fmt: skip
+    torch.save({"format": checkpoint.FORMAT}, written["sound"])
+    assert not sound(written["sound"])
+    written["sound"].write_bytes(b"no checkpoint")
+    assert not sound(written["sound"])
 
 
 def test_retention_over_a_whole_run(store, tmp_path):
@@ -312,6 +351,31 @@ def test_a_best_checkpoint_that_cannot_be_named_is_a_sentence_and_no_end_of_trai
     writer.close()
     assert ["unnamed" in failure.sentence and not failure.lost for failure in writer.failures()] == [True]
     assert [checkpoint.step_of(p) for p in checkpoint.steps(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("text", ["", "null", "[3]", '{"step": null}', '{"step": 3, "before": 2}', '{"before": [2]}'])
+def test_a_damaged_name_of_the_best_checkpoint_is_as_good_as_none(tmp_path, text):
+    writer = CheckpointWriter([tmp_path], Retention(1))
+    (tmp_path / "best.json").write_text(text)
+    for step in (1, 2, 3):
+        writer.save(step, {"model": {}}, best=step == 2)
+        writer.wait()
+    writer.close()
+    assert best_step(tmp_path) == 2 and [checkpoint.step_of(p) for p in checkpoint.steps(tmp_path)] == [2, 3]
+
+
+def test_a_checkpoint_that_is_a_link_is_deleted_and_what_it_links_to_is_not(tmp_path):
+    places = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    for number, name in enumerate(("step-00000001.dcp", "step-00000002.pt"), 1):
+        (places[1] / str(number)).mkdir(parents=True)
+        places[0].mkdir(exist_ok=True)
+        (places[1] / str(number) / "file").touch()
+        (places[0] / name).symlink_to(places[1] / str(number) / ("file" if number == 2 else ""))
+    writer = CheckpointWriter([places[0]], Retention(1))
+    writer.save(3, {"model": {}})
+    writer.close()
+    assert not writer.failures() and [p.name for p in places[0].iterdir()] == ["step-00000003.pt"]
+    assert all((places[1] / number / "file").is_file() for number in "12")
 
 
 def test_a_full_disk_does_not_keep_training_from_going_back(tmp_path, monkeypatch):
@@ -450,6 +514,66 @@ def test_a_full_disk_sends_checkpoints_to_the_second_destination(store, tmp_path
     assert any("after 8 updates" in line for line in said), "it is found again"
 
 
+@pytest.fixture
+def one_rank(tmp_path):
+    """The runtime of a sharded job of one rank, whose collective calls are real."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield Runtime(torch.device("cpu"), sharded=True)
+    torch.distributed.destroy_process_group()
+
+
+SHARDS = {"model": {"w": torch.arange(9000.0)}, "optimizer": {"state": {}, "param_groups": []}, "participants": {}}
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [(20_000, "as on a full disk"), (200_000, os.strerror(errno.EFBIG))],
+    ids=["tensors", "everything else"],
+)
+def test_a_full_disk_refuses_shards_with_an_error_that_every_rank_gets(one_rank, tmp_path, size, reason):
+    """Whichever of its files does not fit; ranks without the error would wait for the others until their timeout."""
+    content = SHARDS | {"participants": {"hashes": [f"{n:064}" for n in range(9000)]}}
+    with FullDisk(size), pytest.raises(OSError, match=reason):
+        shards.write(tmp_path / "checkpoints", 4, content, runtime=one_rank)
+    assert not list((tmp_path / "checkpoints").iterdir()), "nothing is left behind"
+
+
+@pytest.mark.parametrize("killed_at", range(6))
+def test_a_kill_while_shards_take_the_place_of_older_ones_leaves_one_of_them(
+    one_rank, tmp_path, monkeypatch, killed_at
+):
+    """After a rollback the step that training went back to is saved anew."""
+    folder, left = tmp_path / "checkpoints", [killed_at]
+    shards.write(folder, 4, SHARDS, runtime=one_rank)
+
+    def fatal(work):
+        def counted(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return work(*args, **kwargs)
+
+        return counted
+
+    delete = shutil.rmtree
+
+    def half_deleted(path, **kwargs):
+        if left[0] == 0 and Path(path).is_dir():
+            next(Path(path).iterdir()).unlink()
+        fatal(delete)(path, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", half_deleted)
+        for name in ("rename", "replace"):
+            patch.setattr(Path, name, fatal(getattr(Path, name)))
+        with suppress(Killed):
+            shards.write(folder, 4, SHARDS | {"state": {"offset": 3}}, runtime=one_rank)
+    put_back(folder)
+    CheckpointWriter([folder], Retention(1)).close()
+    (path,) = folder.iterdir()
+    shards.verify(path)
+
+
 FILLED = """
 mount -t tmpfs -o size=24m tmpfs disk
 "$@" --out disk/run & run=$!
@@ -489,8 +613,6 @@ def test_a_disk_that_fills_up_sends_checkpoints_to_the_second_destination(store,
 
 
 def test_metrics_wait_for_a_full_disk(tmp_path):
-    from octfm.run.tracking import Metrics, read_metrics
-
     metrics = Metrics(tmp_path / "metrics.jsonl")
     metrics.write("train", 0, loss=1.0)
     with FullDisk((tmp_path / "metrics.jsonl").stat().st_size + 5):
@@ -499,6 +621,31 @@ def test_metrics_wait_for_a_full_disk(tmp_path):
     metrics.write("train", 3, loss=0.1)
     metrics.close()
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(
+    st.lists(st.tuples(st.sampled_from(["train", "incident", "back"]), st.none() | st.integers(0, 300)), max_size=14)
+)
+def test_metrics_end_as_if_the_disk_had_never_been_full(course):
+    """Each event comes at a moment when files may grow to so many bytes; a rollback also takes back what waits."""
+    with tempfile.TemporaryDirectory() as folder:
+        ended = []
+        for name in ("full", "roomy"):
+            path = Path(folder) / name / "metrics.jsonl"
+            metrics, step, rollbacks = Metrics(path), 0, 0
+            for event, room in course:
+                with FullDisk(room) if room is not None and name == "full" else nullcontext():
+                    if event == "back":
+                        rollbacks, step = rollbacks + 1, step // 2
+                        metrics.write("incident", step, rollback=rollbacks)
+                        metrics.rewind(step, rollbacks)
+                    else:
+                        metrics.write(event, step)
+                        step += event == "train"
+            metrics.close()
+            ended.append({file.name: file.read_text() for file in path.parent.iterdir()})
+        assert ended[0] == ended[1]
 
 
 def test_what_is_saved_is_the_moment_of_saving(tmp_path, monkeypatch):

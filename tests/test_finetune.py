@@ -2,8 +2,10 @@
 all alike."""
 
 import csv
+import errno
 import io
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -21,12 +23,13 @@ from octfm.models.heads import CrossAttentionPool, MeanPool, TaskHead, add_low_r
 from octfm.report.leaderboard import write_leaderboard
 from octfm.run import checkpoint
 from octfm.run.tracking import read_metrics
+from octfm.store.selection import to_evaluate
 from octfm.store.store import Store
 from octfm.tasks import finetune as module
 from octfm.tasks.finetune import find_task, finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import read_predictions
-from octfm.trust.leaderboard import leaderboard, to_csv, to_markdown
+from octfm.trust.leaderboard import _tuned, leaderboard, to_csv, to_markdown
 from support.finetune_runs import settings, write_labels
 from support.small_store import GRADES, darkened, edit_rows, small_store
 from support.tiny_runs import Killed, quick_pretrain, quiet
@@ -174,6 +177,19 @@ def test_F16_test_participants_are_never_trained_on_seen_ones_refused(run, store
     )
 
 
+def test_probabilities_take_a_participant_with_two_eyes_for_one(run, store, labels, tmp_path):
+    """Only those of the first grade have both eyes."""
+    left = [row.acquisition for row in store.rows if row.laterality == "L" and int(row.participant[1:]) % 3]
+    (tmp_path / "exclude.txt").write_text("\n".join(left))
+    config = settings(run, store, labels, lr_encoder=0, epochs=1, exclude=str(tmp_path / "exclude.txt"))
+    task = find_task(config, to_evaluate(store, config.exclude), lambda _: False, False)
+    out = finetune(config, tmp_path / "run", echo=quiet)
+    people = {str(task.cases.participant[i]): int(task.cases.label[i]) for i in task.train}
+    share = np.bincount([*people.values()], minlength=3) / len(people)
+    np.testing.assert_allclose(np.exp(read_predictions(out / "predictions.parquet").facts["log_prior"]), share)
+    assert not np.allclose(np.exp(task.log_prior), share)
+
+
 def test_F15_a_store_prepared_otherwise_is_refused(run, labels, tmp_path, store):
     other = tmp_path / "other"
     other.mkdir()
@@ -204,6 +220,21 @@ def test_token_features_are_aligned_by_id_never_by_order(run, store, tmp_path):
     assert len(list(tmp_path.glob("tokens-*.npy"))) == 2
     with pytest.raises(EvaluationError, match="set tokens_per_volume="):
         token_features(encoder, store, tmp_path, per_volume=400, max_gb=1e-6)
+
+
+def test_token_features_have_their_room_before_they_are_computed(run, store, tmp_path, monkeypatch):
+    """A file that is mapped and grows on a full disk ends the process with SIGBUS."""
+
+    def full(file, offset, size):
+        assert size > 2 * len(store) * 500 * 8
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        EvaluationError, match=r"no room for token features of .* GB \(No space left.*tokens_per_volume"
+    ):
+        token_features(load_encoder(run), store, tmp_path, per_volume=500)
+    assert not list(tmp_path.iterdir())
 
 
 def test_pools_ignore_tokens_that_do_not_count_and_their_order():
@@ -279,6 +310,13 @@ def test_the_leaderboard_judges_all_entries_on_the_same_participants(board):
     assert {c["a"] for c in planned} == {"run"} and len(planned) == 10 and all(c["p_holm"] >= c["p"] for c in planned)
 
 
+def test_runs_of_a_recipe_are_paired_by_seed_in_whatever_order_they_are_given(board):
+    _, tuned, _, _ = board
+    for order in (tuned, tuned[::-1]):
+        (group,) = _tuned(order)
+        assert group.name == order[0].name and [saved.facts["seed"] for saved in group.runs] == [0, 1]
+
+
 def test_the_leaderboard_is_written_as_csv_markdown_and_one_page(board, tmp_path):
     result, *_ = board
     rows = list(csv.DictReader(io.StringIO(to_csv(result))))
@@ -293,6 +331,10 @@ def test_the_leaderboard_is_written_as_csv_markdown_and_one_page(board, tmp_path
     assert "| a\\|&lt;b&gt; | frozen |" in to_markdown(odd)
     text = to_markdown(result)
     assert "| covariates | baseline |" in text and "36 test participants" in text
+    assert "95 % intervals over participants. Guessing gives auroc 0.5, balanced_accuracy 0.333" in text
+    few = [{**r, "low": None, "high": None, "note": "No interval: only 2."} for r in result["results"]]
+    text = to_markdown({**result, "results": few})
+    assert "no intervals. Guessing" in text and text.count("No interval: only 2.") == 1 and "95 %" not in text
     page = write_leaderboard(
         result, list(dict.fromkeys(r["encoder"] for r in result["results"])), tmp_path / "board.html"
     ).read_text()

@@ -94,7 +94,8 @@ def test_images_that_may_be_another_volume_are_named_once(tmp_path, strays):
     folder = write_images(tmp_path / "oct" / "visit", VOXELS)
     for number in range(strays):
         picture(40, 36).save(folder / f"left {number}.png")
-    assert "left 0.png may or may not be one of its B-scans" in rejected_once(folder)
+    said = rejected_once(folder)
+    assert "left 0.png may or may not be one of its B-scans" in said and "--layouts line" in said
 
 
 def test_few_images_and_one_stray_are_not_a_guess(tmp_path):

@@ -480,7 +480,8 @@ def test_a_new_user_gets_a_result_without_a_scan(monkeypatch):
     assert shown.exit_code == 0, shown.output
     truth = float(re.search(r"true central thickness of ([\d.]+) µm around its pit", shown.output)[1])
     centre = float(re.search(r"centre +([\d.]+) µm", shown.output)[1])
-    assert centre == pytest.approx(truth, abs=30)
+    there = float(re.search(r"true central thickness where the zones lie: ([\d.]+) µm", shown.output)[1])
+    assert centre == pytest.approx(truth, abs=30) and there == pytest.approx(truth, abs=5)
     assert "verdict: nothing speaks against it" in shown.output
 
 

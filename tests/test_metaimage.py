@@ -125,6 +125,8 @@ def test_files_that_promise_what_they_lack_have_a_code(tmp_path):
         return write_metaimage(tmp_path / name, gray, **options)
 
     alone = written("alone.mhd")
+    with pytest.raises(ReadError, match=r"alone\.raw: only the voxels; give alone\.mhd"):
+        read_volume(alone.with_suffix(".raw"))
     alone.with_suffix(".raw").unlink()
     assert code_of(alone) == "incomplete_export"
     for data in ("LIST", "LIST 2", "oct%03d.raw"):

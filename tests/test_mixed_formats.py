@@ -168,6 +168,6 @@ def test_of_two_copies_the_one_with_a_sidecar_is_kept(tmp_path):
 def test_a_folder_names_what_is_left_out_and_why(tmp_path, capsys):
     for name in ("a", "b"):
         write_tiff(tmp_path / f"{name}.tif", different(0), imagej=True)
-    assert volumes_in([str(tmp_path)], Limits()) == [str(tmp_path / "a.tif")]
+    assert volumes_in([str(tmp_path)], Limits()) == {str(tmp_path / "a.tif"): None}
     said = capsys.readouterr()
     assert f"1 left out, duplicate_sop_uid: {tmp_path / 'b.tif'}: a copy of {tmp_path / 'a.tif'}" in said.out + said.err

@@ -1,14 +1,21 @@
 """The probe that chooses checkpoints: it sees what is there, it never sees a test participant, and training does not
 feel it."""
 
+import errno
+from dataclasses import replace
+
+import hypothesis
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from octfm.errors import ConfigError
 from octfm.models.pooling import pooled
 from octfm.pretraining.monitors import online_probe as probe
 from octfm.pretraining.monitors.online_probe import Cases, OnlineProbeConfig, find_cases
+from octfm.run import checkpoint, checkpoint_writer
 from octfm.run.checkpoint_writer import best_step
 from octfm.store.selection import select
 from support.small_store import prepared_eye, small_preprocessing, small_store
@@ -98,7 +105,7 @@ def made_up(kind, informative, n=80, width=24, seed=0):
     else:
         cut = (-1.0, 0.5)
         y, y_new, classes = np.digitize(hidden, cut), np.digitize(hidden_new, cut), ("a", "b", "c")
-    return Cases("y", np.arange(n), np.arange(n), y, y_new, classes), x, x_new
+    return Cases("y", np.arange(n), np.arange(n), y, y_new, classes, np.arange(n)), x, x_new
 
 
 @pytest.mark.parametrize(("kind", "good", "chance"), [("number", 0.9, 0.0), ("classes", 0.75, 1 / 3)])
@@ -121,6 +128,56 @@ def test_ridge_equals_the_textbook_form():
     assert min(np.abs(found - answer).max() for answer in answers) < 1e-9
 
 
+@settings(deadline=None, max_examples=20)
+@given(st.sampled_from(["number", "classes"]), st.integers(0, 1000), st.integers(2, 40))
+def test_the_penalty_is_the_one_that_is_best_for_participants_left_out(kind, seed, people):
+    """As refitting without each participant finds it, all other things equal."""
+    cases, x, x_new = made_up(kind, True, n=40, width=6, seed=seed)
+    cases = replace(cases, train_participant=np.random.default_rng(seed).integers(0, people, 40))
+    y = np.eye(3)[cases.train_label] if kind == "classes" else cases.train_label[:, None]
+    weight = 1 / np.bincount(cases.train_label)[cases.train_label] if kind == "classes" else np.ones(40)
+    weight = weight / weight.mean()
+
+    def fitted(kept, penalty, new):
+        w = weight[kept, None]
+        centre_x, centre_y = np.average(x[kept], 0, w[:, 0]), np.average(y[kept], 0, w[:, 0])
+        a = x[kept] - centre_x
+        slope = np.linalg.solve(a.T @ (w * a) + penalty * np.eye(6), a.T @ (w * (y[kept] - centre_y)))
+        return (new - centre_x) @ slope + centre_y
+
+    def error(penalty):
+        own = [cases.train_participant == p for p in np.unique(cases.train_participant)]
+        return sum((weight[g, None] * (y[g] - fitted(~g, penalty, x[g])) ** 2).sum() for g in own)
+
+    hypothesis.assume(len(np.unique(cases.train_participant)) > 1)
+    expected = fitted(np.ones(40, bool), min(probe.PENALTIES, key=error), x_new)
+    np.testing.assert_allclose(probe._ridge(cases, x, x_new), expected, atol=1e-6)
+
+
+def test_more_scans_of_the_same_people_do_not_loosen_the_penalty():
+    """A number of each of 60 participants, four scans of each, vectors wider than there are participants."""
+    rng = np.random.default_rng(0)
+
+    def scanned(scans):
+        number = rng.normal(size=60)
+        vectors = rng.normal(size=(60, 128)) + 0.6 * number[:, None] * (np.arange(128) < 5)
+        return np.repeat(vectors, scans, 0) + 0.1 * rng.normal(size=(60 * scans, 128)), np.repeat(number, scans)
+
+    scores = []
+    for _ in range(5):
+        (x, y), (x_new, y_new) = scanned(4), scanned(4)
+        rows = np.arange(240)
+        cases = Cases("y", rows, rows, y, y_new, (), np.repeat(np.arange(60), 4))
+        alone = replace(cases, train_participant=rows)
+        scores.append([probe._score(c, probe._ridge(c, x, x_new)) for c in (cases, alone)])
+    assert np.mean(scores, 0)[0] > np.mean(scores, 0)[1] + 0.03
+
+
+def test_a_single_participant_still_gives_a_prediction():
+    cases, x, x_new = made_up("classes", True, n=12, width=4)
+    assert np.isfinite(probe._ridge(replace(cases, train_participant=np.zeros(12)), x, x_new)).all()
+
+
 def test_vectors_are_read_from_the_tokens_of_training(store, tmp_path):
     """A fixed number per volume, so that a run never compiles anew for its probe; `octfm embed` reads all tissue."""
     from octfm.encoder.encoder import load_encoder
@@ -133,20 +190,24 @@ def test_vectors_are_read_from_the_tokens_of_training(store, tmp_path):
     np.testing.assert_allclose(found, pooled(tokens, tissue, "mean").numpy(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("every", [3, 100], ids=["a checkpoint with every probe", "checkpoints elsewhere"])
-def test_probing_writes_rows_keeps_the_best_and_leaves_training_unchanged(store, labels, tmp_path, monkeypatch, every):
-    scores = iter([0.1, 0.6, 0.3])
+def scored(monkeypatch, *scores):
+    """Probes find these scores, one after the other."""
+    left, pending = iter(scores), []
     monkeypatch.setattr(probe, "_ridge", lambda cases, x, x_new: x_new)
     monkeypatch.setattr(probe, "_neighbours", lambda cases, x, x_new: x_new)
-    pending = []
 
     def score(cases, predicted):
         if pending:
             return pending.pop()
         pending.append(0.0)  # the second reading of a row is the nearest neighbours'
-        return next(scores)
+        return next(left)
 
     monkeypatch.setattr(probe, "_score", score)
+
+
+@pytest.mark.parametrize("every", [3, 100], ids=["a checkpoint with every probe", "checkpoints elsewhere"])
+def test_probing_writes_rows_keeps_the_best_and_leaves_training_unchanged(store, labels, tmp_path, monkeypatch, every):
+    scored(monkeypatch, 0.1, 0.6, 0.3)
     settings = config(
         keep_checkpoints=1, ckpt_every_steps=every, probe={"target": "depth", "labels": str(labels), "every_steps": 3}
     )
@@ -160,3 +221,29 @@ def test_probing_writes_rows_keeps_the_best_and_leaves_training_unchanged(store,
     assert all(
         torch.equal(a, b) for a, b in zip(final(run)["model"].values(), final(plain)["model"].values(), strict=True)
     )
+
+
+@pytest.mark.parametrize("how", ["full disk", "kill"])
+def test_a_best_state_whose_checkpoint_was_lost_does_not_hide_the_best_one_that_is_there(
+    store, labels, tmp_path, monkeypatch, how
+):
+    """On a full disk, or by a kill before the checkpoint that was written had been named."""
+    scored(monkeypatch, 0.1, 0.9, 0.5, 0.3)
+    write, name = checkpoint.write, checkpoint_writer.keep_best
+
+    def refused(folder, step, content):
+        if step == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(folder, step, content)
+
+    if how == "full disk":
+        monkeypatch.setattr(checkpoint, "write", refused)
+    else:
+        monkeypatch.setattr(checkpoint_writer, "keep_best", lambda folder, step: step == 4 or name(folder, step))
+    settings = config(
+        keep_checkpoints=1, ckpt_every_steps=100, probe={"target": "depth", "labels": str(labels), "every_steps": 2}
+    )
+    run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
+    assert [row["score"] for row in rows(run, "probe")] == [0.1, 0.9, 0.5, 0.3]
+    assert best_step(run / "checkpoints") == 6
+    assert sorted(p.name for p in (run / "checkpoints").glob("*.pt")) == ["step-00000006.pt", "step-00000008.pt"]

@@ -318,6 +318,16 @@ def test_eyes_of_folders_reach_the_catalog_and_how_people_were_found(tmp_path):
         assert [a.eye_id for a in zipped.acquisitions] == [a.eye_id for a in catalog.acquisitions]
 
 
+def test_a_folder_of_the_other_eye_makes_the_eye_unknown(tmp_path):
+    """Whichever of the two is wrong, a guess would mirror a right eye, and give it the labels of the left."""
+    for uri, eye in (("OD/a.dcm", "R"), ("OS/b.dcm", "L"), ("OS/c.dcm", "R"), ("OD and OS/d.dcm", "R")):
+        voxels = np.random.default_rng(ord(uri[-5])).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+        write_oct_dicom(tmp_path / uri, voxels, (0.12, 0.0039, 0.0115), participant=uri[-5], laterality=eye)
+    found = {a.participant: a for a in scan(tmp_path, workers=0).acquisitions}
+    assert {name: a.laterality for name, a in found.items()} == {"a": "R", "b": "L", "c": None, "d": "R"}
+    assert [name for name, a in found.items() if "laterality_conflict" in a.flags] == ["c"]
+
+
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_a_bucket_is_a_tree_like_any_other(place, tmp_path):
     root = write_tree(tmp_path / "clinic", ["Meyer/OD/a.npz", "Meyer/OS/b.npz"])

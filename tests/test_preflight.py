@@ -150,11 +150,10 @@ def test_a_full_disk_is_told_before_step_0(store, tmp_path, monkeypatch):
     assert found.status == "FAIL" and "lower keep_checkpoints" in found.advice
 
 
-def test_disk_counts_what_is_kept_for_good(store, tmp_path):
-    plain, forever = (
-        resources.disk(config(steps=3000, **more), store, tmp_path, 16) for more in ({}, {"keep_every_steps": 100})
-    )
-    assert "up to 3 checkpoints" in plain.measured and "up to 33 checkpoints" in forever.measured
+def test_disk_counts_what_is_kept_for_good_and_the_best(store, tmp_path):
+    probed = {"probe": {"target": "depth"}}
+    for more, count in (({}, 3), (probed, 4), ({"keep_every_steps": 100}, 33)):
+        assert f"up to {count} checkpoints" in resources.disk(config(steps=3000, **more), store, tmp_path, 16).measured
 
 
 def test_preflight_never_reads_more_than_a_sample(store, tmp_path, monkeypatch):

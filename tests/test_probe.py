@@ -2,6 +2,7 @@
 mislead."""
 
 import json
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from octfm.evaluation import linear, readouts
 from octfm.evaluation.cases import Cases, Round, Target, find_targets, make_cases, participant_folds
 from octfm.evaluation.efficiency import label_efficiency, subset
 from octfm.evaluation.linear import logistic, ridge
-from octfm.evaluation.probe import probe, write_probe
+from octfm.evaluation.probe import probe, summary_lines, write_probe
 from octfm.evaluation.scoring import Predictions, to_units
 from support.probe_cohort import Cohort
 
@@ -324,6 +325,93 @@ def test_decimal_commas_are_numbers_unless_they_may_separate_thousands(tmp_path)
     assert joined("dme, erm", "3,5") == ["dme, erm", "3,5"] and joined("1,2,4", "2") == ["1,2,4", "2"]
     with pytest.raises(EvaluationError, match=r"um: is 1,234 a decimal number or one in thousands\? .* 1\.234 or 1234"):
         joined("1,234", "2,345", "7")
+
+
+def relabelled(cohort, path, column, cells):
+    """A table with one row per participant."""
+    people = sorted({r["participant"] for r in cohort.rows})
+    lines = [f"{p},{cell}" for p, cell in zip(people, cells, strict=False)]
+    path.write_text(f"participant_id,{column}\n" + "\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("odd", ["inf", "CF", "<0.05"])
+def test_numbers_with_a_word_among_them_are_not_classes(cohort, tmp_path, odd):
+    """Else every visual acuity would be a class of its own, and the answer one about the test participants."""
+    numbers = [f"{0.01 * i:.2f}" for i in range(60)]
+    numbers[7] = odd
+    table = relabelled(cohort, tmp_path / "l.csv", "va", numbers)
+    files = [cohort.embeddings(tmp_path / "a.parquet")]
+    with pytest.raises(EvaluationError, match=re.escape(f"are finite numbers, the others are not ({odd})")) as error:
+        probe(files, table, targets=["va"])
+    assert "118 of 120 labels in column va" in str(error.value) and odd not in error.value.public
+    numbers[7] = "?"
+    table = relabelled(cohort, tmp_path / "l.csv", "va", numbers)
+    assert row(probe(files, table, targets=["va"], resamples=50), "va", "r2")["unlabelled_acquisitions"] == 2
+
+
+def test_a_text_for_every_participant_is_no_class(cohort, tmp_path):
+    files = [cohort.embeddings(tmp_path / "a.parquet")]
+    dates = relabelled(
+        cohort, tmp_path / "l.csv", "onset", [f"2024-{i // 28 + 1:02d}-{i % 28 + 1:02d}" for i in range(60)]
+    )
+    with pytest.raises(EvaluationError, match="onset has 60 different texts for 60 participants, which are no classes"):
+        probe(files, dates, targets=["onset"])
+    one = relabelled(cohort, tmp_path / "l.csv", "onset", ["late"] * 60)
+    with pytest.raises(
+        EvaluationError, match=r"2 participants each to learn from: 48 labelled participants, 1 class\."
+    ):
+        probe(files, one, targets=["onset"])
+
+
+def test_a_label_in_two_spellings_is_refused(cohort, tmp_path):
+    table = relabelled(cohort, tmp_path / "l.csv", "grade", ["Mild", "none", "mild"] * 20)
+    with pytest.raises(EvaluationError, match="Column grade has Mild and mild; spell them alike") as error:
+        probe([cohort.embeddings(tmp_path / "a.parquet")], table, targets=["grade"])
+    assert "ild" not in error.value.public
+
+
+def test_a_column_called_disease_is_asked_for_as_it_is(cohort, tmp_path):
+    cells = ["no", "yes", "yes"] * 20
+    table = relabelled(cohort, tmp_path / "l.csv", "disease", cells)
+    result = probe([cohort.embeddings(tmp_path / "a.parquet")], table, targets=["disease"], resamples=50)
+    assert row(result, "disease", "auroc")["classes"] == ["no", "yes"]
+
+
+def test_a_scanner_of_the_table_is_not_mistaken_for_that_of_the_scans(cohort, tmp_path):
+    table = relabelled(cohort, tmp_path / "l.csv", "scanner", ["old", "new"] * 30)
+    files = [cohort.embeddings(tmp_path / "a.parquet")]
+    with pytest.raises(EvaluationError, match=r"target scanner: .* has a column scanner as well; rename"):
+        probe(files, table, targets=["scanner"])
+    assert row(probe(files, table, resamples=50), "scanner", "auroc")["leakage"], "without a name it is the scans' own"
+
+
+def test_an_interval_below_guessing_by_folds_is_called_no_finding(cohort, tmp_path):
+    """Held-out rows are missing from the mean that a probe without signal learns, so they score below one half."""
+    rng, people = np.random.default_rng(0), sorted({r["participant"] for r in cohort.rows})[:40]
+    cohort = replaced_rows(cohort, [r for r in cohort.rows if r["participant"] in people])
+    files, notes = [cohort.embeddings(tmp_path / "a.parquet", signal=0)], {}
+    for _ in range(12):
+        table = relabelled(cohort, tmp_path / "l.csv", "x", rng.permutation(["a", "b"] * 20))
+        found = row(probe(files, table, targets=["x"], design="k-fold", resamples=200), "x", "auroc")
+        notes[found["high"] < 0.5] = found["note"]
+    assert "Below guessing, which is no finding" in notes[True] and notes[False] is None
+
+
+def replaced_rows(cohort, rows):
+    other = Cohort(participants=0)
+    other.rows = rows
+    return other
+
+
+def test_a_summary_says_what_guessing_gives_and_which_file_holds_the_rest(cohort, tmp_path):
+    result = probe([cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), resamples=50)
+    lines = summary_lines(result)
+    assert "diagnosis    guessing gives auroc 0.5, balanced_accuracy 0.333" in lines
+    assert "cst_um       guessing gives r2 0" in lines and any("probe.json also holds" in line for line in lines)
+    assert any("--design k-fold" in line for line in lines)
+    tuned = "\n".join(summary_lines(result, "finetune.json"))
+    assert "finetune.json also holds" in tuned and "--design" not in tuned and "probe.json" not in tuned
 
 
 def test_a_finding_that_training_rows_hardly_have_does_not_outweigh_the_rest():

@@ -162,9 +162,10 @@ def test_a_nan_volume_on_one_rank_is_named_by_rank_0(ranks, store, tmp_path):
     assert incident["volumes"] == [store.rows[next(index for step, _, index in lines if step == 2)[0]].uri]
 
 
-def test_four_inf_gradients_on_one_rank_take_all_back_together(ranks, store, tmp_path):
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_four_inf_gradients_on_one_rank_take_all_back_together(ranks, store, tmp_path, parallel):
     out = tmp_path / "run"
-    settings = SMALL | {"steps": 12, "health": {"margin": 0}}
+    settings = SMALL | {"steps": 12, "health": {"margin": 0}, "runtime": {"parallel": parallel, "timeout_s": 60}}
     assert codes(ranks(2, store.path, out, settings, fault="inf", at=4, until=8, on=1)) == [0, 0]
     back = next(row for row in rows(out, "incident") if row["action"] == "roll back")
     assert (back["step"], back["to"]) == (7, 3) and len(back["volumes"]) > 2, "volumes of both ranks are named"

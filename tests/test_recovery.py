@@ -2,6 +2,8 @@
 alone."""
 
 import re
+from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,14 +12,18 @@ import torch
 
 from octfm.errors import ConfigError, Preempted, TrainingError
 from octfm.pretraining import pretrain as loop
+from octfm.pretraining.inputs import make_inputs
+from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors import monitors, recovery
 from octfm.pretraining.monitors.health import HealthConfig
-from octfm.pretraining.monitors.leaks import COMPANY_TOKENS
+from octfm.pretraining.monitors.leaks import COMPANY_TOKENS, company
 from octfm.pretraining.monitors.monitors import Finding
 from octfm.pretraining.monitors.sabotage import NAMES, sabotage
 from octfm.pretraining.run_state import RunState
+from octfm.run import checkpoint
+from octfm.run.runtime import Runtime
 from octfm.run.tracking import read_metrics
-from octfm.store.loader import Loader
+from octfm.store.loader import Loader, batch_of
 from support.small_store import small_store
 from support.tiny_runs import assert_same_run, config, final, interrupted_after, quick_pretrain, quiet, rows
 
@@ -91,6 +97,21 @@ def test_batch_statistics_are_seen_in_a_few_of_many_tokens(store, tmp_path, obje
     assert 2 * COMPANY_TOKENS == 4 * 8 * 4
     said, error = run_with_fault(store, tmp_path / "run", "batch-norm", objective, 15, masks={"budget": None})
     assert named(said, 0)[0] == (20, "batch statistics") and error is not None
+
+
+@pytest.mark.parametrize("budget", [64, None])
+def test_sound_statistics_are_seen_whatever_two_sets_of_masks_hide(store, budget):
+    """Few tokens are compared, among which one set may have no context and the other some."""
+    small = SMALL["model"] | {"positions": "learned"}
+    settings = config(**SMALL | {"model": small, "masks": {"budget": budget, "large_blocks": [0.7, 0.85, 0.15]}})
+    learner = Learner(settings, store.preprocessing, Runtime(torch.device("cpu")))
+    (weight,) = learner.runtime.numbers(0.5)
+    batch = batch_of(store, np.arange(2))
+    for position in range(60):
+        drawn = make_inputs(
+            settings, store.preprocessing, learner.runtime, replace(batch, position=position + np.arange(2))
+        )
+        assert company(learner, drawn.views, weight) < 1e-4
 
 
 @pytest.mark.slow
@@ -204,6 +225,21 @@ def test_bad_batches_roll_the_run_back_and_are_not_repeated(store, tmp_path, mon
     assert final(run)["state"]["offset"] == 10 and final(run)["step"] == 40
 
 
+@pytest.mark.parametrize(
+    ("bad", "to"),
+    [((3, 66, 67, 68, 69), 60), ((26, 35, 41, 44), 20)],
+    ids=["after one skip long before", "after more checkpoints than are kept"],
+)
+def test_a_healthy_checkpoint_is_there_to_go_back_to(store, tmp_path, bad, to):
+    settings = config(**SMALL | {"steps": bad[-1] + 4, "health": {"margin": 5}})
+    with ExitStack() as faults:
+        for step in bad:
+            faults.enter_context(sabotage("inf-gradient", step, until=step + 1))
+        run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
+    assert [(back["at"], back["to"]) for back in final(run)["state"]["rollbacks"]] == [(bad[-1], to)]
+    assert len(checkpoint.steps(run / "checkpoints")) == 2, "it is deleted once there are later ones"
+
+
 SLOW_MOMENTS = [pytest.param(stop_at, marks=pytest.mark.slow) for stop_at in (24, 30, 31, 35, 43)]
 
 
@@ -286,7 +322,7 @@ def test_a_wrong_volume_never_rolls_back():
 def test_features_are_acted_upon_when_seen_twice_in_a_row():
     lost = Finding("collapse", "", "features")
     first = act(RunState(), lost, 100)
-    assert first.action == "watch" and not first.state.healthy
+    assert first.action == "watch" and not first.state.healthy(101, HealthConfig())
     assert act(first.state, lost, 110).action == "roll back"
     assert act(first.state, lost, 200).action == "watch", "long after is not in a row"
 

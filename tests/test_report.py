@@ -445,6 +445,25 @@ def test_page_renders_in_a_browser_without_console_errors(page, tmp_path):
 
 
 @needs_chromium
+def test_notes_on_a_target_make_no_row_of_numbers_high(tmp_path):
+    drug = "oral_medication_and_or_non_insulin_injectable_medication_controlled"
+    note = f"No interval: only 5 participants with healthy, 7 with pre_diabetes and 5 with {drug} in the test."
+    probe = probe_result()
+    for result in probe["results"]:
+        result["note"] = note
+    run = write_run(tmp_path)
+    (run / "probe.json").write_text(json.dumps(probe))
+    page = write_report(run, tmp_path / "report.html")
+    assert page.read_text().count(note) <= len({r["target"] for r in probe["results"]}), "once for a target"
+    with Browser(tmp_path, (1440, 900)) as browser:
+        browser.open(page)
+        browser.js("document.querySelector('#probe').open = true")
+        table = "document.querySelector('#probe table')"
+        heights = browser.js(f"[...{table}.querySelectorAll('tr:not(.group)')].map((r) => r.offsetHeight)")
+    assert len(heights) > 3 and max(heights) < 90
+
+
+@needs_chromium
 def test_first_picture_on_the_first_screen_and_few_printed_pages(page, tmp_path):
     import base64
 

@@ -1,5 +1,6 @@
 """What octfm segment says about zones: why they are blank, and the device's own beside them."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -106,6 +107,15 @@ def test_exported_files_say_what_they_are_not_for(tmp_path):
     assert not trained.note, "a network that the user trained may have seen real scans"
     seg, heights = (dcmread(path) for path in write_dicom(trained, source, tmp_path / "own"))
     assert "ImageComments" not in seg and len(heights.SeriesDescription) <= 64
+
+
+def test_the_file_beside_exported_labels_has_no_free_text(tmp_path):
+    found = found_in(3)
+    for protocol, shown in (("macular_cube_512x128", "macular_cube_512x128"), ("mrs_example_recheck", None)):
+        volume = replace(found.volume, protocol=protocol, scanner="zeiss_cirrus")
+        write_nifti(found, tmp_path, "a", volume)
+        facts = json.loads((tmp_path / "a_labels.json").read_text())
+        assert facts.get("protocol") == shown and facts["scanner"] == "zeiss_cirrus"
 
 
 def test_dicom_exports_say_which_segments_somebody_has_corrected(tmp_path):

@@ -1,6 +1,7 @@
 """octfm segment on unusual input: tiny and unreadable scans, folders, files of one name, tables of other networks."""
 
 import io
+import json
 from dataclasses import replace
 from unittest.mock import DEFAULT, Mock
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from octfm.catalog.volumes import volumes_below
 from octfm.cli.main import app
+from octfm.encoder.embeddings import read_embeddings
 from octfm.errors import ConfigError, EvaluationError
 from octfm.formats import read_volume
 from octfm.formats.dicom.surfaces import read_height_map, surfaces_of_volume
@@ -140,7 +142,7 @@ def test_a_scan_of_contradicting_positions_is_viewed_without_a_map():
 @pytest.mark.parametrize(
     "turned", ["", "vertical on the fundus, not from side to side", "from right to left on the fundus"]
 )
-def test_ends_of_turned_bscans_are_not_called_nasal_and_temporal(turned):
+def test_ends_of_turned_bscans_have_the_letters_of_the_fundus(turned):
     found = found_in(3)
     at = np.stack([np.zeros(3), np.arange(3.0)], axis=1)
     lines = Lines(at, np.add(at, (6, 0)))
@@ -152,7 +154,8 @@ def test_ends_of_turned_bscans_are_not_called_nasal_and_temporal(turned):
     scene = scene_of(volume, found=found)
     told = dict(view_facts(volume, scene))
     assert scene.turned == bool(turned) and told.get("Direction of B-scans", "") == turned
-    assert ('"sides":null' in viewer([scene]).body) == bool(turned)
+    sides = ["S", "I"] if turned.startswith("vertical") else ["N", "T"] if turned else ["T", "N"]
+    assert f'"sides":{json.dumps(sides, separators=(",", ":"))}' in viewer([scene]).body
 
 
 def test_axial_length_rescales_volumes_and_the_ruler_like_zones():
@@ -225,6 +228,30 @@ def test_a_folder_needs_no_participants_and_keeps_every_layout(finder, tmp_path)
     rows = {row["source"].removeprefix(f"{clinic}/"): row for row in read_table(out)}
     assert {"scan1.npz", "scan2.npz", "broken.npz"} < set(rows) and rows["broken.npz"]["problem"]
     assert sum("a line scan" in row["zones_note"] for row in rows.values()) == 1
+
+
+def test_the_eye_that_a_folder_names_counts_as_in_a_scan(finder, tmp_path):
+    """In a table, and, mirrored to a right eye, in vectors; a folder that contradicts the file makes it unknown."""
+    for name, eye in (("OD/a.npz", None), ("OS/b.npz", None), ("OS/c.npz", "L"), ("OS/d.npz", "R"), ("e.npz", None)):
+        place = saved(tmp_path / "in" / name)
+        voxels = np.random.default_rng(ord(name[-5])).integers(0, 255, (3, 40, 32), dtype=np.uint8)
+        np.savez(place, volume=voxels, spacing_mm=(0.1, 0.0039, 0.016))
+        if eye:
+            (tmp_path / "in" / name).with_suffix(".json").write_text(json.dumps({"laterality": eye}))
+    expected = {"OD/a.npz": "R", "OS/b.npz": "L", "OS/c.npz": "L", "OS/d.npz": "", "e.npz": ""}
+
+    def by_name(rows) -> dict[str, str]:
+        return {row["source"].removeprefix(f"{tmp_path}/in/"): row["laterality"] or "" for row in rows}
+
+    run = CliRunner().invoke(app, ["segment", str(tmp_path / "in"), "--out", str(tmp_path / "table.csv")])
+    assert run.exit_code == 0, run.output
+    assert by_name(read_table(tmp_path / "table.csv")) == expected
+    printed = CliRunner().invoke(app, ["segment", str(tmp_path / "in")]).output
+    assert "OD/a.npz: 3 B-scans, scanner unknown, eye R" in printed
+    run = CliRunner().invoke(app, ["embed", str(tmp_path / "in"), "--out", str(tmp_path / "vectors")])
+    assert run.exit_code == 0, run.output
+    data = read_embeddings(tmp_path / "vectors" / "pretrained.parquet")
+    assert sorted(eye or "" for eye in data.laterality) == sorted(expected.values())
 
 
 def test_an_unreadable_file_in_a_folder_does_not_stop_the_others(finder, tmp_path):

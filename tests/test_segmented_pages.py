@@ -12,7 +12,8 @@ from octfm.layers.segment import ScanSegmentation
 from octfm.layers.table import COLUMNS, row_of
 from octfm.phantom.native.stream import Stream
 from octfm.report.segmented.contact_sheet import ContactSheet
-from octfm.report.segmented.pictures import THUMBNAIL, bscan_picture, thickness_pictures
+from octfm.report.segmented.pictures import LINES, THUMBNAIL, bscan_picture, thickness_pictures, verdict_of
+from octfm.tasks.scene import FOUND_COLOURS
 from support.segmented import found_in
 
 
@@ -41,6 +42,15 @@ def test_a_picture_shows_the_bscan_with_the_most_fluid():
     assert not ((plain[..., 2] > plain[..., 0] + 50) & (plain[..., 2] > plain[..., 1] + 50)).any()
 
 
+def test_a_picture_shows_small_areas_of_coarse_voxels():
+    found = found_in()
+    found.masks["drusen"][3, 132:142, 50:52] = True  # 20 voxels of .0002 mm²
+    found.volume.voxels[3] = np.random.default_rng(0).integers(0, 255, found.volume.shape[1:])
+    picture = np.asarray(Image.open(io.BytesIO(bscan_picture(found))).convert("RGB")).astype(int)
+    orange = (picture[..., 0] > picture[..., 2] + 60) & (picture[..., 1] > picture[..., 2] + 20)
+    assert 12 < orange.sum() < 200
+
+
 def test_a_contact_sheet_shows_the_most_doubtful_first_and_keeps_pictures_of_earlier_calls(tmp_path):
     table = tmp_path / "eyes.csv"
     ContactSheet(table).add("good.dcm", found_in())
@@ -67,8 +77,35 @@ def test_view_shows_layers_and_table_has_a_contact_sheet(tmp_path):
     done = CliRunner().invoke(app, ["view", str(file), "--layers", "--out", str(page)])
     assert done.exit_code == 0, done.output
     text = page.read_text()
-    assert "Segmentation: layers" in text and "not a medical device" in text and "Verdict" in text
+    assert (
+        "Segmentation: layers" in text
+        and "not a medical device" in text
+        and text.index('class="verdict"') < text.index("data-viewer")
+    )
     table = tmp_path / "eyes.csv"
     done = CliRunner().invoke(app, ["segment", str(file), "--out", str(table)])
     assert done.exit_code == 0 and "eyes.pictures.html" in done.output
     assert (tmp_path / "eyes.pictures.html").read_text().count("<img") == 1
+
+
+def test_a_page_opens_with_the_verdict_and_what_the_scan_does_not_show():
+    assert verdict_of(found_in()) == [("ok", "accepted", "nothing speaks against it; 0% of A-scans are doubtful")]
+    assert verdict_of(found_in(reasons=("upside down",))) == [("bad", "do not believe it", "upside down")]
+    (_, zones) = verdict_of(found_in(1))
+    assert zones[:2] == ("watch", "no zones") and zones[2].startswith("a single B-scan")
+
+
+def test_lines_of_a_small_picture_keep_their_colours():
+    picture = np.asarray(Image.open(io.BytesIO(bscan_picture(found_in()))).convert("RGB")).astype(int)
+    for name in LINES:
+        own = np.abs(picture - FOUND_COLOURS[name]).max(-1) < 24
+        assert own.any(axis=0).mean() > 0.95, name
+
+
+def test_a_contact_sheet_says_why_numbers_are_missing_and_what_colours_mean(tmp_path):
+    table = tmp_path / "eyes.csv"
+    sheet = ContactSheet(table)
+    sheet.add("line.dcm", found_in(1))
+    page = sheet.write([row(found_in(1), "line.dcm")]).read_text()
+    assert "line.dcm<br>no zones: a single B-scan" in page
+    assert "background: rgb(70, 110, 255)" in page and "intraretinal fluid</span>" in page

@@ -312,6 +312,14 @@ def test_losses_that_do_not_part_are_left_alone(ratios):
     assert monitors.held_out(points(*ratios)) is None
 
 
+def test_a_loss_on_other_held_out_volumes_is_not_compared():
+    """As after a resume with another validation_volumes."""
+    parting = [row | {"volumes": 16} for row in points((0.9, 0.9), (0.7, 1.0))]
+    found = monitors.held_out(parting)
+    assert found is not None and found.what == "held-out loss"
+    assert monitors.held_out([*parting[:2], *(row | {"volumes": 64} for row in parting[2:])]) is None
+
+
 def test_a_loss_that_grows_beyond_that_of_a_constant_answer_is_named():
     grown = RunState(losses=tuple(np.linspace(1.0, 5.5, 24)))
     found = monitors.rising_loss(grown, 5.5)

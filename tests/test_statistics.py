@@ -33,7 +33,15 @@ from octfm.evaluation.metrics import (
     weighted_kappa,
 )
 from octfm.evaluation.ordinal import grade_probability, proportional_odds
-from octfm.evaluation.statistics import bootstrap, compare, holm, interval, over_seeds
+from octfm.evaluation.statistics import (
+    Bootstrap,
+    bootstrap,
+    compare,
+    enough_resamples,
+    holm,
+    interval,
+    over_seeds,
+)
 
 
 @st.composite
@@ -146,6 +154,20 @@ def test_the_verdict_says_whether_the_paired_interval_excludes_zero(gain, verdic
     result = compare(a, b)
     assert result.verdict == verdict
     assert (result.low > 0 or result.high < 0) == (verdict != "inconclusive") == (result.p < 0.05)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(1, 400), st.floats(-3, 3), st.integers(0, 2**31), st.sampled_from([0.0, 0.1, 0.9]), st.booleans())
+def test_interval_p_and_verdict_never_contradict_each_other(resamples, shift, seed, undefined, rounded):
+    """However few resamples there are or remain defined, and with many differences of exactly 0."""
+    rng = np.random.default_rng(seed)
+    values = rng.normal(shift, 1, resamples)
+    values = np.round(values) if rounded else values
+    values[rng.random(resamples) < undefined] = np.nan
+    nothing = Bootstrap(0.0, np.zeros(resamples), np.zeros(0))
+    found = compare(Bootstrap(shift, values, np.zeros(0)), nothing)
+    excludes = found.low > 0 or found.high < 0
+    assert excludes == (found.verdict != "inconclusive") == (found.p <= 0.05)
 
 
 def test_pairing_narrows_the_interval_of_a_difference():
@@ -281,6 +303,13 @@ def test_holm_equals_statsmodels():
         p = np.random.default_rng(seed).random(seed % 7 + 1) ** 3
         np.testing.assert_allclose(holm(p.tolist()), multipletests(p, method="holm")[1])
     assert holm([]) == []
+
+
+@given(st.integers(1, 400))
+def test_the_smallest_p_survives_holm_among_up_to_400_comparisons(comparisons):
+    smallest = 2 / (enough_resamples(comparisons, 2000) + 1)
+    assert holm([smallest] * comparisons)[0] <= 0.05
+    assert enough_resamples(1, 2000) == 2000 and enough_resamples(10**6, 2000) == 20_000
 
 
 def test_proportional_odds_equal_statsmodels():

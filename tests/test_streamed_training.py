@@ -15,6 +15,7 @@ from octfm import load_encoder
 from octfm.errors import ConfigError, Preempted, TrainingError
 from octfm.models.objectives.dense import Composition
 from octfm.models.objectives.objective import squared_error
+from octfm.models.token_map import PADDING, TISSUE, token_map
 from octfm.models.vit3d import TokenGrid, take_patches
 from octfm.phantom.native.bscans import SURFACES, Labelled
 from octfm.phantom.native.classes import classes_of
@@ -190,6 +191,17 @@ def test_a_phantom_is_prepared_as_training_expects_it(phantoms):
     assert not any(np.array_equal(held_out.voxels[0], voxels) for voxels in first.voxels)
     assert {phantoms.rows[i].split for i in (0, 39)} == {"train"} and phantoms.rows[40].split == "val"
     assert phantoms.rows[5].participant_labels["condition"] in CONDITIONS
+
+
+def test_phantoms_of_single_bscans_show_an_eye():
+    """Nothing moves against a single B-scan, and nothing is averaged into it."""
+    settings = PhantomConfig(seed=1, volumes=12, image_size=(1, 96, 64), target_spacing=(0.1, 0.0208, 0.06))
+    single = PhantomStore(settings, settings.preprocessing(), threads=1).read(np.arange(12))
+    tokens = token_map(single.band, single.valid, (1, 96, 64), (1, 8, 8))
+    assert ((tokens != PADDING).mean((1, 2, 3)) > 0.3).all() and ((tokens == TISSUE).sum((1, 2, 3)) >= 4).all()
+    assert (single.voxels.mean((1, 2, 3)) > 10).all()
+    retina = (single.labels >= 1) & (single.labels < CLASSES.index("choroid"))
+    assert retina.any((1, 2, 3)).mean() > 0.8
 
 
 def test_ranks_render_their_shares_of_the_global_batch(phantoms):

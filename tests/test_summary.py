@@ -1,5 +1,6 @@
 """The summary: queries that read a volume's tokens and their places, and what teaches them."""
 
+import math
 from math import prod
 
 import numpy as np
@@ -81,12 +82,18 @@ def test_the_same_tokens_elsewhere_are_another_volume():
 
 
 @settings(deadline=None, max_examples=15)
-@given(seed=st.integers(0, 999), weight=st.sampled_from([1.0, 4.0]), part=st.sampled_from([(2, 1, 4), (1, 2, 2)]))
-def test_goals_are_thicknesses_counted_voxel_by_voxel(seed, weight, part):
+@given(
+    seed=st.integers(0, 999),
+    weight=st.sampled_from([1.0, 4.0]),
+    part=st.sampled_from([(2, 1, 4), (1, 2, 2)]),
+    repeated=st.integers(0, 90),
+)
+def test_goals_are_thicknesses_counted_voxel_by_voxel(seed, weight, part, repeated):
+    """Also where tokens are `repeated`, as those of a volume with fewer of them than the budget are."""
     rng = np.random.default_rng(seed)
     shape = tuple(n * p for n, p in zip(GRID.shape, SMALL.patch_size, strict=True))
     labels = rng.choice([*range(len(CLASSES)), UNKNOWN], (1, 1, *shape)).astype(np.uint8)
-    kept = np.sort(rng.permutation(GRID.size)[:40])[None]
+    kept = np.sort(np.resize(rng.permutation(GRID.size)[:40], 40 + repeated))[None]
     composition = Composition(SMALL.patch_size, part, weight)
     goals = EnFaceGoals(8, GRID, composition.parts, part[1], composition.weights)
     patches = take_patches(torch.from_numpy(labels), torch.from_numpy(kept), SMALL.patch_size)
@@ -118,6 +125,19 @@ def test_a_slab_is_read_as_if_its_tokens_were_all():
         mine = groups[1, slab]
         alone = own.summary(tokens[1:, mine], torch.ones(1, 1, int(mine.sum()), dtype=torch.bool), index[1:, mine])
         torch.testing.assert_close(read[1:, slab], alone[:, 0])
+
+
+def test_a_volume_without_truth_teaches_a_summary_nothing():
+    """As scans among phantoms (data.phantoms.share below 1): no layer is not the same as unknown layers."""
+    composition = Composition(SMALL.patch_size, (2, 1, 4), 4.0)
+    goals = EnFaceGoals(8, GRID, composition.parts, 1, composition.weights)
+    kept = torch.arange(GRID.size).expand(2, -1)
+    labels = torch.full((2, GRID.size, math.prod(SMALL.patch_size)), UNKNOWN, dtype=torch.uint8)
+    labels[1] = 3
+    read = torch.randn(2, 1 + GRID.shape[0], 8, requires_grad=True)
+    error = goals.error(read[:, 0], read[:, 1:], *goals.of(composition.of(labels), kept))
+    error.sum().backward()
+    assert error[0] == 0 and (read.grad[0] == 0).all() and error[1] > 0 and (read.grad[1] != 0).any()
 
 
 def test_what_a_batch_says_of_thickness_is_learned():

@@ -2,6 +2,7 @@
 one clear error."""
 
 import csv
+import json
 from pathlib import Path
 
 import numpy as np
@@ -308,6 +309,55 @@ def test_a_word_that_is_no_eye_is_not_ignored(tmp_path):
     for word in ("OD", " right", "r"):
         labels = read_labels(table_of(tmp_path / "t.csv", text.format(word)))
         assert labels.join("diagnosis", [("1", "a", "R"), ("2", "a", "L")]) == ["AMD", None]
+
+
+@pytest.mark.parametrize("column", ["eye", "Eye", "side", "Laterality"])
+def test_a_column_of_eyes_is_one_whatever_its_name(tmp_path, column):
+    """The label of a right eye is not the left one's as well."""
+    text = f"Participant_ID,{column},diagnosis\na,OD,AMD\n"
+    labels = read_labels(table_of(tmp_path / "t.csv", text))
+    assert labels.join("diagnosis", [("1", "a", "R"), ("2", "a", "L")]) == ["AMD", None]
+    assert labels.columns == ("diagnosis",)
+    both = read_labels(table_of(tmp_path / "b.csv", text + "a,OS,healthy\n"))
+    assert both.join("diagnosis", [("1", "a", "R"), ("2", "a", "L")]) == ["AMD", "healthy"]
+    with pytest.raises(EvaluationError, match=f"line 3: {column} is third; expected R, L, OD"):
+        read_labels(table_of(tmp_path / "c.csv", text + "b,third,AMD\n")).join("diagnosis", [("1", "a", "R")])
+
+
+def test_a_column_that_names_no_eye_is_a_label(tmp_path):
+    labels = read_labels(table_of(tmp_path / "t.csv", "participant_id,eye,side\na,dry,x\nb,,y\n"))
+    assert labels.columns == ("eye", "side") and labels.join("eye", [("1", "a", "R")]) == ["dry"]
+
+
+@pytest.mark.parametrize("row", ['b,"AMD', '"b,AMD'])
+def test_a_quote_that_is_never_closed_does_not_swallow_the_lines_below_it(tmp_path, row):
+    text = f"participant_id,diagnosis\na,AMD\n{row}\n" + "".join(f"p{i},healthy\n" for i in range(9))
+    with pytest.raises(EvaluationError, match=r"t\.csv: line 3: a quote is opened and never closed"):
+        read_labels(table_of(tmp_path / "t.csv", text))
+    closed = read_labels(table_of(tmp_path / "u.csv", 'participant_id,diagnosis\na,"AMD,\nwet"\nb,healthy\n'))
+    assert [row["diagnosis"] for row in closed.rows] == ["AMD,\nwet", "healthy"]
+
+
+def test_a_frame_may_hold_ids_in_its_index_and_no_column_twice():
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame({"participant_id": ["a", "b"], "laterality": ["R", "L"], "grade": [1, 2]})
+    for ids in (["participant_id"], ["participant_id", "laterality"]):
+        assert read_labels(frame.set_index(ids)).join("grade", [("1", "a", "R"), ("2", "b", "R")]) == ["1", None]
+    with pytest.raises(EvaluationError, match="DataFrame: two columns are called grade"):
+        read_labels(pd.concat([frame, frame.grade + 1], axis=1))
+    for other in (frame.grade, {"a": 1}, None, 3):
+        with pytest.raises(
+            EvaluationError, match=f"expected a CSV, a TSV or a DataFrame .* got a {type(other).__name__}"
+        ):
+            read_labels(other)
+
+
+def test_a_header_of_another_format_is_not_printed_in_full(tmp_path):
+    cells = {"participant_id": {str(i): i for i in range(500)}, "diagnosis": {str(i): "AMD" for i in range(500)}}
+    (tmp_path / "t.json").write_text(json.dumps(cells, separators=(",", ":")))
+    with pytest.raises(EvaluationError, match="rename the column that says whose labels these are") as error:
+        read_labels(tmp_path / "t.json")
+    assert len(str(error.value)) < 600
 
 
 def test_an_id_that_a_spreadsheet_made_a_fraction_is_the_id(tmp_path):

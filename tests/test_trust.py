@@ -3,6 +3,7 @@ everything learned."""
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,11 @@ from octfm.evaluation.tissue_map import tissue_map
 from octfm.report.trust import words as words
 from octfm.report.trust.page import summary_lines, write_trust
 from octfm.trust import scanners as scanners_module
-from octfm.trust.calibration import calibration, calibration_line, wilson
+from octfm.trust.calibration import _curve, calibration, calibration_line, wilson
 from octfm.trust.copies import copies
 from octfm.trust.failures import failures
-from octfm.trust.neighbours import neighbours, scanner_leakage
-from octfm.trust.report import baselines, trust
+from octfm.trust.neighbours import chance_of, neighbours, scanner_leakage
+from octfm.trust.report import baselines, claimed, trust
 from octfm.trust.same_eye import same_eye
 from octfm.trust.scanners import domains, leave_one_scanner_out, training_sets
 from octfm.trust.study import LEVEL, make_study
@@ -79,6 +80,12 @@ def test_a_tested_participant_in_pretraining_or_training_is_refused(cohort, stud
     seen = encoder.participant == encoder.participant[np.flatnonzero(study.tested)[0]]
     with pytest.raises(EvaluationError, match="in the encoder's pretraining"):
         study_of(cohort, encoder, seen=seen)
+    # Without a label as well: its scans are looked for among all tested ones.
+    labels = tuple({} if own else each for own, each in zip(seen, encoder.participant_labels, strict=True))
+    unlabelled = replace(encoder, participant_labels=labels)
+    with pytest.raises(EvaluationError, match=r"1 test participants were .* without a label of any target"):
+        study_of(cohort, unlabelled, seen=seen)
+    assert study_of(cohort, unlabelled, seen=seen, allow_seen=True).tested[seen].all()
     task = study.tasks[0]
     leaky = replace(task, rounds=tuple(Round(np.r_[r.train, r.test[:1]], r.test) for r in task.rounds))
     with pytest.raises(AssertionError, match="tested participants are in a training set"):
@@ -167,6 +174,20 @@ def test_a_label_that_the_site_predicts_is_found_by_the_covariates():
     assert next(c for c in found["comparisons"] if c["metric"] == "auroc")["claim"] == "worse"
 
 
+def test_the_chance_of_neighbours_is_that_of_scans_of_other_participants():
+    """Twelve people, each scanned several times: their own scans have their label and are no neighbours."""
+    rng = np.random.default_rng(0)
+    person = np.repeat(np.arange(12), rng.integers(1, 9, 12))
+    label = np.array(["a", "b", None], dtype=object)[person % 3]
+    query = np.flatnonzero(person % 3 < 2)
+    for gallery in (np.arange(len(person)), query[::2]):
+        shares = []
+        for i in query:
+            others = gallery[person[gallery] != person[i]]
+            shares.append((label[others] == label[i]).mean())
+        assert chance_of(label, person.astype(str), query, gallery) == pytest.approx(np.mean(shares))
+
+
 def test_a_scanner_in_the_vectors_is_found(cohort):
     plain, marked = cohort.embeddings("random_init", scanner=0.0), cohort.embeddings("run", scanner=3.0)
     part = scanner_leakage(study_of(cohort, marked, plain))
@@ -242,6 +263,26 @@ def test_a_group_that_is_served_worse_is_named_and_small_groups_are_not(cohort):
     ]
 
 
+def test_a_gap_is_claimed_however_many_groups_there_are(cohort):
+    """Twelve columns that name the same two groups: with 400 resamples p cannot fall far enough for Holm."""
+    data = cohort.embeddings("run", signal=1.5)
+    odd = np.array([int(p[1:]) % 2 == 1 for p in data.participant])
+    names = [f"column{i}" for i in range(12)]
+    labels = tuple(
+        own | dict.fromkeys(names, "odd" if is_odd else "even")
+        for own, is_odd in zip(data.participant_labels, odd, strict=True)
+    )
+    rng = np.random.default_rng(0)
+    worse = np.where(odd[:, None], rng.normal(size=data.vectors.shape), data.vectors)
+    study = study_of(cohort, replace(data, participant_labels=labels, vectors=worse), targets=["disease"])
+    few, enough = (
+        found["comparisons"] for found in (subgroups(study, names), claimed(partial(subgroups, columns=names), study))
+    )
+    gaps = [[c for c in found if c["group"] in names] for found in (few, enough)]
+    assert {c["verdict"] for c in gaps[0]} == {"better"} and {c["claim"] for c in gaps[0]} == {"inconclusive"}
+    assert {c["claim"] for c in gaps[1]} == {"better"}
+
+
 def test_groups_that_are_not_there_are_an_error(study):
     with pytest.raises(
         EvaluationError, match="--group ethnicity: no label column ethnicity; columns: age, clinical_site"
@@ -272,6 +313,15 @@ def test_overconfident_probabilities_are_named_and_calibrated_ones_not():
         verdicts.append(found["verdict"])
         assert found["line"]["slope"]["estimate"] == pytest.approx(1 / sharpness, rel=0.25)
     assert verdicts == ["no miscalibration shown", "overconfident"]
+
+
+def test_a_second_eye_that_looks_alike_narrows_no_bar_of_a_reliability_curve():
+    rng = np.random.default_rng(0)
+    shown, person = rng.random(60), np.arange(60)
+    outcome = (rng.random(60) < shown).astype(float)
+    one, two = (_curve(*(np.repeat(part, eyes) for part in (shown, outcome, person))) for eyes in (1, 2))
+    for a, b in zip(one, two, strict=True):
+        assert (b["n"], b["observed"], b["low"], b["high"]) == (2 * a["n"], a["observed"], a["low"], a["high"])
 
 
 def test_probabilities_as_sure_as_right_on_average_have_no_direction():

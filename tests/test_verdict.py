@@ -330,6 +330,26 @@ def test_signs_of_an_optic_disc_are_unsure_outer_layers_below_a_sure_ilm():
     assert not shows_disc(layers, place, (0.0, 0.0)) and not shows_disc(layers, place, (50.0, 0.0))
 
 
+def test_a_wide_field_is_believed_where_the_disc_is_seen_at_its_place(scan):
+    """A field of 6 mm whose lateral millimetres are doubled has no disc 4.5 mm from its middle."""
+    volume, found = scan
+
+    def codes_with_disc(at_mm: float, field_mm: float = 12.0) -> tuple[str, ...]:
+        wide = replace(volume, spacing_mm=(0.9, 0.0039, field_mm / W))
+        near, present, disorder = found.near.copy(), found.present.copy(), found.disorder_um.copy()
+        here = np.abs((np.arange(W) - W / 2) * field_mm / W - at_mm) < 0.8
+        near[5:8, 4:6, here], present[4:6, here], disorder[4:6, here] = 0.3, 0.5, 40.0
+        return codes(wide, replace(found, near=near, present=present, disorder_um=disorder))
+
+    assert codes_with_disc(4.5) == codes_with_disc(-4.5) == ()
+    assert codes_with_disc(2.0) == ("wide_field",), "in the middle nothing shows the scale"
+    assert codes_with_disc(4.5, 13.0) == ("wide_field",), "not tested"
+    line = replace(volume, voxels=volume.voxels[:1], spacing_mm=(0.9, 0.0039, 12 / W), layout="line")
+    one = replace(found, rows=found.rows[:, :1], spread_um=found.spread_um[:, :1], near=found.near[:, :1])
+    one = replace(one, disorder_um=one.disorder_um[:1], present=one.present[:1], lesions=one.lesions[:1])
+    assert codes(line, one) == (), "no zones, so no lateral millimetres that could be wrong"
+
+
 def with_a_rival(monkeypatch, apart_mm: float) -> None:
     """Every grid has another place that could be the fovea."""
     measure = segment_module.measure_grid

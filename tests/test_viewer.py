@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from octfm.errors import EvaluationError
-from octfm.report.viewer import viewer, write_view
-from octfm.tasks.scene import NONE, Overlay, Placement, Scene, load_scenes, save_scenes
+from octfm.models.layer_net import MASKS, SURFACES
+from octfm.report.viewer import view_facts, viewer, write_view
+from octfm.tasks.scene import NONE, Overlay, Placement, Scene, found_overlays, load_scenes, save_scenes
 from octfm.tasks.view import scene_of
 from octfm.volume.transform import Transform
-from octfm.volume.volume import Surfaces, Volume
+from octfm.volume.volume import Fundus, Lines, Surfaces, Volume
 from support.browser import Browser, needs_chromium
 from support.waiting import wait_until
 
@@ -387,3 +388,133 @@ def test_the_policy_allows_this_script_and_no_other():
     made = viewer([scene()])
     script = made.body.rsplit("<script>", 1)[1].split("</script>")[0]
     assert made.policy == "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def region(browser, selector: str, x: tuple[float, float], y: tuple[float, float]) -> np.ndarray:
+    """RGB [rows, columns, 3] of a part of a canvas, between pixels from the left and top; negative: from the other
+    end."""
+    shown = browser.js(
+        f"((c) => {{ const at = (v, n) => v < 0 ? n + v : v, [x0, x1] = {list(x)}.map((v) => at(v, c.width)), "
+        f"[y0, y1] = {list(y)}.map((v) => at(v, c.height)); return [x1 - x0, y1 - y0, "
+        f"[...c.getContext('2d').getImageData(x0, y0, x1 - x0, y1 - y0).data]]; }})"
+        f"(document.querySelector({json.dumps(selector)}))"
+    )
+    return np.array(shown[2], np.uint8).reshape(shown[1], shown[0], 4)[..., :3]
+
+
+def box_of(browser, part: str) -> dict[str, float]:
+    return browser.js(f"document.querySelector('[data-part=\"{part}\"]').getBoundingClientRect().toJSON()")
+
+
+@needs_chromium
+def test_the_cursor_of_a_fresh_page_crosses_no_letter(page):
+    middle = page.js(f"document.querySelector({json.dumps(FRONT)}).height / 2")
+    letters = [
+        (BSCAN, (4, 24), (4, 24)),
+        (FRONT, (4, 24), (middle - 20, middle - 4)),
+    ]
+    with_cursor = [region(page, *place) for place in letters]
+    focus(page)
+    page.key("c")
+    settled(page)
+    for place, before in zip(letters, with_cursor, strict=True):
+        assert (before.min(-1) > 200).sum() > 4, "a white letter"
+        assert np.array_equal(before, region(page, *place))
+    page.assert_quiet()
+
+
+@needs_chromium
+def test_the_ruler_is_seen_on_white_tissue(browser, tmp_path):
+    white = scene(voxels=np.full((D, H, W), 255, np.uint8), overlays=(), features=None, placement=None)
+    browser.open(write_page([white], tmp_path / "page.html"))
+    settled(browser)
+    bar = region(browser, BSCAN, (10, 60), (-16, -4)).astype(int).mean(-1)
+    assert (bar[:, 30] > 240).any() and (bar[:, 30] < 80).sum() >= 2, "white with a dark rim"
+    focus(browser)
+    browser.key("x")
+    browser.key("x")
+    settled(browser)
+    post = region(browser, BSCAN, (10, 13), (-30, -14))
+    assert (post == 255).all(), "its length is written beside the upright bar, not over it"
+
+
+@needs_chromium
+def test_slider_and_legend_stand_under_the_bscan_and_a_fundus_beside_it(browser, tmp_path):
+    fundus = Fundus(np.full((200, 200), 90, np.uint8), "Infrared image", None)
+    browser.open(write_page([scene(fundus=fundus)], tmp_path / "page.html"))
+    settled(browser)
+    bscan, front, slider = (box_of(browser, part) for part in ("bscan", "enface", "slider"))
+    assert bscan["bottom"] < slider["top"] < front["bottom"] < box_of(browser, "fundus")["top"]
+    browser.open(write_page([scene(fundus=fundus, is_raster=False)], tmp_path / "page.html"))
+    browser.wait(f"document.querySelector({json.dumps(ROOT)})?.dataset.fundus === 'drawn'")
+    bscan, shown = box_of(browser, "bscan"), box_of(browser, "fundus")
+    assert shown["left"] > bscan["right"] and abs(shown["top"] - bscan["top"]) < 2
+
+
+@needs_chromium
+def test_a_flat_bscan_begins_stretched_where_the_page_is_narrow(browser, tmp_path):
+    path = write_page([scene()], tmp_path / "page.html")
+    heights = {}
+    for width in (1280, 390):
+        browser.call("Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=False)
+        browser.open(path)
+        settled(browser)
+        chosen = browser.js("document.querySelector('[data-part=\"stretch\"]').value")
+        heights[width] = (chosen, box_of(browser, "bscan")["height"])
+        assert browser.js("document.documentElement.scrollWidth <= innerWidth")
+    browser.call("Emulation.clearDeviceMetricsOverride")
+    assert heights[1280][0] == "1" and heights[390][0] == "3" and heights[390][1] >= 100
+
+
+@needs_chromium
+def test_a_printed_page_holds_its_pictures_and_is_light(browser, tmp_path):
+    page = write_view(scene(), tmp_path / "view.html")
+    browser.open(page)
+    settled(browser)
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser.call("Emulation.setEmulatedMedia", media="print", features=dark)
+    # As for a print: the page gets narrower after canvases have got their width.
+    browser.js(f"document.querySelector({json.dumps(ROOT)}).style.width = '600px'")
+    over = browser.js(
+        "[...document.querySelectorAll('canvas')].some((c) => c.offsetWidth > c.parentElement.clientWidth)"
+    )
+    ink = browser.js("getComputedStyle(document.body).color")
+    browser.call("Emulation.setEmulatedMedia", media="", features=[])
+    assert not over and ink == "rgb(27, 28, 29)"
+
+
+def test_every_line_that_was_found_has_its_own_colour_and_a_name_for_readers():
+    made = found_overlays({name: np.zeros((D, W)) for name in SURFACES}, {name: truth() > 9 for name in MASKS})
+    for overlay in made:
+        names, colours = zip(*overlay.legend, strict=True)
+        assert len(set(colours)) == len(names) and not any("_" in name for name in names)
+    assert [name for name, _ in made[0].legend][:2] == ["ILM", "NFL/GCL"]
+    assert made[1].legend[0][0] == "intraretinal fluid"
+    (others,) = found_overlays({"ilm": np.zeros((D, W)), "choroid_end": np.ones((D, W))}, {})
+    assert [name for name, _ in others.legend] == ["ILM", "choroid end"]
+
+
+@pytest.mark.parametrize("laterality, across", [("R", ["T", "N"]), ("L", ["N", "T"]), (None, None)])
+def test_turned_rasters_have_the_letters_of_the_fundus(laterality, across):
+    volume = Volume(truth(), SPACING, laterality)
+    x, zero = np.arange(float(D)), np.zeros(D)
+    down = Lines(np.stack([x, zero], 1), np.stack([x, zero + 6], 1))
+    up = Lines(down.end[::-1], down.start[::-1])
+    for lines, ends, edges, side in (
+        (down, ["S", "I"], across, "left"),
+        (up, ["I", "S"], across and across[::-1], "right"),
+    ):
+        shown = volumes_of(viewer([scene_of(replace(volume, lines=lines))]))[0]
+        assert (shown["sides"], shown["vertical"]) == (ends, edges)
+        assert f"superior is on the {side}" in shown["frontAbout"]
+    leftwards = Lines(np.stack([zero + 6, x], 1), np.stack([zero, x], 1))
+    shown = volumes_of(viewer([scene_of(replace(volume, lines=leftwards, superior_first=True))]))[0]
+    assert (shown["sides"], shown["vertical"]) == (across and across[::-1], ["S", "I"])
+    assert "mirrored" in shown["frontAbout"] and volumes_of(viewer([scene()]))[0]["frontAbout"] == ""
+
+
+def test_a_single_bscan_is_not_called_several():
+    volume = Volume(truth()[:1], SPACING, "R", layout="line")
+    (one,) = volumes_of(viewer([scene_of(volume)]))
+    assert one["note"] == "A single B-scan: there is no view from the front."
+    assert dict(view_facts(volume, scene_of(volume)))["Millimetres per row and A-scan"] == "0.02 × 0.1"

@@ -14,7 +14,7 @@ import sys
 import time
 
 from octfm.pretraining.settings import PretrainConfig
-from octfm.run import checkpoint, shards
+from octfm.run import shards, weights_file
 from octfm.store.store import Store
 from support.tiny_runs import TINY, import_all_of_a_step, quick_pretrain
 from support.waiting import planted_delay
@@ -83,7 +83,7 @@ def die_while_saving(operation: int) -> None:
 
     from torch.distributed.checkpoint import filesystem
 
-    checkpoint._Sink.write = fatal(checkpoint._Sink.write)
+    weights_file.Sink.write = fatal(weights_file.Sink.write)
     filesystem._write_item = fatal(filesystem._write_item)
     shards.hash_file, shards.shutil.rmtree = fatal(shards.hash_file), fatal(shards.shutil.rmtree)
     os.fsync = fatal(os.fsync)

@@ -74,7 +74,10 @@ _FLAG_OF_SOURCE = {"pattern": "participant_from_pattern", "folder": "participant
 
 
 def with_person(a: Acquisition, whose: Mapping[str, Whose], tables: Tables) -> Acquisition:
-    """Fill in participant and eye from the path, if neither header nor table states them, and labels of the path."""
+    """Fill in participant and eye from the path, if neither header nor table states them, and labels of the path.
+
+    A path that names only the other eye makes laterality unknown.
+    """
     if (found := whose.get(a.uri)) is None:
         return a
     flags = [*a.flags]
@@ -86,6 +89,9 @@ def with_person(a: Acquisition, whose: Mapping[str, Whose], tables: Tables) -> A
     if laterality is None and "laterality_unknown" in flags and found.eyes:
         laterality = next(iter(found.eyes)) if len(found.eyes) == 1 else None
         flags[flags.index("laterality_unknown")] = "laterality_from_path" if laterality else "laterality_conflict"
+    elif laterality is not None and len(found.eyes) == 1 and laterality not in found.eyes:
+        laterality = None
+        flags.append("laterality_conflict")
     return replace(
         a,
         participant=participant,

@@ -342,7 +342,7 @@ def scan(
     # Find participants and eyes that only paths state.
     for path in found.files:
         recall(path)  # facts of the listing expire during a long scan; each would then cost another request
-    scans = [Scan(a.uri, a.participant, a.laterality is None) for a in (*accepted, *copies)]
+    scans = [Scan(a.uri, a.participant) for a in (*accepted, *copies)]
     whose = find_people(scans, folder, patterns, tables.unpacked_from)
     acquisitions, copy_rejects, pairs = _under_two_ids(
         [with_person(a, whose, tables) for a in accepted],

@@ -133,10 +133,16 @@ def read_table(path: Location, delimiter: str | None = None) -> tuple[list[str],
         names = [name for name in header if name]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise TableError(f"{path}: two columns are called {twice}; rename one of them")
-        rows = []
+        rows, end = [], lines.line_num
         for cells in lines:
+            begin, end = end, lines.line_num
             if not any(cell.strip() for cell in cells):
                 continue
+            if end > begin + 1 and _never_closed(text, begin, lines.dialect.delimiter):
+                raise TableError(
+                    f"{path}: line {begin + 1}: a quote is opened and never closed, so all lines below it would be one "
+                    "cell; close or remove it"
+                )
             if len(cells) != len(header):
                 raise TableError(
                     f"{path}: line {lines.line_num}: {len(cells)} cells, expected {len(header)} columns as in the "
@@ -147,6 +153,16 @@ def read_table(path: Location, delimiter: str | None = None) -> tuple[list[str],
         reason = error.strerror or error if isinstance(error, OSError) else error
         raise TableError(f"{path}: cannot be read as a table: {reason}; check the path, or fetch it again") from error
     return names, rows
+
+
+def _never_closed(text: str, begin: int, delimiter: str) -> bool:
+    """Whether the row after the first `begin` lines opens a quote that ends with the file."""
+    lines = list(io.StringIO(text, newline=""))[begin:]
+    try:
+        next(csv.reader(lines, delimiter=delimiter, strict=True))
+    except csv.Error as error:
+        return "unexpected end" in str(error)
+    return False
 
 
 def _decoded(content: bytes) -> str:

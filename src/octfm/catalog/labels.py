@@ -4,11 +4,12 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from octfm.catalog.columns import TableError, clean_id, lost_zeros, read_table
-from octfm.errors import EvaluationError
+from octfm.errors import EvaluationError, one_line
 from octfm.formats.names import lateralities, may_be_an_eye
 
 PARTICIPANT_COLUMNS = ("participant_id", "person_id", "participant")
@@ -16,8 +17,12 @@ PARTICIPANT_COLUMNS = ("participant_id", "person_id", "participant")
 
 ACQUISITION_COLUMNS = ("sop_instance_uid", "acquisition")
 
-MISSING = frozenset({"", "na", "n/a", "nan", "null", "."})
-"""Texts that mean a missing value. Not `none`: a diagnosis of none is a label."""
+LATERALITY = "laterality"
+EYE_COLUMNS = ("eye", "side")
+"""Columns that say which eye a row is about if they name one, in a table without a column laterality."""
+
+MISSING = frozenset({"", "na", "n/a", "nan", "null", ".", "?", "#n/a", "<na>"})
+"""Texts that mean a missing value. Not `none`: a diagnosis of none is a label; nor `-`, which may mean negative."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,8 @@ class LabelTable:
         eye = row[self.laterality_column] if self.laterality_column else ""
         if not may_be_an_eye(eye):
             raise EvaluationError(
-                f"{self.path}: line {number}: laterality is {eye}; expected R, L, OD, OS, right, left, or nothing"
+                f"{self.path}: line {number}: {self.laterality_column} is {eye}; expected R, L, OD, OS, right, left, "
+                "or nothing"
             )
         return lateralities([eye])[0]
 
@@ -116,14 +122,23 @@ class LabelTable:
 
 
 def read_labels(table: Any) -> LabelTable:
-    """Read a CSV or TSV with a header line, or take a pandas DataFrame.
+    """Read a CSV or TSV with a header line, or take a pandas DataFrame, whose index may hold the ids.
 
-    It needs a column participant_id (or person_id) or sop_instance_uid; laterality is optional.
+    It needs a column participant_id (or person_id) or sop_instance_uid, in capitals or not; a column laterality, or eye
+    if it names eyes, is optional. Raises EvaluationError.
     """
     if hasattr(table, "columns") and hasattr(table, "to_dict"):
-        names = tuple(str(name) for name in table.columns)
+        if {str(name).strip().lower() for name in table.index.names} & {*PARTICIPANT_COLUMNS, *ACQUISITION_COLUMNS}:
+            table = table.reset_index()
+        names = tuple(str(name).strip() for name in table.columns)
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise EvaluationError(f"DataFrame: two columns are called {twice}; rename one of them")
         cells = [[_text(cell) for cell in row] for row in table.itertuples(index=False, name=None)]
         return _label_table("DataFrame", names, [dict(zip(names, row, strict=True)) for row in cells])
+    if not isinstance(table, str | PathLike):
+        raise EvaluationError(
+            f"labels: expected a CSV, a TSV or a DataFrame with a column participant_id, got a {type(table).__name__}"
+        )
     path = Path(table)
     if not path.is_file():
         raise EvaluationError(f"{path}: no such label table; expected a CSV or TSV with a participant_id column")
@@ -135,18 +150,29 @@ def read_labels(table: Any) -> LabelTable:
 
 
 def _label_table(path: str, names: tuple[str, ...], rows: list[dict[str, str]]) -> LabelTable:
-    participant = next((c for c in PARTICIPANT_COLUMNS if c in names), None)
-    acquisition = next((c for c in ACQUISITION_COLUMNS if c in names), None)
-    laterality = "laterality" if "laterality" in names else None
+    written = {name.lower(): name for name in names} | {name: name for name in names}
+    participant, acquisition = (
+        next((written[c] for c in wanted if c in written), None)
+        for wanted in (PARTICIPANT_COLUMNS, ACQUISITION_COLUMNS)
+    )
+    # A column of eyes that is overlooked would give both eyes the label of one.
+    laterality = written.get(LATERALITY) or next(
+        (written[c] for c in EYE_COLUMNS if c in written and _names_eyes(row[written[c]] for row in rows)), None
+    )
     if participant is None and acquisition is None:
+        got = one_line(", ".join(names) or "no header")
         raise EvaluationError(
-            f"{path}: expected a column participant_id, person_id or sop_instance_uid, "
-            f"got {', '.join(names) or 'no header'}"
+            f"{path}: expected a column participant_id, person_id or sop_instance_uid, got "
+            f"{got if len(got) <= 300 else got[:300] + ' …'}; rename the column that says whose labels these are"
         )
     if not rows:
         raise EvaluationError(f"{path}: a header without rows; nothing to join")
     ids = {participant, acquisition, laterality}
     return LabelTable(path, tuple(n for n in names if n not in ids), tuple(rows), participant, laterality, acquisition)
+
+
+def _names_eyes(cells: Iterable[str]) -> bool:
+    return any(lateralities([cell])[0] for cell in cells)
 
 
 def as_number(value: str | None) -> float | None:

@@ -12,10 +12,11 @@ from octfm.addresses import expect_place
 from octfm.cli import options as opt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from octfm.io.isolation import Limits
-    from octfm.volume.volume import Volume
+    from octfm.layers.sample import Sample
+    from octfm.volume.volume import Laterality, Volume
 
 DEFAULT_SEGMENT = Path("runs/segment")
 
@@ -417,8 +418,9 @@ def segment(
     if sample:
         others = ("store", "steps", "apply", "calibrate", "axial_length", *training_only, *files_only)
         opt.refuse(context, others, "--sample segments synthetic scans")
-        limits, volumes = opt.limits_of(file_seconds, file_gb), _samples(words or [])
-        _segment_scans(volumes, out, dicom, limits, None, apply_corrections, only_corrected, device)
+        limits, made = opt.limits_of(file_seconds, file_gb), _samples(words or [])
+        volumes = [each.volume for each in made]
+        _segment_scans(volumes, out, dicom, limits, None, apply_corrections, only_corrected, device, truth=made)
         return
     if axial_length is not None and (apply is not None or out.suffix == ".csv"):
         raise ConfigError("--axial-length: belongs to one eye; give its scan, without --apply or a table")
@@ -442,7 +444,10 @@ def segment(
             )
         if axial_length is not None and len(volumes) > 1:
             raise ConfigError(f"--axial-length: belongs to one eye; give one scan instead of {len(volumes)}")
-        _segment_scans(volumes, out, dicom, limits, calibrate, apply_corrections, only_corrected, device, axial_length)
+        named = [*volumes]
+        _segment_scans(
+            named, out, dicom, limits, calibrate, apply_corrections, only_corrected, device, axial_length, volumes
+        )
         return
     if axial_length is not None:
         raise ConfigError("--axial-length: rescales zones and volumes of a scan; give a scan")
@@ -483,14 +488,14 @@ def _stems(sources: "Iterable[str]") -> dict[str, str]:
     return {source: stem if count[stem] == 1 else f"{stem}-{hash_text(source)[:8]}" for source, stem in stems.items()}
 
 
-def _samples(names: list[str]) -> "list[Volume]":
+def _samples(names: list[str]) -> "list[Sample]":
     from octfm.layers.sample import samples
 
     made = samples(names)
     for each in made:
         true = f"a true central thickness of {each.centre_um:.1f} µm around its pit"
         typer.echo(f"{each.volume.source}: synthetic, with {true}")
-    return [each.volume for each in made]
+    return made
 
 
 def _segment_scans(
@@ -503,8 +508,11 @@ def _segment_scans(
     only_corrected: bool,
     device: str | None,
     axial_length_mm: float | None = None,
+    eyes: "Mapping[str, Laterality | None] | None" = None,
+    truth: "Sequence[Sample]" = (),
 ) -> None:
-    """Segment files or volumes with the packaged network."""
+    """Segment files or volumes with the packaged network. `eyes`: file → the eye that its path names; `truth`: what is
+    known of the volumes, printed where zones were found."""
     from octfm.errors import ConfigError, CorrectionsError, ReadError, one_line
     from octfm.formats import read_volume, within
     from octfm.io.heap import keep_freed_memory
@@ -539,6 +547,7 @@ def _segment_scans(
                 device=device,
                 corrections=by_hand,
                 only_corrected=only_corrected,
+                eyes=eyes,
                 also=sheet.add,
                 echo=opt.echo_line,
             )
@@ -560,7 +569,10 @@ def _segment_scans(
     with Progress("segment", len(sources), "scans") as progress:
         for source in progress.over(sources):
             try:
-                volume = source if isinstance(source, Volume) else read_volume(source, raster_only=False, limits=limits)
+                if isinstance(source, str):
+                    volume = read_volume(source, raster_only=False, limits=limits).with_eye((eyes or {}).get(source))
+                else:
+                    volume = source
             except ReadError as error:
                 if len(sources) == 1:
                     raise
@@ -577,6 +589,9 @@ def _segment_scans(
             grid = None if isinstance(source, Volume) else device_grid_of(source, limits)
             for line in describe(found, grid).splitlines():
                 opt.echo_line(line)
+            if (sample := next((each for each in truth if each.volume is volume), None)) and found.verdict.accepted:
+                true = sample.centre_at(found.etdrs().centre_mm)
+                typer.echo(f"  true central thickness where the zones lie: {true:.1f} µm")
             if out != DEFAULT_SEGMENT:
                 name = source.source if isinstance(source, Volume) else source
                 written = write_nifti(found, out, stems[name], volume)

@@ -18,6 +18,7 @@ from octfm.errors import one_line
 
 if TYPE_CHECKING:
     from octfm.io.isolation import Limits
+    from octfm.volume.volume import Laterality
 
 
 RANGE = re.compile(r"(?<=[\[ ])([\d.e+-]+)<=x<=([\d.e+-]+)")
@@ -310,22 +311,25 @@ def limits_of(file_seconds: float, file_gb: float) -> "Limits":
     return Limits(seconds=file_seconds, memory=int(file_gb * 1e9))
 
 
-def volumes_in(words: list[str], limits: "Limits", layouts: str = "any") -> list[str]:
-    """The files named, and every volume in the folders named; prints how many files there are left out."""
+def volumes_in(words: list[str], limits: "Limits", layouts: str = "any") -> "dict[str, Laterality | None]":
+    """The files named, and every volume in the folders named, with the eye that its path below the folder names;
+    prints how many files there are left out."""
+    from octfm.catalog.participants.people import eyes_in_paths
     from octfm.catalog.volumes import volumes_below
     from octfm.errors import ConfigError
     from octfm.volume.volume import LAYOUTS
 
-    sources: list[str] = []
+    sources: dict[str, Laterality | None] = {}
     for word in words:
         place = expect_place(word)
         if not Path(place).is_dir():
-            sources.append(place)
+            sources.setdefault(place)
             continue
         if (Path(place) / "store.json").is_file():
             raise ConfigError(f"{place}: a prepared store; expected scans, give the files that it was made from")
+        folder = Path(os.path.abspath(place))  # noqa: PTH100
         found, left_out = volumes_below(
-            Path(os.path.abspath(place)),  # noqa: PTH100
+            folder,
             limits,
             layouts=("line",) if layouts == "line" else LAYOUTS,
         )
@@ -333,8 +337,9 @@ def volumes_in(words: list[str], limits: "Limits", layouts: str = "any") -> list
         for code, count in sorted(Counter(reject.code for reject in left_out).items()):
             which = f"such as {first[code]}; octfm scan names all" if count > 1 else first[code]
             echo_line(f"{place}: {count} left out, {code}: {which}")
-        sources += found
-    return list(dict.fromkeys(sources))
+        eyes = eyes_in_paths(found, folder)
+        sources |= {uri: eyes.get(uri) for uri in found}
+    return sources
 
 
 def parse_spacing(text: str | None, option: str) -> tuple[float, float, float] | None:

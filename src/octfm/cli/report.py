@@ -191,16 +191,16 @@ def view(
         raise ConfigError("view: give --layers or --segment, not both")
     if axial_length is not None and not layers:
         raise ConfigError("--axial-length: rescales zones and volumes of a scan; add --layers")
-    found, correct, said = None, None, []
+    found, correct, said, verdict = None, None, [], []
     if layers:
         from octfm.io.heap import keep_freed_memory
         from octfm.layers.segment import segment as segment_scan
         from octfm.report.segmented.correct import correction_facts
-        from octfm.report.segmented.pictures import facts_of
+        from octfm.report.segmented.pictures import facts_of, verdict_of
 
         keep_freed_memory()
         found = segment_scan(volume, axial_length_mm=axial_length, device=device)
-        correct, said = correction_facts(found), facts_of(found)
+        correct, said, verdict = correction_facts(found), facts_of(found), verdict_of(found)
     scene = scene_of(
         volume,
         surfaces=surfaces,
@@ -217,7 +217,7 @@ def view(
     if sample:
         detail = "Synthetic: no patient's scan."
     facts = [*said, *view_facts(volume, scene)]
-    typer.echo(write_view(scene, page, facts, detail, corrections=correct))
+    typer.echo(write_view(scene, page, facts, detail, corrections=correct, verdict=verdict))
 
 
 def _read(file: str, spacing_mm: "Spacing3 | None", limits: "Limits") -> "tuple[Volume, Surfaces | None]":

@@ -208,7 +208,7 @@ def _embed_scans(
             "path, or run octfm scan, which lists every file with the reason"
         )
     path, count = embed_scans(
-        encoder, volumes, out, limits=limits, echo=lambda line: typer.echo(one_line(line), err=True)
+        encoder, [*volumes], out, eyes=volumes, limits=limits, echo=lambda line: typer.echo(one_line(line), err=True)
     )
     opt.echo_line(f"{path}: {number(count, 'vector')} of width {encoder.vector_width} by {encoder.source}")
     if failed := len(volumes) - count:

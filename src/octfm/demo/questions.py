@@ -70,7 +70,8 @@ def find_questions(
 
 def _columns(table: LabelTable, data: Embeddings) -> list[str]:
     """Every label column; `disease` as well if the diagnoses name healthy eyes."""
-    columns = list(table.columns)
+    # The scanner is the one that scans name; a column of that name may say anything.
+    columns = [column for column in table.columns if column != "scanner"]
     if "diagnosis" in columns and any(str(v).lower() in HEALTHY for v in column_values("diagnosis", data, table)):
         columns.insert(0, "disease")
     return columns

@@ -1,6 +1,6 @@
 """Embed scans one by one, without a store, a catalog or participants: a few files, vectors at once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits
 from octfm.io.location import Location, location
 from octfm.io.progress import Progress
-from octfm.volume.volume import Volume
+from octfm.volume.volume import Laterality, Volume
 from octfm.weights.exported import refuse_inside_export
 
 
@@ -21,11 +21,13 @@ def embed_scans(
     scans: Sequence[str | Volume],
     out: str | Location,
     *,
+    eyes: Mapping[str, Laterality | None] | None = None,
     limits: Limits | None = None,
     echo: Echo = print,
 ) -> tuple[Location, int]:
     """Write OUT/pretrained.parquet, a vector for every scan that can be read; returns it and their number.
 
+    eyes: scan → the eye that its path names, see Volume.with_eye; vectors are those of the eye mirrored to a right one.
     A file of earlier scans is replaced. `echo` gets a line for every scan that could not be read or embedded; if none
     could, the last of these errors is raised and not echoed. Raises EvaluationError if `out` holds vectors of a store
     or of embed_files, and BucketError.
@@ -45,6 +47,7 @@ def embed_scans(
                 volume = scan
                 if not isinstance(volume, Volume):
                     volume = read_volume(volume, raster_only=False, structure_only=structure_only, limits=limits)
+                    volume = volume.with_eye((eyes or {}).get(str(scan)))
                 vectors.append(encoder.embed(volume))
                 rows.append(_row(volume))
             except BucketError:

@@ -112,7 +112,7 @@ class Encoder:
         )
         for name, tensor in self.network.state_dict().items():
             digest.update(name.encode())
-            digest.update(tensor.cpu().contiguous().numpy().tobytes())
+            digest.update(tensor.cpu().float().contiguous().numpy().tobytes())
         return digest.hexdigest()[:32]
 
     @property
@@ -194,11 +194,16 @@ class Encoder:
 
     def _embed_scan(self, scan: "Scan", of_bscans: Callable[[], "Encoder"]) -> np.ndarray:
         """float32 [1, vector_width]"""
+        encoder, arrays = self._prepared(scan, of_bscans)
+        return encoder.embed_arrays(arrays)
+
+    def _prepared(self, scan: "Scan", of_bscans: Callable[[], "Encoder"]) -> tuple["Encoder", Arrays]:
+        """A scan as a batch of one, and the encoder that reads it: `of_bscans` of a single B-scan."""
         if isinstance(scan, StoredVolume):
             encoder = of_bscans() if scan.shape[0] == 1 else self
             if scan.fingerprint != encoder.fingerprint:
                 raise EvaluationError(_prepared_otherwise("this volume", self.source))
-            return encoder.embed_arrays(scan.arrays)
+            return encoder, scan.arrays
         if not isinstance(scan, str | Path | Volume):
             raise TypeError(f"embed: expected a path, a Volume or a volume of a store, got {type(scan).__name__}")
         if isinstance(scan, Volume):
@@ -207,11 +212,13 @@ class Encoder:
             flow = "octa" in self.config.data.modalities
             volume = read_volume(scan, raster_only=False, structure_only=not flow)
         encoder = of_bscans() if volume.layout == "line" else self
-        return encoder.embed_arrays(encoder.prepare(volume))
+        return encoder, encoder.prepare(volume)
 
-    def embed_tokens(self, volume: Volume) -> np.ndarray:
-        """float32 [d, h, w, width]: every token of the full grid, padding included."""
-        return self.encode_grid(self.prepare(volume).voxels)[0]
+    def embed_tokens(self, scan: Scan) -> np.ndarray:
+        """float32 [d, h, w, width]: every token of the full grid, padding included, of one scan as `embed` takes it; d
+        is 1 for a single B-scan."""
+        encoder, arrays = self._prepared(scan, self.of_bscans)
+        return encoder.encode_grid(arrays.voxels)[0]
 
     @torch.inference_mode()
     def embed_arrays(self, arrays: Arrays) -> np.ndarray:
@@ -238,7 +245,7 @@ class Encoder:
         return self._vector(*parts)[0].cpu().numpy()
 
     def _vector(self, tokens_BMD: Tensor, counts_BM: Tensor, index_BM: Tensor) -> Tensor:
-        return self.network.vector(tokens_BMD, counts_BM, index_BM, self.config.objective.pool)
+        return self.network.vector(tokens_BMD, counts_BM, index_BM, self.config.objective.pool).float()
 
     @torch.inference_mode()
     def tissue_tokens(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:

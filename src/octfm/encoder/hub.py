@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from octfm.encoder.encoder import Encoder, assemble
+from octfm.encoder.encoder import Encoder
 from octfm.encoder.export import write_files
 from octfm.encoder.sources import FILES
 from octfm.encoder.tuned import heads_of
@@ -75,11 +75,10 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
 
     @property
     def encoder(self) -> Encoder:
-        """This network as an octfm.Encoder (`embed` and `embed_tokens` of native volumes), in evaluation mode."""
-        device = str(next(self.network.parameters()).device)
-        return assemble(
-            self.network, self.run, self.preprocessing, "OctEncoder", self.facts["fingerprint"], start("fp32", device)
-        )
+        """This network as an octfm.Encoder (`embed` and `embed_tokens` of native volumes); its mode, and what of it is
+        frozen, stay as they are."""
+        runtime = start("fp32", str(next(self.network.parameters()).device))
+        return Encoder(self.network, self.run, self.preprocessing, runtime, "OctEncoder", self.facts["fingerprint"])
 
     @classmethod
     def _from_pretrained(

@@ -1,6 +1,9 @@
 """A cache of token features of a store: float16 tissue tokens, a fixed number per volume, read by acquisition id."""
 
+import errno
 import json
+import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +87,33 @@ def draw_tissue(tokens_MD: np.ndarray, tissue_M: np.ndarray, per_volume: int) ->
     return drawn, np.arange(per_volume) < len(found)
 
 
+def _reserved(path: Path, shape: tuple[int, ...]) -> np.memmap:
+    """A new float16 array in a file that has its room on the disk: without it, writing to the mapped file would end
+    the process without a word. Raises EvaluationError if there is none."""
+    try:
+        array = np.lib.format.open_memmap(path, "w+", np.float16, shape)
+        _reserve(path)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise EvaluationError(
+            f"{path.parent}: no room for token features of {2 * math.prod(shape) / 1e9:.2g} GB ({error.strerror}); "
+            "free some space, lower tokens_per_volume, or choose another --out"
+        ) from None
+    return array
+
+
+def _reserve(path: Path) -> None:
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        return
+    with path.open("r+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+        except OSError as error:
+            # Some file systems cannot reserve room.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+
+
 def _require_shared_folder(sees: np.ndarray, folder: Path) -> None:
     """Raises EvaluationError on every rank if one does not see rank 0's files. `sees`: bool [ranks], on all ranks."""
     if not sees.all():
@@ -105,7 +135,7 @@ def _compute(
     rows = np.concatenate([np.arange(first, min(first + BATCH, len(store))) for first in firsts] or [np.arange(0)])
     part = path.with_suffix(f".{runtime.rank}.partial.npy")
     # At least one row, because an empty file cannot be mapped.
-    array = np.lib.format.open_memmap(part, "w+", np.float16, (max(1, len(rows)), per_volume, encoder.width))
+    array = _reserved(part, (max(1, len(rows)), per_volume, encoder.width))
     counts = np.zeros(len(rows), int)
     with Progress("token features", len(rows), enabled=runtime.leads) as progress:
         for first in range(0, len(rows), BATCH):
@@ -122,7 +152,7 @@ def _compute(
         parts = [path.with_suffix(f".{rank}.partial.npy") for rank in range(runtime.world)]
         if len(parts) > 1:
             partial = path.with_suffix(".partial.npy")
-            whole = np.lib.format.open_memmap(partial, "w+", np.float16, (len(store), *array.shape[1:]))
+            whole = _reserved(partial, (len(store), *array.shape[1:]))
             for end, length, own in zip(lengths.cumsum(), lengths, parts, strict=True):
                 whole[end - length : end] = np.load(own, mmap_mode="r")[:length]
             whole.flush()

@@ -1,5 +1,6 @@
 """The labelled cases of a probe target, and which participants each fit trains on and tests."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -97,6 +98,17 @@ class Cases:
         return "binary" if len(self.classes) == 2 else "ordinal" if self.ordered else "multiclass"
 
 
+def log_share(cases: Cases, rows: np.ndarray) -> np.ndarray:
+    """[K] log of each class's share of the units of these rows. A unit counts once, however many scans it has, because
+    probabilities are given for units; of a unit with several labels the highest counts, as where it is scored."""
+    assert cases.classes is not None
+    _, member = np.unique(cases.unit[rows], return_inverse=True)
+    label = np.zeros(member.max() + 1, dtype=int)
+    np.maximum.at(label, member, cases.label[rows])
+    # The floor avoids −inf for a class that is absent from a small training subset.
+    return np.log(np.maximum(np.bincount(label, minlength=len(cases.classes)) / len(label), 1e-6))
+
+
 @dataclass(frozen=True, eq=False)
 class Round:
     """Train and test rows of one fit, as positions in the cases."""
@@ -106,7 +118,12 @@ class Round:
 
 
 class Skip(Exception):
-    """Raised for a target that cannot be probed on this data; the report shows the message."""
+    """Raised for a target that cannot be probed on this data; the report shows the message. `public` is the same
+    without values of the table."""
+
+    def __init__(self, message: str, public: str = ""):
+        super().__init__(message)
+        self.public = public or message
 
 
 def find_targets(
@@ -117,7 +134,9 @@ def find_targets(
 ) -> list[Target]:
     """The targets of these names, or those of TARGETS whose column exists; multi-label columns give a target per label.
 
-    Any label column can be a target. `orders` adds to ORDERS. Raises EvaluationError for a name without a column.
+    Any label column can be a target; one that is called `disease` is asked for as it is, not made from the diagnosis.
+    `orders` adds to ORDERS. Raises EvaluationError for a name without a column, and for the scanner if the table has a
+    column of that name, which is not the one that scans name.
     """
     columns = {
         "scanner",
@@ -128,7 +147,17 @@ def find_targets(
     if names is None:
         targets = [t for t in TARGETS if t.column in columns]
     else:
-        targets = [known.get(name) or Target(name, name, "participant") for name in names]
+        own = {name for name in names if table is not None and name in table.columns}
+        if table is not None and "scanner" in own:
+            raise EvaluationError(
+                f"target scanner: it is the scanner that scans name, and {table.path} has a column scanner as well; "
+                "rename that column to ask about it, or drop it to ask about the scans' own",
+                public="The label table has a column scanner, which is not the one that the scans name.",
+            )
+        of_own = {name for name in own if name in known and known[name].column != name}
+        targets = [
+            known[name] if name in known and name not in of_own else Target(name, name, "participant") for name in names
+        ]
     grades, found = {**ORDERS, **(orders or {})}, []
     for target in targets:
         if target.column not in columns:
@@ -139,7 +168,7 @@ def find_targets(
             )
         target = replace(target, order=grades.get(target.column, ()))
         cells = [cell for cell in column_values(target.column, data, table) if cell]
-        if target.name != "disease" and any(SEPARATOR in cell for cell in cells):
+        if not _is_disease(target) and any(SEPARATOR in cell for cell in cells):
             parts = {part for cell in cells for part in _parts(cell)}
             labels = sorted(part for part in parts if part.lower() not in HEALTHY)
             found += [replace(target, name=f"{target.name}:{label}", label=label) for label in labels]
@@ -149,14 +178,18 @@ def find_targets(
 
 
 def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Cases:
-    """Join the target's labels to the embeddings. Raises Skip without labels, or for `disease` with only one class."""
+    """Join the target's labels to the embeddings.
+
+    Raises Skip without labels, for `disease` with only one class, and for a column that is neither of numbers nor of
+    classes: numbers with words among them, a text of its own for most participants, or one class in two spellings.
+    """
     values = column_values(target.column, data, table)
     rows = np.array([i for i, value in enumerate(values) if value is not None], dtype=int)
     if rows.size == 0:
         raise Skip(f"No acquisition has a label in column {target.column}.")
     kept = [str(values[i]) for i in rows]
     participant, unlabelled = data.participant[rows], len(values) - len(rows)
-    if target.name == "disease":
+    if _is_disease(target):
         healthy = [all(part.lower() in HEALTHY for part in _parts(v)) for v in kept]
         if all(healthy) or not any(healthy):
             raise Skip(
@@ -172,12 +205,14 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
     numbers = [as_number(v) for v in kept]
     numeric = target.label is None and None not in numbers
     if numeric and len(set(numbers)) > MANY_NUMBERS:
-        # Measurements of an eye, such as thickness, must not be averaged over both eyes of a participant.
-        label, classes = np.array(numbers, dtype=float), None
-        unit, unit_name = (
-            (data.acquisition[rows], "acquisition") if target.unit == "acquisition" else (data.eye_id[rows], "eye")
-        )
-        return Cases(target, rows, label, classes, participant, unit, unit_name, unlabelled)
+        # Measurements of an eye, such as thickness, must not be averaged over both eyes of a participant. A scan of
+        # unknown laterality may be of either, so it is a case of its own.
+        by_eye = np.array([data.laterality[i] is not None for i in rows]) & (target.unit != "acquisition")
+        unit = np.where(by_eye, data.eye_id[rows], data.acquisition[rows])
+        unit_name: Unit = "eye" if by_eye.any() else "acquisition"
+        return Cases(target, rows, np.array(numbers, dtype=float), None, participant, unit, unit_name, unlabelled)
+    if target.label is None and not numeric:
+        _require_classes(target.column, kept, participant)
     if target.label is not None:
         kept = [target.label if target.label in _parts(v) else f"no {target.label}" for v in kept]
     else:
@@ -186,6 +221,37 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
     label = np.array([classes.index(v) for v in kept])
     unit, unit_name = _unit(target.unit, data, rows, label)
     return Cases(target, rows, label, classes, participant, unit, unit_name, unlabelled, ordered=ordered)
+
+
+def _is_disease(target: Target) -> bool:
+    """Whether the target is made of diagnoses: healthy, or any other."""
+    return target.name == "disease" and target.column == "diagnosis"
+
+
+def _require_classes(column: str, cells: Sequence[str], participant: np.ndarray) -> None:
+    """Raises Skip unless the cells, not all of them numbers, are classes."""
+    words = [cell for cell in cells if as_number(cell) is None]
+    if len(words) <= len(cells) / 2 and len(set(cells) - set(words)) > MANY_NUMBERS:
+        # As classes, every number would be one of its own.
+        among = f"{len(cells) - len(words)} of {len(cells)} labels in column {column} are finite numbers, the others"
+        remedy = "write numbers, or leave those cells empty"
+        raise Skip(f"{among} are not ({', '.join(sorted(set(words))[:3])}); {remedy}.", f"{among} are not; {remedy}.")
+    spelt: dict[str, str] = {}
+    for cell in cells:
+        known = spelt.setdefault(" ".join(cell.lower().split()), cell)
+        if known != cell:
+            remedy = "spell them alike, or they are two classes"
+            raise Skip(
+                f"Column {column} has {known} and {cell}; {remedy}.",
+                f"Column {column} spells one label in two ways; {remedy}.",
+            )
+    alone = Counter(cell for cell, _ in set(zip(cells, participant.tolist(), strict=True)))
+    people = len(set(participant.tolist()))
+    if len(spelt) > MANY_NUMBERS and sum(n == 1 for n in alone.values()) > people / 2:
+        raise Skip(
+            f"Column {column} has {len(spelt)} different texts for {people} participants, which are no classes; write "
+            "dates and amounts as plain numbers."
+        )
 
 
 def _parts(cell: str) -> list[str]:
@@ -245,13 +311,19 @@ def make_rounds(
             if len(np.unique(cases.participant[(cases.label == k) & counted])) >= needed
         ]
         if len(enough) < 2:
+            who = "to learn from" if design == "recommended_split" else "who can be tested, one for each fold"
+            found = f"{len(cases.classes)} class{'es' * (len(cases.classes) != 1)}"
             raise Skip(
-                f"Fewer than two classes of {cases.target.column} have {needed} participants each to learn from."
+                f"Fewer than two classes of {cases.target.column} have {needed} participants each {who}: "
+                f"{len(np.unique(cases.participant[counted]))} labelled participants, {found}."
             )
         keep = np.isin(cases.label, enough)
         cases, train, tested = _only_classes(cases, enough), train[keep], tested[keep]
         if len(np.unique(cases.label[tested])) < 2:
-            raise Skip(f"The test participants have fewer than two classes of {cases.target.column}.")
+            raise Skip(
+                f"The {len(np.unique(cases.participant[tested]))} test participants have fewer than two classes of "
+                f"{cases.target.column}."
+            )
     participants_tested = len(np.unique(cases.participant[tested]))
     if design == "recommended_split":
         if participants_tested < 2 or len(np.unique(cases.participant[train])) < 6:
@@ -276,21 +348,21 @@ def participant_folds(
     of (participant, label) and the seed, not on the order of rows.
     """
     names, member = np.unique(participant, return_inverse=True)
-    if stratify:
-        # A participant with rows of two classes counts as the rarer class, which is harder to balance.
-        rarity = np.bincount(label)[label]
-        # Rarest first: np.unique then finds the rarest class of each participant.
-        order = np.lexsort((label, rarity))
-        first = np.unique(member[order], return_index=True)[1]
-        stratum = label[order][first]
-    else:
-        stratum = fifths(member, label)
+    stratum = rarest_class(member, label) if stratify else fifths(member, label)
     # Shuffle, sort by stratum and deal out in turn: every fold gets its share of each stratum.
     shuffled = np.random.default_rng(seed).permutation(len(names))
     dealt = shuffled[np.argsort(stratum[shuffled], kind="stable")]
     fold = np.empty(len(names), dtype=int)
     fold[dealt] = np.arange(len(names)) % folds
     return fold[member]
+
+
+def rarest_class(member: np.ndarray, label: np.ndarray) -> np.ndarray:
+    """Class of each group; of a group with rows of several classes the rarest, which is hardest to balance."""
+    rarity = np.bincount(label)[label]
+    # Rarest first: np.unique then finds the rarest class of each group.
+    order = np.lexsort((label, rarity))
+    return label[order][np.unique(member[order], return_index=True)[1]]
 
 
 def fifths(member: np.ndarray, label: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 from octfm.encoder.embeddings import read_embeddings
 from octfm.encoder.encoder import seen_by
 from octfm.errors import EvaluationError
-from octfm.evaluation.probe import RESAMPLES, probe
+from octfm.evaluation.probe import probe
 
 
 def probe_together(
@@ -18,12 +18,13 @@ def probe_together(
     *,
     targets: Sequence[str] | None = None,
     allow_seen: bool = False,
-    resamples: int = RESAMPLES,
+    resamples: int | None = None,
 ) -> dict[str, Any]:
     """The result of `octfm.evaluation.probe` for the pretrained encoders of `runs`; the first is the reference.
 
-    If the runs' own probes used one design, it is used again and reproduces their numbers; otherwise the design is
-    "auto". Raises EvaluationError if a run has no embeddings, if they are not of the same acquisitions, or if any run
+    The design, readout and seeds that the runs' own probes have in common are used again, so that numbers are those of
+    the runs' own pages if no run has seen participants whom another tested. What they do not share is `probe`'s
+    default. Raises EvaluationError if a run has no embeddings, if they are not of the same acquisitions, or if any run
     was pretrained on a test participant (unless `allow_seen`).
     """
     encoders = []
@@ -37,16 +38,21 @@ def probe_together(
             )
         encoders.append(replace(read_embeddings(path), name=name))
     seen = [seen_by(run) for run in runs.values()]
-    options: dict[str, Any] = {"targets": targets, "allow_seen": allow_seen, "resamples": resamples, **_design(runs)}
+    options: dict[str, Any] = {"targets": targets, "allow_seen": allow_seen, "resamples": resamples, **_settings(runs)}
     return probe(encoders, labels, seen=lambda p: any(is_seen(p) for is_seen in seen), **options)
 
 
-def _design(runs: Mapping[str, Path]) -> dict[str, Any]:
-    settings = [
+def _settings(runs: Mapping[str, Path]) -> dict[str, Any]:
+    """The settings that all of the runs' own probes have in common."""
+    own = [
         json.loads((run / "probe.json").read_text())["settings"]
         for run in runs.values()
         if (run / "probe.json").is_file()
     ]
     # Folds only where they are used: other designs store None or a default.
-    known = {(s["design"], s["folds"] if s["design"] == "k-fold" else None) for s in settings}
-    return dict(zip(("design", "folds"), known.pop(), strict=True)) if len(known) == 1 else {}
+    designs = {(s["design"], s["folds"] if s["design"] == "k-fold" else None) for s in own}
+    found: dict[str, Any] = dict(zip(("design", "folds"), designs.pop(), strict=True)) if len(designs) == 1 else {}
+    for name in ("readout", "seeds", "seed"):
+        if len(values := {s[name] for s in own if name in s}) == 1:
+            found[name] = values.pop()
+    return found

@@ -9,10 +9,21 @@ import numpy as np
 from octfm.catalog.labels import read_labels
 from octfm.encoder.embeddings import Embeddings, align, read_embeddings
 from octfm.errors import EvaluationError
-from octfm.evaluation.cases import Cases, Design, Round, Skip, fifths, find_targets, make_cases, make_rounds
+from octfm.evaluation.cases import (
+    Cases,
+    Design,
+    Round,
+    Skip,
+    fifths,
+    find_targets,
+    make_cases,
+    make_rounds,
+    rarest_class,
+)
 from octfm.evaluation.probe import RESAMPLES, against_the_first, choose_design, describe, drawn, predict, rows_seen
 from octfm.evaluation.readouts import Readout
-from octfm.evaluation.scoring import PLANNED, correct, score
+from octfm.evaluation.scoring import PLANNED, correct, planned_metrics, score
+from octfm.evaluation.statistics import enough_resamples
 from octfm.io.location import Location
 from octfm.io.progress import Progress
 
@@ -32,7 +43,7 @@ def label_efficiency(
     folds: int | None = None,
     fractions: Sequence[float] = FRACTIONS,
     seeds: int = 3,
-    resamples: int = RESAMPLES,
+    resamples: int | None = None,
     seed: int = 0,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Probe with fractions of the training participants: (results, comparisons), as in probe.json.
@@ -42,25 +53,27 @@ def label_efficiency(
     and resamples; p values are corrected over all comparisons. Each seed draws its own order of participants, and
     larger fractions contain the smaller ones. The test participants stay the same; in k-fold, each fold draws its
     subset from its training participants. Intervals cover other participants, other draws of the subset and, for an
-    arm with several draws, of the network: seeds take them in turn.
+    arm with several draws, of the network: seeds take them in turn. `resamples` None: as in `probe`.
     """
     encoders = align([e if isinstance(e, Embeddings) else read_embeddings(e) for e in embeddings])
     first, table = encoders[0], read_labels(labels) if labels is not None else None
     seen_rows, (chosen, folds) = rows_seen(first, seen), choose_design(first, design, folds)
     rows: list[dict[str, Any]] = []
     comparisons: list[dict[str, Any]] = []
-    found = find_targets(targets, first, table, orders)
-    with Progress("label efficiency", len(found) * len(fractions) * len(encoders), "fits") as progress:
-        for target in found:
-            try:
-                cases, rounds = make_rounds(
-                    make_cases(target, first, table), first, chosen, seen_rows, allow_seen, folds, seed
-                )
-            except Skip as reason:
-                # As in `probe`: a rare label of a multi-label column is skipped even if the column was named.
-                if targets is not None and target.label is None:
-                    raise EvaluationError(f"target {target.name}: {reason}") from None
-                continue
+    asked: list[tuple[Cases, list[Round]]] = []
+    for target in find_targets(targets, first, table, orders):
+        try:
+            cases = make_cases(target, first, table)
+            asked.append(make_rounds(cases, first, chosen, seen_rows, allow_seen, folds, seed))
+        except Skip as reason:
+            # As in `probe`: a rare label of a multi-label column is skipped even if the column was named.
+            if targets is not None and target.label is None:
+                raise EvaluationError(f"target {target.name}: {reason}") from None
+    if resamples is None:
+        metrics = sum(len(planned_metrics(cases)) for cases, _ in asked)
+        resamples = enough_resamples(metrics * len(fractions) * (len(encoders) - 1), RESAMPLES)
+    with Progress("label efficiency", len(asked) * len(fractions) * len(encoders), "fits") as progress:
+        for cases, rounds in asked:
             # With equal seeds, subsets are the same for every encoder, which pairs the comparisons.
             for fraction in fractions:
                 # The tested folds are the same for all seeds; the draw of training participants varies.
@@ -78,19 +91,19 @@ def label_efficiency(
                     scored.append(score(cases, encoder.name, runs, facts, resamples, seed, only=PLANNED))
                 rows += [s.row for of_encoder in scored for s in of_encoder]
                 of_fraction = {name: facts[name] for name in ("fraction", "n_train_participants")}
-                comparisons += [of_fraction | c for c in against_the_first(scored, target.leakage)]
+                comparisons += [of_fraction | c for c in against_the_first(scored, cases.target.leakage)]
     return rows, correct(comparisons)
 
 
 def subset(cases: Cases, whole: Round, fraction: float, seed: int) -> Round:
     """The round with a fraction of its training participants: the same from each class, but at least two.
 
-    For regression, fifths of the labels take the place of classes.
-    Nested: with the same seed, a larger fraction contains every participant of a smaller one.
+    A participant with eyes of two classes counts as the rarer one, as in folds. For regression, fifths of the labels
+    take the place of classes. With the same seed, a larger fraction contains every participant of a smaller one.
     """
     participant, label = cases.participant[whole.train], cases.label[whole.train]
-    names, first, member = np.unique(participant, return_index=True, return_inverse=True)
-    stratum = fifths(member, label) if cases.classes is None else label[first]
+    names, member = np.unique(participant, return_inverse=True)
+    stratum = fifths(member, label) if cases.classes is None else rarest_class(member, label)
     kept = np.zeros(len(names), bool)
     # One order for all fractions: a larger subset takes more from the front of each class.
     order = np.random.default_rng((seed, 2)).permutation(len(names))

@@ -10,12 +10,32 @@ import numpy as np
 from octfm.catalog.labels import read_labels
 from octfm.encoder.embeddings import Embeddings, align, read_embeddings
 from octfm.errors import EvaluationError
-from octfm.evaluation.cases import Cases, Design, Round, Skip, find_targets, make_cases, make_rounds
+from octfm.evaluation.cases import (
+    Cases,
+    Design,
+    Round,
+    Skip,
+    Target,
+    find_targets,
+    log_share,
+    make_cases,
+    make_rounds,
+)
 from octfm.evaluation.metrics import ExtraMetric
 from octfm.evaluation.readouts import Readout, fit_predict
 from octfm.evaluation.results import Result
-from octfm.evaluation.scoring import BUILT_IN, HEADLINE, Predictions, Scored, compare_scored, correct, finite, score
-from octfm.evaluation.statistics import interval, mean_of
+from octfm.evaluation.scoring import (
+    BUILT_IN,
+    HEADLINE,
+    Predictions,
+    Scored,
+    compare_scored,
+    correct,
+    finite,
+    planned_metrics,
+    score,
+)
+from octfm.evaluation.statistics import enough_resamples, interval, mean_of
 from octfm.io.location import Location, location, write_whole
 from octfm.io.progress import Progress
 
@@ -45,7 +65,7 @@ def probe(
     allow_seen: bool = False,
     folds: int | None = None,
     seeds: int = 1,
-    resamples: int = RESAMPLES,
+    resamples: int | None = None,
     seed: int = 0,
     commands: Sequence[str] = (),
     metrics: Sequence[ExtraMetric] = (),
@@ -59,6 +79,8 @@ def probe(
         training part, and the folds are made of the others.
     design: `recommended_split` fits on train and val and tests on test; `auto` chooses it if the data have both sides,
         and `k-fold` otherwise (`folds`, default 5).
+    resamples: of participants; None: RESAMPLES, or more if so many differences are planned that Holm's correction would
+        reject none of them.
     seeds: repeat folds with this many seeds; intervals then resample seeds as well as participants.
     orders: columns whose classes are grades, lowest first.
     targets: label columns; one that cannot be probed raises EvaluationError. None takes every known column that is
@@ -80,20 +102,24 @@ def probe(
     comparisons: list[dict[str, Any]] = []
     skipped: list[dict[str, str]] = []
     by_label: dict[str, list[list[list[Scored]]]] = {}
-    found = find_targets(targets, first, table, orders)
-    with Progress("probe", len(found) * len(encoders), "fits") as progress:
-        for target in found:
-            try:
-                cases = make_cases(target, first, table)
-                per_seed = [
-                    make_rounds(cases, first, chosen, seen_rows, allow_seen, folds, seed + s) for s in range(seeds)
-                ]
-            except Skip as reason:
-                # A rare label of a multi-label column is skipped even if the column was named.
-                if targets is not None and target.label is None:
-                    raise EvaluationError(f"target {target.name}: {reason}", public=str(reason)) from None
-                skipped.append({"target": target.name, "sentence": str(reason)})
-                continue
+    asked: list[tuple[Target, list[tuple[Cases, list[Round]]]]] = []
+    for target in find_targets(targets, first, table, orders):
+        try:
+            cases = make_cases(target, first, table)
+            rounds = [make_rounds(cases, first, chosen, seen_rows, allow_seen, folds, seed + s) for s in range(seeds)]
+        except Skip as reason:
+            # A rare label of a multi-label column is skipped even if the column was named.
+            if targets is not None and target.label is None:
+                raise EvaluationError(f"target {target.name}: {reason}", public=reason.public) from None
+            skipped.append({"target": target.name, "sentence": str(reason)})
+            continue
+        asked.append((target, rounds))
+    if resamples is None:
+        means = {target.column for target, _ in asked if target.label is not None}
+        metrics_planned = len(means) + sum(len(planned_metrics(rounds[0][0])) for _, rounds in asked)
+        resamples = enough_resamples(metrics_planned * len(pairs_of(encoders)), RESAMPLES)
+    with Progress("probe", len(asked) * len(encoders), "fits") as progress:
+        for target, per_seed in asked:
             facts = describe(per_seed[0][0], per_seed[0][1], chosen, seen_rows) | {"readout": readout}
             per_encoder = []
             for encoder in progress.over(encoders):
@@ -148,25 +174,28 @@ def write_probe(path: str | Location, result: dict[str, Any]) -> Location:
     return where
 
 
-def summary_lines(result: dict[str, Any]) -> list[str]:
-    """Lines for a terminal: one per target, encoder and headline metric, one per note on them, then one per
-    comparison."""
+def summary_lines(result: dict[str, Any], file: str = "probe.json") -> list[str]:
+    """Lines for a terminal: one per target, encoder and headline metric, one on guessing per target, one per note,
+    then one per comparison. `file` holds the result; of a probe, a note on few participants names the other design."""
     lines: list[str] = []
     noted: dict[tuple[str, str], list[str]] = {}
+    guessing: dict[str, dict[str, str]] = {}
     for r in result["results"]:
         if r["metric"] not in HEADLINE:
             continue
+        guessing.setdefault(r["target"], {})[r["metric"]] = f"{r['metric']} {r['chance']:.3g}"
         between = f" ({r['low']:.3f} to {r['high']:.3f})" if r["low"] is not None else ""
         estimate = "undefined" if r["estimate"] is None else f"{r['estimate']:.3f}"
         flag = f"; {r['seen_test_participants']} of them seen in pretraining" if r["seen_test_participants"] else ""
         if r["note"]:
-            few = "fewer than" in r["note"] and r["design"] == "recommended_split"
+            few = "fewer than" in r["note"] and r["design"] == "recommended_split" and file == "probe.json"
             said = r["note"] + few * " --design k-fold tests every participant."
             noted.setdefault((r["target"], said), []).append(r["encoder"])
         if draws := [value for value in r.get("per_draw", ()) if value is not None]:
             between += f", {len(draws)} draws from {min(draws):.3f} to {max(draws):.3f}"
         who = f"{r['n_test_participants']} participants{flag}"
         lines.append(f"{r['target']:<12} {r['metric']:<18} {r['encoder']:<12} {estimate}{between}, {who}")
+    lines += [f"{target:<12} guessing gives {', '.join(each.values())}" for target, each in guessing.items()]
     for (target, said), whose in noted.items():
         every = {r["encoder"] for r in result["results"] if r["target"] == target}
         lines.append(f"{target:<12} " + ("" if {*whose} == every else f"{', '.join(dict.fromkeys(whose))}: ") + said)
@@ -177,7 +206,7 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
             lines.append(f"{c['target']:<12} {c['metric']:<18} {c['a']} is {c['verdict']} against {c['b']}: {numbers}")
     hidden = sorted({r["metric"] for r in result["results"]} - set(HEADLINE))
     if hidden:
-        lines.append(f"probe.json also holds {', '.join(hidden)}")
+        lines.append(f"{file} also holds {', '.join(hidden)}")
     return lines + [f"{s['target']:<12} skipped: {s['sentence']}" for s in result["skipped"]]
 
 
@@ -247,9 +276,7 @@ def predict(cases: Cases, rounds: Sequence[Round], encoder: Embeddings, readout:
         values.append(value)
         chosen.append(setting)
         if num_classes:
-            share = np.bincount(y, minlength=num_classes) / len(y)
-            # The floor avoids −inf for a class that is absent from a small training subset.
-            priors.append(np.tile(np.log(np.maximum(share, 1e-6)), (len(new), 1)))
+            priors.append(np.tile(log_share(cases, r.train), (len(new), 1)))
         if cases.kind == "ordinal":
             # Kappa needs a grade. A linear probe gets a proportional-odds model; the others give one directly.
             if readout == "linear":
@@ -280,15 +307,22 @@ def drawn(encoder: Embeddings) -> list[Embeddings]:
 
 
 def compared(per_encoder: list[list[Scored]], encoders: Sequence[Embeddings], leakage: bool) -> list[dict[str, Any]]:
-    """Compare the first encoder with each of the others, and every joint arm with each of its other parts."""
+    """Compare the encoders of `pairs_of` on every metric."""
     by_name = {scored[0].encoder: scored for scored in per_encoder}
-    first, found = per_encoder[0][0].encoder, against_the_first(per_encoder, leakage)
-    for arm in encoders:
-        if arm.name == first:
-            continue
-        for part in (name for name, _ in arm.parts if name in by_name and name != first):
-            pairs = zip(by_name[arm.name], by_name[part], strict=True)
-            found += [compare_scored(a, b, leakage=leakage) for a, b in pairs]
+    return [
+        compare_scored(a, b, leakage=leakage)
+        for one, other in pairs_of(encoders)
+        for a, b in zip(by_name[one], by_name[other], strict=True)
+    ]
+
+
+def pairs_of(encoders: Sequence[Embeddings]) -> list[tuple[str, str]]:
+    """Names of encoders that are compared: the first with each of the others, and every joint arm with its other
+    parts."""
+    (first, *_), names = encoders, {e.name for e in encoders}
+    found = [(first.name, other.name) for other in encoders[1:]]
+    for arm in encoders[1:]:
+        found += [(arm.name, part) for part, _ in arm.parts if part in names and part != first.name]
     return found
 
 

@@ -224,7 +224,10 @@ def _by_content(uri: str) -> str:
     # Formats without magic bytes: known by their name, with a size or a second file that fits.
     if zeiss_img.fits(uri, file_size(uri)):
         return "zeiss_img"
-    return "optovue" if optovue.fits(uri) else DICOM
+    if optovue.fits(uri):
+        return "optovue"
+    metaimage.refuse_data_file(uri)
+    return DICOM
 
 
 def is_nifti(head: bytes) -> bool:

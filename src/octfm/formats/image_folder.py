@@ -17,6 +17,7 @@ from octfm.io.location import Location
 
 MAX_BYTES = heyex_xml.MAX_BYTES
 SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".jpg", ".jpeg")
+OR_SINGLE = ", or, if each image is a scan of its own, add --layouts line"
 
 
 def open_bscans(uri: str) -> Bscans:
@@ -80,7 +81,7 @@ def sort_out(places: list[str], uri: str) -> tuple[list[str], tuple[int, int], t
         raise ReadError(
             "mixed_images",
             f"{uri}: {PurePath(culprit).name} may or may not be one of its B-scans: {why}; "
-            "keep only the B-scans of one volume in a folder",
+            f"keep only the B-scans of one volume in a folder{OR_SINGLE}",
         )
     try:
         return numbered(kept, uri), size, tuple(aside)
@@ -125,7 +126,7 @@ def numbered(places: list[str], uri: str) -> list[str]:
         raise ReadError(
             "mixed_images",
             f"{uri}: {len(places)} images whose names differ in more than one number, for example {example}; "
-            "keep one volume per folder",
+            f"keep one volume per folder{OR_SINGLE}",
         )
     # Odd elements of re.split are the numbers.
     numbers = {int(part[differing[0]]): place for part, place in zip(parts, places, strict=True)}

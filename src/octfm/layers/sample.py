@@ -9,7 +9,7 @@ from octfm.errors import ConfigError
 from octfm.phantom import SCANNERS
 from octfm.phantom.eye import sample_eye
 from octfm.phantom.native.eye import render_eye
-from octfm.volume.etdrs import field_of_volume, measure_grid
+from octfm.volume.etdrs import field_of_volume, measure_around, measure_grid
 from octfm.volume.volume import Volume
 
 SEVERITY = {"healthy": 0.5, "drusen": 0.7, "dme": 0.6}
@@ -21,8 +21,15 @@ SIZE = (20, 256, 192)
 @dataclass(frozen=True, eq=False)
 class Sample:
     volume: Volume
+    retina_um: np.ndarray
+    """[D, W]: true thickness, ILM to BM, at the A-scans of the image."""
     centre_um: float
-    """True thickness of the central ETDRS zone, ILM to BM, at the A-scans of the image and around the true pit."""
+    """Its mean in the central ETDRS zone around the true pit."""
+
+    def centre_at(self, place_mm: tuple[float, float]) -> float:
+        """Its mean in the central zone around another place on the fundus."""
+        grid = measure_around(place_mm, self.retina_um, field_of_volume(self.volume), self.volume.laterality)
+        return grid.mean_um["centre"] or np.nan
 
 
 def samples(names: Iterable[str] = ()) -> list[Sample]:
@@ -39,5 +46,5 @@ def samples(names: Iterable[str] = ()) -> list[Sample]:
             1000 * truth.spacing_mm[1] * (truth.surface(s) - truth.surface("ilm")) for s in ("bm", "ipl_inl")
         )
         grid = measure_grid(retina, field_of_volume(volume), volume.laterality, pit_map_um=inner)
-        made.append(Sample(volume, grid.mean_um["centre"] or np.nan))
+        made.append(Sample(volume, retina, grid.mean_um["centre"] or np.nan))
     return made

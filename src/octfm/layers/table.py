@@ -34,7 +34,7 @@ from octfm.layers.zones import (
 )
 from octfm.models.layer_net import MASKS
 from octfm.volume.pixel_copies import fingerprint
-from octfm.volume.volume import Volume
+from octfm.volume.volume import Laterality, Volume
 from octfm.weights.packaged import NOTE
 
 ACCEPTED = "nothing speaks against it"
@@ -96,6 +96,7 @@ def write_table(
     device: str | None = None,
     corrections: Mapping[str, Corrections] | None = None,
     only_corrected: bool = False,
+    eyes: Mapping[str, Laterality | None] | None = None,
     also: Callable[[str, ScanSegmentation], None] | None = None,
     echo: Echo = print,
 ) -> int:
@@ -107,6 +108,7 @@ def write_table(
     so, unless `corrections` has the scan. `finder` and `device` are those of `segment`. `also` is called with each
     source and what was found in it, before its row is written.
     corrections: fingerprint of a scan → what somebody has corrected in it; its row is made anew, and says so.
+    eyes: scan → the eye that its path names; see Volume.with_eye.
     only_corrected: read every scan, but segment and add only those with corrections, so that all rows are somebody's.
     Returns the number of new or changed rows. Raises EvaluationError if `out` is something else than such a table, has
     rows of another network or, with `only_corrected`, of scans that nobody has corrected, or is being written by
@@ -114,7 +116,7 @@ def write_table(
     """
     finder = finder or load_finder(device=device)
     with only_writer(out):
-        return _add_rows(sources, out, limits, finder, corrections or {}, only_corrected, also, echo)
+        return _add_rows(sources, out, limits, finder, corrections or {}, only_corrected, eyes or {}, also, echo)
 
 
 def _add_rows(
@@ -124,6 +126,7 @@ def _add_rows(
     finder: LayerFinder,
     corrections: Mapping[str, Corrections],
     only_corrected: bool,
+    eyes: Mapping[str, Laterality | None],
     also: Callable[[str, ScanSegmentation], None] | None,
     echo: Echo,
 ) -> int:
@@ -149,7 +152,9 @@ def _add_rows(
         if source in done or (source in known and not corrections):
             continue
         try:
-            volume = given if isinstance(given, Volume) else read_volume(given, raster_only=False, limits=limits)
+            volume = given
+            if not isinstance(volume, Volume):
+                volume = read_volume(volume, raster_only=False, limits=limits).with_eye(eyes.get(source))
             by_hand = corrections.get(fingerprint(volume.voxels)) if corrections else None
             if by_hand is None and (source in known or only_corrected):
                 continue

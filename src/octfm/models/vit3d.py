@@ -24,6 +24,8 @@ Rotary = tuple[Tensor, Tensor]
 """Cosines and sines of `rotary`, or factors of `turn_qkv`."""
 Intensity = tuple[float, float] | Literal["own"]
 """Mean and standard deviation of grey values from 0 to 1; `own`: those of each volume, as in the prototype."""
+STANDARDISED = 16.0
+"""Floats with values below 0 and none above this are standardised, not grey values from 0 to 255."""
 Side = Annotated[int, Field(ge=1, le=1024)]
 """Voxels along one axis of a patch."""
 
@@ -254,7 +256,8 @@ class VisionTransformer3D(nn.Module):
         """Tokens [B, N, D] of prepared volumes, as in timm: all of the grid, or those at flat grid indices [B, M].
 
         `voxels`: [B, 1, D, H, W] or [B, D, H, W], 0 to 255, uint8 or float, as stores and `Encoder.prepare` hold them;
-        they are normalised here. Raises ConfigError on another shape, and in a network that is not part of an encoder.
+        they are normalised here. Raises ConfigError on another shape, on floats that were scaled or standardised
+        already (outside compiled and traced code), and in a network that is not part of an encoder.
         """
         voxels = voxels.unsqueeze(1) if voxels.ndim == 4 else voxels
         expected = [1, *(n * p for n, p in zip(self.grid.shape, self.config.patch_size, strict=True))]
@@ -271,8 +274,10 @@ class VisionTransformer3D(nn.Module):
         if self.intensity == "own":
             whole = voxels.flatten(1).float()
             mean, std = whole.mean(1)[:, None, None], whole.std(1).clamp_min(1e-6)[:, None, None]
-            return self((patches_BMP.float() - mean) / std, index_BM)
-        return self(normalise(patches_BMP, *self.intensity), index_BM)
+            return self(((patches_BMP.float() - mean) / std).to(self.norm.weight.dtype), index_BM)
+        if voxels.is_floating_point() and not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+            _require_grey_values(voxels)
+        return self(normalise(patches_BMP, *self.intensity).to(self.norm.weight.dtype), index_BM)
 
     def feature_map(self, voxels: Tensor) -> Tensor:
         """All tokens of prepared volumes as an image, channels first, [B, D, d, h, w], as decoders of MONAI take it."""
@@ -285,6 +290,7 @@ class VisionTransformer3D(nn.Module):
             return pooled(tokens_BMD, counts_BM, pool)
         if self.summary is None:
             raise ConfigError("pool=summary: this encoder has no summary (model.summary is 0); choose another pooling")
+        tokens_BMD = tokens_BMD.to(self.summary.query.dtype)
         return self.summary(tokens_BMD, counts_BM.unsqueeze(1) > 0, index_BM).squeeze(1)
 
     def forward(
@@ -323,6 +329,18 @@ class VisionTransformer3D(nn.Module):
             x_BMD = through(block, x_BMD, turn, self.config.activation_checkpointing)
             stream.append(x_BMD)
         return stream
+
+
+def _require_grey_values(voxels: Tensor) -> None:
+    """Raises ConfigError for floats that are not grey values from 0 to 255: normalised twice, all scans look alike."""
+    if not voxels.numel():
+        return
+    least, most = torch.stack(voxels.detach().aminmax()).tolist()
+    if 0 < most <= 1 or (least < 0 and most < STANDARDISED):
+        raise ConfigError(
+            f"expected voxels from 0 to 255, which are normalised here, got {least:.3g} to {most:.3g}; give them as "
+            "the store has them, without a scaling of your own"
+        )
 
 
 def bscan_weights(network: VisionTransformer3D) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from octfm.pretraining.monitors.health import HealthConfig
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import MAY_CHANGE, PretrainConfig, stored_config
 from octfm.run import checkpoint
@@ -29,7 +30,7 @@ def load_newest(run: Path) -> tuple[Path, dict[str, Any]]:
     return path, content
 
 
-def healthy_before(run: RunFolder, step: int) -> tuple[Path, dict[str, Any]] | None:
+def healthy_before(run: RunFolder, step: int, config: HealthConfig) -> tuple[Path, dict[str, Any]] | None:
     """The newest whole and healthy checkpoint of `step` updates or fewer."""
     for path in reversed(checkpoint.everywhere(run.path)):
         if checkpoint.step_of(path) > step:
@@ -39,15 +40,24 @@ def healthy_before(run: RunFolder, step: int) -> tuple[Path, dict[str, Any]] | N
         except checkpoint.DamagedCheckpoint:
             continue
         run.require_own(path, content)
-        if RunState.from_dict(content.get("state", {})).healthy:
+        if _healthy(content, config):
             return path, content
     return None
 
 
+def _healthy(content: dict[str, Any], config: HealthConfig) -> bool:
+    return RunState.from_dict(content.get("state", {})).healthy(content["step"], config)
+
+
 def retention(config: PretrainConfig, steps_per_epoch: float) -> Retention:
-    """The config's keep_* settings in steps."""
+    """The config's keep_* settings in steps; the newest checkpoint that a rollback may return to is always kept."""
+
+    def sound(path: Path) -> bool:
+        content = checkpoint.header(path)
+        return content is not None and "step" in content and _healthy(content, config.health)
+
     intervals = [config.keep_every_steps, config.keep_every_epochs and config.keep_every_epochs * steps_per_epoch]
-    return Retention(config.keep_checkpoints, tuple(float(interval) for interval in intervals if interval))
+    return Retention(config.keep_checkpoints, tuple(float(interval) for interval in intervals if interval), sound)
 
 
 def second_destination(config: PretrainConfig, run: RunFolder) -> dict[str, str]:

@@ -46,10 +46,11 @@ class RunState:
     ranks: tuple[float, ...] = ()
     """Effective rank of tissue tokens at the last inspections."""
 
-    @property
-    def healthy(self) -> bool:
-        """Whether a checkpoint of this moment may be returned to."""
-        return not (self.skips or self.doubts or self.faults)
+    def healthy(self, step: int, config: HealthConfig) -> bool:
+        """Whether a checkpoint with this state after `step` updates may be returned to."""
+        # What happened long before it is still listed if nothing has happened since.
+        recent = self.forget_before(step, config)
+        return not (recent.skips or recent.doubts or recent.faults)
 
     def accept(self, loss: float, grad_norm: float, window: int) -> "RunState":
         """The state after an update."""
@@ -80,5 +81,8 @@ class RunState:
             if field.name in values:
                 value = values[field.name]
                 plain[field.name] = tuple(value) if isinstance(value, (list, tuple)) else value
-        plain["rollbacks"] = tuple(Rollback(**rollback) for rollback in plain.get("rollbacks", ()))
+        known = [field.name for field in fields(Rollback)]
+        plain["rollbacks"] = tuple(
+            Rollback(**{name: rollback[name] for name in known}) for rollback in plain.get("rollbacks", ())
+        )
         return cls(**plain)

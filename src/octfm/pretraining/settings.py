@@ -70,7 +70,7 @@ class PretrainConfig(Config):
     ckpt_every_epochs: Epochs | None = None
     """Instead of ckpt_every_steps, in passes over the training volumes."""
     keep_checkpoints: int = Field(default=2, ge=1, le=100_000)
-    """Number of newest checkpoints that are kept."""
+    """Number of newest checkpoints that are kept; the last healthy one is kept as well, for a rollback."""
     keep_every_steps: Every | None = None
     """Also keep the first checkpoint of every such interval for good."""
     keep_every_epochs: Epochs | None = None

@@ -11,6 +11,7 @@ from octfm.pretraining.monitors.measure import validate
 from octfm.pretraining.monitors.online_probe import find_cases, online_probe, tissue_vectors
 from octfm.pretraining.monitors.sample_picture import sample_picture
 from octfm.pretraining.reactions import Reactions
+from octfm.run.checkpoint_writer import best_step
 from octfm.run.folder import RunFolder
 from octfm.run.loop import Session
 from octfm.run.tracking import read_metrics
@@ -78,8 +79,11 @@ class Validation:
             # Scores of vectors that were pooled in another way are not comparable; older rows do not name the pool.
             alike: dict[str, Any] = {"kind": "probe", "target": cases.target, "pool": pool}
             rows = ({"pool": "mean"} | r for r in read_metrics(self.run.metrics))
+            # Compared with the best one that was written: a better one may have been lost to a full disk or a kill.
+            session.writer.wait()
+            best = best_step(self.run.checkpoints)
             # Read before this probe's own row is written.
-            before = [float(r["score"]) for r in rows if alike.items() <= r.items()]
+            before = [float(r["score"]) for r in rows if alike.items() <= r.items() and int(r["step"]) + 1 == best]
             session.metrics.write("probe", step, pool=pool, **row)
             score = f"{row['metric']} {row['score']:.3f} (nearest neighbours {row['knn']:.3f})"
             session.echo(f"step {step + 1}: {cases.target} from frozen features: {score}")

@@ -4,6 +4,8 @@
 (() => {
   const { NONE, bytes, clamp, tokenSlice, tokenAt, voxelOf, decodeTokens, paint, sliceCanvas, frontCanvas, place, drawLines, drawArea,
     drawSides, drawBars, cross, mark } = octfmPaint;
+  // Lower than this, a B-scan begins stretched: on a telephone a retina in true proportions is ten pixels high.
+  const LOW_PX = 100;
   const mm = (value) => `${value.toFixed(3)} mm`;
 
   // ---- one viewer on the page ----
@@ -11,7 +13,7 @@
   function start(root, data) {
     const find = (name) => root.querySelector(`[data-part="${name}"]`);
     const bscanCanvas = find("bscan"), frontCanvasElement = find("enface"), slider = find("slider"), fundusCanvas = find("fundus");
-    const state = { volume: 0, kept: 0, row: 0, column: 0, on: new Set(), opacity: 0.5, stretch: 1, cursor: true, anchor: null, query: null };
+    const state = { volume: 0, kept: 0, row: 0, column: 0, on: new Set(), opacity: 0.5, stretch: 0, cursor: true, anchor: null, query: null };
     const volumes = data.volumes;
     let volume, images = {}, drawn = -1, wheel = 0, spoken = 0, hand = null;
     const corrected = (overlay) => hand && (overlay.key === "segmentation" || overlay.key === "lesions");
@@ -45,7 +47,9 @@
       find("volume").value = index;
       find("front-pane").hidden = !volume.front;
       find("fundus-pane").hidden = !volume.fundus;
+      find("side").hidden = !volume.front && !volume.fundus;
       if (volume.fundus) find("fundus-about").textContent = `${volume.fundus.about}. ${volume.fundus.lines ? "The bright line is the B-scan." : "Where the B-scans lie on it is not known."}`;
+      find("front-about").textContent = volume.frontAbout;
       find("note").textContent = volume.note;
       find("eye").textContent = volume.eye;
       listOverlays();
@@ -65,10 +69,12 @@
         box.addEventListener("change", () => toggle(i));
         label.append(box, ` ${i < 9 ? `${i + 1} ` : ""}${overlay.name}`);
         for (const entry of overlay.legend || []) {
-          const swatch = document.createElement("span");
+          const swatch = document.createElement("span"), together = document.createElement("span");
           swatch.className = "swatch";
           swatch.style.background = `rgb(${entry.colour})`;
-          label.append(" ", swatch, ` ${entry.name}`);
+          together.className = "entry";
+          together.append(swatch, `\u00a0${entry.name}`);
+          label.append(" ", together);
         }
         if (overlay.kind === "scalar") label.append(" ", scale(overlay));
         list.append(label);
@@ -81,7 +87,7 @@
       const two = overlay.low < 0, stops = data.colourMaps[two ? "diverging" : "sequential"], bar = document.createElement("span");
       bar.className = "scale";
       bar.style.background = `linear-gradient(to right, ${stops.filter((_, i) => i % 7 === 0).map((c) => `rgb(${c})`).join(", ")})`;
-      const around = document.createElement("span");
+      const around = Object.assign(document.createElement("span"), { className: "entry" });
       around.append(overlay.low.toPrecision(2), bar, overlay.high.toPrecision(2));
       return around;
     }
@@ -160,7 +166,8 @@
 
     // Canvases have square millimetres, times the axial stretch.
     function layout() {
-      const [D, H, W] = volume.shape, [dz, dy, dx] = volume.shownMm;
+      const [D, H, W] = volume.shape, [dz, dy, dx] = volume.shownMm, wide = bscanCanvas.parentElement.clientWidth;
+      if (!state.stretch && wide) find("stretch").value = state.stretch = [1, 2].find((by) => wide / (W * dx) * H * dy * by >= LOW_PX) || 3;
       const fit = (canvas, width, height) => {
         const room = canvas.parentElement.clientWidth;
         if (!room) return;
@@ -170,7 +177,7 @@
         canvas.width = Math.max(1, Math.round(shown * dpr));
         canvas.height = Math.max(1, Math.round(shown * height / width * dpr));
       };
-      fit(bscanCanvas, W * dx, H * dy * state.stretch);
+      fit(bscanCanvas, W * dx, H * dy * (state.stretch || 1));
       if (volume.front) fit(frontCanvasElement, W * dx, D * dz);
       if (volume.fundus) fit(fundusCanvas, ...volume.fundus.size);
       draw();
@@ -184,7 +191,9 @@
       slider.setAttribute("aria-valuetext", `B-scan ${bscan() + 1} of ${volume.shape[0]}`);
       find("number").textContent = `${bscan() + 1} of ${volume.shape[0]}`;
       find("readout").textContent = readout();
-      const about = [...state.on].sort().map((i) => overlays()[i]).filter((o) => o.about).map((o) => `${o.name}: ${o.about}`);
+      const saying = new Map();
+      for (const o of [...state.on].sort().map((i) => overlays()[i])) if (o.about) saying.set(o.about, [...saying.get(o.about) || [], o.name]);
+      const about = [...saying].map(([text, names]) => `${names.join("; ")}: ${text}`);
       if (find("about").dataset.said !== about.join("\n")) {
         find("about").dataset.said = about.join("\n");
         find("about").replaceChildren(...about.map((text) => Object.assign(document.createElement("p"), { className: "soft", textContent: text })));
@@ -226,7 +235,7 @@
       }
       context.globalAlpha = 1;
       drawSides(context, width, height, volume.sides);
-      if (volume.hasMm) drawBars(context, width, height, volume.shownMm[2] * W, state.stretch === 1 ? 0 : volume.shownMm[1] * H);
+      if (volume.hasMm) drawBars(context, width, height, volume.shownMm[2] * W, state.stretch <= 1 ? 0 : volume.shownMm[1] * H);
       if (state.cursor && !hand?.active()) cross(context, (state.column + 0.5) / W * width, (state.row + 0.5) / H * height, width, height);
       hand?.drawBrush(context, width, height);
       if (state.anchor) mark(context, (state.anchor[2] + 0.5) / W * width, (state.anchor[1] + 0.5) / H * height, state.anchor[0] === k);

@@ -82,13 +82,19 @@ def write_view(
     detail: str = "",
     pictures: Sequence[Picture] = (),
     corrections: dict[str, Any] | None = None,
+    verdict: Sequence[tuple[str, str, str]] = (),
 ) -> Location:
     """Write a page for one volume, under 25 MB; `pictures` stand below the viewer, and a segmentation and overlays from
-    files of their own are shown from the beginning. `corrections`: see `viewer`."""
+    files of their own are shown from the beginning.
+
+    corrections: see `viewer`.
+    verdict: (class, word, sentence) for the top of the page.
+    """
     by_hand = {0: corrections} if corrections else None
     on = ("segmentation", "lesions", *(o.key for o in scene.overlays if o.key.startswith(BESIDE)))
     shown = viewer([scene], alone=True, on=on, corrections=by_hand)
     page = {"title": scene.title, "detail": detail, "viewer": shown, "facts": facts, "pictures": pictures}
+    page |= {"verdict": verdict}
     return write_page(render("view.html.jinja", page), out)
 
 
@@ -101,6 +107,8 @@ def view_facts(volume: Volume, scene: Scene) -> list[tuple[str, str]]:
         ("Eye", {"R": "right", "L": "left"}.get(volume.laterality or "", "unknown")),
         ("B-scans × rows × A-scans", " × ".join(f"{n:,}" for n in scene.voxels.shape)),
         ("Millimetres per step", " × ".join(f"{mm:.4g}" for mm in scene.spacing_mm))
+        if scene.has_mm and scene.is_raster
+        else ("Millimetres per row and A-scan", " × ".join(f"{mm:.4g}" for mm in scene.spacing_mm[1:]))
         if scene.has_mm
         else ("Millimetres", f"unknown: {WHY}"),
     ]
@@ -133,7 +141,8 @@ def _volume(scene: Scene, room: int, correct: dict[str, Any] | None = None) -> d
     """The data that viewer.js needs for one scene, in at most about `room` characters."""
     depth, height, width = scene.voxels.shape
     dz, dy, dx = scene.spacing_mm
-    horizontal = scene.is_raster and not scene.turned
+    plain = {"R": ("T", "N"), "L": ("N", "T")}.get(scene.laterality or "")
+    upright = ("S", "I") if scene.superior_first else None
     facts: dict[str, Any] = {
         "title": scene.title,
         "eye": eye_of(scene),
@@ -142,8 +151,9 @@ def _volume(scene: Scene, room: int, correct: dict[str, Any] | None = None) -> d
         "hasMm": scene.has_mm,
         "shownMm": list(shown_spacing(scene.voxels.shape, scene.spacing_mm, 4)),
         # Other layouts have no sides: a circle ends where it began, and in a star they differ between B-scans.
-        "sides": {"R": ["T", "N"], "L": ["N", "T"]}.get(scene.laterality or "") if horizontal else None,
-        "vertical": ["S", "I"] if scene.superior_first else None,
+        "sides": (scene.ends if scene.turned else plain) if scene.is_raster else None,
+        "vertical": scene.edges if scene.turned and scene.edges else upright,
+        "frontAbout": _about_front(scene),
         "front": _png(front(scene)) if scene.is_raster and depth > 1 else None,
     }
     if correct is not None:
@@ -194,11 +204,23 @@ def _volume(scene: Scene, room: int, correct: dict[str, Any] | None = None) -> d
         note.append(
             f"B-scans are shown at {size[0]} × {size[1]} of {width} × {height} pixels; distances are those of the file."
         )
-    if not scene.is_raster:
+    if depth == 1:
+        note.append("A single B-scan: there is no view from the front.")
+    elif not scene.is_raster:
         note.append(
             "These B-scans do not lie side by side, so there is no view from the front and no distance between them."
         )
     return facts | {"kept": kept, "bscans": coded, "overlays": overlays, "note": " ".join(note)}
+
+
+def _about_front(scene: Scene) -> str:
+    """How the view from the front lies, if not as the fundus does."""
+    if not (scene.is_raster and scene.turned):
+        return ""
+    if scene.ends and scene.ends[0] in "SI":
+        side = "left" if scene.ends[0] == "S" else "right"
+        return f"B-scans run up or down the fundus, so this view lies on its side: superior is on the {side}."
+    return "B-scans run from right to left on the fundus, so this view is mirrored."
 
 
 def _fundus(fundus: Fundus) -> dict[str, Any]:

@@ -6,11 +6,11 @@ const octfmCorrect = (() => {
   const ABSENT = 65535, TOOLS = ["pull", "draw", "remove", "paint", "erase"], NEAR_PX = 14;
   // Rows are kept to a thousandth, as the file has them: the numbers shown are those of the file.
   const kept = (row) => Math.fround(Math.round(row * 1000) / 1000);
-  const words = (name) => name.replaceAll("_", " ");
 
   // hooks: redraw(), at() -> {kept, row, column}, go(kept), on() shows what is corrected.
   function open(root, volume, hooks) {
     const edit = volume.correct, find = (name) => root.querySelector(`[data-part="${name}"]`);
+    const words = (name) => edit.named[name] || name;
     const [D, H, W] = edit.shape, S = edit.surfaces.length, { field, rules } = edit;
     const [ilm, bm, inner] = ["ilm", "bm", "ipl_inl"].map((name) => edit.surfaces.indexOf(name));
     const found = Float32Array.from(new Uint16Array(bytes(edit.rows).buffer), (v) => v === ABSENT ? NaN : kept(v / edit.steps - edit.outside));
@@ -378,6 +378,7 @@ const octfmCorrect = (() => {
         cell(number(now, digits));
         cell(number(was, digits));
         cell(Math.abs(change) >= 0.5 * 10 ** -digits ? `${change > 0 ? "+" : "−"}${Math.abs(change).toFixed(digits)}` : "");
+        cell(edit.ranges[name] ? edit.ranges[name].map((end) => end.toFixed(0)).join(" to ") : "");
         body.append(row);
       };
       const zones = grid.zones || before.zones;
@@ -385,15 +386,41 @@ const octfmCorrect = (() => {
       if (zones) add("within 3 mm", "mm³", grid.zones?.volume, before.zones?.volume, 3);
       if (grid.amounts) edit.reported.forEach((name) => { const i = edit.areas.indexOf(name); add(name, "nl", grid.amounts[i], before.amounts?.[i]); });
       table.querySelector("tbody").replaceWith(body);
-      const said = grid.reasons.length ? [`Do not believe it: ${grid.reasons.join("; ")}.`] : [];
-      if (edit.whyNoZones && !grid.reasons.length) said.push(`${edit.whyNoZones}.`);
-      if (grid.parts.length) said.push(`${grid.parts.join(", ")}: zones there are blank, and volumes of fluid.`);
-      if (grid.zones && !grid.zones.onPit) said.push("No foveal pit was found: the grid is centred on the middle of the scan.");
-      if (grid.zones?.sparse.length) said.push(`B-scans ${grid.zones.apart.toFixed(1)} mm apart are too far apart for: ${[...grid.zones.sparse, ...(grid.amounts ? [] : ["volumes"])].join(", ")}.`);
-      if (grid.zones?.withheld.length) said.push(`Withheld, because network or fovea is unsure there: ${grid.zones.withheld.join(", ")}.`);
-      find("numbers-note").textContent = said.join(" ");
+      // Before anything is corrected, "now", "as found" and "change" would say the same thrice.
+      const changed = history.length > 0;
+      table.classList.toggle("unchanged", !changed);
+      table.classList.toggle("rangeless", !Object.keys(edit.ranges).length);
+      find("now-head").textContent = changed ? "now" : "as found";
+      find("numbers-note").textContent = notes().join(" ");
       find("map-pane").hidden = !grid.zones;
       table.hidden = !body.children.length;
+    }
+
+    // Why zones or volumes are blank, and what else their reader must know; in the words of octfm.layers.zones.
+    function notes() {
+      const { zones } = grid, said = grid.reasons.length ? [`Do not believe it: ${grid.reasons.join("; ")}.`] : [];
+      if (edit.whyNoZones && !grid.reasons.length) said.push(`${edit.whyNoZones[0].toUpperCase()}${edit.whyNoZones.slice(1)}.`);
+      if (grid.parts.length) said.push(`${grid.parts.join(", ")}: zones there are blank, and volumes of fluid.`);
+      if (!zones) return said;
+      if (!zones.onPit) said.push("No foveal pit was found, so the grid is centred on the middle of the scan.");
+      if (Number.isFinite(zones.rival)) said.push(`The foveal pit could also lie ${zones.rival.toFixed(1)} mm away; zones that this would change are withheld.`);
+      if (zones.sparse.length) said.push(`B-scans ${zones.apart.toFixed(1)} mm apart are too far apart for: ${[...zones.sparse, ...(grid.amounts ? [] : ["volumes"])].join(", ")}.`);
+      else if (1 / zones.apart < rules.fewestPerMm) said.push(`${(1 / zones.apart).toFixed(1)} B-scans per mm: the centre, 1 mm wide, changes by several µm with their place.`);
+      else if (edit.uneven) said.push("The B-scans through the centre differ much: the central mean may change by several µm with their place.");
+      if (!field.upright) said.push("No superior and inferior zones: the file does not say which B-scan is superior.");
+      if (rules.sides[0] === "right") said.push("Left and right instead of nasal and temporal: the file does not say which eye it is.");
+      const short = Object.keys(zones.coverage).filter((name) => !(zones.coverage[name] >= rules.covered));
+      if (short.length) said.push(`Less than ${Math.round(100 * rules.covered)}% measured: ${short.join(", ")}.`);
+      if (zones.withheld.length) said.push(`Withheld, because network or fovea is unsure there: ${zones.withheld.join(", ")}.`);
+      if (Object.keys(edit.ranges).length) said.push(`In the last column: ${edit.rangeKind}; it promises nothing for real eyes.`);
+      return said;
+    }
+
+    // What the colours of the map stand for.
+    function mapScale() {
+      const bar = Object.assign(document.createElement("span"), { className: "scale" }), [low, high] = edit.range;
+      bar.style.background = `linear-gradient(to right, ${edit.viridis.filter((_, i) => i % 7 === 0).map((c) => `rgb(${c})`).join(", ")})`;
+      find("map-scale").replaceChildren(`${low}`, bar, `${high} µm`);
     }
 
     function drawMap() {
@@ -451,7 +478,7 @@ const octfmCorrect = (() => {
       find("line").value = state.line;
       find("area").value = state.area;
       find("brush").value = width();
-      find("brush-width").textContent = `${width()} A-scans, ${(width() * edit.mm[2]).toFixed(2)} mm`;
+      find("brush-width").textContent = `${width()} A-scan${width() === 1 ? "" : "s"}, ${(width() * edit.mm[2]).toFixed(2)} mm`;
       find("check").setAttribute("aria-pressed", Boolean(checked[here()]));
       find("undo").disabled = !history.length;
       find("redo").disabled = !future.length;
@@ -493,7 +520,7 @@ const octfmCorrect = (() => {
         const own = labels.get(f) || decoded(edit.labels[f]);
         if (pictures.size > 8) pictures.clear();
         const rgba = new Uint8ClampedArray(4 * H * W), picture = document.createElement("canvas");
-        const colours = edit.areas.map((name) => overlay.legend.find((entry) => entry.name === name)?.colour || [255, 255, 255]);
+        const colours = edit.areas.map((name) => overlay.legend.find((entry) => entry.name === words(name))?.colour || [255, 255, 255]);
         for (let i = 0; i < own.length; i++) if (own[i]) rgba.set([...colours[own[i] - 1], 255], 4 * i);
         picture.width = W;
         picture.height = H;
@@ -549,6 +576,7 @@ const octfmCorrect = (() => {
     for (const [part, options] of [["line", edit.surfaces.map((name, s) => [s, words(name)])], ["area", edit.reported.map((name) => [name, words(name)])]])
       find(part).replaceChildren(...options.map(([value, text]) => Object.assign(document.createElement("option"), { value, textContent: text })));
     find("area-pane").hidden = !edit.reported.length;
+    mapScale();
     for (const option of find("tool").options) if (["paint", "erase"].includes(option.value)) option.disabled = !edit.reported.length;
     find("brush").max = Math.min(W, 400);
     const listen = (part, kind, action) => find(part).addEventListener(kind, action);

@@ -172,29 +172,31 @@ const octfmPaint = (() => {
     context.fillText(text, x, y);
   }
 
+  // Beside the middle, where the cursor lies when a page opens; of a B-scan, which has no `vertical`, in the vitreous.
   function drawSides(context, width, height, sides, vertical) {
-    const pad = 6 * (window.devicePixelRatio || 1);
+    const dpr = window.devicePixelRatio || 1, pad = 6 * dpr, off = 12 * dpr;
     if (sides) {
-      write(context, sides[0], pad, height / 2, "left", "middle");
-      write(context, sides[1], width - pad, height / 2, "right", "middle");
+      const [y, base] = vertical === undefined ? [pad, "top"] : [height / 2 - off, "middle"];
+      write(context, sides[0], pad, y, "left", base);
+      write(context, sides[1], width - pad, y, "right", base);
     }
     if (vertical) {
-      write(context, vertical[0], width / 2, pad, "center", "top");
-      write(context, vertical[1], width / 2, height - pad, "center", "bottom");
+      write(context, vertical[0], width / 2 + off, pad, "center", "top");
+      write(context, vertical[1], width / 2 + off, height - pad, "center", "bottom");
     }
   }
 
-  // A millimetre across, and 0.2 mm down where the two scales differ.
+  // A millimetre across, and 0.2 mm down where the two scales differ; with a dark rim, as tissue may be white.
   function drawBars(context, width, height, wide, deep) {
-    const pad = 10 * (window.devicePixelRatio || 1), across = wide > 2 ? 1 : 0.2, length = across / wide * width, y = height - pad;
-    context.fillStyle = "#fff";
-    context.fillRect(pad, y - 2, length, 3);
-    write(context, `${across} mm`, pad, y - 5, "left", "bottom");
-    if (deep) {
-      const down = 0.2 / deep * height;
-      context.fillRect(pad, y - down, 3, down);
-      write(context, "0.2 mm", pad + 8, y - down, "left", "middle");
+    const dpr = window.devicePixelRatio || 1, pad = 10 * dpr, across = wide > 2 ? 1 : 0.2, y = height - pad, down = deep ? 0.2 / deep * height : 0;
+    const bars = [[pad, y - 2, across / wide * width, 3], ...(deep ? [[pad, y - down, 3, down]] : [])];
+    for (const [colour, rim] of [["rgba(0,0,0,.8)", dpr], ["#fff", 0]]) {
+      context.fillStyle = colour;
+      for (const [left, top, w, h] of bars) context.fillRect(left - rim, top - rim, w + 2 * rim, h + 2 * rim);
     }
+    const roomy = deep && down > 32 * dpr;
+    write(context, deep && !roomy ? `${across} mm across, 0.2 mm deep` : `${across} mm`, pad + (deep ? 6 * dpr : 0), y - 5, "left", "bottom");
+    if (roomy) write(context, "0.2 mm", pad + 8, y - down, "left", "middle");
   }
 
   return { NONE, bytes, clamp, tokenSlice, tokenAt, voxelOf, decodeTokens, paint, sliceCanvas, frontCanvas, place, drawLines, drawArea,

@@ -7,7 +7,7 @@ import pickle
 import struct
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from octfm.io.hashing import keyed_hash
 from octfm.io.location import replacing
 from octfm.run import shards
 from octfm.run.checkpoint_files import name_of, step_of, steps
+from octfm.run.weights_file import write_torch
 
 FORMAT, VERSION = shards.FORMAT, shards.VERSION
 """Version 2 added `state` (RunState) and `checksum`; version 1 is still read."""
@@ -52,13 +53,8 @@ def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
     path = folder / name_of(step)
     whole = {"format": FORMAT, "version": VERSION, "step": step, **content}
     whole["checksum"] = checksum(whole)
-    with replacing(path) as partial, partial.open("wb") as file:
-        sink = _Sink(file)
-        try:
-            torch.save(whole, sink)  # pyright: ignore[reportArgumentType]  (it needs write and flush only)
-        except RuntimeError as error:
-            # torch reports a failed write as a broken archive; the operating system's reason is the useful one.
-            raise sink.error or error from None
+    with replacing(path) as partial:
+        write_torch(partial, whole)
     return path
 
 
@@ -158,23 +154,6 @@ def second_destination(run: Path) -> Path | None:
 def participant_hashes(participants: list[str], key: str) -> list[str]:
     """Keyed hashes of participant ids, sorted."""
     return sorted(keyed_hash(p, key) for p in set(participants))
-
-
-class _Sink:
-    """A file that keeps the error with which writing failed."""
-
-    def __init__(self, file: BinaryIO):
-        self._file, self.error = file, None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
 
 
 def _feed(digest: Any, value: Any) -> None:

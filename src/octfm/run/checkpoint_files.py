@@ -6,7 +6,7 @@ from pathlib import Path
 
 FILE, SHARDS = ".pt", ".dcp"
 _NAME = re.compile(r"step-([0-9]{8,})(\.pt|\.dcp)", re.ASCII)
-_PARTIAL = re.compile(r"step-[0-9]{8,}(\.dcp)?\.partial|\.(best\.json|step-[0-9]{8,}\.pt)\..*\.partial", re.ASCII)
+_PARTIAL = re.compile(r"step-[0-9]{8,}(\.dcp)?\.partial|\.(best\.json|step-[0-9]{8,}\.(pt|dcp))\..*\.partial", re.ASCII)
 _KNOWN = re.compile(r"best\.json|.*\.partial|step-[0-9]{8,}\.damaged[0-9]*", re.ASCII)
 
 
@@ -51,14 +51,27 @@ def left_over(folder: Path) -> list[Path]:
     return [p for p in folder.iterdir() if _PARTIAL.fullmatch(p.name)] if folder.is_dir() else []
 
 
+def former_of(path: Path) -> Path:
+    """Where a folder of shards is until another of the same name has taken its place."""
+    return path.with_name(f".{path.name}.former.partial")
+
+
+def put_back(folder: Path) -> None:
+    """Give shards their name back if the process was killed before others had taken it."""
+    for former in folder.glob(former_of(Path("step-*.dcp")).name):
+        path = folder / former.name.removeprefix(".").removesuffix(".former.partial")
+        if is_name(path.name) and not path.exists():
+            former.rename(path)
+
+
 def size_of(path: Path) -> int:
     """Bytes of a checkpoint."""
     return sum(p.stat().st_size for p in (path.rglob("*") if path.is_dir() else (path,)) if p.is_file())
 
 
 def delete(path: Path) -> None:
-    """Delete a file or a folder of shards."""
-    if path.is_dir():
+    """Delete a file or a folder of shards; of a link, only the link."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink()

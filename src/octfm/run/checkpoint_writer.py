@@ -2,7 +2,7 @@
 if one is full."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,21 +19,23 @@ Write = Callable[[Path, int, dict[str, Any]], Path]
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept: the last `last`, the first in every interval, and the best one."""
+    """Which checkpoints are kept: the last `last`, the first in every interval, the best one and the last sound one."""
 
     last: int
     intervals: tuple[float, ...] = ()
     """Intervals in steps; of each interval after the first, the earliest checkpoint is kept for good."""
+    sound: Callable[[Path], bool] = lambda path: False
+    """Whether a training in trouble may go back to a checkpoint. It keeps the last such one, however many follow it."""
 
-    def surplus(self, found: Sequence[Path], best: int | None) -> list[Path]:
-        """Those of `found`, oldest first, that may be deleted."""
+    def surplus(self, found: Sequence[Path], needed: Collection[int | None]) -> list[Path]:
+        """Those of `found`, oldest first, that may be deleted; none after `needed` numbers of updates."""
         kept = set(found[-self.last :])
         for interval in self.intervals:
             first: dict[int, Path] = {}
             for path in found:
                 first.setdefault(int(checkpoint.step_of(path) // interval), path)
             kept |= {path for number, path in first.items() if number > 0}
-        return [path for path in found if path not in kept and checkpoint.step_of(path) != best]
+        return [path for path in found if path not in kept and checkpoint.step_of(path) not in needed]
 
 
 def keep_best(folder: Path, step: int) -> None:
@@ -51,7 +53,7 @@ def _best_steps(folder: Path) -> list[int]:
     try:
         named = json.loads((folder / BEST).read_text())
         return [int(step) for step in (*named.get("before", ()), named["step"])]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none yet, or damaged
         return []
 
 
@@ -117,7 +119,7 @@ class CheckpointWriter:
     def follow(self, remote: BucketRun) -> None:
         """Send every checkpoint to a bucket as well, where the same retention applies."""
         self.remote = remote
-        remote.keep(lambda found: self.retention.surplus(found, best_step(self.places[0])))
+        remote.keep(lambda found: self.retention.surplus(found, self._needed()))
 
     def finish(self) -> None:
         """Wait until the last checkpoint is written and sent; one that is not sent becomes a failure."""
@@ -179,11 +181,18 @@ class CheckpointWriter:
             # Only now: one that the disk refused must not take the place of the best before it.
             if best is not None:
                 keep_best(self.places[0], best)
-            for path in self.retention.surplus(checkpoint.steps(place), best_step(self.places[0])):
+            for path in self.retention.surplus(checkpoint.steps(place), self._needed()):
                 delete(path)
         except OSError as error:
             reason = f"the best checkpoint may be unnamed, and old ones in {place} were not deleted"
             self._failures.append(Failure(0, f"{reason}: {error.strerror or error}", lost=False))
+
+    def _needed(self) -> set[int | None]:
+        """Updates before the best checkpoint and before the last sound one."""
+        found = [path for folder in self.places for path in checkpoint.steps(folder)]
+        newest_first = sorted(found, key=checkpoint.step_of, reverse=True)
+        sound = next((path for path in newest_first if self.retention.sound(path)), None)
+        return {best_step(self.places[0]), checkpoint.step_of(sound) if sound else None}
 
     def _explain(self, step: int, place: Path, error: OSError) -> Failure:
         last = place == self.places[-1]

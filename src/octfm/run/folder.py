@@ -23,7 +23,7 @@ from octfm.io.hashing import hash_text
 from octfm.io.location import BucketPath, Location, location, lock, write_whole
 from octfm.run import checkpoint
 from octfm.run.bucket import BucketRun, mirror_of
-from octfm.run.checkpoint_files import set_aside, strangers
+from octfm.run.checkpoint_files import put_back, set_aside, strangers
 from octfm.run.runtime import Runtime
 from octfm.store.store import Store
 
@@ -123,6 +123,7 @@ class RunFolder:
         checkpoints never starts anew because none of them can be read (F18).
         """
         for folder in self.destinations:
+            put_back(folder)
             if names := strangers(folder):
                 echo(
                     f"warning: {folder}: ignored, since no checkpoint has such a name: {', '.join(names[:5])}"

@@ -21,8 +21,9 @@ from octfm.errors import CheckpointError
 from octfm.io.hashing import hash_file
 from octfm.io.location import flush
 from octfm.run.checkpoint_files import SHARDS as SUFFIX
-from octfm.run.checkpoint_files import name_of
+from octfm.run.checkpoint_files import former_of, name_of
 from octfm.run.runtime import Runtime
+from octfm.run.weights_file import write_torch
 
 REST, MANIFEST = "rest.pt", "manifest.json"
 INDEX = ".metadata"
@@ -35,30 +36,47 @@ class DamagedShards(Exception):
 
 
 def write(folder: Path, step: int, content: dict[str, Any], *, runtime: Runtime) -> Path:
-    """Write a sharded checkpoint; all ranks call it at once, each from a thread. Raises OSError on every rank if any of
-    them cannot write."""
-    import torch.distributed.checkpoint as dcp
-
+    """Write a sharded checkpoint; all ranks call it at once, each from a thread. Raises OSError on every rank, leaving
+    nothing behind, if any of them cannot write."""
     path = folder / name_of(step, SUFFIX)
-    partial = path.with_suffix(f"{SUFFIX}.partial")
+    partial, former = path.with_name(f"{path.name}.partial"), former_of(path)
 
     def prepare() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in (partial, former):
+            shutil.rmtree(left, ignore_errors=True)
         partial.mkdir()
 
     def finish() -> None:
         tensorless = {"model": {}, "optimizer": {**content["optimizer"], "state": {}}}
         # Version 2 requires the key `checksum`; here the manifest has one for each file instead.
         rest = {"format": FORMAT, "version": VERSION, "step": step, **content, **tensorless, "checksum": ""}
-        torch.save(rest, partial / REST)
+        write_torch(partial / REST, rest)
         names = sorted(p.name for p in partial.iterdir())
         (partial / MANIFEST).write_text(json.dumps({name: hash_file(partial / name) for name in names}))
         for name in (REST, INDEX, MANIFEST):
             flush(partial / name)
-        shutil.rmtree(path, ignore_errors=True)  # left from before a rollback
+        if path.exists():
+            # Left from before a rollback. Set aside and not deleted, which takes time: a process that is killed
+            # meanwhile would leave neither.
+            path.rename(former)
         partial.replace(path)
         flush(folder)
+        shutil.rmtree(former, ignore_errors=True)
+
+    try:
+        _save(content, partial, prepare, finish, runtime)
+    except OSError:
+        if runtime.leads:  # the next one needs the room
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return path
+
+
+def _save(
+    content: dict[str, Any], partial: Path, prepare: Callable[[], None], finish: Callable[[], None], runtime: Runtime
+) -> None:
+    import torch.distributed.checkpoint as dcp
 
     _first(prepare, runtime)
     try:
@@ -68,10 +86,15 @@ def write(folder: Path, step: int, content: dict[str, Any], *, runtime: Runtime)
             process_group=runtime.background,
         )
     except dcp.CheckpointException as error:
-        reasons = "; ".join(f"rank {rank}: {' '.join(str(e[0]).split())[:120]}" for rank, e in error.failures.items())
+        reasons = "; ".join(f"rank {rank}: {_reason(e[0])}" for rank, e in error.failures.items())
         raise OSError(None, reasons) from None
     _first(finish, runtime)
-    return path
+
+
+def _reason(error: BaseException) -> str:
+    words = " ".join(str(error).split())[:120]
+    # torch's words for a write that the system refused.
+    return f"a file was cut off, as on a full disk ({words})" if "inline_container" in words else words
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ in it twice."""
 import json
 import math
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -45,7 +46,9 @@ class Metrics:
         """Cut rows of `first_step` and later, which will be written anew; those about the first `rollbacks`
         rollbacks stay."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._unwritten = path, b""
+        self._path = path
+        self._owed: deque[bytes | tuple[int, int]] = deque()
+        """Rows, and arguments of `rewind`, that the disk has not taken yet, in their order."""
         self.listeners = list(listeners)
         # Rows come from the loop, and from the thread that reports when the loop stands still.
         self._lock = threading.RLock()
@@ -55,15 +58,35 @@ class Metrics:
         self._name(self.broken, first_step)
 
     def rewind(self, first_step: int, rollbacks: int) -> None:
-        """Go back to an earlier step: rows since then move to abandoned-N.jsonl. Trackers keep theirs."""
+        """Go back to an earlier step: rows since then move to abandoned-N.jsonl, later if the disk has no space now.
+        Trackers keep theirs."""
         with self._lock:
-            self._file.close()
-            rows = [(text, row) for _, text, row in _lines(self._path) if row is not None]
-            abandoned = b"".join(text + b"\n" for text, row in rows if not _stays(row, first_step, rollbacks))
-            write_whole(self._path.with_name(f"abandoned-{rollbacks}.jsonl"), abandoned)
-            broken = _keep_before(self._path, first_step, rollbacks)
-            self._file = self._path.open("ab", buffering=0)
-            self._name(broken, first_step)
+            self._owed.append((first_step, rollbacks))
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Write what is owed, as far as the disk takes it: metrics are no reason to stop training."""
+        with suppress(OSError):
+            while self._owed:
+                due = self._owed[0]
+                if isinstance(due, bytes):
+                    # An unbuffered write may take a part of a row; the rest is written next time.
+                    self._owed[0] = due[self._file.write(due) :]
+                    if not self._owed[0]:
+                        self._owed.popleft()
+                    continue
+                broken = self._set_aside(*due)
+                self._owed.popleft()
+                self._name(broken, due[0])
+
+    def _set_aside(self, first_step: int, rollbacks: int) -> str | None:
+        rows = [(text, row) for _, text, row in _lines(self._path) if row is not None]
+        abandoned = b"".join(text + b"\n" for text, row in rows if not _stays(row, first_step, rollbacks))
+        write_whole(self._path.with_name(f"abandoned-{rollbacks}.jsonl"), abandoned)
+        broken = _keep_before(self._path, first_step, rollbacks)
+        replaced, self._file = self._file, self._path.open("ab", buffering=0)
+        replaced.close()
+        return broken
 
     def _name(self, broken: str | None, step: int) -> None:
         if broken is not None:
@@ -71,15 +94,11 @@ class Metrics:
             self.write("incident", step, **facts)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Append a row. Rows for which the disk has no space are kept and written later: metrics are no reason to stop
-        training."""
+        """Append a row. Rows for which the disk has no space are kept and written later."""
         row = {"kind": kind, "step": step, **{name: _plain(value) for name, value in values.items()}}
         with self._lock:
-            self._unwritten += json.dumps(row).encode() + b"\n"
-            with suppress(OSError):
-                while self._unwritten:
-                    # An unbuffered write may take a part of a row; the rest is written next time.
-                    self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._owed.append(json.dumps(row).encode() + b"\n")
+            self._catch_up()
             self._tell(step, lambda listener: listener.row(kind, step, values))
 
     def picture(self, name: str, step: int, pixels: np.ndarray) -> None:
@@ -88,6 +107,8 @@ class Metrics:
 
     def close(self) -> None:
         self._tell(0, lambda listener: listener.close())
+        with self._lock:
+            self._catch_up()
         self._file.close()
 
     def _tell(self, step: int, tell) -> None:

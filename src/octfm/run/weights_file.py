@@ -1,10 +1,11 @@
-"""Read tensors from a `.pt` file that others wrote: weights only; its code is never run."""
+"""torch's files: read tensors from a `.pt` that others wrote, whose code is never run; write one, with the system's own
+reason if it cannot be written."""
 
 import pickle
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -39,3 +40,31 @@ def read_weights(path: Path, containers: Sequence[str], expected: str) -> dict[s
     if not tensors:
         raise CheckpointError(f"{path}: no tensors found; expected a state_dict, or one under {', '.join(containers)}")
     return tensors
+
+
+def write_torch(path: Path, value: Any) -> None:
+    """torch.save, which raises OSError if the disk does not take the file."""
+    with path.open("wb") as file:
+        sink = Sink(file)
+        try:
+            torch.save(value, sink)  # pyright: ignore[reportArgumentType]  (it needs write and flush only)
+        except RuntimeError as error:
+            # torch reports a failed write as a broken archive; the operating system's reason is the useful one.
+            raise sink.error or error from None
+
+
+class Sink:
+    """A file that keeps the error with which writing failed."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self.error = file, None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()

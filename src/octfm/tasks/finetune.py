@@ -22,7 +22,16 @@ from octfm.encoder.encoder import load_encoder, participants_of, seen_by
 from octfm.encoder.tokens import token_features
 from octfm.encoder.tuned import Answer
 from octfm.errors import ConfigError, Echo, EvaluationError
-from octfm.evaluation.cases import Cases, Round, Skip, find_targets, make_cases, make_rounds, participant_folds
+from octfm.evaluation.cases import (
+    Cases,
+    Round,
+    Skip,
+    find_targets,
+    log_share,
+    make_cases,
+    make_rounds,
+    participant_folds,
+)
 from octfm.evaluation.metrics import balanced_accuracy, r_squared
 from octfm.evaluation.probe import RESAMPLES, describe, rows_seen, summary_lines, write_probe
 from octfm.evaluation.scoring import Predictions, finite, score, to_units
@@ -60,7 +69,7 @@ class Task:
 
     @property
     def log_prior(self) -> np.ndarray:
-        """[K] log of each class's share of the training volumes."""
+        """[K] log of each class's share of the training volumes, which is what a loss without class weights learns."""
         share = np.bincount(self.cases.label[self.train], minlength=len(self.cases.classes or ())) / len(self.train)
         return np.log(np.maximum(share, 1e-6))
 
@@ -158,7 +167,7 @@ def _between_features(interruption: Interruption, runtime: Runtime) -> None:
 def _write_result(training: "FineTuning", predictions: Predictions, run: RunFolder) -> None:
     task, config, best = training.task, training.config, training.best
     assert best is not None
-    prior = task.log_prior if task.cases.classes else None
+    prior = log_share(task.cases, task.train) if task.cases.classes else None
     write_predictions(
         run.path / "predictions.parquet", training.store, task.cases, prior, predictions, config, best["epoch"]
     )
@@ -422,7 +431,7 @@ def _predictions(task: Task, model: TaskModel, source: Source, positions: np.nda
     if task.cases.kind == "ordinal":
         p = np.exp(value - value.max(1, keepdims=True))
         grade = p @ np.arange(p.shape[1]) / p.sum(1)
-    return Predictions(positions, value, np.tile(task.log_prior, (len(positions), 1)), grade)
+    return Predictions(positions, value, np.tile(log_share(task.cases, task.train), (len(positions), 1)), grade)
 
 
 @torch.no_grad()
@@ -439,4 +448,4 @@ def summary(out: str | Path) -> list[str]:
     """One line per metric of a finished run, for a terminal."""
     result = json.loads((Path(out) / "finetune.json").read_text())
     chosen = f"best epoch {result['best_epoch']} by {result['validation_participants']} validation participants"
-    return [chosen, *summary_lines({**result, "skipped": []})]
+    return [chosen, *summary_lines({**result, "skipped": []}, "finetune.json")]

@@ -2,8 +2,9 @@
 
 import json
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +37,24 @@ COLOURS: tuple[Colour, ...] = (
 )
 """The colour-blind-safe palette of Okabe & Ito, and white; used in turn."""
 
+
+FOUND_COLOURS: dict[str, Colour] = {
+    "ilm": (255, 90, 90),
+    "nfl_gcl": (255, 160, 50),
+    "ipl_inl": (255, 230, 60),
+    "inl_opl": (70, 200, 190),
+    "opl_onl": (110, 160, 255),
+    "ez": (190, 130, 255),
+    "rpe_inner": (255, 255, 255),
+    "rpe_peak": (90, 255, 120),
+    "bm": (255, 90, 220),
+    "intraretinal_fluid": (70, 110, 255),
+    "subretinal_fluid": (0, 200, 255),
+    "drusen": (255, 150, 0),
+    "detachment": (255, 230, 60),
+}
+"""Surfaces and areas of the packaged network, the same in viewer and contact sheet; no two lines share a colour."""
+_ABBREVIATIONS = ("ilm", "nfl", "gcl", "ipl", "inl", "opl", "onl", "ez", "rpe", "bm")
 
 BESIDE = "beside-"
 """Begin of the keys of overlays from files of their own."""
@@ -124,7 +143,11 @@ class Scene:
     """int8 [d, h, w, K]: token features reduced to K directions, for similarities between all scenes of a file."""
     about_features: str = ""
     turned: bool = False
-    """True if B-scans do not run from left to right over the fundus: their ends have other names."""
+    """True if B-scans do not run from left to right over the fundus; `ends` and `edges` then name their sides."""
+    ends: tuple[str, str] | None = None
+    """Letters of the sides at which the B-scans of a turned raster begin and end; None if not known."""
+    edges: tuple[str, str] | None = None
+    """Letters of the sides of its first and last B-scan."""
     fundus: Fundus | None = None
     """The picture of the fundus that came with the scan, its lines in the order of the voxels; not saved."""
     has_mm: bool = True
@@ -150,18 +173,34 @@ def lines(key: str, name: str, names: Sequence[str], rows: np.ndarray, about: st
     return Overlay(key, name, "lines", rows.astype(np.float32), legend, about)
 
 
+def words_of(name: str) -> str:
+    """The name of a surface or area for readers: NFL/GCL, RPE inner, intraretinal fluid."""
+    parts = name.split("_")
+    short = [part in _ABBREVIATIONS for part in parts]
+    shown = [part.upper() if known else part for part, known in zip(parts, short, strict=True)]
+    return ("/" if len(parts) == 2 and all(short) else " ").join(shown)
+
+
+def _legend_of(names: Iterable[str], first: int) -> tuple[tuple[str, Colour], ...]:
+    """Names for readers with their colours; others than the packaged network's take turns from `first` in COLOURS."""
+    turns = (COLOURS[(first + i) % len(COLOURS)] for i in count())
+    return tuple((words_of(name), FOUND_COLOURS.get(name, colour)) for name, colour in zip(names, turns, strict=False))
+
+
 def found_overlays(surfaces: Mapping[str, np.ndarray], masks: Mapping[str, np.ndarray]) -> list[Overlay]:
     """Overlays of a segmentation: rows [D, W] of each surface, and bool [D, H, W] of each area."""
     about, overlays = "Found by octfm segment; not checked by anyone.", []
     if surfaces:
         rows = np.stack(list(surfaces.values()))
-        overlays.append(lines("segmentation", "Segmentation: layers", tuple(surfaces), rows, about))
+        legend = _legend_of(surfaces, 0)
+        overlays.append(
+            Overlay("segmentation", "Segmentation: layers", "lines", rows.astype(np.float32), legend, about)
+        )
     if masks:
         place = np.zeros(next(iter(masks.values())).shape, np.uint8)
         for i, mask in enumerate(masks.values(), 1):
             place[mask] = i
-        legend = tuple((name, COLOURS[(i + 4) % len(COLOURS)]) for i, name in enumerate(masks))
-        overlays.append(Overlay("lesions", "Segmentation: areas", "voxels", place, legend, about))
+        overlays.append(Overlay("lesions", "Segmentation: areas", "voxels", place, _legend_of(masks, 4), about))
     return overlays
 
 

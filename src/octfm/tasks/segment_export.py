@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from octfm.catalog.participants.safe_values import is_known_protocol, is_known_scanner
 from octfm.errors import EvaluationError
 from octfm.formats.medical.nifti import HEIGHTS
 from octfm.io.location import local_path, replacing, write_whole
@@ -77,9 +78,12 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str, volume: Volu
 
 
 def _sidecar(volume: Volume) -> dict[str, Any]:
-    """Facts of a scan for octfm.formats.declared; no participant, and no millimetres that are only estimated."""
+    """Facts of a scan for octfm.formats.declared; no participant, no millimetres that are only estimated, and no names
+    of instruments and protocols that octfm does not know, since in DICOM they are free text."""
     facts: dict[str, Any] = {"axes": "WHD", "laterality": volume.laterality, "superior_first": volume.superior_first}
-    facts |= {"scanner": volume.scanner, "protocol": volume.protocol, "modality": volume.modality}
+    facts["modality"] = volume.modality
+    facts["scanner"] = volume.scanner if is_known_scanner(volume.scanner) else None
+    facts["protocol"] = volume.protocol if is_known_protocol(volume.protocol) else None
     if not volume.spacing_estimated:
         facts["spacing_mm"] = list(volume.spacing_mm)
     if volume.lines is not None and np.isfinite([volume.lines.start, volume.lines.end]).all():

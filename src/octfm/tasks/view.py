@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -96,6 +96,7 @@ def scene_of(
         superior_first=volume.superior_first is not None,
         is_raster=volume.layout == "raster",
         turned=not volume.left_to_right,
+        **_sides_of_turned(volume),
         has_mm=not volume.spacing_estimated,
         scanner=volume.scanner,
         overlays=tuple(overlays),
@@ -104,6 +105,21 @@ def scene_of(
         about_features=about,
         fundus=fundus.reversed() if fundus is not None and volume.superior_first is False else fundus,
     )
+
+
+def _sides_of_turned(volume: Volume) -> dict[str, Any]:
+    """`Scene.ends` and `Scene.edges` of a raster whose B-scans do not run from left to right over the fundus."""
+    if volume.layout != "raster" or volume.left_to_right or volume.lines is None:
+        return {}
+    across: tuple[str, str] | None = {"R": ("T", "N"), "L": ("N", "T")}.get(volume.laterality or "")
+    backwards = None if across is None else (across[1], across[0])
+    if not volume.vertical:
+        return {"ends": backwards}
+    along = np.nan_to_num(volume.lines.end - volume.lines.start)[:, 1].mean()
+    middle = ((volume.lines.start + volume.lines.end) / 2)[:, 0]
+    shown = middle[::-1] if volume.superior_first is False else middle
+    to_the_right = np.nanmean(np.diff(shown)) >= 0 if len(shown) > 1 else True
+    return {"ends": ("S", "I") if along > 0 else ("I", "S"), "edges": across if to_the_right else backwards}
 
 
 def _beside(number: int, drawn: Surfaces | Labels, order: slice) -> Overlay:

@@ -53,7 +53,7 @@ def _assess(study: Study, task: Task, name: str, predictions: Predictions) -> di
     else:
         shown, outcome = probability.max(1), (probability.argmax(1) == units.truth).astype(float)
         row["of"], row["line"] = "probability of the likeliest class", None
-    row["curve"] = _curve(shown, outcome)
+    row["curve"] = _curve(shown, outcome, units.participant)
     winner = probability.max(1)
     row["honest_ece"] = expected = _ece_if_calibrated(winner, units.participant, study.seed)
     confidence, accuracy = float(winner.mean()), float((probability.argmax(1) == units.truth).mean())
@@ -72,8 +72,9 @@ def _assess(study: Study, task: Task, name: str, predictions: Predictions) -> di
     return row
 
 
-def _curve(shown: np.ndarray, outcome: np.ndarray) -> list[dict[str, float | int | None]]:
-    """Per bin: cases, mean predicted probability, observed share with Wilson's interval (for independent units)."""
+def _curve(shown: np.ndarray, outcome: np.ndarray, participant: np.ndarray) -> list[dict[str, float | int | None]]:
+    """Per bin: cases, mean predicted probability, observed share with Wilson's interval for as many independent cases
+    as there are participants, because several eyes of a participant tend to be right or wrong together."""
     which = ece_bin(shown)
     rows = []
     for b in range(ECE_BINS):
@@ -81,7 +82,7 @@ def _curve(shown: np.ndarray, outcome: np.ndarray) -> list[dict[str, float | int
         n = int(own.sum())
         if n:
             observed = float(outcome[own].mean())
-            low, high = wilson(observed, n)
+            low, high = wilson(observed, len(np.unique(participant[own])))
             rows.append({"n": n, "predicted": float(shown[own].mean()), "observed": observed, "low": low, "high": high})
     return rows
 

@@ -8,11 +8,10 @@ import numpy as np
 
 from octfm.errors import EvaluationError, one_line
 from octfm.evaluation import agreement
-from octfm.evaluation.statistics import MIN_PARTICIPANTS, Metric, bootstrap
+from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap
 from octfm.formats.names import lateralities
 from octfm.layers.table import ACCEPTED
 from octfm.layers.zones import DEVICE_UNIT, UNIT, read_rows, zones_in
-from octfm.trust.study import estimate
 from octfm.volume.etdrs import ZONES
 
 LARGE_UM = 10.0
@@ -34,8 +33,9 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
 
     device: a CSV with the device's zones (`device_centre_um` … or `centre_um` …), matched by `source`, else by
     participant and laterality; default: the columns device_<zone>_um of the table. Rows that could not be read, were
-    refused by the verdict or lack one side are left out and counted. Intervals are BCa bootstraps over participants
-    where a column names them, else over rows; none with fewer than MIN_PARTICIPANTS. Raises EvaluationError.
+    refused by the verdict or lack one side are left out and counted. Intervals are studentised bootstraps over
+    participants where a column names them, else over rows; none with fewer than MIN_PARTICIPANTS.
+    Raises EvaluationError.
     """
     rows = read_rows(table, ("source", "verdict", "problem", UNIT["centre"]))
     if device is not None:
@@ -91,11 +91,7 @@ def _zone(name: str, used: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ours, theirs = (np.array([each[side][name] for each in both]) for side in ("ours", "device"))
     people = np.array([each["participant"] for each in both])
     apart, count = ours - theirs, len(set(people))
-
-    def boot(metric: Metric) -> dict[str, float | None]:
-        if count < MIN_PARTICIPANTS:
-            return estimate(None, float(metric(np.ones((1, len(apart))))[0]))
-        return estimate(bootstrap(metric, people, resamples=RESAMPLES))
+    boot = (lambda metric: bootstrap(metric, people, resamples=RESAMPLES)) if count >= MIN_PARTICIPANTS else None
 
     return {
         "target": name,
@@ -106,8 +102,8 @@ def _zone(name: str, used: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "n_participants": count,
         "without_ours": sum(name in each["device"] and name not in each["ours"] for each in used),
         "n_large": int((np.abs(apart) > LARGE_UM).sum()),
-        # Without two values there is no spread, so no limits.
-        "bland_altman": agreement.limits(apart, boot) if len(both) > 1 else None,
+        # Without two participants nothing is known of how they differ, so there are no limits.
+        "bland_altman": agreement.limits(apart, people, boot) if count > 1 else None,
         "points": [[float(m), float(d)] for m, d in zip((ours + theirs) / 2, apart, strict=True)],
     }
 

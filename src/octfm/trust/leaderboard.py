@@ -188,11 +188,15 @@ def to_csv(result: dict[str, Any]) -> str:
 def to_markdown(result: dict[str, Any]) -> str:
     """Markdown tables of the headline metrics, best entry first, and of the paired differences."""
     metrics = [m for m in HEADLINE if any(r["metric"] == m for r in result["results"])]
+    shown = [r for r in result["results"] if r["metric"] in metrics]
+    between = "95 % intervals over participants" if any(r["low"] is not None for r in shown) else "no intervals"
+    chance = ", ".join(f"{m} {next(r['chance'] for r in shown if r['metric'] == m):.3g}" for m in metrics)
     lines = [
         f"# Leaderboard: {result['target']}",
         "",
-        f"{result['results'][0]['n_test_participants']} test participants, identical data and splits; "
-        "95 % intervals over participants.",
+        f"{result['results'][0]['n_test_participants']} test participants, identical data and splits; {between}. "
+        f"Guessing gives {chance}.",
+        *(f"{markdown(note)}" for note in dict.fromkeys(r["note"] for r in shown if r["note"])),
         "",
         "| entry | kind | " + " | ".join(metrics) + " |",
         "|---" * (len(metrics) + 2) + "|",
@@ -273,7 +277,10 @@ def _embed_entries(paths: Sequence[Path], stores: Sequence[Store], folder: Path,
 
 
 def _tuned(paths: Sequence[Path]) -> list[Tuned]:
-    """Group fine-tuned runs by recipe, each group under the name of its first run."""
+    """Group fine-tuned runs by recipe, each group under the name of its first run and in the order of seeds.
+
+    Two recipes of the same seeds are then paired seed by seed, in whatever order their runs are given.
+    """
     groups: list[tuple[str, dict, list[PredictionTable], str]] = []
     for path in paths:
         saved = read_predictions(path / "predictions.parquet")
@@ -288,4 +295,6 @@ def _tuned(paths: Sequence[Path]) -> list[Tuned]:
             raise EvaluationError(f"{path}: the same recipe and seed as {group[0]}; give each run once")
         else:
             group[2].append(saved)
-    return [Tuned(name, tuple(runs), what) for name, _, runs, what in groups]
+    return [
+        Tuned(name, tuple(sorted(runs, key=lambda saved: saved.facts["seed"])), what) for name, _, runs, what in groups
+    ]

@@ -71,7 +71,7 @@ def neighbours(study: Study) -> dict[str, Any]:
             labelled = known[query]
             # Neighbours without a label count as not sharing it.
             share = (label[nearest[labelled]] == label[query[labelled]][:, None]).mean(1)
-            chance = float(np.mean([(label[gallery] == value).mean() for value in label[query[labelled]]]))
+            chance = chance_of(label, study.data.participant, query[labelled], gallery)
             boot = study.bootstrap(lambda W, x=share: W @ x / W.sum(1), people[labelled])
             boots[encoder.name, name] = boot
             row = {"target": name, "encoder": encoder.name, "k": NEAREST, "chance": chance}
@@ -89,6 +89,20 @@ def neighbours(study: Study) -> dict[str, Any]:
         "examples": _examples(study, labels),
         "sentence": None,
     }
+
+
+def chance_of(label: np.ndarray, participant: np.ndarray, query: np.ndarray, gallery: np.ndarray) -> float:
+    """Mean share of the gallery's scans of other participants that have the label of a query; `label` and `participant`
+    are of all scans, `query` and `gallery` are rows of them."""
+    _, person = np.unique(participant, return_inverse=True)
+    place = {value: k for k, value in enumerate(dict.fromkeys(label.tolist()))}
+    kind = np.array([place[value] for value in label.tolist()])
+    counts = np.zeros((person.max() + 1, len(place)))
+    np.add.at(counts, (person[gallery], kind[gallery]), 1)
+    # A query's own scans are no neighbours, so they are not among those drawn at random either.
+    others = counts.sum() - counts[person[query]].sum(1)
+    alike = counts.sum(0)[kind[query]] - counts[person[query], kind[query]]
+    return float(np.mean(alike / np.maximum(others, 1)))
 
 
 def nearest_scans(study: Study, encoder: Embeddings, k: int = NEAREST) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,8 +1,9 @@
 """The content of trust.json: all analyses of one run, in one call."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from octfm.errors import Echo, EvaluationError, one_line
 from octfm.evaluation.arms import COVARIATES, MAP_AND_ENCODER, make_arms
 from octfm.evaluation.probe import INTERVAL_MEANING, rows_seen
 from octfm.evaluation.scoring import PLANNED, Scored, compare_scored, score
+from octfm.evaluation.statistics import enough_resamples
 from octfm.evaluation.tissue_map import tissue_map_baseline
 from octfm.io.location import local_path
 from octfm.pretraining.resume import load_newest
@@ -38,8 +40,7 @@ from octfm.trust.study import FROM_SCRATCH, Kind, Study, add_claims, make_study
 from octfm.trust.subgroups import AGE_BANDS, group_columns, subgroups
 
 RESAMPLES = 4000
-"""More than elsewhere, because the smallest p, 2 / 4,001, must remain significant after Holm over about 60
-comparisons."""
+"""More than elsewhere, because one analysis may hold some 60 comparisons, and Holm corrects for all of them."""
 FROM_SCRATCH_EPOCHS = 60.0
 RESERVED = (*NAMES, MAP_AND_ENCODER, COVARIATES, FROM_SCRATCH, "label")
 
@@ -86,12 +87,16 @@ def trust(
         if name in runs or name in RESERVED or [n for n, _ in own.values()].count(name) > 1:
             raise EvaluationError(f"--external {spec}: another encoder is named {name}; rename the function")
     common = {"table": table, "targets": targets, "orders": orders, "allow_seen": allow_seen}
-    # For their errors only: a wrong target or group should show before anything is embedded.
-    group_columns(make_study([of_store(opened[0])], {}, **common), groups, age_bands)
+    known = [seen_by(path) for path in runs.values()]
+
+    def rows_of(data: Embeddings) -> np.ndarray:
+        return rows_seen(data, lambda participant: any(is_seen(participant) for is_seen in known))
+
+    # For their errors only: a wrong target or group, or a seen participant, should show before anything is embedded.
+    volumes = of_store(opened[0])
+    group_columns(make_study([volumes], {}, **common, seen=rows_of(volumes)), groups, age_bands)
     encoders, kinds = _encoders(runs, own, opened, out / "embeddings", echo)
-    seen = np.zeros(len(encoders[0].acquisition), bool)
-    for path in runs.values():
-        seen |= rows_seen(encoders[0], seen_by(path))
+    seen = rows_of(encoders[0])
     scanners = {name: facts["scanners"] for name, facts in pretraining.items()}
     study = make_study(encoders, kinds, **common, seen=seen, pretrained_on=scanners, resamples=resamples, seed=seed)
     scratch_note = "Left out by --from-scratch-epochs 0."
@@ -138,21 +143,28 @@ def analyse(
     """Run every analysis; each result is under its own key."""
     parts: dict[str, Any] = {"skipped": list(study.skipped)}
     echo("probes of the run and its baselines")
-    parts |= baselines(study)
+    parts |= claimed(baselines, study)
     echo("leave one scanner out")
-    parts["left_out_scanner"] = leave_one_scanner_out(study)
-    parts["domains"] = domains(study)
+    parts["left_out_scanner"] = claimed(leave_one_scanner_out, study)
+    parts["domains"] = claimed(domains, study)
     echo("the same eye on several scanners")
-    parts["same_eye"] = same_eye(study)
+    parts["same_eye"] = claimed(same_eye, study)
     echo("subgroups, calibration, scanner leakage, neighbours")
-    parts["subgroups"] = subgroups(study, groups, age_bands)
+    parts["subgroups"] = claimed(partial(subgroups, columns=groups, age_bands=age_bands), study)
     parts["calibration"] = calibration(study)
-    parts["leakage"] = scanner_leakage(study)
-    parts["neighbours"] = neighbours(study)
+    parts["leakage"] = claimed(scanner_leakage, study)
+    parts["neighbours"] = claimed(neighbours, study)
     echo("failures and copies")
     parts["failures"] = failures(study)
     parts["copies"] = copies(study, store)
     return parts
+
+
+def claimed(analysis: Callable[[Study], dict[str, Any]], study: Study) -> dict[str, Any]:
+    """The analysis, repeated with more resamples if it has so many comparisons that none could be claimed."""
+    found = analysis(study)
+    enough = enough_resamples(sum(c["planned"] for c in found["comparisons"]), study.resamples)
+    return found if enough == study.resamples else analysis(replace(study, resamples=enough))
 
 
 def baselines(study: Study) -> dict[str, Any]:

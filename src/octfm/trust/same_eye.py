@@ -152,7 +152,7 @@ def _pair(study: Study, task: Task, quantity: str, readings: Readings, a: str, b
     forms: tuple[agreement.Form, ...] = (PAIRWISE, "ICC(3,1)")
     return facts | {
         "icc": [{"form": f, **boot(lambda W, f=f: agreement.icc(values, f, W))} for f in forms],
-        "bland_altman": agreement.limits(apart, boot),
+        "bland_altman": agreement.limits(apart, people, lambda metric: study.bootstrap(metric, people)),
         "points": [[float(m), float(d)] for m, d in zip(values.mean(1), apart, strict=True)],
         "note": None,
     }

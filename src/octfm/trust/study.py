@@ -149,6 +149,12 @@ def make_study(
     tested = (
         np.array([split == "test" for split in data.split]) if design == "recommended_split" else allow_seen | ~seen
     )
+    # Retrieval, neighbours and copies test scans without a label as well.
+    if not allow_seen and (leaked := np.unique(data.participant[tested & seen])).size:
+        raise EvaluationError(
+            f"{len(leaked)} test participants were in the encoder's pretraining ({leaked[0]} …), without a label of "
+            "any target; hold them out of pretraining, leave them out (--exclude), or pass --allow-seen"
+        )
     return Study(
         encoders=tuple(encoders),
         kinds=dict(kinds),

@@ -176,6 +176,12 @@ class Volume:
             return replace(self, voxels=self.voxels[::-1], lines=lines, laterality=other)
         return replace(self, voxels=self.voxels[:, :, ::-1], lines=lines, laterality=other)
 
+    def with_eye(self, named: Laterality | None) -> "Volume":
+        """The eye that its path names, if it states none itself; if it states the other one, the eye is unknown."""
+        if named is None or named == self.laterality:
+            return self
+        return replace(self, laterality=named if self.laterality is None else None)
+
     def superior_to_inferior(self) -> "Volume":
         """Reverse the B-scans if B-scan 0 is known to be inferior; else unchanged."""
         if self.superior_first is not False:

@@ -57,12 +57,11 @@ class AmbiguousPeople(PeopleError):
 
 @dataclass(frozen=True)
 class Scan:
-    """A volume, with what is known of its participant and eye."""
+    """A volume, with what is known of its participant."""
 
     uri: str
     participant: str
     """Empty where neither header nor table names one."""
-    needs_eye: bool = True
 
 
 @dataclass(frozen=True)
@@ -202,6 +201,21 @@ class Place:
         return self.stems[0].split("/")
 
 
+def eyes_in_paths(uris: Iterable[str], root: Location) -> dict[str, Laterality]:
+    """The eyes that paths below `root` name, of those that name one."""
+    places = {uri: place_of(uri, root) for uri in uris}
+    meant = eye_abbreviations({name for place in places.values() for name in place.names})
+    return {uri: next(iter(eyes)) for uri, eyes in _eyes(places, meant).items() if len(eyes) == 1}
+
+
+def _eyes(places: Mapping[str, Place], meant: Iterable[str]) -> dict[str, frozenset[Laterality]]:
+    """The eyes that each path names; `meant`: abbreviations of eyes, as for `segments`."""
+    return {
+        uri: frozenset[Laterality](s.eye for n in place.names for s in segments(n, meant) if s.eye)
+        for uri, place in places.items()
+    }
+
+
 def place_of(uri: str, root: Location) -> Place:
     path: Any = listed(uri)
     inside = str(path.relative_to(root)) if path.is_relative_to(root) else str(path).lstrip("/")
@@ -274,23 +288,17 @@ class Guess:
 def find_people(
     scans: Sequence[Scan], root: Location, patterns: Sequence[Pattern] = (), listed_at: Mapping[str, str] | None = None
 ) -> dict[str, Whose]:
-    """Participant and eyes of scans by uri. Header and table take precedence over paths.
+    """Participant and eyes of scans by uri. Header and table take precedence over the participant that a path names.
 
     `listed_at`: unpacked file -> archive member that it came from. Raises AmbiguousPeople if there is no pattern and a
     guess may be wrong, PeopleError for files that no pattern fits.
     """
-    if patterns or not all(scan.participant for scan in scans):
-        wanted = scans  # also those with a participant: they show whose the folders of the others are
-    else:
-        wanted = [scan for scan in scans if scan.needs_eye]
-    places = {scan.uri: place_of((listed_at or {}).get(scan.uri, scan.uri), root) for scan in wanted}
-    known = {scan.uri: scan.participant for scan in wanted if scan.participant}
+    # Also of those with a participant: they show whose the folders of the others are, and may lie with the other eye.
+    places = {scan.uri: place_of((listed_at or {}).get(scan.uri, scan.uri), root) for scan in scans}
+    known = {scan.uri: scan.participant for scan in scans if scan.participant}
     nameless = {uri: place for uri, place in places.items() if uri not in known}
     meant = eye_abbreviations({name for place in places.values() for name in place.names})
-    eyes = {
-        uri: frozenset[Laterality](s.eye for n in place.names for s in segments(n, meant) if s.eye)
-        for uri, place in places.items()
-    }
+    eyes = _eyes(places, meant)
     labels: dict[str, Mapping[str, str]] = {}
     if patterns:
         stated = {uri: next((m for p in patterns if (m := p.match(place))), None) for uri, place in places.items()}

@@ -103,6 +103,14 @@ def read_mask(uri: str) -> np.ndarray:
         return found.astype(np.uint8)
 
 
+def refuse_data_file(uri: str) -> None:
+    """Raise ReadError for a file of voxels whose header, which is the file to name, lies beside it."""
+    place = listed(uri)
+    header = place.parent / f"{place.stem}.mhd"
+    if place.suffix.lower() in (".raw", ".zraw") and header.is_file():
+        raise ReadError("not_dicom", f"{uri}: only the voxels; give {header.name}, which describes them")
+
+
 def _read_header(uri: str) -> _Header:
     with open_file(uri) as file:
         tags, length = _tags(file.read(HEAD_BYTES), uri)

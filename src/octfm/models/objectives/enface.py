@@ -43,14 +43,17 @@ class EnFaceGoals(nn.Module):
 
     @torch.no_grad()
     def of(self, goal_BKA: Tensor, kept_BK: Tensor) -> tuple[Tensor, Tensor]:
-        """Goals [B, G] of the volume and [B, d, G] of its slabs, from the composition of its kept tokens."""
+        """Goals [B, G] of the volume and [B, d, G] of its slabs, from the composition of its kept tokens, which are
+        sorted by place."""
         depth, height, width = self.grid.shape
         share = goal_BKA.float().unflatten(-1, (*self.parts, len(CLASSES))) / self.weights
         thick = self.rows * share.sum(3).index_select(-1, self.counted).flatten(2)
         place_BK = kept_BK // (height * width) * width + kept_BK % width
+        onto_BKN = place_BK.unsqueeze(-1) == torch.arange(depth * width, device=kept_BK.device)
+        # A volume with fewer tokens than the budget repeats some of them; a layer is not twice as thick for that.
+        onto_BKN[:, 1:] &= (kept_BK[:, 1:] != kept_BK[:, :-1]).unsqueeze(-1)
         # As a product, whose order of sums is the same on every device.
-        onto_BKN = (place_BK.unsqueeze(-1) == torch.arange(depth * width, device=kept_BK.device)).to(thick.dtype)
-        map_BNX = onto_BKN.mT @ thick
+        map_BNX = onto_BKN.to(thick.dtype).mT @ thick
         map_BdwpqC = map_BNX.unflatten(2, (self.parts[0], self.parts[2], -1)).unflatten(1, (depth, width))
         map_BCDW = map_BdwpqC.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
         slab_BdCW = map_BdwpqC.mean(3).permute(0, 1, 4, 2, 3).flatten(3)
@@ -67,8 +70,8 @@ class EnFaceGoals(nn.Module):
         return inside | ~inside.any(2, keepdim=True)
 
     def error(self, summary_BD: Tensor, slabs_BSD: Tensor, volume_BG: Tensor, slabs_BSG: Tensor) -> Tensor:
-        """[B]: mean error of the goals of a volume, plus that of its slabs with truth."""
-        volume = self._apart(self.volume(summary_BD), volume_BG)
+        """[B]: mean error of the goals of a volume, plus that of its slabs with truth; 0 for a volume without any."""
+        volume = self._apart(self.volume(summary_BD), volume_BG) * (volume_BG.amax(1) > 0)
         known_BS = (slabs_BSG.amax(2) > 0).float()
         slabs = self._apart(self.slab(slabs_BSD), slabs_BSG) * known_BS
         return volume + slabs.sum(1) / known_BS.sum(1).clamp_min(1)

@@ -45,9 +45,11 @@ def render_prepared(
     )
     # Prepared B-scans are means of the instrument's, whose speckle is independent: of all of them or, as many exports
     # leave B-scans out, of fewer.
-    averaged = dz * scanner.vendor_size[0] / scanner.field_mm[0]
+    averaged = dz * scanner.vendor_size[0] / scanner.field_mm[0] if depth > 1 else 1.0
     looks = shot.look.frames_averaged * float(np.exp(own.uniform(0, max(0.0, log(averaged)))))
-    motion_um, crop_mm = shot.acquisition.axial_motion_um[:bscans], height * dy
+    # Motion is that of B-scans against each other; a single one has none.
+    motion_um = shot.acquisition.axial_motion_um[:bscans] if depth > 1 else np.zeros(1)
+    crop_mm = height * dy
     start_mm, position = _crop(shot.placement.depth, scanner.field_mm[1], crop_mm)
     shot = replace(
         shot,

@@ -34,14 +34,31 @@ def company(learner: Learner, views: Sequence[View], context_weight: Tensor) -> 
 
     In float32 whatever the run's precision: bfloat16 rounding would hide a leak of a percent.
     """
-    pairs = [_pair(view) for view in views]
+    thin = [_few(view) for view in views]
+    # All views or none: those that differ in their masks only share a teacher, which sees the tokens of the first.
+    all_thin = all(context.numel() and target.numel() for context, target in thin)
+    pairs = [_pair(view, few if all_thin else None) for view, few in zip(views, thin, strict=True)]
     together = learner.model(pairs, context_weight).masked_loss_B[0]
     alone = learner.model([_first(pair) for pair in pairs], context_weight).masked_loss_B[0]
     return (alone - together).abs() / together.abs().clamp_min(1e-12)
 
 
-def _pair(view: View) -> View:
-    """Two volumes with the masks of the first, thinned out to about COMPANY_TOKENS tokens."""
+def _every(view: View) -> int:
+    """Distance, in kept tokens, at which about COMPANY_TOKENS of them are left."""
+    return -(-view.index.kept.shape[1] // COMPANY_TOKENS)
+
+
+def _few(view: View) -> tuple[Tensor, Tensor]:
+    """Context and target [1, n] of the first volume among the tokens that are left; either may be empty."""
+    every = _every(view)
+    context, target = (
+        (x[:1][x[:1] % every == 0] // every).unsqueeze(0) for x in (view.index.context, view.index.target)
+    )
+    return context, target
+
+
+def _pair(view: View, few: tuple[Tensor, Tensor] | None) -> View:
+    """Two volumes with the masks of the first, thinned out to the `few` tokens of its context and target, if given."""
     # An exact copy would not do: it has the statistics of the original, and a norm over both is the norm over one.
     patches, targets = (x[:2] if len(x) > 1 else torch.cat((x, -x)) for x in view[:2])
     labels = view.labels_BKP
@@ -49,10 +66,8 @@ def _pair(view: View) -> View:
         labels = labels[:2] if len(labels) > 1 else torch.cat((labels, labels))
     kept, context, target, tissue = (x[:1] for x in vars(view.index).values())
     # What is normalised over the batch shows in a few tokens; all of them in float32 took 5 % of the time of a run.
-    every = -(-kept.shape[1] // COMPANY_TOKENS)
-    few_context, few_target = ((x[x % every == 0] // every).unsqueeze(0) for x in (context, target))
-    if few_context.numel() and few_target.numel():
-        context, target = few_context, few_target
+    if few is not None:
+        (context, target), every = few, _every(view)
         kept, tissue, patches, targets = (x[:, ::every] for x in (kept, tissue, patches, targets))
         labels = labels[:, ::every] if labels is not None else None
     return View(patches, targets, TokenIndex(*(x.expand(2, -1) for x in (kept, context, target, tissue))), labels)

@@ -123,14 +123,18 @@ def held_out(rows: Iterable[dict[str, Any]]) -> Finding | None:
     """Overfitting: held-out loss rises while training loss falls. `rows` are a run's metrics up to a validation.
 
     Compares the last validation with the best earlier one, each with the training steps before it, all over their
-    baselines. Held-out volumes and masks are always the same, so little of the difference is chance.
+    baselines. Held-out volumes and masks are the same, so little of the difference is chance: validations before a
+    resume with another validation_volumes do not count.
     """
     training: list[float] = []
     points: list[tuple[int, float, float]] = []
+    volumes: int | None = None
     for row in rows:
         if row["kind"] == "train":
             training.append(float(row["masked_over_baseline"]))
         elif row["kind"] == "validation" and training:
+            if row.get("volumes") != volumes:
+                points, volumes = [], row.get("volumes")
             points.append((int(row["step"]), float(row["masked_over_baseline"]), float(np.median(training[-NEAR:]))))
             training = []
     if len(points) < 2:

@@ -54,6 +54,8 @@ class Cases:
     held_out_label: np.ndarray
     classes: tuple[str, ...]
     """Empty if labels are numbers."""
+    train_participant: np.ndarray
+    """The participant of each row of `train`: the penalty is chosen by leaving out participants, not volumes."""
 
     @property
     def metric(self) -> str:
@@ -93,11 +95,12 @@ def find_cases(
             f"label, expected {MIN_VOLUMES} or more; set probe.labels, or choose a label of the store: "
             f"{', '.join(known) or 'it has none'}"
         )
+    people = np.array([store.rows[row].participant for row in train])
     # Up to ten different numbers are taken for classes, such as grades.
     numbers = [as_number(text) for text in texts]
     if None not in numbers and len(set(numbers)) > 10:
         values = np.array(numbers, np.float64)
-        return Cases(config.target, train, held_out, values[: len(train)], values[len(train) :], ())
+        return Cases(config.target, train, held_out, values[: len(train)], values[len(train) :], (), people)
     classes = tuple(sorted(set(train_text)))
     if len(classes) < 2:
         raise ConfigError(
@@ -114,7 +117,7 @@ def find_cases(
     number = {name: k for k, name in enumerate(classes)}
     return Cases(
         config.target, train, held_out[known_class], np.array([number[t] for t in train_text]),
-        np.array([number[t] for t in held_out_text if t in classes]), classes,
+        np.array([number[t] for t in held_out_text if t in classes]), classes, people,
     )  # fmt: skip
 
 
@@ -211,7 +214,9 @@ def _labels(config: OnlineProbeConfig, store: Store, rows: np.ndarray) -> list[s
 def _ridge(cases: Cases, x: np.ndarray, x_new: np.ndarray) -> np.ndarray:
     """Ridge regression predictions [n, K] (K = 1 for numbers) at the penalty with the smallest leave-one-out error.
 
-    One SVD serves all penalties. The leave-one-out residual is in closed form: residual / (1 - leverage).
+    One participant is left out at a time: another scan of the same person is so near that too weak a penalty would
+    seem best. One SVD serves all penalties, because the residuals of rows G that are left out have the closed form
+    (1 − H_GG)⁻¹ residual_G with the hat matrix H.
     """
     if cases.classes:
         y = np.eye(len(cases.classes))[cases.train_label]
@@ -225,12 +230,17 @@ def _ridge(cases: Cases, x: np.ndarray, x_new: np.ndarray) -> np.ndarray:
     u, s, vt = np.linalg.svd(root * (x - centre_x), full_matrices=False)
     # Centring and weighting first leaves the intercept out of the penalty.
     uy = u.T @ (root * (y - centre_y))
+    _, member = np.unique(cases.train_participant, return_inverse=True)
+    groups = [np.flatnonzero(member == m) for m in range(member.max() + 1)]
     best, prediction = np.inf, np.zeros((len(x_new), y.shape[1]))
     for penalty in PENALTIES:
         shrink = s**2 / (s**2 + penalty)
         residual = root * (y - centre_y) - u @ (shrink[:, None] * uy)
-        leverage = (u**2 * shrink).sum(1) + 1 / len(x)  # 1 / n is the intercept's
-        error = float(((residual / np.maximum(1e-6, 1 - leverage)[:, None]) ** 2).sum())
+        error = 0.0
+        for own in groups:
+            hat = (u[own] * shrink) @ u[own].T + root[own] @ root[own].T / len(x)  # the second part is the intercept's
+            # Not singular even if there is but one participant.
+            error += float((np.linalg.solve((1 + 1e-6) * np.eye(len(own)) - hat, residual[own]) ** 2).sum())
         if error < best:
             best = error
             prediction = (x_new - centre_x) @ (vt.T @ ((s / (s**2 + penalty))[:, None] * uy)) + centre_y

@@ -84,7 +84,8 @@ def roll_back(config: HealthConfig, learner: Learner, run: RunFolder, step: int,
 
     def choose() -> Path | None:
         nonlocal content
-        found = healthy_before(run, first_sign - config.margin) or healthy_before(run, first_sign)
+        before = first_sign - config.margin
+        found = healthy_before(run, before, config) or healthy_before(run, first_sign, config)
         if found is not None:
             path, content = found
             return path

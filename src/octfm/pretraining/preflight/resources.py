@@ -178,7 +178,9 @@ def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> C
     ]
     # Kept for ever; an interval shorter than that of checkpoints keeps each of them.
     for_good = sum(int(config.steps // max(interval, config.ckpt_every_steps)) for interval in every if interval)
-    count = min(config.keep_checkpoints + for_good, -(-config.steps // config.ckpt_every_steps)) + 1
+    # The best one is kept besides the last ones, and may be none of them.
+    best = config.probe.target is not None
+    count = min(config.keep_checkpoints + for_good, -(-config.steps // config.ckpt_every_steps)) + best + 1
     folder = out / "checkpoints"
     held = sum(map(checkpoint_files.size_of, [*checkpoint_files.steps(folder), *checkpoint_files.left_over(folder)]))
     # The next checkpoint is written before an old one is deleted, so there must be room for one in any case.

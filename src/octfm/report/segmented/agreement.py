@@ -3,13 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+from octfm.display import number
 from octfm.report.page import html_file, render, write_page
 from octfm.report.trust.figures import bland_altman
 from octfm.report.words import interval
 
 MOST_LISTED = 200
 CAPTION = (
-    "One point per scan. Solid: bias; dashed: limits of agreement (± 1.96 standard deviations); shaded: their "
+    "One point per scan. Solid: bias; dashed: limits of agreement (± 1.96 standard deviations, within and between "
+    "participants together); shaded: their "
     "95\u00a0% intervals. Above 0 octfm measures more than the device."
 )
 
@@ -38,14 +40,26 @@ def write_agreement(result: dict[str, Any], out: str | Path, commands: list[str]
 
 def sentence(result: dict[str, Any]) -> str:
     """The centre in one sentence, in plain words."""
-    centre = next((zone for zone in result["zones"] if zone["target"] == "centre" and zone["bland_altman"]), None)
+    centre = next((zone for zone in result["zones"] if zone["target"] == "centre"), None)
     if centre is None:
-        return "The central zone was measured by both in fewer than two scans."
-    bias, lower, upper = (centre["bland_altman"][name] for name in ("bias", "lower", "upper"))
-    between = f" (95\u00a0% interval {bias['low']:+.1f} to {bias['high']:+.1f})" if bias["low"] is not None else ""
+        return "The central zone was measured by both in no scan."
+    scans = number(centre["n_eyes"], "scan")
+    who = f"{scans} of {number(centre['n_participants'], 'participant')}" if result["participant_column"] else scans
+    if not (limits := centre["bland_altman"]):
+        mean = sum(difference for _, difference in centre["points"]) / len(centre["points"])
+        few = "too few for limits of agreement"
+        return f"Centre: octfm minus the device is {mean:+.1f} µm on average ({who}, {few})."
+    bias, lower, upper = (limits[name] for name in ("bias", "lower", "upper"))
+    between = f"between {lower['estimate']:+.1f} and {upper['estimate']:+.1f} µm"
+    if bias["low"] is None:
+        return (
+            f"Centre: octfm minus the device is {bias['estimate']:+.1f} µm on average; limits of agreement lie "
+            f"{between}, but {who} are too few to expect others there."
+        )
     return (
-        f"Centre: octfm minus the device is {bias['estimate']:+.1f} µm on average{between}; 95\u00a0% of scans are "
-        f"expected between {lower['estimate']:+.1f} and {upper['estimate']:+.1f} µm ({centre['n_eyes']} scans)."
+        f"Centre: octfm minus the device is {bias['estimate']:+.1f} µm on average (95\u00a0% interval "
+        f"{bias['low']:+.1f} to {bias['high']:+.1f}); 95\u00a0% of scans are expected {between} if differences are "
+        f"normally distributed ({scans})."
     )
 
 

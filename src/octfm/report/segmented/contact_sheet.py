@@ -9,7 +9,8 @@ from octfm.errors import one_line
 from octfm.io.hashing import hash_text
 from octfm.io.location import write_whole
 from octfm.report.page import MAX_BYTES, render, write_page
-from octfm.report.segmented.pictures import bscan_picture
+from octfm.report.segmented.pictures import LINES, bscan_picture
+from octfm.tasks.scene import FOUND_COLOURS, words_of
 
 if TYPE_CHECKING:
     from octfm.layers.segment import ScanSegmentation
@@ -38,6 +39,7 @@ class ContactSheet:
         room: bytes for pictures.
         """
         from octfm.layers.table import ACCEPTED
+        from octfm.models.layer_net import MASKS
         from octfm.weights.packaged import NOTE
 
         cards, size = [], 0
@@ -54,7 +56,7 @@ class ContactSheet:
                 if name.endswith("_nl") and float(nl or 0) > 0
             ]
             refused = row["verdict"] not in ("", ACCEPTED)
-            shown = {"source": one_line(row["source"]), "problem": one_line(row["problem"])}
+            shown = {name: one_line(row[name]) for name in ("source", "problem", "zones_note")}
             cards.append({**row, **shown, "src": src, "refused": refused, "had": path.exists(), "measured": measured})
         facts = {
             "cards": cards,
@@ -63,5 +65,6 @@ class ContactSheet:
             "shown": sum(bool(card["src"]) for card in cards),
             "pictures": sum(card["had"] for card in cards),
             "note": NOTE,
+            "legend": [(words_of(name), FOUND_COLOURS[name]) for name in (*LINES, *MASKS)],
         }
         return write_page(render("contact_sheet.html.jinja", facts), self.page)

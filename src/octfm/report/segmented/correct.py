@@ -7,6 +7,7 @@ import numpy as np
 
 from octfm.errors import EvaluationError
 from octfm.report.segmented.pictures import RANGE_UM
+from octfm.tasks.scene import words_of
 from octfm.version import __version__
 from octfm.volume import etdrs
 from octfm.volume.etdrs import lateral_scale
@@ -27,8 +28,10 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
     Lines are uint16 in such a part of a row that the frame fits, areas run lengths per B-scan.
     """
     from octfm.layers.corrections import FORMAT, OUTSIDE_ROWS
+    from octfm.layers.ranges import SYNTHETIC
     from octfm.layers.segment import PLACE_UM
     from octfm.layers.verdict import ANSWERED, ZONE_UM
+    from octfm.layers.zones import FEWEST_PER_MM, UNEVEN_UM, grid_of
     from octfm.models.layer_net import MASKS, SURFACES
 
     volume = found.volume
@@ -40,6 +43,7 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
     error = np.rint(np.clip(found.expected_error_um() * ERROR_STEPS, 0, ABSENT - 1))
     expected = np.where(np.isnan(error), ABSENT, error).astype("<u2")
     (dz, dy, dx), scale = volume.spacing_mm, lateral_scale(found.axial_length_mm)
+    grid = grid_of(found)
     nl = dz * dy * dx * scale**2 * 1000
     return {
         "format": FORMAT,
@@ -55,6 +59,7 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
         "rows": base64.b64encode(coded.tobytes()).decode(),
         "areas": list(MASKS),
         "reported": list(found.masks),
+        "named": {name: words_of(name) for name in (*SURFACES, *MASKS)},
         "labels": [_runs({MASKS.index(name): mask[d] for name, mask in found.masks.items()}) for d in range(depth)],
         "expected": base64.b64encode(expected.tobytes()).decode(),
         "errorSteps": ERROR_STEPS,
@@ -62,13 +67,16 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
         "parts": list(found.verdict.parts),
         "field": _field(found),
         "whyNoZones": found.why_no_grid,
+        "ranges": {} if grid is None else {name: list(ends) for name, ends in found.zone_ranges().items()},
+        "rangeKind": SYNTHETIC,
+        "uneven": grid is not None and grid.uneven_um > UNEVEN_UM,
         "reasons": [
             {"text": text, "answered": code in ANSWERED}
             for code, text in zip(found.verdict.codes, found.verdict.reasons, strict=True)
         ],
         "rules": {
             "rings": etdrs.RINGS_MM, "covered": etdrs.LEAST_COVERED, "bridged": etdrs.BRIDGED_MM, "cell": etdrs.CELL_MM,
-            "mostApart": etdrs.MOST_APART_MM,
+            "mostApart": etdrs.MOST_APART_MM, "fewestPerMm": FEWEST_PER_MM,
             "pit": etdrs.PIT_UM, "radius": etdrs.PIT_MM, "around": etdrs.AROUND_MM, "step": etdrs.STEP_MM,
             "leastFit": etdrs.LEAST_FIT, "independent": etdrs.INDEPENDENT, "offCentre": etdrs.OFF_CENTRE_MM,
             "apart": etdrs.APART_MM, "rival": etdrs.RIVAL,

@@ -1,6 +1,7 @@
 """Pictures of one segmented scan: the thickness map with its ETDRS grid, and the B-scan that says most."""
 
 import io
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 
 from octfm.report.images import RIM, Picture, to_png
+from octfm.tasks.scene import FOUND_COLOURS
 from octfm.volume.etdrs import RINGS_MM, SIDES, EtdrsGrid, field_of_volume, sample
 from octfm.volume.planes import eight_bit
 
@@ -19,13 +21,10 @@ RANGE_UM = (150, 500)
 """Colours of the thickness map: from an atrophic retina to oedema."""
 HALF_MM, STEP_MM = 3.4, 0.02
 """Half side of the map, and distance of its points."""
-LINES = {"ilm": (255, 90, 90), "rpe_peak": (90, 255, 120), "bm": (255, 90, 220)}
-AREAS = {
-    "intraretinal_fluid": (70, 110, 255),
-    "subretinal_fluid": (0, 200, 255),
-    "drusen": (255, 150, 0),
-    "detachment": (255, 230, 60),
-}
+LINES = ("ilm", "rpe_peak", "bm")
+"""Surfaces of a picture of the contact sheet: all nine would cover a retina of its size."""
+LEAST_MM2 = 0.002
+"""Least area in a B-scan for it to be shown instead of the middle one; the least that counts as fluid is .0015 mm²."""
 THUMBNAIL = (320, 180)
 """Width and height in pixels of a picture of the contact sheet."""
 
@@ -83,17 +82,25 @@ def thickness_picture(found: "ScanSegmentation", grid: EtdrsGrid) -> Picture:
     )
 
 
-def facts_of(found: "ScanSegmentation") -> list[tuple[str, str]]:
-    """(name, value) for the page of one scan: verdict, volumes of fluid, network and what it is not for."""
+def verdict_of(found: "ScanSegmentation") -> list[tuple[str, str, str]]:
+    """(class, word, sentence) for the top of the page of one scan: whether to believe it, and what it does not show."""
     from octfm.layers.table import ACCEPTED
+
+    first = ("ok", "accepted", f"{ACCEPTED}; {found.doubtful.mean():.0%} of A-scans are doubtful")
+    if not found.verdict.accepted:
+        first = ("bad", "do not believe it", "; ".join(found.verdict.reasons))
+    missing = found.why_no_grid if found.verdict.accepted else ""
+    notes = (found.note_on_scan, missing.removeprefix("no zones: "))
+    return [first, *(("watch", word, note) for word, note in zip(("note", "no zones"), notes, strict=True) if note)]
+
+
+def facts_of(found: "ScanSegmentation") -> list[tuple[str, str]]:
+    """(name, value) for the page of one scan: volumes of fluid, network and what it is not for."""
     from octfm.weights.packaged import NOTE
 
     amounts = {name: found.volume_nl(name) for name in found.masks} if found.verdict.accepted else {}
     length = found.axial_length_mm
     return [
-        ("Verdict", "; ".join(found.verdict.reasons) or ACCEPTED),
-        *((("Note", found.note_on_scan),) if found.note_on_scan else ()),
-        ("Doubtful A-scans", f"{found.doubtful.mean():.0%}"),
         *(
             (f"{name.replace('_', ' ').capitalize()}, as found", f"{nl:.1f} nl")
             for name, nl in amounts.items()
@@ -108,18 +115,23 @@ def bscan_picture(found: "ScanSegmentation") -> bytes:
     """PNG of the B-scan that says most: through the most fluid, else the middle one; lines and areas drawn in."""
     volume = found.volume
     most = [sum(int(mask[d].sum()) for mask in found.masks.values()) for d in range(volume.shape[0])]
-    d = int(np.argmax(most)) if max(most, default=0) >= 50 else volume.shape[0] // 2
+    shown_mm2 = max(most, default=0) * volume.spacing_mm[1] * volume.spacing_mm[2]
+    d = int(np.argmax(most)) if shown_mm2 >= LEAST_MM2 else volume.shape[0] // 2
     bscan = np.asarray(list(eight_bit(volume))[d])
     picture = np.repeat(bscan[..., None], 3, axis=2)
     for name, mask in found.masks.items():
-        picture[mask[d]] = picture[mask[d]] // 2 + np.array(AREAS[name], np.uint8) // 2
-    for name, colour in LINES.items():
-        row = found.surfaces[name][d]
-        columns = np.nonzero(np.isfinite(row))[0]
-        at = np.rint(row[columns]).astype(int)
+        picture[mask[d]] = picture[mask[d]] // 2 + np.array(FOUND_COLOURS[name], np.uint8) // 2
+    rows = _around(found.surfaces, d, len(bscan))
+    small = _thumbnail(picture[rows])
+    # Drawn into the small picture: in the large one, reduction would mix lines with their surroundings.
+    (width, height), columns = THUMBNAIL, np.arange(THUMBNAIL[0])
+    for name in LINES:
+        row = found.surfaces[name][d][((columns + 0.5) / width * bscan.shape[1]).astype(int)]
+        at = (row - rows.start + 0.5) * height / (rows.stop - rows.start)
+        inside = np.isfinite(at) & (at >= 0) & (at < height)
         for thick in (0, 1):
-            picture[np.clip(at + thick, 0, len(bscan) - 1), columns] = colour
-    return _thumbnail(picture, _around(found.surfaces, d, len(bscan)))
+            small[np.minimum(at[inside].astype(int) + thick, height - 1), columns[inside]] = FOUND_COLOURS[name]
+    return _png(small)
 
 
 def _around(surfaces: dict[str, np.ndarray], d: int, height: int) -> slice:
@@ -132,10 +144,31 @@ def _around(surfaces: dict[str, np.ndarray], d: int, height: int) -> slice:
     return slice(max(0, int(np.nanmin(both) - margin)), min(height, int(np.nanmax(both) + margin) + 1))
 
 
-def _thumbnail(picture: np.ndarray, rows: slice) -> bytes:
+def _thumbnail(picture: np.ndarray) -> np.ndarray:
     from PIL import Image
 
+    return np.array(Image.fromarray(np.ascontiguousarray(picture)).resize(THUMBNAIL, Image.Resampling.BOX))
+
+
+def _png(picture: np.ndarray) -> bytes:
+    from PIL import Image
+
+    # A palette chosen from the pixels has no colour for a druse of a few of them.
+    palette = Image.new("P", (1, 1))
+    palette.putpalette(_palette().ravel().tolist())
     buffer = io.BytesIO()
-    small = Image.fromarray(np.ascontiguousarray(picture[rows])).resize(THUMBNAIL, Image.Resampling.BOX)
-    small.quantize(96).save(buffer, "PNG", optimize=True)
+    own = Image.fromarray(picture).quantize(palette=palette, dither=Image.Dither.NONE)
+    own.save(buffer, "PNG", optimize=True)
     return buffer.getvalue()
+
+
+@cache
+def _palette() -> np.ndarray:
+    """uint8 [N, 3]: greys, lines, and areas over grey."""
+    from octfm.models.layer_net import MASKS
+
+    grey = np.linspace(0, 255, 48).astype(np.uint8)
+    over = grey[::5, None] // 2
+    areas = [over + np.array(FOUND_COLOURS[name], np.uint8) // 2 for name in MASKS]
+    lines = np.array([FOUND_COLOURS[name] for name in LINES], np.uint8)
+    return np.concatenate([np.repeat(grey[:, None], 3, axis=1), lines, *areas])

@@ -248,7 +248,7 @@ def _calibration(result: dict[str, Any]) -> dict[str, Any]:
             }
         )
         caption = f"{r['n_participants']} participants; a larger mark holds more cases; "
-        caption += "bars are Wilson's 95\u00a0% intervals."
+        caption += "bars are Wilson's 95\u00a0% intervals, in which a participant counts once."
         charts.append(figures.reliability(r, f"{words.plain(r['target'])}: {r['encoder']}", caption))
     return {"sentence": part["sentence"], "rows": rows, "charts": charts, "skipped": part["skipped"]}
 
