@@ -418,8 +418,10 @@ def replaced_rows(cohort, rows):
 def test_a_summary_says_what_guessing_gives_and_which_file_holds_the_rest(cohort, tmp_path):
     result = probe([cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), resamples=50)
     lines = summary_lines(result)
-    assert "diagnosis    guessing gives auroc 0.5, balanced_accuracy 0.333" in lines
-    assert "cst_um       guessing gives r2 0" in lines and any("probe.json also holds" in line for line in lines)
+    assert "diagnosis    guessing gives auroc 0.5, balanced_accuracy 0.333; learned from 48 participants" in lines
+    assert "cst_um       guessing gives r2 0; learned from 48 participants" in lines and any(
+        "probe.json also holds" in line for line in lines
+    )
     assert any("--design k-fold" in line for line in lines)
     tuned = "\n".join(summary_lines(result, "finetune.json"))
     assert "finetune.json also holds" in tuned and "--design" not in tuned and "probe.json" not in tuned
