@@ -364,6 +364,18 @@ def test_a_text_for_every_participant_is_no_class(cohort, tmp_path):
         probe(files, one, targets=["onset"])
 
 
+@pytest.mark.parametrize("unit", ["%", " µm"])
+def test_numbers_with_a_unit_are_not_classes(cohort, tmp_path, unit):
+    files = [cohort.embeddings(tmp_path / "a.parquet")]
+    amounts = relabelled(cohort, tmp_path / "l.csv", "um", [f"{i // 3}{unit}" for i in range(60)])
+    with pytest.raises(
+        EvaluationError, match=f"120 of 120 labels in column um are numbers with the unit {unit.strip()}"
+    ):
+        probe(files, amounts, targets=["um"])
+    stages = relabelled(cohort, tmp_path / "l.csv", "stage", ["1a", "2b", "3c"] * 20)
+    assert row(probe(files, stages, targets=["stage"], resamples=50), "stage", "auroc")["classes"] == ["1a", "2b", "3c"]
+
+
 def test_a_label_in_two_spellings_is_refused(cohort, tmp_path):
     table = relabelled(cohort, tmp_path / "l.csv", "grade", ["Mild", "none", "mild"] * 20)
     with pytest.raises(EvaluationError, match="Column grade has Mild and mild; spell them alike") as error:
