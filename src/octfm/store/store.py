@@ -89,7 +89,7 @@ class Store:
             return self.part(np.arange(len(self))[index])
         if np.ndim(index) == 1 and not isinstance(index, str):
             return self.part(index)  # pyright: ignore[reportArgumentType]
-        row = operator.index(index)
+        row = operator.index(index)  # pyright: ignore[reportArgumentType]
         if not -len(self) <= row < len(self):
             raise IndexError(f"{self.path}: no volume {row}; the store has {len(self)}, numbered from 0")
         row %= len(self)
