@@ -189,6 +189,13 @@ def test_a_store_is_a_sequence_of_volumes(store):
     np.testing.assert_array_equal(store[np.int64(2)].band, store.read([2]).band[0])
     assert [row.acquisition for row in store[4:1:-1].rows] == [store.rows[i].acquisition for i in (4, 3, 2)]
     assert store[0].transform.shape == store[0].shape == (8, 64, 32)
+    mask = np.array([True, False, False, True, False, True])
+    for part in (store[mask], store.part(mask), store[[0, 3, 5]], store[np.array([0, 3, -1])]):
+        assert [row.acquisition for row in part.rows] == [store.rows[i].acquisition for i in (0, 3, 5)]
+    assert len(store[[]]) == 0
+    for wrong, words in ((mask[:4], r"a mask of shape \[4\]"), ([0, 6], "no volume 6; "), ([0.5], "got float64")):
+        with pytest.raises(IndexError, match=words):
+            store[wrong]
     for wrong in (6, -7):
         with pytest.raises(IndexError, match=r"no volume .* the store has 6"):
             store[wrong]

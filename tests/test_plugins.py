@@ -284,6 +284,51 @@ def test_views_are_functions_of_seed_position_and_view(store):
 # ----------------------------------------------------------------------------------------------------------------------------
 
 
+class BuggyReader:
+    """One volume per file, were it not for a fault."""
+
+    def __init__(self, fault="bug"):
+        self.fault = fault
+
+    def fits(self, head, uri):
+        return head.startswith(b"BUG")
+
+    def volumes(self, uri):
+        return []
+
+    def open_bscans(self, uri, name):
+        if self.fault == "code":
+            raise ReadError("my_code", f"{uri}: odd")
+        return {"Jane Doe": 1}[uri]  # the line of the bug
+
+
+def test_a_bug_in_a_reader_is_named_by_its_line_and_never_by_its_words(tmp_path):
+    (tmp_path / "a.bug").write_bytes(b"BUG" + bytes(5000))
+    lines = Path(__file__).read_text().splitlines()
+    line = 1 + next(i for i, text in enumerate(lines) if text.endswith("# the line of the bug"))
+    with pytest.raises(ReadError, match=rf"BuggyReader raised KeyError in test_plugins\.py, line {line};") as error:
+        octfm.read_volume(tmp_path / "a.bug", readers=[BuggyReader()])
+    assert error.value.code == "damaged_file" and "Jane" not in str(error.value)
+    with pytest.raises(ReadError, match=r"odd .BuggyReader gave it the unknown reason code my_code") as error:
+        octfm.read_volume(tmp_path / "a.bug", readers=[BuggyReader("code")])
+    assert error.value.code == "damaged_file", "a code without a remedy would stop a scan"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ([BuggyReader], r"got the class BuggyReader; write BuggyReader\(\)"),
+        (BuggyReader(), r"write readers=\[MyReader\(\)\]"),
+        ([3], "int has no method fits, volumes, open_bscans"),
+    ],
+)
+def test_what_is_no_reader_is_named_before_any_file_is_read(tmp_path, wrong, words):
+    (tmp_path / "a.bug").write_bytes(b"BUG" + bytes(5000))
+    for read in (octfm.scan, octfm.read_volume):
+        with pytest.raises(ConfigError, match=words):
+            read(tmp_path, readers=wrong)
+
+
 class PairsReader:
     """A made-up format: `PAIRS`, then for each eye its side, size and voxels."""
 

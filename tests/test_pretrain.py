@@ -101,9 +101,7 @@ def test_F18_a_damaged_checkpoint_stops_with_the_reason(store, tmp_path):
 def test_nobody_is_advised_to_delete_a_file_that_is_no_checkpoint(tmp_path):
     for name, content in (("labels.csv", b"participant_id,diagnosis\n"), ("model.safetensors", b"\x08" + bytes(20))):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(
-            CheckpointError, match=f"{name}: not an octfm checkpoint .*expected a run's folder"
-        ) as error:
+        with pytest.raises(CheckpointError, match=f"{name}: .*not a.* checkpoint.*expected a run's folder") as error:
             load_encoder(tmp_path / name)
         assert "delete" not in str(error.value)
 

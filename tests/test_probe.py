@@ -364,6 +364,18 @@ def test_a_text_for_every_participant_is_no_class(cohort, tmp_path):
         probe(files, one, targets=["onset"])
 
 
+@pytest.mark.parametrize("unit", ["%", " µm"])
+def test_numbers_with_a_unit_are_not_classes(cohort, tmp_path, unit):
+    files = [cohort.embeddings(tmp_path / "a.parquet")]
+    amounts = relabelled(cohort, tmp_path / "l.csv", "um", [f"{i // 3}{unit}" for i in range(60)])
+    with pytest.raises(
+        EvaluationError, match=f"120 of 120 labels in column um are numbers with the unit {unit.strip()}"
+    ):
+        probe(files, amounts, targets=["um"])
+    stages = relabelled(cohort, tmp_path / "l.csv", "stage", ["1a", "2b", "3c"] * 20)
+    assert row(probe(files, stages, targets=["stage"], resamples=50), "stage", "auroc")["classes"] == ["1a", "2b", "3c"]
+
+
 def test_a_label_in_two_spellings_is_refused(cohort, tmp_path):
     table = relabelled(cohort, tmp_path / "l.csv", "grade", ["Mild", "none", "mild"] * 20)
     with pytest.raises(EvaluationError, match="Column grade has Mild and mild; spell them alike") as error:
@@ -418,8 +430,10 @@ def replaced_rows(cohort, rows):
 def test_a_summary_says_what_guessing_gives_and_which_file_holds_the_rest(cohort, tmp_path):
     result = probe([cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), resamples=50)
     lines = summary_lines(result)
-    assert "diagnosis    guessing gives auroc 0.5, balanced_accuracy 0.333" in lines
-    assert "cst_um       guessing gives r2 0" in lines and any("probe.json also holds" in line for line in lines)
+    assert "diagnosis    guessing gives auroc 0.5, balanced_accuracy 0.333; learned from 48 participants" in lines
+    assert "cst_um       guessing gives r2 0; learned from 48 participants" in lines and any(
+        "probe.json also holds" in line for line in lines
+    )
     assert any("--design k-fold" in line for line in lines)
     tuned = "\n".join(summary_lines(result, "finetune.json"))
     assert "finetune.json also holds" in tuned and "--design" not in tuned and "probe.json" not in tuned

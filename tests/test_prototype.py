@@ -186,6 +186,8 @@ def test_smoke_of_every_preset_takes_less_than_a_minute(name, tmp_path):
     code, out, err = octfm_command("pretrain", name, "--smoke", "--out", "run", "--device", "cpu", cwd=tmp_path)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert code == 0 and "pretraining done: 10 updates" in out, err
+    size = r"smoke: 10 steps of 4 volumes, [12] blocks? of 48 channels, whatever the settings say"
+    assert re.search(size, out), "else one would think that the settings were tried as they are"
     assert after.ru_utime - before.ru_utime < 60, "CPU seconds: what it would take on a machine of its own"
 
 

@@ -283,6 +283,9 @@ def scan(
     patterns = [
         Pattern.parse(text) for text in ([participant_from] if isinstance(participant_from, str) else participant_from)
     ]
+    from octfm.formats.detect import require_readers  # keeps parsers out of what only reads catalogs
+
+    require_readers(readers)
     bscans_only = tuple(layouts) == ("line",)
     if not ("raster" in layouts or bscans_only) or any(name not in ADMISSIBLE for name in layouts):
         raise CatalogError(

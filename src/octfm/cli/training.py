@@ -207,6 +207,9 @@ def pretrain(
                 "--smoke with several ranks: every rank would write phantoms into the same folder; set data.store"
             )
         settings = shrink(settings)
+        size = f"{settings.model.depth} block{'s' * (settings.model.depth > 1)} of {settings.model.width} channels"
+        batch = settings.data.global_batch_size
+        opt.echo_line(f"smoke: {settings.steps} steps of {batch} volumes, {size}, whatever the settings say")
         if needs_store:
             # The phantoms of a run in a bucket lie in the working directory.
             local_out = out if isinstance(out, Path) else Path(out.name)

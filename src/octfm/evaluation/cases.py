@@ -1,5 +1,6 @@
 """The labelled cases of a probe target, and which participants each fit trains on and tests."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -228,6 +229,10 @@ def _is_disease(target: Target) -> bool:
     return target.name == "disease" and target.column == "diagnosis"
 
 
+_AMOUNT = re.compile(r"[<>+-]?\d+(?:[.,]\d+)? ?([%°a-zA-Zµ]{1,5})")
+"""A number with a unit, as in 45% and 310 µm."""
+
+
 def _require_classes(column: str, cells: Sequence[str], participant: np.ndarray) -> None:
     """Raises Skip unless the cells, not all of them numbers, are classes."""
     words = [cell for cell in cells if as_number(cell) is None]
@@ -236,6 +241,13 @@ def _require_classes(column: str, cells: Sequence[str], participant: np.ndarray)
         among = f"{len(cells) - len(words)} of {len(cells)} labels in column {column} are finite numbers, the others"
         remedy = "write numbers, or leave those cells empty"
         raise Skip(f"{among} are not ({', '.join(sorted(set(words))[:3])}); {remedy}.", f"{among} are not; {remedy}.")
+    units = Counter(match[1] for cell in words if (match := _AMOUNT.fullmatch(cell)))
+    if len(set(cells)) > MANY_NUMBERS and units and (most := units.most_common(1)[0])[1] > len(cells) / 2:
+        remedy = "write numbers without a unit"
+        raise Skip(
+            f"{most[1]} of {len(cells)} labels in column {column} are numbers with the unit {most[0]}; {remedy}.",
+            f"Column {column} has numbers with a unit; {remedy}.",
+        )
     spelt: dict[str, str] = {}
     for cell in cells:
         known = spelt.setdefault(" ".join(cell.lower().split()), cell)
@@ -321,8 +333,8 @@ def make_rounds(
         cases, train, tested = _only_classes(cases, enough), train[keep], tested[keep]
         if len(np.unique(cases.label[tested])) < 2:
             raise Skip(
-                f"The {len(np.unique(cases.participant[tested]))} test participants have fewer than two classes of "
-                f"{cases.target.column}."
+                f"The test participants have fewer than two classes of {cases.target.column} "
+                f"({len(np.unique(cases.participant[tested]))} of them are left without the classes too rare to learn)."
             )
     participants_tested = len(np.unique(cases.participant[tested]))
     if design == "recommended_split":

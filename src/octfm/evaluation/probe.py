@@ -195,7 +195,11 @@ def summary_lines(result: dict[str, Any], file: str = "probe.json") -> list[str]
             between += f", {len(draws)} draws from {min(draws):.3f} to {max(draws):.3f}"
         who = f"{r['n_test_participants']} participants{flag}"
         lines.append(f"{r['target']:<12} {r['metric']:<18} {r['encoder']:<12} {estimate}{between}, {who}")
-    lines += [f"{target:<12} guessing gives {', '.join(each.values())}" for target, each in guessing.items()]
+    for target, each in guessing.items():
+        r = next(r for r in result["results"] if r["target"] == target)
+        unlabelled = f", {r['unlabelled_acquisitions']} volumes have no label" if r["unlabelled_acquisitions"] else ""
+        learned = f"learned from {r['n_train_participants']} participants{unlabelled}"
+        lines.append(f"{target:<12} guessing gives {', '.join(each.values())}; {learned}")
     for (target, said), whose in noted.items():
         every = {r["encoder"] for r in result["results"] if r["target"] == target}
         lines.append(f"{target:<12} " + ("" if {*whose} == every else f"{', '.join(dict.fromkeys(whose))}: ") + said)

@@ -55,6 +55,7 @@ def read_volume(
     """
     from octfm.formats import detect  # keeps parsers out of training processes
 
+    detect.require_readers(readers)
     if limits is None:
         return detect.read_volume(str(uri), spacing_mm, raster_only, readers, structure_only)
     layouts = RASTER_ONLY if raster_only else LAYOUTS

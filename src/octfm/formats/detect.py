@@ -5,19 +5,22 @@ Readers that a caller passes as objects are tried first.
 """
 
 import hashlib
+import traceback
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import PurePath
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeGuard
 
-from octfm.errors import ReadError
+from octfm.errors import ConfigError, ReadError, shown
 from octfm.formats import bioptigen, bscans, heidelberg_e2e, heyex_xml, optovue, zeiss_img
 from octfm.formats.bscans import Bscans, Reader
 from octfm.formats.heyex_xml import DeviceGrid
 from octfm.formats.medical import metaimage
-from octfm.formats.reasons import Header, cannot_open
+from octfm.formats.reasons import REASONS, Header, cannot_open
 from octfm.io.archive import MEMBER, file_size, is_folder, list_folder, open_file
 from octfm.volume.volume import (
     LAYOUTS,
@@ -71,7 +74,8 @@ class _PlugIn:
                 "several_volumes",
                 f"{uri}: which of its {len(names)} volumes? add {MEMBER} and one of {', '.join(names)[:200]}",
             )
-        found = self.reader.open_bscans(self.file, self.name)
+        with _bugs_have_a_place(self.reader, uri):
+            found = self.reader.open_bscans(self.file, self.name)
         if self.name:
             # Volumes of one file are different acquisitions, even if the reader takes the UID from the whole file.
             digest = hashlib.blake2b(f"{found.uid} {self.name}".encode(), digest_size=16).digest()
@@ -81,6 +85,38 @@ class _PlugIn:
     def volumes(self, uri: str) -> list[str]:
         names = [] if self.name else self.reader.volumes(self.file)
         return [f"{uri}{MEMBER}{name}" for name in names] if len(names) > 1 else [uri]
+
+
+@contextmanager
+def _bugs_have_a_place(reader: Reader, uri: str) -> Iterator[None]:
+    """Say in which line of a caller's reader an exception was raised, and never its words: they may quote a name."""
+    name = type(reader).__name__
+    try:
+        yield
+    except ReadError as error:
+        if error.code not in REASONS:
+            raise ReadError("damaged_file", f"{error} ({name} gave it the unknown reason code {error.code})") from None
+        raise
+    except bscans.DAMAGE as error:
+        own = getattr(getattr(type(reader).open_bscans, "__code__", None), "co_filename", "")
+        steps = [step for step in traceback.extract_tb(error.__traceback__) if step.filename == own]
+        place = f" in {PurePath(own).name}, line {steps[-1].lineno}" if steps else ""
+        raise ReadError(
+            "damaged_file",
+            f"{uri}: {name} raised {type(error).__name__}{place}; the file is damaged, or the reader has a bug",
+        ) from None
+
+
+def require_readers(readers: object) -> None:
+    """Raises ConfigError unless these are objects with the methods of a Reader."""
+    methods = ("fits", "volumes", "open_bscans")
+    if not isinstance(readers, Sequence) or isinstance(readers, str):
+        raise ConfigError(f"readers: expected a list of readers, got {shown(readers)}; write readers=[MyReader()]")
+    for reader in readers:
+        if isinstance(reader, type):
+            raise ConfigError(f"readers: expected objects, got the class {reader.__name__}; write {reader.__name__}()")
+        if absent := [name for name in methods if not callable(getattr(reader, name, None))]:
+            raise ConfigError(f"readers: {type(reader).__name__} has no method {', '.join(absent)}")
 
 
 def read_volume(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from octfm.errors import CheckpointError
@@ -40,7 +39,6 @@ DAMAGE = (
     AttributeError,
     ArithmeticError,
     AssertionError,
-    SafetensorError,
 )
 """Errors that torch and pickle raise for bytes that are no checkpoint."""
 
@@ -64,6 +62,8 @@ def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
 def load(path: Path) -> dict[str, Any]:
     """The content that `write` was given, verified. Tensors and plain values only: code in a checkpoint is never
     run."""
+    if path.suffix == ".safetensors":  # which torch would hand to another reader
+        raise DamagedCheckpoint(f"{path}: not an octfm checkpoint; {EXPECTED}")
     try:
         content = shards.load(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True)
     except DAMAGE as error:
@@ -73,7 +73,7 @@ def load(path: Path) -> dict[str, Any]:
             "it from a copy"
             # Nobody is advised to delete a file that is none of ours.
             if is_name(path.name)
-            else f"{path}: not an octfm checkpoint ({type(error).__name__}); {EXPECTED}"
+            else f"{path}: damaged or not a checkpoint ({type(error).__name__}); {EXPECTED}"
         ) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DamagedCheckpoint(f"{path}: not an octfm checkpoint; {EXPECTED}")

@@ -80,13 +80,16 @@ class Store:
     def __getitem__(self, index: int) -> StoredVolume: ...
 
     @overload
-    def __getitem__(self, index: slice) -> "Store": ...
+    def __getitem__(self, index: slice | Sequence[int] | np.ndarray) -> "Store": ...
 
-    def __getitem__(self, index: int | slice) -> "StoredVolume | Store":
-        """One volume, counted from the end if negative, or for a slice a store of these rows. Raises IndexError."""
+    def __getitem__(self, index: int | slice | Sequence[int] | np.ndarray) -> "StoredVolume | Store":
+        """One volume, counted from the end if negative, or for a slice, rows or a mask a store of these rows. Raises
+        IndexError."""
         if isinstance(index, slice):
             return self.part(np.arange(len(self))[index])
-        row = operator.index(index)
+        if np.ndim(index) == 1 and not isinstance(index, str):
+            return self.part(index)  # pyright: ignore[reportArgumentType]
+        row = operator.index(index)  # pyright: ignore[reportArgumentType]
         if not -len(self) <= row < len(self):
             raise IndexError(f"{self.path}: no volume {row}; the store has {len(self)}, numbered from 0")
         row %= len(self)
@@ -163,8 +166,20 @@ class Store:
         )
 
     def part(self, rows: Sequence[int] | np.ndarray) -> "Store":
-        """A store of these rows only, renumbered from 0."""
-        return _Part(self, np.asarray(rows, np.int64))
+        """A store of these rows only, renumbered from 0. `rows`: numbers, negative ones counted from the end, or a mask
+        bool [N]. Raises IndexError for others."""
+        chosen, count = np.asarray(rows), len(self)
+        if chosen.dtype == bool:
+            # Taken as numbers, a mask would choose rows 0 and 1 over and over.
+            if chosen.shape != (count,):
+                raise IndexError(f"{self.path}: a mask of shape {list(chosen.shape)}; the store has {count} volumes")
+            chosen = np.flatnonzero(chosen)
+        if chosen.size and chosen.dtype.kind not in "iu":
+            raise IndexError(f"{self.path}: expected numbers of rows or a mask, got {chosen.dtype}")
+        if chosen.size and not (-count <= chosen.min() and chosen.max() < count):
+            odd = next(row for row in chosen.tolist() if not -count <= row < count)
+            raise IndexError(f"{self.path}: no volume {odd}; the store has {count}, numbered from 0")
+        return _Part(self, chosen.astype(np.int64) % max(1, count))
 
     @property
     def left_out(self) -> tuple[str, ...]:
