@@ -152,6 +152,7 @@ def probe(
                 "readout": readout,
                 "folds": folds if chosen == "k-fold" else None,
                 "seeds": seeds,
+                "orders": {column: list(grades) for column, grades in (orders or {}).items()},
                 "resamples": resamples,
                 "seed": seed,
                 "allow_seen": allow_seen,

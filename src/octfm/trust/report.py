@@ -253,13 +253,13 @@ def _encoders(
 def _pretraining(path: Path, store: Store) -> dict[str, Any]:
     """Scanners, participants and settings of a run's pretraining, from its checkpoint."""
     _, content = load_newest(path)
-    config = stored_config(content["config"])
+    config, participants = stored_config(content["config"]), content["participants"]
     # Without data.scanners, pretraining used every scanner of its store; this store stands in for it.
     named = set(config.data.scanners) or {row.scanner for row in store.rows}
     return {
         "scanners": tuple(sorted(named - set(config.data.leave_out_scanners))),
         "named": bool(config.data.scanners),
-        "participants": len(content["participants"]["hashes"]),
+        "participants": participants.get("trained_on", len(participants["hashes"])),
         "steps": config.steps,
         "global_batch_size": config.data.global_batch_size,
         "seed": config.seed,
