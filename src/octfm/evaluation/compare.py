@@ -25,8 +25,8 @@ def probe_together(
 
     The design, readout, seeds and grades that the runs' own probes have in common are used again, so that numbers are
     those of the runs' own pages if no run has seen participants whom another tested. What they do not share is
-    `probe`'s default; `orders` adds grades. Raises EvaluationError if a run has no embeddings, if they are not of the same acquisitions, or if any run
-    was pretrained on a test participant (unless `allow_seen`).
+    `probe`'s default; `orders` adds grades. Raises EvaluationError if a run has no embeddings, if they are not of the
+    same acquisitions, or if any run was pretrained on a test participant (unless `allow_seen`).
     """
     encoders = []
     for name, run in runs.items():
