@@ -12,8 +12,8 @@ import typer
 
 from octfm.addresses import mask
 from octfm.cli.data import phantom, prepare, scan
-from octfm.cli.evaluation import finetune, leaderboard, probe, segment, trust
-from octfm.cli.layers import agree, models
+from octfm.cli.evaluation import finetune, leaderboard, probe, trust
+from octfm.cli.layers import agree, models, segment
 from octfm.cli.options import Verb, Verbs
 from octfm.cli.report import card, compare, report, view
 from octfm.cli.training import bench, demo, doctor, plan, pretrain, watch
