@@ -200,6 +200,11 @@ def scan(
         )
     if keep_columns and pseudonymise is None:
         raise ConfigError("--keep-columns: only applies with --pseudonymise; add --pseudonymise KEYFILE")
+    if pseudonymise is not None and isinstance(out, Path) and pseudonymise.resolve().is_relative_to(out.resolve()):
+        raise ConfigError(
+            f"--pseudonymise {pseudonymise}: whoever gets the catalog would get its key with it; keep the key "
+            f"outside {out}"
+        )
     if holds_other(out, "catalog.parquet"):
         raise CatalogError(f"{out}: the folder is not empty and holds no catalog; choose a new --out")
     failure = None

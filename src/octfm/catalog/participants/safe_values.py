@@ -20,7 +20,7 @@ OLDEST = 90
 
 NUMBERS: dict[str, tuple[float, float]] = {
     "bmi": (8, 90), "hba1c": (3, 20), "hba1c_percent": (3, 20), "hba1c_mmol_mol": (9, 200), "systolic": (50, 280),
-    "diastolic": (20, 180), "diabetes_duration": (0, 99), "diabetes_duration_years": (0, 99), "severity": (0, 100),
+    "diastolic": (20, 180), "diabetes_duration": (0, 89), "diabetes_duration_years": (0, 89), "severity": (0, 100),
     "iop": (0, 80), "iop_mmhg": (0, 80), "axial_length": (14, 40), "axial_length_mm": (14, 40),
     "cst": (50, 1500), "cst_um": (50, 1500), "central_thickness_um": (50, 1500), "rnfl_um": (10, 400),
     "rnfl_thickness_um": (10, 400), "cup_disc_ratio": (0, 1), "mean_deviation": (-40, 20),
@@ -171,9 +171,9 @@ def is_plain_word(value: str) -> bool:
     return (
         all(token in _WORDS for token in words)
         and sum(len(token) == 1 for token in words) <= 1
-        # One number is a grade; several could be a date.
+        # One number is a grade; several could be a date, and one above OLDEST an age.
         and len(numbers) <= 1
-        and all(len(token) <= 2 for token in numbers)
+        and all(len(token) <= 2 and int(token) <= OLDEST for token in numbers)
     )
 
 
