@@ -210,6 +210,8 @@ def labels_of(catalog: Catalog, own: dict[str, str], keep: tuple[str, ...] = ())
         ("diagnosis", "A.B."),
         ("diagnosis", "03 12 58"),
         ("diagnosis", "aged 95"),
+        ("diagnosis", "Patient 12"),
+        ("case", "17"),
         ("diabetes_duration", "95"),
         ("study_group", "group 12031958"),
         ("recommended_split", "excluded by Geheim"),

@@ -47,7 +47,7 @@ FLAGS = vocabulary("""
 """)
 """Columns of yes and no: AI-READI's modalities, and common ones."""
 CATEGORIES = vocabulary("""
-    amd amd_grade amd_stage arm atrophy case cohort condition control diabetes diabetes_status diabetes_type
+    amd amd_grade amd_stage arm atrophy cohort condition control diabetes diabetes_status diabetes_type
     diagnosis disease dme dme_grade dr dr_grade dr_level dr_stage drusen eye eye_diagnosis fluid glaucoma
     glaucoma_stage grade group hypertension image_quality irf laterality lens lens_status macular_hole ped
     quality retinal_diagnosis severity side smoking smoking_status srf stage study_arm study_group visit_number
@@ -171,8 +171,9 @@ def is_plain_word(value: str) -> bool:
     return (
         all(token in _WORDS for token in words)
         and sum(len(token) == 1 for token in words) <= 1
-        # One number is a grade; several could be a date, and one above OLDEST an age.
+        # One number is a grade; several could be a date, one above OLDEST an age, and patient 12 a person.
         and len(numbers) <= 1
+        and not (numbers and {"case", "patient", "patients"} & set(words))
         and all(len(token) <= 2 and int(token) <= OLDEST for token in numbers)
     )
 
