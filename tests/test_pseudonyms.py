@@ -170,6 +170,8 @@ def test_keys_that_can_be_guessed_and_half_given_options_are_refused(clinic, tmp
     assert read_key(tmp_path / "new") == read_key(tmp_path / "new") and len(read_key(tmp_path / "new")) == 64
     with pytest.raises(CatalogError, match="no such key file"):
         read_key(tmp_path / "absent", make=False)
+    code, _, err = octfm_here("scan", tmp_path / "absent", "--pseudonymise", "short", cwd=tmp_path)
+    assert code == 1 and "a key of 6 bytes can be guessed" in err, "before a scan of hours"
     code, _, err = octfm_here("scan", clinic, "--pseudonymise", "new", "--extract", "x", cwd=tmp_path)
     assert code == 1 and "read the archives without unpacking" in err and err.count("\n") == 1
 
