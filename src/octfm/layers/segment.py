@@ -199,7 +199,7 @@ class ScanSegmentation(Segmentation):
             bscans = number(int(hole.sum()), "B-scan")
             notes.append(f"a full-thickness macular hole may be in {bscans}: its opening is not counted as fluid")
         if self.volume.layout == "circle":
-            notes.append("no nerve fibre thickness: around the disc nfl_gcl and ipl_inl lie far too high")
+            notes.append("no nerve fibre thickness: around the disc NFL/GCL and IPL/INL lie far too high")
         return "; ".join(notes)
 
     @property

@@ -7,11 +7,11 @@ import numpy as np
 
 from octfm.errors import EvaluationError
 from octfm.report.segmented.pictures import RANGE_UM
-from octfm.tasks.scene import words_of
 from octfm.version import __version__
 from octfm.volume import etdrs
 from octfm.volume.etdrs import lateral_scale
 from octfm.volume.pixel_copies import fingerprint
+from octfm.volume.segmentation import words_of
 
 if TYPE_CHECKING:
     from octfm.layers.segment import ScanSegmentation
