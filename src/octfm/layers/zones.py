@@ -85,9 +85,9 @@ def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
     if grid.rivals_mm:
         apart = min(float(np.hypot(*np.subtract(other, grid.centre_mm))) for other in grid.rivals_mm)
         notes.append(f"the foveal pit could also lie {apart:.1f} mm away; zones that this would change are withheld")
-    if sparse := grid.too_sparse:
-        what = [*sparse, *([] if found.has_volumes else ["volumes"])]
-        notes.append(f"B-scans {1 / grid.bscans_per_mm:.1f} mm apart are too far apart for: {', '.join(what)}")
+    if sparse := [*grid.too_sparse, *([] if found.bscan_nl is not None else ["volumes"])]:
+        apart_mm = grid.furthest_mm or float(np.diff(found.place().bscans_mm).max())
+        notes.append(f"B-scans {apart_mm:.1f} mm apart are too far apart for: {', '.join(sparse)}")
     elif grid.bscans_per_mm < FEWEST_PER_MM:
         notes.append(
             f"{grid.bscans_per_mm:.1f} B-scans per mm: the centre, 1 mm wide, changes by several µm with their place"
