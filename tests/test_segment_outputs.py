@@ -17,7 +17,7 @@ from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig
 from octfm.phantom import write_phantom
 from octfm.tasks.segment_export import write_dicom, write_nifti
 from octfm.volume.etdrs import ZONES
-from octfm.volume.segmentation import Segmentation
+from octfm.volume.segmentation import Segmentation, words_of
 from octfm.volume.volume import Lines
 from octfm.weights.packaged import NOTE, SHORT_NOTE
 from support.segmented import found_in
@@ -49,6 +49,11 @@ def test_a_scan_without_zones_says_why(found, why):
     row = row_of(found)
     assert row["zones_note"].startswith(why) and not any(row[column] for column in UNIT.values())
     assert why in describe(found)
+
+
+def test_notes_name_lines_as_legends_do():
+    note = changed(found_in(1), layout="circle").note_on_scan
+    assert words_of("nfl_gcl") in note and words_of("ipl_inl") in note and "_" not in note
 
 
 def test_blank_zones_are_explained():
