@@ -109,6 +109,11 @@ def test_labels_may_be_a_data_frame_and_numbers_are_float32(store, tmp_path):
     [
         ({"split": "training"}, ConfigError, "splits present: test, train, val"),
         ({"target": "iop"}, EvaluationError, "no label column iop; columns: age, grade"),
+        ({"target": 0}, EvaluationError, "target: expected the name of a label column, got 0; columns: age, grade"),
+        ({"target": ["a"], "labels": "two"}, EvaluationError, r"got \['a'\]; columns: a, age, b, grade"),
+        ({"target": ""}, EvaluationError, "target: expected the name of a label column, got ''"),
+        ({"modalities": "octa"}, ConfigError, r'modalities: expected \("structure",\).* got \'octa\''),
+        ({"transform": "flip"}, ConfigError, "transform: expected a function of an item, got 'flip'"),
         ({"labels": "two"}, EvaluationError, "target: name one of the label columns: a, b"),
         ({"labels": "two", "target": "a"}, EvaluationError, "matches these scans"),
         ({"labels": "nowhere.csv"}, EvaluationError, "no such label table"),
