@@ -158,7 +158,8 @@ class Store:
         modalities: ("octa",) for the volumes of OCT angiography, ("structure", "octa") for all.
         transform: a function applied to every item, in the worker that has read it.
 
-        Raises EvaluationError for labels that do not fit, ConfigError for a split that the store does not have.
+        Raises EvaluationError for labels that do not fit, ConfigError for another wrong argument, such as a split that
+        the store does not have.
         """
         # By name: it needs torch and the evaluation, which nothing on the data side imports.
         return import_module("octfm.evaluation.dataset").dataset_of(
