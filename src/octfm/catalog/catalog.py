@@ -38,10 +38,13 @@ from octfm.volume.volume import ADMISSIBLE, MODALITIES, RASTER_ONLY, STRUCTURE_O
 
 if TYPE_CHECKING:
     from octfm.formats.bscans import Reader
+    from octfm.formats.reasons import Header
 
 FORMAT, VERSION = "octfm-catalog", 3
 _ADDED = ("layout", "participant_source", "modality")
 """Columns missing in older catalogs of this version."""
+_OF_COPIES = ("duplicate_pixels", "pixels_of_two_participants")
+"""Codes of what pixels show to be a copy of another scan."""
 
 
 class CatalogError(OctfmError):
@@ -347,12 +350,13 @@ def scan(
         recall(path)  # facts of the listing expire during a long scan; each would then cost another request
     scans = [Scan(a.uri, a.participant) for a in (*accepted, *copies)]
     whose = find_people(scans, folder, patterns, tables.unpacked_from)
-    acquisitions, copy_rejects, pairs = _under_two_ids(
+    acquisitions, copy_rejects, pair_of = _under_two_ids(
         [with_person(a, whose, tables) for a in accepted],
         [with_person(copy, whose, tables) for copy in copies],
         [reject for _, reject in duplicates],
     )
-    left_out += copy_rejects
+    pixel_rejects: list[Reject] = []
+    pixel_pairs: list[tuple[str, str]] = []
     # On request, decode everything and compare voxels and anatomy. In sets of single B-scans copies are common.
     if pixels or bscans_only:
         from octfm.catalog.inspection import inspect_pixels
@@ -360,8 +364,9 @@ def scan(
         acquisitions, pixel_rejects, pixel_pairs = inspect_pixels(
             acquisitions, workers, limits, keep_upside_down, readers
         )
-        left_out += pixel_rejects
-        pairs += pixel_pairs
+    copy_rejects, pairs = _without_lost_originals(copy_rejects, pair_of, headers, duplicates, pixel_rejects)
+    left_out += [*copy_rejects, *pixel_rejects]
+    pairs += pixel_pairs
     # Scanners write one person's id as 1001 and as 00001001.
     pairs += spelt_alike(a.participant for a in acquisitions)
     left_out.sort(key=lambda reject: reject.uri)
@@ -439,14 +444,14 @@ def _leaders(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 def _under_two_ids(
     acquisitions: Sequence[Acquisition], copies: Sequence[Acquisition], rejects: Sequence[Reject]
-) -> tuple[list[Acquisition], list[Reject], list[tuple[str, str]]]:
+) -> tuple[list[Acquisition], list[Reject], dict[str, tuple[str, str]]]:
     """Give copies under another participant's id a reason of their own: which id is right must be found out first.
 
-    Returns the acquisitions with flags, the rejects, and the pairs of participants.
+    Returns the acquisitions with flags, the rejects, and the two participants of each of these copies by its uri.
     """
     kept = {a.sop_instance_uid: a for a in acquisitions}
     copy_of = {copy.uri: copy for copy in copies}
-    out, shared, pairs = [], set(), []
+    out, shared, pairs = [], set(), {}
     for reject in rejects:
         copy = copy_of.get(reject.uri)
         first = kept.get(copy.sop_instance_uid) if copy else None
@@ -454,12 +459,41 @@ def _under_two_ids(
             code, sentence = describe_copy(copy.owner, first.owner)
             reject = replace(reject, code=code, sentence=sentence, refers_to=first.sop_instance_uid)
             shared.add(first.uri)
-            pairs.append((copy.participant, first.participant))
+            pairs[copy.uri] = (copy.participant, first.participant)
         out.append(reject)
     marked = [
         replace(a, flags=(*a.flags, "pixels_of_two_participants")) if a.uri in shared else a for a in acquisitions
     ]
     return marked, out, pairs
+
+
+def _without_lost_originals(
+    rejects: Sequence[Reject],
+    pair_of: Mapping[str, tuple[str, str]],
+    headers: Sequence["Header"],
+    duplicates: Sequence[tuple["Header", Reject]],
+    pixel_rejects: Sequence[Reject],
+) -> tuple[list[Reject], list[tuple[str, str]]]:
+    """The rejects of copies, and the pairs of participants whose images are the same.
+
+    A copy of what its pixels show to be no scan is none either, and says nothing about people: the empty masks of two
+    of them are the same file. It gets the code of its original.
+    """
+    by_uri = {reject.uri: reject for reject in pixel_rejects if reject.code not in _OF_COPIES}
+    lost = {header.sop_instance_uid: by_uri[header.uri] for header in headers if header.uri in by_uri}
+    original = {copy.uri: lost[copy.sop_instance_uid] for copy, _ in duplicates if copy.sop_instance_uid in lost}
+    kept = [
+        replace(
+            reject,
+            code=original[reject.uri].code,
+            sentence=f"{reject.uri}: a copy of {original[reject.uri].sentence}",
+            refers_to="",
+        )
+        if reject.uri in original
+        else reject
+        for reject in rejects
+    ]
+    return kept, [pair for uri, pair in pair_of.items() if uri not in original]
 
 
 def assert_participant_level(acquisitions: Iterable[Acquisition]) -> None:
