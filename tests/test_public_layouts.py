@@ -1,12 +1,12 @@
 """Folders as public data sets come in: masks beside images, numbers that start again in every class, tables of files."""
 
-import csv
-
 import numpy as np
 import pytest
 
 from octfm.catalog.catalog import NothingAccepted, scan
-from octfm.catalog.participants.people import AmbiguousPeople
+from octfm.catalog.participants.class_folders import doubts_about_people
+from octfm.catalog.participants.people import AmbiguousPeople, Pattern, place_of
+from octfm.errors import ConfigError
 from support.bscan_set import layered, write_image
 
 SPACING = (0.12, 0.02, 0.05)
@@ -55,3 +55,41 @@ def test_masks_of_volumes_are_skipped_by_a_scan_of_headers(tmp_path):
     catalog = scan(tmp_path, participant_from="*/{participant}/*", nominal_spacing_mm=SPACING, workers=0)
     assert {a.uri.split("/")[-2] for a in catalog.acquisitions} == {"Images", "labels of 2020"}
     assert [r.code for r in catalog.skipped] == 4 * ["voxel_labels"] and not catalog.rejects
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "participant", "label"),
+    [
+        ("{label+participant}/{participant}/*", "AMD/1/001.tif", "AMD/1", "AMD"),
+        ("*/{label+participant}{participant}/*", "Publication_Dataset/NORMAL12/TIFFs/001.tif", "NORMAL/12", "NORMAL"),
+        ("*/{label+participant} ({participant})/*", "Images/AMD (10)/Image (3).png", "AMD/10", "AMD"),
+        ("{label+participant}{participant}", "CSR7.jpeg", "CSR/7", "CSR"),
+    ],
+)
+def test_numbers_that_start_again_in_every_class(pattern, path, participant, label, tmp_path):
+    found = Pattern.parse(pattern).match(place_of(str(tmp_path / path), tmp_path))
+    assert (found.participant, found.labels) == (participant, {"label": label})
+
+
+def test_a_label_is_given_once(tmp_path):
+    with pytest.raises(ConfigError, match=r"\{label\} occurs twice"):
+        Pattern.parse("{label+participant}/{label}/{participant}")
+    with pytest.raises(ConfigError, match="nothing separates"):
+        Pattern.parse("{label}{participant}/*")
+    with pytest.raises(ConfigError, match="unknown"):
+        Pattern.parse("{participant+label}/{participant}/*")
+
+
+def test_a_scan_says_that_numbers_may_start_again_in_every_class(tmp_path):
+    for label in ("AMD", "DME"):
+        for n in range(1, 4):
+            write_image(tmp_path / label / str(n) / "1.png", layered(n + 10 * len(label) + ord(label[0])))
+    (merged, alone) = ("{label}/{participant}/*", "{label+participant}/{participant}/*")
+    catalog = line_scan(tmp_path, merged)
+    (doubt,) = doubts_about_people(catalog.acquisitions)
+    assert doubt.startswith("3 of 3 participants have scans of several labels (participant 1: AMD, DME)")
+    catalog = line_scan(tmp_path, alone)
+    assert {a.participant for a in catalog.acquisitions} == {f"{c}/{n}" for c in ("AMD", "DME") for n in (1, 2, 3)}
+    assert {a.participant_labels["label"] for a in catalog.acquisitions} == {"AMD", "DME"}
+    (doubt,) = doubts_about_people(catalog.acquisitions)
+    assert doubt.startswith("each of 6 B-scans is a participant of its own")

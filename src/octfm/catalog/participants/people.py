@@ -34,6 +34,8 @@ Source = Literal["header", "table", "folder", "pattern", ""]
 contradicts, or by --participant-from."""
 
 PLACEHOLDERS = ("participant", "eye", "visit", "label", "split")
+LABELLED = "label+participant"
+"""Placeholder of a label that is part of the participant's id as well."""
 _LISTED = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
 _ENDING = re.compile(r"\.(?:nii\.gz|[A-Za-z][A-Za-z0-9]{1,5})$")
 _SMALL = 1000
@@ -96,7 +98,9 @@ class Pattern:
     {participant}, {eye} and {visit} match part of a name, * any part of it, each as little as possible. A last * also
     matches everything further below. {participant} twice gives an id of both parts, for numbers that start again in
     every clinic. {label} gives the label of a file, such as the name of its folder, {split} its split (train, val or
-    test). A pattern without a file ending matches files of any ending.
+    test). {label+participant}/{participant}/* is for numbers that start again in every class: AMD/1 is not DME/1. Right
+    before {participant} it is the letters, and {participant} begins with a digit: AMD1. A pattern without a file ending
+    matches files of any ending.
     """
 
     text: str
@@ -107,11 +111,11 @@ class Pattern:
         clean = text.strip().replace("\\", "/").removeprefix("./").strip("/")
         named = re.findall(r"\{([^{}]*)\}", clean)
         for name in named:
-            if name not in PLACEHOLDERS:
+            if name not in (*PLACEHOLDERS, LABELLED):
                 close = get_close_matches(name.lower(), PLACEHOLDERS, n=1, cutoff=0.4)
                 hint = f"did you mean {{{close[0]}}}?" if close else f"there are {_LISTED}"
                 raise ConfigError(f"--participant-from {text!r}: unknown {{{name}}}; {hint}")
-        if re.sub(r"\{[a-z]+\}", "", clean).strip("*").count("{") or "}" in re.sub(r"\{[a-z]+\}", "", clean):
+        if "{" in (rest := re.sub(r"\{[a-z+]+\}", "", clean)) or "}" in rest:
             raise ConfigError(
                 f"--participant-from {text!r}: a brace is not closed; expected a path such as {{participant}}/{{eye}}/*"
             )
@@ -121,9 +125,10 @@ class Pattern:
                 "{participant}_{eye}_*.png"
             )
         for name in ("label", "split"):
-            if named.count(name) > 1:
+            if [part for several in named for part in several.split("+")].count(name) > 1:
                 raise ConfigError(f"--participant-from {text!r}: {{{name}}} occurs twice; put * for one of them")
-        if "}{" in clean.replace("{participant}{eye}", "{participant}"):
+        apart = clean.replace("{participant}{eye}", "{participant}").replace(f"{{{LABELLED}}}{{participant}}", "")
+        if "}{" in apart:
             raise ConfigError(
                 f"--participant-from {text!r}: nothing separates two placeholders, so where one ends is a guess; "
                 "put / _ or - between them"
@@ -147,13 +152,13 @@ class Pattern:
                 )
                 labels = {}
                 for name, value in groups.items():
-                    if name[0] == "l":
+                    if name[0] in "lb":
                         labels["label"] = value.strip()
                     if name[0] == "s":
                         if (split := parse_split(value)) is None:
                             return None
                         labels["recommended_split"] = split
-                return Match("/".join(value.strip() for name, value in groups.items() if name[0] == "p"), eyes, labels)
+                return Match("/".join(value.strip() for name, value in groups.items() if name[0] in "pb"), eyes, labels)
         return None
 
 
@@ -161,8 +166,12 @@ class Pattern:
 def _compiled(pattern: str, eye_words: tuple[str, ...]) -> re.Pattern[str]:
     """The regular expression of a pattern. {eye} matches only `eye_words`, which are the words for eyes in one path."""
     parts: list[str] = []
-    for token in re.split(r"(\{[a-z]+\}|\*+)", pattern):
-        if token == "{eye}":
+    for token in re.split(rf"(\{{{re.escape(LABELLED)}\}}\{{participant\}}|\{{[a-z+]+\}}|\*+)", pattern):
+        if token.endswith("}{participant}"):
+            parts.append(rf"(?P<b{len(parts)}>[^/\d]+?)[\s_\-]*(?P<p{len(parts)}>\d[^/]*?)")
+        elif token == f"{{{LABELLED}}}":  # b for both
+            parts.append(f"(?P<b{len(parts)}>[^/]+?)")
+        elif token == "{eye}":
             parts.append(f"(?P<e{len(parts)}>{'|'.join(map(re.escape, eye_words)) or '(?!)'})")
         elif token.startswith("{"):
             parts.append(f"(?P<{token[1]}{len(parts)}>[^/]+?)")

@@ -22,6 +22,7 @@ from octfm.formats.arrays import exact_gray, in_order
 from octfm.formats.bscans import Bscans, check_size, uid_of
 from octfm.formats.declared import read_declared
 from octfm.formats.dicom.geometry import SPACING_BOUNDS_MM
+from octfm.formats.names import MASKS
 from octfm.formats.reasons import PADDING, expect_bytes, voxel_labels
 from octfm.io.archive import open_file
 
