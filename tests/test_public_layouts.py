@@ -5,7 +5,7 @@ import pytest
 
 from octfm.catalog.catalog import NothingAccepted, scan
 from octfm.catalog.participants.class_folders import doubts_about_people
-from octfm.catalog.participants.people import AmbiguousPeople, Pattern, place_of
+from octfm.catalog.participants.people import AmbiguousPeople, Pattern, Scan, find_people, place_of
 from octfm.errors import ConfigError
 from support.bscan_set import layered, write_image
 
@@ -93,3 +93,41 @@ def test_a_scan_says_that_numbers_may_start_again_in_every_class(tmp_path):
     assert {a.participant_labels["label"] for a in catalog.acquisitions} == {"AMD", "DME"}
     (doubt,) = doubts_about_people(catalog.acquisitions)
     assert doubt.startswith("each of 6 B-scans is a participant of its own")
+
+
+@pytest.mark.parametrize(
+    ("paths", "guess", "participants"),
+    [
+        # A long number is one person in every class and on both sides: two would leak.
+        (
+            ["train/CNV/CNV-10160-1", "train/DRUSEN/DRUSEN-10160-2", "test/CNV/CNV-10160-3", "test/DRUSEN/DRUSEN-1017-1"],
+            ["{split}/{label}/*-{participant}-*"],
+            2,
+        ),
+        (["OCTDL/AMD/amd_10471_1", "OCTDL/NO/no_10599_1", "OCTDL/VID/vid_10777_1"], ["*/{label}/*_{participant}_*"], 3),
+        # Short ones may start again in every class.
+        (["AMD/1/1", "AMD/2/1", "DME/1/1", "NORMAL/1/1"], ["{label+participant}/{participant}/*"], 4),
+        (["Set/AMD1/TIFFs/001", "Set/DME1/TIFFs/001"], ["*/{label+participant}{participant}/*"], 2),
+        (["THOCT1800/AMD/AMD (1)", "THOCT1800/DME/DME (1)"], ["*/{label+participant}/* ({participant})"], 2),
+        # A number that an eye follows is not that of an image.
+        (["image/0001R_1001", "image/0001R_1002", "image/0002L_1001"], ["*/{participant}{eye}_*"], 2),
+        (["training/multi-modality_images/0001/0001/0_image", "training/multi-modality_images/0002/0002/0_image"],
+         ["*/*/{participant}/*"], 2),
+    ],
+)  # fmt: skip
+def test_the_guess_of_a_public_set_keeps_people_together_and_apart(paths, guess, participants, tmp_path):
+    scans = [Scan(str(tmp_path / f"{path}.png"), "") for path in paths]
+    with pytest.raises(AmbiguousPeople) as stopped:
+        find_people(scans, tmp_path)
+    assert stopped.value.guess.patterns == guess and stopped.value.guess.participants == participants
+    accepted = find_people(scans, tmp_path, [Pattern.parse(guess[0])])
+    assert len({whose.participant for whose in accepted.values()}) == participants
+
+
+def test_whoever_accepts_that_a_number_is_one_person_sees_the_other_reading(tmp_path):
+    scans = [Scan(str(tmp_path / c / f"{c}-{n}-1.png"), "") for c in ("CNV", "DME") for n in (1001, 1002)]
+    with pytest.raises(
+        AmbiguousPeople, match=r"may be one person or two \(if two: --participant-from '\{label\+"
+    ) as it:
+        find_people(scans, tmp_path)
+    assert it.value.guess.patterns == ["{label}/*-{participant}-*"]
