@@ -1,9 +1,12 @@
 """Folders as public data sets come in: masks beside images, numbers that start again in every class, tables of files."""
 
+import csv
+
 import numpy as np
 import pytest
 
-from octfm.catalog.catalog import NothingAccepted, scan
+from octfm.catalog.catalog import scan
+from octfm.catalog.columns import TableError
 from octfm.catalog.participants.class_folders import doubts_about_people
 from octfm.catalog.participants.people import AmbiguousPeople, Pattern, Scan, find_people, place_of
 from octfm.errors import ConfigError
@@ -131,3 +134,43 @@ def test_whoever_accepts_that_a_number_is_one_person_sees_the_other_reading(tmp_
     ) as it:
         find_people(scans, tmp_path)
     assert it.value.guess.patterns == ["{label}/*-{participant}-*"]
+
+
+def table(path, *rows):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return path
+
+
+def test_a_table_of_files_gives_each_its_label(tmp_path):
+    """As OCTDL_labels.csv: names without ending or folder, a label per file, the person and the eye."""
+    for n, (name, folder) in enumerate([("amd_7_1", "AMD"), ("amd_7_2", "AMD"), ("no_8_1", "NO"), ("no_9_1", "NO")]):
+        write_image(tmp_path / "OCTDL" / folder / f"{name}.png", layered(n))
+        write_image(tmp_path / "OCTDL" / "masks" / f"{name}.png", mask(80, 160, n + 1))
+    files = table(
+        tmp_path / "labels.csv",
+        ["file_name", "disease", "patient_id", "eye", "part"],
+        *(["amd_7_1", "AMD", "7", "OD", "test"], ["amd_7_2", "drusen", "7", "OS", "test"]),
+        *(["no_8_1", "normal", "8", "OD", "train"], ["no_9_1", "normal", "9", "OD", "train"]),
+    )
+    columns = {"file": "file_name", "participant": "patient_id", "laterality": "eye"}
+    catalog = scan(
+        tmp_path, layouts=("line",), table=files, columns=columns | {"label": "disease", "split": "part"}, workers=0
+    )
+    found = {a.uri.split("/")[-1]: a for a in catalog.acquisitions}
+    assert {name: a.participant_labels["label"] for name, a in found.items()} == {
+        **{"amd_7_1.png": "AMD", "amd_7_2.png": "drusen"},
+        **{"no_8_1.png": "normal", "no_9_1.png": "normal"},
+    }
+    assert {a.participant: a.split for a in found.values()} == {"7": "test", "8": "train", "9": "train"}
+    assert {a.laterality for a in found.values()} == {"R", "L"} and {a.participant_source for a in found.values()} == {
+        "table"
+    }
+
+
+def test_a_table_that_fits_no_file_is_named_before_folders_are_asked(tmp_path):
+    write_image(tmp_path / "AMD" / "1.png", layered(1))
+    write_image(tmp_path / "DME" / "1.png", layered(2))
+    files = table(tmp_path / "labels.csv", ["file", "pid"], ["elsewhere/7.png", "7"])
+    with pytest.raises(TableError, match="no row fits any of 2"):
+        scan(tmp_path, layouts=("line",), table=files, columns={"file": "file", "participant": "pid"}, workers=0)

@@ -342,6 +342,7 @@ def scan(
     rows = [accept(header, tables, nominal_spacing_mm, estimated) for header in headers]
     left_out = [*found.refused, *rejects, *(row for row in rows if isinstance(row, Reject))]
     accepted = [row for row in rows if isinstance(row, Acquisition)]
+    _expect_rows_to_fit(accepted, left_out, tables)
     # Copies may be filed under another participant, and their paths help to find out whose a folder is.
     copied = [accept(copy, tables, nominal_spacing_mm, estimated) for copy, _ in duplicates]
     copies = [copy for copy in copied if isinstance(copy, Acquisition)]
@@ -383,7 +384,7 @@ def scan(
         reasons = [(n, code, REASONS[code]) for code, n in _count(reject.code for reject in left_out).items()]
         counts = ", ".join(f"{n} {code} ({reason.meaning}; {reason.fix})" for n, code, reason in reasons)
         raise NothingAccepted(f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {counts}", catalog)
-    _expect_a_match(acquisitions, catalog.rejects, tables, participants)
+    _expect_people_to_fit(acquisitions, tables, participants)
     return catalog
 
 
@@ -543,24 +544,26 @@ def _tables(
     return read_own_tables(root, own_table, own_people, own, tables, [str(path) for path in found.files])
 
 
-def _expect_a_match(
-    acquisitions: Sequence[Acquisition],
-    rejects: Sequence[Reject],
-    tables: Tables,
-    participants: str | Path | BucketPath | None,
-) -> None:
-    """Raises TableError if a user's table fits nothing at all: then a path or a column is wrong."""
+def _expect_rows_to_fit(acquisitions: Sequence[Acquisition], rejects: Sequence[Reject], tables: Tables) -> None:
+    """Raises TableError if no row of a user's table of files fits: then a path or a column is wrong, and everything
+    that the table says would be asked of folders."""
     # A row that fits only a reject is a fit as well.
     fits_none = all("not_in_manifest" in a.flags for a in acquisitions) and not any(
         tables.at_path(reject.uri) for reject in rejects
     )
-    if tables.own is not None and fits_none:
+    if acquisitions and tables.own is not None and fits_none:
         example = next(iter({**tables.by_path, **tables.by_uid}))
         raise TableError(
             f"{tables.own}: no row fits any of {len(acquisitions)} acquisitions, for example {example} against "
             f"{acquisitions[0].uri} ({acquisitions[0].sop_instance_uid}); give paths relative to the root or to the "
             "table, or SOP Instance UIDs"
         )
+
+
+def _expect_people_to_fit(
+    acquisitions: Sequence[Acquisition], tables: Tables, participants: str | Path | BucketPath | None
+) -> None:
+    """Raises TableError if a user's table of people names nobody of the scan."""
     people = {a.participant for a in acquisitions}
     if participants is not None and (remark := lost_zeros(people, tables.participants)):
         raise TableError(f"{participants}: participant {remark}")
