@@ -1,0 +1,30 @@
+"""Labels that paths give: whether one id has several, and whether ids name people at all."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octfm.catalog.acquisition import Acquisition
+
+
+def doubts_about_people(acquisitions: Sequence["Acquisition"]) -> list[str]:
+    """Sentences on ids from a pattern that may be of several people, or of none; mostly empty."""
+    labels: dict[str, set[str]] = defaultdict(set)
+    own = [a for a in acquisitions if a.participant_source == "pattern" and "label" in a.participant_labels]
+    for a in own:
+        labels[a.participant].add(a.participant_labels["label"])
+    sentences = []
+    if several := sorted(participant for participant, found in labels.items() if len(found) > 1):
+        some = ", ".join(sorted(labels[several[0]])[:4])
+        sentences.append(
+            f"{len(several)} of {len(labels)} participants have scans of several labels (participant {several[0]}: "
+            f"{some}); if numbers start again in every class, they are several people: write {{label+participant}} for "
+            "{label} in --participant-from"
+        )
+    if len(own) == len(labels) > 1 and all(a.layout == "line" for a in own):
+        sentences.append(
+            f"each of {len(own)} B-scans is a participant of its own; if their names hold no patient, splits may "
+            "divide an eye, and no result is about new patients"
+        )
+    return sentences
