@@ -5,11 +5,12 @@ import csv
 import numpy as np
 import pytest
 
-from octfm.catalog.catalog import scan
+from octfm.catalog.catalog import CatalogError, NothingAccepted, scan
 from octfm.catalog.columns import TableError
 from octfm.catalog.participants.class_folders import doubts_about_people
 from octfm.catalog.participants.people import AmbiguousPeople, Pattern, Scan, find_people, place_of
-from octfm.errors import ConfigError
+from octfm.errors import ConfigError, ReadError
+from octfm.formats import read_volume
 from support.bscan_set import layered, write_image
 
 SPACING = (0.12, 0.02, 0.05)
@@ -174,3 +175,34 @@ def test_a_table_that_fits_no_file_is_named_before_folders_are_asked(tmp_path):
     files = table(tmp_path / "labels.csv", ["file", "pid"], ["elsewhere/7.png", "7"])
     with pytest.raises(TableError, match="no row fits any of 2"):
         scan(tmp_path, layouts=("line",), table=files, columns={"file": "file", "participant": "pid"}, workers=0)
+
+
+def test_folders_of_classes_are_named_where_they_pass_for_volumes(tmp_path):
+    for label in ("AMRD", "NORMAL"):
+        for n in range(1, 5):
+            write_image(tmp_path / label / f"{label}{n}.jpeg", layered(n + ord(label[0])))
+    with pytest.raises(NothingAccepted, match=r"as in folders of classes: octfm scan FOLDER --layouts line$"):
+        scan(tmp_path, workers=0)
+    catalog = scan(tmp_path, nominal_spacing_mm=SPACING, participant_from="{participant}/*", workers=0)
+    (doubt,) = doubts_about_people(catalog.acquisitions)
+    assert doubt.startswith("2 volumes are folders called AMRD, NORMAL; if their images are of several people")
+    write_volume(tmp_path / "raw", 1, name="b{}00.png")
+    (tmp_path / "raw" / "b200.png").unlink()
+    with pytest.raises(ReadError, match=r"missing or occurs twice.*add --layouts line"):
+        read_volume(tmp_path / "raw", spacing_mm=SPACING)
+
+
+def test_tables_beside_scans_are_no_scans_and_matlab_is_named(tmp_path):
+    write_volume(tmp_path / "patient_1" / "OD", 1)
+    for name in ("Demographics.xlsx", "read_me.docx", "load.m", "loader.py"):
+        (tmp_path / name).write_bytes(b"PK\3\4")
+    (tmp_path / "Subject_01.mat").write_bytes(b"MATLAB 5.0 MAT-file, Platform: GLNXA64".ljust(400))
+    catalog = scan(tmp_path, nominal_spacing_mm=SPACING, workers=0)
+    assert len(catalog.acquisitions) == 1 and catalog.companions == 8
+    (reject,) = catalog.rejects
+    assert reject.code == "not_dicom" and "save its volume as [B-scan, axial, lateral]" in reject.sentence
+    with pytest.raises(CatalogError, match=r"2 other files: \.md, \.parquet"):
+        (tmp_path / "hf").mkdir()
+        (tmp_path / "hf" / "train.parquet").write_bytes(b"PAR1")
+        (tmp_path / "hf" / "README.md").write_bytes(b"x")
+        scan(tmp_path / "hf", workers=0)
