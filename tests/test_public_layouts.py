@@ -1,6 +1,8 @@
 """Folders as public data sets come in: masks beside images, numbers that start again in every class, tables of files."""
 
 import csv
+import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -92,6 +94,8 @@ def test_a_scan_says_that_numbers_may_start_again_in_every_class(tmp_path):
     catalog = line_scan(tmp_path, merged)
     (doubt,) = doubts_about_people(catalog.acquisitions)
     assert doubt.startswith("3 of 3 participants have scans of several labels (participant 1: AMD, DME)")
+    long = [replace(a, participant=f"1000{a.participant}") for a in catalog.acquisitions]
+    assert not doubts_about_people(long)
     catalog = line_scan(tmp_path, alone)
     assert {a.participant for a in catalog.acquisitions} == {f"{c}/{n}" for c in ("AMD", "DME") for n in (1, 2, 3)}
     assert {a.participant_labels["label"] for a in catalog.acquisitions} == {"AMD", "DME"}
@@ -206,3 +210,21 @@ def test_tables_beside_scans_are_no_scans_and_matlab_is_named(tmp_path):
         (tmp_path / "hf" / "train.parquet").write_bytes(b"PAR1")
         (tmp_path / "hf" / "README.md").write_bytes(b"x")
         scan(tmp_path / "hf", workers=0)
+
+
+def test_flow_beside_structure_is_no_structure(tmp_path):
+    """As OCTA-500: OCT/10001 and OCTA/10001 hold the same eye, in images that state nothing."""
+    for n, folder in enumerate(("OCTA_3mm/OCT", "OCTA_3mm/OCTA", "elsewhere/OCTA")):
+        for person in (10001, 10002):
+            write_volume(tmp_path / folder / str(person), 2 * person + 10 * n)
+    (tmp_path / "OCTA_3mm" / "OCTA" / "10002.json").write_text(json.dumps({"modality": "structure"}))
+
+    def found(**options):
+        catalog = scan(
+            tmp_path, nominal_spacing_mm=SPACING, participant_from="*/*/{participant}/*", workers=0, **options
+        )
+        flow = {a.uri.removeprefix(str(tmp_path)) for a in catalog.acquisitions if a.modality == "octa"}
+        return len(catalog.acquisitions), [reject.code for reject in catalog.skipped], flow
+
+    assert found() == (5, ["angiography"], set())  # a folder without a counterpart, or a sidecar, says nothing of flow
+    assert found(modalities=("structure", "octa")) == (6, [], {"/OCTA_3mm/OCTA/10001"})

@@ -1,5 +1,6 @@
 """Folders of classes: whether one id has several labels, and whether ids and volumes are those of single people."""
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import PurePath
@@ -18,7 +19,9 @@ def doubts_about_people(acquisitions: Sequence["Acquisition"]) -> list[str]:
     for a in own:
         labels[a.participant].add(a.participant_labels["label"])
     sentences = []
-    if several := sorted(participant for participant, found in labels.items() if len(found) > 1):
+    # Numbers of four digits do not start again in every class: such a person has scans of several labels.
+    short = {participant for participant in labels if not re.search(r"\d{4}", participant)}
+    if several := sorted(participant for participant in short if len(labels[participant]) > 1):
         some = ", ".join(sorted(labels[several[0]])[:4])
         sentences.append(
             f"{len(several)} of {len(labels)} participants have scans of several labels (participant {several[0]}: "
