@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from octfm.catalog.catalog import CatalogError, NothingAccepted, scan
 from octfm.catalog.columns import TableError
@@ -228,3 +229,13 @@ def test_flow_beside_structure_is_no_structure(tmp_path):
 
     assert found() == (5, ["angiography"], set())  # a folder without a counterpart, or a sidecar, says nothing of flow
     assert found(modalities=("structure", "octa")) == (6, [], {"/OCTA_3mm/OCTA/10001"})
+
+
+def test_images_for_print_are_read_and_those_of_the_web_named(tmp_path):
+    gray = layered(1)
+    Image.fromarray(gray).convert("CMYK").save(tmp_path / "a.tif")
+    assert np.array_equal(read_volume(tmp_path / "a.tif", raster_only=False).voxels[0], gray)
+    for ending in ("gif", "webp", "jp2"):
+        Image.fromarray(gray).save(tmp_path / f"a.{ending}")
+        with pytest.raises(ReadError, match="a GIF, WebP or JPEG 2000 image; save it as PNG"):
+            read_volume(tmp_path / f"a.{ending}", raster_only=False)
