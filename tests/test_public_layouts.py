@@ -1,15 +1,19 @@
 """Folders as public data sets come in: masks beside images, numbers that start again in every class, tables of files."""
 
 import csv
+import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from octfm.catalog.catalog import scan
+from octfm.catalog.catalog import CatalogError, NothingAccepted, scan
 from octfm.catalog.columns import TableError
 from octfm.catalog.participants.class_folders import doubts_about_people
 from octfm.catalog.participants.people import AmbiguousPeople, Pattern, Scan, find_people, place_of
-from octfm.errors import ConfigError
+from octfm.errors import ConfigError, ReadError
+from octfm.formats import read_volume
 from support.bscan_set import layered, write_image
 
 SPACING = (0.12, 0.02, 0.05)
@@ -91,6 +95,8 @@ def test_a_scan_says_that_numbers_may_start_again_in_every_class(tmp_path):
     catalog = line_scan(tmp_path, merged)
     (doubt,) = doubts_about_people(catalog.acquisitions)
     assert doubt.startswith("3 of 3 participants have scans of several labels (participant 1: AMD, DME)")
+    long = [replace(a, participant=f"1000{a.participant}") for a in catalog.acquisitions]
+    assert not doubts_about_people(long)
     catalog = line_scan(tmp_path, alone)
     assert {a.participant for a in catalog.acquisitions} == {f"{c}/{n}" for c in ("AMD", "DME") for n in (1, 2, 3)}
     assert {a.participant_labels["label"] for a in catalog.acquisitions} == {"AMD", "DME"}
@@ -174,3 +180,62 @@ def test_a_table_that_fits_no_file_is_named_before_folders_are_asked(tmp_path):
     files = table(tmp_path / "labels.csv", ["file", "pid"], ["elsewhere/7.png", "7"])
     with pytest.raises(TableError, match="no row fits any of 2"):
         scan(tmp_path, layouts=("line",), table=files, columns={"file": "file", "participant": "pid"}, workers=0)
+
+
+def test_folders_of_classes_are_named_where_they_pass_for_volumes(tmp_path):
+    for label in ("AMRD", "NORMAL"):
+        for n in range(1, 5):
+            write_image(tmp_path / label / f"{label}{n}.jpeg", layered(n + ord(label[0])))
+    with pytest.raises(NothingAccepted, match=r"as in folders of classes: octfm scan FOLDER --layouts line$"):
+        scan(tmp_path, workers=0)
+    catalog = scan(tmp_path, nominal_spacing_mm=SPACING, participant_from="{participant}/*", workers=0)
+    (doubt,) = doubts_about_people(catalog.acquisitions)
+    assert doubt.startswith("2 volumes are folders called AMRD, NORMAL; if their images are of several people")
+    write_volume(tmp_path / "raw", 1, name="b{}00.png")
+    (tmp_path / "raw" / "b200.png").unlink()
+    with pytest.raises(ReadError, match=r"missing or occurs twice.*add --layouts line"):
+        read_volume(tmp_path / "raw", spacing_mm=SPACING)
+
+
+def test_tables_beside_scans_are_no_scans_and_matlab_is_named(tmp_path):
+    write_volume(tmp_path / "patient_1" / "OD", 1)
+    for name in ("Demographics.xlsx", "read_me.docx", "load.m", "loader.py"):
+        (tmp_path / name).write_bytes(b"PK\3\4")
+    (tmp_path / "Subject_01.mat").write_bytes(b"MATLAB 5.0 MAT-file, Platform: GLNXA64".ljust(400))
+    catalog = scan(tmp_path, nominal_spacing_mm=SPACING, workers=0)
+    assert len(catalog.acquisitions) == 1 and catalog.companions == 8
+    (reject,) = catalog.rejects
+    assert reject.code == "not_dicom" and "save its volume as [B-scan, axial, lateral]" in reject.sentence
+    with pytest.raises(CatalogError, match=r"2 other files: \.md, \.parquet"):
+        (tmp_path / "hf").mkdir()
+        (tmp_path / "hf" / "train.parquet").write_bytes(b"PAR1")
+        (tmp_path / "hf" / "README.md").write_bytes(b"x")
+        scan(tmp_path / "hf", workers=0)
+
+
+def test_flow_beside_structure_is_no_structure(tmp_path):
+    """As OCTA-500: OCT/10001 and OCTA/10001 hold the same eye, in images that state nothing."""
+    for n, folder in enumerate(("OCTA_3mm/OCT", "OCTA_3mm/OCTA", "elsewhere/OCTA")):
+        for person in (10001, 10002):
+            write_volume(tmp_path / folder / str(person), 2 * person + 10 * n)
+    (tmp_path / "OCTA_3mm" / "OCTA" / "10002.json").write_text(json.dumps({"modality": "structure"}))
+
+    def found(**options):
+        catalog = scan(
+            tmp_path, nominal_spacing_mm=SPACING, participant_from="*/*/{participant}/*", workers=0, **options
+        )
+        flow = {a.uri.removeprefix(str(tmp_path)) for a in catalog.acquisitions if a.modality == "octa"}
+        return len(catalog.acquisitions), [reject.code for reject in catalog.skipped], flow
+
+    assert found() == (5, ["angiography"], set())  # a folder without a counterpart, or a sidecar, says nothing of flow
+    assert found(modalities=("structure", "octa")) == (6, [], {"/OCTA_3mm/OCTA/10001"})
+
+
+def test_images_for_print_are_read_and_those_of_the_web_named(tmp_path):
+    gray = layered(1)
+    Image.fromarray(gray).convert("CMYK").save(tmp_path / "a.tif")
+    assert np.array_equal(read_volume(tmp_path / "a.tif", raster_only=False).voxels[0], gray)
+    for ending in ("gif", "webp", "jp2"):
+        Image.fromarray(gray).save(tmp_path / f"a.{ending}")
+        with pytest.raises(ReadError, match="a GIF, WebP or JPEG 2000 image; save it as PNG"):
+            read_volume(tmp_path / f"a.{ending}", raster_only=False)

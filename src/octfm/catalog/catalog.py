@@ -26,7 +26,7 @@ from octfm.catalog.walk import Found, walk
 from octfm.display import box, brief, counted, data_frame, number, with_labels
 from octfm.errors import OctfmError
 from octfm.formats.reasons import REASONS
-from octfm.io.archive import MEMBER, file_size, unpack
+from octfm.io.archive import MEMBER, file_size, is_folder, unpack
 from octfm.io.bucket import Account
 from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits
@@ -45,6 +45,9 @@ _ADDED = ("layout", "participant_source", "modality")
 """Columns missing in older catalogs of this version."""
 _OF_COPIES = ("duplicate_pixels", "pixels_of_two_participants")
 """Codes of what pixels show to be a copy of another scan."""
+
+
+_OF_SINGLE = "; if each image is a scan of its own, as in folders of classes: octfm scan FOLDER --layouts line"
 
 
 class CatalogError(OctfmError):
@@ -302,10 +305,9 @@ def scan(
     account = Account(folder)
     found = walk(folder, follow_links=follow_links, folders_are_volumes=not bscans_only)
     if not found.files and not found.refused:
-        others = f"{len(found.companions)} other files" if found.companions else "it is empty"
-        raise CatalogError(
-            f"{folder}: no image files below it ({others}); point at the folder that holds the DICOM files"
-        )
+        endings = ", ".join(_count(path.suffix or path.name for path in found.companions))
+        others = f"{len(found.companions)} other files: {endings[:100]}" if found.companions else "it is empty"
+        raise CatalogError(f"{folder}: no image files below it ({others}); point at the folder that holds the scans")
     tables = _tables(folder, found, table, participants, columns)
     found.refused += left_behind([path for path in found.companions if path.name.lower() == "dicomdir"], found.files)
     if extract is not None:
@@ -383,7 +385,9 @@ def scan(
     if not acquisitions:
         reasons = [(n, code, REASONS[code]) for code, n in _count(reject.code for reject in left_out).items()]
         counts = ", ".join(f"{n} {code} ({reason.meaning}; {reason.fix})" for n, code, reason in reasons)
-        raise NothingAccepted(f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {counts}", catalog)
+        hint = "" if "line" in layouts or not any(map(_may_be_single, left_out)) else _OF_SINGLE
+        message = f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {counts}{hint}"
+        raise NothingAccepted(message, catalog)
     _expect_people_to_fit(acquisitions, tables, participants)
     return catalog
 
@@ -598,6 +602,13 @@ def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> list[
         files |= {str(listed(f"{archive.path}{MEMBER}{folder}")): target / folder for folder in archive.folders}
     tables.unpacked_from.update((str(path), uri) for uri, path in files.items())
     return [files.get(str(path), path) for path in found.files]
+
+
+def _may_be_single(reject: Reject) -> bool:
+    """Whether it is an image, or a folder of images, that may be of several eyes."""
+    return reject.code in ("single_image", "mixed_images") or (
+        reject.code == "missing_spacing" and is_folder(reject.uri)
+    )
 
 
 def _count(words: Iterable[str]) -> dict[str, int]:

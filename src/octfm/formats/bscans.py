@@ -20,7 +20,7 @@ from octfm.errors import ReadError
 from octfm.formats.declared import Declared, read_declared
 from octfm.formats.dicom.geometry import NotRaster, Stack, check_bounds, positions_across, stack_of
 from octfm.formats.dicom.pixels import check_size
-from octfm.formats.names import lateralities, may_be_labels, slugify
+from octfm.formats.names import is_flow_beside_structure, lateralities, may_be_labels, slugify
 from octfm.formats.reasons import Header, angiography, blank, cannot_open, voxel_labels
 from octfm.volume.estimated import axial_mm, retina_rows, spacing_of
 from octfm.volume.planes import Planes, used_full_scale
@@ -72,7 +72,8 @@ class Bscans:
     layout: Layout | None = None
     """As the file states it; used where positions do not show it."""
     modality: Modality | None = None
-    """None if the file does not state it: structure, unless the sidecar declares octa."""
+    """None if the file does not state it: structure, unless the sidecar declares octa, or folders called OCT and OCTA
+    lie side by side."""
     laterality: str = ""
     scanner: str = "unknown"
     protocol: str = ""
@@ -330,7 +331,10 @@ def _with_sidecar(bscans: Bscans) -> tuple[Bscans, Declared]:
 
 
 def _modality(bscans: Bscans, declared: Declared) -> Modality:
-    return bscans.modality or declared.modality or "structure"
+    if stated := bscans.modality or declared.modality:
+        return stated
+    # Instruments' own files are of structure, whatever folder they lie in.
+    return "octa" if bscans.scanner == "unknown" and is_flow_beside_structure(bscans.uri) else "structure"
 
 
 def _expect_modality(bscans: Bscans, declared: Declared, modalities: Collection[Modality]) -> None:
