@@ -15,6 +15,7 @@ from octfm.formats.reasons import angiography
 from octfm.layers.corrections import Corrections, require_order
 from octfm.layers.edges import onto_edges
 from octfm.layers.finder import LayerFinder, Layers, load_finder
+from octfm.layers.other_eye import looks_like_other_eye
 from octfm.layers.ranges import Ranges, packaged_ranges
 from octfm.layers.verdict import (
     ANSWERED,
@@ -199,9 +200,24 @@ class ScanSegmentation(Segmentation):
         if hole is not None and hole.any():
             bscans = number(int(hole.sum()), "B-scan")
             notes.append(f"a full-thickness macular hole may be in {bscans}: its opening is not counted as fluid")
+        if self.looks_like_other_eye:
+            stated, other = ("right", "left") if self.volume.laterality == "R" else ("left", "right")
+            notes.append(
+                f"stated as a {stated} eye, but nerve fibres are thicker on the {other}, as in a {other} eye: nasal "
+                "and temporal may be exchanged"
+            )
         if self.volume.layout == "circle":
             notes.append("no nerve fibre thickness: around the disc NFL/GCL and IPL/INL lie far too high")
         return "; ".join(notes)
+
+    @cached_property
+    def looks_like_other_eye(self) -> bool:
+        """Whether an accepted raster with a foveal pit looks like that of the other eye than stated."""
+        if self.volume.laterality is None or self.why_no_zones:
+            return False
+        grid = self.etdrs(keep_doubtful=True)
+        lines = self.surfaces["ilm"], self.surfaces["bm"]
+        return grid.centre == "pit" and looks_like_other_eye(self.volume, *lines, self.place(), grid.centre_mm)
 
     @property
     def why_no_um(self) -> str:
