@@ -4,7 +4,7 @@ import numpy as np
 
 from octfm.volume.etdrs import Field
 from octfm.volume.laterality import disc_side
-from octfm.volume.planes import eight_bit
+from octfm.volume.planes import Planes
 from octfm.volume.tissue import Tissue
 from octfm.volume.volume import Volume
 
@@ -23,7 +23,9 @@ def looks_like_other_eye(
     fovea = float(np.interp(bscan, seen, np.arange(len(seen)))), ascan
     ilm, bm = (_bridged(rows[seen]) for rows in (ilm_DW, bm_DW))
     tissue = Tissue(ilm, bm, fovea, np.zeros(len(seen)), confident=True, confidence={}, located=True)
-    found = disc_side(eight_bit(volume)[seen], volume.spacing_mm, tissue, volume.left_to_right)
+    voxels = volume.voxels[seen]
+    planes = voxels if voxels.dtype == np.uint8 else Planes(voxels, volume.full_scale)
+    found = disc_side(planes, volume.spacing_mm, tissue, volume.left_to_right)
     return found.contradicts(volume.laterality)
 
 
