@@ -239,3 +239,32 @@ def test_images_for_print_are_read_and_those_of_the_web_named(tmp_path):
         Image.fromarray(gray).save(tmp_path / f"a.{ending}")
         with pytest.raises(ReadError, match="a GIF, WebP or JPEG 2000 image; save it as PNG"):
             read_volume(tmp_path / f"a.{ending}", raster_only=False)
+
+
+def test_numbers_of_a_table_may_start_again_in_every_class(tmp_path):
+    """As NEH-UT: Patient ID 1 of CNV is not Patient ID 1 of NORMAL; each image has a label of its own."""
+    rows = [("CNV", 1, "CNV"), ("CNV", 2, "Normal"), ("NORMAL", 1, "Normal"), ("NORMAL", 2, "Normal")]
+    for n, (folder, patient, label) in enumerate(rows):
+        write_image(tmp_path / folder / str(patient) / "OS" / f"003_{label}.jpg", layered(n))
+    files = table(
+        tmp_path / "data_information.csv",
+        ["Directory", "Patient ID", "Class", "Label"],
+        *([f"{c}\\{p}\\OS\\003_{label.upper()}.jpg", p, c, label.upper()] for c, p, label in rows),
+    )
+    of_class = {"file": "Directory", "label": "Class"}
+    merged = scan(tmp_path, layouts=("line",), table=files, columns=of_class | {"participant": "Patient ID"}, workers=0)
+    assert doubts_about_people(merged.acquisitions)[0].startswith("2 of 2 participants have scans of several labels")
+    catalog = line_scan(
+        tmp_path, "{label+participant}/{participant}/*", table=files, columns=of_class | {"label": "Label"}
+    )
+    assert {a.participant: a.participant_labels["label"] for a in catalog.acquisitions} == {
+        **{"CNV/1": "CNV", "CNV/2": "NORMAL", "NORMAL/1": "NORMAL", "NORMAL/2": "NORMAL"}
+    }
+
+
+def test_a_letter_between_number_and_eye_is_no_part_of_the_id(tmp_path):
+    """As OLIVES: 0201GOD and 0201TOS are the eyes of 0201 in two arms."""
+    for arm, letter, eye in (("GILA", "G", "OD"), ("TREX", "T", "OS")):
+        place = place_of(str(tmp_path / f"TREX DME/{arm}/0201{letter}{eye}/V1/{eye}/J_0.tif"), tmp_path)
+        found = Pattern.parse(f"TREX DME/{arm}/{{participant}}{letter}{{eye}}/*").match(place)
+        assert found.participant == "0201" and found.eyes == {"R" if eye == "OD" else "L"}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def doubts_about_people(acquisitions: Sequence["Acquisition"]) -> list[str]:
     """Sentences on ids and volumes that may be of several people, or of none; mostly empty."""
     labels: dict[str, set[str]] = defaultdict(set)
-    own = [a for a in acquisitions if a.participant_source == "pattern" and "label" in a.participant_labels]
+    own = [a for a in acquisitions if a.participant_source in ("pattern", "table") and "label" in a.participant_labels]
     for a in own:
         labels[a.participant].add(a.participant_labels["label"])
     sentences = []
@@ -25,10 +25,10 @@ def doubts_about_people(acquisitions: Sequence["Acquisition"]) -> list[str]:
         some = ", ".join(sorted(labels[several[0]])[:4])
         sentences.append(
             f"{len(several)} of {len(labels)} participants have scans of several labels (participant {several[0]}: "
-            f"{some}); if numbers start again in every class, they are several people: write {{label+participant}} for "
-            "{label} in --participant-from"
+            f"{some}); if numbers start again in every class, they are several people; {{label+participant}} in "
+            "--participant-from keeps them apart where no table names them"
         )
-    if len(own) == len(labels) > 1 and all(a.layout == "line" for a in own):
+    if len(own) == len(labels) > 1 and all((a.layout, a.participant_source) == ("line", "pattern") for a in own):
         sentences.append(
             f"each of {len(own)} B-scans is a participant of its own; if their names hold no patient, splits may "
             "divide an eye, and no result is about new patients"
