@@ -108,7 +108,7 @@ def test_axes_alike_follow_the_usual_order_or_the_sidecar(tmp_path):
     np.testing.assert_array_equal(read_volume(bare, spacing_mm=square).voxels, gray)
 
 
-def test_masks_are_known_by_value_where_the_name_says_nothing(tmp_path):
+def test_drawn_fluid_is_known_by_its_values_where_no_name_says_so(tmp_path):
     gray = telling_voxels(shape=SHAPE)
     labels = write_metaimage(tmp_path / "fluid.mhd", (gray > 128).astype(np.uint8) * 3)
     assert read_header(labels).shape == SHAPE and code_of(labels) == "voxel_labels"

@@ -36,6 +36,8 @@ MOST_APART_MM = {"centre": 0.5, "inner": 0.75, "outer": 1.5}
 """Mean distance of B-scans above which zones of this ring rest on interpolation. In the public volume with drusen,
 whose B-scans lie .03 mm apart, leaving some out moves zones by at most 7 µm up to these distances, and the centre by 13
 at .6 mm and by 45 at 1.44."""
+UNEVEN = 1.1
+"""Distances of single B-scans may exceed MOST_APART_MM by this factor, since eyes move, if their mean does not."""
 BRIDGED_MM = 0.3
 """Greatest distance of B-scans between which a map is interpolated if those between them have no value, as after a
 blink. In the public volume with drusen the centre moves by 2 µm if all B-scans lie .25 mm apart, and by 4 at .36."""
@@ -96,6 +98,19 @@ class Field:
         """B-scans per mm; 0 for a single one."""
         count = len(self.bscans_mm)
         return float((count - 1) / (self.bscans_mm[-1] - self.bscans_mm[0])) if count > 1 else 0.0
+
+    @property
+    def widths_mm(self) -> np.ndarray:
+        """[D]: across how much of the field each B-scan stands for what lies around it; NaN for a single one."""
+        return np.gradient(self.bscans_mm) if len(self.bscans_mm) > 1 else np.full(1, np.nan)
+
+    def apart_mm(self, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
+        """Distance of the two B-scans between which each position lies, or of the two next to it beyond the outermost;
+        infinite for a single B-scan."""
+        if len(self.bscans_mm) == 1:
+            return np.full(x_mm.shape, np.inf)
+        gaps, across = np.diff(self.bscans_mm), (np.stack([x_mm, y_mm], axis=-1) - self.origin) @ self.across
+        return gaps[np.clip(np.searchsorted(self.bscans_mm, across, side="right") - 1, 0, len(gaps) - 1)]
 
     def to_index(self, x_mm: np.ndarray, y_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Fractional (B-scan, A-scan) of each position; NaN outside the outermost half pixels of the field.
@@ -297,6 +312,8 @@ class EtdrsGrid:
     for nasal and temporal; zones above and below are missing if nothing says which B-scan is superior."""
     coverage: dict[str, float]
     """Zone → measured share, in [0, 1]."""
+    apart_mm: dict[str, float]
+    """Zone → distance of neighbouring B-scans that is not exceeded in nine tenths of it."""
     volume_mm3: float | None
     """Volume over the circle of 6 mm diameter; None if less than `LEAST_COVERED` of it was measured."""
     centre: Centre
@@ -313,7 +330,17 @@ class EtdrsGrid:
     @property
     def too_sparse(self) -> list[str]:
         """Zones for which B-scans are too far apart (`MOST_APART_MM`)."""
-        return [name for name in self.mean_um if self.bscans_per_mm * MOST_APART_MM[name.split()[0]] < 1 - 1e-6]
+        most_mm = {name: MOST_APART_MM[name.split()[0]] for name in self.mean_um}
+        return [
+            name
+            for name, most in most_mm.items()
+            if self.bscans_per_mm * most < 1 - 1e-6 or self.apart_mm[name] > UNEVEN * most
+        ]
+
+    @property
+    def furthest_mm(self) -> float:
+        """The largest distance of B-scans because of which a zone is too sparse."""
+        return max((self.apart_mm[name] for name in self.too_sparse), default=0.0)
 
     def __repr__(self) -> str:
         known = sum(mean is not None for mean in self.mean_um.values())
@@ -371,16 +398,18 @@ def measure_around(
     values = sample(thickness_um, field, centre_mm[0] + x, centre_mm[1] + y)
     whole = np.hypot(x, y) < RINGS_MM[-1]
     covered = float(np.isfinite(values[whole]).mean())
-    mean, coverage = {}, {}
+    mean, coverage, apart_mm = {}, {}, {}
+    between_mm = field.apart_mm(centre_mm[0] + x, centre_mm[1] + y)
     for name, inside in _zones(x, y, laterality, field.upright).items():
         measured = values[inside]
         known = np.isfinite(measured)
         coverage[name] = float(known.mean())
         mean[name] = float(measured[known].mean()) if coverage[name] >= LEAST_COVERED else None
+        apart_mm[name] = float(np.quantile(between_mm[inside], LEAST_COVERED, method="lower"))
     area = np.pi * RINGS_MM[-1] ** 2
     volume = float(np.nanmean(values[whole])) / 1000 * area if covered >= LEAST_COVERED else None
     uneven_um = _uneven_um(centre_mm, thickness_um, field)
-    return EtdrsGrid(mean, coverage, volume, centre, centre_mm, rivals_mm, field.per_mm, uneven_um)
+    return EtdrsGrid(mean, coverage, apart_mm, volume, centre, centre_mm, rivals_mm, field.per_mm, uneven_um)
 
 
 def _uneven_um(centre_mm: tuple[float, float], thickness_um: np.ndarray, field: Field) -> float:
