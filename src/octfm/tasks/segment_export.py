@@ -96,7 +96,8 @@ def _on_grid_of(volume: Volume, labels: np.ndarray) -> tuple[Any, str] | None:
 
     if is_remote(volume.source) or not Path(volume.source).is_file() or detect.find_reader(volume.source) is not nifti:
         return None
-    scan, axes = nibabel.load(volume.source), nifti.stored_axes(volume.source)
+    scan: Any = nibabel.load(volume.source)
+    axes = nifti.stored_axes(volume.source)
     stored = ["DHW".index(letter) for letter in axes]
     # A sidecar may give B-scans another order, or say that the vitreous is at the bottom.
     if not np.array_equal(volume.voxels.transpose(stored), np.asanyarray(scan.dataobj).squeeze()):
