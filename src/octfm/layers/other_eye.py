@@ -1,10 +1,12 @@
 """Whether a scan looks like that of the other eye than stated, whose nasal zones would be called temporal."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from octfm.volume.etdrs import Field
 from octfm.volume.laterality import disc_side
-from octfm.volume.planes import Planes
+from octfm.volume.planes import eight_bit
 from octfm.volume.tissue import Tissue
 from octfm.volume.volume import Volume
 
@@ -23,9 +25,8 @@ def looks_like_other_eye(
     fovea = float(np.interp(bscan, seen, np.arange(len(seen)))), ascan
     ilm, bm = (_bridged(rows[seen]) for rows in (ilm_DW, bm_DW))
     tissue = Tissue(ilm, bm, fovea, np.zeros(len(seen)), confident=True, confidence={}, located=True)
-    voxels = volume.voxels[seen]
-    planes = voxels if voxels.dtype == np.uint8 else Planes(voxels, volume.full_scale)
-    found = disc_side(planes, volume.spacing_mm, tissue, volume.left_to_right)
+    shown = eight_bit(replace(volume, voxels=volume.voxels[seen], lines=None))
+    found = disc_side(shown, volume.spacing_mm, tissue, volume.left_to_right)
     return found.contradicts(volume.laterality)
 
 
