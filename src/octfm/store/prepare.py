@@ -23,7 +23,7 @@ from octfm.io.location import Location, location
 from octfm.io.progress import Progress, say
 from octfm.io.spread import require_cluster, spread
 from octfm.store.exclusion import without_excluded_files
-from octfm.store.layout import Compression, StoreRow, Unprepared
+from octfm.store.layout import Compression, StoreRow, Unprepared, read_unprepared
 from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, stage
 from octfm.volume.estimated import FLAG
@@ -103,6 +103,7 @@ def prepare(
         require_cluster(cluster)  # fails before anything is written
     included = without_excluded_files(catalog.acquisitions, exclude, str(catalog.root))
     with _writer(out, preprocessing, compression) as writer:
+        _expect_same_names(out, writer, is_pseudonymous(catalog))
         _follow_catalog(writer, catalog.acquisitions)
         tasks = _missing(writer, included, locations or {})
         outdated = {a.sop_instance_uid for a in catalog.acquisitions} - {a.sop_instance_uid for a in included}
@@ -167,6 +168,15 @@ def prepare(
         if progress:
             say(f"  bucket: {', '.join(f'{name} {count:,}' for name, count in spent.items())}")
     return store
+
+
+def _expect_same_names(out: Location, writer: StoreWriter, pseudonymous: bool) -> None:
+    """Raises StoreError if only one of store and catalog has pseudonyms: names would stay in what looks free of them,
+    and one person would count as two."""
+    uris = (each.uri for each in (*writer.rows, *read_unprepared(out)))
+    if any(uri.startswith(PSEUDONYM) != pseudonymous for uri in uris):
+        has, wants = ("names and paths", "pseudonyms") if pseudonymous else ("pseudonyms", "names and paths")
+        raise StoreError(f"{out}: the store has {has}, the catalog {wants}; choose another --out")
 
 
 def with_finder(limits: Limits, find_band: BandFinder | None) -> Limits:

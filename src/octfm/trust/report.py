@@ -198,7 +198,7 @@ def baselines(study: Study) -> dict[str, Any]:
 
 def _what(encoder: Embeddings) -> str:
     """Description of an encoder without folders of this machine, because the page is shared."""
-    return re.sub(r"\S*/", "", str(encoder.metadata.get("encoder", "")))
+    return re.sub(r".*[/\\]", "", str(encoder.metadata.get("encoder", "")))
 
 
 def _named(paths: Sequence[Path]) -> dict[str, Path]:
@@ -287,7 +287,8 @@ def _from_scratch(
         try:
             finetune(config, folder, allow_seen=allow_seen, echo=lambda line: None)
         except EvaluationError as reason:
-            notes.append(f"{task.name} was left out: {reason}")
+            echo(str(reason))
+            notes.append(f"{task.name} was left out: {reason.public or 'octfm trust says why when it runs.'}")
             continue
         saved = read_predictions(folder / "predictions.parquet")
         predictions[task.name] = saved.for_cases(task.cases, study.data, task.rounds[0].test)
