@@ -19,7 +19,7 @@ from octfm.errors import Echo, EvaluationError
 from octfm.evaluation.arms import covariates
 from octfm.evaluation.cases import Cases, Round, Skip, Target, find_targets, make_cases, make_rounds
 from octfm.evaluation.probe import RESAMPLES, describe, predict, rows_seen
-from octfm.evaluation.scoring import HEADLINE, Predictions, compare_scored, correct, fails_holm, score
+from octfm.evaluation.scoring import HEADLINE, Predictions, compare_metrics, correct, fails_holm, score
 from octfm.evaluation.tissue_map import tissue_map
 from octfm.io.location import local_path
 from octfm.models.pooling import VectorPool
@@ -106,14 +106,8 @@ def leaderboard(
     }
     # The first entry, unless it is a fine-tuned run in a group that another run names.
     first = next(name for name in (entry_name(paths[0]), *names) if name in scored)
-    comparisons = [
-        compare_scored(a, b, leakage=False)
-        for name, others in scored.items()
-        if name != first
-        # An entry without expected grades lacks kappa, which is last.
-        for a, b in zip(scored[first], others, strict=False)
-        if a.metric == b.metric
-    ]
+    others = [own for name, own in scored.items() if name != first]
+    comparisons = [row for own in others for row in compare_metrics(scored[first], own, leakage=False)]
     return {
         "format": "octfm-leaderboard",
         "version": 1,
