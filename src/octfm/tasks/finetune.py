@@ -26,7 +26,7 @@ from octfm.evaluation.cases import (
     Cases,
     Round,
     Skip,
-    find_targets,
+    find_target,
     log_share,
     make_cases,
     make_rounds,
@@ -197,11 +197,7 @@ def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool],
     data: Embeddings = of_store(store)
     table = read_labels(config.labels) if config.labels is not None else None
     orders = {config.target: config.order} if config.order else None
-    targets = find_targets([config.target], data, table, orders)
-    if len(targets) != 1:
-        raise EvaluationError(
-            f"target {config.target}: its cells hold several labels; name a column with one label per cell"
-        )
+    target = find_target(config.target, data, table, orders)
     if not {"train", "test"} <= set(data.split):
         raise EvaluationError(
             f"{store.path}: expected train and test splits, got {sorted({str(s) for s in data.split})}; octfm scan "
@@ -210,7 +206,7 @@ def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool],
     seen_rows = rows_seen(data, seen)
     try:
         cases, rounds = make_rounds(
-            make_cases(targets[0], data, table), data, "recommended_split", seen_rows, allow_seen, 1, config.seed
+            make_cases(target, data, table), data, "recommended_split", seen_rows, allow_seen, 1, config.seed
         )
     except Skip as reason:
         raise EvaluationError(f"target {config.target}: {reason}") from None
