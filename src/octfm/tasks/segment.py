@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octfm.config import load
-from octfm.encoder.encoder import Encoder, load_encoder, require_trained_on
+from octfm.encoder.encoder import Encoder, load_encoder, part_of, require_trained_on
 from octfm.errors import ConfigError, EvaluationError
 from octfm.formats import within
 from octfm.formats.arrays import named_arrays
@@ -155,8 +155,7 @@ class Segmenter:
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
         """Load what `weights` returned."""
         for part, module in (("decoder", self.decoder), ("encoder", self.encoder.network)):
-            own = {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
-            if own:
+            if own := part_of(tensors, f"{part}."):
                 module.load_state_dict(own)
 
 
