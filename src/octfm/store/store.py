@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -33,10 +33,8 @@ from octfm.store.layout import (
     shard_key,
     summary,
 )
+from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.volume import STRUCTURE_ONLY, Modality
-
-if TYPE_CHECKING:
-    from octfm.volume.preprocessing import Preprocessing
 
 
 class Store:
@@ -188,10 +186,8 @@ class Store:
         return ()
 
     @property
-    def preprocessing(self) -> "Preprocessing":
+    def preprocessing(self) -> Preprocessing:
         """The settings that the volumes were prepared with."""
-        from octfm.volume.preprocessing import Preprocessing
-
         try:
             return Preprocessing.recorded(self._settings)
         except ConfigError as error:
