@@ -366,6 +366,25 @@ def test_a_page_measures_any_raster_as_python_does(browser, tmp_path, seed):
 
 
 @needs_chromium
+def test_corrections_of_a_page_with_an_axial_length_are_measured_by_it(browser, tmp_path):
+    found = found_eye()
+    open_page(browser, replace(found, axial_length_mm=27.5), tmp_path)
+    browser.key("e")
+    browser.js("document.querySelector('[data-part=\"author\"]').value = 'A. Grader'")
+    (depth, height, _), shown = found.volume.shape, int(told(browser)["bscan"])
+    y = (float(found.surfaces["ilm"][depth - 1 - shown, 60]) + 0.5) / height
+    browser.mouse(BSCAN, 0.5, y, to=(0.5, y - 0.05))
+    path = save(browser, tmp_path)
+    corrected = found.corrected(read_corrections(path))
+    assert corrected.axial_length_mm == 27.5
+    assert_same(numbers(browser), expected_numbers(corrected))
+    assert "for an axial length of 27.5 mm" in row_of(corrected)["zones_note"]
+    assert replace(found, axial_length_mm=27.5).corrected(read_corrections(path)).axial_length_mm == 27.5
+    with pytest.raises(CorrectionsError, match=r"made with an axial length of 27\.5 mm, not 24"):
+        replace(found, axial_length_mm=24.0).corrected(read_corrections(path))
+
+
+@needs_chromium
 def test_a_page_measures_uneven_and_missing_bscans_as_python_does(browser, tmp_path):
     found = found_eye(25)
     at = np.r_[np.linspace(-3, -0.5, 15), np.linspace(0.7, 3, 10)]

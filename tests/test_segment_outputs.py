@@ -76,6 +76,8 @@ def test_a_scan_that_looks_like_the_other_eye_says_so(laterality, stated):
         assert f"stated as a {eyes[stated]} eye" in note and f"as in a {eyes[laterality]} eye" in note
         lost = {name: np.where(np.arange(16)[:, None] == 5, np.nan, rows) for name, rows in surfaces.items()}
         assert replace(found, surfaces=lost).looks_like_other_eye, "a lost B-scan hides nothing"
+        deep = replace(found.volume, voxels=volume.voxels.astype(np.uint16) * 257)
+        assert replace(found, volume=deep, surfaces=lost).looks_like_other_eye, "nor do 16 bits"
 
 
 def test_blank_zones_are_explained():

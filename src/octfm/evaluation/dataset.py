@@ -12,7 +12,7 @@ from octfm.catalog.labels import LabelTable, read_labels
 from octfm.display import box, brief, counted, number
 from octfm.encoder.embeddings import of_store
 from octfm.errors import ConfigError, EvaluationError, shown
-from octfm.evaluation.cases import Cases, Skip, find_targets, make_cases
+from octfm.evaluation.cases import Cases, Skip, find_target, make_cases
 from octfm.store.selection import select
 from octfm.store.store import Store
 from octfm.volume.volume import ADMISSIBLE, MODALITIES, STRUCTURE_ONLY, Modality
@@ -145,10 +145,7 @@ def _column(table: LabelTable | None, target: str | None) -> str:
 
 def _cases(store: Store, table: LabelTable | None, target: str) -> Cases:
     data = of_store(store)
-    found = find_targets([target], data, table)
-    if len(found) != 1:
-        raise EvaluationError(f"target {target}: its cells hold several labels; name a column with one label per cell")
     try:
-        return make_cases(found[0], data, table)
+        return make_cases(find_target(target, data, table), data, table)
     except Skip as reason:
         raise EvaluationError(f"target {target}: {reason}") from None

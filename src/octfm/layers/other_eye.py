@@ -1,5 +1,7 @@
 """Whether a scan looks like that of the other eye than stated, whose nasal zones would be called temporal."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from octfm.volume.etdrs import Field
@@ -23,7 +25,8 @@ def looks_like_other_eye(
     fovea = float(np.interp(bscan, seen, np.arange(len(seen)))), ascan
     ilm, bm = (_bridged(rows[seen]) for rows in (ilm_DW, bm_DW))
     tissue = Tissue(ilm, bm, fovea, np.zeros(len(seen)), confident=True, confidence={}, located=True)
-    found = disc_side(eight_bit(volume)[seen], volume.spacing_mm, tissue, volume.left_to_right)
+    shown = eight_bit(replace(volume, voxels=volume.voxels[seen], lines=None))
+    found = disc_side(shown, volume.spacing_mm, tissue, volume.left_to_right)
     return found.contradicts(volume.laterality)
 
 

@@ -115,9 +115,15 @@ class ScanSegmentation(Segmentation):
 
         Where somebody has checked a B-scan, or corrected one of two surfaces in it, no error of their distance is
         expected. If that holds for ILM and BM in every B-scan, the verdict keeps only reasons that no correction can
-        answer. Raises CorrectionsError for corrections of another scan or network, and for lines out of order.
+        answer. The axial length is that of the page. Raises CorrectionsError for corrections of another scan or network
+        or with another axial length, and for lines out of order.
         """
         corrections.require(self.volume, self.model)
+        if (own := self.axial_length_mm) and (length := corrections.axial_length_mm) and own != length:
+            raise CorrectionsError(
+                f"{corrections.source}: made with an axial length of {length:g} mm, not {own:g}; leave it out, or "
+                "correct a page with this one"
+            )
         surfaces = {name: rows.copy() for name, rows in self.surfaces.items()}
         masks = {name: mask.copy() for name, mask in self.masks.items()}
         for name, by_bscan in corrections.surfaces.items():
@@ -144,7 +150,10 @@ class ScanSegmentation(Segmentation):
             codes, reasons = tuple(code for code, _ in left), tuple(why for _, why in left)
             doubt = verdict.doubt if left else min(verdict.doubt, 0.99)
             verdict = replace(verdict, codes=codes, reasons=reasons, parts=(), doubt=doubt)
-        return replace(self, surfaces=surfaces, masks=masks, verdict=verdict, corrections=corrections)
+        return replace(
+            self, surfaces=surfaces, masks=masks, verdict=verdict, corrections=corrections,
+            axial_length_mm=self.axial_length_mm or corrections.axial_length_mm,
+        )  # fmt: skip
 
     def expected_error_um(self, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
         """float32 [D, W]: as octfm.layers.verdict.expected_error_um, NaN in B-scans without the lines, and 0 where

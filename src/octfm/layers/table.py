@@ -303,8 +303,6 @@ def describe(found: ScanSegmentation, device: DeviceGrid | str | None = None) ->
     row, volume = row_of(found, device), found.volume
     bscans, scanner = number(volume.shape[0], "B-scan"), volume.scanner.replace("unknown", "scanner unknown")
     lines = [f"{volume.source}: {bscans}, {scanner}, eye {volume.laterality or 'unknown'}"]
-    if found.axial_length_mm is not None:
-        lines.append(f"  lateral millimetres for an axial length of {found.axial_length_mm:g} mm")
     lines += zone_lines(row)
     amounts = [f"{name.replace('_', ' ')} {row[f'{name}_nl']} nl" for name in MASKS if row[f"{name}_nl"]]
     areas = [f"{name.replace('_', ' ')} {row[f'{name}_pixels']} pixels" for name in MASKS if row[f"{name}_pixels"]]

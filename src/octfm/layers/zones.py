@@ -43,7 +43,8 @@ DEVICE_COLUMNS = (*DEVICE_UNIT.values(), "device_volume_mm3", "device_note")
 def zone_cells(found: ScanSegmentation, grid: EtdrsGrid | None) -> dict[str, str]:
     """Cells of ZONE_COLUMNS; `zones_note` says in words why a zone is blank."""
     if grid is None:
-        return {"zones_note": "; ".join(filter(None, (found.why_no_zones, found.why_no_um, found.note_on_scan)))}
+        notes = (found.why_no_zones, found.why_no_um, found.note_on_scan, _note_on_length(found))
+        return {"zones_note": "; ".join(filter(None, notes))}
     return {
         "grid_centre": grid.centre,
         "volume_mm3": "" if grid.volume_mm3 is None else f"{grid.volume_mm3:.3f}",
@@ -79,7 +80,7 @@ def _unsure(grid: EtdrsGrid) -> list[str]:
 
 
 def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
-    notes = [found.note_on_scan] if found.note_on_scan else []
+    notes = [note for note in (found.note_on_scan, _note_on_length(found)) if note]
     if grid.centre == "scan":
         notes.append("no foveal pit was found, so the grid is centred on the middle of the scan")
     if grid.rivals_mm:
@@ -103,6 +104,11 @@ def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
     if short := [name for name, share in grid.coverage.items() if share < LEAST_COVERED]:
         notes.append(f"less than {LEAST_COVERED:.0%} measured: {', '.join(short)}")
     return "; ".join(notes)
+
+
+def _note_on_length(found: ScanSegmentation) -> str:
+    length = found.axial_length_mm
+    return "" if length is None else f"lateral millimetres for an axial length of {length:g} mm"
 
 
 def device_grid_of(source: str | Path, limits: Limits | None = None) -> DeviceGrid | str | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from octfm.config import without_text
 from octfm.errors import Echo
 from octfm.io.location import Location, location
 from octfm.models.objectives.objective import ObjectiveConfig
@@ -88,7 +89,7 @@ def pretrain(
                 require_same_folder(runtime, run)
                 training = begin(config, data, runtime, run, echo_first)
                 with training.loader:
-                    settings = config.model_dump(mode="json")
+                    settings = without_text(config)
                     trackers = open_trackers(config.tracking, run.path, settings, training.step, runtime.rank)
                     session = open_session(
                         training,

@@ -296,7 +296,8 @@ const octfmCorrect = (() => {
         bscans.push(one);
       }
       const { format, scan, network, octfm, shape } = edit;
-      return { format, scan, network, octfm, author: find("author").value.trim(), participant: find("participant").value.trim(), time: new Date().toISOString(), shape, bscans };
+      return { format, scan, network, octfm, author: find("author").value.trim(), participant: find("participant").value.trim(), time: new Date().toISOString(), shape,
+        ...(edit.axialLength ? { axial_length_mm: edit.axialLength } : {}), bscans };
     }
 
     function save() {

@@ -114,15 +114,15 @@ _PLACES = _words(
 
 _NUMBERED_GROUPS = _words("site center centre clinic klinik batch part set group cohort")
 
-_MONTH = r"(?:jan|feb|mar|m[aä]r|apr|may|mai|mag|jun|giu|jul|lug|aug|ago|sep|set|oct|okt|ott|nov|dec|dez|dic)[a-zäöüé]*"
+MONTH = r"(?:jan|feb|mar|m[aä]r|apr|may|mai|mag|jun|giu|jul|lug|aug|ago|sep|set|oct|okt|ott|nov|dec|dez|dic)[a-zäöüé]*"
 _DATES = re.compile(
     rf"""(?<![0-9])(?:
     (?:19|20)\d\d([-_.]?)(?:0[1-9]|1[0-2])\1(?:0[1-9]|[12]\d|3[01])
         (?:[T_ -]?\d{{6}}|[T_ -]\d{{4}}|[T_ -]\d\d[-.h]\d\d(?:[-.]\d\d)?)?
     |(?:0?[1-9]|[12]\d|3[01])[-_.](?:0?[1-9]|[12]\d|3[01])[-_.](?:19|20)\d\d
     |(?:0[1-9]|[12]\d|3[01])\.(?:0[1-9]|1[0-2])\.\d\d
-    |(?:0?[1-9]|[12]\d|3[01])[-_. ]?{_MONTH}[-_. ]?(?:19|20)\d\d
-    |(?:19|20)\d\d[-_. ]?{_MONTH}[-_. ]?(?:0?[1-9]|[12]\d|3[01])
+    |(?:0?[1-9]|[12]\d|3[01])[-_. ]?{MONTH}[-_. ]?(?:19|20)\d\d
+    |(?:19|20)\d\d[-_. ]?{MONTH}[-_. ]?(?:0?[1-9]|[12]\d|3[01])
     )(?![0-9])""",
     re.IGNORECASE | re.VERBOSE,
 )

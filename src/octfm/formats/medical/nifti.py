@@ -63,7 +63,7 @@ class Drawn:
     """What a NIfTI image holds of a segmentation."""
 
     values: np.ndarray
-    """As stored, fastest axis first: labels [W, H, D], heights [W, D, S]."""
+    """As stored, fastest axis first: labels [W, H, D] or as the scan's own file, heights [W, D, S]."""
     comments: str
     """Names, as written in an extension of the header."""
     has_mm: bool
@@ -83,7 +83,7 @@ def open_bscans(uri: str) -> Bscans:
             expect_bytes(uri, size, header.offset + header.bytes, PADDING)
         uid = uid_of(file, size)
     last_word = PurePath(uri).name.lower().removesuffix(".gz").removesuffix(".nii").rpartition("_")[2]
-    axes = read_declared(uri).axes or axes_of_spacing(header.mm) or _unknown_axes(header.mm, uri)
+    axes = _axes(header, uri)
     mm = in_order(header.mm, axes) if header.mm else None
 
     def decode() -> np.ndarray:
@@ -101,6 +101,16 @@ def open_bscans(uri: str) -> Bscans:
         flags=("axial_direction_assumed",),
         aside=voxel_labels(uri) if header.intent[0] == _LABEL or last_word in MASKS else None,
     )
+
+
+def stored_axes(uri: str) -> str:
+    """The letters of the stored axes of a scan, fastest first. Raises ReadError."""
+    with open_file(uri) as file, _stream(file) as stream:
+        return _axes(_read_header(stream, uri), uri)
+
+
+def _axes(header: _Header, uri: str) -> str:
+    return read_declared(uri).axes or axes_of_spacing(header.mm) or _unknown_axes(header.mm, uri)
 
 
 def read_drawn(uri: str) -> Drawn:

@@ -50,6 +50,7 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
         "network": found.model,
         "octfm": __version__,
         "shape": [depth, height, width],
+        "axialLength": found.axial_length_mm,
         "reversed": volume.superior_first is False,
         "mm": [dz * scale, dy, dx * scale],
         "surfaces": list(SURFACES),
