@@ -268,3 +268,9 @@ def test_a_letter_between_number_and_eye_is_no_part_of_the_id(tmp_path):
         place = place_of(str(tmp_path / f"TREX DME/{arm}/0201{letter}{eye}/V1/{eye}/J_0.tif"), tmp_path)
         found = Pattern.parse(f"TREX DME/{arm}/{{participant}}{letter}{{eye}}/*").match(place)
         assert found.participant == "0201" and found.eyes == {"R" if eye == "OD" else "L"}
+
+
+def test_a_guess_that_would_merge_a_surname_says_so(tmp_path):
+    names = [f"{person}_19610203_{eye}_1.png" for person in ("Meier_Eva", "Meier_Hans") for eye in ("OD", "OS")]
+    with pytest.raises(AmbiguousPeople, match="the pattern reads 'Meier_Eva' as 'Meier', and would merge people"):
+        find_people([Scan(str(tmp_path / name), "") for name in names], tmp_path)

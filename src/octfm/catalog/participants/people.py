@@ -492,12 +492,20 @@ def _guess(
     if apart:  # the first doubt is shown: whoever accepts the guess decides this
         doubts.insert(0, f"{reused} (if two: {' '.join(f'--participant-from {text!r}' for text in apart)})")
     doubts += [d for d in (reused, _unproven(people, named, eyes)) if d]
+    if cut := next(((name, last) for uri, name in people.items() if (last := _cut(found.get(uri, ""), name))), None):
+        doubts.insert(0, f"the pattern reads {cut[0]!r} as {cut[1]!r}, and would merge people of one surname")
     # The patterns must give what the guess gave: the user may accept them on the command line.
     if not doubts and any(found.get(uri) != name for uri, name in people.items()):
         doubts.append("names are read in more than one way")
     lines = _lines(nameless, texts, found, eyes)
     guess = Guess(lines, len({found[uri] for uri in nameless if uri in found}), doubts[0] if doubts else "")
     return found, guess
+
+
+def _cut(participant: str, name: str) -> str:
+    """What a pattern leaves of a name of several words (Meier of Meier_Eva); empty if it is whole."""
+    last = participant.rpartition("/")[2]
+    return last if last != name and name.startswith(last) else ""
 
 
 def _parsed(text: str) -> Pattern | None:
