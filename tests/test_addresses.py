@@ -69,6 +69,15 @@ def test_no_secret_passes_in_any_form(given_one):
         assert secret not in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["pass", "jwt", "code", "bearer", "x", "tok%65n"])
+def test_no_query_of_a_web_address_is_shown_whatever_it_is_called(name):
+    text = f"403 for url https://host:8443/a/b?{name}=wJalrXUtnFEMI (try again)"
+    assert addresses.mask(text) == "403 for url https://… (try again)"
+    with pytest.raises(ConfigError):
+        addresses.refuse_credentials(f"http://host/a?{name}=wJalrXUtnFEMI")
+    assert addresses.mask("see https://host/a?") == "see https://host/a?"
+
+
 @given(st.sampled_from(OPTIONS), secretive())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_option_of_any_verb_repeats_or_writes_a_secret(tmp_path_factory, option, given_one):

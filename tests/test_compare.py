@@ -171,6 +171,25 @@ def test_runs_are_probed_on_the_same_participants_and_a_twin_is_equal(tmp_path):
     assert [[row[c] for c in columns] for row in own] == [[row[c] for c in columns] for row in folded["results"]]
 
 
+def test_grades_that_the_runs_were_probed_with_are_grades_in_the_comparison(tmp_path):
+    store = small_store(tmp_path / "prepared", darkened, ("train",) * 9 + ("val",) * 3 + ("test",) * 12)
+    labels = tmp_path / "labels.tsv"
+    rows = "".join(f"P{i:03d}\t{('low', 'middle', 'high')[i % 3]}\n" for i in range(24))
+    labels.write_text(f"participant_id\tbrightness\n{rows}")
+    run = quick_pretrain(config(steps=1), store, tmp_path / "a", echo=quiet)
+    file = embed_store(load_encoder(run), store, run / "embeddings", echo=quiet)
+    grades = {"brightness": ("low", "middle", "high")}
+
+    def kinds(**options):
+        result = probe_together({"a": run, "b": run}, labels, targets=["brightness"], resamples=50, **options)
+        return {row["kind"] for row in result["results"]}
+
+    assert kinds() == {"multiclass"} and kinds(orders=grades) == {"ordinal"}
+    own = probe([file], labels, seen=seen_by(run), targets=["brightness"], orders=grades, resamples=50)
+    write_probe(run / "probe.json", own)
+    assert kinds() == {"ordinal"}
+
+
 def test_the_page_says_why_without_paths_or_ids(runs, tmp_path):
     """The reason of an error is on the page, which may be passed around; what it names stays on the terminal."""
     with pytest.raises(EvaluationError) as missing:

@@ -223,6 +223,21 @@ def test_probing_writes_rows_keeps_the_best_and_leaves_training_unchanged(store,
     )
 
 
+def test_F12_whoever_chose_a_checkpoint_is_no_test_participant_of_it(store, labels, tmp_path):
+    """Folds are made of participants that pretraining has not seen: of validation and test, here."""
+    from octfm.encoder.encoder import seen_by
+
+    probed = config(steps=2, probe={"target": "depth", "labels": str(labels)})
+    for chosen, chose in ((config(steps=2), False), (probed, True)):
+        run = quick_pretrain(chosen, store, tmp_path / f"run-{chose}", echo=quiet)
+        known = seen_by(run)
+        seen = {s: {known(store.rows[r].participant) for r in select(store, s)} for s in ("train", "val", "test")}
+        assert seen == {"train": {True}, "val": {chose}, "test": {False}}
+        assert final(run)["participants"]["trained_on"] == len(
+            {store.rows[r].participant for r in select(store, "train")}
+        )
+
+
 @pytest.mark.parametrize("how", ["full disk", "kill"])
 def test_a_best_state_whose_checkpoint_was_lost_does_not_hide_the_best_one_that_is_there(
     store, labels, tmp_path, monkeypatch, how

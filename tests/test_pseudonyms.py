@@ -170,6 +170,8 @@ def test_keys_that_can_be_guessed_and_half_given_options_are_refused(clinic, tmp
     assert read_key(tmp_path / "new") == read_key(tmp_path / "new") and len(read_key(tmp_path / "new")) == 64
     with pytest.raises(CatalogError, match="no such key file"):
         read_key(tmp_path / "absent", make=False)
+    code, _, err = octfm_here("scan", tmp_path / "absent", "--pseudonymise", "short", cwd=tmp_path)
+    assert code == 1 and "a key of 6 bytes can be guessed" in err, "before a scan of hours"
     code, _, err = octfm_here("scan", clinic, "--pseudonymise", "new", "--extract", "x", cwd=tmp_path)
     assert code == 1 and "read the archives without unpacking" in err and err.count("\n") == 1
 
@@ -209,6 +211,10 @@ def labels_of(catalog: Catalog, own: dict[str, str], keep: tuple[str, ...] = ())
         ("diagnosis", "AMD, referred by Dr Geheim"),
         ("diagnosis", "A.B."),
         ("diagnosis", "03 12 58"),
+        ("diagnosis", "aged 95"),
+        ("diagnosis", "Patient 12"),
+        ("case", "17"),
+        ("diabetes_duration", "95"),
         ("study_group", "group 12031958"),
         ("recommended_split", "excluded by Geheim"),
         ("hypertension", "see letter"),
@@ -325,6 +331,47 @@ def test_what_is_withheld_is_counted_by_column(catalog):
     with pytest.raises(ConfigError, match=r"--keep-columns visis: no participant has such a column"):
         withheld(three, ["visis"])
     assert withheld(replace(three, acquisitions=()), ["visus"]) == {}, "where nothing is accepted, that is the error"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "17 May 2023", "May 17, 2023", "17-May-2023", "3. Dezember 1957", "born Dec 1957", "Dec-57", "2023-05", "05/2023",
+        "2023 05 17", "12 03 1957", "2023‑05‑17", "20230517101112.123", "1957年12月3日",
+    ],
+)  # fmt: skip
+def test_a_kept_column_passes_no_date_that_cannot_be_shifted(catalog, written):
+    assert labels_of(catalog, {"seen": written}, ("seen",)) == {}
+    assert withheld(labelled(catalog, {"seen": written}), ["seen"]) == {"seen": (1, 1)}
+
+
+@pytest.mark.parametrize(
+    "value", ["20/40", "20/2000", "1957", "3D OCT-2000", "-1.25 -0.50 180", "12.2034", "SN60WF 20.5", "1 of 4"]
+)
+def test_a_kept_column_passes_what_is_no_date(catalog, value):
+    assert labels_of(catalog, {"seen": value}, ("seen",)) == {"seen": value}
+
+
+def test_a_key_inside_the_catalog_that_it_hides_is_refused(clinic, tmp_path):
+    for key in ("catalog/key", "catalog/../catalog/sub/key"):
+        code, _, err = octfm_here("scan", clinic, "--out", "catalog", "--pseudonymise", key, cwd=tmp_path)
+        assert code == 1 and "would get its key with it" in err and err.count("\n") == 1
+    assert not (tmp_path / "catalog").exists()
+
+
+def test_a_store_holds_either_names_or_pseudonyms(catalog, tmp_path):
+    few = replace(catalog, acquisitions=catalog.acquisitions[:2])
+    hidden = pseudonymise(few, KEY)
+    places = locate(hidden, catalog.root, KEY)
+    prepare(few, tmp_path / "named", SMALL, workers=0, progress=False)
+    prepare(hidden, tmp_path / "hidden", SMALL, workers=0, progress=False, locations=places)
+    with pytest.raises(StoreError, match="the store has names and paths, the catalog pseudonyms"):
+        prepare(hidden, tmp_path / "named", SMALL, workers=0, progress=False, locations=places)
+    with pytest.raises(StoreError, match="the store has pseudonyms, the catalog names and paths"):
+        prepare(few, tmp_path / "hidden", SMALL, workers=0, progress=False)
+    assert "pseudonym:" not in (tmp_path / "named" / "rows.jsonl").read_text()
+    again = prepare(hidden, tmp_path / "hidden", SMALL, workers=0, progress=False, locations=places)
+    assert len(again) == 2, "the same catalog goes on"
 
 
 def test_kept_columns_pass_and_withheld_ones_are_named_on_the_terminal(clinic, tmp_path):

@@ -13,6 +13,7 @@ import torch
 from octfm.encoder.encoder import load_encoder
 from octfm.run import checkpoint
 from octfm.store.selection import select
+from support.command_line import octfm_here
 from support.ranks import codes
 from support.small_store import small_store
 from support.tiny_runs import TINY, assert_same_weights, final, rows, timeless
@@ -141,6 +142,13 @@ def test_F10_slurm_tasks_that_do_not_know_their_rank_are_refused(store, tmp_path
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set"):
         join(RuntimeConfig(), "fp32", "cpu")
+
+
+def test_F10_a_verb_whose_work_cannot_be_shared_is_not_done_once_per_rank(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, error = octfm_here("phantom", tmp_path / "clinic", "--participants", "1", cwd=tmp_path)
+    assert (code, out) == (1, "") and "only octfm pretrain and finetune share work among ranks" in error
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

@@ -298,3 +298,11 @@ def test_dicom_results_follow_frames_that_are_stored_out_of_order(tmp_path):
     np.testing.assert_array_equal(surfaces_of_volume(file, read_height_map(heights)).heights_px[0], ilm)
     with pytest.raises(EvaluationError, match="6 frames of 48 columns"):
         write_dicom(Segmentation({}, {"fluid": mask[:4]}, volume.spacing_mm), file, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["found", "found.csv"])
+def test_an_address_for_results_of_scans_is_refused_before_they_are_segmented(finder, tmp_path, name):
+    saved(tmp_path / "scan.npz")
+    said = CliRunner().invoke(app, ["segment", str(tmp_path / "scan.npz"), "--out", f"s3://bucket/{name}"])
+    assert isinstance(said.exception, ConfigError) and "expected a path on a disk" in str(said.exception)
+    assert said.output == ""

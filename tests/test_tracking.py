@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from octfm.config import without_text
 from octfm.errors import ConfigError
 from octfm.pretraining import pretrain as loop
 from octfm.pretraining.preflight.resources import tracker
@@ -76,6 +77,32 @@ def test_F10_wandb_is_one_run_that_tells_no_step_twice(store, tmp_path, monkeypa
     wait_until(lambda: wandb_records(files[-1])[-1].HasField("exit"), "the file, which W&B's own process writes")
     told = [int(row["_step"]) for file in files for row in wandb_history(file) if "train/loss" in row]
     assert told == list(range(8))
+
+
+@needs_wandb
+def test_wandb_gets_nothing_about_the_machine_the_command_or_the_folders(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setattr("socket.gethostname", lambda: "zqxhost")
+    monkeypatch.setattr("sys.argv", ["octfm", "pretrain", "vit_s", "data.store=/clinic/zqxmeyer"])
+    run = tmp_path / "zqxfolder" / "run"
+    run.mkdir(parents=True)
+    own = config(
+        tracking={"wandb": "offline", "project": "octfm"},
+        data={"store": "/clinic/zqxmeyer", "scanners": ["zqxscanner"]},
+    )
+    tracker = trackers.WeightsAndBiases(own.tracking, run, without_text(own))
+    tracker.row("train", 0, {"loss": 1.0})
+    tracker.close()
+    (file,) = (run / "wandb").glob("offline-run-*/run-*.wandb")
+    wait_until(lambda: wandb_records(file)[-1].HasField("exit"), "the file, which W&B's own process writes")
+    assert b"zqx" not in file.read_bytes() and not list(file.parent.rglob("requirements.txt"))
+
+
+def test_settings_without_text_keep_numbers_switches_and_choices():
+    own = config(data={"store": "/clinic/zqxmeyer", "scanners": ["zqxscanner"]})
+    kept, whole = without_text(own), own.model_dump(mode="json")
+    assert kept["data"]["store"] == "…" and kept["data"]["scanners"] == ["…"] and kept.keys() == whole.keys()
+    assert kept["objective"] == whole["objective"] and kept["masks"] == whole["masks"] and kept["steps"] == own.steps
 
 
 def wandb_history(path):

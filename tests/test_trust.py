@@ -24,7 +24,7 @@ from octfm.trust.calibration import _curve, calibration, calibration_line, wilso
 from octfm.trust.copies import copies
 from octfm.trust.failures import failures
 from octfm.trust.neighbours import chance_of, neighbours, scanner_leakage
-from octfm.trust.report import baselines, claimed, trust
+from octfm.trust.report import _what, baselines, claimed, trust
 from octfm.trust.same_eye import same_eye
 from octfm.trust.scanners import domains, leave_one_scanner_out, training_sets
 from octfm.trust.study import LEVEL, make_study
@@ -499,7 +499,7 @@ def judged(tmp_path_factory):
     (folder / "own.py").write_text(GOOD)
     result = trust(
         run, [store.path], folder / "out", targets=["disease", "cst_um"], others=[single], external=[f"{folder}/own.py:mine"],
-        from_scratch_epochs=1, resamples=300, commands=["octfm trust several"], echo=quiet,
+        from_scratch_epochs=1, resamples=300, commands=[f"octfm trust {folder}/several --seed 3"], echo=quiet,
     )  # fmt: skip
     return result, store, folder, run
 
@@ -538,6 +538,17 @@ def test_the_page_is_self_contained_names_nobody_and_says_what_it_found(judged, 
     assert len(lines) == len(words.findings(result)) and all(
         f.sentence in " ".join(lines) for f in words.findings(result)
     )
+
+
+def test_the_page_quotes_no_folder_of_a_command_an_encoder_or_a_target_that_was_skipped(judged, tmp_path):
+    result, store, folder, _ = judged
+    skipped = {"target": "cst_um", "sentence": f"{folder}: P0001 has two", "public": "It contradicts itself."}
+    page = write_trust({**result, "skipped": [skipped]}, store, tmp_path / "trust.html", images=False).read_text()
+    assert str(folder) not in page and "P0001" not in page and "It contradicts itself." in page
+    assert "octfm trust … --seed 3" in page and str(folder) in result["commands"][0], "trust.json has it in full"
+    source = "/home/Anna Meyer/my runs/a/step-00000010.pt at random initialisation"
+    vectors = replace(Cohort(3).embeddings(), metadata={"encoder": source})
+    assert _what(vectors) == "step-00000010.pt at random initialisation"
 
 
 def test_sentences_about_few_participants_are_apart():

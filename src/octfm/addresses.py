@@ -29,6 +29,9 @@ _HOST = re.compile(r"[A-Za-z0-9._\[\]-]*(:\d*)?")
 _BUCKET = re.compile(r"[A-Za-z0-9._-]*|arn:[A-Za-z0-9:-]+")
 _TOKEN = re.compile(r"(?i)[?&;#][^=&?/]*(sig|token|secret|key|credential|passw|pwd|auth|sas|session)[^=&/]*(=|%3d)")
 
+_QUERY = re.compile(r"(?i)[?&;#][^=&?/\s]*(=|%3d)")
+"""A query of a web address. octfm needs none, and any name may hold a token: ?pass=, ?jwt=, ?code=."""
+
 
 def is_bucket(name: str) -> bool:
     """Whether this is a valid bucket name, without a user or key before it."""
@@ -90,7 +93,8 @@ def _has_secret(scheme: str, rest: str) -> bool:
     """Whether the part of an address after its scheme contains credentials."""
     host = re.split(r"[/\\\s]", rest, maxsplit=1)[0]
     path = rest[len(host) :]
-    if "@" in host or "%40" in host or _TOKEN.search(rest):
+    web = scheme.lower() in ("http", "https")
+    if "@" in host or "%40" in host or (_QUERY if web else _TOKEN).search(rest):
         return True
     if host.startswith("…"):
         return False  # masked already

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -392,6 +392,28 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
+
+
+def without_text(config: Config) -> dict[str, Any]:
+    """The settings with their numbers, switches and choices; other text (paths, names of columns) becomes `…`."""
+    fields = type(config).model_fields
+    return {name: _without_text(getattr(config, name), _choices(fields[name].annotation)) for name in fields}
+
+
+def _without_text(value: Any, choices: frozenset[str]) -> Any:
+    if isinstance(value, Config):
+        return without_text(value)
+    if isinstance(value, list | tuple):
+        return [_without_text(part, choices) for part in value]
+    return value if value is None or isinstance(value, bool | int | float) or value in choices else "…"
+
+
+def _choices(annotation: Any) -> frozenset[str]:
+    """The texts that a Literal inside of a type allows."""
+    parts = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return frozenset(part for part in parts if isinstance(part, str))
+    return frozenset().union(*map(_choices, parts))
 
 
 def known_keys(cls: type[Config], prefix: str = "") -> list[str]:

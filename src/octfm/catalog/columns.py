@@ -27,6 +27,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "pixel_spacing": ("pixel_spacing",),
     "slice_thickness": ("slice_thickness",),
     "spacing_mm": ("spacing_mm",),
+    "label": ("label",),
     "split": ("recommended_split",),
     "site": ("clinical_site",),
     "study_group": ("study_group",),
@@ -34,19 +35,26 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "age": ("age",),
 }
 """Field that octfm reads from tables -> its default column names; the first of them with a value in a row is read."""
+OF_FILES = ("label", "split", "study_group", "diagnosis")
+"""Fields that label a person in a table of people, and a file in a table of files."""
 
 _IDENTIFIER = re.compile(
     r"""(^|_)(
-    (first|last|full|family|given|patient|sur)?name|(vor|nach|familien|geburts|patienten)name
+    (first|last|full|family|given|patient|sur|fore|f|l)?name|(vor|nach|ruf|familien|geburts|patienten)name
+    |(for|etter|efter)?na(vn|mn)|nazwisko|imie|姓名|氏名|名前|имя|фамилия|отчество
     |(voor|achter)?naam|(pre|sobre)?nome?|cognome|nombres?|apellidos?|initial(s|en|es|i)?|iniziali
-    |(date_?of_?)?birth\w*|dob|geb((urt|oorte|_?dat)\w*)?|naissance\w*|nacimiento|nascita|nascimento
+    |(date_?of_?)?birth\w*|dob|d_o_b|yob|born_on|geb((oren|urt|oorte|_?dat)\w*)?|naissance\w*|ddn|nee?_le
+    |f(echa)?_nac|nacimiento|nasc(ita|imento)?|nat[oa]_il|生年月日|出生日期|рождения
     |addresse?s?|adresse?|anschrift|direccion|indirizzo|endereco|street|strasse|wohnort
-    |(tele)?(phone|fono?|foon)|handy|mobile|(e_?)?mail|courriel|correo
-    |mrn|ssn|nhs|bsn|dni|cpf|nss|insurance|versicher\w*|krankenkasse|zip_?code|plz|post(al)?_?code|code_postal
-    )(_|$)""",
+    |(tele)?(phone|fono?|foon)|tel|fax|handy|mobile?|(e_?)?mail(_?adress?e)?|courriel|correo
+    |mrn|medical_record|hosp(ital)?_(no|nr|number)|ssn|social_security|nhs|bsn|dni|cpf|nss|nif|pesel|ahv|svnr|kvnr
+    |codice_fiscale|passport|insurance|versicher\w*|krankenkasse|zip(_?code)?|plz|post(al)?_?code|code_postal
+    )(_|$)|^born$""",
     re.VERBOSE,
 )
-"""Words for direct identifiers in English, German, Dutch, French, Italian, Spanish and Portuguese."""
+"""Words for direct identifiers in English, German, Dutch, French, Italian, Spanish and Portuguese, and the commonest of
+Scandinavian languages, Polish, Russian, Chinese and Japanese. Only a word that is on this list is found: what is handed
+out goes by what is known to be safe (octfm.catalog.participants.safe_values)."""
 
 
 class TableError(OctfmError):
@@ -108,7 +116,7 @@ def is_identifier(column: str) -> bool:
     """Whether a column's name is that of a direct identifier: PatientName, Geburtsdatum, e-mail, ..."""
     # PatientName -> Patient_Name
     words = plain(re.sub(r"([a-z])([A-Z])", r"\1_\2", column))
-    return bool(_IDENTIFIER.search(re.sub(r"[^a-z0-9]+", "_", words)))
+    return bool(_IDENTIFIER.search(re.sub(r"[\W_]+", "_", words)))
 
 
 def read_rows(path: Location, delimiter: str | None = None) -> list[dict[str, str]]:

@@ -187,6 +187,7 @@ def scan(
     from octfm.catalog.catalog import CatalogError, NothingAccepted
     from octfm.catalog.catalog import scan as scan_root
     from octfm.catalog.columns import Columns
+    from octfm.catalog.participants import pseudonyms
     from octfm.catalog.participants.people import AmbiguousPeople
     from octfm.errors import ConfigError
     from octfm.io.location import holds_other
@@ -200,8 +201,14 @@ def scan(
         )
     if keep_columns and pseudonymise is None:
         raise ConfigError("--keep-columns: only applies with --pseudonymise; add --pseudonymise KEYFILE")
+    if pseudonymise is not None and isinstance(out, Path) and pseudonymise.resolve().is_relative_to(out.resolve()):
+        raise ConfigError(
+            f"--pseudonymise {pseudonymise}: whoever gets the catalog would get its key with it; keep the key "
+            f"outside {out}"
+        )
     if holds_other(out, "catalog.parquet"):
         raise CatalogError(f"{out}: the folder is not empty and holds no catalog; choose a new --out")
+    key = pseudonyms.read_key(pseudonymise) if pseudonymise is not None else None  # before hours of work
     failure = None
     try:
         with Progress("scan", 1, "files") as progress:
@@ -233,12 +240,9 @@ def scan(
         # Write catalog and page all the same: they hold the reason of every reject.
         catalog, failure = nothing.catalog, nothing
     locations = {}
-    if pseudonymise is not None:
-        from octfm.catalog.participants import pseudonyms
-
+    if key is not None:
         kept = [name.strip() for text in keep_columns or [] for name in text.split(",") if name.strip()]
         _print_withheld(pseudonyms.withheld(catalog, kept))
-        key = pseudonyms.read_key(pseudonymise)
         catalog = pseudonyms.pseudonymise(catalog, key, kept)
         locations = pseudonyms.locate(catalog, root, key)
     catalog.save(out)
@@ -372,6 +376,7 @@ def _size(text: str) -> tuple[int, int, int]:
 def _print_summary(catalog: "Catalog", out: opt.Place) -> None:
     counts = f"{len(catalog.acquisitions)} accepted, {len(catalog.rejects)} rejected, {len(catalog.skipped)} skipped"
     typer.echo(f"{out}: {counts}")
+    from octfm.catalog.participants.class_folders import doubts_about_people
     from octfm.catalog.participants.split_folders import split_folders
 
     summary = catalog.summary()
@@ -383,6 +388,8 @@ def _print_summary(catalog: "Catalog", out: opt.Place) -> None:
     _print_disc_sides(disc_sides)
     if (folders := split_folders(catalog.root, catalog.acquisitions)) is not None:
         typer.echo(f"  {folders.sentence}")
+    for doubt in doubts_about_people(catalog.acquisitions):
+        typer.echo(f"  {doubt}")
     of_two = [reject for reject in catalog.rejects if reject.code == "pixels_of_two_participants"]
     for reject in of_two[:3]:
         typer.echo(reject.sentence)

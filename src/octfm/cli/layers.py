@@ -1,11 +1,201 @@
-"""The verbs around the packaged networks: models, agree."""
+"""The verbs of layers and fluid, and of the packaged networks: segment, agree, models."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from octfm.addresses import expect_place
 from octfm.cli import options as opt
+
+if TYPE_CHECKING:
+    from octfm.io.isolation import Limits
+    from octfm.io.location import Location
+
+DEFAULT_SEGMENT = Path("runs/segment")
+
+
+def segment(
+    context: typer.Context,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE|KEY=VALUE",
+            help="Files or folders to segment with the packaged network; or settings of a training, such as "
+            "encoder=runs/a store=prepared/ truth=clinic/ground_truth; with --apply: files.",
+        ),
+    ] = None,
+    store: opt.Store = None,
+    steps: opt.Steps = None,
+    out: Annotated[
+        opt.Place,
+        typer.Option(
+            "--out",
+            parser=opt.place,
+            metavar="FOLDER|TABLE",
+            help="Output folder, or with scans a table FILE.csv; of a training also an s3:// or gs:// address.",
+        ),
+    ] = DEFAULT_SEGMENT,
+    apply: Annotated[
+        str | None,
+        opt.place_option(
+            metavar="RUN",
+            help="Apply this finished segmentation run to the given files; results go to the folder --out.",
+        ),
+    ] = None,
+    dicom: Annotated[
+        bool,
+        typer.Option(
+            "--dicom", help="Also write DICOM SEG and height maps into --out FOLDER; the scans must be DICOM files."
+        ),
+    ] = False,
+    calibrate: Annotated[
+        Path | None,
+        opt.local_option(
+            metavar="TABLE",
+            help="CSV with source, participant and corrected zones (centre_um …) of at least 50 of your participants, "
+            "such as a table of --apply-corrections: turns the ranges of the table --out into 90 % intervals for their "
+            "scanner.",
+        ),
+    ] = None,
+    apply_corrections: Annotated[
+        Path | None,
+        opt.local_option(
+            metavar="FILE",
+            help="Corrections made by hand in a page of octfm view --layers, or a folder of such files: scans that "
+            "were corrected get the corrected lines, areas and zones.",
+        ),
+    ] = None,
+    only_corrected: Annotated[
+        bool,
+        typer.Option(
+            "--only-corrected",
+            help="With --apply-corrections and --out FILE.csv: only rows of corrected scans, a table of labels for "
+            "octfm finetune.",
+        ),
+    ] = False,
+    layouts: Annotated[
+        str, typer.Option(metavar="LAYOUTS", help="any, or line: every image in a folder is a single B-scan.")
+    ] = "any",
+    axial_length: opt.AxialLength = None,
+    sample: Annotated[
+        bool,
+        typer.Option(
+            "--sample", help="Segment synthetic scans (healthy, drusen, dme; default: all), to try it without data."
+        ),
+    ] = False,
+    baselines: Annotated[
+        bool, typer.Option(help="Also score baselines: random initialisation, raw voxels, mean height.")
+    ] = True,
+    allow_seen: opt.AllowSeen = False,
+    device: opt.Device = None,
+    file_seconds: opt.FileSeconds = 10,
+    file_gb: opt.FileGB = 2,
+) -> None:
+    """Segment layers and fluid of scans with the packaged network; or train and score a segmenter of your own.
+
+    octfm segment scan.e2e prints thickness and fluid; --out table.csv writes a row per scan and resumes; --out FOLDER
+    writes NIfTI (and, with --dicom, DICOM SEG and height maps).
+
+    Examples:
+    octfm segment scan.e2e
+    octfm segment my_scans/ --out eyes.csv
+    octfm segment scan.e2e --apply-corrections corrections-1f2e3d4c.json
+    octfm segment my_bscans/ --layouts line --out bscans.csv
+    octfm segment encoder=runs/vit_s --store prepared truth=clinic/ground_truth --steps 400 --out runs/segment
+    """
+    from octfm.cli.segment_scans import Scans
+    from octfm.errors import ConfigError
+    from octfm.io.location import local_path
+
+    if only_corrected and (apply_corrections is None or out.suffix != ".csv"):
+        raise ConfigError(
+            "--only-corrected: leaves scans out of a table; add --apply-corrections FOLDER and --out FILE.csv"
+        )
+    if layouts not in ("any", "line"):
+        raise ConfigError(f"--layouts: expected any or line, got {layouts!r}")
+    training_only, files_only = ("baselines", "allow_seen"), ("dicom", "layouts", "file_seconds", "file_gb")
+    words, limits = words or [], opt.limits_of(file_seconds, file_gb)
+    has_settings = store is not None or steps is not None
+    are_files = ["=" not in word or Path(word).exists() for word in words]
+    trains = not sample and apply is None and (has_settings or not all(are_files))
+    folder = out if trains else local_path(out)
+    scans = Scans(
+        None if out == DEFAULT_SEGMENT else folder,
+        limits,
+        device,
+        dicom=dicom,
+        calibrate=calibrate,
+        corrections=apply_corrections,
+        only_corrected=only_corrected,
+        axial_length_mm=axial_length,
+    )
+    if sample:
+        others = ("store", "steps", "apply", "calibrate", "axial_length", *training_only, *files_only)
+        opt.refuse(context, others, "--sample segments synthetic scans")
+        scans.segment_samples(words)
+        return
+    if axial_length is not None and (apply is not None or out.suffix == ".csv"):
+        raise ConfigError("--axial-length: belongs to one eye; give its scan, without --apply or a table")
+    if not words and not has_settings:
+        raise ConfigError(
+            "segment: nothing to segment; give scans (octfm segment scan.e2e), or octfm segment --sample without data"
+        )
+    if has_settings and (apply is not None or any(are_files)):
+        raise ConfigError(
+            "--store and --steps: settings of a training; with --apply or files to segment leave them out"
+        )
+    if not trains and apply is None:
+        opt.refuse(context, training_only, "segment: uses the packaged network for scans")
+        volumes = opt.volumes_in(words, limits, layouts)
+        if not volumes:
+            raise ConfigError(
+                f"{', '.join(words)}: no scan in it; check the path, or run octfm scan, which lists every file with "
+                "the reason"
+            )
+        if axial_length is not None and len(volumes) > 1:
+            raise ConfigError(f"--axial-length: belongs to one eye; give one scan instead of {len(volumes)}")
+        scans.segment([*volumes], eyes=volumes)
+        return
+    if axial_length is not None:
+        raise ConfigError("--axial-length: rescales zones and volumes of a scan; give a scan")
+    if apply_corrections is not None:
+        raise ConfigError(
+            "--apply-corrections: corrects what the packaged network finds; give scans, or truth=FOLDER to train on it"
+        )
+    if calibrate is not None:
+        raise ConfigError("--calibrate: scales the ranges of the packaged network; give scans and --out FILE.csv")
+    if apply is not None:
+        opt.refuse(context, (*training_only, "layouts"), "--apply: uses a finished training on the files named")
+        _apply_training(apply, words, folder, dicom, limits, device)
+        return
+    opt.refuse(context, files_only, "segment: trains on a store")
+    _train(opt.with_options(words, {"store": store, "steps": steps}), out, device, baselines, allow_seen)
+
+
+def _train(settings: list[str], out: "Path | Location", device: str | None, baselines: bool, allow_seen: bool) -> None:
+    from octfm.config import load
+    from octfm.tasks.segment_score import segment, summary_lines
+    from octfm.tasks.segment_settings import SegmentConfig
+
+    config = load(SegmentConfig, {}, settings)
+    result = segment(config, out, device, baselines=baselines, allow_seen=allow_seen, echo=typer.echo)
+    for line in summary_lines(result):
+        typer.echo(line)
+    typer.echo(out / "segment.json")
+
+
+def _apply_training(
+    run: str, files: list[str], folder: Path, dicom: bool, limits: "Limits", device: str | None
+) -> None:
+    from octfm.cli.segment_scans import stems_of, write_files
+    from octfm.formats import read_volume
+    from octfm.tasks.segment import load_segmenter
+
+    segmenter = load_segmenter(run, device)
+    for file, stem in stems_of([expect_place(word) for word in files]).items():
+        volume = read_volume(file, limits=limits)
+        write_files(segmenter.segment(volume), volume, file, folder, stem, limits if dicom else None)
 
 
 def models(

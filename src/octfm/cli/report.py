@@ -56,6 +56,7 @@ def compare(
         opt.local_option(metavar="TABLE", help="Label table (CSV or TSV); default: the one the runs were probed with."),
     ] = None,
     target: opt.Targets = None,
+    order: opt.Order = None,
     out: Annotated[Path, opt.local_option("--out", metavar="FILE", help="HTML file.")] = Path("compare.html"),
     pairs: Annotated[
         bool, typer.Option(help="Probe all runs again, on identical participants and resamples, for paired intervals.")
@@ -80,13 +81,14 @@ def compare(
         raise ConfigError("compare: expected two or more run folders; for one run there is octfm report")
     if labels is not None:
         read_labels(labels)  # a wrong table stops here and not as a page without intervals
+    orders = opt.parse_orders(order)
     named, result, reason = names_of(runs), None, "They were not requested (--no-pairs)."
     table = labels or labels_of(named)
     if pairs:
         from octfm.evaluation.compare import probe_together
 
         try:
-            result, reason = probe_together(named, table, targets=target, allow_seen=allow_seen), ""
+            result, reason = probe_together(named, table, targets=target, orders=orders, allow_seen=allow_seen), ""
         except EvaluationError as error:
             # The whole error is not for the page, which may be passed around: it names paths and acquisitions.
             reason = error.public or "The runs could not be probed together."

@@ -400,8 +400,8 @@ def preprocessing_of(run: str | Location) -> dict[str, Any]:
 
 
 def participants_of(run: str | Location) -> dict[str, Any]:
-    """Keyed hashes (`hashes`) of the participants a model was trained on, and their `key`; without any, such as after
-    training on streamed phantoms, the key may be None.
+    """Keyed hashes (`hashes`) of the participants that a model was trained on or its checkpoint chosen by, and their
+    `key`; without any, such as after training on streamed phantoms, the key may be None.
 
     Raises EvaluationError if the key is kept elsewhere.
     """
@@ -415,7 +415,7 @@ def participants_of(run: str | Location) -> dict[str, Any]:
 
 
 def seen_by(run: str | Location) -> Callable[[str], bool]:
-    """A function that says whether a participant is in the training data of the run's newest checkpoint."""
+    """A function that says whether the run's newest checkpoint was trained on a participant, or chosen by one."""
     participants = participants_of(run)
     known = set(participants["hashes"])
     if not known:

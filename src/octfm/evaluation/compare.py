@@ -17,15 +17,16 @@ def probe_together(
     labels: str | Path | None = None,
     *,
     targets: Sequence[str] | None = None,
+    orders: Mapping[str, tuple[str, ...]] | None = None,
     allow_seen: bool = False,
     resamples: int | None = None,
 ) -> dict[str, Any]:
     """The result of `octfm.evaluation.probe` for the pretrained encoders of `runs`; the first is the reference.
 
-    The design, readout and seeds that the runs' own probes have in common are used again, so that numbers are those of
-    the runs' own pages if no run has seen participants whom another tested. What they do not share is `probe`'s
-    default. Raises EvaluationError if a run has no embeddings, if they are not of the same acquisitions, or if any run
-    was pretrained on a test participant (unless `allow_seen`).
+    The design, readout, seeds and grades that the runs' own probes have in common are used again, so that numbers are
+    those of the runs' own pages if no run has seen participants whom another tested. What they do not share is
+    `probe`'s default; `orders` adds grades. Raises EvaluationError if a run has no embeddings, if they are not of the
+    same acquisitions, or if any run was pretrained on a test participant (unless `allow_seen`).
     """
     encoders = []
     for name, run in runs.items():
@@ -38,7 +39,9 @@ def probe_together(
             )
         encoders.append(replace(read_embeddings(path), name=name))
     seen = [seen_by(run) for run in runs.values()]
-    options: dict[str, Any] = {"targets": targets, "allow_seen": allow_seen, "resamples": resamples, **_settings(runs)}
+    settings = _settings(runs)
+    options: dict[str, Any] = {"targets": targets, "allow_seen": allow_seen, "resamples": resamples, **settings}
+    options["orders"] = {**settings.get("orders", {}), **(orders or {})}
     return probe(encoders, labels, seen=lambda p: any(is_seen(p) for is_seen in seen), **options)
 
 
@@ -55,4 +58,11 @@ def _settings(runs: Mapping[str, Path]) -> dict[str, Any]:
     for name in ("readout", "seeds", "seed"):
         if len(values := {s[name] for s in own if name in s}) == 1:
             found[name] = values.pop()
+    graded = [{column: tuple(grades) for column, grades in s.get("orders", {}).items()} for s in own]
+    found["orders"] = {
+        column: grades
+        for each in graded
+        for column, grades in each.items()
+        if all(other.get(column, grades) == grades for other in graded)
+    }
     return found

@@ -20,9 +20,9 @@ from octfm.evaluation.cases import (
     make_rounds,
     rarest_class,
 )
-from octfm.evaluation.probe import RESAMPLES, against_the_first, choose_design, describe, drawn, predict, rows_seen
+from octfm.evaluation.probe import RESAMPLES, choose_design, describe, drawn, predict, rows_seen
 from octfm.evaluation.readouts import Readout
-from octfm.evaluation.scoring import PLANNED, correct, planned_metrics, score
+from octfm.evaluation.scoring import PLANNED, compare_metrics, correct, planned_metrics, score
 from octfm.evaluation.statistics import enough_resamples
 from octfm.io.location import Location
 from octfm.io.progress import Progress
@@ -91,7 +91,9 @@ def label_efficiency(
                     scored.append(score(cases, encoder.name, runs, facts, resamples, seed, only=PLANNED))
                 rows += [s.row for of_encoder in scored for s in of_encoder]
                 of_fraction = {name: facts[name] for name in ("fraction", "n_train_participants")}
-                comparisons += [of_fraction | c for c in against_the_first(scored, cases.target.leakage)]
+                for other in scored[1:]:
+                    compared = compare_metrics(scored[0], other, leakage=cases.target.leakage)
+                    comparisons += [of_fraction | c for c in compared]
     return rows, correct(comparisons)
 
 

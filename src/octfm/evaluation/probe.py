@@ -29,7 +29,7 @@ from octfm.evaluation.scoring import (
     HEADLINE,
     Predictions,
     Scored,
-    compare_scored,
+    compare_metrics,
     correct,
     finite,
     planned_metrics,
@@ -152,6 +152,7 @@ def probe(
                 "readout": readout,
                 "folds": folds if chosen == "k-fold" else None,
                 "seeds": seeds,
+                "orders": {column: list(grades) for column, grades in (orders or {}).items()},
                 "resamples": resamples,
                 "seed": seed,
                 "allow_seen": allow_seen,
@@ -313,11 +314,8 @@ def drawn(encoder: Embeddings) -> list[Embeddings]:
 def compared(per_encoder: list[list[Scored]], encoders: Sequence[Embeddings], leakage: bool) -> list[dict[str, Any]]:
     """Compare the encoders of `pairs_of` on every metric."""
     by_name = {scored[0].encoder: scored for scored in per_encoder}
-    return [
-        compare_scored(a, b, leakage=leakage)
-        for one, other in pairs_of(encoders)
-        for a, b in zip(by_name[one], by_name[other], strict=True)
-    ]
+    pairs = [(by_name[one], by_name[other]) for one, other in pairs_of(encoders)]
+    return [row for one, other in pairs for row in compare_metrics(one, other, leakage=leakage)]
 
 
 def pairs_of(encoders: Sequence[Embeddings]) -> list[tuple[str, str]]:
@@ -328,12 +326,6 @@ def pairs_of(encoders: Sequence[Embeddings]) -> list[tuple[str, str]]:
     for arm in encoders[1:]:
         found += [(arm.name, part) for part, _ in arm.parts if part in names and part != first.name]
     return found
-
-
-def against_the_first(per_encoder: list[list[Scored]], leakage: bool) -> list[dict[str, Any]]:
-    """Compare the first encoder with each of the others on every metric."""
-    first, *others = per_encoder
-    return [compare_scored(a, b, leakage=leakage) for other in others for a, b in zip(first, other, strict=True)]
 
 
 def _over_labels(name: str, per_label: list[list[Scored]]) -> list[Scored]:

@@ -197,6 +197,11 @@ def compare_scored(a: Scored, b: Scored, *, leakage: bool) -> dict[str, Any]:
     }
 
 
+def compare_metrics(a: Sequence[Scored], b: Sequence[Scored], *, leakage: bool) -> list[dict[str, Any]]:
+    """`compare_scored` for every metric that both have: predictions without expected grades lack kappa, the last."""
+    return [compare_scored(x, y, leakage=leakage) for x, y in zip(a, b, strict=False) if x.metric == y.metric]
+
+
 def correct(comparisons: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add `p_holm` to every comparison: the p value after Holm's correction, or None if unplanned or without p."""
     planned = [i for i, c in enumerate(comparisons) if c["planned"] and c["p"] is not None]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from octfm.config import without_text
 from octfm.errors import Echo
 from octfm.io.location import Location, location
 from octfm.models.objectives.objective import ObjectiveConfig
@@ -18,6 +19,7 @@ from octfm.pretraining.monitors.inspection import Inspection, Taken
 from octfm.pretraining.monitors.limits import limits
 from octfm.pretraining.monitors.measure import update
 from octfm.pretraining.monitors.monitors import Finding
+from octfm.pretraining.monitors.online_probe import Cases, find_cases
 from octfm.pretraining.monitors.summary import exchange_results
 from octfm.pretraining.preflight.ranks import (
     require_disjoint,
@@ -87,7 +89,7 @@ def pretrain(
                 require_same_folder(runtime, run)
                 training = begin(config, data, runtime, run, echo_first)
                 with training.loader:
-                    settings = config.model_dump(mode="json")
+                    settings = without_text(config)
                     trackers = open_trackers(config.tracking, run.path, settings, training.step, runtime.rank)
                     session = open_session(
                         training,
@@ -125,8 +127,12 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
     }
     runtime.first(lambda: run.write_record(**facts, **second_destination(config, run)))
     key = runtime.first(lambda: run.key)
-    # Hashes, so that an evaluation can refuse participants that were trained on, and no checkpoint names any.
-    participants = {"key": key, "hashes": checkpoint.participant_hashes(names, key)}
+    cases = find_cases(config.probe, data.store, data.train_rows, data.validation_rows)
+    # Who scores the checkpoints helps to choose one, and is no test participant of the one that was chosen.
+    judges = [] if cases is None else [data.store.rows[row].participant for row in cases.held_out]
+    # Hashes, so that an evaluation can refuse these participants, and no checkpoint names any.
+    hashes = checkpoint.participant_hashes(sorted({*names, *judges}), key)
+    participants = {"key": key, "hashes": hashes, "trained_on": len(names)}
     loader = Loader(
         data.store,
         data.train_rows,
@@ -141,23 +147,30 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
     data_step = learner.step + learner.state.offset
     require_disjoint(runtime, loader, data_step)
     require_same_order(runtime, loader, data_step)
-    return Pretraining(run, data, learner, loader, participants)
+    return Pretraining(run, data, learner, loader, participants, cases)
 
 
 class Pretraining:
     """A self-supervised training, driven by run/loop.py: the networks, their data, and the monitors that watch them."""
 
     def __init__(
-        self, run: RunFolder, data: Data, learner: Learner, loader: Loader, participants: dict[str, Any]
+        self,
+        run: RunFolder,
+        data: Data,
+        learner: Learner,
+        loader: Loader,
+        participants: dict[str, Any],
+        cases: Cases | None,
     ) -> None:
-        """`participants`: the key and the keyed hashes of the participants that are trained on."""
+        """`participants`: the key and the keyed hashes of those who are trained on or judge checkpoints, and how many
+        are trained on; `cases`: what the online probe predicts."""
         config = learner.config
         self.run, self.data, self.learner, self.loader, self.participants = run, data, learner, loader, participants
         self.config, self.runtime, self.tracking = config, learner.runtime, config.tracking
         self.schedule = Schedule(config.schedule, config.steps)
         self.inspection = Inspection(data.store, learner, loader, self.schedule)
         self.reactions = Reactions(data, learner, loader, participants["key"])
-        self.validation = Validation(run, self.reactions)
+        self.validation = Validation(run, self.reactions, cases)
         self.finding: Finding | None = None
         """What is wrong with the last update, if anything is."""
 

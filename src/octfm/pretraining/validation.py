@@ -8,7 +8,7 @@ import numpy as np
 from octfm.pretraining.monitors import monitors
 from octfm.pretraining.monitors.anchor import anchor_row, unseen_row
 from octfm.pretraining.monitors.measure import validate
-from octfm.pretraining.monitors.online_probe import find_cases, online_probe, tissue_vectors
+from octfm.pretraining.monitors.online_probe import Cases, online_probe, tissue_vectors
 from octfm.pretraining.monitors.sample_picture import sample_picture
 from octfm.pretraining.reactions import Reactions
 from octfm.run.checkpoint_writer import best_step
@@ -20,12 +20,10 @@ from octfm.run.tracking import read_metrics
 class Validation:
     """Measures a run's networks on participants that they are not trained on."""
 
-    def __init__(self, run: RunFolder, reactions: Reactions):
-        self.run, self.reactions = run, reactions
+    def __init__(self, run: RunFolder, reactions: Reactions, cases: Cases | None):
+        self.run, self.reactions, self.cases = run, reactions, cases
         self.data, self.learner = reactions.data, reactions.learner
         self.config, self.runtime = self.learner.config, self.learner.runtime
-        data = self.data
-        self.cases = find_cases(self.config.probe, data.store, data.train_rows, data.validation_rows)
 
     def loss(self, session: Session, step: int) -> bool:
         """Validation loss after update `step`, if it is due; False if it is not."""

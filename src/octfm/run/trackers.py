@@ -93,7 +93,9 @@ class TensorBoard:
 
 class WeightsAndBiases:
     """One W&B run per run folder. W&B cannot go back in steps, so a resumed run logs only those that it has not
-    logged yet."""
+    logged yet.
+
+    By itself W&B would also send the command line, folders, the name of the computer, packages and git's remote."""
 
     def __init__(self, config: TrackingConfig, run: Path, settings: dict[str, Any]):
         import wandb
@@ -111,7 +113,10 @@ class WeightsAndBiases:
             self._run = wandb.init(
                 project=config.project, id=self._id, name=run.resolve().name, dir=str(run), mode=how, resume="allow",
                 config=settings,
-                settings=wandb.Settings(console="off", silent=True, x_disable_stats=True, init_timeout=60),
+                settings=wandb.Settings(
+                    console="off", silent=True, init_timeout=60, host="", disable_git=True, disable_code=True,
+                    x_disable_stats=True, x_disable_meta=True, x_save_requirements=False,
+                ),
             )  # fmt: skip
         except wandb.Error as error:
             reason = " ".join(str(error).split())[:200]

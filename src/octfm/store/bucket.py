@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -20,9 +20,7 @@ from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, write_whole
 from octfm.store.layout import ARRAYS, Arrays, Compression, StoreRow, checksum, read_rows, shard_key
 from octfm.store.writer import StoreWriter
-
-if TYPE_CHECKING:
-    from octfm.volume.preprocessing import Preprocessing
+from octfm.volume.preprocessing import Preprocessing
 
 AT_ONCE = 16
 """Volumes fetched at the same time."""
@@ -134,7 +132,7 @@ class BucketStoreWriter(StoreWriter):
     objects below pending/; if this writer is killed, the next one continues from them.
     """
 
-    def __init__(self, where: BucketPath, preprocessing: "Preprocessing", compression: Compression | None = None):
+    def __init__(self, where: BucketPath, preprocessing: Preprocessing, compression: Compression | None = None):
         self.where = where
         mirror = bucket_cache.folder() / "stores" / hash_text(str(where))[:24]
         super().__init__(mirror, preprocessing, compression)

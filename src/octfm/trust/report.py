@@ -18,7 +18,7 @@ from octfm.encoder.external import Embed, embed_external, load_external
 from octfm.errors import Echo, EvaluationError, one_line
 from octfm.evaluation.arms import COVARIATES, MAP_AND_ENCODER, make_arms
 from octfm.evaluation.probe import INTERVAL_MEANING, rows_seen
-from octfm.evaluation.scoring import PLANNED, Scored, compare_scored, score
+from octfm.evaluation.scoring import PLANNED, Scored, compare_metrics, score
 from octfm.evaluation.statistics import enough_resamples
 from octfm.evaluation.tissue_map import tissue_map_baseline
 from octfm.io.location import local_path
@@ -188,20 +188,17 @@ def baselines(study: Study) -> dict[str, Any]:
         for name, own in scored.items():
             # Other runs are not baselines; `domains` compares them.
             if name != study.reference and study.kinds[name] != "other run":
-                # The network trained from scratch may lack kappa, which needs expected grades and is the last metric.
-                both = zip(scored[study.reference], own, strict=False)
-                comparisons += [compare_scored(a, b, leakage=False) for a, b in both if a.metric == b.metric]
+                comparisons += compare_metrics(scored[study.reference], own, leakage=False)
         # What the encoder adds to a map that holds no voxel.
         for arm in (e for e in study.encoders if e.parts):
             for part in (name for name, _ in arm.parts if name != study.reference):
-                pairs = zip(scored[arm.name], scored[part], strict=True)
-                comparisons += [compare_scored(a, b, leakage=False) for a, b in pairs]
+                comparisons += compare_metrics(scored[arm.name], scored[part], leakage=False)
     return {"results": rows, "comparisons": add_claims(comparisons), "planned_metrics": list(PLANNED)}
 
 
 def _what(encoder: Embeddings) -> str:
     """Description of an encoder without folders of this machine, because the page is shared."""
-    return re.sub(r"\S*/", "", str(encoder.metadata.get("encoder", "")))
+    return re.sub(r".*[/\\]", "", str(encoder.metadata.get("encoder", "")))
 
 
 def _named(paths: Sequence[Path]) -> dict[str, Path]:
@@ -253,13 +250,13 @@ def _encoders(
 def _pretraining(path: Path, store: Store) -> dict[str, Any]:
     """Scanners, participants and settings of a run's pretraining, from its checkpoint."""
     _, content = load_newest(path)
-    config = stored_config(content["config"])
+    config, participants = stored_config(content["config"]), content["participants"]
     # Without data.scanners, pretraining used every scanner of its store; this store stands in for it.
     named = set(config.data.scanners) or {row.scanner for row in store.rows}
     return {
         "scanners": tuple(sorted(named - set(config.data.leave_out_scanners))),
         "named": bool(config.data.scanners),
-        "participants": len(content["participants"]["hashes"]),
+        "participants": participants.get("trained_on", len(participants["hashes"])),
         "steps": config.steps,
         "global_batch_size": config.data.global_batch_size,
         "seed": config.seed,
@@ -290,7 +287,8 @@ def _from_scratch(
         try:
             finetune(config, folder, allow_seen=allow_seen, echo=lambda line: None)
         except EvaluationError as reason:
-            notes.append(f"{task.name} was left out: {reason}")
+            echo(str(reason))
+            notes.append(f"{task.name} was left out: {reason.public or 'octfm trust says why when it runs.'}")
             continue
         saved = read_predictions(folder / "predictions.parquet")
         predictions[task.name] = saved.for_cases(task.cases, study.data, task.rounds[0].test)

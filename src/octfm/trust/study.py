@@ -140,7 +140,7 @@ def make_study(
         except Skip as reason:
             if targets is not None:
                 raise EvaluationError(f"target {target.name}: {reason}") from None
-            skipped.append({"target": target.name, "sentence": str(reason)})
+            skipped.append({"target": target.name, "sentence": str(reason), "public": reason.public})
     if not tasks:
         why = " ".join(s["sentence"] for s in skipped)
         raise EvaluationError(

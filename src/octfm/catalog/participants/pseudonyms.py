@@ -19,6 +19,7 @@ from typing import Any
 from octfm.catalog.acquisition import PSEUDONYM, Acquisition, Reject
 from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.labels import MISSING
+from octfm.catalog.participants.path_words import MONTH
 from octfm.catalog.participants.safe_values import (
     DATES,
     SITES,
@@ -39,7 +40,17 @@ MIN_KEY_BYTES = 16
 MAX_SHIFT_DAYS = 365
 
 _DATE = re.compile(r"((?:19|20)\d\d)(-?)(\d\d)\2(\d\d)(?:[T ].*)?")
-_LOOKS_LIKE_A_DATE = re.compile(r"(?<![\d.])\d{1,4}([./-])\d{1,2}\1\d{1,4}(?![\d.])|^\d{8}([T ]?\d{4,6})?$")
+_YEAR, _MONTH_NUMBER, _DASH = r"(?:19|20)\d\d", r"(?:0?[1-9]|1[0-2])", r"[-\u2010-\u2015\u2212]"
+_LOOKS_LIKE_A_DATE = re.compile(
+    rf"""(?<![\d.])\d{{1,4}}([./]|{_DASH})\d{{1,2}}\1\d{{1,4}}(?![\d.])  # 3.12.1957
+    |^\d{{8}}[T ]?(\d{{4,6}}(\.\d+)?)?(Z|[-+]\d{{4}})?$                 # 19571203101500.000000
+    |(?<!\d){_YEAR}\s?([/年]|{_DASH}|\s)\s?{_MONTH_NUMBER}(?!\d)        # 1957-12, 1957 12 03
+    |(?<![\d.]){_MONTH_NUMBER}(/|{_DASH}|\s)\s?{_YEAR}(?!\d)            # 12/1957, 03 12 1957; no 20/2000
+    |\d(?:st|nd|rd|th|er)?\W{{0,3}}{MONTH}\W{{0,3}}\d                    # 3-Dec-57
+    |(?<![^\W\d_])(?<!3D[ ]){MONTH}\W{{0,3}}(?:\d{{1,2}}\W{{1,3}})?{_YEAR}(?!\d)  # Dec 3, 1957; no Topcon 3D OCT-2000
+    |^{MONTH}\W{{1,2}}\d\d$                                             # Dec-57, as spreadsheets write it""",
+    re.IGNORECASE | re.VERBOSE,
+)
 
 
 def read_key(path: str | Path, *, make: bool = True) -> bytes:

@@ -20,7 +20,7 @@ OLDEST = 90
 
 NUMBERS: dict[str, tuple[float, float]] = {
     "bmi": (8, 90), "hba1c": (3, 20), "hba1c_percent": (3, 20), "hba1c_mmol_mol": (9, 200), "systolic": (50, 280),
-    "diastolic": (20, 180), "diabetes_duration": (0, 99), "diabetes_duration_years": (0, 99), "severity": (0, 100),
+    "diastolic": (20, 180), "diabetes_duration": (0, 89), "diabetes_duration_years": (0, 89), "severity": (0, 100),
     "iop": (0, 80), "iop_mmhg": (0, 80), "axial_length": (14, 40), "axial_length_mm": (14, 40),
     "cst": (50, 1500), "cst_um": (50, 1500), "central_thickness_um": (50, 1500), "rnfl_um": (10, 400),
     "rnfl_thickness_um": (10, 400), "cup_disc_ratio": (0, 1), "mean_deviation": (-40, 20),
@@ -47,7 +47,7 @@ FLAGS = vocabulary("""
 """)
 """Columns of yes and no: AI-READI's modalities, and common ones."""
 CATEGORIES = vocabulary("""
-    amd amd_grade amd_stage arm atrophy case cohort condition control diabetes diabetes_status diabetes_type
+    amd amd_grade amd_stage arm atrophy cohort condition control diabetes diabetes_status diabetes_type
     diagnosis disease dme dme_grade dr dr_grade dr_level dr_stage drusen eye eye_diagnosis fluid glaucoma
     glaucoma_stage grade group hypertension image_quality irf laterality lens lens_status macular_hole ped
     quality retinal_diagnosis severity side smoking smoking_status srf stage study_arm study_group visit_number
@@ -171,9 +171,10 @@ def is_plain_word(value: str) -> bool:
     return (
         all(token in _WORDS for token in words)
         and sum(len(token) == 1 for token in words) <= 1
-        # One number is a grade; several could be a date.
+        # One number is a grade; several could be a date, one above OLDEST an age, and patient 12 a person.
         and len(numbers) <= 1
-        and all(len(token) <= 2 for token in numbers)
+        and not (numbers and {"case", "patient", "patients"} & set(words))
+        and all(len(token) <= 2 and int(token) <= OLDEST for token in numbers)
     )
 
 

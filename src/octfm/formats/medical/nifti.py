@@ -22,14 +22,13 @@ from octfm.formats.arrays import exact_gray, in_order
 from octfm.formats.bscans import Bscans, check_size, uid_of
 from octfm.formats.declared import read_declared
 from octfm.formats.dicom.geometry import SPACING_BOUNDS_MM
+from octfm.formats.names import MASKS
 from octfm.formats.reasons import PADDING, expect_bytes, voxel_labels
 from octfm.io.archive import open_file
 
 _TYPES = {2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4"}
 _TO_MM = {0: 1.0, 1: 1000.0, 2: 1.0, 3: 0.001}
 """xyzt_units -> mm. 0 is unknown: read as millimetres, which counts only if the values are plausible for an OCT."""
-MASKS = {"reference", "mask", "masks", "label", "labels", "seg", "segmentation"}
-"""Names of files that hold labels of voxels. RETOUCH calls its own reference.mhd."""
 _LABEL = 1002
 """Intent code of an image whose values are labels."""
 HEIGHTS = "layer heights"

@@ -7,6 +7,7 @@ from typing import Any
 from octfm.report.figures import Chart
 from octfm.report.images import prepared_picture
 from octfm.report.page import render, write_page
+from octfm.report.shareable import shareable_command
 from octfm.report.trust import figures, words
 from octfm.report.words import interval, spread
 from octfm.store.store import Store
@@ -18,7 +19,8 @@ PAIRS = 6
 def write_trust(result: dict[str, Any], store: Store | None, out: str | Path, *, images: bool = True) -> Path:
     """Render what `octfm.trust.report.trust` returned, with pictures from `store` if `images`.
 
-    Neither participants nor acquisitions are named; a volume is identified by its row in the store.
+    Neither participants nor acquisitions nor folders are named; a volume is identified by its row in the store.
+    Scanners, classes, groups and runs have the names that headers, tables and the user gave them.
     """
     pictured = store if images else None
     facts = {
@@ -39,11 +41,12 @@ def write_trust(result: dict[str, Any], store: Store | None, out: str | Path, *,
         "neighbours": _neighbours(result, pictured),
         "failures": _failures(result, pictured),
         "copies": _copies(result, store),
-        "skipped": result["skipped"],
+        "skipped": [{**s, "sentence": s.get("public", s["sentence"])} for s in result["skipped"]],
         "images": pictured is not None,
         "resamples": result["settings"]["resamples"],
         "interval_meaning": result["interval_meaning"],
-        "commands": result["commands"],
+        # trust.json has them in full: folders are named after people.
+        "commands": [shareable_command(command) for command in result["commands"]],
     }
     return write_page(render("trust.html.jinja", facts), Path(out))
 

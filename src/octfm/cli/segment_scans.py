@@ -1,0 +1,189 @@
+"""`octfm segment` on scans, with the packaged network: into a table, or scan by scan to the terminal and a folder."""
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from octfm.cli.options import echo_line
+from octfm.errors import ConfigError, CorrectionsError, ReadError, one_line
+from octfm.formats import read_volume, within
+from octfm.io.hashing import hash_text
+from octfm.io.heap import keep_freed_memory
+from octfm.io.isolation import Limits
+from octfm.io.progress import Progress
+from octfm.layers.calibrate import calibrate_rows, read_corrected
+from octfm.layers.corrections import Corrections, find_corrections
+from octfm.layers.sample import Sample, samples
+from octfm.layers.segment import ScanSegmentation
+from octfm.layers.segment import segment as segment_scan
+from octfm.layers.table import describe, only_writer, read_table, save_table, write_table
+from octfm.layers.zones import device_grid_of
+from octfm.report.segmented.contact_sheet import ContactSheet
+from octfm.tasks.segment_export import write_dicom, write_nifti
+from octfm.volume.pixel_copies import fingerprint
+from octfm.volume.segmentation import Segmentation
+from octfm.volume.volume import Laterality, Volume
+
+
+@dataclass(frozen=True)
+class Scans:
+    """What is wanted of scans: the options of the verb."""
+
+    out: Path | None
+    """A table FILE.csv, a folder for NIfTI and DICOM, or None: only the terminal."""
+    limits: Limits
+    device: str | None
+    dicom: bool = False
+    calibrate: Path | None = None
+    corrections: Path | None = None
+    only_corrected: bool = False
+    axial_length_mm: float | None = None
+
+    @property
+    def table(self) -> Path | None:
+        return self.out if self.out is not None and self.out.suffix == ".csv" else None
+
+    def segment_samples(self, names: list[str]) -> None:
+        """Segment synthetic scans; what is known of them is printed beside what was found."""
+        made = samples(names)
+        for each in made:
+            true = f"a true central thickness of {each.centre_um:.1f} µm around its pit"
+            typer.echo(f"{each.volume.source}: synthetic, with {true}")
+        self.segment([each.volume for each in made], truth=made)
+
+    def segment(
+        self,
+        sources: Sequence[str | Volume],
+        eyes: Mapping[str, Laterality | None] | None = None,
+        truth: Sequence[Sample] = (),
+    ) -> None:
+        """Segment files or volumes. `eyes`: file → the eye that its path names; `truth`: of volumes, printed where
+        zones were found."""
+        keep_freed_memory()
+        if self.dicom and (self.out is None or self.table):
+            raise ConfigError("--dicom: writes files into a folder; add --out FOLDER")
+        if self.calibrate is not None:
+            if self.table is None:
+                raise ConfigError("--calibrate: scales the ranges of a table; add --out FILE.csv")
+            read_corrected(self.calibrate)  # before hours of work
+        by_hand = find_corrections(self.corrections) if self.corrections is not None else {}
+        if self.table is not None:
+            self._into_table(self.table, sources, by_hand, eyes)
+        else:
+            self._one_by_one(sources, by_hand, eyes or {}, truth)
+
+    def _into_table(
+        self,
+        table: Path,
+        sources: Sequence[str | Volume],
+        by_hand: dict[str, Corrections],
+        eyes: Mapping[str, Laterality | None] | None,
+    ) -> None:
+        if len(sources) == 1 and isinstance(sources[0], str):
+            read_volume(sources[0], raster_only=False, limits=self.limits)  # an error, not a table of one problem
+        sheet = ContactSheet(table)
+        with Progress("segment", len(sources), "scans") as progress:
+            added = write_table(
+                progress.over(sources),
+                table,
+                limits=self.limits,
+                device=self.device,
+                corrections=by_hand,
+                only_corrected=self.only_corrected,
+                eyes=eyes,
+                also=sheet.add,
+                echo=echo_line,
+            )
+        failed = sum(bool(row["problem"]) and row["source"] in sources for row in read_table(table))
+        problems = f"; {failed} could not be read or segmented, see the column problem" if failed else ""
+        typer.echo(f"{table}: {added} new of {len(sources)} scans{problems}")
+        if self.calibrate is not None:
+            with only_writer(table):
+                rows, told = calibrate_rows(read_table(table), self.calibrate)
+                save_table(rows, table)
+            for line in told:
+                echo_line(line)
+        typer.echo(sheet.write(read_table(table)))
+        if failed == len(sources):
+            raise typer.Exit(1)
+
+    def _one_by_one(
+        self,
+        sources: Sequence[str | Volume],
+        by_hand: dict[str, Corrections],
+        eyes: Mapping[str, Laterality | None],
+        truth: Sequence[Sample],
+    ) -> None:
+        stems = stems_of(_name(source) for source in sources)
+        unread, used = 0, 0
+        with Progress("segment", len(sources), "scans") as progress:
+            for source in progress.over(sources):
+                try:
+                    volume = self._volume(source, eyes)
+                except ReadError as error:
+                    if len(sources) == 1:
+                        raise
+                    typer.echo(one_line(error), err=True)
+                    unread += 1
+                    continue
+                own = by_hand.get(fingerprint(volume.voxels)) if by_hand else None
+                if own is None and len(by_hand) == len(sources) == 1:
+                    next(iter(by_hand.values())).require(volume, "")  # says which scan it is of, before segmenting
+                found = segment_scan(volume, axial_length_mm=self.axial_length_mm, device=self.device)
+                if own is not None:
+                    found = found.corrected(own)
+                    used += 1
+                grid = None if isinstance(source, Volume) else device_grid_of(source, self.limits)
+                for line in describe(found, grid).splitlines():
+                    echo_line(line)
+                _tell_truth(found, truth, volume)
+                if self.out is not None:
+                    name = _name(source)
+                    write_files(found, volume, name, self.out, stems[name], self.limits if self.dicom else None)
+        if by_hand and not used:
+            raise CorrectionsError(
+                f"{self.corrections}: corrections of none of these scans; give the scan that was corrected"
+            )
+        if unread:
+            typer.echo(f"{unread} of {len(sources)} scans could not be read", err=True)
+            raise typer.Exit(1)
+
+    def _volume(self, source: str | Volume, eyes: Mapping[str, Laterality | None]) -> Volume:
+        if isinstance(source, Volume):
+            return source
+        return read_volume(source, raster_only=False, limits=self.limits).with_eye(eyes.get(source))
+
+
+def _name(source: str | Volume) -> str:
+    return source.source if isinstance(source, Volume) else source
+
+
+def _tell_truth(found: ScanSegmentation, truth: Sequence[Sample], volume: Volume) -> None:
+    sample = next((each for each in truth if each.volume is volume), None)
+    if sample is not None and found.verdict.accepted:
+        true = sample.centre_at(found.etdrs().centre_mm)
+        typer.echo(f"  true central thickness where the zones lie: {true:.1f} µm")
+
+
+def write_files(
+    found: Segmentation, volume: Volume, source: str, folder: Path, stem: str, dicom: Limits | None
+) -> None:
+    """Write NIfTI, and within the limits `dicom` also DICOM; print the paths."""
+    written = write_nifti(found, folder, stem, volume)
+    if dicom is not None:
+        write = functools.partial(write_dicom, found, folder=folder, stem=stem)
+        written += within(dicom, write, source)
+    for path in written:
+        typer.echo(path)
+
+
+def stems_of(sources: Iterable[str]) -> dict[str, str]:
+    """Source → the stem of its results. Where files of several folders have one name, theirs end in a part of the hash
+    of the path, so that none overwrites another's."""
+    stems = {source: Path(source).stem for source in sources}
+    count = Counter(stems.values())
+    return {source: stem if count[stem] == 1 else f"{stem}-{hash_text(source)[:8]}" for source, stem in stems.items()}
