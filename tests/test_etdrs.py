@@ -64,7 +64,7 @@ def expected() -> dict[str, float]:
 )
 def test_zones_do_not_depend_on_how_the_raster_lies(angle, count, columns, backwards):
     lines = raster(angle, count, columns, 9.0, backwards)
-    field = field_of((count, columns), (0.1, 0.004, 0.02), None, lines)
+    field = field_of((count, columns), (0.1, 0.004, 9.0 / (columns - 1)), None, lines)
     grid = measure_grid(thickness_on(lines, columns), field, "R")
     assert grid.centre == "pit"
     assert np.hypot(*(np.array(grid.centre_mm) - FOVEA)) < 0.05

@@ -430,6 +430,16 @@ def test_a_bscan_counts_for_what_lies_halfway_to_its_neighbours():
     assert sparse == pytest.approx(2 * dense, rel=1e-6)
 
 
+def test_positions_that_contradict_the_millimetres_give_neither_zones_nor_volumes():
+    """A sidecar may state both; zones went by one and volumes by the other."""
+    found = placed(found_in(61, fluid_in=30), np.linspace(-3, 3, 61))
+    assert found.etdrs().mean_um["centre"] and found.volume_nl("intraretinal_fluid")
+    lines = Lines(2 * found.volume.lines.start, 2 * found.volume.lines.end)
+    twice = replace(found, volume=replace(found.volume, lines=lines))
+    assert "12.0 mm long by their positions, but 6.0 mm by the distance of A-scans" in row_of(twice)["zones_note"]
+    assert twice.volume_nl("intraretinal_fluid") is None
+
+
 def test_a_gap_outside_all_zones_says_why_volumes_are_blank():
     at = np.linspace(-3, 4, 71)
     found = placed(found_in(62, fluid_in=2), np.r_[at[:61], at[-1]])

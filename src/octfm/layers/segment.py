@@ -393,7 +393,9 @@ class ScanSegmentation(Segmentation):
         try:
             field = self.place()
         except EvaluationError:
-            pass  # as of lines that run to and fro: their distance is known even if their places are not
+            # Of lines that run to and fro the distance is known even if their places are not.
+            if volume.lines is None or not volume.lines.to_and_fro:
+                return None
         else:
             widths, apart = field.widths_mm, np.diff(field.bscans_mm)
         if apart.mean() > most + 1e-6 or apart.max() > UNEVEN * most:

@@ -38,6 +38,8 @@ whose B-scans lie .03 mm apart, leaving some out moves zones by at most 7 µm up
 at .6 mm and by 45 at 1.44."""
 UNEVEN = 1.1
 """Distances of single B-scans may exceed MOST_APART_MM by this factor, since eyes move, if their mean does not."""
+LENGTHS_ALIKE = 0.1
+"""Share by which the length of B-scans may differ between their positions and the distance of A-scans."""
 BRIDGED_MM = 0.3
 """Greatest distance of B-scans between which a map is interpolated if those between them have no value, as after a
 blink. In the public volume with drusen the centre moves by 2 µm if all B-scans lie .25 mm apart, and by 4 at .36."""
@@ -164,7 +166,8 @@ def field_of(
     with horizontal B-scans.
 
     `axial_length_mm` rescales lateral distances by `lateral_scale`. Raises ValueError if the B-scans do not have one
-    direction, are not in the order of their positions, or are not as many as `lines`.
+    direction, are not in the order of their positions, have another length than their A-scans `spacing_mm[2]` apart, or
+    are not as many as `lines`.
     """
     count, columns = shape
     dz, _, dx = spacing_mm
@@ -189,7 +192,12 @@ def field_of(
 
 def _field_of_lines(lines: Lines, columns: int, dx: float) -> Field:
     middle, direction = (lines.start + lines.end) / 2, lines.end - lines.start
-    length = float(np.median(np.linalg.norm(direction, axis=1)))
+    length, stated = float(np.median(np.linalg.norm(direction, axis=1))), columns * dx
+    if abs(length - stated) > max(2 * dx, LENGTHS_ALIKE * stated):
+        raise ValueError(
+            f"B-scans are {length:.1f} mm long by their positions, but {stated:.1f} mm by the distance of A-scans; "
+            "correct the one that is wrong"
+        )
     along = direction[0] / np.linalg.norm(direction[0])
     if (direction @ along < 0.9 * np.linalg.norm(direction, axis=1)).any():
         raise ValueError(
