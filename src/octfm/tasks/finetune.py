@@ -315,7 +315,7 @@ class FineTuning:
         """After every epoch: keep the state if it is the best so far; True, since the checkpoint holds it."""
         if self.step % self.per_epoch and self.step < self.steps:
             return False
-        value, held_out = self._validation()
+        value, held_out = self.held_out_score()
         session.metrics.write("validation", self.step - 1, score=value, loss=held_out)
         epoch = round(self.step / self.per_epoch)
         # With few participants many epochs reach the same score: the loss decides between them.
@@ -331,7 +331,7 @@ class FineTuning:
         )
         return True
 
-    def _validation(self) -> tuple[float, float]:
+    def held_out_score(self) -> tuple[float, float]:
         """Balanced accuracy (R² for a number) of validation participants, scored like the probe, and the mean loss per
         volume."""
         task, rows = self.task, self.task.cases.rows[self.task.validation]
