@@ -89,8 +89,8 @@ const octfmEtdrs = (() => {
 
   // Depressions that could be the pit, the likeliest first: [x, y] in mm. As find_pits of octfm.volume.etdrs.
   function findPits(thickness, field, rules) {
-    const reach_mm = 1.5, { cell, step } = rules, steps = Math.round(step / cell);
-    const reach = Math.round(reach_mm / step), around = Math.round(rules.around / step), half = reach + around;
+    const { cell, step } = rules, steps = Math.round(step / cell);
+    const reach = Math.round(rules.reach / step), around = Math.round(rules.around / step), half = reach + around;
     const axis = range(-steps * half, steps * half + 1, 1).map((k) => cell * k), n = axis.length;
     const xs = axis.map((v) => field.centre[0] + v), ys = axis.map((v) => field.centre[1] + v);
     const measured = sample(thickness, field, xs, ys, rules), known = measured.map((v) => v === v ? 1 : 0);
@@ -129,7 +129,7 @@ const octfmEtdrs = (() => {
     const peaks = [];
     for (let row = 1; row < size - 1; row++) for (let column = 1; column < size - 1; column++) {
       const i = row * size + column;
-      if (fit[i] < rules.leastFit || !(likely[i] > 0) || Math.hypot(step * (row - reach), step * (column - reach)) > reach_mm) continue;
+      if (fit[i] < rules.leastFit || !(likely[i] > 0) || Math.hypot(step * (row - reach), step * (column - reach)) > rules.reach) continue;
       let highest = true;
       for (const d of [-size - 1, -size, -size + 1, -1, 1, size - 1, size, size + 1]) highest &&= likely[i] >= likely[i + d];
       if (highest) peaks.push(i);

@@ -51,6 +51,8 @@ are tried."""
 PIT_UM, LEAST_FIT = 40.0, 0.25
 """Depth from which a depression counts in full, and the least share of the variance around a slope that the pit must
 explain."""
+REACH_MM = 1.5
+"""Greatest distance of the pit from the middle of the scan."""
 OFF_CENTRE_MM, INDEPENDENT = 0.5, 10.0
 """Spread of the fovea about the middle of the scan, since eyes fixate, and the number of independent values that a
 disc counts for: together they decide between depressions of similar shape."""
@@ -212,9 +214,9 @@ def _field_of_lines(lines: Lines, columns: int, dx: float) -> Field:
     return Field(first[0], along, across, bscans, starts, columns, step, True)
 
 
-def find_pits(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> list[np.ndarray]:
+def find_pits(thickness_um: np.ndarray, field: Field) -> list[np.ndarray]:
     """[2] positions in mm of the depressions that could be the foveal pit, the likeliest first; empty if the retina has
-    none within `reach_mm` of the field's centre.
+    none within REACH_MM of the field's centre.
 
     `thickness_um` [D, W] is ILM to a boundary below the pit. Around every place a slope alone and a slope with a pit
     are fitted by least squares; the pit's share of the variance becomes a log-likelihood, to which that of the distance
@@ -223,7 +225,7 @@ def find_pits(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> 
     """
     from scipy.ndimage import gaussian_filter, maximum_filter
 
-    steps, reach, around = round(STEP_MM / CELL_MM), round(reach_mm / STEP_MM), round(AROUND_MM / STEP_MM)
+    steps, reach, around = round(STEP_MM / CELL_MM), round(REACH_MM / STEP_MM), round(AROUND_MM / STEP_MM)
     axis = CELL_MM * np.arange(-steps * (reach + around), steps * (reach + around) + 1)
     measured = sample(thickness_um, field, *np.meshgrid(field.centre[0] + axis, field.centre[1] + axis))
     known = np.isfinite(measured)
@@ -259,7 +261,7 @@ def find_pits(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> 
     likely = -INDEPENDENT / 2 * np.log1p(-fit) - 0.5 * (off_mm / OFF_CENTRE_MM) ** 2
     likely[share < 0.5] = -np.inf
     # 0 is the log-likelihood of a fovea in the middle of the scan whose pit cannot be seen.
-    highest = (likely == maximum_filter(likely, 3)) & (likely > 0) & (off_mm <= reach_mm) & (fit >= LEAST_FIT)
+    highest = (likely == maximum_filter(likely, 3)) & (likely > 0) & (off_mm <= REACH_MM) & (fit >= LEAST_FIT)
     highest[[0, -1]] = highest[:, [0, -1]] = False  # a slope that goes on
     if not highest.any():
         return []
@@ -368,20 +370,17 @@ def measure_grid(
     thickness_um: np.ndarray,
     field: Field,
     laterality: Laterality | None,
-    device_centre_mm: tuple[float, float] | None = None,
     pit_map_um: np.ndarray | None = None,
 ) -> EtdrsGrid:
     """The ETDRS grid of a thickness map [D, W], NaN where nothing was measured.
 
-    It is centred on the foveal pit, else on the fixation centre recorded by the device, else on the middle of the scan.
-    `pit_map_um` is the map in which the pit is looked for if `thickness_um` is not the whole retina's (a single layer,
-    fluid).
+    It is centred on the foveal pit, else on the middle of the scan. `pit_map_um` is the map in which the pit is looked
+    for if `thickness_um` is not the whole retina's (a single layer, fluid).
     """
     pits = find_pits(thickness_um if pit_map_um is None else pit_map_um, field)
-    found: Centre = "pit" if pits else "device" if device_centre_mm is not None else "scan"
-    centre = pits[0] if pits else np.asarray(device_centre_mm) if device_centre_mm is not None else field.centre
-    rivals = tuple((float(x), float(y)) for x, y in pits[1:])
-    return measure_around((float(centre[0]), float(centre[1])), thickness_um, field, laterality, found, rivals)
+    centre, *rivals = ((float(x), float(y)) for x, y in pits or [field.centre])
+    kind: Centre = "pit" if pits else "scan"
+    return measure_around(centre, thickness_um, field, laterality, kind, tuple(rivals))
 
 
 def measure_around(
