@@ -60,20 +60,20 @@ def label_efficiency(
     seen_rows, (chosen, folds) = rows_seen(first, seen), choose_design(first, design, folds)
     rows: list[dict[str, Any]] = []
     comparisons: list[dict[str, Any]] = []
-    asked: list[tuple[Cases, list[Round]]] = []
+    probed: list[tuple[Cases, list[Round]]] = []
     for target in find_targets(targets, first, table, orders):
         try:
             cases = make_cases(target, first, table)
-            asked.append(make_rounds(cases, first, chosen, seen_rows, allow_seen, folds, seed))
+            probed.append(make_rounds(cases, first, chosen, seen_rows, allow_seen, folds, seed))
         except Skip as reason:
             # As in `probe`: a rare label of a multi-label column is skipped even if the column was named.
             if targets is not None and target.label is None:
                 raise EvaluationError(f"target {target.name}: {reason}") from None
     if resamples is None:
-        metrics = sum(len(planned_metrics(cases)) for cases, _ in asked)
+        metrics = sum(len(planned_metrics(cases)) for cases, _ in probed)
         resamples = enough_resamples(metrics * len(fractions) * (len(encoders) - 1), RESAMPLES)
-    with Progress("label efficiency", len(asked) * len(fractions) * len(encoders), "fits") as progress:
-        for cases, rounds in asked:
+    with Progress("label efficiency", len(probed) * len(fractions) * len(encoders), "fits") as progress:
+        for cases, rounds in probed:
             # With equal seeds, subsets are the same for every encoder, which pairs the comparisons.
             for fraction in fractions:
                 # The tested folds are the same for all seeds; the draw of training participants varies.
