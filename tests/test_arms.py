@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octfm.encoder.embed import QUALITY, image_quality
 from octfm.encoder.embeddings import joined, take_rows
-from octfm.encoder.quality import QUALITY, image_quality
 from octfm.errors import EvaluationError
 from octfm.evaluation.arms import covariates, make_arms
 from octfm.evaluation.probe import probe, summary_lines

@@ -366,6 +366,50 @@ def test_a_page_measures_any_raster_as_python_does(browser, tmp_path, seed):
 
 
 @needs_chromium
+def test_corrections_of_a_page_with_an_axial_length_are_measured_by_it(browser, tmp_path):
+    found = found_eye()
+    open_page(browser, replace(found, axial_length_mm=27.5), tmp_path)
+    browser.key("e")
+    browser.js("document.querySelector('[data-part=\"author\"]').value = 'A. Grader'")
+    (depth, height, _), shown = found.volume.shape, int(told(browser)["bscan"])
+    y = (float(found.surfaces["ilm"][depth - 1 - shown, 60]) + 0.5) / height
+    browser.mouse(BSCAN, 0.5, y, to=(0.5, y - 0.05))
+    path = save(browser, tmp_path)
+    corrected = found.corrected(read_corrections(path))
+    assert corrected.axial_length_mm == 27.5
+    assert_same(numbers(browser), expected_numbers(corrected))
+    assert "for an axial length of 27.5 mm" in row_of(corrected)["zones_note"]
+    assert replace(found, axial_length_mm=27.5).corrected(read_corrections(path)).axial_length_mm == 27.5
+    with pytest.raises(CorrectionsError, match=r"made with an axial length of 27\.5 mm, not 24"):
+        replace(found, axial_length_mm=24.0).corrected(read_corrections(path))
+
+
+@needs_chromium
+def test_a_page_measures_uneven_and_missing_bscans_as_python_does(browser, tmp_path):
+    found = found_eye(25)
+    at = np.r_[np.linspace(-3, -0.5, 15), np.linspace(0.7, 3, 10)]
+    x = np.full(25, 3.0)
+    lines = Lines(np.stack([-x, at], axis=1), np.stack([x, at], axis=1))
+    found = replace(found, volume=replace(found.volume, lines=lines, superior_first=True))
+    found.masks["drusen"][2:20:7, 100:110, 20:40] = True
+    open_page(browser, found, tmp_path)
+    expected = expected_numbers(found)
+    assert expected["centre"] is expected["drusen"] is None and expected["outer inferior"] is not None
+    amounts = {name: value for name, value in expected.items() if name not in MASKS}
+    assert_same(numbers(browser), amounts)
+    sparse = next(each for each in row_of(found)["zones_note"].split("; ") if "too far apart" in each)
+    assert f"{sparse}." in note_of(browser)
+
+    even = np.r_[np.linspace(-3, 0, 17), np.linspace(0.4, 3, 8)]
+    lines = Lines(np.stack([-x, even], axis=1), np.stack([x, even], axis=1))
+    found = replace(found, volume=replace(found.volume, lines=lines))
+    (tmp_path / "even").mkdir()
+    open_page(browser, found, tmp_path / "even")
+    assert found.volume_nl("drusen") is not None
+    assert_same(numbers(browser), expected_numbers(found))
+
+
+@needs_chromium
 @pytest.mark.slow
 def test_single_and_refused_scans_are_corrected_without_zones(browser, tmp_path):
     (tmp_path / "one").mkdir()

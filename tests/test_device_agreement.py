@@ -1,6 +1,7 @@
 """octfm agree: what is compared, what is left out, whose rows are resampled together, and the page."""
 
 import csv
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from octfm.errors import EvaluationError
 from octfm.layers.table import ACCEPTED, COLUMNS
 from octfm.layers.zones import DEVICE_UNIT, UNIT
 from octfm.report.segmented.agreement import sentence, summary_lines, write_agreement
+from octfm.report.trust.figures import bland_altman
 from octfm.trust.device_agreement import device_agreement
 from octfm.volume.etdrs import ZONES
 from support.browser import assert_renders, needs_chromium
@@ -153,6 +155,8 @@ def test_the_page_says_what_it_counts(page):
         assert needed in text, needed
     assert "2R.xml" in text or "2L.xml" in text, "the largest difference is listed"
     assert text.count("<svg") == len(ZONES)
+    axes = re.findall(r">(mean of both[^<]*|difference[^<]*)</text>", text)
+    assert axes == ["mean of both, µm", "difference, µm"] * len(ZONES)
 
 
 @needs_chromium
@@ -216,3 +220,37 @@ def test_rows_of_the_other_eye_and_shifted_rows_are_refused(tmp_path):
     (tmp_path / "d.csv").write_text("source,centre_um,inner_superior_um\n0R.xml,250,330,\n0L.xml,Müller, 250,330\n")
     with pytest.raises(EvaluationError, match=r"d\.csv: line 3: more cells than the header has columns"):
         device_agreement(table, tmp_path / "d.csv")
+
+
+@pytest.mark.parametrize("cell", ["0.268", "0", "-9999", "268000"])
+def test_zones_that_cannot_be_micrometres_are_refused(tmp_path, cell):
+    """Millimetres would be compared without a word, and 0 or -1 stand for zones without a value."""
+    table = write(tmp_path / "t.csv", rows_of(3), leave_out=DEVICE_UNIT.values())
+    device = [{"participant": "p1", "laterality": "R", "centre_um": "300", "inner_nasal_um": cell}]
+    refused = rf"d\.csv: p1, R: inner_nasal_um expected µm between 10 and 3000, got '{cell}'"
+    with pytest.raises(EvaluationError, match=refused):
+        device_agreement(table, write(tmp_path / "d.csv", device))
+
+
+def test_eyes_of_another_table_may_be_spelt_otherwise(tmp_path):
+    table = write(tmp_path / "t.csv", rows_of(3), leave_out=DEVICE_UNIT.values())
+    device = [
+        {"participant": f"p{i}", "laterality": eye, "centre_um": "300"} for i in range(3) for eye in ("OD", "left")
+    ]
+    assert device_agreement(table, write(tmp_path / "d.csv", device))["used"] == 6
+    with pytest.raises(EvaluationError, match=r"p0, R stands in two rows"):
+        device_agreement(table, write(tmp_path / "d.csv", [*device, device[0] | {"laterality": "R"}]))
+    others = write(tmp_path / "d.csv", [row | {"participant": row["participant"].upper()} for row in device])
+    with pytest.raises(EvaluationError, match=r"6 without the device's zones.*names the rows in the same way"):
+        device_agreement(table, others)
+
+
+def test_a_plot_of_many_scans_shows_the_largest_difference_and_says_how_many_it_draws():
+    rng = np.random.default_rng(0)
+    points = [[float(m), float(d)] for m, d in zip(rng.normal(300, 20, 600), rng.normal(0, 3, 600), strict=True)]
+    points[-1][1] = 90.0
+    line = {"estimate": 0.0, "low": None, "high": None}
+    pair = {"target": "centre", "a": "octfm", "b": "device", "quantity": "µm", "points": points}
+    chart = bland_altman(pair | {"bland_altman": dict.fromkeys(("lower", "bias", "upper"), line)}, "Centre", "")
+    assert "Of 600 points 500 are drawn" in chart.caption
+    assert ">80</text>" in chart.svg, "the axis reaches the largest difference"

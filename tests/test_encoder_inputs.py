@@ -176,6 +176,38 @@ def test_an_export_in_the_hubs_cache_is_loaded_by_its_id(encoder, store, tmp_pat
         load_encoder("clinic/encoder")
 
 
+def test_a_hub_name_of_a_backbone_ends_in_one_line_without_waiting(encoder, tmp_path, monkeypatch):
+    """Where the hub cannot be reached: no half a minute of retries, and what the cache has is loaded."""
+    hub = pytest.importorskip("huggingface_hub")
+    import time
+
+    from octfm.encoder.hub import OctEncoder
+
+    repository = tmp_path / "hub" / "models--clinic--encoder"
+    write_export(repository / "snapshots" / ("a" * 40), encoder)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.chdir(tmp_path)
+    for name, options in (
+        ("clinic/encoder", {}),
+        ("hf://clinic/encoder", {}),
+        ("clinic/encoder", {"revision": "main"}),
+    ):
+        assert OctEncoder.from_pretrained(name, **options).encoder.key == encoder.key
+    for name, options in (("clinic/other", {}), ("exportd", {}), ("clinic/other", {"local_files_only": True})):
+        with pytest.raises(CheckpointError, match=f"^{name}: .*(hub does not give it|hub's cache)") as raised:
+            OctEncoder.from_pretrained(name, **options)
+        assert "\n" not in str(raised.value)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="empty"):
+        OctEncoder.from_pretrained("empty")
+    assert sum(slept) == 0
+
+
 def test_a_misspelt_run_is_never_looked_up_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()

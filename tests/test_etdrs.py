@@ -64,7 +64,7 @@ def expected() -> dict[str, float]:
 )
 def test_zones_do_not_depend_on_how_the_raster_lies(angle, count, columns, backwards):
     lines = raster(angle, count, columns, 9.0, backwards)
-    field = field_of((count, columns), (0.1, 0.004, 0.02), None, lines)
+    field = field_of((count, columns), (0.1, 0.004, 9.0 / (columns - 1)), None, lines)
     grid = measure_grid(thickness_on(lines, columns), field, "R")
     assert grid.centre == "pit"
     assert np.hypot(*(np.array(grid.centre_mm) - FOVEA)) < 0.05
@@ -141,7 +141,7 @@ def test_a_flat_retina_is_measured_around_the_devices_centre_or_the_scans():
     flat = np.full_like(thickness, 300.0)
     assert find_pits(flat, field) == []
     assert measure_grid(flat, field, "R").centre == "scan"
-    grid = measure_grid(flat, field, "R", device_centre_mm=(0.4, 0.1))
+    grid = measure_around((0.4, 0.1), flat, field, "R")
     assert grid.centre == "device" and grid.centre_mm == (0.4, 0.1)
     assert grid.volume_mm3 == pytest.approx(0.3 * np.pi * 9, rel=1e-6)
 

@@ -135,16 +135,16 @@ def test_the_encoder_stands_still_while_the_head_learns(run, store, labels, tmp_
 def test_a_resumed_run_equals_an_uninterrupted_one(run, store, labels, tmp_path, monkeypatch, frozen):
     changes = {"lr_encoder": 0} if frozen else {}
     whole = finetune(settings(run, store, labels, **changes), tmp_path / "whole", echo=quiet)
-    validate, calls = module.validate, []
+    held_out_score, calls = module.FineTuning.held_out_score, []
 
     def interrupted(*args):
         calls.append(1)
         if len(calls) == 4:
             raise Killed
-        return validate(*args)
+        return held_out_score(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "validate", interrupted)
+        patch.setattr(module.FineTuning, "held_out_score", interrupted)
         with pytest.raises(Killed):
             finetune(settings(run, store, labels, **changes), tmp_path / "halves", echo=quiet)
     halves = finetune(settings(run, store, labels, **changes), tmp_path / "halves", echo=quiet)
@@ -171,7 +171,7 @@ def test_the_best_state_and_patience_survive_an_interruption(run, store, labels,
             raise Killed
         return scores[len(calls) - 1], 1.0
 
-    monkeypatch.setattr(module, "validate", scripted)
+    monkeypatch.setattr(module.FineTuning, "held_out_score", scripted)
     config = settings(run, store, labels, lr_encoder=0, epochs=7, patience=4)
     with pytest.raises(Killed):
         finetune(config, tmp_path / "run", echo=quiet)

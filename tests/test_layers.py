@@ -6,6 +6,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from octfm.layers.areas import (
 from octfm.layers.edges import EDGES, onto_edge, onto_edges
 from octfm.layers.finder import LayerFinder, Layers, load_finder, network_size
 from octfm.layers.sample import samples
-from octfm.layers.table import COLUMNS, describe, read_table, row_of, write_table
+from octfm.layers.table import COLUMNS, describe, read_table, row_of, save_table, write_table
 from octfm.layers.training import HEIGHT, VALUES, WIDTH, LayerTraining, batch, stream_of, write_weights
 from octfm.layers.zones import read_rows
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig, layer_loss
@@ -384,6 +385,26 @@ def test_a_row_of_a_scan_that_has_changed_is_made_anew(files, tmp_path, small_fi
     (tmp_path / "away.npz").rename(eye)
     assert write_table([eye, other], out, echo=lambda _: None) == 1, "a sidecar that is gone states nothing"
     assert [row["laterality"] for row in read_table(out)] == ["", "", ""]
+
+
+def test_a_table_of_a_folder_that_was_renamed_has_one_row_per_scan(files, tmp_path, small_finder):
+    """Two would count each eye twice in octfm agree, and a corrected row would stay with a file that is gone."""
+    out, (eye, _, other) = tmp_path / "table.csv", files
+    assert write_table([eye, other], out, echo=lambda _: None) == 2
+    rows = read_table(out)
+    rows[1] |= {"corrected_bscans": "2", "volume_mm3": "8.765"}
+    save_table(rows, out)
+    (tmp_path / "clinic").mkdir()
+    moved = [str(Path(each).rename(tmp_path / "clinic" / Path(each).name)) for each in (eye, other)]
+    said: list[str] = []
+    assert write_table(moved, out, echo=said.append) == 2
+    assert [row["source"] for row in read_table(out)] == moved
+    assert read_table(out)[1] == rows[1] | {"source": moved[1], "file_state": read_table(out)[1]["file_state"]}
+    assert said[0] == f"{eye}: is not there any more, and its row is that of {moved[0]} now"
+    assert write_table(moved, out, echo=said.append) == 0
+    (tmp_path / "copy.npz").write_bytes(Path(moved[0]).read_bytes())
+    assert write_table([str(tmp_path / "copy.npz")], out, echo=said.append) == 1, "a copy is a row of its own"
+    assert len(read_table(out)) == 3
 
 
 def test_a_table_in_the_folder_of_its_images_resumes(tmp_path):

@@ -1,5 +1,6 @@
 """MetaImage volumes (.mhd with .raw or .zraw, .mha): headers as SimpleITK writes them, RETOUCH's folders, masks."""
 
+import re
 import zipfile
 import zlib
 
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from octfm.catalog.catalog import scan
 from octfm.formats import ReadError, read_header, read_mask, read_volume
+from support import ROOT
+from support.command_line import inside
 from support.vendor_files import SPACING_MM, write_metaimage, write_sidecar
 from support.volumes import telling_voxels
 
@@ -56,6 +59,19 @@ def test_a_header_of_simpleitk_gives_each_axis_its_millimetres(tmp_path, end):
     np.testing.assert_array_equal(volume.voxels, gray)
     assert volume.spacing_mm == (0.046875, 0.00195312, 0.0117188), "x is lateral, y axial, z from B-scan to B-scan"
     np.testing.assert_array_equal(read_mask(tmp_path / "TRAIN001" / "reference.mhd"), mask)
+
+
+def test_the_guide_turns_masks_into_truth(tmp_path):
+    page = (ROOT / "docs" / "guide" / "data-images.md").read_text()
+    (code,) = re.findall(r'^```python title="truth_of_masks.py"\n(.*?)^```', page, re.S | re.M)
+    masks = [case(tmp_path / "retouch" / "Cirrus" / f"TRAIN00{n + 1}", n)[1] for n in range(2)]
+    catalog = scan(tmp_path / "retouch", participant_from="*/{participant}/*", workers=0)
+    catalog.save(tmp_path / "catalog")
+    with inside(tmp_path):
+        exec(compile(code, "truth_of_masks.py", "exec"), {})
+    for row, mask in zip(sorted(catalog.acquisitions, key=lambda row: row.uri), masks, strict=True):
+        with np.load(tmp_path / "truth" / f"{row.sop_instance_uid}.npz") as file:
+            np.testing.assert_array_equal(file["lesions"], mask)
 
 
 def test_a_tree_of_cases_becomes_one_row_per_case(tmp_path):
@@ -108,7 +124,7 @@ def test_axes_alike_follow_the_usual_order_or_the_sidecar(tmp_path):
     np.testing.assert_array_equal(read_volume(bare, spacing_mm=square).voxels, gray)
 
 
-def test_masks_are_known_by_value_where_the_name_says_nothing(tmp_path):
+def test_drawn_fluid_is_known_by_its_values_where_no_name_says_so(tmp_path):
     gray = telling_voxels(shape=SHAPE)
     labels = write_metaimage(tmp_path / "fluid.mhd", (gray > 128).astype(np.uint8) * 3)
     assert read_header(labels).shape == SHAPE and code_of(labels) == "voxel_labels"

@@ -221,6 +221,41 @@ def test_nifti_layers_come_back_on_the_scan_they_were_found_in(tmp_path, shape, 
     np.testing.assert_array_equal(labels.values, label_map(found)[0])
 
 
+@pytest.mark.parametrize("axes", ["WHD", "WDH", "DHW"])
+@pytest.mark.parametrize("codes", [(1, 0), (0, 2), (1, 1)])
+@pytest.mark.parametrize("unit", ["mm", "micron"])
+def test_labels_of_a_nifti_scan_lie_on_it_in_other_programs(tmp_path, axes, codes, unit):
+    """They have its axes, and its affine with turned axes and an origin: ITK-SNAP takes no others."""
+    nibabel = pytest.importorskip("nibabel")
+    mm = dict(zip("DHW", SPACING_MM, strict=True))
+    scale = 1000 if unit == "micron" else 1
+    affine = np.diag([*(mm[axis] * scale for axis in axes), 1.0])
+    affine[:3, 3] = 3, -4, 5
+    affine[:3, :3] = np.array([[0, 0, 1], [-1, 0, 0], [0, 1, 0]]) @ affine[:3, :3] @ np.diag([1, 1, -1])
+    stored = ["DHW".index(axis) for axis in axes]
+    scan_image = nibabel.Nifti1Image(telling_voxels().transpose(stored), affine)
+    scan_image.header.set_xyzt_units(unit)
+    scan_image.set_qform(affine, codes[0])
+    scan_image.set_sform(affine, codes[1])
+    source = tmp_path / "a.nii.gz"
+    nibabel.save(scan_image, source)
+    tmp_json(tmp_path / "a.nii", {"axes": axes, "laterality": "R"})
+    volume = read_volume(source)
+    np.testing.assert_array_equal(volume.voxels, telling_voxels())
+    found = segmentation(3, spacing_mm=volume.spacing_mm)
+    _, labels = write_nifti(found, tmp_path / "out", "a", volume)
+    image = nibabel.load(labels)
+    assert image.shape == scan_image.shape
+    np.testing.assert_allclose(image.affine, scan_image.affine, atol=1e-5)
+    for name in ("qform_code", "sform_code", "xyzt_units"):
+        assert image.header[name] == scan_image.header[name], name
+    expected = label_map(found)[0]
+    np.testing.assert_array_equal(np.asarray(image.dataobj), expected.transpose(stored))
+    np.testing.assert_array_equal(read_overlay(labels, volume).values, expected)
+    labels.with_name("a_labels.json").unlink()  # as labels that another program has drawn
+    np.testing.assert_array_equal(read_overlay(labels, volume).values, expected)
+
+
 @pytest.fixture
 def exported(tmp_path):
     """A scan and the files that its segmentation is exported to."""

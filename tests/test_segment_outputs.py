@@ -10,14 +10,14 @@ from typer.testing import CliRunner
 from octfm.cli.main import app
 from octfm.formats import read_device_grid, read_volume
 from octfm.layers.corrections import Corrections
-from octfm.layers.finder import LayerFinder
+from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.table import describe, read_table, row_of
 from octfm.layers.zones import DEVICE_UNIT, UNIT, device_grid_of
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig
-from octfm.phantom import write_phantom
+from octfm.phantom import phantom_volume, write_phantom
 from octfm.tasks.segment_export import write_dicom, write_nifti
 from octfm.volume.etdrs import ZONES
-from octfm.volume.segmentation import Segmentation
+from octfm.volume.segmentation import Segmentation, words_of
 from octfm.volume.volume import Lines
 from octfm.weights.packaged import NOTE, SHORT_NOTE
 from support.segmented import found_in
@@ -49,6 +49,35 @@ def test_a_scan_without_zones_says_why(found, why):
     row = row_of(found)
     assert row["zones_note"].startswith(why) and not any(row[column] for column in UNIT.values())
     assert why in describe(found)
+
+
+def test_notes_name_lines_as_legends_do():
+    note = changed(found_in(1), layout="circle").note_on_scan
+    assert words_of("nfl_gcl") in note and words_of("ipl_inl") in note and "_" not in note
+
+
+@pytest.mark.parametrize(("laterality", "stated"), [("R", "R"), ("R", "L"), ("L", "R"), ("L", "L"), ("L", None)])
+def test_a_scan_that_looks_like_the_other_eye_says_so(laterality, stated):
+    """Nasal and temporal zones of an eye with a wrong tag are exchanged, 20 to 40 µm in the outer ring."""
+    volume, truth = phantom_volume(3, laterality=laterality, size=(16, 256, 192))
+    lines = dict(zip(truth.surface_names, truth.surfaces, strict=True))
+    surfaces = {name: lines.get(name, lines["bm"]).astype(np.float32) for name in SURFACES}
+    rows = np.stack(list(surfaces.values()))
+    sure, none = np.ones_like(rows), np.zeros_like(rows[0])
+    layers = Layers(rows, 0 * rows, sure, none, none + 1, np.zeros(volume.shape, np.uint8))
+    found = replace(
+        found_in(16), volume=replace(volume, laterality=stated), spacing_mm=volume.spacing_mm, found=layers,
+        surfaces=surfaces, masks={},
+    )  # fmt: skip
+    note = row_of(found)["zones_note"]
+    assert ("nasal and temporal may be exchanged" in note) == (stated not in (laterality, None)), note
+    if stated != laterality and stated is not None:
+        eyes = {"R": "right", "L": "left"}
+        assert f"stated as a {eyes[stated]} eye" in note and f"as in a {eyes[laterality]} eye" in note
+        lost = {name: np.where(np.arange(16)[:, None] == 5, np.nan, rows) for name, rows in surfaces.items()}
+        assert replace(found, surfaces=lost).looks_like_other_eye, "a lost B-scan hides nothing"
+        deep = replace(found.volume, voxels=volume.voxels.astype(np.uint16) * 257)
+        assert replace(found, volume=deep, surfaces=lost).looks_like_other_eye, "nor do 16 bits"
 
 
 def test_blank_zones_are_explained():

@@ -272,14 +272,37 @@ def anchored(**changes):
     return config(data=data, objective={"name": "anchored", "goal_average": [2, 1, 4]}, validation_volumes=8, **changes)
 
 
-def test_a_volume_is_trained_by_its_truth_or_else_by_its_voxels(store):
-    """Nobody's truth and nobody's voxels count for another; baselines are those of mae and of dense."""
-    settings_ = anchored()
+def scans_among_phantoms(settings_, store):
+    """The objective and a view of four volumes: scan, phantom, scan, phantom."""
     mixed = given_store(settings_, store)
     arrays, four = mixed.read([0, len(store), 1, len(store) + 1]), np.arange(4)
     batch = Batch(arrays.voxels, arrays.band, arrays.valid, four, four, ("",) * 4, 0.0, labels=arrays.labels)
     (view,) = make_inputs(settings_, mixed.preprocessing, HOST, batch).views
-    model = build_objective(settings_, mixed.preprocessing)
+    return build_objective(settings_, mixed.preprocessing), view
+
+
+def test_queries_learn_from_the_truth_of_phantoms_among_scans(store):
+    """As much from the phantoms of a mixed batch as from these alone; from scans, whose layers are unknown, nothing."""
+    model, view = scans_among_phantoms(anchored(model=config().model.model_dump() | {"summary": 3}), store)
+
+    def gradient(labels):
+        model.zero_grad()
+        model([view._replace(labels_BKP=labels)], 0.0).loss.backward()
+        return model.encoder.summary.query.grad.clone()
+
+    mixed, none = gradient(view.labels_BKP), gradient(torch.full_like(view.labels_BKP, UNKNOWN))
+    assert mixed.abs().max() > 0 and (none == 0).all()
+    places = {name: getattr(view.index, name)[1::2] for name in ("kept", "context", "target")}
+    voxels = {name: getattr(view, name)[1::2] for name in ("patches_BKP", "target_patches_BKP", "labels_BKP")}
+    alone = view._replace(index=replace(view.index, tissue=None, **places), **voxels)
+    model.zero_grad()
+    model([alone], 0.0).loss.backward()
+    torch.testing.assert_close(mixed, model.encoder.summary.query.grad / 2)
+
+
+def test_a_volume_is_trained_by_its_truth_or_else_by_its_voxels(store):
+    """Nobody's truth and nobody's voxels count for another; baselines are those of mae and of dense."""
+    model, view = scans_among_phantoms(anchored(), store)
     out = model([view], 0.5)
     for place, labelled in enumerate((False, True, False, True)):
         voxels, truth = view.target_patches_BKP.clone(), view.labels_BKP.clone()

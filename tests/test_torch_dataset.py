@@ -109,6 +109,11 @@ def test_labels_may_be_a_data_frame_and_numbers_are_float32(store, tmp_path):
     [
         ({"split": "training"}, ConfigError, "splits present: test, train, val"),
         ({"target": "iop"}, EvaluationError, "no label column iop; columns: age, grade"),
+        ({"target": 0}, EvaluationError, "target: expected the name of a label column, got 0; columns: age, grade"),
+        ({"target": ["a"], "labels": "two"}, EvaluationError, r"got \['a'\]; columns: a, age, b, grade"),
+        ({"target": ""}, EvaluationError, "target: expected the name of a label column, got ''"),
+        ({"modalities": "octa"}, ConfigError, r'modalities: expected \("structure",\).* got \'octa\''),
+        ({"transform": "flip"}, ConfigError, "transform: expected a function of an item, got 'flip'"),
         ({"labels": "two"}, EvaluationError, "target: name one of the label columns: a, b"),
         ({"labels": "two", "target": "a"}, EvaluationError, "matches these scans"),
         ({"labels": "nowhere.csv"}, EvaluationError, "no such label table"),
@@ -143,28 +148,55 @@ def workplace(store, tmp_path_factory):
     folder = tmp_path_factory.mktemp("workplace")
     (folder / "prepared").symlink_to(store.path)
     write_export(folder / "exported", untrained_encoder())
-    people = "".join(f"P{n:03d},{('healthy', 'dme')[n % 2]}\n" for n in range(12))
-    (folder / "labels.csv").write_text("participant_id,diagnosis\n" + people)
+    people = "".join(f"P{n:03d},{10 + 3 * n},{n % 2}\n" for n in range(12))
+    (folder / "labels.csv").write_text("participant_id,months,event\n" + people)
     volume = eye()
     write_oct_dicom(folder / "scan.dcm", volume.voxels, volume.spacing_mm)
     return folder
 
 
-@pytest.mark.parametrize("title", ["vectors.py", "own_loop.py", "monai_decoder.py"])
+def run_example(title, space):
+    page = (ROOT / "docs" / "guide" / "notebooks.md").read_text()
+    (code,) = re.findall(rf'^```python title="{title}"\n(.*?)^```', page, re.S | re.M)
+    exec(compile(code, title, "exec"), space)
+
+
+@pytest.mark.parametrize("title", ["vectors.py", "monai_decoder.py"])
 def test_the_examples_of_the_guide_run(workplace, title, monkeypatch):
     if title.startswith("monai"):
         pytest.importorskip("monai", reason="MONAI is optional; pip install 'octfm[bench]'")
-    page = (ROOT / "docs" / "guide" / "notebooks.md").read_text()
-    (code,) = re.findall(rf'^```python title="{title}"\n(.*?)^```', page, re.S | re.M)
     monkeypatch.chdir(workplace)
     space: dict = {}
-    exec(compile(code, title, "exec"), space)
+    run_example(title, space)
     if title == "vectors.py":
         assert space["one"].shape == (48,) and space["some"].shape == (2, 48) and space["all_of_them"].shape == (24, 48)
     else:
-        assert space["loss"].isfinite()
-        network = space["network"] if title == "own_loop.py" else space["model"].network
-        assert network.norm.weight.grad.abs().sum() > 0
+        assert space["loss"].isfinite() and space["model"].network.norm.weight.grad.abs().sum() > 0
+
+
+def test_the_task_of_ones_own_in_the_guide_runs_and_reads_tokens_as_heads_do(workplace, store, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
+    space: dict = {}
+    run_example("own_task.py", space)
+    network, model = space["network"], space["model"]
+    assert network.norm.weight.grad.abs().sum() > 0 and not model.training
+    (said,) = re.findall(r"test: off by ([\d.]+) months in (\d+) participants", capsys.readouterr().out)
+    assert np.isfinite(float(said[0])) and int(said[1]) == len(set(space["test"].participants))
+    assert not {*space["train"].participants} & {*space["val"].participants, *space["test"].participants}
+
+    space["head"] = torch.nn.Identity()
+    batch = next(iter(DataLoader(space["test"], batch_size=3)))
+    with torch.no_grad():
+        vectors = space["predict"](batch)
+    tokens, tissue = space["encoder"].tissue_tokens(store.read(batch["index"].numpy()))
+    means = [own[chosen].mean(0) for own, chosen in zip(tokens, tissue, strict=True)]
+    np.testing.assert_allclose(vectors, means, atol=1e-5)
+
+    run_example("survival_loss.py", space)
+    rates = torch.zeros(3, requires_grad=True)
+    space["loss_of"](rates, batch).backward()
+    events = np.array([int(store[int(row)].row.participant[1:]) % 2 for row in batch["index"]])
+    np.testing.assert_allclose(rates.grad * 3, batch["label"].numpy() - events, err_msg="expected minus seen events")
 
 
 def test_a_plain_loop_learns_what_is_to_be_seen(store):

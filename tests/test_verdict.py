@@ -31,7 +31,7 @@ from octfm.phantom.native.bscans import render_native
 from octfm.phantom.native.stream import Stream
 from octfm.report.segmented.correct import correction_facts
 from octfm.report.segmented.pictures import thickness_pictures
-from octfm.volume.volume import Volume
+from octfm.volume.volume import Lines, Volume
 from support.segmented import found_in
 
 pytestmark = pytest.mark.usefixtures("remembered_bscans")
@@ -399,6 +399,52 @@ def test_areas_of_bscans_far_apart_do_not_add_up_to_a_volume(bscans, given):
     assert (found.volume_nl("intraretinal_fluid") is not None) == given == bool(row["intraretinal_fluid_nl"])
     assert ("volumes" in row["zones_note"]) != given
     assert (correction_facts(found)["nlPerVoxel"] is not None) == given
+
+
+def placed(found, at_mm):
+    """The scan with its B-scans at these positions from superior to inferior."""
+    x, y = np.full(len(at_mm), 3.0), np.asarray(at_mm, float)
+    lines = Lines(np.stack([-x, y], axis=1), np.stack([x, y], axis=1))
+    spacing = (float(np.median(np.diff(y))), *found.spacing_mm[1:])
+    return replace(found, spacing_mm=spacing, volume=replace(found.volume, lines=lines, spacing_mm=spacing))
+
+
+@pytest.mark.parametrize(("beside_mm", "blank"), [(0.15, False), (0.55, True)])
+def test_zones_and_volumes_across_missing_bscans_are_blank(beside_mm, blank):
+    """A file may lack B-scans where its others state their places: the mean distance is still that of a dense raster."""
+    at = np.linspace(-3, 3, 61)
+    kept = np.abs(at) > beside_mm
+    found = placed(found_in(kept.sum(), fluid_in=2), at[kept])
+    grid, row = found.etdrs(), row_of(found)
+    within = {name.split()[0] for name, mean in grid.mean_um.items() if mean is None}
+    assert within == ({"centre", "inner"} if blank else set())
+    assert (found.volume_nl("intraretinal_fluid") is None) == (grid.volume_mm3 is None) == blank
+    assert ("B-scans 1.2 mm apart are too far apart for: centre" in row["zones_note"]) == blank
+
+
+def test_a_bscan_counts_for_what_lies_halfway_to_its_neighbours():
+    """Every other B-scan of one half is missing: fluid there has twice the volume per B-scan."""
+    at = np.r_[np.arange(-3, 0, 0.1), np.arange(0, 3.01, 0.2)]
+    dense, sparse = (placed(found_in(len(at), fluid_in=d), at).volume_nl("intraretinal_fluid") for d in (10, 40))
+    assert dense == pytest.approx(20 * 20 * 0.1 * 0.004 * 0.05 * 1000, rel=1e-6)
+    assert sparse == pytest.approx(2 * dense, rel=1e-6)
+
+
+def test_positions_that_contradict_the_millimetres_give_neither_zones_nor_volumes():
+    """A sidecar may state both; zones went by one and volumes by the other."""
+    found = placed(found_in(61, fluid_in=30), np.linspace(-3, 3, 61))
+    assert found.etdrs().mean_um["centre"] and found.volume_nl("intraretinal_fluid")
+    lines = Lines(2 * found.volume.lines.start, 2 * found.volume.lines.end)
+    twice = replace(found, volume=replace(found.volume, lines=lines))
+    assert "12.0 mm long by their positions, but 6.0 mm by the distance of A-scans" in row_of(twice)["zones_note"]
+    assert twice.volume_nl("intraretinal_fluid") is None
+
+
+def test_a_gap_outside_all_zones_says_why_volumes_are_blank():
+    at = np.linspace(-3, 4, 71)
+    found = placed(found_in(62, fluid_in=2), np.r_[at[:61], at[-1]])
+    assert found.volume_nl("intraretinal_fluid") is None
+    assert row_of(found)["zones_note"] == "B-scans 1.0 mm apart are too far apart for: volumes"
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,8 @@ _FLAG_OF_SOURCE = {"pattern": "participant_from_pattern", "folder": "participant
 def with_person(a: Acquisition, whose: Mapping[str, Whose], tables: Tables) -> Acquisition:
     """Fill in participant and eye from the path, if neither header nor table states them, and labels of the path.
 
-    A path that names only the other eye makes laterality unknown.
+    A path that names only the other eye makes laterality unknown. Labels that a table gives to the file come before
+    those of its path.
     """
     if (found := whose.get(a.uri)) is None:
         return a
@@ -92,11 +93,12 @@ def with_person(a: Acquisition, whose: Mapping[str, Whose], tables: Tables) -> A
     elif laterality is not None and len(found.eyes) == 1 and laterality not in found.eyes:
         laterality = None
         flags.append("laterality_conflict")
+    row = tables.find(a.uri, a.sop_instance_uid) or ManifestRow()
     return replace(
         a,
         participant=participant,
         participant_source=source,
-        participant_labels={**tables.participants.get(participant, {}), **found.labels},
+        participant_labels={**tables.participants.get(participant, {}), **found.labels, **row.labels},
         laterality=laterality,
         flags=tuple(flags),
     )

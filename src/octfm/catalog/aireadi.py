@@ -5,12 +5,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from octfm.addresses import expect_place
-from octfm.catalog.columns import Columns, TableError, clean_id, read_rows
+from octfm.catalog.columns import FIELDS, OF_FILES, Columns, TableError, clean_id, read_rows
 from octfm.errors import ConfigError
-from octfm.formats.names import may_be_an_eye
+from octfm.formats.names import may_be_an_eye, may_be_labels
 from octfm.io.archive import unpacked_paths
 from octfm.io.location import BucketPath, Location, is_remote, location
 
@@ -34,6 +34,8 @@ class ManifestRow:
     """(axial, lateral)."""
     slice_thickness_mm: float | None = None
     sop_instance_uid: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels of this file, under AI-READI's names."""
 
     @property
     def spacing_mm(self) -> tuple[float, float, float] | None:
@@ -134,7 +136,8 @@ def _add_file(
     number: int,
     present: "Listed",
 ) -> None:
-    entry = _manifest_row(row, columns)
+    labels = {FIELDS[name][0]: value for name in OF_FILES if (value := columns.value(row, name))}
+    entry = replace(_manifest_row(row, columns), labels=labels)
     if not may_be_an_eye(entry.laterality):
         raise TableError(
             f"{table}: line {number}: laterality is {entry.laterality!r}; "
@@ -166,7 +169,8 @@ class Listed:
 
     places: frozenset[str]
     below_root: Mapping[str, tuple[tuple[tuple[str, ...], str], ...]]
-    """Case-folded file name -> (parts of the path below the root, full path) of each file with that name."""
+    """Case-folded file name, or name without its ending -> (parts of the path below the root, full path) of each file
+    with that name."""
 
     @staticmethod
     def of(root: Location, found: Iterable[str]) -> "Listed":
@@ -176,13 +180,16 @@ class Listed:
             parts = tuple(part.casefold() for part in place.removeprefix(str(root)).split("/") if part)
             if place.startswith(str(root)) and parts:
                 by_name[parts[-1]].append((parts, place))
+                if (stem := PurePath(parts[-1]).stem) != parts[-1]:
+                    by_name[stem].append(((*parts[:-1], stem), place))
         return Listed(places, {name: tuple(own) for name, own in by_name.items()})
 
     def fitting(self, listed: str) -> list[str]:
         """The only file that `listed` can mean; empty if none fits, or several fit equally well.
 
         A file fits if its path ends with all parts of `listed`; or, for an absolute path of another computer, if
-        `listed` ends with all parts of the file's path below the root.
+        `listed` ends with all parts of the file's path below the root. The ending may be missing, and of an image and
+        its mask the image is meant.
         """
         foreign = bool(_ELSEWHERE.match(listed))
         parts = [part for part in _DRIVE.sub("", listed.replace("\\", "/")).split("/") if part not in ("", ".")]
@@ -197,6 +204,8 @@ class Listed:
                 same_case = place.endswith("/".join(parts[-common:]))
                 fits[common, same_case].append(place)
         best = fits[max(fits)] if fits else []
+        if len(best) > 1:
+            best = [place for place in best if not may_be_labels(place)]
         return best if len(best) == 1 else []
 
 

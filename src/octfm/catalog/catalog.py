@@ -26,7 +26,7 @@ from octfm.catalog.walk import Found, walk
 from octfm.display import box, brief, counted, data_frame, number, with_labels
 from octfm.errors import OctfmError
 from octfm.formats.reasons import REASONS
-from octfm.io.archive import MEMBER, file_size, unpack
+from octfm.io.archive import MEMBER, file_size, is_folder, unpack
 from octfm.io.bucket import Account
 from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits
@@ -38,10 +38,16 @@ from octfm.volume.volume import ADMISSIBLE, MODALITIES, RASTER_ONLY, STRUCTURE_O
 
 if TYPE_CHECKING:
     from octfm.formats.bscans import Reader
+    from octfm.formats.reasons import Header
 
 FORMAT, VERSION = "octfm-catalog", 3
 _ADDED = ("layout", "participant_source", "modality")
 """Columns missing in older catalogs of this version."""
+_OF_COPIES = ("duplicate_pixels", "pixels_of_two_participants")
+"""Codes of what pixels show to be a copy of another scan."""
+
+
+_OF_SINGLE = "; if each image is a scan of its own, as in folders of classes: octfm scan FOLDER --layouts line"
 
 
 class CatalogError(OctfmError):
@@ -299,10 +305,9 @@ def scan(
     account = Account(folder)
     found = walk(folder, follow_links=follow_links, folders_are_volumes=not bscans_only)
     if not found.files and not found.refused:
-        others = f"{len(found.companions)} other files" if found.companions else "it is empty"
-        raise CatalogError(
-            f"{folder}: no image files below it ({others}); point at the folder that holds the DICOM files"
-        )
+        endings = ", ".join(_count(path.suffix or path.name for path in found.companions))
+        others = f"{len(found.companions)} other files: {endings[:100]}" if found.companions else "it is empty"
+        raise CatalogError(f"{folder}: no image files below it ({others}); point at the folder that holds the scans")
     tables = _tables(folder, found, table, participants, columns)
     found.refused += left_behind([path for path in found.companions if path.name.lower() == "dicomdir"], found.files)
     if extract is not None:
@@ -339,6 +344,7 @@ def scan(
     rows = [accept(header, tables, nominal_spacing_mm, estimated) for header in headers]
     left_out = [*found.refused, *rejects, *(row for row in rows if isinstance(row, Reject))]
     accepted = [row for row in rows if isinstance(row, Acquisition)]
+    _expect_rows_to_fit(accepted, left_out, tables)
     # Copies may be filed under another participant, and their paths help to find out whose a folder is.
     copied = [accept(copy, tables, nominal_spacing_mm, estimated) for copy, _ in duplicates]
     copies = [copy for copy in copied if isinstance(copy, Acquisition)]
@@ -347,12 +353,13 @@ def scan(
         recall(path)  # facts of the listing expire during a long scan; each would then cost another request
     scans = [Scan(a.uri, a.participant) for a in (*accepted, *copies)]
     whose = find_people(scans, folder, patterns, tables.unpacked_from)
-    acquisitions, copy_rejects, pairs = _under_two_ids(
+    acquisitions, copy_rejects, pair_of = _under_two_ids(
         [with_person(a, whose, tables) for a in accepted],
         [with_person(copy, whose, tables) for copy in copies],
         [reject for _, reject in duplicates],
     )
-    left_out += copy_rejects
+    pixel_rejects: list[Reject] = []
+    pixel_pairs: list[tuple[str, str]] = []
     # On request, decode everything and compare voxels and anatomy. In sets of single B-scans copies are common.
     if pixels or bscans_only:
         from octfm.catalog.inspection import inspect_pixels
@@ -360,8 +367,9 @@ def scan(
         acquisitions, pixel_rejects, pixel_pairs = inspect_pixels(
             acquisitions, workers, limits, keep_upside_down, readers
         )
-        left_out += pixel_rejects
-        pairs += pixel_pairs
+    copy_rejects, pairs = _without_lost_originals(copy_rejects, pair_of, headers, duplicates, pixel_rejects)
+    left_out += [*copy_rejects, *pixel_rejects]
+    pairs += pixel_pairs
     # Scanners write one person's id as 1001 and as 00001001.
     pairs += spelt_alike(a.participant for a in acquisitions)
     left_out.sort(key=lambda reject: reject.uri)
@@ -377,8 +385,10 @@ def scan(
     if not acquisitions:
         reasons = [(n, code, REASONS[code]) for code, n in _count(reject.code for reject in left_out).items()]
         counts = ", ".join(f"{n} {code} ({reason.meaning}; {reason.fix})" for n, code, reason in reasons)
-        raise NothingAccepted(f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {counts}", catalog)
-    _expect_a_match(acquisitions, catalog.rejects, tables, participants)
+        hint = "" if "line" in layouts or not any(map(_may_be_single, left_out)) else _OF_SINGLE
+        message = f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {counts}{hint}"
+        raise NothingAccepted(message, catalog)
+    _expect_people_to_fit(acquisitions, tables, participants)
     return catalog
 
 
@@ -439,14 +449,14 @@ def _leaders(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 def _under_two_ids(
     acquisitions: Sequence[Acquisition], copies: Sequence[Acquisition], rejects: Sequence[Reject]
-) -> tuple[list[Acquisition], list[Reject], list[tuple[str, str]]]:
+) -> tuple[list[Acquisition], list[Reject], dict[str, tuple[str, str]]]:
     """Give copies under another participant's id a reason of their own: which id is right must be found out first.
 
-    Returns the acquisitions with flags, the rejects, and the pairs of participants.
+    Returns the acquisitions with flags, the rejects, and the two participants of each of these copies by its uri.
     """
     kept = {a.sop_instance_uid: a for a in acquisitions}
     copy_of = {copy.uri: copy for copy in copies}
-    out, shared, pairs = [], set(), []
+    out, shared, pairs = [], set(), {}
     for reject in rejects:
         copy = copy_of.get(reject.uri)
         first = kept.get(copy.sop_instance_uid) if copy else None
@@ -454,12 +464,41 @@ def _under_two_ids(
             code, sentence = describe_copy(copy.owner, first.owner)
             reject = replace(reject, code=code, sentence=sentence, refers_to=first.sop_instance_uid)
             shared.add(first.uri)
-            pairs.append((copy.participant, first.participant))
+            pairs[copy.uri] = (copy.participant, first.participant)
         out.append(reject)
     marked = [
         replace(a, flags=(*a.flags, "pixels_of_two_participants")) if a.uri in shared else a for a in acquisitions
     ]
     return marked, out, pairs
+
+
+def _without_lost_originals(
+    rejects: Sequence[Reject],
+    pair_of: Mapping[str, tuple[str, str]],
+    headers: Sequence["Header"],
+    duplicates: Sequence[tuple["Header", Reject]],
+    pixel_rejects: Sequence[Reject],
+) -> tuple[list[Reject], list[tuple[str, str]]]:
+    """The rejects of copies, and the pairs of participants whose images are the same.
+
+    A copy of what its pixels show to be no scan is none either, and says nothing about people: the empty masks of two
+    of them are the same file. It gets the code of its original.
+    """
+    by_uri = {reject.uri: reject for reject in pixel_rejects if reject.code not in _OF_COPIES}
+    lost = {header.sop_instance_uid: by_uri[header.uri] for header in headers if header.uri in by_uri}
+    original = {copy.uri: lost[copy.sop_instance_uid] for copy, _ in duplicates if copy.sop_instance_uid in lost}
+    kept = [
+        replace(
+            reject,
+            code=original[reject.uri].code,
+            sentence=f"{reject.uri}: a copy of {original[reject.uri].sentence}",
+            refers_to="",
+        )
+        if reject.uri in original
+        else reject
+        for reject in rejects
+    ]
+    return kept, [pair for uri, pair in pair_of.items() if uri not in original]
 
 
 def assert_participant_level(acquisitions: Iterable[Acquisition]) -> None:
@@ -509,24 +548,26 @@ def _tables(
     return read_own_tables(root, own_table, own_people, own, tables, [str(path) for path in found.files])
 
 
-def _expect_a_match(
-    acquisitions: Sequence[Acquisition],
-    rejects: Sequence[Reject],
-    tables: Tables,
-    participants: str | Path | BucketPath | None,
-) -> None:
-    """Raises TableError if a user's table fits nothing at all: then a path or a column is wrong."""
+def _expect_rows_to_fit(acquisitions: Sequence[Acquisition], rejects: Sequence[Reject], tables: Tables) -> None:
+    """Raises TableError if no row of a user's table of files fits: then a path or a column is wrong, and everything
+    that the table says would be asked of folders."""
     # A row that fits only a reject is a fit as well.
     fits_none = all("not_in_manifest" in a.flags for a in acquisitions) and not any(
         tables.at_path(reject.uri) for reject in rejects
     )
-    if tables.own is not None and fits_none:
+    if acquisitions and tables.own is not None and fits_none:
         example = next(iter({**tables.by_path, **tables.by_uid}))
         raise TableError(
             f"{tables.own}: no row fits any of {len(acquisitions)} acquisitions, for example {example} against "
             f"{acquisitions[0].uri} ({acquisitions[0].sop_instance_uid}); give paths relative to the root or to the "
             "table, or SOP Instance UIDs"
         )
+
+
+def _expect_people_to_fit(
+    acquisitions: Sequence[Acquisition], tables: Tables, participants: str | Path | BucketPath | None
+) -> None:
+    """Raises TableError if a user's table of people names nobody of the scan."""
     people = {a.participant for a in acquisitions}
     if participants is not None and (remark := lost_zeros(people, tables.participants)):
         raise TableError(f"{participants}: participant {remark}")
@@ -561,6 +602,13 @@ def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> list[
         files |= {str(listed(f"{archive.path}{MEMBER}{folder}")): target / folder for folder in archive.folders}
     tables.unpacked_from.update((str(path), uri) for uri, path in files.items())
     return [files.get(str(path), path) for path in found.files]
+
+
+def _may_be_single(reject: Reject) -> bool:
+    """Whether it is an image, or a folder of images, that may be of several eyes."""
+    return reject.code in ("single_image", "mixed_images") or (
+        reject.code == "missing_spacing" and is_folder(reject.uri)
+    )
 
 
 def _count(words: Iterable[str]) -> dict[str, int]:

@@ -27,6 +27,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "pixel_spacing": ("pixel_spacing",),
     "slice_thickness": ("slice_thickness",),
     "spacing_mm": ("spacing_mm",),
+    "label": ("label",),
     "split": ("recommended_split",),
     "site": ("clinical_site",),
     "study_group": ("study_group",),
@@ -34,6 +35,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "age": ("age",),
 }
 """Field that octfm reads from tables -> its default column names; the first of them with a value in a row is read."""
+OF_FILES = ("label", "split", "study_group", "diagnosis")
+"""Fields that label a person in a table of people, and a file in a table of files."""
 
 _IDENTIFIER = re.compile(
     r"""(^|_)(

@@ -21,7 +21,10 @@ _IMAGES_PER_OTHER_FILE = 8
 
 _COMPANION_FOLDERS = {"ground_truth"}
 _COMPANION_NAMES = {"dicomdir", "license", "readme", "changelog", "thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r"}
-_COMPANION_SUFFIXES = {".tsv", ".csv", ".json", ".md", ".txt", ".html", ".pdf", ".yaml", ".yml", ".parquet"}
+_COMPANION_SUFFIXES = {
+    *(".tsv", ".csv", ".json", ".md", ".txt", ".html", ".pdf", ".yaml", ".yml", ".parquet"),
+    *(".xlsx", ".xls", ".ods", ".docx", ".doc", ".rtf", ".pptx", ".py", ".ipynb", ".m", ".bib", ".log"),
+}
 
 
 @dataclass

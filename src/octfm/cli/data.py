@@ -376,6 +376,7 @@ def _size(text: str) -> tuple[int, int, int]:
 def _print_summary(catalog: "Catalog", out: opt.Place) -> None:
     counts = f"{len(catalog.acquisitions)} accepted, {len(catalog.rejects)} rejected, {len(catalog.skipped)} skipped"
     typer.echo(f"{out}: {counts}")
+    from octfm.catalog.participants.class_folders import doubts_about_people
     from octfm.catalog.participants.split_folders import split_folders
 
     summary = catalog.summary()
@@ -387,6 +388,8 @@ def _print_summary(catalog: "Catalog", out: opt.Place) -> None:
     _print_disc_sides(disc_sides)
     if (folders := split_folders(catalog.root, catalog.acquisitions)) is not None:
         typer.echo(f"  {folders.sentence}")
+    for doubt in doubts_about_people(catalog.acquisitions):
+        typer.echo(f"  {doubt}")
     of_two = [reject for reject in catalog.rejects if reject.code == "pixels_of_two_participants"]
     for reject in of_two[:3]:
         typer.echo(reject.sentence)

@@ -12,7 +12,9 @@ from octfm.cli import options as opt
 def probe(
     run: Annotated[
         str,
-        opt.place_argument(metavar="RUN", help="Folder or address of a run that has embeddings (see `octfm embed`)."),
+        opt.place_argument(
+            metavar="RUN", help="Run that has embeddings (see `octfm embed`); with --embeddings any encoder: encoder-2."
+        ),
     ],
     labels: Annotated[
         Path | None,

@@ -57,11 +57,11 @@ def own_scans(request: Request, echo: Echo) -> Path:
         catalog.save(out / "catalog")
     trained = sum(a.split == "train" for a in catalog.acquisitions)
     pretrains = table is None or trained >= FEWEST or request.size is QUICK
-    asked = None
+    questions = None
     if table is not None:
         # Where nothing is pretrained, everybody can be tested.
-        asked = find_questions(catalog.acquisitions, table, request.targets, trains=pretrains)
-        stages.say(f"   questions: {', '.join(asked.targets)}")
+        questions = find_questions(catalog.acquisitions, table, request.targets, trains=pretrains)
+        stages.say(f"   questions: {', '.join(questions.targets)}")
     volumes = len(catalog.acquisitions)
     needed = volumes * _bytes_per_volume() * 1.2
     free = require_room(out, 0 if (out / "prepared").is_dir() else needed, " or --max-samples")
@@ -106,12 +106,12 @@ def own_scans(request: Request, echo: Echo) -> Path:
             result = probe(
                 encoders,
                 request.labels,
-                targets=asked.targets if asked is not None else None,
+                targets=questions.targets if questions is not None else None,
                 design=design,
                 seen=seen_by(run) if pretrains else (),
                 commands=commands,
             )
-            result["skipped"] = [*result["skipped"], *(asked.skipped if asked is not None else ())]
+            result["skipped"] = [*result["skipped"], *(questions.skipped if questions is not None else ())]
             write_probe(run / "probe.json", result)
         except EvaluationError as error:
             stages.say(f"   probe incomplete: {error}")

@@ -11,9 +11,10 @@ SABOTAGE = ("teacher-frozen", "context-unmasked", "lr-restart", "nan-volume")
 """Faults that `octfm demo --sabotage` can plant."""
 SABOTAGED_AT = 40
 """Step, of 60, at which the fault is planted."""
+SEED = 1
 
 
-def run_sabotage(name: str, out: str | Path, *, seed: int = 1, echo: Echo = print) -> Path:
+def run_sabotage(name: str, out: str | Path, *, echo: Echo = print) -> Path:
     """Train the quick demonstration with a planted fault, and return the path of its report.
 
     Raises EvaluationError if the monitors do not name the fault while the run trains.
@@ -31,10 +32,10 @@ def run_sabotage(name: str, out: str | Path, *, seed: int = 1, echo: Echo = prin
     out, steps, at = local_path(out), 60, SABOTAGED_AT
     stages = Stages(out, echo, 2)
     with stages.stage("clinic", f"{QUICK.participants} phantom participants, listed and prepared"):
-        prepared_clinic(out, QUICK, seed)
+        prepared_clinic(out, QUICK, SEED)
     config = load_config(
         "demo_vjepa2",
-        (f"seed={seed}", f"steps={steps}", "log_every_steps=5", "validate_every_steps=20", "ckpt_every_steps=20"),
+        (f"seed={SEED}", f"steps={steps}", "log_every_steps=5", "validate_every_steps=20", "ckpt_every_steps=20"),
     )
     run, store = out / f"run-{name}", Store.open(out / "prepared")
     with stages.stage("pretraining", f"{steps} steps, {name} from step {at} on; what the monitors report:"):

@@ -2,7 +2,7 @@
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +12,6 @@ import torch
 
 from octfm.encoder.embeddings import from_parquet, to_parquet
 from octfm.encoder.encoder import Encoder
-from octfm.encoder.quality import QUALITY, image_quality
 from octfm.errors import Echo, EvaluationError
 from octfm.io.hashing import hash_text
 from octfm.io.location import Location, location, write_whole
@@ -24,6 +23,11 @@ from octfm.volume.preprocessing import Preprocessing
 L = TypeVar("L", bound=Location)
 BATCH = 16
 HISTOGRAM_BINS = 64
+QUALITY = ("signal", "noise", "contrast", "saturated")
+"""Signal: 99th percentile of the grey levels less their median in the vitreous. Noise: standard deviation in the
+vitreous. Contrast: signal over noise. Saturated: share of the image at the highest grey level."""
+ABOVE = 8
+"""Rows above the tissue band that still count as tissue: the band's upper surface may lie a little too deep."""
 WORDS = ("acquisition", "participant", "eye_id", "laterality", "scanner", "protocol", "split")
 """Columns of an embeddings file that describe the acquisition."""
 RANDOM_INIT = ("random_init", "random_init_2", "random_init_3")
@@ -127,13 +131,33 @@ def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str
 
 def histogram(arrays: Arrays) -> np.ndarray:
     """float32 [B, 64]: normalised histogram of the grey values of image voxels (`Arrays.valid`)."""
-    rows = np.arange(arrays.voxels.shape[2])[:, None]
     histograms = []
-    for voxels, valid in zip(arrays.voxels, arrays.valid, strict=True):
-        image = (rows >= valid[0][:, None, :]) & (rows < valid[1][:, None, :])
+    for voxels, image in zip(arrays.voxels, _image(arrays), strict=True):
         counts = np.bincount(voxels[image] // (256 // HISTOGRAM_BINS), minlength=HISTOGRAM_BINS)
         histograms.append(counts / max(1, counts.sum()))
     return np.array(histograms, np.float32)
+
+
+def image_quality(arrays: Arrays) -> np.ndarray:
+    """float32 [B, 4], see QUALITY, of image voxels (`Arrays.valid`); without vitreous, all of them stand for it."""
+    rows = np.arange(arrays.voxels.shape[2])[:, None]
+    found = []
+    for voxels, band, image in zip(arrays.voxels, arrays.band, _image(arrays), strict=True):
+        vitreous = image & (rows < band[0][:, None, :] - ABOVE)
+        grey = voxels[image].astype(np.float32)
+        dark = voxels[vitreous].astype(np.float32) if vitreous.any() else grey
+        if not grey.size:
+            found.append(np.zeros(len(QUALITY)))
+            continue
+        signal, noise = np.percentile(grey, 99) - np.median(dark), max(float(dark.std()), 1.0)
+        found.append([signal, noise, signal / noise, np.mean(grey == 255)])
+    return np.array(found, np.float32)
+
+
+def _image(arrays: Arrays) -> Iterator[np.ndarray]:
+    """bool [D, H, W] of each volume: voxels of the image, not padding."""
+    rows = np.arange(arrays.voxels.shape[2])[:, None]
+    return ((rows >= first[:, None]) & (rows < end[:, None]) for first, end in arrays.valid)
 
 
 def histogram_facts(fingerprint: str) -> dict[str, str]:

@@ -43,7 +43,7 @@ from octfm.layers.band import band_finder
 from octfm.models.pooling import VectorPool
 from octfm.run.runtime import Precision, start
 from octfm.store.exclusion import without_excluded_files
-from octfm.store.layout import Arrays
+from octfm.store.layout import ARRAYS, Arrays
 from octfm.store.prepare import REASONS as PREPARE_REASONS
 from octfm.store.prepare import code_of, prepare_acquisition, with_finder, words
 from octfm.volume.preprocessing import Preprocessing
@@ -56,7 +56,6 @@ SHARD = 32
 """Volumes whose vectors are written together, so at most these are lost by a kill."""
 BATCH = 8
 """Volumes per forward pass; divides SHARD, so that a resumed job makes the same batches."""
-ARRAYS = ("voxels", "band", "valid")
 
 
 @dataclass(frozen=True)

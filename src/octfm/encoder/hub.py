@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from octfm.encoder.encoder import Encoder
 from octfm.encoder.export import write_files
-from octfm.encoder.sources import FILES
+from octfm.encoder.sources import HUB, from_hub
 from octfm.encoder.tuned import heads_of
 from octfm.errors import ConfigError
 from octfm.io.location import write_whole
@@ -20,9 +20,12 @@ from octfm.volume.preprocessing import Preprocessing
 from octfm.weights import exported
 
 try:
-    from huggingface_hub import PyTorchModelHubMixin, snapshot_download
+    from huggingface_hub import PyTorchModelHubMixin
 except ImportError:
     raise ConfigError("octfm.OctEncoder needs huggingface_hub; install it with: pip install 'octfm[hub]'") from None
+
+_HUB_OPTIONS = {"revision", "cache_dir", "force_download", "local_files_only", "token"}
+"""What huggingface_hub hands on for the download, which is over by then."""
 
 
 class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["medical", "oct", "retina"]):
@@ -81,27 +84,36 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
         return Encoder(self.network, self.run, self.preprocessing, runtime, "OctEncoder", self.facts["fingerprint"])
 
     @classmethod
-    def _from_pretrained(
+    def from_pretrained(
         cls,
+        pretrained_model_name_or_path: str | Path,
         *,
-        model_id: str,
-        revision: str | None = None,
-        cache_dir: str | Path | None = None,
         force_download: bool = False,
-        local_files_only: bool = False,
         token: str | bool | None = None,
-        map_location: str = "cpu",
-        **facts: Any,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        revision: str | None = None,
+        **model_kwargs: Any,
     ) -> "OctEncoder":
-        folder = Path(model_id)
+        """The backbone of an export: a folder, or `owner/name` on the Hugging Face hub or in its cache, in eval mode.
+
+        Options are huggingface_hub's, and `map_location`, the device (cpu). Raises CheckpointError if neither a folder
+        nor the hub has an export of this name.
+        """
+        folder = Path(pretrained_model_name_or_path)
+        # Fetched before the mixin asks for it, which without a connection would retry for half a minute.
         if not folder.is_dir():
-            folder = Path(
-                snapshot_download(
-                    model_id, revision=revision, cache_dir=cache_dir, force_download=force_download,
-                    local_files_only=local_files_only, token=token, allow_patterns=list(FILES),
-                )
+            name = str(pretrained_model_name_or_path).removeprefix(HUB)
+            folder = from_hub(
+                f"{name}@{revision}" if revision else name, local_files_only,
+                force_download=force_download, token=token, cache_dir=cache_dir,
             )  # fmt: skip
-        content = exported.read_export(folder)
+        return super().from_pretrained(folder, **model_kwargs)
+
+    @classmethod
+    def _from_pretrained(cls, *, model_id: str, map_location: str = "cpu", **facts: Any) -> "OctEncoder":
+        content = exported.read_export(Path(model_id))
+        facts = {name: facts[name] for name in facts.keys() - _HUB_OPTIONS}
         model = cls(**facts)
         parts = {f"{part}.{name}": tensor for part in ("network", "head") for name, tensor in content[part].items()}
         model.load_state_dict(parts)

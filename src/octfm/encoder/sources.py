@@ -6,6 +6,7 @@ hub. Nothing is asked of the network unless the name says so, `hf://owner/name`:
 
 import re
 from pathlib import Path
+from typing import Any
 
 from octfm.errors import CheckpointError, ConfigError
 from octfm.io.location import Location, is_remote, location
@@ -79,10 +80,13 @@ def names_encoder(word: str) -> bool:
     return True
 
 
-def from_hub(name: str) -> Path:
+def from_hub(name: str, offline: bool = False, **options: Any) -> Path:
     """The folder of an export on the Hugging Face hub, `owner/name` or `owner/name@revision`, downloaded or from its
-    cache; with HF_HUB_OFFLINE=1 from its cache only."""
-    return _snapshot(name, offline=False)
+    cache; `offline`, or with HF_HUB_OFFLINE=1, from its cache only. `options`: more of snapshot_download's.
+
+    Raises CheckpointError if it is not there, ConfigError without huggingface_hub.
+    """
+    return _snapshot(name, offline, **options)
 
 
 def _cached(name: str) -> Path:
@@ -95,7 +99,7 @@ def _cached(name: str) -> Path:
         ) from None
 
 
-def _snapshot(name: str, offline: bool) -> Path:
+def _snapshot(name: str, offline: bool, **options: Any) -> Path:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -105,7 +109,11 @@ def _snapshot(name: str, offline: bool) -> Path:
     try:
         folder = Path(
             snapshot_download(
-                repository, revision=revision or None, allow_patterns=list(FILES), local_files_only=offline
+                repository,
+                revision=revision or None,
+                allow_patterns=list(FILES),
+                local_files_only=offline,
+                **options,
             )
         )
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:

@@ -178,6 +178,16 @@ def find_targets(
     return found
 
 
+def find_target(
+    name: str, data: Embeddings, table: LabelTable | None, orders: Mapping[str, tuple[str, ...]] | None = None
+) -> Target:
+    """The one target of this name. Raises EvaluationError as `find_targets`, and for a column of several labels."""
+    targets = find_targets([name], data, table, orders)
+    if len(targets) != 1:
+        raise EvaluationError(f"target {name}: its cells hold several labels; name a column with one label per cell")
+    return targets[0]
+
+
 def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Cases:
     """Join the target's labels to the embeddings.
 

@@ -11,11 +11,11 @@ from torch.utils.data import Dataset
 from octfm.catalog.labels import LabelTable, read_labels
 from octfm.display import box, brief, counted, number
 from octfm.encoder.embeddings import of_store
-from octfm.errors import EvaluationError
-from octfm.evaluation.cases import Cases, Skip, find_targets, make_cases
+from octfm.errors import ConfigError, EvaluationError, shown
+from octfm.evaluation.cases import Cases, Skip, find_target, make_cases
 from octfm.store.selection import select
 from octfm.store.store import Store
-from octfm.volume.volume import ADMISSIBLE, STRUCTURE_ONLY, Modality
+from octfm.volume.volume import ADMISSIBLE, MODALITIES, STRUCTURE_ONLY, Modality
 
 Item = dict[str, Any]
 
@@ -100,11 +100,21 @@ def dataset_of(
     transform: Callable[[Item], Any] | None = None,
 ) -> VolumeDataset:
     """What `Store.as_torch` returns; its docstring has the arguments and errors."""
+    if transform is not None and not callable(transform):
+        raise ConfigError(f"transform: expected a function of an item, got {shown(transform)}")
+    if isinstance(modalities, str) or not modalities or not {*modalities} <= {*MODALITIES}:
+        raise ConfigError(f'modalities: expected ("structure",), ("octa",) or both, got {shown(modalities)}')
     # Also finds participants in two splits, whichever split is wanted.
     rows = select(store, split, layouts=ADMISSIBLE, modalities=modalities)
     if labels is None and target is None:
         return VolumeDataset(store, rows, split=split, transform=transform)
     table = read_labels(labels) if labels is not None else None
+    if target is not None and not (isinstance(target, str) and target):
+        columns = {*(key for row in store.rows for key in row.participant_labels), *(table.columns if table else ())}
+        raise EvaluationError(
+            f"target: expected the name of a label column, got {shown(target)}; "
+            f"columns: {', '.join(sorted(columns)) or 'there is none'}"
+        )
     cases = _cases(store, table, _column(table, target))
     kept = np.isin(cases.rows, rows)
     if not kept.any():
@@ -135,10 +145,7 @@ def _column(table: LabelTable | None, target: str | None) -> str:
 
 def _cases(store: Store, table: LabelTable | None, target: str) -> Cases:
     data = of_store(store)
-    found = find_targets([target], data, table)
-    if len(found) != 1:
-        raise EvaluationError(f"target {target}: its cells hold several labels; name a column with one label per cell")
     try:
-        return make_cases(found[0], data, table)
+        return make_cases(find_target(target, data, table), data, table)
     except Skip as reason:
         raise EvaluationError(f"target {target}: {reason}") from None

@@ -20,9 +20,9 @@ from octfm.evaluation.cases import (
     make_rounds,
     rarest_class,
 )
-from octfm.evaluation.probe import RESAMPLES, against_the_first, choose_design, describe, drawn, predict, rows_seen
+from octfm.evaluation.probe import RESAMPLES, choose_design, describe, drawn, predict, rows_seen
 from octfm.evaluation.readouts import Readout
-from octfm.evaluation.scoring import PLANNED, correct, planned_metrics, score
+from octfm.evaluation.scoring import PLANNED, compare_metrics, correct, planned_metrics, score
 from octfm.evaluation.statistics import enough_resamples
 from octfm.io.location import Location
 from octfm.io.progress import Progress
@@ -60,20 +60,20 @@ def label_efficiency(
     seen_rows, (chosen, folds) = rows_seen(first, seen), choose_design(first, design, folds)
     rows: list[dict[str, Any]] = []
     comparisons: list[dict[str, Any]] = []
-    asked: list[tuple[Cases, list[Round]]] = []
+    probed: list[tuple[Cases, list[Round]]] = []
     for target in find_targets(targets, first, table, orders):
         try:
             cases = make_cases(target, first, table)
-            asked.append(make_rounds(cases, first, chosen, seen_rows, allow_seen, folds, seed))
+            probed.append(make_rounds(cases, first, chosen, seen_rows, allow_seen, folds, seed))
         except Skip as reason:
             # As in `probe`: a rare label of a multi-label column is skipped even if the column was named.
             if targets is not None and target.label is None:
                 raise EvaluationError(f"target {target.name}: {reason}") from None
     if resamples is None:
-        metrics = sum(len(planned_metrics(cases)) for cases, _ in asked)
+        metrics = sum(len(planned_metrics(cases)) for cases, _ in probed)
         resamples = enough_resamples(metrics * len(fractions) * (len(encoders) - 1), RESAMPLES)
-    with Progress("label efficiency", len(asked) * len(fractions) * len(encoders), "fits") as progress:
-        for cases, rounds in asked:
+    with Progress("label efficiency", len(probed) * len(fractions) * len(encoders), "fits") as progress:
+        for cases, rounds in probed:
             # With equal seeds, subsets are the same for every encoder, which pairs the comparisons.
             for fraction in fractions:
                 # The tested folds are the same for all seeds; the draw of training participants varies.
@@ -91,7 +91,9 @@ def label_efficiency(
                     scored.append(score(cases, encoder.name, runs, facts, resamples, seed, only=PLANNED))
                 rows += [s.row for of_encoder in scored for s in of_encoder]
                 of_fraction = {name: facts[name] for name in ("fraction", "n_train_participants")}
-                comparisons += [of_fraction | c for c in against_the_first(scored, cases.target.leakage)]
+                for other in scored[1:]:
+                    compared = compare_metrics(scored[0], other, leakage=cases.target.leakage)
+                    comparisons += [of_fraction | c for c in compared]
     return rows, correct(comparisons)
 
 

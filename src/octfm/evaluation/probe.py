@@ -29,7 +29,7 @@ from octfm.evaluation.scoring import (
     HEADLINE,
     Predictions,
     Scored,
-    compare_scored,
+    compare_metrics,
     correct,
     finite,
     planned_metrics,
@@ -102,7 +102,7 @@ def probe(
     comparisons: list[dict[str, Any]] = []
     skipped: list[dict[str, str]] = []
     by_label: dict[str, list[list[list[Scored]]]] = {}
-    asked: list[tuple[Target, list[tuple[Cases, list[Round]]]]] = []
+    probed: list[tuple[Target, list[tuple[Cases, list[Round]]]]] = []
     for target in find_targets(targets, first, table, orders):
         try:
             cases = make_cases(target, first, table)
@@ -113,13 +113,13 @@ def probe(
                 raise EvaluationError(f"target {target.name}: {reason}", public=reason.public) from None
             skipped.append({"target": target.name, "sentence": str(reason)})
             continue
-        asked.append((target, rounds))
+        probed.append((target, rounds))
     if resamples is None:
-        means = {target.column for target, _ in asked if target.label is not None}
-        metrics_planned = len(means) + sum(len(planned_metrics(rounds[0][0])) for _, rounds in asked)
+        means = {target.column for target, _ in probed if target.label is not None}
+        metrics_planned = len(means) + sum(len(planned_metrics(rounds[0][0])) for _, rounds in probed)
         resamples = enough_resamples(metrics_planned * len(pairs_of(encoders)), RESAMPLES)
-    with Progress("probe", len(asked) * len(encoders), "fits") as progress:
-        for target, per_seed in asked:
+    with Progress("probe", len(probed) * len(encoders), "fits") as progress:
+        for target, per_seed in probed:
             facts = describe(per_seed[0][0], per_seed[0][1], chosen, seen_rows) | {"readout": readout}
             per_encoder = []
             for encoder in progress.over(encoders):
@@ -190,8 +190,8 @@ def summary_lines(result: dict[str, Any], file: str = "probe.json") -> list[str]
         flag = f"; {r['seen_test_participants']} of them seen in pretraining" if r["seen_test_participants"] else ""
         if r["note"]:
             few = "fewer than" in r["note"] and r["design"] == "recommended_split" and file == "probe.json"
-            said = r["note"] + few * " --design k-fold tests every participant."
-            noted.setdefault((r["target"], said), []).append(r["encoder"])
+            note = r["note"] + few * " --design k-fold tests every participant."
+            noted.setdefault((r["target"], note), []).append(r["encoder"])
         if draws := [value for value in r.get("per_draw", ()) if value is not None]:
             between += f", {len(draws)} draws from {min(draws):.3f} to {max(draws):.3f}"
         who = f"{r['n_test_participants']} participants{flag}"
@@ -201,9 +201,9 @@ def summary_lines(result: dict[str, Any], file: str = "probe.json") -> list[str]
         unlabelled = f", {r['unlabelled_acquisitions']} volumes have no label" if r["unlabelled_acquisitions"] else ""
         learned = f"learned from {r['n_train_participants']} participants{unlabelled}"
         lines.append(f"{target:<12} guessing gives {', '.join(each.values())}; {learned}")
-    for (target, said), whose in noted.items():
+    for (target, note), whose in noted.items():
         every = {r["encoder"] for r in result["results"] if r["target"] == target}
-        lines.append(f"{target:<12} " + ("" if {*whose} == every else f"{', '.join(dict.fromkeys(whose))}: ") + said)
+        lines.append(f"{target:<12} " + ("" if {*whose} == every else f"{', '.join(dict.fromkeys(whose))}: ") + note)
     for c in result["comparisons"]:
         if c["low"] is not None and c["metric"] in HEADLINE:
             adjusted = "" if c["p_holm"] is None else f", Holm {c['p_holm']:.3f}"
@@ -314,11 +314,8 @@ def drawn(encoder: Embeddings) -> list[Embeddings]:
 def compared(per_encoder: list[list[Scored]], encoders: Sequence[Embeddings], leakage: bool) -> list[dict[str, Any]]:
     """Compare the encoders of `pairs_of` on every metric."""
     by_name = {scored[0].encoder: scored for scored in per_encoder}
-    return [
-        compare_scored(a, b, leakage=leakage)
-        for one, other in pairs_of(encoders)
-        for a, b in zip(by_name[one], by_name[other], strict=True)
-    ]
+    pairs = [(by_name[one], by_name[other]) for one, other in pairs_of(encoders)]
+    return [row for one, other in pairs for row in compare_metrics(one, other, leakage=leakage)]
 
 
 def pairs_of(encoders: Sequence[Embeddings]) -> list[tuple[str, str]]:
@@ -329,12 +326,6 @@ def pairs_of(encoders: Sequence[Embeddings]) -> list[tuple[str, str]]:
     for arm in encoders[1:]:
         found += [(arm.name, part) for part, _ in arm.parts if part in names and part != first.name]
     return found
-
-
-def against_the_first(per_encoder: list[list[Scored]], leakage: bool) -> list[dict[str, Any]]:
-    """Compare the first encoder with each of the others on every metric."""
-    first, *others = per_encoder
-    return [compare_scored(a, b, leakage=leakage) for other in others for a, b in zip(first, other, strict=True)]
 
 
 def _over_labels(name: str, per_label: list[list[Scored]]) -> list[Scored]:

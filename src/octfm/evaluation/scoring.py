@@ -103,22 +103,18 @@ def score(
     named = [metrics_of(cases, u, more) for u in units]
     lower_is_better = {*LOWER_IS_BETTER, *(metric.name for metric in more if metric.lower_is_better)}
     counts, rare = count_participants(cases, first)
+    everyone = np.ones((1, len(first.truth)))
     scored = []
     for i, (name, _, chance) in enumerate(named[0]):
         if only and name not in only:
             continue
+        measures = [metrics[i][1] for metrics in named]
+        whole = [float(measure(everyone)[0]) for measure in measures]
         boot = None
-        if rare:
-            # Too few participants for an interval: the estimate alone, on the whole sample.
-            everyone = np.ones((1, len(first.truth)))
-            estimate = float(np.mean([metrics[i][1](everyone)[0] for metrics in named]))
-        else:
-            per_seed = [
-                bootstrap(metrics[i][1], first.participant, resamples=resamples, seed=seed) for metrics in named
-            ]
-            of_seeds = [over_seeds(per_seed[s : s + draws], seed=seed + 1) for s in range(0, len(per_seed), draws)]
+        if not rare:
+            per_run = [bootstrap(measure, first.participant, resamples=resamples, seed=seed) for measure in measures]
+            of_seeds = [over_seeds(per_run[s : s + draws], seed=seed + 1) for s in range(0, len(per_run), draws)]
             boot = over_seeds(of_seeds, seed=seed)
-            estimate = boot.estimate
         low, high = interval(boot) if boot else (None, None)
         below = name in HEADLINE and facts.get("design") == "k-fold" and high is not None and high < chance
         notes = [
@@ -135,7 +131,7 @@ def score(
             **facts,
             "metric": name,
             "encoder": encoder,
-            "estimate": finite(estimate),
+            "estimate": finite(boot.estimate if boot else float(np.mean(whole))),
             "low": finite(low),
             "high": finite(high),
             "percentile": [finite(bound) for bound in percentile],
@@ -148,9 +144,7 @@ def score(
             "penalty": sorted({s for run in runs for s in run.settings}),
         }
         if draws > 1:
-            everyone = np.ones((1, len(first.truth)))
-            each = [float(metrics[i][1](everyone)[0]) for metrics in named]
-            row["per_draw"] = [finite(float(np.mean(each[d::draws]))) for d in range(draws)]
+            row["per_draw"] = [finite(float(np.mean(whole[d::draws]))) for d in range(draws)]
         scored.append(Scored(name, encoder, boot, row, ranked))
     return scored
 
@@ -195,6 +189,11 @@ def compare_scored(a: Scored, b: Scored, *, leakage: bool) -> dict[str, Any]:
         "verdict": verdict,
         "note": None,
     }
+
+
+def compare_metrics(a: Sequence[Scored], b: Sequence[Scored], *, leakage: bool) -> list[dict[str, Any]]:
+    """`compare_scored` for every metric that both have: predictions without expected grades lack kappa, the last."""
+    return [compare_scored(x, y, leakage=leakage) for x, y in zip(a, b, strict=False) if x.metric == y.metric]
 
 
 def correct(comparisons: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from octfm.errors import ReadError
 from octfm.formats.declared import Declared, read_declared
 from octfm.formats.dicom.geometry import NotRaster, Stack, check_bounds, positions_across, stack_of
 from octfm.formats.dicom.pixels import check_size
-from octfm.formats.names import lateralities, slugify
+from octfm.formats.names import is_flow_beside_structure, lateralities, may_be_labels, slugify
 from octfm.formats.reasons import Header, angiography, blank, cannot_open, voxel_labels
 from octfm.volume.estimated import axial_mm, retina_rows, spacing_of
 from octfm.volume.planes import Planes, used_full_scale
@@ -72,7 +72,8 @@ class Bscans:
     layout: Layout | None = None
     """As the file states it; used where positions do not show it."""
     modality: Modality | None = None
-    """None if the file does not state it: structure, unless the sidecar declares octa."""
+    """None if the file does not state it: structure, unless the sidecar declares octa, or folders called OCT and OCTA
+    lie side by side."""
     laterality: str = ""
     scanner: str = "unknown"
     protocol: str = ""
@@ -131,9 +132,14 @@ def to_header(
     bscans: Bscans, layouts: Collection[Layout] = RASTER_ONLY, modalities: Collection[Modality] = STRUCTURE_ONLY
 ) -> Header:
     """The Header. Raises ReadError: angiography for flow unless it is among `modalities`, not_raster, absurd_size,
-    absurd_spacing, contradicting_declaration."""
+    absurd_spacing, contradicting_declaration, voxel_labels.
+
+    Voxels are decoded only where a name says that they may be labels (`masks/1.png`).
+    """
     if bscans.aside is not None:
         raise bscans.aside
+    if may_be_labels(bscans.uri):
+        _expect_no_labels(bscans)
     bscans, declared = _with_sidecar(bscans)
     _expect_modality(bscans, declared, modalities)
     arrangement = _admissible_arrangement(bscans, layouts)
@@ -204,6 +210,17 @@ def are_labels(voxels: np.ndarray) -> bool:
         if np.count_nonzero(seen) > MOST_LABELS:
             return False
     return True
+
+
+def _expect_no_labels(bscans: Bscans) -> None:
+    """Raises ReadError voxel_labels for B-scans that hold labels, or show them in colours."""
+    check_size(bscans.shape, bscans.uri)
+    try:
+        labels = are_labels(bscans.decode())
+    except ReadError as error:
+        labels = error.code == "unsupported_pixels"
+    if labels:
+        raise voxel_labels(bscans.uri)
 
 
 def _estimated(voxels: np.ndarray, full_scale: int, uri: str) -> Spacing3:
@@ -314,7 +331,10 @@ def _with_sidecar(bscans: Bscans) -> tuple[Bscans, Declared]:
 
 
 def _modality(bscans: Bscans, declared: Declared) -> Modality:
-    return bscans.modality or declared.modality or "structure"
+    if stated := bscans.modality or declared.modality:
+        return stated
+    # Instruments' own files are of structure, whatever folder they lie in.
+    return "octa" if bscans.scanner == "unknown" and is_flow_beside_structure(bscans.uri) else "structure"
 
 
 def _expect_modality(bscans: Bscans, declared: Declared, modalities: Collection[Modality]) -> None:

@@ -136,6 +136,6 @@ def numbered(places: list[str], uri: str) -> list[str]:
         gap = next((a for a, b in pairwise(order) if b - a != min(steps)), order[0])
         raise ReadError(
             "mixed_images",
-            f"{uri}: the B-scan after number {gap} is missing or occurs twice; fetch the folder again",
+            f"{uri}: the B-scan after number {gap} is missing or occurs twice; fetch the folder again{OR_SINGLE}",
         )
     return [numbers[number] for number in order]

@@ -204,8 +204,8 @@ def _opened(file, uri: str, formats: tuple[str, ...] = ("PNG", "TIFF", "BMP", "J
 def _gray(image: "Image", uri: str) -> np.ndarray:
     if image.width * image.height > 2**28:
         raise ReadError("absurd_size", f"{uri}: {image.width} x {image.height} pixels; no B-scan is so large")
-    if image.mode in ("1", "P", "LA"):
-        image = image.convert("RGB" if image.mode == "P" else "L")
+    if image.mode in ("1", "P", "LA", "CMYK"):
+        image = image.convert("RGB" if image.mode in ("P", "CMYK") else "L")
     pixels = np.asarray(image)
     if (
         pixels.dtype.itemsize > 1 and getattr(image, "tag_v2", {}).get(262) == 0
@@ -299,7 +299,7 @@ def to_mm(unit: str) -> float:
 
 def _stated_bits(image: "Image") -> int | None:
     """8 for 8-bit pixels; for wider ones the bits that TIFF or OME state, None if neither does."""
-    if image.mode in ("1", "L", "P", "LA", "RGB", "RGBA"):
+    if image.mode in ("1", "L", "P", "LA", "RGB", "RGBA", "CMYK"):
         return 8
     tags = getattr(image, "tag_v2", {})
     stated = [_attribute("SignificantBits", _description(image)), tags.get(258)]  # BitsPerSample

@@ -1,7 +1,9 @@
 """Names that all formats share: scanners and protocols as slugs, eyes as R or L."""
 
 import re
+from pathlib import PurePath
 
+from octfm.io.archive import is_folder
 from octfm.volume.volume import Laterality
 
 _SCANNERS = (
@@ -23,6 +25,29 @@ def scanner_slug(manufacturer: str, model: str) -> str:
 
 def slugify(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
+
+
+MASKS = frozenset({"reference", "mask", "masks", "label", "labels", "seg", "segmentation"})
+"""Names of files that hold labels of voxels. RETOUCH calls its own reference.mhd."""
+_OF_MASKS = MASKS | {"msk", "gt", "truth", "groundtruth", "labelstr", "labelsts", "segmentations", "annotations"}
+"""Words in the names of folders or files that may hold labels of voxels."""
+
+
+def may_be_labels(uri: str) -> bool:
+    """Whether the name of a file, or of one of the three folders around it, has a word for labels of voxels."""
+    return any(word in _OF_MASKS for part in PurePath(uri).parts[-4:] for word in re.split(r"[^a-z]+", part.lower()))
+
+
+_FLOW, _STRUCTURE = {"octa", "flow", "angio", "angiography"}, ("oct", "structure", "structural")
+
+
+def is_flow_beside_structure(uri: str) -> bool:
+    """Whether a folder around a file is called OCTA, or the like, and one called OCT lies beside it."""
+    for folder in list(PurePath(uri).parents)[:3]:
+        if folder.name.lower() in _FLOW:
+            beside = [str(folder.with_name(form(name))) for name in _STRUCTURE for form in (str, str.upper, str.title)]
+            return any(map(is_folder, beside))
+    return False
 
 
 _EYES: dict[str, Laterality] = {"R": "R", "OD": "R", "RIGHT": "R", "L": "L", "OS": "L", "LEFT": "L"}

@@ -8,6 +8,8 @@ import numpy as np
 
 from octfm.errors import ReadError
 from octfm.formats import bscans, detect
+from octfm.formats.arrays import in_order
+from octfm.formats.declared import read_declared
 from octfm.formats.medical import metaimage, nifti
 from octfm.volume.volume import Labels, Shape3, Spacing3, Surfaces
 
@@ -20,7 +22,7 @@ def read_overlay(uri: str | Path, of: str | Path, shape: Shape3, spacing_mm: Spa
         return _of_dicom(uri, of)
     with bscans.damage_has_a_code(uri):
         if reader is nifti:
-            return _of_nifti(uri, shape, spacing_mm)
+            return _of_nifti(uri, of, shape, spacing_mm)
         if reader is metaimage:
             values = metaimage.read_mask(uri)
             return _labels(values, {}, uri, shape)
@@ -50,14 +52,16 @@ def _neither(uri: str) -> ReadError:
     )
 
 
-def _of_nifti(uri: str, shape: Shape3, spacing_mm: Spacing3) -> Surfaces | Labels:
-    depth, height, width = shape
+def _of_nifti(uri: str, of: str, shape: Shape3, spacing_mm: Spacing3) -> Surfaces | Labels:
+    depth, _, width = shape
     found = nifti.read_drawn(uri)
     stored, are_labels = found.values.shape, bool(np.isin(found.values, np.arange(256)).all())
-    if stored == (width, height, depth) or are_labels:
+    if sorted(stored) == sorted(shape) or are_labels:
         if not are_labels:
             raise ReadError("not_labels", f"{uri}: values that are no labels, which are 0 to 255; give the labels")
-        values = found.values.transpose(2, 1, 0).astype(np.uint8)
+        # Labels drawn on a NIfTI scan have its axes; octfm declares them beside its own.
+        axes = read_declared(uri).axes or (nifti.stored_axes(of) if detect.find_reader(of) is nifti else "WHD")
+        values = found.values.transpose(in_order((0, 1, 2), axes)).astype(np.uint8)
         return _labels(values, _names_of_labels(found.comments), uri, shape)
     if stored[:2] != (width, depth):
         raise ReadError(

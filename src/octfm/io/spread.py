@@ -72,7 +72,14 @@ def stream(
             yield lost(item, result) if isinstance(result, Lost) else cast(R, result)
 
 
-def _results(function, chunks, workers, limits, deadline, cluster) -> Iterator[list[Any]]:
+def _results(
+    function: Callable[[T], R],
+    chunks: Sequence[Sequence[T]],
+    workers: int | None,
+    limits: Limits,
+    deadline: Callable[[T], float] | None,
+    cluster: str | None,
+) -> Iterator[Sequence[R | Lost]]:
     """Results of each chunk, in order: in this process, in one child, in several, or on a cluster."""
     if workers == 0 and not cluster:
         yield from ([function(item) for item in chunk] for chunk in chunks)

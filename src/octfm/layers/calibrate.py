@@ -50,7 +50,7 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
             f"{corrected}: at least 90 % of the zones of {copied[0]} equal the table's; expected every zone as "
             "somebody has corrected it; leave out scans that nobody has looked at"
         )
-    told = [
+    messages = [
         f"{scanner}: 90 % intervals from {counts[scanner]} participants, {factors[scanner]:.2f} times the "
         "synthetic-calibrated ranges; they hold for this scanner and this population"
         if scanner in enough
@@ -58,11 +58,11 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
         "stay as they are"
         for scanner in counts
     ]
-    told += [in_part] if in_part else []
+    messages += [in_part] if in_part else []
     return [
         _scaled(row, factors[row["scanner"]], counts[row["scanner"]]) if row["scanner"] in enough else row
         for row in rows
-    ], told
+    ], messages
 
 
 def read_corrected(path: Path) -> tuple[list[dict[str, str]], str]:

@@ -44,6 +44,7 @@ class _File(BaseModel):
     participant: str = Field(default="", max_length=200)
     time: AwareDatetime
     shape: tuple[int, int, int]
+    axial_length_mm: float | None = Field(default=None, ge=14, le=40)
     bscans: list[_Bscan]
 
 
@@ -71,6 +72,8 @@ class Corrections:
     checked: frozenset[int]
     """B-scans of which somebody has said that all lines and areas are right."""
     source: str = field(default="corrections", repr=False)
+    axial_length_mm: float | None = None
+    """That of the page, by which it measured; None: nominal millimetres."""
 
     @property
     def touched(self) -> frozenset[int]:
@@ -204,7 +207,7 @@ def _checked(file: _File, source: str) -> Corrections:
                 raise refuse(f"{where}, areas", "runs within the B-scan that do not overlap", "others")
     return Corrections(
         file.scan, file.network, file.shape, file.author, file.participant, file.time.isoformat(), file.octfm,
-        surfaces, areas, frozenset(checked), source,
+        surfaces, areas, frozenset(checked), source, file.axial_length_mm,
     )  # fmt: skip
 
 

@@ -52,8 +52,8 @@ def packaged_ranges(name: str, digest: str) -> Ranges | None:
     return Ranges(tuple(facts["below"]), tuple(facts["above"]), facts["participants"])
 
 
-def conformal_quantile(scores: Sequence[Sequence[float]], level: float = LEVEL) -> float:
-    """The smallest value that a score of a new participant exceeds with a probability of at most 1 − level.
+def conformal_quantile(scores: Sequence[Sequence[float]]) -> float:
+    """The smallest value that a score of a new participant exceeds with a probability of at most 1 − LEVEL.
 
     scores: those of every participant, who count equally however many they have. Infinite if there are too few.
     """
@@ -62,5 +62,5 @@ def conformal_quantile(scores: Sequence[Sequence[float]], level: float = LEVEL) 
     # The new participant, whose score is unknown, counts as one more with the largest.
     weights = np.concatenate([*(np.full(len(own), 1 / len(own)) for own in people), [1.0]]) / (len(people) + 1)
     order = np.argsort(values, kind="stable")
-    place = np.searchsorted(np.cumsum(weights[order]), level - 1e-12)
+    place = np.searchsorted(np.cumsum(weights[order]), LEVEL - 1e-12)
     return float(values[order][min(place, len(values) - 1)])

@@ -15,6 +15,7 @@ from octfm.formats.reasons import angiography
 from octfm.layers.corrections import Corrections, require_order
 from octfm.layers.edges import onto_edges
 from octfm.layers.finder import LayerFinder, Layers, load_finder
+from octfm.layers.other_eye import looks_like_other_eye
 from octfm.layers.ranges import Ranges, packaged_ranges
 from octfm.layers.verdict import (
     ANSWERED,
@@ -32,6 +33,7 @@ from octfm.volume.estimated import WHY
 from octfm.volume.etdrs import (
     MOST_APART_MM,
     RINGS_MM,
+    UNEVEN,
     EtdrsGrid,
     Field,
     field_of_volume,
@@ -113,9 +115,15 @@ class ScanSegmentation(Segmentation):
 
         Where somebody has checked a B-scan, or corrected one of two surfaces in it, no error of their distance is
         expected. If that holds for ILM and BM in every B-scan, the verdict keeps only reasons that no correction can
-        answer. Raises CorrectionsError for corrections of another scan or network, and for lines out of order.
+        answer. The axial length is that of the page. Raises CorrectionsError for corrections of another scan or network
+        or with another axial length, and for lines out of order.
         """
         corrections.require(self.volume, self.model)
+        if (own := self.axial_length_mm) and (length := corrections.axial_length_mm) and own != length:
+            raise CorrectionsError(
+                f"{corrections.source}: made with an axial length of {length:g} mm, not {own:g}; leave it out, or "
+                "correct a page with this one"
+            )
         surfaces = {name: rows.copy() for name, rows in self.surfaces.items()}
         masks = {name: mask.copy() for name, mask in self.masks.items()}
         for name, by_bscan in corrections.surfaces.items():
@@ -142,7 +150,10 @@ class ScanSegmentation(Segmentation):
             codes, reasons = tuple(code for code, _ in left), tuple(why for _, why in left)
             doubt = verdict.doubt if left else min(verdict.doubt, 0.99)
             verdict = replace(verdict, codes=codes, reasons=reasons, parts=(), doubt=doubt)
-        return replace(self, surfaces=surfaces, masks=masks, verdict=verdict, corrections=corrections)
+        return replace(
+            self, surfaces=surfaces, masks=masks, verdict=verdict, corrections=corrections,
+            axial_length_mm=self.axial_length_mm or corrections.axial_length_mm,
+        )  # fmt: skip
 
     def expected_error_um(self, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
         """float32 [D, W]: as octfm.layers.verdict.expected_error_um, NaN in B-scans without the lines, and 0 where
@@ -198,9 +209,24 @@ class ScanSegmentation(Segmentation):
         if hole is not None and hole.any():
             bscans = number(int(hole.sum()), "B-scan")
             notes.append(f"a full-thickness macular hole may be in {bscans}: its opening is not counted as fluid")
+        if self.looks_like_other_eye:
+            stated, other = ("right", "left") if self.volume.laterality == "R" else ("left", "right")
+            notes.append(
+                f"stated as a {stated} eye, but nerve fibres are thicker on the {other}, as in a {other} eye: nasal "
+                "and temporal may be exchanged"
+            )
         if self.volume.layout == "circle":
-            notes.append("no nerve fibre thickness: around the disc nfl_gcl and ipl_inl lie far too high")
+            notes.append("no nerve fibre thickness: around the disc NFL/GCL and IPL/INL lie far too high")
         return "; ".join(notes)
+
+    @cached_property
+    def looks_like_other_eye(self) -> bool:
+        """Whether an accepted raster with a foveal pit looks like that of the other eye than stated."""
+        if self.volume.laterality is None or self.why_no_zones:
+            return False
+        grid = self.etdrs(keep_doubtful=True)
+        lines = self.surfaces["ilm"], self.surfaces["bm"]
+        return grid.centre == "pit" and looks_like_other_eye(self.volume, *lines, self.place(), grid.centre_mm)
 
     @property
     def why_no_um(self) -> str:
@@ -355,22 +381,35 @@ class ScanSegmentation(Segmentation):
         except ValueError as error:
             raise EvaluationError(f"{volume.source}: {error}") from None
 
-    @property
-    def has_volumes(self) -> bool:
-        """Whether areas add up to volumes: in a raster whose B-scans are as close as the inner ring needs."""
-        volume = self.volume
-        apart_mm = volume.spacing_mm[0] * lateral_scale(self.axial_length_mm)
-        return volume.layout == "raster" and volume.shape[0] > 1 and apart_mm <= MOST_APART_MM["inner"] + 1e-6
+    @cached_property
+    def bscan_nl(self) -> np.ndarray | None:
+        """float [D]: nanolitres of a voxel of each B-scan, which stands for what lies halfway to its neighbours; None
+        unless this is a raster whose B-scans are everywhere as close as the inner ring needs."""
+        volume, scale, most = self.volume, lateral_scale(self.axial_length_mm), MOST_APART_MM["inner"]
+        if volume.layout != "raster" or volume.shape[0] < 2:
+            return None
+        dz, dy, dx = self.spacing_mm
+        widths = apart = np.full(volume.shape[0], dz * scale)
+        try:
+            field = self.place()
+        except EvaluationError:
+            # Of lines that run to and fro the distance is known even if their places are not.
+            if volume.lines is None or not volume.lines.to_and_fro:
+                return None
+        else:
+            widths, apart = field.widths_mm, np.diff(field.bscans_mm)
+        if apart.mean() > most + 1e-6 or apart.max() > UNEVEN * most:
+            return None
+        # 1 mm³ is 1,000 nl. Two of its three millimetres are lateral.
+        return np.asarray(widths * dy * dx * scale * 1000)
 
     def volume_nl(self, mask: str) -> float | None:
         """Volume of a mask in nanolitres over the scan; None where B-scans have no distance (not a raster), if the
         network does not report this mask, where a part of the scan was not seen (`verdict.parts`), and where B-scans
         are too far apart."""
-        if mask not in self.masks or not self.has_volumes or self.verdict.parts:
+        if mask not in self.masks or self.bscan_nl is None or self.verdict.parts:
             return None
-        # 1 mm³ is 1,000 nl. Two of its three millimetres are lateral.
-        scale = lateral_scale(self.axial_length_mm)
-        return float(self.masks[mask].sum() * np.prod(self.spacing_mm) * scale**2 * 1000)
+        return float(self.masks[mask].sum(axis=(1, 2)) @ self.bscan_nl)
 
 
 def _apart(one: float | None, other: float | None) -> float:

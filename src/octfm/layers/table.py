@@ -105,8 +105,9 @@ def write_table(
     A file that cannot be read or segmented gets a row with its problem, and is tried again by the next call; one that
     is named twice has one row. A scan on a disk that has changed since, or whose sidecar has, is segmented again:
     `file_state` in its row is a hash of their sizes and dates. A row that somebody corrected is kept, and `echo` says
-    so, unless `corrections` has the scan. `finder` and `device` are those of `segment`. `also` is called with each
-    source and what was found in it, before its row is written.
+    so, unless `corrections` has the scan. A row whose file has gone becomes that of the same acquisition elsewhere, as
+    after a folder was renamed. `finder` and `device` are those of `segment`. `also` is called with each source and what
+    was found in it, before its row is written.
     corrections: fingerprint of a scan → what somebody has corrected in it; its row is made anew, and says so.
     eyes: scan → the eye that its path names; see Volume.with_eye.
     only_corrected: read every scan, but segment and add only those with corrections, so that all rows are somebody's.
@@ -158,6 +159,17 @@ def _add_rows(
             by_hand = corrections.get(fingerprint(volume.voxels)) if corrections else None
             if by_hand is None and (source in known or only_corrected):
                 continue
+            if source not in places and (place := _moved(volume, rows)) is not None:
+                old = rows[place]["source"]
+                places.pop(old, None)
+                places[source] = place
+                echo(f"{old}: is not there any more, and its row is that of {source} now")
+                if old in by_somebody and by_hand is None:
+                    rows[place] |= {"source": source, "file_state": state}
+                    save_table(rows, out)
+                    done.add(source)
+                    added += 1
+                    continue
             if by_hand is None and source in by_somebody:
                 echo(
                     f"{source}: has changed since somebody corrected it, and its row is left as it was; give "
@@ -218,6 +230,16 @@ def _state(source: str) -> str:
     if not found or GONE in found:
         return ""
     return hash_text(" ".join([*found, *(version_of(str(place)) for place in sidecars(source))]))[:16]
+
+
+def _moved(volume: Volume, rows: list[dict[str, str]]) -> int | None:
+    """The row of this acquisition whose file is gone from a disk: it was moved or renamed, and is no second scan."""
+    facts = {"acquisition": volume.acquisition, "scanner": volume.scanner, "bscans": str(volume.shape[0])}
+    for place, row in enumerate(rows):
+        same = volume.acquisition != "unknown" and all(row[name] == value for name, value in facts.items())
+        if same and row["file_state"] and not _state(row["source"]):
+            return place
+    return None
 
 
 @contextmanager
@@ -281,8 +303,6 @@ def describe(found: ScanSegmentation, device: DeviceGrid | str | None = None) ->
     row, volume = row_of(found, device), found.volume
     bscans, scanner = number(volume.shape[0], "B-scan"), volume.scanner.replace("unknown", "scanner unknown")
     lines = [f"{volume.source}: {bscans}, {scanner}, eye {volume.laterality or 'unknown'}"]
-    if found.axial_length_mm is not None:
-        lines.append(f"  lateral millimetres for an axial length of {found.axial_length_mm:g} mm")
     lines += zone_lines(row)
     amounts = [f"{name.replace('_', ' ')} {row[f'{name}_nl']} nl" for name in MASKS if row[f"{name}_nl"]]
     areas = [f"{name.replace('_', ' ')} {row[f'{name}_pixels']} pixels" for name in MASKS if row[f"{name}_pixels"]]

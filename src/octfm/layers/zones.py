@@ -30,6 +30,9 @@ UNEVEN_UM = 5.0
 """`EtdrsGrid.uneven_um` above which the note says that the centre depends on single B-scans. In five real eyes with
 oedema it is 1.5 to 4 µm with all B-scans (8 per mm) and 9 to 24 µm with every other, which moves the centre by up to
 13 µm."""
+PLAUSIBLE_UM = (10.0, 3000.0)
+"""Means of a zone in a table that can be micrometres: thicker than any swelling are nanometres or rows, thinner than
+any atrophy are millimetres or stand for no value."""
 DEVICE_UNIT = {name: f"device_{UNIT[name]}" for name in ZONES}
 ZONE_COLUMNS = ("grid_centre", *UNIT.values(), "volume_mm3", "withheld", "zones_note")
 RANGE_COLUMNS = (*(column for pair in RANGE.values() for column in pair), "range_kind", "range_factor")
@@ -40,7 +43,8 @@ DEVICE_COLUMNS = (*DEVICE_UNIT.values(), "device_volume_mm3", "device_note")
 def zone_cells(found: ScanSegmentation, grid: EtdrsGrid | None) -> dict[str, str]:
     """Cells of ZONE_COLUMNS; `zones_note` says in words why a zone is blank."""
     if grid is None:
-        return {"zones_note": "; ".join(filter(None, (found.why_no_zones, found.why_no_um, found.note_on_scan)))}
+        notes = (found.why_no_zones, found.why_no_um, found.note_on_scan, _note_on_length(found))
+        return {"zones_note": "; ".join(filter(None, notes))}
     return {
         "grid_centre": grid.centre,
         "volume_mm3": "" if grid.volume_mm3 is None else f"{grid.volume_mm3:.3f}",
@@ -76,15 +80,15 @@ def _unsure(grid: EtdrsGrid) -> list[str]:
 
 
 def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
-    notes = [found.note_on_scan] if found.note_on_scan else []
+    notes = [note for note in (found.note_on_scan, _note_on_length(found)) if note]
     if grid.centre == "scan":
         notes.append("no foveal pit was found, so the grid is centred on the middle of the scan")
     if grid.rivals_mm:
         apart = min(float(np.hypot(*np.subtract(other, grid.centre_mm))) for other in grid.rivals_mm)
         notes.append(f"the foveal pit could also lie {apart:.1f} mm away; zones that this would change are withheld")
-    if sparse := grid.too_sparse:
-        what = [*sparse, *([] if found.has_volumes else ["volumes"])]
-        notes.append(f"B-scans {1 / grid.bscans_per_mm:.1f} mm apart are too far apart for: {', '.join(what)}")
+    if sparse := [*grid.too_sparse, *([] if found.bscan_nl is not None else ["volumes"])]:
+        apart_mm = grid.furthest_mm or float(np.diff(found.place().bscans_mm).max())
+        notes.append(f"B-scans {apart_mm:.1f} mm apart are too far apart for: {', '.join(sparse)}")
     elif grid.bscans_per_mm < FEWEST_PER_MM:
         notes.append(
             f"{grid.bscans_per_mm:.1f} B-scans per mm: the centre, 1 mm wide, changes by several µm with their place"
@@ -100,6 +104,11 @@ def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
     if short := [name for name, share in grid.coverage.items() if share < LEAST_COVERED]:
         notes.append(f"less than {LEAST_COVERED:.0%} measured: {', '.join(short)}")
     return "; ".join(notes)
+
+
+def _note_on_length(found: ScanSegmentation) -> str:
+    length = found.axial_length_mm
+    return "" if length is None else f"lateral millimetres for an axial length of {length:g} mm"
 
 
 def device_grid_of(source: str | Path, limits: Limits | None = None) -> DeviceGrid | str | None:
@@ -188,10 +197,12 @@ def read_rows(path: Path, needed: Sequence[str]) -> list[dict[str, str]]:
     return rows
 
 
-def zones_in(row: dict[str, str], columns: dict[str, str], path: Path) -> dict[str, float]:
+def zones_in(row: dict[str, str], columns: dict[str, str], path: Path, of: str = "") -> dict[str, float]:
     """Zone → µm from the columns of a row of the CSV at `path`; blank ones are left out.
 
-    A decimal comma is read as a point, unless it may separate thousands. Raises EvaluationError.
+    A decimal comma is read as a point, unless it may separate thousands. `of` names the row in errors; default: its
+    source. Raises EvaluationError for what is no thickness in µm, such as millimetres, or the 0 or -1 that some
+    programs write for a zone without a value.
     """
     found = {}
     for name, column in columns.items():
@@ -200,6 +211,12 @@ def zones_in(row: dict[str, str], columns: dict[str, str], path: Path) -> dict[s
                 found[name] = float(re.sub(r",(?!\d{3}$)", ".", cell))
             except ValueError:
                 found[name] = math.nan
+            where = f"{path}: {of or row['source']}: {column} expected µm"
             if not math.isfinite(found[name]):
-                raise EvaluationError(f"{path}: {row['source']}: {column} expected µm, got {cell!r}") from None
+                raise EvaluationError(f"{where}, got {cell!r}") from None
+            if not PLAUSIBLE_UM[0] <= found[name] <= PLAUSIBLE_UM[1]:
+                raise EvaluationError(
+                    f"{where} between {PLAUSIBLE_UM[0]:g} and {PLAUSIBLE_UM[1]:g}, got {cell!r}; convert the column if "
+                    "it has another unit, and leave zones without a value blank"
+                )
     return found

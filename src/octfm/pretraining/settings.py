@@ -120,7 +120,7 @@ class PretrainConfig(Config):
         if self.model.summary and not self.objective.teaches_summary:
             raise ValueError(
                 f"model.summary {self.model.summary}: objective {self.objective.name} does not train these queries; "
-                "set model.summary=0, or objective.name=dense"
+                "set model.summary=0, or objective.name=dense or anchored"
             )
         if self.masks.large_blocks is not None and not self.objective.takes_large_blocks:
             raise ValueError(

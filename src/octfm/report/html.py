@@ -10,7 +10,8 @@ from octfm.config import flat
 from octfm.display import number
 from octfm.errors import EvaluationError
 from octfm.io.location import Location, location
-from octfm.report import figures, images, words
+from octfm.report import figures, words
+from octfm.report.images import example_pictures, tissue_picture
 from octfm.report.overview import NOT_FOR, about, data_flow, next_step
 from octfm.report.page import MAX_BYTES, html_file, render, write_page
 from octfm.report.participants import by_split, characteristics
@@ -99,8 +100,8 @@ def _facts(sources: Sources, command: str) -> dict[str, Any]:
 def _pictures(sources: Sources, examples: bool) -> dict[str, Any]:
     first = sources.scenes[0] if sources.scenes else None
     return {
-        "scan": (first, images.tissue_picture(first)) if examples and first is not None else None,
-        "examples": images.example_pictures(sources.scenes) if examples else [],
+        "scan": (first, tissue_picture(first)) if examples and first is not None else None,
+        "examples": example_pictures(sources.scenes) if examples else [],
     }
 
 

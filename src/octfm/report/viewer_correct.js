@@ -296,7 +296,8 @@ const octfmCorrect = (() => {
         bscans.push(one);
       }
       const { format, scan, network, octfm, shape } = edit;
-      return { format, scan, network, octfm, author: find("author").value.trim(), participant: find("participant").value.trim(), time: new Date().toISOString(), shape, bscans };
+      return { format, scan, network, octfm, author: find("author").value.trim(), participant: find("participant").value.trim(), time: new Date().toISOString(), shape,
+        ...(edit.axialLength ? { axial_length_mm: edit.axialLength } : {}), bscans };
     }
 
     function save() {
@@ -353,7 +354,7 @@ const octfmCorrect = (() => {
     };
 
     function measured(own, doubt, count, reasons, parts) {
-      const amounts = reasons.length || parts.length || edit.nlPerVoxel === null ? null : edit.areas.map((_, i) => count.reduce((sum, one) => sum + one[i], 0) * edit.nlPerVoxel);
+      const amounts = reasons.length || parts.length || edit.nlPerVoxel === null ? null : edit.areas.map((_, i) => count.reduce((sum, one, f) => sum + one[i] * edit.nlPerVoxel[f], 0));
       const zones = reasons.length || !field || edit.whyNoZones ? null : octfmEtdrs.measure(map(ilm, bm, own), map(ilm, inner, own), doubt, field, rules);
       return { zones, amounts, reasons, parts };
     }
@@ -404,7 +405,8 @@ const octfmCorrect = (() => {
       if (!zones) return said;
       if (!zones.onPit) said.push("No foveal pit was found, so the grid is centred on the middle of the scan.");
       if (Number.isFinite(zones.rival)) said.push(`The foveal pit could also lie ${zones.rival.toFixed(1)} mm away; zones that this would change are withheld.`);
-      if (zones.sparse.length) said.push(`B-scans ${zones.apart.toFixed(1)} mm apart are too far apart for: ${[...zones.sparse, ...(grid.amounts ? [] : ["volumes"])].join(", ")}.`);
+      const sparse = [...zones.sparse, ...(edit.nlPerVoxel ? [] : ["volumes"])];
+      if (sparse.length) said.push(`B-scans ${zones.furthest.toFixed(1)} mm apart are too far apart for: ${sparse.join(", ")}.`);
       else if (1 / zones.apart < rules.fewestPerMm) said.push(`${(1 / zones.apart).toFixed(1)} B-scans per mm: the centre, 1 mm wide, changes by several µm with their place.`);
       else if (edit.uneven) said.push("The B-scans through the centre differ much: the central mean may change by several µm with their place.");
       if (!field.upright) said.push("No superior and inferior zones: the file does not say which B-scan is superior.");

@@ -89,8 +89,8 @@ const octfmEtdrs = (() => {
 
   // Depressions that could be the pit, the likeliest first: [x, y] in mm. As find_pits of octfm.volume.etdrs.
   function findPits(thickness, field, rules) {
-    const reach_mm = 1.5, { cell, step } = rules, steps = Math.round(step / cell);
-    const reach = Math.round(reach_mm / step), around = Math.round(rules.around / step), half = reach + around;
+    const { cell, step } = rules, steps = Math.round(step / cell);
+    const reach = Math.round(rules.reach / step), around = Math.round(rules.around / step), half = reach + around;
     const axis = range(-steps * half, steps * half + 1, 1).map((k) => cell * k), n = axis.length;
     const xs = axis.map((v) => field.centre[0] + v), ys = axis.map((v) => field.centre[1] + v);
     const measured = sample(thickness, field, xs, ys, rules), known = measured.map((v) => v === v ? 1 : 0);
@@ -129,7 +129,7 @@ const octfmEtdrs = (() => {
     const peaks = [];
     for (let row = 1; row < size - 1; row++) for (let column = 1; column < size - 1; column++) {
       const i = row * size + column;
-      if (fit[i] < rules.leastFit || !(likely[i] > 0) || Math.hypot(step * (row - reach), step * (column - reach)) > reach_mm) continue;
+      if (fit[i] < rules.leastFit || !(likely[i] > 0) || Math.hypot(step * (row - reach), step * (column - reach)) > rules.reach) continue;
       let highest = true;
       for (const d of [-size - 1, -size, -size + 1, -1, 1, size - 1, size, size + 1]) highest &&= likely[i] >= likely[i + d];
       if (highest) peaks.push(i);
@@ -192,14 +192,29 @@ const octfmEtdrs = (() => {
     return { mean, coverage, volume: allKnown / all >= rules.covered ? allSum / allKnown / 1000 * area : null };
   }
 
+  // Zone → distance of neighbouring B-scans that is not exceeded in most of it.
+  function apartAt(field, rules, centre) {
+    const { axis, names, zone } = field.grid ||= zonesOf(field, rules), n = axis.length, gaps = names.map(() => []);
+    for (let i = 0; i < zone.length; i++) {
+      if (zone[i] < 0) continue;
+      const ox = centre[0] + axis[i % n] - field.origin[0], oy = centre[1] + axis[Math.floor(i / n)] - field.origin[1];
+      const d = below(field.bscans, ox * field.across[0] + oy * field.across[1]);
+      gaps[zone[i]].push(field.bscans[d + 1] - field.bscans[d]);
+    }
+    return Object.fromEntries(names.map((name, z) => [name, gaps[z].sort((a, b) => a - b)[Math.floor(rules.covered * (gaps[z].length - 1))]]));
+  }
+
   // The grid of a thickness map, around the pit of `pitMap`, without the zones that cannot be trusted.
   function measure(thickness, pitMap, expected, field, rules) {
     const [pit, ...rivals] = findPits(pitMap, field, rules), centre = pit || field.centre;
     const raw = meansAt(thickness, field, rules, centre), error = meansAt(expected, field, rules, centre), withheld = new Set();
     for (const name of Object.keys(raw.mean)) if ((error.mean[name] || 0) > rules.zoneUm) withheld.add(name);
     const perVolume = 1000 / (Math.PI * rules.rings[2] ** 2), stays = (one, other, scale) => one === null || (other !== null && Math.abs(one - other) * scale <= rules.placeUm);
-    const { bscans } = field, perMm = (bscans.length - 1) / (bscans[bscans.length - 1] - bscans[0]);
-    const sparse = Object.keys(raw.mean).filter((name) => perMm * rules.mostApart[name.split(" ")[0]] < 1 - 1e-6);
+    const { bscans } = field, perMm = (bscans.length - 1) / (bscans[bscans.length - 1] - bscans[0]), near = apartAt(field, rules, centre);
+    const sparse = Object.keys(raw.mean).filter((name) => {
+      const most = rules.mostApart[name.split(" ")[0]];
+      return perMm * most < 1 - 1e-6 || near[name] > rules.unevenBy * most;
+    });
     let trusted = (error.volume || 0) * perVolume <= rules.zoneUm && !sparse.some((name) => name.startsWith("inner"));
     for (const rival of rivals) {
       const other = meansAt(thickness, field, rules, rival);
@@ -210,7 +225,7 @@ const octfmEtdrs = (() => {
     const unsure = [...withheld].filter((name) => !sparse.includes(name) && raw.coverage[name] >= rules.covered);
     const away = rivals.map((rival) => Math.hypot(rival[0] - centre[0], rival[1] - centre[1]));
     return { mean, coverage: raw.coverage, volume: trusted ? raw.volume : null, centre, onPit: Boolean(pit), withheld: unsure, sparse, apart: 1 / perMm,
-      rival: Math.min(...away) };
+      furthest: Math.max(...(sparse.length ? sparse.map((name) => near[name]) : bscans.slice(1).map((at, d) => at - bscans[d]))), rival: Math.min(...away) };
   }
 
   return { measure, meansAt, findPits, sample };

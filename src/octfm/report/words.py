@@ -189,9 +189,10 @@ def verdict(probe: dict[str, Any] | None) -> tuple[str, str]:
 
 def with_fewer_labels(probe: dict[str, Any] | None) -> str:
     """The key comparison with fewer labelled participants, one clause per number of them; empty if not measured."""
-    row = _key_row(probe) if probe is not None else None
-    compared = _key_comparison(probe, row) if probe is not None and row is not None else None
-    if probe is None or row is None or compared is None or compared["low"] is None:
+    if probe is None or (row := _key_row(probe)) is None:
+        return ""
+    compared = _key_comparison(probe, row)
+    if compared is None or compared["low"] is None:
         return ""
     same = ("target", "metric", "a", "b")
     with_fewer = [

@@ -41,7 +41,7 @@ class Kind:
     """The command's verb, as in run.json."""
     may_change: frozenset[str]
     """Settings, or whole sections, that may change when a run resumes."""
-    parse: Callable[[dict[str, Any], Any], Any]
+    parse: Callable[[dict[str, Any], Any], Config]
     """Parses the settings stored in a run. Stored settings must not load the code of plug-ins by themselves: the second
     argument, if not None, is a config of the caller's that names the same plug-ins. Raises ConfigError."""
     own_key: bool = False
@@ -53,7 +53,7 @@ class Identity:
     """The values that identify a run: only with the same ones can it be resumed."""
 
     kind: Kind
-    config: Any
+    config: Config
     fingerprint: str
     """Fingerprint of the Preprocessing."""
     data: str

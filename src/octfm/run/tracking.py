@@ -5,7 +5,7 @@ import json
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -111,7 +111,7 @@ class Metrics:
             self._catch_up()
         self._file.close()
 
-    def _tell(self, step: int, tell) -> None:
+    def _tell(self, step: int, tell: Callable[[Listener], None]) -> None:
         for listener in list(self.listeners):
             try:
                 tell(listener)

@@ -5,11 +5,11 @@ import shutil
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -18,11 +18,11 @@ from octfm.io import bucket, bucket_cache
 from octfm.io.hashing import hash_text
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, write_whole
+from octfm.store.arrays import TensorStoreArrays
 from octfm.store.layout import ARRAYS, Arrays, Compression, StoreRow, checksum, read_rows, shard_key
+from octfm.store.shards import ShardArrays
 from octfm.store.writer import StoreWriter
-
-if TYPE_CHECKING:
-    from octfm.volume.preprocessing import Preprocessing
+from octfm.volume.preprocessing import Preprocessing
 
 AT_ONCE = 16
 """Volumes fetched at the same time."""
@@ -42,7 +42,7 @@ class BucketArrays:
         rows: tuple[StoreRow, ...],
         image_size: tuple[int, int, int],
         metadata: Mapping[str, Any],
-        open_arrays,
+        open_arrays: Callable[[Path], ShardArrays | TensorStoreArrays],
     ):
         """`metadata`: zarr.json of each array; `open_arrays`: a function that opens a local folder of arrays."""
         self._path, self._rows, self._image_size = path, rows, image_size
@@ -134,7 +134,7 @@ class BucketStoreWriter(StoreWriter):
     objects below pending/; if this writer is killed, the next one continues from them.
     """
 
-    def __init__(self, where: BucketPath, preprocessing: "Preprocessing", compression: Compression | None = None):
+    def __init__(self, where: BucketPath, preprocessing: Preprocessing, compression: Compression | None = None):
         self.where = where
         mirror = bucket_cache.folder() / "stores" / hash_text(str(where))[:24]
         super().__init__(mirror, preprocessing, compression)

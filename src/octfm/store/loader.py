@@ -205,27 +205,24 @@ class Loader:
         positions = self.positions(step)
         index = self.indices(positions)
         # Runs in the reader thread, into recycled memory.
-        arrays = self.store.read(index, out=self._memory.lend(len(index)))
-        rows = [self.store.rows[i] for i in index]
-        return Batch(
-            arrays.voxels,
-            arrays.band,
-            arrays.valid,
-            index,
-            positions,
-            tuple(row.scanner for row in rows),
-            wait_s=0.0,
-            laterality=tuple(row.laterality for row in rows),
-            acquisition=tuple(row.acquisition for row in rows),
-            labels=arrays.labels,
-        )
+        return batch_of(self.store, index, positions, self._memory.lend(len(index)))
 
 
-def batch_of(store: Store, rows: np.ndarray) -> Batch:
-    """These rows of a store, whose positions are their numbers."""
-    arrays = store.read(rows)
-    scanner, acquisition = zip(*((store.rows[row].scanner, store.rows[row].acquisition) for row in rows), strict=True)
-    return Batch(arrays.voxels, arrays.band, arrays.valid, rows, rows, scanner, 0.0, (), acquisition, arrays.labels)
+def batch_of(store: Store, index: np.ndarray, positions: np.ndarray | None = None, out: Arrays | None = None) -> Batch:
+    """These rows of a store, read into `out` if given; positions in the run are by default their numbers."""
+    arrays, rows = store.read(index, out), [store.rows[i] for i in index]
+    return Batch(
+        arrays.voxels,
+        arrays.band,
+        arrays.valid,
+        index,
+        index if positions is None else positions,
+        tuple(row.scanner for row in rows),
+        wait_s=0.0,
+        laterality=tuple(row.laterality for row in rows),
+        acquisition=tuple(row.acquisition for row in rows),
+        labels=arrays.labels,
+    )
 
 
 def epoch_volumes(store: Store, rows: np.ndarray, batch: int) -> float:

@@ -175,9 +175,7 @@ class PhantomStore(Store):
         )
 
     def read(self, indices: Sequence[int] | np.ndarray, out: Arrays | None = None) -> Arrays:
-        index = np.asarray(indices, dtype=np.int64).reshape(-1)
-        if (outside := index[(index < 0) | (index >= len(self))]).size:
-            raise StoreError(f"{self.path}: no volume {outside[0]}; there are {len(self)}, numbered from 0")
+        index = self._numbers(indices)
         out = out or Arrays.empty(len(index), self.image_size)
         labels = np.empty((len(index), *self.image_size), np.uint8)
 
@@ -247,7 +245,7 @@ class MixedStore(Store):
         return replace(part.rows[row - first], index=row)
 
     def read(self, indices: Sequence[int] | np.ndarray, out: Arrays | None = None) -> Arrays:
-        index = np.asarray(indices, dtype=np.int64).reshape(-1)
+        index = self._numbers(indices)
         out = out or Arrays.empty(len(index), self.image_size)
         labels = np.full((len(index), *self.image_size), UNKNOWN, np.uint8)
         for part, (first, end) in zip((self.volumes, self.phantoms), pairwise(self._ends), strict=True):

@@ -6,11 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from octfm.catalog.acquisition import FLAGS, PSEUDONYM
+from octfm.catalog.acquisition import FLAGS, PSEUDONYM, Acquisition
+from octfm.catalog.catalog import Catalog
+from octfm.catalog.participants.pseudonyms import is_pseudonymous
 from octfm.display import number
 from octfm.errors import BAD_INPUT, BucketError, ReadError, StoreError
+from octfm.formats import read_volume
+from octfm.formats.bscans import Reader
 from octfm.formats.declared import doubtful_way_up
 from octfm.formats.reasons import REASONS as READER_REASONS
 from octfm.io.bucket import Account
@@ -24,13 +28,9 @@ from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, stage
 from octfm.volume.estimated import FLAG
 from octfm.volume.pixel_copies import Owner, PixelCopies, describe_copy, fingerprint
+from octfm.volume.preprocessing import Prepared, Preprocessing
+from octfm.volume.tissue import BandFinder
 from octfm.volume.volume import Volume
-
-if TYPE_CHECKING:
-    from octfm.catalog.catalog import Acquisition, Catalog
-    from octfm.formats.bscans import Reader
-    from octfm.volume.preprocessing import Prepared, Preprocessing
-    from octfm.volume.tissue import BandFinder
 
 REASONS: dict[str, str] = {
     "changed_since_scan": "the file is not the one that the catalog describes; scan again",
@@ -45,9 +45,9 @@ Read = Callable[[str], Volume]
 
 
 def prepare(
-    catalog: "Catalog",
+    catalog: Catalog,
     out: str | Location,
-    preprocessing: "Preprocessing",
+    preprocessing: Preprocessing,
     *,
     workers: int | None = None,
     compression: Compression | None = None,
@@ -58,8 +58,8 @@ def prepare(
     cluster: str | None = None,
     keep_upside_down: bool = False,
     exclude: str | Path | None = None,
-    readers: "Sequence[Reader]" = (),
-    find_band: "BandFinder | None" = None,
+    readers: Sequence[Reader] = (),
+    find_band: BandFinder | None = None,
 ) -> Store:
     """Prepare every accepted acquisition that `out` does not hold yet; rows are in catalog order for any `workers`.
 
@@ -82,8 +82,6 @@ def prepare(
     Raises ConfigError if `find_band` is not what `preprocessing` names; StoreError if `out` was prepared with other
     settings, is being written by another process or cannot be written, and if nothing at all could be prepared.
     """
-    from octfm.catalog.participants.pseudonyms import is_pseudonymous
-
     if catalog.acquisitions and all(a.layout == "line" for a in catalog.acquisitions):
         preprocessing = preprocessing.of_bscans()
     preprocessing.expect_finder(find_band)
@@ -181,7 +179,7 @@ def _expect_same_names(out: Location, writer: StoreWriter, pseudonymous: bool) -
         raise StoreError(f"{out}: the store has {has}, the catalog {wants}; choose another --out")
 
 
-def with_finder(limits: Limits, find_band: "BandFinder | None") -> Limits:
+def with_finder(limits: Limits, find_band: BandFinder | None) -> Limits:
     """`limits` with the memory and the time that a learned band takes in addition."""
     if find_band is None:
         return limits
@@ -215,7 +213,7 @@ def _unless_copy(
     return _unprepared(task.acquisition, code, sentence)
 
 
-def _writer(out: Location, preprocessing: "Preprocessing", compression: Compression | None) -> StoreWriter:
+def _writer(out: Location, preprocessing: Preprocessing, compression: Compression | None) -> StoreWriter:
     if isinstance(out, Path):
         return StoreWriter(out, preprocessing, compression)
     from octfm.store.bucket import BucketStoreWriter
@@ -239,7 +237,7 @@ def describe(summary: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class _Task:
-    acquisition: "Acquisition"
+    acquisition: Acquisition
     location: str
     """Address of the file: the acquisition's uri, unless that is a pseudonym."""
     index: int | None
@@ -248,7 +246,7 @@ class _Task:
     """Name of its files in the staging folder."""
 
 
-def _missing(writer: StoreWriter, acquisitions: Sequence["Acquisition"], locations: Mapping[str, str]) -> list[_Task]:
+def _missing(writer: StoreWriter, acquisitions: Sequence[Acquisition], locations: Mapping[str, str]) -> list[_Task]:
     """A task for each acquisition that is not in the store, or whose shards are lost."""
     index = {row.acquisition: row.index for row in writer.rows}
     lost = writer.missing()
@@ -267,7 +265,7 @@ def _missing(writer: StoreWriter, acquisitions: Sequence["Acquisition"], locatio
     return tasks
 
 
-def _follow_catalog(writer: StoreWriter, acquisitions: Sequence["Acquisition"]) -> None:
+def _follow_catalog(writer: StoreWriter, acquisitions: Sequence[Acquisition]) -> None:
     """Update rows from the catalog: a new scan may move participants to other splits, and stale rows leak (F16)."""
     known = {acquisition.sop_instance_uid: acquisition for acquisition in acquisitions}
     rows = []
@@ -286,7 +284,7 @@ def _follow_catalog(writer: StoreWriter, acquisitions: Sequence["Acquisition"]) 
         writer.rewrite(rows)
 
 
-def _expect_same_frame(row: StoreRow, acquisition: "Acquisition", writer: StoreWriter) -> None:
+def _expect_same_frame(row: StoreRow, acquisition: Acquisition, writer: StoreWriter) -> None:
     """Raises StoreError if the voxels of a row were prepared with other millimetres, or the other way up."""
     # Of anything but a raster, only rows of the image keep their millimetres; estimated ones follow the whole cohort.
     axes = slice(None) if row.layout == "raster" else slice(1, 2)
@@ -301,7 +299,7 @@ def _expect_same_frame(row: StoreRow, acquisition: "Acquisition", writer: StoreW
         raise StoreError(f"{writer.path}: {row.uri} was prepared {what}; prepare into a new folder")
 
 
-def words(acquisition: "Acquisition") -> dict[str, Any]:
+def words(acquisition: Acquisition) -> dict[str, Any]:
     """The fields of a row that are copied from the catalog."""
     return {
         "acquisition": acquisition.sop_instance_uid,
@@ -325,14 +323,14 @@ def words(acquisition: "Acquisition") -> dict[str, Any]:
 def _prepare_one(
     task: _Task,
     *,
-    preprocessing: "Preprocessing",
+    preprocessing: Preprocessing,
     read: Read | None,
-    readers: "Sequence[Reader]",
+    readers: Sequence[Reader],
     staging: Path,
     compression: Compression,
     crc: bool,
     keep_upside_down: bool,
-    find_band: "BandFinder | None",
+    find_band: BandFinder | None,
 ) -> StoreRow | Unprepared:
     acquisition = task.acquisition
     try:
@@ -356,7 +354,7 @@ def _prepare_one(
 
 
 def row_of(
-    acquisition: "Acquisition", prepared: "Prepared", digest: str, pixels: str = "", doubts: tuple[str, ...] = ()
+    acquisition: Acquisition, prepared: Prepared, digest: str, pixels: str = "", doubts: tuple[str, ...] = ()
 ) -> StoreRow:
     """The row of a volume that has no index yet. `doubts`: flags raised by its voxels."""
     # Left eyes are mirrored to look like right ones, so the optic disc belongs on the right in every prepared volume.
@@ -376,15 +374,15 @@ def row_of(
 
 
 def prepare_acquisition(
-    acquisition: "Acquisition",
+    acquisition: Acquisition,
     where: str,
-    preprocessing: "Preprocessing",
+    preprocessing: Preprocessing,
     read: Read | None = None,
     *,
     keep_upside_down: bool = False,
-    readers: "Sequence[Reader]" = (),
-    find_band: "BandFinder | None" = None,
-) -> tuple["Prepared", str, tuple[str, ...]]:
+    readers: Sequence[Reader] = (),
+    find_band: BandFinder | None = None,
+) -> tuple[Prepared, str, tuple[str, ...]]:
     """Read and prepare the file at `where`.
 
     Returns the prepared volume, a fingerprint of the native voxels, and flags for whatever is doubtful about them.
@@ -392,8 +390,6 @@ def prepare_acquisition(
     """
     theirs = read is not None or acquisition.uri.startswith(PSEUDONYM)  # without a UID that could be compared
     if read is None:
-        from octfm.formats import read_volume
-
         read = functools.partial(
             read_volume,
             spacing_mm=acquisition.spacing_mm,
@@ -459,7 +455,7 @@ def _deadline(limits: Limits, task: _Task) -> float:
     return limits.deadline(math.prod(task.acquisition.shape), task.location)
 
 
-def _unprepared(acquisition: "Acquisition", code: str, sentence: str) -> Unprepared:
+def _unprepared(acquisition: Acquisition, code: str, sentence: str) -> Unprepared:
     # Error messages quote paths, archive members and header values, which a pseudonymous store must not contain.
     if acquisition.uri.startswith(PSEUDONYM):
         sentence = f"{acquisition.uri}: {meaning_of(code)}"

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -33,10 +33,8 @@ from octfm.store.layout import (
     shard_key,
     summary,
 )
+from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.volume import STRUCTURE_ONLY, Modality
-
-if TYPE_CHECKING:
-    from octfm.volume.preprocessing import Preprocessing
 
 
 class Store:
@@ -158,7 +156,8 @@ class Store:
         modalities: ("octa",) for the volumes of OCT angiography, ("structure", "octa") for all.
         transform: a function applied to every item, in the worker that has read it.
 
-        Raises EvaluationError for labels that do not fit, ConfigError for a split that the store does not have.
+        Raises EvaluationError for labels that do not fit, ConfigError for another wrong argument, such as a split that
+        the store does not have.
         """
         # By name: it needs torch and the evaluation, which nothing on the data side imports.
         return import_module("octfm.evaluation.dataset").dataset_of(
@@ -187,10 +186,8 @@ class Store:
         return ()
 
     @property
-    def preprocessing(self) -> "Preprocessing":
+    def preprocessing(self) -> Preprocessing:
         """The settings that the volumes were prepared with."""
-        from octfm.volume.preprocessing import Preprocessing
-
         try:
             return Preprocessing.recorded(self._settings)
         except ConfigError as error:
@@ -205,10 +202,7 @@ class Store:
         `out` (such as `Arrays.empty(len(indices), store.image_size)`) is filled and returned. Reused memory causes no
         page faults, which for full-size volumes take as long as the copy itself.
         """
-        index = np.asarray(indices, dtype=np.int64).reshape(-1)
-        outside = index[(index < 0) | (index >= len(self))]
-        if outside.size:
-            raise StoreError(f"{self.path}: no row {outside[0]}; the store has {len(self)} rows, numbered from 0")
+        index = self._numbers(indices)
         if out is None:
             out = replace(
                 Arrays.empty(len(index), self.image_size), acquisition=tuple(self.rows[i].acquisition for i in index)
@@ -221,6 +215,13 @@ class Store:
                 "and marks them to be prepared again"
             ) from damage
         return out
+
+    def _numbers(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """int64 [B]. Raises StoreError for a number that no row has."""
+        index = np.asarray(indices, dtype=np.int64).reshape(-1)
+        if (outside := index[(index < 0) | (index >= len(self))]).size:
+            raise StoreError(f"{self.path}: no row {outside[0]}; the store has {len(self)} rows, numbered from 0")
+        return index
 
     def damaged(self, rows: Sequence[int] | np.ndarray | None = None) -> dict[int, str]:
         """Compare these rows, or all, with their checksums; returns row -> what is wrong, for damaged rows only."""
@@ -375,13 +376,7 @@ class _Part(Store):
         return _Part, (self._whole, self._kept)
 
     def read(self, indices: Sequence[int] | np.ndarray, out: Arrays | None = None) -> Arrays:
-        index = np.asarray(indices, dtype=np.int64).reshape(-1)
-        outside = index[(index < 0) | (index >= len(self))]
-        if outside.size:
-            raise StoreError(
-                f"{self.path}: no row {outside[0]}; {len(self)} rows remain after exclusions, numbered from 0"
-            )
-        return self._whole.read(self._kept[index], out)
+        return self._whole.read(self._kept[self._numbers(indices)], out)
 
     def damaged(self, rows: Sequence[int] | np.ndarray | None = None) -> dict[int, str]:
         checked = np.arange(len(self)) if rows is None else np.asarray(rows, dtype=np.int64)

@@ -4,16 +4,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from octfm.catalog.acquisition import Acquisition
 from octfm.errors import BucketError, Echo, StoreError
 from octfm.io.location import Location, listed, write_whole
 from octfm.store.layout import ARRAYS, array_metadata, shard_key
 from octfm.store.store import Store
 from octfm.store.writer import exclusive
-
-if TYPE_CHECKING:
-    from octfm.catalog.catalog import Acquisition
 
 AT_ONCE = 256
 """Volumes between two progress messages."""
@@ -36,7 +33,7 @@ class Verified:
 
 def verify(
     path: str | Location,
-    acquisitions: Sequence["Acquisition"],
+    acquisitions: Sequence[Acquisition],
     locations: Mapping[str, str] | None = None,
     echo: Echo = print,
 ) -> Verified:

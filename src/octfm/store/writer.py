@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -36,9 +36,7 @@ from octfm.store.layout import (
     to_line,
 )
 from octfm.store.shards import encode
-
-if TYPE_CHECKING:
-    from octfm.volume.preprocessing import Prepared, Preprocessing
+from octfm.volume.preprocessing import Prepared, Preprocessing
 
 
 class StoreWriter:
@@ -47,7 +45,7 @@ class StoreWriter:
     Workers write shards into the folder `staging` (see `stage`); `append` and `put_back` move them into place.
     """
 
-    def __init__(self, path: Path, preprocessing: "Preprocessing", compression: Compression | None = None):
+    def __init__(self, path: Path, preprocessing: Preprocessing, compression: Compression | None = None):
         self.path, self._preprocessing, self._compression_wanted = path, preprocessing, compression
         self.rows: list[StoreRow] = []
 
@@ -190,7 +188,7 @@ class StoreWriter:
         return len(encode(name, blank, self._header["image_size"], "none", self.crc))
 
 
-def stage(prepared: "Prepared", staging: Path, name: str, compression: Compression, crc: bool = True) -> str:
+def stage(prepared: Prepared, staging: Path, name: str, compression: Compression, crc: bool = True) -> str:
     """Write the shards of one volume into the staging folder, with fsync, and return their checksum. Runs in workers.
 
     `crc`: whether shards of this store contain checksums; those of older stores do not.

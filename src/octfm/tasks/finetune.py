@@ -26,7 +26,7 @@ from octfm.evaluation.cases import (
     Cases,
     Round,
     Skip,
-    find_targets,
+    find_target,
     log_share,
     make_cases,
     make_rounds,
@@ -155,7 +155,7 @@ def _finetune(
             train(training, session, interruption)
         assert training.best is not None
         model.module.load_state_dict(training.best["model"])
-        predictions = _predictions(task, model, source, task.test)
+        predictions = _predictions(training)
         runtime.first(lambda: _write_result(training, predictions, run))
     return run.path
 
@@ -197,11 +197,7 @@ def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool],
     data: Embeddings = of_store(store)
     table = read_labels(config.labels) if config.labels is not None else None
     orders = {config.target: config.order} if config.order else None
-    targets = find_targets([config.target], data, table, orders)
-    if len(targets) != 1:
-        raise EvaluationError(
-            f"target {config.target}: its cells hold several labels; name a column with one label per cell"
-        )
+    target = find_target(config.target, data, table, orders)
     if not {"train", "test"} <= set(data.split):
         raise EvaluationError(
             f"{store.path}: expected train and test splits, got {sorted({str(s) for s in data.split})}; octfm scan "
@@ -210,7 +206,7 @@ def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool],
     seen_rows = rows_seen(data, seen)
     try:
         cases, rounds = make_rounds(
-            make_cases(targets[0], data, table), data, "recommended_split", seen_rows, allow_seen, 1, config.seed
+            make_cases(target, data, table), data, "recommended_split", seen_rows, allow_seen, 1, config.seed
         )
     except Skip as reason:
         raise EvaluationError(f"target {config.target}: {reason}") from None
@@ -242,7 +238,7 @@ class FineTuning:
     def __init__(self, task: Task, store: Store, model: TaskModel, source: Source, participants: dict[str, Any]):
         """`participants`: the key of hashes, and the hashes of participants that the encoder was trained on."""
         self.task, self.store, self.model, self.source = task, store, model, source
-        self.config, self.runtime, self.target = model.config, model.runtime, _Target(task, model.config, model)
+        self.config, self.runtime, self.target = model.config, model.runtime, _Target(task, model)
         people = task.cases.participant[np.r_[task.train, task.validation]].tolist()
         hashes = {*participants["hashes"], *checkpoint.participant_hashes(people, participants["key"])}
         self.participants = {"key": participants["key"], "hashes": sorted(hashes)}
@@ -319,7 +315,7 @@ class FineTuning:
         """After every epoch: keep the state if it is the best so far; True, since the checkpoint holds it."""
         if self.step % self.per_epoch and self.step < self.steps:
             return False
-        value, held_out = validate(self.task, self.model, self.source, self.target)
+        value, held_out = self.held_out_score()
         session.metrics.write("validation", self.step - 1, score=value, loss=held_out)
         epoch = round(self.step / self.per_epoch)
         # With few participants many epochs reach the same score: the loss decides between them.
@@ -334,6 +330,17 @@ class FineTuning:
             f"validation {self.target.metric} {value:.3f}  best {self.best['score']:.3f}"
         )
         return True
+
+    def held_out_score(self) -> tuple[float, float]:
+        """Balanced accuracy (R² for a number) of validation participants, scored like the probe, and the mean loss per
+        volume."""
+        task, rows = self.task, self.task.cases.rows[self.task.validation]
+        answers = _answers(self.model, self.source, rows)
+        loss = float(self.target.loss(self.runtime.tensor(answers), rows)) / len(rows)
+        units = to_units(task.cases, Predictions(task.validation, self.target.answer.value(answers)))
+        if task.cases.classes is None:
+            return r_squared(units.truth, units.value[:, 0]), loss
+        return balanced_accuracy(units.truth, units.value.argmax(1)), loss
 
     def content(self) -> dict[str, Any]:
         return {
@@ -376,8 +383,8 @@ def _agree(runtime: Runtime, loss: float, signal_name: str | None) -> tuple[floa
 class _Target:
     """Labels as tensors, and the loss of a target's kind."""
 
-    def __init__(self, task: Task, config: FinetuneConfig, model: TaskModel):
-        self.task, self.runtime = task, model.runtime
+    def __init__(self, task: Task, model: TaskModel):
+        self.task, self.runtime, config = task, model.runtime, model.config
         labels = task.cases.label
         # From a row of the store to its case; -1 without one.
         self._case = np.full(int(task.cases.rows.max()) + 1, -1)
@@ -414,28 +421,18 @@ def meaning_of_outputs(task: Task, config: FinetuneConfig) -> Answer:
     )
 
 
-def validate(task: Task, model: TaskModel, source: Source, target: _Target) -> tuple[float, float]:
-    """Balanced accuracy (R² for a number) of validation participants, scored like the probe, and the mean loss per
-    volume."""
-    rows = task.cases.rows[task.validation]
-    answers = _answers(model, source, rows)
-    loss = float(target.loss(model.runtime.tensor(answers), rows)) / len(rows)
-    units = to_units(task.cases, Predictions(task.validation, target.answer.value(answers)))
+def _predictions(training: FineTuning) -> Predictions:
+    """Of the tested participants, by the weights that the model holds now."""
+    task = training.task
+    answers = _answers(training.model, training.source, task.cases.rows[task.test])
+    value = training.target.answer.value(answers).astype(float)
     if task.cases.classes is None:
-        return r_squared(units.truth, units.value[:, 0]), loss
-    return balanced_accuracy(units.truth, units.value.argmax(1)), loss
-
-
-def _predictions(task: Task, model: TaskModel, source: Source, positions: np.ndarray) -> Predictions:
-    target = _Target(task, model.config, model)
-    value = target.answer.value(_answers(model, source, task.cases.rows[positions])).astype(float)
-    if task.cases.classes is None:
-        return Predictions(positions, value)
+        return Predictions(task.test, value)
     grade = None
     if task.cases.kind == "ordinal":
         p = np.exp(value - value.max(1, keepdims=True))
         grade = p @ np.arange(p.shape[1]) / p.sum(1)
-    return Predictions(positions, value, np.tile(log_share(task.cases, task.train), (len(positions), 1)), grade)
+    return Predictions(task.test, value, np.tile(log_share(task.cases, task.train), (len(value), 1)), grade)
 
 
 @torch.no_grad()

@@ -72,21 +72,18 @@ def layer_map(
     file: str | Path,
     *,
     bscans: int | None = None,
-    volumes: Mapping[str, Volume] | None = None,
-    finder: LayerFinder | None = None,
     echo: Echo = print,
 ) -> Embeddings:
     """float64 [N, len(COLUMNS)] of every volume of a store, in the order of embeddings.
 
     `file`, a JSON Lines file, keeps what is measured: the same call goes on where it stopped, measures again what has
     other voxels, another eye or other millimetres since, and refuses a file made by another network or with other
-    B-scans. `bscans`: at most so many of each volume, evenly spaced; None for all.
-    `volumes`: acquisition → Volume of those that are not read from their uri. A number that a scan does not allow is
-    NaN, which a probe takes for the mean of its training rows. Raises EvaluationError for a file of another kind,
+    B-scans. `bscans`: at most so many of each volume, evenly spaced; None for all. A number that a scan does not allow
+    is NaN, which a probe takes for the mean of its training rows. Raises EvaluationError for a file of another kind,
     ReadError for an unreadable scan.
     """
-    finder = finder or load_finder()
-    rows = measured(sources_of(store), file, bscans=bscans, volumes=volumes, finder=finder, echo=echo)
+    finder = load_finder()
+    rows = measured(sources_of(store), file, bscans=bscans, finder=finder, echo=echo)
     data = of_store(store)
     values = np.array([rows[name] for name in data.acquisition.tolist()]).reshape(len(data.acquisition), len(COLUMNS))
     order = np.argsort(data.acquisition)
@@ -100,11 +97,14 @@ def measured(
     file: str | Path,
     *,
     bscans: int | None,
-    volumes: Mapping[str, Volume] | None,
     finder: LayerFinder,
+    volumes: Mapping[str, Volume] | None = None,
     echo: Echo = print,
 ) -> dict[str, np.ndarray]:
-    """Acquisition → float64 [len(COLUMNS)], NaN where a scan does not allow a number; see `layer_map`."""
+    """Acquisition → float64 [len(COLUMNS)], NaN where a scan does not allow a number; see `layer_map`.
+
+    volumes: acquisition → Volume of those that are not read from their uri.
+    """
     file, given = Path(file), volumes or {}
     head = {"format": "octfm-layer-map", "version": 1, "model": finder.model, "bscans": bscans, "columns": COLUMNS}
     head = json.loads(json.dumps(head))

@@ -12,6 +12,7 @@ import numpy as np
 
 from octfm.errors import EvaluationError
 from octfm.io.location import replacing
+from octfm.volume.segmentation import words_of
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Fundus, Laterality, Spacing3
 
@@ -54,7 +55,6 @@ FOUND_COLOURS: dict[str, Colour] = {
     "detachment": (255, 230, 60),
 }
 """Surfaces and areas of the packaged network, the same in viewer and contact sheet; no two lines share a colour."""
-_ABBREVIATIONS = ("ilm", "nfl", "gcl", "ipl", "inl", "opl", "onl", "ez", "rpe", "bm")
 
 BESIDE = "beside-"
 """Begin of the keys of overlays from files of their own."""
@@ -171,14 +171,6 @@ def lines(key: str, name: str, names: Sequence[str], rows: np.ndarray, about: st
     """An overlay of surfaces, `rows` [S, D, W]."""
     legend = tuple((n, COLOURS[i % len(COLOURS)]) for i, n in enumerate(names))
     return Overlay(key, name, "lines", rows.astype(np.float32), legend, about)
-
-
-def words_of(name: str) -> str:
-    """The name of a surface or area for readers: NFL/GCL, RPE inner, intraretinal fluid."""
-    parts = name.split("_")
-    short = [part in _ABBREVIATIONS for part in parts]
-    shown = [part.upper() if known else part for part, known in zip(parts, short, strict=True)]
-    return ("/" if len(parts) == 2 and all(short) else " ").join(shown)
 
 
 def _legend_of(names: Iterable[str], first: int) -> tuple[tuple[str, Colour], ...]:

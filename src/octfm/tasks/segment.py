@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from octfm.config import load
-from octfm.encoder.encoder import Encoder, load_encoder, require_trained_on
+from octfm.encoder.encoder import Encoder, load_encoder, part_of, require_trained_on
 from octfm.errors import ConfigError, EvaluationError
 from octfm.formats import within
 from octfm.formats.arrays import named_arrays
 from octfm.io.isolation import Limits
 from octfm.io.location import Location
 from octfm.layers.corrections import Corrections, read_corrections
+from octfm.layers.finder import PATH_PENALTY, STEEPEST
 from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_rows
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.models.vit3d import normalise, take_patches
@@ -39,10 +40,6 @@ from octfm.volume.volume import Volume
 
 Tokens = Literal["encoder", "voxels"]
 """Input of the decoder: the encoder's tokens, or the voxels of each patch (the intensity baseline)."""
-STEEPEST = 2.0
-"""Steepest slope (rise over run) of a surface between neighbouring A-scans: the rim of a hole, the edge of a druse."""
-PATH_PENALTY = 0.2
-"""Log-likelihood that a path loses per row that it moves between neighbouring A-scans."""
 VALUES_OF_AREAS = np.array([0, *(LESIONS.get(name, DETACHMENT) for name in MASKS)], np.uint8)
 """Values of `lesions` in a truth file, of 0 and the areas of the packaged network."""
 
@@ -155,8 +152,7 @@ class Segmenter:
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
         """Load what `weights` returned."""
         for part, module in (("decoder", self.decoder), ("encoder", self.encoder.network)):
-            own = {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
-            if own:
+            if own := part_of(tensors, f"{part}."):
                 module.load_state_dict(own)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from octfm.catalog.participants.safe_values import is_known_protocol, is_known_scanner
 from octfm.errors import EvaluationError
 from octfm.formats.medical.nifti import HEIGHTS
-from octfm.io.location import local_path, replacing, write_whole
+from octfm.io.location import is_remote, local_path, replacing, write_whole
 from octfm.version import __version__
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Volume
@@ -49,7 +49,8 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str, volume: Volu
     A header extension (comment) has the names of surfaces or values; the description has the note of the segmentation,
     if there is one, else as many names as fit. Spacing is in mm, in the frame of the image (x along A-scans, y
     downwards, z along B-scans), not of the patient. Where millimetres are only estimated, heights are rows,
-    <stem>_heights_rows.nii.gz, and spacing is 1 without a unit.
+    <stem>_heights_rows.nii.gz, and spacing is 1 without a unit. Labels of a scan that is a NIfTI file have its axes,
+    affine and unit instead.
     volume: the scan, whose eye, scanner and positions of B-scans go into <stem>_labels.json, since NIfTI cannot state
     them; octfm.read_volume reads them with the labels.
     """
@@ -59,6 +60,7 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str, volume: Volu
         raise EvaluationError("NIfTI export needs nibabel: pip install 'octfm[export]'") from None
     folder, measured = local_path(folder), not found.why_no_um
     dz, dy, dx = found.spacing_mm if measured else (1.0, 1.0, 1.0)
+    unit = "mm" if measured else "unknown"
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     if found.surfaces:
@@ -67,20 +69,51 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str, volume: Volu
         image = nibabel.Nifti1Image(heights, np.diag([dx, dz, 1.0, 1.0]))
         image.header.set_intent("estimate", name=HEIGHTS)
         _describe(image, found, " ".join(found.surfaces))
-        written.append(_nifti(image, folder / f"{stem}_heights_{'um' if measured else 'rows'}.nii.gz", measured))
+        image.header.set_xyzt_units(unit)
+        written.append(_nifti(image, folder / f"{stem}_heights_{'um' if measured else 'rows'}.nii.gz"))
     labels, meaning = label_map(found)
-    image = nibabel.Nifti1Image(labels.transpose(2, 1, 0), np.diag([dx, dy, dz, 1.0]))
+    axes, on_scan = "WHD", _on_grid_of(volume, labels) if volume is not None else None
+    if on_scan is None:
+        image = nibabel.Nifti1Image(labels.transpose(2, 1, 0), np.diag([dx, dy, dz, 1.0]))
+        image.header.set_xyzt_units(unit)
+    else:
+        image, axes = on_scan
     image.header.set_intent("label")
     _describe(image, found, "; ".join(f"{value} {name}" for value, name in meaning.items()))
     if volume is not None:
-        write_whole(folder / f"{stem}_labels.json", json.dumps(_sidecar(volume)).encode())
-    return [*written, _nifti(image, folder / f"{stem}_labels.nii.gz", measured)]
+        facts = _sidecar(volume) | {"axes": axes}
+        write_whole(folder / f"{stem}_labels.json", json.dumps(facts).encode())
+    return [*written, _nifti(image, folder / f"{stem}_labels.nii.gz")]
+
+
+def _on_grid_of(volume: Volume, labels: np.ndarray) -> tuple[Any, str] | None:
+    """Labels [D, H, W] as an image with axes, affine and units of the NIfTI file of the scan, so that other programs
+    put them on it, and the letters of its axes; None for other files, and where voxels do not lie as in the file."""
+    import nibabel
+
+    from octfm.formats import detect
+    from octfm.formats.medical import nifti
+
+    if is_remote(volume.source) or not Path(volume.source).is_file() or detect.find_reader(volume.source) is not nifti:
+        return None
+    scan: Any = nibabel.load(volume.source)
+    axes = nifti.stored_axes(volume.source)
+    stored = ["DHW".index(letter) for letter in axes]
+    # A sidecar may give B-scans another order, or say that the vitreous is at the bottom.
+    if not np.array_equal(volume.voxels.transpose(stored), np.asanyarray(scan.dataobj).squeeze()):
+        return None
+    image = nibabel.Nifti1Image(labels.transpose(stored), scan.affine)
+    image.header["xyzt_units"] = scan.header["xyzt_units"]
+    for form in ("sform", "qform"):
+        affine, code = getattr(scan, f"get_{form}")(coded=True)
+        getattr(image, f"set_{form}")(affine, int(code))
+    return image, axes
 
 
 def _sidecar(volume: Volume) -> dict[str, Any]:
     """Facts of a scan for octfm.formats.declared; no participant, no millimetres that are only estimated, and no names
     of instruments and protocols that octfm does not know, since in DICOM they are free text."""
-    facts: dict[str, Any] = {"axes": "WHD", "laterality": volume.laterality, "superior_first": volume.superior_first}
+    facts: dict[str, Any] = {"laterality": volume.laterality, "superior_first": volume.superior_first}
     facts["modality"] = volume.modality
     facts["scanner"] = volume.scanner if is_known_scanner(volume.scanner) else None
     facts["protocol"] = volume.protocol if is_known_protocol(volume.protocol) else None
@@ -232,8 +265,7 @@ def _describe(image: Any, found: Segmentation, names: str) -> None:
     )
 
 
-def _nifti(image: Any, path: Path, measured: bool) -> Path:
-    image.header.set_xyzt_units("mm" if measured else "unknown")
+def _nifti(image: Any, path: Path) -> Path:
     write_whole(path, gzip.compress(image.to_bytes(), mtime=0))
     return path
 

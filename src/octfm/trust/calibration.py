@@ -87,8 +87,9 @@ def _curve(shown: np.ndarray, outcome: np.ndarray, participant: np.ndarray) -> l
     return rows
 
 
-def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """Confidence interval of a binomial proportion (Wilson 1927)."""
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """95 % confidence interval of a binomial proportion (Wilson 1927)."""
+    z = 1.959964
     middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z / (1 + z**2 / n) * np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
     return float(max(0, middle - half)), float(min(1, middle + half))

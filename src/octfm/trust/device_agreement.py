@@ -53,9 +53,8 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
         used.append({"row": row, "ours": ours, "device": theirs, "participant": person or f"row {number}"})
     if not used:
         counted = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
-        raise EvaluationError(
-            f"{table}: no eye has zones of ours and of the device ({counted}); give --device TABLE.csv"
-        )
+        remedy = "give --device TABLE.csv" if device is None else f"check that {device} names the rows in the same way"
+        raise EvaluationError(f"{table}: no eye has zones of ours and of the device ({counted}); {remedy}")
     eyes = [(each["participant"], each["row"].get("laterality", "")) for each in used]
     return {
         "rows": len(rows),
@@ -144,9 +143,9 @@ def _with_device(
         raise EvaluationError(
             f"{device}: expected the column {DEVICE_UNIT['centre']} or {UNIT['centre']}, found neither"
         )
-    known: dict[tuple[str, ...], dict[str, str]] = {}
+    columns, known = UNIT if own else DEVICE_UNIT, dict[tuple[str, ...], dict[str, str]]()
     for other in others:
-        key = tuple(other[column].strip() for column in wanted)
+        key = _key(other, wanted)
         if not all(key):  # two rows that name nobody, or no eye, are no pair
             continue
         if key in known:
@@ -154,13 +153,20 @@ def _with_device(
         known[key] = other
     joined = []
     for row in rows:
-        other = known.get(tuple(row[column].strip() for column in keys), {})
+        other = known.get(key := _key(row, keys), {})
         eyes = [each.get("laterality", "") for each in (row, other)]
         if lateralities(eyes)[1]:
             raise EvaluationError(
                 f"{device}: {row['source']} is eye {eyes[1]}, in {table} eye {eyes[0]}; zones of two eyes are no pair"
             )
-        zones = {DEVICE_UNIT[name]: other.get((UNIT if own else DEVICE_UNIT)[name], "") for name in ZONES}
+        zones_in(other, {name: columns[name] for name in ZONES}, device, ", ".join(key))  # names the other table
+        zones = {DEVICE_UNIT[name]: other.get(columns[name], "") for name in ZONES}
         person = {people[1]: other.get(people[1], "")} if people[1] and not people[0] else {}
         joined.append(row | zones | person | {"device_note": other.get("device_note", "")})
     return joined
+
+
+def _key(row: dict[str, str], columns: Sequence[str]) -> tuple[str, ...]:
+    """What a row is matched by; an eye is R or L however its table spells it (OD, left)."""
+    cells = ((column, row[column].strip()) for column in columns)
+    return tuple(lateralities([cell])[0] or cell if column == "laterality" else cell for column, cell in cells)

@@ -17,9 +17,9 @@ from octfm.encoder.embeddings import Embeddings, align, of_store, read_embedding
 from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.errors import Echo, EvaluationError
 from octfm.evaluation.arms import covariates
-from octfm.evaluation.cases import Cases, Round, Skip, Target, find_targets, make_cases, make_rounds
+from octfm.evaluation.cases import Cases, Round, Skip, find_target, make_cases, make_rounds
 from octfm.evaluation.probe import RESAMPLES, describe, predict, rows_seen
-from octfm.evaluation.scoring import HEADLINE, Predictions, compare_scored, correct, fails_holm, score
+from octfm.evaluation.scoring import HEADLINE, Predictions, compare_metrics, correct, fails_holm, score
 from octfm.evaluation.tissue_map import tissue_map
 from octfm.io.location import local_path
 from octfm.models.pooling import VectorPool
@@ -106,14 +106,8 @@ def leaderboard(
     }
     # The first entry, unless it is a fine-tuned run in a group that another run names.
     first = next(name for name in (entry_name(paths[0]), *names) if name in scored)
-    comparisons = [
-        compare_scored(a, b, leakage=False)
-        for name, others in scored.items()
-        if name != first
-        # An entry without expected grades lacks kappa, which is last.
-        for a, b in zip(scored[first], others, strict=False)
-        if a.metric == b.metric
-    ]
+    others = [own for name, own in scored.items() if name != first]
+    comparisons = [row for own in others for row in compare_metrics(scored[first], own, leakage=False)]
     return {
         "format": "octfm-leaderboard",
         "version": 1,
@@ -153,22 +147,11 @@ def _tested(
             )
         seen_rows |= own
     try:
-        cases = make_cases(_one_target(target, data, table, orders), data, table)
+        cases = make_cases(find_target(target, data, table, orders), data, table)
         return *make_rounds(cases, data, "recommended_split", seen_rows, allow_seen, 1, seed), seen_rows
     except Skip as reason:
         source = table.path if table is not None else f"{data.path} (its own labels; --labels TABLE names others)"
         raise EvaluationError(f"target {target}: {reason} Labels: {source}") from None
-
-
-def _one_target(
-    name: str, data: Embeddings, table: LabelTable | None, orders: Mapping[str, tuple[str, ...]] | None
-) -> Target:
-    targets = find_targets([name], data, table, orders)
-    if len(targets) != 1:
-        raise EvaluationError(
-            f"target {name}: expected one label per cell, got several; choose a column with one label per cell"
-        )
-    return targets[0]
 
 
 def to_csv(result: dict[str, Any]) -> str:

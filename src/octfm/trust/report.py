@@ -18,7 +18,7 @@ from octfm.encoder.external import Embed, embed_external, load_external
 from octfm.errors import Echo, EvaluationError, one_line
 from octfm.evaluation.arms import COVARIATES, MAP_AND_ENCODER, make_arms
 from octfm.evaluation.probe import INTERVAL_MEANING, rows_seen
-from octfm.evaluation.scoring import PLANNED, Scored, compare_scored, score
+from octfm.evaluation.scoring import PLANNED, Scored, compare_metrics, score
 from octfm.evaluation.statistics import enough_resamples
 from octfm.evaluation.tissue_map import tissue_map_baseline
 from octfm.io.location import local_path
@@ -188,14 +188,11 @@ def baselines(study: Study) -> dict[str, Any]:
         for name, own in scored.items():
             # Other runs are not baselines; `domains` compares them.
             if name != study.reference and study.kinds[name] != "other run":
-                # The network trained from scratch may lack kappa, which needs expected grades and is the last metric.
-                both = zip(scored[study.reference], own, strict=False)
-                comparisons += [compare_scored(a, b, leakage=False) for a, b in both if a.metric == b.metric]
+                comparisons += compare_metrics(scored[study.reference], own, leakage=False)
         # What the encoder adds to a map that holds no voxel.
         for arm in (e for e in study.encoders if e.parts):
             for part in (name for name, _ in arm.parts if name != study.reference):
-                pairs = zip(scored[arm.name], scored[part], strict=True)
-                comparisons += [compare_scored(a, b, leakage=False) for a, b in pairs]
+                comparisons += compare_metrics(scored[arm.name], scored[part], leakage=False)
     return {"results": rows, "comparisons": add_claims(comparisons), "planned_metrics": list(PLANNED)}
 
 

@@ -36,6 +36,10 @@ MOST_APART_MM = {"centre": 0.5, "inner": 0.75, "outer": 1.5}
 """Mean distance of B-scans above which zones of this ring rest on interpolation. In the public volume with drusen,
 whose B-scans lie .03 mm apart, leaving some out moves zones by at most 7 µm up to these distances, and the centre by 13
 at .6 mm and by 45 at 1.44."""
+UNEVEN = 1.1
+"""Distances of single B-scans may exceed MOST_APART_MM by this factor, since eyes move, if their mean does not."""
+LENGTHS_ALIKE = 0.1
+"""Share by which the length of B-scans may differ between their positions and the distance of A-scans."""
 BRIDGED_MM = 0.3
 """Greatest distance of B-scans between which a map is interpolated if those between them have no value, as after a
 blink. In the public volume with drusen the centre moves by 2 µm if all B-scans lie .25 mm apart, and by 4 at .36."""
@@ -49,6 +53,8 @@ are tried."""
 PIT_UM, LEAST_FIT = 40.0, 0.25
 """Depth from which a depression counts in full, and the least share of the variance around a slope that the pit must
 explain."""
+REACH_MM = 1.5
+"""Greatest distance of the pit from the middle of the scan."""
 OFF_CENTRE_MM, INDEPENDENT = 0.5, 10.0
 """Spread of the fovea about the middle of the scan, since eyes fixate, and the number of independent values that a
 disc counts for: together they decide between depressions of similar shape."""
@@ -96,6 +102,19 @@ class Field:
         """B-scans per mm; 0 for a single one."""
         count = len(self.bscans_mm)
         return float((count - 1) / (self.bscans_mm[-1] - self.bscans_mm[0])) if count > 1 else 0.0
+
+    @property
+    def widths_mm(self) -> np.ndarray:
+        """[D]: across how much of the field each B-scan stands for what lies around it; NaN for a single one."""
+        return np.gradient(self.bscans_mm) if len(self.bscans_mm) > 1 else np.full(1, np.nan)
+
+    def apart_mm(self, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
+        """Distance of the two B-scans between which each position lies, or of the two next to it beyond the outermost;
+        infinite for a single B-scan."""
+        if len(self.bscans_mm) == 1:
+            return np.full(x_mm.shape, np.inf)
+        gaps, across = np.diff(self.bscans_mm), (np.stack([x_mm, y_mm], axis=-1) - self.origin) @ self.across
+        return gaps[np.clip(np.searchsorted(self.bscans_mm, across, side="right") - 1, 0, len(gaps) - 1)]
 
     def to_index(self, x_mm: np.ndarray, y_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Fractional (B-scan, A-scan) of each position; NaN outside the outermost half pixels of the field.
@@ -147,7 +166,8 @@ def field_of(
     with horizontal B-scans.
 
     `axial_length_mm` rescales lateral distances by `lateral_scale`. Raises ValueError if the B-scans do not have one
-    direction, are not in the order of their positions, or are not as many as `lines`.
+    direction, are not in the order of their positions, have another length than their A-scans `spacing_mm[2]` apart, or
+    are not as many as `lines`.
     """
     count, columns = shape
     dz, _, dx = spacing_mm
@@ -172,7 +192,12 @@ def field_of(
 
 def _field_of_lines(lines: Lines, columns: int, dx: float) -> Field:
     middle, direction = (lines.start + lines.end) / 2, lines.end - lines.start
-    length = float(np.median(np.linalg.norm(direction, axis=1)))
+    length, stated = float(np.median(np.linalg.norm(direction, axis=1))), columns * dx
+    if abs(length - stated) > max(2 * dx, LENGTHS_ALIKE * stated):
+        raise ValueError(
+            f"B-scans are {length:.1f} mm long by their positions, but {stated:.1f} mm by the distance of A-scans; "
+            "correct the one that is wrong"
+        )
     along = direction[0] / np.linalg.norm(direction[0])
     if (direction @ along < 0.9 * np.linalg.norm(direction, axis=1)).any():
         raise ValueError(
@@ -197,9 +222,9 @@ def _field_of_lines(lines: Lines, columns: int, dx: float) -> Field:
     return Field(first[0], along, across, bscans, starts, columns, step, True)
 
 
-def find_pits(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> list[np.ndarray]:
+def find_pits(thickness_um: np.ndarray, field: Field) -> list[np.ndarray]:
     """[2] positions in mm of the depressions that could be the foveal pit, the likeliest first; empty if the retina has
-    none within `reach_mm` of the field's centre.
+    none within REACH_MM of the field's centre.
 
     `thickness_um` [D, W] is ILM to a boundary below the pit. Around every place a slope alone and a slope with a pit
     are fitted by least squares; the pit's share of the variance becomes a log-likelihood, to which that of the distance
@@ -208,7 +233,7 @@ def find_pits(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> 
     """
     from scipy.ndimage import gaussian_filter, maximum_filter
 
-    steps, reach, around = round(STEP_MM / CELL_MM), round(reach_mm / STEP_MM), round(AROUND_MM / STEP_MM)
+    steps, reach, around = round(STEP_MM / CELL_MM), round(REACH_MM / STEP_MM), round(AROUND_MM / STEP_MM)
     axis = CELL_MM * np.arange(-steps * (reach + around), steps * (reach + around) + 1)
     measured = sample(thickness_um, field, *np.meshgrid(field.centre[0] + axis, field.centre[1] + axis))
     known = np.isfinite(measured)
@@ -244,7 +269,7 @@ def find_pits(thickness_um: np.ndarray, field: Field, reach_mm: float = 1.5) -> 
     likely = -INDEPENDENT / 2 * np.log1p(-fit) - 0.5 * (off_mm / OFF_CENTRE_MM) ** 2
     likely[share < 0.5] = -np.inf
     # 0 is the log-likelihood of a fovea in the middle of the scan whose pit cannot be seen.
-    highest = (likely == maximum_filter(likely, 3)) & (likely > 0) & (off_mm <= reach_mm) & (fit >= LEAST_FIT)
+    highest = (likely == maximum_filter(likely, 3)) & (likely > 0) & (off_mm <= REACH_MM) & (fit >= LEAST_FIT)
     highest[[0, -1]] = highest[:, [0, -1]] = False  # a slope that goes on
     if not highest.any():
         return []
@@ -297,6 +322,8 @@ class EtdrsGrid:
     for nasal and temporal; zones above and below are missing if nothing says which B-scan is superior."""
     coverage: dict[str, float]
     """Zone → measured share, in [0, 1]."""
+    apart_mm: dict[str, float]
+    """Zone → distance of neighbouring B-scans that is not exceeded in nine tenths of it."""
     volume_mm3: float | None
     """Volume over the circle of 6 mm diameter; None if less than `LEAST_COVERED` of it was measured."""
     centre: Centre
@@ -313,7 +340,17 @@ class EtdrsGrid:
     @property
     def too_sparse(self) -> list[str]:
         """Zones for which B-scans are too far apart (`MOST_APART_MM`)."""
-        return [name for name in self.mean_um if self.bscans_per_mm * MOST_APART_MM[name.split()[0]] < 1 - 1e-6]
+        most_mm = {name: MOST_APART_MM[name.split()[0]] for name in self.mean_um}
+        return [
+            name
+            for name, most in most_mm.items()
+            if self.bscans_per_mm * most < 1 - 1e-6 or self.apart_mm[name] > UNEVEN * most
+        ]
+
+    @property
+    def furthest_mm(self) -> float:
+        """The largest distance of B-scans because of which a zone is too sparse."""
+        return max((self.apart_mm[name] for name in self.too_sparse), default=0.0)
 
     def __repr__(self) -> str:
         known = sum(mean is not None for mean in self.mean_um.values())
@@ -341,20 +378,17 @@ def measure_grid(
     thickness_um: np.ndarray,
     field: Field,
     laterality: Laterality | None,
-    device_centre_mm: tuple[float, float] | None = None,
     pit_map_um: np.ndarray | None = None,
 ) -> EtdrsGrid:
     """The ETDRS grid of a thickness map [D, W], NaN where nothing was measured.
 
-    It is centred on the foveal pit, else on the fixation centre recorded by the device, else on the middle of the scan.
-    `pit_map_um` is the map in which the pit is looked for if `thickness_um` is not the whole retina's (a single layer,
-    fluid).
+    It is centred on the foveal pit, else on the middle of the scan. `pit_map_um` is the map in which the pit is looked
+    for if `thickness_um` is not the whole retina's (a single layer, fluid).
     """
     pits = find_pits(thickness_um if pit_map_um is None else pit_map_um, field)
-    found: Centre = "pit" if pits else "device" if device_centre_mm is not None else "scan"
-    centre = pits[0] if pits else np.asarray(device_centre_mm) if device_centre_mm is not None else field.centre
-    rivals = tuple((float(x), float(y)) for x, y in pits[1:])
-    return measure_around((float(centre[0]), float(centre[1])), thickness_um, field, laterality, found, rivals)
+    centre, *rivals = ((float(x), float(y)) for x, y in pits or [field.centre])
+    kind: Centre = "pit" if pits else "scan"
+    return measure_around(centre, thickness_um, field, laterality, kind, tuple(rivals))
 
 
 def measure_around(
@@ -371,16 +405,18 @@ def measure_around(
     values = sample(thickness_um, field, centre_mm[0] + x, centre_mm[1] + y)
     whole = np.hypot(x, y) < RINGS_MM[-1]
     covered = float(np.isfinite(values[whole]).mean())
-    mean, coverage = {}, {}
+    mean, coverage, apart_mm = {}, {}, {}
+    between_mm = field.apart_mm(centre_mm[0] + x, centre_mm[1] + y)
     for name, inside in _zones(x, y, laterality, field.upright).items():
         measured = values[inside]
         known = np.isfinite(measured)
         coverage[name] = float(known.mean())
         mean[name] = float(measured[known].mean()) if coverage[name] >= LEAST_COVERED else None
+        apart_mm[name] = float(np.quantile(between_mm[inside], LEAST_COVERED, method="lower"))
     area = np.pi * RINGS_MM[-1] ** 2
     volume = float(np.nanmean(values[whole])) / 1000 * area if covered >= LEAST_COVERED else None
     uneven_um = _uneven_um(centre_mm, thickness_um, field)
-    return EtdrsGrid(mean, coverage, volume, centre, centre_mm, rivals_mm, field.per_mm, uneven_um)
+    return EtdrsGrid(mean, coverage, apart_mm, volume, centre, centre_mm, rivals_mm, field.per_mm, uneven_um)
 
 
 def _uneven_um(centre_mm: tuple[float, float], thickness_um: np.ndarray, field: Field) -> float:

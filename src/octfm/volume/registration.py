@@ -7,9 +7,11 @@ SIMILAR = 0.15
 """Neighbours with a smaller correlation are not registered: noise reaches 0.04, a faint retina 0.3, a good one 0.9."""
 
 
-def register_bscans(
-    coarse_DWH: np.ndarray, spacing_mm: tuple[float, float, float], reach_mm: float = 0.35
-) -> np.ndarray:
+REACH_MM = 0.35
+"""Greatest motion from one B-scan to the next, or from the mean of a star."""
+
+
+def register_bscans(coarse_DWH: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
     """Axial displacement of every B-scan in rows of `coarse_DWH`, float64 [D], positive downwards.
 
     Neighbours are compared by cross-correlation summed over A-scans; blank B-scans are interpolated. Slow drift cannot
@@ -28,13 +30,13 @@ def register_bscans(
     for column in range(1, group):
         calm += alike[:, column : width // group * group : group]
     calm /= np.float32(group)
-    path = np.concatenate([[0.0], np.cumsum(_neighbour_shifts(calm, reach=max(2, round(reach_mm / spacing_mm[1]))))])
+    path = np.concatenate([[0.0], np.cumsum(_neighbour_shifts(calm, reach=max(2, round(REACH_MM / spacing_mm[1]))))])
     motion = path - robust_quadratic(used.astype(float), path)
     displacement[:] = np.interp(np.arange(len(displacement)), used, motion)
     return displacement
 
 
-def register_star(crossing_JH: np.ndarray, dy: float, reach_mm: float = 0.35) -> np.ndarray:
+def register_star(crossing_JH: np.ndarray, dy: float) -> np.ndarray:
     """Axial displacement of every B-scan of a star in rows, float64 [J], positive downwards, relative to their median.
 
     `crossing_JH` is each B-scan's mean A-scan where all of them cross. As all show the same tissue there, each is
@@ -46,7 +48,7 @@ def register_star(crossing_JH: np.ndarray, dy: float, reach_mm: float = 0.35) ->
         aligned = [np.interp(rows + shift, rows, ascan) for ascan, shift in zip(crossing_JH, motion, strict=True)]
         mean = np.mean(aligned, axis=0)
         pairs = (np.stack([mean, ascan])[:, None].astype(np.float32) for ascan in crossing_JH)
-        motion = np.array([_neighbour_shifts(pair, reach=max(2, round(reach_mm / dy)))[0] for pair in pairs])
+        motion = np.array([_neighbour_shifts(pair, reach=max(2, round(REACH_MM / dy)))[0] for pair in pairs])
         motion -= np.median(motion)
     return motion
 

@@ -20,6 +20,15 @@ CLASSES = (*LAYERS, *AREAS)
 LESION_CLASSES = range(len(LAYERS), len(CLASSES))
 UNKNOWN = 255
 """Of voxels without truth: padding, A-scans in which no surface lies in the image, and all scans."""
+_ABBREVIATIONS = ("ilm", "nfl", "gcl", "ipl", "inl", "opl", "onl", "ez", "rpe", "bm")
+
+
+def words_of(name: str) -> str:
+    """The name of a surface or area for readers: NFL/GCL, RPE inner, intraretinal fluid."""
+    parts = name.split("_")
+    short = [part in _ABBREVIATIONS for part in parts]
+    shown = [part.upper() if known else part for part, known in zip(parts, short, strict=True)]
+    return ("/" if len(parts) == 2 and all(short) else " ").join(shown)
 
 
 @dataclass(frozen=True, eq=False)

@@ -68,6 +68,9 @@ _WORDS = _IMAGES | _words(
     papilla papil nerve rnfl nfl gcl gcc edi hd hr hs highres highspeed raster line lines linie linien star
     stern radial circle circular kreis ring cross crosshair grid block dense detail ppol posterior pole wide
     widefield peripapillary anterior segment cornea angle chorioid choroid ou both beide bilateral
+    tr ts imagestr imagests labels labelstr labelsts msk gt truth groundtruth annotation annotations annotated
+    labeled labelled unlabeled unlabelled layer layers fluid manual automatic grading multi modality publication
+    projection full
     """
 )
 _VISITS = _words(
@@ -79,12 +82,16 @@ _VISITS = _words(
     vorher nachher initial first second third last erst erste zweite termin acquisition acq
     """
 )
-_GROUPS = _words(
+_DIAGNOSES = _words(
     """
-    train training val valid validation test testing dev holdout eval fold split normal normals healthy control
-    controls kontrollen gesund krank sain malade sano dme cnv drusen amd armd namd wet dry dr npdr pdr csc csr
-    cscr erm mh hole macularhole rvo brvo crvo glaucoma glaukom poag ga atrophy edema oedema diabetic diabetes
-    dm myopia rp vmt mactel pathology pathologic disease diseased abnormal positive negative class classes
+    normal normals healthy control controls gesund krank sain malade sano dme cnv drusen amd amrd armd namd wet dry dr
+    npdr pdr csc csr cscr erm mh hole macularhole rvo brvo crvo rao pcv glaucoma glaukom poag ga atrophy edema oedema
+    diabetic diabetes dm myopia rp vmt mactel pathology pathologic disease diseased abnormal positive negative
+    """
+)
+_GROUPS = _DIAGNOSES | _words(
+    """
+    train training val valid validation test testing dev holdout eval fold split class classes
     klasse grade group groups gruppe groupe grupo cohort arm site sites center centre zentrum clinic clinics
     klinik clinique clinica hospital krankenhaus hopital university standort praxis department abteilung station
     batch part set cd dvd usb heidelberg engineering spectralis hra zeiss cirrus plex elite topcon triton
@@ -289,6 +296,12 @@ def _numbered(found: list[Segment]) -> list[Segment]:
 def names_nobody(participant: str) -> bool:
     """Whether an id is a word that anonymising programs put into every file: `ANONYMOUS`, but not `ANON-17`."""
     return re.sub(r"[\W_]+", "", plain(participant)) in {"", *_NOBODY}
+
+
+def names_classes(names: Iterable[str]) -> bool:
+    """Whether folders of these names are classes: without numbers, and one of them has a word for a diagnosis."""
+    words = [{plain(text) for kind, text, _ in _pieces(name) if not kind} for name in names]
+    return not any(re.search(r"\d", name) for name in names) and any(own & _DIAGNOSES for own in words)
 
 
 def names_people(name: str) -> bool:

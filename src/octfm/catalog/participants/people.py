@@ -19,6 +19,7 @@ from octfm.catalog.participants.path_words import (
     Segment,
     eye_abbreviations,
     eye_of,
+    names_classes,
     names_people,
     plain,
     segments,
@@ -34,6 +35,8 @@ Source = Literal["header", "table", "folder", "pattern", ""]
 contradicts, or by --participant-from."""
 
 PLACEHOLDERS = ("participant", "eye", "visit", "label", "split")
+LABELLED = "label+participant"
+"""Placeholder of a label that is part of the participant's id as well."""
 _LISTED = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
 _ENDING = re.compile(r"\.(?:nii\.gz|[A-Za-z][A-Za-z0-9]{1,5})$")
 _SMALL = 1000
@@ -96,7 +99,9 @@ class Pattern:
     {participant}, {eye} and {visit} match part of a name, * any part of it, each as little as possible. A last * also
     matches everything further below. {participant} twice gives an id of both parts, for numbers that start again in
     every clinic. {label} gives the label of a file, such as the name of its folder, {split} its split (train, val or
-    test). A pattern without a file ending matches files of any ending.
+    test). {label+participant}/{participant}/* is for numbers that start again in every class: AMD/1 is not DME/1. Right
+    before {participant} it is the letters, and {participant} begins with a digit: AMD1. A pattern without a file ending
+    matches files of any ending.
     """
 
     text: str
@@ -107,11 +112,11 @@ class Pattern:
         clean = text.strip().replace("\\", "/").removeprefix("./").strip("/")
         named = re.findall(r"\{([^{}]*)\}", clean)
         for name in named:
-            if name not in PLACEHOLDERS:
+            if name not in (*PLACEHOLDERS, LABELLED):
                 close = get_close_matches(name.lower(), PLACEHOLDERS, n=1, cutoff=0.4)
                 hint = f"did you mean {{{close[0]}}}?" if close else f"there are {_LISTED}"
                 raise ConfigError(f"--participant-from {text!r}: unknown {{{name}}}; {hint}")
-        if re.sub(r"\{[a-z]+\}", "", clean).strip("*").count("{") or "}" in re.sub(r"\{[a-z]+\}", "", clean):
+        if "{" in (rest := re.sub(r"\{[a-z+]+\}", "", clean)) or "}" in rest:
             raise ConfigError(
                 f"--participant-from {text!r}: a brace is not closed; expected a path such as {{participant}}/{{eye}}/*"
             )
@@ -121,9 +126,10 @@ class Pattern:
                 "{participant}_{eye}_*.png"
             )
         for name in ("label", "split"):
-            if named.count(name) > 1:
+            if [part for several in named for part in several.split("+")].count(name) > 1:
                 raise ConfigError(f"--participant-from {text!r}: {{{name}}} occurs twice; put * for one of them")
-        if "}{" in clean.replace("{participant}{eye}", "{participant}"):
+        apart = clean.replace("{participant}{eye}", "{participant}").replace(f"{{{LABELLED}}}{{participant}}", "")
+        if "}{" in apart:
             raise ConfigError(
                 f"--participant-from {text!r}: nothing separates two placeholders, so where one ends is a guess; "
                 "put / _ or - between them"
@@ -147,13 +153,13 @@ class Pattern:
                 )
                 labels = {}
                 for name, value in groups.items():
-                    if name[0] == "l":
+                    if name[0] in "lb":
                         labels["label"] = value.strip()
                     if name[0] == "s":
                         if (split := parse_split(value)) is None:
                             return None
                         labels["recommended_split"] = split
-                return Match("/".join(value.strip() for name, value in groups.items() if name[0] == "p"), eyes, labels)
+                return Match("/".join(value.strip() for name, value in groups.items() if name[0] in "pb"), eyes, labels)
         return None
 
 
@@ -161,8 +167,12 @@ class Pattern:
 def _compiled(pattern: str, eye_words: tuple[str, ...]) -> re.Pattern[str]:
     """The regular expression of a pattern. {eye} matches only `eye_words`, which are the words for eyes in one path."""
     parts: list[str] = []
-    for token in re.split(r"(\{[a-z]+\}|\*+)", pattern):
-        if token == "{eye}":
+    for token in re.split(rf"(\{{{re.escape(LABELLED)}\}}\{{participant\}}|\{{[a-z+]+\}}|\*+)", pattern):
+        if token.endswith("}{participant}"):
+            parts.append(rf"(?P<b{len(parts)}>[^/\d]+?)[\s_\-]*(?P<p{len(parts)}>\d[^/]*?)")
+        elif token == f"{{{LABELLED}}}":  # b for both
+            parts.append(f"(?P<b{len(parts)}>[^/]+?)")
+        elif token == "{eye}":
             parts.append(f"(?P<e{len(parts)}>{'|'.join(map(re.escape, eye_words)) or '(?!)'})")
         elif token.startswith("{"):
             parts.append(f"(?P<{token[1]}{len(parts)}>[^/]+?)")
@@ -431,12 +441,19 @@ def _guess(
     groups: dict[tuple, list[str]] = defaultdict(list)
     for uri, path in paths.items():
         groups[_skeleton(path)].append(uri)
+    roles = _roles([place.names for place in nameless.values()])
     chosen: dict[str, _At] = {}
     doubts, spots, texts, named = [], set(), {}, set()
+    apart: dict[str, None] = {}
     everywhere = set.intersection(*({s.text for name in path for s in name} for path in paths.values()))
     for uris in groups.values():
+        own_roles = roles.get(len(paths[uris[0]]), {})
         at, doubt, explicit = _person_in(
-            [paths[uri] for uri in uris], [nameless[uri].names for uri in uris], len(nameless), everywhere
+            [paths[uri] for uri in uris],
+            [nameless[uri].names for uri in uris],
+            len(nameless),
+            everywhere,
+            min(own_roles, default=0),
         )
         doubts += [doubt] if doubt else []
         if at is None:
@@ -449,8 +466,17 @@ def _guess(
         own = {uri: paths[uri] for uri in uris}
         people = {uri: path[at[0]][at[1]].text for uri, path in own.items()}
         outer = _numbered_by(list(own.values()), at) if _reused(own, dict.fromkeys(uris, at), people) else set()
+        if "label" in own_roles.values():  # the class again: AMD/AMD-1
+            outer = {(d, i) for d, i in outer if d != at[0] or own[uris[0]][d][i].kind != "group"}
+        one_person = outer
+        if _kind_of(paths[uris[0]][at[0]][at[1]].kind, list(people.values())) == "strong":
+            # A long number means one person in every class and on both sides of a split: two would leak.
+            one_person = {(d, i) for d, i in outer if own[uris[0]][d][i].kind != "group"}
+        labelled = not {"label"} & {*own_roles.values()} and _is_class_with_number([*people.values()])
         for uri in uris:
-            texts[uri] = _template(paths[uri], {at, *outer}, len(nameless[uri].stems) > 1)
+            texts[uri] = _template(nameless[uri], paths[uri], at, one_person, own_roles, labelled)
+            if one_person != outer:
+                apart[_template(nameless[uri], paths[uri], at, outer, own_roles, labelled)] = None
     patterns = {text: pattern for text in dict.fromkeys(texts.values()) if (pattern := _parsed(text))}
     doubts += ["no pattern describes these names"] if len(patterns) < len(set(texts.values())) else []
     texts = {uri: text for uri, text in texts.items() if text in patterns}
@@ -462,13 +488,24 @@ def _guess(
     }
     people = {uri: paths[uri][at[0]][at[1]].text for uri, at in chosen.items()}
     doubts += ["people stand at different places in different paths"] if len(spots) > 1 else []
-    doubts += [d for d in (_reused(paths, chosen, people), _unproven(people, named, eyes)) if d]
+    reused = _reused(paths, chosen, people)
+    if apart:  # the first doubt is shown: whoever accepts the guess decides this
+        doubts.insert(0, f"{reused} (if two: {' '.join(f'--participant-from {text!r}' for text in apart)})")
+    doubts += [d for d in (reused, _unproven(people, named, eyes)) if d]
+    if cut := next(((name, last) for uri, name in people.items() if (last := _cut(found.get(uri, ""), name))), None):
+        doubts.insert(0, f"the pattern reads {cut[0]!r} as {cut[1]!r}, and would merge people of one surname")
     # The patterns must give what the guess gave: the user may accept them on the command line.
     if not doubts and any(found.get(uri) != name for uri, name in people.items()):
         doubts.append("names are read in more than one way")
     lines = _lines(nameless, texts, found, eyes)
     guess = Guess(lines, len({found[uri] for uri in nameless if uri in found}), doubts[0] if doubts else "")
     return found, guess
+
+
+def _cut(participant: str, name: str) -> str:
+    """What a pattern leaves of a name of several words (Meier of Meier_Eva); empty if it is whole."""
+    last = participant.rpartition("/")[2]
+    return last if last != name and name.startswith(last) else ""
 
 
 def _parsed(text: str) -> Pattern | None:
@@ -489,10 +526,36 @@ def _skeleton(path: _Path) -> tuple:
     return tuple(tuple(shape(s) for s in name) for name in path)
 
 
+def _roles(names: Iterable[list[str]]) -> dict[int, dict[int, Literal["split", "label"]]]:
+    """Number of names in a path -> depths of the folders that are splits (train, test), or classes (AMD, normal)."""
+    levels: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for own in names:
+        for depth, name in enumerate(own[:-1]):
+            levels[len(own), depth].add(name)
+    found: dict[int, dict[int, Literal["split", "label"]]] = defaultdict(dict)
+    for (count, depth), values in sorted(levels.items()):
+        if len(values) < 2:
+            continue
+        if all(map(parse_split, values)) and "split" not in found[count].values():
+            found[count][depth] = "split"
+        elif names_classes(values) and "label" not in found[count].values():
+            found[count][depth] = "label"
+    return found
+
+
+def _is_class_with_number(values: Sequence[str]) -> bool:
+    """Whether these are names such as AMD1, DME1 and NORMAL12."""
+    letters = {value.rstrip("0123456789") for value in values}
+    return len(letters) > 1 and letters.isdisjoint(values) and names_classes(letters)
+
+
 def _person_in(
-    paths: Sequence[_Path], names: Sequence[list[str]], total: int, everywhere: set[str]
+    paths: Sequence[_Path], names: Sequence[list[str]], total: int, everywhere: set[str], classes_at: int
 ) -> tuple[_At | None, str, bool]:
-    """Position of the person in paths of one skeleton, a doubt, and whether a word such as `patient` marks it."""
+    """Position of the person in paths of one skeleton, a doubt, and whether a word such as `patient` marks it.
+
+    `classes_at`: depth of the folders of splits or classes; a name above them that never changes is the set's.
+    """
     columns: dict[_At, list[str]] = {}
     for depth, name in enumerate(paths[0]):
         for i, segment in enumerate(name):
@@ -504,6 +567,8 @@ def _person_in(
         alone = sum(other[0] == at[0] for other in columns) == 1
         if kinds[at] != "count" and at[0] and alone and all(_is_list_of_people(name[at[0] - 1]) for name in names):
             kinds[at] = "explicit"
+        if kinds[at] == "number" and all(_is_right_before_eye(path[at[0]], at[1]) for path in paths):
+            kinds[at] = "strong"
     for at in list(columns):  # Meyer/Meyer_OD.tif: the same name again
         first = next(other for other in columns if columns[other] == columns[at])
         if first != at:
@@ -512,7 +577,8 @@ def _person_in(
         return explicit[0], "two names in one path may each be a person" if len(explicit) > 1 else "", True
     # The most id-like position first; a value that is the same in all paths can hardly be a person.
     rank = {"strong": 0, "name": 1, "number": 2, "count": 3}
-    order = sorted(columns, key=lambda at: (rank[kinds[at]], len(set(columns[at])) == 1 and len(paths) > 1, at))
+    constant = {at for at in columns if len(set(columns[at])) == 1 and len(paths) > 1}
+    order = sorted(columns, key=lambda at: (at in constant and at[0] < classes_at, rank[kinds[at]], at in constant, at))
     if not order:
         return None, "no folder or name in these paths may be a person's", False
     if total == 1 and kinds[order[0]] in ("strong", "name") and eye_of(columns[order[0]][0]) is None:
@@ -526,6 +592,11 @@ def _person_in(
     if not strong:
         return order[0], f"{columns[order[0]][0]!r} may be a person, a visit, a clinic or a number of scans", False
     return order[0], "", False
+
+
+def _is_right_before_eye(name: Sequence[Segment], i: int) -> bool:
+    """Whether an eye follows without a separator, as in 0012R: nobody writes so of an image."""
+    return i + 1 < len(name) and name[i + 1].eye is not None and not name[i + 1].before
 
 
 def _is_list_of_people(name: str) -> bool:
@@ -588,11 +659,26 @@ def _numbered_by(paths: Sequence[_Path], at: _At) -> set[_At]:
     return {(d, i) for d, i in before if paths[0][d][i].kind in kinds and len({path[d][i].text for path in paths}) > 1}
 
 
-def _template(path: _Path, people: set[_At], folder: bool) -> str:
-    """The pattern of a path with the person at these positions. `folder`: the path is a folder of images."""
+def _template(
+    place: Place,
+    path: _Path,
+    at: _At,
+    outer: set[_At],
+    roles: Mapping[int, Literal["split", "label"]],
+    labelled: bool,
+) -> str:
+    """The pattern of a path with the person at `at`, whose id also has the segments at `outer`.
+
+    `roles`: of folders, by depth. `labelled`: the person's name is a class with a number.
+    """
     names = []
+    people = {at, *outer}
     for depth, name in enumerate(path):
-        if all(depth != at[0] for at in people) and not any(s.eye for s in name):
+        numbered = any(depth == where[0] for where in people)
+        if depth in roles and depth != at[0] and (roles[depth] == "label" or not numbered):
+            names.append(f"{{{LABELLED if numbered else roles[depth]}}}")
+            continue
+        if not numbered and not any(s.eye for s in name):
             names.append("*")
             continue
         text = ""
@@ -600,12 +686,16 @@ def _template(path: _Path, people: set[_At], folder: bool) -> str:
             part = s.text if s.kind == "literal" else "*"
             if (depth, i) in people or s.eye:
                 part = "{participant}" if (depth, i) in people else "{eye}"
+            if labelled and (depth, i) == at:
+                part = f"{{{LABELLED}}}{{participant}}"
             text = text if part == "*" and text.endswith("*") else f"{text}{s.before}{part}"
-        names.append(text)
+        # What closes the name, as in AMD (1).
+        closing = place.names[depth].rpartition(name[-1].text)[2]
+        names.append(text if text.endswith("*") else text + closing)
     # A last * stands for everything below.
     while len(names) > 1 and names[-2:] == ["*", "*"]:
         names.pop()
-    return "/".join(names) + ("/*" if folder and names[-1] != "*" else "")
+    return "/".join(names) + ("/*" if len(place.stems) > 1 and names[-1] != "*" else "")
 
 
 def _lines(

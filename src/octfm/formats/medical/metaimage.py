@@ -25,7 +25,8 @@ from octfm.formats.bscans import MOST_LABELS, Bscans, check_size, damage_has_a_c
 from octfm.formats.declared import read_declared
 from octfm.formats.dicom.geometry import SPACING_BOUNDS_MM
 from octfm.formats.images import digest_of
-from octfm.formats.medical.nifti import MASKS, axes_of_spacing
+from octfm.formats.medical.nifti import axes_of_spacing
+from octfm.formats.names import MASKS
 from octfm.formats.reasons import PADDING, expect_bytes, voxel_labels
 from octfm.io.archive import open_file
 from octfm.io.location import listed

@@ -22,14 +22,13 @@ from octfm.formats.arrays import exact_gray, in_order
 from octfm.formats.bscans import Bscans, check_size, uid_of
 from octfm.formats.declared import read_declared
 from octfm.formats.dicom.geometry import SPACING_BOUNDS_MM
+from octfm.formats.names import MASKS
 from octfm.formats.reasons import PADDING, expect_bytes, voxel_labels
 from octfm.io.archive import open_file
 
 _TYPES = {2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4"}
 _TO_MM = {0: 1.0, 1: 1000.0, 2: 1.0, 3: 0.001}
 """xyzt_units -> mm. 0 is unknown: read as millimetres, which counts only if the values are plausible for an OCT."""
-MASKS = {"reference", "mask", "masks", "label", "labels", "seg", "segmentation"}
-"""Names of files that hold labels of voxels. RETOUCH calls its own reference.mhd."""
 _LABEL = 1002
 """Intent code of an image whose values are labels."""
 HEIGHTS = "layer heights"
@@ -64,7 +63,7 @@ class Drawn:
     """What a NIfTI image holds of a segmentation."""
 
     values: np.ndarray
-    """As stored, fastest axis first: labels [W, H, D], heights [W, D, S]."""
+    """As stored, fastest axis first: labels [W, H, D] or as the scan's own file, heights [W, D, S]."""
     comments: str
     """Names, as written in an extension of the header."""
     has_mm: bool
@@ -84,7 +83,7 @@ def open_bscans(uri: str) -> Bscans:
             expect_bytes(uri, size, header.offset + header.bytes, PADDING)
         uid = uid_of(file, size)
     last_word = PurePath(uri).name.lower().removesuffix(".gz").removesuffix(".nii").rpartition("_")[2]
-    axes = read_declared(uri).axes or axes_of_spacing(header.mm) or _unknown_axes(header.mm, uri)
+    axes = _axes(header, uri)
     mm = in_order(header.mm, axes) if header.mm else None
 
     def decode() -> np.ndarray:
@@ -102,6 +101,16 @@ def open_bscans(uri: str) -> Bscans:
         flags=("axial_direction_assumed",),
         aside=voxel_labels(uri) if header.intent[0] == _LABEL or last_word in MASKS else None,
     )
+
+
+def stored_axes(uri: str) -> str:
+    """The letters of the stored axes of a scan, fastest first. Raises ReadError."""
+    with open_file(uri) as file, _stream(file) as stream:
+        return _axes(_read_header(stream, uri), uri)
+
+
+def _axes(header: _Header, uri: str) -> str:
+    return read_declared(uri).axes or axes_of_spacing(header.mm) or _unknown_axes(header.mm, uri)
 
 
 def read_drawn(uri: str) -> Drawn:

@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from octfm.models.objectives.dense import Composition
+from octfm.models.objectives.enface import EnFaceGoals
 from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, View, squared_error
 from octfm.models.predictor import Predictor, PredictorConfig, seen_and_answers
 from octfm.models.products import Linear
@@ -36,9 +37,15 @@ class AnchoredConfig(ObjectiveConfig):
     """Weight of the masked voxels of volumes without labels."""
     truth_weight: float = Field(default=1.0, ge=0, le=1e3)
     """Weight of the truth of phantoms."""
+    summary_weight: float = Field(default=4.0, ge=0, le=1e3)
+    """Weight of what the queries of model.summary say of phantoms, as in dense."""
 
     @property
     def learns_truth(self) -> bool:
+        return True
+
+    @property
+    def teaches_summary(self) -> bool:
         return True
 
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "Anchored":
@@ -64,6 +71,10 @@ class Anchored(Objective):
         self.predictor = Predictor(
             predictor, model.width, self.voxels + self.composition.answers, model.activation_checkpointing
         )
+        self.enface, self.summary_weight = None, settings.summary_weight
+        if model.summary:
+            parts, rows = self.composition.parts, settings.answer_average[1]
+            self.enface = EnFaceGoals(model.width * model.summary, grid, parts, rows, self.composition.weights)
 
     def forward(self, views: Sequence[View], context_weight: float | Tensor) -> ObjectiveOutput:
         """Losses of one view. The encoder receives the context patches and nothing else."""
@@ -85,6 +96,11 @@ class Anchored(Objective):
         no_voxels = voxel_goal.new_zeros(*context_truth.shape[:2], self.voxels)
         context_goal = self._goal(no_voxels, context_truth, labelled_B)
         loss = masked_loss_B.mean() + context_weight * context_loss_B.mean()
+        if self.enface is not None and self.encoder.summary is not None:
+            # An error of volumes with labels, and 0 of all others.
+            seen_at = torch.gather(index.kept, 1, index.context)
+            summary_loss_B = self.enface.loss(self.encoder.summary, seen, seen_at, truth, index.kept)
+            loss = loss + self.weights[1] * self.summary_weight * summary_loss_B.mean()
         masked_goal = self._goal(voxel_goal, masked_truth, labelled_B)
         return ObjectiveOutput(
             loss, masked_loss_B, context_loss_B, masked_goal, context_goal, seen.detach(), index.context

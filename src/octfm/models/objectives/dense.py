@@ -99,9 +99,7 @@ class Dense(Objective):
         summary, enface = self.encoder.summary, self.enface
         if summary is None or enface is None:
             return 0.0
-        slabs_BSM = enface.slabs(index_BM)
-        read = summary(tokens_BMD, torch.cat((torch.ones_like(slabs_BSM[:, :1]), slabs_BSM), 1), index_BM)
-        return self.summary_weight * enface.error(read[:, 0], read[:, 1:], *enface.of(goal_BKA, kept_BK)).mean()
+        return self.summary_weight * enface.loss(summary, tokens_BMD, index_BM, goal_BKA, kept_BK).mean()
 
     def distance(self, prediction_BMA: Tensor, goal_BMA: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.composition.entropy(prediction_BMA, goal_BMA)

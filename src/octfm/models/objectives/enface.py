@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octfm.models.products import Linear
-from octfm.models.vit3d import TokenGrid
+from octfm.models.vit3d import Summary, TokenGrid
 from octfm.volume.segmentation import CLASSES, LAYERS
 
 CELLS = 4
@@ -75,6 +75,12 @@ class EnFaceGoals(nn.Module):
         known_BS = (slabs_BSG.amax(2) > 0).float()
         slabs = self._apart(self.slab(slabs_BSD), slabs_BSG) * known_BS
         return volume + slabs.sum(1) / known_BS.sum(1).clamp_min(1)
+
+    def loss(self, summary: Summary, tokens_BMD: Tensor, index_BM: Tensor, goal_BKA: Tensor, kept_BK: Tensor) -> Tensor:
+        """[B]: `error` of what the summary of tokens at flat grid indices says of all kept ones."""
+        slabs_BSM = self.slabs(index_BM)
+        read = summary(tokens_BMD, torch.cat((torch.ones_like(slabs_BSM[:, :1]), slabs_BSM), 1), index_BM)
+        return self.error(read[:, 0], read[:, 1:], *self.of(goal_BKA, kept_BK))
 
     def _apart(self, answer: Tensor, goal: Tensor) -> Tensor:
         return F.smooth_l1_loss(answer.float(), goal, reduction="none", beta=BEND).mean(-1)

@@ -245,7 +245,7 @@ def _training(sources: Sources) -> str:
         f"{get('schedule', 'base_lr')}, {sources.record.get('precision', NOT_STATED)}."
     ]
     if len(steps):
-        lines.append(words.five_lines(sources)[2][1])
+        lines.append(words.training_line(sources))
     if advice := words.checkpoint_advice([*sources.online, *sources.validation]):
         lines.append(advice)
     if environment := sources.record.get("environment"):
@@ -253,7 +253,7 @@ def _training(sources: Sources) -> str:
         lines.append(f"Ran on {machine}.")
     if hours := _hours(sources):
         lines.append(f"{hours} between the first and the last logged step.")
-    lines.append("Health: " + words.five_lines(sources)[4][1])
+    lines.append("Health: " + words.health_line(sources))
     return "## Training\n\n" + " ".join(_text(line) for line in lines)
 
 

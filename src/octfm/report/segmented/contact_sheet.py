@@ -10,7 +10,8 @@ from octfm.io.hashing import hash_text
 from octfm.io.location import write_whole
 from octfm.report.page import MAX_BYTES, render, write_page
 from octfm.report.segmented.pictures import LINES, bscan_picture
-from octfm.tasks.scene import FOUND_COLOURS, words_of
+from octfm.tasks.scene import FOUND_COLOURS
+from octfm.volume.segmentation import words_of
 
 if TYPE_CHECKING:
     from octfm.layers.segment import ScanSegmentation

@@ -7,11 +7,11 @@ import numpy as np
 
 from octfm.errors import EvaluationError
 from octfm.report.segmented.pictures import RANGE_UM
-from octfm.tasks.scene import words_of
 from octfm.version import __version__
 from octfm.volume import etdrs
 from octfm.volume.etdrs import lateral_scale
 from octfm.volume.pixel_copies import fingerprint
+from octfm.volume.segmentation import words_of
 
 if TYPE_CHECKING:
     from octfm.layers.segment import ScanSegmentation
@@ -44,13 +44,13 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
     expected = np.where(np.isnan(error), ABSENT, error).astype("<u2")
     (dz, dy, dx), scale = volume.spacing_mm, lateral_scale(found.axial_length_mm)
     grid = grid_of(found)
-    nl = dz * dy * dx * scale**2 * 1000
     return {
         "format": FORMAT,
         "scan": fingerprint(volume.voxels),
         "network": found.model,
         "octfm": __version__,
         "shape": [depth, height, width],
+        "axialLength": found.axial_length_mm,
         "reversed": volume.superior_first is False,
         "mm": [dz * scale, dy, dx * scale],
         "surfaces": list(SURFACES),
@@ -63,7 +63,7 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
         "labels": [_runs({MASKS.index(name): mask[d] for name, mask in found.masks.items()}) for d in range(depth)],
         "expected": base64.b64encode(expected.tobytes()).decode(),
         "errorSteps": ERROR_STEPS,
-        "nlPerVoxel": nl if found.has_volumes else None,
+        "nlPerVoxel": None if found.bscan_nl is None else found.bscan_nl.tolist(),
         "parts": list(found.verdict.parts),
         "field": _field(found),
         "whyNoZones": found.why_no_grid,
@@ -76,10 +76,10 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
         ],
         "rules": {
             "rings": etdrs.RINGS_MM, "covered": etdrs.LEAST_COVERED, "bridged": etdrs.BRIDGED_MM, "cell": etdrs.CELL_MM,
-            "mostApart": etdrs.MOST_APART_MM, "fewestPerMm": FEWEST_PER_MM,
+            "mostApart": etdrs.MOST_APART_MM, "unevenBy": etdrs.UNEVEN, "fewestPerMm": FEWEST_PER_MM,
             "pit": etdrs.PIT_UM, "radius": etdrs.PIT_MM, "around": etdrs.AROUND_MM, "step": etdrs.STEP_MM,
-            "leastFit": etdrs.LEAST_FIT, "independent": etdrs.INDEPENDENT, "offCentre": etdrs.OFF_CENTRE_MM,
-            "apart": etdrs.APART_MM, "rival": etdrs.RIVAL,
+            "reach": etdrs.REACH_MM, "leastFit": etdrs.LEAST_FIT, "independent": etdrs.INDEPENDENT,
+            "offCentre": etdrs.OFF_CENTRE_MM, "apart": etdrs.APART_MM, "rival": etdrs.RIVAL,
             "zones": etdrs.ZONES, "sides": etdrs.SIDES[volume.laterality], "zoneUm": ZONE_UM, "placeUm": PLACE_UM,
         },
         "viridis": _viridis(),

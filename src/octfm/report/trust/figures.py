@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from octfm.report.figures import DASHED, INK, REFERENCE, SERIES, Chart, canvas, draw_interval, plain, to_svg
 
 MAX_POINTS = 500
@@ -81,9 +83,12 @@ def bland_altman(pair: dict[str, Any], title: str, caption: str) -> Chart:
     Lines are bias and limits of agreement, shaded are their intervals.
     """
     key = _key(f"agreement {pair['target']} {pair['a']} {pair['b']}")
-    found = pair["bland_altman"]
+    found, points = pair["bland_altman"], sorted(pair["points"], key=lambda point: point[1])
+    if len(points) > MAX_POINTS:
+        caption += f" Of {len(points):,} points {MAX_POINTS} are drawn, evenly by difference, with both extremes."
+        points = [points[i] for i in np.linspace(0, len(points) - 1, MAX_POINTS).round().astype(int)]
     with canvas(key, 4.2, 2.7) as (figure, axes):
-        mean, difference = zip(*pair["points"][:MAX_POINTS], strict=True)
+        mean, difference = zip(*points, strict=True)
         axes.scatter(mean, difference, 11, color=SERIES[0], alpha=0.7, linewidths=0, zorder=3)
         for name, dash in (("lower", DASHED), ("bias", "-"), ("upper", DASHED)):
             line = found[name]
@@ -92,7 +97,7 @@ def bland_altman(pair: dict[str, Any], title: str, caption: str) -> Chart:
                 axes.axhspan(line["low"], line["high"], color=SERIES[1], alpha=0.13, linewidth=0)
         axes.axhline(0, color=INK, linewidth=0.6)
         axes.set_xlabel(f"mean of both, {plain(pair['quantity'])}")
-        axes.set_ylabel("difference")
+        axes.set_ylabel(f"difference, {plain(pair['quantity'])}")
         spoken = ", ".join(f"{name} {found[name]['estimate']:.2f}" for name in ("bias", "lower", "upper"))
         svg = to_svg(figure, key, f"{title}: {len(pair['points'])} eyes, {spoken}")
     return Chart(title, caption, svg)

@@ -1,0 +1,276 @@
+"""Folders as public data sets come in: masks beside images, numbers that start again in every class, tables of files."""
+
+import csv
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from octfm.catalog.catalog import CatalogError, NothingAccepted, scan
+from octfm.catalog.columns import TableError
+from octfm.catalog.participants.class_folders import doubts_about_people
+from octfm.catalog.participants.people import AmbiguousPeople, Pattern, Scan, find_people, place_of
+from octfm.errors import ConfigError, ReadError
+from octfm.formats import read_volume
+from support.bscan_set import layered, write_image
+
+SPACING = (0.12, 0.02, 0.05)
+
+
+def mask(*levels: int) -> np.ndarray:
+    out = np.zeros((200, 120), np.uint8)
+    for place, level in enumerate(levels):
+        out[60 + 20 * place : 80 + 20 * place] = level
+    return out
+
+
+def line_scan(root, pattern, **options):
+    return scan(root, layouts=("line",), participant_from=pattern, workers=0, **options)
+
+
+def write_volume(folder, seed, name="{}.png", count=4):
+    for k in range(count):
+        write_image(folder / name.format(k + 1), layered(100 * seed + k))
+
+
+def test_equal_drawings_do_not_make_one_person_of_two(tmp_path):
+    for n in range(1, 7):
+        side = "test" if n > 4 else "train"
+        write_image(tmp_path / side / "images" / f"{n}.png", layered(n))
+        write_image(tmp_path / side / "annotated" / f"{n}.png", mask(*([255] if n % 2 else [])))  # the same file thrice
+    catalog = line_scan(tmp_path, "{split}/*/{participant}")
+    assert len(catalog.acquisitions) == 6 and not any("split_with_another_id" in a.flags for a in catalog.acquisitions)
+    assert {a.participant: a.split for a in catalog.acquisitions} == {
+        str(n): "test" if n > 4 else "train" for n in range(1, 7)
+    }
+    assert {(r.code, "annotated" in r.uri) for r in (*catalog.rejects, *catalog.skipped)} == {
+        ("voxel_labels", True),
+        ("blank_volume", True),
+    }
+
+
+def test_masks_of_volumes_are_skipped_by_a_scan_of_headers(tmp_path):
+    for person in (1001, 1002):
+        write_volume(tmp_path / "Images" / str(person), person)
+        for k in range(4):
+            write_image(tmp_path / "Masks" / str(person) / f"{k + 1}.png", mask(80, 160, k + 1))
+            colours = np.dstack([mask(80), mask(0, 160), mask(k + 1)])
+            write_image(tmp_path / "GroundTruth" / str(person) / f"{k + 1}.png", colours)
+    write_volume(tmp_path / "labels of 2020" / "1003", 3)  # the name alone does not make them labels
+    catalog = scan(tmp_path, participant_from="*/{participant}/*", nominal_spacing_mm=SPACING, workers=0)
+    assert {a.uri.split("/")[-2] for a in catalog.acquisitions} == {"Images", "labels of 2020"}
+    assert [r.code for r in catalog.skipped] == 4 * ["voxel_labels"] and not catalog.rejects
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "participant", "label"),
+    [
+        ("{label+participant}/{participant}/*", "AMD/1/001.tif", "AMD/1", "AMD"),
+        ("*/{label+participant}{participant}/*", "Publication_Dataset/NORMAL12/TIFFs/001.tif", "NORMAL/12", "NORMAL"),
+        ("*/{label+participant} ({participant})/*", "Images/AMD (10)/Image (3).png", "AMD/10", "AMD"),
+        ("{label+participant}{participant}", "CSR7.jpeg", "CSR/7", "CSR"),
+    ],
+)
+def test_numbers_that_start_again_in_every_class(pattern, path, participant, label, tmp_path):
+    found = Pattern.parse(pattern).match(place_of(str(tmp_path / path), tmp_path))
+    assert (found.participant, found.labels) == (participant, {"label": label})
+
+
+def test_a_label_is_given_once(tmp_path):
+    with pytest.raises(ConfigError, match=r"\{label\} occurs twice"):
+        Pattern.parse("{label+participant}/{label}/{participant}")
+    with pytest.raises(ConfigError, match="nothing separates"):
+        Pattern.parse("{label}{participant}/*")
+    with pytest.raises(ConfigError, match="unknown"):
+        Pattern.parse("{participant+label}/{participant}/*")
+
+
+def test_a_scan_says_that_numbers_may_start_again_in_every_class(tmp_path):
+    for label in ("AMD", "DME"):
+        for n in range(1, 4):
+            write_image(tmp_path / label / str(n) / "1.png", layered(n + 10 * len(label) + ord(label[0])))
+    (merged, alone) = ("{label}/{participant}/*", "{label+participant}/{participant}/*")
+    catalog = line_scan(tmp_path, merged)
+    (doubt,) = doubts_about_people(catalog.acquisitions)
+    assert doubt.startswith("3 of 3 participants have scans of several labels (participant 1: AMD, DME)")
+    long = [replace(a, participant=f"1000{a.participant}") for a in catalog.acquisitions]
+    assert not doubts_about_people(long)
+    catalog = line_scan(tmp_path, alone)
+    assert {a.participant for a in catalog.acquisitions} == {f"{c}/{n}" for c in ("AMD", "DME") for n in (1, 2, 3)}
+    assert {a.participant_labels["label"] for a in catalog.acquisitions} == {"AMD", "DME"}
+    (doubt,) = doubts_about_people(catalog.acquisitions)
+    assert doubt.startswith("each of 6 B-scans is a participant of its own")
+
+
+@pytest.mark.parametrize(
+    ("paths", "guess", "participants"),
+    [
+        # A long number is one person in every class and on both sides: two would leak.
+        (
+            ["train/CNV/CNV-10160-1", "train/DRUSEN/DRUSEN-10160-2", "test/CNV/CNV-10160-3", "test/DRUSEN/DRUSEN-1017-1"],
+            ["{split}/{label}/*-{participant}-*"],
+            2,
+        ),
+        (["OCTDL/AMD/amd_10471_1", "OCTDL/NO/no_10599_1", "OCTDL/VID/vid_10777_1"], ["*/{label}/*_{participant}_*"], 3),
+        # Short ones may start again in every class.
+        (["AMD/1/1", "AMD/2/1", "DME/1/1", "NORMAL/1/1"], ["{label+participant}/{participant}/*"], 4),
+        (["Set/AMD1/TIFFs/001", "Set/DME1/TIFFs/001"], ["*/{label+participant}{participant}/*"], 2),
+        (["THOCT1800/AMD/AMD (1)", "THOCT1800/DME/DME (1)"], ["*/{label+participant}/* ({participant})"], 2),
+        # A number that an eye follows is not that of an image.
+        (["image/0001R_1001", "image/0001R_1002", "image/0002L_1001"], ["*/{participant}{eye}_*"], 2),
+        (["training/multi-modality_images/0001/0001/0_image", "training/multi-modality_images/0002/0002/0_image"],
+         ["*/*/{participant}/*"], 2),
+    ],
+)  # fmt: skip
+def test_the_guess_of_a_public_set_keeps_people_together_and_apart(paths, guess, participants, tmp_path):
+    scans = [Scan(str(tmp_path / f"{path}.png"), "") for path in paths]
+    with pytest.raises(AmbiguousPeople) as stopped:
+        find_people(scans, tmp_path)
+    assert stopped.value.guess.patterns == guess and stopped.value.guess.participants == participants
+    accepted = find_people(scans, tmp_path, [Pattern.parse(guess[0])])
+    assert len({whose.participant for whose in accepted.values()}) == participants
+
+
+def test_whoever_accepts_that_a_number_is_one_person_sees_the_other_reading(tmp_path):
+    scans = [Scan(str(tmp_path / c / f"{c}-{n}-1.png"), "") for c in ("CNV", "DME") for n in (1001, 1002)]
+    with pytest.raises(
+        AmbiguousPeople, match=r"may be one person or two \(if two: --participant-from '\{label\+"
+    ) as it:
+        find_people(scans, tmp_path)
+    assert it.value.guess.patterns == ["{label}/*-{participant}-*"]
+
+
+def table(path, *rows):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return path
+
+
+def test_a_table_of_files_gives_each_its_label(tmp_path):
+    """As OCTDL_labels.csv: names without ending or folder, a label per file, the person and the eye."""
+    for n, (name, folder) in enumerate([("amd_7_1", "AMD"), ("amd_7_2", "AMD"), ("no_8_1", "NO"), ("no_9_1", "NO")]):
+        write_image(tmp_path / "OCTDL" / folder / f"{name}.png", layered(n))
+        write_image(tmp_path / "OCTDL" / "masks" / f"{name}.png", mask(80, 160, n + 1))
+    files = table(
+        tmp_path / "labels.csv",
+        ["file_name", "disease", "patient_id", "eye", "part"],
+        *(["amd_7_1", "AMD", "7", "OD", "test"], ["amd_7_2", "drusen", "7", "OS", "test"]),
+        *(["no_8_1", "normal", "8", "OD", "train"], ["no_9_1", "normal", "9", "OD", "train"]),
+    )
+    columns = {"file": "file_name", "participant": "patient_id", "laterality": "eye"}
+    catalog = scan(
+        tmp_path, layouts=("line",), table=files, columns=columns | {"label": "disease", "split": "part"}, workers=0
+    )
+    found = {a.uri.split("/")[-1]: a for a in catalog.acquisitions}
+    assert {name: a.participant_labels["label"] for name, a in found.items()} == {
+        **{"amd_7_1.png": "AMD", "amd_7_2.png": "drusen"},
+        **{"no_8_1.png": "normal", "no_9_1.png": "normal"},
+    }
+    assert {a.participant: a.split for a in found.values()} == {"7": "test", "8": "train", "9": "train"}
+    assert {a.laterality for a in found.values()} == {"R", "L"} and {a.participant_source for a in found.values()} == {
+        "table"
+    }
+
+
+def test_a_table_that_fits_no_file_is_named_before_folders_are_asked(tmp_path):
+    write_image(tmp_path / "AMD" / "1.png", layered(1))
+    write_image(tmp_path / "DME" / "1.png", layered(2))
+    files = table(tmp_path / "labels.csv", ["file", "pid"], ["elsewhere/7.png", "7"])
+    with pytest.raises(TableError, match="no row fits any of 2"):
+        scan(tmp_path, layouts=("line",), table=files, columns={"file": "file", "participant": "pid"}, workers=0)
+
+
+def test_folders_of_classes_are_named_where_they_pass_for_volumes(tmp_path):
+    for label in ("AMRD", "NORMAL"):
+        for n in range(1, 5):
+            write_image(tmp_path / label / f"{label}{n}.jpeg", layered(n + ord(label[0])))
+    with pytest.raises(NothingAccepted, match=r"as in folders of classes: octfm scan FOLDER --layouts line$"):
+        scan(tmp_path, workers=0)
+    catalog = scan(tmp_path, nominal_spacing_mm=SPACING, participant_from="{participant}/*", workers=0)
+    (doubt,) = doubts_about_people(catalog.acquisitions)
+    assert doubt.startswith("2 volumes are folders called AMRD, NORMAL; if their images are of several people")
+    write_volume(tmp_path / "raw", 1, name="b{}00.png")
+    (tmp_path / "raw" / "b200.png").unlink()
+    with pytest.raises(ReadError, match=r"missing or occurs twice.*add --layouts line"):
+        read_volume(tmp_path / "raw", spacing_mm=SPACING)
+
+
+def test_tables_beside_scans_are_no_scans_and_matlab_is_named(tmp_path):
+    write_volume(tmp_path / "patient_1" / "OD", 1)
+    for name in ("Demographics.xlsx", "read_me.docx", "load.m", "loader.py"):
+        (tmp_path / name).write_bytes(b"PK\3\4")
+    (tmp_path / "Subject_01.mat").write_bytes(b"MATLAB 5.0 MAT-file, Platform: GLNXA64".ljust(400))
+    catalog = scan(tmp_path, nominal_spacing_mm=SPACING, workers=0)
+    assert len(catalog.acquisitions) == 1 and catalog.companions == 8
+    (reject,) = catalog.rejects
+    assert reject.code == "not_dicom" and "save its volume as [B-scan, axial, lateral]" in reject.sentence
+    with pytest.raises(CatalogError, match=r"2 other files: \.md, \.parquet"):
+        (tmp_path / "hf").mkdir()
+        (tmp_path / "hf" / "train.parquet").write_bytes(b"PAR1")
+        (tmp_path / "hf" / "README.md").write_bytes(b"x")
+        scan(tmp_path / "hf", workers=0)
+
+
+def test_flow_beside_structure_is_no_structure(tmp_path):
+    """As OCTA-500: OCT/10001 and OCTA/10001 hold the same eye, in images that state nothing."""
+    for n, folder in enumerate(("OCTA_3mm/OCT", "OCTA_3mm/OCTA", "elsewhere/OCTA")):
+        for person in (10001, 10002):
+            write_volume(tmp_path / folder / str(person), 2 * person + 10 * n)
+    (tmp_path / "OCTA_3mm" / "OCTA" / "10002.json").write_text(json.dumps({"modality": "structure"}))
+
+    def found(**options):
+        catalog = scan(
+            tmp_path, nominal_spacing_mm=SPACING, participant_from="*/*/{participant}/*", workers=0, **options
+        )
+        flow = {a.uri.removeprefix(str(tmp_path)) for a in catalog.acquisitions if a.modality == "octa"}
+        return len(catalog.acquisitions), [reject.code for reject in catalog.skipped], flow
+
+    assert found() == (5, ["angiography"], set())  # a folder without a counterpart, or a sidecar, says nothing of flow
+    assert found(modalities=("structure", "octa")) == (6, [], {"/OCTA_3mm/OCTA/10001"})
+
+
+def test_images_for_print_are_read_and_those_of_the_web_named(tmp_path):
+    gray = layered(1)
+    Image.fromarray(gray).convert("CMYK").save(tmp_path / "a.tif")
+    assert np.array_equal(read_volume(tmp_path / "a.tif", raster_only=False).voxels[0], gray)
+    for ending in ("gif", "webp", "jp2"):
+        Image.fromarray(gray).save(tmp_path / f"a.{ending}")
+        with pytest.raises(ReadError, match="a GIF, WebP or JPEG 2000 image; save it as PNG"):
+            read_volume(tmp_path / f"a.{ending}", raster_only=False)
+
+
+def test_numbers_of_a_table_may_start_again_in_every_class(tmp_path):
+    """As NEH-UT: Patient ID 1 of CNV is not Patient ID 1 of NORMAL; each image has a label of its own."""
+    rows = [("CNV", 1, "CNV"), ("CNV", 2, "Normal"), ("NORMAL", 1, "Normal"), ("NORMAL", 2, "Normal")]
+    for n, (folder, patient, label) in enumerate(rows):
+        write_image(tmp_path / folder / str(patient) / "OS" / f"003_{label}.jpg", layered(n))
+    files = table(
+        tmp_path / "data_information.csv",
+        ["Directory", "Patient ID", "Class", "Label"],
+        *([f"{c}\\{p}\\OS\\003_{label.upper()}.jpg", p, c, label.upper()] for c, p, label in rows),
+    )
+    of_class = {"file": "Directory", "label": "Class"}
+    merged = scan(tmp_path, layouts=("line",), table=files, columns=of_class | {"participant": "Patient ID"}, workers=0)
+    assert doubts_about_people(merged.acquisitions)[0].startswith("2 of 2 participants have scans of several labels")
+    catalog = line_scan(
+        tmp_path, "{label+participant}/{participant}/*", table=files, columns=of_class | {"label": "Label"}
+    )
+    assert {a.participant: a.participant_labels["label"] for a in catalog.acquisitions} == {
+        **{"CNV/1": "CNV", "CNV/2": "NORMAL", "NORMAL/1": "NORMAL", "NORMAL/2": "NORMAL"}
+    }
+
+
+def test_a_letter_between_number_and_eye_is_no_part_of_the_id(tmp_path):
+    """As OLIVES: 0201GOD and 0201TOS are the eyes of 0201 in two arms."""
+    for arm, letter, eye in (("GILA", "G", "OD"), ("TREX", "T", "OS")):
+        place = place_of(str(tmp_path / f"TREX DME/{arm}/0201{letter}{eye}/V1/{eye}/J_0.tif"), tmp_path)
+        found = Pattern.parse(f"TREX DME/{arm}/{{participant}}{letter}{{eye}}/*").match(place)
+        assert found.participant == "0201" and found.eyes == {"R" if eye == "OD" else "L"}
+
+
+def test_a_guess_that_would_merge_a_surname_says_so(tmp_path):
+    names = [f"{person}_19610203_{eye}_1.png" for person in ("Meier_Eva", "Meier_Hans") for eye in ("OD", "OS")]
+    with pytest.raises(AmbiguousPeople, match="the pattern reads 'Meier_Eva' as 'Meier', and would merge people"):
+        find_people([Scan(str(tmp_path / name), "") for name in names], tmp_path)
