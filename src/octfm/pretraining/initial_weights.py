@@ -67,11 +67,16 @@ def begin_with(init: str | Path, model: Objective, config: ViTConfig) -> None:
         if name.startswith("blocks.") and int(name.split(".")[1]) >= blocks:
             # What a block adds to its input is the answer of these two layers.
             state[name] = torch.zeros_like(tensor) if ".attn.out." in name or ".mlp.2." in name else tensor
-        elif name.startswith("summary."):
+        elif is_query(name):
             state.setdefault(name, tensor)
     for encoder in (model.encoder, model.target_encoder):
         if encoder is not None:
             encoder.load_state_dict({name: tensor for name, tensor in state.items() if name in own})
+
+
+def is_query(name: str) -> bool:
+    """Whether a tensor belongs to the queries of an encoder (model.summary)."""
+    return name.startswith("summary.")
 
 
 def initial_state(init: str | Path, config: ViTConfig) -> dict[str, Tensor]:

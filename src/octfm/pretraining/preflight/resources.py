@@ -9,7 +9,7 @@ from octfm.errors import BucketError, CheckpointError
 from octfm.io.location import BucketPath, Location, write_whole
 from octfm.models.token_map import token_grid
 from octfm.models.vit3d import count_parameters
-from octfm.pretraining.initial_weights import initial_state
+from octfm.pretraining.initial_weights import initial_state, is_query
 from octfm.pretraining.learner import blueprint
 from octfm.pretraining.preflight.check import Check, fail, fail_with, passed, warn
 from octfm.pretraining.preflight.cost import GB, Cost, measure_speed, step_cost
@@ -43,8 +43,17 @@ def initial_weights(config: PretrainConfig) -> list[Check]:
         state = initial_state(init, config.model)
     except CheckpointError as error:
         return [fail_with("initial weights", error)]
-    count = sum(tensor.numel() for tensor in state.values())
-    return [passed("initial weights", f"{count / 1e6:.3f} M parameters of the encoder begin as in {init}")]
+    count = sum(tensor.numel() for name, tensor in state.items() if config.model.summary or not is_query(name))
+    measured = f"{count / 1e6:.3f} M parameters of the encoder begin as in {init}"
+    if config.model.summary or not any(map(is_query, state)):
+        return [passed("initial weights", measured)]
+    # After 14 CPU-minutes of mae on 5,000 phantom volumes AUROC of seven diagnoses was .866, on 500 .857; before .910.
+    queries = state["summary.query"].shape[1]
+    advice = (
+        "short runs without them made vectors worse than no training; keep them with objective.name=anchored (or "
+        f"dense) model.summary={queries} objective.pool=summary"
+    )
+    return [warn("initial weights", f"{measured}, without the queries that read its vectors", advice)]
 
 
 def micro_batches(config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime) -> tuple[Cost, list[int]]:
