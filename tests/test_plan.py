@@ -64,6 +64,12 @@ def test_too_few_hours_shorten_the_run_and_are_said():
     assert "no preset makes its whole length in 0.5 hours" in text and "--steps 1800" in text
 
 
+def test_a_run_of_minutes_is_set_beside_the_encoder_in_the_box():
+    short, long = (made(hours, candidate("demo", 3600, 1.0)) for hours in (0.25, 2))
+    said = "worth less than those of the encoder in the box"
+    assert said in "\n".join(short.lines()) and said not in "\n".join(long.lines())
+
+
 def test_plan_prints_volumes_machine_and_commands(store, one_preset, tmp_path):
     code, out, err = octfm_here("plan", store.path, "--device=cpu", cwd=tmp_path)
     assert (code, err) == (0, ""), err

@@ -30,6 +30,9 @@ STEPS_PER_EPOCH = 8
 SMALLEST_BATCH = 4
 SAMPLE = 16
 """Volumes read to measure the store's speed."""
+WORTH_LESS_H = 0.5
+"""Hours of a run below which the plan says that the encoder in the box is likely to be worth more: runs of a quarter of
+an hour were worth less (docs/results.md), longer ones were not measured beside it."""
 FEW_PARTICIPANTS = 100
 """Training participants below which the plan says that little is to be expected."""
 
@@ -135,6 +138,11 @@ class Plan:
             found.append(
                 f"{self.participants} participants are few to learn from: expect less than of the encoder in the box "
                 "and compare with the untrained network, too (octfm embed, octfm probe)"
+            )
+        if chosen.hours < WORTH_LESS_H:
+            found.append(
+                "runs of minutes, on 500 as on 5,000 phantom volumes, gave vectors that were worth less than those of the "
+                "encoder in the box, which needs no training"
             )
         return [
             *found,
