@@ -141,8 +141,8 @@ class Plan:
             )
         if chosen.hours < WORTH_LESS_H:
             found.append(
-                "runs of minutes, on 500 as on 5,000 phantom volumes, gave vectors that were worth less than those of the "
-                "encoder in the box, which needs no training"
+                "runs of minutes, on 500 as on 5,000 phantom volumes, gave vectors that were worth less than those of "
+                "the encoder in the box, which needs no training"
             )
         return [
             *found,
