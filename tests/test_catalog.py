@@ -86,8 +86,8 @@ def test_F9_every_file_ends_as_row_or_reject(phantom):
     assert all(reject.bytes == Path(reject.uri).stat().st_size for reject in left_out)
 
 
-@pytest.mark.parametrize("column", ["participant_id", "person_id"])
-def test_both_releases_of_the_aireadi_tables_are_joined(tmp_path, column):
+@pytest.mark.parametrize("column", ["participant_id", "person_id", "patient_id"])
+def test_both_releases_of_the_aireadi_tables_are_joined_and_tables_of_patients_alike(tmp_path, column):
     write_aireadi(tmp_path, ["1001", "1002", "1003"], column)
     catalog = scan(tmp_path)
     assert {a.participant: a.split for a in catalog.acquisitions} == {"1001": "train", "1002": "val", "1003": "test"}

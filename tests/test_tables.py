@@ -357,6 +357,12 @@ def test_a_column_of_eyes_is_one_whatever_its_name(tmp_path, column):
         read_labels(table_of(tmp_path / "c.csv", text + "b,third,AMD\n")).join("diagnosis", [("1", "a", "R")])
 
 
+@pytest.mark.parametrize("column", ["participant_id", "Person_ID", "patient_id", "subject_id"])
+def test_people_are_found_by_the_usual_names_of_their_column(tmp_path, column):
+    labels = read_labels(table_of(tmp_path / "t.csv", f"{column},diagnosis\na,AMD\n"))
+    assert labels.columns == ("diagnosis",) and labels.join("diagnosis", [("1", "a", "R")]) == ["AMD"]
+
+
 def test_a_column_that_names_no_eye_is_a_label(tmp_path):
     labels = read_labels(table_of(tmp_path / "t.csv", "participant_id,eye,side\na,dry,x\nb,,y\n"))
     assert labels.columns == ("eye", "side") and labels.join("eye", [("1", "a", "R")]) == ["dry"]

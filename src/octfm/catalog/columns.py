@@ -14,7 +14,8 @@ from octfm.io.archive import open_file
 from octfm.io.location import Location
 
 FIELDS: dict[str, tuple[str, ...]] = {
-    "participant": ("person_id", "participant_id", "participant"),  # AI-READI v3, v2; octfm's own tables
+    # AI-READI v3, v2; octfm's own tables; common names
+    "participant": ("person_id", "participant_id", "participant", "patient_id", "subject_id"),
     "file": ("filepath",),
     "sop_instance_uid": ("sop_instance_uid",),
     "laterality": ("laterality",),

@@ -8,11 +8,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from octfm.catalog.columns import TableError, clean_id, lost_zeros, read_table
+from octfm.catalog.columns import FIELDS, TableError, clean_id, lost_zeros, read_table
 from octfm.errors import EvaluationError, one_line
 from octfm.formats.names import lateralities, may_be_an_eye
 
-PARTICIPANT_COLUMNS = ("participant_id", "person_id", "participant")
+PARTICIPANT_COLUMNS = ("participant_id", *FIELDS["participant"])
 """AI-READI v2, v3, and octfm's own tables."""
 
 ACQUISITION_COLUMNS = ("sop_instance_uid", "acquisition")
@@ -124,8 +124,8 @@ class LabelTable:
 def read_labels(table: Any) -> LabelTable:
     """Read a CSV or TSV with a header line, or take a pandas DataFrame, whose index may hold the ids.
 
-    It needs a column participant_id (or person_id) or sop_instance_uid, in capitals or not; a column laterality, or eye
-    if it names eyes, is optional. Raises EvaluationError.
+    It needs a column participant_id (or person_id, patient_id, subject_id) or sop_instance_uid, in capitals or not; a
+    column laterality, or eye if it names eyes, is optional. Raises EvaluationError.
     """
     if hasattr(table, "columns") and hasattr(table, "to_dict"):
         if {str(name).strip().lower() for name in table.index.names} & {*PARTICIPANT_COLUMNS, *ACQUISITION_COLUMNS}:
