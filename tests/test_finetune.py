@@ -366,10 +366,13 @@ def test_the_leaderboard_is_written_as_csv_markdown_and_one_page(board, tmp_path
     few = [{**r, "low": None, "high": None, "note": "No interval: only 2."} for r in result["results"]]
     text = to_markdown({**result, "results": few})
     assert "no intervals. Guessing" in text and text.count("No interval: only 2.") == 1 and "95 %" not in text
+    typed = "octfm leaderboard /clinic/Meyer_Anna/run --store s3://meyer/prepared --target grade"
+    result = {**result, "commands": [typed]}
     page = write_leaderboard(
         result, list(dict.fromkeys(r["encoder"] for r in result["results"])), tmp_path / "board.html"
     ).read_text()
     assert "<svg" in page and "quadratic kappa" in page and "http" not in page.replace("http-equiv", "")
+    assert "octfm leaderboard" in page and "eyer" not in page, "folders are named after people"
 
 
 def test_the_commands_write_what_they_say(board, run, large, tmp_path):

@@ -6,6 +6,7 @@ from typing import Any
 from octfm.evaluation.scoring import HEADLINE
 from octfm.report import figures, words
 from octfm.report.page import render, write_page
+from octfm.report.shareable import shareable_command
 
 KINDS = {
     "frozen": "frozen encoder, linear probe",
@@ -44,6 +45,7 @@ def write_leaderboard(result: dict[str, Any], order: list[str], out: str | Path)
         "notes": sorted({r["note"] for r in result["results"] if r["note"]}),
         "forests": figures.forest_plots(in_order, [m for m in metrics if m in HEADLINE]),
         "resamples": result["settings"]["resamples"],
-        "commands": result["commands"],
+        # leaderboard.json has them in full: folders are named after people.
+        "commands": [shareable_command(command) for command in result["commands"]],
     }
     return write_page(render("leaderboard.html.jinja", facts), Path(out))
