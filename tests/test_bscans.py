@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octfm.catalog.catalog import Catalog, CatalogError, scan
-from octfm.catalog.participants.people import Pattern, PeopleError, place_of
+from octfm.catalog.participants.patterns import Pattern, PeopleError, place_of
 from octfm.catalog.participants.split_folders import split_folders
 from octfm.encoder.embed import embed_store
 from octfm.encoder.embeddings import read_embeddings

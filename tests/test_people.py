@@ -11,7 +11,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from octfm.catalog.catalog import Catalog, assign_splits, scan
-from octfm.catalog.participants.people import AmbiguousPeople, Pattern, PeopleError, Scan, Whose, find_people
+from octfm.catalog.participants.patterns import Pattern, PeopleError
+from octfm.catalog.participants.people import AmbiguousPeople, Scan, Whose, find_people
 from octfm.catalog.participants.pseudonyms import pseudonymise
 from octfm.catalog.parts import join_parts
 from octfm.demo import run_demo

@@ -19,7 +19,8 @@ from octfm.catalog.duplicates import without_duplicates
 from octfm.catalog.estimation import axial_mm_by_height
 from octfm.catalog.examination import examine_file, wanted
 from octfm.catalog.inspection import verdicts
-from octfm.catalog.participants.people import Pattern, Scan, find_people, spelt_alike
+from octfm.catalog.participants.patterns import Pattern
+from octfm.catalog.participants.people import Scan, find_people, spelt_alike
 from octfm.catalog.participants.splits import SPLITS, Split, assign, parse_split
 from octfm.catalog.parts import join_parts
 from octfm.catalog.walk import Found, walk

@@ -314,7 +314,7 @@ def limits_of(file_seconds: float, file_gb: float) -> "Limits":
 def volumes_in(words: list[str], limits: "Limits", layouts: str = "any") -> "dict[str, Laterality | None]":
     """The files named, and every volume in the folders named, with the eye that its path below the folder names;
     prints how many files there are left out."""
-    from octfm.catalog.participants.people import eyes_in_paths
+    from octfm.catalog.participants.patterns import eyes_in_paths
     from octfm.catalog.volumes import volumes_below
     from octfm.errors import ConfigError
     from octfm.volume.volume import LAYOUTS

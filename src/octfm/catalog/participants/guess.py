@@ -1,0 +1,380 @@
+"""Guess participants from paths: one pattern for each kind of path, with what may be wrong about it."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from octfm.catalog.participants.path_words import (
+    CANDIDATES,
+    Segment,
+    eye_of,
+    names_classes,
+    names_people,
+    plain,
+    segments,
+)
+from octfm.catalog.participants.patterns import LABELLED, Pattern, Place
+from octfm.catalog.participants.splits import parse_split
+from octfm.errors import ConfigError
+from octfm.volume.volume import Laterality
+
+_SMALL = 1000
+"""Smaller numbers may count visits, scans or B-scans."""
+EXAMPLES = 3
+"""Most names that a message or a line of a guess shows."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A path pattern of a guess, with counts."""
+
+    pattern: str
+    """Empty if no name in these paths may be a person's."""
+    files: int
+    participants: int
+    right: int
+    left: int
+    examples: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A guess of participants from paths, to use or to show."""
+
+    lines: tuple[Line, ...]
+    participants: int
+    doubt: str
+    """Why it may be wrong; empty if nothing contradicts it."""
+
+    @property
+    def patterns(self) -> list[str]:
+        return [line.pattern for line in self.lines if line.pattern]
+
+    @property
+    def without_person(self) -> tuple[str, ...]:
+        """Examples of files without a participant under `patterns`: the guess cannot be accepted as it is."""
+        return tuple(
+            example.partition(" -> ")[0] for line in self.lines if not line.pattern for example in line.examples
+        )
+
+    def table(self) -> str:
+        """A table for the terminal: what each path pattern gives, with examples."""
+        rows = [("path pattern", "files", "participants", "right", "left")]
+        rows += [
+            (
+                line.pattern or "(no name that may be a person's)",
+                *(f"{n:,}" for n in (line.files, line.participants, line.right, line.left)),
+            )
+            for line in self.lines
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        out = []
+        for row, line in zip(rows, [None, *self.lines], strict=True):
+            numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+            out.append("  ".join([row[0].ljust(widths[0]), *numbers]))
+            out += [f"    {example}" for example in line.examples] if line else []
+        return "\n".join([*out, f"{self.participants:,} participants in all, if the guess is right"])
+
+
+_Path = tuple[tuple[Segment, ...], ...]
+_At = tuple[int, int]
+"""Index of the folder or file name in a path, and of the segment in it."""
+
+
+def guess_people(
+    nameless: Mapping[str, Place],
+    places: Mapping[str, Place],
+    meant: frozenset[str],
+    eyes: Mapping[str, frozenset[Laterality]],
+) -> tuple[dict[str, str], Guess]:
+    """The participant of each uri that the guessed patterns match, and the guess with its doubts.
+
+    Paths with the same skeleton are judged together; the position of the person in each becomes a pattern, and the
+    patterns must give the same participants again.
+    """
+    paths: dict[str, _Path] = {uri: tuple(segments(n, meant) for n in place.names) for uri, place in nameless.items()}
+    groups: dict[tuple, list[str]] = defaultdict(list)
+    for uri, path in paths.items():
+        groups[_skeleton(path)].append(uri)
+    roles = _roles([place.names for place in nameless.values()])
+    chosen: dict[str, _At] = {}
+    doubts, spots, texts, named = [], set(), {}, set()
+    apart: dict[str, None] = {}
+    everywhere = set.intersection(*({s.text for name in path for s in name} for path in paths.values()))
+    for uris in groups.values():
+        own_roles = roles.get(len(paths[uris[0]]), {})
+        at, doubt, explicit = _person_in(
+            [paths[uri] for uri in uris],
+            [nameless[uri].names for uri in uris],
+            len(nameless),
+            everywhere,
+            min(own_roles, default=0),
+        )
+        doubts += [doubt] if doubt else []
+        if at is None:
+            continue
+        if explicit:
+            named |= set(uris)
+        else:
+            spots.add(_nth_candidate(paths[uris[0]], at))
+        chosen |= dict.fromkeys(uris, at)
+        own = {uri: paths[uri] for uri in uris}
+        people = {uri: path[at[0]][at[1]].text for uri, path in own.items()}
+        outer = _numbered_by(list(own.values()), at) if _reused(own, dict.fromkeys(uris, at), people) else set()
+        if "label" in own_roles.values():  # the class again: AMD/AMD-1
+            outer = {(d, i) for d, i in outer if d != at[0] or own[uris[0]][d][i].kind != "group"}
+        one_person = outer
+        if _kind_of(paths[uris[0]][at[0]][at[1]].kind, list(people.values())) == "strong":
+            # A long number means one person in every class and on both sides of a split: two would leak.
+            one_person = {(d, i) for d, i in outer if own[uris[0]][d][i].kind != "group"}
+        labelled = not {"label"} & {*own_roles.values()} and _is_class_with_number([*people.values()])
+        for uri in uris:
+            texts[uri] = _template(nameless[uri], paths[uri], at, one_person, own_roles, labelled)
+            if one_person != outer:
+                apart[_template(nameless[uri], paths[uri], at, outer, own_roles, labelled)] = None
+    patterns = {text: pattern for text in dict.fromkeys(texts.values()) if (pattern := _parsed(text))}
+    doubts += ["no pattern describes these names"] if len(patterns) < len(set(texts.values())) else []
+    texts = {uri: text for uri, text in texts.items() if text in patterns}
+    order = sorted(patterns, key=lambda text: -text.count("/"))  # deeper patterns are more specific
+    found = {
+        uri: match[0]
+        for uri, place in places.items()
+        if (match := next((m for t in order if (m := patterns[t].match(place))), None))
+    }
+    people = {uri: paths[uri][at[0]][at[1]].text for uri, at in chosen.items()}
+    doubts += ["people stand at different places in different paths"] if len(spots) > 1 else []
+    reused = _reused(paths, chosen, people)
+    if apart:  # the first doubt is shown: whoever accepts the guess decides this
+        doubts.insert(0, f"{reused} (if two: {' '.join(f'--participant-from {text!r}' for text in apart)})")
+    doubts += [d for d in (reused, _unproven(people, named, eyes)) if d]
+    if cut := next(((name, last) for uri, name in people.items() if (last := _cut(found.get(uri, ""), name))), None):
+        doubts.insert(0, f"the pattern reads {cut[0]!r} as {cut[1]!r}, and would merge people of one surname")
+    # The patterns must give what the guess gave: the user may accept them on the command line.
+    if not doubts and any(found.get(uri) != name for uri, name in people.items()):
+        doubts.append("names are read in more than one way")
+    lines = _lines(nameless, texts, found, eyes)
+    guess = Guess(lines, len({found[uri] for uri in nameless if uri in found}), doubts[0] if doubts else "")
+    return found, guess
+
+
+def _cut(participant: str, name: str) -> str:
+    """What a pattern leaves of a name of several words (Meier of Meier_Eva); empty if it is whole."""
+    last = participant.rpartition("/")[2]
+    return last if last != name and name.startswith(last) else ""
+
+
+def _parsed(text: str) -> Pattern | None:
+    try:
+        return Pattern.parse(text)
+    except ConfigError:
+        return None  # a name without separators, or with braces
+
+
+def _skeleton(path: _Path) -> tuple:
+    """What paths of one kind share: the sequence of kinds of words, and the separators between them."""
+
+    def shape(s: Segment) -> tuple[str, str]:
+        if s.kind == "literal":
+            return plain(s.text), s.before
+        return "word" if s.kind in ("word", "visit", "date", "group") else s.kind, s.before
+
+    return tuple(tuple(shape(s) for s in name) for name in path)
+
+
+def _roles(names: Iterable[list[str]]) -> dict[int, dict[int, Literal["split", "label"]]]:
+    """Number of names in a path -> depths of the folders that are splits (train, test), or classes (AMD, normal)."""
+    levels: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for own in names:
+        for depth, name in enumerate(own[:-1]):
+            levels[len(own), depth].add(name)
+    found: dict[int, dict[int, Literal["split", "label"]]] = defaultdict(dict)
+    for (count, depth), values in sorted(levels.items()):
+        if len(values) < 2:
+            continue
+        if all(map(parse_split, values)) and "split" not in found[count].values():
+            found[count][depth] = "split"
+        elif names_classes(values) and "label" not in found[count].values():
+            found[count][depth] = "label"
+    return found
+
+
+def _is_class_with_number(values: Sequence[str]) -> bool:
+    """Whether these are names such as AMD1, DME1 and NORMAL12."""
+    letters = {value.rstrip("0123456789") for value in values}
+    return len(letters) > 1 and letters.isdisjoint(values) and names_classes(letters)
+
+
+def _person_in(
+    paths: Sequence[_Path], names: Sequence[list[str]], total: int, everywhere: set[str], classes_at: int
+) -> tuple[_At | None, str, bool]:
+    """Position of the person in paths of one skeleton, a doubt, and whether a word such as `patient` marks it.
+
+    `classes_at`: depth of the folders of splits or classes; a name above them that never changes is the set's.
+    """
+    columns: dict[_At, list[str]] = {}
+    for depth, name in enumerate(paths[0]):
+        for i, segment in enumerate(name):
+            if segment.kind in CANDIDATES:
+                columns[depth, i] = [path[depth][i].text for path in paths]
+    # All values of a position decide: with one small number among large ones it is no longer a strong id.
+    kinds = {at: _kind_of(paths[0][at[0]][at[1]].kind, values) for at, values in columns.items()}
+    for at in columns:
+        alone = sum(other[0] == at[0] for other in columns) == 1
+        if kinds[at] != "count" and at[0] and alone and all(_is_list_of_people(name[at[0] - 1]) for name in names):
+            kinds[at] = "explicit"
+        if kinds[at] == "number" and all(_is_right_before_eye(path[at[0]], at[1]) for path in paths):
+            kinds[at] = "strong"
+    for at in list(columns):  # Meyer/Meyer_OD.tif: the same name again
+        first = next(other for other in columns if columns[other] == columns[at])
+        if first != at:
+            del columns[at]
+    if explicit := [at for at in columns if kinds[at] == "explicit"]:
+        return explicit[0], "two names in one path may each be a person" if len(explicit) > 1 else "", True
+    # The most id-like position first; a value that is the same in all paths can hardly be a person.
+    rank = {"strong": 0, "name": 1, "number": 2, "count": 3}
+    constant = {at for at in columns if len(set(columns[at])) == 1 and len(paths) > 1}
+    order = sorted(columns, key=lambda at: (at in constant and at[0] < classes_at, rank[kinds[at]], at in constant, at))
+    if not order:
+        return None, "no folder or name in these paths may be a person's", False
+    if total == 1 and kinds[order[0]] in ("strong", "name") and eye_of(columns[order[0]][0]) is None:
+        return order[0], "", False  # there is nobody to confuse them with
+    strong = [at for at in order if kinds[at] == "strong"]
+    # A name that occurs in every path below the people does not distinguish anybody.
+    several = [at for at in order if at < order[0] or at == order[0] or not set(columns[at]) <= everywhere]
+    if len(several) > 1:
+        shown = " or ".join(repr(columns[at][0]) for at in several[:2])
+        return order[0], f"in {'/'.join(names[0])} the person may be {shown}", False
+    if not strong:
+        return order[0], f"{columns[order[0]][0]!r} may be a person, a visit, a clinic or a number of scans", False
+    return order[0], "", False
+
+
+def _is_right_before_eye(name: Sequence[Segment], i: int) -> bool:
+    """Whether an eye follows without a separator, as in 0012R: nobody writes so of an image."""
+    return i + 1 < len(name) and name[i + 1].eye is not None and not name[i + 1].before
+
+
+def _is_list_of_people(name: str) -> bool:
+    """Whether a folder is called `patients`, possibly with plain words such as `export`."""
+    return names_people(name) and all(s.kind == "word" for s in segments(name))
+
+
+def _kind_of(kind: str, values: Sequence[str]) -> str:
+    """explicit, strong, name, number (small, a year or a date) or count (img_003) for the values of one position."""
+    if kind != "number":
+        return kind
+    if not all(value.isdecimal() for value in values):
+        return "count"
+    # Years (2019) and short dates (190523) are not small, but no ids either.
+    years = all(re.fullmatch(r"(?:19|20)\d\d", value) for value in values)
+    dates = all(len(value) == 6 and _is_date(value) for value in values)
+    return "number" if years or dates or min(map(int, values)) < _SMALL else "strong"
+
+
+def _is_date(digits: str) -> bool:
+    a, b, c = int(digits[:2]), int(digits[2:4]), int(digits[4:])
+    return 1 <= b <= 12 and (1 <= a <= 31 or 1 <= c <= 31)
+
+
+def _nth_candidate(path: _Path, at: _At) -> tuple[int, int]:
+    return at[0], sum(segment.kind in CANDIDATES for segment in path[at[0]][: at[1]])
+
+
+def _reused(paths: Mapping[str, _Path], chosen: Mapping[str, _At], people: Mapping[str, str]) -> str:
+    """A doubt if an id occurs with different groups, dates or names: number 1 of each clinic is another person."""
+    above: dict[str, tuple[str, ...]] = {}
+    for uri, (depth, i) in chosen.items():
+        before = [s for name in paths[uri][:depth] for s in name] + list(paths[uri][depth][:i])
+        outer = [s for s in before if s.kind in ("group", "date", *CANDIDATES)]
+        outer += [s for s in paths[uri][depth][i + 1 :] if s.kind in ("group", "name", "strong")]
+        words = tuple(plain(s.text) for s in outer)
+        if above.setdefault(people[uri], words) != words:
+            first, second = (" ".join(names) or "nothing" for names in (above[people[uri]], words))
+            return f"{people[uri]!r} with {first!r} and with {second!r} may be one person or two"
+    return ""
+
+
+def _unproven(people: Mapping[str, str], named: set[str], eyes: Mapping[str, frozenset[Laterality]]) -> str:
+    """A doubt unless one id has both eyes: ids without a word such as `patient` (`named`) may be of eyes or scans."""
+    bare = [uri for uri in people if uri not in named]
+    if len(people) == 1 or not bare:
+        return ""
+    both: dict[str, set[Laterality]] = defaultdict(set)
+    for uri in bare:
+        both[people[uri]] |= eyes[uri]
+    if any(len(own) == 2 for own in both.values()):
+        return ""
+    return f"no one has both eyes: {people[bare[0]]!r} may be a person, an eye or a scan"
+
+
+def _numbered_by(paths: Sequence[_Path], at: _At) -> set[_At]:
+    """Positions before the person whose values differ: the id may need them as well."""
+    before = [(d, i) for d, name in enumerate(paths[0]) for i in range(len(name)) if (d, i) < at]
+    kinds = ("group", "date", *CANDIDATES)
+    return {(d, i) for d, i in before if paths[0][d][i].kind in kinds and len({path[d][i].text for path in paths}) > 1}
+
+
+def _template(
+    place: Place,
+    path: _Path,
+    at: _At,
+    outer: set[_At],
+    roles: Mapping[int, Literal["split", "label"]],
+    labelled: bool,
+) -> str:
+    """The pattern of a path with the person at `at`, whose id also has the segments at `outer`.
+
+    `roles`: of folders, by depth. `labelled`: the person's name is a class with a number.
+    """
+    names = []
+    people = {at, *outer}
+    for depth, name in enumerate(path):
+        numbered = any(depth == where[0] for where in people)
+        if depth in roles and depth != at[0] and (roles[depth] == "label" or not numbered):
+            names.append(f"{{{LABELLED if numbered else roles[depth]}}}")
+            continue
+        if not numbered and not any(s.eye for s in name):
+            names.append("*")
+            continue
+        text = ""
+        for i, s in enumerate(name):
+            part = s.text if s.kind == "literal" else "*"
+            if (depth, i) in people or s.eye:
+                part = "{participant}" if (depth, i) in people else "{eye}"
+            if labelled and (depth, i) == at:
+                part = f"{{{LABELLED}}}{{participant}}"
+            text = text if part == "*" and text.endswith("*") else f"{text}{s.before}{part}"
+        # What closes the name, as in AMD (1).
+        closing = place.names[depth].rpartition(name[-1].text)[2]
+        names.append(text if text.endswith("*") else text + closing)
+    # A last * stands for everything below.
+    while len(names) > 1 and names[-2:] == ["*", "*"]:
+        names.pop()
+    return "/".join(names) + ("/*" if len(place.stems) > 1 and names[-1] != "*" else "")
+
+
+def _lines(
+    nameless: Mapping[str, Place],
+    texts: Mapping[str, str],
+    found: Mapping[str, str],
+    eyes: Mapping[str, frozenset[Laterality]],
+) -> tuple[Line, ...]:
+    by_text: dict[str, list[str]] = defaultdict(list)
+    for uri in nameless:
+        by_text[texts.get(uri, "")].append(uri)
+    lines = []
+    for text, uris in sorted(by_text.items(), key=lambda item: (-len(item[1]), item[0])):
+        shown, seen = [], set()
+        for uri in uris:
+            person = found.get(uri, "") if text else ""
+            if len(shown) < EXAMPLES and (person, eyes[uri]) not in seen:
+                seen.add((person, eyes[uri]))
+                eye = {"R": "right eye", "L": "left eye"}.get("".join(eyes[uri]), "eye unknown")
+                shown.append(f"{nameless[uri].texts[0]} -> {f'participant {person}' if person else 'nobody'}, {eye}")
+        sides = [eyes[uri] for uri in uris]
+        people = len({found[uri] for uri in uris if uri in found}) if text else 0
+        right, left = (sum(side == {eye} for side in sides) for eye in "RL")
+        lines.append(Line(text, len(uris), people, right, left, tuple(shown)))
+    return tuple(lines)
