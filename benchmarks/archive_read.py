@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from octfm.catalog.catalog import scan
+from octfm.catalog.scan import scan
 from octfm.formats import read_volume
 from octfm.phantom import write_phantom
 

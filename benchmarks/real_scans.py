@@ -359,8 +359,9 @@ ICON = (slice(310, None), slice(0, 112))
 
 def diagnoses(chosen: argparse.Namespace) -> None:
     import yardstick
-    from octfm.catalog.catalog import Catalog, scan
+    from octfm.catalog.catalog import Catalog
     from octfm.catalog.labels import read_labels
+    from octfm.catalog.scan import scan
     from octfm.encoder.encoder import preprocessing_of
     from octfm.evaluation.cases import Target, make_cases, make_rounds
     from octfm.evaluation.probe import FOLDS

@@ -9,7 +9,7 @@ import itertools
 import statistics
 from pathlib import Path
 
-from octfm.catalog.catalog import scan
+from octfm.catalog.scan import scan
 from octfm.phantom import write_phantom
 from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.settings import load_config

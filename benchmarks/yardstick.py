@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from octfm.catalog.catalog import scan
 from octfm.catalog.labels import read_labels
+from octfm.catalog.scan import scan
 from octfm.demo.clinic import PREPROCESSING
 from octfm.encoder.embed import RANDOM_INIT, embed_store, histogram_baseline, quality_baseline
 from octfm.encoder.embeddings import Embeddings, joined, read_embeddings

@@ -270,7 +270,7 @@ def test_a_long_word_without_an_address_is_judged_at_once():
 
 
 def test_a_table_of_files_does_not_quote_a_key(tmp_path):
-    from octfm.catalog.catalog import scan
+    from octfm.catalog.scan import scan
 
     (tmp_path / "scans").mkdir()
     (tmp_path / "scans" / "a.dcm").write_bytes(b"x")

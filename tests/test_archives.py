@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octfm.catalog.catalog import Catalog, CatalogError, scan
+from octfm.catalog.catalog import Catalog, CatalogError
+from octfm.catalog.scan import scan
 from octfm.errors import ReadError
 from octfm.formats import read_volume
 from octfm.formats.reasons import REASONS
@@ -401,7 +402,7 @@ def test_extract_refuses_what_does_not_fit_on_the_disk(tmp_path, image, monkeypa
     (tmp_path / "data").mkdir()
     write_zip(tmp_path / "data" / "x.zip", {"a.dcm": image})
     monkeypatch.setattr(
-        "octfm.catalog.catalog.shutil.disk_usage", lambda path: type("Usage", (), {"free": len(image) - 1})
+        "octfm.catalog.scan.shutil.disk_usage", lambda path: type("Usage", (), {"free": len(image) - 1})
     )
     with pytest.raises(CatalogError, match=f"{len(image):,} bytes to unpack, {len(image) - 1:,} free"):
         scan(tmp_path / "data", extract=tmp_path / "out")

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octfm.catalog.catalog import Catalog, CatalogError, scan
+from octfm.catalog.catalog import Catalog, CatalogError
+from octfm.catalog.scan import scan
 from octfm.errors import BucketError, ConfigError, StoreError
 from octfm.io import bucket, bucket_cache
 from octfm.io.lease import Lease

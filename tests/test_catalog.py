@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from pydicom import uid
 
-from octfm.catalog.catalog import Catalog, CatalogError, scan
+from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.columns import TableError
+from octfm.catalog.scan import scan
 from octfm.errors import ConfigError
 from octfm.formats.reasons import REASONS
 from octfm.phantom.write import write_phantom

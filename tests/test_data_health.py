@@ -9,7 +9,8 @@ import pytest
 
 import octfm
 from octfm.catalog.acquisition import FLAGS, Acquisition
-from octfm.catalog.catalog import Catalog, CatalogError, scan
+from octfm.catalog.catalog import Catalog, CatalogError
+from octfm.catalog.scan import scan
 from octfm.formats.reasons import REASONS
 from octfm.phantom import write_phantom
 from octfm.report.data_health import AXES, EXTENTS, outliers, write_data_health

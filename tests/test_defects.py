@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from pydicom import uid
 
-from octfm.catalog.catalog import Catalog, scan
+from octfm.catalog.catalog import Catalog
+from octfm.catalog.scan import scan
 from octfm.formats.reasons import REASONS
 from octfm.phantom import write_phantom
 from octfm.phantom.defects import DEFECTS

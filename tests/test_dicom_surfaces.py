@@ -8,8 +8,9 @@ import pytest
 from pydicom import dcmread, uid
 from pydicom.dataset import Dataset
 
-from octfm.catalog.catalog import Catalog, scan
+from octfm.catalog.catalog import Catalog
 from octfm.catalog.participants.pseudonyms import pseudonymise
+from octfm.catalog.scan import scan
 from octfm.formats import ReadError, read_surfaces, read_volume
 from octfm.formats.dicom.surfaces import HEIGHT_MAP, read_height_map, surfaces_of_volume
 from octfm.phantom import phantom_volume

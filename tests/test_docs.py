@@ -353,7 +353,7 @@ SHORTER = {"finetune": ["epochs=1"], "segment": ["steps=2"], "trust": ["--from-s
 @pytest.mark.timeout(1800)
 def test_the_commands_of_the_evaluation_page_run_one_after_another(tmp_path):
     """As printed, but for their lengths: every command finds what those before it have made."""
-    from octfm.catalog.catalog import scan
+    from octfm.catalog.scan import scan
     from octfm.phantom import write_phantom
     from octfm.store.prepare import prepare
     from support.command_line import octfm_here

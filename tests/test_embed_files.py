@@ -15,7 +15,8 @@ import pytest
 from pydicom import dcmread, uid
 from typer.testing import CliRunner
 
-from octfm.catalog.catalog import Catalog, scan
+from octfm.catalog.catalog import Catalog
+from octfm.catalog.scan import scan
 from octfm.cli.main import app
 from octfm.encoder import embed_files as module
 from octfm.encoder.embed import embedding_files

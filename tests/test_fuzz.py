@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import octfm
-from octfm.catalog.catalog import NothingAccepted, scan
+from octfm.catalog.catalog import NothingAccepted
+from octfm.catalog.scan import scan
 from octfm.formats import ReadError, read_header, read_overlay, read_volume
 from octfm.formats.reasons import REASONS
 from octfm.io.isolation import Limits, Lost, each

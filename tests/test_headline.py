@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octfm.catalog.catalog import scan as scan_folder
 from octfm.catalog.labels import LabelTable, read_labels
+from octfm.catalog.scan import scan as scan_folder
 from octfm.encoder.embeddings import of_store
 from octfm.errors import EvaluationError
 from octfm.evaluation.statistics import Bootstrap, compare, holm

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octfm.catalog.catalog import scan
+from octfm.catalog.scan import scan
 from octfm.formats import ReadError, read_device_grid, read_header, read_surfaces, read_volume
 from octfm.formats.heyex_vol import display
 from octfm.io.isolation import Limits

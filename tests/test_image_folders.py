@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from octfm.catalog.catalog import NothingAccepted, scan
+from octfm.catalog.catalog import NothingAccepted
+from octfm.catalog.scan import scan
 from octfm.formats import ReadError, read_header, read_volume
 from support.vendor_files import SPACING_MM, write_images, write_npy, write_sidecar
 from support.volumes import telling_voxels

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octfm.catalog.catalog import scan
+from octfm.catalog.scan import scan
 from octfm.errors import ConfigError
 from octfm.formats.reasons import REASONS
 from octfm.io.isolation import Limits, Lost, import_path, release

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import octfm
-from octfm.catalog.catalog import scan
+from octfm.catalog.scan import scan
 from octfm.cli.main import app
 from octfm.config import load
 from octfm.encoder.embed_files import embed_files

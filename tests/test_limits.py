@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from octfm.catalog.catalog import Catalog, scan
+from octfm.catalog.catalog import Catalog
 from octfm.catalog.participants import pseudonyms
+from octfm.catalog.scan import scan
 from octfm.cli.main import app
 from octfm.formats import ReadError, read_surfaces, read_volume, within
 from octfm.formats.arrays import named_arrays

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octfm.catalog.catalog import scan
+from octfm.catalog.scan import scan
 from octfm.formats import ReadError, read_header, read_mask, read_volume
 from support import ROOT
 from support.command_line import inside

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import octfm
-from octfm.catalog.catalog import CatalogError, scan
+from octfm.catalog.catalog import CatalogError
 from octfm.catalog.columns import TableError
 from octfm.catalog.participants.pseudonyms import locate, pseudonymise
+from octfm.catalog.scan import scan
 from octfm.catalog.volumes import volumes_below
 from octfm.cli.options import volumes_in
 from octfm.io.isolation import Limits

@@ -10,7 +10,8 @@ from pydicom import dcmread, uid
 from pydicom.dataset import Dataset
 from pydicom.fileset import FileSet
 
-from octfm.catalog.catalog import NothingAccepted, scan
+from octfm.catalog.catalog import NothingAccepted
+from octfm.catalog.scan import scan
 from octfm.formats import ReadError, read_header, read_volume
 from support.dicom_files import item, write_oct_dicom
 from support.multifile_dicom import SPACING_MM, concatenation, cube, series

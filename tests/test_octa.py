@@ -7,7 +7,8 @@ from pydicom import uid
 from typer.testing import CliRunner
 
 import octfm
-from octfm.catalog.catalog import Catalog, CatalogError, scan
+from octfm.catalog.catalog import Catalog, CatalogError
+from octfm.catalog.scan import scan
 from octfm.cli.main import app
 from octfm.config import load
 from octfm.errors import ConfigError, EvaluationError

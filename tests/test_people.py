@@ -10,11 +10,12 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from octfm.catalog.catalog import Catalog, assign_splits, scan
+from octfm.catalog.catalog import Catalog, assign_splits
 from octfm.catalog.participants.patterns import Pattern, PeopleError
 from octfm.catalog.participants.people import AmbiguousPeople, Scan, Whose, find_people
 from octfm.catalog.participants.pseudonyms import pseudonymise
 from octfm.catalog.parts import join_parts
+from octfm.catalog.scan import scan
 from octfm.demo import run_demo
 from octfm.demo.request import Request
 from octfm.errors import ConfigError
@@ -354,7 +355,7 @@ def test_whose_eyes_they_are_costs_no_request_per_file(place, tmp_path, monkeypa
         return join_parts(*given)
 
     stat = bucket.stat
-    monkeypatch.setattr("octfm.catalog.catalog.join_parts", after_a_long_night)
+    monkeypatch.setattr("octfm.catalog.scan.join_parts", after_a_long_night)
     assert len(scan(place, workers=1, participant_from="{participant}/{eye}/*").acquisitions) == 2
     assert not asked
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from pydicom import uid
 from typer.testing import CliRunner
 
-from octfm.catalog.catalog import Catalog, scan
+from octfm.catalog.catalog import Catalog
 from octfm.catalog.participants.pseudonyms import pseudonymise
+from octfm.catalog.scan import scan
 from octfm.cli.main import app
 from octfm.phantom import DIAGNOSES, SCANNERS, phantom_volume
 from octfm.report.data_health import write_data_health

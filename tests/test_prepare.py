@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octfm.catalog.catalog import scan
+from octfm.catalog.scan import scan
 from octfm.errors import StoreError
 from octfm.formats import read_volume
 from octfm.io.isolation import Limits, each

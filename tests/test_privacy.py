@@ -67,7 +67,7 @@ def test_no_name_or_birth_date_reaches_catalog_page_store_or_terminal(clinic, tm
 
 
 def test_no_log_record_quotes_a_file(clinic, caplog):
-    from octfm.catalog.catalog import scan
+    from octfm.catalog.scan import scan
 
     with caplog.at_level(logging.DEBUG):
         scan(clinic)

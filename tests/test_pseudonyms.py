@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octfm.catalog.acquisition import Reject
-from octfm.catalog.catalog import Catalog, CatalogError, scan
+from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.participants.pseudonyms import locate, pseudonymise, read_key, withheld
 from octfm.catalog.participants.safe_values import is_known_protocol, is_known_scanner
+from octfm.catalog.scan import scan
 from octfm.errors import ConfigError, ReadError, StoreError
 from octfm.formats.names import slugify
 from octfm.phantom import write_phantom

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from octfm.catalog.catalog import CatalogError, NothingAccepted, scan
+from octfm.catalog.catalog import CatalogError, NothingAccepted
 from octfm.catalog.columns import TableError
 from octfm.catalog.participants.class_folders import doubts_about_people
 from octfm.catalog.participants.patterns import Pattern, place_of
 from octfm.catalog.participants.people import AmbiguousPeople, Scan, find_people
+from octfm.catalog.scan import scan
 from octfm.errors import ConfigError, ReadError
 from octfm.formats import read_volume
 from support.bscan_set import layered, write_image

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from octfm.catalog.catalog import Catalog, CatalogError, NothingAccepted, scan
+from octfm.catalog.catalog import Catalog, CatalogError, NothingAccepted
+from octfm.catalog.scan import scan
 from octfm.cli.main import app
 from octfm.config import load
 from octfm.errors import ConfigError

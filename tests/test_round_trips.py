@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from octfm.catalog.catalog import scan
+from octfm.catalog.scan import scan
 from octfm.cli.main import app
 from octfm.errors import EvaluationError
 from octfm.formats import ReadError, read_overlay, read_surfaces, read_volume

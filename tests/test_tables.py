@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octfm.catalog.catalog import Catalog, CatalogError, scan
+from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.columns import Columns, TableError, is_identifier, read_rows
 from octfm.catalog.labels import read_labels
+from octfm.catalog.scan import scan
 from octfm.errors import ConfigError, EvaluationError
 from octfm.phantom import write_phantom
 from support.dicom_files import write_oct_dicom

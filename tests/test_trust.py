@@ -647,7 +647,7 @@ def test_the_module_that_keeps_people_apart_is_the_one_that_is_used(study, monke
 def test_a_null_phantom_clinic_gets_no_claim_about_disease(tmp_path):
     """The whole path on rendered eyes that are all healthy whatever their labels say, beside the per-slice encoder
     of the guide."""
-    from octfm.catalog.catalog import scan
+    from octfm.catalog.scan import scan
     from octfm.phantom import write_phantom
     from octfm.store.prepare import prepare
     from octfm.volume.preprocessing import Preprocessing

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import octfm
-from octfm.catalog.catalog import scan
 from octfm.catalog.participants.pseudonyms import locate, pseudonymise
+from octfm.catalog.scan import scan
 from octfm.formats import ReadError, read_header, read_surfaces, read_volume, volumes_in
 from octfm.formats.heidelberg_e2e import reflectivity_of_codes
 from octfm.formats.heyex_vol import display

@@ -354,8 +354,8 @@ def with_a_rival(monkeypatch, apart_mm: float) -> None:
     """Every grid has another place that could be the fovea."""
     measure = segment_module.measure_grid
 
-    def with_rival(values, place, laterality, centre=None, pit_map_um=None):
-        grid = measure(values, place, laterality, centre, pit_map_um)
+    def with_rival(values, place, laterality, pit_map_um=None):
+        grid = measure(values, place, laterality, pit_map_um)
         x, y = grid.centre_mm
         return replace(grid, rivals_mm=((x + apart_mm, y),)) if centre is None else grid
 

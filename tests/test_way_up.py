@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from octfm.catalog.catalog import scan
+from octfm.catalog.scan import scan
 from octfm.formats import ReadError, read_volume
 from octfm.formats.declared import doubtful_way_up
 from octfm.phantom import DIAGNOSES, SCANNERS, phantom_volume

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from octfm.version import __version__
 
 if TYPE_CHECKING:
-    from octfm.catalog.catalog import Catalog, scan
+    from octfm.catalog.catalog import Catalog
+    from octfm.catalog.scan import scan
     from octfm.encoder.encoder import Encoder, load_encoder
     from octfm.encoder.export import export
     from octfm.encoder.hub import OctEncoder
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Catalog": "octfm.catalog.catalog",
-    "scan": "octfm.catalog.catalog",
+    "scan": "octfm.catalog.scan",
     "write_phantom": "octfm.phantom",
     "prepare": "octfm.store.prepare",
     "Preprocessing": "octfm.volume.preprocessing",

@@ -1,54 +1,25 @@
 """Catalog: a row for every accepted acquisition, a reject with a reason for every other file."""
 
-import functools
 import io
 import json
-import os
-import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from octfm.catalog.acquisition import Acquisition, Reject
-from octfm.catalog.aireadi import Tables, read_own_tables, read_tables
-from octfm.catalog.columns import Columns, TableError, lost_zeros
-from octfm.catalog.dicom_directory import left_behind
-from octfm.catalog.duplicates import without_duplicates
-from octfm.catalog.estimation import axial_mm_by_height
-from octfm.catalog.examination import examine_file, wanted
 from octfm.catalog.inspection import verdicts
-from octfm.catalog.participants.patterns import Pattern
-from octfm.catalog.participants.people import Scan, find_people, spelt_alike
 from octfm.catalog.participants.splits import SPLITS, Split, assign, parse_split
-from octfm.catalog.parts import join_parts
-from octfm.catalog.walk import Found, walk
 from octfm.display import box, brief, counted, data_frame, number, with_labels
 from octfm.errors import OctfmError
 from octfm.formats.reasons import REASONS
-from octfm.io.archive import MEMBER, file_size, is_folder, unpack
-from octfm.io.bucket import Account
 from octfm.io.hashing import hash_text
-from octfm.io.isolation import Limits
-from octfm.io.location import BucketPath, Location, listed, location, write_whole
-from octfm.io.ranged import recall
-from octfm.io.spread import spread
-from octfm.volume.pixel_copies import describe_copy
-from octfm.volume.volume import ADMISSIBLE, MODALITIES, RASTER_ONLY, STRUCTURE_ONLY, Layout, Modality, Spacing3
-
-if TYPE_CHECKING:
-    from octfm.formats.bscans import Reader
-    from octfm.formats.reasons import Header
+from octfm.io.location import BucketPath, Location, location, write_whole
 
 FORMAT, VERSION = "octfm-catalog", 3
 _ADDED = ("layout", "participant_source", "modality")
 """Columns missing in older catalogs of this version."""
-_OF_COPIES = ("duplicate_pixels", "pixels_of_two_participants")
-"""Codes of what pixels show to be a copy of another scan."""
-
-
-_OF_SINGLE = "; if each image is a scan of its own, as in folders of classes: octfm scan FOLDER --layouts line"
 
 
 class CatalogError(OctfmError):
@@ -180,7 +151,7 @@ class Catalog:
     def expect_few_rejects(self, most: float, advice: str = "see its rejects") -> None:
         """Raises CatalogError if a larger share than `most` is rejected: a pipeline stops before training."""
         if self.reject_share > most:
-            codes = ", ".join(f"{n} {code}" for code, n in _count(reject.code for reject in self.rejects).items())
+            codes = ", ".join(f"{n} {code}" for code, n in count_words(reject.code for reject in self.rejects).items())
             total = len(self.rejects) + len(self.acquisitions)
             raise CatalogError(
                 f"{self.root}: {len(self.rejects)} of {total} files are rejected ({self.reject_share:.1%}), "
@@ -202,16 +173,16 @@ class Catalog:
             "companions": self.companions,
             "participants": len(participants),
             "eyes": len({a.eye_id for a in self.acquisitions if a.laterality}),
-            "scanners": _count(a.scanner for a in self.acquisitions),
-            "protocols": _count(a.protocol for a in self.acquisitions),
-            "layouts": _count(a.layout for a in self.acquisitions),
-            "modalities": _count(a.modality for a in self.acquisitions),
-            "participants_found_by": _count(a.participant_source or "unknown" for a in self.acquisitions),
-            "lateralities": _count(a.laterality or "unknown" for a in self.acquisitions),
+            "scanners": count_words(a.scanner for a in self.acquisitions),
+            "protocols": count_words(a.protocol for a in self.acquisitions),
+            "layouts": count_words(a.layout for a in self.acquisitions),
+            "modalities": count_words(a.modality for a in self.acquisitions),
+            "participants_found_by": count_words(a.participant_source or "unknown" for a in self.acquisitions),
+            "lateralities": count_words(a.laterality or "unknown" for a in self.acquisitions),
             "participants_per_split": {split: n for split in SPLITS if (n := list(participants.values()).count(split))},
-            "rejects": _count(reject.code for reject in self.rejects),
-            "skips": _count(reject.code for reject in self.skipped),
-            "flags": _count(flag for a in self.acquisitions for flag in a.flags),
+            "rejects": count_words(reject.code for reject in self.rejects),
+            "skips": count_words(reject.code for reject in self.skipped),
+            "flags": count_words(flag for a in self.acquisitions for flag in a.flags),
         }
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -236,161 +207,6 @@ class Catalog:
         ]
         content = json.dumps([self.root, self.companions, rows, self._left_out()], default=list)
         return hash_text(content)[:16]
-
-
-def scan(
-    root: str | Path | BucketPath,
-    *,
-    seed: int = 0,
-    table: str | Path | BucketPath | None = None,
-    participants: str | Path | BucketPath | None = None,
-    columns: Mapping[str, str] | None = None,
-    participant_from: str | Sequence[str] = (),
-    extract: str | Path | None = None,
-    nominal_spacing_mm: Spacing3 | None = None,
-    layouts: Collection[Layout] = RASTER_ONLY,
-    modalities: Collection[Modality] = STRUCTURE_ONLY,
-    pixels: bool = False,
-    keep_upside_down: bool = False,
-    follow_links: bool = True,
-    workers: int | None = None,
-    limits: Limits | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    readers: "Sequence[Reader]" = (),
-) -> Catalog:
-    """Examine every file below `root` (AI-READI layout or any other) and assign participant-level splits.
-
-    root: a folder, s3://bucket/prefix or gs://bucket/prefix. A bucket is listed once, and headers are read by ranges.
-        The path of a DICOMDIR stands for its folder; files that a DICOMDIR lists but that are missing are rejects.
-    table, participants: your own CSV or TSV with one row per file or per person; they replace AI-READI's tables, which
-        are found below `root`. columns: from octfm.catalog.columns.FIELDS to your columns, for example
-        {"participant": "pid", "file": "path"}.
-    participant_from: where paths below `root` hold the participant of files that neither header nor table names, such
-        as "{participant}/{eye}/*"; of several patterns the first that fits counts. Without one, octfm guesses or stops.
-        {label} in a pattern gives every row the label of its path, {split} the split that its folder names.
-    extract: a folder outside `root` to unpack ZIP archives into; rows then name the unpacked files. By default
-        archives are read in place.
-    nominal_spacing_mm: (dz, dy, dx), used and flagged where neither file, sidecar nor table states a spacing.
-    layouts: ("raster", "radial") also accepts radial scans, as rows of their own layout, "line" single B-scans. With
-        ("line",) alone every image is a B-scan of its own, volumes are left out, and pixels are always decoded.
-        Millimetres that nothing states are then estimated (octfm.volume.estimated) and flagged.
-    modalities: ("structure", "octa") also accepts volumes of OCT angiography (flow), as rows of their own modality.
-    pixels: decode every accepted volume and find copies under other ids, eyes whose optic disc lies on the wrong side,
-        and scans that are upside down, which are rejects unless keep_upside_down. By default nothing is decoded.
-    follow_links: if False, symbolic links below `root` are rejects with code link_not_followed.
-    workers: child processes that examine files, by default one per core, 0 for none; the result does not depend on it.
-    limits: time and memory of a child process; a file that ends its process is a reject.
-    progress: called with (files examined, all files).
-    readers: readers of formats of your own, as objects (octfm.formats.bscans.Reader); the first that fits a file is
-        taken.
-
-    Raises CatalogError for a root that is missing or has no acceptable file, TableError for tables that contradict
-    themselves, lack a column or fit none of the files, AmbiguousPeople where folders leave open whose eyes are shown.
-    """
-    patterns = [
-        Pattern.parse(text) for text in ([participant_from] if isinstance(participant_from, str) else participant_from)
-    ]
-    from octfm.formats.detect import require_readers  # keeps parsers out of what only reads catalogs
-
-    require_readers(readers)
-    bscans_only = tuple(layouts) == ("line",)
-    if not ("raster" in layouts or bscans_only) or any(name not in ADMISSIBLE for name in layouts):
-        raise CatalogError(
-            f"layouts: expected raster, raster,radial, raster,line or line; got {','.join(layouts) or 'none'}"
-        )
-    if "structure" not in modalities or any(name not in MODALITIES for name in modalities):
-        got = ",".join(modalities) or "none"
-        raise CatalogError(f"modalities: expected structure or structure,octa; got {got}")
-    # List the files and read the tables.
-    folder = _existing(root)
-    account = Account(folder)
-    found = walk(folder, follow_links=follow_links, folders_are_volumes=not bscans_only)
-    if not found.files and not found.refused:
-        endings = ", ".join(_count(path.suffix or path.name for path in found.companions))
-        others = f"{len(found.companions)} other files: {endings[:100]}" if found.companions else "it is empty"
-        raise CatalogError(f"{folder}: no image files below it ({others}); point at the folder that holds the scans")
-    tables = _tables(folder, found, table, participants, columns)
-    found.refused += left_behind([path for path in found.companions if path.name.lower() == "dicomdir"], found.files)
-    if extract is not None:
-        found.files = _unpacked(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
-    # Examine headers: an outcome per file, then per volume, then without copies.
-    limits = limits or Limits()
-    examine = account.counting(
-        functools.partial(
-            examine_file,
-            layouts=tuple(layouts),
-            follow_links=follow_links,
-            readers=readers,
-            modalities=tuple(modalities),
-        )
-    )
-    examined = spread(
-        examine,
-        found.files,
-        lambda path, lost: [Reject.lost(path, lost, "examined it")],
-        workers=workers,
-        limits=limits,
-        # A deadline by size, although headers take milliseconds: a volume that may be blank is decoded.
-        deadline=lambda path: limits.deadline(file_size(path), str(path)),
-        progress=progress,
-    )
-    per_file = [outcome for outcomes in account.counted(examined) for outcome in outcomes]
-    per_volume, joined_files = join_parts(per_file, workers, limits, layouts)
-    of_layouts, rejects = wanted(per_volume, layouts)
-    headers, duplicates = without_duplicates(of_layouts, tables, workers, limits, readers)
-    from octfm.catalog.agreement import accept, with_person  # importing a catalog must not import the readers
-
-    # Combine headers with tables.
-    estimated = {} if nominal_spacing_mm else axial_mm_by_height(headers, tables, workers, limits, readers)
-    rows = [accept(header, tables, nominal_spacing_mm, estimated) for header in headers]
-    left_out = [*found.refused, *rejects, *(row for row in rows if isinstance(row, Reject))]
-    accepted = [row for row in rows if isinstance(row, Acquisition)]
-    _expect_rows_to_fit(accepted, left_out, tables)
-    # Copies may be filed under another participant, and their paths help to find out whose a folder is.
-    copied = [accept(copy, tables, nominal_spacing_mm, estimated) for copy, _ in duplicates]
-    copies = [copy for copy in copied if isinstance(copy, Acquisition)]
-    # Find participants and eyes that only paths state.
-    for path in found.files:
-        recall(path)  # facts of the listing expire during a long scan; each would then cost another request
-    scans = [Scan(a.uri, a.participant) for a in (*accepted, *copies)]
-    whose = find_people(scans, folder, patterns, tables.unpacked_from)
-    acquisitions, copy_rejects, pair_of = _under_two_ids(
-        [with_person(a, whose, tables) for a in accepted],
-        [with_person(copy, whose, tables) for copy in copies],
-        [reject for _, reject in duplicates],
-    )
-    pixel_rejects: list[Reject] = []
-    pixel_pairs: list[tuple[str, str]] = []
-    # On request, decode everything and compare voxels and anatomy. In sets of single B-scans copies are common.
-    if pixels or bscans_only:
-        from octfm.catalog.inspection import inspect_pixels
-
-        acquisitions, pixel_rejects, pixel_pairs = inspect_pixels(
-            acquisitions, workers, limits, keep_upside_down, readers
-        )
-    copy_rejects, pairs = _without_lost_originals(copy_rejects, pair_of, headers, duplicates, pixel_rejects)
-    left_out += [*copy_rejects, *pixel_rejects]
-    pairs += pixel_pairs
-    # Scanners write one person's id as 1001 and as 00001001.
-    pairs += spelt_alike(a.participant for a in acquisitions)
-    left_out.sort(key=lambda reject: reject.uri)
-    catalog = Catalog(
-        root=str(folder),
-        acquisitions=assign_splits(acquisitions, seed=seed, one_person=pairs) if acquisitions else (),
-        rejects=tuple(reject for reject in left_out if not reject.expected),
-        companions=len(found.companions) + joined_files - sum(reject.code == "not_a_bscan" for reject in left_out),
-        skipped=tuple(reject for reject in left_out if reject.expected),
-        requests=account.close(),
-        pixels=pixels or bscans_only,
-    )
-    if not acquisitions:
-        reasons = [(n, code, REASONS[code]) for code, n in _count(reject.code for reject in left_out).items()]
-        counts = ", ".join(f"{n} {code} ({reason.meaning}; {reason.fix})" for n, code, reason in reasons)
-        hint = "" if "line" in layouts or not any(map(_may_be_single, left_out)) else _OF_SINGLE
-        message = f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {counts}{hint}"
-        raise NothingAccepted(message, catalog)
-    _expect_people_to_fit(acquisitions, tables, participants)
-    return catalog
 
 
 def assign_splits(
@@ -448,60 +264,6 @@ def _leaders(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     return {participant: min(group) for participant, group in groups.items()}
 
 
-def _under_two_ids(
-    acquisitions: Sequence[Acquisition], copies: Sequence[Acquisition], rejects: Sequence[Reject]
-) -> tuple[list[Acquisition], list[Reject], dict[str, tuple[str, str]]]:
-    """Give copies under another participant's id a reason of their own: which id is right must be found out first.
-
-    Returns the acquisitions with flags, the rejects, and the two participants of each of these copies by its uri.
-    """
-    kept = {a.sop_instance_uid: a for a in acquisitions}
-    copy_of = {copy.uri: copy for copy in copies}
-    out, shared, pairs = [], set(), {}
-    for reject in rejects:
-        copy = copy_of.get(reject.uri)
-        first = kept.get(copy.sop_instance_uid) if copy else None
-        if copy and first and reject.code == "duplicate_sop_uid" and copy.participant != first.participant:
-            code, sentence = describe_copy(copy.owner, first.owner)
-            reject = replace(reject, code=code, sentence=sentence, refers_to=first.sop_instance_uid)
-            shared.add(first.uri)
-            pairs[copy.uri] = (copy.participant, first.participant)
-        out.append(reject)
-    marked = [
-        replace(a, flags=(*a.flags, "pixels_of_two_participants")) if a.uri in shared else a for a in acquisitions
-    ]
-    return marked, out, pairs
-
-
-def _without_lost_originals(
-    rejects: Sequence[Reject],
-    pair_of: Mapping[str, tuple[str, str]],
-    headers: Sequence["Header"],
-    duplicates: Sequence[tuple["Header", Reject]],
-    pixel_rejects: Sequence[Reject],
-) -> tuple[list[Reject], list[tuple[str, str]]]:
-    """The rejects of copies, and the pairs of participants whose images are the same.
-
-    A copy of what its pixels show to be no scan is none either, and says nothing about people: the empty masks of two
-    of them are the same file. It gets the code of its original.
-    """
-    by_uri = {reject.uri: reject for reject in pixel_rejects if reject.code not in _OF_COPIES}
-    lost = {header.sop_instance_uid: by_uri[header.uri] for header in headers if header.uri in by_uri}
-    original = {copy.uri: lost[copy.sop_instance_uid] for copy, _ in duplicates if copy.sop_instance_uid in lost}
-    kept = [
-        replace(
-            reject,
-            code=original[reject.uri].code,
-            sentence=f"{reject.uri}: a copy of {original[reject.uri].sentence}",
-            refers_to="",
-        )
-        if reject.uri in original
-        else reject
-        for reject in rejects
-    ]
-    return kept, [pair for uri, pair in pair_of.items() if uri not in original]
-
-
 def assert_participant_level(acquisitions: Iterable[Acquisition]) -> None:
     """Raises CatalogError if a participant is in two splits: training would see the fellow eye of a test eye."""
     splits: dict[str, Split | None] = {}
@@ -513,106 +275,7 @@ def assert_participant_level(acquisitions: Iterable[Acquisition]) -> None:
             )
 
 
-def _existing(root: str | Path | BucketPath) -> Location:
-    where = location(root)
-    if isinstance(where, BucketPath):
-        return where
-    folder = Path(os.path.abspath(where))  # noqa: PTH100  (not resolve: it would replace a link that the user knows)
-    if not folder.exists():
-        raise CatalogError(f"{folder}: no such folder; check the path")
-    if folder.name.lower() == "dicomdir" and folder.is_file():
-        return folder.parent
-    if not folder.is_dir():
-        raise CatalogError(
-            f"{folder}: expected a folder, got a file; give the folder it is in, or open it with octfm.read_volume"
-        )
-    return folder
-
-
-def _tables(
-    root: Location,
-    found: Found,
-    table: str | Path | BucketPath | None,
-    participants: str | Path | BucketPath | None,
-    columns: Mapping[str, str] | None,
-) -> Tables:
-    replaced = ["manifest.tsv"] * (table is not None) + ["participants.tsv"] * (participants is not None)
-    tables = read_tables(root, found.companions, replaced)
-    if not replaced:
-        if columns:
-            raise CatalogError(
-                "--columns: names columns of your own table; give it with --table FILE or --participants FILE"
-            )
-        return tables
-    own = Columns.parse(f"{name}={column}" for name, column in (columns or {}).items())
-    own_table, own_people = (location(place) if place else None for place in (table, participants))
-    return read_own_tables(root, own_table, own_people, own, tables, [str(path) for path in found.files])
-
-
-def _expect_rows_to_fit(acquisitions: Sequence[Acquisition], rejects: Sequence[Reject], tables: Tables) -> None:
-    """Raises TableError if no row of a user's table of files fits: then a path or a column is wrong, and everything
-    that the table says would be asked of folders."""
-    # A row that fits only a reject is a fit as well.
-    fits_none = all("not_in_manifest" in a.flags for a in acquisitions) and not any(
-        tables.at_path(reject.uri) for reject in rejects
-    )
-    if acquisitions and tables.own is not None and fits_none:
-        example = next(iter({**tables.by_path, **tables.by_uid}))
-        raise TableError(
-            f"{tables.own}: no row fits any of {len(acquisitions)} acquisitions, for example {example} against "
-            f"{acquisitions[0].uri} ({acquisitions[0].sop_instance_uid}); give paths relative to the root or to the "
-            "table, or SOP Instance UIDs"
-        )
-
-
-def _expect_people_to_fit(
-    acquisitions: Sequence[Acquisition], tables: Tables, participants: str | Path | BucketPath | None
-) -> None:
-    """Raises TableError if a user's table of people names nobody of the scan."""
-    people = {a.participant for a in acquisitions}
-    if participants is not None and (remark := lost_zeros(people, tables.participants)):
-        raise TableError(f"{participants}: participant {remark}")
-    if participants is not None and people.isdisjoint(tables.participants):
-        example = next(iter(tables.participants))
-        raise TableError(
-            f"{participants}: none of its {len(tables.participants)} participants is among the images, for example "
-            f"{example!r} against {acquisitions[0].participant!r}; map the column with --columns participant=COLUMN, "
-            "or join ids by --table"
-        )
-
-
-def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> list[Location]:
-    """Unpack every archive below `into`, at its path below `root`; returns the files to examine."""
-    if isinstance(root, Path) and into.is_relative_to(root):
-        raise CatalogError(
-            f"--extract {into}: expected a folder outside {root}: the next scan would find every file twice"
-        )
-    needed = sum(member.size for archive in found.archives for member in archive.members.values())
-    into.mkdir(parents=True, exist_ok=True)
-    if needed > (free := shutil.disk_usage(into).free):
-        raise CatalogError(
-            f"--extract {into}: {needed:,} bytes to unpack, {free:,} free; choose another disk, "
-            "or scan without --extract"
-        )
-    files: dict[str, Path] = {}
-    for archive in found.archives:
-        inside: Any = listed(archive.path)
-        target = into / inside.relative_to(root).with_suffix("")
-        files |= unpack(archive, target)
-        # Folders as well: `files` of a scan may hold a folder of images.
-        files |= {str(listed(f"{archive.path}{MEMBER}{folder}")): target / folder for folder in archive.folders}
-    tables.unpacked_from.update((str(path), uri) for uri, path in files.items())
-    return [files.get(str(path), path) for path in found.files]
-
-
-def _may_be_single(reject: Reject) -> bool:
-    """Whether it is an image, or a folder of images, that may be of several eyes."""
-    return reject.code in ("single_image", "mixed_images") or (
-        reject.code == "missing_spacing" and is_folder(reject.uri)
-    )
-
-
-def _count(words: Iterable[str]) -> dict[str, int]:
+def count_words(words: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(words).items(), key=lambda item: (-item[1], item[0])))
 
 

@@ -8,12 +8,12 @@ flagged, because tables that refer to the UID may mean either.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from octfm.catalog.acquisition import Reject
+from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.aireadi import Tables
 from octfm.errors import ReadError
 from octfm.formats import read_volume
@@ -23,8 +23,11 @@ from octfm.formats.reasons import Header
 from octfm.io.archive import file_size, is_folder, open_file
 from octfm.io.isolation import Limits
 from octfm.io.spread import spread
+from octfm.volume.pixel_copies import describe_copy
 
 _PIECE = 2**20
+_OF_COPIES = ("duplicate_pixels", "pixels_of_two_participants")
+"""Codes of what pixels show to be a copy of another scan."""
 
 
 def without_duplicates(
@@ -110,3 +113,57 @@ def _same_bytes(one: str, other: str) -> bool:
             if piece != second.read(_PIECE):
                 return False
     return True
+
+
+def under_two_ids(
+    acquisitions: Sequence[Acquisition], copies: Sequence[Acquisition], rejects: Sequence[Reject]
+) -> tuple[list[Acquisition], list[Reject], dict[str, tuple[str, str]]]:
+    """Give copies under another participant's id a reason of their own: which id is right must be found out first.
+
+    Returns the acquisitions with flags, the rejects, and the two participants of each of these copies by its uri.
+    """
+    kept = {a.sop_instance_uid: a for a in acquisitions}
+    copy_of = {copy.uri: copy for copy in copies}
+    out, shared, pairs = [], set(), {}
+    for reject in rejects:
+        copy = copy_of.get(reject.uri)
+        first = kept.get(copy.sop_instance_uid) if copy else None
+        if copy and first and reject.code == "duplicate_sop_uid" and copy.participant != first.participant:
+            code, sentence = describe_copy(copy.owner, first.owner)
+            reject = replace(reject, code=code, sentence=sentence, refers_to=first.sop_instance_uid)
+            shared.add(first.uri)
+            pairs[copy.uri] = (copy.participant, first.participant)
+        out.append(reject)
+    marked = [
+        replace(a, flags=(*a.flags, "pixels_of_two_participants")) if a.uri in shared else a for a in acquisitions
+    ]
+    return marked, out, pairs
+
+
+def without_lost_originals(
+    rejects: Sequence[Reject],
+    pair_of: Mapping[str, tuple[str, str]],
+    headers: Sequence[Header],
+    duplicates: Sequence[tuple[Header, Reject]],
+    pixel_rejects: Sequence[Reject],
+) -> tuple[list[Reject], list[tuple[str, str]]]:
+    """The rejects of copies, and the pairs of participants whose images are the same.
+
+    A copy of what its pixels show to be no scan is none either, and says nothing about people: the empty masks of two
+    of them are the same file. It gets the code of its original.
+    """
+    by_uri = {reject.uri: reject for reject in pixel_rejects if reject.code not in _OF_COPIES}
+    lost = {header.sop_instance_uid: by_uri[header.uri] for header in headers if header.uri in by_uri}
+    original = {copy.uri: lost[copy.sop_instance_uid] for copy, _ in duplicates if copy.sop_instance_uid in lost}
+    kept = [
+        replace(
+            reject,
+            code=original[reject.uri].code,
+            sentence=f"{reject.uri}: a copy of {original[reject.uri].sentence}",
+            refers_to="",
+        )
+        if reject.uri in original
+        else reject
+        for reject in rejects
+    ]
+    return kept, [pair for uri, pair in pair_of.items() if uri not in original]

@@ -185,10 +185,10 @@ def scan(
     octfm scan my_bscans/ --layouts line --participant-from '{label}/*-{participant}-*'
     """
     from octfm.catalog.catalog import CatalogError, NothingAccepted
-    from octfm.catalog.catalog import scan as scan_root
     from octfm.catalog.columns import Columns
     from octfm.catalog.participants import pseudonyms
     from octfm.catalog.participants.people import AmbiguousPeople
+    from octfm.catalog.scan import scan as scan_root
     from octfm.errors import ConfigError
     from octfm.io.location import holds_other
     from octfm.io.progress import Progress

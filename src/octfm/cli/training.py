@@ -265,7 +265,7 @@ def watch(
 
 def _phantom_store(folder: Path) -> "Store":
     """Two dozen small phantom volumes, prepared: the training data of `--smoke` if no store is set."""
-    from octfm.catalog.catalog import scan as scan_root
+    from octfm.catalog.scan import scan as scan_root
     from octfm.config import load
     from octfm.phantom import write_phantom
     from octfm.pretraining.settings import SMOKE_IMAGE_SIZE, SMOKE_SPACING

@@ -54,7 +54,8 @@ def prepared_clinic(out: Path, size: Size, seed: int, progress: Callable[[int, i
     Rows of catalog and store are the same whether files are kept or removed. Raises ConfigError if another cohort is
     there.
     """
-    from octfm.catalog.catalog import Catalog, scan
+    from octfm.catalog.catalog import Catalog
+    from octfm.catalog.scan import scan
     from octfm.phantom import DEFAULT_SCANNERS
     from octfm.store.prepare import prepare
     from octfm.volume.preprocessing import Preprocessing

@@ -3,9 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-from octfm.catalog.catalog import assign_splits, scan
+from octfm.catalog.catalog import assign_splits
 from octfm.catalog.labels import read_labels
 from octfm.catalog.participants.people import AmbiguousPeople
+from octfm.catalog.scan import scan
 from octfm.demo.clinic import PREPROCESSING, QUICK
 from octfm.demo.features import FEWEST, pretrained_features, untrained_features
 from octfm.demo.pages import first_picture, last_page

@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from octfm.catalog.acquisition import Acquisition
-from octfm.catalog.catalog import Catalog, scan
+from octfm.catalog.catalog import Catalog
 from octfm.catalog.participants.people import AmbiguousPeople
 from octfm.catalog.participants.pseudonyms import is_pseudonymous
+from octfm.catalog.scan import scan
 from octfm.encoder.embed import HISTOGRAM_BINS, encoder_facts, histogram, histogram_facts, write_vectors
 from octfm.encoder.embeddings import from_parquet, to_parquet
 from octfm.encoder.encoder import Encoder, load_encoder
