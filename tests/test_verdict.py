@@ -357,7 +357,7 @@ def with_a_rival(monkeypatch, apart_mm: float) -> None:
     def with_rival(values, place, laterality, pit_map_um=None):
         grid = measure(values, place, laterality, pit_map_um)
         x, y = grid.centre_mm
-        return replace(grid, rivals_mm=((x + apart_mm, y),)) if centre is None else grid
+        return replace(grid, rivals_mm=((x + apart_mm, y),))
 
     monkeypatch.setattr(segment_module, "measure_grid", with_rival)
 
