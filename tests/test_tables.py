@@ -441,3 +441,13 @@ def test_paths_of_a_large_cohort_are_found_at_once(written):
     found = Listed.of(Path("/r"), [f"/r/p{n:05}/OD/scan.npz" for n in range(20_000)])
     for n in range(20_000):
         assert found.fitting(written.format(n)) == [f"/r/p{n:05}/OD/scan.npz"]
+
+
+def test_a_row_without_an_id_does_not_get_one_of_another_column():
+    """The same person would count as two, in two splits."""
+    columns = Columns()
+    assert columns.value({"participant_id": "", "patient_id": "H12", "subject_id": "3"}, "participant") == ""
+    assert columns.value({"patient_id": "", "subject_id": "3"}, "participant") == ""
+    assert columns.value({"patient_id": "H12", "subject_id": "3"}, "participant") == "H12"
+    assert columns.value({"person_id": "", "participant_id": "7"}, "participant") == "7"  # AI-READI's v2 and v3
+    assert Columns({"participant": "pid"}).value({"pid": "8", "patient_id": "H12"}, "participant") == "8"
