@@ -316,3 +316,14 @@ def test_long_ids_with_letters_or_brackets_are_people(people, tmp_path):
     scans = [Scan(str(tmp_path / who / f"{eye}.png"), "") for who in people for eye in ("OD", "OS")]
     found = {whose.participant for whose in find_people(scans, tmp_path).values()}
     assert found == {who.strip("()[]") for who in people}
+
+
+@pytest.mark.parametrize(
+    ("form", "eyes"), [("patient {}", "OD OS"), ("patient_{}", "left right"), ("patients/{}", "L R")]
+)
+def test_eyes_right_after_a_number_are_not_two_people(form, eyes, tmp_path):
+    scans = [Scan(str(tmp_path / f"{form.format(n)}{eye}.png"), "") for eye in eyes.split() for n in (1, 2, 3)]
+    with pytest.raises(AmbiguousPeople, match=r"may be eyes of one person; \{participant\}\{eye\} reads them so"):
+        find_people(scans, tmp_path)
+    accepted = find_people(scans, tmp_path, [Pattern.parse(form.format("{participant}{eye}"))])
+    assert len({whose.participant for whose in accepted.values()}) == 3

@@ -152,6 +152,8 @@ def guess_people(
     doubts += [d for d in (reused, _unproven(people, named, eyes)) if d]
     if cut := next(((name, last) for uri, name in people.items() if (last := _cut(found.get(uri, ""), name))), None):
         doubts.insert(0, f"the pattern reads {cut[0]!r} as {cut[1]!r}, and would merge people of one surname")
+    if pair := _two_eyes(set(people.values())):
+        doubts.append(f"{pair[0]!r} and {pair[1]!r} may be eyes of one person; {{participant}}{{eye}} reads them so")
     # The patterns must give what the guess gave: the user may accept them on the command line.
     if not doubts and any(found.get(uri) != name for uri, name in people.items()):
         doubts.append("names are read in more than one way")
@@ -164,6 +166,17 @@ def _cut(participant: str, name: str) -> str:
     """What a pattern leaves of a name of several words (Meier of Meier_Eva); empty if it is whole."""
     last = participant.rpartition("/")[2]
     return last if last != name and name.startswith(last) else ""
+
+
+def _two_eyes(people: Iterable[str]) -> tuple[str, str] | None:
+    """Two ids that are one number with a left and a right eye, as 1OD and 1OS are in `patient 1OD`."""
+    first: dict[str, tuple[Laterality, str]] = {}
+    for name in sorted(people):
+        if (match := re.fullmatch(r"(.*\d)([^\W\d]+)", name)) and (eye := eye_of(match[2])):
+            side, other = first.setdefault(plain(match[1]), (eye, name))
+            if side != eye:
+                return other, name
+    return None
 
 
 def _parsed(text: str) -> Pattern | None:
