@@ -339,6 +339,8 @@ def test_what_is_withheld_is_counted_by_column(catalog):
     [
         "17 May 2023", "May 17, 2023", "17-May-2023", "3. Dezember 1957", "born Dec 1957", "Dec-57", "2023-05", "05/2023",
         "2023 05 17", "12 03 1957", "2023‑05‑17", "20230517101112.123", "1957年12月3日",
+        "1957_12_03", "3_12_1957", "born 19571203", "December 3rd, 1957", "3 de diciembre de 1957", "3 décembre 1957",
+        "3 gennaio 1957", "1957 Dec",
     ],
 )  # fmt: skip
 def test_a_kept_column_passes_no_date_that_cannot_be_shifted(catalog, written):
@@ -351,6 +353,14 @@ def test_a_kept_column_passes_no_date_that_cannot_be_shifted(catalog, written):
 )
 def test_a_kept_column_passes_what_is_no_date(catalog, value):
     assert labels_of(catalog, {"seen": value}, ("seen",)) == {"seen": value}
+
+
+def test_what_only_some_files_of_a_person_state_is_kept_and_counted(catalog):
+    """Tables give labels to files; the last file of each person has none."""
+    first, *_ = labelled(catalog, {"label": "Meier's"}).acquisitions
+    last = replace(first, uri=f"{first.uri}2", sop_instance_uid="1.9", participant_labels={})
+    of_files = replace(catalog, acquisitions=(first, last))
+    assert withheld(of_files, ["label"]) == {} and withheld(of_files) == {"label": (1, 1)}
 
 
 def test_a_key_inside_the_catalog_that_it_hides_is_refused(clinic, tmp_path):

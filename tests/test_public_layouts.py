@@ -16,6 +16,7 @@ from octfm.catalog.participants.people import AmbiguousPeople, Scan, find_people
 from octfm.catalog.scan import scan
 from octfm.errors import ConfigError, ReadError
 from octfm.formats import read_volume
+from octfm.formats.names import is_flow_beside_structure
 from support.bscan_set import layered, write_image
 
 SPACING = (0.12, 0.02, 0.05)
@@ -276,3 +277,53 @@ def test_a_guess_that_would_merge_a_surname_says_so(tmp_path):
     names = [f"{person}_19610203_{eye}_1.png" for person in ("Meier_Eva", "Meier_Hans") for eye in ("OD", "OS")]
     with pytest.raises(AmbiguousPeople, match="the pattern reads 'Meier_Eva' as 'Meier', and would merge people"):
         find_people([Scan(str(tmp_path / name), "") for name in names], tmp_path)
+
+
+def test_flow_beside_structure_is_found_in_a_bucket_as_well(monkeypatch):
+    asked = []
+
+    def is_folder(uri):
+        asked.append(uri)
+        return uri == "s3://clinic/set/oct"
+
+    monkeypatch.setattr("octfm.formats.names.is_folder", is_folder)
+    assert is_flow_beside_structure("s3://clinic/set/OCTA/10001/1.npz")
+    first = len(asked)
+    assert is_flow_beside_structure("s3://clinic/set/OCTA/10002/1.npz") and len(asked) == first  # each lists a prefix
+    assert not is_flow_beside_structure("s3://clinic/other/OCTA/1.npz")
+
+
+@pytest.mark.parametrize(
+    ("paths", "pattern", "participants"),
+    [
+        # A macular hole, geographic atrophy? Initials and sites are written so as well.
+        ([f"{who}/{eye}/scan" for who in ("MH001", "JS002", "GA003") for eye in ("OD", "OS")], "{participant}/{eye}/*", 3),
+        # 2018 and 2019 are visits of one person.
+        ([f"{who}/{year}{eye}" for who in ("Smith", "Meier") for year in (2018, 2019) for eye in ("OD", "OS")],
+         "{participant}/*{eye}", 2),
+    ],
+)  # fmt: skip
+def test_letters_and_years_next_to_ids_are_not_taken_for_classes_and_people(paths, pattern, participants, tmp_path):
+    with pytest.raises(AmbiguousPeople) as stopped:
+        find_people([Scan(str(tmp_path / f"{path}.png"), "") for path in paths], tmp_path)
+    assert (stopped.value.guess.patterns, stopped.value.guess.participants) == ([pattern], participants)
+
+
+@pytest.mark.parametrize(
+    "people", [["GA1001", "NY1001"], ["AMD1001", "DME1001"], ["(1001)", "(1002)"], ["[1001]", "[1002]"]]
+)
+def test_long_ids_with_letters_or_brackets_are_people(people, tmp_path):
+    scans = [Scan(str(tmp_path / who / f"{eye}.png"), "") for who in people for eye in ("OD", "OS")]
+    found = {whose.participant for whose in find_people(scans, tmp_path).values()}
+    assert found == {who.strip("()[]") for who in people}
+
+
+@pytest.mark.parametrize(
+    ("form", "eyes"), [("patient {}", "OD OS"), ("patient_{}", "left right"), ("patients/{}", "L R")]
+)
+def test_eyes_right_after_a_number_are_not_two_people(form, eyes, tmp_path):
+    scans = [Scan(str(tmp_path / f"{form.format(n)}{eye}.png"), "") for eye in eyes.split() for n in (1, 2, 3)]
+    with pytest.raises(AmbiguousPeople, match=r"may be eyes of one person; \{participant\}\{eye\} reads them so"):
+        find_people(scans, tmp_path)
+    accepted = find_people(scans, tmp_path, [Pattern.parse(form.format("{participant}{eye}"))])
+    assert len({whose.participant for whose in accepted.values()}) == 3

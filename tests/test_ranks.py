@@ -149,6 +149,8 @@ def test_F10_a_verb_whose_work_cannot_be_shared_is_not_done_once_per_rank(tmp_pa
     code, out, error = octfm_here("phantom", tmp_path / "clinic", "--participants", "1", cwd=tmp_path)
     assert (code, out) == (1, "") and "only octfm pretrain and finetune share work among ranks" in error
     assert not [*tmp_path.iterdir()]
+    monkeypatch.setenv("WORLD_SIZE", "")  # as a template of a job leaves it
+    assert octfm_here("models", cwd=tmp_path)[0] == 0
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

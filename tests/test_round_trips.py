@@ -256,6 +256,20 @@ def test_labels_of_a_nifti_scan_lie_on_it_in_other_programs(tmp_path, axes, code
     np.testing.assert_array_equal(read_overlay(labels, volume).values, expected)
 
 
+def test_labels_in_octfms_own_axes_without_a_sidecar_are_read_on_a_scan_with_others(tmp_path):
+    nibabel = pytest.importorskip("nibabel")
+    scan_image = nibabel.Nifti1Image(
+        telling_voxels().transpose(2, 0, 1), np.diag([SPACING_MM[i] for i in (2, 0, 1)] + [1.0])
+    )
+    scan_image.header.set_xyzt_units("mm")
+    nibabel.save(scan_image, tmp_path / "a.nii.gz")
+    tmp_json(tmp_path / "a.nii", {"axes": "WDH", "laterality": "R"})
+    volume = read_volume(tmp_path / "a.nii.gz")
+    found = segmentation(3, spacing_mm=volume.spacing_mm)
+    labels = write_nifti(found, tmp_path / "out", "a")[-1]  # as a program writes them that has no volume at hand
+    np.testing.assert_array_equal(read_overlay(labels, volume).values, label_map(found)[0])
+
+
 @pytest.fixture
 def exported(tmp_path):
     """A scan and the files that its segmentation is exported to."""

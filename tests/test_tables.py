@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from octfm.catalog.aireadi import Listed
 from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.columns import Columns, TableError, is_identifier, read_rows
 from octfm.catalog.labels import read_labels
@@ -425,3 +426,28 @@ def test_any_table_is_read_as_it_was_written(tmp_path, rows, delimiter, encoding
         writer.writerows([("pid", "path", "eye"), *rows])
     stripped = [tuple(cell.strip() for cell in row) for row in rows]
     assert [tuple(row.values()) for row in read_rows(tmp_path / "t.csv")] == [row for row in stripped if any(row)]
+
+
+def test_a_file_of_just_this_name_is_meant_before_one_with_an_ending():
+    found = Listed.of(Path("/r"), ["/r/IM1", "/r/IM1.png", "/r/1.2.3", "/r/a/1.2.3.4", "/r/p/b.dcm", "/r/masks/b.png"])
+    assert [found.fitting(name) for name in ("im1", "D:\\r\\1.2.3", "D:\\x\\P\\b", "B")] == [
+        ["/r/IM1"], ["/r/1.2.3"], ["/r/p/b.dcm"], ["/r/p/b.dcm"],
+    ]  # fmt: skip
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("written", ["P{:05}/OD/scan", "D:\\study\\P{:05}\\OD\\scan.npz"])
+def test_paths_of_a_large_cohort_are_found_at_once(written):
+    found = Listed.of(Path("/r"), [f"/r/p{n:05}/OD/scan.npz" for n in range(20_000)])
+    for n in range(20_000):
+        assert found.fitting(written.format(n)) == [f"/r/p{n:05}/OD/scan.npz"]
+
+
+def test_a_row_without_an_id_does_not_get_one_of_another_column():
+    """The same person would count as two, in two splits."""
+    columns = Columns()
+    assert columns.value({"participant_id": "", "patient_id": "H12", "subject_id": "3"}, "participant") == ""
+    assert columns.value({"patient_id": "", "subject_id": "3"}, "participant") == ""
+    assert columns.value({"patient_id": "H12", "subject_id": "3"}, "participant") == "H12"
+    assert columns.value({"person_id": "", "participant_id": "7"}, "participant") == "7"  # AI-READI's v2 and v3
+    assert Columns({"participant": "pid"}).value({"pid": "8", "patient_id": "H12"}, "participant") == "8"

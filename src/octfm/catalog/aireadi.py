@@ -2,6 +2,7 @@
 
 import os
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -168,45 +169,54 @@ class Listed:
     """The files that a scan has found, for lookup by paths that another computer wrote."""
 
     places: frozenset[str]
-    below_root: Mapping[str, tuple[tuple[tuple[str, ...], str], ...]]
-    """Case-folded file name, or name without its ending -> (parts of the path below the root, full path) of each file
-    with that name."""
+    below_root: tuple[tuple[tuple[str, ...], bool, str], ...]
+    """Sorted: the case-folded parts of a path below the root, last first; whether they are whole, or the last is
+    without its ending; the full path. Each file once so and once so: paths that end alike are neighbours."""
 
     @staticmethod
     def of(root: Location, found: Iterable[str]) -> "Listed":
         places = frozenset(place for uri in found for place in unpacked_paths(uri))
-        by_name: dict[str, list[tuple[tuple[str, ...], str]]] = defaultdict(list)
-        for place in sorted(places):
+        below = []
+        for place in places:
             parts = tuple(part.casefold() for part in place.removeprefix(str(root)).split("/") if part)
             if place.startswith(str(root)) and parts:
-                by_name[parts[-1]].append((parts, place))
+                below.append((parts[::-1], True, place))
                 if (stem := PurePath(parts[-1]).stem) != parts[-1]:
-                    by_name[stem].append(((*parts[:-1], stem), place))
-        return Listed(places, {name: tuple(own) for name, own in by_name.items()})
+                    below.append(((stem, *parts[-2::-1]), False, place))
+        return Listed(places, tuple(sorted(below)))
 
     def fitting(self, listed: str) -> list[str]:
         """The only file that `listed` can mean; empty if none fits, or several fit equally well.
 
         A file fits if its path ends with all parts of `listed`; or, for an absolute path of another computer, if
-        `listed` ends with all parts of the file's path below the root. The ending may be missing, and of an image and
-        its mask the image is meant.
+        `listed` ends with all parts of the file's path below the root. The ending may be missing where no file has just
+        this name, and of an image and its mask the image is meant.
         """
-        foreign = bool(_ELSEWHERE.match(listed))
         parts = [part for part in _DRIVE.sub("", listed.replace("\\", "/")).split("/") if part not in ("", ".")]
-        folded = tuple(part.casefold() for part in parts)
-        fits: dict[tuple[int, bool], list[str]] = defaultdict(list)
-        for own, place in self.below_root.get(folded[-1], ()) if folded else ():
-            pairs = zip(reversed(own), reversed(folded), strict=False)
-            shorter = min(len(own), len(folded))
-            common = next((n for n, (one, other) in enumerate(pairs) if one != other), shorter)
-            if common == len(folded) or (foreign and common == len(own)):
-                # Of files that differ in case only, the one written exactly so is preferred.
-                same_case = place.endswith("/".join(parts[-common:]))
-                fits[common, same_case].append(place)
+        wanted = tuple(part.casefold() for part in reversed(parts))
+        found = self._beginning_with(wanted) if wanted else []
+        common = len(wanted)
+        while not found and common > 1 and _ELSEWHERE.match(listed):
+            common -= 1
+            found = self._beginning_with(wanted[:common], whole=True)
+        fits: dict[tuple[bool, bool], list[str]] = defaultdict(list)
+        for whole, place in found:
+            # Of files that differ in case only, the one written exactly so is preferred.
+            fits[whole, place.endswith("/".join(parts[-common:]))].append(place)
         best = fits[max(fits)] if fits else []
         if len(best) > 1:
             best = [place for place in best if not may_be_labels(place)]
         return best if len(best) == 1 else []
+
+    def _beginning_with(self, wanted: tuple[str, ...], whole: bool = False) -> list[tuple[bool, str]]:
+        """Files with these parts, last first; `whole`: and no others."""
+        found = []
+        for at in range(bisect_left(self.below_root, (wanted,)), len(self.below_root)):
+            own, is_whole, place = self.below_root[at]
+            if own[: len(wanted)] != wanted or (whole and own != wanted):
+                break
+            found.append((is_whole, place))
+        return found
 
 
 def _read_manifest(path: Location, tables: Tables) -> None:

@@ -36,6 +36,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "age": ("age",),
 }
 """Field that octfm reads from tables -> its default column names; the first of them with a value in a row is read."""
+_COMMON_IDS = ("patient_id", "subject_id")
+"""Read only in tables without a better column: one id per person must not come from several."""
 OF_FILES = ("label", "split", "study_group", "diagnosis")
 """Fields that label a person in a table of people, and a file in a table of files."""
 
@@ -87,7 +89,12 @@ class Columns:
     def value(self, row: Mapping[str, str], name: str) -> str:
         """The field's text in this row, empty if the row has none."""
         mapped = self.of_field.get(name)
-        return next((row[column] for column in ((mapped,) if mapped else FIELDS[name]) if row.get(column)), "")
+        columns = (mapped,) if mapped else FIELDS[name]
+        if name == "participant" and (first := next((c for c in columns if c in row), None)) in _COMMON_IDS:
+            columns = (first,)
+        elif name == "participant":  # a hospital's number would make a second person of one whose other rows have an id
+            columns = tuple(column for column in columns if column not in _COMMON_IDS)
+        return next((row[column] for column in columns if row.get(column)), "")
 
     def present(self, header: Iterable[str], name: str) -> bool:
         """Whether a table with these columns has the field."""

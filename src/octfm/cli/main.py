@@ -59,7 +59,7 @@ def _common(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    world, ranked = os.environ.get("WORLD_SIZE", "1"), [verb.__name__ for verb in RANKED]
+    world, ranked = os.environ.get("WORLD_SIZE", "").strip() or "1", [verb.__name__ for verb in RANKED]
     if world != "1" and context.invoked_subcommand not in ranked:
         raise ConfigError(
             f"{context.invoked_subcommand}: WORLD_SIZE is {world}, but only octfm {' and '.join(ranked)} share work "

@@ -1,9 +1,12 @@
 """Names that all formats share: scanners and protocols as slugs, eyes as R or L."""
 
 import re
+from functools import lru_cache
 from pathlib import PurePath
+from typing import Any
 
 from octfm.io.archive import is_folder
+from octfm.io.location import is_remote, listed
 from octfm.volume.volume import Laterality
 
 _SCANNERS = (
@@ -43,11 +46,20 @@ _FLOW, _STRUCTURE = {"octa", "flow", "angio", "angiography"}, ("oct", "structure
 
 def is_flow_beside_structure(uri: str) -> bool:
     """Whether a folder around a file is called OCTA, or the like, and one called OCT lies beside it."""
-    for folder in list(PurePath(uri).parents)[:3]:
+    path: Any = listed(uri)
+    for folder in [*path.parents][:3]:
         if folder.name.lower() in _FLOW:
-            beside = [str(folder.with_name(form(name))) for name in _STRUCTURE for form in (str, str.upper, str.title)]
-            return any(map(is_folder, beside))
+            return (_listed_once if is_remote(uri) else _has_structure)(str(folder.parent))
     return False
+
+
+def _has_structure(folder: str) -> bool:
+    names = [form(name) for name in _STRUCTURE for form in (str.upper, str, str.title)]
+    return any(is_folder(f"{folder}/{name}") for name in names)
+
+
+# In a bucket each question lists a prefix, and all files of a folder ask the same.
+_listed_once = lru_cache(maxsize=1024)(_has_structure)
 
 
 _EYES: dict[str, Laterality] = {"R": "R", "OD": "R", "RIGHT": "R", "L": "L", "OS": "L", "LEFT": "L"}

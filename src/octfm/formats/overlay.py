@@ -53,14 +53,17 @@ def _neither(uri: str) -> ReadError:
 
 
 def _of_nifti(uri: str, of: str, shape: Shape3, spacing_mm: Spacing3) -> Surfaces | Labels:
-    depth, _, width = shape
+    depth, height, width = shape
     found = nifti.read_drawn(uri)
     stored, are_labels = found.values.shape, bool(np.isin(found.values, np.arange(256)).all())
     if sorted(stored) == sorted(shape) or are_labels:
         if not are_labels:
             raise ReadError("not_labels", f"{uri}: values that are no labels, which are 0 to 255; give the labels")
-        # Labels drawn on a NIfTI scan have its axes; octfm declares them beside its own.
+        # Labels drawn on a NIfTI scan have its axes; octfm declares them beside its own. Without a scan at hand it
+        # wrote WHD, which the shape may show.
         axes = read_declared(uri).axes or (nifti.stored_axes(of) if detect.find_reader(of) is nifti else "WHD")
+        if in_order(stored, axes) != shape and stored == (width, height, depth):
+            axes = "WHD"
         values = found.values.transpose(in_order((0, 1, 2), axes)).astype(np.uint8)
         return _labels(values, _names_of_labels(found.comments), uri, shape)
     if stored[:2] != (width, depth):

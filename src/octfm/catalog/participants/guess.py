@@ -126,10 +126,11 @@ def guess_people(
         if "label" in own_roles.values():  # the class again: AMD/AMD-1
             outer = {(d, i) for d, i in outer if d != at[0] or own[uris[0]][d][i].kind != "group"}
         one_person = outer
-        if _kind_of(paths[uris[0]][at[0]][at[1]].kind, list(people.values())) == "strong":
+        strong = _kind_of(paths[uris[0]][at[0]][at[1]].kind, list(people.values())) == "strong"
+        if strong:
             # A long number means one person in every class and on both sides of a split: two would leak.
             one_person = {(d, i) for d, i in outer if own[uris[0]][d][i].kind != "group"}
-        labelled = not {"label"} & {*own_roles.values()} and _is_class_with_number([*people.values()])
+        labelled = not strong and "label" not in own_roles.values() and _are_classes_with_numbers([*people.values()])
         for uri in uris:
             texts[uri] = _template(nameless[uri], paths[uri], at, one_person, own_roles, labelled)
             if one_person != outer:
@@ -151,6 +152,8 @@ def guess_people(
     doubts += [d for d in (reused, _unproven(people, named, eyes)) if d]
     if cut := next(((name, last) for uri, name in people.items() if (last := _cut(found.get(uri, ""), name))), None):
         doubts.insert(0, f"the pattern reads {cut[0]!r} as {cut[1]!r}, and would merge people of one surname")
+    if pair := _two_eyes(set(people.values())):
+        doubts.append(f"{pair[0]!r} and {pair[1]!r} may be eyes of one person; {{participant}}{{eye}} reads them so")
     # The patterns must give what the guess gave: the user may accept them on the command line.
     if not doubts and any(found.get(uri) != name for uri, name in people.items()):
         doubts.append("names are read in more than one way")
@@ -163,6 +166,17 @@ def _cut(participant: str, name: str) -> str:
     """What a pattern leaves of a name of several words (Meier of Meier_Eva); empty if it is whole."""
     last = participant.rpartition("/")[2]
     return last if last != name and name.startswith(last) else ""
+
+
+def _two_eyes(people: Iterable[str]) -> tuple[str, str] | None:
+    """Two ids that are one number with a left and a right eye, as 1OD and 1OS are in `patient 1OD`."""
+    first: dict[str, tuple[Laterality, str]] = {}
+    for name in sorted(people):
+        if (match := re.fullmatch(r"(.*\d)([^\W\d]+)", name)) and (eye := eye_of(match[2])):
+            side, other = first.setdefault(plain(match[1]), (eye, name))
+            if side != eye:
+                return other, name
+    return None
 
 
 def _parsed(text: str) -> Pattern | None:
@@ -200,10 +214,10 @@ def _roles(names: Iterable[list[str]]) -> dict[int, dict[int, Literal["split", "
     return found
 
 
-def _is_class_with_number(values: Sequence[str]) -> bool:
-    """Whether these are names such as AMD1, DME1 and NORMAL12."""
+def _are_classes_with_numbers(values: Sequence[str]) -> bool:
+    """Whether these are names such as AMD1, DME1 and NORMAL12. Of MH1 and JS2, MH is no macular hole but initials."""
     letters = {value.rstrip("0123456789") for value in values}
-    return len(letters) > 1 and letters.isdisjoint(values) and names_classes(letters)
+    return len(letters) > 1 and letters.isdisjoint(values) and all(names_classes([each]) for each in letters)
 
 
 def _person_in(
@@ -224,7 +238,8 @@ def _person_in(
         alone = sum(other[0] == at[0] for other in columns) == 1
         if kinds[at] != "count" and at[0] and alone and all(_is_list_of_people(name[at[0] - 1]) for name in names):
             kinds[at] = "explicit"
-        if kinds[at] == "number" and all(_is_right_before_eye(path[at[0]], at[1]) for path in paths):
+        before_eye = kinds[at] == "number" and all(_is_right_before_eye(path[at[0]], at[1]) for path in paths)
+        if before_eye and not _are_dates(columns[at]):
             kinds[at] = "strong"
     for at in list(columns):  # Meyer/Meyer_OD.tif: the same name again
         first = next(other for other in columns if columns[other] == columns[at])
@@ -267,10 +282,13 @@ def _kind_of(kind: str, values: Sequence[str]) -> str:
         return kind
     if not all(value.isdecimal() for value in values):
         return "count"
-    # Years (2019) and short dates (190523) are not small, but no ids either.
+    return "number" if _are_dates(values) or min(map(int, values)) < _SMALL else "strong"
+
+
+def _are_dates(values: Sequence[str]) -> bool:
+    """Whether all are years (2019) or short dates (190523), which are not small, but no ids either."""
     years = all(re.fullmatch(r"(?:19|20)\d\d", value) for value in values)
-    dates = all(len(value) == 6 and _is_date(value) for value in values)
-    return "number" if years or dates or min(map(int, values)) < _SMALL else "strong"
+    return years or all(len(value) == 6 and _is_date(value) for value in values)
 
 
 def _is_date(digits: str) -> bool:
@@ -346,9 +364,12 @@ def _template(
             if labelled and (depth, i) == at:
                 part = f"{{{LABELLED}}}{{participant}}"
             text = text if part == "*" and text.endswith("*") else f"{text}{s.before}{part}"
-        # What closes the name, as in AMD (1).
-        closing = place.names[depth].rpartition(name[-1].text)[2]
-        names.append(text if text.endswith("*") else text + closing)
+        # What opens and closes the name, as in AMD (1) and [1001].
+        opening, closing = (
+            place.names[depth].partition(name[0].text)[0],
+            place.names[depth].rpartition(name[-1].text)[2],
+        )
+        names.append((text if text.startswith("*") else opening + text) + ("" if text.endswith("*") else closing))
     # A last * stands for everything below.
     while len(names) > 1 and names[-2:] == ["*", "*"]:
         names.pop()

@@ -9,7 +9,7 @@ days, which preserves intervals. Values from tables and headers pass only if the
 
 import re
 import secrets
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import date, timedelta
@@ -40,17 +40,22 @@ MIN_KEY_BYTES = 16
 MAX_SHIFT_DAYS = 365
 
 _DATE = re.compile(r"((?:19|20)\d\d)(-?)(\d\d)\2(\d\d)(?:[T ].*)?")
-_YEAR, _MONTH_NUMBER, _DASH = r"(?:19|20)\d\d", r"(?:0?[1-9]|1[0-2])", r"[-\u2010-\u2015\u2212]"
+_YEAR, _MONTH_NUMBER, _DASH = r"(?:19|20)\d\d", r"(?:0?[1-9]|1[0-2])", r"[-_\u2010-\u2015\u2212]"
+_NAMED = rf"(?:{MONTH}|(?:d[eé]c|f[eé]v|avr|ao[uû]|gen|ene|abr|ago)[a-zéûç]*)"
+_OF = r"\W{0,3}(?:d[ei]\s)?"
 _LOOKS_LIKE_A_DATE = re.compile(
-    rf"""(?<![\d.])\d{{1,4}}([./]|{_DASH})\d{{1,2}}\1\d{{1,4}}(?![\d.])  # 3.12.1957
+    rf"""(?<![\d.])\d{{1,4}}([./]|{_DASH})\d{{1,2}}\1\d{{1,4}}(?![\d.])  # 3.12.1957, 03_12_1957
     |^\d{{8}}[T ]?(\d{{4,6}}(\.\d+)?)?(Z|[-+]\d{{4}})?$                 # 19571203101500.000000
+    |(?<!\d){_YEAR}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])(?!\d)       # born 19571203
     |(?<!\d){_YEAR}\s?([/年]|{_DASH}|\s)\s?{_MONTH_NUMBER}(?!\d)        # 1957-12, 1957 12 03
     |(?<![\d.]){_MONTH_NUMBER}(/|{_DASH}|\s)\s?{_YEAR}(?!\d)            # 12/1957, 03 12 1957; no 20/2000
-    |\d(?:st|nd|rd|th|er)?\W{{0,3}}{MONTH}\W{{0,3}}\d                    # 3-Dec-57
-    |(?<![^\W\d_])(?<!3D[ ]){MONTH}\W{{0,3}}(?:\d{{1,2}}\W{{1,3}})?{_YEAR}(?!\d)  # Dec 3, 1957; no Topcon 3D OCT-2000
+    |\d(?:st|nd|rd|th|er)?{_OF}{_NAMED}{_OF}\d                          # 3-Dec-57, 3 de diciembre de 1957
+    |(?<![^\W\d_])(?<!3D[ ]){_NAMED}\W{{0,3}}(?:\d{{1,2}}(?:st|nd|rd|th)?\W{{1,3}})?{_YEAR}(?!\d)  # Dec 3rd, 1957
+    |(?<!\d){_YEAR}\W{{0,3}}{MONTH}(?![^\W\d_])                         # 1957 Dec
     |^{MONTH}\W{{1,2}}\d\d$                                             # Dec-57, as spreadsheets write it""",
     re.IGNORECASE | re.VERBOSE,
 )
+"""As people write dates. (?<!3D[ ]) lets Topcon's 3D OCT-2000 pass."""
 
 
 def read_key(path: str | Path, *, make: bool = True) -> bytes:
@@ -100,21 +105,23 @@ def withheld(catalog: Catalog, keep_columns: Collection[str] = ()) -> dict[str, 
     Show it only to the holder of the key: even the name of a column may be private. Raises ConfigError for a column in
     `keep_columns` that no table has.
     """
-    people = {a.participant: a.participant_labels for a in catalog.acquisitions}
-    columns = sorted({column for labels in people.values() for column in labels})
-    if people and (absent := sorted(set(keep_columns) - set(columns))):
+    rows = catalog.acquisitions
+    columns = sorted({column for a in rows for column in a.participant_labels})
+    if rows and (absent := sorted(set(keep_columns) - set(columns))):
         raise ConfigError(
             f"--keep-columns {absent[0]}: no participant has such a column, or it is a direct identifier; "
             f"columns: {', '.join(columns) or 'none'}"
         )
-    stated, dropped = Counter[str](), Counter[str]()
-    for labels in people.values():
-        passed = _passed(labels, 1, b"", keep_columns)  # any shift and key: only what passes is counted
-        for column, value in labels.items():
+    # Every row: labels that a table gives to files differ among those of one person.
+    stated, dropped = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    for a in rows:
+        passed = _passed(a.participant_labels, 1, b"", keep_columns)  # any shift and key: only what passes is counted
+        for column, value in a.participant_labels.items():
             if value.strip().lower() not in MISSING:
-                stated[column] += 1
-                dropped[column] += not passed.get(column)
-    return {column: (dropped[column], stated[column]) for column in columns if dropped[column]}
+                stated[column].add(a.participant)
+                if not passed.get(column):
+                    dropped[column].add(a.participant)
+    return {column: (len(dropped[column]), len(stated[column])) for column in columns if dropped[column]}
 
 
 def is_pseudonymous(catalog: Catalog) -> bool:
