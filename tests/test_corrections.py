@@ -613,6 +613,28 @@ def test_calibration_counts_scans_that_were_corrected_whole(tmp_path):
         calibrate_rows(rows, tmp_path / "few.csv")
 
 
+def test_calibration_counts_no_scan_that_was_measured_by_another_axial_length(tmp_path):
+    """Its zones are other places of the retina: they differ by more than lines."""
+    found = replace(found_in(), ranges=Ranges((5.0, 0.0, 0.0), (5.0, 0.0, 0.0), 9))
+    lines = {(d, "bm"): found.surfaces["bm"][0] + 1 for d in range(25)}
+    facts = {"checked": range(25), "lines": lines, "participant": "P1"}
+    nominal, longer = (
+        row_of(found.corrected(read_corrections(written(stated(found, **facts, **length), tmp_path / "c.json"))))
+        for length in ({}, {"axial_length_mm": 27.5})
+    )
+    assert nominal["centre_um"] != longer["centre_um"]
+    rows = [row_of(found) | {"source": f"{i}"} for i in range(60)]
+    own = [nominal | {"source": f"{i}", "corrected_participant": f"P{i}"} for i in range(50)]
+    other = [longer | {"source": f"{i}", "corrected_participant": f"P{i}"} for i in range(50, 60)]
+    save_table([*own, *other], tmp_path / "fixed.csv")
+    scaled, said = calibrate_rows(rows, tmp_path / "fixed.csv")
+    assert float(scaled[0]["range_factor"]) == pytest.approx(4 / 5, rel=0.02)
+    assert said[-1] == "10 scans left out: measured by another axial length than in the table"
+    save_table([*own[:3], *other], tmp_path / "few.csv")
+    with pytest.raises(EvaluationError, match=r"got 3 of \w+ \(10 scans left out"):
+        calibrate_rows(rows, tmp_path / "few.csv")
+
+
 def clinic_of(folder: Path, participants: int) -> list[Path]:
     """One scan per participant, 4 × 6 mm, with a bright retina."""
     rng, files = np.random.default_rng(5), []

@@ -105,9 +105,11 @@ def test_what_cannot_be_compared_is_left_out_and_counted(tmp_path):
     rows[3] |= dict.fromkeys(UNIT.values(), "")
     rows[4][UNIT["centre"]] = ""
     rows[5][UNIT["centre"]] = f"{float(rows[5][DEVICE_UNIT['centre']]) + 40}"
+    # Corrections of a page with an axial length: zones of another size than the device's.
+    rows[6] |= {"zones_note": "lateral millimetres for an axial length of 27.5 mm"}
     found = device_agreement(write(tmp_path / "t.csv", rows))
-    assert list(found["left_out"].values()) == [1, 1, 1, 1] and found["used"] == 20
-    assert found["zones"][0]["without_ours"] == 1 and found["zones"][0]["n_eyes"] == 19
+    assert list(found["left_out"].values()) == [1, 1, 1, 1, 1] and found["used"] == 19
+    assert found["zones"][0]["without_ours"] == 1 and found["zones"][0]["n_eyes"] == 18
     assert found["large"][0]["source"] == rows[5]["source"] and found["large"][0]["difference"] == pytest.approx(40)
 
 

@@ -407,6 +407,34 @@ def test_a_table_of_a_folder_that_was_renamed_has_one_row_per_scan(files, tmp_pa
     assert len(read_table(out)) == 3
 
 
+@pytest.mark.parametrize("changed", ["nothing", "sidecar", "path"])
+def test_a_corrected_scan_that_was_renamed_and_changed_is_not_taken_for_the_same(
+    files, tmp_path, small_finder, changed
+):
+    """As where it has changed in its place: its zones may be those of the other eye now."""
+    out, sidecar = tmp_path / "table.csv", tmp_path / "eye0.json"
+    sidecar.write_text('{"laterality": "R"}' if changed != "path" else '{"scanner": "zeiss_cirrus"}')
+    said: list[str] = []
+    eyes = {files[0]: "R"}
+    assert write_table(files[:1], out, eyes=eyes, echo=said.append) == 1
+    (row,) = read_table(out)
+    save_table([row | {"corrected_bscans": "2", "volume_mm3": "8.765"}], out)
+    (tmp_path / "clinic").mkdir()
+    moved = str(Path(files[0]).rename(tmp_path / "clinic" / "eye0.npz"))
+    sidecar = sidecar.rename(tmp_path / "clinic" / "eye0.json")
+    if changed == "sidecar":
+        sidecar.write_text('{"laterality": "R", "protocol": "volume"}')
+    said.clear()
+    assert write_table([moved], out, eyes={moved: "L" if changed == "path" else None}, echo=said.append) == 1
+    (kept,) = read_table(out)
+    assert kept["source"] == moved and kept["volume_mm3"] == "8.765" and kept["laterality"] == "R"
+    warning = f"{moved}: has changed since somebody corrected it"
+    assert any(line.startswith(warning) for line in said) == (changed != "nothing"), said
+    if changed == "sidecar":
+        said.clear()
+        assert write_table([moved], out, echo=said.append) == 0 and said[0].startswith(warning)
+
+
 def test_a_table_in_the_folder_of_its_images_resumes(tmp_path):
     folder, eye = tmp_path / "eye", samples(["healthy"])[0].volume
     folder.mkdir()

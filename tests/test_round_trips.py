@@ -270,6 +270,22 @@ def test_labels_in_octfms_own_axes_without_a_sidecar_are_read_on_a_scan_with_oth
     np.testing.assert_array_equal(read_overlay(labels, volume).values, label_map(found)[0])
 
 
+@pytest.mark.parametrize("axes", ["WHD", "DHW"])
+def test_labels_of_a_single_bscan_in_nifti_lie_on_it_in_other_programs(tmp_path, axes):
+    nibabel = pytest.importorskip("nibabel")
+    stored, one = ["DHW".index(axis) for axis in axes], telling_voxels()[:1]
+    affine = np.diag([*(SPACING_MM[axis] for axis in stored), 1.0])
+    affine[:3, 3] = 3, -4, 5
+    nibabel.save(nibabel.Nifti1Image(one.transpose(stored), affine), tmp_path / "a.nii.gz")
+    tmp_json(tmp_path / "a.nii", {"axes": axes})
+    volume = read_volume(tmp_path / "a.nii.gz", raster_only=False)
+    found = segmentation(1, volume.shape, spacing_mm=volume.spacing_mm)
+    _, labels = write_nifti(found, tmp_path / "out", "a", volume)
+    image = nibabel.load(labels)
+    np.testing.assert_array_equal(np.asarray(image.dataobj), label_map(found)[0].transpose(stored))
+    np.testing.assert_allclose(image.affine, affine, atol=1e-5)
+
+
 @pytest.fixture
 def exported(tmp_path):
     """A scan and the files that its segmentation is exported to."""

@@ -440,6 +440,23 @@ def test_positions_that_contradict_the_millimetres_give_neither_zones_nor_volume
     assert twice.volume_nl("intraretinal_fluid") is None
 
 
+def test_bscans_that_run_to_and_fro_have_volumes_by_their_places():
+    """As if all ran one way: neither across a gap nor where positions contradict the millimetres."""
+    at = np.r_[np.arange(-3, 0, 0.1), np.arange(0, 3.01, 0.2)]
+
+    def fluid_nl(at_mm, times=1.0, to_and_fro=True):
+        found = placed(found_in(len(at_mm), fluid_in=len(at_mm) - 6), at_mm)
+        lines, against = found.volume.lines, (to_and_fro & (np.arange(len(at_mm)) % 2 == 1))[:, None]
+        turned = Lines(
+            times * np.where(against, lines.end, lines.start), times * np.where(against, lines.start, lines.end)
+        )
+        return replace(found, volume=replace(found.volume, lines=turned)).volume_nl("intraretinal_fluid")
+
+    assert fluid_nl(at) == pytest.approx(fluid_nl(at, to_and_fro=False))
+    assert fluid_nl(at, times=2) is None
+    assert fluid_nl(at[np.abs(at) > 0.55]) is None
+
+
 def test_a_gap_outside_all_zones_says_why_volumes_are_blank():
     at = np.linspace(-3, 4, 71)
     found = placed(found_in(62, fluid_in=2), np.r_[at[:61], at[-1]])

@@ -6,7 +6,7 @@ from pathlib import Path
 from octfm.display import number
 from octfm.errors import EvaluationError
 from octfm.layers.ranges import conformal_quantile
-from octfm.layers.zones import RANGE, UNIT, read_rows, zones_in
+from octfm.layers.zones import RANGE, UNIT, read_rows, same_millimetres, zones_in
 
 LEAST_PARTICIPANTS = 50
 """Participants with corrected zones that a range needs to be called a 90 % interval."""
@@ -20,29 +20,38 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
     corrected: a CSV with `source`, `participant` and corrected zones in the table's columns (`centre_um` …); or a table
     of `octfm segment --apply-corrections`, with `corrected_participant` where there is no `participant`. Of that table
     only scans count whose every B-scan was checked or had ILM or Bruch's membrane corrected (`checked_bscans`): other
-    lines would be right because nobody has looked. Each scanner of which at least LEAST_PARTICIPANTS participants were
-    corrected has its ranges scaled by one factor, the smallest that covers 90 % (`range_factor`). Raises
-    EvaluationError if there is none, or nothing was corrected.
+    lines would be right because nobody has looked. Scans that it measured by another axial length do not count: their
+    zones differ by more than lines. Each scanner of which at least LEAST_PARTICIPANTS participants were corrected has
+    its ranges scaled by one factor, the smallest that covers 90 % (`range_factor`). Raises EvaluationError if there is
+    none, or nothing was corrected.
     """
     fixed, in_part = read_corrected(corrected)
     known = {row["source"]: row for row in rows if not row["problem"]}
     scores: dict[str, dict[str, list[float]]] = {}
+    of_other_length = 0
     for other in fixed:
         if (row := known.get(other["source"])) is None or not (person := other["participant"].strip()):
+            continue
+        if not same_millimetres(row, other):
+            of_other_length += 1
             continue
         ours, theirs = zones_in(row, UNIT, corrected), zones_in(other, UNIT, corrected)
         for zone in ours.keys() & theirs.keys():
             if (reach := synthetic_reach(row, zone)) is not None:
                 own = scores.setdefault(row["scanner"], {}).setdefault(person, [])
                 own.append(_score(theirs[zone] - ours[zone], reach))
+    left_out = [in_part] if in_part else []
+    if of_other_length:
+        scans = number(of_other_length, "scan")
+        left_out.append(f"{scans} left out: measured by another axial length than in the table")
     counts = {scanner: len(people) for scanner, people in sorted(scores.items())}
     enough = {scanner for scanner, count in counts.items() if count >= LEAST_PARTICIPANTS}
     if not enough:
         found = ", ".join(f"{count} of {scanner}" for scanner, count in counts.items()) or "none"
+        found += f" ({'; '.join(left_out)})" if left_out else ""
         raise EvaluationError(
             f"{corrected}: expected corrected zones of at least {LEAST_PARTICIPANTS} participants of one scanner whose "
-            f"scans are in the table, got {found}{in_part and f' ({in_part})'}; correct more scans, or keep the "
-            "synthetic-calibrated ranges"
+            f"scans are in the table, got {found}; correct more scans, or keep the synthetic-calibrated ranges"
         )
     factors = {scanner: conformal_quantile(list(scores[scanner].values())) for scanner in enough}
     if copied := [scanner for scanner in sorted(enough) if factors[scanner] < LEAST_FACTOR]:
@@ -58,7 +67,7 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
         "stay as they are"
         for scanner in counts
     ]
-    messages += [in_part] if in_part else []
+    messages += left_out
     return [
         _scaled(row, factors[row["scanner"]], counts[row["scanner"]]) if row["scanner"] in enough else row
         for row in rows

@@ -385,23 +385,21 @@ class ScanSegmentation(Segmentation):
     def bscan_nl(self) -> np.ndarray | None:
         """float [D]: nanolitres of a voxel of each B-scan, which stands for what lies halfway to its neighbours; None
         unless this is a raster whose B-scans are everywhere as close as the inner ring needs."""
-        volume, scale, most = self.volume, lateral_scale(self.axial_length_mm), MOST_APART_MM["inner"]
+        volume, most = self.volume, MOST_APART_MM["inner"]
         if volume.layout != "raster" or volume.shape[0] < 2:
             return None
-        dz, dy, dx = self.spacing_mm
-        widths = apart = np.full(volume.shape[0], dz * scale)
+        # Of lines that run to and fro the distance is known even if zones would be mirrored in every other one.
+        one_way = replace(volume, lines=volume.lines and volume.lines.one_way)
         try:
-            field = self.place()
-        except EvaluationError:
-            # Of lines that run to and fro the distance is known even if their places are not.
-            if volume.lines is None or not volume.lines.to_and_fro:
-                return None
-        else:
-            widths, apart = field.widths_mm, np.diff(field.bscans_mm)
+            field = field_of_volume(one_way, self.axial_length_mm)
+        except ValueError:
+            return None
+        apart = np.diff(field.bscans_mm)
         if apart.mean() > most + 1e-6 or apart.max() > UNEVEN * most:
             return None
         # 1 mm³ is 1,000 nl. Two of its three millimetres are lateral.
-        return np.asarray(widths * dy * dx * scale * 1000)
+        _, dy, dx = self.spacing_mm
+        return np.asarray(field.widths_mm * dy * dx * lateral_scale(self.axial_length_mm) * 1000)
 
     def volume_nl(self, mask: str) -> float | None:
         """Volume of a mask in nanolitres over the scan; None where B-scans have no distance (not a raster), if the

@@ -51,6 +51,10 @@ COLUMNS = (
 )
 OF_A_SCAN = (*SUFFIXES, ".xml")
 """Endings of the files in a folder that are its scan; others may be this table."""
+_CORRECTED_BEFORE = (
+    "has changed since somebody corrected it, and its row is left as it was; give --apply-corrections with its "
+    "corrections, or another --out"
+)
 
 
 def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> dict[str, str]:
@@ -165,16 +169,16 @@ def _add_rows(
                 places[source] = place
                 echo(f"{old}: is not there any more, and its row is that of {source} now")
                 if old in by_somebody and by_hand is None:
-                    rows[place] |= {"source": source, "file_state": state}
+                    same = (rows[place]["file_state"], rows[place]["laterality"]) == (state, volume.laterality or "")
+                    rows[place]["source"] = source
                     save_table(rows, out)
+                    if not same:
+                        echo(f"{source}: {_CORRECTED_BEFORE}")
                     done.add(source)
                     added += 1
                     continue
             if by_hand is None and source in by_somebody:
-                echo(
-                    f"{source}: has changed since somebody corrected it, and its row is left as it was; give "
-                    "--apply-corrections with its corrections, or another --out"
-                )
+                echo(f"{source}: {_CORRECTED_BEFORE}")
                 continue
             found = segment(volume, finder=finder)
             if by_hand is not None:

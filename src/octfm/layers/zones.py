@@ -30,6 +30,7 @@ UNEVEN_UM = 5.0
 """`EtdrsGrid.uneven_um` above which the note says that the centre depends on single B-scans. In five real eyes with
 oedema it is 1.5 to 4 µm with all B-scans (8 per mm) and 9 to 24 µm with every other, which moves the centre by up to
 13 µm."""
+_BY_LENGTH = "lateral millimetres for an axial length of "
 PLAUSIBLE_UM = (10.0, 3000.0)
 """Means of a zone in a table that can be micrometres: thicker than any swelling are nanometres or rows, thinner than
 any atrophy are millimetres or stand for no value."""
@@ -108,7 +109,17 @@ def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
 
 def _note_on_length(found: ScanSegmentation) -> str:
     length = found.axial_length_mm
-    return "" if length is None else f"lateral millimetres for an axial length of {length:g} mm"
+    return "" if length is None else f"{_BY_LENGTH}{length:g} mm"
+
+
+def same_millimetres(one: dict[str, str], other: dict[str, str]) -> bool:
+    """Whether zones of two rows go by the same axial length, or both by nominal millimetres, as far as notes say."""
+    lengths = [
+        [note for note in row["zones_note"].split("; ") if note.startswith(_BY_LENGTH)]
+        for row in (one, other)
+        if "zones_note" in row
+    ]
+    return len(lengths) < 2 or lengths[0] == lengths[1]
 
 
 def device_grid_of(source: str | Path, limits: Limits | None = None) -> DeviceGrid | str | None:

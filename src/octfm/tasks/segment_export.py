@@ -99,8 +99,10 @@ def _on_grid_of(volume: Volume, labels: np.ndarray) -> tuple[Any, str] | None:
     scan: Any = nibabel.load(volume.source)
     axes = nifti.stored_axes(volume.source)
     stored = ["DHW".index(letter) for letter in axes]
-    # A sidecar may give B-scans another order, or say that the vitreous is at the bottom.
-    if not np.array_equal(volume.voxels.transpose(stored), np.asanyarray(scan.dataobj).squeeze()):
+    voxels, found = volume.voxels.transpose(stored), np.asanyarray(scan.dataobj)
+    # A single B-scan has an axis of length 1, other files more of them. A sidecar may give B-scans another order, or
+    # say that the vitreous is at the bottom.
+    if found.size != voxels.size or not np.array_equal(voxels, found.reshape(voxels.shape)):
         return None
     image = nibabel.Nifti1Image(labels.transpose(stored), scan.affine)
     image.header["xyzt_units"] = scan.header["xyzt_units"]

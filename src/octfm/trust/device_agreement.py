@@ -11,7 +11,7 @@ from octfm.evaluation import agreement
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap
 from octfm.formats.names import lateralities
 from octfm.layers.table import ACCEPTED
-from octfm.layers.zones import DEVICE_UNIT, UNIT, read_rows, zones_in
+from octfm.layers.zones import DEVICE_UNIT, UNIT, read_rows, same_millimetres, zones_in
 from octfm.volume.etdrs import ZONES
 
 LARGE_UM = 10.0
@@ -22,6 +22,7 @@ LEFT_OUT: tuple[str, ...] = (
     "refused by the verdict",
     "without the device's zones",
     "without ours",
+    "measured by an axial length, unlike the device's",
 )
 OURS = {name: UNIT[name] for name in ZONES}
 PARTICIPANT = ("participant", "participant_id")
@@ -33,8 +34,9 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
 
     device: a CSV with the device's zones (`device_centre_um` … or `centre_um` …), matched by `source`, else by
     participant and laterality; default: the columns device_<zone>_um of the table. Rows that could not be read, were
-    refused by the verdict or lack one side are left out and counted. Intervals are studentised bootstraps over
-    participants where a column names them, else over rows; none with fewer than MIN_PARTICIPANTS.
+    refused by the verdict, lack one side or were measured by an axial length are left out and counted. Intervals are
+    studentised bootstraps over participants where a column names them, else over rows; none with fewer than
+    MIN_PARTICIPANTS.
     Raises EvaluationError.
     """
     rows = read_rows(table, ("source", "verdict", "problem", UNIT["centre"]))
@@ -81,6 +83,8 @@ def _why_left_out(row: dict[str, str], ours: dict[str, float], theirs: dict[str,
         return LEFT_OUT[1]
     if not theirs:
         return LEFT_OUT[2]
+    if not same_millimetres(row, {"zones_note": ""}):  # the device's millimetres are nominal
+        return LEFT_OUT[4]
     return "" if ours.keys() & theirs.keys() else LEFT_OUT[3]
 
 

@@ -53,6 +53,13 @@ class Lines:
         return bool((direction @ direction[0] < 0).any())
 
     @property
+    def one_way(self) -> "Lines":
+        """The same places, with start and end exchanged of those that run against the first."""
+        direction = self.end - self.start
+        against = (direction @ direction[0] < 0)[:, None]
+        return Lines(np.where(against, self.end, self.start), np.where(against, self.start, self.end))
+
+    @property
     def vertical(self) -> bool:
         """Whether they run up or down rather than sideways."""
         x, y = np.abs(np.nan_to_num(self.end - self.start).mean(axis=0))
