@@ -144,6 +144,25 @@ def test_F10_slurm_tasks_that_do_not_know_their_rank_are_refused(store, tmp_path
         join(RuntimeConfig(), "fp32", "cpu")
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_ranks_train_on_scans_and_phantoms_what_one_process_trains(ranks, store, tmp_path, parallel):
+    """Also the queries that only phantoms teach, where a rank may have none; a validation segments B-scans on rank 0."""
+    settings = SMALL | {
+        "steps": 2,
+        "model": SMALL["model"] | {"summary": 2},
+        "objective": {"name": "anchored", "goal_average": [2, 1, 4], "pool": "summary"},
+        "data": SMALL["data"] | {"phantoms": {"seed": 1, "volumes": 40, "share": 0.5}},
+        "validation_volumes": 4,
+    }
+    for world in (1, 2):
+        assert (
+            codes(ranks(world, store.path, tmp_path / f"on-{world}", settings | {"runtime": {"parallel": parallel}}))
+            == [0] * world
+        )
+    assert_same_curves(tmp_path / "on-1", tmp_path / "on-2", measures=1e-4)
+    assert [row["segmenter_um"] for row in rows(tmp_path / "on-2", "anchor")]
+
+
 def test_F10_a_verb_whose_work_cannot_be_shared_is_not_done_once_per_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, out, error = octfm_here("phantom", tmp_path / "clinic", "--participants", "1", cwd=tmp_path)

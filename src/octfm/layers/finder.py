@@ -36,7 +36,7 @@ from octfm.models.layer_net import (
     in_channels_last,
     standardise,
 )
-from octfm.run.runtime import Runtime, start
+from octfm.run.runtime import Runtime, device_named
 from octfm.volume.planes import without_white_padding
 from octfm.volume.surface import best_path
 from octfm.volume.volume import Shape3, Spacing3, Volume
@@ -233,4 +233,5 @@ def load_finder(name: str = CURRENT, device: str | None = None) -> LayerFinder:
         )
     network = LayerNet(LayerNetConfig(tuple(about.facts["channels"])))
     network.load_state_dict({key: tensor.float() for key, tensor in load(content).items()})
-    return LayerFinder(network, name, digest, about.masks, start(device=device))
+    # Not `start`, which refuses ranks: each may segment scans of its own, as a validation of anchored does.
+    return LayerFinder(network, name, digest, about.masks, Runtime(device_named(device), "fp32"))
