@@ -235,6 +235,12 @@ def test_a_run_without_a_store_resumes_bit_for_bit(tmp_path, monkeypatch):
     assert final(whole)["participants"]["hashes"] == [], "nobody is a phantom"
 
 
+def test_phantoms_that_choose_a_checkpoint_are_nobody_either(tmp_path):
+    """Hashes of nobody would be published with an export, and count as participants of the encoder in the box."""
+    probed = dense(steps=1, probe={"target": "condition"}).model_copy(update={"validation_volumes": 32})
+    assert final(quick_pretrain(probed, out=tmp_path / "run", echo=quiet))["participants"]["hashes"] == []
+
+
 def test_its_encoder_embeds_a_store_of_the_same_preprocessing(tmp_path, store):
     run = quick_pretrain(dense(steps=2), out=tmp_path / "run", echo=quiet)
     vectors = load_encoder(run).embed(store)

@@ -28,7 +28,6 @@ _WITHOUT_SLASHES = re.compile(rf"(?i)\s*({_KNOWN}):[^/\\]*(@|%40)")
 _HOST = re.compile(r"[A-Za-z0-9._\[\]-]*(:\d*)?")
 _BUCKET = re.compile(r"[A-Za-z0-9._-]*|arn:[A-Za-z0-9:-]+")
 _TOKEN = re.compile(r"(?i)[?&;#][^=&?/]*(sig|token|secret|key|credential|passw|pwd|auth|sas|session)[^=&/]*(=|%3d)")
-
 _QUERY = re.compile(r"(?i)[?&;#][^=&?/\s]*(=|%3d)")
 """A query of a web address. octfm needs none, and any name may hold a token: ?pass=, ?jwt=, ?code=."""
 

@@ -129,9 +129,10 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
     key = runtime.first(lambda: run.key)
     cases = find_cases(config.probe, data.store, data.train_rows, data.validation_rows)
     # Who scores the checkpoints helps to choose one, and is no test participant of the one that was chosen.
-    judges = [] if cases is None else [data.store.rows[row].participant for row in cases.held_out]
+    judging = np.empty(0, int) if cases is None else data.store.recorded(cases.held_out)
+    judges = {data.store.rows[row].participant for row in judging}
     # Hashes, so that an evaluation can refuse these participants, and no checkpoint names any.
-    hashes = checkpoint.participant_hashes(sorted({*names, *judges}), key)
+    hashes = checkpoint.participant_hashes(sorted({*names} | judges), key)
     participants = {"key": key, "hashes": hashes, "trained_on": len(names)}
     loader = Loader(
         data.store,

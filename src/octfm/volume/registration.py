@@ -5,8 +5,6 @@ import numpy as np
 
 SIMILAR = 0.15
 """Neighbours with a smaller correlation are not registered: noise reaches 0.04, a faint retina 0.3, a good one 0.9."""
-
-
 REACH_MM = 0.35
 """Greatest motion from one B-scan to the next, or from the mean of a star."""
 
