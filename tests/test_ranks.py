@@ -168,8 +168,22 @@ def test_F10_a_verb_whose_work_cannot_be_shared_is_not_done_once_per_rank(tmp_pa
     code, out, error = octfm_here("phantom", tmp_path / "clinic", "--participants", "1", cwd=tmp_path)
     assert (code, out) == (1, "") and "only octfm pretrain and finetune share work among ranks" in error
     assert not [*tmp_path.iterdir()]
-    monkeypatch.setenv("WORLD_SIZE", "")  # as a template of a job leaves it
+    code, out, _ = octfm_here("phantom", "--help", cwd=tmp_path)
+    assert code == 0 and out.startswith("Usage: octfm phantom")
+
+
+def test_variables_that_a_template_of_a_job_leaves_empty_are_as_unset(tmp_path, monkeypatch):
+    from octfm.errors import ConfigError
+    from octfm.run.launch import join
+    from octfm.run.runtime import RuntimeConfig
+
+    for name in ("WORLD_SIZE", "RANK", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.setenv(name, "")
     assert octfm_here("models", cwd=tmp_path)[0] == 0
+    assert join(RuntimeConfig(), "fp32", "cpu").world == 1
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="WORLD_SIZE: expected a number from 1, got 'two'"):
+        join(RuntimeConfig(), "fp32", "cpu")
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

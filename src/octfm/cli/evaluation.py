@@ -1,6 +1,5 @@
 """The verbs that evaluate an encoder: probe, finetune, leaderboard, trust."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -148,6 +147,7 @@ def finetune(
     octfm finetune study_group_finetune encoder=runs/vit_s --store prepared --epochs 10 --out runs/tuned
     """
     from octfm.config import load
+    from octfm.run.ranks import rank
     from octfm.tasks.finetune import finetune as tune
     from octfm.tasks.finetune import summary
     from octfm.tasks.finetune_settings import FinetuneConfig
@@ -155,7 +155,7 @@ def finetune(
     settings = load(FinetuneConfig, config, opt.with_options(overrides, {"store": store, "epochs": epochs}))
     run = tune(settings, out, device, allow_seen=allow_seen, echo=typer.echo)
     # Every rank runs this command; only the first one prints the result.
-    if os.environ.get("RANK", "0") != "0":
+    if rank() != 0:
         return
     for line in summary(run):
         typer.echo(line)

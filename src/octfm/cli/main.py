@@ -14,11 +14,11 @@ from octfm.addresses import mask
 from octfm.cli.data import phantom, prepare, scan
 from octfm.cli.evaluation import finetune, leaderboard, probe, trust
 from octfm.cli.layers import agree, models, segment
-from octfm.cli.options import Verb, Verbs
+from octfm.cli.options import Alone, Verb, Verbs
 from octfm.cli.report import card, compare, report, view
 from octfm.cli.training import bench, demo, doctor, plan, pretrain, watch
 from octfm.cli.use import embed, export
-from octfm.errors import ConfigError, OctfmError, Preempted, one_line, shown
+from octfm.errors import OctfmError, Preempted, one_line, shown
 from octfm.version import __version__
 
 # Some versions of typer contain a copy of click, others import click; the base class of BadParameter is right for both.
@@ -41,9 +41,9 @@ VERBS = (
     *(report, compare, view, card),
 )
 RANKED = (pretrain, finetune)
-"""Verbs whose ranks share the work. Each rank would do all the work of any other, and write the same files."""
+"""Verbs whose ranks share the work."""
 for verb in VERBS:
-    app.command(cls=Verb)(verb)
+    app.command(cls=Verb if verb in RANKED else Alone)(verb)
 
 
 def _print_version(wanted: bool) -> None:
@@ -54,17 +54,11 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _common(
-    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    world, ranked = os.environ.get("WORLD_SIZE", "").strip() or "1", [verb.__name__ for verb in RANKED]
-    if world != "1" and context.invoked_subcommand not in ranked:
-        raise ConfigError(
-            f"{context.invoked_subcommand}: WORLD_SIZE is {world}, but only octfm {' and '.join(ranked)} share work "
-            "among ranks; start everything else without torchrun"
-        )
+    """Options of octfm itself."""
 
 
 def main() -> None:

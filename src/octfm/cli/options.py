@@ -77,6 +77,21 @@ class Verb(TyperCommand):
                 formatter.write(f"{'':{formatter.current_indent}}{example}\n")
 
 
+class Alone(Verb):
+    """A verb that ranks cannot share: each would do all of the work, and write the same files."""
+
+    def invoke(self, ctx: Any) -> Any:
+        from octfm.errors import ConfigError
+        from octfm.run.ranks import world_size
+
+        if (world := world_size()) > 1:
+            raise ConfigError(
+                f"{ctx.info_name}: WORLD_SIZE is {world}, but only octfm pretrain and finetune share work among ranks; "
+                "start everything else without torchrun"
+            )
+        return super().invoke(ctx)
+
+
 def _packaged_configs(incomplete: str) -> list[str]:
     """Completions of CONFIG. Where none fits, the shell completes names of files."""
     from importlib.resources import files

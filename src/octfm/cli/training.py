@@ -1,6 +1,5 @@
 """The verbs that train: demo, plan, doctor, pretrain, bench, watch."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -197,12 +196,13 @@ def pretrain(
     from octfm.pretraining.pretrain import pretrain as train
     from octfm.pretraining.settings import load_config
     from octfm.pretraining.settings import smoke as shrink
+    from octfm.run.ranks import world_size
 
     settings, prepared = load_config(config, opt.pretraining_words(overrides, store, steps, epochs)), None
     if smoke:
         phantoms = settings.data.phantoms
         needs_store = settings.data.store is None and (phantoms is None or phantoms.share < 1)
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and needs_store:
+        if world_size() > 1 and needs_store:
             raise ConfigError(
                 "--smoke with several ranks: every rank would write phantoms into the same folder; set data.store"
             )

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from octfm.errors import ConfigError, TrainingError
+from octfm.run.ranks import world_size
 from octfm.run.runtime import Precision, Runtime, RuntimeConfig, device_named, precision_on
 
 
@@ -18,9 +19,9 @@ def join(config: RuntimeConfig, precision: Precision, device: str | None = None)
         if config.parallel == "xla_spmd":
             return runtime_xla.join(precision, config.timeout_s)
         runtime_xla.load_torch_tpu()
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    if "WORLD_SIZE" not in os.environ and tasks > 1:
+    world = world_size()
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
+    if not os.environ.get("WORLD_SIZE") and tasks > 1:
         raise ConfigError(
             f"SLURM started {tasks} tasks and none of them knows its rank: each would train the whole run by itself "
             "(F10); start torchrun with one task per node, as launch/slurm.sbatch does"
@@ -29,7 +30,7 @@ def join(config: RuntimeConfig, precision: Precision, device: str | None = None)
     if world == 1:
         chosen = torch.device("tpu", 0) if tpu else device_named(device)
         return Runtime(chosen, precision_on(chosen, precision), compiles=config.compile)
-    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise ConfigError(
             f"WORLD_SIZE is {world} but {', '.join(missing)} is not set; start the job with torchrun "

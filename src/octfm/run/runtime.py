@@ -25,6 +25,7 @@ from octfm.config import Config, Seconds
 from octfm.errors import ConfigError, OctfmError, TrainingError
 from octfm.run.memory import host_bytes_at_peak, host_bytes_available
 from octfm.run.optimizers import CompiledAdamW, ShardedAdamW
+from octfm.run.ranks import rank, world_size
 
 Precision = Literal["fp32", "bf16"]
 Result = TypeVar("Result")
@@ -382,9 +383,9 @@ class Runtime:
         words = []
         with suppress(RuntimeError):
             store = _store()
-            for rank in (r for r in range(self.world) if r != self.rank):
-                if store.check([f"waiting/{rank}"]):
-                    words.append(f"rank {rank} was {store.get(f'waiting/{rank}').decode()}")
+            for other in (r for r in range(self.world) if r != self.rank):
+                if store.check([f"waiting/{other}"]):
+                    words.append(f"rank {other} was {store.get(f'waiting/{other}').decode()}")
         return f" ({'; '.join(words)})" if words else ""
 
     def close(self) -> None:
@@ -405,7 +406,7 @@ def _failed_together(error: RuntimeError) -> bool:
 
 def start(precision: Precision = "fp32", device: str | None = None) -> Runtime:
     """A single device (see `device_named`). Raises ConfigError under torchrun (F10)."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = world_size()
     if world > 1:
         raise ConfigError(
             f"WORLD_SIZE is {world}: only octfm pretrain and finetune share work among ranks; start everything else "
@@ -470,7 +471,7 @@ def precision_on(device: torch.device, precision: Precision) -> Precision:
 
 
 def _warn(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if rank() == 0:
         sys.stderr.write(f"octfm: {line}\n")
 
 
