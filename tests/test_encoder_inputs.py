@@ -1,6 +1,7 @@
 """What an encoder takes: scans in every form, a network in a loop of one's own, and the names that it is loaded by."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,22 @@ def test_one_scan_gives_a_vector_and_many_a_row_each(encoder, store, tmp_path):
     np.testing.assert_array_equal(both[1], encoder.embed(volume))
     np.testing.assert_array_equal(both[2], encoder.embed(store[3]))
     assert encoder.embed([]).shape == (0, 48)
+
+
+def test_a_volume_of_micrometres_or_tensors_is_refused(encoder):
+    volume = eye()
+    with pytest.raises(ReadError, match=r"expected \(dz, dy, dx\) in millimetres, got rows .* divide micrometres"):
+        encoder.embed(replace(volume, spacing_mm=tuple(1000 * mm for mm in volume.spacing_mm)))
+    for voxels, kind in ((torch.from_numpy(volume.voxels.copy()), "Tensor"), (volume.voxels.tolist(), "list")):
+        with pytest.raises(TypeError, match=f"voxels: expected a NumPy array, got {kind}"):
+            replace(volume, voxels=voxels)
+
+
+def test_a_rank_of_a_loop_of_ones_own_loads_an_encoder(encoder, tmp_path, monkeypatch):
+    write_export(tmp_path / "export", encoder)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert load_encoder(tmp_path / "export", device="cpu").embed(eye()).shape == (48,)
 
 
 def test_a_store_is_embedded_in_its_order_as_it_was_prepared(encoder, store):

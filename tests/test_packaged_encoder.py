@@ -143,6 +143,19 @@ def test_a_store_without_a_run_is_read_by_the_packaged_encoder(shipped, store, t
     assert found.metadata["encoder"] == NAME and len(found.vectors) == len(store)
 
 
+def test_a_leaderboard_takes_the_packaged_encoder(shipped, tmp_path):
+    store = small_store(tmp_path / "prepared", splits=("train",) * 12 + ("val",) * 4 + ("test",) * 8)
+    rows = "".join(f"P{i:03d}\t{'high' if i % 2 else 'low'}\n" for i in range(24))
+    (tmp_path / "labels.tsv").write_text("participant_id\tgrade\n" + rows)
+    words = ("--store", store.path, "--labels", tmp_path / "labels.tsv", "--target", "grade")
+    code, _, error = octfm_here("leaderboard", NAME, *words, cwd=tmp_path)
+    assert code == 0, error
+    result = json.loads((tmp_path / "leaderboard/leaderboard.json").read_text())
+    assert {NAME, "random_init"} < {row["encoder"] for row in result["results"]}
+    code, _, error = octfm_here("leaderboard", f"{NAME}0", *words, cwd=tmp_path)
+    assert code == 1 and "no packaged encoder of this name" in error
+
+
 def test_a_store_is_prepared_like_the_packaged_encoder(shipped, tmp_path):
     volume = eye()
     np.savez(tmp_path / "1001_OD.npz", volume=volume.voxels, spacing_mm=volume.spacing_mm, laterality="OD")

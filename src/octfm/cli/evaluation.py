@@ -167,7 +167,8 @@ def leaderboard(
         list[Path],
         opt.local_argument(
             metavar="RUN",
-            help="Runs of pretraining or fine-tuning, and checkpoints; the others are compared with the first.",
+            help="Runs of pretraining or fine-tuning, checkpoints, exports and packaged names; the first is compared with the "
+            "others.",
         ),
     ],
     store: Annotated[

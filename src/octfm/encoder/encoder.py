@@ -28,7 +28,7 @@ from octfm.pretraining.resume import load_newest
 from octfm.pretraining.settings import PretrainConfig, stored_config
 from octfm.run import checkpoint
 from octfm.run.bucket import local_run
-from octfm.run.runtime import Runtime, start
+from octfm.run.runtime import Runtime, alone
 from octfm.store.item import StoredVolume
 from octfm.store.layout import Arrays
 from octfm.store.store import Store
@@ -324,7 +324,7 @@ def load_encoder(
     float32. `objective`: settings class of a custom objective, needed only with `random_init`, to draw the weights. The
     low-rank updates of a fine-tuned encoder are merged into its weights.
     """
-    runtime = runtime or start("fp32", device)
+    runtime = runtime or alone("fp32", device)
     path, content = _open(run)
     if "encoder_config" in content:
         return _tuned_encoder(path, content, random_init, draw, runtime)

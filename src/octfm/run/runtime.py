@@ -412,6 +412,11 @@ def start(precision: Precision = "fp32", device: str | None = None) -> Runtime:
             f"WORLD_SIZE is {world}: only octfm pretrain and finetune share work among ranks; start everything else "
             "without torchrun"
         )
+    return alone(precision, device)
+
+
+def alone(precision: Precision = "fp32", device: str | None = None) -> Runtime:
+    """This process's device (see `device_named`), which it uses alone, also in a job of several ranks."""
     chosen = device_named(device)
     return Runtime(chosen, precision_on(chosen, precision))
 

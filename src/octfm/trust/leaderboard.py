@@ -15,6 +15,7 @@ from octfm.display import csv_cell, markdown
 from octfm.encoder.embed import embed_store, histogram_baseline, quality_baseline
 from octfm.encoder.embeddings import Embeddings, align, of_store, read_embeddings, take_rows
 from octfm.encoder.encoder import load_encoder, seen_by
+from octfm.encoder.sources import find as found
 from octfm.errors import Echo, EvaluationError
 from octfm.evaluation.arms import covariates
 from octfm.evaluation.cases import Cases, Round, Skip, find_target, make_cases, make_rounds
@@ -60,8 +61,8 @@ def leaderboard(
 ) -> dict[str, Any]:
     """Evaluate every entry on the test participants of the recommended split; returns leaderboard.json's content.
 
-    An entry is a pretraining run or checkpoint (evaluated by a logistic or ridge probe) or a folder of `octfm
-    finetune`; fine-tuned runs that differ only in the seed form one entry. The first entry is compared with each of the
+    An entry is a pretraining run, a checkpoint, an export or a packaged encoder (evaluated by a logistic or ridge
+    probe) or a folder of `octfm finetune`; fine-tuned runs that differ only in the seed form one entry. The first entry is compared with each of the
     others. Baselines: random initialisation of the first checkpoint, intensity histogram, tissue map, and covariates
     (age, sex, site, scanner, image quality). Every checkpoint is pooled as the first one.
 
@@ -72,7 +73,7 @@ def leaderboard(
     and a baseline, have the same name.
     """
     out, opened = local_path(out), [to_evaluate(Store.open(path), exclude) for path in stores]
-    paths = [Path(entry) for entry in entries]
+    paths = [local_path(found(str(entry))) for entry in entries]
     tuned = _tuned([path for path in paths if (path / "predictions.parquet").is_file()])
     frozen = [path for path in paths if not (path / "predictions.parquet").is_file()]
     if not paths or not opened:

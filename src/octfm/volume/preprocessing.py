@@ -33,6 +33,9 @@ from octfm.volume.transform import Transform
 from octfm.volume.volume import ADMISSIBLE, Shape3, Spacing3, Volume
 from octfm.volume.window import IN_CROP, Coverage, coverage, window
 
+COARSEST_ROWS_MM = 1.0
+"""No OCT has rows farther apart; numbers above are micrometres."""
+
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
@@ -165,13 +168,19 @@ class Preprocessing(Config):
         """Prepare one volume; a radial scan (star) is made a raster first. Settings `of_bscans` take single B-scans.
 
         `find_band` finds a band that is not classic; see `expect_finder`. Raises ReadError for other layouts, for a
-        star of too few lines, for pixels that are not 8 or 16 bit, and for volumes that are blank, or blank in the part
-        that is kept.
+        star of too few lines, for rows more than 1 mm apart, for pixels that are not 8 or 16 bit, and for volumes that
+        are blank, or blank in the part that is kept.
         """
         self.expect_finder(find_band)
         if volume.layout not in ADMISSIBLE:
             raise ReadError(
                 "not_raster", f"{volume.source}: is a {volume.layout} scan; only a raster is a volume in space"
+            )
+        if volume.spacing_mm[1] > COARSEST_ROWS_MM:
+            raise ReadError(
+                "absurd_spacing",
+                f"{volume.source}: spacing_mm {volume.spacing_mm}: expected (dz, dy, dx) in millimetres, got rows "
+                f"{volume.spacing_mm[1]:g} mm apart; divide micrometres by 1000",
             )
         if len(volume.voxels) > 1 if self.takes_bscans else volume.layout == "line":
             raise self._wrong_layout(volume)

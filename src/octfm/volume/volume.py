@@ -103,6 +103,11 @@ class Volume:
     """White value of uint16 voxels, e.g. 4095 if 12 bits are used; uint8 is white at 255."""
 
     def __post_init__(self):
+        if not isinstance(self.voxels, np.ndarray):
+            raise TypeError(
+                f"{self.source}: voxels: expected a NumPy array, got {type(self.voxels).__name__}; "
+                "convert it with numpy.asarray"
+            )
         if self.voxels.ndim != 3 or 0 in self.voxels.shape:
             raise ValueError(
                 f"{self.source}: voxels must have 3 non-empty axes [B-scan, axial, lateral], got {self.voxels.shape}"
