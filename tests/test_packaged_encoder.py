@@ -154,6 +154,8 @@ def test_a_leaderboard_takes_the_packaged_encoder(shipped, tmp_path):
     assert {NAME, "random_init"} < {row["encoder"] for row in result["results"]}
     code, _, error = octfm_here("leaderboard", f"{NAME}0", *words, cwd=tmp_path)
     assert code == 1 and "no packaged encoder of this name" in error
+    code, _, error = octfm_here("trust", NAME, *words, cwd=tmp_path)
+    assert code == 1 and f"{NAME}: an export, which does not record the scanners" in error
 
 
 def test_a_store_is_prepared_like_the_packaged_encoder(shipped, tmp_path):

@@ -15,6 +15,7 @@ from octfm.encoder.embed import NAMES, RANDOM_INIT, histogram_baseline, quality_
 from octfm.encoder.embeddings import Embeddings, of_store, read_embeddings
 from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.encoder.external import Embed, embed_external, load_external
+from octfm.encoder.sources import display_name, find
 from octfm.errors import Echo, EvaluationError, one_line
 from octfm.evaluation.arms import COVARIATES, MAP_AND_ENCODER, make_arms
 from octfm.evaluation.probe import INTERVAL_MEANING, rows_seen
@@ -38,6 +39,7 @@ from octfm.trust.same_eye import same_eye
 from octfm.trust.scanners import domains, leave_one_scanner_out
 from octfm.trust.study import FROM_SCRATCH, Kind, Study, add_claims, make_study
 from octfm.trust.subgroups import AGE_BANDS, group_columns, subgroups
+from octfm.weights.exported import is_export
 
 RESAMPLES = 4000
 """More than elsewhere, because one analysis may hold some 60 comparisons, and Holm corrects for all of them."""
@@ -249,6 +251,11 @@ def _encoders(
 
 def _pretraining(path: Path, store: Store) -> dict[str, Any]:
     """Scanners, participants and settings of a run's pretraining, from its checkpoint."""
+    if is_export(where := find(str(path))):
+        raise EvaluationError(
+            f"{display_name(where)}: an export, which does not record the scanners of its pretraining; octfm trust needs "
+            "the run, octfm leaderboard and octfm probe --embeddings take this encoder"
+        )
     _, content = load_newest(path)
     config, participants = stored_config(content["config"]), content["participants"]
     # Without data.scanners, pretraining used every scanner of its store; this store stands in for it.
