@@ -198,6 +198,16 @@ def test_dice_is_of_all_voxels_together_under_weights():
     assert np.isnan(dice(counts, weights)[2])
 
 
+def test_a_dice_of_nothing_says_why_it_is_undefined():
+    config, nothing = load(SegmentConfig, {"surfaces": [], "mask_values": [1]}), [{"fluid": (0, 0, 0)}] * 3
+    (found,) = score_errors(config, {"pretrained": nothing}, np.array(["a", "b", "c"]), {}, 100)["pretrained"]
+    assert found.row["estimate"] is None
+    assert summary_lines({"results": [found.row], "comparisons": []}) == [
+        "fluid        dice  pretrained   undefined, 3 participants",
+        "fluid        Undefined: no test volume has fluid, and none was found in any.",
+    ]
+
+
 def test_segmenters_are_compared_on_the_volumes_that_all_of_them_measured():
     rng = np.random.default_rng(0)
     people, hard = np.array([f"P{i}" for i in range(20)]), rng.normal(20, 8, 20)

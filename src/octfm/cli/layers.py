@@ -74,9 +74,7 @@ def segment(
             "octfm finetune.",
         ),
     ] = False,
-    layouts: Annotated[
-        str, typer.Option(metavar="LAYOUTS", help="any, or line: every image in a folder is a single B-scan.")
-    ] = "any",
+    layouts: opt.LayoutsBelow = "any",
     axial_length: opt.AxialLength = None,
     sample: Annotated[
         bool,
@@ -112,8 +110,6 @@ def segment(
         raise ConfigError(
             "--only-corrected: leaves scans out of a table; add --apply-corrections FOLDER and --out FILE.csv"
         )
-    if layouts not in ("any", "line"):
-        raise ConfigError(f"--layouts: expected any or line, got {layouts!r}")
     training_only, files_only = ("baselines", "allow_seen"), ("dicom", "layouts", "file_seconds", "file_gb")
     words, limits = words or [], opt.limits_of(file_seconds, file_gb)
     has_settings = store is not None or steps is not None

@@ -157,6 +157,22 @@ MAX_SEED = 2**32 - 1
 """Largest seed that NumPy, PyTorch and scikit-learn all accept."""
 
 
+def _any_or_line(layouts: str) -> str:
+    from octfm.errors import ConfigError
+
+    if layouts not in ("any", "line"):
+        raise ConfigError(f"--layouts: expected any or line, got {layouts!r}")
+    return layouts
+
+
+LayoutsBelow = Annotated[
+    str,
+    typer.Option(
+        metavar="LAYOUTS", callback=_any_or_line, help="any, or line: every image in a folder is a single B-scan."
+    ),
+]
+
+
 def _settings_of(verb: str) -> Callable[[str], str]:
     """A check of CONFIG that names the verb whose settings a file holds, where this is another."""
 

@@ -10,6 +10,7 @@ from octfm.errors import one_line
 
 
 def embed(
+    context: typer.Context,
     words: Annotated[
         list[str] | None,
         opt.place_argument(
@@ -66,6 +67,7 @@ def embed(
             help="Pooling over tokens: mean, extremes, tails or summary; default: the run's objective.pool.",
         ),
     ] = None,
+    layouts: opt.LayoutsBelow = "any",
     precision: Annotated[
         str, typer.Option(metavar="PRECISION", help="With --files, --catalog or scans: fp32 or bf16.")
     ] = "fp32",
@@ -93,6 +95,8 @@ def embed(
     given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)}: give one of them")
+    if given:
+        opt.refuse(context, ("layouts",), f"{given[0]}: embeds what it holds")
     if pool is not None and pool not in POOLS:
         raise ConfigError(f"--pool: expected {', '.join(POOLS[:-1])} or {POOLS[-1]}, got {pool!r}")
     run, scans = _encoder_and_scans(words or [], given)
@@ -108,7 +112,7 @@ def embed(
             raise ConfigError(
                 f"{', '.join(others)}: not for single scans; give a store (--store) or a folder (--files)"
             )
-        _embed_scans(run, scans, out, pool, precision, device, opt.limits_of(file_seconds, file_gb))
+        _embed_scans(run, scans, layouts, out, pool, precision, device, opt.limits_of(file_seconds, file_gb))
         return
     if files is None and catalog is None:
         from octfm.tasks.embed_run import embed_all
@@ -190,7 +194,14 @@ def _encoder_and_scans(words: list[str], sources: list[str]) -> tuple[str | None
 
 
 def _embed_scans(
-    run: str | None, scans: list[str], out: str | None, pool: Any, precision: Any, device: str | None, limits: Any
+    run: str | None,
+    scans: list[str],
+    layouts: str,
+    out: str | None,
+    pool: Any,
+    precision: Any,
+    device: str | None,
+    limits: Any,
 ) -> None:
     from octfm.display import number
     from octfm.encoder.embed_scans import embed_scans
@@ -201,7 +212,7 @@ def _embed_scans(
     if out is None:
         raise ConfigError("embed: scans need an output folder; add --out FOLDER")
     encoder = load_encoder(run, runtime=start(precision, device)).pooling(pool)
-    volumes = opt.volumes_in(scans, limits)
+    volumes = opt.volumes_in(scans, limits, layouts)
     if not volumes:
         raise ConfigError(
             f"{', '.join(scans)}: no scan in it, and it is no run (config.yaml) and no export (config.json); check the "

@@ -197,6 +197,9 @@ def score_errors(
             boot = bootstrap(measure, who, resamples=resamples) if enough else None
             estimate = boot.estimate if boot else float(measure(np.ones((1, len(own))))[0])
             low, high = interval(boot) if boot else (None, None)
+            note = None if boot else f"No interval: fewer than {MIN_PARTICIPANTS} test participants."
+            if not np.isfinite(estimate):
+                note = f"Undefined: no test volume has {target}, and none was found in any."
             row = {
                 **facts,
                 **counts,
@@ -207,7 +210,7 @@ def score_errors(
                 "estimate": finite(estimate),
                 "low": finite(low),
                 "high": finite(high),
-                "note": None if boot else f"No interval: fewer than {MIN_PARTICIPANTS} test participants.",
+                "note": note,
             }
             scored[name].append(Scored(metric, name, boot, row))
     return scored
@@ -242,10 +245,12 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     for r in result["results"]:
         between = f" ({r['low']:.2f} to {r['high']:.2f})" if r["low"] is not None else ""
         estimate = "undefined" if r["estimate"] is None else f"{r['estimate']:.2f}"
-        unit, people = r["unit"], r["n_test_participants"]
+        unit, people = f" {r['unit']}" if r["unit"] else "", r["n_test_participants"]
         lines.append(
-            f"{r['target']:<12} {r['metric']:<5} {r['encoder']:<12} {estimate}{between} {unit}, {people} participants"
+            f"{r['target']:<12} {r['metric']:<5} {r['encoder']:<12} {estimate}{between}{unit}, {people} participants"
         )
+        if r["estimate"] is None:
+            lines.append(f"{r['target']:<12} {r['note']}")
     for c in result["comparisons"]:
         if c["low"] is not None:
             between = f"{c['low']:+.2f} to {c['high']:+.2f}"
