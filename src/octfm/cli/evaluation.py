@@ -147,7 +147,7 @@ def finetune(
     octfm finetune study_group_finetune encoder=runs/vit_s --store prepared --epochs 10 --out runs/tuned
     """
     from octfm.config import load
-    from octfm.run.ranks import rank
+    from octfm.io.ranks import rank
     from octfm.tasks.finetune import finetune as tune
     from octfm.tasks.finetune import summary
     from octfm.tasks.finetune_settings import FinetuneConfig
@@ -167,8 +167,8 @@ def leaderboard(
         list[Path],
         opt.local_argument(
             metavar="RUN",
-            help="Runs of pretraining or fine-tuning, checkpoints, exports and packaged names; the first is compared with the "
-            "others.",
+            help="Runs of pretraining or fine-tuning, checkpoints, exports and packaged encoders; the others are "
+            "compared with the first.",
         ),
     ],
     store: Annotated[

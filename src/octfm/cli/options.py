@@ -82,7 +82,7 @@ class Alone(Verb):
 
     def invoke(self, ctx: Any) -> Any:
         from octfm.errors import ConfigError
-        from octfm.run.ranks import world_size
+        from octfm.io.ranks import world_size
 
         if (world := world_size()) > 1:
             raise ConfigError(

@@ -193,10 +193,10 @@ def pretrain(
     octfm pretrain vit_s --smoke
     """
     from octfm.errors import ConfigError
+    from octfm.io.ranks import world_size
     from octfm.pretraining.pretrain import pretrain as train
     from octfm.pretraining.settings import load_config
     from octfm.pretraining.settings import smoke as shrink
-    from octfm.run.ranks import world_size
 
     settings, prepared = load_config(config, opt.pretraining_words(overrides, store, steps, epochs)), None
     if smoke:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from octfm.errors import ConfigError, TrainingError
-from octfm.run.ranks import world_size
+from octfm.io.ranks import world_size
 from octfm.run.runtime import Precision, Runtime, RuntimeConfig, device_named, precision_on
 
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from octfm.config import Config, Seconds
 from octfm.errors import ConfigError, OctfmError, TrainingError
+from octfm.io.ranks import rank, world_size
 from octfm.run.memory import host_bytes_at_peak, host_bytes_available
 from octfm.run.optimizers import CompiledAdamW, ShardedAdamW
-from octfm.run.ranks import rank, world_size
 
 Precision = Literal["fp32", "bf16"]
 Result = TypeVar("Result")

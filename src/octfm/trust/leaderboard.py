@@ -62,9 +62,9 @@ def leaderboard(
     """Evaluate every entry on the test participants of the recommended split; returns leaderboard.json's content.
 
     An entry is a pretraining run, a checkpoint, an export or a packaged encoder (evaluated by a logistic or ridge
-    probe) or a folder of `octfm finetune`; fine-tuned runs that differ only in the seed form one entry. The first entry is compared with each of the
-    others. Baselines: random initialisation of the first checkpoint, intensity histogram, tissue map, and covariates
-    (age, sex, site, scanner, image quality). Every checkpoint is pooled as the first one.
+    probe) or a folder of `octfm finetune`; fine-tuned runs that differ only in the seed form one entry. The first entry
+    is compared with each of the others. Baselines: random initialisation of the first checkpoint, intensity histogram,
+    tissue map, and covariates (age, sex, site, scanner, image quality). Every checkpoint is pooled as the first one.
 
     stores: one per preprocessing among the encoders, all of the same acquisitions.
     exclude: a file of volumes to leave out.
@@ -73,7 +73,7 @@ def leaderboard(
     and a baseline, have the same name.
     """
     out, opened = local_path(out), [to_evaluate(Store.open(path), exclude) for path in stores]
-    paths = [local_path(found(str(entry))) for entry in entries]
+    paths = [local_path(str(found(str(entry)))) for entry in entries]
     tuned = _tuned([path for path in paths if (path / "predictions.parquet").is_file()])
     frozen = [path for path in paths if not (path / "predictions.parquet").is_file()]
     if not paths or not opened:

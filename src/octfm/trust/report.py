@@ -253,8 +253,8 @@ def _pretraining(path: Path, store: Store) -> dict[str, Any]:
     """Scanners, participants and settings of a run's pretraining, from its checkpoint."""
     if is_export(where := find(str(path))):
         raise EvaluationError(
-            f"{display_name(where)}: an export, which does not record the scanners of its pretraining; octfm trust needs "
-            "the run, octfm leaderboard and octfm probe --embeddings take this encoder"
+            f"{display_name(where)}: an export, which does not record the scanners of its pretraining; octfm trust "
+            "needs the run, octfm leaderboard and octfm probe --embeddings take this encoder"
         )
     _, content = load_newest(path)
     config, participants = stored_config(content["config"]), content["participants"]
