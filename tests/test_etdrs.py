@@ -1,6 +1,8 @@
 """The ETDRS grid: known thickness functions, every way a raster can lie on the fundus, and phantoms whose zones are
 known exactly."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -182,17 +184,41 @@ def test_axial_length_scales_lateral_distances_by_bennetts_formula():
     assert grid.centre_mm[0] == pytest.approx(FOVEA[0] * field.ascan_mm / nominal.ascan_mm, abs=0.02)
 
 
-def test_a_centre_that_rests_on_single_bscans_is_uneven():
-    """Eight B-scans per mm, one of them 80 µm thicker; a tilted retina is even."""
+def test_a_zone_that_rests_on_single_bscans_says_by_how_much_it_may_be_off():
+    """Eight B-scans per mm, one of them 80 µm thicker; a tilted retina is even, also between uneven B-scans."""
     field = field_of((49, 64), (0.125, 0.0039, 0.1), True)
     tilted = 300 + np.arange(49.0)[:, None] + np.zeros(64)
-    assert measure_grid(tilted, field, "R").uneven_um == pytest.approx(0, abs=1e-9)
+    assert max(measure_grid(tilted, field, "R").sampling_um.values()) < 1e-9
+    moved = replace(field, bscans_mm=field.bscans_mm + 0.04 * (np.arange(49) % 2))
+    slope = 300 + 8 * moved.bscans_mm[:, None] + np.zeros(64)
+    assert max(measure_grid(slope, moved, "R").sampling_um.values()) < 1e-9
     tilted[24] += 80
+    grid = measure_grid(tilted, field, "R")
     through = (np.abs(field.bscans_mm - 3) < 0.5).sum()
-    expected = np.sqrt((80**2 + 2 * 40**2) / through) / through
-    assert measure_grid(tilted, field, "R").uneven_um == pytest.approx(expected)
+    assert grid.sampling_um["centre"] == pytest.approx(0.5 * np.sqrt((80**2 + 2 * 40**2) / through / through))
+    assert grid.sampling_um["outer superior"] == pytest.approx(0, abs=1e-9)
+    assert grid.sampling_um["inner nasal"] > 3
     tilted[25] = np.nan
-    assert np.isfinite(measure_grid(tilted, field, "R").uneven_um)
+    assert np.isfinite(list(measure_grid(tilted, field, "R").sampling_um.values())).all()
+
+
+@pytest.mark.parametrize("apart_mm", [0.25, 0.5])
+def test_a_zone_is_off_by_about_what_its_sampling_says(apart_mm):
+    """A cyst .8 mm wide anywhere within the inner ring, B-scans that begin anywhere."""
+    rng, x = np.random.default_rng(0), np.linspace(-3.2, 3.2, 129)
+
+    def measured(y, spot):
+        lines = Lines(np.stack([x[0] + 0 * y, y], axis=1), np.stack([x[-1] + 0 * y, y], axis=1))
+        um = 300 + 200.0 * (np.hypot(x - spot[0], y[:, None] - spot[1]) < 0.4)
+        return measure_around((0.0, 0.0), um, field_of(um.shape, (y[1] - y[0], 0.004, x[1] - x[0]), True, lines), "R")
+
+    off, said = [], []
+    for _ in range(40):
+        spot = rng.uniform(-1, 1, 2)
+        whole, part = (measured(np.arange(-3.5 + d * rng.random(), 3.5, d), spot) for d in (0.03, apart_mm))
+        off += [part.mean_um[name] - whole.mean_um[name] for name in ZONES]
+        said += [part.sampling_um[name] for name in ZONES]
+    assert 0.3 < np.sqrt(np.mean(np.square(off)) / np.mean(np.square(said))) < 1
 
 
 def test_a_single_bscan_has_no_grid():

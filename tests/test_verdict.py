@@ -375,7 +375,7 @@ def test_a_centre_that_rests_on_single_bscans_has_a_note():
     even, uneven = found_in(49), found_in(49)
     uneven.surfaces["ilm"][24] -= 40  # 160 µm
     notes = [row_of(found)["zones_note"] for found in (even, uneven)]
-    assert [("B-scans through the centre differ" in note) for note in notes] == [False, True]
+    assert [("with the place of the B-scans: centre" in note) for note in notes] == [False, True]
 
 
 def test_a_circle_as_long_as_a_wide_field_is_not_refused_for_its_length(scan):

@@ -317,9 +317,10 @@ class ScanSegmentation(Segmentation):
     def zone_ranges(self) -> dict[str, tuple[float, float]]:
         """Zone → low and high end in µm of its synthetic-calibrated range, for the zones of `etdrs()` that have a mean.
 
-        Two parts are added in quadrature: that of the lines, within which the true mean of a phantom's zone lies in
-        90 % of cases, and the most by which the mean changes if the grid moves as far as the fovea may lie away. How
-        often the true mean of a real eye lies within it is not known. Empty for networks without ranges and for
+        Three parts are added in quadrature: that of the lines, within which the mean of the true lines of the same
+        B-scans lies in 90 % of a phantom's zones; the most by which the mean changes if the grid moves as far as the
+        fovea may lie away; and what it may change because B-scans are samples (`EtdrsGrid.sampling_um`). How often the
+        true mean of a real eye lies within it is not known. Empty for networks without ranges and for
         corrected scans. Raises EvaluationError as `etdrs` does.
         """
         if self.ranges is None or self.corrections is not None:
@@ -332,10 +333,8 @@ class ScanSegmentation(Segmentation):
         for name, mean in grid.mean_um.items():
             if mean is not None:
                 low, high = self.ranges.of(mean, expected[name] or 0.0, fluid[name] or 0.0)
-                ranges[name] = (
-                    mean - float(np.hypot(mean - low, moved[name])),
-                    mean + float(np.hypot(high - mean, moved[name])),
-                )
+                place_um = np.hypot(moved[name], grid.sampling_um[name])
+                ranges[name] = mean - float(np.hypot(mean - low, place_um)), mean + float(np.hypot(high - mean, place_um))
         return ranges
 
     def _moved(self, grid: EtdrsGrid) -> dict[str, float]:

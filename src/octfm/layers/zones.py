@@ -26,10 +26,10 @@ RANGE = {name: (column.replace("_um", "_low_um"), column.replace("_um", "_high_u
 FEWEST_PER_MM = 3.0
 """B-scans per mm below which the note says that zones depend on where B-scans happen to lie: in the public volume with
 145 B-scans of an eye with drusen the centre moves by at most 2 µm at 4 per mm and by 4 µm at 2.8."""
-UNEVEN_UM = 5.0
-"""`EtdrsGrid.uneven_um` above which the note says that the centre depends on single B-scans. In five real eyes with
-oedema it is 1.5 to 4 µm with all B-scans (8 per mm) and 9 to 24 µm with every other, which moves the centre by up to
-13 µm."""
+SAMPLING_UM = 6.0
+"""`EtdrsGrid.sampling_um` above which the note says that a zone depends on single B-scans. In the centre of four real
+eyes with oedema it is 2.4 to 5.9 µm with all B-scans (8 per mm) and 9 to 24 µm with every other, which moves the
+centre by up to 13 µm."""
 _BY_LENGTH = "lateral millimetres for an axial length of "
 PLAUSIBLE_UM = (10.0, 3000.0)
 """Means of a zone in a table that can be micrometres: thicker than any swelling are nanometres or rows, thinner than
@@ -80,6 +80,11 @@ def _unsure(grid: EtdrsGrid) -> list[str]:
     ]
 
 
+def uneven_zones(grid: EtdrsGrid) -> list[str]:
+    """Zones given whose means depend on single B-scans (SAMPLING_UM)."""
+    return [name for name, mean in grid.mean_um.items() if mean is not None and grid.sampling_um[name] > SAMPLING_UM]
+
+
 def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
     notes = [note for note in (found.note_on_scan, _note_on_length(found)) if note]
     if grid.centre == "scan":
@@ -94,10 +99,8 @@ def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
         notes.append(
             f"{grid.bscans_per_mm:.1f} B-scans per mm: the centre, 1 mm wide, changes by several µm with their place"
         )
-    elif grid.uneven_um > UNEVEN_UM:
-        notes.append(
-            "the B-scans through the centre differ much: the central mean may change by several µm with their place"
-        )
+    if uneven := uneven_zones(grid):
+        notes.append(f"means that may change by several µm with the place of the B-scans: {', '.join(uneven)}")
     if not any("superior" in name for name in grid.mean_um):
         notes.append("no superior and inferior zones: the file does not say which B-scan is superior")
     if found.volume.laterality is None:

@@ -4,7 +4,7 @@ Zones after the Early Treatment Diabetic Retinopathy Study: a centre of 1 mm dia
 four from 3 to 6 mm.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field as with_default, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -333,9 +333,10 @@ class EtdrsGrid:
     """Other places that could be the foveal pit."""
     bscans_per_mm: float = 0.0
     """How densely the zones were sampled across B-scans; the central zone is 1 mm wide."""
-    uneven_um: float = 0.0
-    """How much the central mean depends on single B-scans: by how much those through the central zone differ from the
-    mean of their neighbours (root mean square), over their number."""
+    sampling_um: dict[str, float] = with_default(default_factory=dict)
+    """Zone → by how much its mean may be off because B-scans are samples of it: half of how far its B-scans lie from
+    the line between their neighbours (root mean square), over the square root of their number. 0 where fewer than
+    three neighbouring B-scans were measured."""
 
     @property
     def too_sparse(self) -> list[str]:
@@ -415,21 +416,28 @@ def measure_around(
         apart_mm[name] = float(np.quantile(between_mm[inside], LEAST_COVERED, method="lower"))
     area = np.pi * RINGS_MM[-1] ** 2
     volume = float(np.nanmean(values[whole])) / 1000 * area if covered >= LEAST_COVERED else None
-    uneven_um = _uneven_um(centre_mm, thickness_um, field)
-    return EtdrsGrid(mean, coverage, apart_mm, volume, centre, centre_mm, rivals_mm, field.per_mm, uneven_um)
+    sampling_um = _sampling_um(centre_mm, thickness_um, field, laterality)
+    return EtdrsGrid(mean, coverage, apart_mm, volume, centre, centre_mm, rivals_mm, field.per_mm, sampling_um)
 
 
-def _uneven_um(centre_mm: tuple[float, float], thickness_um: np.ndarray, field: Field) -> float:
-    """`EtdrsGrid.uneven_um`; 0 where fewer than three neighbouring B-scans were measured there."""
-    offset = np.asarray(centre_mm) - field.origin
+def _sampling_um(
+    centre_mm: tuple[float, float], thickness_um: np.ndarray, field: Field, laterality: Laterality | None
+) -> dict[str, float]:
+    """`EtdrsGrid.sampling_um`."""
     ascans_mm = field.starts_mm[:, None] + field.ascan_mm * np.arange(field.columns)
-    inside = (np.abs(ascans_mm - offset @ field.along) < RINGS_MM[0]) & np.isfinite(thickness_um)
-    total = np.where(inside, thickness_um, 0.0).sum(axis=1)
-    line_um = np.divide(total, inside.sum(axis=1), out=np.full(len(total), np.nan), where=inside.any(axis=1))
-    through = np.abs(field.bscans_mm - offset @ field.across) < RINGS_MM[0]
-    apart_um = (line_um[1:-1] - (line_um[:-2] + line_um[2:]) / 2)[through[1:-1]]
-    apart_um = apart_um[np.isfinite(apart_um)]
-    return float(np.sqrt(np.mean(apart_um**2)) / through.sum()) if len(apart_um) else 0.0
+    (x0, y0), (ax, ay), (bx, by) = field.origin - centre_mm, field.along, field.across
+    bscans_mm = field.bscans_mm[:, None]
+    zones = _zones(x0 + ax * ascans_mm + bx * bscans_mm, y0 + ay * ascans_mm + by * bscans_mm, laterality, field.upright)
+    before, here, after = bscans_mm[:-2], bscans_mm[1:-1], bscans_mm[2:]
+    share = (here - before) / (after - before)
+    off_um = thickness_um[1:-1] - (1 - share) * thickness_um[:-2] - share * thickness_um[2:]
+    sampling_um = {}
+    for name, inside in zones.items():
+        known = inside[1:-1] & np.isfinite(off_um)
+        count = known.sum(axis=1)
+        lines_um = np.where(known, off_um, 0.0).sum(axis=1)[count > 0] / count[count > 0]
+        sampling_um[name] = float(0.5 * np.sqrt(np.mean(lines_um**2) / len(lines_um))) if len(lines_um) else 0.0
+    return sampling_um
 
 
 def _zones(x: np.ndarray, y: np.ndarray, laterality: Laterality | None, upright: bool) -> dict[str, np.ndarray]:
