@@ -61,6 +61,22 @@ def test_only_settings_that_differ_are_listed(runs):
     assert settings_that_differ(sources) == [("schedule.base_lr", ["0.001", "0.002"])]
 
 
+def test_settings_name_no_file_or_folder(runs, tmp_path):
+    """Folders may be called after people; trust.html withholds them as well."""
+    named = {}
+    for name, run in runs.items():
+        named[name] = tmp_path / name
+        shutil.copytree(run, named[name])
+        settings = {"data": {"store": f"/clinic/Meier-{name}", "sampling": ["Meier", name]}, "precision": "bf16"}
+        (named[name] / "config.yaml").write_text(yaml.safe_dump(settings | {"steps": 1 if name == "a" else 2}))
+    page = write_compare(named, tmp_path / "compare.html").read_text()
+    assert "Meier" not in page and "/clinic" not in page
+    sources = {name: gather(run, None, None) for name, run in named.items()}
+    assert settings_that_differ(sources) == [
+        ("data.sampling", [str(["…", "…"])] * 2), ("data.store", ["…", "…"]), ("steps", ["1", "2"])
+    ]  # fmt: skip
+
+
 def test_page_shows_facts_curves_pairs_and_verdicts(runs, tmp_path):
     page = write_compare(runs, tmp_path / "c.html", together())
     text = words(page)

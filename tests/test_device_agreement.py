@@ -106,11 +106,37 @@ def test_what_cannot_be_compared_is_left_out_and_counted(tmp_path):
     rows[4][UNIT["centre"]] = ""
     rows[5][UNIT["centre"]] = f"{float(rows[5][DEVICE_UNIT['centre']]) + 40}"
     # Corrections of a page with an axial length: zones of another size than the device's.
-    rows[6] |= {"zones_note": "lateral millimetres for an axial length of 27.5 mm"}
+    rows[6] |= {"axial_length_mm": "27.5"}
     found = device_agreement(write(tmp_path / "t.csv", rows))
     assert list(found["left_out"].values()) == [1, 1, 1, 1, 1] and found["used"] == 19
     assert found["zones"][0]["without_ours"] == 1 and found["zones"][0]["n_eyes"] == 18
     assert found["large"][0]["source"] == rows[5]["source"] and found["large"][0]["difference"] == pytest.approx(40)
+
+
+def test_tables_without_a_column_of_the_axial_length_say_it_in_words(tmp_path):
+    rows = rows_of()
+    rows[6] |= {"zones_note": "less than 90 % measured: centre; lateral millimetres for an axial length of 27.5 mm"}
+    reason = "measured by an axial length, unlike the device's"
+    before = device_agreement(write(tmp_path / "t.csv", rows, leave_out=("axial_length_mm",)))
+    assert before["left_out"][reason] == 1
+    assert device_agreement(write(tmp_path / "t.csv", rows))["left_out"][reason] == 0, "the column decides"
+    rows[7]["axial_length_mm"] = "long"
+    with pytest.raises(EvaluationError, match=r"3L.xml: axial_length_mm expected a number or nothing, got 'long'"):
+        device_agreement(write(tmp_path / "t.csv", rows))
+
+
+def test_the_page_names_no_file_or_folder(tmp_path):
+    """Folders and files may be called after people; the row leads to them."""
+    rows = rows_of()
+    rows[5] |= {"source": "/clinic/Meier/Eva.xml", UNIT["centre"]: f"{float(rows[5][DEVICE_UNIT['centre']]) + 40}"}
+    (tmp_path / "Meier").mkdir()
+    table = write(tmp_path / "Meier" / "Eva.csv", rows)
+    result = device_agreement(table)
+    assert result["large"][0]["row"] == 7 and result["large"][0]["source"] == "/clinic/Meier/Eva.xml"
+    command = f"octfm agree {table} --out /clinic/Meier/Eva.html"
+    page = write_agreement(result, tmp_path / "agree.html", [command]).read_text(encoding="utf-8")
+    assert "Meier" not in page and "Eva" not in page and str(tmp_path) not in page
+    assert "octfm agree" in page and '<td class="n">7</td><td>centre</td>' in page
 
 
 def test_fewer_than_ten_participants_get_no_interval(tmp_path):
@@ -155,7 +181,7 @@ def test_the_page_says_what_it_counts(page):
     text = " ".join(page.read_text().split())
     for needed in ("24 rows in the table, 24 compared", "The table names no participants", "not a medical device"):
         assert needed in text, needed
-    assert "2R.xml" in text or "2L.xml" in text, "the largest difference is listed"
+    assert '<td class="n">7</td><td>centre</td>' in text, "the largest difference is listed"
     assert text.count("<svg") == len(ZONES)
     axes = re.findall(r">(mean of both[^<]*|difference[^<]*)</text>", text)
     assert axes == ["mean of both, µm", "difference, µm"] * len(ZONES)
@@ -166,13 +192,13 @@ def test_the_page_renders_offline(page, tmp_path):
     assert_renders(page, "Limits of agreement", tmp_path)
 
 
-def test_names_that_are_not_utf8_are_escaped_on_the_page(tmp_path):
+def test_names_that_are_not_utf8_make_no_page_fail(tmp_path):
     rows = rows_of(bias=30.0)
     rows[0]["source"] = "eye\udcff.xml"
     table = write(tmp_path / "t.csv", rows)
     done = CliRunner().invoke(app, ["agree", str(table), "--out", str(tmp_path / "agree.html")])
     assert done.exit_code == 0, done.exception
-    assert "eye\\udcff.xml" in (tmp_path / "agree.html").read_text(encoding="utf-8")
+    assert "Limits of agreement" in (tmp_path / "agree.html").read_text(encoding="utf-8")
 
 
 def test_scans_corrected_by_hand_are_counted(tmp_path):

@@ -112,3 +112,32 @@ def test_the_order_of_bscans_that_nothing_states_is_a_flag(tmp_path):
     write_sidecar(write_npy(tmp_path / "oct" / "patient_8.npy", VOXELS[::-1]), SPACING_MM)
     catalog = scan(tmp_path / "oct", workers=0)
     assert catalog.summary()["flags"]["bscan_order_unstated"] == 2
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+def test_bscans_with_coloured_lines_are_rejected_by_the_scan(tmp_path, mode):
+    """Their headers say colour, as do those of gray B-scans saved in colour, which are read."""
+    grey, lines = (tmp_path / "oct" / name for name in ("patient_7", "patient_8"))
+    for folder in (grey, lines):
+        write_images(folder, VOXELS)
+        for at in folder.glob("*.png"):
+            image = Image.open(at).convert("RGB")
+            if folder == lines:
+                image.putpixel((5, 9), (255, 0, 0))
+            image.convert(mode).save(at)
+    catalog = scan(tmp_path / "oct", workers=0)
+    assert [row.uri for row in catalog.acquisitions] == [str(grey)]
+    (reject,) = catalog.rejects
+    assert (reject.code, reject.uri) == ("unsupported_pixels", str(lines))
+    assert "without layer lines drawn into it" in reject.sentence
+
+
+def test_coloured_masks_stay_labels(tmp_path):
+    masks = write_images(tmp_path / "oct" / "patient_7" / "masks", VOXELS)
+    write_images(tmp_path / "oct" / "patient_7" / "scan", VOXELS)
+    for at in masks.glob("*.png"):
+        image = Image.open(at).convert("RGB")
+        image.putpixel((5, 9), (255, 0, 0))
+        image.save(at)
+    found = scan(tmp_path / "oct", workers=0)
+    assert [reject.code for reject in (*found.rejects, *found.skipped)] == ["voxel_labels"]

@@ -40,6 +40,15 @@ def people(paths, patterns=(), known=None) -> list[tuple[str, str]]:
     return [(w.participant, "".join(sorted(w.eyes))) for w in found_in(paths, patterns, known).values()]
 
 
+def test_letters_before_a_number_may_be_a_person_though_a_folder_of_training_images_ends_in_them():
+    paths = [f"TR{i:03}_{eye}.png" for i in range(1, 4) for eye in ("OD", "OS")]
+    with pytest.raises(AmbiguousPeople, match=r"'TR001' may be .* --participant-from '\{participant\}_\{eye\}'"):
+        people(paths)
+    assert people(paths, ["{participant}_{eye}"]) == [(f"TR{i:03}", eye) for i in range(1, 4) for eye in "RL"]
+    nnunet = [f"images{part}/p{i}_{eye}.png" for i, part in enumerate(["Tr", "Tr", "Ts"]) for eye in ("OD", "OS")]
+    assert {name for name, _ in people(nnunet)} == {"p0", "p1", "p2"}
+
+
 # ---- any tree: right, or the scan stops
 # ---------------------------------------------------------------------------------------------
 

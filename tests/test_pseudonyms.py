@@ -340,7 +340,8 @@ def test_what_is_withheld_is_counted_by_column(catalog):
         "17 May 2023", "May 17, 2023", "17-May-2023", "3. Dezember 1957", "born Dec 1957", "Dec-57", "2023-05", "05/2023",
         "2023 05 17", "12 03 1957", "2023‑05‑17", "20230517101112.123", "1957年12月3日",
         "1957_12_03", "3_12_1957", "born 19571203", "December 3rd, 1957", "3 de diciembre de 1957", "3 décembre 1957",
-        "3 gennaio 1957", "1957 Dec",
+        "3 gennaio 1957", "1957 Dec", "12.1957", "12. 1957", "1957.12", "3 grudnia 1957", "3. декабря 1957", "3.XII.1957",
+        "XII 1957", "Q4 1957", "1957-Q4", "1957-W49", "1957W49", "1957-337", "昭和32年", "1957년 12월",
     ],
 )  # fmt: skip
 def test_a_kept_column_passes_no_date_that_cannot_be_shifted(catalog, written):
@@ -349,7 +350,28 @@ def test_a_kept_column_passes_no_date_that_cannot_be_shifted(catalog, written):
 
 
 @pytest.mark.parametrize(
-    "value", ["20/40", "20/2000", "1957", "3D OCT-2000", "-1.25 -0.50 180", "12.2034", "SN60WF 20.5", "1 of 4"]
+    "value",
+    [
+        "20/40",
+        "20/2000",
+        "1957",
+        "3D OCT-2000",
+        "-1.25 -0.50 180",
+        "12.2034",
+        "SN60WF 20.5",
+        "1 of 4",
+        "12.5",
+        "12.19",
+        "13.1957",
+        "250.12",
+        "1957.5",
+        "12.19571",
+        "Cirrus 5000",
+        "6 mm",
+        "IV 20",
+        "OCT Cirrus 4000",
+        "2019.25",
+    ],
 )
 def test_a_kept_column_passes_what_is_no_date(catalog, value):
     assert labels_of(catalog, {"seen": value}, ("seen",)) == {"seen": value}

@@ -422,6 +422,14 @@ def test_zones_and_volumes_across_missing_bscans_are_blank(beside_mm, blank):
     assert ("B-scans 1.2 mm apart are too far apart for: centre" in row["zones_note"]) == blank
 
 
+def test_bscans_that_all_have_one_position_have_no_volume():
+    """As volumes of 0.0 nl they would say that there is no fluid."""
+    found = placed(found_in(25, fluid_in=2), np.zeros(25) + 1e-9 * np.arange(25))
+    row = row_of(found)
+    assert found.volume_nl("intraretinal_fluid") is None and row["intraretinal_fluid_nl"] == row["volume_mm3"] == ""
+    assert "no zones: all B-scans have one and the same position" in row["zones_note"]
+
+
 def test_a_bscan_counts_for_what_lies_halfway_to_its_neighbours():
     """Every other B-scan of one half is missing: fluid there has twice the volume per B-scan."""
     at = np.r_[np.arange(-3, 0, 0.1), np.arange(0, 3.01, 0.2)]

@@ -11,7 +11,8 @@ import numpy as np
 from octfm.errors import ReadError
 from octfm.formats import heyex_xml
 from octfm.formats.bscans import Bscans, uid_from
-from octfm.formats.images import MAGIC, digest_of, image_size, several_pages, significant_bits, stack_gray
+from octfm.formats.images import MAGIC, digest_of, expect_gray, image_size, several_pages, significant_bits, stack_gray
+from octfm.formats.names import may_be_labels
 from octfm.io.archive import file_size, list_folder, open_file, split_uri
 from octfm.io.location import Location
 
@@ -32,6 +33,8 @@ def open_bscans(uri: str) -> Bscans:
         return heyex_xml.open_bscans(exports[0])
     images = [place for place in inside if PurePath(place).suffix.lower() in SUFFIXES and is_image(place)]
     files, size, set_aside = sort_out(images, uri)
+    if not may_be_labels(uri):  # lines drawn into B-scans are seldom missing in the middle one
+        expect_gray(files[len(files) // 2])
     return Bscans(
         uri=uri,
         shape=(len(files), *size),

@@ -117,6 +117,14 @@ def read_gray(uri: str) -> np.ndarray:
         return _gray(image, uri)
 
 
+def expect_gray(uri: str) -> None:
+    """Decode an image only if its header says that it has colours. Raises ReadError, as `read_gray`."""
+    with open_file(uri) as file, _opened(file, uri) as image:
+        may_have_colours = image.mode in ("P", "RGB", "RGBA", "CMYK")
+    if may_have_colours:
+        read_gray(uri)
+
+
 def image_size(uri: str) -> tuple[int, int]:
     """(H, W) without decoding. Raises ReadError, also for an image that ends early."""
     with open_file(uri) as file:

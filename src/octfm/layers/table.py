@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -33,6 +34,7 @@ from octfm.layers.zones import (
     zone_lines,
 )
 from octfm.models.layer_net import MASKS
+from octfm.version import __version__
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.volume import Laterality, Volume
 from octfm.weights.packaged import NOTE
@@ -47,10 +49,13 @@ COLUMNS = (
     *RANGE_COLUMNS,
     *DEVICE_COLUMNS,
     *("retina_rows", *(f"{name}_pixels" for name in MASKS)),
-    "file_state",
+    *("axial_length_mm", "octfm", "file_state"),
 )
+"""`axial_length_mm` is empty where lateral millimetres are nominal; `octfm` is the version that wrote the row."""
 OF_A_SCAN = (*SUFFIXES, ".xml")
 """Endings of the files in a folder that are its scan; others may be this table."""
+_OF_AN_ACQUISITION = ("acquisition", "scanner", "bscans")
+"""Columns that are the same wherever the file of a scan lies."""
 _CORRECTED_BEFORE = (
     "has changed since somebody corrected it, and its row is left as it was; give --apply-corrections with its "
     "corrections, or another --out"
@@ -60,8 +65,7 @@ _CORRECTED_BEFORE = (
 def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> dict[str, str]:
     """One row of the table; what the scan does not allow stays empty. `device`: see `device_grid_of`."""
     volume = found.volume
-    row = dict.fromkeys(COLUMNS, "") | {
-        "source": volume.source,
+    row = _row(volume.source) | {
         # Labels are joined by it: octfm finetune and octfm probe take the table as it is.
         "acquisition": "" if volume.acquisition == "unknown" else volume.acquisition,
         "laterality": volume.laterality or "",
@@ -72,6 +76,7 @@ def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> d
         "doubtful_ascans": f"{found.doubtful.mean():.3f}",
         "model": found.model,
         "note": NOTE,
+        "axial_length_mm": "" if found.axial_length_mm is None else f"{found.axial_length_mm:g}",
     }
     if found.corrections is not None:
         row["corrected_bscans"] = str(len(found.corrections.touched))
@@ -89,6 +94,10 @@ def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> d
             row |= {f"{name}_pixels": str(mask.sum()) for name, mask in found.masks.items()}
     grid = grid_of(found)
     return row | zone_cells(found, grid) | range_cells(found, grid) | device_cells(device, found, grid)
+
+
+def _row(source: str) -> dict[str, str]:
+    return dict.fromkeys(COLUMNS, "") | {"source": source, "octfm": __version__}
 
 
 def write_table(
@@ -145,6 +154,9 @@ def _add_rows(
         raise EvaluationError(f"{out}: has rows of scans that nobody has corrected; choose another --out")
     # What could not be read is tried again: a share may have been away.
     places = {row["source"]: i for i, row in enumerate(rows)}
+    same_scan = defaultdict[tuple[str, ...], list[int]](list)
+    for i, row in enumerate(rows):
+        same_scan[tuple(row[name] for name in _OF_AN_ACQUISITION)].append(i)
     known, added = {row["source"]: row["file_state"] for row in rows if not row["problem"]}, 0
     by_somebody = {row["source"] for row in rows if row["corrected_bscans"]}
     done: set[str] = set()
@@ -163,7 +175,7 @@ def _add_rows(
             by_hand = corrections.get(fingerprint(volume.voxels)) if corrections else None
             if by_hand is None and (source in known or only_corrected):
                 continue
-            if source not in places and (place := _moved(volume, rows)) is not None:
+            if source not in places and (place := _moved(volume, rows, same_scan)) is not None:
                 old = rows[place]["source"]
                 places.pop(old, None)
                 places[source] = place
@@ -189,13 +201,13 @@ def _add_rows(
         except ReadError as error:
             if source in known:  # it was read once; a share may be away
                 continue
-            row = dict.fromkeys(COLUMNS, "") | {"source": source, "problem": f"{error.code}: {error}"}
+            row = _row(source) | {"problem": f"{error.code}: {error}"}
         except (BucketError, CorrectionsError):
             raise  # neither an unreachable bucket nor a wrong file of corrections says anything about the scan
         except BAD_INPUT as error:
             # One scan must not end a table of thousands; the message may hold anything, so only its kind is kept.
             problem = f"segmentation_failed: {source}: {type(error).__name__}; please report it with the file's format"
-            row = dict.fromkeys(COLUMNS, "") | {"source": source, "problem": problem}
+            row = _row(source) | {"problem": problem}
         else:
             if also:
                 also(source, found)
@@ -236,14 +248,12 @@ def _state(source: str) -> str:
     return hash_text(" ".join([*found, *(version_of(str(place)) for place in sidecars(source))]))[:16]
 
 
-def _moved(volume: Volume, rows: list[dict[str, str]]) -> int | None:
+def _moved(volume: Volume, rows: list[dict[str, str]], same_scan: Mapping[tuple[str, ...], list[int]]) -> int | None:
     """The row of this acquisition whose file is gone from a disk: it was moved or renamed, and is no second scan."""
-    facts = {"acquisition": volume.acquisition, "scanner": volume.scanner, "bscans": str(volume.shape[0])}
-    for place, row in enumerate(rows):
-        same = volume.acquisition != "unknown" and all(row[name] == value for name, value in facts.items())
-        if same and row["file_state"] and not _state(row["source"]):
-            return place
-    return None
+    if volume.acquisition == "unknown":
+        return None
+    places = same_scan.get((volume.acquisition, volume.scanner, str(volume.shape[0])), ())
+    return next((i for i in places if rows[i]["file_state"] and not _state(rows[i]["source"])), None)
 
 
 @contextmanager

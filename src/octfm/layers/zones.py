@@ -116,13 +116,26 @@ def _note_on_length(found: ScanSegmentation) -> str:
 
 
 def same_millimetres(one: dict[str, str], other: dict[str, str]) -> bool:
-    """Whether zones of two rows go by the same axial length, or both by nominal millimetres, as far as notes say."""
-    lengths = [
-        [note for note in row["zones_note"].split("; ") if note.startswith(_BY_LENGTH)]
-        for row in (one, other)
-        if "zones_note" in row
-    ]
+    """Whether zones of two rows go by the same axial length, or both by nominal millimetres; True if one does not say.
+
+    Raises EvaluationError for an axial length that is no number.
+    """
+    lengths = [_axial_length_mm(row) for row in (one, other) if row.keys() & {"axial_length_mm", "zones_note"}]
     return len(lengths) < 2 or lengths[0] == lengths[1]
+
+
+def _axial_length_mm(row: dict[str, str]) -> float | None:
+    """By which lateral distances of a row were scaled; None if they are nominal."""
+    length = row.get("axial_length_mm", "").strip().replace(",", ".")
+    if "axial_length_mm" not in row:  # a table of before 2026-11-27 says it in words only
+        notes = (note for note in row["zones_note"].split("; ") if note.startswith(_BY_LENGTH))
+        length = next(notes, "").removeprefix(_BY_LENGTH).removesuffix(" mm")
+    try:
+        return float(length) if length else None
+    except ValueError:
+        raise EvaluationError(
+            f"{row.get('source', 'a row')}: axial_length_mm expected a number or nothing, got {length!r}"
+        ) from None
 
 
 def device_grid_of(source: str | Path, limits: Limits | None = None) -> DeviceGrid | str | None:

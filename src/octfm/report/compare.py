@@ -10,6 +10,7 @@ from octfm.evaluation.scoring import HEADLINE, fails_holm
 from octfm.io.location import Location
 from octfm.report import figures, words
 from octfm.report.page import MAX_BYTES, html_file, render, write_page
+from octfm.report.shareable import shareable_setting
 from octfm.report.sources import Sources, gather, lookup, series
 
 ABSENT = "–"
@@ -63,11 +64,12 @@ def labels_of(runs: Mapping[str, Path]) -> Path | None:
 
 
 def settings_that_differ(sources: Mapping[str, Sources]) -> list[tuple[str, list[str]]]:
-    """(dotted key, a value per run) of the settings in config.yaml that are not all equal."""
+    """(dotted key, a value per run) of the settings in config.yaml that are not all equal; text that a user wrote, such
+    as a path, is withheld."""
     settings = [flat(s.settings) for s in sources.values()]
     keys = sorted({key for own in settings for key in own})
-    rows = [(key, [str(own.get(key, ABSENT)) for own in settings]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    differ = [key for key in keys if len({str(own.get(key, ABSENT)) for own in settings}) > 1]
+    return [(key, [str(shareable_setting(own[key])) if key in own else ABSENT for own in settings]) for key in differ]
 
 
 def _overview(sources: Mapping[str, Sources]) -> list[tuple[str, list[str]]]:

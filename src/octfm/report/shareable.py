@@ -147,6 +147,15 @@ def shareable_command(command: str) -> str:
     return " ".join([*words[:1], *(_word(word, place) for place, word in enumerate(words[1:]))])
 
 
+def shareable_setting(value: Any) -> Any:
+    """A setting with its numbers and choices; other text, such as a path, is withheld."""
+    if isinstance(value, dict):
+        return {name: shareable_setting(inner) for name, inner in value.items() if _KEY.fullmatch(str(name))}
+    if isinstance(value, list):
+        return [shareable_setting(inner) for inner in value]
+    return value if value is None or isinstance(value, bool | int | float) or value in CHOICES else WITHHELD
+
+
 def _nameless(row: Row, people: Callable[[str], str]) -> Row:
     participant = people(row.participant)
     named: dict[str, Any] = {"uri": "", "participant": participant}
@@ -182,20 +191,12 @@ def _config(text: str | None, words: Words) -> str | None:
     values = yaml.safe_load(text) if text else None
     if not isinstance(values, dict):
         return None
-    shown = _setting(values)
+    shown = shareable_setting(values)
     for name in ("scanners", "leave_out_scanners"):
         listed = values["data"].get(name) if isinstance(values.get("data"), dict) else None
         if isinstance(listed, list):
             shown["data"][name] = [words.scanner(str(scanner)) for scanner in listed]
     return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
-
-
-def _setting(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _setting(inner) for name, inner in value.items() if _KEY.fullmatch(str(name))}
-    if isinstance(value, list):
-        return [_setting(inner) for inner in value]
-    return value if value is None or isinstance(value, bool | int | float) or value in CHOICES else WITHHELD
 
 
 def _by_scanner(row: dict[str, Any], words: Words) -> dict[str, Any]:

@@ -45,14 +45,14 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
     named = next((column for column in PARTICIPANT if column in rows[0]), None)
     left_out = dict.fromkeys(LEFT_OUT, 0)
     used = []
-    for number, row in enumerate(rows):
+    for line, row in enumerate(rows, 2):  # as a spreadsheet counts them: the header is 1
         ours, theirs = zones_in(row, OURS, table), zones_in(row, DEVICE_UNIT, table)
         if reason := _why_left_out(row, ours, theirs):
             left_out[reason] += 1
             continue
         person = row[named].strip() if named else ""
         # A row without a name must not be joined to the others without one.
-        used.append({"row": row, "ours": ours, "device": theirs, "participant": person or f"row {number}"})
+        used.append({"row": row, "ours": ours, "device": theirs, "participant": person or f"row {line}", "line": line})
     if not used:
         counted = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
         remedy = "give --device TABLE.csv" if device is None else f"check that {device} names the rows in the same way"
@@ -83,7 +83,7 @@ def _why_left_out(row: dict[str, str], ours: dict[str, float], theirs: dict[str,
         return LEFT_OUT[1]
     if not theirs:
         return LEFT_OUT[2]
-    if not same_millimetres(row, {"zones_note": ""}):  # the device's millimetres are nominal
+    if not same_millimetres(row, {"axial_length_mm": ""}):  # the device's millimetres are nominal
         return LEFT_OUT[4]
     return "" if ours.keys() & theirs.keys() else LEFT_OUT[3]
 
@@ -115,6 +115,7 @@ def _large(used: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Zones that differ by more than LARGE_UM, the largest difference first."""
     found = [
         {
+            "row": each["line"],
             "source": one_line(each["row"]["source"]),
             "zone": name,
             "ours": each["ours"][name],

@@ -43,6 +43,8 @@ LENGTHS_ALIKE = 0.1
 BRIDGED_MM = 0.3
 """Greatest distance of B-scans between which a map is interpolated if those between them have no value, as after a
 blink. In the public volume with drusen the centre moves by 2 µm if all B-scans lie .25 mm apart, and by 4 at .36."""
+ONE_PLACE_MM = 1e-3
+"""Extent of a raster across its B-scans below which they lie in one place: less than any instrument steps by."""
 REFERENCE_AXIAL_LENGTH_MM = 24.46
 """Axial length for which an instrument's lateral millimetres are calibrated: Cirrus (doi 10.4103/0301-4738.159877)."""
 CELL_MM = 0.025
@@ -166,8 +168,8 @@ def field_of(
     with horizontal B-scans.
 
     `axial_length_mm` rescales lateral distances by `lateral_scale`. Raises ValueError if the B-scans do not have one
-    direction, are not in the order of their positions, have another length than their A-scans `spacing_mm[2]` apart, or
-    are not as many as `lines`.
+    direction, are not in the order of their positions or all have one, have another length than their A-scans
+    `spacing_mm[2]` apart, or are not as many as `lines`.
     """
     count, columns = shape
     dz, _, dx = spacing_mm
@@ -213,6 +215,8 @@ def _field_of_lines(lines: Lines, columns: int, dx: float) -> Field:
     step = length / (columns if at_edges else max(columns - 1, 1))
     first = middle - along * step * (columns - 1) / 2
     bscans, starts = (first - first[0]) @ across, (first - first[0]) @ along
+    if np.ptp(bscans) < ONE_PLACE_MM:
+        raise ValueError("all B-scans have one and the same position, so that their distance is unknown")
     steps = np.diff(bscans)
     # Eye motion may exchange B-scans of nearly one place.
     if (steps < -0.1 * np.median(np.abs(steps))).any():

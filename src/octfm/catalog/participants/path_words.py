@@ -68,11 +68,13 @@ _WORDS = _IMAGES | _words(
     papilla papil nerve rnfl nfl gcl gcc edi hd hr hs highres highspeed raster line lines linie linien star
     stern radial circle circular kreis ring cross crosshair grid block dense detail ppol posterior pole wide
     widefield peripapillary anterior segment cornea angle chorioid choroid ou both beide bilateral
-    tr ts imagestr imagests labels labelstr labelsts msk gt truth groundtruth annotation annotations annotated
+    imagestr imagests labels labelstr labelsts msk gt truth groundtruth annotation annotations annotated
     labeled labelled unlabeled unlabelled layer layers fluid manual automatic grading multi modality publication
     projection full
     """
 )
+_BARE_WORDS = _words("tr ts")
+"""Words only without a number: of nnU-Net's imagesTr and imagesTs, but TR001 may be a person."""
 _VISITS = _words(
     """
     visit visits visite visites visita visitas besuch bezoek session sessions sess ses sitzung exam exams
@@ -239,7 +241,7 @@ def _classified(kind: Kind | Literal[""], text: str, abbreviations: frozenset[st
         kind = "group"
     elif word in _VISITS or (letters in _VISITS and (digits < 4 or len(letters) > 2)):
         kind = "visit"
-    elif word in _WORDS or word == "od" or _is_protocol(word):
+    elif word in _WORDS | _BARE_WORDS or word == "od" or _is_protocol(word):
         kind = "word"
     # P012, sub07.
     elif digits and (letters in _PEOPLE or letters == "p"):

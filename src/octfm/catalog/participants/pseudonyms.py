@@ -40,6 +40,7 @@ MIN_KEY_BYTES = 16
 MAX_SHIFT_DAYS = 365
 
 _DATE = re.compile(r"((?:19|20)\d\d)(-?)(\d\d)\2(\d\d)(?:[T ].*)?")
+_PAST = r"(?:19\d\d|20[0-2]\d)"
 _YEAR, _MONTH_NUMBER, _DASH = r"(?:19|20)\d\d", r"(?:0?[1-9]|1[0-2])", r"[-_\u2010-\u2015\u2212]"
 _NAMED = rf"(?:{MONTH}|(?:d[eé]c|f[eé]v|avr|ao[uû]|gen|ene|abr|ago)[a-zéûç]*)"
 _OF = r"\W{0,3}(?:d[ei]\s)?"
@@ -52,7 +53,13 @@ _LOOKS_LIKE_A_DATE = re.compile(
     |\d(?:st|nd|rd|th|er)?{_OF}{_NAMED}{_OF}\d                          # 3-Dec-57, 3 de diciembre de 1957
     |(?<![^\W\d_])(?<!3D[ ]){_NAMED}\W{{0,3}}(?:\d{{1,2}}(?:st|nd|rd|th)?\W{{1,3}})?{_YEAR}(?!\d)  # Dec 3rd, 1957
     |(?<!\d){_YEAR}\W{{0,3}}{MONTH}(?![^\W\d_])                         # 1957 Dec
-    |^{MONTH}\W{{1,2}}\d\d$                                             # Dec-57, as spreadsheets write it""",
+    |^{MONTH}\W{{1,2}}\d\d$                                             # Dec-57, as spreadsheets write it
+    |^(?:{_MONTH_NUMBER}\.\s?{_PAST}|{_PAST}\.(?:0[1-9]|1[0-2]))$       # 12.1957, 1957.12; no 12.5 or 12.2034
+    |(?<!\d)\d{{1,2}}\W{{0,3}}[^\W\d_]{{3,}}\W{{1,3}}{_YEAR}(?!\d)        # 3 grudnia 1957, 3 декабря 1957
+    |(?<![^\W_])[IVX]{{1,4}}\s?[./\s-]\s?{_YEAR}(?!\d)                  # 3.XII.1957
+    |(?<![^\W_])Q[1-4]\W{{0,2}}{_YEAR}(?!\d)|(?<!\d){_YEAR}\W{{0,2}}(?:Q[1-4]|W\d\d)(?!\d)  # Q4 1957, 1957-W49
+    |(?<!\d){_YEAR}-[0-3]\d\d(?!\d)                                   # 1957-337, the day of the year
+    |\d\s?[년年]""",
     re.IGNORECASE | re.VERBOSE,
 )
 """As people write dates. (?<!3D[ ]) lets Topcon's 3D OCT-2000 pass."""

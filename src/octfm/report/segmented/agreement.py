@@ -5,6 +5,7 @@ from typing import Any
 
 from octfm.display import number
 from octfm.report.page import html_file, render, write_page
+from octfm.report.shareable import shareable_command
 from octfm.report.trust.figures import bland_altman
 from octfm.report.words import interval
 
@@ -17,7 +18,8 @@ CAPTION = (
 
 
 def write_agreement(result: dict[str, Any], out: str | Path, commands: list[str]) -> Path:
-    """Render what `octfm.trust.device_agreement` returned. Raises EvaluationError if `out` is a folder."""
+    """Render what `octfm.trust.device_agreement` returned, without names of files and folders, which may be those of
+    people. Raises EvaluationError if `out` is a folder."""
     from octfm.weights.packaged import NOTE
 
     zones = []
@@ -33,7 +35,7 @@ def write_agreement(result: dict[str, Any], out: str | Path, commands: list[str]
         "plots": [bland_altman(z, z["target"].capitalize(), CAPTION) for z in result["zones"] if z["bland_altman"]],
         "listed": result["large"][:MOST_LISTED],
         "note": NOTE,
-        "commands": commands,
+        "commands": [shareable_command(command) for command in commands],
     }
     return write_page(render("agreement.html.jinja", facts), Path(str(html_file(out, "agree.html"))))
 

@@ -99,7 +99,7 @@ def bland_altman(pair: dict[str, Any], title: str, caption: str) -> Chart:
         axes.set_xlabel(f"mean of both, {plain(pair['quantity'])}")
         axes.set_ylabel(f"difference, {plain(pair['quantity'])}")
         spoken = ", ".join(f"{name} {found[name]['estimate']:.2f}" for name in ("bias", "lower", "upper"))
-        svg = to_svg(figure, key, f"{title}: {len(pair['points'])} eyes, {spoken}")
+        svg = to_svg(figure, key, f"{title}, {plain(pair['quantity'])}, {len(pair['points'])} points: {spoken}")
     return Chart(title, caption, svg)
 
 
