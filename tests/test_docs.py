@@ -421,3 +421,14 @@ def test_the_pages_build_without_a_warning_and_fetch_nothing(tmp_path):
         assert not re.search(r"url\(['\"]?https?:|@import ['\"]?https?:", style.read_text()), style
     reference = (site / "api.html").read_text()
     assert "load_encoder" in reference and "pooled tissue tokens" in reference
+
+
+def test_no_block_of_code_is_closed_with_the_opening_of_another():
+    """Markdown takes "```bash" within a block for text, so everything below it would be code."""
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        inside = False
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            if line.startswith("```"):
+                assert not (inside and line.strip() != "```"), f"{page.name}:{number}: {line}"
+                inside = not inside
+        assert not inside, f"{page.name}: the last block is not closed"

@@ -12,7 +12,14 @@ from octfm.layers.segment import ScanSegmentation
 from octfm.layers.table import COLUMNS, row_of
 from octfm.phantom.native.stream import Stream
 from octfm.report.segmented.contact_sheet import ContactSheet
-from octfm.report.segmented.pictures import LINES, THUMBNAIL, bscan_picture, thickness_pictures, verdict_of
+from octfm.report.segmented.pictures import (
+    LINES,
+    THUMBNAIL,
+    bscan_picture,
+    facts_of,
+    thickness_pictures,
+    verdict_of,
+)
 from octfm.tasks.scene import FOUND_COLOURS
 from support.segmented import found_in
 
@@ -93,6 +100,10 @@ def test_a_page_opens_with_the_verdict_and_what_the_scan_does_not_show():
     assert verdict_of(found_in(reasons=("upside down",))) == [("bad", "do not believe it", "upside down")]
     (_, zones) = verdict_of(found_in(1))
     assert zones[:2] == ("watch", "no zones") and zones[2].startswith("a single B-scan")
+
+
+def test_facts_of_a_page_do_not_repeat_the_volumes_of_its_viewer():
+    assert [name for name, _ in facts_of(found_in(fluid_in=3))] == ["Found by"]
 
 
 def test_lines_of_a_small_picture_keep_their_colours():

@@ -29,7 +29,7 @@ from octfm.trust.same_eye import same_eye
 from octfm.trust.scanners import domains, leave_one_scanner_out, training_sets
 from octfm.trust.study import LEVEL, make_study
 from octfm.trust.subgroups import group_columns, subgroups
-from support.browser import assert_renders, needs_chromium
+from support.browser import Browser, assert_renders, needs_chromium
 from support.tiny_runs import config as pretrain_config
 from support.tiny_runs import quick_pretrain, quiet
 from support.trust_cohort import SCANNERS, Cohort
@@ -538,6 +538,19 @@ def test_the_page_is_self_contained_names_nobody_and_says_what_it_found(judged, 
     assert len(lines) == len(words.findings(result)) and all(
         f.sentence in " ".join(lines) for f in words.findings(result)
     )
+
+
+@needs_chromium
+def test_findings_with_a_long_class_name_fit_a_phone(judged, tmp_path):
+    result, store, *_ = judged
+    text = write_trust(result, store, tmp_path / "trust.html", images=False).read_text()
+    page = tmp_path / "long.html"
+    page.write_text(text.replace("</strong>", "</strong>" + "oral_medication_" * 5))
+    with Browser(tmp_path) as browser:
+        size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": False}
+        browser.call("Emulation.setDeviceMetricsOverride", **size)
+        browser.open(page)
+        assert browser.js("document.documentElement.scrollWidth") <= 390
 
 
 def test_the_page_quotes_no_folder_of_a_command_an_encoder_or_a_target_that_was_skipped(judged, tmp_path):

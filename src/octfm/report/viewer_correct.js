@@ -384,7 +384,7 @@ const octfmCorrect = (() => {
       };
       const zones = grid.zones || before.zones;
       if (zones) for (const name of Object.keys(zones.mean)) add(name, "µm", grid.zones?.mean[name], before.zones?.mean[name]);
-      if (zones) add("within 3 mm", "mm³", grid.zones?.volume, before.zones?.volume, 3);
+      if (zones) add("volume within 3 mm of the centre", "mm³", grid.zones?.volume, before.zones?.volume, 3);
       if (grid.amounts) edit.reported.forEach((name) => { const i = edit.areas.indexOf(name); add(name, "nl", grid.amounts[i], before.amounts?.[i]); });
       table.querySelector("tbody").replaceWith(body);
       // Before anything is corrected, "now", "as found" and "change" would say the same thrice.

@@ -95,17 +95,11 @@ def verdict_of(found: "ScanSegmentation") -> list[tuple[str, str, str]]:
 
 
 def facts_of(found: "ScanSegmentation") -> list[tuple[str, str]]:
-    """(name, value) for the page of one scan: volumes of fluid, network and what it is not for."""
+    """(name, value) for the page of one scan: network and what it is not for. Its viewer states volumes of fluid."""
     from octfm.weights.packaged import NOTE
 
-    amounts = {name: found.volume_nl(name) for name in found.masks} if found.verdict.accepted else {}
     length = found.axial_length_mm
     return [
-        *(
-            (f"{name.replace('_', ' ').capitalize()}, as found", f"{nl:.1f} nl")
-            for name, nl in amounts.items()
-            if nl is not None
-        ),
         *((("Lateral millimetres", f"for an axial length of {length:g} mm"),) if length is not None else ()),
         ("Found by", f"{found.model}; {NOTE}"),
     ]
