@@ -197,7 +197,7 @@ def test_a_zone_that_rests_on_single_bscans_says_by_how_much_it_may_be_off():
     through = (np.abs(field.bscans_mm - 3) < 0.5).sum()
     assert grid.sampling_um["centre"] == pytest.approx(0.5 * np.sqrt((80**2 + 2 * 40**2) / through / through))
     assert grid.sampling_um["outer superior"] == pytest.approx(0, abs=1e-9)
-    assert grid.sampling_um["inner nasal"] > 3
+    assert grid.sampling_um["inner nasal"] > 2
     tilted[25] = np.nan
     assert np.isfinite(list(measure_grid(tilted, field, "R").sampling_um.values())).all()
 

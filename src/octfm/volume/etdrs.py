@@ -4,7 +4,8 @@ Zones after the Early Treatment Diabetic Retinopathy Study: a centre of 1 mm dia
 four from 3 to 6 mm.
 """
 
-from dataclasses import dataclass, field as with_default, replace
+from dataclasses import dataclass, replace
+from dataclasses import field as with_default
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -412,7 +413,7 @@ def measure_around(
     covered = float(np.isfinite(values[whole]).mean())
     mean, coverage, apart_mm = {}, {}, {}
     between_mm = field.apart_mm(centre_mm[0] + x, centre_mm[1] + y)
-    for name, inside in _zones(x, y, laterality, field.upright).items():
+    for name, inside in zones_at(x, y, laterality, field.upright).items():
         measured = values[inside]
         known = np.isfinite(measured)
         coverage[name] = float(known.mean())
@@ -431,7 +432,9 @@ def _sampling_um(
     ascans_mm = field.starts_mm[:, None] + field.ascan_mm * np.arange(field.columns)
     (x0, y0), (ax, ay), (bx, by) = field.origin - centre_mm, field.along, field.across
     bscans_mm = field.bscans_mm[:, None]
-    zones = _zones(x0 + ax * ascans_mm + bx * bscans_mm, y0 + ay * ascans_mm + by * bscans_mm, laterality, field.upright)
+    zones = zones_at(
+        x0 + ax * ascans_mm + bx * bscans_mm, y0 + ay * ascans_mm + by * bscans_mm, laterality, field.upright
+    )
     before, here, after = bscans_mm[:-2], bscans_mm[1:-1], bscans_mm[2:]
     share = (here - before) / (after - before)
     off_um = thickness_um[1:-1] - (1 - share) * thickness_um[:-2] - share * thickness_um[2:]
@@ -444,7 +447,7 @@ def _sampling_um(
     return sampling_um
 
 
-def _zones(x: np.ndarray, y: np.ndarray, laterality: Laterality | None, upright: bool) -> dict[str, np.ndarray]:
+def zones_at(x: np.ndarray, y: np.ndarray, laterality: Laterality | None, upright: bool) -> dict[str, np.ndarray]:
     """Zone → bool mask over positions relative to the fovea."""
     r = np.hypot(x, y)
     right, left = SIDES[laterality]

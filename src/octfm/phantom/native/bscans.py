@@ -205,16 +205,23 @@ def fold(power: np.ndarray) -> np.ndarray:
     return power[:, half:] + power[:, half - 1 :: -1]
 
 
+def layers_of(shot: Shot, x_mm: np.ndarray, y_mm: np.ndarray, ascan_mm: float) -> tuple[np.ndarray, OuterRetina]:
+    """Thickness in µm of anatomy.LAYERS, [L, D, W], at places x nasal and y superior of the fovea, and the outer retina
+    there."""
+    layers = layers_um(shot.eye, x_mm, y_mm)
+    outer = raise_outer_retina(shot.lesions, layers, x_mm, y_mm, ascan_mm)
+    # No band where there is no RPE: in the disc, in atrophy.
+    # Where the RPE is raised, what made the flat band thicker than the RPE stays below: the material takes its place.
+    extra = shot.look.band_um * np.clip(layers[LAYER["rpe"]] / 15, 0, 1) * np.exp(-outer.raised_um / 12)
+    layers[LAYER["rpe"]] = np.maximum(layers[LAYER["rpe"]] + extra, 0)
+    return layers, outer
+
+
 def _place(shot: Shot, rng: np.random.Generator, size: Shape3) -> Scene:
     eye, scanner, look, acquisition, placement = shot.eye, shot.scanner, shot.look, shot.acquisition, shot.placement
     x, y = en_face_positions(eye, scanner, acquisition, size)
     spacing = scanner.spacing_mm(size)
-    layers = layers_um(eye, x, y)
-    outer = raise_outer_retina(shot.lesions, layers, x, y, spacing[2])
-    # No band where there is no RPE: in the disc, in atrophy.
-    # Where the RPE is raised, what made the flat band thicker than the RPE stays below: the material takes its place.
-    extra = look.band_um * np.clip(layers[LAYER["rpe"]] / 15, 0, 1) * np.exp(-outer.raised_um / 12)
-    layers[LAYER["rpe"]] = np.maximum(layers[LAYER["rpe"]] + extra, 0)
+    layers, outer = layers_of(shot, x, y, spacing[2])
     retina = layers[: LAYER["choroid"]]
     bm = bruch_um(eye.anatomy, x, y) - placement.curvature_um_per_mm2 * (x**2 + y**2)
     px, py, radius, deep = placement.staphyloma
