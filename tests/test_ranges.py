@@ -99,6 +99,18 @@ def test_a_range_holds_what_the_grid_would_measure_around_a_fovea_beside_it():
     assert ranges["centre"][1] - ranges["centre"][0] > 2, "the pit's own slope"
 
 
+def test_a_range_is_wider_where_bscans_differ_from_their_neighbours():
+    """Every other B-scan 40 µm thicker: as far as cysts between B-scans can move a mean that lines alone do not show."""
+    even = replace(found_in(25), ranges=RANGES)
+    uneven = replace(even, surfaces=even.surfaces | {"bm": even.surfaces["bm"] + 10.0 * (np.arange(25) % 2)[:, None]})
+    zone, um = "inner superior", 1000 * 10 * even.spacing_mm[1]
+    said = uneven.etdrs().sampling_um[zone]
+    narrow, wide = (found.zone_ranges()[zone] for found in (even, uneven))
+    through = (um / said / 2) ** 2
+    assert 3 < through < 9, "B-scans of 25 over 6 mm that cross a zone"
+    assert wide[1] - wide[0] > 1.5 * said and wide[1] - wide[0] > narrow[1] - narrow[0] + 1
+
+
 def test_a_swollen_zone_may_be_much_thinner_and_is_not_thicker():
     (low, high), (lower, higher) = (RANGES.of(mean, 5.0, 0.0) for mean in (330.0, 430.0))
     assert (330 - low, high - 330) == pytest.approx((7.0, 6.5)) and (430 - lower, higher - 430) == pytest.approx(
