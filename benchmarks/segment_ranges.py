@@ -202,8 +202,13 @@ def check(rest: list[Person]) -> None:
     )
     print(f"ranges of the lines cover {percent(hits)}, width {width(ranges, people):.1f} µm")
     eyes = np.array([held_eye(one) for one in people])
-    ends = [high - low for one in people for low, high in one["given"].values()]
-    print(f"ranges given cover the eye's own zone in {percent(eyes)}, width {np.median(ends):.1f} µm")
+    ends = np.array([ends for one in people for ends in one["given"].values()])
+    print(f"ranges given cover the eye's own zone in {percent(eyes)}, width {np.median(np.diff(ends)):.1f} µm")
+    off_um = np.array([abs(one["zones"][n][0] - one["eye"][n]) for one in people for n in one["given"]])
+    wide = np.diff(ends)[:, 0] > 2 * segment_verdict.WRONG_UM
+    for words, some in (("40 µm wide or more", wide), ("narrower", ~wide)):
+        wrong = 100 * np.mean(off_um[some] > segment_verdict.WRONG_UM)
+        print(f"  {words}: {some.sum()} zones, {wrong:.1f} % of them wrong by more than {segment_verdict.WRONG_UM:.0f}")
     print(f"{'':24} {'wrong':>6} {'caught':>7} {'right':>6} {'withheld':>8} {'covered':>8} {'eye':>6} {'off':>6}")
     for condition in ("", *CONDITIONS):
         some = [one for one in rest if condition in ("", one["condition"])]
@@ -213,7 +218,12 @@ def check(rest: list[Person]) -> None:
         ]
         wrong, right = ([hit for off, hit in held if off is kind] for kind in (True, False))
         mine = [i for i, one in enumerate(people) if condition in ("", one["condition"])]
-        off = [abs(one["zones"][n][0] - one["eye"][n]) > 20 for one in some for n in one["given"] if n in one["zones"]]
+        off = [
+            abs(one["zones"][n][0] - one["eye"][n]) > segment_verdict.WRONG_UM
+            for one in some
+            for n in one["given"]
+            if n in one["zones"]
+        ]
         parts = (wrong, right, hits[mine], eyes[mine], off)
         shares = [f"{100 * np.mean(part):.0f} %" if len(part) else "–" for part in parts]
         print(
