@@ -67,13 +67,17 @@ def test_settings_name_no_file_or_folder(runs, tmp_path):
     for name, run in runs.items():
         named[name] = tmp_path / name
         shutil.copytree(run, named[name])
-        settings = {"data": {"store": f"/clinic/Meier-{name}", "sampling": ["Meier", name]}, "precision": "bf16"}
+        scanners = ["zeiss_cirrus", "topcon_triton" if name == "a" else "meier_oct"]
+        data = {"store": f"/clinic/Meier-{name}", "sampling": ["Meier", name], "scanners": scanners}
+        settings = {"data": data, "precision": "bf16"}
         (named[name] / "config.yaml").write_text(yaml.safe_dump(settings | {"steps": 1 if name == "a" else 2}))
     page = write_compare(named, tmp_path / "compare.html").read_text()
-    assert "Meier" not in page and "/clinic" not in page
+    assert "meier" not in page.lower() and "/clinic" not in page
     sources = {name: gather(run, None, None) for name, run in named.items()}
     assert settings_that_differ(sources) == [
-        ("data.sampling", [str(["…", "…"])] * 2), ("data.store", ["…", "…"]), ("steps", ["1", "2"])
+        ("data.sampling", [str(["…", "…"])] * 2),
+        ("data.scanners", [str(["zeiss_cirrus", "topcon_triton"]), str(["zeiss_cirrus", "…"])]),
+        ("data.store", ["…", "…"]), ("steps", ["1", "2"])
     ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from octfm.cli.main import app
+from octfm.demo.pages import first_picture
 from octfm.layers.segment import ScanSegmentation
 from octfm.layers.table import COLUMNS, row_of
 from octfm.phantom.native.stream import Stream
@@ -104,6 +105,13 @@ def test_a_page_opens_with_the_verdict_and_what_the_scan_does_not_show():
 
 def test_facts_of_a_page_do_not_repeat_the_volumes_of_its_viewer():
     assert [name for name, _ in facts_of(found_in(fluid_in=3))] == ["Found by"]
+
+
+def test_the_first_picture_of_a_demonstration_states_volumes_that_no_table_has(tmp_path, monkeypatch):
+    found = found_in(25, fluid_in=3)
+    monkeypatch.setattr("octfm.demo.pages.segment", lambda _: found)
+    page = first_picture(found.volume, tmp_path, "Synthetic.").read_text()
+    assert "Intraretinal fluid" in page and f"{found.volume_nl('intraretinal_fluid'):.1f} nl" in page
 
 
 def test_lines_of_a_small_picture_keep_their_colours():

@@ -6,7 +6,7 @@ from octfm.demo.stages import Stages
 from octfm.layers.segment import segment
 from octfm.report.card.model_card import write_model_card
 from octfm.report.html import summary_lines, write_report
-from octfm.report.segmented.pictures import facts_of, thickness_pictures, verdict_of
+from octfm.report.segmented.pictures import facts_of, thickness_pictures, verdict_of, volumes_of
 from octfm.report.viewer import view_facts, write_view
 from octfm.store.store import Store
 from octfm.tasks.view import scene_of
@@ -19,7 +19,7 @@ def first_picture(volume: Volume, out: Path, detail: str) -> Path:
     if not page.is_file():
         found = segment(volume)
         scene = scene_of(volume, found=found)
-        facts = [*facts_of(found), *view_facts(volume, scene)]
+        facts = [*volumes_of(found), *facts_of(found), *view_facts(volume, scene)]
         write_view(scene, page, facts, detail, thickness_pictures(found), verdict=verdict_of(found))
     return page
 

@@ -148,12 +148,14 @@ def shareable_command(command: str) -> str:
 
 
 def shareable_setting(value: Any) -> Any:
-    """A setting with its numbers and choices; other text, such as a path, is withheld."""
+    """A setting with its numbers, choices and known scanners; other text, such as a path, is withheld."""
     if isinstance(value, dict):
         return {name: shareable_setting(inner) for name, inner in value.items() if _KEY.fullmatch(str(name))}
     if isinstance(value, list):
         return [shareable_setting(inner) for inner in value]
-    return value if value is None or isinstance(value, bool | int | float) or value in CHOICES else WITHHELD
+    if value is None or isinstance(value, bool | int | float) or value in CHOICES or is_known_scanner(str(value)):
+        return value
+    return WITHHELD
 
 
 def _nameless(row: Row, people: Callable[[str], str]) -> Row:

@@ -94,8 +94,14 @@ def verdict_of(found: "ScanSegmentation") -> list[tuple[str, str, str]]:
     return [first, *(("watch", word, note) for word, note in zip(("note", "no zones"), notes, strict=True) if note)]
 
 
+def volumes_of(found: "ScanSegmentation") -> list[tuple[str, str]]:
+    """(name, value) of volumes of fluid for a page whose viewer has no table of them; empty if the verdict refuses."""
+    amounts = {name: found.volume_nl(name) for name in found.masks} if found.verdict.accepted else {}
+    return [(name.replace("_", " ").capitalize(), f"{nl:.1f} nl") for name, nl in amounts.items() if nl is not None]
+
+
 def facts_of(found: "ScanSegmentation") -> list[tuple[str, str]]:
-    """(name, value) for the page of one scan: network and what it is not for. Its viewer states volumes of fluid."""
+    """(name, value) for the page of one scan: network and what it is not for."""
     from octfm.weights.packaged import NOTE
 
     length = found.axial_length_mm
