@@ -66,6 +66,14 @@ WRONG = {
         "segment: trains on a store and does nothing with --dicom, --layouts;",
     ),
     "layouts for a finished training": (["segment", "a.dcm", "--apply", "x", "--layouts", "line"], "with --layouts;"),
+    "layouts for a store": (
+        ["embed", "--store", "{store}", "--layouts", "line"],
+        "--store: embeds what it holds and does nothing with --layouts;",
+    ),
+    "layouts without scans": (
+        ["embed", "encoder-2", "--layouts", "line"],
+        "embed: without scans, takes the store prepared and does nothing with --layouts;",
+    ),
     "a spacing for a sample": (
         ["view", "--sample", "--spacing", "0.1,0.004,0.01"],
         "--sample shows a synthetic scan and its layers and does nothing with --spacing; leave out one or the other",

@@ -202,6 +202,16 @@ def test_a_zone_that_rests_on_single_bscans_says_by_how_much_it_may_be_off():
     assert np.isfinite(list(measure_grid(tilted, field, "R").sampling_um.values())).all()
 
 
+def test_a_zone_between_missing_bscans_may_be_off_as_if_the_file_had_only_the_others():
+    """Without this, a scan that lacks every other B-scan would have the narrowest ranges of all."""
+    um = 300 + 40.0 * (np.arange(49)[:, None] // 2 % 2) + np.zeros(64)
+    others = measure_around((0.0, 0.0), um[::2], field_of((25, 64), (0.25, 0.0039, 0.1), True), "R")
+    um[1::2] = np.nan
+    found = measure_around((0.0, 0.0), um, field_of((49, 64), (0.125, 0.0039, 0.1), True), "R")
+    assert found.mean_um == pytest.approx(others.mean_um) and found.sampling_um == pytest.approx(others.sampling_um)
+    assert min(found.sampling_um.values()) > 3
+
+
 @pytest.mark.parametrize("apart_mm", [0.25, 0.5])
 def test_a_zone_is_off_by_about_what_its_sampling_says(apart_mm):
     """A cyst .8 mm wide anywhere within the inner ring, B-scans that begin anywhere."""

@@ -156,6 +156,15 @@ def test_own_corrections_turn_ranges_into_intervals(tmp_path):
     assert float(again[0][low]) == pytest.approx(float(found[0][low]), abs=0.3)
 
 
+def test_a_column_of_biometry_beside_own_corrections_leaves_no_scan_out(tmp_path):
+    """How long an eye is does not say that its zones were scaled by it."""
+    rows = table(60)
+    corrected(tmp_path / "c.csv", rows, lambda i, reach: reach * i / 120)
+    header, *lines = (tmp_path / "c.csv").read_text().splitlines()
+    (tmp_path / "b.csv").write_text("\n".join([f"{header},axial_length_mm", *(f"{line},23.6" for line in lines)]))
+    assert calibrate_rows(rows, tmp_path / "b.csv") == calibrate_rows(rows, tmp_path / "c.csv")
+
+
 def test_intervals_need_enough_participants_and_corrections(tmp_path):
     rows = table(60)
     corrected(tmp_path / "few.csv", rows[: LEAST_PARTICIPANTS - 1], lambda i, _: 1.0)

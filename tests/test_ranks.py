@@ -3,8 +3,10 @@
 import functools
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -172,15 +174,22 @@ def test_F10_a_verb_whose_work_cannot_be_shared_is_not_done_once_per_rank(tmp_pa
     assert code == 0 and out.startswith("Usage: octfm phantom")
 
 
-def test_variables_that_a_template_of_a_job_leaves_empty_are_as_unset(tmp_path, monkeypatch):
-    from octfm.errors import ConfigError
+def test_variables_that_a_template_of_a_job_leaves_empty_are_as_unset(tmp_path, monkeypatch, capfd):
+    from octfm.cli import main
+    from octfm.errors import ConfigError, Preempted
     from octfm.run.launch import join
+    from octfm.run.loop import Interruption
     from octfm.run.runtime import RuntimeConfig
 
     for name in ("WORLD_SIZE", "RANK", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.setenv(name, "")
     assert octfm_here("models", cwd=tmp_path)[0] == 0
     assert join(RuntimeConfig(), "fp32", "cpu").world == 1
+    with Interruption() as interruption:
+        signal.raise_signal(signal.SIGTERM)
+    assert interruption.signal_name == "SIGTERM" and "SIGTERM received: saving" in capfd.readouterr().err
+    monkeypatch.setattr(main, "app", Mock(side_effect=Preempted("SIGTERM: saved after 2 of 8 updates")))
+    assert main._run() == (75, "SIGTERM: saved after 2 of 8 updates")
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(ConfigError, match="WORLD_SIZE: expected a number from 1, got 'two'"):
         join(RuntimeConfig(), "fp32", "cpu")

@@ -19,6 +19,7 @@ from octfm.cli.report import card, compare, report, view
 from octfm.cli.training import bench, demo, doctor, plan, pretrain, watch
 from octfm.cli.use import embed, export
 from octfm.errors import OctfmError, Preempted, one_line, shown
+from octfm.io.ranks import rank
 from octfm.version import __version__
 
 # Some versions of typer contain a copy of click, others import click; the base class of BadParameter is right for both.
@@ -116,7 +117,7 @@ def _run() -> tuple[int, str]:
             reason = f"--{setting[1]} is no option; settings are written {setting[1]}=VALUE"
         return 2, f"{verb}: {reason}; try octfm {verb} --help" if verb else f"{reason}; try octfm --help"
     except Preempted as error:
-        return 75, str(error) if os.environ.get("RANK", "0") == "0" else ""
+        return 75, str(error) if rank() == 0 else ""
     except OctfmError as error:
         return 1, "" if error.elsewhere else str(error)
     except OSError as error:

@@ -95,11 +95,12 @@ def embed(
     given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)}: give one of them")
-    if given:
-        opt.refuse(context, ("layouts",), f"{given[0]}: embeds what it holds")
     if pool is not None and pool not in POOLS:
         raise ConfigError(f"--pool: expected {', '.join(POOLS[:-1])} or {POOLS[-1]}, got {pool!r}")
     run, scans = _encoder_and_scans(words or [], given)
+    if not scans:
+        what = f"{given[0]}: embeds what it holds" if given else "embed: without scans, takes the store prepared"
+        opt.refuse(context, ("layouts",), what)
     if precision not in ("fp32", "bf16"):
         raise ConfigError(f"--precision: expected fp32 or bf16, got {precision!r}")
     _echo_encoder(run)

@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self
 from octfm.errors import CheckpointError, Echo, Preempted
 from octfm.io import bucket
 from octfm.io.progress import Progress
+from octfm.io.ranks import rank
 from octfm.run import checkpoint, shards
 from octfm.run.checkpoint_writer import CheckpointWriter, Retention
 from octfm.run.folder import Resumable, RunFolder
@@ -234,7 +235,7 @@ class Interruption:
         """Name of the signal that came."""
         # torchrun passes on a signal that the whole process group has got already; it kills by itself what takes too
         # long.
-        self._patient = "TORCHELASTIC_RUN_ID" in os.environ
+        self._patient, self._first = "TORCHELASTIC_RUN_ID" in os.environ, rank() == 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -247,7 +248,7 @@ class Interruption:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         answered, self.signal_name = self.signal_name is not None, signal.Signals(number).name
-        if not answered and os.environ.get("RANK", "0") == "0":
+        if not answered and self._first:
             again = "" if self._patient else "; a second one stops at once"
             # Not print, which this handler may have interrupted.
             with suppress(OSError):

@@ -83,7 +83,7 @@ def _why_left_out(row: dict[str, str], ours: dict[str, float], theirs: dict[str,
         return LEFT_OUT[1]
     if not theirs:
         return LEFT_OUT[2]
-    if not same_millimetres(row, {"axial_length_mm": ""}):  # the device's millimetres are nominal
+    if not same_millimetres(row, {"zones_note": ""}):  # the device's millimetres are nominal
         return LEFT_OUT[4]
     return "" if ours.keys() & theirs.keys() else LEFT_OUT[3]
 

@@ -302,12 +302,7 @@ def sample(values: np.ndarray, field: Field, x_mm: np.ndarray, y_mm: np.ndarray)
     value, except that B-scans without any are skipped between two that are at most BRIDGED_MM apart."""
     from scipy.ndimage import map_coordinates
 
-    kept = np.ones(len(values), bool)
-    for before, after in pairwise(np.flatnonzero(np.isfinite(values).any(axis=1))):
-        if field.bscans_mm[after] - field.bscans_mm[before] <= BRIDGED_MM:
-            kept[before + 1 : after] = False
-    field = replace(field, bscans_mm=field.bscans_mm[kept], starts_mm=field.starts_mm[kept])
-    values = values[kept]
+    values, field = _bridged(values, field)
     bscan, ascan = field.to_index(x_mm, y_mm)
     known = np.isfinite(values)
     outside = ~(np.isfinite(bscan) & np.isfinite(ascan))
@@ -316,6 +311,15 @@ def sample(values: np.ndarray, field: Field, x_mm: np.ndarray, y_mm: np.ndarray)
     share = map_coordinates(known.astype(float), at, order=1, mode="nearest")
     found[outside | (share < 0.999)] = np.nan
     return found
+
+
+def _bridged(values: np.ndarray, field: Field) -> tuple[np.ndarray, Field]:
+    """A map and its field without the B-scans that have no value and lie between two at most BRIDGED_MM apart."""
+    kept = np.ones(len(values), bool)
+    for before, after in pairwise(np.flatnonzero(np.isfinite(values).any(axis=1))):
+        if field.bscans_mm[after] - field.bscans_mm[before] <= BRIDGED_MM:
+            kept[before + 1 : after] = False
+    return values[kept], replace(field, bscans_mm=field.bscans_mm[kept], starts_mm=field.starts_mm[kept])
 
 
 @dataclass(frozen=True)
@@ -429,6 +433,7 @@ def _sampling_um(
     centre_mm: tuple[float, float], thickness_um: np.ndarray, field: Field, laterality: Laterality | None
 ) -> dict[str, float]:
     """`EtdrsGrid.sampling_um`."""
+    thickness_um, field = _bridged(thickness_um, field)
     ascans_mm = field.starts_mm[:, None] + field.ascan_mm * np.arange(field.columns)
     (x0, y0), (ax, ay), (bx, by) = field.origin - centre_mm, field.along, field.across
     bscans_mm = field.bscans_mm[:, None]

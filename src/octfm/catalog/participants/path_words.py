@@ -241,7 +241,7 @@ def _classified(kind: Kind | Literal[""], text: str, abbreviations: frozenset[st
         kind = "group"
     elif word in _VISITS or (letters in _VISITS and (digits < 4 or len(letters) > 2)):
         kind = "visit"
-    elif word in _WORDS | _BARE_WORDS or word == "od" or _is_protocol(word):
+    elif word in _WORDS or word in _BARE_WORDS or word == "od" or _is_protocol(word):
         kind = "word"
     # P012, sub07.
     elif digits and (letters in _PEOPLE or letters == "p"):
