@@ -28,7 +28,7 @@ READABLE = {
     "topcon_maestro2": "Topcon Maestro2",
     "topcon_triton": "Topcon Triton",
     "zeiss_cirrus": "Zeiss Cirrus",
-    "cst_um": "central thickness",
+    "cst_um": "central retinal thickness",
 }
 
 Picture = tuple[str, str]
@@ -59,8 +59,8 @@ def number(count: int, what: str) -> str:
 
 
 def readable(name: str) -> str:
-    """A scanner or column of a table as a reader would write it: `Topcon Triton`, `central thickness`; any other name
-    without underscores."""
+    """A scanner or a column of a table as a reader would write it: `Topcon Triton`, `central retinal thickness`; any
+    other name without underscores."""
     return READABLE.get(name) or name.replace("_", " ")
 
 

@@ -270,7 +270,9 @@ def checkpoint_advice(rows: list[dict[str, Any]]) -> str:
     metric, step = METRICS.get(best["metric"], best["metric"]), int(best["step"])
     chance = f", chance {number(best['chance']):.2f}" if best.get("chance") else ""
     score = f"{metric} {number(best['score']):.2f}{chance}"
-    text = f"Take step-{step + 1:08d}.pt: frozen features predict {best['target']} best there ({score})."
+    text = (
+        f"Take step-{step + 1:08d}.pt: frozen features predict {display.readable(best['target'])} best there ({score})."
+    )
     if number(best["score"]) <= number(best.get("chance", 0)):
         return f"{text} No probed state is better than chance: do not trust any of them yet."
     held_out = [

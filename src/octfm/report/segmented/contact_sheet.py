@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Iterable, Sequence
-from os.path import commonprefix
+from itertools import takewhile
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
@@ -79,5 +79,6 @@ class ContactSheet:
 def _below(sources: Iterable[str]) -> dict[str, str]:
     """Source → its path below the folder that holds all of them: folders further up may be called after people."""
     sources = list(sources)
-    shared = len(commonprefix([PurePath(source.partition(MEMBER)[0]).parts[:-1] for source in sources]))
+    levels = zip(*(PurePath(source.partition(MEMBER)[0]).parts[:-1] for source in sources), strict=False)
+    shared = sum(1 for _ in takewhile(lambda names: len(set(names)) == 1, levels))
     return {source: str(PurePath(*PurePath(source).parts[shared:])) if shared else source for source in sources}

@@ -160,7 +160,10 @@ def _domains(result: dict[str, Any]) -> Finding:
     stands = [c for c in single if c["claim"] != "inconclusive"]
     if single:
         which = _list(
-            [f"{c['claim']} on {readable(c['scanner'])} ({target(c['target'])}, {c['difference']:+.2f})" for c in stands]
+            [
+                f"{c['claim']} on {readable(c['scanner'])} ({target(c['target'])}, {c['difference']:+.2f})"
+                for c in stands
+            ]
         )
         parts.append(
             f"Scanner by scanner {len(stands)} of {len(single)} differences stand{f': {which}' if stands else ''}."
