@@ -193,7 +193,8 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
     """Join the target's labels to the embeddings.
 
     Raises Skip without labels, for `disease` with only one class, and for a column that is neither of numbers nor of
-    classes: numbers with words or infinities among them, a text of its own for most participants, or one class in two spellings.
+    classes: numbers with words or infinities among them, a text of its own for most participants, or one class in two
+    spellings.
     """
     values = column_values(target.column, data, table)
     rows = np.array([i for i, value in enumerate(values) if value is not None], dtype=int)
