@@ -334,10 +334,7 @@ class ScanSegmentation(Segmentation):
             if mean is not None:
                 low, high = self.ranges.of(mean, expected[name] or 0.0, fluid[name] or 0.0)
                 place_um = np.hypot(moved[name], grid.sampling_um[name])
-                ranges[name] = (
-                    mean - float(np.hypot(mean - low, place_um)),
-                    mean + float(np.hypot(high - mean, place_um)),
-                )
+                ranges[name] = mean - float(np.hypot(mean - low, place_um)), mean + float(np.hypot(high - mean, place_um))
         return ranges
 
     def _moved(self, grid: EtdrsGrid) -> dict[str, float]:

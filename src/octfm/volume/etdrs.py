@@ -431,9 +431,7 @@ def _sampling_um(
     ascans_mm = field.starts_mm[:, None] + field.ascan_mm * np.arange(field.columns)
     (x0, y0), (ax, ay), (bx, by) = field.origin - centre_mm, field.along, field.across
     bscans_mm = field.bscans_mm[:, None]
-    zones = _zones(
-        x0 + ax * ascans_mm + bx * bscans_mm, y0 + ay * ascans_mm + by * bscans_mm, laterality, field.upright
-    )
+    zones = _zones(x0 + ax * ascans_mm + bx * bscans_mm, y0 + ay * ascans_mm + by * bscans_mm, laterality, field.upright)
     before, here, after = bscans_mm[:-2], bscans_mm[1:-1], bscans_mm[2:]
     share = (here - before) / (after - before)
     off_um = thickness_um[1:-1] - (1 - share) * thickness_um[:-2] - share * thickness_um[2:]
