@@ -12,6 +12,7 @@ from octfm.encoder.encoder import load_encoder
 from octfm.errors import BucketError, CheckpointError, ConfigError, EvaluationError
 from octfm.io import bucket
 from octfm.io.location import location
+from octfm.pretraining import resume
 from octfm.pretraining.pretrain import pretrain
 from octfm.report.watch import Follower
 from octfm.run import bucket as bucket_run
@@ -84,6 +85,21 @@ def test_another_machine_goes_on_with_a_run_in_a_bucket(place, store, on_disk, t
     assert steps == list(range(8)), "no step is told twice and none is missing"
     here, there = (load_encoder(run, device="cpu") for run in (on_disk, str(place / "run")))
     assert all(torch.equal(a, b) for a, b in zip(here.network.parameters(), there.network.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_another_machine_keeps_the_last_healthy_checkpoint_and_goes_back_to_it(place, store, tmp_path, monkeypatch):
+    """It fetches the two newest; trouble since an older one must not lose that one."""
+    healthy = {2}
+    monkeypatch.setattr(resume, "_healthy", lambda content, config: content["step"] in healthy)
+    settings = config(ckpt_every_steps=1, keep_checkpoints=2)
+    with pytest.raises(Stop):
+        quick_pretrain(settings, store, place / "run", "cpu", echo=stop_after(6))
+    assert "step-00000002.pt" in read_pointer(place / "run")["checkpoints"]
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
+    quick_pretrain(settings, store, str(place / "run"), "cpu", echo=lambda _: None)
+    assert "step-00000002.pt" in read_pointer(place / "run")["checkpoints"]
+    assert (mirror_of(place / "run") / "checkpoints" / "step-00000002.pt").is_file()
 
 
 @pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)

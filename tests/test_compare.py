@@ -90,15 +90,28 @@ def test_page_shows_facts_curves_pairs_and_verdicts(runs, tmp_path):
     )
     assert "hash-" not in text and "never-shown" not in text
     assert (
-        "a against b: better, but not after Holm, for disease, cst um; inconclusive for diagnosis, study group." in text
+        "a against b: better, but not after Holm, for disease, central retinal thickness; inconclusive for diagnosis, study group."
+        in text
         and "no clear winner" in text
     )
     assert "disease auroc: a is better against b (+0.110, not after Holm)" in Result(together())._repr_html_()
     sure = together()
     sure["comparisons"] = [c | {"p_holm": 0.01} for c in sure["comparisons"] if c["verdict"] == "better"]
-    assert "a against b: better for disease, cst um." in words(write_compare(runs, tmp_path / "d.html", sure))
+    assert "a against b: better for disease, central retinal thickness." in words(
+        write_compare(runs, tmp_path / "d.html", sure)
+    )
     assert "+0.11 (+0.06 to +0.16)" in text and "not after Holm" in text
     assert page.read_text().count("<svg") >= 7 and "<img" not in page.read_text()
+
+
+def test_ticks_of_curves_stand_at_whole_steps(runs, tmp_path):
+    short = {}
+    for name in ("x", "y"):
+        short[name] = write_run(tmp_path / name, figures=False, steps=3)
+    page = write_compare(short, tmp_path / "c.html").read_text()
+    charts = [svg for svg in re.findall(r"<svg.*?</svg>", page, re.S) if ">step</text>" in svg]
+    ticks = [re.findall(r'id="[^"]*xtick_\d+".*?>([^<]+)</text>', svg, re.S) for svg in charts]
+    assert charts and all(own and set(own) <= {"0", "1", "2"} for own in ticks), ticks
 
 
 def test_without_pairs_the_page_says_why_and_warns_of_overlaps(runs, tmp_path):

@@ -25,6 +25,7 @@ from octfm.layers.table import read_table, row_of, save_table, write_table
 from octfm.layers.verdict import Verdict
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig
 from octfm.report.segmented.correct import correction_facts
+from octfm.report.segmented.pictures import verdict_of
 from octfm.report.viewer import write_view
 from octfm.tasks.finetune import finetune
 from octfm.tasks.segment import read_truth, to_prepared, transform_of
@@ -97,7 +98,8 @@ def browser(tmp_path_factory):
 
 
 def open_page(browser: Browser, found: ScanSegmentation, folder: Path) -> None:
-    page = write_view(scene_of(found.volume, found=found), folder / "page.html", corrections=correction_facts(found))
+    scene, facts = scene_of(found.volume, found=found), correction_facts(found)
+    page = write_view(scene, folder / "page.html", corrections=facts, verdict=verdict_of(found))
     browser.complaints.clear()
     browser.asked.clear()
     browser.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
@@ -413,18 +415,21 @@ def test_a_page_measures_uneven_and_missing_bscans_as_python_does(browser, tmp_p
 @needs_chromium
 @pytest.mark.slow
 def test_single_and_refused_scans_are_corrected_without_zones(browser, tmp_path):
+    words = "document.body.innerText.toLowerCase()"
     (tmp_path / "one").mkdir()
     open_page(browser, found_eye(1), tmp_path / "one")
-    assert numbers(browser) == {} and "single B-scan" in browser.js("document.body.textContent")
+    assert numbers(browser) == {} and browser.js(words).count("no zones") == 1
     refused = replace(found_eye(), verdict=Verdict(("unsure",), 1.5, ("unfamiliar",)))
     open_page(browser, refused, tmp_path)
-    assert "Do not believe it: unsure" in browser.js("document.body.textContent") and numbers(browser) == {}
+    assert browser.js(words).count("do not believe it") == browser.js(words).count("unsure") == 1
+    assert numbers(browser) == {} and note_of(browser) == ""
     browser.key("e")
     browser.key("Home")
     for _ in range(25):
         browser.key("k")
         browser.key("ArrowDown")
     assert told(browser)["checked"] == "25"
+    assert note_of(browser).startswith("After correction nothing speaks against it.")
     browser.js("document.querySelector('[data-part=\"author\"]').value = 'x'")
     corrected = refused.corrected(read_corrections(save(browser, tmp_path)))
     assert corrected.verdict.accepted and not corrected.doubtful.any()

@@ -11,6 +11,7 @@ import octfm
 from octfm.catalog.acquisition import FLAGS, Acquisition
 from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.scan import scan
+from octfm.display import readable
 from octfm.formats.reasons import REASONS
 from octfm.phantom import write_phantom
 from octfm.report.data_health import AXES, EXTENTS, outliers, write_data_health
@@ -70,7 +71,7 @@ def test_page_says_what_the_catalog_says(catalog, page):
         assert re.search(rf"\b{split} {count} \d+ ", text, re.I), split
     for scanner, size in {(a.scanner, " × ".join(map(str, a.shape))) for a in catalog.acquisitions}:
         same = [a for a in catalog.acquisitions if a.scanner == scanner and " × ".join(map(str, a.shape)) == size]
-        assert re.search(rf"{scanner.replace('_', '.')} {size} {len(same)} ", text), (scanner, size)
+        assert re.search(rf"{readable(scanner)} {size} {len(same)} ", text), (scanner, size)
     for name in (*AXES, *EXTENTS):
         assert name[0].upper() + name[1:] in text and f"{name}: " in page.read_text(), (
             "a chart, and its words for those who cannot see it"
@@ -106,7 +107,7 @@ def test_the_volume_unlike_its_kind_is_shown_first(tmp_path):
         "B-scan distance 0.48 mm, usual for its kind 0.12 mm",
         pytest.approx(4),
     )
-    assert "Row 3: heidelberg spectralis" in text_of(write_data_health(catalog, tmp_path / "a.html"))
+    assert "Row 3: Heidelberg Spectralis" in text_of(write_data_health(catalog, tmp_path / "a.html"))
     without = write_data_health(catalog, tmp_path / "b.html", images=False).read_text()
     assert "<img" not in without and "Row 3" in without
     flagged = write_clinic(tmp_path / "flagged", count=12, laterality=None)
@@ -146,11 +147,11 @@ def test_the_laterality_audit_is_a_table_of_its_own(tmp_path):
     assert [(o.row, o.why) for o in outliers(rows)] == [(7, FLAGS["nominal_spacing"])], "the others are in the table"
     catalog = Catalog(str(tmp_path), tuple(rows), (), pixels=True)
     looked = text_of(write_data_health(catalog, tmp_path / "a.html", images=False))
-    assert "5 zeiss_cirrus right left Its optic disc lies on the side of the other eye" in looked
-    assert "zeiss_cirrus 15 11 2 0 2 0 1 1" in looked and "Pixels were not looked at" not in looked
+    assert "5 Zeiss Cirrus right left Its optic disc lies on the side of the other eye" in looked
+    assert "Zeiss Cirrus 15 11 2 0 2 0 1 1" in looked and "Pixels were not looked at" not in looked
     plain = Catalog(str(tmp_path), tuple(flagged_clinic({})), ())
     text = text_of(write_data_health(plain, tmp_path / "b.html", images=False))
-    assert "Pixels were not looked at" in text and "octfm scan --pixels" in text and "zeiss_cirrus 15 0" in text
+    assert "Pixels were not looked at" in text and "octfm scan --pixels" in text and "Zeiss Cirrus 15 0" in text
     many = Catalog(
         str(tmp_path),
         tuple(flagged_clinic(dict.fromkeys(range(SHOWN + 3), ("R", ("laterality_contradicts_anatomy",))))),

@@ -139,6 +139,14 @@ def test_the_page_names_no_file_or_folder(tmp_path):
     assert "octfm agree" in page and '<td class="n">7</td><td>centre</td>' in page
 
 
+def test_a_note_of_the_devices_table_is_escaped_and_short(tmp_path):
+    rows = rows_of()
+    rows[5] |= {"device_note": "<b>" + "grid " * 100, UNIT["centre"]: f"{float(rows[5][DEVICE_UNIT['centre']]) + 40}"}
+    table = write(tmp_path / "t.csv", rows)
+    page = write_agreement(device_agreement(table), tmp_path / "agree.html", []).read_text(encoding="utf-8")
+    assert "&lt;b&gt;grid grid" in page and "<b>" not in page and page.count("grid ") < 30 and "…</td>" in page
+
+
 def test_fewer_than_ten_participants_get_no_interval(tmp_path):
     found = device_agreement(write(tmp_path / "t.csv", rows_of(5)))["zones"][0]["bland_altman"]
     assert found["bias"]["low"] is None and found["bias"]["estimate"] is not None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import octfm
 from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.catalog import Catalog
-from octfm.display import csv_cell, from_csv_cell
+from octfm.display import csv_cell, from_csv_cell, readable
 from octfm.encoder.embeddings import read_embeddings
 from octfm.errors import ConfigError, EvaluationError
 from octfm.evaluation.probe import probe, write_probe
@@ -38,6 +38,13 @@ def test_a_cell_of_a_csv_is_no_formula_and_comes_back(text):
     cell = csv_cell(text)
     assert from_csv_cell(cell) == text
     assert cell[:1] not in tuple("=+-@\t\n＝＋－＠") or float(cell) is not None
+
+
+def test_scanners_and_columns_are_named_as_readers_write_them():
+    assert (
+        readable("heidelberg_spectralis") == "Heidelberg Spectralis" and readable("optovue_avanti") == "optovue avanti"
+    )
+    assert readable("cst_um") == "central retinal thickness" and readable("study_group") == "study group"
 
 
 @pytest.mark.parametrize("text", ["-1.5", "+3", "-2e-3", "", "a-b", "12", "=", "'"])

@@ -12,6 +12,7 @@ from octfm.encoder.encoder import load_encoder
 from octfm.encoder.sources import find, packaged_encoders
 from octfm.errors import CheckpointError, ConfigError, EvaluationError, ReadError
 from octfm.formats import read_volume
+from octfm.store.layout import Arrays
 from octfm.volume.preprocessing import Preprocessing
 from support.dicom_files import write_oct_dicom
 from support.small_store import small_store
@@ -112,6 +113,26 @@ def test_a_network_says_which_voxels_it_expects(encoder):
     bare = VisionTransformer3D(encoder.network.config, encoder.network.grid)
     with pytest.raises(ConfigError, match=r"take the one of an octfm\.Encoder"):
         bare.forward_features(torch.zeros(2, 8, 64, 32))
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+def test_voxels_that_are_not_finite_are_refused(encoder, store, odd):
+    grey = torch.from_numpy(store.read([0]).voxels).float()
+    grey[0, 0, 0, 0] = odd
+    with pytest.raises(ConfigError, match="NaN or infinite"):
+        encoder.network.forward_features(grey)
+
+
+def test_arrays_that_are_no_batch_are_refused(encoder, store):
+    """Of one volume without its first axis, B-scans would be taken for volumes, and tokens of a wrong map returned."""
+    batch, one = store.read([0]), store[0].arrays
+    assert encoder.select(batch)[0].shape == encoder.select(one)[0].shape
+    bare = Arrays(batch.voxels[0], batch.band[0], batch.valid[0])
+    for read in (encoder.select, encoder.read_tokens, encoder.embed_arrays, encoder.tissue_tokens):
+        with pytest.raises(ConfigError, match=r"voxels\[None\]"):
+            read(bare)
+    with pytest.raises(ConfigError, match=r"expected band of \[1, 2, 8, 32\] for 1 volumes, got \[2, 8, 32\]"):
+        encoder.select(Arrays(batch.voxels, batch.band[0], batch.valid[0]))
 
 
 @pytest.mark.parametrize("scaled", ["0 to 1", "standardised"])

@@ -172,11 +172,11 @@ def test_ids_and_pictures_do_not_end_up_in_an_export(folder, store, tmp_path):
 
 def test_names_of_classes_nobody_knows_are_not_published_unawares(run, store, tmp_path):
     table = tmp_path / "labels.tsv"
-    names = ("seen by Dr Geheim", "seen by Dr Weber")
+    names = ("Dr Geheim", "seen by Dr Weber")
     rows = "".join(f"P{i:03d}\t{names[i % 2]}\n" for i in range(12))
-    table.write_text(f"participant_id\tsurgeon\n{rows}")
-    tuned = tune(run, store, tmp_path / "tuned", table, target="surgeon", order=[], lr_encoder=0)
-    with pytest.raises(EvaluationError, match=r"would publish the names 'seen by Dr Geheim'.*'surgeon'.*--keep-names"):
+    table.write_text(f"participant_id\tDr Geheim\n{rows}")
+    tuned = tune(run, store, tmp_path / "tuned", table, target="Dr Geheim", order=[], lr_encoder=0)
+    with pytest.raises(EvaluationError, match=r"the names 'Dr Geheim', 'seen by Dr Weber', which .*--keep-names"):
         export(tuned, tmp_path / "out", echo=quiet)
     assert not (tmp_path / "out").exists()
     assert load_tuned(export(tuned, tmp_path / "out", keep_names=True, echo=quiet), "cpu").answer.classes == names

@@ -88,6 +88,26 @@ def test_the_page_of_a_scan_shows_the_fundus_and_nothing_of_its_owner(tmp_path):
 
 
 @needs_chromium
+def test_the_page_says_where_a_bscan_lies_beyond_the_picture(tmp_path):
+    ends = np.array([[10, 110, 90, 120], [10, 50, 90, 50], [-50, 90, 150, 120], [np.nan] * 4], float)
+    volume = replace(read_volume(write_vol(tmp_path / "a.vol", telling_voxels())), voxels=telling_voxels()[:4])
+    fundus = Fundus(np.full((100, 100), 60, np.uint8), "A picture", Lines(ends[:, :2], ends[:, 2:]))
+    page = write_view(scene_of(replace(volume, superior_first=True), fundus=fundus), tmp_path / "view.html")
+    said = []
+    with Browser(tmp_path / "chromium") as browser:
+        browser.open(page)
+        browser.wait("document.querySelector('[data-viewer]').dataset.fundus === 'drawn'")
+        browser.key("Home")
+        for _ in ends:
+            said.append(browser.js("document.querySelector('[data-part=\"fundus-about\"]').textContent"))
+            browser.key("ArrowDown")
+    assert said == [
+        "A picture. This B-scan lies outside the picture.", "A picture. The bright line is the B-scan.",
+        "A picture. The bright line is the B-scan.", "A picture. Where this B-scan lies on it is not known.",
+    ]  # fmt: skip
+
+
+@needs_chromium
 @pytest.mark.parametrize("superior_first", [True, False])
 def test_the_line_on_the_fundus_follows_the_bscan(tmp_path, superior_first):
     ends = np.array([[10, y, 90, y] for y in np.linspace(20, 75, SHAPE[0])], float)

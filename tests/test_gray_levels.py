@@ -1,6 +1,7 @@
 """White is white however many bits a file uses, and millimetres of a TIFF are read in every spelling of their unit."""
 
 import json
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -103,6 +104,20 @@ def test_a_full_scale_that_is_set_overrules_what_the_file_says():
     small = {"image_size": (4, 48, 32), "target_spacing": (1.8, 0.04, 0.27)}
     seen, as_set = Preprocessing(**small)(twelve), Preprocessing(**small, uint16_full_scale=8160)(twelve)
     assert 1.9 < seen.voxels.mean() / as_set.voxels.mean() < 2.1
+
+
+def test_twelve_bits_without_their_full_scale_are_warned_about():
+    """They would be prepared as a nearly black scan, whose vectors are others."""
+    volume, _ = phantom_volume(size=(4, 96, 64))
+    small = {"image_size": (4, 48, 32), "target_spacing": (1.8, 0.04, 0.27)}
+    twelve = replace(volume, voxels=volume.voxels.astype(np.uint16) * 16)
+    with pytest.warns(UserWarning, match="full_scale=4095"):
+        Preprocessing(**small)(twelve)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Preprocessing(**small)(replace(twelve, full_scale=4095))
+        Preprocessing(**small, uint16_full_scale=4095)(twelve)
+        Preprocessing(**small)(replace(twelve, voxels=twelve.voxels * 16))
 
 
 def test_a_store_of_version_2_keeps_the_brightness_it_began_with():

@@ -350,6 +350,16 @@ def test_numbers_with_a_word_among_them_are_not_classes(cohort, tmp_path, odd):
     assert row(probe(files, table, targets=["va"], resamples=50), "va", "r2")["unlabelled_acquisitions"] == 2
 
 
+@pytest.mark.parametrize("cells", [["inf"] * 60, ["-inf", "inf"] * 30, ["0", "1", "inf"] * 20, ["0", "1e400"] * 30])
+def test_infinities_are_no_class(cohort, tmp_path, cells):
+    files = [cohort.embeddings(tmp_path / "a.parquet")]
+    table = relabelled(cohort, tmp_path / "l.csv", "ratio", cells)
+    with pytest.raises(EvaluationError, match=r"Column ratio has .*, neither a finite number nor a class; write num"):
+        probe(files, table, targets=["ratio"])
+    halves = relabelled(cohort, tmp_path / "l.csv", "half", ["inf", "sup"] * 30)
+    assert row(probe(files, halves, targets=["half"], resamples=50), "half", "auroc")
+
+
 def test_a_text_for_every_participant_is_no_class(cohort, tmp_path):
     files = [cohort.embeddings(tmp_path / "a.parquet")]
     dates = relabelled(

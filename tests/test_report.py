@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octfm.catalog.acquisition import Reject
+from octfm.catalog.catalog import Catalog
 from octfm.errors import EvaluationError
 from octfm.report.figures import efficiency_plots, overview_forest, training_charts
 from octfm.report.html import summary_lines, write_report
@@ -147,6 +149,19 @@ def test_words_from_outside_are_shown_not_executed(tmp_path):
     assert "script" not in [t for t, _ in elements.tags]
     assert not any("onerror" in a for _, a in elements.tags)
     assert attack in "".join(elements.text)
+
+
+def test_reasons_name_files_without_their_folders(tmp_path):
+    """Folders may be called after people: neither that of the rejected file, nor that of the one it is a copy of."""
+    catalog = Catalog.load(write_catalog(tmp_path))
+    first = replace(catalog.acquisitions[0], uri="/clinic/Huber/a.dcm")
+    copy = Reject(
+        "/clinic/Meier/b.dcm", "duplicate_sop_uid", f"/clinic/Meier/b.dcm: a copy of {first.uri}; keep one", 9
+    )
+    found = replace(catalog, acquisitions=(first, *catalog.acquisitions[1:]), rejects=(copy,))
+    run, folder = write_run(tmp_path, figures=False), found.save(tmp_path / "named")
+    page = write_report(run, tmp_path / "report.html", catalog=folder).read_text()
+    assert "b.dcm: a copy of a.dcm; keep one" in page and "Meier" not in page and "Huber" not in page
 
 
 def test_missing_parts_give_a_sentence(tmp_path):

@@ -14,7 +14,7 @@ from octfm.cli.main import app
 from octfm.config import load
 from octfm.encoder import embed as embedding
 from octfm.encoder.encoder import load_encoder
-from octfm.errors import CheckpointError, EvaluationError
+from octfm.errors import CheckpointError, ConfigError, EvaluationError
 from octfm.evaluation.scoring import compare_scored
 from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_rows
 from octfm.phantom import phantom_volume
@@ -237,6 +237,51 @@ def test_seen_participants_and_absent_truth_are_refused(run, store, tmp_path):
     edit_rows(moved, lambda row: {"split": swap.get(row.participant, row.split)})
     with pytest.raises(EvaluationError, match="1 test participants were in the encoder's pretraining"):
         segment(settings(run, store, store=str(moved)), tmp_path / "c", echo=quiet)
+
+
+WRONG_TRUTH = {
+    "masks in another order of axes": ({"lesions": np.zeros((3, 2, 1), np.uint8)}, "expected lesions of shape"),
+    "fewer surfaces than names": ({"surfaces": np.ones((1, SIZE[0], SIZE[2]))}, "expected surfaces of shape"),
+    "masks of other values": ({"lesions": np.full(SIZE, 255, np.uint8)}, "no training volume has a voxel of mask_val"),
+    "surfaces without rows": ({"surfaces": np.full((2, SIZE[0], SIZE[2]), np.nan)}, "no training volume has a row of"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_TRUTH.values(), ids=WRONG_TRUTH)
+def test_truth_that_teaches_nothing_or_does_not_fit_is_refused_before_the_training(
+    run, store, tmp_path, changes, message
+):
+    rewrite_truth(store, tmp_path / "truth", lambda file, _: file | changes)
+    with pytest.raises(EvaluationError, match=message):
+        segment(settings(run, (store[0], tmp_path / "truth")), tmp_path / "seg", baselines=False, echo=quiet)
+    assert not (tmp_path / "seg").exists()
+
+
+def test_truth_of_test_volumes_is_read_before_the_training(run, store, tmp_path):
+    test = next(row.acquisition for row in store[0].rows if row.split == "test")
+    rewrite_truth(store, tmp_path / "truth", lambda file, _: file)
+    (tmp_path / "truth" / f"{test}.npz").unlink()
+    with pytest.raises(EvaluationError, match="no truth for this acquisition"):
+        segment(settings(run, (store[0], tmp_path / "truth")), tmp_path / "seg", baselines=False, echo=quiet)
+    assert not (tmp_path / "seg").exists()
+
+    known = {row.acquisition for row in store[0].rows if row.split != "test"}
+    unknown = {"surfaces": np.full((2, SIZE[0], SIZE[2]), np.nan)}
+    rewrite_truth(store, tmp_path / "blank", lambda file, name: file if name in known else file | unknown)
+    with pytest.raises(EvaluationError, match="no test volume has a row of ilm, bm"):
+        segment(settings(run, (store[0], tmp_path / "blank")), tmp_path / "seg", baselines=False, echo=quiet)
+
+
+def rewrite_truth(store, folder, change):
+    folder.mkdir()
+    for path in store[1].glob("*.npz"):
+        with np.load(path) as file:
+            np.savez(folder / path.name, **change(dict(file), path.stem))
+
+
+def test_a_mask_may_not_be_called_like_a_surface(run, store):
+    with pytest.raises(ConfigError, match="ilm occurs twice"):
+        settings(run, store, mask_name="ilm")
 
 
 def test_the_command_trains_and_applies(run, store, tmp_path):

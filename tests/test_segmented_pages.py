@@ -77,6 +77,21 @@ def test_a_contact_sheet_shows_the_most_doubtful_first_and_keeps_pictures_of_ear
     assert small.read_text().count("<img") == 1 and "it shows 1 of 2 pictures" in small.read_text()
 
 
+def test_a_contact_sheet_names_no_folder_above_the_scans(tmp_path):
+    """Folders there may be called after people; what is below leads to the file."""
+    table, unread = tmp_path / "eyes.csv", dict.fromkeys(COLUMNS, "")
+    folder = "/home/Meier/scans"
+    sources = [f"{folder}/a/x.dcm", f"{folder}/a/y.zip!/deep/z.dcm", f"{folder}/b/x.dcm"]
+    rows = [unread | {"source": source, "problem": f"damaged_file: {source}: cut off"} for source in sources]
+    page = ContactSheet(table).write(rows).read_text()
+    assert "Meier" not in page and "damaged_file: b/x.dcm: cut off<br>" in page
+    for name in ("a/x.dcm", "a/y.zip!/deep/z.dcm", "b/x.dcm"):
+        assert f"<br>\n{name}<" in page
+    assert "<br>\ny.zip!/deep/z.dcm<" in ContactSheet(table).write(rows[1:2]).read_text()
+    elsewhere = [*rows, unread | {"source": "s3://bucket/x.dcm", "problem": "unreadable"}]
+    assert "<br>\ns3://bucket/x.dcm<" in ContactSheet(table).write(elsewhere).read_text()
+
+
 def test_view_shows_layers_and_table_has_a_contact_sheet(tmp_path):
     image = next(i for i in map(Stream(203, bscans=3, randomised=0.0), range(9)) if i.accident == "none")
     file = tmp_path / "eye.npz"

@@ -17,6 +17,8 @@ from octfm.catalog.scan import scan
 from octfm.formats import ReadError, read_header, read_surfaces, read_volume, volumes_in
 from octfm.formats.heidelberg_e2e import reflectivity_of_codes
 from octfm.formats.heyex_vol import display
+from octfm.report.viewer import view_facts
+from octfm.tasks.view import scene_of
 from support.vendor_files import (
     SPACING_MM,
     e2e_codes,
@@ -189,8 +191,9 @@ def test_degrees_of_an_e2e_order_bscans_and_become_a_mean_eyes_millimetres(tmp_p
     assert {"lateral_mm_of_a_mean_eye", "frames_reordered"} <= set(header.flags)
     read = read_volume(uri, spacing_mm=SPACING_MM).superior_to_inferior().voxels
     assert np.abs(read.astype(int) - voxels).max() <= 1
+    assert read_volume(uri).mean_eye and not read_volume(uri, spacing_mm=SPACING_MM).mean_eye
     write_sidecar(uri)
-    assert read_volume(uri).spacing_mm == SPACING_MM, "what is declared wins"
+    assert read_volume(uri).spacing_mm == SPACING_MM and not read_volume(uri).mean_eye, "what is declared wins"
     assert "lateral_mm_of_a_mean_eye" not in read_header(uri).flags
 
 
@@ -205,6 +208,16 @@ def test_a_table_declares_the_millimetres_of_an_e2e(tmp_path):
     assert untold.spacing_mm == pytest.approx(SPACING_MM, rel=1e-4)
     flagged = ["lateral_mm_of_a_mean_eye" in a.flags for a in (told, untold)]
     assert flagged == [False, True]
+
+
+def test_the_page_of_an_e2e_says_that_its_millimetres_are_a_mean_eyes(tmp_path):
+    uri = write_e2e(tmp_path / "a.e2e", {(1, 2, 3): e2e_codes(telling_voxels())})
+    volume = read_volume(uri)
+    facts = view_facts(volume, scene_of(volume))
+    assert dict(facts)["Lateral millimetres"].startswith("those of a mean eye")
+    assert "Lateral millimetres" not in dict(view_facts(volume, scene_of(volume), axial_length_mm=25.0))
+    declared = read_volume(uri, spacing_mm=SPACING_MM)
+    assert "Lateral millimetres" not in dict(view_facts(declared, scene_of(declared)))
 
 
 def some_layers(count: int) -> np.ndarray:

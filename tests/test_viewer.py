@@ -513,6 +513,25 @@ def test_turned_rasters_have_the_letters_of_the_fundus(laterality, across):
     assert "mirrored" in shown["frontAbout"] and volumes_of(viewer([scene()]))[0]["frontAbout"] == ""
 
 
+@pytest.mark.parametrize("laterality, across", [("R", ["T", "N"]), ("L", ["N", "T"]), (None, None)])
+def test_line_scans_have_the_letters_of_their_places_on_the_fundus(laterality, across):
+    volume = Volume(truth()[:2], SPACING, laterality, layout="line")
+
+    def sides(*ends) -> list[str] | None:
+        at = np.array(ends, float)
+        fundus = Fundus(np.zeros((10, 10), np.uint8), "A picture", Lines(at[:, :2], at[:, 2:]))
+        (shown,) = volumes_of(viewer([scene_of(volume, fundus=fundus)]))
+        assert shown["front"] is None
+        return shown["sides"]
+
+    assert sides((1, 5, 9, 6), (1, 5, 9, 6)) == across
+    assert sides((9, 5, 1, 6), (9, 5, 1, 6)) == (across and across[::-1])
+    assert sides((5, 1, 5, 9), (6, 1, 6, 9)) == ["S", "I"] and sides((5, 9, 5, 1), (6, 9, 6, 1)) == ["I", "S"]
+    assert sides((1, 5, 9, 5), (5, 1, 5, 9)) is None, "a cross"
+    assert sides((1, 5, 9, 5), (np.nan,) * 4) is None
+    assert volumes_of(viewer([scene_of(volume)]))[0]["sides"] is None, "no picture, no place"
+
+
 def test_a_single_bscan_is_not_called_several():
     volume = Volume(truth()[:1], SPACING, "R", layout="line")
     (one,) = volumes_of(viewer([scene_of(volume)]))

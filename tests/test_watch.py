@@ -137,4 +137,8 @@ def test_report_plots_the_probe_against_the_loss_and_names_the_checkpoint(tmp_pa
     assert "Online probe" not in plain and "Take step-" not in plain
     append(run / "metrics.jsonl", *probe_rows(0.1, 0.5, 0.4))
     page = write_report(run, tmp_path / "report.html").read_text()
-    assert "Online probe: cst um" in page and "held-out loss (right)" in page and "Take step-00000200.pt" in page
+    assert (
+        "Online probe: central retinal thickness" in page
+        and "held-out loss (right)" in page
+        and "Take step-00000200.pt" in page
+    )

@@ -23,6 +23,13 @@ PICTURE_WIDTH = 260
 """Pixels across of a picture; two stand side by side, and one below the other on a phone."""
 LINES = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
 """Colours of Okabe and Ito for surfaces, in turn; masks take them from the end."""
+READABLE = {
+    "heidelberg_spectralis": "Heidelberg Spectralis",
+    "topcon_maestro2": "Topcon Maestro2",
+    "topcon_triton": "Topcon Triton",
+    "zeiss_cirrus": "Zeiss Cirrus",
+    "cst_um": "central retinal thickness",
+}
 
 Picture = tuple[str, str]
 """A data: URI and what it shows."""
@@ -51,6 +58,12 @@ def number(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
+def readable(name: str) -> str:
+    """A scanner or a column of a table as a reader would write it: `Topcon Triton`, `central retinal thickness`; any
+    other name without underscores."""
+    return READABLE.get(name) or name.replace("_", " ")
+
+
 def times(shape: Iterable[float]) -> str:
     """`64 × 384 × 384`, or with one decimal for lengths."""
     return " × ".join(f"{side:.1f}" if isinstance(side, float) else f"{side:,}" for side in shape)
@@ -58,7 +71,7 @@ def times(shape: Iterable[float]) -> str:
 
 def counted(counts: Mapping[str, int], most: int = 8) -> str:
     """`train 16, val 4`; of many, the first and how many are left out."""
-    named = [f"{name.replace('_', ' ')} {count:,}" for name, count in counts.items()]
+    named = [f"{readable(name)} {count:,}" for name, count in counts.items()]
     return ", ".join([*named[:most], *([f"and {len(named) - most} more"] if len(named) > most else [])])
 
 

@@ -218,7 +218,7 @@ def view(
         detail = "A raster made of the star in its file."
     if sample:
         detail = "Synthetic: no patient's scan."
-    facts = [*said, *view_facts(volume, scene)]
+    facts = [*said, *view_facts(volume, scene, axial_length)]
     typer.echo(write_view(scene, page, facts, detail, corrections=correct, verdict=verdict))
 
 

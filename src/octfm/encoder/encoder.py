@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from octfm.display import box, brief, times
 from octfm.encoder.sources import display_name, find
-from octfm.errors import CheckpointError, EvaluationError
+from octfm.errors import CheckpointError, ConfigError, EvaluationError
 from octfm.formats import read_volume
 from octfm.io.location import Location
 from octfm.layers.band import band_finder
@@ -30,7 +30,7 @@ from octfm.run import checkpoint
 from octfm.run.bucket import local_run
 from octfm.run.runtime import Runtime, alone
 from octfm.store.item import StoredVolume
-from octfm.store.layout import Arrays
+from octfm.store.layout import Arrays, shapes
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.volume import Volume
@@ -234,8 +234,20 @@ class Encoder:
 
     def read_tokens(self, arrays: Arrays) -> list[np.ndarray]:
         """Per volume the flat grid indices, int64 [M], of the tokens that its vector is read from."""
-        maps = token_map(arrays.band, arrays.valid, self.preprocessing.image_size, self.config.model.patch_size)
+        maps = self._maps(arrays)
         return [tissue_index(own, arrays.acquisition[place : place + 1]) for place, own in enumerate(maps)]
+
+    def _maps(self, arrays: Arrays) -> np.ndarray:
+        """uint8 [B, d, h, w], the token maps of B volumes. Raises ConfigError for arrays of another shape, such as one
+        volume that is no batch: its axes would be taken for others."""
+        count = len(arrays.voxels)
+        for name, one in shapes(self.preprocessing.image_size).items():
+            if (got := getattr(arrays, name).shape) != (count, *one):
+                raise ConfigError(
+                    f"expected {name} of {[count, *one]} for {count} volumes, got {list(got)}; the arrays of one "
+                    f"volume need a first axis of length 1, {name}[None]"
+                )
+        return token_map(arrays.band, arrays.valid, self.preprocessing.image_size, self.config.model.patch_size)
 
     @torch.inference_mode()
     def vector_of(self, tokens: np.ndarray, counts: np.ndarray, index: np.ndarray) -> np.ndarray:
@@ -259,7 +271,7 @@ class Encoder:
         Returns their flat grid indices, int64 [B, M], and which of them are tissue, bool [B, M]; all of them if a
         volume has no tissue.
         """
-        maps = token_map(arrays.band, arrays.valid, self.preprocessing.image_size, self.config.model.patch_size)
+        maps = self._maps(arrays)
         kept, _, _ = self.config.masks.counts(maps.shape[1:])
         chosen = np.stack(
             [

@@ -82,8 +82,10 @@ def _expect_known_names(tuned: TunedModel) -> None:
     unknown = [name for name in answer.classes if not (is_plain_word(name) or is_known_scanner(name))]
     unknown += [] if all(map(is_known_name, answer.target.split(":"))) else [answer.target]
     if unknown:
+        # A class may be called like its column.
+        names = ", ".join(map(repr, dict.fromkeys(unknown)))
         raise EvaluationError(
-            f"config.json would publish the names {', '.join(map(repr, unknown))}, which octfm does not know and which "
+            f"config.json would publish the names {names}, which octfm does not know and which "
             "may identify somebody; rename the classes of the label table and fine-tune again, or pass --keep-names "
             "if anybody may read them"
         )

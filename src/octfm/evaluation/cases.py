@@ -1,5 +1,6 @@
 """The labelled cases of a probe target, and which participants each fit trains on and tests."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -192,7 +193,8 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
     """Join the target's labels to the embeddings.
 
     Raises Skip without labels, for `disease` with only one class, and for a column that is neither of numbers nor of
-    classes: numbers with words among them, a text of its own for most participants, or one class in two spellings.
+    classes: numbers with words or infinities among them, a text of its own for most participants, or one class in two
+    spellings.
     """
     values = column_values(target.column, data, table)
     rows = np.array([i for i, value in enumerate(values) if value is not None], dtype=int)
@@ -243,6 +245,13 @@ _AMOUNT = re.compile(r"[<>+-]?\d+(?:[.,]\d+)? ?([%°a-zA-Zµ]{1,5})")
 """A number with a unit, as in 45% and 310 µm."""
 
 
+def _is_a_word(cell: str) -> bool:
+    try:
+        return math.isfinite(float(cell))
+    except ValueError:
+        return True
+
+
 def _require_classes(column: str, cells: Sequence[str], participant: np.ndarray) -> None:
     """Raises Skip unless the cells, not all of them numbers, are classes."""
     words = [cell for cell in cells if as_number(cell) is None]
@@ -251,6 +260,12 @@ def _require_classes(column: str, cells: Sequence[str], participant: np.ndarray)
         among = f"{len(cells) - len(words)} of {len(cells)} labels in column {column} are finite numbers, the others"
         remedy = "write numbers, or leave those cells empty"
         raise Skip(f"{among} are not ({', '.join(sorted(set(words))[:3])}); {remedy}.", f"{among} are not; {remedy}.")
+    if not any(map(_is_a_word, words)):
+        remedy = "write numbers, or leave those cells empty"
+        raise Skip(
+            f"Column {column} has {words[0]}, neither a finite number nor a class; {remedy}.",
+            f"Column {column} has numbers that are not finite; {remedy}.",
+        )
     units = Counter(match[1] for cell in words if (match := _AMOUNT.fullmatch(cell)))
     if len(set(cells)) > MANY_NUMBERS and units and (most := units.most_common(1)[0])[1] > len(cells) / 2:
         remedy = "write numbers without a unit"

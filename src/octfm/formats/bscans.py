@@ -163,8 +163,9 @@ def to_volume(
     arrangement = _admissible_arrangement(bscans, layouts)
     header = _header(bscans, arrangement, declared)
     given, spacing_mm = spacing_mm, header.spacing_mm or spacing_mm
-    if given is not None and MEAN_EYE in header.flags:
-        spacing_mm = given
+    mean_eye = MEAN_EYE in header.flags
+    if given is not None and mean_eye:
+        spacing_mm, mean_eye = given, False
     single = arrangement.layout == "line" and bscans.shape[0] == 1
     if spacing_mm is None and not single:
         raise missing_spacing(bscans.uri)
@@ -189,6 +190,7 @@ def to_volume(
         full_scale=full_scale,
         spacing_mm=spacing_mm or _estimated(voxels, full_scale, bscans.uri),
         spacing_estimated=spacing_mm is None,
+        mean_eye=mean_eye and spacing_mm is not None,
         laterality=header.laterality,
         scanner=header.scanner,
         protocol=header.protocol,

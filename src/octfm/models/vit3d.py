@@ -5,7 +5,7 @@ H heads, D model width, K head width, k = K / 2 frequency pairs.
 """
 
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from typing import Annotated, Literal
 
 import torch
@@ -336,6 +336,8 @@ def _require_grey_values(voxels: Tensor) -> None:
     if not voxels.numel():
         return
     least, most = torch.stack(voxels.detach().aminmax()).tolist()
+    if not (isfinite(least) and isfinite(most)):
+        raise ConfigError("expected voxels from 0 to 255, got some that are NaN or infinite; set padding to 0")
     if 0 < most <= 1 or (least < 0 and most < STANDARDISED):
         raise ConfigError(
             f"expected voxels from 0 to 255, which are normalised here, got {least:.3g} to {most:.3g}; give them as "

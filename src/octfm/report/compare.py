@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from octfm.config import flat
+from octfm.display import readable
 from octfm.errors import EvaluationError
 from octfm.evaluation.scoring import HEADLINE, fails_holm
 from octfm.io.location import Location
@@ -165,7 +166,7 @@ def _lead(result: dict[str, Any] | None, reason: str) -> tuple[str, str]:
         claims: dict[str, list[str]] = {}
         for target, c in own.items():
             claim = f"{c['verdict']}, but not after Holm," if fails_holm(c) else c["verdict"]
-            claims.setdefault(claim, []).append(target.replace("_", " "))
+            claims.setdefault(claim, []).append(readable(target))
         parts = [f"{claim} for {', '.join(claims[claim])}" for claim in sorted(claims)]
         sentences.append(f"{planned[0]['a']} against {other}: {'; '.join(parts)}.")
         verdicts |= set(claims)

@@ -15,6 +15,7 @@ import numpy as np
 from octfm.catalog.acquisition import FLAGS, Acquisition, Reject
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.participants.splits import SPLITS
+from octfm.display import readable
 from octfm.errors import ReadError
 from octfm.formats import read_volume
 from octfm.formats.reasons import REASONS
@@ -255,7 +256,7 @@ def _shown(found: Sequence[Outlier], images: bool, locations: Mapping[str, str])
     for outlier, pictures in zip(found, _pictures_of([o.acquisition for o in found], images, locations), strict=True):
         a = outlier.acquisition
         eye = {"R": "right eye", "L": "left eye"}.get(a.laterality or "", "eye unknown")
-        kind = f"{a.scanner.replace('_', ' ')}, {a.protocol.replace('_', ' ')}"
+        kind = f"{readable(a.scanner)}, {readable(a.protocol)}"
         title = f"Row {outlier.row}: {kind}, {eye}, {' × '.join(map(str, a.shape))}"
         rows.append({"title": title, "why": outlier.why, **pictures})
     return rows

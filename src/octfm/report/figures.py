@@ -12,7 +12,9 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
+from octfm.display import readable
 from octfm.report.sources import Sources, lookup, number, series
 from octfm.report.words import METRICS, interval, probed, short
 
@@ -402,12 +404,18 @@ def _chart(
             axes.axhline(reference, **REFERENCE)
         if floor is not None:
             axes.set_ylim(0, max([floor, *(1.1 * float(line.values.max()) for line in lines)]))
-        axes.set_xlabel("step")
+        _whole_steps(axes)
         if len(lines) > 1:
             axes.legend(loc="best")
         last = "; ".join(f"{line.label} {line.values[-1]:.3g} at step {line.steps[-1]:.0f}" for line in lines)
         svg = to_svg(figure, key, f"{title}. Last values: {last}")
     return Chart(title, caption, svg)
+
+
+def _whole_steps(axes: Axes) -> None:
+    """Steps along the x axis: a tick between two of them means nothing."""
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
 
 
 def _online_probe(sources: Sources) -> Chart | None:
@@ -423,7 +431,7 @@ def _online_probe(sources: Sources) -> Chart | None:
         _draw(axes, Line("nearest neighbours", *series(rows, "knn"), points=True), 2)
         best = len(score) - 1 - int(score[::-1].argmax())  # of equal scores the last, as in words.advised_step
         axes.plot([steps[best]], [score[best]], "o", markersize=10, markerfacecolor="none", color=SERIES[0])
-        axes.set_xlabel("step")
+        _whole_steps(axes)
         axes.set_ylabel(metric)
         loss = series(sources.validation, "masked_over_baseline")
         if len(loss[0]):
@@ -514,7 +522,7 @@ def _font(found: re.Match[str]) -> str:
 def plain(name: str) -> str:
     """A name of data as a label in a chart."""
     # A dollar sign would start mathtext.
-    return name.replace("_", " ").replace("$", r"\$")
+    return readable(name).replace("$", r"\$")
 
 
 def _spoken(r: dict[str, Any]) -> str:

@@ -145,7 +145,10 @@ def _data(sources: Sources) -> dict[str, Any]:
     order = list(members)
     # File names without folders: pages are passed around, and rejects.parquet has the whole path. The first of a code.
     rejects = reversed(catalog.rejects) if catalog else ()
-    first_of_code = {r.code: r.sentence.replace(r.uri, Path(r.uri).name) for r in rejects}
+    first_of_code = {r.code: r.sentence for r in rejects}
+    for uri in [r.uri for r in (*catalog.acquisitions, *catalog.rejects)] if catalog else ():
+        # A sentence also names the file that its own is a copy of.
+        first_of_code = {code: text.replace(uri, Path(uri).name) for code, text in first_of_code.items()}
     summary = catalog.summary() if catalog else {}
     unprepared = Counter(f"{u.code}: {u.sentence.replace(u.uri, Path(u.uri).name)}" for u in sources.unprepared)
     rejected = (

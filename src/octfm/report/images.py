@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
+from octfm.display import readable
 from octfm.tasks.scene import Scene
 from octfm.volume.planes import eight_bit
 from octfm.volume.volume import Volume
@@ -46,14 +47,14 @@ def example_pictures(scenes: Sequence[Scene]) -> list[Example]:
     for scene in {scene.scanner: scene for scene in reversed(scenes)}.values():
         seen, spacing, k, scanner = scene.as_seen(), scene.spacing_mm, len(scene.voxels) // 2, scene.scanner
         voxels, mask = seen.voxels, _token_slice(scene, "mask", k)
-        alt = f"Middle B-scan of a {scanner} volume, without overlays"
+        alt = f"Middle B-scan of a {readable(scanner)} volume, without overlays"
         pictures = [_bscan(voxels[k], spacing, "Prepared B-scan", alt), tissue_picture(scene)]
         if mask is not None:
             alt = "The same B-scan under one training mask: context blue, target orange, unused dark"
             tint = _tint(mask, {0: CONTEXT, 1: TARGET}, dark=True)
             pictures.append(_bscan(voxels[k], spacing, "Mask: context, target", alt, tint=tint))
         pictures += _pca_pictures(scene, seen.voxels, k)
-        alt = f"Tissue brightness seen from the front, {scanner}"
+        alt = f"Tissue brightness seen from the front, {readable(scanner)}"
         if len(voxels) > 1:
             pictures.append(_enface(front(seen), spacing, scene.laterality, "En face", alt))
         examples.append(Example(scanner, _eye(scene), [picture for picture in pictures if picture is not None]))
@@ -72,7 +73,7 @@ def tissue_picture(scene: Scene) -> Picture | None:
         seen.voxels[k],
         scene.spacing_mm,
         "Tissue band and tokens",
-        f"Middle B-scan of a {scene.scanner} volume{lines}{tinted}",
+        f"Middle B-scan of a {readable(scene.scanner)} volume{lines}{tinted}",
         band=None if band is None else band[:, k],
         tint=None if tokens is None else _tint(tokens, {0: TISSUE}),
     )
@@ -93,7 +94,7 @@ def _pca_pictures(scene: Scene, voxels: np.ndarray, k: int) -> list[Picture]:
     coloured = _bscan(pca[token_slice], spacing, "PCA of its tokens", alt, size=(height, width))
     if depth == 1:
         return [coloured]
-    alt = f"Token colours averaged over depth, seen from the front, {scene.scanner}"
+    alt = f"Token colours averaged over depth, seen from the front, {readable(scene.scanner)}"
     return [coloured, _enface(enface, spacing, scene.laterality, "PCA en face", alt, size=(depth, width))]
 
 
@@ -121,7 +122,7 @@ def native_pictures(volume: Volume) -> list[Picture]:
     mean = voxels.mean(1)
     low, high = np.percentile(mean, (1, 99))
     mean = np.clip((mean - low) / max(high - low, 1e-6), 0, 1)
-    scanner = volume.scanner.replace("_", " ")
+    scanner = readable(volume.scanner)
     if len(voxels) == 1:
         return [_bscan(voxels[0], spacing, "B-scan", f"B-scan, {scanner}")]
     return [

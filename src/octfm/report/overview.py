@@ -3,7 +3,7 @@
 import shlex
 from dataclasses import dataclass
 
-from octfm.display import number
+from octfm.display import number, readable
 from octfm.report import words
 from octfm.report.participants import Step, by_split, flow
 from octfm.report.sources import Sources
@@ -157,7 +157,7 @@ def _sure(sources: Sources) -> str:
     undecided = sum(c["verdict"] == "inconclusive" or words.fails_holm(c) for c in compared)
     if compared:
         parts.append(f"Inconclusive: {undecided} of {number(len(compared), 'planned comparison')}.")
-    few = sorted({r["target"].replace("_", " ") for r in probe["results"] if r["low"] is None})
+    few = sorted({readable(r["target"]) for r in probe["results"] if r["low"] is None})
     if few:
         parts.append(f"Too few participants for an interval: {', '.join(few)}.")
     leak = words.leakage(probe["results"])

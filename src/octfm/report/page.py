@@ -4,6 +4,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+from octfm.display import readable
 from octfm.errors import EvaluationError
 from octfm.io.location import BucketPath, Location, location, write_whole
 
@@ -27,6 +28,7 @@ def render(template: str, facts: dict[str, Any]) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["readable"] = readable
     folder = resources.files("octfm.report")
     style = (folder / "page.css").read_text(encoding="utf-8")
     return environment.from_string((folder / template).read_text(encoding="utf-8")).render(style=style, **facts)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from octfm.catalog.acquisition import Acquisition
+from octfm.display import readable
 from octfm.report.sources import Sources, number
 from octfm.store.layout import StoreRow
 
@@ -86,7 +87,7 @@ def characteristics(sources: Sources) -> list[tuple[str, list[str]]]:
     ]
     for scanner in sorted({a.scanner for own in splits.values() for a in own}):
         counts = [sum(a.scanner == scanner for a in own) for own in splits.values()]
-        table.append((f"Volumes of {scanner}", [f"{n:,}" for n in counts]))
+        table.append((f"Volumes of {readable(scanner)}", [f"{n:,}" for n in counts]))
     if any("age" in labels for own in people for labels in own.values()):
         ages = [[number(labels.get("age")) for labels in own.values()] for own in people]
         table.append(("Age, median (quartiles)", [_quartiles(own) for own in ages]))
@@ -99,7 +100,7 @@ def characteristics(sources: Sources) -> list[tuple[str, list[str]]]:
         counted = [guarded({value: own[value] for value in values}) for own in found]
         for value in values:
             cells = [text[value] for text in counted]
-            table.append((f"{column.replace('_', ' ')}: {value.replace('_', ' ')}", cells))
+            table.append((f"{readable(column)}: {readable(value)}", cells))
     return table
 
 

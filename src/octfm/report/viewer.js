@@ -6,6 +6,7 @@
     drawSides, drawBars, cross, mark } = octfmPaint;
   // Lower than this, a B-scan begins stretched: on a telephone a retina in true proportions is ten pixels high.
   const LOW_PX = 100;
+  const unknown = ([x, y]) => x === -1 && y === -1;  // as octfm.report.viewer codes a line without a place
   const mm = (value) => `${value.toFixed(3)} mm`;
 
   // ---- one viewer on the page ----
@@ -48,7 +49,6 @@
       find("front-pane").hidden = !volume.front;
       find("fundus-pane").hidden = !volume.fundus;
       find("side").hidden = !volume.front && !volume.fundus;
-      if (volume.fundus) find("fundus-about").textContent = `${volume.fundus.about}. ${volume.fundus.lines ? "The bright line is the B-scan." : "Where the B-scans lie on it is not known."}`;
       find("front-about").textContent = volume.frontAbout;
       find("note").textContent = volume.note;
       find("eye").textContent = volume.eye;
@@ -279,7 +279,7 @@
       root.dataset.fundus = fundus.picture.ready ? "drawn" : "";
       if (fundus.picture.ready) context.drawImage(fundus.picture, 0, 0, width, height);
       const stroke = ([x0, y0, x1, y1], colour, thick) => {
-        if (x0 === -1 && y0 === -1) return;
+        if (unknown([x0, y0])) return;
         context.strokeStyle = colour;
         context.lineWidth = thick * (window.devicePixelRatio || 1);
         context.beginPath();
@@ -287,11 +287,20 @@
         context.lineTo(x1 * width, y1 * height);
         context.stroke();
       };
+      find("fundus-about").textContent = `${fundus.about}. ${placeOn(fundus.lines?.[bscan()])}`;
       for (const line of fundus.lines || []) stroke(line, "rgba(86, 180, 233, .25)", 1);
       if (fundus.lines) stroke(fundus.lines[bscan()], "rgb(240, 228, 66)", 2);
     }
 
     // ---- words ----
+
+    // What a reader is told of the line [x0, y0, x1, y1] of a B-scan on the fundus, in shares of the picture.
+    function placeOn(line) {
+      if (!line) return "Where the B-scans lie on it is not known.";
+      if (unknown(line)) return "Where this B-scan lies on it is not known.";
+      const [x0, y0, x1, y1] = line, beyond = (a, b) => Math.max(a, b) < 0 || Math.min(a, b) > 1;
+      return beyond(x0, x1) || beyond(y0, y1) ? "This B-scan lies outside the picture." : "The bright line is the B-scan.";
+    }
 
     function readout() {
       const [dz, dy, dx] = volume.mm, k = bscan();

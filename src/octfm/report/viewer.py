@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octfm.display import readable
 from octfm.errors import EvaluationError
 from octfm.io.location import Location
 from octfm.report.images import Picture, front, shown_spacing
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 LINE_STEPS, NO_LINE = 16, -32768
 """Lines are int16 in sixteenths of a row. viewer_paint.js has the same numbers."""
 LINE_COLUMNS = 512
+MEAN_EYE_SENTENCE = "those of a mean eye, as the file states degrees; as a rule right within a tenth"
 CODINGS = ((88, 4_000_000, 1), (75, 4_000_000, 1), (75, 400_000, 1), (75, 250_000, 1), (70, 150_000, 1),
            (60, 100_000, 1), (60, 100_000, 2), (60, 100_000, 3), (60, 80_000, 4), (60, 80_000, 6), (50, 60_000, 8),
            (50, 60_000, 16), (40, 40_000, 32), (40, 20_000, 64))  # fmt: skip
@@ -98,12 +100,15 @@ def write_view(
     return write_page(render("view.html.jinja", page), out)
 
 
-def view_facts(volume: Volume, scene: Scene) -> list[tuple[str, str]]:
-    """(name, value) of what a file says about its volume, except whose it is; sizes are those of `scene`."""
+def view_facts(volume: Volume, scene: Scene, axial_length_mm: float | None = None) -> list[tuple[str, str]]:
+    """(name, value) of what a file says about its volume, except whose it is; sizes are those of `scene`.
+
+    axial_length_mm: by which its lateral millimetres were rescaled.
+    """
     order = {True: "superior to inferior", False: "inferior to superior in the file, shown superior first"}
     facts = [
-        ("Scanner", volume.scanner.replace("_", " ")),
-        ("Protocol", volume.protocol.replace("_", " ")),
+        ("Scanner", readable(volume.scanner)),
+        ("Protocol", readable(volume.protocol)),
         ("Eye", {"R": "right", "L": "left"}.get(volume.laterality or "", "unknown")),
         ("B-scans × rows × A-scans", " × ".join(f"{n:,}" for n in scene.voxels.shape)),
         ("Millimetres per step", " × ".join(f"{mm:.4g}" for mm in scene.spacing_mm))
@@ -112,6 +117,8 @@ def view_facts(volume: Volume, scene: Scene) -> list[tuple[str, str]]:
         if scene.has_mm
         else ("Millimetres", f"unknown: {WHY}"),
     ]
+    if volume.mean_eye and axial_length_mm is None:
+        facts.append(("Lateral millimetres", MEAN_EYE_SENTENCE))
     facts += [("Modality", "OCT angiography (flow)")] if volume.modality == "octa" else []
     if not scene.is_raster:
         return [*facts, ("Layout", f"{volume.layout}; the distance between B-scans means nothing")]
@@ -150,8 +157,8 @@ def _volume(scene: Scene, room: int, correct: dict[str, Any] | None = None) -> d
         "mm": [dz, dy, dx],
         "hasMm": scene.has_mm,
         "shownMm": list(shown_spacing(scene.voxels.shape, scene.spacing_mm, 4)),
-        # Other layouts have no sides: a circle ends where it began, and in a star they differ between B-scans.
-        "sides": (scene.ends if scene.turned else plain) if scene.is_raster else None,
+        # A circle ends where it began, and in a star sides differ between B-scans: neither has `ends`.
+        "sides": plain if scene.is_raster and not scene.turned else scene.ends,
         "vertical": scene.edges if scene.turned and scene.edges else upright,
         "frontAbout": _about_front(scene),
         "front": _png(front(scene)) if scene.is_raster and depth > 1 else None,

@@ -399,8 +399,10 @@ const octfmCorrect = (() => {
 
     // Why zones or volumes are blank, and what else their reader must know; in the words of octfm.layers.zones.
     function notes() {
-      const { zones } = grid, said = grid.reasons.length ? [`Do not believe it: ${grid.reasons.join("; ")}.`] : [];
-      if (edit.whyNoZones && !grid.reasons.length) said.push(`${edit.whyNoZones[0].toUpperCase()}${edit.whyNoZones.slice(1)}.`);
+      // What the page opens with is not repeated here: the verdict as found, and why an accepted scan has no zones.
+      const { zones } = grid, said = [], answered = edit.reasons.length > grid.reasons.length;
+      if (answered) said.push(grid.reasons.length ? `After correction still: ${grid.reasons.join("; ")}.` : "After correction nothing speaks against it.");
+      if (edit.whyNoZones && answered && !grid.reasons.length) said.push(`${edit.whyNoZones[0].toUpperCase()}${edit.whyNoZones.slice(1)}.`);
       if (grid.parts.length) said.push(`${grid.parts.join(", ")}: zones there are blank, and volumes of fluid.`);
       if (!zones) return said;
       if (!zones.onPit) said.push("No foveal pit was found, so the grid is centred on the middle of the scan.");

@@ -156,7 +156,7 @@ def verdict(probe: dict[str, Any] | None) -> tuple[str, str]:
     row = _key_row(probe)
     if row is None:
         return "none", "The probe found no target that could be measured; its results below give the reasons."
-    what = TARGETS.get(row["target"], f"predicting {row['target']}")
+    what = TARGETS.get(row["target"], f"predicting {display.readable(row['target'])}")
     metric = METRICS.get(row["metric"], row["metric"])
     seen = row["seen_test_participants"]
     people = f"{row['n_test_participants']} participants"
@@ -270,7 +270,9 @@ def checkpoint_advice(rows: list[dict[str, Any]]) -> str:
     metric, step = METRICS.get(best["metric"], best["metric"]), int(best["step"])
     chance = f", chance {number(best['chance']):.2f}" if best.get("chance") else ""
     score = f"{metric} {number(best['score']):.2f}{chance}"
-    text = f"Take step-{step + 1:08d}.pt: frozen features predict {best['target']} best there ({score})."
+    text = (
+        f"Take step-{step + 1:08d}.pt: frozen features predict {display.readable(best['target'])} best there ({score})."
+    )
     if number(best["score"]) <= number(best.get("chance", 0)):
         return f"{text} No probed state is better than chance: do not trust any of them yet."
     held_out = [
@@ -324,7 +326,7 @@ def _data(sources: Sources) -> str:
         return "No catalog was given to this report, so accepted and rejected files are not counted here."
     s = sources.catalog.summary()
     codes = ", ".join(f"{code} {n}" for code, n in s["rejects"].items())
-    scanners = ", ".join(f"{n} {name}" for name, n in s["scanners"].items())
+    scanners = ", ".join(f"{n} {display.readable(name)}" for name, n in s["scanners"].items())
     rejected = "No file was rejected."
     if s["rejected"]:
         rejected = f"{s['rejected']} files were rejected, each with a reason ({codes})."

@@ -117,8 +117,10 @@ class CheckpointWriter:
         return found
 
     def follow(self, remote: BucketRun) -> None:
-        """Send every checkpoint to a bucket as well, where the same retention applies."""
+        """Send every checkpoint to a bucket as well, where the same retention applies. Raises BucketError."""
         self.remote = remote
+        # Before anything is deleted there: the last sound one is looked for in the folder.
+        remote.fetch_back_to(self.retention.sound)
         remote.keep(lambda found: self.retention.surplus(found, self._needed()))
 
     def finish(self) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octfm.display import Picture, box, brief, picture, stretched, times
+from octfm.display import Picture, box, brief, picture, readable, stretched, times
 from octfm.store.layout import Arrays, StoreRow
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Shape3, Spacing3
@@ -67,7 +67,7 @@ class StoredVolume:
         return {
             "size": f"{times(self.shape)} voxels",
             "extent": f"{times(extent)} mm",
-            "scanner": self.row.scanner.replace("_", " "),
+            "scanner": readable(self.row.scanner),
             "eye": eye,
             "split": self.row.split or "",
             "tissue band": "" if self.row.confident else "of low confidence",

@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from octfm.display import box, brief, counted, data_frame, number, times, with_labels
+from octfm.display import box, brief, counted, data_frame, number, readable, times, with_labels
 from octfm.errors import ConfigError, StoreError
 from octfm.io.location import Location, location
 from octfm.store.arrays import open_arrays
@@ -110,7 +110,7 @@ class Store:
         first = {row.scanner: row.index for row in reversed(self.rows)} if isinstance(self.path, Path) else {}
         for scanner, row in sorted(first.items())[:3]:
             try:
-                pictures.append((self[row].pictures()[0][0], scanner.replace("_", " ")))
+                pictures.append((self[row].pictures()[0][0], readable(scanner)))
             except StoreError:
                 continue
         return box("Store", self._described(), pictures=pictures)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from octfm.display import readable
 from octfm.encoder.encoder import Encoder
 from octfm.encoder.tuned import TrainedHead
 from octfm.models.token_map import PADDING, TISSUE, token_map
@@ -71,7 +72,7 @@ def save_pictures(
             overlays += found_overlays(*segmenter.in_prepared(one))
         scenes.append(
             Scene(
-                title=f"{row.scanner.replace('_', ' ')}, volume {sum(s.scanner == row.scanner for s in scenes) + 1}",
+                title=f"{readable(row.scanner)}, volume {sum(s.scanner == row.scanner for s in scenes) + 1}",
                 voxels=one.voxels[0],
                 spacing_mm=store.preprocessing.target_spacing,
                 laterality=row.laterality,  # type: ignore[arg-type]

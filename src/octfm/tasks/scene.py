@@ -145,7 +145,7 @@ class Scene:
     turned: bool = False
     """True if B-scans do not run from left to right over the fundus; `ends` and `edges` then name their sides."""
     ends: tuple[str, str] | None = None
-    """Letters of the sides at which the B-scans of a turned raster begin and end; None if not known."""
+    """Letters of the sides at which B-scans of a turned raster or of lines begin and end; None if not known."""
     edges: tuple[str, str] | None = None
     """Letters of the sides of its first and last B-scan."""
     fundus: Fundus | None = None

@@ -274,17 +274,29 @@ def _corrections(files: tuple[tuple[Path, int, int], ...]) -> dict[str, str]:
 
 
 def read_truth(config: SegmentConfig, row: StoreRow) -> dict[str, Any]:
-    """Ground truth of one acquisition in its native frame: `rows` float [S, D, W] and `mask` bool [D, H, W] or None."""
+    """Ground truth of one acquisition in its native frame: `rows` float [S, D, W] and `mask` bool [D, H, W] or None.
+
+    Raises EvaluationError without a file, and for one that lacks a surface or has arrays of another shape."""
     path = truth_file(config, row)
     if path.suffix == ".json":
         return _by_hand(config, read_corrections(path), transform_of(row).native_shape)
     file = within(Limits(), named_arrays, str(path))
-    names = file["surface_names"].tolist() if "surface_names" in file else []
+    # Names may be bytes, as in files of HDF5 origin.
+    names = file["surface_names"].astype(str).tolist() if "surface_names" in file else []
     if absent := [name for name in config.surfaces if name not in names]:
         raise EvaluationError(f"{path}: no surface called {', '.join(absent)}; surfaces: {', '.join(names)}")
-    for name, needed in (("surfaces", config.surfaces), ("lesions", config.mask_values)):
+    shape = transform_of(row).native_shape
+    wanted = (
+        ("surfaces", config.surfaces, (len(names), *shape[::2]), "[surface, B-scan, A-scan]"),
+        ("lesions", config.mask_values, shape, "[B-scan, row, A-scan]"),
+    )
+    for name, needed, expected, axes in wanted:
         if needed and name not in file:
             raise EvaluationError(f"{path}: expected an array {name}, found {', '.join(file) or 'none'}")
+        if needed and file[name].shape != expected:
+            raise EvaluationError(
+                f"{path}: expected {name} of shape {expected}, {axes} of the scan as acquired, got {file[name].shape}"
+            )
     rows = (
         file["surfaces"][[names.index(name) for name in config.surfaces]].astype(np.float64)
         if config.surfaces

@@ -57,7 +57,8 @@ def segment(
     holds.
 
     `out` is a folder or an address in a bucket; the same call resumes an interrupted run. Raises EvaluationError if
-    a test participant was in the encoder's pretraining (unless `allow_seen`), and Preempted after SIGTERM or SIGINT.
+    a test participant was in the encoder's pretraining (unless `allow_seen`) or a volume has no fitting truth, and
+    Preempted after SIGTERM or SIGINT.
     """
     encoder = open_encoder(config, device)
     store = open_store(config, encoder)
@@ -71,6 +72,7 @@ def segment(
             "pretraining, or pass --allow-seen"
         )
     truth = [to_prepared(read_truth(config, store.rows[i]), transform_of(store.rows[i])) for i in train_rows]
+    _require_something_to_find(config, store, truth, test_rows)
     # With other volumes, splits or surfaces to learn from it would be another run.
     taught = [hash_file(truth_file(config, store.rows[i])) for i in train_rows]
     data = volumes_digest(store, [*train_rows, *test_rows], taught)
@@ -108,6 +110,27 @@ def segment(
         write_probe(run.path / "segment.json", result)
         run.publish()
     return result
+
+
+def _require_something_to_find(
+    config: SegmentConfig, store: Store, truth: Sequence[Labelled], test_rows: Sequence[int]
+) -> None:
+    """Raises EvaluationError if no training volume has a surface or the mask, or no test volume has a surface. Reads
+    the truth of all test volumes, so that a fault in it is found before the training and not after."""
+    tested = np.zeros(len(config.surfaces), bool)
+    for i in test_rows:
+        tested |= np.isfinite(read_truth(config, store.rows[i])["rows"]).any((1, 2))
+    trained = np.any([np.isfinite(t.rows).any((1, 2)) for t in truth], axis=0)
+    for split, known in (("training", trained), ("test", tested)):
+        if absent := [name for name, any_row in zip(config.surfaces, known, strict=True) if not any_row]:
+            raise EvaluationError(
+                f"truth: no {split} volume has a row of {', '.join(absent)}; leave it out of surfaces, or label it"
+            )
+    if config.mask_values and not any(t.mask.any() for t in truth if t.mask is not None):
+        raise EvaluationError(
+            f"truth: no training volume has a voxel of mask_values {list(config.mask_values)} within its prepared "
+            "field; name the values that your files use (PNG masks often have 255)"
+        )
 
 
 def _judge(

@@ -49,6 +49,9 @@ class SegmentConfig(Config):
     def _something_to_find(self) -> "SegmentConfig":
         if not self.surfaces and not self.mask_values:
             raise ValueError("surfaces and mask_values are both empty; name what to find")
+        names = [*self.surfaces, *([self.mask_name] if self.mask_values else [])]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"surfaces and mask_name: {twice} occurs twice, and results are kept by name")
         return self
 
     @property

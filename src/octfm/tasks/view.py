@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octfm.display import readable
 from octfm.errors import EvaluationError
 from octfm.store.layout import Arrays
 from octfm.tasks.scene import BESIDE, COLOURS, Overlay, Scene, found_overlays, lines
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from octfm.encoder.encoder import Encoder
     from octfm.encoder.tuned import TrainedHead
     from octfm.tasks.segment import Segmenter
+
+_ACROSS = {"R": ("T", "N"), "L": ("N", "T")}
+"""Letters of the left and the right end of a horizontal B-scan, by eye."""
 
 
 def scene_of(
@@ -87,7 +91,7 @@ def scene_of(
     if found is not None:
         surfaces_found = {name: rows[order] for name, rows in found.surfaces.items()}
         overlays += found_overlays(surfaces_found, {name: mask[order] for name, mask in found.masks.items()})
-    known = [part.replace("_", " ") for part in (volume.scanner, volume.protocol) if part != "unknown"]
+    known = [readable(part) for part in (volume.scanner, volume.protocol) if part != "unknown"]
     return Scene(
         title=" ".join(known) or "OCT volume",
         voxels=_eight_bit(volume.voxels)[order],
@@ -96,7 +100,7 @@ def scene_of(
         superior_first=volume.superior_first is not None,
         is_raster=volume.layout == "raster",
         turned=not volume.left_to_right,
-        **_sides_of_turned(volume),
+        **(_sides_of_turned(volume) if volume.layout == "raster" else _sides_of_lines(volume, fundus)),
         has_mm=not volume.spacing_estimated,
         scanner=volume.scanner,
         overlays=tuple(overlays),
@@ -109,9 +113,9 @@ def scene_of(
 
 def _sides_of_turned(volume: Volume) -> dict[str, Any]:
     """`Scene.ends` and `Scene.edges` of a raster whose B-scans do not run from left to right over the fundus."""
-    if volume.layout != "raster" or volume.left_to_right or volume.lines is None:
+    if volume.left_to_right or volume.lines is None:
         return {}
-    across: tuple[str, str] | None = {"R": ("T", "N"), "L": ("N", "T")}.get(volume.laterality or "")
+    across = _ACROSS.get(volume.laterality or "")
     backwards = None if across is None else (across[1], across[0])
     if not volume.vertical:
         return {"ends": backwards}
@@ -120,6 +124,19 @@ def _sides_of_turned(volume: Volume) -> dict[str, Any]:
     shown = middle[::-1] if volume.superior_first is False else middle
     to_the_right = np.nanmean(np.diff(shown)) >= 0 if len(shown) > 1 else True
     return {"ends": ("S", "I") if along > 0 else ("I", "S"), "edges": across if to_the_right else backwards}
+
+
+def _sides_of_lines(volume: Volume, fundus: Fundus | None) -> dict[str, Any]:
+    """`Scene.ends` of line scans that all run the same way over the picture of the fundus."""
+    if volume.layout != "line" or fundus is None or fundus.lines is None:
+        return {}
+    x, y = (fundus.lines.end - fundus.lines.start).T
+    for along, aside, letters in ((x, y, _ACROSS.get(volume.laterality or "")), (y, x, ("S", "I"))):
+        if (np.abs(along) > np.abs(aside)).all() and (along > 0).all():
+            return {"ends": letters}
+        if (np.abs(along) > np.abs(aside)).all() and (along < 0).all():
+            return {"ends": letters and letters[::-1]}
+    return {}
 
 
 def _beside(number: int, drawn: Surfaces | Labels, order: slice) -> Overlay:

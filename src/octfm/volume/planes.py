@@ -1,6 +1,7 @@
 """Grey levels of B-scans: 8-bit ones of a 16-bit volume, converted one at a time, since a worker's memory would not
 hold a converted copy as well; and what is white padding."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Literal
 
@@ -12,6 +13,7 @@ MOST_PADDING = 0.2
 """Largest share of a B-scan that is taken for white padding."""
 NEARLY_WHITE = 0.96
 """Share of white from which a voxel may be padding: JPEG does not keep white exactly."""
+TWELVE_BITS = 4095
 
 
 class Planes:
@@ -39,7 +41,15 @@ class Planes:
 
 def eight_bit(volume: Volume, full_scale: int | None = None) -> np.ndarray | Planes:
     """The volume's B-scans as uint8, white at 255. `full_scale` is white in 16-bit voxels, None for what the volume
-    states."""
+    states, with a warning if that is the default and the voxels look as if they had 12 bits."""
+    unstated = full_scale is None and volume.voxels.dtype == np.uint16 and volume.full_scale == 65535
+    if unstated and 0 < volume.voxels.max() <= TWELVE_BITS:
+        # The text is the same for every volume, so that Python shows it once.
+        warnings.warn(
+            "a Volume of uint16 voxels up to 4,095 or less is nearly black on its full_scale of 65,535; if it has 12 "
+            "bits, give Volume(…, full_scale=4095), as octfm.read_volume does",
+            stacklevel=2,
+        )
     return volume.voxels if volume.voxels.dtype == np.uint8 else Planes(volume.voxels, full_scale or volume.full_scale)
 
 

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from octfm.display import Picture, box, brief, fields_line, number, picture, stretched, times
+from octfm.display import Picture, box, brief, fields_line, number, picture, readable, stretched, times
 
 Laterality = Literal["R", "L"]
 Layout = Literal["raster", "line", "circle", "radial", "repeated"]
@@ -99,6 +99,8 @@ class Volume:
     """Where the voxels came from; named in every error."""
     spacing_estimated: bool = False
     """The millimetres are estimated from the retina (octfm.volume.estimated): no result may give micrometres."""
+    mean_eye: bool = False
+    """The file states degrees: the lateral millimetres are those of a mean eye, as a rule right within a tenth."""
     full_scale: int = 65535
     """White value of uint16 voxels, e.g. 4095 if 12 bits are used; uint8 is white at 255."""
 
@@ -127,7 +129,7 @@ class Volume:
         return {
             "size": f"{number(d, 'B-scan')} of {h} × {w}, {self.voxels.dtype}",
             "extent": f"{times(self.extent_mm if self.layout == 'raster' else self.extent_mm[1:])} mm{estimated}",
-            "scanner": self.scanner.replace("_", " "),
+            "scanner": readable(self.scanner),
             "eye": {"R": "right eye", "L": "left eye", None: "unknown eye"}[self.laterality],
             "layout": self.layout if self.layout != "raster" else "",
             "modality": "OCT angiography" if self.modality == "octa" else "",

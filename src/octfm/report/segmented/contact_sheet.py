@@ -1,11 +1,13 @@
 """A contact sheet of the scans in a table of octfm segment, the most doubtful first."""
 
 import base64
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from octfm.errors import one_line
+from octfm.io.archive import MEMBER
 from octfm.io.hashing import hash_text
 from octfm.io.location import write_whole
 from octfm.report.page import MAX_BYTES, render, write_page
@@ -43,7 +45,7 @@ class ContactSheet:
         from octfm.models.layer_net import MASKS
         from octfm.weights.packaged import NOTE
 
-        cards, size = [], 0
+        cards, size, below = [], 0, _below(row["source"] for row in rows)
         for row in sorted(rows, key=lambda row: (not row["problem"], -float(row["doubt"] or 0))):
             path, src = self._path(row["source"]), ""
             if path.exists():
@@ -57,7 +59,10 @@ class ContactSheet:
                 if name.endswith("_nl") and float(nl or 0) > 0
             ]
             refused = row["verdict"] not in ("", ACCEPTED)
-            shown = {name: one_line(row[name]) for name in ("source", "problem", "zones_note")}
+            own = row | {"source": below[row["source"]]}
+            if len(above := row["source"].removesuffix(own["source"])) > 1:
+                own["problem"] = row["problem"].replace(above, "")
+            shown = {name: one_line(own[name]) for name in ("source", "problem", "zones_note")}
             cards.append({**row, **shown, "src": src, "refused": refused, "had": path.exists(), "measured": measured})
         facts = {
             "cards": cards,
@@ -69,3 +74,11 @@ class ContactSheet:
             "legend": [(words_of(name), FOUND_COLOURS[name]) for name in (*LINES, *MASKS)],
         }
         return write_page(render("contact_sheet.html.jinja", facts), self.page)
+
+
+def _below(sources: Iterable[str]) -> dict[str, str]:
+    """Source → its path below the folder that holds all of them: folders further up may be called after people."""
+    sources = list(sources)
+    levels = zip(*(PurePath(source.partition(MEMBER)[0]).parts[:-1] for source in sources), strict=False)
+    shared = sum(1 for _ in takewhile(lambda names: len(set(names)) == 1, levels))
+    return {source: str(PurePath(*PurePath(source).parts[shared:])) if shared else source for source in sources}

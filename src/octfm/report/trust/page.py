@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from octfm.display import readable
 from octfm.report.figures import Chart
 from octfm.report.images import prepared_picture
 from octfm.report.page import render, write_page
@@ -111,7 +112,7 @@ def _baseline_charts(result: dict[str, Any]) -> list[Chart]:
             "95\u00a0% intervals over participants; the dashed line is chance. Overlapping bars settle nothing, the "
             "paired table does."
         )
-        axis, title = words.NAMES[rows[0]["metric"]], f"{words.plain(target)}: every encoder"
+        axis, title = words.NAMES[rows[0]["metric"]], f"{readable(target)}: every encoder"
         bars = [figures.Bar(r["encoder"], r) for r in rows]
         charts.append(figures.bars(title, caption, bars, axis, rows[0]["chance"]))
     return [c for c in charts if c is not None]
@@ -133,7 +134,7 @@ def _left_out(result: dict[str, Any]) -> dict[str, Any]:
             for r in rows
         ]
         axis = words.NAMES[rows[0]["metric"]]
-        charts.append(figures.bars(f"{words.plain(target)} by scanner", caption, bars, axis, None))
+        charts.append(figures.bars(f"{readable(target)} by scanner", caption, bars, axis, None))
     table: dict[tuple[str, str, str], dict[str, str]] = {}
     for r in part["results"]:
         if r["scanner"] is None:
@@ -156,7 +157,7 @@ def _domains(result: dict[str, Any]) -> dict[str, Any]:
     origin = [
         {
             "name": name,
-            "scanners": ", ".join(map(words.plain, facts["scanners"])),
+            "scanners": ", ".join(map(readable, facts["scanners"])),
             "named": facts["named"],
             "participants": facts["participants"],
             "steps": facts["steps"],
@@ -186,7 +187,7 @@ def _same_eye(result: dict[str, Any]) -> dict[str, Any]:
         "95\u00a0% intervals."
     )
     plots = [
-        figures.bland_altman(p, f"{words.plain(p['target'])}: {words.plain(p['a'])} − {words.plain(p['b'])}", caption)
+        figures.bland_altman(p, f"{readable(p['target'])}: {readable(p['a'])} − {readable(p['b'])}", caption)
         for p in drawn
     ]
     pairs = []
@@ -226,7 +227,7 @@ def _subgroups(result: dict[str, Any]) -> dict[str, Any]:
             "Every group by itself. Hollow: fewer than 10 participants per class, so no interval and no comparison."
         )
         bars = [figures.Bar(f"{r['group']}: {r['value']} ({r['n_participants']})", r) for r in rows]
-        charts.append(figures.bars(f"{words.plain(target)} by group", caption, bars, axis, None))
+        charts.append(figures.bars(f"{readable(target)} by group", caption, bars, axis, None))
     return {
         "sentence": part["sentence"],
         "charts": [c for c in charts if c is not None],
@@ -252,7 +253,7 @@ def _calibration(result: dict[str, Any]) -> dict[str, Any]:
         )
         caption = f"{r['n_participants']} participants; a larger mark holds more cases; "
         caption += "bars are Wilson's 95\u00a0% intervals, in which a participant counts once."
-        charts.append(figures.reliability(r, f"{words.plain(r['target'])}: {r['encoder']}", caption))
+        charts.append(figures.reliability(r, f"{readable(r['target'])}: {r['encoder']}", caption))
     return {"sentence": part["sentence"], "rows": rows, "charts": charts, "skipped": part["skipped"]}
 
 
@@ -274,7 +275,7 @@ def _neighbours(result: dict[str, Any], store: Store | None) -> dict[str, Any]:
     rows: dict[str, dict[str, str]] = {}
     columns: dict[str, str] = {}
     for r in part["results"]:
-        columns[r["target"]] = f"{words.plain(r['target'])} (chance {r['chance']:.2f})"
+        columns[r["target"]] = f"{readable(r['target'])} (chance {r['chance']:.2f})"
         rows.setdefault(r["encoder"], {})[r["target"]] = interval(r)
     examples = []
     for e in part["examples"] if store is not None else []:
@@ -324,12 +325,12 @@ def _volume(store: Store | None, acquisition: str) -> dict[str, Any]:
     row = next(r for r in store.rows if r.acquisition == acquisition)
     arrays = store.read([row.index])
     eye = {"R": "right eye", "L": "left eye, mirrored"}.get(row.laterality or "", "eye unknown")
-    scanner, spacing = words.plain(row.scanner), store.preprocessing.target_spacing
+    scanner, spacing = readable(row.scanner), store.preprocessing.target_spacing
     doubts = [*row.flags, *([] if row.confident else ["tissue band not found with confidence"])]
     return {
         "picture": prepared_picture(arrays.voxels[0], spacing, f"row {row.index}, {scanner}"),
         "row": row.index,
         "scanner": scanner,
         "eye": eye,
-        "doubts": ", ".join(map(words.plain, doubts)),
+        "doubts": ", ".join(map(readable, doubts)),
     }

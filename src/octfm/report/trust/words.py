@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from octfm.display import readable
 from octfm.report.words import METRICS, TARGETS, encoder, interval
 
 Tone = Literal["better", "worse", "inconclusive", "measured", "none", "ok", "bad"]
@@ -63,7 +64,7 @@ def named(name: str) -> str:
 
 
 def target(name: str) -> str:
-    return TARGETS.get(name, f"predicting {name.replace('_', ' ')}").removesuffix(" (leakage: less is better)")
+    return TARGETS.get(name, f"predicting {readable(name)}").removesuffix(" (leakage: less is better)")
 
 
 def digits_of(name: str) -> int:
@@ -129,7 +130,7 @@ def _left_out(result: dict[str, Any]) -> Finding:
         )
     singles = len([c for c in planned if c["scanner"] is not None])
     if singles:
-        on = _list([f"{plain(c['scanner'])} ({target(c['target'])}, {c['difference']:+.2f})" for c in lost])
+        on = _list([f"{readable(c['scanner'])} ({target(c['target'])}, {c['difference']:+.2f})" for c in lost])
         parts.append(
             f"Scanner by scanner, {len(lost)} of {singles} comparisons show a loss{f': {on}' if lost else ''}."
         )
@@ -159,7 +160,10 @@ def _domains(result: dict[str, Any]) -> Finding:
     stands = [c for c in single if c["claim"] != "inconclusive"]
     if single:
         which = _list(
-            [f"{c['claim']} on {plain(c['scanner'])} ({target(c['target'])}, {c['difference']:+.2f})" for c in stands]
+            [
+                f"{c['claim']} on {readable(c['scanner'])} ({target(c['target'])}, {c['difference']:+.2f})"
+                for c in stands
+            ]
         )
         parts.append(
             f"Scanner by scanner {len(stands)} of {len(single)} differences stand{f': {which}' if stands else ''}."
@@ -184,8 +188,8 @@ def _same_eye(result: dict[str, Any]) -> list[Finding]:
         sure = (b["bias"]["low"] or 0) > 0 or (b["bias"]["high"] or 0) < 0
         text = f"{interval(b['bias'], digits=1)}" + ("" if sure else ", which includes no offset")
         parts.append(
-            f"The largest mean offset of {plain(worst['target'])} is between {plain(worst['a'])} and "
-            f"{plain(worst['b'])}: {text}; limits of agreement {b['lower']['estimate']:.1f} to "
+            f"The largest mean offset of {readable(worst['target'])} is between {readable(worst['a'])} and "
+            f"{readable(worst['b'])}: {text}; limits of agreement {b['lower']['estimate']:.1f} to "
             f"{b['upper']['estimate']:.1f}, which hold 95\u00a0% of differences if these are normally distributed."
         )
     parts.append(
@@ -233,7 +237,7 @@ def _subgroups(result: dict[str, Any]) -> Finding:
     text = f"{len(stands)} of {len(planned)} differences between a group and everybody else hold after Holm"
     if stands:
         text += ": " + "; ".join(
-            f"{c['claim']} for {c['group']} {plain(c['value'])} than for {plain(c['against'])} in "
+            f"{c['claim']} for {c['group']} {readable(c['value'])} than for {readable(c['against'])} in "
             f"{target(c['target'])} ({NAMES[c['metric']].removesuffix(' (less is better)')} "
             f"{interval(c, digits=digits_of(c['metric']))})"
             for c in stands
@@ -297,7 +301,7 @@ def _neighbours(result: dict[str, Any]) -> Finding:
     rows = [r for r in part["results"] if r["encoder"] == result["reference"]]
     parts = []
     for r in rows:
-        what = "the scanner" if r["leakage"] else f"the class of {plain(r['target'])}"
+        what = "the scanner" if r["leakage"] else f"the class of {readable(r['target'])}"
         chance = f"by chance {r['chance']:.2f}"
         parts.append(f"Of the five nearest scans of other participants, {interval(r)} share {what} ({chance}).")
     tones: set[Tone] = set()
@@ -305,7 +309,7 @@ def _neighbours(result: dict[str, Any]) -> Finding:
     for name in dict.fromkeys(c["target"] for c in planned):
         text, tone = _against("", [c for c in planned if c["target"] == name])
         text = text.strip()
-        parts.append(f"For the class of {plain(name)}: {text[:1].lower()}{text[1:]}")
+        parts.append(f"For the class of {readable(name)}: {text[:1].lower()}{text[1:]}")
         tones.add(tone)
     return Finding(question, _overall(tones) if tones else "measured", " ".join(parts), "neighbours")
 
@@ -327,7 +331,3 @@ def _copies(result: dict[str, Any]) -> Finding:
 def _list(items: Sequence[str]) -> str:
     items = list(items)
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + " and " + items[-1] if items else ""
-
-
-def plain(name: str) -> str:
-    return str(name).replace("_", " ")
