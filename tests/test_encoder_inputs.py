@@ -129,7 +129,7 @@ def test_arrays_that_are_no_batch_are_refused(encoder, store):
     assert encoder.select(batch)[0].shape == encoder.select(one)[0].shape
     bare = Arrays(batch.voxels[0], batch.band[0], batch.valid[0])
     for read in (encoder.select, encoder.read_tokens, encoder.embed_arrays, encoder.tissue_tokens):
-        with pytest.raises(ConfigError, match=r"voxels\[None\]"):
+        with pytest.raises(ConfigError, match=r"band\[None\]"):
             read(bare)
     with pytest.raises(ConfigError, match=r"expected band of \[1, 2, 8, 32\] for 1 volumes, got \[2, 8, 32\]"):
         encoder.select(Arrays(batch.voxels, batch.band[0], batch.valid[0]))

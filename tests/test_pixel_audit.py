@@ -16,6 +16,7 @@ from octfm.catalog.catalog import Catalog
 from octfm.catalog.participants.pseudonyms import pseudonymise
 from octfm.catalog.scan import scan
 from octfm.cli.main import app
+from octfm.display import readable
 from octfm.phantom import DIAGNOSES, SCANNERS, phantom_volume
 from octfm.report.data_health import write_data_health
 from octfm.store.prepare import prepare
@@ -216,7 +217,10 @@ def test_a_scan_says_of_which_eyes_pixels_cannot_tell(half_seen, tmp_path):
     assert pseudonymise(catalog, b"k" * 32).summary()["disc_sides"][scanner]["cannot tell"] == 1
     page = (tmp_path / "a" / "data_health.html").read_text()
     assert f"To tell, they need {NEEDS}." in page
-    assert f"<tr><td>{scanner}</td>" + "".join(f'<td class="n">{n}</td>' for n in (2, 0, 1, 0, 1, 1, 0, 0)) in page
+    assert (
+        f"<tr><td>{readable(scanner)}</td>" + "".join(f'<td class="n">{n}</td>' for n in (2, 0, 1, 0, 1, 1, 0, 0))
+        in page
+    )
 
     plain = scan(half_seen, workers=0)
     assert not plain.pixels and "disc_sides" not in plain.summary()

@@ -238,11 +238,11 @@ class Encoder:
         return [tissue_index(own, arrays.acquisition[place : place + 1]) for place, own in enumerate(maps)]
 
     def _maps(self, arrays: Arrays) -> np.ndarray:
-        """uint8 [B, d, h, w], the token maps of B volumes. Raises ConfigError for arrays of another shape, such as one
-        volume that is no batch: its axes would be taken for others."""
-        count = len(arrays.voxels)
-        for name, one in shapes(self.preprocessing.image_size).items():
-            if (got := getattr(arrays, name).shape) != (count, *one):
+        """uint8 [B, d, h, w], the token maps of B volumes. Raises ConfigError for a band of another shape, such as that
+        of one volume that is no batch: its axes would be taken for others."""
+        count, expected = len(arrays.voxels), shapes(self.preprocessing.image_size)
+        for name in ("band", "valid"):
+            if (got := getattr(arrays, name).shape) != (count, *(one := expected[name])):
                 raise ConfigError(
                     f"expected {name} of {[count, *one]} for {count} volumes, got {list(got)}; the arrays of one "
                     f"volume need a first axis of length 1, {name}[None]"
