@@ -320,8 +320,8 @@ class ScanSegmentation(Segmentation):
         Three parts are added in quadrature: that of the lines, within which the mean of the true lines of the same
         B-scans lies in 90 % of a phantom's zones; the most by which the mean changes if the grid moves as far as the
         fovea may lie away; and what it may change because B-scans are samples (`EtdrsGrid.sampling_um`). How often the
-        true mean of a real eye lies within it is not known. Empty for networks without ranges and for
-        corrected scans. Raises EvaluationError as `etdrs` does.
+        true mean of a real eye lies within it is not known. Empty for networks without ranges and for corrected scans.
+        Raises EvaluationError as `etdrs` does.
         """
         if self.ranges is None or self.corrections is not None:
             return {}

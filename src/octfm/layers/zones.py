@@ -81,7 +81,7 @@ def _unsure(grid: EtdrsGrid) -> list[str]:
 
 
 def uneven_zones(grid: EtdrsGrid) -> list[str]:
-    """Zones given whose means depend on single B-scans (SAMPLING_UM)."""
+    """Zones that have a mean which depends on single B-scans, by more than SAMPLING_UM."""
     return [name for name, mean in grid.mean_um.items() if mean is not None and grid.sampling_um[name] > SAMPLING_UM]
 
 

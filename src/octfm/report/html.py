@@ -148,7 +148,9 @@ def _data(sources: Sources) -> dict[str, Any]:
     first_of_code = {r.code: r.sentence for r in rejects}
     for uri in [r.uri for r in (*catalog.acquisitions, *catalog.rejects)] if catalog else ():
         # A sentence also names the file that its own is a copy of.
-        first_of_code = {code: text.replace(uri, Path(uri).name) for code, text in first_of_code.items()}
+        for code, text in first_of_code.items():
+            if uri in text:
+                first_of_code[code] = text.replace(uri, Path(uri).name)
     summary = catalog.summary() if catalog else {}
     unprepared = Counter(f"{u.code}: {u.sentence.replace(u.uri, Path(u.uri).name)}" for u in sources.unprepared)
     rejected = (
