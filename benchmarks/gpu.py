@@ -12,6 +12,7 @@ Cells:
   train    octfm's loop with a store on the local disk: waiting for data, stall of checkpoints
   inputs   patches and masks of a micro-batch with and without augmentation
   embed    volumes/s of a frozen encoder
+  classes  kernel time of an update by class of kernels, and the device's idle share
 """
 
 import argparse
@@ -63,7 +64,7 @@ def cells(peer: bool, rehearse: bool) -> list[Cell]:
     if rehearse:
         tiny = Cell("update", (8, 64, 32), batch=2, limit_s=120)
         found = [Cell("peak", limit_s=60), tiny, replace(tiny, mode="compiled"), replace(tiny, budget=48, batch=4)]
-        kinds = ("train", "inputs", "embed", *(("peer", "equal") if peer else ()))
+        kinds = ("train", "inputs", "embed", "classes", *(("peer", "equal") if peer else ()))
         return [*found, *(replace(tiny, kind=kind) for kind in kinds)]
     budget, whole, small = Cell("update", budget=BUDGET), Cell("update"), Cell("update", SMALL)
     # A third of the tokens, as of the large volumes.
@@ -76,6 +77,8 @@ def cells(peer: bool, rehearse: bool) -> list[Cell]:
         Cell("train", budget=BUDGET, limit_s=75),
         Cell("inputs", budget=BUDGET),
         Cell("embed", budget=BUDGET, batch=16),
+        Cell("classes", budget=BUDGET),
+        Cell("classes", budget=BUDGET, mode="compiled", limit_s=75),
     ]
     slow = {"limit_s": 75.0}
     found += [replace(each, mode="graph", batch=n) for each in (budget, small, whole, few) for n in (8, 1)]
@@ -219,6 +222,32 @@ class Worker:
             "first_s": first,
         }
 
+    def classes(self, cell: Cell) -> dict[str, Any]:
+        """Milliseconds of one update by class of kernels, and the largest kernels by name."""
+        from torch.profiler import ProfilerActivity, profile
+
+        from gpu_step import update_of
+
+        learner, batch = self.learner(cell)
+        update, calls = update_of(learner, batch, learner.config.objective.context_loss, cell.mode), 3
+        seconds = self.timed(update)
+        kinds = [ProfilerActivity.CPU if self.device == "cpu" else ProfilerActivity.CUDA]
+        with profile(activities=kinds) as seen:
+            for _ in range(calls):
+                update()
+            self.wait()
+        ms = {}
+        for event in seen.key_averages():
+            # A CPU has operators for kernels.
+            spent = event.self_cpu_time_total if self.device == "cpu" else event.self_device_time_total
+            if spent and (self.device == "cpu" or event.device_type == self.torch.autograd.DeviceType.CUDA):
+                ms[event.key] = ms.get(event.key, 0.0) + spent / 1e3 / calls
+        found = {"ms": 1e3 * seconds, "kernels_ms": sum(ms.values()), **dict.fromkeys(KERNELS, 0.0)}
+        for name, spent in ms.items():
+            found[kernel_class(name)] += spent
+        largest = sorted(ms, key=lambda name: -ms[name])[:25]
+        return {**found, "largest": {name[:160]: round(ms[name], 3) for name in largest}}
+
     def peer(self, cell: Cell) -> dict[str, Any]:
         from step import build_peer
 
@@ -333,6 +362,19 @@ class Worker:
             "store_written_s": written,
             "batch": config.data.global_batch_size,
         }
+
+
+KERNELS = {
+    "attention": ("flash", "fmha", "attention"),
+    "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitk", "mm_"),
+    "update": ("multi_tensor_apply", "adam", "lerp"),
+    "elementwise": (),
+}
+"""Classes of kernels, and parts of the names of those that belong to each; whatever has none is elementwise."""
+
+
+def kernel_class(name: str) -> str:
+    return next(kind for kind, parts in KERNELS.items() if not parts or any(part in name.lower() for part in parts))
 
 
 def work(chosen: argparse.Namespace) -> None:
