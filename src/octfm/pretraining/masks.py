@@ -162,9 +162,14 @@ def sample_masks(config: MaskConfig, tokens: np.ndarray, rngs: Sequence[np.rando
             raise TooFewTokens("one" if image else "none", place)
         kept.append(select_tokens(volume, config.counts(volume.shape)[0], rng))
         for own, found in zip(sets, splits, strict=True):
-            found.append(_split(own, volume, np.unique(kept[-1]), rng))
+            found.append(_split(own, volume, _different(kept[-1]), rng))
     first, *second = (_described(tokens, np.stack(kept), *map(np.stack, zip(*found, strict=True))) for found in splits)
     return replace(first, large=second[0]) if second else first
+
+
+def _different(ordered: np.ndarray) -> np.ndarray:
+    """The different values of a sorted list; np.unique would sort it again."""
+    return ordered[np.diff(ordered, prepend=-1) != 0]
 
 
 def _split(
@@ -186,14 +191,14 @@ def _split(
 def _described(tokens: np.ndarray, kept: np.ndarray, context: np.ndarray, target: np.ndarray) -> TokenMasks:
     flat = tokens.reshape(len(tokens), -1)
     tissue_kept = np.take_along_axis(flat, kept, 1) == TISSUE
-    unique_tissue = np.array([np.unique(k[t]).size for k, t in zip(kept, tissue_kept, strict=True)])
+    unique_tissue = np.array([_different(k[t]).size for k, t in zip(kept, tissue_kept, strict=True)])
     return TokenMasks(
         kept,
         context,
         target,
         tissue_kept,
         tissue_dropped=1 - unique_tissue / np.maximum(1, (flat == TISSUE).sum(1)),
-        repeated=np.array([1 - np.unique(k).size / k.size for k in kept]),
+        repeated=np.array([1 - _different(k).size / k.size for k in kept]),
         dead=(np.take_along_axis(flat, target, 1) != TISSUE).mean(1),
     )
 
@@ -230,10 +235,10 @@ def _block(config: MaskConfig, grid: Shape3, centre: int, rng: np.random.Generat
     aspect = rng.uniform(*config.aspect)
     block = [slice(None)] * 3
     for axis, share in ((first, sqrt(config.block_area * aspect)), (second, sqrt(config.block_area / aspect))):
-        size = int(np.clip(round(share * grid[axis]), 1, grid[axis]))
+        size = min(max(1, round(share * grid[axis])), grid[axis])
         if axis == 1:
             row = int(np.unravel_index(centre, grid)[1])
-            start = int(np.clip(row - rng.integers(size), 0, grid[1] - size))
+            start = min(max(0, row - int(rng.integers(size))), grid[1] - size)
         else:
             start = int(rng.integers(1 - size, grid[axis]))
         block[axis] = slice(max(0, start), start + size)
