@@ -3,7 +3,8 @@
 Everything random is a function of (seed, position in the run, view).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -40,32 +41,56 @@ class Inputs:
     """Masks of the first view, on the host, and the statistics of their sampling."""
 
 
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """What is drawn on the host for the volumes of a batch. A slice of it is that of some of them."""
+
+    views: tuple[tuple[Augmentation | None, TokenMasks], ...]
+
+    def __getitem__(self, volumes: slice) -> "Drawn":
+        return Drawn(tuple((moves and _of(moves, volumes), _of(masks, volumes)) for moves, masks in self.views))
+
+
+def _of(drawn: Any, volumes: slice) -> Any:
+    """Some volumes' share of an augmentation or of masks."""
+    columns = {f.name: getattr(drawn, f.name) for f in fields(drawn)}
+    own = {name: value[volumes] for name, value in columns.items() if isinstance(value, np.ndarray)}
+    large = columns.get("large")
+    return replace(drawn, **own, **({"large": _of(large, volumes)} if large is not None else {}))
+
+
+def draw(config: PretrainConfig, preprocessing: Preprocessing, batch: Batch, augmented: bool = True) -> Drawn:
+    """Draw augmentation and masks for every view of every volume."""
+    views: list[tuple[Augmentation | None, TokenMasks]] = []
+    for view in range(config.objective.num_views):
+        moves = None
+        if augmented:
+            rngs = generators(config.seed, AUGMENT, batch.position, view)
+            moves = augment.draw(config.augment, rngs, batch.laterality)
+        if views and config.objective.shares_masks:
+            views.append((moves and moves.at_places_of(views[0][0]), views[0][1]))
+        else:
+            views.append((moves, _masks(config, preprocessing, batch, moves, view)))
+    return Drawn(tuple(views))
+
+
 def make_inputs(
     config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime, batch: Batch, augmented: bool = True
 ) -> Inputs:
-    """Draw augmentation and masks for every view of every volume and cut out the kept patches on the device."""
+    """Cut out the kept patches of every view of every volume on the device, moved and recoloured as drawn: as the
+    loader has drawn for training, if it has."""
     # uint8 to the device, a quarter of the bytes of float32; normalised there, and only in the patches that are kept.
     voxels = runtime.tensor(batch.voxels).unsqueeze(1)
     labels = runtime.tensor(batch.labels).unsqueeze(1) if batch.labels is not None else None
+    drawn = batch.drawn if augmented and batch.drawn is not None else draw(config, preprocessing, batch, augmented)
     views: list[View] = []
-    first: tuple[Augmentation | None, TokenMasks] | None = None
-    for view in range(config.objective.num_views):
-        drawn = None
-        if augmented:
-            rngs = generators(config.seed, AUGMENT, batch.position, view)
-            drawn = augment.draw(config.augment, rngs, batch.laterality)
-        if first is not None and config.objective.shares_masks:
-            drawn, masks = drawn and drawn.at_places_of(first[0]), first[1]
-        else:
-            masks = _masks(config, preprocessing, batch, drawn, view)
-        first = first or (drawn, masks)
-        views.append(_view(config, preprocessing, runtime, voxels, labels, drawn, masks))
+    for moves, masks in drawn.views:
+        views.append(_view(config, preprocessing, runtime, voxels, labels, moves, masks))
         if masks.large is not None:
             # A copy: what one set hides, the other may show, and the gradient of hidden voxels is checked by set.
             index = token_index(runtime, masks.large)
             views.append(views[-1]._replace(patches_BKP=views[-1].patches_BKP.clone(), index=index))
-    assert first is not None
-    return Inputs(tuple(views), first[1])
+    return Inputs(tuple(views), drawn.views[0][1])
 
 
 def _masks(

@@ -14,6 +14,7 @@ from octfm.models.objectives.objective import ObjectiveConfig
 from octfm.pretraining import preflight
 from octfm.pretraining.data import Data, given_store, training_rows
 from octfm.pretraining.initial_weights import with_hash
+from octfm.pretraining.inputs import draw
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors.inspection import Inspection, Taken
 from octfm.pretraining.monitors.limits import limits
@@ -72,6 +73,7 @@ def pretrain(
     echo_first = echo if runtime.leads else lambda _: None
     data = Data(store, *training_rows(config, store))
     config = in_steps(config, epoch_volumes(store, data.train_rows, config.data.global_batch_size))
+    runtime = runtime.for_run(config.runtime, config.steps)
     identity = Identity(PRETRAINING, config, store.fingerprint, volumes_digest(store, data.train_rows))
     where = location(out)
 
@@ -144,6 +146,8 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
         config.data.prefetch,
         config.data.balance_scanners,
         runtime.host_memory,
+        # While the device computes the steps before.
+        lambda batch: draw(config, data.store.preprocessing, batch),
     )
     data_step = learner.step + learner.state.offset
     require_disjoint(runtime, loader, data_step)

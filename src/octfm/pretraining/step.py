@@ -90,12 +90,12 @@ def _passes(learner: Learner, batch: Batch, context_weight: torch.Tensor, everyt
             output.masked_loss_B.retain_grad()
         # Divided here, so that gradients add up to those of the mean over the whole share.
         (output.loss / count).backward()
+        if number == 1 and count > 1 and not everything:
+            runtime.keep_gradients(learner.trained)
         derivative_B = output.masked_loss_B.grad if inspected else None
         compares = inspected and not model.compares_volumes
         result = MicroStep(
-            output.loss.detach(),
-            output.masked_loss_B.detach(),
-            output.context_loss_B.detach(),
+            *(runtime.keep(x.detach()) for x in (output.loss, output.masked_loss_B, output.context_loss_B)),
             inputs.masks,
             part.scanner,
             leak=leak(learner, inputs.views) if examined else None,

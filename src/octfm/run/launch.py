@@ -29,7 +29,7 @@ def join(config: RuntimeConfig, precision: Precision, device: str | None = None)
     tpu = config.parallel == "tpu"
     if world == 1:
         chosen = torch.device("tpu", 0) if tpu else device_named(device)
-        return Runtime(chosen, precision_on(chosen, precision), compiles=config.compile)
+        return Runtime(chosen, precision_on(chosen, precision), compiles=bool(config.compile))
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise ConfigError(
@@ -66,4 +66,4 @@ def meet(config: RuntimeConfig, precision: Precision, device: torch.device, rank
             f"({' '.join(str(error).split())[:160]}); are all of them started, and is that address reachable?"
         ) from None
     precision = precision_on(device, precision)
-    return Runtime(device, precision, rank, world, sharded, config.timeout_s, background, compiles=config.compile)
+    return Runtime(device, precision, rank, world, sharded, config.timeout_s, background, compiles=bool(config.compile))

@@ -12,7 +12,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -33,6 +34,8 @@ BUCKET = 32 * 2**20
 """Bytes of gradients per all-reduce."""
 WITHOUT_FLOAT64 = {"mps"}
 """Kinds of devices that do not compute in float64."""
+WORTH_COMPILING = 1000
+"""Updates of a run from which compiling its steps is sure to gain more time than it takes: a minute or two."""
 PLAIN_ADAMW = {"tpu", "mps"}
 """Kinds of devices without a fused AdamW that knows `found_inf`."""
 
@@ -43,9 +46,10 @@ class RuntimeConfig(Config):
     parallel: Literal["ddp", "fsdp", "xla_spmd", "tpu"] = "ddp"
     """`ddp`: every rank holds the whole model. `fsdp`: every rank holds a share of weights, gradients and optimizer
     (FSDP2), for models that do not fit one device; checkpoints are then folders of shards."""
-    compile: bool = False
-    """Compile networks and loss (torch.compile) for steps that are not inspected: the same to rounding, and meant for
-    GPUs. The first such step takes a minute or more; CUDA needs Triton, a CPU a C++ compiler. With `ddp` only."""
+    compile: bool | None = None
+    """Compile networks and loss (torch.compile) for steps that are not inspected: the same to rounding. The first such
+    step takes a minute or more; CUDA needs Triton, a CPU a C++ compiler. With `ddp` only. Null: with CUDA and Triton,
+    in runs of at least 1,000 updates."""
     timeout_s: Seconds = 600.0
     """If another rank does not answer for so long, the job ends with a message, and torchrun restarts it. Must be
     longer than the slowest checkpoint, validation and start."""
@@ -73,7 +77,7 @@ class Runtime:
     devices: int = 1
     """Devices that share this process's volumes."""
     compiles: bool = False
-    """Steps that are not inspected run compiled (runtime.compile)."""
+    """Steps that are not inspected run compiled (runtime.compile); with CUDA, each pass is a graph."""
     steady: bool = False
     """Steps are compiled once: all must do the same work on the same shapes."""
 
@@ -158,6 +162,8 @@ class Runtime:
     def release(self) -> None:
         """Free cached device memory, after an allocation failed."""
         if self.device.type == "cuda":
+            if self.graphs:  # they hold memory of their own, and steps will have other shapes
+                torch.compiler.reset()
             torch.cuda.empty_cache()
         elif self.device.type == "mps":
             torch.mps.empty_cache()
@@ -203,16 +209,33 @@ class Runtime:
         ):
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
 
+    def for_run(self, config: RuntimeConfig, updates: int) -> "Runtime":
+        """This runtime for a run of so many updates: whether it compiles its steps depends on them."""
+        compiles = config.compile
+        if compiles is None:
+            able = self.device.type == "cuda" and not self.sharded and find_spec("triton") is not None
+            compiles = able and updates >= WORTH_COMPILING
+        return replace(self, compiles=compiles)
+
+    @property
+    def graphs(self) -> bool:
+        """Whether compiled steps are CUDA graphs, whose results the next call of the same program overwrites."""
+        return self.compiles and self.device.type == "cuda"
+
     def compiled(self, model: nn.Module) -> Callable[..., Any]:
-        """The networks as steps that are not inspected call them; shares their weights."""
+        """The networks as steps that are not inspected call them; shares their weights. What a call returns is
+        overwritten by the next one, and so are gradients: see `keep` and `keep_gradients`."""
         # Shapes never change within a stage of masks, so each shape gets a program of its own.
         if not self.compiles:
             return model
         from torch._dynamo.exc import TorchDynamoException  # takes a second
 
-        program = torch.compile(model, fullgraph=True, dynamic=False)
+        mode = "reduce-overhead" if self.graphs else None
+        program = torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
 
         def call(*inputs: Any) -> Any:
+            if self.graphs:
+                torch.compiler.cudagraph_mark_step_begin()
             try:
                 return program(*inputs)
             except TorchDynamoException as error:
@@ -223,6 +246,20 @@ class Runtime:
                 ) from error
 
         return call
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """A result of a compiled step that stays as it is when the next one runs."""
+        return tensor.clone() if self.graphs else tensor
+
+    def keep_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Let gradients of a compiled pass stay as they are, so that those of the next one can be added to them."""
+        if not self.graphs:
+            return
+        with torch.no_grad():
+            reached = [p for p in parameters if p.grad is not None]
+            kept = torch._foreach_mul([p.grad for p in reached], 1.0)
+        for parameter, gradient in zip(reached, kept, strict=True):
+            parameter.grad = gradient
 
     def last_pass(self, model: nn.Module, last: bool) -> None:
         """Reduce the gradients of shards with the last micro-batch of a step only."""

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from pydantic import Field
@@ -74,6 +74,8 @@ class Batch:
     """Acquisition of each volume, for error messages; empty if unknown."""
     labels: np.ndarray | None = None
     """uint8 [B, D, H, W], see Arrays; None if no volume has any."""
+    drawn: Any = None
+    """What the loader's caller has drawn for these volumes; a slice of it is that of some of them."""
 
     __repr__ = fields_line
 
@@ -104,8 +106,10 @@ class Loader:
         prefetch: int = 2,
         balance: bool = False,
         allocate: Callable[[int], np.ndarray] | None = None,
+        draw: Callable[[Batch], Any] | None = None,
     ):
-        """`allocate`: see BatchMemory."""
+        """`allocate`: see BatchMemory. `draw`: makes a batch's `drawn` once its volumes are read, in the reader's
+        thread."""
         self.store, self.rows = store, np.asarray(rows, dtype=np.int64)
         self.global_batch_size, self.seed, self.prefetch = global_batch_size, seed, prefetch
         self.rank, self.world = rank, world
@@ -123,7 +127,7 @@ class Loader:
         # The caller works on one batch and may still hold the one before; `prefetch` are ready and one is being read.
         self._memory = BatchMemory(store.image_size, spare=prefetch + 3, allocate=allocate)
         self._ahead: dict[int, Future[Batch]] = {}
-        self._closed = False
+        self._closed, self._draw = False, draw
         self._excluded: frozenset[int] = frozenset()
         groups, counts = store.turns(self.rows, global_batch_size)
         if balance:
@@ -205,7 +209,8 @@ class Loader:
         positions = self.positions(step)
         index = self.indices(positions)
         # Runs in the reader thread, into recycled memory.
-        return batch_of(self.store, index, positions, self._memory.lend(len(index)))
+        batch = batch_of(self.store, index, positions, self._memory.lend(len(index)))
+        return batch if self._draw is None else replace(batch, drawn=self._draw(batch))
 
 
 def batch_of(store: Store, index: np.ndarray, positions: np.ndarray | None = None, out: Arrays | None = None) -> Batch:
