@@ -314,13 +314,14 @@ class Worker:
         from octfm.volume.preprocessing import Prepared
         from octfm.volume.transform import Transform
 
-        passes, volumes, steps = (2, 8, 24) if self.chosen.rehearse else (4, 64, 120)
+        compiled = cell.mode == "compiled"
+        passes, volumes, steps = (2, 8, 24) if self.chosen.rehearse else (4, 64, 120 if compiled else 60)
         changes = {
             "data.global_batch_size": passes * cell.batch,
             "steps": steps,
             "ckpt_every_steps": steps // 2,
             "log_every_steps": 10,
-            "runtime.compile": str(cell.mode == "compiled").lower(),
+            "runtime.compile": str(compiled).lower(),
         }
         config, pre = settings_of(cell, self.chosen.rehearse, **changes)
         folder = Path(self.chosen.out) / f"store-{'x'.join(map(str, cell.image))}"

@@ -1,6 +1,7 @@
 """Augmentation moves voxels and surfaces together and never turns an eye upside down or into the other eye."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from octfm.models.token_map import token_map
 from octfm.models.vit3d import normalise
 from octfm.pretraining import augment
 from octfm.pretraining.augment import AugmentConfig
+from octfm.pretraining.inputs import draw as draw_inputs
 from octfm.pretraining.inputs import make_inputs
 from octfm.pretraining.preflight.objective import HOST, views
 from octfm.store.loader import Loader, microbatches
@@ -208,24 +210,26 @@ def test_speckle_leaves_black_alone_and_noise_does_not():
 
 
 def test_a_step_sees_the_same_augmented_volumes_however_they_are_shared(tmp_path):
-    """One process with the global batch, micro-batches of one, and two ranks: bit for bit the same patches, masks
-    and tissue."""
+    """One process with the global batch, micro-batches of one, two ranks, drawn for in the loader's thread or not: bit
+    for bit the same patches, masks and tissue."""
     store = small_store(tmp_path / "store")
-    config = run_config(augment=EVERYTHING.model_dump() | {"axial_shift": 3})
+    config = run_config(augment=EVERYTHING.model_dump() | {"axial_shift": 3}, masks={"large_blocks": (0.5, 0.7, 0.3)})
     rows = np.arange(8)
 
-    def parts(world, size):
+    def parts(world, size, ahead):
+        own = partial(draw_inputs, config, store.preprocessing) if ahead else None
         for rank in range(world):
-            with Loader(store, rows, 4, config.seed, rank, world, 0) as loader:
+            with Loader(store, rows, 4, config.seed, rank, world, 0, draw=own) as loader:
                 for part in microbatches(loader.batches(3), size):
-                    inputs = make_inputs(config, store.preprocessing, HOST, part)
-                    patches, target_patches, index = inputs.views[0][:3]
-                    yield patches, target_patches, index.kept, index.target, index.tissue
+                    assert (part.drawn is not None) == ahead
+                    views = make_inputs(config, store.preprocessing, HOST, part).views
+                    assert len(views) == 2, "two sets of masks"
+                    yield tuple(x for v in views for x in (*v[:2], v.index.kept, v.index.context, v.index.target, v.index.tissue))
 
-    whole = next(parts(1, 4))
+    whole = next(parts(1, 4, False))
     assert not torch.equal(whole[0], whole[1])
-    for world, size in ((1, 1), (2, 2), (4, 1)):
-        for expected, found in zip(whole, zip(*parts(world, size), strict=True), strict=True):
+    for world, size, ahead in ((1, 1, False), (2, 2, False), (4, 1, True), (1, 4, True), (1, 2, True)):
+        for expected, found in zip(whole, zip(*parts(world, size, ahead), strict=True), strict=True):
             assert torch.equal(expected, torch.cat(found))
 
 

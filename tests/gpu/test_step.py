@@ -143,7 +143,7 @@ def test_the_doctors_estimate_of_memory_is_within_20_percent(device, store, tmp_
         model={**TINY["model"], "width": 384, "depth": 6, "heads": 6}, predictor={"width": 96, "depth": 2, "heads": 3},
         masks={"budget": 128},
     )  # fmt: skip
-    estimate = step_cost(settings, store.preprocessing, 16, 1).peak_bytes
+    estimate = step_cost(settings, store.preprocessing, 16, 1, device=device).peak_bytes
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -13,8 +13,8 @@ from octfm.errors import ConfigError, Echo, TrainingError
 from octfm.models.token_map import token_grid
 from octfm.pretraining.data import training_rows
 from octfm.pretraining.learner import Learner
-from octfm.pretraining.preflight.cost import GB, measure_speed, step_cost
-from octfm.pretraining.preflight.resources import duration
+from octfm.pretraining.preflight.cost import GB, measure_speed
+from octfm.pretraining.preflight.resources import cost_on, duration
 from octfm.pretraining.settings import PretrainConfig, in_steps
 from octfm.pretraining.step import accumulate
 from octfm.run.runtime import Runtime, start
@@ -158,7 +158,7 @@ def bench(
                 variant,
                 preprocessing,
                 _batch(variant, preprocessing, store, rows),
-                replace(start(variant.precision, device), compiles=config.runtime.compile),
+                replace(start(variant.precision, device), compiles=bool(config.runtime.compile)),
                 steps,
             )
         )
@@ -192,7 +192,7 @@ def _trial(
 ) -> Trial:
     data = config.data
     micro_steps = accumulation(data.global_batch_size, data.per_device_batch_size, runtime.world)
-    cost = step_cost(config, preprocessing, data.per_device_batch_size, micro_steps)
+    cost = cost_on(runtime, config, preprocessing, data.per_device_batch_size, micro_steps)
     trial = Trial(name, config.precision, data.per_device_batch_size, None, 0.0, 0.0, cost.peak_bytes / GB)
     if cost.peak_bytes / GB > runtime.free_memory_gb():
         return replace(

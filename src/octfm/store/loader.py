@@ -108,8 +108,8 @@ class Loader:
         allocate: Callable[[int], np.ndarray] | None = None,
         draw: Callable[[Batch], Any] | None = None,
     ):
-        """`allocate`: see BatchMemory. `draw`: makes a batch's `drawn` once its volumes are read, in the reader's
-        thread."""
+        """`allocate`: see BatchMemory. `draw`: makes a batch's `drawn` once its volumes are read, in a thread of
+        its own."""
         self.store, self.rows = store, np.asarray(rows, dtype=np.int64)
         self.global_batch_size, self.seed, self.prefetch = global_batch_size, seed, prefetch
         self.rank, self.world = rank, world
@@ -124,8 +124,11 @@ class Loader:
         accumulation(global_batch_size, 1, world)
         # One thread is enough: the store reads the volumes of a batch in parallel, and steps are needed in order.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="octfm-loader")
-        # The caller works on one batch and may still hold the one before; `prefetch` are ready and one is being read.
-        self._memory = BatchMemory(store.image_size, spare=prefetch + 3, allocate=allocate)
+        # Another one draws for the batch before, as the store's threads wait for their disk.
+        self._drawer = ThreadPoolExecutor(1, thread_name_prefix="octfm-draw")
+        # The caller works on one batch and may still hold the one before; `prefetch` are ready and one is being read,
+        # another drawn for.
+        self._memory = BatchMemory(store.image_size, spare=prefetch + 3 + (draw is not None), allocate=allocate)
         self._ahead: dict[int, Future[Batch]] = {}
         self._closed, self._draw = False, draw
         self._excluded: frozenset[int] = frozenset()
@@ -192,7 +195,7 @@ class Loader:
             self._ahead.pop(other).cancel()
         for s in needed:
             if s not in self._ahead:
-                self._ahead[s] = self._reader.submit(self._load, s)
+                self._ahead[s] = self._begin(s)
         future = self._ahead.pop(step)
         error = future.exception()
         if error is not None:
@@ -202,15 +205,29 @@ class Loader:
     def close(self) -> None:
         """Stop the reader thread; safe to call twice."""
         self._closed = True
-        self._reader.shutdown(wait=True, cancel_futures=True)
+        for thread in (self._reader, self._drawer):
+            thread.shutdown(wait=True, cancel_futures=True)
         self._ahead.clear()
+
+    def _begin(self, step: int) -> Future[Batch]:
+        reading = self._reader.submit(self._load, step)
+        draw = self._draw
+        if draw is None:
+            return reading
+
+        def drawn() -> Batch:
+            batch = reading.result()
+            return replace(batch, drawn=draw(batch))
+
+        drawing = self._drawer.submit(drawn)
+        drawing.add_done_callback(lambda ended: reading.cancel() if ended.cancelled() else None)
+        return drawing
 
     def _load(self, step: int) -> Batch:
         positions = self.positions(step)
         index = self.indices(positions)
         # Runs in the reader thread, into recycled memory.
-        batch = batch_of(self.store, index, positions, self._memory.lend(len(index)))
-        return batch if self._draw is None else replace(batch, drawn=self._draw(batch))
+        return batch_of(self.store, index, positions, self._memory.lend(len(index)))
 
 
 def batch_of(store: Store, index: np.ndarray, positions: np.ndarray | None = None, out: Arrays | None = None) -> Batch:

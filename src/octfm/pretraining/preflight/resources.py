@@ -56,6 +56,22 @@ def initial_weights(config: PretrainConfig) -> list[Check]:
     return [warn("initial weights", f"{measured}, without the queries that read its vectors", advice)]
 
 
+def cost_on(
+    runtime: Runtime, config: PretrainConfig, preprocessing: Preprocessing, micro_batch: int, micro_steps: int
+) -> Cost:
+    """`step_cost` of a rank of this runtime."""
+    return step_cost(
+        config,
+        preprocessing,
+        micro_batch,
+        micro_steps,
+        runtime.world,
+        runtime.sharded,
+        runtime.device.type,
+        runtime.graphs,
+    )
+
+
 def micro_batches(config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime) -> tuple[Cost, list[int]]:
     """The cost of a step as configured, and the micro-batches that fit this device's free memory, ascending."""
     per_rank = config.data.global_batch_size // runtime.world
@@ -65,7 +81,7 @@ def micro_batches(config: PretrainConfig, preprocessing: Preprocessing, runtime:
 
     def cost(micro_batch: int) -> Cost:
         micro_steps = max(1, per_rank // micro_batch)
-        return step_cost(config, preprocessing, micro_batch, micro_steps, runtime.world, runtime.sharded)
+        return cost_on(runtime, config, preprocessing, micro_batch, micro_steps)
 
     estimate = cost(chosen)
     # Memory grows linearly with the micro-batch: two estimates give the line.
@@ -99,7 +115,7 @@ def step_time(config: PretrainConfig, preprocessing: Preprocessing, runtime: Run
     """Forecast of the seconds of one step on this device, without reading volumes; and the cost of the step."""
     data = config.data
     micro_steps = accumulation(data.global_batch_size, data.per_device_batch_size, runtime.world)
-    cost = step_cost(config, preprocessing, data.per_device_batch_size, micro_steps, runtime.world, runtime.sharded)
+    cost = cost_on(runtime, config, preprocessing, data.per_device_batch_size, micro_steps)
     grid = token_grid(preprocessing.image_size, config.model.patch_size)
     tokens = config.masks.counts(grid)[0] * data.per_device_batch_size
     return measure_speed(runtime, config.model.width, tokens).seconds(cost), cost
