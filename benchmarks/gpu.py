@@ -89,7 +89,7 @@ def cells(peer: bool, rehearse: bool) -> list[Cell]:
     if peer:
         found += [Cell(kind, LARGE, mode="compiled", limit_s=120) for kind in ("peer", "equal")]
     found += [replace(budget, mode="whole compiled", limit_s=150)]
-    found += [replace(budget, network="ViT-B"), replace(budget, network="ViT-B", mode="compiled", **slow)]
+    found += [replace(budget, network="ViT-B"), replace(budget, network="ViT-B", mode="compiled graph", **slow)]
     found += [replace(each, batch=n) for n in BATCHES for each in (budget, whole, small, few)]
     found += [
         replace(each, batch=n, mode=mode, **slow)

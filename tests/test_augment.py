@@ -224,7 +224,11 @@ def test_a_step_sees_the_same_augmented_volumes_however_they_are_shared(tmp_path
                     assert (part.drawn is not None) == ahead
                     views = make_inputs(config, store.preprocessing, HOST, part).views
                     assert len(views) == 2, "two sets of masks"
-                    yield tuple(x for v in views for x in (*v[:2], v.index.kept, v.index.context, v.index.target, v.index.tissue))
+                    yield tuple(
+                        x
+                        for v in views
+                        for x in (*v[:2], v.index.kept, v.index.context, v.index.target, v.index.tissue)
+                    )
 
     whole = next(parts(1, 4, False))
     assert not torch.equal(whole[0], whole[1])
