@@ -22,7 +22,7 @@ REFUSED = "refused by the verdict"
 WITHOUT_DEVICE = "without the device's zones"
 WITHOUT_OURS = "without ours"
 OTHER_MILLIMETRES = "measured by an axial length, unlike the device's"
-LEFT_OUT = (UNREADABLE, REFUSED, WITHOUT_DEVICE, WITHOUT_OURS, OTHER_MILLIMETRES)
+LEFT_OUT: tuple[str, ...] = (UNREADABLE, REFUSED, WITHOUT_DEVICE, WITHOUT_OURS, OTHER_MILLIMETRES)
 """Why rows are left out, in the order of the report."""
 _NOMINAL = {"zones_note": ""}
 """A row whose lateral millimetres are nominal, like the device's: its note names no axial length."""
