@@ -120,21 +120,9 @@ def guess_people(
         else:
             spots.add(_nth_candidate(paths[uris[0]], at))
         chosen |= dict.fromkeys(uris, at)
-        own = {uri: paths[uri] for uri in uris}
-        people = {uri: path[at[0]][at[1]].text for uri, path in own.items()}
-        outer = _numbered_by(list(own.values()), at) if _reused(own, dict.fromkeys(uris, at), people) else set()
-        if "label" in own_roles.values():  # the class again: AMD/AMD-1
-            outer = {(d, i) for d, i in outer if d != at[0] or own[uris[0]][d][i].kind != "group"}
-        one_person = outer
-        strong = _kind_of(paths[uris[0]][at[0]][at[1]].kind, list(people.values())) == "strong"
-        if strong:
-            # A long number means one person in every class and on both sides of a split: two would leak.
-            one_person = {(d, i) for d, i in outer if own[uris[0]][d][i].kind != "group"}
-        labelled = not strong and "label" not in own_roles.values() and _are_classes_with_numbers([*people.values()])
-        for uri in uris:
-            texts[uri] = _template(nameless[uri], paths[uri], at, one_person, own_roles, labelled)
-            if one_person != outer:
-                apart[_template(nameless[uri], paths[uri], at, outer, own_roles, labelled)] = None
+        own_texts, own_apart = _templates({uri: paths[uri] for uri in uris}, nameless, at, own_roles)
+        texts |= own_texts
+        apart |= dict.fromkeys(own_apart)
     patterns = {text: pattern for text in dict.fromkeys(texts.values()) if (pattern := _parsed(text))}
     doubts += ["no pattern describes these names"] if len(patterns) < len(set(texts.values())) else []
     texts = {uri: text for uri, text in texts.items() if text in patterns}
@@ -332,6 +320,31 @@ def _numbered_by(paths: Sequence[_Path], at: _At) -> set[_At]:
     before = [(d, i) for d, name in enumerate(paths[0]) for i in range(len(name)) if (d, i) < at]
     kinds = ("group", "date", *CANDIDATES)
     return {(d, i) for d, i in before if paths[0][d][i].kind in kinds and len({path[d][i].text for path in paths}) > 1}
+
+
+def _templates(
+    paths: Mapping[str, _Path],
+    places: Mapping[str, Place],
+    at: _At,
+    roles: Mapping[int, Literal["split", "label"]],
+) -> tuple[dict[str, str], list[str]]:
+    """The pattern of each path of one skeleton with the person at `at`, and, if those take an id that occurs in several
+    groups for one person, the patterns that take it for several."""
+    people = {uri: path[at[0]][at[1]].text for uri, path in paths.items()}
+    first = next(iter(paths.values()))
+    outer = _numbered_by([*paths.values()], at) if _reused(paths, dict.fromkeys(paths, at), people) else set()
+    without_groups = {(d, i) for d, i in outer if first[d][i].kind != "group"}
+    if "label" in roles.values():  # the class again: AMD/AMD-1
+        outer = {(d, i) for d, i in outer if d != at[0] or (d, i) in without_groups}
+    # A long number means one person in every class and on both sides of a split: two would leak.
+    strong = _kind_of(first[at[0]][at[1]].kind, [*people.values()]) == "strong"
+    one_person = without_groups if strong else outer
+    labelled = not strong and "label" not in roles.values() and _are_classes_with_numbers([*people.values()])
+
+    def texts(ids: set[_At]) -> dict[str, str]:
+        return {uri: _template(places[uri], path, at, ids, roles, labelled) for uri, path in paths.items()}
+
+    return texts(one_person), [*texts(outer).values()] if one_person != outer else []
 
 
 def _template(
