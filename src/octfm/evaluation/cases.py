@@ -136,9 +136,9 @@ def find_targets(
 ) -> list[Target]:
     """The targets of these names, or those of TARGETS whose column exists; multi-label columns give a target per label.
 
-    Any label column can be a target; one that is called `disease` is asked for as it is, not made from the diagnosis.
-    `orders` adds to ORDERS. Raises EvaluationError for a name without a column, and for the scanner if the table has a
-    column of that name, which is not the one that scans name.
+    Any label column can be a target; a column named `disease` is used as it is, not derived from the diagnosis.
+    `orders` adds to ORDERS. Raises EvaluationError for a name without a column, and for `scanner` if the table has such
+    a column, because this target is the scanner that scans name.
     """
     columns = {
         "scanner",
@@ -256,7 +256,7 @@ def _require_classes(column: str, cells: Sequence[str], participant: np.ndarray)
     """Raises Skip unless the cells, not all of them numbers, are classes."""
     words = [cell for cell in cells if as_number(cell) is None]
     if len(words) <= len(cells) / 2 and len(set(cells) - set(words)) > MANY_NUMBERS:
-        # As classes, every number would be one of its own.
+        # As a class, every number would be separate.
         among = f"{len(cells) - len(words)} of {len(cells)} labels in column {column} are finite numbers, the others"
         remedy = "write numbers, or leave those cells empty"
         raise Skip(f"{among} are not ({', '.join(sorted(set(words))[:3])}); {remedy}.", f"{among} are not; {remedy}.")

@@ -70,10 +70,10 @@ class Corrections:
     areas: dict[int, dict[str, np.ndarray]]
     """B-scan → mask → int64 [R, 2] of (first voxel, count), voxels counted along A-scans, then rows."""
     checked: frozenset[int]
-    """B-scans of which somebody has said that all lines and areas are right."""
+    """B-scans in which somebody has confirmed all lines and areas."""
     source: str = field(default="corrections", repr=False)
     axial_length_mm: float | None = None
-    """That of the page, by which it measured; None: nominal millimetres."""
+    """Axial length by which the page scaled lateral millimetres; None: nominal millimetres."""
 
     @property
     def touched(self) -> frozenset[int]:

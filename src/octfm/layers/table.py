@@ -121,12 +121,13 @@ def write_table(
     so, unless `corrections` has the scan. A row whose file has gone becomes that of the same acquisition elsewhere, as
     after a folder was renamed. `finder` and `device` are those of `segment`. `also` is called with each source and what
     was found in it, before its row is written.
-    corrections: fingerprint of a scan → what somebody has corrected in it; its row is made anew, and says so.
+    corrections: fingerprint of a scan → what somebody has corrected in it; its row is written anew, marked as
+    corrected.
     eyes: scan → the eye that its path names; see Volume.with_eye.
-    only_corrected: read every scan, but segment and add only those with corrections, so that all rows are somebody's.
-    Returns the number of new or changed rows. Raises EvaluationError if `out` is something else than such a table, has
-    rows of another network or, with `only_corrected`, of scans that nobody has corrected, or is being written by
-    another process, and CorrectionsError if `corrections` do not fit a scan, or fit none of them.
+    only_corrected: read every scan, but segment and add only those with corrections. Returns the number of new or
+    changed rows. Raises EvaluationError if `out` is something else than such a table, has rows of another network or,
+    with `only_corrected`, of scans that nobody has corrected, or is being written by another process, and
+    CorrectionsError if `corrections` do not fit a scan, or fit none of them.
     """
     finder, corrections, eyes = finder or load_finder(device=device), corrections or {}, eyes or {}
     done: set[str] = set()
@@ -252,8 +253,8 @@ def _report_unused(corrections: Mapping[str, Corrections], used: set[str], echo:
 
 
 def _state(source: str) -> str:
-    """A hash of size and date of a file on a disk, or of the images in a folder, and of what is declared beside it;
-    empty if it is not there."""
+    """A hash of the sizes and dates of a file, or of the images in a folder, and of its sidecars; empty if it is not
+    there, or not on a disk."""
     if is_remote(source):
         return ""
     own = [source]
@@ -271,7 +272,8 @@ def _state(source: str) -> str:
 
 @contextmanager
 def only_writer(table: Location) -> Iterator[None]:
-    """A context in which no other process writes this table: two that each replace it whole lose each other's rows.
+    """Hold off other writers of this table: two processes that each replace the whole file would lose each other's
+    rows.
 
     Raises EvaluationError if another process is writing it, BucketError in a bucket.
     """
@@ -281,7 +283,7 @@ def only_writer(table: Location) -> Iterator[None]:
             yield
         return
     table.parent.mkdir(parents=True, exist_ok=True)
-    (table.parent / name).touch()  # a folder that cannot be written is told before hours of work
+    (table.parent / name).touch()  # fails before hours of work if the folder cannot be written
     with ExitStack() as held:
         try:
             held.enter_context(lock(table.parent / name))

@@ -19,7 +19,8 @@ SEEN = 0.5
 SOME = 0.1
 """Least share of A-scans that must show a retina for its thickness to be judged."""
 BETTER = 0.15
-"""Share of A-scans by which more retina must be found upside down if some was found as it is."""
+"""By how much the share of A-scans with a retina must grow upside down, where some retina was found the right way
+up."""
 TRIED = 8
 """B-scans that are tried upside down where hardly any retina was found."""
 DARK = 0.4
@@ -107,7 +108,7 @@ REASONS = {
 PARTS = ("blinked", "clipped")
 """Reasons that hold for the whole scan only above MOST; below they are a note."""
 ANSWERED = frozenset({"dark", "no_retina", "blinked", "clipped", "wide_field", "unfamiliar"})
-"""Reasons to distrust the network alone: they do not hold once somebody has drawn or checked all lines."""
+"""Reasons that concern the network only: they no longer hold once somebody has drawn or checked all lines."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,8 @@ class Measures:
     turned: float = 0.0
     """Share of A-scans in which the retina was found after turning the scan upside down; 0 if that was not tried."""
     disc: bool = True
-    """Whether the optic disc is seen beside the middle; also True where it need not be: in fields of at most WIDE_MM,
-    and in scans that are no rasters, which have no zones."""
+    """Whether a wide field shows the optic disc at the side, as a field around the fovea must. True for fields of at
+    most WIDE_MM, and for scans other than rasters, which have no zones."""
 
 
 @dataclass(frozen=True)

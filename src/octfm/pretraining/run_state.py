@@ -23,7 +23,7 @@ class RunState:
     """Step s trains on the loader's batch s + offset, without excluded volumes, in micro-batches of `micro_batch`."""
 
     offset: int = 0
-    """Batches that rollbacks passed over: those before a rollback are not repeated after it."""
+    """Batches that rollbacks skipped; batches before a rollback are not repeated after it."""
     excluded: tuple[str, ...] = ()
     """Keyed hashes of acquisitions that are no longer trained on."""
     suspects: tuple[str, ...] = ()

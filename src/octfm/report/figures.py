@@ -201,7 +201,7 @@ def compared_charts(runs: dict[str, Sources]) -> list[Chart]:
     for target, metric in dict.fromkeys((r["target"], r["metric"]) for s in runs.values() for r in s.online):
         own = {n: [r for r in s.online if (r["target"], r["metric"]) == (target, metric)] for n, s in runs.items()}
         lines = [Line(plain(name), *series(rows, "score"), points=True) for name, rows in own.items()]
-        caption = "What frozen features told about validation participants, while the runs went on."
+        caption = "How well frozen features answered for validation participants while the runs went on."
         charts.append(_chart(f"Online probe: {plain(target)}, {metric.replace('_', ' ')}", caption, lines))
     return [chart for chart in charts if chart is not None]
 
@@ -464,8 +464,8 @@ def _online_probe(sources: Sources) -> Chart | None:
             figure, key, f"{title}. Best {metric} {score[best]:.3g} at step {steps[best]:.0f}; last {score[-1]:.3g}"
         )
     caption = (
-        "What frozen features tell about validation participants, while the run went on. The ring marks the checkpoint "
-        "to take. The SSL loss is shown beside it because the two often disagree; the loss never chooses."
+        "How well frozen features answered for validation participants while the run went on. The ring marks the "
+        "checkpoint to take. The SSL loss is shown next to it because the two often disagree; the loss never chooses."
     )
     return Chart(title, caption, svg)
 

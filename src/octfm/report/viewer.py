@@ -101,9 +101,9 @@ def write_view(
 
 
 def view_facts(volume: Volume, scene: Scene, axial_length_mm: float | None = None) -> list[tuple[str, str]]:
-    """(name, value) of what a file says about its volume, except whose it is; sizes are those of `scene`.
+    """(name, value) of the facts in a volume's file, except its participant; sizes are those of `scene`.
 
-    axial_length_mm: by which its lateral millimetres were rescaled.
+    axial_length_mm: the one that rescaled its lateral millimetres.
     """
     order = {True: "superior to inferior", False: "inferior to superior in the file, shown superior first"}
     facts = [
@@ -136,7 +136,7 @@ def view_facts(volume: Volume, scene: Scene, axial_length_mm: float | None = Non
         way = "vertical on the fundus, not from side to side" if volume.vertical else "from right to left on the fundus"
         return [*facts, ("Direction of B-scans", way)]
     if volume.superior_first is None:
-        return [*facts, ("Order of B-scans", "the file does not tell which is superior")]
+        return [*facts, ("Order of B-scans", "the file does not say which is superior")]
     return [*facts, ("Order of B-scans", order[volume.superior_first])]
 
 

@@ -94,8 +94,8 @@ class BucketRun:
                 self.offer(path)  # the last process ended before it was sent
 
     def fetch_back_to(self, sound: Callable[[Path], bool]) -> None:
-        """Fetch older checkpoints, one by one, until the folder has one that `sound` accepts, to which a training in
-        trouble can go back: another machine begins with the newest. Raises BucketError."""
+        """Fetch older checkpoints, one by one, until the folder has one that `sound` accepts, for a rollback: another
+        machine begins with the newest checkpoint only. Raises BucketError."""
         folder, aside = self.path / "checkpoints", self.path / ".outbox"
         here = checkpoint_files.steps(folder)
         if any(map(sound, here)):

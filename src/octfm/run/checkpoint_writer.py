@@ -180,7 +180,7 @@ class CheckpointWriter:
 
     def _tidy(self, place: Path, best: int | None) -> None:
         try:
-            # Only now: one that the disk refused must not take the place of the best before it.
+            # Not before it is written: a checkpoint that the disk refused must not replace the best one.
             if best is not None:
                 keep_best(self.places[0], best)
             for path in self.retention.surplus(checkpoint.steps(place), self._needed()):

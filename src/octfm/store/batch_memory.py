@@ -10,7 +10,7 @@ from octfm.store.layout import ARRAYS, Arrays, shapes
 
 
 class BatchMemory:
-    """Allocates `Arrays` for volumes of one size, from buffers that are no longer referenced where there are any.
+    """Allocates `Arrays` for volumes of one size, reusing buffers that are no longer referenced.
 
     A buffer stays in use as long as any view of it exists, such as a slice or a tensor, and is reclaimed automatically
     when the last view is gone. At most `spare` batches are kept idle; further buffers are freed.

@@ -171,8 +171,8 @@ def _expect_volumes(store: Store, out: Location, tried: int) -> None:
 
 
 def _expect_same_names(out: Location, writer: StoreWriter, pseudonymous: bool) -> None:
-    """Raises StoreError if only one of store and catalog has pseudonyms: names would stay in what looks free of them,
-    and one person would count as two."""
+    """Raises StoreError if only one of store and catalog has pseudonyms: names would stay in a store that seems free of
+    them, and one person would count as two."""
     uris = (each.uri for each in (*writer.rows, *read_unprepared(out)))
     if any(uri.startswith(PSEUDONYM) != pseudonymous for uri in uris):
         has, wants = ("names and paths", "pseudonyms") if pseudonymous else ("pseudonyms", "names and paths")

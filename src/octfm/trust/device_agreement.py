@@ -28,7 +28,7 @@ _NOMINAL = {"zones_note": ""}
 """A row whose lateral millimetres are nominal, like the device's: its note names no axial length."""
 OURS = {name: UNIT[name] for name in ZONES}
 PARTICIPANT = ("participant", "participant_id")
-"""Columns of which the first that exists names the participant of a row."""
+"""Columns that may name the participant of a row; the first that exists does."""
 
 
 def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Guess:
 
     @property
     def without_person(self) -> tuple[str, ...]:
-        """Examples of files without a participant under `patterns`: the guess cannot be accepted as it is."""
+        """Examples of files in which `patterns` find no participant; the guess cannot be accepted with any of them."""
         return tuple(
             example.partition(" -> ")[0] for line in self.lines if not line.pattern for example in line.examples
         )
@@ -255,7 +255,7 @@ def _person_in(
 
 
 def _is_right_before_eye(name: Sequence[Segment], i: int) -> bool:
-    """Whether an eye follows without a separator, as in 0012R: nobody writes so of an image."""
+    """Whether an eye follows without a separator, as in 0012R. Numbers of images are not written like that."""
     return i + 1 < len(name) and name[i + 1].eye is not None and not name[i + 1].before
 
 

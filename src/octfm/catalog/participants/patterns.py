@@ -156,7 +156,7 @@ class Place:
 
 
 def eyes_in_paths(uris: Iterable[str], root: Location) -> dict[str, Laterality]:
-    """The eyes that paths below `root` name, of those that name one."""
+    """The eyes that paths below `root` name; paths that name none are left out."""
     places = {uri: place_of(uri, root) for uri in uris}
     meant = eye_abbreviations({name for place in places.values() for name in place.names})
     return {uri: next(iter(eyes)) for uri, eyes in eyes_named(places, meant).items() if len(eyes) == 1}

@@ -1,4 +1,4 @@
-"""One scan of a cohort's eye as version 4 draws it, with the volume and truth that version 3 gives of it."""
+"""One scan of a cohort's eye as version 4 draws it; volume and truth have the form of version 3."""
 
 from dataclasses import replace
 
@@ -16,8 +16,9 @@ from octfm.volume.volume import Shape3, Volume
 def render_eye(eye: Eye, scanner: Scanner, rng: np.random.Generator, size: Shape3) -> tuple[Volume, GroundTruth]:
     """Scan this eye once, on a grid of `size` [D, H, W]; row 0 is on the vitreous side.
 
-    A look of this instrument, no accident. Lesions are the eye's own, so that its diagnosis says all of them; in truth
-    a surface that leaves the image is NaN. `cst_um` is the eye's, without what a look adds to the RPE's bright band.
+    The look is one of this instrument's, without accidents of placement. Lesions are only those of the eye's diagnosis.
+    In the truth, a surface that leaves the image is NaN. `cst_um` is the eye's, without what a look adds to the RPE's
+    bright band.
     """
     lesions = sample_outer_lesions(rng, detached=False, neovascular=False, reticular=False)
     acquisition, look = acquire(rng, scanner, size[0]), sample_look(rng, scanner)

@@ -55,7 +55,7 @@ class Inspection:
         return self._logs(step) or step % self.config.health.check_every_steps == 0
 
     def examine(self, session: Session, taken: Taken) -> monitors.Finding | None:
-        """Log what is due, remember what later steps are compared with, and return what is wrong, if anything is."""
+        """Log what is due, remember what later steps are compared with, and return the fault, if there is one."""
         config, learner, step, summary = self.config, self.learner, taken.step, taken.summary
         lr = float(learner.optimizer.param_groups[0]["lr"])
         finding = self._check_rate(step, lr) or monitors.step_findings(config, learner.state, summary, taken.rows)

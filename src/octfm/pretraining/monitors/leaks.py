@@ -65,7 +65,7 @@ def _pair(view: View, few: tuple[Tensor, Tensor] | None) -> View:
     if labels is not None:
         labels = labels[:2] if len(labels) > 1 else torch.cat((labels, labels))
     kept, context, target, tissue = (x[:1] for x in vars(view.index).values())
-    # What is normalised over the batch shows in a few tokens; all of them in float32 took 5 % of the time of a run.
+    # A few tokens show whether something is normalised over the batch; all of them in float32 took 5 % of a run's time.
     if few is not None:
         (context, target), every = few, _every(view)
         kept, tissue, patches, targets = (x[:, ::every] for x in (kept, tissue, patches, targets))
