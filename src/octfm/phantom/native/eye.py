@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from octfm.phantom.eye import Eye, central_subfield_um
+from octfm.phantom.eye import Eye
 from octfm.phantom.native.bscans import SURFACES, Shot, render_native, sample_placement
 from octfm.phantom.native.look import sample_look
 from octfm.phantom.native.outer_retina import sample_outer_lesions
-from octfm.phantom.render import GroundTruth
+from octfm.phantom.render import GroundTruth, truth_of, volume_of
 from octfm.phantom.scanner import Scanner, acquire
 from octfm.volume.volume import Shape3, Volume
 
@@ -24,27 +24,5 @@ def render_eye(eye: Eye, scanner: Scanner, rng: np.random.Generator, size: Shape
     acquisition, look = acquire(rng, scanner, size[0]), sample_look(rng, scanner)
     placement = replace(sample_placement(rng), accident="none")
     image = render_native(Shot(eye, lesions, scanner, look, acquisition, placement), rng, size)
-    volume = Volume(
-        voxels=image.voxels,
-        spacing_mm=image.spacing_mm,
-        laterality=eye.laterality,
-        scanner=scanner.name,
-        protocol=scanner.protocol,
-        participant=eye.participant,
-        superior_first=scanner.superior_first,
-        source=f"phantom {eye.participant} {eye.laterality} {scanner.name}",
-    )
-    truth = GroundTruth(
-        participant=eye.participant,
-        laterality=eye.laterality,
-        scanner=scanner.name,
-        diagnosis=eye.diagnosis,
-        severity=eye.severity,
-        age=eye.age,
-        cst_um=central_subfield_um(eye),
-        surface_names=SURFACES,
-        surfaces=image.surfaces,
-        lesions=image.lesions,
-        spacing_mm=image.spacing_mm,
-    )
-    return volume, truth
+    volume = volume_of(eye, scanner, image.voxels, image.spacing_mm)
+    return volume, truth_of(eye, scanner, SURFACES, image.surfaces, image.lesions, image.spacing_mm)
