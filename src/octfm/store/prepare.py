@@ -405,7 +405,7 @@ def prepare_acquisition(
     Returns the prepared volume, a fingerprint of the native voxels, and flags for whatever is doubtful about them.
     Raises one of BAD_INPUT; `code_of` gives its reason code.
     """
-    theirs = read is not None or acquisition.uri.startswith(PSEUDONYM)  # without a UID that could be compared
+    without_uid = read is not None or acquisition.uri.startswith(PSEUDONYM)
     if read is None:
         read = functools.partial(
             read_volume,
@@ -421,7 +421,7 @@ def prepare_acquisition(
             f"{acquisition.uri}: expected shape {tuple(acquisition.shape)} as in the catalog, got {volume.shape}; "
             "scan again",
         )
-    if not theirs and volume.acquisition != acquisition.sop_instance_uid:
+    if not without_uid and volume.acquisition != acquisition.sop_instance_uid:
         raise ReadError(
             "changed_since_scan", f"{acquisition.uri}: holds another acquisition than the catalog says; scan again"
         )

@@ -9,7 +9,7 @@ from octfm.models.objectives.objective import View
 from octfm.models.vit3d import TokenIndex, take_tokens
 from octfm.pretraining.learner import Learner
 
-COMPANY_TOKENS = 64
+SAMPLED_TOKENS = 64
 """Tokens of a volume, at even distances, whose loss is compared with and without a second volume in the batch."""
 
 
@@ -29,7 +29,7 @@ def leak(learner: Learner, views: Sequence[View]) -> Tensor | None:
 
 
 @torch.no_grad()
-def company(learner: Learner, views: Sequence[View], context_weight: Tensor) -> Tensor:
+def batch_effect(learner: Learner, views: Sequence[View], context_weight: Tensor) -> Tensor:
     """Relative change of a volume's loss when a second volume, or if there is none its own negative, joins the batch.
 
     In float32 whatever the run's precision: bfloat16 rounding would hide a leak of a percent.
@@ -44,8 +44,8 @@ def company(learner: Learner, views: Sequence[View], context_weight: Tensor) -> 
 
 
 def _every(view: View) -> int:
-    """Distance, in kept tokens, at which about COMPANY_TOKENS of them are left."""
-    return -(-view.index.kept.shape[1] // COMPANY_TOKENS)
+    """Distance, in kept tokens, at which about SAMPLED_TOKENS of them are left."""
+    return -(-view.index.kept.shape[1] // SAMPLED_TOKENS)
 
 
 def _few(view: View) -> tuple[Tensor, Tensor]:
