@@ -361,7 +361,7 @@ def test_spikes_stand_out_from_noise_and_from_a_falling_loss():
 def test_a_drop_counts_only_with_a_loss_of_rank():
     state = history([(0.8, 1.0)] * 40 + [(0.2, 1.0)] * 24)
     for rank in (20.0, 21.0, 19.0, 20.0):
-        state = state.look(rank)
+        state = state.with_rank(rank)
     assert monitors.sudden_drop(HealthConfig(), state, 19.0) is None, "fast learning"
     found = monitors.sudden_drop(HealthConfig(), state, 5.0)
     assert found is not None and found.what == "sudden drop"

@@ -17,7 +17,7 @@ from octfm.weights.packaged import encoders_folder, packaged, packaged_encoder, 
 HUB = "hf://"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 FILES = (CONFIG, WEIGHTS, SEEN, KEY)
-"""Not the ONNX graph, which is as large as the weights."""
+"""Files of an export that are fetched from the hub; the ONNX graph, as large as the weights, is not."""
 
 
 def find(run: str | Location | None, weights: Path | None = None) -> Location:

@@ -145,21 +145,10 @@ def find_targets(
         *(key for labels in data.participant_labels for key in labels),
         *(table.columns if table else ()),
     }
-    known = {t.name: t for t in TARGETS}
     if names is None:
-        targets = [t for t in TARGETS if t.column in columns]
+        targets = [target for target in TARGETS if target.column in columns]
     else:
-        own = {name for name in names if table is not None and name in table.columns}
-        if table is not None and "scanner" in own:
-            raise EvaluationError(
-                f"target scanner: it is the scanner that scans name, and {table.path} has a column scanner as well; "
-                "rename that column to ask about it, or drop it to ask about the scans' own",
-                public="The label table has a column scanner, which is not the one that the scans name.",
-            )
-        of_own = {name for name in own if name in known and known[name].column != name}
-        targets = [
-            known[name] if name in known and name not in of_own else Target(name, name, "participant") for name in names
-        ]
+        targets = _named_targets(names, table)
     grades, found = {**ORDERS, **(orders or {})}, []
     for target in targets:
         if target.column not in columns:
@@ -177,6 +166,19 @@ def find_targets(
         else:
             found.append(target)
     return found
+
+
+def _named_targets(names: Sequence[str], table: LabelTable | None) -> list[Target]:
+    """Targets by name; a column of the table takes precedence over the known target of its name."""
+    own = {name for name in names if table is not None and name in table.columns}
+    if table is not None and "scanner" in own:
+        raise EvaluationError(
+            f"target scanner: it is the scanner that scans name, and {table.path} has a column scanner as well; "
+            "rename that column to ask about it, or drop it to ask about the scans' own",
+            public="The label table has a column scanner, which is not the one that the scans name.",
+        )
+    known = {target.name: target for target in TARGETS if target.name not in own or target.column == target.name}
+    return [known.get(name) or Target(name, name, "participant") for name in names]
 
 
 def find_target(

@@ -192,7 +192,7 @@ def compare_scored(a: Scored, b: Scored, *, leakage: bool) -> dict[str, Any]:
 
 
 def compare_metrics(a: Sequence[Scored], b: Sequence[Scored], *, leakage: bool) -> list[dict[str, Any]]:
-    """`compare_scored` for every metric that both have: predictions without expected grades lack kappa, the last."""
+    """`compare_scored` for every metric that both have. Kappa, the last one, needs predictions of expected grades."""
     return [compare_scored(x, y, leakage=leakage) for x, y in zip(a, b, strict=False) if x.metric == y.metric]
 
 

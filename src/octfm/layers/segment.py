@@ -199,7 +199,8 @@ class ScanSegmentation(Segmentation):
 
     @property
     def note_on_scan(self) -> str:
-        """In words what a part of an accepted scan does not show, and if it may show a macular hole; else empty."""
+        """In words: what is missing in parts of an accepted scan, and whether it may show a macular hole; else
+        empty."""
         notes = (
             [f"{', '.join(self.verdict.parts)}: zones there are blank, and volumes of fluid"]
             if self.verdict.parts

@@ -59,7 +59,7 @@ THICKNESS_UM = (190.0, 480.0)
 """Plausible medians of retinal thickness over a scan: 268 to 350 µm in phantoms. Wrong axial millimetres move it
 by their factor; so does extreme swelling, which no phantom has over a whole scan."""
 MOST_UM = 100.0
-"""What the network's distribution counts where ILM or BM was not found, and the most that it counts anywhere."""
+"""Most that each part of the expected error counts; it counts this much where ILM or BM was not found."""
 DISC_MM, DISC_STEP_MM = 0.7, 0.1
 """Radius in which signs of the optic disc are averaged, less than that of a small disc, and distance of the points."""
 DISC_ILM, DISC_OUTER, DISC_PRESENT, DISC_UM = 0.8, 0.72, 0.91, 8.0
@@ -307,7 +307,8 @@ def _mean_over(values_DW: np.ndarray, length_mm: float, spacing_mm: Spacing3) ->
 def waviness_um(rows_DW: np.ndarray, spacing_mm: Spacing3, over_mm: float = WAVE_MM) -> np.ndarray:
     """float [D, W]: distance of a surface from its mean over `over_mm` along the B-scan, at most MOST_UM.
 
-    Rows that are NaN are interpolated. Beyond its ends a B-scan goes on as it began, so a tilt is no wave.
+    Rows that are NaN are interpolated. Lines continue beyond the ends of a B-scan with their slope, so that a tilt is
+    no wave.
     """
     from scipy.ndimage import uniform_filter1d
 

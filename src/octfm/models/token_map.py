@@ -11,7 +11,7 @@ from octfm.volume.volume import Shape3
 PADDING, BACKGROUND, TISSUE = 0, 1, 2
 """Values of a token map."""
 TISSUE_SHARE = np.float32(0.25)
-"""Share of a token's voxels in the tissue band from which it is tissue."""
+"""Least share of a token's voxels in the tissue band for the token to count as tissue."""
 
 
 class TooFewTokens(StoreError):

@@ -56,7 +56,7 @@ class RunState:
         """The state after an update."""
         return replace(self, losses=(*self.losses, loss)[-window:], grad_norms=(*self.grad_norms, grad_norm)[-window:])
 
-    def look(self, rank: float) -> "RunState":
+    def with_rank(self, rank: float) -> "RunState":
         """The state after an inspection of the features."""
         return replace(self, ranks=(*self.ranks, rank)[-8:])
 

@@ -22,7 +22,7 @@ from octfm.report.viewer import Viewer, viewer
 from octfm.run.bucket import local_run
 
 COUNTED = ("Participants", "Volumes")
-"""Rows of `characteristics` that the page has elsewhere."""
+"""Rows of `characteristics` that the page shows elsewhere."""
 
 
 def write_report(
