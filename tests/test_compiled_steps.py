@@ -2,10 +2,12 @@
 tests/xla."""
 
 import importlib.util
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from octfm.errors import ConfigError
 from octfm.pretraining.monitors import monitors
@@ -15,9 +17,10 @@ from octfm.pretraining.preflight import examine_tpu
 from octfm.pretraining.preflight.tpu import smaller_steps
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import PretrainConfig
+from octfm.run import runtime
 from octfm.run.launch import join
 from octfm.run.optimizers import CompiledAdamW
-from octfm.run.runtime import RuntimeConfig
+from octfm.run.runtime import Runtime, RuntimeConfig
 from octfm.volume.preprocessing import Preprocessing
 from support.small_store import small_store
 from support.tiny_runs import config, final, quick_pretrain, quiet
@@ -150,6 +153,35 @@ def test_a_machine_without_a_compiler_is_told_what_to_do(tmp_path, monkeypatch):
     settings = config(steps=3, runtime={"compile": True}, **LOOKED_AT_ONCE)
     with pytest.raises(ConfigError, match=r"runtime\.compile: torch .* could not compile the step .*compile=false"):
         quick_pretrain(settings, small_store(tmp_path / "store"), tmp_path / "run", "cpu", echo=quiet)
+
+
+def test_by_itself_a_step_is_compiled_with_cuda_in_long_runs_if_that_works(monkeypatch, capsys):
+    """Asked for, a failure ends the run; chosen by the default, it costs speed only."""
+    cpu, cuda = (Runtime(torch.device(name)) for name in ("cpu", "cuda"))
+    monkeypatch.setattr(runtime, "find_spec", lambda name: name == "triton" or None)
+    null, chosen = RuntimeConfig(), RuntimeConfig(compile=True)
+    assert cuda.for_run(null, 2000).graphs and not cuda.for_run(null, 1999).compiles
+    assert (
+        not cpu.for_run(null, 10**6).compiles and cpu.for_run(chosen, 1).compiles and not cpu.for_run(chosen, 1).graphs
+    )
+    assert not replace(cuda, sharded=True).for_run(null, 10**6).compiles
+    assert not cuda.for_run(RuntimeConfig(compile=False), 10**6).compiles
+
+    def fails(model, **_):
+        def program(*_):
+            raise TorchDynamoException("no C compiler found")
+
+        return program
+
+    monkeypatch.setattr(torch, "compile", fails)
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match=r"could not compile the step .*no C compiler found"):
+        cpu.for_run(chosen, 1).compiled(model)(torch.ones(2))
+    call = replace(cpu, compiles=True, eager_else=True).compiled(model)
+    assert torch.equal(call(torch.ones(2)), model(torch.ones(2))) and torch.equal(
+        call(torch.ones(2)), model(torch.ones(2))
+    )
+    assert capsys.readouterr().err.count("steps run uncompiled, which is slower") == 1
 
 
 def test_compiled_steps_are_refused_for_engines_of_their_own():
