@@ -215,20 +215,8 @@ def _person_in(
 
     `classes_at`: depth of the folders of splits or classes; a name above them that never changes is the set's.
     """
-    columns: dict[_At, list[str]] = {}
-    for depth, name in enumerate(paths[0]):
-        for i, segment in enumerate(name):
-            if segment.kind in CANDIDATES:
-                columns[depth, i] = [path[depth][i].text for path in paths]
-    # All values of a position decide: with one small number among large ones it is no longer a strong id.
-    kinds = {at: _kind_of(paths[0][at[0]][at[1]].kind, values) for at, values in columns.items()}
-    for at in columns:
-        alone = sum(other[0] == at[0] for other in columns) == 1
-        if kinds[at] != "count" and at[0] and alone and all(_is_list_of_people(name[at[0] - 1]) for name in names):
-            kinds[at] = "explicit"
-        before_eye = kinds[at] == "number" and all(_is_right_before_eye(path[at[0]], at[1]) for path in paths)
-        if before_eye and not _are_dates(columns[at]):
-            kinds[at] = "strong"
+    columns = _candidates(paths)
+    kinds = _kinds(columns, paths, names)
     for at in list(columns):  # Meyer/Meyer_OD.tif: the same name again
         first = next(other for other in columns if columns[other] == columns[at])
         if first != at:
@@ -252,6 +240,31 @@ def _person_in(
     if not strong:
         return order[0], f"{columns[order[0]][0]!r} may be a person, a visit, a clinic or a number of scans", False
     return order[0], "", False
+
+
+def _candidates(paths: Sequence[_Path]) -> dict[_At, list[str]]:
+    """Position of each segment that may be a person → its text in every path."""
+    return {
+        (depth, i): [path[depth][i].text for path in paths]
+        for depth, name in enumerate(paths[0])
+        for i, segment in enumerate(name)
+        if segment.kind in CANDIDATES
+    }
+
+
+def _kinds(columns: Mapping[_At, list[str]], paths: Sequence[_Path], names: Sequence[list[str]]) -> dict[_At, str]:
+    """Kind of each position, which all its values decide: one small number among large ones, and it is no strong id."""
+    kinds = {}
+    for at, values in columns.items():
+        depth, i = at
+        kind = _kind_of(paths[0][depth][i].kind, values)
+        alone = sum(other[0] == depth for other in columns) == 1
+        if kind != "count" and depth and alone and all(_is_list_of_people(name[depth - 1]) for name in names):
+            kind = "explicit"
+        elif kind == "number" and all(_is_right_before_eye(path[depth], i) for path in paths):
+            kind = "number" if _are_dates(values) else "strong"
+        kinds[at] = kind
+    return kinds
 
 
 def _is_right_before_eye(name: Sequence[Segment], i: int) -> bool:

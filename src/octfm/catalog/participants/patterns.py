@@ -114,7 +114,7 @@ def _compiled(pattern: str, eye_words: tuple[str, ...]) -> re.Pattern[str]:
     for token in re.split(rf"(\{{{re.escape(LABELLED)}\}}\{{participant\}}|\{{[a-z+]+\}}|\*+)", pattern):
         if token.endswith("}{participant}"):
             parts.append(rf"(?P<b{len(parts)}>[^/\d]+?)[\s_\-]*(?P<p{len(parts)}>\d[^/]*?)")
-        elif token == f"{{{LABELLED}}}":  # b for both
+        elif token == f"{{{LABELLED}}}":  # group b: part of label and participant
             parts.append(f"(?P<b{len(parts)}>[^/]+?)")
         elif token == "{eye}":
             parts.append(f"(?P<e{len(parts)}>{'|'.join(map(re.escape, eye_words)) or '(?!)'})")
