@@ -59,7 +59,7 @@ def _of_nifti(uri: str, of: str, shape: Shape3, spacing_mm: Spacing3) -> Surface
     if sorted(stored) == sorted(shape) or are_labels:
         if not are_labels:
             raise ReadError("not_labels", f"{uri}: values that are no labels, which are 0 to 255; give the labels")
-        # Labels drawn on a NIfTI scan have its axes; octfm declares them beside its own. Without a scan at hand it
+        # Labels drawn on a NIfTI scan have its axes; octfm declares them next to its own. Without a scan at hand it
         # wrote WHD, which the shape may show.
         axes = read_declared(uri).axes or (nifti.stored_axes(of) if detect.find_reader(of) is nifti else "WHD")
         if in_order(stored, axes) != shape and stored == (width, height, depth):

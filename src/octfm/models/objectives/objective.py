@@ -28,8 +28,7 @@ class ObjectiveConfig(Config):
     """Weight of also predicting the visible tokens (V-JEPA 2.1); without it the features lose rank (docs/log)."""
     frozen: Literal["target", "context"] = "target"
     """Which encoder is frozen for embedding and probing: `target` is the moving average, `context` the trained one,
-    which is better in runs too short for the average to follow. Without a target encoder both are the one that
-    learns."""
+    which is better in runs too short for the average to follow. Without a target encoder both are the trained one."""
     pool: VectorPool = "mean"
     """How the tissue tokens of a volume become its vector, for embedding and probing: their mean, or by channel the
     means of the highest and of the lowest fifth, twice as wide, which keeps focal lesions; `tails` adds ends of 5 and

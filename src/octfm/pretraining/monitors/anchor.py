@@ -19,7 +19,7 @@ from octfm.volume.segmentation import BORDERS, CLASSES, LESION_CLASSES
 from octfm.volume.volume import Volume
 
 MOST = 64
-"""Volumes of each kind that are looked at."""
+"""Most volumes of each kind that are measured."""
 SEGMENTED = 8
 """Of them, those whose middle B-scan the packaged network reads: a tenth of a second each."""
 UNSEEN = 32
