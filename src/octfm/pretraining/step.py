@@ -95,7 +95,9 @@ def _passes(learner: Learner, batch: Batch, context_weight: torch.Tensor, everyt
         derivative_B = output.masked_loss_B.grad if inspected else None
         compares = inspected and not model.compares_volumes
         result = MicroStep(
-            *(runtime.keep(x.detach()) for x in (output.loss, output.masked_loss_B, output.context_loss_B)),
+            runtime.keep(output.loss.detach()),
+            runtime.keep(output.masked_loss_B.detach()),
+            runtime.keep(output.context_loss_B.detach()),
             inputs.masks,
             part.scanner,
             leak=leak(learner, inputs.views) if examined else None,
