@@ -17,6 +17,7 @@ from octfm.pretraining.monitors.limits import limits
 from octfm.pretraining.preflight import examine_tpu
 from octfm.pretraining.preflight.cost import step_cost
 from octfm.pretraining.preflight.tpu import smaller_steps
+from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.launch import join
@@ -210,8 +211,12 @@ def test_statistics_of_a_step_are_gathered_uncompiled(tmp_path, traced):
     learner = Learner(config(**gathering), store.preprocessing, by_default)
     assert learner.compiled is learner.model and not learner.runtime.compiles
     assert Learner(config(), store.preprocessing, by_default).runtime.compiles
+    demanded = config(runtime={"compile": True}, **gathering)
     with pytest.raises(ConfigError, match=r"runtime\.compile: objective vjepa2 .* gathers statistics.*compile=null"):
-        quick_pretrain(config(runtime={"compile": True}, **gathering), store, tmp_path / "run", "cpu", echo=quiet)
+        Learner(demanded, store.preprocessing, by_default.for_run(demanded.runtime, 1))
+    with pytest.raises(ConfigError, match=r"before step 0: compiled steps: .* set runtime\.compile=null"):
+        pretrain(demanded, store, tmp_path / "run", "cpu", echo=quiet)
+    assert not (tmp_path / "run").exists()
 
 
 def test_graphs_are_in_the_estimate_of_what_is_compiled(tmp_path):

@@ -218,7 +218,7 @@ class Runtime:
         """This runtime for a run of so many updates of the same shapes: whether it compiles its steps depends on
         them."""
         if config.compile is not None:
-            return replace(self, compiles=config.compile)
+            return replace(self, compiles=config.compile, insists=True)
         able = self.device.type == "cuda" and not self.sharded and find_spec("triton") is not None
         return replace(self, compiles=able and updates >= WORTH_COMPILING, insists=False)
 

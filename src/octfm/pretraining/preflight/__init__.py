@@ -58,6 +58,7 @@ def checks(
         *resources.destinations(config, out),
         resources.disk(config, store, out, len(train_rows)),
         resources.parameters(config, store),
+        *resources.compiled(config, model),
         *([] if resumed else resources.initial_weights(config)),
         resources.tracker(config, resumed=resumed),
         *data.probed(config, store, train_rows, validation_rows),
