@@ -15,7 +15,7 @@ from octfm.volume.volume import Labels, Shape3, Spacing3, Surfaces
 
 
 def read_overlay(uri: str | Path, of: str | Path, shape: Shape3, spacing_mm: Spacing3) -> Surfaces | Labels:
-    """See octfm.formats.read_overlay. `shape` and `spacing_mm`: of the Volume in `of`."""
+    """Read an overlay for the Volume of file `of`, which has this shape and spacing; see octfm.formats.read_overlay."""
     uri, of = str(uri), str(of)
     reader = detect.find_reader(uri)
     if detect.is_dicom(reader):

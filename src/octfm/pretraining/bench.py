@@ -52,7 +52,7 @@ class Bench:
 
     config: PretrainConfig
     trials: list[Trial]
-    """First the config as it is."""
+    """The unchanged config first."""
     read_volumes_per_s: float | None
     """Volumes per second of the store, read with nothing else to do; None without a store."""
 

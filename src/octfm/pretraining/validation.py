@@ -53,7 +53,7 @@ class Validation:
         return True
 
     def probe(self, session: Session, step: int) -> bool | None:
-        """Probe the encoder as it is after update `step`, if it is due; None if it is not.
+        """Probe the encoder after update `step`, if a probe is due then; else None.
 
         True, on all ranks, if it is the best state so far: its checkpoint is written and kept.
         """
