@@ -3,21 +3,23 @@ tests/xla."""
 
 import importlib.util
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.exc import TorchDynamoException
 
 from octfm.errors import ConfigError
+from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors import monitors
 from octfm.pretraining.monitors.health import HealthConfig
 from octfm.pretraining.monitors.limits import limits
 from octfm.pretraining.preflight import examine_tpu
+from octfm.pretraining.preflight.cost import step_cost
 from octfm.pretraining.preflight.tpu import smaller_steps
+from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import PretrainConfig
-from octfm.run import runtime
 from octfm.run.launch import join
 from octfm.run.optimizers import CompiledAdamW
 from octfm.run.runtime import Runtime, RuntimeConfig
@@ -155,33 +157,83 @@ def test_a_machine_without_a_compiler_is_told_what_to_do(tmp_path, monkeypatch):
         quick_pretrain(settings, small_store(tmp_path / "store"), tmp_path / "run", "cpu", echo=quiet)
 
 
-def test_by_itself_a_step_is_compiled_with_cuda_in_long_runs_if_that_works(monkeypatch, capsys):
-    """Asked for, a failure ends the run; chosen by the default, it costs speed only."""
-    cpu, cuda = (Runtime(torch.device(name)) for name in ("cpu", "cuda"))
-    monkeypatch.setattr(runtime, "find_spec", lambda name: name == "triton" or None)
-    null, chosen = RuntimeConfig(), RuntimeConfig(compile=True)
-    assert cuda.for_run(null, 2000).graphs and not cuda.for_run(null, 1999).compiles
-    assert (
-        not cpu.for_run(null, 10**6).compiles and cpu.for_run(chosen, 1).compiles and not cpu.for_run(chosen, 1).graphs
-    )
-    assert not replace(cuda, sharded=True).for_run(null, 10**6).compiles
-    assert not cuda.for_run(RuntimeConfig(compile=False), 10**6).compiles
+@pytest.fixture
+def traced(monkeypatch):
+    """torch.compile without a compiler: steps are traced, in seconds."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
 
-    def fails(model, **_):
-        def program(*_):
-            raise TorchDynamoException("no C compiler found")
 
-        return program
+CUDA = Runtime(torch.device("cuda"))
+ALIKE = RuntimeConfig()
 
-    monkeypatch.setattr(torch, "compile", fails)
-    model = torch.nn.Linear(2, 1)
-    with pytest.raises(ConfigError, match=r"could not compile the step .*no C compiler found"):
-        cpu.for_run(chosen, 1).compiled(model)(torch.ones(2))
-    call = replace(cpu, compiles=True, eager_else=True).compiled(model)
-    assert torch.equal(call(torch.ones(2)), model(torch.ones(2))) and torch.equal(
-        call(torch.ones(2)), model(torch.ones(2))
-    )
-    assert capsys.readouterr().err.count("steps run uncompiled, which is slower") == 1
+
+def test_long_runs_on_cuda_compile_their_steps_by_default(monkeypatch):
+    """Runs of two thousand updates and more, in each stage of masks: each compiles anew."""
+    monkeypatch.setattr("octfm.run.runtime.find_spec", lambda name: name)
+    stages = {"stages": [[0.3, 0.3], [0.6, 0.3]]}
+    for settings, expected in (
+        (config(steps=2000), True),
+        (config(steps=1999), False),
+        (config(steps=3998, masks=stages), False),
+    ):
+        assert CUDA.for_run(settings.runtime, settings.steps_alike).compiles == expected
+    assert not Runtime(torch.device("cpu")).for_run(ALIKE, 10**6).compiles
+    assert not replace(CUDA, sharded=True).for_run(ALIKE, 10**6).compiles
+    assert not CUDA.for_run(RuntimeConfig(compile=False), 10**6).compiles
+    monkeypatch.setattr("octfm.run.runtime.find_spec", lambda name: None)
+    assert not CUDA.for_run(ALIKE, 10**6).compiles
+
+
+def test_a_default_that_torch_cannot_compile_costs_a_line_and_not_the_run(capsys, monkeypatch):
+    """Such as an objective of one's own, or a machine without a C compiler."""
+
+    class Unusual(torch.nn.Linear):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    monkeypatch.setattr(Runtime, "graphs", False)
+    model, x = Unusual(3, 2), torch.ones(1, 3)
+    call = replace(CUDA.for_run(ALIKE, 10**6), compiles=True).compiled(model)
+    assert torch.equal(call(x), model(x)) and torch.equal(call(x), model(x))
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("could not compile the step" in line and line.endswith("steps are not compiled") for line in lines) == 1
+    with pytest.raises(ConfigError, match=r"runtime\.compile: torch .* could not compile the step .*compile=false"):
+        replace(CUDA.for_run(RuntimeConfig(compile=True), 1), compiles=True).compiled(model)(x)
+
+
+def test_statistics_of_a_step_are_gathered_uncompiled(tmp_path, traced):
+    """They outlast their pass, whose memory the next graph overwrites."""
+    store = small_store(tmp_path / "store")
+    gathering = {"objective": {"target_norm": "whiten"}, **LOOKED_AT_ONCE}
+    by_default = Runtime(torch.device("cpu"), compiles=True, insists=False)
+    learner = Learner(config(**gathering), store.preprocessing, by_default)
+    assert learner.compiled is learner.model and not learner.runtime.compiles
+    assert Learner(config(), store.preprocessing, by_default).runtime.compiles
+    demanded = config(runtime={"compile": True}, **gathering)
+    with pytest.raises(ConfigError, match=r"runtime\.compile: objective vjepa2 .* gathers statistics.*compile=null"):
+        Learner(demanded, store.preprocessing, by_default.for_run(demanded.runtime, 1))
+    with pytest.raises(ConfigError, match=r"before step 0: compiled steps: .* set runtime\.compile=null"):
+        pretrain(demanded, store, tmp_path / "run", "cpu", echo=quiet)
+    assert not (tmp_path / "run").exists()
+
+
+def test_graphs_are_in_the_estimate_of_what_is_compiled(tmp_path):
+    pre = small_store(tmp_path / "store").preprocessing
+    for changes, more in (({}, True), ({"objective": {"target_norm": "whiten"}}, False)):
+        plain, graphs = (step_cost(config(**changes), pre, 2, 2, device="cuda", graphs=g) for g in (False, True))
+        assert (graphs.peak_bytes > plain.peak_bytes) == more
+
+
+def test_more_stages_of_masks_than_programs_that_torch_keeps_by_itself(traced):
+    """Eight, of all runs of a process together."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    for _ in range(2):
+        call = Runtime(torch.device("cpu"), compiles=True).compiled(model)
+        for volumes in range(1, 13):
+            x = torch.ones(volumes, 3)
+            assert torch.equal(call(x), model(x))
 
 
 def test_compiled_steps_are_refused_for_engines_of_their_own():

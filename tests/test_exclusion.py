@@ -103,6 +103,9 @@ def test_exclude_leaves_it_out_of_embed_doctor_and_pretrain(run_and_old_store, t
     with pytest.raises(CheckpointError, match="training volumes"):
         pretrain(chosen, store, trained, echo=quiet)
     assert "exclude.txt" in (trained / "config.yaml").read_text()
+    with pytest.raises(CheckpointError, match=r"other values of data\.exclude") as refused:
+        pretrain(config(steps=1), store.part([0, 1, 2, 4, 5, 6, 7]), trained, echo=quiet)
+    assert "--override" not in str(refused.value), "which is refused for other volumes"
 
 
 def test_a_part_of_a_store_reads_as_a_store(tmp_path):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from octfm.config import load
 from octfm.errors import ConfigError, StoreError
+from octfm.models.token_map import TooFewTokens
 from octfm.store.batch_sizes import accumulation
 from octfm.store.loader import DataConfig, Loader, microbatches
 from octfm.store.selection import select
@@ -124,6 +125,42 @@ def test_an_error_of_the_reading_thread_surfaces_with_its_cause(store):
                 loader.batches(bad)
             assert isinstance(caught.value.__cause__, OSError)
         assert len(loader.batches(bad + 1)) == 1, "the next step is readable, and is read"
+
+
+def test_an_error_of_drawing_surfaces_as_it_is(store):
+    """It is no error of reading: the volume is named, with what to do about it."""
+
+    def draw(batch):
+        if batch.position[0] == 2:
+            raise TooFewTokens("none").naming(batch.acquisition)
+        return batch.position
+
+    with Loader(store, range(VOLUMES), 1, 0, draw=draw) as loader:
+        assert [loader.batches(step).drawn for step in range(2)] == [0, 1]
+        for _ in range(2):
+            with pytest.raises(TooFewTokens, match=r"^acquisition \S+: expected two or more tokens that hold image"):
+                loader.batches(2)
+        assert loader.batches(3).drawn == 3
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_what_is_drawn_belongs_to_its_batch_through_jumps_and_exclusions(store, prefetch):
+    """Slow drawing, so that threads are at work whenever the caller goes elsewhere, excludes a volume or stops."""
+
+    def draw(batch):
+        planted_delay(0.01)
+        return batch.voxels.sum((1, 2, 3)), batch.index.copy()
+
+    with Loader(store, range(VOLUMES), 3, 0, prefetch=prefetch, draw=draw) as loader:
+        for turn, step in enumerate((0, 1, 2, 3, 9, 10, 4, 5, 0, 1, 2, 3, 20, 21)):
+            if turn in (4, 6, 9):
+                loader.exclude([0, turn])
+            batch = loader.batches(step)
+            sums, index = batch.drawn
+            np.testing.assert_array_equal(index, batch.index)
+            np.testing.assert_array_equal(sums, store.read(batch.index).voxels.sum((1, 2, 3)))
+            assert turn < 4 or 0 not in batch.index
+    assert not [t for t in threading.enumerate() if t.name.startswith(("octfm-loader", "octfm-draw"))]
 
 
 class Slow(Broken):

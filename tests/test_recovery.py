@@ -271,6 +271,9 @@ def test_a_fault_that_stays_stops_the_run_with_a_diagnosis(store, tmp_path):
     _, error = run_with_fault(store, tmp_path / "run", "inf-gradient", "vjepa2", 30)
     assert "training continued 2 times from step 30 with other batches and failed each time" in str(error)
     assert "lower schedule.base_lr" in str(error) and "Last healthy: " in str(error)
+    last = rows(tmp_path / "run", "incident")[-1]
+    assert last["action"] == "stop" and last["verdict"] == "bad" and last["volumes"]
+    assert "training continued 2 times from step 30" in last["sentence"], "as pages of the run quote it"
 
 
 def test_a_config_may_ask_for_a_warning_only(store, tmp_path):

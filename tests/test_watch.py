@@ -97,6 +97,14 @@ def test_watching_a_finished_run_returns(tmp_path):
     assert "finished" in out.getvalue()
 
 
+def test_watching_a_run_that_a_finding_stopped_returns(tmp_path):
+    run, out = write_run(tmp_path), io.StringIO()
+    stop = {"kind": "incident", "step": 400, "action": "stop", "verdict": "bad", "sentence": "no weight is finite"}
+    append(run / "metrics.jsonl", stop)
+    watch(run, console=Console(file=out, width=120))
+    assert "stopped" in out.getvalue() and "to go" not in out.getvalue() and "no weight is finite" in out.getvalue()
+
+
 def test_the_checkpoint_that_a_folder_stands_for_is_named_beside_the_best(tmp_path):
     paths = [tmp_path / f"step-{step:08d}.pt" for step in (100, 200, 300)]
     assert checkpoint_taken([], paths) == "step-00000300.pt: the newest checkpoint of this run"

@@ -1,13 +1,14 @@
 """The networks of a run and what trains them: optimizer, step and run state, which a checkpoint saves and a rollback
 restores."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octfm.errors import CheckpointError
+from octfm.errors import CheckpointError, ConfigError
 from octfm.models.objectives.objective import Objective
 from octfm.models.token_map import token_grid
 from octfm.models.vit3d import TokenGrid
@@ -63,6 +64,8 @@ class Learner:
     def begin(self, fresh: bool = True) -> None:
         """Initial weights, no optimizer state, step 0."""
         self.model = build_objective(self.config, self.preprocessing)
+        if self.model.gathers and self.runtime.compiles:
+            self.runtime = self._uncompiled()
         if fresh and self.config.model.init is not None:
             begin_with(self.config.model.init, self.model, self.config.model)
         self.runtime.place(self.model)
@@ -76,6 +79,16 @@ class Learner:
         self.step, self.state = 0, RunState()
         self.compiled = self.runtime.compiled(self.model)
         """The networks as steps that are not inspected call them."""
+
+    def _uncompiled(self) -> Runtime:
+        """The runtime without compiled steps: the next pass would overwrite the statistics that one leaves behind.
+        Raises ConfigError if the settings ask for compiled steps."""
+        if self.runtime.insists:
+            raise ConfigError(
+                f"runtime.compile: objective {self.config.objective.name} with these settings gathers statistics, "
+                "which compiled passes would overwrite; set runtime.compile=null or false"
+            )
+        return replace(self.runtime, compiles=False)
 
     @property
     def trained(self) -> list[Tensor]:

@@ -70,31 +70,38 @@ class Reactions:
         learner.state = response.state
         volumes = [rows[row].uri for row in finding.volumes]
         what = f"{finding.what}: {finding.sentence}" + (f" ({', '.join(volumes)})" if volumes else "")
-        sentence, facts = response.sentence, {}
-        if response.action == "exclude":
+        action, sentence, facts, failure = response.action, response.sentence, {}, None
+        if action == "exclude":
             self.exclude()
-        if response.action == "roll back":
-            sentence = f"{sentence}; {roll_back(config, learner, session.run, step, finding.what)}"
-            facts = {"rollback": len(learner.state.rollbacks), "to": learner.step}
-            # The response's state, because rolling back has emptied the learner's list of skipped steps.
+        if action == "roll back":
+            # The response's state, because rolling back empties the learner's list of skipped steps.
             volumes = volumes or self._volumes_of(response.state.skips or (step,), response.state.offset)
-        verdict = "watch" if response.action in ("skip", "exclude", "watch") else "bad"
+            try:
+                sentence = f"{sentence}; {roll_back(config, learner, session.run, step, finding.what)}"
+                facts = {"rollback": len(learner.state.rollbacks), "to": learner.step}
+            except TrainingError as error:
+                # The run's pages must say why it ended.
+                action, failure = "stop", error
+                sentence = f"{sentence}; {str(error).removeprefix(f'step {step}: ')}"
+        verdict = "watch" if action in ("skip", "exclude", "watch") else "bad"
         incident = {
             "what": finding.what,
             "verdict": verdict,
-            "action": response.action,
+            "action": action,
             "sentence": f"{finding.sentence}; {sentence}",
         }
         session.metrics.write("incident", step, **incident, volumes=volumes, **facts)
+        if failure is not None:
+            raise failure
         session.echo(f"step {step}: {what}; {sentence}")
-        if response.action == "stop":
+        if action == "stop":
             last = session.run.last_checkpoint()
             kept = f"The last checkpoint is {last}" if last else "No checkpoint was written yet"
             raise TrainingError(f"step {step}: {what}; {sentence}. {kept}")
-        if response.action == "roll back":
+        if action == "roll back":
             # After the incident is logged: its row has the rollback's number and is kept.
             session.rewind(len(learner.state.rollbacks))
-        return response.action == "roll back"
+        return action == "roll back"
 
     def _volumes_of(self, steps: tuple[int, ...], offset: int) -> list[str]:
         """Uris of all volumes in the batches of these steps."""

@@ -78,6 +78,11 @@ class PretrainConfig(Config):
     ckpt_second_dir: LocalPlace | None = None
     """A folder on another disk, for checkpoints that the run folder's own has no room for."""
 
+    @property
+    def steps_alike(self) -> int:
+        """Steps whose tensors have the same shapes: those of one of masks.stages."""
+        return self.steps // max(1, len(self.masks.stages))
+
     def with_objective(self, objective: ObjectiveConfig) -> "PretrainConfig":
         """The same run with another objective. Raises ConfigError if it does not fit the other settings."""
         if not isinstance(objective, ObjectiveConfig):

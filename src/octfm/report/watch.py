@@ -72,7 +72,8 @@ class Follower:
 
 
 def watch(run: str | Location, *, once: bool = False, every_s: float = 2.0, console: "Console | None" = None) -> None:
-    """Show the dashboard of a run until it is finished or interrupted; `once` prints it once and returns.
+    """Show the dashboard of a run until it is finished, stops itself or is interrupted; `once` prints it once and
+    returns.
 
     A run in a bucket is shown as of its last upload, which is fetched at most every BUCKET_S seconds.
     """
@@ -90,7 +91,7 @@ def watch(run: str | Location, *, once: bool = False, every_s: float = 2.0, cons
         while True:
             rows = follower.update()
             live.update(dashboard(name, rows, steps), refresh=True)
-            if last_step(rows) + 1 >= steps:
+            if last_step(rows) + 1 >= steps or stopped(rows):
                 return
             time.sleep(every_s)
 
@@ -104,6 +105,11 @@ def planned_steps(run: Location) -> int:
 
 def last_step(rows: list[dict[str, Any]]) -> int:
     return max((int(row["step"]) for row in rows if row["kind"] == "train"), default=-1)
+
+
+def stopped(rows: list[dict[str, Any]]) -> bool:
+    """Whether a finding has stopped the run; its next start removes that row."""
+    return bool(rows) and rows[-1]["kind"] == "incident" and rows[-1].get("action") == "stop"
 
 
 def seconds_left(rows: list[dict[str, Any]], steps: int) -> float | None:
@@ -135,6 +141,8 @@ def dashboard(name: str, rows: list[dict[str, Any]], steps: int) -> "RenderableT
     done, left = last_step(rows) + 1, seconds_left(rows, steps)
     if done >= steps:
         state = "finished"
+    elif stopped(rows):
+        state = "stopped"
     elif not done:
         state = "nothing logged yet"
     else:

@@ -323,7 +323,9 @@ def _continue(run: RunFolder, identity: Identity, override: bool, echo: Echo) ->
         _require_same_kind(run, identity)
     changed = differences(identity.config, kind.parse(read_yaml(settings), identity.config), kind.may_change)
     if changed and not override:
-        accept = "accept the change with --override, " if kind.own_key else ""
+        # Other volumes are refused whatever is overridden.
+        may = kind.own_key and run.record.get("data") == identity.data
+        accept = "accept the change with --override, " if may else ""
         raise CheckpointError(
             f"{run.path}: this run began with other values of {_in_words(changed)}; restore them to resume, "
             f"{accept}or choose another --out"

@@ -36,6 +36,8 @@ WITHOUT_FLOAT64 = {"mps"}
 """Kinds of devices that do not compute in float64."""
 WORTH_COMPILING = 2000
 """Updates of a run from which compiling gains more time than it takes: on an H200 a minute, against .04 s per pass."""
+PROGRAMS = 256
+"""Compiled programs of networks of one kind that a process may hold: one for each stage of masks of each run."""
 PLAIN_ADAMW = {"tpu", "mps"}
 """Kinds of devices without a fused AdamW that knows `found_inf`."""
 
@@ -48,8 +50,9 @@ class RuntimeConfig(Config):
     (FSDP2), for models that do not fit one device; checkpoints are then folders of shards."""
     compile: bool | None = None
     """Compile networks and loss (torch.compile) for steps that are not inspected: the same to rounding. The first such
-    step takes a minute or more; CUDA needs Triton and a C compiler, a CPU a C++ compiler. With `ddp` only. Null: if it
-    can be done with CUDA, in runs of at least 2,000 updates."""
+    step takes a minute or more; CUDA needs Triton, and both a C or C++ compiler. With `ddp` only. Null: with CUDA, in
+    runs of at least 2,000 updates (in each of masks.stages), unless torch cannot compile them or the objective gathers
+    statistics."""
     timeout_s: Seconds = 600.0
     """If another rank does not answer for so long, the job ends with a message, and torchrun restarts it. Must be
     longer than the slowest checkpoint, validation and start."""
@@ -78,8 +81,8 @@ class Runtime:
     """Devices that share this process's volumes."""
     compiles: bool = False
     """Steps that are not inspected run compiled (runtime.compile); with CUDA, each pass is a graph."""
-    eager_else: bool = False
-    """A step that cannot be compiled runs as it is, with a line on stderr, instead of ending the run."""
+    insists: bool = True
+    """Whether a step that torch cannot compile ends the run, instead of running uncompiled (runtime.compile null)."""
     steady: bool = False
     """Steps are compiled once: all must do the same work on the same shapes."""
 
@@ -212,12 +215,12 @@ class Runtime:
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
 
     def for_run(self, config: RuntimeConfig, updates: int) -> "Runtime":
-        """This runtime for a run of so many updates: whether it compiles its steps depends on them."""
-        compiles = config.compile
-        if compiles is None:
-            able = self.device.type == "cuda" and not self.sharded and find_spec("triton") is not None
-            compiles = able and updates >= WORTH_COMPILING
-        return replace(self, compiles=compiles, eager_else=config.compile is None)
+        """This runtime for a run of so many updates of the same shapes: whether it compiles its steps depends on
+        them."""
+        if config.compile is not None:
+            return replace(self, compiles=config.compile, insists=True)
+        able = self.device.type == "cuda" and not self.sharded and find_spec("triton") is not None
+        return replace(self, compiles=able and updates >= WORTH_COMPILING, insists=False)
 
     @property
     def graphs(self) -> bool:
@@ -230,23 +233,26 @@ class Runtime:
         # Shapes never change within a stage of masks, so each shape gets a program of its own.
         if not self.compiles:
             return model
-        from torch._dynamo.exc import TorchDynamoException  # takes a second
+        from torch._dynamo import config  # takes a second
+        from torch._dynamo.exc import TorchDynamoException
 
         mode = "reduce-overhead" if self.graphs else None
-        program = torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
+        program: Callable[..., Any] = torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
 
         def call(*inputs: Any) -> Any:
             nonlocal program
             if self.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             try:
-                return program(*inputs)
+                # torch's own limit is that of all networks of this kind in the process, not of one run.
+                with config.patch(recompile_limit=PROGRAMS):
+                    return program(*inputs)
             except TorchDynamoException as error:
                 reason = " ".join(str(error).split())[:200]
-                failed = f"torch {torch.__version__} could not compile the step ({reason})"
-                if not self.eager_else:
-                    raise ConfigError(f"runtime.compile: {failed}; set runtime.compile=false") from error
-            _warn(f"{failed}; steps run uncompiled, which is slower")
+                what = f"runtime.compile: torch {torch.__version__} could not compile the step ({reason})"
+                if self.insists:
+                    raise ConfigError(f"{what}; set runtime.compile=false") from error
+            _warn(f"{what}; steps are not compiled")
             program = model
             return model(*inputs)
 
@@ -260,8 +266,8 @@ class Runtime:
         """Let gradients of a compiled pass stay as they are, so that those of the next one can be added to them."""
         if not self.graphs:
             return
-        reached = [(p, p.grad) for p in parameters if p.grad is not None]
         with torch.no_grad():
+            reached = [(p, p.grad) for p in parameters if p.grad is not None]
             kept = torch._foreach_mul([gradient for _, gradient in reached], 1.0)
         for (parameter, _), gradient in zip(reached, kept, strict=True):
             parameter.grad = gradient

@@ -9,7 +9,8 @@ ADVICE = {
     "data": "reading volumes takes this long: use a local prepared store, and see the forecast of octfm doctor",
     "the first step": "kernels are compiled on first use; if it stays so, the device hangs or the step is too large",
     "the other ranks": "another rank is slower, hangs or has died: see its own output, and runtime.timeout_s",
-    "the device": "a step takes this long or the device hangs: see volumes_per_s and octfm doctor's forecast",
+    "the device": "a step takes this long, is being compiled (runtime.compile; the second one mostly) or the device "
+    "hangs: see volumes_per_s and octfm doctor's forecast",
     "validation": "or for a checkpoint being written: lower validation_volumes, or validate and save less often",
 }
 

@@ -182,7 +182,7 @@ class Loader:
     def batches(self, step: int) -> Batch:
         """This rank's share of the global batch of `step`; the following steps are read in the background.
 
-        Raises StoreError naming the step; its cause is the error of the reader.
+        Raises StoreError naming the step, whose cause is the error of the reader; errors of `draw` as they are.
         """
         if step < 0:
             raise ValueError(f"step must be 0 or more, got {step}")
@@ -196,14 +196,11 @@ class Loader:
         for s in needed:
             if s not in self._ahead:
                 self._ahead[s] = self._begin(s)
-        future = self._ahead.pop(step)
-        error = future.exception()
-        if error is not None:
-            raise StoreError(f"reading the batch of step {step} failed: {error}") from error
-        return replace(future.result(), wait_s=time.perf_counter() - start)
+        batch = self._ahead.pop(step).result()
+        return replace(batch, wait_s=time.perf_counter() - start)
 
     def close(self) -> None:
-        """Stop the reader thread; safe to call twice."""
+        """Stop the threads that read and draw; safe to call twice."""
         self._closed = True
         for thread in (self._reader, self._drawer):
             thread.shutdown(wait=True, cancel_futures=True)
@@ -226,8 +223,11 @@ class Loader:
     def _load(self, step: int) -> Batch:
         positions = self.positions(step)
         index = self.indices(positions)
-        # Runs in the reader thread, into recycled memory.
-        return batch_of(self.store, index, positions, self._memory.lend(len(index)))
+        try:
+            # Runs in the reader thread, into recycled memory.
+            return batch_of(self.store, index, positions, self._memory.lend(len(index)))
+        except Exception as error:
+            raise StoreError(f"reading the batch of step {step} failed: {error}") from error
 
 
 def batch_of(store: Store, index: np.ndarray, positions: np.ndarray | None = None, out: Arrays | None = None) -> Batch:

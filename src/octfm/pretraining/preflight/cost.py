@@ -66,8 +66,8 @@ def step_cost(
     the estimate is within 20 % of what a real run's process grows by (`tests/test_preflight_resources.py`).
     """
     # The settings are frozen and so hashable, which pyright does not see.
-    keeps = ALLOCATOR.get(device, ALLOCATOR["cpu"]) + GRAPHS * graphs
-    return _step_cost(config, preprocessing, micro_batch, micro_steps, ranks, sharded and ranks > 1, keeps)  # pyright: ignore[reportArgumentType]
+    keeps = ALLOCATOR.get(device, ALLOCATOR["cpu"])
+    return _step_cost(config, preprocessing, micro_batch, micro_steps, ranks, sharded and ranks > 1, keeps, graphs)  # pyright: ignore[reportArgumentType]
 
 
 @functools.lru_cache(maxsize=32)
@@ -79,6 +79,7 @@ def _step_cost(
     ranks: int,
     sharded: bool,
     keeps: float,
+    graphs: bool,
 ) -> Cost:
     # Imported here: it takes a second, and resumed runs and embedding never need it.
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -128,6 +129,7 @@ def _step_cost(
     # well, as soon as they exist.
     forward = ledger.peak + (4 * trained if micro_steps > 1 else 4 * trained // shares if sharded else 0)
     gathered = _gathered(model) if sharded else 0
+    keeps += GRAPHS * (graphs and not model.gathers)
     activations = 4 * (2 * trained + count_parameters(model)) // shares + int(keeps * (forward + kept_bytes + gathered))
     # Measuring health: a copy of the teacher, and medians and distances over all goals, in float32; rank 0 collects
     # those of all ranks.
