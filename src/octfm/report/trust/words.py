@@ -272,7 +272,7 @@ def _calibration(result: dict[str, Any]) -> list[Finding]:
 
 
 def _leakage(result: dict[str, Any]) -> Finding:
-    question, part = "Can the scanner be told from its features?", result["leakage"]
+    question, part = "Do its features show the scanner?", result["leakage"]
     rows = [r for r in part["results"] if r["encoder"] == result["reference"]]
     if not rows:
         return Finding(question, "none", part["sentence"] or "Not measured.", "leakage")
