@@ -355,6 +355,27 @@ def test_a_best_checkpoint_that_cannot_be_named_is_a_sentence_and_no_end_of_trai
     assert [checkpoint.step_of(p) for p in checkpoint.steps(tmp_path)] == [1]
 
 
+def test_a_full_disk_that_takes_no_name_lets_the_other_disk_fill_no_further_than_retention_says(tmp_path):
+    """The second disk holds the best and the last one, also while every score is the best so far."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    (first / "best.json").mkdir(parents=True)
+
+    def write(folder: Path, step: int, content: dict) -> Path:
+        if folder == first:
+            raise OSError(errno.ENOSPC, "no space left")
+        return checkpoint.write(folder, step, content)
+
+    writer = CheckpointWriter([first, second], Retention(1), write)
+    for step in range(1, 9):
+        writer.save(step, {"model": {}}, best=step < 6)
+    writer.wait()
+    assert [checkpoint.step_of(p) for p in checkpoint.steps(second)] == [5, 8]
+    assert sum("unnamed" in failure.sentence for failure in writer.failures()) == 5
+    writer.forget_after(5)
+    assert [checkpoint.step_of(p) for p in checkpoint.steps(second)] == [5]
+    writer.close()
+
+
 @pytest.mark.parametrize("text", ["", "null", "[3]", '{"step": null}', '{"step": 3, "before": 2}', '{"before": [2]}'])
 def test_a_damaged_name_of_the_best_checkpoint_is_as_good_as_none(tmp_path, text):
     writer = CheckpointWriter([tmp_path], Retention(1))

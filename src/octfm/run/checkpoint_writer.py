@@ -86,6 +86,8 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="octfm-checkpoint")
         self._in_flight: Future | None = None
         self._failures: list[Failure] = []
+        self._unnamed: int | None = None
+        """Updates before a best checkpoint whose name could not be written."""
         self.remote: BucketRun | None = None
         """The bucket that each checkpoint is sent to once it is written."""
         for place in self.places if tidies else ():
@@ -144,6 +146,7 @@ class CheckpointWriter:
 
     def forget_best_after(self, step: int) -> None:
         """Name the one that was the best after `step` updates the best again: training goes on from there."""
+        self._unnamed = self._unnamed if self._unnamed is not None and self._unnamed <= step else None
         named = _best_steps(self.places[0]) if self._tidies and self.places else []
         if not named or named[-1] <= step:
             return
@@ -182,19 +185,25 @@ class CheckpointWriter:
         try:
             # Not before it is written: a checkpoint that the disk refused must not replace the best one.
             if best is not None:
+                self._unnamed = best
                 keep_best(self.places[0], best)
+                self._unnamed = None
+        except OSError as error:
+            reason = f"the best checkpoint, after step {best}, is unnamed in {self.places[0] / BEST}"
+            self._failures.append(Failure(0, f"{reason}: {error.strerror or error}", lost=False))
+        try:
             for path in self.retention.surplus(checkpoint.steps(place), self._needed()):
                 delete(path)
         except OSError as error:
-            reason = f"the best checkpoint may be unnamed, and old ones in {place} were not deleted"
+            reason = f"old checkpoints in {place} were not deleted"
             self._failures.append(Failure(0, f"{reason}: {error.strerror or error}", lost=False))
 
     def _needed(self) -> set[int | None]:
-        """Updates before the best checkpoint and before the last one to roll back to."""
+        """Updates before the best checkpoint, named or not, and before the last one to roll back to."""
         found = [path for folder in self.places for path in checkpoint.steps(folder)]
         newest_first = sorted(found, key=checkpoint.step_of, reverse=True)
         safe = next((path for path in newest_first if self.retention.may_return_to(path)), None)
-        return {best_step(self.places[0]), checkpoint.step_of(safe) if safe else None}
+        return {best_step(self.places[0]), self._unnamed, checkpoint.step_of(safe) if safe else None}
 
     def _explain(self, step: int, place: Path, error: OSError) -> Failure:
         last = place == self.places[-1]
