@@ -303,6 +303,34 @@ def test_the_command_trains_and_applies(run, store, tmp_path):
     assert kinds == ["heights.dcm", "labels.json", "labels.nii.gz", "seg.dcm", "um.nii.gz"]
 
 
+def test_a_training_is_applied_to_a_folder_with_the_eyes_that_its_paths_name(run, store, tmp_path, monkeypatch):
+    nibabel = pytest.importorskip("nibabel")
+    segment(settings(run, store, steps=3), tmp_path / "seg", baselines=False, echo=quiet)
+    for name, seed in (("p1_OD", 3), ("p1_OS", 4)):
+        volume, _ = phantom_volume(seed, size=(6, 160, 48))
+        image = nibabel.Nifti1Image(volume.voxels.transpose(2, 1, 0), np.diag([*volume.spacing_mm[::-1], 1.0]))
+        image.header.set_xyzt_units("mm")
+        (tmp_path / "scans").mkdir(exist_ok=True)
+        nibabel.save(image, tmp_path / "scans" / f"{name}.nii.gz")
+    seen, found = [], Segmenter.segment
+    monkeypatch.setattr(Segmenter, "segment", lambda self, volume: seen.append(volume.laterality) or found(self, volume))
+    (tmp_path / "no_scan.nii.gz").write_text("nothing")
+    words = ["segment", str(tmp_path / "no_scan.nii.gz"), str(tmp_path / "scans"), "--apply", str(tmp_path / "seg")]
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "found")])
+    assert done.exit_code == 1 and "1 of 3 scans could not be read" in done.output, done.output
+    assert seen == ["R", "L"]
+    assert len(list((tmp_path / "found").glob("p1_O[DS]_labels.nii.gz"))) == 2
+
+
+def test_labels_of_surfaces_alone_have_the_size_of_the_scan(tmp_path):
+    nibabel = pytest.importorskip("nibabel")
+    volume, truth = phantom_volume(5, size=(6, 160, 48))
+    found = replace(found_in(volume, truth), masks={})
+    assert found.image_rows is None and np.nanmax(found.surfaces["bm"]) < 150
+    _, labels = write_nifti(found, tmp_path, "eye", volume)
+    assert nibabel.load(labels).shape == (48, 160, 6)
+
+
 def found_in(volume, truth) -> Segmentation:
     surfaces = {name: truth.surface(name).astype(float) for name in ("ilm", "rpe", "bm")}
     return Segmentation(surfaces, {"fluid": np.isin(truth.lesions, (1, 2))}, volume.spacing_mm)

@@ -184,6 +184,6 @@ def write_files(
 def stems_of(sources: Iterable[str]) -> dict[str, str]:
     """Source → the stem of its results. Where files of several folders have one name, theirs end in a part of the hash
     of the path, so that none overwrites another's."""
-    stems = {source: Path(source).stem for source in sources}
+    stems = {source: Path(source).stem.removesuffix(".nii") for source in sources}
     count = Counter(stems.values())
     return {source: stem if count[stem] == 1 else f"{stem}-{hash_text(source)[:8]}" for source, stem in stems.items()}
