@@ -257,6 +257,7 @@ def test_rare_class_is_left_out_and_named(tmp_path):
         targets=["diagnosis"],
     )
     assert row(result, "diagnosis", "auroc")["left_out_classes"] == ["macular_hole"]
+    assert any("too rare and left out: macular_hole" in line for line in summary_lines(result))
 
 
 def test_result_is_strict_json_written_whole(cohort, tmp_path):
