@@ -293,6 +293,14 @@ def test_contradicting_or_foreign_label_tables_are_refused(cohort, tmp_path):
         read_labels(nothing)
 
 
+def test_composed_and_decomposed_letters_are_the_same_class_and_the_same_id(tmp_path):
+    """macOS writes ü in names of folders, and so in ids and tables made of them, as u and two dots."""
+    table = tmp_path / "labels.csv"
+    table.write_text("participant_id,grade\nMu\u0308ller,gro\u00df\nb,mu\u0308de\nc,m\u00fcde\n")
+    found = read_labels(table).join("grade", [("u1", "M\u00fcller", None), ("u2", "b", None), ("u3", "c", None)])
+    assert found == ["gro\u00df", "m\u00fcde", "m\u00fcde"]
+
+
 def test_a_label_table_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "labels.xlsx").write_bytes(b"PK\x03\x04\xff\xfe\xe1")
     with pytest.raises(EvaluationError, match=r"labels\.xlsx: expected a CSV or TSV of text"):

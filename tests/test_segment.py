@@ -301,6 +301,9 @@ def test_the_command_trains_and_applies(run, store, tmp_path):
     assert done.exit_code == 0, done.output
     kinds = sorted("".join(p.name.rpartition("_")[2]) for p in (tmp_path / "found").iterdir())
     assert kinds == ["heights.dcm", "labels.json", "labels.nii.gz", "seg.dcm", "um.nii.gz"]
+    for words in (["export", str(tmp_path / "seg")], ["segment", f"encoder={tmp_path / 'seg'}", *words[1:]]):
+        done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "no")])
+        assert "a run of octfm segment, which octfm segment FILE --apply RUN uses" in str(done.exception), done.output
 
 
 def test_a_training_is_applied_to_a_folder_with_the_eyes_that_its_paths_name(run, store, tmp_path, monkeypatch):
