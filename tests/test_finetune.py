@@ -33,6 +33,7 @@ from octfm.tasks.finetune import find_task, finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import read_predictions
 from octfm.trust.leaderboard import _tuned, leaderboard, to_csv, to_markdown
+from octfm.trust.report import trust
 from support.finetune_runs import settings, write_labels
 from support.small_store import GRADES, darkened, edit_rows, small_store
 from support.tiny_runs import Killed, quick_pretrain, quiet
@@ -226,6 +227,8 @@ def test_F16_test_participants_are_never_trained_on_seen_ones_refused(run, store
     assert trained <= set(known["hashes"]) and not set(checkpoint.participant_hashes(["P010"], known["key"])) & set(
         known["hashes"]
     )
+    with pytest.raises(EvaluationError, match="a run of octfm finetune or segment; octfm trust needs one of octfm pretr"):
+        trust(out, [store.path], tmp_path / "trust", labels=labels, targets=["grade"], echo=quiet)
 
 
 def test_probabilities_take_a_participant_with_two_eyes_for_one(run, store, labels, tmp_path):

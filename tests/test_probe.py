@@ -179,6 +179,9 @@ def test_k_fold_tests_only_unseen_participants_or_refuses(cohort, tmp_path):
     )
     with pytest.raises(EvaluationError, match="all 60 participants"):
         probe([path], labels, seen=set(everyone), design="k-fold", resamples=50)
+    few = "4 participants with cst_um are too few for 5 folds, expected at least 10; [0-9]+ others were in the encoder"
+    with pytest.raises(EvaluationError, match=few):
+        probe([path], labels, seen=set(everyone[4:]), design="k-fold", targets=["cst_um"], resamples=50)
     with pytest.raises(EvaluationError, match="at least 2 folds, got 1"):
         probe([path], labels, design="k-fold", folds=1, resamples=50)
     with pytest.raises(EvaluationError, match="folds: these embeddings are probed by their recommended split"):

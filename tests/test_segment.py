@@ -321,6 +321,7 @@ def test_a_training_is_applied_to_a_folder_with_the_eyes_that_its_paths_name(run
     words = ["segment", str(tmp_path / "no_scan.nii.gz"), str(tmp_path / "scans"), "--apply", str(tmp_path / "seg")]
     done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "found")])
     assert done.exit_code == 1 and "1 of 3 scans could not be read" in done.output, done.output
+    assert f"{tmp_path / 'scans' / 'p1_OS.nii.gz'}\n" in done.output, "names of results may not say whose they are"
     assert seen == ["R", "L"]
     assert len(list((tmp_path / "found").glob("p1_O[DS]_labels.nii.gz"))) == 2
 

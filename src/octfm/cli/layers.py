@@ -207,6 +207,7 @@ def _apply_training(
             typer.echo(one_line(error), err=True)
             unread += 1
             continue
+        opt.echo_line(source)
         write_files(segmenter.segment(volume), volume, source, folder, stem, limits if dicom else None)
     if unread:
         typer.echo(f"{unread} of {len(volumes)} scans could not be read", err=True)

@@ -373,7 +373,12 @@ def make_rounds(
             )
         return cases, [Round(np.flatnonzero(train), np.flatnonzero(tested))]
     if participants_tested < 2 * folds:
-        raise Skip(f"{participants_tested} participants with {cases.target.column} are too few for {folds} folds.")
+        left = len(np.unique(cases.participant)) - participants_tested
+        others = f"; {left} others were in the encoder's training" if left else ""
+        raise Skip(
+            f"{participants_tested} participants with {cases.target.column} are too few for {folds} folds, expected at "
+            f"least {2 * folds}{others}."
+        )
     # Fold −1 is never tested: rows of participants seen in pretraining.
     fold = np.full(len(tested), -1)
     fold[tested] = participant_folds(
