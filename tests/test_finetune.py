@@ -227,7 +227,9 @@ def test_F16_test_participants_are_never_trained_on_seen_ones_refused(run, store
     assert trained <= set(known["hashes"]) and not set(checkpoint.participant_hashes(["P010"], known["key"])) & set(
         known["hashes"]
     )
-    with pytest.raises(EvaluationError, match="a run of octfm finetune or segment; octfm trust needs one of octfm pretr"):
+    with pytest.raises(
+        EvaluationError, match="a run of octfm finetune or segment; octfm trust needs one of octfm pretr"
+    ):
         trust(out, [store.path], tmp_path / "trust", labels=labels, targets=["grade"], echo=quiet)
 
 

@@ -225,7 +225,7 @@ def test_seen_participants_and_absent_truth_are_refused(run, store, tmp_path):
         assert (store[1] / f"{row.acquisition}.npz").is_file()
     with pytest.raises(EvaluationError, match="no surface called ez; surfaces: ilm, bm"):
         segment(settings(run, store, surfaces=["ez"]), tmp_path / "a", echo=quiet)
-    with pytest.raises(EvaluationError, match="no truth for this acquisition"):
+    with pytest.raises(EvaluationError, match=r"no truth for this acquisition.* exclude=FILE"):
         segment(settings(run, store, truth=str(tmp_path)), tmp_path / "b", echo=quiet)
     moved = tmp_path / "moved"
     moved.mkdir()
@@ -243,6 +243,10 @@ WRONG_TRUTH = {
     "masks in another order of axes": ({"lesions": np.zeros((3, 2, 1), np.uint8)}, "expected lesions of shape"),
     "fewer surfaces than names": ({"surfaces": np.ones((1, SIZE[0], SIZE[2]))}, "expected surfaces of shape"),
     "masks of other values": ({"lesions": np.full(SIZE, 255, np.uint8)}, "no training volume has a voxel of mask_val"),
+    "masks alone": (
+        {"surface_names": np.array([], str)},
+        r"no surface called ilm, bm; it holds none; surfaces=\[\] learns",
+    ),
     "surfaces without rows": ({"surfaces": np.full((2, SIZE[0], SIZE[2]), np.nan)}, "no training volume has a row of"),
 }
 
@@ -301,8 +305,8 @@ def test_the_command_trains_and_applies(run, store, tmp_path):
     assert done.exit_code == 0, done.output
     kinds = sorted("".join(p.name.rpartition("_")[2]) for p in (tmp_path / "found").iterdir())
     assert kinds == ["heights.dcm", "labels.json", "labels.nii.gz", "seg.dcm", "um.nii.gz"]
-    for words in (["export", str(tmp_path / "seg")], ["segment", f"encoder={tmp_path / 'seg'}", *words[1:]]):
-        done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "no")])
+    for own in (["export", str(tmp_path / "seg")], ["segment", f"encoder={tmp_path / 'seg'}", *words[1:]]):
+        done = CliRunner().invoke(app, [*own, "--out", str(tmp_path / "no")])
         assert "a run of octfm segment, which octfm segment FILE --apply RUN uses" in str(done.exception), done.output
 
 
@@ -316,7 +320,9 @@ def test_a_training_is_applied_to_a_folder_with_the_eyes_that_its_paths_name(run
         (tmp_path / "scans").mkdir(exist_ok=True)
         nibabel.save(image, tmp_path / "scans" / f"{name}.nii.gz")
     seen, found = [], Segmenter.segment
-    monkeypatch.setattr(Segmenter, "segment", lambda self, volume: seen.append(volume.laterality) or found(self, volume))
+    monkeypatch.setattr(
+        Segmenter, "segment", lambda self, volume: seen.append(volume.laterality) or found(self, volume)
+    )
     (tmp_path / "no_scan.nii.gz").write_text("nothing")
     words = ["segment", str(tmp_path / "no_scan.nii.gz"), str(tmp_path / "scans"), "--apply", str(tmp_path / "seg")]
     done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "found")])

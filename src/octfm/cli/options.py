@@ -348,9 +348,9 @@ def volumes_in(words: list[str], limits: "Limits", layouts: str = "any") -> "dic
     from octfm.catalog.participants.patterns import eyes_in_paths
     from octfm.catalog.volumes import volumes_below
     from octfm.errors import ConfigError
-    from octfm.volume.volume import LAYOUTS
+    from octfm.volume.volume import LAYOUTS, Layout
 
-    taken = LAYOUTS if layouts == "any" else tuple(each for each in LAYOUTS if each == layouts)
+    taken: list[Layout] = [each for each in LAYOUTS if layouts in ("any", each)]
     sources: dict[str, Laterality | None] = {}
     for word in words:
         place = expect_place(word)

@@ -357,8 +357,8 @@ def make_rounds(
         keep = np.isin(cases.label, enough)
         cases, train, tested = _only_classes(cases, enough), train[keep], tested[keep]
         if len(np.unique(cases.label[tested])) < 2:
-            known = ", ".join(cases.classes or ())
-            found = ", ".join((cases.classes or ())[k] for k in np.unique(cases.label[tested])) or "none"
+            names = cases.classes or ()
+            known, found = ", ".join(names), "".join(names[int(k)] for k in np.unique(cases.label[tested])) or "none"
             raise Skip(
                 f"The test participants have {found} of the classes of {cases.target.column} that can be learned "
                 f"({known}); a score needs two of them.",
