@@ -302,6 +302,9 @@ def test_a_mask_whose_affine_mirrors_the_scan_is_refused(tmp_path):
     tmp_json(tmp_path / "a.x", {"axes": "WHD"})
     volume = read_volume(tmp_path / "a.nii.gz")
     np.testing.assert_array_equal(read_overlay(tmp_path / "a_mask.nii.gz", volume).values, volume.voxels > 128)
+    plain = nibabel.Nifti1Image((telling_voxels() > 128).astype(np.uint8).transpose(2, 1, 0), np.eye(4))
+    nibabel.save(plain, tmp_path / "c_mask.nii.gz")  # says nothing
+    np.testing.assert_array_equal(read_overlay(tmp_path / "c_mask.nii.gz", volume).values, volume.voxels > 128)
     with pytest.raises(ReadError, match=r"its affine turns axes another way than that of a\.nii\.gz"):
         read_overlay(tmp_path / "b_mask.nii.gz", volume)
 

@@ -116,7 +116,8 @@ def same_directions(uri: str, other: str) -> bool:
 
 
 def _directions(uri: str) -> np.ndarray | None:
-    """Unit vectors [3, 3], a column per stored axis, of the sform (nifti1.h, method 3)."""
+    """Unit vectors [3, 3], a column per stored axis, of the sform (nifti1.h, method 3); None for one that says nothing,
+    such as the identity that programs write for want of another."""
     with open_file(uri) as file, _stream(file) as stream:
         head = stream.read(540)
     order = "<" if head[:1] != b"\0" else ">"
@@ -125,7 +126,8 @@ def _directions(uri: str) -> np.ndarray | None:
     rows = struct.unpack_from(order + "12d", head, 400) if second else struct.unpack_from(order + "12f", head, 280)
     matrix = np.array(rows, np.float64).reshape(3, 4)[:, :3]
     length = np.linalg.norm(matrix, axis=0)
-    return matrix / length if code > 0 and np.isfinite(matrix).all() and (length > 0).all() else None
+    stated = code > 0 and np.isfinite(matrix).all() and (length > 0).all() and not np.array_equal(matrix, np.eye(3))
+    return matrix / length if stated else None
 
 
 def _axes(header: _Header, uri: str) -> str:
