@@ -289,6 +289,18 @@ def test_the_verb(run, tmp_path):
     )
 
 
+@pytest.mark.parametrize("changes", [{}, {"lr_encoder": 0}, {"lr_encoder": 0, "pool": "attention"}], ids=str)
+def test_a_head_answers_from_the_tokens_that_it_selects(run, store, labels, tmp_path, changes):
+    """What a graph needs as index and counts; a frozen encoder's head pools a sample of the tissue, in float16."""
+    model, arrays = load_tuned(tune(run, store, tmp_path / "tuned", labels, **changes), "cpu"), store.read([0, 3])
+    index, counts = model.select(arrays)
+    tokens = torch.from_numpy(model.encoder.some_tokens(arrays.voxels, index))
+    answers = model.answer.value(model.head(tokens, torch.from_numpy(counts)).numpy())
+    np.testing.assert_allclose(answers, model.answers(arrays), atol=2e-3)
+    tissue = model.encoder.select(arrays)[1]
+    assert (counts <= tissue).all() and (counts.sum(1) == (24 if changes else tissue.sum(1))).all()
+
+
 @pytest.mark.slow
 def test_onnx_agrees_with_torch_for_any_batch_or_is_refused(run, store, labels, tmp_path, monkeypatch):
     onnxruntime = pytest.importorskip("onnxruntime")

@@ -33,6 +33,7 @@ from octfm.tasks.finetune import find_task, finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import read_predictions
 from octfm.trust.leaderboard import _tuned, leaderboard, to_csv, to_markdown
+from octfm.trust.report import trust
 from support.finetune_runs import settings, write_labels
 from support.small_store import GRADES, darkened, edit_rows, small_store
 from support.tiny_runs import Killed, quick_pretrain, quiet
@@ -121,6 +122,26 @@ def test_an_epoch_is_not_chosen_by_participants_of_one_class(run, store, tmp_pat
     assert "drawn from train and val: val alone has too few labels" in module.summary(out)[0]
 
 
+def test_labels_that_cannot_be_learned_are_refused_with_the_class_and_the_counts(run, tmp_path):
+    store = small_store(tmp_path / "prepared", splits=("train",) * 8 + ("val",) * 4 + ("test",) * 2)
+    kinds = {row.participant: row.split for row in store.rows}
+
+    def told(label):
+        cells = [f"{who}\t{label(split, i)}" for i, (who, split) in enumerate(kinds.items())]
+        (tmp_path / "labels.tsv").write_text("participant_id\tgrade\n" + "\n".join(cells) + "\n")
+        config = settings(run, store, tmp_path / "labels.tsv", target="grade", order=[], lr_encoder=0)
+        with pytest.raises(EvaluationError) as caught:
+            find_task(config, store, lambda _: False, False)
+        return str(caught.value)
+
+    of_val = told(lambda split, i: "große Drusen" if i in (8, 9) else ("a", "b")[i % 2])
+    assert "no training participant outside the validation set has große Drusen; label more" in of_val
+    one = told(lambda split, i: "b" if split == "test" else ("a", "b")[i % 2])
+    assert "The test participants have b of the classes of grade that can be learned (a, b); a score needs two" in one
+    few = told(lambda split, i: "" if split == "test" else i * 1.5)
+    assert "12 participants with grade to learn from and 0 to test, expected at least 6 and 2" in few
+
+
 def test_the_encoder_stands_still_while_the_head_learns(run, store, labels, tmp_path):
     out = finetune(settings(run, store, labels, epochs=3, head_epochs=2), tmp_path / "run", echo=quiet)
     rows = [row for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "train"]
@@ -206,6 +227,10 @@ def test_F16_test_participants_are_never_trained_on_seen_ones_refused(run, store
     assert trained <= set(known["hashes"]) and not set(checkpoint.participant_hashes(["P010"], known["key"])) & set(
         known["hashes"]
     )
+    with pytest.raises(
+        EvaluationError, match="a run of octfm finetune or segment; octfm trust needs one of octfm pretr"
+    ):
+        trust(out, [store.path], tmp_path / "trust", labels=labels, targets=["grade"], echo=quiet)
 
 
 def test_probabilities_take_a_participant_with_two_eyes_for_one(run, store, labels, tmp_path):

@@ -111,6 +111,9 @@ def test_an_encoder_of_ones_own_comes_before_the_scans(shipped, tmp_path):
     shutil.copytree(shipped, tmp_path / "exported")
     code, out, err = octfm_here("embed", "exported", "a.dcm", "--out", "vectors", cwd=tmp_path)
     assert code == 0 and "1 vector of width 48 by exported" in out and "research" not in out, err
+    (tmp_path / "exported" / "participants.key").unlink(missing_ok=True)
+    code, out, err = octfm_here("export", "exported", "--out", "again", cwd=tmp_path)
+    assert code == 0 and "participants.key" not in out, "there is no such file"
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,9 @@ def test_k_fold_tests_only_unseen_participants_or_refuses(cohort, tmp_path):
     )
     with pytest.raises(EvaluationError, match="all 60 participants"):
         probe([path], labels, seen=set(everyone), design="k-fold", resamples=50)
+    few = "4 participants with cst_um are too few for 5 folds, expected at least 10; [0-9]+ others were in the encoder"
+    with pytest.raises(EvaluationError, match=few):
+        probe([path], labels, seen=set(everyone[4:]), design="k-fold", targets=["cst_um"], resamples=50)
     with pytest.raises(EvaluationError, match="at least 2 folds, got 1"):
         probe([path], labels, design="k-fold", folds=1, resamples=50)
     with pytest.raises(EvaluationError, match="folds: these embeddings are probed by their recommended split"):
@@ -257,6 +260,7 @@ def test_rare_class_is_left_out_and_named(tmp_path):
         targets=["diagnosis"],
     )
     assert row(result, "diagnosis", "auroc")["left_out_classes"] == ["macular_hole"]
+    assert any("too rare and left out: macular_hole" in line for line in summary_lines(result))
 
 
 def test_result_is_strict_json_written_whole(cohort, tmp_path):
@@ -290,6 +294,14 @@ def test_contradicting_or_foreign_label_tables_are_refused(cohort, tmp_path):
     nothing.write_text("name,diagnosis\nx,healthy\n")
     with pytest.raises(EvaluationError, match="expected a column participant_id"):
         read_labels(nothing)
+
+
+def test_composed_and_decomposed_letters_are_the_same_class_and_the_same_id(tmp_path):
+    """macOS writes ü in names of folders, and so in ids and tables made of them, as u and two dots."""
+    table = tmp_path / "labels.csv"
+    table.write_text("participant_id,grade\nMu\u0308ller,gro\u00df\nb,mu\u0308de\nc,m\u00fcde\n")
+    found = read_labels(table).join("grade", [("u1", "M\u00fcller", None), ("u2", "b", None), ("u3", "c", None)])
+    assert found == ["gro\u00df", "m\u00fcde", "m\u00fcde"]
 
 
 def test_a_label_table_that_is_no_text_is_refused(tmp_path):

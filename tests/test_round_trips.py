@@ -22,7 +22,15 @@ from octfm.tasks.view import scene_of
 from octfm.volume.segmentation import Segmentation
 from support.dicom_files import write_oct_dicom
 from support.segmented import NAMES, for_segmentation, segmentation
-from support.vendor_files import SPACING_MM, e2e_codes, ends_of, radial_ends, write_e2e, write_vol
+from support.vendor_files import (
+    SPACING_MM,
+    e2e_codes,
+    ends_of,
+    radial_ends,
+    write_e2e,
+    write_metaimage,
+    write_vol,
+)
 from support.volumes import SHAPE, telling_voxels
 
 ORDERS = ("as it lies", "shuffled", "inferior first")
@@ -254,6 +262,51 @@ def test_labels_of_a_nifti_scan_lie_on_it_in_other_programs(tmp_path, axes, code
     np.testing.assert_array_equal(read_overlay(labels, volume).values, expected)
     labels.with_name("a_labels.json").unlink()  # as labels that another program has drawn
     np.testing.assert_array_equal(read_overlay(labels, volume).values, expected)
+
+
+@pytest.mark.parametrize("kind", ["nifti", "metaimage"])
+@pytest.mark.parametrize("lines", [False, True])
+def test_masks_drawn_on_a_file_lie_on_its_volume_even_if_that_is_turned(tmp_path, kind, lines):
+    """A sidecar may say that the vitreous is at the bottom, and where B-scans lie."""
+    nibabel = pytest.importorskip("nibabel")
+    mask = np.zeros(SHAPE, np.uint8)
+    mask[0, 2:5, 3:9] = 1
+
+    def write(name, voxels):
+        if kind == "metaimage":
+            return write_metaimage(tmp_path / f"{name}.mha", voxels, SPACING_MM)
+        image = nibabel.Nifti1Image(voxels.transpose(2, 1, 0), np.diag([*SPACING_MM[::-1], 1.0]))
+        image.header.set_xyzt_units("mm")
+        nibabel.save(image, tmp_path / f"{name}.nii.gz")
+        return tmp_path / f"{name}.nii.gz"
+
+    order = np.roll(np.arange(SHAPE[0]), 2) if lines else np.arange(SHAPE[0])
+    source, drawn = write("a", telling_voxels()[order, ::-1]), write("a_mask", mask[order, ::-1])
+    facts = {"upside_down": True, "axes": "WHD"}
+    if lines:
+        facts["bscan_lines_mm"] = ends_of(*SHAPE[::2])[order].reshape(SHAPE[0], 4).tolist()
+    tmp_json(tmp_path / "a.x", facts)
+    volume, way = read_volume(source), slice(None, None, -1 if lines else 1)
+    np.testing.assert_array_equal(volume.voxels, telling_voxels()[way])
+    np.testing.assert_array_equal(read_overlay(drawn, volume).values, mask[way])
+
+
+def test_a_mask_whose_affine_mirrors_the_scan_is_refused(tmp_path):
+    nibabel = pytest.importorskip("nibabel")
+    affine = np.diag([*(-mm for mm in SPACING_MM[:0:-1]), SPACING_MM[0], 1.0])  # as SimpleITK writes arrays
+    for name, voxels in (("a", telling_voxels()), ("a_mask", (telling_voxels() > 128).astype(np.uint8))):
+        image = nibabel.Nifti1Image(voxels.transpose(2, 1, 0), affine)
+        image.header.set_xyzt_units("mm")
+        nibabel.save(image, tmp_path / f"{name}.nii.gz")
+    nibabel.save(nibabel.as_closest_canonical(nibabel.load(tmp_path / "a_mask.nii.gz")), tmp_path / "b_mask.nii.gz")
+    tmp_json(tmp_path / "a.x", {"axes": "WHD"})
+    volume = read_volume(tmp_path / "a.nii.gz")
+    np.testing.assert_array_equal(read_overlay(tmp_path / "a_mask.nii.gz", volume).values, volume.voxels > 128)
+    plain = nibabel.Nifti1Image((telling_voxels() > 128).astype(np.uint8).transpose(2, 1, 0), np.eye(4))
+    nibabel.save(plain, tmp_path / "c_mask.nii.gz")  # says nothing
+    np.testing.assert_array_equal(read_overlay(tmp_path / "c_mask.nii.gz", volume).values, volume.voxels > 128)
+    with pytest.raises(ReadError, match=r"its affine turns axes another way than that of a\.nii\.gz"):
+        read_overlay(tmp_path / "b_mask.nii.gz", volume)
 
 
 def test_labels_in_octfms_own_axes_without_a_sidecar_are_read_on_a_scan_with_others(tmp_path):

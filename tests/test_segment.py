@@ -225,7 +225,7 @@ def test_seen_participants_and_absent_truth_are_refused(run, store, tmp_path):
         assert (store[1] / f"{row.acquisition}.npz").is_file()
     with pytest.raises(EvaluationError, match="no surface called ez; surfaces: ilm, bm"):
         segment(settings(run, store, surfaces=["ez"]), tmp_path / "a", echo=quiet)
-    with pytest.raises(EvaluationError, match="no truth for this acquisition"):
+    with pytest.raises(EvaluationError, match=r"no truth for this acquisition.* exclude=FILE"):
         segment(settings(run, store, truth=str(tmp_path)), tmp_path / "b", echo=quiet)
     moved = tmp_path / "moved"
     moved.mkdir()
@@ -243,6 +243,10 @@ WRONG_TRUTH = {
     "masks in another order of axes": ({"lesions": np.zeros((3, 2, 1), np.uint8)}, "expected lesions of shape"),
     "fewer surfaces than names": ({"surfaces": np.ones((1, SIZE[0], SIZE[2]))}, "expected surfaces of shape"),
     "masks of other values": ({"lesions": np.full(SIZE, 255, np.uint8)}, "no training volume has a voxel of mask_val"),
+    "masks alone": (
+        {"surface_names": np.array([], str)},
+        r"no surface called ilm, bm; it holds none; surfaces=\[\] learns",
+    ),
     "surfaces without rows": ({"surfaces": np.full((2, SIZE[0], SIZE[2]), np.nan)}, "no training volume has a row of"),
 }
 
@@ -301,6 +305,40 @@ def test_the_command_trains_and_applies(run, store, tmp_path):
     assert done.exit_code == 0, done.output
     kinds = sorted("".join(p.name.rpartition("_")[2]) for p in (tmp_path / "found").iterdir())
     assert kinds == ["heights.dcm", "labels.json", "labels.nii.gz", "seg.dcm", "um.nii.gz"]
+    for own in (["export", str(tmp_path / "seg")], ["segment", f"encoder={tmp_path / 'seg'}", *words[1:]]):
+        done = CliRunner().invoke(app, [*own, "--out", str(tmp_path / "no")])
+        assert "a run of octfm segment, which octfm segment FILE --apply RUN uses" in str(done.exception), done.output
+
+
+def test_a_training_is_applied_to_a_folder_with_the_eyes_that_its_paths_name(run, store, tmp_path, monkeypatch):
+    nibabel = pytest.importorskip("nibabel")
+    segment(settings(run, store, steps=3), tmp_path / "seg", baselines=False, echo=quiet)
+    for name, seed in (("p1_OD", 3), ("p1_OS", 4)):
+        volume, _ = phantom_volume(seed, size=(6, 160, 48))
+        image = nibabel.Nifti1Image(volume.voxels.transpose(2, 1, 0), np.diag([*volume.spacing_mm[::-1], 1.0]))
+        image.header.set_xyzt_units("mm")
+        (tmp_path / "scans").mkdir(exist_ok=True)
+        nibabel.save(image, tmp_path / "scans" / f"{name}.nii.gz")
+    seen, found = [], Segmenter.segment
+    monkeypatch.setattr(
+        Segmenter, "segment", lambda self, volume: seen.append(volume.laterality) or found(self, volume)
+    )
+    (tmp_path / "no_scan.nii.gz").write_text("nothing")
+    words = ["segment", str(tmp_path / "no_scan.nii.gz"), str(tmp_path / "scans"), "--apply", str(tmp_path / "seg")]
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "found")])
+    assert done.exit_code == 1 and "1 of 3 scans could not be read" in done.output, done.output
+    assert f"{tmp_path / 'scans' / 'p1_OS.nii.gz'}\n" in done.output, "names of results may not say whose they are"
+    assert seen == ["R", "L"]
+    assert len(list((tmp_path / "found").glob("p1_O[DS]_labels.nii.gz"))) == 2
+
+
+def test_labels_of_surfaces_alone_have_the_size_of_the_scan(tmp_path):
+    nibabel = pytest.importorskip("nibabel")
+    volume, truth = phantom_volume(5, size=(6, 160, 48))
+    found = replace(found_in(volume, truth), masks={})
+    assert found.image_rows is None and np.nanmax(found.surfaces["bm"]) < 150
+    _, labels = write_nifti(found, tmp_path, "eye", volume)
+    assert nibabel.load(labels).shape == (48, 160, 6)
 
 
 def found_in(volume, truth) -> Segmentation:

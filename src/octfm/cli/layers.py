@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octfm.addresses import expect_place
 from octfm.cli import options as opt
 
 if TYPE_CHECKING:
     from octfm.io.isolation import Limits
     from octfm.io.location import Location
+    from octfm.volume.volume import Laterality
 
 DEFAULT_SEGMENT = Path("runs/segment")
 
@@ -21,8 +21,8 @@ def segment(
         list[str] | None,
         typer.Argument(
             metavar="FILE|KEY=VALUE",
-            help="Files or folders to segment with the packaged network; or settings of a training, such as "
-            "encoder=runs/a store=prepared/ truth=clinic/ground_truth; with --apply: files.",
+            help="Files or folders to segment, with the packaged network or --apply; or settings of a training, such "
+            "as encoder=runs/a store=prepared/ truth=clinic/ground_truth.",
         ),
     ] = None,
     store: opt.Store = None,
@@ -40,7 +40,7 @@ def segment(
         str | None,
         opt.place_option(
             metavar="RUN",
-            help="Apply this finished segmentation run to the given files; results go to the folder --out.",
+            help="Apply this finished segmentation run to the given files or folders; results go to the folder --out.",
         ),
     ] = None,
     dicom: Annotated[
@@ -143,12 +143,7 @@ def segment(
         )
     if not trains and apply is None:
         opt.refuse(context, training_only, "segment: uses the packaged network for scans")
-        volumes = opt.volumes_in(words, limits, layouts)
-        if not volumes:
-            raise ConfigError(
-                f"{', '.join(words)}: no scan in it; check the path, or run octfm scan, which lists every file with "
-                "the reason"
-            )
+        volumes = _volumes_in(words, limits, layouts)
         if axial_length is not None and len(volumes) > 1:
             raise ConfigError(f"--axial-length: belongs to one eye; give one scan instead of {len(volumes)}")
         scans.segment([*volumes], eyes=volumes)
@@ -169,6 +164,18 @@ def segment(
     _train(opt.with_options(words, {"store": store, "steps": steps}), out, device, baselines, allow_seen)
 
 
+def _volumes_in(words: list[str], limits: "Limits", layouts: str) -> "dict[str, Laterality | None]":
+    from octfm.errors import ConfigError
+
+    volumes = opt.volumes_in(words, limits, layouts)
+    if not volumes:
+        raise ConfigError(
+            f"{', '.join(words)}: no scan in it; check the path, or run octfm scan, which lists every file with the "
+            "reason"
+        )
+    return volumes
+
+
 def _train(settings: list[str], out: "Path | Location", device: str | None, baselines: bool, allow_seen: bool) -> None:
     from octfm.config import load
     from octfm.tasks.segment_score import segment, summary_lines
@@ -182,16 +189,29 @@ def _train(settings: list[str], out: "Path | Location", device: str | None, base
 
 
 def _apply_training(
-    run: str, files: list[str], folder: Path, dicom: bool, limits: "Limits", device: str | None
+    run: str, words: list[str], folder: Path, dicom: bool, limits: "Limits", device: str | None
 ) -> None:
     from octfm.cli.segment_scans import stems_of, write_files
+    from octfm.errors import ReadError, one_line
     from octfm.formats import read_volume
     from octfm.tasks.segment import load_segmenter
 
     segmenter = load_segmenter(run, device)
-    for file, stem in stems_of([expect_place(word) for word in files]).items():
-        volume = read_volume(file, limits=limits)
-        write_files(segmenter.segment(volume), volume, file, folder, stem, limits if dicom else None)
+    volumes, unread = _volumes_in(words, limits, "raster"), 0
+    for source, stem in stems_of(volumes).items():
+        try:
+            volume = read_volume(source, limits=limits).with_eye(volumes[source])
+        except ReadError as error:
+            if len(volumes) == 1:
+                raise
+            typer.echo(one_line(error), err=True)
+            unread += 1
+            continue
+        opt.echo_line(source)
+        write_files(segmenter.segment(volume), volume, source, folder, stem, limits if dicom else None)
+    if unread:
+        typer.echo(f"{unread} of {len(volumes)} scans could not be read", err=True)
+        raise typer.Exit(1)
 
 
 def models(

@@ -344,12 +344,13 @@ def limits_of(file_seconds: float, file_gb: float) -> "Limits":
 
 def volumes_in(words: list[str], limits: "Limits", layouts: str = "any") -> "dict[str, Laterality | None]":
     """The files named, and every volume in the folders named, with the eye that its path below the folder names;
-    prints how many files there are left out."""
+    prints how many files there are left out. `layouts`: any, line or raster."""
     from octfm.catalog.participants.patterns import eyes_in_paths
     from octfm.catalog.volumes import volumes_below
     from octfm.errors import ConfigError
-    from octfm.volume.volume import LAYOUTS
+    from octfm.volume.volume import LAYOUTS, Layout
 
+    taken: list[Layout] = [each for each in LAYOUTS if layouts in ("any", each)]
     sources: dict[str, Laterality | None] = {}
     for word in words:
         place = expect_place(word)
@@ -359,11 +360,7 @@ def volumes_in(words: list[str], limits: "Limits", layouts: str = "any") -> "dic
         if (Path(place) / "store.json").is_file():
             raise ConfigError(f"{place}: a prepared store; expected scans, give the files that it was made from")
         folder = Path(os.path.abspath(place))  # noqa: PTH100
-        found, left_out = volumes_below(
-            folder,
-            limits,
-            layouts=("line",) if layouts == "line" else LAYOUTS,
-        )
+        found, left_out = volumes_below(folder, limits, layouts=taken)
         first = {reject.code: reject.sentence for reject in reversed(left_out)}
         for code, count in sorted(Counter(reject.code for reject in left_out).items()):
             which = f"such as {first[code]}; octfm scan names all" if count > 1 else first[code]

@@ -184,6 +184,6 @@ def write_files(
 def stems_of(sources: Iterable[str]) -> dict[str, str]:
     """Source → the stem of its results. If files in several folders share a name, a part of the path's hash is
     appended, so that none overwrites another."""
-    stems = {source: Path(source).stem for source in sources}
+    stems = {source: Path(source).stem.removesuffix(".nii") for source in sources}
     count = Counter(stems.values())
     return {source: stem if count[stem] == 1 else f"{stem}-{hash_text(source)[:8]}" for source, stem in stems.items()}

@@ -269,6 +269,7 @@ def export(
     from octfm.io.location import location
     from octfm.report.card.model_card import model_card
     from octfm.report.sources import is_pretraining
+    from octfm.weights.exported import KEY
 
     text = _text(card) if card is not None else None
     # A full card needs the folder of a pretraining run on disk; else the export contains a short one.
@@ -278,7 +279,7 @@ def export(
     path = write_export(run, out, onnx=onnx, card=text, keep_key=keep_key, keep_names=keep_names, echo=typer.echo)
     size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
     typer.echo(f"{path}: {', '.join(sorted(file.name for file in path.iterdir()))} ({size:,.1f} MB)")
-    if keep_key is None:
+    if (path / KEY).is_file():
         typer.echo(
             "participants.key lets anyone who has a list of ids test which were trained on; to publish, use "
             "--keep-key FILE"

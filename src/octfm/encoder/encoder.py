@@ -439,7 +439,13 @@ def _open(run: str | Location | None) -> tuple[Location, dict[str, Any]]:
     where = find(run)
     if exported.is_export(where):
         return where, exported.read_export(where)
-    return load_newest(local_run(where))
+    path, content = load_newest(local_run(where))
+    if "decoder" in content["config"]:
+        raise CheckpointError(
+            f"{run}: a run of octfm segment, which octfm segment FILE --apply RUN uses; expected one of octfm pretrain "
+            "or finetune, or an export"
+        )
+    return path, content
 
 
 def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, draw: int, runtime: Runtime) -> Encoder:

@@ -1,7 +1,7 @@
 """Export an encoder, with its head if fine-tuned, as an ONNX graph, and verify that onnxruntime agrees with torch.
 
     voxels  uint8   [batch, D, H, W]     prepared volumes (`Encoder.prepare`)
-    index   int64   [batch, tokens]      flat grid indices of tokens, such as the token budget (`Encoder.select`)
+    index   int64   [batch, tokens]      flat grid indices of tokens, such as the token budget (`TunedModel.select`)
     counts  float32 [batch, tokens]      1 for tokens to pool (tissue), 0 for others
     ->
     tokens  float32 [batch, tokens, width]

@@ -80,11 +80,15 @@ def draw_tissue(tokens_MD: np.ndarray, tissue_M: np.ndarray, per_volume: int) ->
 
     Returns float16 [T, D], padded with zeros, and bool [T]: False for padding.
     """
-    found = np.flatnonzero(tissue_M)
-    found = np.sort(np.random.default_rng(SELECTION_SEED).permutation(found)[:per_volume])
+    found = drawn_places(tissue_M, per_volume)
     drawn = np.zeros((per_volume, tokens_MD.shape[1]), np.float16)
     drawn[: len(found)] = tokens_MD[found]
     return drawn, np.arange(per_volume) < len(found)
+
+
+def drawn_places(tissue_M: np.ndarray, per_volume: int) -> np.ndarray:
+    """The places that `draw_tissue` draws, ascending: at most `per_volume` of those where `tissue_M` is True."""
+    return np.sort(np.random.default_rng(SELECTION_SEED).permutation(np.flatnonzero(tissue_M))[:per_volume])
 
 
 def _reserved(path: Path, shape: tuple[int, ...]) -> np.memmap:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octfm.display import box, brief
 from octfm.encoder.encoder import Encoder, content_of, fill, load_encoder, part_of
-from octfm.encoder.tokens import draw_tissue
+from octfm.encoder.tokens import draw_tissue, drawn_places
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.io.location import Location
 from octfm.models.heads import CrossAttentionPool, Pool, TaskHead
@@ -80,6 +80,19 @@ class TunedModel:
             tokens, tissue = np.stack([t for t, _ in drawn]).astype(np.float32), np.stack([c for _, c in drawn])
         tensor = self.encoder.runtime.tensor
         return self.answer.value(self.head(tensor(tokens), tensor(tissue)).float().cpu().numpy())
+
+    def select(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens that the head answers from, as an exported graph takes them.
+
+        Returns flat grid indices, int64 [B, M], and which of them the head pools, bool [B, M].
+        """
+        index, tissue = self.encoder.select(arrays)
+        if self.tokens_per_volume is None:
+            return index, tissue
+        counts = np.zeros_like(tissue)
+        for own, which in zip(counts, tissue, strict=True):
+            own[drawn_places(which, self.tokens_per_volume)] = True
+        return index, counts
 
     def predict(self, volume: Volume) -> dict[str, float]:
         """Predict one acquisition: the probability of every class for a population like that of training, or a number.

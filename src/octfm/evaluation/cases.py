@@ -359,17 +359,28 @@ def make_rounds(
         keep = np.isin(cases.label, enough)
         cases, train, tested = _only_classes(cases, enough), train[keep], tested[keep]
         if len(np.unique(cases.label[tested])) < 2:
+            names = cases.classes or ()
+            known, found = ", ".join(names), "".join(names[int(k)] for k in np.unique(cases.label[tested])) or "none"
             raise Skip(
-                f"The test participants have fewer than two classes of {cases.target.column} "
-                f"({len(np.unique(cases.participant[tested]))} of them are left without the classes too rare to learn)."
+                f"The test participants have {found} of the classes of {cases.target.column} that can be learned "
+                f"({known}); a score needs two of them.",
+                f"The test participants have fewer than two classes of {cases.target.column} that can be learned.",
             )
     participants_tested = len(np.unique(cases.participant[tested]))
     if design == "recommended_split":
         if participants_tested < 2 or len(np.unique(cases.participant[train])) < 6:
-            raise Skip(f"Too few participants with {cases.target.column} on one side of the split.")
+            raise Skip(
+                f"{len(np.unique(cases.participant[train]))} participants with {cases.target.column} to learn from and "
+                f"{participants_tested} to test, expected at least 6 and 2; label more, or split anew."
+            )
         return cases, [Round(np.flatnonzero(train), np.flatnonzero(tested))]
     if participants_tested < 2 * folds:
-        raise Skip(f"{participants_tested} participants with {cases.target.column} are too few for {folds} folds.")
+        left = len(np.unique(cases.participant)) - participants_tested
+        others = f"; {left} others were in the encoder's training" if left else ""
+        raise Skip(
+            f"{participants_tested} participants with {cases.target.column} are too few for {folds} folds, expected at "
+            f"least {2 * folds}{others}."
+        )
     # Fold −1 is never tested: rows of participants seen in pretraining.
     fold = np.full(len(tested), -1)
     fold[tested] = participant_folds(

@@ -199,7 +199,8 @@ def summary_lines(result: dict[str, Any], file: str = "probe.json") -> list[str]
     for target, each in guessing.items():
         r = next(r for r in result["results"] if r["target"] == target)
         unlabelled = f", {r['unlabelled_acquisitions']} volumes have no label" if r["unlabelled_acquisitions"] else ""
-        learned = f"learned from {r['n_train_participants']} participants{unlabelled}"
+        rare = f", too rare and left out: {', '.join(r['left_out_classes'])}" if r.get("left_out_classes") else ""
+        learned = f"learned from {r['n_train_participants']} participants{unlabelled}{rare}"
         lines.append(f"{target:<12} guessing gives {', '.join(each.values())}; {learned}")
     for (target, note), whose in noted.items():
         every = {r["encoder"] for r in result["results"] if r["target"] == target}

@@ -175,8 +175,11 @@ def read_fundus(uri: str | Path, limits: "Limits | None" = None) -> "Fundus | No
 
 
 def read_mask(uri: str | Path, limits: "Limits | None" = None) -> "np.ndarray":
-    """The label of every voxel in a MetaImage file of masks: uint8 [B-scan, axial, lateral], in the order of the volume
-    in the same folder. Raises ReadError; not_labels if the file holds an image. `limits`: see `read_volume`."""
+    """The label of every voxel in a MetaImage file of masks, as it lies in the file: uint8 [B-scan, axial, lateral].
+    `read_overlay` gives them in the order of a volume.
+
+    Raises ReadError; not_labels if the file holds an image. `limits`: see `read_volume`.
+    """
     from octfm.formats.medical import metaimage
 
     return metaimage.read_mask(str(uri)) if limits is None else within(limits, metaimage.read_mask, str(uri))

@@ -249,6 +249,13 @@ def to_surfaces(bscans: Bscans) -> Surfaces | None:
     return replace(surfaces, heights_px=heights_px)
 
 
+def to_labels(bscans: Bscans, values: np.ndarray) -> np.ndarray:
+    """Labels [D, H, W] of the file's voxels, as they lie in the file, as they lie in the volume of `to_volume`."""
+    bscans, declared = _with_sidecar(bscans)
+    ordered = _arrange(bscans).ordered(values, axis=0)
+    return ordered[:, ::-1] if declared.upside_down else ordered
+
+
 def to_fundus(bscans: Bscans) -> Fundus | None:
     """The picture of the fundus with its lines in the B-scan order of `to_volume`; None if the file has none."""
     found = bscans.fundus()

@@ -2,6 +2,7 @@
 as octfm segment writes it, MetaImage masks."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,7 @@ def read_overlay(uri: str | Path, of: str | Path, shape: Shape3, spacing_mm: Spa
         if reader is nifti:
             return _of_nifti(uri, of, shape, spacing_mm)
         if reader is metaimage:
-            values = metaimage.read_mask(uri)
-            return _labels(values, {}, uri, shape)
+            return _as_in_volume(_labels(metaimage.read_mask(uri), {}, uri, shape), of)
     raise _neither(uri)
 
 
@@ -61,11 +61,21 @@ def _of_nifti(uri: str, of: str, shape: Shape3, spacing_mm: Spacing3) -> Surface
             raise ReadError("not_labels", f"{uri}: values that are no labels, which are 0 to 255; give the labels")
         # Labels drawn on a NIfTI scan have its axes; octfm declares them next to its own. Without a scan at hand it
         # wrote WHD, which the shape may show.
-        axes = read_declared(uri).axes or (nifti.stored_axes(of) if detect.find_reader(of) is nifti else "WHD")
+        declared, names = read_declared(uri).axes, _names_of_labels(found.comments)
+        axes = declared or (nifti.stored_axes(of) if detect.find_reader(of) is nifti else "WHD")
         if in_order(stored, axes) != shape and stored == (width, height, depth):
             axes = "WHD"
         values = found.values.transpose(in_order((0, 1, 2), axes)).astype(np.uint8)
-        return _labels(values, _names_of_labels(found.comments), uri, shape)
+        labels = _labels(values, names, uri, shape)
+        if declared or names:
+            return labels  # octfm's own lie as the volume, others as the file that they were drawn on
+        if detect.find_reader(of) is nifti and not nifti.same_directions(uri, of):
+            raise ReadError(
+                "other_volume",
+                f"{uri}: its affine turns axes another way than that of {Path(of).name}, so labels would lie mirrored; "
+                "save it with the scan's axes and affine",
+            )
+        return _as_in_volume(labels, of)
     if stored[:2] != (width, depth):
         raise ReadError(
             "other_volume",
@@ -77,6 +87,15 @@ def _of_nifti(uri: str, of: str, shape: Shape3, spacing_mm: Spacing3) -> Surface
     names = found.comments.partition(";")[0].split()
     named = names if len(names) == len(rows) else [f"surface {n + 1}" for n in range(len(rows))]
     return Surfaces(tuple(named), rows, spacing_mm[1], uri)
+
+
+def _as_in_volume(labels: Labels, of: str) -> Labels:
+    """Labels that lie as the voxels in the file `of`, in the order of its volume: its sidecar may say that rows are
+    upside down, or where B-scans lie."""
+    reader = detect.find_reader(of)
+    if reader not in (nifti, metaimage):
+        return labels
+    return replace(labels, values=np.ascontiguousarray(bscans.to_labels(reader.open_bscans(of), labels.values)))
 
 
 def _names_of_labels(comments: str) -> dict[int, str]:

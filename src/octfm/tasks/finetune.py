@@ -219,10 +219,11 @@ def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool],
         )
         validates = fold == 0
     train, validation = learning[~validates], learning[validates]
-    if not len(train) or (cases.classes is not None and len(np.unique(cases.label[train])) < len(cases.classes)):
+    absent = [name for k, name in enumerate(cases.classes or ()) if k not in cases.label[train]]
+    if absent or not len(train):
         raise EvaluationError(
-            f"target {config.target}: some class has no training participant outside the validation set; label more "
-            "participants"
+            f"target {config.target}: no training participant outside the validation set has "
+            f"{', '.join(absent) or 'a label'}; label more participants"
         )
     facts = describe(cases, [Round(train, test)], "recommended_split", seen_rows)
     facts["readout"] = "attention" if config.pool == "attention" else "mean"

@@ -257,7 +257,7 @@ def truth_file(config: SegmentConfig, row: StoreRow) -> Path:
         return Path(by_hand[row.pixels])
     raise EvaluationError(
         f"{path}: no truth for this acquisition, nor corrections of its voxels in a .json file there; every volume to "
-        "train or test on needs one"
+        "train or test on needs one; leave the others out with exclude=FILE"
     )
 
 
@@ -284,7 +284,8 @@ def read_truth(config: SegmentConfig, row: StoreRow) -> dict[str, Any]:
     # Names may be bytes, as in files of HDF5 origin.
     names = file["surface_names"].astype(str).tolist() if "surface_names" in file else []
     if absent := [name for name in config.surfaces if name not in names]:
-        raise EvaluationError(f"{path}: no surface called {', '.join(absent)}; surfaces: {', '.join(names)}")
+        held = f"surfaces: {', '.join(names)}" if names else "it holds none; surfaces=[] learns a mask alone"
+        raise EvaluationError(f"{path}: no surface called {', '.join(absent)}; {held}")
     shape = transform_of(row).native_shape
     wanted = (
         ("surfaces", config.surfaces, (len(names), *shape[::2]), "[surface, B-scan, A-scan]"),

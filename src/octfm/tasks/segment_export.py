@@ -20,15 +20,15 @@ HEIGHT_MAP = "1.2.840.10008.5.1.4.1.1.66.8"
 """Height Map Segmentation Storage: rows are B-scans, columns A-scans, one frame per surface, as in AI-READI."""
 
 
-def label_map(found: Segmentation) -> tuple[np.ndarray, dict[int, str]]:
+def label_map(found: Segmentation, image_rows: int | None = None) -> tuple[np.ndarray, dict[int, str]]:
     """uint8 [D, H, W] in the native frame and the names of its values: layers between consecutive surfaces, then
-    masks; 0 is the rest."""
+    masks; 0 is the rest. `image_rows`: H of the scan, where `found` does not know it."""
     names = list(found.surfaces)
     shape = next(iter(found.masks.values())).shape if found.masks else None
     depth, width = next(iter(found.surfaces.values())).shape if names else (shape or (0, 0, 0))[::2]
     # Where the number of rows is unknown, the lowest surface is within them.
     lowest = max((float(np.nanmax(rows)) for rows in found.surfaces.values() if np.isfinite(rows).any()), default=-1.0)
-    height = found.image_rows or int(lowest) + 2
+    height = found.image_rows or image_rows or int(lowest) + 2
     labels = np.zeros((depth, height, width), np.uint8)
     meaning: dict[int, str] = {}
     row = np.arange(height)[None, :, None]
@@ -71,7 +71,7 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str, volume: Volu
         _describe(image, found, " ".join(found.surfaces))
         image.header.set_xyzt_units(unit)
         written.append(_nifti(image, folder / f"{stem}_heights_{'um' if measured else 'rows'}.nii.gz"))
-    labels, meaning = label_map(found)
+    labels, meaning = label_map(found, None if volume is None else volume.shape[1])
     axes, on_scan = "WHD", _on_grid_of(volume, labels) if volume is not None else None
     if on_scan is None:
         image = nibabel.Nifti1Image(labels.transpose(2, 1, 0), np.diag([dx, dy, dz, 1.0]))

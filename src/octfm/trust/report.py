@@ -257,6 +257,11 @@ def _pretraining(path: Path, store: Store) -> dict[str, Any]:
             "needs the run, octfm leaderboard and octfm probe --embeddings take this encoder"
         )
     _, content = load_newest(path)
+    if "encoder" in content["config"]:
+        raise EvaluationError(
+            f"{path}: a run of octfm finetune or segment; octfm trust needs one of octfm pretrain, octfm leaderboard "
+            "takes fine-tuned ones"
+        )
     config, participants = stored_config(content["config"]), content["participants"]
     # Without data.scanners, pretraining used every scanner of its store; this store stands in for it.
     named = set(config.data.scanners) or {row.scanner for row in store.rows}

@@ -90,7 +90,7 @@ def open_bscans(uri: str) -> Bscans:
 
 
 def read_mask(uri: str) -> np.ndarray:
-    """uint8 [B-scan, axial, lateral]: the label of every voxel, in the order of the volume in the same folder.
+    """uint8 [B-scan, axial, lateral]: the label of every voxel, as it lies in the file.
 
     Raises ReadError; not_labels if the values are those of an image.
     """

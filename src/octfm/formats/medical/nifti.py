@@ -109,6 +109,27 @@ def stored_axes(uri: str) -> str:
         return _axes(_read_header(stream, uri), uri)
 
 
+def same_directions(uri: str, other: str) -> bool:
+    """Whether the stored axes of two files point the same way in space; True if one of them does not say (sform)."""
+    one, two = _directions(uri), _directions(other)
+    return one is None or two is None or bool(((one * two).sum(0) > 0.5).all())
+
+
+def _directions(uri: str) -> np.ndarray | None:
+    """Unit vectors [3, 3], a column per stored axis, of the sform (nifti1.h, method 3); None for one that says nothing,
+    such as the identity that programs write for want of another."""
+    with open_file(uri) as file, _stream(file) as stream:
+        head = stream.read(540)
+    order = "<" if head[:1] != b"\0" else ">"
+    second = head[4:6] in (b"n+", b"ni")
+    (code,) = struct.unpack_from(order + "i", head, 348) if second else struct.unpack_from(order + "h", head, 254)
+    rows = struct.unpack_from(order + "12d", head, 400) if second else struct.unpack_from(order + "12f", head, 280)
+    matrix = np.array(rows, np.float64).reshape(3, 4)[:, :3]
+    length = np.linalg.norm(matrix, axis=0)
+    stated = code > 0 and np.isfinite(matrix).all() and (length > 0).all() and not np.array_equal(matrix, np.eye(3))
+    return matrix / length if stated else None
+
+
 def _axes(header: _Header, uri: str) -> str:
     return read_declared(uri).axes or axes_of_spacing(header.mm) or _unknown_axes(header.mm, uri)
 
