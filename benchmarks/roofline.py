@@ -261,15 +261,15 @@ def table(name: str, micro_batch: int) -> list[str]:
         f"**{name}/12, 3,072 of 9,216 tokens, {config.data.global_batch_size} volumes in {passes} passes of "
         f"{micro_batch}, bf16, eager**: {found[0].flops / 1e12:.1f} TFLOP per step.",
         "",
-        "| class | TFLOP | GB moved | " + " | ".join(f"{gpu.name}, ms | bound by | measured" for gpu in GPUS) + " |",
-        "|---|---|---|" + "---|---|---|" * len(GPUS),
+        "| class | TFLOP | GB moved | " + " | ".join(f"{gpu.name}, ms | bound by" for gpu in GPUS) + " |",
+        "|---|---|---|" + "---|---|" * len(GPUS),
     ]
     for kind in CLASSES:
-        cells = " | ".join(f"{p.ms[kind]:.1f} | {p.bound[kind]} | not yet" for p in found)
+        cells = " | ".join(f"{p.ms[kind]:.1f} | {p.bound[kind]}" for p in found)
         lines.append(f"| {kind} | {found[0].flops_of[kind] / 1e12:.2f} | {found[0].moved[kind] / 1e9:.1f} | {cells} |")
-    cells = " | ".join(f"**{p.step_ms:.0f}** | MFU {p.mfu:.0%} | not yet" for p in found)
+    cells = " | ".join(f"**{p.step_ms:.0f}** | MFU {p.mfu:.0%}" for p in found)
     lines.append(f"| **step** | {found[0].flops / 1e12:.2f} | {sum(found[0].moved.values()) / 1e9:.1f} | {cells} |")
-    cells = " | ".join(f"{p.host_ms:.0f} | beside it | not yet" for p in found)
+    cells = " | ".join(f"{p.host_ms:.0f} | beside it" for p in found)
     return [*lines, f"| host, launching | | | {cells} |", ""]
 
 
@@ -277,9 +277,9 @@ def summary() -> list[str]:
     """A Markdown table of steps of both models, token budgets and sizes on all GPUs, eager and compiled."""
     lines = [
         "| network | volume, tokens, passes × volumes | "
-        + " | ".join(f"{g.name}, eager | compiled, graph | measured" for g in GPUS)
+        + " | ".join(f"{g.name}, eager | compiled, graph" for g in GPUS)
         + " |",
-        "|---|---|" + "---|---|---|" * len(GPUS),
+        "|---|---|" + "---|---|" * len(GPUS),
     ]
     for name in ("ViT-S", "ViT-B"):
         for image, budget, micro in (
@@ -292,7 +292,7 @@ def summary() -> list[str]:
             cells = []
             for gpu in GPUS:
                 both = [predict(config, pre, gpu, micro, passes, compiled) for compiled in (False, True)]
-                cells += [f"{number(p.step_ms)} ms, {p.mfu:.0%}, {p.bounded_by}" for p in both] + ["not yet"]
+                cells += [f"{number(p.step_ms)} ms, {p.mfu:.0%}, {p.bounded_by}" for p in both]
             lines.append(f"| {name} | {list(image)}, {tokens:,}, {passes} × {micro} | " + " | ".join(cells) + " |")
     return [*lines, ""]
 
@@ -323,8 +323,8 @@ def beside_peer(path: str) -> list[str]:
     """A Markdown table of eager steps of facebookresearch/vjepa2 and of octfm at equal work (step.py)."""
     from step import SIZES, build_ours, build_peer
 
-    lines = ["| volumes | " + " | ".join(f"{g.name}: vjepa2, ms | octfm, ms | times | measured" for g in GPUS) + " |"]
-    lines.append("|---|" + "---|---|---|---|" * len(GPUS))
+    lines = ["| volumes | " + " | ".join(f"{g.name}: vjepa2, ms | octfm, ms | times" for g in GPUS) + " |"]
+    lines.append("|---|" + "---|---|---|" * len(GPUS))
     for name, batch in (("32", 1), ("32", 8), ("64", 1), ("64", 8)):
         size, cells = SIZES[name], []
         works = [
@@ -339,7 +339,7 @@ def beside_peer(path: str) -> list[str]:
                 f"{number(ms)} ({'host' if host > device else 'device'})"
                 for ms, host, device in zip((peer, own), hosts, devices, strict=True)
             ]
-            cells += [*said, f"{peer / own:.2f}", "not yet"]
+            cells += [*said, f"{peer / own:.2f}"]
         lines.append(f"| {batch} of {list(size)} | {' | '.join(cells)} |")
     return lines
 

@@ -28,7 +28,7 @@ from octfm.layers.edges import onto_edges
 from octfm.layers.finder import LayerFinder, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
 from octfm.layers.verdict import ZONE_UM, Measures, decide
-from octfm.layers.zones import FEWEST_PER_MM, SAMPLING_UM
+from octfm.layers.zones import uneven_zones
 from octfm.phantom.native.bscans import SURFACES, Labelled, Placement, sample_placement
 from octfm.phantom.native.stream import Stream
 from octfm.phantom.scanner import SCANNERS, Scanner
@@ -266,9 +266,8 @@ def central(volume: Volume, finder: LayerFinder) -> tuple[float | None, bool]:
         grid = found.etdrs()
     except EvaluationError:  # the disc lies in its centre
         return value, True
-    coarse = grid.bscans_per_mm < FEWEST_PER_MM or grid.sampling_um["centre"] > SAMPLING_UM
-    given = grid.mean_um["centre"]
-    return value, given is None or coarse or not found.verdict.accepted
+    doubtful = grid.mean_um["centre"] is None or "centre" in uneven_zones(grid)
+    return value, doubtful or not found.verdict.accepted
 
 
 def invariances(volumes: Iterable[Volume], finder: LayerFinder) -> None:

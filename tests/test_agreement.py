@@ -27,7 +27,8 @@ def test_bland_and_altman_find_their_own_bias_and_spread():
     apart = WRIGHT - MINI
     assert agreement.bias(apart)[0] == pytest.approx(-2.1, abs=0.05)
     assert agreement.spread(apart)[0] == pytest.approx(38.8, abs=0.05)
-    assert agreement.limit(apart, 1)[0] - agreement.limit(apart, -1)[0] == pytest.approx(2 * 1.96 * 38.765, abs=0.01)
+    found = agreement.limits(apart, np.arange(len(apart)), None)
+    assert found["upper"]["estimate"] - found["lower"]["estimate"] == pytest.approx(2 * 1.96 * 38.765, abs=0.01)
 
 
 @pytest.mark.parametrize("sizes", [[2] * 12, [6] * 12, [20] + [1] * 20, [1] * 15], ids=str)

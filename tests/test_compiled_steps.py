@@ -169,13 +169,13 @@ ALIKE = RuntimeConfig()
 
 
 def test_long_runs_on_cuda_compile_their_steps_by_default(monkeypatch):
-    """Runs of a thousand updates and more, in each stage of masks: each compiles anew."""
+    """Runs of two thousand updates and more, in each stage of masks: each compiles anew."""
     monkeypatch.setattr("octfm.run.runtime.find_spec", lambda name: name)
     stages = {"stages": [[0.3, 0.3], [0.6, 0.3]]}
     for settings, expected in (
-        (config(steps=1000), True),
-        (config(steps=999), False),
-        (config(steps=1998, masks=stages), False),
+        (config(steps=2000), True),
+        (config(steps=1999), False),
+        (config(steps=3998, masks=stages), False),
     ):
         assert CUDA.for_run(settings.runtime, settings.steps_alike).compiles == expected
     assert not Runtime(torch.device("cpu")).for_run(ALIKE, 10**6).compiles

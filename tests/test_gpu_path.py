@@ -63,8 +63,8 @@ def test_every_cell_of_the_plan_has_a_measurement_and_its_own_name():
     assert {cell.image for cell in planned} == {(64, 384, 384), (32, 192, 192)}
     updates = [cell for cell in planned if cell.kind == "update"]
     assert {cell.mode for cell in updates} == {"eager", "compiled", "graph", "compiled graph", "whole compiled"}
-    # The first minute has to tell the most: peak, three updates, the peer.
-    assert [cell.kind for cell in planned[:6]] == ["peak", "update", "update", "update", "peer", "equal"]
+    # The first minutes have to tell the most: rates, updates of both networks, the loop.
+    assert [cell.kind for cell in planned[:6]] == ["peak", "update", "update", "update", "train", "train"]
 
 
 def run(words, **environment):
@@ -109,4 +109,4 @@ def test_a_cell_that_outlasts_its_limit_does_not_hold_up_the_others(tmp_path, mo
     plan = [bench.replace(hurried, limit_s=-59.9), last]
     monkeypatch.setattr(bench, "cells", lambda *_: plan)
     done = bench.measure(chosen)
-    assert done[hurried.name] == {"trouble": "not within 0 s"} and done[last.name]["volumes_per_s"] > 0
+    assert done[hurried.name] == {"trouble": "not within 0 s"} and done[last.name]["ms"] > 0

@@ -16,7 +16,7 @@ from octfm.pretraining.inputs import make_inputs
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors import monitors, recovery
 from octfm.pretraining.monitors.health import HealthConfig
-from octfm.pretraining.monitors.leaks import COMPANY_TOKENS, company
+from octfm.pretraining.monitors.leaks import SAMPLED_TOKENS, batch_effect
 from octfm.pretraining.monitors.monitors import Finding
 from octfm.pretraining.monitors.sabotage import NAMES, sabotage
 from octfm.pretraining.run_state import RunState
@@ -94,7 +94,7 @@ def test_batch_statistics_are_seen_when_every_volume_is_alone(store, tmp_path, o
 @pytest.mark.parametrize("objective", ["vjepa2", "mae", *OTHER])
 def test_batch_statistics_are_seen_in_a_few_of_many_tokens(store, tmp_path, objective):
     """Twice as many tokens as are looked at; without the fault nothing is said of them."""
-    assert 2 * COMPANY_TOKENS == 4 * 8 * 4
+    assert 2 * SAMPLED_TOKENS == 4 * 8 * 4
     said, error = run_with_fault(store, tmp_path / "run", "batch-norm", objective, 15, masks={"budget": None})
     assert named(said, 0)[0] == (20, "batch statistics") and error is not None
 
@@ -111,7 +111,7 @@ def test_sound_statistics_are_seen_whatever_two_sets_of_masks_hide(store, budget
         drawn = make_inputs(
             settings, store.preprocessing, learner.runtime, replace(batch, position=position + np.arange(2))
         )
-        assert company(learner, drawn.views, weight) < 1e-4
+        assert batch_effect(learner, drawn.views, weight) < 1e-4
 
 
 @pytest.mark.slow
@@ -364,7 +364,7 @@ def test_spikes_stand_out_from_noise_and_from_a_falling_loss():
 def test_a_drop_counts_only_with_a_loss_of_rank():
     state = history([(0.8, 1.0)] * 40 + [(0.2, 1.0)] * 24)
     for rank in (20.0, 21.0, 19.0, 20.0):
-        state = state.look(rank)
+        state = state.with_rank(rank)
     assert monitors.sudden_drop(HealthConfig(), state, 19.0) is None, "fast learning"
     found = monitors.sudden_drop(HealthConfig(), state, 5.0)
     assert found is not None and found.what == "sudden drop"

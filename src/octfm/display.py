@@ -179,8 +179,8 @@ def markdown(text: str) -> str:
 
 
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
-"""How a text begins that a spreadsheet takes for a formula (East Asian ones also with full-width signs), or that
-`csv_cell` has put an apostrophe before."""
+"""How a text begins that a spreadsheet would read as a formula (East Asian ones also with full-width signs), or that
+`csv_cell` has prefixed with an apostrophe."""
 
 
 def csv_cell(text: str) -> str:

@@ -27,7 +27,7 @@ class OctfmError(Exception):
     """A problem that the user can act on. The command line prints it as one line and exits with code 1."""
 
     elsewhere = False
-    """Whether it was raised on another rank, which reports it."""
+    """Whether another rank raised the error and reports it."""
 
 
 class ConfigError(OctfmError):

@@ -126,7 +126,7 @@ def _people(header: Header, row: ManifestRow) -> list[str]:
 
 
 def _contradictions(header: Header, row: ManifestRow) -> list[str]:
-    """Flags of what the table states differently; laterality is compared in `accept`."""
+    """Flags for facts on which header and table differ, except laterality, which `accept` compares."""
     flags = []
     if len(set(_people(header, row))) > 1:
         flags.append("participant_conflict")

@@ -56,8 +56,8 @@ _IDENTIFIER = re.compile(
     re.VERBOSE,
 )
 """Words for direct identifiers in English, German, Dutch, French, Italian, Spanish and Portuguese, and the commonest of
-Scandinavian languages, Polish, Russian, Chinese and Japanese. Only a word that is on this list is found: what is handed
-out goes by what is known to be safe (octfm.catalog.participants.safe_values)."""
+Scandinavian languages, Polish, Russian, Chinese and Japanese. It finds only words of this list; what may leave the
+clinic is decided by a list of what is known to be safe (octfm.catalog.participants.safe_values)."""
 
 
 class TableError(OctfmError):

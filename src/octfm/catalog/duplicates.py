@@ -27,7 +27,7 @@ from octfm.volume.pixel_copies import describe_copy
 
 _PIECE = 2**20
 _OF_COPIES = ("duplicate_pixels", "pixels_of_two_participants")
-"""Codes of what pixels show to be a copy of another scan."""
+"""Codes of rejects whose pixels show that they are copies of another scan."""
 
 
 def without_duplicates(
@@ -44,7 +44,7 @@ def without_duplicates(
         return row is not None and row.sop_instance_uid in ("", header.sop_instance_uid)
 
     def rank(header: Header) -> tuple[bool, bool, bool, bool, str]:
-        # A copy of which more is declared: without its millimetres the other would be rejected, and both be lost.
+        # Prefer the copy that states more: one without millimetres would be rejected, and both would be lost.
         way_up_unknown = DECLARED.isdisjoint(header.flags)
         return not listed(header), header.spacing_mm is None, header.laterality is None, way_up_unknown, header.uri
 
@@ -118,7 +118,7 @@ def _same_bytes(one: str, other: str) -> bool:
 def under_two_ids(
     acquisitions: Sequence[Acquisition], copies: Sequence[Acquisition], rejects: Sequence[Reject]
 ) -> tuple[list[Acquisition], list[Reject], dict[str, tuple[str, str]]]:
-    """Give copies under another participant's id a reason of their own: which id is right must be found out first.
+    """Give copies under another participant's id a code of their own: somebody must find out which id is right.
 
     Returns the acquisitions with flags, the rejects, and the two participants of each of these copies by its uri.
     """
@@ -149,8 +149,8 @@ def without_lost_originals(
 ) -> tuple[list[Reject], list[tuple[str, str]]]:
     """The rejects of copies, and the pairs of participants whose images are the same.
 
-    A copy of what its pixels show to be no scan is none either, and says nothing about people: the empty masks of two
-    of them are the same file. It gets the code of its original.
+    A copy of an image that pixels show to be no scan gets the code of its original and is no evidence that two ids are
+    one person: empty masks of two people are the same file.
     """
     by_uri = {reject.uri: reject for reject in pixel_rejects if reject.code not in _OF_COPIES}
     lost = {header.sop_instance_uid: by_uri[header.uri] for header in headers if header.uri in by_uri}

@@ -1,4 +1,4 @@
-"""Axial millimetres of single B-scans of which no file, sidecar or table states any, estimated from their retinas."""
+"""Estimate axial millimetres of single B-scans from their retinas, where no file, sidecar or table states them."""
 
 import functools
 import math

@@ -19,7 +19,7 @@ ACQUISITION_COLUMNS = ("sop_instance_uid", "acquisition")
 
 LATERALITY = "laterality"
 EYE_COLUMNS = ("eye", "side")
-"""Columns that say which eye a row is about if they name one, in a table without a column laterality."""
+"""Columns that may hold the eye of a row, in a table without a column laterality."""
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", ".", "?", "#n/a", "<na>"})
 """Texts that mean a missing value. Not `none`: a diagnosis of none is a label; nor `-`, which may mean negative."""

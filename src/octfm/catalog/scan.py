@@ -23,7 +23,8 @@ from octfm.catalog.parts import join_parts
 from octfm.catalog.walk import Found, walk
 from octfm.formats.bscans import Reader
 from octfm.formats.detect import require_readers
-from octfm.formats.reasons import REASONS
+from octfm.formats.dicom.parts import Part
+from octfm.formats.reasons import REASONS, Header
 from octfm.io.archive import MEMBER, file_size, is_folder, unpack
 from octfm.io.bucket import Account
 from octfm.io.isolation import Limits
@@ -88,56 +89,35 @@ def scan(
         Pattern.parse(text) for text in ([participant_from] if isinstance(participant_from, str) else participant_from)
     ]
     require_readers(readers)
+    _expect_known(layouts, modalities)
     bscans_only = tuple(layouts) == ("line",)
-    if not ("raster" in layouts or bscans_only) or any(name not in ADMISSIBLE for name in layouts):
-        raise CatalogError(
-            f"layouts: expected raster, raster,radial, raster,line or line; got {','.join(layouts) or 'none'}"
-        )
-    if "structure" not in modalities or any(name not in MODALITIES for name in modalities):
-        got = ",".join(modalities) or "none"
-        raise CatalogError(f"modalities: expected structure or structure,octa; got {got}")
+    limits = limits or Limits()
     # List the files and read the tables.
     folder = _existing(root)
     account = Account(folder)
     found = walk(folder, follow_links=follow_links, folders_are_volumes=not bscans_only)
-    if not found.files and not found.refused:
-        endings = ", ".join(count_words(path.suffix or path.name for path in found.companions))
-        others = f"{len(found.companions)} other files: {endings[:100]}" if found.companions else "it is empty"
-        raise CatalogError(f"{folder}: no image files below it ({others}); point at the folder that holds the scans")
+    _expect_images(found, folder)
     tables = _tables(folder, found, table, participants, columns)
     found.refused += left_behind([path for path in found.companions if path.name.lower() == "dicomdir"], found.files)
     if extract is not None:
         found.files = _unpacked(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
     # Examine headers: an outcome per file, then per volume, then without copies.
-    limits = limits or Limits()
-    examine = account.counting(
-        functools.partial(
-            examine_file,
-            layouts=tuple(layouts),
-            follow_links=follow_links,
-            readers=readers,
-            modalities=tuple(modalities),
-        )
+    examine = functools.partial(
+        examine_file,
+        layouts=tuple(layouts),
+        follow_links=follow_links,
+        readers=readers,
+        modalities=tuple(modalities),
     )
-    examined = spread(
-        examine,
-        found.files,
-        lambda path, lost: [Reject.lost(path, lost, "examined it")],
-        workers=workers,
-        limits=limits,
-        # A deadline by size, although headers take milliseconds: a volume that may be blank is decoded.
-        deadline=lambda path: limits.deadline(file_size(path), str(path)),
-        progress=progress,
-    )
-    per_file = [outcome for outcomes in account.counted(examined) for outcome in outcomes]
+    per_file = _examined(found.files, examine, account, workers, limits, progress)
     per_volume, joined_files = join_parts(per_file, workers, limits, layouts)
     of_layouts, rejects = wanted(per_volume, layouts)
     headers, duplicates = without_duplicates(of_layouts, tables, workers, limits, readers)
     # Combine headers with tables.
     estimated = {} if nominal_spacing_mm else axial_mm_by_height(headers, tables, workers, limits, readers)
     rows = [accept(header, tables, nominal_spacing_mm, estimated) for header in headers]
-    left_out = [*found.refused, *rejects, *(row for row in rows if isinstance(row, Reject))]
     accepted = [row for row in rows if isinstance(row, Acquisition)]
+    left_out = [*found.refused, *rejects, *(row for row in rows if isinstance(row, Reject))]
     _expect_rows_to_fit(accepted, left_out, tables)
     # Copies may be filed under another participant, and their paths help to find out whose a folder is.
     copied = [accept(copy, tables, nominal_spacing_mm, estimated) for copy, _ in duplicates]
@@ -175,13 +155,26 @@ def scan(
         pixels=pixels or bscans_only,
     )
     if not acquisitions:
-        reasons = [(n, code, REASONS[code]) for code, n in count_words(reject.code for reject in left_out).items()]
-        counts = ", ".join(f"{n} {code} ({reason.meaning}; {reason.fix})" for n, code, reason in reasons)
-        hint = "" if "line" in layouts or not any(map(_may_be_single, left_out)) else _OF_SINGLE
-        message = f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {counts}{hint}"
-        raise NothingAccepted(message, catalog)
+        raise NothingAccepted(_why_nothing(folder, left_out, layouts), catalog)
     _expect_people_to_fit(acquisitions, tables, participants)
     return catalog
+
+
+def _expect_known(layouts: Collection[Layout], modalities: Collection[Modality]) -> None:
+    if not ("raster" in layouts or tuple(layouts) == ("line",)) or any(name not in ADMISSIBLE for name in layouts):
+        raise CatalogError(
+            f"layouts: expected raster, raster,radial, raster,line or line; got {','.join(layouts) or 'none'}"
+        )
+    if "structure" not in modalities or any(name not in MODALITIES for name in modalities):
+        got = ",".join(modalities) or "none"
+        raise CatalogError(f"modalities: expected structure or structure,octa; got {got}")
+
+
+def _expect_images(found: Found, folder: Location) -> None:
+    if not found.files and not found.refused:
+        endings = ", ".join(count_words(path.suffix or path.name for path in found.companions))
+        others = f"{len(found.companions)} other files: {endings[:100]}" if found.companions else "it is empty"
+        raise CatalogError(f"{folder}: no image files below it ({others}); point at the folder that holds the scans")
 
 
 def _existing(root: str | Path | BucketPath) -> Location:
@@ -220,9 +213,31 @@ def _tables(
     return read_own_tables(root, own_table, own_people, own, tables, [str(path) for path in found.files])
 
 
+def _examined(
+    files: Sequence[Location],
+    examine: Callable[[Location], list[Header | Part | Reject]],
+    account: Account,
+    workers: int | None,
+    limits: Limits,
+    progress: Callable[[int, int], None] | None,
+) -> list[Header | Part | Reject]:
+    """Headers and rejects of all files, in their order."""
+    examined = spread(
+        account.counting(examine),
+        files,
+        lambda path, lost: [Reject.lost(path, lost, "examined it")],
+        workers=workers,
+        limits=limits,
+        # A deadline by size, although headers take milliseconds: a volume that may be blank is decoded.
+        deadline=lambda path: limits.deadline(file_size(path), str(path)),
+        progress=progress,
+    )
+    return [outcome for outcomes in account.counted(examined) for outcome in outcomes]
+
+
 def _expect_rows_to_fit(acquisitions: Sequence[Acquisition], rejects: Sequence[Reject], tables: Tables) -> None:
-    """Raises TableError if no row of a user's table of files fits: then a path or a column is wrong, and everything
-    that the table says would be asked of folders."""
+    """Raises TableError if no row of a user's table of files fits: then a path or a column is wrong, and folder names
+    would have to answer for the whole table."""
     # A row that fits only a reject is a fit as well.
     fits_none = all("not_in_manifest" in a.flags for a in acquisitions) and not any(
         tables.at_path(reject.uri) for reject in rejects
@@ -274,6 +289,14 @@ def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> list[
         files |= {str(listed(f"{archive.path}{MEMBER}{folder}")): target / folder for folder in archive.folders}
     tables.unpacked_from.update((str(path), uri) for uri, path in files.items())
     return [files.get(str(path), path) for path in found.files]
+
+
+def _why_nothing(folder: Location, left_out: Sequence[Reject], layouts: Collection[Layout]) -> str:
+    """The sentence of an error, with every reason, how often it occurs and what to do."""
+    reasons = [(n, code, REASONS[code]) for code, n in count_words(reject.code for reject in left_out).items()]
+    counts = ", ".join(f"{n} {code} ({reason.meaning}; {reason.fix})" for n, code, reason in reasons)
+    hint = "" if "line" in layouts or not any(map(_may_be_single, left_out)) else _OF_SINGLE
+    return f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {counts}{hint}"
 
 
 def _may_be_single(reject: Reject) -> bool:

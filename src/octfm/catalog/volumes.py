@@ -22,11 +22,12 @@ def volumes_below(
     workers: int | None = None,
     layouts: Collection[Layout] = LAYOUTS,
 ) -> tuple[list[str], list[Reject]]:
-    """uris of the volumes, of files that should hold one but cannot be read among them, and what is left out.
+    """Find the volumes below a folder; returns their uris and the files that are left out.
 
-    With `layouts` of ("line",) they are single B-scans, and every image is one.
+    With `layouts` of ("line",) every image is a B-scan of its own.
 
-    Left out are photographs and the like, copies, and what cannot be opened at all. `workers`: as for octfm.scan.
+    Left out are images of other kinds, copies, and files that cannot be opened. A file that should hold a volume but
+    cannot be read is among the volumes, so that its reader states the reason. `workers`: as for octfm.scan.
     """
     limits = limits or Limits()
     found = walk(folder, folders_are_volumes="raster" in layouts)

@@ -108,8 +108,8 @@ def probe(
     for line in summary_lines(result):
         typer.echo(line)
     if labels is not None and not target:
-        asked = {known.column for known in TARGETS}
-        if others := [column for column in read_labels(labels).columns if column not in asked]:
+        probed = {known.column for known in TARGETS}
+        if others := [column for column in read_labels(labels).columns if column not in probed]:
             opt.echo_line(f"{labels}: not probed: {', '.join(others)}; name a column with --target")
     if label_efficiency:
         # A single draw of a few participants says little: intervals must also cover other draws.

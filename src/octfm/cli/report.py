@@ -193,7 +193,7 @@ def view(
         raise ConfigError("view: give --layers or --segment, not both")
     if axial_length is not None and not layers:
         raise ConfigError("--axial-length: rescales zones and volumes of a scan; add --layers")
-    found, correct, said, verdict = None, None, [], []
+    found, correct, layer_facts, verdict = None, None, [], []
     if layers:
         from octfm.io.heap import keep_freed_memory
         from octfm.layers.segment import segment as segment_scan
@@ -202,7 +202,7 @@ def view(
 
         keep_freed_memory()
         found = segment_scan(volume, axial_length_mm=axial_length, device=device)
-        correct, said, verdict = correction_facts(found), facts_of(found), verdict_of(found)
+        correct, layer_facts, verdict = correction_facts(found), facts_of(found), verdict_of(found)
     scene = scene_of(
         volume,
         surfaces=surfaces,
@@ -218,7 +218,7 @@ def view(
         detail = "A raster made of the star in its file."
     if sample:
         detail = "Synthetic: no patient's scan."
-    facts = [*said, *view_facts(volume, scene, axial_length)]
+    facts = [*layer_facts, *view_facts(volume, scene, axial_length)]
     typer.echo(write_view(scene, page, facts, detail, corrections=correct, verdict=verdict))
 
 

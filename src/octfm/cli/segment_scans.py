@@ -103,9 +103,9 @@ class Scans:
         typer.echo(f"{table}: {added} new of {len(sources)} scans{problems}")
         if self.calibrate is not None:
             with only_writer(table):
-                rows, told = calibrate_rows(read_table(table), self.calibrate)
+                rows, summary = calibrate_rows(read_table(table), self.calibrate)
                 save_table(rows, table)
-            for line in told:
+            for line in summary:
                 echo_line(line)
         typer.echo(sheet.write(read_table(table)))
         if failed == len(sources):
@@ -182,8 +182,8 @@ def write_files(
 
 
 def stems_of(sources: Iterable[str]) -> dict[str, str]:
-    """Source → the stem of its results. Where files of several folders have one name, theirs end in a part of the hash
-    of the path, so that none overwrites another's."""
+    """Source → the stem of its results. If files in several folders share a name, a part of the path's hash is
+    appended, so that none overwrites another."""
     stems = {source: Path(source).stem for source in sources}
     count = Counter(stems.values())
     return {source: stem if count[stem] == 1 else f"{stem}-{hash_text(source)[:8]}" for source, stem in stems.items()}

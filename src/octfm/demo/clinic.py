@@ -146,7 +146,8 @@ def _share(
 
 
 def _join_tables(clinic: Path, parts: list[Path]) -> None:
-    """The tables of all parts as those of one clinic; phantom.json last, since it marks the clinic as complete."""
+    """Join the tables of all parts into those of one clinic; phantom.json last, because it marks the clinic as
+    complete."""
     for name in TABLES:
         texts = [(part / name).read_text(encoding="utf-8").splitlines(keepends=True) for part in parts]
         # A participant with two scanners is in two parts.

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from octfm.catalog.catalog import assign_splits
+from octfm.catalog.acquisition import Acquisition
+from octfm.catalog.catalog import Catalog, assign_splits
 from octfm.catalog.labels import read_labels
 from octfm.catalog.participants.people import AmbiguousPeople
 from octfm.catalog.scan import scan
@@ -43,18 +44,7 @@ def own_scans(request: Request, echo: Echo) -> Path:
         )
     stages = Stages(out, echo)
     with stages.stage("catalog", f"every file of {request.data}: accepted, or rejected with a reason"):
-        try:
-            with Progress("scan", 1, "files") as progress:
-                catalog = scan(str(request.data), participant_from=request.participant_from, progress=progress.up_to)
-        except AmbiguousPeople as ambiguous:
-            raise AmbiguousPeople(
-                f"{ambiguous}; octfm demo --data takes the same --participant-from", ambiguous.guess
-            ) from None
-        if request.max_samples is not None:
-            catalog = replace(catalog, acquisitions=_spread(catalog.acquisitions, request.max_samples))
-        if table is not None:
-            # Half of the participants are kept for the test, unless the data set recommends a split.
-            catalog = replace(catalog, acquisitions=assign_splits(catalog.acquisitions, fractions=SHARES))
+        catalog = _scan(request)
         catalog.save(out / "catalog")
     trained = sum(a.split == "train" for a in catalog.acquisitions)
     pretrains = table is None or trained >= FEWEST or request.size is QUICK
@@ -71,15 +61,7 @@ def own_scans(request: Request, echo: Echo) -> Path:
         f"({gigabytes(free)} free); details in {stages.log}; stopped, the same command continues"
     )
     with stages.stage("picture", "the first scan and the layers that the packaged network finds in it"):
-        first = catalog.acquisitions[0]
-        try:
-            volume = read_volume(first.uri, spacing_mm=first.spacing_mm, raster_only=first.layout == "raster")
-            page = first_picture(volume, out, "As it lies in its file.")
-        except BAD_INPUT as error:
-            page = None
-            stages.say(f"   {first.uri}: no picture: {error}")
-    if page is not None:
-        stages.say(f"open now: {page.resolve()} (it shows a scan: protect it like the file)")
+        stages.say(_picture(catalog.acquisitions[0], out))
     with stages.stage("store", "mirror left eyes, register B-scans, find the tissue band, resample to one spacing"):
         store = prepare(catalog, out / "prepared", Preprocessing.model_validate(PREPROCESSING))
 
@@ -117,6 +99,33 @@ def own_scans(request: Request, echo: Echo) -> Path:
         except EvaluationError as error:
             stages.say(f"   probe incomplete: {error}")
     return last_page(stages, run, out, store, card=pretrains)
+
+
+def _scan(request: Request) -> Catalog:
+    """The scans to demonstrate on, and their splits."""
+    try:
+        with Progress("scan", 1, "files") as progress:
+            catalog = scan(str(request.data), participant_from=request.participant_from, progress=progress.up_to)
+    except AmbiguousPeople as ambiguous:
+        raise AmbiguousPeople(
+            f"{ambiguous}; octfm demo --data takes the same --participant-from", ambiguous.guess
+        ) from None
+    if request.max_samples is not None:
+        catalog = replace(catalog, acquisitions=_spread(catalog.acquisitions, request.max_samples))
+    if request.labels is not None:
+        # Half of the participants are kept for the test, unless the data set recommends a split.
+        catalog = replace(catalog, acquisitions=assign_splits(catalog.acquisitions, fractions=SHARES))
+    return catalog
+
+
+def _picture(first: Acquisition, out: Path) -> str:
+    """Write the page of one scan; returns what to say about it."""
+    try:
+        volume = read_volume(first.uri, spacing_mm=first.spacing_mm, raster_only=first.layout == "raster")
+        page = first_picture(volume, out, "As it lies in its file.")
+    except BAD_INPUT as error:
+        return f"   {first.uri}: no picture: {error}"
+    return f"open now: {page.resolve()} (it shows a scan: protect it like the file)"
 
 
 def _bytes_per_volume() -> int:

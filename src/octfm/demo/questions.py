@@ -13,7 +13,7 @@ from octfm.evaluation.cases import HEALTHY, Skip, column_values, find_targets, m
 from octfm.evaluation.probe import FOLDS
 
 MOST = 8
-"""Columns that are probed without being named: with more, somebody has to say which ones are questions."""
+"""Most columns that are probed without being named; of a wider table the user names those to probe."""
 
 
 @dataclass(frozen=True)

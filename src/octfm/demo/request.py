@@ -1,4 +1,4 @@
-"""What a demonstration was asked for, and the commands that repeat it."""
+"""The options of a demonstration, and the commands that repeat it."""
 
 import json
 import shlex

@@ -34,7 +34,7 @@ def run_demo(
     test participants, and the probe tests only these. With `data`, the same is done with the user's own scans, and
     `labels` is a table whose columns, or those named in `targets`, are the questions; scans that are too few to
     pretrain on (FEWEST) are measured by the packaged network of octfm segment instead. Details go to OUT/demo.log.
-    Raises ConfigError, EvaluationError or AmbiguousPeople before work begins where what was asked cannot be done.
+    Raises ConfigError, EvaluationError or AmbiguousPeople before work begins if the request cannot be met.
     """
     request = Request(
         out=local_path(out),

@@ -1,4 +1,4 @@
-"""What the demonstration says: one line per stage on the terminal, everything else in its log; and room on the disk."""
+"""The stages of a demonstration, one line each on the terminal and the rest in its log; and room on the disk."""
 
 import math
 import shutil

@@ -111,7 +111,7 @@ def embed_files(
     change, or with `retry`.
 
     baselines: also vectors at random initialisation and histograms.
-    workers: processes that read and prepare, None for one per core, 0 for none besides this one.
+    workers: processes that read and prepare, None for one per core, 0 for this process only.
     pool: overrides the run's objective.pool.
     follow_links: as for octfm.scan.
     exclude: a file naming volumes to leave out (octfm.store.exclusion).

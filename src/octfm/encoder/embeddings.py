@@ -81,7 +81,7 @@ def take_rows(embeddings: Embeddings, rows: np.ndarray) -> Embeddings:
 
 
 def joined(name: str, arms: Sequence[Embeddings]) -> Embeddings:
-    """One arm with the channels of several, aligned ones, each of which keeps a penalty of its own in linear probes."""
+    """Join aligned arms into one with the channels of all; linear probes penalise each of them separately."""
     first = arms[0]
     parts = tuple((arm.name, arm.vectors.shape[1]) for arm in arms)
     facts = {"encoder": " and ".join(arm.name for arm in arms)}

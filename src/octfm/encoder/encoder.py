@@ -117,8 +117,8 @@ class Encoder:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the weights in float32, by which results name them; of packaged encoders `octfm models` prints
-        it."""
+        """SHA-256 of the weights in float32, which identifies them in results; `octfm models` prints that of packaged
+        encoders."""
         return exported.digest(self.network.state_dict())
 
     @property
@@ -238,8 +238,8 @@ class Encoder:
         return [tissue_index(own, arrays.acquisition[place : place + 1]) for place, own in enumerate(maps)]
 
     def _maps(self, arrays: Arrays) -> np.ndarray:
-        """uint8 [B, d, h, w], the token maps of B volumes. Raises ConfigError for a band of another shape, such as that
-        of one volume that is no batch: its axes would be taken for others."""
+        """uint8 [B, d, h, w], the token maps of B volumes. Raises ConfigError for a band of another shape, such as one
+        without the batch axis, whose axes would be misread."""
         count, expected = len(arrays.voxels), shapes(self.preprocessing.image_size)
         for name in ("band", "valid"):
             if (got := getattr(arrays, name).shape) != (count, *(one := expected[name])):
@@ -390,7 +390,7 @@ def empty_network(config: PretrainConfig, preprocessing: Preprocessing) -> Visio
 
 
 def fill(module: nn.Module, tensors: dict[str, Tensor], where: str | Location) -> None:
-    """Load weights, which become the module's own. Raises CheckpointError naming what does not fit."""
+    """Load tensors, without a copy, as the module's weights. Raises CheckpointError that names what does not fit."""
     try:
         # Assigned, because nothing can be copied into tensors of the meta device.
         module.load_state_dict(tensors, assign=True)
@@ -464,8 +464,8 @@ def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, d
 
 
 def require_trained_on(encoder: Encoder, content: dict[str, Any], what: str, part: str) -> None:
-    """Raises EvaluationError if a head or decoder, whose checkpoint holds no encoder, was trained on another one: the
-    place that its settings name may hold a later checkpoint by now."""
+    """Raises EvaluationError if a head or decoder was trained on another encoder: its checkpoint only names the path of
+    one, which may hold a later checkpoint by now."""
     other = "another Preprocessing" if encoder.fingerprint != content["fingerprint"] else ""
     # Checkpoints of before it was recorded have no digest.
     if not other and content.get("frozen_encoder", encoder.digest) != encoder.digest:

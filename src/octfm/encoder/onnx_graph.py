@@ -99,7 +99,8 @@ def _remove_source_notes(file: Path) -> None:
 
 
 def check(graph: Graph, encoder: Encoder, file: Path) -> float:
-    """The largest difference between onnxruntime and torch in several sizes. Raises EvaluationError above TOLERANCE."""
+    """Largest difference between onnxruntime and torch over some input sizes. Raises EvaluationError above
+    TOLERANCE."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])

@@ -1,7 +1,7 @@
 """What `load_encoder` and `load_tuned` take: a run, a checkpoint, an export, an address, a hub id, a packaged name.
 
 A name of two words such as `owner/name` is the path of a run, or else an export in the local cache of the Hugging Face
-hub. Nothing is asked of the network unless the name says so, `hf://owner/name`: paths may name people.
+hub. The hub itself is contacted for `hf://owner/name` only, because a path may name a person.
 """
 
 import re
@@ -17,7 +17,7 @@ from octfm.weights.packaged import encoders_folder, packaged, packaged_encoder, 
 HUB = "hf://"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 FILES = (CONFIG, WEIGHTS, SEEN, KEY)
-"""Not the ONNX graph, which is as large as the weights."""
+"""Files of an export that are fetched from the hub; the ONNX graph, as large as the weights, is not."""
 
 
 def find(run: str | Location | None, weights: Path | None = None) -> Location:
@@ -52,10 +52,10 @@ def display_name(where: Location) -> str:
 
 
 def names_encoder(word: str) -> bool:
-    """Whether a word of a command line names an encoder: a run, a checkpoint, an export, a packaged or hub name, any
-    address. False for a file or folder that is none of these, which is then a scan.
+    """Whether a word of a command line names an encoder: a run, a checkpoint, an export, a packaged or hub name, or any
+    address. False for another file or folder, which is a scan.
 
-    Raises CheckpointError if it is neither.
+    Raises CheckpointError for a word that names neither an encoder nor a file or folder.
     """
     if word.startswith(HUB) or is_remote(word):
         return True

@@ -59,8 +59,7 @@ class TunedModel:
     head: TaskHead
     answer: Answer
     tokens_per_volume: int | None
-    """Tissue tokens per volume that the head was trained on, from cached features; None if it was trained on all
-    that are kept."""
+    """Tissue tokens per volume that the head was trained on, from cached features; None: all kept tokens."""
 
     def __repr__(self) -> str:
         return brief("TunedModel", *self._described().values())

@@ -79,13 +79,6 @@ def spread(difference: np.ndarray, weights: np.ndarray | None = None, subject: n
     return np.sqrt(np.where(repeated, within + np.maximum(0, ratio(between - within, n0)), between))
 
 
-def limit(
-    difference: np.ndarray, side: int, weights: np.ndarray | None = None, subject: np.ndarray | None = None
-) -> np.ndarray:
-    """Lower (`side` −1) or upper (+1) limit of agreement [R]: bias ± 1.96 standard deviations."""
-    return bias(difference, weights) + side * LIMITS * spread(difference, weights, subject)
-
-
 def limits(
     difference: np.ndarray, subject: np.ndarray, boot: Callable[[Metric], Bootstrap] | None
 ) -> dict[str, dict[str, float | None] | float | None]:

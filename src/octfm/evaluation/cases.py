@@ -136,30 +136,19 @@ def find_targets(
 ) -> list[Target]:
     """The targets of these names, or those of TARGETS whose column exists; multi-label columns give a target per label.
 
-    Any label column can be a target; one that is called `disease` is asked for as it is, not made from the diagnosis.
-    `orders` adds to ORDERS. Raises EvaluationError for a name without a column, and for the scanner if the table has a
-    column of that name, which is not the one that scans name.
+    Any label column can be a target; a column named `disease` is used as it is, not derived from the diagnosis.
+    `orders` adds to ORDERS. Raises EvaluationError for a name without a column, and for `scanner` if the table has such
+    a column, because this target is the scanner that scans name.
     """
     columns = {
         "scanner",
         *(key for labels in data.participant_labels for key in labels),
         *(table.columns if table else ()),
     }
-    known = {t.name: t for t in TARGETS}
     if names is None:
-        targets = [t for t in TARGETS if t.column in columns]
+        targets = [target for target in TARGETS if target.column in columns]
     else:
-        own = {name for name in names if table is not None and name in table.columns}
-        if table is not None and "scanner" in own:
-            raise EvaluationError(
-                f"target scanner: it is the scanner that scans name, and {table.path} has a column scanner as well; "
-                "rename that column to ask about it, or drop it to ask about the scans' own",
-                public="The label table has a column scanner, which is not the one that the scans name.",
-            )
-        of_own = {name for name in own if name in known and known[name].column != name}
-        targets = [
-            known[name] if name in known and name not in of_own else Target(name, name, "participant") for name in names
-        ]
+        targets = _named_targets(names, table)
     grades, found = {**ORDERS, **(orders or {})}, []
     for target in targets:
         if target.column not in columns:
@@ -177,6 +166,19 @@ def find_targets(
         else:
             found.append(target)
     return found
+
+
+def _named_targets(names: Sequence[str], table: LabelTable | None) -> list[Target]:
+    """Targets by name; a column of the table takes precedence over the known target of its name."""
+    own = {name for name in names if table is not None and name in table.columns}
+    if table is not None and "scanner" in own:
+        raise EvaluationError(
+            f"target scanner: it is the scanner that scans name, and {table.path} has a column scanner as well; "
+            "rename that column to ask about it, or drop it to ask about the scans' own",
+            public="The label table has a column scanner, which is not the one that the scans name.",
+        )
+    known = {target.name: target for target in TARGETS if target.name not in own or target.column == target.name}
+    return [known.get(name) or Target(name, name, "participant") for name in names]
 
 
 def find_target(
@@ -256,7 +258,7 @@ def _require_classes(column: str, cells: Sequence[str], participant: np.ndarray)
     """Raises Skip unless the cells, not all of them numbers, are classes."""
     words = [cell for cell in cells if as_number(cell) is None]
     if len(words) <= len(cells) / 2 and len(set(cells) - set(words)) > MANY_NUMBERS:
-        # As classes, every number would be one of its own.
+        # As a class, every number would be separate.
         among = f"{len(cells) - len(words)} of {len(cells)} labels in column {column} are finite numbers, the others"
         remedy = "write numbers, or leave those cells empty"
         raise Skip(f"{among} are not ({', '.join(sorted(set(words))[:3])}); {remedy}.", f"{among} are not; {remedy}.")

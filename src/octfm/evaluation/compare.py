@@ -23,10 +23,10 @@ def probe_together(
 ) -> dict[str, Any]:
     """The result of `octfm.evaluation.probe` for the pretrained encoders of `runs`; the first is the reference.
 
-    The design, readout, seeds and grades that the runs' own probes have in common are used again, so that numbers are
-    those of the runs' own pages if no run has seen participants whom another tested. What they do not share is
-    `probe`'s default; `orders` adds grades. Raises EvaluationError if a run has no embeddings, if they are not of the
-    same acquisitions, or if any run was pretrained on a test participant (unless `allow_seen`).
+    The design, readout, seeds and grades that the runs' own probes share are used again. The numbers then equal those
+    of the runs' own pages, unless a run was pretrained on participants that another one tests. What they do not share
+    is `probe`'s default; `orders` adds grades. Raises EvaluationError if a run has no embeddings, if they are not of
+    the same acquisitions, or if any run was pretrained on a test participant (unless `allow_seen`).
     """
     encoders = []
     for name, run in runs.items():

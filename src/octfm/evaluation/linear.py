@@ -9,7 +9,7 @@ import numpy as np
 
 STEPS = 2000
 WIDE = 768
-"""Channels beyond which `inverse_root` would cost more than the steps that it saves."""
+"""Most channels for which `inverse_root` costs less than the steps that it saves."""
 
 
 def logistic(

@@ -307,7 +307,7 @@ def predict_draws(
 
 
 def drawn(encoder: Embeddings) -> list[Embeddings]:
-    """Every draw of an arm as an arm of its own; most have one."""
+    """Each draw of an arm as a separate arm; most arms have only one."""
     return [encoder, *(replace(encoder, vectors=vectors, draws=()) for vectors in encoder.draws)]
 
 

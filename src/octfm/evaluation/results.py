@@ -12,7 +12,7 @@ from octfm.io.location import Location, location
 FILES = ("probe.json", "finetune.json", "segment.json")
 FORMATS = {"octfm-probe": "probe", "octfm-finetune": "fine-tuning", "octfm-segment": "segmentation"}
 SHOWN = (*HEADLINE, "mae", "dice")
-"""Metrics of tables in a notebook: those of probes, and those of segmentations, whose mae has no r2 beside it."""
+"""Metrics of tables in a notebook: those of probes, and those of segmentations, which have mae without r2."""
 MOST_ROWS = 40
 
 

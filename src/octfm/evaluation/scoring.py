@@ -35,7 +35,7 @@ FAR = 20
 number in some 3,000."""
 LOWER_IS_BETTER = ("brier", "ece", "mae")
 CONFOUNDED = 0.02
-"""Distance of a guess's AUROC from 0.5 from which on a note says that numbers of eyes differ between classes."""
+"""Distance of a guess's AUROC from 0.5 at which a note warns that numbers of eyes differ between classes."""
 BUILT_IN = ("auroc", "auprc", "balanced_accuracy", "macro_f1", "brier", "ece", "kappa", "r2", "mae")
 
 
@@ -192,7 +192,7 @@ def compare_scored(a: Scored, b: Scored, *, leakage: bool) -> dict[str, Any]:
 
 
 def compare_metrics(a: Sequence[Scored], b: Sequence[Scored], *, leakage: bool) -> list[dict[str, Any]]:
-    """`compare_scored` for every metric that both have: predictions without expected grades lack kappa, the last."""
+    """`compare_scored` for every metric that both have. Kappa, the last one, needs predictions of expected grades."""
     return [compare_scored(x, y, leakage=leakage) for x, y in zip(a, b, strict=False) if x.metric == y.metric]
 
 
@@ -312,7 +312,7 @@ def _built_in(cases: Cases, u: Units) -> list[tuple[str, Metric, float]]:
 
 
 def _guessed_auroc(u: Units) -> float:
-    """AUROC of guesses for every eye: above 0.5 where positive participants have more eyes, of which the worse counts.
+    """AUROC of guesses for every eye: above 0.5 if positive participants have more eyes, because the worse one counts.
 
     Of a + b guesses the highest is among the a of one participant with a probability of a / (a + b).
     """
@@ -346,7 +346,7 @@ def _delong(ranked: tuple[np.ndarray, np.ndarray, np.ndarray] | None) -> dict[st
 
 
 def _eyes_note(u: Units) -> str | None:
-    """What a reader must know where the number of eyes alone tells classes apart."""
+    """A warning if the number of eyes alone separates the classes; else None."""
     guessed = _guessed_auroc(u)
     if u.eyes is None or abs(guessed - 0.5) < CONFOUNDED:
         return None

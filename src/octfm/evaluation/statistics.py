@@ -164,8 +164,8 @@ def holm(p: Sequence[float]) -> list[float]:
 
 def enough_resamples(comparisons: int, least: int) -> int:
     """`least`, or as many resamples as it takes for the smallest p there is, 2 / (resamples + 1), to survive Holm's
-    correction for this number of comparisons. With fewer no difference could, however large it is; beyond
-    MOST_RESAMPLES, which 400 comparisons need, time counts for more."""
+    correction for this number of comparisons. With fewer, no difference could survive, however large. At most
+    MOST_RESAMPLES, enough for 400 comparisons, to limit the time."""
     return max(least, min(50 * comparisons, MOST_RESAMPLES))
 
 

@@ -167,7 +167,7 @@ def read_overlay(uri: str | Path, of: Volume, limits: "Limits | None" = None) ->
 
 
 def read_fundus(uri: str | Path, limits: "Limits | None" = None) -> "Fundus | None":
-    """The picture of the fundus that a .vol, a HEYEX XML export or an .e2e holds beside its B-scans, with their
+    """The picture of the fundus that a .vol, a HEYEX XML export or an .e2e holds next to its B-scans, with their
     positions where the file states them; None if there is none. Raises ReadError. `limits`: see `read_volume`."""
     from octfm.formats import detect
 

@@ -232,8 +232,8 @@ def _gray(image: "Image", uri: str) -> np.ndarray:
 
 
 def _expect_upright(image: "Image", where: str) -> None:
-    """Raises ReadError for a stated orientation that is not upright: Pillow obeys it on the first page of a TIFF only,
-    and a viewer may have shown the image otherwise than it would be read."""
+    """Raises ReadError for a stated orientation that is not upright: Pillow applies it to the first page of a TIFF
+    only, and a viewer may show the image the other way up."""
     stated = getattr(image, "tag_v2", None) or (image.getexif() if "exif" in image.info else {})
     if (orientation := stated.get(274)) in range(2, 9):
         raise ReadError(

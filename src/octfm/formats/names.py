@@ -45,7 +45,7 @@ _FLOW, _STRUCTURE = {"octa", "flow", "angio", "angiography"}, ("oct", "structure
 
 
 def is_flow_beside_structure(uri: str) -> bool:
-    """Whether a folder around a file is called OCTA, or the like, and one called OCT lies beside it."""
+    """Whether a file lies below a folder named OCTA, or similarly, that has a sibling named OCT."""
     path: Any = listed(uri)
     for folder in [*path.parents][:3]:
         if folder.name.lower() in _FLOW:
@@ -58,7 +58,7 @@ def _has_structure(folder: str) -> bool:
     return any(is_folder(f"{folder}/{name}") for name in names)
 
 
-# In a bucket each question lists a prefix, and all files of a folder ask the same.
+# In a bucket each check lists a prefix, and all files of a folder need the same one.
 _listed_once = lru_cache(maxsize=1024)(_has_structure)
 
 
@@ -69,7 +69,7 @@ _NO_EYE = ("", "B", "OU", "BOTH", "U", "UNK", "UNKNOWN", "UNSPECIFIED", "NA", "N
 
 
 def may_be_an_eye(text: str) -> bool:
-    """Whether a text names an eye, or says that it is none or both: anything else is a mistake."""
+    """Whether a text stands for an eye, for both or for none; any other text in its place is a mistake."""
     return text.strip().upper() in (*_EYES, *_NO_EYE)
 
 

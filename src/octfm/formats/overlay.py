@@ -15,7 +15,7 @@ from octfm.volume.volume import Labels, Shape3, Spacing3, Surfaces
 
 
 def read_overlay(uri: str | Path, of: str | Path, shape: Shape3, spacing_mm: Spacing3) -> Surfaces | Labels:
-    """See octfm.formats.read_overlay. `shape` and `spacing_mm`: of the Volume in `of`."""
+    """Read an overlay for the Volume of file `of`, which has this shape and spacing; see octfm.formats.read_overlay."""
     uri, of = str(uri), str(of)
     reader = detect.find_reader(uri)
     if detect.is_dicom(reader):
@@ -59,7 +59,7 @@ def _of_nifti(uri: str, of: str, shape: Shape3, spacing_mm: Spacing3) -> Surface
     if sorted(stored) == sorted(shape) or are_labels:
         if not are_labels:
             raise ReadError("not_labels", f"{uri}: values that are no labels, which are 0 to 255; give the labels")
-        # Labels drawn on a NIfTI scan have its axes; octfm declares them beside its own. Without a scan at hand it
+        # Labels drawn on a NIfTI scan have its axes; octfm declares them next to its own. Without a scan at hand it
         # wrote WHD, which the shape may show.
         axes = read_declared(uri).axes or (nifti.stored_axes(of) if detect.find_reader(of) is nifti else "WHD")
         if in_order(stored, axes) != shape and stored == (width, height, depth):

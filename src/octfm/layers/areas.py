@@ -22,7 +22,7 @@ SHADE, SHADE_UM, BESIDE_UM = 0.9, 250.0, 250.0
 """Intraretinal fluid narrower than SHADE_UM is a shadow if the RPE below it has less than this share of the brightness,
 above the vitreous, that the RPE within BESIDE_UM has: a cyst lets light pass."""
 DETACHED_UM = 150.0
-"""Distance of RPE and Bruch's membrane above which what lies between is a detachment, unless it is mostly drusen."""
+"""Distance of RPE and Bruch's membrane above which the space between is a detachment, unless drusen fill most of it."""
 DRUSEN = slice(MASKS.index("drusen"), MASKS.index("drusen") + 1)
 FLUID = slice(MASKS.index("intraretinal_fluid"), MASKS.index("subretinal_fluid") + 1)
 DETACHMENT = slice(MASKS.index("detachment"), MASKS.index("detachment") + 1)
@@ -102,8 +102,8 @@ def clear_shadows(lesions_BHW: np.ndarray, bscans_BHW: np.ndarray, rows_SBW: np.
 
 
 def fill_detachments(lesions_BHW: np.ndarray, rows_SBW: np.ndarray, row_um: float) -> None:
-    """Mark, in place, as a detachment what the surfaces say is one: fluid below the RPE, and all that lies between RPE
-    and Bruch's membrane where they are DETACHED_UM apart and drusen fill less than half of it."""
+    """Mark detachments in place, as the surfaces show them: fluid below the RPE, and everything between RPE and Bruch's
+    membrane where they are DETACHED_UM apart and drusen fill less than half of the space."""
     row = np.arange(lesions_BHW.shape[1])[None, :, None]
     inner, peak, bm = (rows_SBW[SURFACES.index(name)][:, None] for name in ("rpe_inner", "rpe_peak", "bm"))
     drusen = lesions_BHW == 1 + MASKS.index("drusen")

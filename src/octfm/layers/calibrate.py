@@ -11,11 +11,12 @@ from octfm.layers.zones import RANGE, UNIT, read_rows, same_millimetres, zones_i
 LEAST_PARTICIPANTS = 50
 """Participants with corrected zones that a range needs to be called a 90 % interval."""
 LEAST_FACTOR = 0.01
-"""Smallest factor of ranges: below it nine zones in ten are the table's own, and nobody has corrected them."""
+"""Smallest factor of ranges: with a smaller one, nine zones in ten equal the table's, and nobody has corrected them."""
 
 
 def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[dict[str, str]], list[str]]:
-    """Rows of a table of octfm segment, with 90 % intervals in place of synthetic-calibrated ranges, and what to tell.
+    """Rows of a table of octfm segment, with 90 % intervals in place of synthetic-calibrated ranges, and a summary in
+    lines.
 
     corrected: a CSV with `source`, `participant` and corrected zones in the table's columns (`centre_um` …); or a table
     of `octfm segment --apply-corrections`, with `corrected_participant` where there is no `participant`. Of that table

@@ -70,10 +70,10 @@ class Corrections:
     areas: dict[int, dict[str, np.ndarray]]
     """B-scan → mask → int64 [R, 2] of (first voxel, count), voxels counted along A-scans, then rows."""
     checked: frozenset[int]
-    """B-scans of which somebody has said that all lines and areas are right."""
+    """B-scans in which somebody has confirmed all lines and areas."""
     source: str = field(default="corrections", repr=False)
     axial_length_mm: float | None = None
-    """That of the page, by which it measured; None: nominal millimetres."""
+    """Axial length by which the page scaled lateral millimetres; None: nominal millimetres."""
 
     @property
     def touched(self) -> frozenset[int]:
@@ -160,60 +160,74 @@ def _why(error: Exception) -> str:
 def _checked(file: _File, source: str) -> Corrections:
     """The corrections of a file whose lines and areas fit its shape."""
     depth, height, width = file.shape
-
-    def refuse(where: str, expected: str, got: object) -> CorrectionsError:
-        return CorrectionsError(f"{source}: {where}: expected {expected}, got {got}; save it again from the page")
-
     if min(file.shape) < 1 or max(file.shape) > 1_000_000:
-        raise refuse("shape", "B-scans, rows and A-scans of a scan", shown(file.shape))
+        raise _refused(source, "shape", "B-scans, rows and A-scans of a scan", shown(file.shape))
     surfaces: dict[str, dict[int, np.ndarray]] = {}
     areas: dict[int, dict[str, np.ndarray]] = {}
-    checked, seen = set(), set()
+    seen = set()
     for each in file.bscans:
-        where = f"B-scan {each.bscan}"
         if each.bscan >= depth or each.bscan in seen:
-            raise refuse("bscans", f"each of 0 to {depth - 1} at most once", each.bscan)
+            raise _refused(source, "bscans", f"each of 0 to {depth - 1} at most once", each.bscan)
         seen.add(each.bscan)
-        if each.checked:
-            checked.add(each.bscan)
-        for part, names, known in (("surfaces", each.surfaces, SURFACES), ("areas", each.areas or {}, MASKS)):
-            if unknown := [name for name in names if name not in known]:
-                raise refuse(f"{where}, {part}", f"names among {', '.join(known)}", shown(unknown[0], 40))
-        for name, values in each.surfaces.items():
-            if len(values) != width:
-                raise refuse(f"{where}, {name}", f"{width} rows", len(values))
-            rows = np.array([np.nan if row is None else row for row in values], np.float32)
-            if ((rows < -OUTSIDE_ROWS) | (rows > height + OUTSIDE_ROWS)).any():
-                raise refuse(
-                    f"{where}, {name}", f"rows from 0 to {height - 1}", f"{np.nanmin(rows)}, {np.nanmax(rows)}"
-                )
+        _expect_names(each, source)
+        for name, rows in _lines_of(each, height, width, source).items():
             surfaces.setdefault(name, {})[each.bscan] = rows
-        if absent := [name for name in SURFACES if each.checked and name not in each.surfaces]:
-            raise refuse(where, "all lines of a checked B-scan", f"none for {', '.join(absent)}")
-        if each.checked and each.areas is None:
-            raise refuse(where, "the areas of a checked B-scan", "none")
-        _require_order(each, source, {name: by[each.bscan] for name, by in surfaces.items() if each.bscan in by})
         if each.areas is not None:
-            if any(len(runs) % 2 for runs in each.areas.values()):
-                raise refuse(f"{where}, areas", "pairs of first voxel and count", "an odd number of values")
-            try:
-                areas[each.bscan] = {name: np.array(r, np.int64).reshape(-1, 2) for name, r in each.areas.items()}
-            except OverflowError:
-                raise refuse(f"{where}, areas", "voxels of the B-scan", "larger numbers") from None
-            runs = np.concatenate([*areas[each.bscan].values(), np.zeros((0, 2), np.int64)])
-            runs = runs[np.argsort(runs[:, 0], kind="stable")]
-            inside = (runs[:, 0] >= 0) & (runs[:, 1] > 0) & (runs[:, 1] <= height * width - runs[:, 0])
-            if not inside.all() or (runs[1:, 0] < runs[:-1].sum(axis=1)).any():
-                raise refuse(f"{where}, areas", "runs within the B-scan that do not overlap", "others")
+            areas[each.bscan] = _areas_of(each, each.areas, height * width, source)
+    checked = frozenset(each.bscan for each in file.bscans if each.checked)
     return Corrections(
         file.scan, file.network, file.shape, file.author, file.participant, file.time.isoformat(), file.octfm,
-        surfaces, areas, frozenset(checked), source, file.axial_length_mm,
+        surfaces, areas, checked, source, file.axial_length_mm,
     )  # fmt: skip
 
 
-def _require_order(each: _Bscan, source: str, rows: dict[str, np.ndarray]) -> None:
-    for upper, lower in pairwise([name for name in SURFACES if name in rows]):
-        require_order(source, each.bscan, upper, rows[upper], lower, rows[lower])
+def _refused(source: str, where: str, expected: str, got: object) -> CorrectionsError:
+    return CorrectionsError(f"{source}: {where}: expected {expected}, got {got}; save it again from the page")
+
+
+def _expect_names(each: _Bscan, source: str) -> None:
+    """Raise CorrectionsError for a name that is unknown, or that a checked B-scan lacks."""
+    where = f"B-scan {each.bscan}"
+    for part, names, known in (("surfaces", each.surfaces, SURFACES), ("areas", each.areas or {}, MASKS)):
+        if unknown := [name for name in names if name not in known]:
+            raise _refused(source, f"{where}, {part}", f"names among {', '.join(known)}", shown(unknown[0], 40))
+    if absent := [name for name in SURFACES if each.checked and name not in each.surfaces]:
+        raise _refused(source, where, "all lines of a checked B-scan", f"none for {', '.join(absent)}")
+    if each.checked and each.areas is None:
+        raise _refused(source, where, "the areas of a checked B-scan", "none")
+
+
+def _lines_of(each: _Bscan, height: int, width: int, source: str) -> dict[str, np.ndarray]:
+    """Surface → float32 [width] rows in one B-scan, NaN for gaps."""
+    lines = {}
+    for name, values in each.surfaces.items():
+        where = f"B-scan {each.bscan}, {name}"
+        if len(values) != width:
+            raise _refused(source, where, f"{width} rows", len(values))
+        rows = np.array([np.nan if row is None else row for row in values], np.float32)
+        if ((rows < -OUTSIDE_ROWS) | (rows > height + OUTSIDE_ROWS)).any():
+            raise _refused(source, where, f"rows from 0 to {height - 1}", f"{np.nanmin(rows)}, {np.nanmax(rows)}")
+        lines[name] = rows
+    for upper, lower in pairwise([name for name in SURFACES if name in lines]):
+        require_order(source, each.bscan, upper, lines[upper], lower, lines[lower])
+    return lines
+
+
+def _areas_of(each: _Bscan, areas: dict[str, list[int]], voxels: int, source: str) -> dict[str, np.ndarray]:
+    """Mask → int64 [R, 2] runs of (first voxel, count) in a B-scan of so many voxels."""
+    where = f"B-scan {each.bscan}, areas"
+    if any(len(values) % 2 for values in areas.values()):
+        raise _refused(source, where, "pairs of first voxel and count", "an odd number of values")
+    try:
+        found = {name: np.array(values, np.int64).reshape(-1, 2) for name, values in areas.items()}
+    except OverflowError:
+        raise _refused(source, where, "voxels of the B-scan", "larger numbers") from None
+    runs = np.concatenate([*found.values(), np.zeros((0, 2), np.int64)])
+    runs = runs[np.argsort(runs[:, 0], kind="stable")]
+    inside = (runs[:, 0] >= 0) & (runs[:, 1] > 0) & (runs[:, 1] <= voxels - runs[:, 0])
+    if not inside.all() or (runs[1:, 0] < runs[:-1].sum(axis=1)).any():
+        raise _refused(source, where, "runs within the B-scan that do not overlap", "others")
+    return found
 
 
 def require_order(source: str, bscan: int, upper: str, above: np.ndarray, lower: str, below: np.ndarray) -> None:

@@ -26,9 +26,9 @@ class Edge:
     up_um: float
     down_um: float
     smooth_um: float
-    """Standard deviation along the A-scans by which the network's line is smoothed first."""
+    """Standard deviation, across A-scans, of the Gaussian that smooths the network's line before it is moved."""
     steady_um: float
-    """The same for the distance by which it is moved."""
+    """The same for the distances by which the line is moved."""
 
 
 EDGES = {

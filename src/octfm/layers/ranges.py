@@ -24,8 +24,8 @@ SYNTHETIC = "synthetic-calibrated range"
 
 @dataclass(frozen=True)
 class Ranges:
-    """How far the truth lies from a zone's mean, for one network: by the error that it expects there, and by how
-    swollen the zone is without cysts: membranes are where this network is sure and wrong."""
+    """How far the truth lies from a zone's mean, for one network: it grows with the error that the network expects
+    there, and with the swelling of zones without cysts, because below membranes this network is sure and wrong."""
 
     below: tuple[float, float, float]
     """The range begins a + b · E + c · S µm below the mean found, where E is the mean expected error in µm and S the µm

@@ -71,7 +71,7 @@ class ScanSegmentation(Segmentation):
     ranges: Ranges | None = field(default=None, repr=False)
     """Of the network, None if it has none."""
     corrections: Corrections | None = field(default=None, repr=False)
-    """What somebody has corrected by hand; surfaces and masks have it, `found` is what the network found."""
+    """Corrections by hand. `surfaces` and `masks` include them; `found` is the network's own result."""
 
     def __repr__(self) -> str:
         facts = self._described()
@@ -156,8 +156,8 @@ class ScanSegmentation(Segmentation):
         )  # fmt: skip
 
     def expected_error_um(self, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
-        """float32 [D, W]: as octfm.layers.verdict.expected_error_um, NaN in B-scans without the lines, and 0 where
-        somebody has checked or corrected."""
+        """octfm.layers.verdict.expected_error_um of this scan, float32 [D, W]: NaN in B-scans without the lines, 0
+        where somebody has checked or corrected them."""
         error = expected_error_um(self.found, self.spacing_mm, upper, lower)
         error[self._empty(upper, lower)] = np.nan
         if self.corrections is not None:
@@ -194,12 +194,13 @@ class ScanSegmentation(Segmentation):
         return ~(self.expected_error_um() <= ASCAN_UM)
 
     def _empty(self, upper: str, lower: str) -> np.ndarray:
-        """bool [D]: B-scans of which the distance of two surfaces is known nowhere."""
+        """bool [D]: B-scans in which no A-scan has both surfaces."""
         return np.all(np.isnan(self.thickness_rows(upper, lower)), axis=1)
 
     @property
     def note_on_scan(self) -> str:
-        """In words what a part of an accepted scan does not show, and if it may show a macular hole; else empty."""
+        """In words: what is missing in parts of an accepted scan, and whether it may show a macular hole; else
+        empty."""
         notes = (
             [f"{', '.join(self.verdict.parts)}: zones there are blank, and volumes of fluid"]
             if self.verdict.parts
@@ -282,13 +283,12 @@ class ScanSegmentation(Segmentation):
     def etdrs(self, upper: str = "ilm", lower: str = "bm", *, keep_doubtful: bool = False) -> EtdrsGrid:
         """Nine zones of the thickness between two surfaces, around the fovea that was found.
 
-        Zones in which the network expects a mean error above 12 µm are None unless `keep_doubtful`, and so are those
-        that change by more than 10 µm around another place that could be the fovea; the volume is judged by the mean
-        thickness within 3 mm alike. So are zones of a ring for which B-scans are too far apart (MOST_APART_MM), and the
-        volume with the inner ring.
-        Retinal thickness is ILM to BM, as Heidelberg defines it. Raises EvaluationError for line, circle and radial
-        scans, which do not cover zones, for B-scans whose positions contradict each other and, unless `keep_doubtful`,
-        for scans of the optic disc.
+        Unless `keep_doubtful`, zones are None in which the network expects a mean error above 12 µm, or which change by
+        more than 10 µm around another place that could be the fovea; the volume follows the same rules with the mean
+        thickness within 3 mm. So are zones of a ring for which B-scans are too far apart (MOST_APART_MM), and the
+        volume with the inner ring. Retinal thickness is ILM to BM, as Heidelberg defines it. Raises EvaluationError for
+        line, circle and radial scans, which do not cover zones, for B-scans whose positions contradict each other and,
+        unless `keep_doubtful`, for scans of the optic disc.
         """
         # The pit is deepest in the inner retina; drusen, fluid and atrophy below move it in the whole one.
         inner = self.thickness_um("ilm", "ipl_inl")
@@ -341,7 +341,8 @@ class ScanSegmentation(Segmentation):
         return ranges
 
     def _moved(self, grid: EtdrsGrid) -> dict[str, float]:
-        """Zone → the most in µm by which its mean changes where the grid is moved as far as the fovea may lie away."""
+        """Zone → the largest change of its mean, in µm, when the grid moves by the uncertainty of the fovea's
+        position."""
         retina, (x, y) = self.thickness_um("ilm", "bm"), grid.centre_mm
         away = FOVEA_MM if grid.centre == "pit" else NO_PIT_MM
         turns = np.arange(8) * np.pi / 4
@@ -385,12 +386,13 @@ class ScanSegmentation(Segmentation):
 
     @cached_property
     def bscan_nl(self) -> np.ndarray | None:
-        """float [D]: nanolitres of a voxel of each B-scan, which stands for what lies halfway to its neighbours; None
-        unless this is a raster whose B-scans are everywhere as close as the inner ring needs."""
+        """float [D]: nanolitres of a voxel of each B-scan, which reaches halfway to the neighbouring B-scans; None
+        unless this is a raster with B-scans everywhere as close as the inner ring needs."""
         volume, most = self.volume, MOST_APART_MM["inner"]
         if volume.layout != "raster" or volume.shape[0] < 2:
             return None
-        # Of lines that run to and fro the distance is known even if zones would be mirrored in every other one.
+        # Lines that run to and fro would mirror zones in every other B-scan; the distance between them is known all the
+        # same.
         one_way = replace(volume, lines=volume.lines and volume.lines.one_way)
         try:
             field = field_of_volume(one_way, self.axial_length_mm)
@@ -427,7 +429,7 @@ def segment(
     finder: LayerFinder | None = None,
     device: str | None = None,
 ) -> ScanSegmentation:
-    """Segment a scan of any layout and format, single B-scans too, with the packaged network.
+    """Segment a scan of any layout and format, even a single B-scan, with the packaged network.
 
     spacing_mm: as for octfm.read_volume, for files that state none. Without any, those of a single B-scan are estimated
     from its retina, and everything is given in rows and pixels instead of micrometres.

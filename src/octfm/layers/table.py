@@ -121,118 +121,140 @@ def write_table(
     so, unless `corrections` has the scan. A row whose file has gone becomes that of the same acquisition elsewhere, as
     after a folder was renamed. `finder` and `device` are those of `segment`. `also` is called with each source and what
     was found in it, before its row is written.
-    corrections: fingerprint of a scan → what somebody has corrected in it; its row is made anew, and says so.
+    corrections: fingerprint of a scan → what somebody has corrected in it; its row is written anew, marked as
+    corrected.
     eyes: scan → the eye that its path names; see Volume.with_eye.
-    only_corrected: read every scan, but segment and add only those with corrections, so that all rows are somebody's.
-    Returns the number of new or changed rows. Raises EvaluationError if `out` is something else than such a table, has
-    rows of another network or, with `only_corrected`, of scans that nobody has corrected, or is being written by
-    another process, and CorrectionsError if `corrections` do not fit a scan, or fit none of them.
+    only_corrected: read every scan, but segment and add only those with corrections. Returns the number of new or
+    changed rows. Raises EvaluationError if `out` is something else than such a table, has rows of another network or,
+    with `only_corrected`, of scans that nobody has corrected, or is being written by another process, and
+    CorrectionsError if `corrections` do not fit a scan, or fit none of them.
     """
-    finder = finder or load_finder(device=device)
-    with only_writer(out):
-        return _add_rows(sources, out, limits, finder, corrections or {}, only_corrected, eyes or {}, also, echo)
-
-
-def _add_rows(
-    sources: Iterable[str | Volume],
-    out: Location,
-    limits: Limits | None,
-    finder: LayerFinder,
-    corrections: Mapping[str, Corrections],
-    only_corrected: bool,
-    eyes: Mapping[str, Laterality | None],
-    also: Callable[[str, ScanSegmentation], None] | None,
-    echo: Echo,
-) -> int:
-    rows = read_table(out) if out.exists() else []
-    if others := {row["model"] for row in rows} - {"", finder.model}:
-        raise EvaluationError(
-            f"{out}: has rows of another network ({', '.join(sorted(others))}; this is {finder.model}), whose numbers "
-            "must not be mixed with these; choose another --out"
-        )
-    if only_corrected and any(not row["problem"] and not row["corrected_bscans"] for row in rows):
-        raise EvaluationError(f"{out}: has rows of scans that nobody has corrected; choose another --out")
-    # What could not be read is tried again: a share may have been away.
-    places = {row["source"]: i for i, row in enumerate(rows)}
-    same_scan = defaultdict[tuple[str, ...], list[int]](list)
-    for i, row in enumerate(rows):
-        same_scan[tuple(row[name] for name in _OF_AN_ACQUISITION)].append(i)
-    known, added = {row["source"]: row["file_state"] for row in rows if not row["problem"]}, 0
-    by_somebody = {row["source"] for row in rows if row["corrected_bscans"]}
+    finder, corrections, eyes = finder or load_finder(device=device), corrections or {}, eyes or {}
     done: set[str] = set()
     used: set[str] = set()
-    for given in sources:
-        source = given.source if isinstance(given, Volume) else given
-        state = "" if isinstance(given, Volume) else _state(source)
-        if state and known.get(source) not in (None, "", state):
-            del known[source]
-        if source in done or (source in known and not corrections):
-            continue
-        try:
-            volume = given
-            if not isinstance(volume, Volume):
-                volume = read_volume(volume, raster_only=False, limits=limits).with_eye(eyes.get(source))
-            by_hand = corrections.get(fingerprint(volume.voxels)) if corrections else None
-            if by_hand is None and (source in known or only_corrected):
+    with only_writer(out):
+        table = _Table(out)
+        table.expect(finder.model, only_corrected)
+        for given in sources:
+            source = given.source if isinstance(given, Volume) else given
+            state = "" if isinstance(given, Volume) else _state(source)
+            known = table.knows(source, state)
+            if source in done or (known and not corrections):
                 continue
-            if source not in places and (place := _moved(volume, rows, same_scan)) is not None:
-                old = rows[place]["source"]
-                places.pop(old, None)
-                places[source] = place
-                echo(f"{old}: is not there any more, and its row is that of {source} now")
-                if old in by_somebody and by_hand is None:
-                    same = (rows[place]["file_state"], rows[place]["laterality"]) == (state, volume.laterality or "")
-                    rows[place]["source"] = source
-                    save_table(rows, out)
-                    if not same:
-                        echo(f"{source}: {_CORRECTED_BEFORE}")
-                    done.add(source)
-                    added += 1
+            try:
+                volume = given
+                if not isinstance(volume, Volume):
+                    volume = read_volume(volume, raster_only=False, limits=limits).with_eye(eyes.get(source))
+                by_hand = corrections.get(fingerprint(volume.voxels)) if corrections else None
+                if by_hand is None and (known or only_corrected):
                     continue
-            if by_hand is None and source in by_somebody:
-                echo(f"{source}: {_CORRECTED_BEFORE}")
-                continue
-            found = segment(volume, finder=finder)
-            if by_hand is not None:
-                found = found.corrected(by_hand)
-                used.add(by_hand.source)
-            grid = None if isinstance(given, Volume) else device_grid_of(given, limits)
-            row = row_of(found, grid) | {"source": source, "file_state": state}
-        except ReadError as error:
-            if source in known:  # it was read once; a share may be away
-                continue
-            row = _row(source) | {"problem": f"{error.code}: {error}"}
-        except (BucketError, CorrectionsError):
-            raise  # neither an unreachable bucket nor a wrong file of corrections says anything about the scan
-        except BAD_INPUT as error:
-            # One scan must not end a table of thousands; the message may hold anything, so only its kind is kept.
-            problem = f"segmentation_failed: {source}: {type(error).__name__}; please report it with the file's format"
-            row = _row(source) | {"problem": problem}
+                if old := table.move(volume, source):
+                    echo(f"{old}: is not there any more, and its row is that of {source} now")
+                before = table.row(source)
+                if by_hand is None and before["corrected_bscans"]:
+                    if (before["file_state"], before["laterality"]) != (state, volume.laterality or ""):
+                        echo(f"{source}: {_CORRECTED_BEFORE}")
+                    table.put(before | {"source": source})
+                    done.add(source)
+                    continue
+                found = segment(volume, finder=finder)
+                if by_hand is not None:
+                    found = found.corrected(by_hand)
+                    used.add(by_hand.source)
+                grid = None if isinstance(given, Volume) else device_grid_of(given, limits)
+                row = row_of(found, grid) | {"source": source, "file_state": state}
+            except ReadError as error:
+                if known:  # it was read once; a share may be away
+                    continue
+                row = _row(source) | {"problem": f"{error.code}: {error}"}
+            except (BucketError, CorrectionsError):
+                raise  # neither an unreachable bucket nor a wrong file of corrections says anything about the scan
+            except BAD_INPUT as error:
+                # One scan must not end a table of thousands; the message may hold anything, so only its kind is kept.
+                kind = type(error).__name__
+                problem = f"segmentation_failed: {source}: {kind}; please report it with the file's format"
+                row = _row(source) | {"problem": problem}
+            else:
+                if also:
+                    also(source, found)
+            if not isinstance(given, Volume):  # volumes in memory may share a source
+                done.add(source)
+            if table.put(row):
+                echo(f"{source}: {row['problem'] or row['verdict']}")
+    _report_unused(corrections, used, echo)
+    return table.changed
+
+
+class _Table:
+    """The rows of a table, which is written again whenever one changes."""
+
+    def __init__(self, out: Location):
+        self.out, self.changed = out, 0
+        self.rows = read_table(out) if out.exists() else []
+        # What could not be read is tried again: a share may have been away.
+        self._states = {row["source"]: row["file_state"] for row in self.rows if not row["problem"]}
+        self._places = {row["source"]: i for i, row in enumerate(self.rows)}
+        self._same_scan = defaultdict[tuple[str, ...], list[int]](list)
+        for i, row in enumerate(self.rows):
+            self._same_scan[tuple(row[name] for name in _OF_AN_ACQUISITION)].append(i)
+
+    def expect(self, model: str, only_corrected: bool) -> None:
+        """Raises EvaluationError for rows of another network, or of scans that nobody has corrected."""
+        if others := {row["model"] for row in self.rows} - {"", model}:
+            raise EvaluationError(
+                f"{self.out}: has rows of another network ({', '.join(sorted(others))}; this is {model}), whose "
+                "numbers must not be mixed with these; choose another --out"
+            )
+        if only_corrected and any(not row["problem"] and not row["corrected_bscans"] for row in self.rows):
+            raise EvaluationError(f"{self.out}: has rows of scans that nobody has corrected; choose another --out")
+
+    def knows(self, source: str, state: str) -> bool:
+        """Whether the table was read with a row of this source, whose file has not changed since."""
+        before = self._states.get(source)
+        return before is not None and (not before or not state or before == state)
+
+    def row(self, source: str) -> dict[str, str]:
+        place = self._places.get(source)
+        return _row(source) if place is None else self.rows[place]
+
+    def move(self, volume: Volume, source: str) -> str:
+        """If the row of this acquisition has lost its file, as after a folder was renamed, make it that of `source`;
+        returns the old source, empty if there is no such row."""
+        if source in self._places or volume.acquisition == "unknown":
+            return ""
+        for place in self._same_scan.get((volume.acquisition, volume.scanner, str(volume.shape[0])), ()):
+            old = self.rows[place]["source"]
+            if self.rows[place]["file_state"] and not _state(old):
+                self._places.pop(old, None)
+                self._places[source] = place
+                return old
+        return ""
+
+    def put(self, row: dict[str, str]) -> bool:
+        """Write a row in place of the one that the table had of its source; False if they are the same."""
+        if (place := self._places.pop(row["source"], None)) is None:
+            self.rows.append(row)
+        elif self.rows[place] == row:
+            return False
         else:
-            if also:
-                also(source, found)
-        if not isinstance(given, Volume):  # volumes in memory may share a source
-            done.add(source)
-        if (place := places.pop(source, None)) is None:
-            rows.append(row)
-        elif rows[place] == row:
-            continue
-        else:
-            rows[place] = row
-        save_table(rows, out)
-        added += 1
-        echo(f"{source}: {row['problem'] or row['verdict']}")
+            self.rows[place] = row
+        save_table(self.rows, self.out)
+        self.changed += 1
+        return True
+
+
+def _report_unused(corrections: Mapping[str, Corrections], used: set[str], echo: Echo) -> None:
+    """Name files of corrections that fit none of the scans; raises CorrectionsError if none was used."""
     if unused := {each.source for each in corrections.values()} - used:
         problem = f"{min(unused)}: corrections of none of these scans"
         if not used:
             raise CorrectionsError(f"{problem}; give the scan that was corrected, read with the same options")
         echo(f"{problem}; {len(unused)} such files were not used" if len(unused) > 1 else problem)
-    return added
 
 
 def _state(source: str) -> str:
-    """A hash of size and date of a file on a disk, or of the images in a folder, and of what is declared beside it;
-    empty if it is not there."""
+    """A hash of the sizes and dates of a file, or of the images in a folder, and of its sidecars; empty if it is not
+    there, or not on a disk."""
     if is_remote(source):
         return ""
     own = [source]
@@ -248,17 +270,10 @@ def _state(source: str) -> str:
     return hash_text(" ".join([*found, *(version_of(str(place)) for place in sidecars(source))]))[:16]
 
 
-def _moved(volume: Volume, rows: list[dict[str, str]], same_scan: Mapping[tuple[str, ...], list[int]]) -> int | None:
-    """The row of this acquisition whose file is gone from a disk: it was moved or renamed, and is no second scan."""
-    if volume.acquisition == "unknown":
-        return None
-    places = same_scan.get((volume.acquisition, volume.scanner, str(volume.shape[0])), ())
-    return next((i for i in places if rows[i]["file_state"] and not _state(rows[i]["source"])), None)
-
-
 @contextmanager
 def only_writer(table: Location) -> Iterator[None]:
-    """A context in which no other process writes this table: two that each replace it whole lose each other's rows.
+    """Hold off other writers of this table: two processes that each replace the whole file would lose each other's
+    rows.
 
     Raises EvaluationError if another process is writing it, BucketError in a bucket.
     """
@@ -268,7 +283,7 @@ def only_writer(table: Location) -> Iterator[None]:
             yield
         return
     table.parent.mkdir(parents=True, exist_ok=True)
-    (table.parent / name).touch()  # a folder that cannot be written is told before hours of work
+    (table.parent / name).touch()  # fails before hours of work if the folder cannot be written
     with ExitStack() as held:
         try:
             held.enter_context(lock(table.parent / name))

@@ -195,7 +195,7 @@ class LayerTraining:
                 f"{path}: begun with seed {content['seed']} for {content['steps']} steps; repeat them, "
                 "or choose another --out"
             )
-        # States of before the code was recorded have none.
+        # States from before the code was recorded have no such entry.
         if (code := content.get("code", self.code)) != self.code:
             raise ValueError(
                 f"{path}: begun with other code of phantoms, network or training ({code[:12]}, this is "

@@ -19,7 +19,8 @@ SEEN = 0.5
 SOME = 0.1
 """Least share of A-scans that must show a retina for its thickness to be judged."""
 BETTER = 0.15
-"""Share of A-scans by which more retina must be found upside down if some was found as it is."""
+"""By how much the share of A-scans with a retina must grow upside down, where some retina was found the right way
+up."""
 TRIED = 8
 """B-scans that are tried upside down where hardly any retina was found."""
 DARK = 0.4
@@ -58,7 +59,7 @@ THICKNESS_UM = (190.0, 480.0)
 """Plausible medians of retinal thickness over a scan: 268 to 350 µm in phantoms. Wrong axial millimetres move it
 by their factor; so does extreme swelling, which no phantom has over a whole scan."""
 MOST_UM = 100.0
-"""What the network's distribution counts where ILM or BM was not found, and the most that it counts anywhere."""
+"""Most that each part of the expected error counts; it counts this much where ILM or BM was not found."""
 DISC_MM, DISC_STEP_MM = 0.7, 0.1
 """Radius in which signs of the optic disc are averaged, less than that of a small disc, and distance of the points."""
 DISC_ILM, DISC_OUTER, DISC_PRESENT, DISC_UM = 0.8, 0.72, 0.91, 8.0
@@ -107,7 +108,7 @@ REASONS = {
 PARTS = ("blinked", "clipped")
 """Reasons that hold for the whole scan only above MOST; below they are a note."""
 ANSWERED = frozenset({"dark", "no_retina", "blinked", "clipped", "wide_field", "unfamiliar"})
-"""Reasons to distrust the network alone: they do not hold once somebody has drawn or checked all lines."""
+"""Reasons that concern the network only: they no longer hold once somebody has drawn or checked all lines."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,8 @@ class Measures:
     turned: float = 0.0
     """Share of A-scans in which the retina was found after turning the scan upside down; 0 if that was not tried."""
     disc: bool = True
-    """Whether the optic disc is seen beside the middle; also True where it need not be: in fields of at most WIDE_MM,
-    and in scans that are no rasters, which have no zones."""
+    """Whether a wide field shows the optic disc at the side, as a field around the fovea must. True for fields of at
+    most WIDE_MM, and for scans other than rasters, which have no zones."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +307,8 @@ def _mean_over(values_DW: np.ndarray, length_mm: float, spacing_mm: Spacing3) ->
 def waviness_um(rows_DW: np.ndarray, spacing_mm: Spacing3, over_mm: float = WAVE_MM) -> np.ndarray:
     """float [D, W]: distance of a surface from its mean over `over_mm` along the B-scan, at most MOST_UM.
 
-    Rows that are NaN are interpolated. Beyond its ends a B-scan goes on as it began, so a tilt is no wave.
+    Rows that are NaN are interpolated. Lines continue beyond the ends of a B-scan with their slope, so that a tilt is
+    no wave.
     """
     from scipy.ndimage import uniform_filter1d
 

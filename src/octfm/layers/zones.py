@@ -81,8 +81,10 @@ def _unsure(grid: EtdrsGrid) -> list[str]:
 
 
 def uneven_zones(grid: EtdrsGrid) -> list[str]:
-    """Zones that have a mean which depends on single B-scans, by more than SAMPLING_UM."""
-    return [name for name, mean in grid.mean_um.items() if mean is not None and grid.sampling_um[name] > SAMPLING_UM]
+    """Zones whose mean depends on single B-scans: by more than SAMPLING_UM, and the centre below FEWEST_PER_MM."""
+    few = {ZONES[0]} if grid.bscans_per_mm < FEWEST_PER_MM else set()
+    given = [name for name, mean in grid.mean_um.items() if mean is not None]
+    return [name for name in given if name in few or grid.sampling_um[name] > SAMPLING_UM]
 
 
 def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
@@ -95,12 +97,11 @@ def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
     if sparse := [*grid.too_sparse, *([] if found.bscan_nl is not None else ["volumes"])]:
         apart_mm = grid.furthest_mm or float(np.diff(found.place().bscans_mm).max())
         notes.append(f"B-scans {apart_mm:.1f} mm apart are too far apart for: {', '.join(sparse)}")
-    elif grid.bscans_per_mm < FEWEST_PER_MM:
-        notes.append(
-            f"{grid.bscans_per_mm:.1f} B-scans per mm: the centre, 1 mm wide, changes by several µm with their place"
-        )
     if uneven := uneven_zones(grid):
-        notes.append(f"means that may change by several µm with the place of the B-scans: {', '.join(uneven)}")
+        notes.append(
+            f"means that may change by several µm with the place of the B-scans, {grid.bscans_per_mm:.1f} per mm: "
+            f"{', '.join(uneven)}"
+        )
     if not any("superior" in name for name in grid.mean_um):
         notes.append("no superior and inferior zones: the file does not say which B-scan is superior")
     if found.volume.laterality is None:

@@ -120,8 +120,8 @@ def layer_loss(found: Found, rows_BSW: Tensor, masks_BMHW: Tensor) -> Tensor:
 
 
 def mask_loss(logits: Tensor, masks_BMHW: Tensor) -> Tensor:
-    """Cross-entropy and 1 − soft Dice, summed over masks; over the lesion and over the rest of the images apart, since
-    lesions fill too few pixels to be learned beside surfaces otherwise. A lesion below 100 pixels counts less."""
+    """Cross-entropy and 1 − soft Dice, summed over masks; separately over lesions and over the rest of the images,
+    because lesions fill too few pixels to be learned otherwise. A lesion below 100 pixels counts less."""
     area = masks_BMHW.sum((0, 2, 3))
     entropy = F.binary_cross_entropy_with_logits(logits, masks_BMHW, reduction="none")
     inside = (entropy * masks_BMHW).sum((0, 2, 3)) / area.clamp_min(100)

@@ -11,7 +11,7 @@ from octfm.volume.volume import Shape3
 PADDING, BACKGROUND, TISSUE = 0, 1, 2
 """Values of a token map."""
 TISSUE_SHARE = np.float32(0.25)
-"""Share of a token's voxels in the tissue band from which it is tissue."""
+"""Least share of a token's voxels in the tissue band for the token to count as tissue."""
 
 
 class TooFewTokens(StoreError):
@@ -48,8 +48,8 @@ def token_map(band: np.ndarray, valid: np.ndarray, image_size: Shape3, patch_siz
 
     band: [..., 2, D, W] upper and lower surface of the tissue band in rows; valid: [..., 2, D, W] first row that holds
     image and one past the last. A token is tissue when at least TISSUE_SHARE of its voxels lie in the band, and
-    padding when fewer than half of them hold image. Of a scan so narrow that this leaves fewer than two, such as five
-    lines 0.05 mm apart, the tokens that hold most of it count, so that no such volume stops a run. Derive it after
+    padding when fewer than half of them hold image. In a scan so narrow that this leaves fewer than two tokens, such as
+    five lines 0.05 mm apart, the tokens that hold most of it count, so that the run does not stop. Derive it after
     every crop or shift of the voxels, from shifted surfaces.
     """
     d, h, w = token_grid(image_size, patch_size)

@@ -82,7 +82,7 @@ class TokenGrid:
         """Token centres [B, M, 3] in mm from the first token, in float32."""
         _, h, w = self.shape
         axes = (index_BM // (h * w), index_BM // w % h, index_BM % w)
-        # Axis by axis: a tensor made of the three distances would be a copy that the device is waited for.
+        # Axis by axis: a tensor of the three distances would be copied to the device, which the host would wait for.
         return torch.stack([axis.float() * mm for axis, mm in zip(axes, self.pitch_mm, strict=True)], dim=-1)
 
 

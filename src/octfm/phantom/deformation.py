@@ -39,7 +39,7 @@ def deform(lesions: Lesions, thickness_um: np.ndarray, x_mm: np.ndarray, y_mm: n
         swelling += peak * np.exp(-((x_mm - x) ** 2 + (y_mm - y) ** 2) / (2 * width**2))
     for name, share in (("inl", 0.35), ("opl", 0.2), ("onl", 0.45)):
         layers[LAYER[name]] += share * swelling
-    # Cysts push their layer apart, where they overlap by the largest of them, not by the sum of their heights.
+    # Cysts push their layer apart; where several overlap, by the largest, not by the sum of their heights.
     for index in np.unique(lesions.cyst_layer).astype(int):
         room = np.zeros(x_mm.shape)
         for x, y, radius, half_height in lesions.cysts[lesions.cyst_layer == index]:

@@ -104,9 +104,16 @@ def render(eye: Eye, scanner: Scanner, rng: np.random.Generator, size: Shape3) -
     _add_below_bruch(power, scene)
     _paint_vessels(power, scene)
     lesions = _paint_lesions(power, scene)
-    volume = Volume(
-        voxels=_expose(power, scene, rng),
-        spacing_mm=scene.spacing_mm,
+    volume = volume_of(eye, scanner, _expose(power, scene, rng), scene.spacing_mm)
+    surfaces = (scene.edges - 0.5).astype(np.float32)  # from pixel edges to pixel centres
+    return volume, truth_of(eye, scanner, SURFACES, surfaces, lesions, scene.spacing_mm)
+
+
+def volume_of(eye: Eye, scanner: Scanner, voxels: np.ndarray, spacing_mm: Spacing3) -> Volume:
+    """The Volume of a rendered scan, uint8 [D, H, W]."""
+    return Volume(
+        voxels=voxels,
+        spacing_mm=spacing_mm,
         laterality=eye.laterality,
         scanner=scanner.name,
         protocol=scanner.protocol,
@@ -114,7 +121,18 @@ def render(eye: Eye, scanner: Scanner, rng: np.random.Generator, size: Shape3) -
         superior_first=scanner.superior_first,
         source=f"phantom {eye.participant} {eye.laterality} {scanner.name}",
     )
-    truth = GroundTruth(
+
+
+def truth_of(
+    eye: Eye,
+    scanner: Scanner,
+    surface_names: tuple[str, ...],
+    surfaces: np.ndarray,
+    lesions: np.ndarray,
+    spacing_mm: Spacing3,
+) -> GroundTruth:
+    """The truth of a rendered scan: surfaces float32 [S, D, W] and lesions uint8 [D, H, W]."""
+    return GroundTruth(
         participant=eye.participant,
         laterality=eye.laterality,
         scanner=scanner.name,
@@ -122,12 +140,11 @@ def render(eye: Eye, scanner: Scanner, rng: np.random.Generator, size: Shape3) -
         severity=eye.severity,
         age=eye.age,
         cst_um=central_subfield_um(eye),
-        surface_names=SURFACES,
-        surfaces=(scene.edges - 0.5).astype(np.float32),  # from pixel edges to pixel centres
+        surface_names=surface_names,
+        surfaces=surfaces,
         lesions=lesions,
-        spacing_mm=scene.spacing_mm,
+        spacing_mm=spacing_mm,
     )
-    return volume, truth
 
 
 def _place(eye: Eye, scanner: Scanner, acquisition: Acquisition, size: Shape3) -> _Scene:

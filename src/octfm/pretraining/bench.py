@@ -12,6 +12,7 @@ from octfm.config import load
 from octfm.errors import ConfigError, Echo, TrainingError
 from octfm.models.token_map import token_grid
 from octfm.pretraining.data import training_rows
+from octfm.pretraining.inputs import draw
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.preflight.cost import GB, measure_speed
 from octfm.pretraining.preflight.resources import cost_on, duration
@@ -51,7 +52,7 @@ class Bench:
 
     config: PretrainConfig
     trials: list[Trial]
-    """First the config as it is."""
+    """The unchanged config first."""
     read_volumes_per_s: float | None
     """Volumes per second of the store, read with nothing else to do; None without a store."""
 
@@ -151,17 +152,12 @@ def bench(
         config = in_steps(config, epoch_volumes(store, rows, config.data.global_batch_size))
     trials = []
     for name, variant in _variants(config):
-        echo(f"timing {name} ...")
-        trials.append(
-            _trial(
-                name,
-                variant,
-                preprocessing,
-                _batch(variant, preprocessing, store, rows),
-                replace(start(variant.precision, device), compiles=bool(config.runtime.compile)),
-                steps,
-            )
-        )
+        runtime = start(variant.precision, device).for_run(config.runtime, config.steps)
+        echo(f"timing {name} ..." + " (compiling first, which takes a minute)" * runtime.compiles)
+        batch = _batch(variant, preprocessing, store, rows)
+        # A run draws masks and augmentation while the device computes.
+        batch = replace(batch, drawn=draw(variant, preprocessing, batch))
+        trials.append(_trial(name, variant, preprocessing, batch, runtime, steps))
     return Bench(config, trials, _reading(config, store, rows, steps) if store is not None else None)
 
 

@@ -16,7 +16,7 @@ from octfm.pretraining.data import Data, given_store, training_rows
 from octfm.pretraining.initial_weights import with_hash
 from octfm.pretraining.inputs import draw
 from octfm.pretraining.learner import Learner
-from octfm.pretraining.monitors.inspection import Inspection, Taken
+from octfm.pretraining.monitors.inspection import FinishedStep, Inspection
 from octfm.pretraining.monitors.limits import limits
 from octfm.pretraining.monitors.measure import update
 from octfm.pretraining.monitors.monitors import Finding
@@ -237,8 +237,8 @@ class Pretraining:
         if learner.micro_batch != micro_batch:
             self.reactions.report_smaller(session, micro_batch)
         epoch = data_step * size / epoch_volumes(self.data.store, self.data.train_rows, size)
-        taken = Taken(step, epoch, rows, batch, micro_steps, rates, movement, summary)
-        self.finding = self.inspection.examine(session, taken)
+        finished = FinishedStep(step, epoch, rows, batch, micro_steps, rates, movement, summary)
+        self.finding = self.inspection.examine(session, finished)
         learner.step += 1
         return summary.signal_name
 

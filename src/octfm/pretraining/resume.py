@@ -52,12 +52,14 @@ def _healthy(content: dict[str, Any], config: HealthConfig) -> bool:
 def retention(config: PretrainConfig, steps_per_epoch: float) -> Retention:
     """The config's keep_* settings in steps; the newest checkpoint that a rollback may return to is always kept."""
 
-    def sound(path: Path) -> bool:
+    def may_return_to(path: Path) -> bool:
         content = checkpoint.header(path)
         return content is not None and "step" in content and _healthy(content, config.health)
 
     intervals = [config.keep_every_steps, config.keep_every_epochs and config.keep_every_epochs * steps_per_epoch]
-    return Retention(config.keep_checkpoints, tuple(float(interval) for interval in intervals if interval), sound)
+    return Retention(
+        config.keep_checkpoints, tuple(float(interval) for interval in intervals if interval), may_return_to
+    )
 
 
 def second_destination(config: PretrainConfig, run: RunFolder) -> dict[str, str]:

@@ -23,7 +23,7 @@ class RunState:
     """Step s trains on the loader's batch s + offset, without excluded volumes, in micro-batches of `micro_batch`."""
 
     offset: int = 0
-    """Batches that rollbacks passed over: those before a rollback are not repeated after it."""
+    """Batches that rollbacks skipped; batches before a rollback are not repeated after it."""
     excluded: tuple[str, ...] = ()
     """Keyed hashes of acquisitions that are no longer trained on."""
     suspects: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class RunState:
         """The state after an update."""
         return replace(self, losses=(*self.losses, loss)[-window:], grad_norms=(*self.grad_norms, grad_norm)[-window:])
 
-    def look(self, rank: float) -> "RunState":
+    def with_rank(self, rank: float) -> "RunState":
         """The state after an inspection of the features."""
         return replace(self, ranks=(*self.ranks, rank)[-8:])
 

@@ -10,7 +10,7 @@ from octfm.pretraining.inputs import make_inputs
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.masks import TokenMasks
 from octfm.pretraining.monitors.audit import gradients
-from octfm.pretraining.monitors.leaks import company, leak
+from octfm.pretraining.monitors.leaks import batch_effect, leak
 from octfm.pretraining.monitors.limits import Limits
 from octfm.run.memory import ran_out_of_memory
 from octfm.store.loader import Batch, microbatches
@@ -36,7 +36,7 @@ class MicroStep:
     """Places of the features within the kept tokens; None: all of them."""
     leak: torch.Tensor | None = None
     """Largest gradient of the loss w.r.t. voxels hidden from the encoder; None if it was not measured."""
-    company: torch.Tensor | None = None
+    batch_effect: torch.Tensor | None = None
     """Relative change of a volume's loss when another volume shares its batch; None if it was not measured."""
     ascent: torch.Tensor | None = None
     """Minus the smallest derivative of the minimised loss w.r.t. a volume's masked loss: above 0 if training goes
@@ -101,7 +101,7 @@ def _passes(learner: Learner, batch: Batch, context_weight: torch.Tensor, everyt
             inputs.masks,
             part.scanner,
             leak=leak(learner, inputs.views) if examined else None,
-            company=company(learner, inputs.views, context_weight) if compares else None,
+            batch_effect=batch_effect(learner, inputs.views, context_weight) if compares else None,
             ascent=-derivative_B.min() if derivative_B is not None else None,
         )
         seen = {name: getattr(output, name) for name in INSPECTED} if everything else {}

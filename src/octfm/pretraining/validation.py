@@ -33,7 +33,7 @@ class Validation:
         metrics.write("validation", step, **validate(self.learner, store, rows))
         if anchor := anchor_row(self.learner, store, rows):
             metrics.write("anchor", step, **anchor)
-            apart = f"told apart with AUROC {anchor['domain_auroc']:.3f}" if "domain_auroc" in anchor else "too few"
+            apart = f"separable with AUROC {anchor['domain_auroc']:.3f}" if "domain_auroc" in anchor else "too few"
             far = "segmenter_um" in anchor
             distance = f"; borders in scans {anchor['segmenter_um']:.1f} µm from the packaged network's" if far else ""
             session.echo(
@@ -44,7 +44,7 @@ class Validation:
         if unseen := unseen_row(self.learner, store):
             metrics.write("unseen", step, **unseen)
             session.echo(
-                f"step {step + 1}: conditions left out told from health with AUROC {unseen['unseen_auroc']:.3f}"
+                f"step {step + 1}: left-out conditions separable from health with AUROC {unseen['unseen_auroc']:.3f}"
             )
         if advice := self.runtime.first(lambda: monitors.held_out(read_metrics(self.run.metrics))):
             self.reactions.act(session, step, advice)
@@ -53,7 +53,7 @@ class Validation:
         return True
 
     def probe(self, session: Session, step: int) -> bool | None:
-        """Probe the encoder as it is after update `step`, if it is due; None if it is not.
+        """Probe the encoder after update `step`, if a probe is due then; else None.
 
         True, on all ranks, if it is the best state so far: its checkpoint is written and kept.
         """

@@ -201,7 +201,7 @@ def compared_charts(runs: dict[str, Sources]) -> list[Chart]:
     for target, metric in dict.fromkeys((r["target"], r["metric"]) for s in runs.values() for r in s.online):
         own = {n: [r for r in s.online if (r["target"], r["metric"]) == (target, metric)] for n, s in runs.items()}
         lines = [Line(plain(name), *series(rows, "score"), points=True) for name, rows in own.items()]
-        caption = "What frozen features told about validation participants, while the runs went on."
+        caption = "How well frozen features answered for validation participants while the runs went on."
         charts.append(_chart(f"Online probe: {plain(target)}, {metric.replace('_', ' ')}", caption, lines))
     return [chart for chart in charts if chart is not None]
 
@@ -221,39 +221,21 @@ LOWEST = -0.5
 
 
 def overview_forest(results: Sequence[dict[str, Any]]) -> Chart | None:
-    """Every encoder on every target by one metric each, with the numbers beside: the first that was measured of AUROC,
-    R² and kappa. Narrow enough for a telephone."""
+    """Every encoder on every target by one metric each, with the numbers next to it. Narrow enough for a telephone."""
     known = [r for r in results if r["estimate"] is not None]
-    chosen = {r["target"]: m for m in ("kappa", "r2", "auroc") for r in known if r["metric"] == m}
-    groups = {
-        m: [[r for r in known if (r["target"], r["metric"]) == (t, m)] for t in dict.fromkeys(chosen) if chosen[t] == m]
-        for m in GUESSING
-        if m in chosen.values()
-    }
+    groups = _by_metric(known)
     if not groups:
         return None
-    # Leakage last: it is no question that anybody asks of a scan.
-    groups = {m: sorted(own, key=lambda rows: rows[0]["leakage"]) for m, own in groups.items()}
     encoders = list(dict.fromkeys(r["encoder"] for r in known))
-    heights = [sum(len(rows) + 1.25 for rows in own) for own in groups.values()]
+    heights = [sum(_height(rows) for rows in own) for own in groups.values()]
     key = "forest"
     with panels(key, 4.3, 0.17 * sum(heights) + 0.42 * len(groups), heights) as (figure, parts):
         for (metric, own), height, axes in zip(groups.items(), heights, parts, strict=True):
-            y, ticks, names = 0.0, [], []
+            y, ticks = 0.0, []
             for rows in own:
-                style = {"transform": axes.get_yaxis_transform(), "va": "center"}
-                axes.text(0, y, title_of(rows[0]["target"]), **style, fontweight="bold")
-                for i, row in enumerate(rows):
-                    ticks.append(y + 1 + i)
-                    names.append(plain(short(row["encoder"])))
-                    draw_interval(axes, ticks[-1], row["estimate"], row, encoders.index(row["encoder"]), None)
-                    axes.text(1.02, ticks[-1], interval(row), **style, fontsize=8)
-                    if min(row["estimate"], row["low"] or 0) < LOWEST:
-                        axes.plot([0], [ticks[-1]], "<", color=INK, markersize=4, transform=axes.get_yaxis_transform())
-                chance = rows[0]["chance"]
-                axes.plot([chance, chance], [y + 0.5, y + len(rows) + 0.5], **REFERENCE)
-                y += len(rows) + 1.25
-            axes.set_yticks(ticks, names)
+                ticks += _draw_target(axes, y, rows, encoders)
+                y += _height(rows)
+            axes.set_yticks(ticks, [plain(short(row["encoder"])) for rows in own for row in rows])
             axes.set_ylim(height - 0.4, -0.6)
             ends = [number(r[end]) for rows in own for r in rows for end in ("low", "estimate", "chance")]
             least = float(np.nanmin(ends))
@@ -266,6 +248,40 @@ def overview_forest(results: Sequence[dict[str, Any]]) -> Chart | None:
     hollow = " Hollow: too few participants for an interval." if any(r["low"] is None for r in shown) else ""
     caption = f"{untrained}Bars: 95\u00a0% intervals. Dashed: guessing.{hollow}"
     return Chart("How well frozen features answer", caption, svg)
+
+
+def _by_metric(results: Sequence[dict[str, Any]]) -> dict[str, list[list[dict[str, Any]]]]:
+    """Metric → the rows of each target by it. A target has one metric, the first of AUROC, R² and kappa that was
+    measured."""
+    chosen = {r["target"]: metric for metric in ("kappa", "r2", "auroc") for r in results if r["metric"] == metric}
+    groups: dict[str, list[list[dict[str, Any]]]] = {}
+    for metric in GUESSING:
+        targets = [target for target in chosen if chosen[target] == metric]
+        own = [[r for r in results if (r["target"], r["metric"]) == (target, metric)] for target in targets]
+        if own:
+            # Leakage last: nobody examines a scan to learn which scanner took it.
+            groups[metric] = sorted(own, key=lambda rows: rows[0]["leakage"])
+    return groups
+
+
+def _height(rows: Sequence[dict[str, Any]]) -> float:
+    """Of a target in the overview: its title, a line for each encoder, and a gap."""
+    return len(rows) + 1.25
+
+
+def _draw_target(axes: Axes, y: float, rows: Sequence[dict[str, Any]], encoders: Sequence[str]) -> list[float]:
+    """Draw a target below its title at height `y`; returns the heights of its encoders."""
+    ticks = [y + 1 + i for i in range(len(rows))]
+    to_edges: dict[str, Any] = {"transform": axes.get_yaxis_transform()}  # x from 0 to 1 across the panel
+    axes.text(0, y, title_of(rows[0]["target"]), **to_edges, va="center", fontweight="bold")
+    for tick, row in zip(ticks, rows, strict=True):
+        draw_interval(axes, tick, row["estimate"], row, encoders.index(row["encoder"]), None)
+        axes.text(1.02, tick, interval(row), **to_edges, va="center", fontsize=8)
+        if min(row["estimate"], row["low"] or 0) < LOWEST:
+            axes.plot([0], [tick], "<", color=INK, markersize=4, **to_edges)
+    chance = rows[0]["chance"]
+    axes.plot([chance, chance], [y + 0.5, y + len(rows) + 0.5], **REFERENCE)
+    return ticks
 
 
 def title_of(target: str) -> str:
@@ -448,8 +464,8 @@ def _online_probe(sources: Sources) -> Chart | None:
             figure, key, f"{title}. Best {metric} {score[best]:.3g} at step {steps[best]:.0f}; last {score[-1]:.3g}"
         )
     caption = (
-        "What frozen features tell about validation participants, while the run went on. The ring marks the checkpoint "
-        "to take. The SSL loss is shown beside it because the two often disagree; the loss never chooses."
+        "How well frozen features answered for validation participants while the run went on. The ring marks the "
+        "checkpoint to take. The SSL loss is shown next to it because the two often disagree; the loss never chooses."
     )
     return Chart(title, caption, svg)
 

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from octfm.catalog.catalog import Catalog
 from octfm.config import flat
 from octfm.display import number
 from octfm.errors import EvaluationError
@@ -21,7 +22,7 @@ from octfm.report.viewer import Viewer, viewer
 from octfm.run.bucket import local_run
 
 COUNTED = ("Participants", "Volumes")
-"""Rows of `characteristics` that the page has elsewhere."""
+"""Rows of `characteristics` that the page shows elsewhere."""
 
 
 def write_report(
@@ -128,30 +129,11 @@ def _data(sources: Sources) -> dict[str, Any]:
     catalog, store = sources.catalog, sources.store
     accepted = catalog.acquisitions if catalog else ()
     prepared = store.rows if store else ()
-    scanners = []
-    for name in sorted({a.scanner for a in accepted} | {r.scanner for r in prepared}):
-        own, rows = [a for a in accepted if a.scanner == name], [r for r in prepared if r.scanner == name]
-        unsure = sum(not r.confident for r in rows)
-        scanners.append(
-            {
-                "name": name,
-                "accepted": len(own) if catalog else None,
-                "participants": len({a.participant for a in own} | {r.participant for r in rows}),
-                "prepared": len(rows) if store else None,
-                "unsure": f"{unsure / len(rows):.0%} ({unsure})" if rows else None,
-            }
-        )
+    scanners = [_scanner_row(sources, name) for name in sorted({each.scanner for each in (*accepted, *prepared)})]
     members = {split: {a.participant for a in own} for split, own in by_split(sources).items()}
     order = list(members)
-    # File names without folders: pages are passed around, and rejects.parquet has the whole path. The first of a code.
-    rejects = reversed(catalog.rejects) if catalog else ()
-    first_of_code = {r.code: r.sentence for r in rejects}
-    for uri in [r.uri for r in (*catalog.acquisitions, *catalog.rejects)] if catalog else ():
-        # A sentence also names the file that its own is a copy of.
-        for code, text in first_of_code.items():
-            if uri in text:
-                first_of_code[code] = text.replace(uri, Path(uri).name)
     summary = catalog.summary() if catalog else {}
+    first_of_code = _first_sentences(catalog) if catalog else {}
     unprepared = Counter(f"{u.code}: {u.sentence.replace(u.uri, Path(u.uri).name)}" for u in sources.unprepared)
     rejected = (
         "" if catalog is None else f"{len(catalog.rejects) or 'no'} file{'s' * (len(catalog.rejects) != 1)} rejected"
@@ -171,6 +153,35 @@ def _data(sources: Sources) -> dict[str, Any]:
         "flags": summary.get("flags", {}),
         "unprepared": unprepared.most_common(20),
     }
+
+
+def _scanner_row(sources: Sources, name: str) -> dict[str, Any]:
+    """Counts of one scanner, None where catalog or store are missing."""
+    catalog, store = sources.catalog, sources.store
+    accepted = [a for a in catalog.acquisitions if a.scanner == name] if catalog else []
+    prepared = [row for row in store.rows if row.scanner == name] if store else []
+    unsure = sum(not row.confident for row in prepared)
+    return {
+        "name": name,
+        "accepted": len(accepted) if catalog else None,
+        "participants": len({each.participant for each in (*accepted, *prepared)}),
+        "prepared": len(prepared) if store else None,
+        "unsure": f"{unsure / len(prepared):.0%} ({unsure})" if prepared else None,
+    }
+
+
+def _first_sentences(catalog: Catalog) -> dict[str, str]:
+    """Code → the sentence of its first reject, with names of files instead of paths.
+
+    Pages are passed around; rejects.parquet has the whole path.
+    """
+    sentences = {reject.code: reject.sentence for reject in reversed(catalog.rejects)}
+    # A sentence may also name the file that its own is a copy of.
+    for uri in [each.uri for each in (*catalog.acquisitions, *catalog.rejects)]:
+        for code, text in sentences.items():
+            if uri in text:
+                sentences[code] = text.replace(uri, Path(uri).name)
+    return sentences
 
 
 def _probe(probe: dict[str, Any] | None) -> dict[str, Any] | None:

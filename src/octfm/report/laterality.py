@@ -48,12 +48,12 @@ def laterality_doubts(acquisitions: Sequence[Acquisition]) -> list[Doubt]:
 def _anatomy(a: Acquisition) -> str:
     # The anatomy shows the other eye than the one stated.
     if "laterality_contradicts_anatomy" in a.flags:
-        return {"R": "left", "L": "right"}.get(a.laterality or "", "not told")
+        return {"R": "left", "L": "right"}.get(a.laterality or "", "unclear")
     if "disc_on_the_right" in a.flags:
         return "right"
     if "disc_on_the_left" in a.flags:
         return "left"
-    return next((f"cannot tell: {CANNOT_TELL[flag]}" for flag in a.flags if flag in CANNOT_TELL), "not told")
+    return next((f"cannot tell: {CANNOT_TELL[flag]}" for flag in a.flags if flag in CANNOT_TELL), "unclear")
 
 
 def by_scanner(acquisitions: Sequence[Acquisition]) -> list[tuple[str, int, int]]:

@@ -89,7 +89,7 @@ def _whose(sources: Sources) -> str:
 
 
 def _trained(sources: Sources) -> str:
-    """The number of participants that pretraining used, if it is not that of the training split."""
+    """The number of participants used in pretraining, if it differs from the training split's."""
     trained = (sources.record.get("store") or {}).get("train_participants")
     known = {row.participant for row in by_split(sources).get("train", ())}
     if not isinstance(trained, int) or trained == len(known):

@@ -294,7 +294,7 @@
 
     // ---- words ----
 
-    // What a reader is told of the line [x0, y0, x1, y1] of a B-scan on the fundus, in shares of the picture.
+    // Describe the line [x0, y0, x1, y1] of a B-scan on the fundus, in shares of the picture.
     function placeOn(line) {
       if (!line) return "Where the B-scans lie on it is not known.";
       if (unknown(line)) return "Where this B-scan lies on it is not known.";

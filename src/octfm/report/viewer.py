@@ -4,7 +4,7 @@ import base64
 import hashlib
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -101,9 +101,9 @@ def write_view(
 
 
 def view_facts(volume: Volume, scene: Scene, axial_length_mm: float | None = None) -> list[tuple[str, str]]:
-    """(name, value) of what a file says about its volume, except whose it is; sizes are those of `scene`.
+    """(name, value) of the facts in a volume's file, except its participant; sizes are those of `scene`.
 
-    axial_length_mm: by which its lateral millimetres were rescaled.
+    axial_length_mm: the one that rescaled its lateral millimetres.
     """
     order = {True: "superior to inferior", False: "inferior to superior in the file, shown superior first"}
     facts = [
@@ -136,7 +136,7 @@ def view_facts(volume: Volume, scene: Scene, axial_length_mm: float | None = Non
         way = "vertical on the fundus, not from side to side" if volume.vertical else "from right to left on the fundus"
         return [*facts, ("Direction of B-scans", way)]
     if volume.superior_first is None:
-        return [*facts, ("Order of B-scans", "the file does not tell which is superior")]
+        return [*facts, ("Order of B-scans", "the file does not say which is superior")]
     return [*facts, ("Order of B-scans", order[volume.superior_first])]
 
 
@@ -146,15 +146,14 @@ def eye_of(scene: Scene) -> str:
 
 def _volume(scene: Scene, room: int, correct: dict[str, Any] | None = None) -> dict[str, Any]:
     """The data that viewer.js needs for one scene, in at most about `room` characters."""
-    depth, height, width = scene.voxels.shape
-    dz, dy, dx = scene.spacing_mm
+    depth = len(scene.voxels)
     plain = {"R": ("T", "N"), "L": ("N", "T")}.get(scene.laterality or "")
     upright = ("S", "I") if scene.superior_first else None
     facts: dict[str, Any] = {
         "title": scene.title,
         "eye": eye_of(scene),
-        "shape": [depth, height, width],
-        "mm": [dz, dy, dx],
+        "shape": list(scene.voxels.shape),
+        "mm": list(scene.spacing_mm),
         "hasMm": scene.has_mm,
         "shownMm": list(shown_spacing(scene.voxels.shape, scene.spacing_mm, 4)),
         # A circle ends where it began, and in a star sides differ between B-scans: neither has `ends`.
@@ -185,6 +184,16 @@ def _volume(scene: Scene, room: int, correct: dict[str, Any] | None = None) -> d
         facts["fundus"] = _fundus(scene.fundus)
     # Base64 takes 4/3 of the bytes; 3 leaves room for the rest of an overlay.
     room -= len(json.dumps(facts)) + 3 * sum(o.values.nbytes for o in scene.overlays if o.on_tokens)
+    # viewer_correct.js draws lines and areas that can be corrected from data of its own.
+    return facts | _coded(scene, room, drawn_elsewhere=("segmentation", "lesions") if correct is not None else ())
+
+
+def _coded(scene: Scene, room: int, drawn_elsewhere: Collection[str]) -> dict[str, Any]:
+    """B-scans and overlays in the best coding that fits into `room` characters, and a note on what is not shown.
+
+    Raises EvaluationError if none fits.
+    """
+    depth, height, width = scene.voxels.shape
     for quality, most, skip in CODINGS:
         kept = list(range(0, depth, skip))
         # Four or so B-scans show whether coding all of them is worth the time.
@@ -192,9 +201,7 @@ def _volume(scene: Scene, room: int, correct: dict[str, Any] | None = None) -> d
         if 0.8 * sum(len(_jpeg(scene.voxels[k], quality, most)) for k in few) / len(few) * len(kept) > room:
             continue
         coded = [_jpeg(scene.voxels[k], quality, most) for k in kept]
-        # viewer_correct.js draws lines and areas that can be corrected from data of its own.
-        own = ("segmentation", "lesions") if correct is not None else ()
-        overlays = [_overlay(o, kept, empty=o.key in own) for o in scene.overlays]
+        overlays = [_overlay(o, kept, empty=o.key in drawn_elsewhere) for o in scene.overlays]
         if sum(map(len, coded)) + sum(len(json.dumps(o)) for o in overlays if o["kind"] in ("lines", "voxels")) <= room:
             break
     else:
@@ -217,7 +224,7 @@ def _volume(scene: Scene, room: int, correct: dict[str, Any] | None = None) -> d
         note.append(
             "These B-scans do not lie side by side, so there is no view from the front and no distance between them."
         )
-    return facts | {"kept": kept, "bscans": coded, "overlays": overlays, "note": " ".join(note)}
+    return {"kept": kept, "bscans": coded, "overlays": overlays, "note": " ".join(note)}
 
 
 def _about_front(scene: Scene) -> str:

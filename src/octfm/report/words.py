@@ -311,13 +311,13 @@ def checkpoint_taken(rows: list[dict[str, Any]], checkpoints: Sequence[Path]) ->
 
 
 def probed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of the online probe that can be compared: of the target and the pooling that the last one has."""
+    """The rows of the online probe with the target and pooling of the last one; others cannot be compared with it."""
     known = [row for row in rows if row.get("kind") == "probe" and np.isfinite(number(row.get("score")))]
     return [row for row in known if all(row.get(key) == known[-1].get(key) for key in ("target", "pool"))]
 
 
 def _best(compared: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last of those with the best score, whose checkpoint is the one that is kept."""
+    """The last row with the best score: its checkpoint is kept."""
     return max(compared, key=lambda row: (number(row["score"]), int(row["step"])))
 
 

@@ -93,18 +93,18 @@ class BucketRun:
             if step_of(path) > last:
                 self.offer(path)  # the last process ended before it was sent
 
-    def fetch_back_to(self, sound: Callable[[Path], bool]) -> None:
-        """Fetch older checkpoints, one by one, until the folder has one that `sound` accepts, to which a training in
-        trouble can go back: another machine begins with the newest. Raises BucketError."""
+    def fetch_back_to(self, may_return_to: Callable[[Path], bool]) -> None:
+        """Fetch older checkpoints, one by one, until the folder has one to roll back to: another machine begins with
+        the newest checkpoint only. Raises BucketError."""
         folder, aside = self.path / "checkpoints", self.path / ".outbox"
         here = checkpoint_files.steps(folder)
-        if any(map(sound, here)):
+        if any(map(may_return_to, here)):
             return
         for name in sorted(self._sent.keys() - {path.name for path in here}, reverse=True):
             # Complete before it is in its place: a process that is killed here leaves no half checkpoint.
             if _fetch_checkpoint(self.where, self._sent[name], aside):
                 (aside / "checkpoints" / name).rename(folder / name)
-                if sound(folder / name):
+                if may_return_to(folder / name):
                     return
 
     def require(self) -> None:

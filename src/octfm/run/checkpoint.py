@@ -71,7 +71,7 @@ def load(path: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(
             f"{path}: damaged or not a checkpoint ({reason}); delete it to continue from the one before it, or restore "
             "it from a copy"
-            # Nobody is advised to delete a file that is none of ours.
+            # Never advise to delete a file that octfm did not write.
             if is_name(path.name) or path.suffix.startswith(".damaged")  # as `set_aside` names them
             else f"{path}: damaged or not a checkpoint ({type(error).__name__}); {EXPECTED}"
         ) from None

@@ -19,13 +19,13 @@ Write = Callable[[Path, int, dict[str, Any]], Path]
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept: the last `last`, the first in every interval, the best one and the last sound one."""
+    """Which checkpoints are kept: the last `last`, the first in every interval, the best, and one to roll back to."""
 
     last: int
     intervals: tuple[float, ...] = ()
     """Intervals in steps; of each interval after the first, the earliest checkpoint is kept for good."""
-    sound: Callable[[Path], bool] = lambda path: False
-    """Whether a training in trouble may go back to a checkpoint. It keeps the last such one, however many follow it."""
+    may_return_to: Callable[[Path], bool] = lambda path: False
+    """Whether a rollback may return to a checkpoint. The last such one is kept, however many follow it."""
 
     def surplus(self, found: Sequence[Path], needed: Collection[int | None]) -> list[Path]:
         """Those of `found`, oldest first, that may be deleted; none after `needed` numbers of updates."""
@@ -121,8 +121,8 @@ class CheckpointWriter:
     def follow(self, remote: BucketRun) -> None:
         """Send every checkpoint to a bucket as well, where the same retention applies. Raises BucketError."""
         self.remote = remote
-        # Before anything is deleted there: the last sound one is looked for in the folder.
-        remote.fetch_back_to(self.retention.sound)
+        # Before anything is deleted there: the last one to roll back to is looked for in the folder.
+        remote.fetch_back_to(self.retention.may_return_to)
         remote.keep(lambda found: self.retention.surplus(found, self._needed()))
 
     def finish(self) -> None:
@@ -183,7 +183,7 @@ class CheckpointWriter:
 
     def _tidy(self, place: Path, best: int | None) -> None:
         try:
-            # Only now: one that the disk refused must not take the place of the best before it.
+            # Not before it is written: a checkpoint that the disk refused must not replace the best one.
             if best is not None:
                 self._unnamed = best
                 keep_best(self.places[0], best)
@@ -199,11 +199,11 @@ class CheckpointWriter:
             self._failures.append(Failure(0, f"{reason}: {error.strerror or error}", lost=False))
 
     def _needed(self) -> set[int | None]:
-        """Updates before the best checkpoint, named or not, and before the last sound one."""
+        """Updates before the best checkpoint, named or not, and before the last one to roll back to."""
         found = [path for folder in self.places for path in checkpoint.steps(folder)]
         newest_first = sorted(found, key=checkpoint.step_of, reverse=True)
-        sound = next((path for path in newest_first if self.retention.sound(path)), None)
-        return {best_step(self.places[0]), self._unnamed, checkpoint.step_of(sound) if sound else None}
+        safe = next((path for path in newest_first if self.retention.may_return_to(path)), None)
+        return {best_step(self.places[0]), self._unnamed, checkpoint.step_of(safe) if safe else None}
 
     def _explain(self, step: int, place: Path, error: OSError) -> Failure:
         last = place == self.places[-1]

@@ -277,8 +277,7 @@ def open_run(
 
 @contextmanager
 def claim(out: str | Path, identity: Identity, *, override: bool = False, echo: Echo = print) -> Iterator[RunFolder]:
-    """The folder of this run, locked for as long as the context lasts: a new one, or one that was begun with the same
-    identity.
+    """The folder of this run, locked until the context ends: a new one, or one begun with the same identity.
 
     With `override`, other settings are accepted and recorded in run.json.
     """
@@ -404,7 +403,7 @@ def volumes_digest(store: Store, rows: Sequence[int] | np.ndarray, labels: Seque
 
 
 def has_only(folder: Path, beginnings: set[str]) -> bool:
-    """Whether a folder contains only what a run leaves if it is killed during its first writes, before it has begun."""
+    """Whether a folder contains only the files of a run that was killed during its first writes."""
     return folder.is_dir() and all(p.name in beginnings or p.suffix == ".partial" for p in folder.iterdir())
 
 

@@ -100,8 +100,8 @@ class Session:
         self.training.runtime.first(self._require_written)
 
     def rewind(self, rollbacks: int) -> None:
-        """Forget what was logged and saved after the step that training went back to, in its rollback number
-        `rollbacks`."""
+        """Remove metrics and checkpoints after the step to which training has rolled back; `rollbacks` counts this
+        time."""
         step = self.training.step
         # In this order a kill at any moment changes nothing: until the new state is saved, the old one repeats all
         # this.

@@ -49,7 +49,8 @@ class TensorStoreArrays:
 
 
 class _Forked:
-    """Whether this process was forked from one that had imported tensorstore, which then ends it at the first read."""
+    """Whether this process was forked from one that had imported tensorstore, which would crash it at the first
+    read."""
 
     inherited_tensorstore = False
 

@@ -10,7 +10,7 @@ from octfm.store.layout import ARRAYS, Arrays, shapes
 
 
 class BatchMemory:
-    """Allocates `Arrays` for volumes of one size, from buffers that are no longer referenced where there are any.
+    """Allocates `Arrays` for volumes of one size, reusing buffers that are no longer referenced.
 
     A buffer stays in use as long as any view of it exists, such as a slice or a tensor, and is reclaimed automatically
     when the last view is gone. At most `spare` batches are kept idle; further buffers are freed.
@@ -38,11 +38,11 @@ class BatchMemory:
             memory = idle.pop()
         except IndexError:
             memory = self._allocate(size)
-        # The base of every view of `lent` is `lent` itself, not `memory`, because it wraps a foreign buffer. So `lent`
-        # is collected when the last view is, and its finalizer can return `memory`.
-        lent = np.frombuffer(memory.data, dtype)
-        weakref.finalize(lent, _take_back, idle, memory, self._spare).atexit = False
-        return lent.reshape(shape)
+        # It wraps a foreign buffer, so the base of each of its views is `buffer` itself, not `memory`: `buffer` is
+        # collected when the last view is, and its finalizer can return `memory`.
+        buffer = np.frombuffer(memory.data, dtype)
+        weakref.finalize(buffer, _take_back, idle, memory, self._spare).atexit = False
+        return buffer.reshape(shape)
 
 
 def _take_back(idle: list[np.ndarray], memory: np.ndarray, spare: int) -> None:

@@ -96,8 +96,8 @@ class Arrays:
     acquisition: tuple[str, ...] = ()
     """Acquisition of each volume, for error messages; empty if unknown."""
     labels: np.ndarray | None = None
-    """uint8 [B, D, H, W]: what each voxel of a phantom is (octfm.volume.segmentation), 255 where that is unknown;
-    None if it is known of no volume."""
+    """uint8 [B, D, H, W]: the class of each voxel of a phantom (octfm.volume.segmentation), 255 if unknown; None if no
+    volume has classes."""
 
     __repr__ = fields_line
 

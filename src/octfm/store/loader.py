@@ -37,8 +37,8 @@ class DataConfig(Config):
     layouts: tuple[Admissible, ...] = RASTER_ONLY
     """Scan patterns to train on; [raster, radial] adds radial scans, which the store holds resampled to rasters."""
     modalities: tuple[Modality, ...] = STRUCTURE_ONLY
-    """What to train on: structure (reflectivity), octa (flow) or both. A store holds flow only if its scan asked for
-    it; whatever is evaluated on a run takes the same modalities."""
+    """What to train on: structure (reflectivity), octa (flow) or both. A store holds flow only if the scan of its files
+    accepted it; evaluations of a run take the same modalities."""
     balance_scanners: bool = False
     """Draw every scanner equally often, whatever its share of the volumes."""
     max_samples: AtMost | tuple[AtMost | None, ...] | None = None
@@ -75,7 +75,7 @@ class Batch:
     labels: np.ndarray | None = None
     """uint8 [B, D, H, W], see Arrays; None if no volume has any."""
     drawn: Any = None
-    """What the loader's caller has drawn for these volumes; a slice of it is that of some of them."""
+    """What the loader's caller has drawn at random for these volumes; sliced with them."""
 
     __repr__ = fields_line
 

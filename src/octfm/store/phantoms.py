@@ -47,8 +47,8 @@ class PhantomConfig(Config):
     target_spacing: tuple[Millimetres, Millimetres, Millimetres] | None = None
     """Millimetres per voxel, likewise."""
     conditions: Conditions = ()
-    """Conditions of the eyes, each equally often (docs/phantom.md); empty for all. Name all but one to see what an
-    encoder knows of a disease that it was not taught."""
+    """Conditions of the eyes, each equally often (docs/phantom.md); empty for all. Name all but one to learn what an
+    encoder knows of a disease it has never seen."""
 
     @field_validator("conditions")
     @classmethod
@@ -205,7 +205,8 @@ class PhantomStore(Store):
         return _digest(own) == _digest(arrays) and np.array_equal(_truth(own), _truth(arrays))
 
     def verify(self, sample: int | None = None, seed: int = 0) -> int:
-        """Render a phantom twice: the same machine must give the same one whenever it is asked for."""
+        """Render a phantom twice: on one machine both must be the same. Raises StoreError; returns 1, the number
+        checked."""
         if not self.holds(0, self.read([0])):
             raise StoreError(f"{self.path}: one phantom rendered twice differs; report this as a bug")
         return 1

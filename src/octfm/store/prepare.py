@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,15 +87,7 @@ def prepare(
     preprocessing.expect_finder(find_band)
     out = location(out)
     account = Account(out, catalog.root)
-    if not catalog.acquisitions:
-        raise StoreError(
-            f"{catalog.root}: the catalog has no accepted acquisition, so nothing can be prepared; see its rejects"
-        )
-    if locations is None and read is None and is_pseudonymous(catalog):
-        raise StoreError(
-            f"{out}: the catalog names files by pseudonyms; give its key and root "
-            "(octfm prepare --key FILE --root FOLDER)"
-        )
+    _expect_files(catalog, out, named=locations is not None or read is not None)
     if workers is not None and workers < 0:
         raise StoreError(f"workers must be at least 1, or 0 to work in this process, got {workers}")
     limits = with_finder(limits or Limits(), find_band)
@@ -120,10 +112,6 @@ def prepare(
             keep_upside_down=keep_upside_down,
             find_band=find_band,
         )
-        # Start from the voxels already in the store, so that copies are found across calls as well.
-        copies = PixelCopies()
-        for row in writer.rows:
-            copies.first_owner(row.pixels, Owner(row.uri, row.participant, row.laterality))
         try:
             with Progress("prepare", len(tasks), failure="not prepared", enabled=progress, always=True) as display:
                 # `spread` yields outcomes in the order of tasks, so rows do not depend on the number of workers.
@@ -137,15 +125,8 @@ def prepare(
                     chunk=1,
                     cluster=cluster,
                 )
-                for task, outcome in zip(tasks, account.counted(outcomes), strict=True):
-                    outcome = _unless_copy(outcome, task, copies, writer)
-                    if isinstance(outcome, Unprepared):
-                        writer.quarantine(outcome)
-                    elif task.index is None:
-                        writer.append(outcome, task.name)
-                    else:
-                        writer.put_back(outcome, task.name)
-                    display.advance(1, isinstance(outcome, Unprepared))
+                for prepared in _write(account.counted(outcomes), tasks, writer):
+                    display.advance(1, not prepared)
         except OSError as error:
             raise StoreError(
                 f"{out}: writing failed ({error}); what was written stays valid, so fix the cause and run the same "
@@ -154,13 +135,7 @@ def prepare(
     # Training may follow in this process and can use the memory of the workers.
     release(keep=1)
     store = Store.open(out)
-    if not len(store):
-        code, count = Counter(u.code for u in store.unprepared()).most_common(1)[0]
-        first = next(u for u in store.unprepared() if u.code == code)
-        raise StoreError(
-            f"{out}: none of {len(tasks)} volumes could be prepared, {count} with {code}, for example: "
-            f"{first.sentence}; see {out / 'unprepared.jsonl'}"
-        )
+    _expect_volumes(store, out, len(tasks))
     if progress:
         say(describe(store.summary()))
     if spent := account.close():
@@ -170,9 +145,34 @@ def prepare(
     return store
 
 
+def _expect_files(catalog: Catalog, out: Location, *, named: bool) -> None:
+    """Raises StoreError for a catalog without acquisitions, or with pseudonyms whose files are not `named`."""
+    if not catalog.acquisitions:
+        raise StoreError(
+            f"{catalog.root}: the catalog has no accepted acquisition, so nothing can be prepared; see its rejects"
+        )
+    if not named and is_pseudonymous(catalog):
+        raise StoreError(
+            f"{out}: the catalog names files by pseudonyms; give its key and root "
+            "(octfm prepare --key FILE --root FOLDER)"
+        )
+
+
+def _expect_volumes(store: Store, out: Location, tried: int) -> None:
+    """Raises StoreError with the most frequent reason if the store holds no volume."""
+    if len(store):
+        return
+    code, count = Counter(u.code for u in store.unprepared()).most_common(1)[0]
+    first = next(u for u in store.unprepared() if u.code == code)
+    raise StoreError(
+        f"{out}: none of {tried} volumes could be prepared, {count} with {code}, for example: {first.sentence}; see "
+        f"{out / 'unprepared.jsonl'}"
+    )
+
+
 def _expect_same_names(out: Location, writer: StoreWriter, pseudonymous: bool) -> None:
-    """Raises StoreError if only one of store and catalog has pseudonyms: names would stay in what looks free of them,
-    and one person would count as two."""
+    """Raises StoreError if only one of store and catalog has pseudonyms: names would stay in a store that seems free of
+    them, and one person would count as two."""
     uris = (each.uri for each in (*writer.rows, *read_unprepared(out)))
     if any(uri.startswith(PSEUDONYM) != pseudonymous for uri in uris):
         has, wants = ("names and paths", "pseudonyms") if pseudonymous else ("pseudonyms", "names and paths")
@@ -188,6 +188,23 @@ def with_finder(limits: Limits, find_band: BandFinder | None) -> Limits:
         memory=limits.memory + find_band.memory,
         seconds_per_megabyte=limits.seconds_per_megabyte + find_band.seconds_per_megabyte,
     )
+
+
+def _write(outcomes: Iterator[StoreRow | Unprepared], tasks: Sequence["_Task"], writer: StoreWriter) -> Iterator[bool]:
+    """Write the outcome of every task, and yield whether its volume is now in the store."""
+    # Start from the voxels already in the store, so that copies are found across calls as well.
+    copies = PixelCopies()
+    for row in writer.rows:
+        copies.first_owner(row.pixels, Owner(row.uri, row.participant, row.laterality))
+    for task, outcome in zip(tasks, outcomes, strict=True):
+        outcome = _unless_copy(outcome, task, copies, writer)
+        if isinstance(outcome, Unprepared):
+            writer.quarantine(outcome)
+        elif task.index is None:
+            writer.append(outcome, task.name)
+        else:
+            writer.put_back(outcome, task.name)
+        yield isinstance(outcome, StoreRow)
 
 
 def _unless_copy(
@@ -388,7 +405,7 @@ def prepare_acquisition(
     Returns the prepared volume, a fingerprint of the native voxels, and flags for whatever is doubtful about them.
     Raises one of BAD_INPUT; `code_of` gives its reason code.
     """
-    theirs = read is not None or acquisition.uri.startswith(PSEUDONYM)  # without a UID that could be compared
+    without_uid = read is not None or acquisition.uri.startswith(PSEUDONYM)
     if read is None:
         read = functools.partial(
             read_volume,
@@ -404,7 +421,7 @@ def prepare_acquisition(
             f"{acquisition.uri}: expected shape {tuple(acquisition.shape)} as in the catalog, got {volume.shape}; "
             "scan again",
         )
-    if not theirs and volume.acquisition != acquisition.sop_instance_uid:
+    if not without_uid and volume.acquisition != acquisition.sop_instance_uid:
         raise ReadError(
             "changed_since_scan", f"{acquisition.uri}: holds another acquisition than the catalog says; scan again"
         )

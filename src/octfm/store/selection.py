@@ -41,8 +41,27 @@ def select(
         raise ConfigError(
             f"data.scanners and data.leave_out_scanners: {both[0]!r} is in both; train on it or leave it out"
         )
+    limits = _limits(max_samples, scanners)
+    allowed = set(scanners or present) - set(leave_out)
+    rows = [
+        row
+        for row in store.rows
+        if split in (None, row.split) and row.scanner in allowed and matches(row, layouts, modalities)
+    ]
+    if not rows:
+        named = sorted(allowed) if scanners or leave_out else []
+        raise ConfigError(_why_none(store, split, named, layouts, modalities))
+    # By hash rather than at random, so that the sample depends on nothing but the acquisitions.
+    rows = sorted(rows, key=lambda row: hashlib.sha256(row.acquisition.encode()).digest())
+    chosen = [row for name, limit in limits.items() for row in [r for r in rows if name in (None, r.scanner)][:limit]]
+    return np.array(sorted(row.index for row in chosen), dtype=np.int64)
+
+
+def _limits(max_samples: int | Sequence[int | None] | None, scanners: Sequence[str]) -> dict[str | None, int | None]:
+    """Scanner → most samples, None for all; the scanner None stands for all of them together."""
+    limits: dict[str | None, int | None]
     if isinstance(max_samples, int | None):
-        limits = {None: max_samples}  # one limit for all scanners together
+        limits = {None: max_samples}
     elif len(max_samples) == len(scanners):
         limits = dict(zip(scanners, max_samples, strict=True))
     else:
@@ -50,32 +69,26 @@ def select(
             f"data.max_samples: expected one limit for each of the {len(scanners)} data.scanners, "
             f"got {len(max_samples)}; null stands for all"
         )
-    splits = sorted({str(row.split) for row in store.rows})
     if wrong := [limit for limit in limits.values() if limit is not None and limit < 1]:
         raise ConfigError(f"data.max_samples: expected at least 1, or null for all, got {wrong[0]}")
-    allowed = set(scanners or present) - set(leave_out)
-    rows = [
-        row
-        for row in store.rows
-        if split in (None, row.split) and row.scanner in allowed and matches(row, layouts, modalities)
-    ]
-    if not rows and {row.layout for row in store.rows} == {"line"} and "line" not in layouts:
-        raise ConfigError(
-            f"{store.path}: holds single B-scans, and data.layouts is {list(layouts)}; data.layouts=[line] takes them"
-        )
-    if not rows:
-        wanted = [f"of {', '.join(sorted(allowed))}"] if scanners or leave_out else []
-        wanted += [] if all(row.layout in layouts for row in store.rows) else [f"of data.layouts {list(layouts)}"]
-        if not all(row.modality in modalities for row in store.rows):
-            wanted.append(f"of data.modalities {list(modalities)}")
-        among = f" {' and '.join(wanted)}" if wanted else ""
-        raise ConfigError(
-            f"{store.path}: no volume{among} is in split {split!r}; splits present: {', '.join(splits) or 'none'}"
-        )
-    # By hash rather than at random, so that the sample depends on nothing but the acquisitions.
-    rows = sorted(rows, key=lambda row: hashlib.sha256(row.acquisition.encode()).digest())
-    chosen = [row for name, limit in limits.items() for row in [r for r in rows if name in (None, r.scanner)][:limit]]
-    return np.array(sorted(row.index for row in chosen), dtype=np.int64)
+    return limits
+
+
+def _why_none(
+    store: Store, split: str | None, scanners: Sequence[str], layouts: Sequence[Admissible], modalities: Sequence[str]
+) -> str:
+    """The sentence of an error: no row matches."""
+    here = store.path
+    if {row.layout for row in store.rows} == {"line"} and "line" not in layouts:
+        return f"{here}: holds single B-scans, and data.layouts is {list(layouts)}; data.layouts=[line] takes them"
+    wanted = [f"of {', '.join(scanners)}"] if scanners else []
+    if not all(row.layout in layouts for row in store.rows):
+        wanted.append(f"of data.layouts {list(layouts)}")
+    if not all(row.modality in modalities for row in store.rows):
+        wanted.append(f"of data.modalities {list(modalities)}")
+    among = f" {' and '.join(wanted)}" if wanted else ""
+    splits = ", ".join(sorted({str(row.split) for row in store.rows})) or "none"
+    return f"{here}: no volume{among} is in split {split!r}; splits present: {splits}"
 
 
 def matches(row: StoreRow, layouts: Collection[str], modalities: Collection[str]) -> bool:

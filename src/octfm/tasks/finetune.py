@@ -400,7 +400,7 @@ class _Target:
         return "R²" if self.task.cases.classes is None else "balanced accuracy"
 
     def loss(self, answers: Tensor, rows: np.ndarray) -> Tensor:
-        """Summed over the volumes."""
+        """The loss, summed over volumes."""
         label = self.task.cases.label[self._case[rows]]
         if self.task.cases.classes is None:
             truth = self.runtime.tensor(((label - self.answer.mean) / self.answer.std).astype(np.float32))

@@ -57,7 +57,7 @@ FOUND_COLOURS: dict[str, Colour] = {
 """Surfaces and areas of the packaged network, the same in viewer and contact sheet; no two lines share a colour."""
 
 BESIDE = "beside-"
-"""Begin of the keys of overlays from files of their own."""
+"""Prefix of the keys of overlays from separate files."""
 
 
 @dataclass(frozen=True, eq=False)

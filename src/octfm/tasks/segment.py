@@ -307,8 +307,8 @@ def read_truth(config: SegmentConfig, row: StoreRow) -> dict[str, Any]:
 
 
 def _by_hand(config: SegmentConfig, corrections: Corrections, shape: Sequence[int]) -> dict[str, Any]:
-    """Corrections as ground truth: lines that somebody has corrected or checked, NaN elsewhere, and the mask of scans
-    of which every B-scan has one."""
+    """Corrections as ground truth: corrected or checked lines, NaN elsewhere, and the mask. Raises EvaluationError if a
+    mask is wanted and some B-scan has none."""
     source = corrections.source
     if tuple(shape) != corrections.shape:
         raise EvaluationError(f"{source}: corrects a scan of {corrections.shape}, the store's has {tuple(shape)}")

@@ -70,7 +70,7 @@ class Live:
 
 
 class TaskModel:
-    """The head, the encoder if it learns, and one AdamW for both, with a learning rate per depth."""
+    """The head, the encoder if it is trained, and one AdamW for both, with a learning rate per depth."""
 
     def __init__(self, config: FinetuneConfig, encoder: Encoder, outputs: int):
         self.config, self.encoder, self.runtime, self.outputs = config, encoder, encoder.runtime, outputs

@@ -66,27 +66,13 @@ def scene_of(
         rows = surfaces.heights_px[:, order]
         overlays.append(lines("layers", "Layers of the file", surfaces.names, rows, "As the instrument drew them."))
     overlays += [_beside(number, drawn, order) for number, drawn in enumerate(beside)]
-    placement = features = None
-    about = ""
     if (encoder is not None or segmenter is not None) and volume.layout != "raster":
         raise EvaluationError(
             f"{volume.source}: --run and --segment need a raster or radial scan, this is a {volume.layout} scan; "
             "leave them out"
         )
-    if encoder is not None:
-        from octfm.tasks import maps
-        from octfm.tasks.scene import Placement
-
-        prepared = encoder.preprocess(volume)
-        arrays = Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None])
-        tokens, kinds = maps.encode(encoder, arrays), maps.token_maps(encoder, arrays)
-        basis = maps.fit_basis(encoder, tokens, kinds)
-        band = np.stack([prepared.transform.rows_to_native(surface) for surface in maps.drawn(prepared.band)])
-        overlays += [maps.band(band[:, order], encoder.preprocessing.margin_mm), *maps.masks_of(encoder, kinds[0], 0)]
-        overlays += maps.token_overlays(encoder, arrays, tokens[0], kinds[0], basis, head)
-        placement = Placement.native(prepared.transform, reversed_bscans=volume.superior_first is False)
-        features = maps.reduced(tokens[0], basis)
-        about = maps.about_features(basis, tokens, kinds)
+    on_tokens, tokens = _of_tokens(volume, encoder, head, order) if encoder is not None else ([], {})
+    overlays += on_tokens
     found = segmenter.segment(volume) if segmenter is not None else found
     if found is not None:
         surfaces_found = {name: rows[order] for name, rows in found.surfaces.items()}
@@ -104,11 +90,30 @@ def scene_of(
         has_mm=not volume.spacing_estimated,
         scanner=volume.scanner,
         overlays=tuple(overlays),
-        placement=placement,
-        features=features,
-        about_features=about,
+        **tokens,
         fundus=fundus.reversed() if fundus is not None and volume.superior_first is False else fundus,
     )
+
+
+def _of_tokens(
+    volume: Volume, encoder: "Encoder", head: "TrainedHead | None", order: slice
+) -> tuple[list[Overlay], dict[str, Any]]:
+    """Overlays of an encoder's tokens, and `Scene.placement`, `features` and `about_features`."""
+    from octfm.tasks import maps
+    from octfm.tasks.scene import Placement
+
+    prepared = encoder.preprocess(volume)
+    arrays = Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None])
+    tokens, kinds = maps.encode(encoder, arrays), maps.token_maps(encoder, arrays)
+    basis = maps.fit_basis(encoder, tokens, kinds)
+    band = np.stack([prepared.transform.rows_to_native(surface) for surface in maps.drawn(prepared.band)])
+    overlays = [maps.band(band[:, order], encoder.preprocessing.margin_mm), *maps.masks_of(encoder, kinds[0], 0)]
+    overlays += maps.token_overlays(encoder, arrays, tokens[0], kinds[0], basis, head)
+    return overlays, {
+        "placement": Placement.native(prepared.transform, reversed_bscans=volume.superior_first is False),
+        "features": maps.reduced(tokens[0], basis),
+        "about_features": maps.about_features(basis, tokens, kinds),
+    }
 
 
 def _sides_of_turned(volume: Volume) -> dict[str, Any]:

@@ -17,16 +17,18 @@ from octfm.volume.etdrs import ZONES
 LARGE_UM = 10.0
 """Differences above this are listed one by one."""
 RESAMPLES = 2000
-LEFT_OUT: tuple[str, ...] = (
-    "could not be read",
-    "refused by the verdict",
-    "without the device's zones",
-    "without ours",
-    "measured by an axial length, unlike the device's",
-)
+UNREADABLE = "could not be read"
+REFUSED = "refused by the verdict"
+WITHOUT_DEVICE = "without the device's zones"
+WITHOUT_OURS = "without ours"
+OTHER_MILLIMETRES = "measured by an axial length, unlike the device's"
+LEFT_OUT: tuple[str, ...] = (UNREADABLE, REFUSED, WITHOUT_DEVICE, WITHOUT_OURS, OTHER_MILLIMETRES)
+"""Why rows are left out, in the order of the report."""
+_NOMINAL = {"zones_note": ""}
+"""A row whose lateral millimetres are nominal, like the device's: its note names no axial length."""
 OURS = {name: UNIT[name] for name in ZONES}
 PARTICIPANT = ("participant", "participant_id")
-"""Columns of which the first that exists names the participant of a row."""
+"""Columns that may name the participant of a row; the first that exists does."""
 
 
 def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
@@ -78,14 +80,14 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
 
 def _why_left_out(row: dict[str, str], ours: dict[str, float], theirs: dict[str, float]) -> str:
     if row["problem"]:
-        return LEFT_OUT[0]
+        return UNREADABLE
     if row["verdict"] != ACCEPTED:
-        return LEFT_OUT[1]
+        return REFUSED
     if not theirs:
-        return LEFT_OUT[2]
-    if not same_millimetres(row, {"zones_note": ""}):  # the device's millimetres are nominal
-        return LEFT_OUT[4]
-    return "" if ours.keys() & theirs.keys() else LEFT_OUT[3]
+        return WITHOUT_DEVICE
+    if not same_millimetres(row, _NOMINAL):
+        return OTHER_MILLIMETRES
+    return "" if ours.keys() & theirs.keys() else WITHOUT_OURS
 
 
 def _zone(name: str, used: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -137,9 +137,9 @@ def _tested(
     Needs no vectors. Raises EvaluationError if labels are missing or too few, or if a test participant was seen.
     """
     seen_rows = np.zeros(len(data.acquisition), bool)
+    tested = np.array([split == "test" for split in data.split])
     for path in paths:
         own = rows_seen(data, seen_by(path))
-        tested = np.array([split == "test" for split in data.split])
         if (own & tested).any() and not allow_seen:
             who = data.participant[own & tested]
             raise EvaluationError(

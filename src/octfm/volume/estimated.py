@@ -23,7 +23,7 @@ GOOD = 0.7
 WIDTH_MM = 7.0
 """Width that is taken for a B-scan: those of the macula are 5 to 9 mm wide."""
 CONSISTENT = 1.25
-"""Largest factor between the millimetres that a retina was searched with and those that its thickness then gives."""
+"""Largest factor between the millimetres assumed in the search for a retina and those that its thickness implies."""
 FLAG = "estimated_spacing"
 """Flag of a catalog row, and of its row in a store, whose millimetres are such an estimate."""
 WHY = (
@@ -67,7 +67,8 @@ def _searched(bscans_DHW: np.ndarray, dy: float, dx: float) -> tuple[float, floa
 def axial_mm(rows: Iterable[float]) -> float:
     """Axial millimetres from `retina_rows` of B-scans of one instrument.
 
-    The median over many B-scans keeps what a single one would lose: that one retina is thicker than another.
+    With the median over many B-scans, one retina can still be thicker than another; estimated singly, all would be
+    alike.
     """
     return RETINA_MM / float(np.median(list(rows)))
 

@@ -40,7 +40,7 @@ at .6 mm and by 45 at 1.44."""
 UNEVEN = 1.1
 """Distances of single B-scans may exceed MOST_APART_MM by this factor, since eyes move, if their mean does not."""
 LENGTHS_ALIKE = 0.1
-"""Share by which the length of B-scans may differ between their positions and the distance of A-scans."""
+"""Share by which the two lengths of a B-scan may differ: by its end points, and by its A-scans and their spacing."""
 BRIDGED_MM = 0.3
 """Greatest distance of B-scans between which a map is interpolated if those between them have no value, as after a
 blink. In the public volume with drusen the centre moves by 2 µm if all B-scans lie .25 mm apart, and by 4 at .36."""
@@ -108,7 +108,7 @@ class Field:
 
     @property
     def widths_mm(self) -> np.ndarray:
-        """[D]: across how much of the field each B-scan stands for what lies around it; NaN for a single one."""
+        """[D]: width of the field that each B-scan represents, in mm; NaN for a single one."""
         return np.gradient(self.bscans_mm) if len(self.bscans_mm) > 1 else np.full(1, np.nan)
 
     def apart_mm(self, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
@@ -359,7 +359,7 @@ class EtdrsGrid:
 
     @property
     def furthest_mm(self) -> float:
-        """The largest distance of B-scans because of which a zone is too sparse."""
+        """The largest distance of B-scans in zones that are too sparse; 0 without such a zone."""
         return max((self.apart_mm[name] for name in self.too_sparse), default=0.0)
 
     def __repr__(self) -> str:

@@ -122,7 +122,8 @@ class Preprocessing(Config):
 
     @model_serializer(mode="wrap")
     def _settings(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """With a classic band, records and fingerprints are those of before bands could be learned."""
+        """Leave out the settings of learned bands from those of a classic one, so that fingerprints of older stores
+        still fit."""
         settings = handler(self)
         if self.band == "classic":
             settings.pop("band", None)

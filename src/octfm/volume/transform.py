@@ -65,18 +65,18 @@ class Transform:
         rows = _resample_surface(registered, self._canonical_index(0), self._canonical_index(2))
         return (rows - self.origin[1]) / self.scale[1]
 
-    def to_native(self, array_DHW: np.ndarray, order: int = 0, fill: float = 0) -> np.ndarray:
+    def to_native(self, array_DHW: np.ndarray, order: int = 0) -> np.ndarray:
         """Resample a prepared array (segmentation, voxel map) to the native frame: order 0 nearest, 1 trilinear."""
         self._expect(array_DHW.shape, self.shape, "array")
-        return self._resample(array_DHW, to_native=True, order=order, fill=fill)
+        return self._resample(array_DHW, to_native=True, order=order)
 
-    def to_prepared(self, array_DHW: np.ndarray, order: int = 0, fill: float = 0) -> np.ndarray:
+    def to_prepared(self, array_DHW: np.ndarray, order: int = 0) -> np.ndarray:
         """Resample a native array (labels) to the prepared frame: order 0 nearest, 1 trilinear.
 
         For images, Preprocessing uses area averages instead.
         """
         self._expect(array_DHW.shape, self.native_shape, "array")
-        return self._resample(array_DHW, to_native=False, order=order, fill=fill)
+        return self._resample(array_DHW, to_native=False, order=order)
 
     def to_dict(self) -> dict[str, Any]:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
@@ -93,12 +93,12 @@ class Transform:
                 f"transform record: {error}; it was written by another version of octfm, prepare the store again"
             ) from None
 
-    def _resample(self, array: np.ndarray, *, to_native: bool, order: int, fill: float) -> np.ndarray:
+    def _resample(self, array: np.ndarray, *, to_native: bool, order: int) -> np.ndarray:
         index = self._prepared_index if to_native else self._canonical_index
         slices, columns = index(0), index(2)
         rows = np.arange(self.native_shape[1] if to_native else self.shape[1], dtype=np.float64)
         source = array if to_native else self._flip_volume(array)
-        out = np.full((len(slices), len(rows), len(columns)), fill, source.dtype if order == 0 else np.float32)
+        out = np.zeros((len(slices), len(rows), len(columns)), source.dtype if order == 0 else np.float32)
         for d, position in enumerate(slices):
             total, weights = np.zeros(out.shape[1:]), np.zeros(out.shape[1:])
             for near, weight in _neighbours(position, source.shape[0], order):

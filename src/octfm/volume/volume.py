@@ -191,7 +191,8 @@ class Volume:
         return replace(self, voxels=self.voxels[:, :, ::-1], lines=lines, laterality=other)
 
     def with_eye(self, named: Laterality | None) -> "Volume":
-        """The eye that its path names, if it states none itself; if it states the other one, the eye is unknown."""
+        """The volume with the eye that its path names, if its file states none; unknown if the file states the other
+        eye."""
         if named is None or named == self.laterality:
             return self
         return replace(self, laterality=named if self.laterality is None else None)
@@ -238,7 +239,7 @@ class Surfaces:
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """What somebody or a program says each voxel of a Volume is, in its order of B-scans."""
+    """A label for every voxel of a Volume, by a person or a program, in the Volume's order of B-scans."""
 
     values: np.ndarray
     """uint8 [D, H, W], 0: nothing."""

@@ -94,7 +94,7 @@ def packaged_encoders(weights: Path | None = None) -> dict[str, Path]:
 
 
 def packaged_encoder(name: str = CURRENT_ENCODER, weights: Path | None = None) -> Path:
-    """The folder of a packaged encoder. Raises CheckpointError, which names those that there are."""
+    """The folder of a packaged encoder. Raises CheckpointError that names the packaged ones."""
     encoders = packaged_encoders(weights)
     if name not in encoders:
         raise CheckpointError(

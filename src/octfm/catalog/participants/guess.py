@@ -54,7 +54,7 @@ class Guess:
 
     @property
     def without_person(self) -> tuple[str, ...]:
-        """Examples of files without a participant under `patterns`: the guess cannot be accepted as it is."""
+        """Examples of files in which `patterns` find no participant; the guess cannot be accepted with any of them."""
         return tuple(
             example.partition(" -> ")[0] for line in self.lines if not line.pattern for example in line.examples
         )
@@ -120,21 +120,9 @@ def guess_people(
         else:
             spots.add(_nth_candidate(paths[uris[0]], at))
         chosen |= dict.fromkeys(uris, at)
-        own = {uri: paths[uri] for uri in uris}
-        people = {uri: path[at[0]][at[1]].text for uri, path in own.items()}
-        outer = _numbered_by(list(own.values()), at) if _reused(own, dict.fromkeys(uris, at), people) else set()
-        if "label" in own_roles.values():  # the class again: AMD/AMD-1
-            outer = {(d, i) for d, i in outer if d != at[0] or own[uris[0]][d][i].kind != "group"}
-        one_person = outer
-        strong = _kind_of(paths[uris[0]][at[0]][at[1]].kind, list(people.values())) == "strong"
-        if strong:
-            # A long number means one person in every class and on both sides of a split: two would leak.
-            one_person = {(d, i) for d, i in outer if own[uris[0]][d][i].kind != "group"}
-        labelled = not strong and "label" not in own_roles.values() and _are_classes_with_numbers([*people.values()])
-        for uri in uris:
-            texts[uri] = _template(nameless[uri], paths[uri], at, one_person, own_roles, labelled)
-            if one_person != outer:
-                apart[_template(nameless[uri], paths[uri], at, outer, own_roles, labelled)] = None
+        own_texts, own_apart = _templates({uri: paths[uri] for uri in uris}, nameless, at, own_roles)
+        texts |= own_texts
+        apart |= dict.fromkeys(own_apart)
     patterns = {text: pattern for text in dict.fromkeys(texts.values()) if (pattern := _parsed(text))}
     doubts += ["no pattern describes these names"] if len(patterns) < len(set(texts.values())) else []
     texts = {uri: text for uri, text in texts.items() if text in patterns}
@@ -227,20 +215,8 @@ def _person_in(
 
     `classes_at`: depth of the folders of splits or classes; a name above them that never changes is the set's.
     """
-    columns: dict[_At, list[str]] = {}
-    for depth, name in enumerate(paths[0]):
-        for i, segment in enumerate(name):
-            if segment.kind in CANDIDATES:
-                columns[depth, i] = [path[depth][i].text for path in paths]
-    # All values of a position decide: with one small number among large ones it is no longer a strong id.
-    kinds = {at: _kind_of(paths[0][at[0]][at[1]].kind, values) for at, values in columns.items()}
-    for at in columns:
-        alone = sum(other[0] == at[0] for other in columns) == 1
-        if kinds[at] != "count" and at[0] and alone and all(_is_list_of_people(name[at[0] - 1]) for name in names):
-            kinds[at] = "explicit"
-        before_eye = kinds[at] == "number" and all(_is_right_before_eye(path[at[0]], at[1]) for path in paths)
-        if before_eye and not _are_dates(columns[at]):
-            kinds[at] = "strong"
+    columns = _candidates(paths)
+    kinds = _kinds(columns, paths, names)
     for at in list(columns):  # Meyer/Meyer_OD.tif: the same name again
         first = next(other for other in columns if columns[other] == columns[at])
         if first != at:
@@ -266,8 +242,33 @@ def _person_in(
     return order[0], "", False
 
 
+def _candidates(paths: Sequence[_Path]) -> dict[_At, list[str]]:
+    """Position of each segment that may be a person → its text in every path."""
+    return {
+        (depth, i): [path[depth][i].text for path in paths]
+        for depth, name in enumerate(paths[0])
+        for i, segment in enumerate(name)
+        if segment.kind in CANDIDATES
+    }
+
+
+def _kinds(columns: Mapping[_At, list[str]], paths: Sequence[_Path], names: Sequence[list[str]]) -> dict[_At, str]:
+    """Kind of each position, which all its values decide: one small number among large ones, and it is no strong id."""
+    kinds = {}
+    for at, values in columns.items():
+        depth, i = at
+        kind = _kind_of(paths[0][depth][i].kind, values)
+        alone = sum(other[0] == depth for other in columns) == 1
+        if kind != "count" and depth and alone and all(_is_list_of_people(name[depth - 1]) for name in names):
+            kind = "explicit"
+        elif kind == "number" and all(_is_right_before_eye(path[depth], i) for path in paths):
+            kind = "number" if _are_dates(values) else "strong"
+        kinds[at] = kind
+    return kinds
+
+
 def _is_right_before_eye(name: Sequence[Segment], i: int) -> bool:
-    """Whether an eye follows without a separator, as in 0012R: nobody writes so of an image."""
+    """Whether an eye follows without a separator, as in 0012R. Numbers of images are not written like that."""
     return i + 1 < len(name) and name[i + 1].eye is not None and not name[i + 1].before
 
 
@@ -332,6 +333,31 @@ def _numbered_by(paths: Sequence[_Path], at: _At) -> set[_At]:
     before = [(d, i) for d, name in enumerate(paths[0]) for i in range(len(name)) if (d, i) < at]
     kinds = ("group", "date", *CANDIDATES)
     return {(d, i) for d, i in before if paths[0][d][i].kind in kinds and len({path[d][i].text for path in paths}) > 1}
+
+
+def _templates(
+    paths: Mapping[str, _Path],
+    places: Mapping[str, Place],
+    at: _At,
+    roles: Mapping[int, Literal["split", "label"]],
+) -> tuple[dict[str, str], list[str]]:
+    """The pattern of each path of one skeleton with the person at `at`, and, if those take an id that occurs in several
+    groups for one person, the patterns that take it for several."""
+    people = {uri: path[at[0]][at[1]].text for uri, path in paths.items()}
+    first = next(iter(paths.values()))
+    outer = _numbered_by([*paths.values()], at) if _reused(paths, dict.fromkeys(paths, at), people) else set()
+    without_groups = {(d, i) for d, i in outer if first[d][i].kind != "group"}
+    if "label" in roles.values():  # the class again: AMD/AMD-1
+        outer = {(d, i) for d, i in outer if d != at[0] or (d, i) in without_groups}
+    # A long number means one person in every class and on both sides of a split: two would leak.
+    strong = _kind_of(first[at[0]][at[1]].kind, [*people.values()]) == "strong"
+    one_person = without_groups if strong else outer
+    labelled = not strong and "label" not in roles.values() and _are_classes_with_numbers([*people.values()])
+
+    def texts(ids: set[_At]) -> dict[str, str]:
+        return {uri: _template(places[uri], path, at, ids, roles, labelled) for uri, path in paths.items()}
+
+    return texts(one_person), [*texts(outer).values()] if one_person != outer else []
 
 
 def _template(

@@ -114,7 +114,7 @@ def _compiled(pattern: str, eye_words: tuple[str, ...]) -> re.Pattern[str]:
     for token in re.split(rf"(\{{{re.escape(LABELLED)}\}}\{{participant\}}|\{{[a-z+]+\}}|\*+)", pattern):
         if token.endswith("}{participant}"):
             parts.append(rf"(?P<b{len(parts)}>[^/\d]+?)[\s_\-]*(?P<p{len(parts)}>\d[^/]*?)")
-        elif token == f"{{{LABELLED}}}":  # b for both
+        elif token == f"{{{LABELLED}}}":  # group b: part of label and participant
             parts.append(f"(?P<b{len(parts)}>[^/]+?)")
         elif token == "{eye}":
             parts.append(f"(?P<e{len(parts)}>{'|'.join(map(re.escape, eye_words)) or '(?!)'})")
@@ -156,7 +156,7 @@ class Place:
 
 
 def eyes_in_paths(uris: Iterable[str], root: Location) -> dict[str, Laterality]:
-    """The eyes that paths below `root` name, of those that name one."""
+    """The eyes that paths below `root` name; paths that name none are left out."""
     places = {uri: place_of(uri, root) for uri in uris}
     meant = eye_abbreviations({name for place in places.values() for name in place.names})
     return {uri: next(iter(eyes)) for uri, eyes in eyes_named(places, meant).items() if len(eyes) == 1}

@@ -61,7 +61,7 @@ def find_people(
     `listed_at`: unpacked file -> archive member that it came from. Raises AmbiguousPeople if there is no pattern and a
     guess may be wrong, PeopleError for files that no pattern fits.
     """
-    # Also of those with a participant: they show whose the folders of the others are, and may lie with the other eye.
+    # Scans with a participant as well: they show whose a folder is, and one may be the other eye of a nameless scan.
     places = {scan.uri: place_of((listed_at or {}).get(scan.uri, scan.uri), root) for scan in scans}
     known = {scan.uri: scan.participant for scan in scans if scan.participant}
     nameless = {uri: place for uri, place in places.items() if uri not in known}
@@ -147,7 +147,7 @@ def _joined_with(known: Mapping[str, str], found: Mapping[str, str], ids: dict[s
 
 
 def spelt_alike(participants: Iterable[str]) -> list[tuple[str, str]]:
-    """Pairs of ids that may be spellings of one: P01 and p1 are one person more often than two."""
+    """Pairs of ids that differ in spelling only: P01 and p1 are more often one person than two."""
     first: dict[str, str] = {}
     pairs = []
     for participant in sorted(set(participants)):

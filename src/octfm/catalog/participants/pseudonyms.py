@@ -206,7 +206,7 @@ def _passed(labels: Mapping[str, str], days: int, key: bytes, keep_columns: Coll
 
 
 def _shifted(value: str, days: int) -> str | None:
-    """A date earlier by `days`; empty if it looks like a date but is none; None if it does not look like one."""
+    """The date `days` earlier; empty if it looks like a date but is not valid, None if it does not look like one."""
     if match := _DATE.fullmatch(value):
         year, dash, month, day = match.groups()
         try:

@@ -1,7 +1,7 @@
 """DICOM segmentations (SEG): which voxels of a volume are what.
 
-Standard: DICOM PS3.3 A.51 and C.8.20.2. A frame is the mask of one segment in one frame of the volume, of one bit per
-voxel in a binary segmentation; in a label map its bytes are numbers of segments.
+Standard: DICOM PS3.3 A.51 and C.8.20.2. In a binary segmentation a frame is the mask of one segment in one frame of the
+volume, one bit per voxel; in a label map its bytes are numbers of segments.
 """
 
 from math import prod

@@ -1,8 +1,7 @@
 """MetaImage: a text header (.mhd) with voxels in a file of their own (.raw, .zraw), or behind the header (.mha).
 
-Axes are listed fastest first. Spacing decides which is which where it differs enough between them, as in NIfTI;
-otherwise x is lateral, y axial and z the B-scan, as in RETOUCH and in what SimpleITK writes of
-[B-scan, axial, lateral].
+Axes are listed fastest first. Spacing identifies the axes if it differs enough between them, as in NIfTI; otherwise x
+is lateral, y axial and z the B-scan, as in RETOUCH and in files that SimpleITK writes from [B-scan, axial, lateral].
 The file of masks in such a folder (reference.mhd) has the same structure and holds labels instead of an image.
 Structure: MetaIO's documentation of its tags. Verified on headers as SimpleITK writes them, not on RETOUCH's own files.
 """
@@ -105,7 +104,7 @@ def read_mask(uri: str) -> np.ndarray:
 
 
 def refuse_data_file(uri: str) -> None:
-    """Raise ReadError for a file of voxels whose header, which is the file to name, lies beside it."""
+    """Raise ReadError for a file of voxels with its header next to it: the header is the file to read."""
     place = listed(uri)
     header = place.parent / f"{place.stem}.mhd"
     if place.suffix.lower() in (".raw", ".zraw") and header.is_file():

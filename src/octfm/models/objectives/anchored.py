@@ -38,7 +38,7 @@ class AnchoredConfig(ObjectiveConfig):
     truth_weight: float = Field(default=1.0, ge=0, le=1e3)
     """Weight of the truth of phantoms."""
     summary_weight: float = Field(default=4.0, ge=0, le=1e3)
-    """Weight of what the queries of model.summary say of phantoms, as in dense."""
+    """Weight of the error of model.summary's queries on phantoms, as in dense."""
 
     @property
     def learns_truth(self) -> bool:
@@ -57,8 +57,8 @@ class AnchoredConfig(ObjectiveConfig):
 
 
 class Anchored(Objective):
-    """One encoder of visible tokens and one predictor for both kinds of volumes: what it answers for a hidden token are
-    its voxels, then its composition. Which of them counts depends on whether the volume has labels."""
+    """One encoder of visible tokens and one predictor for scans and phantoms. The predictor answers with the voxels of
+    a hidden token, then its composition; which of the two counts depends on whether the volume has labels."""
 
     def __init__(self, settings: AnchoredConfig, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid):
         super().__init__()
@@ -97,7 +97,7 @@ class Anchored(Objective):
         context_goal = self._goal(no_voxels, context_truth, labelled_B)
         loss = masked_loss_B.mean() + context_weight * context_loss_B.mean()
         if self.enface is not None and self.encoder.summary is not None:
-            # An error of volumes with labels, and 0 of all others.
+            # The error of volumes with labels, 0 for all others.
             seen_at = torch.gather(index.kept, 1, index.context)
             summary_loss_B = self.enface.loss(self.encoder.summary, seen, seen_at, truth, index.kept)
             loss = loss + self.weights[1] * self.summary_weight * summary_loss_B.mean()

@@ -1,4 +1,4 @@
-"""Synthetic-supervised: every token says what it consists of and where surfaces cross it, learned from the truth of
+"""Synthetic supervision: every token predicts its composition and where surfaces cross it, learned from the truth of
 streamed phantoms."""
 
 from collections.abc import Sequence
@@ -26,16 +26,16 @@ class DenseConfig(ObjectiveConfig):
     name: Literal["dense"] = "dense"
     """The name chooses the objective and, with it, this table of settings."""
     answer_average: tuple[Side, Side, Side] = (2, 1, 8)
-    """Voxels of a patch, (B-scan, axial, lateral), whose composition is one answer. One row each says to the row where
-    surfaces cross the patch."""
+    """Voxels of a patch, (B-scan, axial, lateral), whose composition is one answer. With one row per answer,
+    composition shows to the row where surfaces cross the patch."""
     lesion_weight: float = Field(default=4.0, gt=0, le=1e3)
     """Weight of voxels in lesions, which fill few voxels, over those in layers."""
     hidden: bool = False
-    """Whether the encoder sees the context only and the predictor answers for the hidden tokens, with weight 1 beside
+    """Whether the encoder sees the context only and the predictor answers for the hidden tokens, with weight 1 next to
     context_loss. Else it sees all kept tokens, and there is no context loss."""
 
     summary_weight: float = Field(default=4.0, ge=0, le=1e3)
-    """Weight of what the queries of model.summary say: how thick layers and lesions are, and where."""
+    """Weight of the error of model.summary's queries: how thick layers and lesions are, and where."""
 
     @property
     def learns_truth(self) -> bool:
@@ -95,7 +95,8 @@ class Dense(Objective):
         )
 
     def _summary_loss(self, tokens_BMD: Tensor, index_BM: Tensor, goal_BKA: Tensor, kept_BK: Tensor) -> Tensor | float:
-        """Weighted error of what the summary of tokens at flat grid indices says of all kept ones; 0 without one."""
+        """Weighted error of the summary, which reads tokens at flat grid indices and describes all kept ones; 0 without
+        a summary."""
         summary, enface = self.encoder.summary, self.enface
         if summary is None or enface is None:
             return 0.0

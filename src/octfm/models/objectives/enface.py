@@ -23,9 +23,9 @@ BEND = 0.5
 class EnFaceGoals(nn.Module):
     """Goals of a volume and of each of its slabs, the tokens of one row of the grid across B-scans, and heads for them.
 
-    A goal is the root of a thickness in rows, so that small lesions count beside swollen layers: for every class,
-    the mean in CELLS x CELLS cells, the largest and the smallest of the plane. A slab has cells along the B-scan only:
-    what an encoder of single B-scans must read.
+    A goal is the root of a thickness in rows, so that small lesions count next to swollen layers: for every class, the
+    mean in CELLS x CELLS cells, the largest and the smallest of the plane. A slab has cells along the B-scan only: what
+    an encoder of single B-scans must read.
     """
 
     weights: Tensor
@@ -77,7 +77,7 @@ class EnFaceGoals(nn.Module):
         return volume + slabs.sum(1) / known_BS.sum(1).clamp_min(1)
 
     def loss(self, summary: Summary, tokens_BMD: Tensor, index_BM: Tensor, goal_BKA: Tensor, kept_BK: Tensor) -> Tensor:
-        """[B]: `error` of what the summary of tokens at flat grid indices says of all kept ones."""
+        """[B]: `error` of the summary, which reads tokens at flat grid indices and describes all kept ones."""
         slabs_BSM = self.slabs(index_BM)
         read = summary(tokens_BMD, torch.cat((torch.ones_like(slabs_BSM[:, :1]), slabs_BSM), 1), index_BM)
         return self.error(read[:, 0], read[:, 1:], *self.of(goal_BKA, kept_BK))

@@ -125,8 +125,8 @@ class JEPA(Objective):
         self.gathers = self.whitening is not None
 
     def forward(self, views: Sequence[View], context_weight: float | Tensor) -> ObjectiveOutput:
-        """Losses of one view, or of several that differ in their masks and in what the encoder that learns sees: every
-        token counts the same. The context encoder receives the context patches and nothing else."""
+        """Losses of one view, or of several with different masks and contexts; every token counts the same. The context
+        encoder receives the context patches and nothing else."""
         first, encoder = views[0], self.encoder
         kept_BK, blocks = first.index.kept, (encoder.config.patch_size, self.goal_average)
         table = rotary(encoder.grid, kept_BK, encoder.head_width) if encoder.config.positions == "rotary" else None
@@ -166,8 +166,8 @@ class JEPA(Objective):
         return ObjectiveOutput(loss, masked_loss_B, context_loss_B, masked_goal, context_goal, features)
 
     def _answers(self, view: View, table: Rotary | None) -> Tensor:
-        """What the predictor says of context and targets, in this order. `table`: rotary angles of the kept tokens."""
-        # Tokens are taken away before the encoder, not masked in its attention: what it never gets cannot leak.
+        """Predictions for context, then targets. `table`: rotary angles of the kept tokens."""
+        # Hidden tokens are removed before the encoder, not masked in its attention: what it never gets cannot leak.
         index, encoder = view.index, self.encoder
         context_patches = take_tokens(view.patches_BKP, index.context)
         context_index = torch.gather(index.kept, 1, index.context)

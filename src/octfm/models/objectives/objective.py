@@ -27,8 +27,8 @@ class ObjectiveConfig(Config):
     context_loss: float = Field(default=0.5, ge=0, le=1e3)
     """Weight of also predicting the visible tokens (V-JEPA 2.1); without it the features lose rank (docs/log)."""
     frozen: Literal["target", "context"] = "target"
-    """Which encoder is frozen for embedding and probing: `target` is the average, `context` the one that learns, which
-    is ahead in runs too short for the average to follow. Without a target encoder both are the one that learns."""
+    """Which encoder is frozen for embedding and probing: `target` is the moving average, `context` the trained one,
+    which is better in runs too short for the average to follow. Without a target encoder both are the trained one."""
     pool: VectorPool = "mean"
     """How the tissue tokens of a volume become its vector, for embedding and probing: their mean, or by channel the
     means of the highest and of the lowest fifth, twice as wide, which keeps focal lesions; `tails` adds ends of 5 and
@@ -81,13 +81,13 @@ class View(NamedTuple):
     """One view of a micro-batch, normalised; only the kept tokens are cut out."""
 
     patches_BKP: Tensor
-    """The kept patches, of which the encoder that learns may see some."""
+    """Patches of the kept tokens; the encoder in training sees only some of them."""
     target_patches_BKP: Tensor
-    """The same voxels as a target encoder sees them, or as they are to be predicted: without recolouring and noise."""
+    """The same patches without recolouring and noise: input of a target encoder, or what is to be predicted."""
     index: TokenIndex
     labels_BKP: Tensor | None = None
-    """uint8: what each of these voxels is (octfm.volume.segmentation), 255 where that is unknown; None if it is
-    known of no volume of the batch."""
+    """uint8: the class of each of these voxels (octfm.volume.segmentation), 255 if unknown; None if no volume of the
+    batch has classes."""
 
 
 class ObjectiveOutput(NamedTuple):
@@ -157,8 +157,8 @@ class Objective(nn.Module):
         return self.distance(constant_D.expand_as(goal_BMD), goal_BMD)
 
     def hidden_from_encoder(self, index: TokenIndex) -> Tensor | None:
-        """[B, T] places within `kept` whose voxels must not influence the encoder that learns, which is checked by
-        their gradient; None if nothing is hidden."""
+        """[B, T] places within `kept` whose voxels must not influence the encoder in training; the preflight checks
+        their gradient. None if nothing is hidden."""
         return index.target
 
     def update_target(self, momentum: float | Tensor) -> None:
@@ -167,7 +167,7 @@ class Objective(nn.Module):
             move_average(self.target_encoder, self.encoder, momentum)
 
     def discard_step(self) -> None:
-        """Drop what this step has gathered: its update will not be made."""
+        """Drop statistics of this step, because its update is skipped."""
 
     def connect(self, sum_over_ranks: Callable[..., None]) -> None:
         """Receive a function that sums tensors over all ranks in place, for statistics of the global batch."""

@@ -1,14 +1,14 @@
-"""One scan of a cohort's eye as version 4 draws it, with the volume and truth that version 3 gives of it."""
+"""One scan of a cohort's eye as version 4 draws it; volume and truth have the form of version 3."""
 
 from dataclasses import replace
 
 import numpy as np
 
-from octfm.phantom.eye import Eye, central_subfield_um
+from octfm.phantom.eye import Eye
 from octfm.phantom.native.bscans import SURFACES, Shot, render_native, sample_placement
 from octfm.phantom.native.look import sample_look
 from octfm.phantom.native.outer_retina import sample_outer_lesions
-from octfm.phantom.render import GroundTruth
+from octfm.phantom.render import GroundTruth, truth_of, volume_of
 from octfm.phantom.scanner import Scanner, acquire
 from octfm.volume.volume import Shape3, Volume
 
@@ -16,34 +16,13 @@ from octfm.volume.volume import Shape3, Volume
 def render_eye(eye: Eye, scanner: Scanner, rng: np.random.Generator, size: Shape3) -> tuple[Volume, GroundTruth]:
     """Scan this eye once, on a grid of `size` [D, H, W]; row 0 is on the vitreous side.
 
-    A look of this instrument, no accident. Lesions are the eye's own, so that its diagnosis says all of them; in truth
-    a surface that leaves the image is NaN. `cst_um` is the eye's, without what a look adds to the RPE's bright band.
+    The look is one of this instrument's, without accidents of placement. Lesions are only those of the eye's diagnosis.
+    In the truth, a surface that leaves the image is NaN. `cst_um` is the eye's, without what a look adds to the RPE's
+    bright band.
     """
     lesions = sample_outer_lesions(rng, detached=False, neovascular=False, reticular=False)
     acquisition, look = acquire(rng, scanner, size[0]), sample_look(rng, scanner)
     placement = replace(sample_placement(rng), accident="none")
     image = render_native(Shot(eye, lesions, scanner, look, acquisition, placement), rng, size)
-    volume = Volume(
-        voxels=image.voxels,
-        spacing_mm=image.spacing_mm,
-        laterality=eye.laterality,
-        scanner=scanner.name,
-        protocol=scanner.protocol,
-        participant=eye.participant,
-        superior_first=scanner.superior_first,
-        source=f"phantom {eye.participant} {eye.laterality} {scanner.name}",
-    )
-    truth = GroundTruth(
-        participant=eye.participant,
-        laterality=eye.laterality,
-        scanner=scanner.name,
-        diagnosis=eye.diagnosis,
-        severity=eye.severity,
-        age=eye.age,
-        cst_um=central_subfield_um(eye),
-        surface_names=SURFACES,
-        surfaces=image.surfaces,
-        lesions=image.lesions,
-        spacing_mm=image.spacing_mm,
-    )
-    return volume, truth
+    volume = volume_of(eye, scanner, image.voxels, image.spacing_mm)
+    return volume, truth_of(eye, scanner, SURFACES, image.surfaces, image.lesions, image.spacing_mm)

@@ -1,6 +1,6 @@
 """A streamed phantom as `prepare` would leave it: on the prepared grid, with tissue band, valid rows and the truth.
 
-Rendered on that grid at once, which takes a tenth of the time that the scanner's own grid and Preprocessing would. What
+Rendered directly on that grid, in a tenth of the time that the scanner's own grid and Preprocessing would take. What
 Preprocessing undoes is not drawn: motion of B-scans along the beam, the mirroring of left eyes, the order of B-scans.
 """
 
@@ -43,8 +43,8 @@ def render_prepared(
         min(n, max(1, round(mm / step)))
         for n, mm, step in ((depth, scanner.field_mm[0], dz), (width, scanner.field_mm[2], dx))
     )
-    # Prepared B-scans are means of the instrument's, whose speckle is independent: of all of them or, as many exports
-    # leave B-scans out, of fewer.
+    # A prepared B-scan is the mean of several of the instrument's, whose speckle is independent. Many exports leave
+    # B-scans out, so the number is drawn, up to all of them.
     averaged = dz * scanner.vendor_size[0] / scanner.field_mm[0] if depth > 1 else 1.0
     looks = shot.look.frames_averaged * float(np.exp(own.uniform(0, max(0.0, log(averaged)))))
     # Motion is that of B-scans against each other; a single one has none.

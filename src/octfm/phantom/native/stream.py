@@ -38,7 +38,7 @@ class Stream:
     randomised: float = 0.35
     """Share of images whose look lies far beyond what exists."""
     through_lesions: float = 0.6
-    """Share of single B-scans that pass through a lesion, of those of eyes that have any."""
+    """Share of single B-scans through a lesion, among eyes with lesions."""
     scanners: tuple[str, ...] = DEFAULT_SCANNERS
     conditions: tuple[str, ...] = CONDITIONS
     row_um: float | None = 3.9

@@ -1,6 +1,6 @@
-"""Whether phantoms teach something about scans: how well the two are told apart, whether layers named in scans lie in
-order, how far from where the packaged network finds them, and whether a disease that no phantom had is told from
-health. Where no scan has labels, a loss on phantoms alone would hide it."""
+"""Whether what is learned from phantoms holds for scans: how separable the two are, whether layers predicted in scans
+lie in order and near those of the packaged network, and whether a disease that no phantom had is distinguished from
+health. Without labels of scans, a loss on phantoms alone would not show it."""
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from octfm.volume.segmentation import BORDERS, CLASSES, LESION_CLASSES
 from octfm.volume.volume import Volume
 
 MOST = 64
-"""Volumes of each kind that are looked at."""
+"""Most volumes of each kind that are measured."""
 SEGMENTED = 8
 """Of them, those whose middle B-scan the packaged network reads: a tenth of a second each."""
 UNSEEN = 32
@@ -28,7 +28,7 @@ HEALTHY = "healthy"
 BORDER_ROWS = [SURFACES.index(name) for name in BORDERS]
 SELECTION_SEED = 0
 FEWEST = 4
-"""Volumes of each kind below which nothing is told apart."""
+"""Fewest volumes of each kind for which `told_apart` is measured."""
 
 
 def anchor_row(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, float] | None:
@@ -114,8 +114,8 @@ def _look(learner: Learner, model: Anchored, store: Store, rows: np.ndarray) -> 
 
 
 def named(answers_NA: np.ndarray, index_N: np.ndarray, composition: Composition, grid: TokenGrid) -> np.ndarray:
-    """int8 [D, H, W]: place in LAYERS of every voxel, as the token at its flat grid index names it; -1 where a lesion
-    is named, and where there is no token. answers_NA: log odds."""
+    """The layer that each voxel's token predicts, int8 [D, H, W]: an index into LAYERS, -1 where a lesion is predicted
+    and where there is no token. answers_NA: log odds; index_N: flat grid indices."""
     parts = composition.parts
     best = answers_NA.reshape(len(answers_NA), *parts, len(CLASSES)).argmax(-1)
     layers = np.full((grid.size, *parts), -1, np.int8)
@@ -128,8 +128,8 @@ def named(answers_NA: np.ndarray, index_N: np.ndarray, composition: Composition,
 
 
 def apart(layers_HW: np.ndarray, borders_SW: np.ndarray) -> np.ndarray:
-    """[2]: rows between the borders of the layers that are named and those found, float rows of BORDERS, and borders
-    that were compared: those that lie where a layer is named, in A-scans in which all were found."""
+    """[2]: summed distance in rows between the BORDERS that tokens predict and those found, and the number of borders
+    compared: those inside a predicted layer, in A-scans in which all were found."""
     known = (layers_HW >= 0) & np.isfinite(borders_SW).all(0)
     row = np.arange(len(layers_HW))[:, None]
     found = (row[None] >= borders_SW[:, None]).sum(0)
@@ -151,8 +151,8 @@ def disorder(answers_NA: np.ndarray, parts: tuple[int, int, int]) -> np.ndarray:
 
 
 def told_apart(one_ND: np.ndarray, other_ND: np.ndarray) -> float:
-    """AUROC of a linear classifier that tells two sets of vectors apart, fitted on one half of each and judged on the
-    other, both ways round: .5 if they look alike, 1 if a vector says which it is from."""
+    """AUROC of a linear classifier between two sets of vectors, fitted on one half of each and tested on the other; the
+    mean of both ways. 0.5 if the sets look alike, 1 if they are separable."""
     scores = []
     for half in (0, 1):
         fit, judged = ([x[half::2], x[1 - half :: 2]] for x in (one_ND, other_ND))

@@ -1,4 +1,4 @@
-"""Inspection of a step that was taken: its findings, its row in metrics.jsonl and the line that is printed."""
+"""Inspection of a finished step: its findings, its row in metrics.jsonl and the line that is printed."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +18,8 @@ from octfm.store.store import Store
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
-    """A step that was taken."""
+class FinishedStep:
+    """A finished step, as inspections receive it."""
 
     step: int
     epoch: float
@@ -54,26 +54,26 @@ class Inspection:
         """Whether features and weights are measured in this step; always if it is logged."""
         return self._logs(step) or step % self.config.health.check_every_steps == 0
 
-    def examine(self, session: Session, taken: Taken) -> monitors.Finding | None:
-        """Log what is due, remember what later steps are compared with, and return what is wrong, if anything is."""
-        config, learner, step, summary = self.config, self.learner, taken.step, taken.summary
+    def examine(self, session: Session, finished: FinishedStep) -> monitors.Finding | None:
+        """Log what is due, remember what later steps are compared with, and return the fault, if there is one."""
+        config, learner, step, summary = self.config, self.learner, finished.step, finished.summary
         lr = float(learner.optimizer.param_groups[0]["lr"])
-        finding = self._check_rate(step, lr) or monitors.step_findings(config, learner.state, summary, taken.rows)
-        finding = finding or feed.finding(summary.fed, taken.rows)
+        finding = self._check_rate(step, lr) or monitors.step_findings(config, learner.state, summary, finished.rows)
+        finding = finding or feed.finding(summary.fed, finished.rows)
         row: dict[str, Any] = {}
         # Losses of updates that were not made would widen the limits for the next ones.
         if summary.made:
             learner.state = learner.state.accept(summary.loss, summary.grad_norm, config.health.window)
         if self.due(step) and summary.made:
-            scanners = [self.store.rows[i].scanner for i in taken.rows]
-            row = train_row(learner, taken.micro_steps, taken.movement, taken.rates["ema"], scanners)
+            scanners = [self.store.rows[i].scanner for i in finished.rows]
+            row = train_row(learner, finished.micro_steps, finished.movement, finished.rates["ema"], scanners)
             # The rate as the optimizer has it, not as the schedule says: a difference must show.
-            row |= {"lr": lr, **taken.rates, "grad_norm": summary.grad_norm, "epoch": taken.epoch}
+            row |= {"lr": lr, **finished.rates, "grad_norm": summary.grad_norm, "epoch": finished.epoch}
             # Exactly 0, or the context encoder sees the answers (F11).
             row |= {"target_gradient": summary.leak} if summary.leak is not None else {}
             finding = finding or monitors.row_findings(config.health, learner.state, row, config.model.width)
-            learner.state = learner.state.look(row["effective_rank"])
-        self.window.add(taken.batch, learner.runtime.world)
+            learner.state = learner.state.with_rank(row["effective_rank"])
+        self.window.add(finished.batch, learner.runtime.world)
         if self._logs(step) and row:
             row |= self.window.close(learner.runtime)
             session.metrics.write("train", step, **row)

@@ -9,7 +9,7 @@ from octfm.models.objectives.objective import View
 from octfm.models.vit3d import TokenIndex, take_tokens
 from octfm.pretraining.learner import Learner
 
-COMPANY_TOKENS = 64
+SAMPLED_TOKENS = 64
 """Tokens of a volume, at even distances, whose loss is compared with and without a second volume in the batch."""
 
 
@@ -29,7 +29,7 @@ def leak(learner: Learner, views: Sequence[View]) -> Tensor | None:
 
 
 @torch.no_grad()
-def company(learner: Learner, views: Sequence[View], context_weight: Tensor) -> Tensor:
+def batch_effect(learner: Learner, views: Sequence[View], context_weight: Tensor) -> Tensor:
     """Relative change of a volume's loss when a second volume, or if there is none its own negative, joins the batch.
 
     In float32 whatever the run's precision: bfloat16 rounding would hide a leak of a percent.
@@ -44,8 +44,8 @@ def company(learner: Learner, views: Sequence[View], context_weight: Tensor) -> 
 
 
 def _every(view: View) -> int:
-    """Distance, in kept tokens, at which about COMPANY_TOKENS of them are left."""
-    return -(-view.index.kept.shape[1] // COMPANY_TOKENS)
+    """Distance, in kept tokens, at which about SAMPLED_TOKENS of them are left."""
+    return -(-view.index.kept.shape[1] // SAMPLED_TOKENS)
 
 
 def _few(view: View) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ def _pair(view: View, few: tuple[Tensor, Tensor] | None) -> View:
     if labels is not None:
         labels = labels[:2] if len(labels) > 1 else torch.cat((labels, labels))
     kept, context, target, tissue = (x[:1] for x in vars(view.index).values())
-    # What is normalised over the batch shows in a few tokens; all of them in float32 took 5 % of the time of a run.
+    # A few tokens show whether something is normalised over the batch; all of them in float32 took 5 % of a run's time.
     if few is not None:
         (context, target), every = few, _every(view)
         kept, tissue, patches, targets = (x[:, ::every] for x in (kept, tissue, patches, targets))

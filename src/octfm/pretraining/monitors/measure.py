@@ -75,7 +75,7 @@ class BeforeUpdate:
     teacher: list[torch.Tensor]
     """Empty if the objective has no teacher."""
     audit: audit.Audit | None
-    """None in compiled steps, every one of which would carry the audit; there the preflight checks the objective."""
+    """None in compiled steps, because all of them would then run it; the preflight checks the objective instead."""
     sample: list[torch.Tensor]
     """A few trained matrices, to count stuck weights without an audit; empty with one, since the audit counts them."""
 

@@ -49,7 +49,7 @@ def step_findings(config: PretrainConfig, state: RunState, summary: StepSummary,
         non_finite(summary.masked_loss_B + summary.context_loss_B, summary.grad_norm, index)
         or context(summary.leak)
         or ascent(summary.ascent)
-        or batch_statistics(summary.company)
+        or batch_statistics(summary.batch_effect)
         or spike(config.health, state, summary.loss, summary.grad_norm)
     )
 
@@ -200,7 +200,7 @@ def ascent(slope: float | None) -> Finding | None:
 
 def batch_statistics(change: float | None) -> Finding | None:
     """A volume's loss that depends on the rest of its batch: a norm over the batch leaks between volumes."""
-    # Well above the rounding of float32, in which `company` computes.
+    # Well above the rounding of float32, in which `batch_effect` computes.
     if change is not None and change > 1e-3:
         sentence = (
             f"a volume's loss changes by {change:.1%} with the rest of its batch: a layer normalises over the batch"

@@ -25,7 +25,7 @@ class StepSummary:
     """The update was applied."""
     leak: float | None
     """The largest on any rank, as are the next two."""
-    company: float | None
+    batch_effect: float | None
     ascent: float | None
     signal_name: str | None
     """Name of a signal that any rank has received."""
@@ -51,7 +51,7 @@ def exchange_results(
     ]
     measured = [
         [x for x in (getattr(d, name) for d in micro_results) if x is not None]
-        for name in ("leak", "company", "ascent")
+        for name in ("leak", "batch_effect", "ascent")
     ]
     extremes = [max((float(x) for x in runtime.read(*seen)), default=-inf) for seen in measured]
     number = float(signal.Signals[signal_name]) if signal_name else 0.0
@@ -65,7 +65,7 @@ def exchange_results(
         torch.from_numpy(np.ascontiguousarray(rows[:, i * share : (i + 1) * share]).reshape(-1)).float() for i in (0, 1)
     )
     # max() drops NaN: it counts as not measured.
-    leak, company = (float(max((x for x in rows[:, column] if x >= 0), default=-1.0)) for column in (-5, -4))
+    leak, batch_effect = (float(max((x for x in rows[:, column] if x >= 0), default=-1.0)) for column in (-5, -4))
     ascent = float(max((x for x in rows[:, -3] if x > -inf), default=-inf))
     micro_batch, number = int(rows[:, -2].min()), int(rows[:, -1].max())
     if micro_batch != learner.micro_batch:
@@ -78,7 +78,7 @@ def exchange_results(
         grad_norm,
         bool(made),
         leak=leak if leak >= 0 else None,
-        company=company if company >= 0 else None,
+        batch_effect=batch_effect if batch_effect >= 0 else None,
         ascent=ascent if ascent > -inf else None,
         signal_name=signal.Signals(number).name if number else None,
         fed=rows[:, 2 * share : rows.shape[1] - 5],

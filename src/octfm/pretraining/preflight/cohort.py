@@ -27,7 +27,7 @@ STRANGE_BANDS = 0.2
 
 
 def checks(store: Store, rows: np.ndarray) -> list[Check]:
-    """Checks of the store's rows and of a sample of voxels; none of streamed phantoms, which are what they say."""
+    """Checks of the store's rows and of a sample of voxels; none for streamed phantoms, whose truth is known."""
     if not len(rows):
         return []
     return [confidence(store, rows), participants(store, rows), *appearance(store, rows)]

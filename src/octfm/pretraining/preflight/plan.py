@@ -32,7 +32,7 @@ SAMPLE = 16
 """Volumes read to measure the store's speed."""
 WORTH_LESS_H = 0.5
 """Hours of a run below which the plan says that the encoder in the box is likely to be worth more: runs of a quarter of
-an hour were worth less (docs/results.md), longer ones were not measured beside it."""
+an hour were worth less (docs/results.md), longer ones were not compared with it."""
 FEW_PARTICIPANTS = 100
 """Training participants below which the plan says that little is to be expected."""
 

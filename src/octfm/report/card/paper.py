@@ -76,8 +76,6 @@ def paper(
     """Markdown with draft methods, participant flow, CLAIM checklist and BibTeX. EvaluationError if `run` is no run."""
     sources, name = shareable_run(run, catalog, store), name or NAME
     known = _answers(sources)
-    if sources.probe is not None:
-        known["performance"] = f"Model card, “Evaluation” (test participants; others: {OPEN})"
     rows = [f"| {i} | {item} | {known.get(key) or OPEN} |" for i, (item, key) in enumerate(CLAIM, 1)]
     parts = [
         f"# Drafts for a paper about {markdown(name)}",
@@ -168,7 +166,23 @@ def bibtex(sources: Sources, name: str) -> str:
 
 
 def _answers(sources: Sources) -> dict[str, str]:
-    """Sentences that follow from the run's files, by topic."""
+    """Sentences that follow from the run's files, by topic; a topic that they leave open is missing."""
+    commit = (sources.record.get("git") or {}).get("commit")
+    return {
+        **_about_cohort(sources),
+        **_about_preprocessing(sources),
+        **(_about_model(sources) | _about_training(sources) if sources.config else {}),
+        **_about_software(sources),
+        **_about_evaluation(sources),
+        "code": f"octfm{f', commit {commit[:10]}' if commit else ''}; protocol and data: {OPEN}",
+        "limits": "Model card, “Limits”; " + OPEN,
+        "maps": "PCA, occlusion and similarity of tokens (report); maps show what features follow, not why a decision "
+        "was made",
+    }
+
+
+def _about_cohort(sources: Sources) -> dict[str, str]:
+    """Answers from the flow of participants."""
     found: dict[str, str] = {}
     steps = {s.label: s for s in flow(sources)}
     if (accepted := steps.get("Accepted OCT volumes")) and sources.catalog is not None:
@@ -189,8 +203,7 @@ def _answers(sources: Sources) -> dict[str, str]:
         found["missing"] = f"{prepared.volumes:,} volumes could be prepared" + (
             f"; {lost.volumes:,} could not." if lost else "."
         )
-    splits = [s for label, s in steps.items() if label.endswith("split")]
-    if splits:
+    if splits := [s for label, s in steps.items() if label.endswith("split")]:
         sizes = ", ".join(
             f"{s.label.split()[0].lower()} {s.participants:,} participants ({s.volumes:,} volumes)" for s in splits
         )
@@ -199,107 +212,116 @@ def _answers(sources: Sources) -> dict[str, str]:
             "Partitions were disjoint by participant: both eyes and all visits of a person were in one of them."
         )
         found["flow"], found["characteristics"] = "Flow of participants, above", "Model card, “Who they are”"
-    if sources.store is not None:
-        pre = sources.store.preprocessing
-        size, mm = (" × ".join(f"{v:g}" for v in values) for values in (pre.image_size, pre.target_spacing))
-        where = "without labels or, where that was unsure, " if pre.band == "either" else ""
-        network = f"by the network {pre.band_network}, trained on synthetic B-scans"
-        by = "without labels" if pre.band == "classic" else where + network
-        found["preprocessing"] = (
-            f"Volumes were resampled by area averaging to {size} voxels of {mm} mm (B-scan, axial, lateral) without "
-            f"stretching, {'after axial registration of B-scans, ' if pre.register_bscans else ''}around the "
-            f"{pre.center}; left eyes were mirrored to right. The tissue band, from {pre.margin_mm * 1000:g} µm above "
-            f"the internal limiting membrane to as much below Bruch's membrane, was found {by}."
-        )
-    if sources.config:
-        get = partial(setting, sources)
-        scanners, most = get("data", "scanners"), get("data", "max_samples")
-        parts = ([f"scanners {', '.join(scanners)}"] if isinstance(scanners, list) and scanners else []) + (
-            [f"at most {most} volumes"] if most != "unknown" else []
-        )
-        found["subsets"] = (
-            f"Pretraining was limited to {markdown('; '.join(parts))}."
-            if parts
-            else "None: all training volumes were used."
-        )
-        patch = get("model", "patch_size")
-        total = (sources.record.get("parameters") or {}).get("encoder")
-        found["model"] = (
-            f"The encoder was a 3-D Vision Transformer (width {get('model', 'width')}, {get('model', 'depth')} blocks, "
-            f"{get('model', 'heads')} heads{f', {total:,} parameters' if total else ''}) on patches of "
-            f"{' × '.join(map(str, patch)) if isinstance(patch, list) else patch} voxels with "
-            f"{get('model', 'positions')} positions."
-        )
-        init = get("model", "init")
-        found["initialisation"] = (
-            "Weights were initialised at random." if init == "unknown" else "Weights began from a V-JEPA 2 checkpoint."
-        )
-        how = {
-            "vjepa2": "the objective of V-JEPA 2 with context loss",
-            "data2vec": "data2vec",
-            "mae": "masked autoencoding of the voxels of hidden tissue",
-            "dense": "synthetic supervision (shares of layers and lesions in every token, from the truth of streamed "
-            "phantoms)",
-            "anchored": "masked autoencoding of the voxels of hidden tissue, mixed with synthetic supervision (shares "
-            "of layers and lesions in every token, from the truth of streamed phantoms)",
-        }.get(str(get("objective", "name")), "an unknown objective")
-        also = {
-            "lateral_shift_mm": "lateral shifts (up to {} mm)",
-            "lateral_scale": "lateral magnification (± {})",
-            "axial_scale": "axial magnification (± {})",
-            "tilt_deg": "tilt (up to {}°)",
-            "mirror_unknown": "mirroring of eyes of unknown laterality",
-            "noise": "noise (up to {} of white)",
-            "speckle": "speckle (up to {})",
-        }
-        more = [
-            words.format(get("augment", key))
-            for key, words in also.items()
-            if get("augment", key) not in ("unknown", None, 0, False)
-        ]
-        found["training"] = (
-            f"It was pretrained with {how} for {get('steps'):,} steps of {get('data', 'global_batch_size')} volumes "
-            f"(AdamW, peak learning rate {get('schedule', 'base_lr')}, weight decay {get('schedule', 'weight_decay')}, "
-            f"mask ratio {get('masks', 'mask_ratio')} of {get('masks', 'budget')} tokens, seed {get('seed')}); "
-            f"augmented by axial shifts (up to {get('augment', 'axial_shift')} rows), contrast "
-            f"(± {get('augment', 'contrast')}) and gamma (± {get('augment', 'gamma')})"
-            f"{''.join(f', {name}' for name in more)}."
-        ) if isinstance(get("steps"), int) else ""  # fmt: skip
-        found["selection"] = "The last checkpoint was used; none was chosen."
-        if advised := advised_step(sources.online):
-            found["selection"] = (
-                "A frozen probe on validation participants rated checkpoints; the best was the one after "
-                f"{advised:,} steps. Whether it or the last one was evaluated: {OPEN}."
-            )
-        found["ensembles"] = "None."
-    environment = sources.record.get("environment") or {}
-    if environment:
-        torch, python = environment.get("torch", "unknown"), environment.get("python", "unknown")
-        found["software"] = f"octfm {sources.record.get('octfm', __version__)}, PyTorch {torch}, Python {python}."
-    commit = (sources.record.get("git") or {}).get("commit")
-    found["code"] = f"octfm{f', commit {commit[:10]}' if commit else ''}; protocol and data: {OPEN}"
-    if sources.probe is not None:
-        settings = sources.probe.get("settings", {})
-        corrected = any(c.get("p_holm") is not None for c in sources.probe["comparisons"])
-        targets = ", ".join(f"{t['target']} ({t['n_test_participants']} participants)" for t in tested(sources.probe))
-        first, *others = dict.fromkeys(r["encoder"] for r in sources.probe["results"]) or ("",)
-        beside = f", beside {markdown('; '.join(map(encoder, others)))}" if others else ""
-        found["metrics"] = (
-            f"Frozen features ({markdown(encoder(first))}) were judged by linear probes (penalties by inner folds) "
-            f"for {markdown(targets)}{beside}."
-        )
-        paired = (
-            f"; differences are paired on the same resamples{', planned comparisons corrected after Holm' * corrected}"
-        )
-        found["statistics"] = (
-            f"Intervals are 95 % BCa bootstrap intervals over {settings.get('resamples', 'unknown')} resamples of "
-            f"participants{paired if others else ''}."
-        )
-    found["limits"] = "Model card, “Limits”; " + OPEN
-    found["maps"] = (
-        "PCA, occlusion and similarity of tokens (report); maps show what features follow, not why a decision was made"
-    )
     return found
+
+
+def _about_preprocessing(sources: Sources) -> dict[str, str]:
+    if sources.store is None:
+        return {}
+    pre = sources.store.preprocessing
+    size, mm = (" × ".join(f"{v:g}" for v in values) for values in (pre.image_size, pre.target_spacing))
+    where = "without labels or, where that was unsure, " if pre.band == "either" else ""
+    network = f"by the network {pre.band_network}, trained on synthetic B-scans"
+    by = "without labels" if pre.band == "classic" else where + network
+    registered = "after axial registration of B-scans, " if pre.register_bscans else ""
+    return {
+        "preprocessing": f"Volumes were resampled by area averaging to {size} voxels of {mm} mm (B-scan, axial, "
+        f"lateral) without stretching, {registered}around the {pre.center}; left eyes were mirrored to right. The "
+        f"tissue band, from {pre.margin_mm * 1000:g} µm above the internal limiting membrane to as much below Bruch's "
+        f"membrane, was found {by}."
+    }
+
+
+def _about_model(sources: Sources) -> dict[str, str]:
+    get = partial(setting, sources, "model")
+    patch, total = get("patch_size"), (sources.record.get("parameters") or {}).get("encoder")
+    return {
+        "model": f"The encoder was a 3-D Vision Transformer (width {get('width')}, {get('depth')} blocks, "
+        f"{get('heads')} heads{f', {total:,} parameters' if total else ''}) on patches of "
+        f"{' × '.join(map(str, patch)) if isinstance(patch, list) else patch} voxels with {get('positions')} "
+        "positions.",
+        "initialisation": "Weights were initialised at random."
+        if get("init") == "unknown"
+        else "Weights began from a V-JEPA 2 checkpoint.",
+        "ensembles": "None.",
+    }
+
+
+OBJECTIVES = {
+    "vjepa2": "the objective of V-JEPA 2 with context loss",
+    "data2vec": "data2vec",
+    "mae": "masked autoencoding of the voxels of hidden tissue",
+    "dense": "synthetic supervision (shares of layers and lesions in every token, from the truth of streamed phantoms)",
+    "anchored": "masked autoencoding of the voxels of hidden tissue, mixed with synthetic supervision (shares of "
+    "layers and lesions in every token, from the truth of streamed phantoms)",
+}
+AUGMENTATIONS = {
+    "lateral_shift_mm": "lateral shifts (up to {} mm)",
+    "lateral_scale": "lateral magnification (± {})",
+    "axial_scale": "axial magnification (± {})",
+    "tilt_deg": "tilt (up to {}°)",
+    "mirror_unknown": "mirroring of eyes of unknown laterality",
+    "noise": "noise (up to {} of white)",
+    "speckle": "speckle (up to {})",
+}
+"""Those that a run may leave out."""
+
+
+def _about_training(sources: Sources) -> dict[str, str]:
+    get = partial(setting, sources)
+    scanners, most = get("data", "scanners"), get("data", "max_samples")
+    limits = [f"scanners {', '.join(scanners)}"] if isinstance(scanners, list) and scanners else []
+    limits += [f"at most {most} volumes"] if most != "unknown" else []
+    found = {
+        "subsets": f"Pretraining was limited to {markdown('; '.join(limits))}."
+        if limits
+        else "None: all training volumes were used.",
+        "selection": "The last checkpoint was used; none was chosen.",
+    }
+    if advised := advised_step(sources.online):
+        found["selection"] = (
+            "A frozen probe on validation participants rated checkpoints; the best was the one after "
+            f"{advised:,} steps. Whether it or the last one was evaluated: {OPEN}."
+        )
+    if isinstance(get("steps"), int):
+        sizes = {name: get("augment", name) for name in AUGMENTATIONS}
+        used = [AUGMENTATIONS[n].format(size) for n, size in sizes.items() if size not in ("unknown", None, 0, False)]
+        found["training"] = (
+            f"It was pretrained with {OBJECTIVES.get(str(get('objective', 'name')), 'an unknown objective')} for "
+            f"{get('steps'):,} steps of {get('data', 'global_batch_size')} volumes (AdamW, peak learning rate "
+            f"{get('schedule', 'base_lr')}, weight decay {get('schedule', 'weight_decay')}, mask ratio "
+            f"{get('masks', 'mask_ratio')} of {get('masks', 'budget')} tokens, seed {get('seed')}); augmented by axial "
+            f"shifts (up to {get('augment', 'axial_shift')} rows), contrast (± {get('augment', 'contrast')}) and gamma "
+            f"(± {get('augment', 'gamma')}){''.join(f', {name}' for name in used)}."
+        )
+    return found
+
+
+def _about_software(sources: Sources) -> dict[str, str]:
+    environment = sources.record.get("environment")
+    if not environment:
+        return {}
+    torch, python = environment.get("torch", "unknown"), environment.get("python", "unknown")
+    return {"software": f"octfm {sources.record.get('octfm', __version__)}, PyTorch {torch}, Python {python}."}
+
+
+def _about_evaluation(sources: Sources) -> dict[str, str]:
+    """Answers from the probe."""
+    if sources.probe is None:
+        return {}
+    resamples = sources.probe.get("settings", {}).get("resamples", "unknown")
+    corrected = any(c.get("p_holm") is not None for c in sources.probe["comparisons"])
+    targets = ", ".join(f"{t['target']} ({t['n_test_participants']} participants)" for t in tested(sources.probe))
+    first, *others = dict.fromkeys(r["encoder"] for r in sources.probe["results"]) or ("",)
+    beside = f", beside {markdown('; '.join(map(encoder, others)))}" if others else ""
+    paired = f"; differences are paired on the same resamples{', planned comparisons corrected after Holm' * corrected}"
+    return {
+        "metrics": f"Frozen features ({markdown(encoder(first))}) were judged by linear probes (penalties by inner "
+        f"folds) for {markdown(targets)}{beside}.",
+        "statistics": f"Intervals are 95 % BCa bootstrap intervals over {resamples} resamples of participants"
+        f"{paired if others else ''}.",
+        "performance": f"Model card, “Evaluation” (test participants; others: {OPEN})",
+    }
 
 
 def _flow_figure(sources: Sources) -> str:

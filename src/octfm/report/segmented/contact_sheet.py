@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ContactSheet:
-    """TABLE.pictures.html beside a table of octfm segment: a picture of every scan, the most doubtful first.
+    """TABLE.pictures.html next to a table of octfm segment: a picture of every scan, the most doubtful first.
 
     Pictures wait in the folder TABLE.pictures, so that a table which is continued shows all of them.
     """

@@ -31,7 +31,7 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
     from octfm.layers.ranges import SYNTHETIC
     from octfm.layers.segment import PLACE_UM
     from octfm.layers.verdict import ANSWERED, ZONE_UM
-    from octfm.layers.zones import FEWEST_PER_MM, grid_of, uneven_zones
+    from octfm.layers.zones import grid_of, uneven_zones
     from octfm.models.layer_net import MASKS, SURFACES
 
     volume = found.volume
@@ -76,7 +76,7 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
         ],
         "rules": {
             "rings": etdrs.RINGS_MM, "covered": etdrs.LEAST_COVERED, "bridged": etdrs.BRIDGED_MM, "cell": etdrs.CELL_MM,
-            "mostApart": etdrs.MOST_APART_MM, "unevenBy": etdrs.UNEVEN, "fewestPerMm": FEWEST_PER_MM,
+            "mostApart": etdrs.MOST_APART_MM, "unevenBy": etdrs.UNEVEN,
             "pit": etdrs.PIT_UM, "radius": etdrs.PIT_MM, "around": etdrs.AROUND_MM, "step": etdrs.STEP_MM,
             "reach": etdrs.REACH_MM, "leastFit": etdrs.LEAST_FIT, "independent": etdrs.INDEPENDENT,
             "offCentre": etdrs.OFF_CENTRE_MM, "apart": etdrs.APART_MM, "rival": etdrs.RIVAL,

@@ -1,4 +1,4 @@
-"""Pictures of one segmented scan: the thickness map with its ETDRS grid, and the B-scan that says most."""
+"""Pictures of one segmented scan: the thickness map with its ETDRS grid, and the most telling B-scan."""
 
 import io
 from functools import cache
@@ -112,7 +112,7 @@ def facts_of(found: "ScanSegmentation") -> list[tuple[str, str]]:
 
 
 def bscan_picture(found: "ScanSegmentation") -> bytes:
-    """PNG of the B-scan that says most: through the most fluid, else the middle one; lines and areas drawn in."""
+    """PNG of the most telling B-scan, the one with the most fluid, else the middle one; with lines and areas."""
     volume = found.volume
     most = [sum(int(mask[d].sum()) for mask in found.masks.values()) for d in range(volume.shape[0])]
     shown_mm2 = max(most, default=0) * volume.spacing_mm[1] * volume.spacing_mm[2]

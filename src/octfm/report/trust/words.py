@@ -76,11 +76,11 @@ def _baselines(result: dict[str, Any]) -> list[Finding]:
     found = []
     reference = result["reference"]
     for name in dict.fromkeys(r["target"] for r in result["results"]):
-        asked = [c for c in result["comparisons"] if c["target"] == name and c["planned"]]
+        planned = [c for c in result["comparisons"] if c["target"] == name and c["planned"]]
         rows = {r["metric"]: r for r in result["results"] if (r["target"], r["encoder"]) == (name, reference)}
         # Grades are ordered, so for them agreement (kappa) says more than AUROC.
         metric = next(m for m in ("kappa", "r2", "auroc") if m in rows)
-        row, own = rows[metric], [c for c in asked if (c["a"], c["metric"]) == (reference, metric)]
+        row, own = rows[metric], [c for c in planned if (c["a"], c["metric"]) == (reference, metric)]
         people, seen = f"{row['n_test_participants']} participants", row["seen_test_participants"]
         people += f", {seen} of whom pretraining had seen" if seen else " it had never seen"
         text = f"In {target(name)} among {people}, {reference} reaches {NAMES[metric]} {interval(row)}."
@@ -97,7 +97,7 @@ def _baselines(result: dict[str, Any]) -> list[Finding]:
                 text += f" It is {claim} than {_list(groups[claim])}."
         if "inconclusive" in groups:
             text += f" Against {_list(groups['inconclusive'])} the difference is inconclusive."
-        for c in (c for c in asked if c["a"] != reference and c["metric"] == metric):
+        for c in (c for c in planned if c["a"] != reference and c["metric"] == metric):
             joint, verdict = named(c["a"]), f"{c['claim']} against {named(c['b'])}"
             text += f" {joint[:1].upper()}{joint[1:]}: {verdict} ({NAMES[metric]} {c['difference']:+.2f})."
         found.append(Finding(question, _overall(groups), text, "baselines"))
@@ -272,7 +272,7 @@ def _calibration(result: dict[str, Any]) -> list[Finding]:
 
 
 def _leakage(result: dict[str, Any]) -> Finding:
-    question, part = "Can the scanner be told from its features?", result["leakage"]
+    question, part = "Do its features show the scanner?", result["leakage"]
     rows = [r for r in part["results"] if r["encoder"] == result["reference"]]
     if not rows:
         return Finding(question, "none", part["sentence"] or "Not measured.", "leakage")
