@@ -75,7 +75,7 @@ def test_F18_a_run_killed_at_random_moments_equals_one_that_was_not(store, tmp_p
 @pytest.mark.timeout(1300)
 def test_F18_fifty_kills_change_nothing(store, tmp_path):
     said = killed_run(store, tmp_path / "run", steps=400, kills=50, saves=25, seed=2)
-    assert sum("killed" in line for line in said) >= 40, said
+    assert sum("killed" in line for line in said) >= 35, said
     assert_same_run(tmp_path / "run", Path(f"{tmp_path / 'run'}.first"))
 
 
