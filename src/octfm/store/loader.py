@@ -108,8 +108,8 @@ class Loader:
         allocate: Callable[[int], np.ndarray] | None = None,
         draw: Callable[[Batch], Any] | None = None,
     ):
-        """`allocate`: see BatchMemory. `draw`: makes a batch's `drawn` once its volumes are read, in a thread of
-        its own."""
+        """`allocate`: see BatchMemory. `draw`: makes a batch's `drawn` once its volumes are read, in a thread of its
+        own; calls for two batches may overlap."""
         self.store, self.rows = store, np.asarray(rows, dtype=np.int64)
         self.global_batch_size, self.seed, self.prefetch = global_batch_size, seed, prefetch
         self.rank, self.world = rank, world
@@ -124,11 +124,10 @@ class Loader:
         accumulation(global_batch_size, 1, world)
         # One thread is enough: the store reads the volumes of a batch in parallel, and steps are needed in order.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="octfm-loader")
-        # Another one draws for the batch before, as the store's threads wait for their disk.
-        self._drawer = ThreadPoolExecutor(1, thread_name_prefix="octfm-draw")
-        # The caller works on one batch and may still hold the one before; `prefetch` are ready and one is being read,
-        # another drawn for.
-        self._memory = BatchMemory(store.image_size, spare=prefetch + 3 + (draw is not None), allocate=allocate)
+        # Two others draw for the batches before, which takes as long as an update on a fast GPU.
+        self._drawer = ThreadPoolExecutor(2, thread_name_prefix="octfm-draw")
+        # The caller works on one batch and may still hold the one before; `prefetch` are ready and one is being read.
+        self._memory = BatchMemory(store.image_size, spare=prefetch + 3, allocate=allocate)
         self._ahead: dict[int, Future[Batch]] = {}
         self._closed, self._draw = False, draw
         self._excluded: frozenset[int] = frozenset()
