@@ -6,6 +6,7 @@ import pytest
 
 from octfm.errors import ConfigError
 from octfm.pretraining.bench import Bench, Trial, bench
+from octfm.run.runtime import Runtime
 from support.small_store import small_store
 from support.tiny_runs import config, quiet
 
@@ -29,6 +30,20 @@ def test_every_variant_of_a_config_is_timed_on_its_own_store(tmp_path):
     assert measured.run_s == pytest.approx(50 * max(measured.as_configured.step_s, reading))
     assert sorted(p.name for p in tmp_path.rglob("*")) == before, "nothing is written"
     assert measured.lines()[-1].startswith("change first: ")
+
+
+def test_steps_are_compiled_as_a_run_would_compile_them(monkeypatch):
+    """Each of masks.stages compiles anew, so a stage must be long enough, not the run."""
+    lengths = []
+
+    def for_run(runtime, _, updates):
+        lengths.append(updates)
+        return runtime
+
+    monkeypatch.setattr(Runtime, "for_run", for_run)
+    staged = config(steps=3000, masks={"budget": 64, "stages": [[0.3, 0.3], [0.6, 0.3]]})
+    bench(staged, None, "cpu", steps=1, echo=quiet)
+    assert set(lengths) == {1500}
 
 
 def test_without_a_store_nothing_is_said_about_reading():

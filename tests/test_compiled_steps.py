@@ -224,6 +224,7 @@ def test_graphs_are_in_the_estimate_of_what_is_compiled(tmp_path):
     for changes, more in (({}, True), ({"objective": {"target_norm": "whiten"}}, False)):
         plain, graphs = (step_cost(config(**changes), pre, 2, 2, device="cuda", graphs=g) for g in (False, True))
         assert (graphs.peak_bytes > plain.peak_bytes) == more
+        assert (graphs.kernels == 0) == more, "what gathers statistics launches its kernels one by one"
 
 
 def test_more_stages_of_masks_than_programs_that_torch_keeps_by_itself(traced):

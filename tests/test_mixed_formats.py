@@ -18,7 +18,7 @@ from octfm.catalog.volumes import volumes_below
 from octfm.cli.options import volumes_in
 from octfm.io.isolation import Limits
 from support.dicom_files import write_oct_dicom
-from support.vendor_files import SPACING_MM, write_heyex_xml, write_images, write_tiff, write_vol
+from support.vendor_files import SPACING_MM, ends_of, write_heyex_xml, write_images, write_tiff, write_vol
 from support.volumes import telling_voxels
 
 SHAPE = (12, 64, 48)
@@ -164,6 +164,16 @@ def test_of_two_copies_the_one_with_a_sidecar_is_kept(tmp_path):
     assert [(r.uri, r.code) for r in catalog.rejects] == [(str(folders[0] / "scan.npy"), "duplicate_sop_uid")]
     found, left_out = volumes_below(tmp_path / "clinic", workers=1)
     assert found == [str(folders[1] / "scan.npy")] and [r.uri for r in left_out] == [str(folders[0] / "scan.npy")]
+
+
+def test_other_layouts_in_a_folder_of_rasters_are_left_out_with_the_reason(tmp_path, capsys):
+    """Where only rasters can be read, a circle among them is no scan that failed."""
+    write_vol(tmp_path / "a.vol", different(0), ends=ends_of(*SHAPE[::2]))
+    write_vol(tmp_path / "b.vol", different(1)[:1], ends=ends_of(1, SHAPE[2]), pattern=2)
+    assert [*volumes_in([str(tmp_path)], Limits(), "raster")] == [str(tmp_path / "a.vol")]
+    said = capsys.readouterr()
+    assert "1 left out, not_raster: " in said.out + said.err
+    assert len(volumes_in([str(tmp_path)], Limits())) == 2
 
 
 def test_a_folder_names_what_is_left_out_and_why(tmp_path, capsys):

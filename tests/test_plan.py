@@ -1,13 +1,15 @@
 """octfm plan proposes a run that the doctor accepts, within the hours given; the doctor warns of far too long ones."""
 
 import shlex
+from dataclasses import replace
 
 import pytest
 
-from octfm.pretraining.preflight import data
+from octfm.pretraining.preflight import data, resources
 from octfm.pretraining.preflight import plan as planning
 from octfm.pretraining.preflight.plan import EPOCHS, Candidate, Plan, plan
 from octfm.pretraining.settings import load_config
+from octfm.run.runtime import Runtime
 from support.command_line import octfm_here
 from support.odd_values import verbs
 from support.small_store import small_store
@@ -46,6 +48,21 @@ def test_the_command_it_proposes_fits_store_and_length(store, one_preset):
     assert settings == chosen.config and parsed["store"] == str(store.path)
     assert parsed["device"] == "cpu", "what was measured is what runs"
     assert data.arithmetic(settings, store, 1, found.volumes).status == "PASS"
+
+
+def test_the_plan_counts_compiled_steps_where_the_run_compiles_them(store, one_preset, monkeypatch):
+    """Their graphs need memory: the largest micro-batch without them would not pass the doctor."""
+    lengths, counted, cost = [], [], resources.step_cost
+
+    def for_run(runtime, _, updates):
+        lengths.append(updates)
+        return replace(runtime, compiles=True)
+
+    monkeypatch.setattr(Runtime, "for_run", for_run)
+    monkeypatch.setattr(Runtime, "graphs", property(lambda runtime: runtime.compiles))
+    monkeypatch.setattr(resources, "step_cost", lambda *words: counted.append(words[-1]) or cost(*words))
+    found = plan(store, "cpu").candidates[0].config
+    assert found is not None and lengths == [found.steps] and counted and all(counted)
 
 
 def test_the_preferred_preset_that_fits_the_hours_is_chosen():

@@ -266,8 +266,9 @@ def test_labels_of_a_nifti_scan_lie_on_it_in_other_programs(tmp_path, axes, code
 
 @pytest.mark.parametrize("kind", ["nifti", "metaimage"])
 @pytest.mark.parametrize("lines", [False, True])
-def test_masks_drawn_on_a_file_lie_on_its_volume_even_if_that_is_turned(tmp_path, kind, lines):
-    """A sidecar may say that the vitreous is at the bottom, and where B-scans lie."""
+@pytest.mark.parametrize("copied", [False, True])
+def test_masks_drawn_on_a_file_lie_on_its_volume_even_if_that_is_turned(tmp_path, kind, lines, copied):
+    """A sidecar may say that the vitreous is at the bottom, and where B-scans lie; the mask may have a copy of it."""
     nibabel = pytest.importorskip("nibabel")
     mask = np.zeros(SHAPE, np.uint8)
     mask[0, 2:5, 3:9] = 1
@@ -286,6 +287,8 @@ def test_masks_drawn_on_a_file_lie_on_its_volume_even_if_that_is_turned(tmp_path
     if lines:
         facts["bscan_lines_mm"] = ends_of(*SHAPE[::2])[order].reshape(SHAPE[0], 4).tolist()
     tmp_json(tmp_path / "a.x", facts)
+    if copied:
+        tmp_json(tmp_path / "a_mask.x", facts)
     volume, way = read_volume(source), slice(None, None, -1 if lines else 1)
     np.testing.assert_array_equal(volume.voxels, telling_voxels()[way])
     np.testing.assert_array_equal(read_overlay(drawn, volume).values, mask[way])

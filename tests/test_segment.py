@@ -324,11 +324,17 @@ def test_a_training_is_applied_to_a_folder_with_the_eyes_that_its_paths_name(run
         Segmenter, "segment", lambda self, volume: seen.append(volume.laterality) or found(self, volume)
     )
     (tmp_path / "no_scan.nii.gz").write_text("nothing")
-    words = ["segment", str(tmp_path / "no_scan.nii.gz"), str(tmp_path / "scans"), "--apply", str(tmp_path / "seg")]
-    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "found")])
-    assert done.exit_code == 1 and "1 of 3 scans could not be read" in done.output, done.output
+    flat = np.tile(np.arange(48, dtype=np.uint8)[:, None, None], (1, 160, 6))  # in A-scans of one value
+    image = nibabel.Nifti1Image(flat, np.diag([*volume.spacing_mm[::-1], 1.0]))
+    image.header.set_xyzt_units("mm")
+    nibabel.save(image, tmp_path / "flat.nii.gz")
+    files = [str(tmp_path / name) for name in ("no_scan.nii.gz", "flat.nii.gz", "scans")]
+    words = ["segment", *files, "--apply", str(tmp_path / "seg"), "--out", str(tmp_path / "found")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1 and "2 of 4 scans could not be read" in done.output, done.output
+    assert "found only A-scans of one value" in done.output
     assert f"{tmp_path / 'scans' / 'p1_OS.nii.gz'}\n" in done.output, "names of results may not say whose they are"
-    assert seen == ["R", "L"]
+    assert seen == [None, "R", "L"]
     assert len(list((tmp_path / "found").glob("p1_O[DS]_labels.nii.gz"))) == 2
 
 

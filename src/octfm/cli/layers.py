@@ -201,6 +201,7 @@ def _apply_training(
     for source, stem in stems_of(volumes).items():
         try:
             volume = read_volume(source, limits=limits).with_eye(volumes[source])
+            found = segmenter.segment(volume)  # refuses scans without an image, which readers take
         except ReadError as error:
             if len(volumes) == 1:
                 raise
@@ -208,7 +209,7 @@ def _apply_training(
             unread += 1
             continue
         opt.echo_line(source)
-        write_files(segmenter.segment(volume), volume, source, folder, stem, limits if dicom else None)
+        write_files(found, volume, source, folder, stem, limits if dicom else None)
     if unread:
         typer.echo(f"{unread} of {len(volumes)} scans could not be read", err=True)
         raise typer.Exit(1)

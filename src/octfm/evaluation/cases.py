@@ -258,7 +258,7 @@ def _require_classes(column: str, cells: Sequence[str], participant: np.ndarray)
     """Raises Skip unless the cells, not all of them numbers, are classes."""
     words = [cell for cell in cells if as_number(cell) is None]
     if len(words) <= len(cells) / 2 and len(set(cells) - set(words)) > MANY_NUMBERS:
-        # As a class, every number would be separate.
+        # Read as classes, each number would be one.
         among = f"{len(cells) - len(words)} of {len(cells)} labels in column {column} are finite numbers, the others"
         remedy = "write numbers, or leave those cells empty"
         raise Skip(f"{among} are not ({', '.join(sorted(set(words))[:3])}); {remedy}.", f"{among} are not; {remedy}.")

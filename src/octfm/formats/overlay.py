@@ -61,14 +61,16 @@ def _of_nifti(uri: str, of: str, shape: Shape3, spacing_mm: Spacing3) -> Surface
             raise ReadError("not_labels", f"{uri}: values that are no labels, which are 0 to 255; give the labels")
         # Labels drawn on a NIfTI scan have its axes; octfm declares them next to its own. Without a scan at hand it
         # wrote WHD, which the shape may show.
-        declared, names = read_declared(uri).axes, _names_of_labels(found.comments)
-        axes = declared or (nifti.stored_axes(of) if detect.find_reader(of) is nifti else "WHD")
+        declared, names = read_declared(uri), _names_of_labels(found.comments)
+        axes = declared.axes or (nifti.stored_axes(of) if detect.find_reader(of) is nifti else "WHD")
         if in_order(stored, axes) != shape and stored == (width, height, depth):
             axes = "WHD"
         values = found.values.transpose(in_order((0, 1, 2), axes)).astype(np.uint8)
         labels = _labels(values, names, uri, shape)
-        if declared or names:
-            return labels  # octfm's own lie as the volume, others as the file that they were drawn on
+        # octfm's own lie as the volume, and their sidecar never says upside_down; others lie as the file that they were
+        # drawn on, whose sidecar may have been copied for them.
+        if (declared.axes and not declared.upside_down) or names:
+            return labels
         if detect.find_reader(of) is nifti and not nifti.same_directions(uri, of):
             raise ReadError(
                 "other_volume",

@@ -44,7 +44,7 @@ class Cost:
     moved_bytes: float
     """Bytes written by all kernels, over all micro-batches."""
     kernels: int
-    """Kernels launched, over all micro-batches."""
+    """Kernels launched one by one, over all micro-batches; those of a graph are launched at once and not counted."""
 
 
 def step_cost(
@@ -129,7 +129,8 @@ def _step_cost(
     # well, as soon as they exist.
     forward = ledger.peak + (4 * trained if micro_steps > 1 else 4 * trained // shares if sharded else 0)
     gathered = _gathered(model) if sharded else 0
-    keeps += GRAPHS * (graphs and not model.gathers)
+    graphs = graphs and not model.gathers
+    keeps += GRAPHS * graphs
     activations = 4 * (2 * trained + count_parameters(model)) // shares + int(keeps * (forward + kept_bytes + gathered))
     # Measuring health: a copy of the teacher, and medians and distances over all goals, in float32; rank 0 collects
     # those of all ranks.
@@ -145,7 +146,7 @@ def _step_cost(
         peak_bytes=max(activations, inspecting, validating, starting),
         flops=float(counter.get_total_flops()) * micro_steps,
         moved_bytes=float(ledger.total) * micro_steps + 28.0 * trained / shares,
-        kernels=ledger.kernels * micro_steps,
+        kernels=0 if graphs else ledger.kernels * micro_steps,
     )
 
 

@@ -199,7 +199,9 @@ def _candidate(preset: str, store: Store, volumes: int, runtime: Runtime, reads:
     micro = min(batch, config.data.per_device_batch_size)
     precision = _faster_precision(config, store, runtime)
     wanted = {"precision": precision, "data.global_batch_size": batch, "data.per_device_batch_size": micro}
-    runtime = replace(runtime, precision=precision)
+    steps = min(MOST_STEPS, max(1, round(EPOCHS * volumes / batch)))
+    alike = config.model_copy(update={"steps": steps}).steps_alike
+    runtime = replace(runtime, precision=precision).for_run(config.runtime, alike)
 
     def changed() -> tuple[str, ...]:
         return tuple(f"{key}={value}" for key, value in wanted.items() if value != _setting(config, key))
@@ -210,7 +212,6 @@ def _candidate(preset: str, store: Store, volumes: int, runtime: Runtime, reads:
     # Accelerators gain from larger micro-batches, CPUs do not.
     largest = max(sizes) if runtime.device.type != "cpu" else micro
     wanted["data.per_device_batch_size"] = max(n for n in sizes if n <= max(largest, sizes[0]))
-    steps = min(MOST_STEPS, max(1, round(EPOCHS * volumes / batch)))
     proposed = load_config(preset, [*changed(), f"steps={steps}"])
     fits = arithmetic(proposed, store, 1, volumes)
     if fits.status == "FAIL":

@@ -3,7 +3,6 @@
 import secrets
 import shutil
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from octfm.errors import BucketError, CheckpointError
@@ -128,9 +127,7 @@ def step_time(config: PretrainConfig, preprocessing: Preprocessing, runtime: Run
     cost = cost_on(runtime, config, preprocessing, data.per_device_batch_size, micro_steps)
     grid = token_grid(preprocessing.image_size, config.model.patch_size)
     tokens = config.masks.counts(grid)[0] * data.per_device_batch_size
-    # The kernels of a graph are launched at once.
-    timed = replace(cost, kernels=0) if runtime.graphs else cost
-    return measure_speed(runtime, config.model.width, tokens).seconds(timed), cost
+    return measure_speed(runtime, config.model.width, tokens).seconds(cost), cost
 
 
 def forecast(config: PretrainConfig, store: Store, runtime: Runtime, sample: Sample) -> Check:
