@@ -124,6 +124,13 @@ def test_F18_a_config_that_contradicts_the_run_is_refused(store, tmp_path):
         )
 
 
+def test_a_resume_may_inspect_more_or_less_often(store, tmp_path):
+    """Presets do so from one version to the next, and what is trained stays the same."""
+    quick_pretrain(config(steps=2), store, tmp_path / "run", echo=quiet)
+    rarely = config(steps=2, log_every_steps=50, health={"check_every_steps": 50, "margin": 60})
+    quick_pretrain(rarely, store, tmp_path / "run", echo=quiet)
+
+
 def test_F18_other_training_volumes_are_not_the_same_run(store, tmp_path):
     """Resuming on another split would train on test participants and then deny it."""
     import shutil

@@ -149,6 +149,8 @@ MAY_CHANGE = {
     "ckpt_second_dir",
     "data.prefetch",
     "model.activation_checkpointing",
+    "health.check_every_steps",
+    "health.margin",
     "runtime.parallel",
     "runtime.compile",
     "runtime.timeout_s",
