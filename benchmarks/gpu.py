@@ -12,6 +12,7 @@ Cells:
   train    octfm's loop with a store on the local disk: waiting for data, stall of checkpoints
   inputs   patches and masks of a micro-batch with and without augmentation
   embed    volumes/s of a frozen encoder
+  passes   one pass of the trainer with masks drawn before, and the same inspected
   classes  kernel time of an update by class of kernels, and the device's idle share
 """
 
@@ -64,7 +65,7 @@ def cells(peer: bool, rehearse: bool) -> list[Cell]:
     if rehearse:
         tiny = Cell("update", (8, 64, 32), batch=2, limit_s=120)
         found = [Cell("peak", limit_s=60), tiny, replace(tiny, mode="compiled"), replace(tiny, budget=48, batch=4)]
-        kinds = ("train", "inputs", "embed", "classes", *(("peer", "equal") if peer else ()))
+        kinds = ("train", "passes", "inputs", "embed", "classes", *(("peer", "equal") if peer else ()))
         return [*found, *(replace(tiny, kind=kind) for kind in kinds)]
     budget, whole, small = Cell("update", budget=BUDGET), Cell("update"), Cell("update", SMALL)
     # A third of the tokens, as of the large volumes.
@@ -74,6 +75,7 @@ def cells(peer: bool, rehearse: bool) -> list[Cell]:
     found = [Cell("peak"), budget, replace(budget, **graph), replace(budget, network="ViT-B", **graph)]
     found += [Cell("train", budget=BUDGET, mode="compiled", limit_s=120), Cell("train", budget=BUDGET, limit_s=75)]
     found += [replace(budget, batch=32, **graph), whole, small, replace(whole, **graph), replace(small, **graph)]
+    found += [Cell("passes", budget=BUDGET), Cell("passes", budget=BUDGET, mode="compiled", **slow)]
     found += [Cell("inputs", budget=BUDGET), Cell("embed", budget=BUDGET, batch=16)]
     found += [Cell("classes", budget=BUDGET, mode=mode, limit_s=75) for mode in ("eager", "compiled")]
     if peer:
@@ -195,7 +197,10 @@ class Worker:
         from octfm.run.runtime import start
 
         config, preprocessing = settings_of(cell, self.chosen.rehearse, **changes)
-        runtime = replace(start("bf16", self.device), compiles=cell.mode == "whole compiled")
+        runtime = replace(
+            start("bf16", self.device),
+            compiles=cell.mode == "whole compiled" or (cell.kind, cell.mode) == ("passes", "compiled"),
+        )
         learner = Learner(config, preprocessing, runtime)
         # A rate so low that random weights stay finite; an update takes as long at any rate.
         learner.set_rates(1e-6, 0.0, 0.999)
@@ -216,6 +221,17 @@ class Worker:
             "memory_gb": self.memory_gb(),
             "first_s": first,
         }
+
+    def passes(self, cell: Cell) -> dict[str, Any]:
+        """Inputs, forward and backward pass as the trainer makes them: from the call until done."""
+        from octfm.pretraining.inputs import draw
+        from octfm.pretraining.step import accumulate
+
+        learner, batch = self.learner(cell)
+        batch = replace(batch, drawn=draw(learner.config, learner.preprocessing, batch))
+        work = partial(accumulate, learner, batch, learner.config.objective.context_loss)
+        found = {"ms": 1e3 * self.timed(partial(work, everything=False))}
+        return {**found, "inspected_ms": 1e3 * self.timed(partial(work, everything=True))}
 
     def classes(self, cell: Cell) -> dict[str, Any]:
         """Milliseconds of one update by class of kernels, and the largest kernels by name."""

@@ -168,7 +168,7 @@ def sample_masks(config: MaskConfig, tokens: np.ndarray, rngs: Sequence[np.rando
 
 
 def _different(ordered: np.ndarray) -> np.ndarray:
-    """The different values of a sorted list; np.unique would sort it again."""
+    """The different values of sorted token indices [K]; np.unique would sort them again."""
     return ordered[np.diff(ordered, prepend=-1) != 0]
 
 

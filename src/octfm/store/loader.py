@@ -225,6 +225,7 @@ class Loader:
         try:
             # Runs in the reader thread, into recycled memory.
             return batch_of(self.store, index, positions, self._memory.lend(len(index)))
+        # Any error at all: the caller, who waits for this thread, learns the step.
         except Exception as error:
             raise StoreError(f"reading the batch of step {step} failed: {error}") from error
 
