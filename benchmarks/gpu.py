@@ -14,6 +14,8 @@ Cells:
   embed    volumes/s of a frozen encoder
   passes   one pass of the trainer with masks drawn before, and the same inspected
   classes  kernel time of an update by class of kernels, and the device's idle share
+  attention  forward and backward pass of scaled dot products by torch's flash attention and by cuDNN's
+  phantoms   streamed phantoms rendered per second on all cores, by threads and by processes
 """
 
 import argparse
@@ -27,6 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -65,15 +68,27 @@ def cells(peer: bool, rehearse: bool) -> list[Cell]:
     if rehearse:
         tiny = Cell("update", (8, 64, 32), batch=2, limit_s=120)
         found = [Cell("peak", limit_s=60), tiny, replace(tiny, mode="compiled"), replace(tiny, budget=48, batch=4)]
-        kinds = ("train", "passes", "inputs", "embed", "classes", *(("peer", "equal") if peer else ()))
+        kinds = (
+            "train",
+            "passes",
+            "inputs",
+            "embed",
+            "classes",
+            "attention",
+            "phantoms",
+            *(("peer", "equal") if peer else ()),
+        )
         return [*found, *(replace(tiny, kind=kind) for kind in kinds)]
     budget, whole, small = Cell("update", budget=BUDGET), Cell("update"), Cell("update", SMALL)
     # A third of the tokens, as of the large volumes.
     few = Cell("update", SMALL, budget=384)
     slow = {"limit_s": 90.0}  # nothing is in the compiler's cache yet
-    graph = {**slow, "mode": "compiled graph"}
+    graph, cudnn = {**slow, "mode": "compiled graph"}, {**slow, "mode": "compiled graph cudnn"}
     found = [Cell("peak"), budget, replace(budget, **graph), replace(budget, network="ViT-B", **graph)]
+    found += [Cell("attention", budget=BUDGET)]
+    found += [replace(budget, network=name, **cudnn) for name in ("ViT-B", "ViT-S")]
     found += [Cell("train", budget=BUDGET, mode="compiled", limit_s=120), Cell("train", budget=BUDGET, limit_s=75)]
+    found += [Cell("phantoms", (16, 192, 128), limit_s=60)]
     found += [replace(budget, batch=32, **graph), whole, small, replace(whole, **graph), replace(small, **graph)]
     found += [Cell("passes", budget=BUDGET), Cell("passes", budget=BUDGET, mode="compiled", **slow)]
     found += [Cell("inputs", budget=BUDGET), Cell("embed", budget=BUDGET, batch=16)]
@@ -211,16 +226,66 @@ class Worker:
 
         learner, batch = self.learner(cell)
         began = time.perf_counter()
-        update = update_of(learner, batch, learner.config.objective.context_loss, cell.mode)
-        update()
-        self.wait()
-        first, seconds = time.perf_counter() - began, self.timed(update)
+        mode, backend, _ = cell.mode.partition(" cudnn")
+        with self.cudnn() if backend else nullcontext():
+            update = update_of(learner, batch, learner.config.objective.context_loss, mode)
+            update()
+            self.wait()
+            first, seconds = time.perf_counter() - began, self.timed(update)
         return {
             "ms": 1e3 * seconds,
             "volumes_per_s": cell.batch / seconds,
             "memory_gb": self.memory_gb(),
             "first_s": first,
         }
+
+    def cudnn(self):
+        """A context in which attention is cuDNN's."""
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+
+    def attention(self, cell: Cell) -> dict[str, Any]:
+        """Milliseconds of the shapes of a ViT-S and a ViT-B: all kept tokens, and the third that the encoder sees."""
+        torch, found = self.torch, {}
+        for heads, tokens in ((6, cell.budget or 96), (6, (cell.budget or 96) // 3), (12, cell.budget or 96)):
+            q, k, v = (
+                torch.randn(cell.batch, tokens, heads, 64, device=self.device, dtype=torch.bfloat16, requires_grad=True)
+                for _ in range(3)
+            )
+
+            def both(q=q, k=k, v=v) -> None:
+                out = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+                out.backward(out.detach())
+
+            shape = f"{heads}x{tokens}"
+            found[f"{shape}_flash_ms"] = 1e3 * self.timed(both)
+            if self.device == "cuda":
+                with self.cudnn():
+                    found[f"{shape}_cudnn_ms"] = 1e3 * self.timed(both)
+        return found
+
+    def phantoms(self, cell: Cell) -> dict[str, Any]:
+        import os
+
+        import numpy as np
+
+        from octfm.store import phantoms
+        from octfm.store.phantoms import PhantomConfig, PhantomStore
+
+        cores, most = os.cpu_count() or 1, phantoms.MOST_THREADS
+        settings = PhantomConfig(image_size=cell.image, target_spacing=(0.1875, 0.0104, 0.031))
+        first, count = cores * 2, cores * (2 if self.chosen.rehearse else 40)
+        found: dict[str, Any] = {"cores": cores}
+        for name, threads in (("threads", cores), ("processes", 1)):
+            phantoms.MOST_THREADS = threads
+            store = PhantomStore(settings, settings.preprocessing(), threads=max(2, cores))
+            store.read(np.arange(first))
+            began = time.perf_counter()
+            store.read(np.arange(first, first + count))
+            found[f"by_{name}_per_s"] = count / (time.perf_counter() - began)
+        phantoms.MOST_THREADS = most
+        return found
 
     def passes(self, cell: Cell) -> dict[str, Any]:
         """Inputs, forward and backward pass as the trainer makes them: from the call until done."""
@@ -466,7 +531,11 @@ def measure(chosen: argparse.Namespace) -> dict[str, dict]:
     """All results that are there, after measuring what is missing for as long as there is time."""
     folder = Path(chosen.out) / "cells"
     folder.mkdir(parents=True, exist_ok=True)
-    planned = cells(bool(chosen.peer), chosen.rehearse)
+    planned = [
+        cell
+        for cell in cells(bool(chosen.peer), chosen.rehearse)
+        if not chosen.only or any(cell.name.startswith(name) for name in chosen.only)
+    ]
     done = {
         cell.name: json.loads(file.read_text()) for cell in planned if (file := folder / f"{cell.name}.json").is_file()
     }
@@ -620,6 +689,7 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, default=Path("gpu-results"))
     arguments.add_argument("--peer", default="", help="a clone of facebookresearch/vjepa2")
     arguments.add_argument("--minutes", type=float, default=2.5, help="for measuring; a rerun goes on")
+    arguments.add_argument("--only", action="append", help="cells whose names begin so; may be given several times")
     arguments.add_argument("--rehearse", action="store_true", help="tiny sizes, on the CPU")
     arguments.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = arguments.parse_args()

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from octfm import load_encoder
-from octfm.errors import ConfigError, Preempted, TrainingError
+from octfm.errors import ConfigError, Preempted, StoreError, TrainingError
+from octfm.io.isolation import Lost
 from octfm.models.objectives.dense import Composition
 from octfm.models.objectives.objective import squared_error
 from octfm.models.token_map import PADDING, TISSUE, token_map
@@ -27,6 +28,7 @@ from octfm.pretraining.learner import build_objective
 from octfm.pretraining.monitors.anchor import apart, disorder, named, told_apart
 from octfm.pretraining.preflight import checks
 from octfm.run.runtime import Runtime
+from octfm.store import phantoms as streamed
 from octfm.store.loader import Batch, Loader
 from octfm.store.order import Order
 from octfm.store.phantoms import PhantomConfig, PhantomStore
@@ -202,6 +204,23 @@ def test_phantoms_of_single_bscans_show_an_eye():
     assert (single.voxels.mean((1, 2, 3)) > 10).all()
     retina = (single.labels >= 1) & (single.labels < CLASSES.index("choroid"))
     assert retina.any((1, 2, 3)).mean() > 0.8
+
+
+def test_many_cores_render_in_processes_what_one_thread_renders(phantoms, monkeypatch):
+    monkeypatch.setattr(streamed, "MOST_THREADS", 1)
+    apart = PhantomStore(phantoms.config, phantoms.preprocessing, held_out=4, threads=2)
+    index = [3, 41, 7]
+    found, expected = apart.read(index), phantoms.read(index)
+    for name in ("voxels", "band", "valid", "labels", "acquisition"):
+        assert np.array_equal(getattr(found, name), getattr(expected, name))
+
+
+def test_a_phantom_whose_process_was_ended_is_named(phantoms, monkeypatch):
+    monkeypatch.setattr(streamed, "MOST_THREADS", 1)
+    monkeypatch.setattr(streamed, "each", lambda *_: iter([Lost("decoder_memory", "was killed from outside")]))
+    apart = PhantomStore(phantoms.config, phantoms.preprocessing, threads=2)
+    with pytest.raises(StoreError, match="phantom 1-3: the process that renders it was killed from outside"):
+        apart.read([3, 4])
 
 
 def test_ranks_render_their_shares_of_the_global_batch(phantoms):

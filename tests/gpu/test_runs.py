@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -25,6 +26,9 @@ from support.tiny_runs import (
 
 pytestmark = pytest.mark.gpu
 
+COMPILED = {"runtime": {"compile": True}, "log_every_steps": 3, "health": {"check_every_steps": 3}}
+"""Steps between those that are inspected are compiled."""
+
 
 def half(settings, store, out, device, monkeypatch):
     """A run that is stopped after its fourth step."""
@@ -36,9 +40,18 @@ def half(settings, store, out, device, monkeypatch):
     assert checkpoint.step_of(checkpoint.newest(out)) == 4
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_F18_resume_is_exact_with_deterministic_kernels(device, store, tmp_path, monkeypatch, deterministic, precision):
-    settings = config(precision=precision)
+@pytest.fixture
+def compiler(device, monkeypatch):
+    """On a CPU, a rehearsal: the same graphs, executed by torch."""
+    if device == "cpu":
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+
+@pytest.mark.parametrize(("precision", "compiled"), [("fp32", False), ("bf16", False), ("bf16", True)])
+def test_F18_resume_is_exact_with_deterministic_kernels(
+    device, store, tmp_path, monkeypatch, deterministic, compiler, precision, compiled
+):
+    settings = config(precision=precision, **(COMPILED if compiled else {}))
     whole = quick_pretrain(settings, store, tmp_path / "whole", device, echo=quiet)
     half(settings, store, tmp_path / "halves", device, monkeypatch)
     assert_same_run(quick_pretrain(settings, store, tmp_path / "halves", device, echo=quiet), whole)
@@ -101,8 +114,11 @@ def little_memory(device, monkeypatch):
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_F7_a_full_device_halves_the_micro_batch_and_keeps_the_maths(device, store, tmp_path, little_memory):
-    settings = config(**LARGE)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_F7_a_full_device_halves_the_micro_batch_and_keeps_the_maths(
+    device, store, tmp_path, little_memory, compiler, compiled
+):
+    settings = config(**{**LARGE, **(COMPILED | {"steps": 6} if compiled else {})})
     whole = final(quick_pretrain(settings, store, tmp_path / "whole", device, echo=quiet))
     little_memory()
     said = []
@@ -110,7 +126,11 @@ def test_F7_a_full_device_halves_the_micro_batch_and_keeps_the_maths(device, sto
     (incident,) = rows(tmp_path / "short", "incident")[:1]
     assert incident["what"] == "memory" and "the same global batch of 32" in incident["sentence"]
     assert any("memory ran out; the step was computed again with" in line for line in said)
-    assert short["state"]["micro_batch"] in (4, 8, 16) and short["step"] == 2 and short["config"] == whole["config"]
+    assert (
+        short["state"]["micro_batch"] in (4, 8, 16)
+        and short["step"] == settings.steps
+        and short["config"] == whole["config"]
+    )
     assert_nearly_the_same(short["model"], whole["model"])
 
 

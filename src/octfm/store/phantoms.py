@@ -17,12 +17,14 @@ from pydantic import Field, field_validator
 
 from octfm.config import Config, Seed
 from octfm.errors import ConfigError, StoreError
+from octfm.io.isolation import Limits, Lost, each
 from octfm.store.layout import Arrays, StoreRow, Unprepared, checksum
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Millimetres, Preprocessing
 from octfm.volume.segmentation import UNKNOWN
 
 if TYPE_CHECKING:
+    from octfm.phantom.native.prepared import PreparedPhantom
     from octfm.phantom.native.stream import Stream
 
 VERSION = 4
@@ -30,6 +32,11 @@ VERSION = 4
 HELD_OUT_SEED = 2**32
 """Added to the seed of the training phantoms for those of validation: beyond every seed that can be set."""
 SCANNER = "phantom"
+MOST_THREADS = 4
+"""Phantoms are rendered by threads; more than these would wait for the interpreter's lock, so that there each has a
+process of its own."""
+_LIMITS = Limits(seconds=3600, memory=2**62)
+"""No limits in effect: rendering reads no files."""
 Conditions = tuple[str, ...]
 
 
@@ -179,15 +186,16 @@ class PhantomStore(Store):
         out = out or Arrays.empty(len(index), self.image_size)
         labels = np.empty((len(index), *self.image_size), np.uint8)
 
-        def paint(at: int) -> None:
-            from octfm.phantom.native.prepared import render_prepared
+        cores = self.threads or os.cpu_count() or 1
+        apart = len(index) > 1 and cores > MOST_THREADS
 
+        def paint(at: int) -> None:
             stream, place = self._place(int(index[at]))
-            image = render_prepared(stream, place, self.image_size, self._spacing, self._margin_mm)
+            job = (stream, place, self.image_size, self._spacing, self._margin_mm)
+            image = _rendered_apart(job) if apart else _rendered(job)
             out.voxels[at], out.band[at], out.valid[at] = image.voxels, image.band, image.valid
             labels[at] = image.labels
 
-        cores = self.threads or os.cpu_count() or 1
         if len(index) > 1 and cores > 1:
             # NumPy and SciPy release the interpreter's lock in the loops that take the time.
             if self._painters is None or self._process != os.getpid():
@@ -290,6 +298,21 @@ class MixedStore(Store):
 
     def __repr__(self) -> str:
         return f"MixedStore({self.volumes!r}, {self.phantoms!r})"
+
+
+def _rendered(job: tuple) -> "PreparedPhantom":
+    # Phantoms need more than training does.
+    from octfm.phantom.native.prepared import render_prepared
+
+    return render_prepared(*job)
+
+
+def _rendered_apart(job: tuple) -> "PreparedPhantom":
+    """The same by another process. Raises StoreError if that was ended."""
+    (image,) = each(_rendered, [job], _LIMITS, lambda _: _LIMITS.seconds)
+    if isinstance(image, Lost):
+        raise StoreError(f"phantom {job[0].seed}-{job[1]}: the process that renders it {image.what}")
+    return image
 
 
 def _digest(arrays: Arrays) -> str:
