@@ -1,7 +1,7 @@
 """A frozen encoder with its preprocessing: volumes in, vectors or grids of tokens out."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -39,6 +39,9 @@ from octfm.weights import exported
 Scan = str | Path | Volume | StoredVolume
 """What `Encoder.embed` takes for one scan; a str is a path or an address."""
 EMBEDDED_AT_ONCE = 16
+MOST_PACKED = 32_768 * 384
+"""Most values, tokens times channels, of volumes that are encoded together: 32,768 tokens of a ViT-S. Enough for a GPU
+to compute about as long as the host needs to launch the operators, which takes the same time for any number."""
 SELECTION_SEED = 0
 """Seed for selecting tokens as in training, so that a head always gets the same tokens of a volume."""
 READ = "all tissue tokens"
@@ -222,15 +225,30 @@ class Encoder:
 
     @torch.inference_mode()
     def embed_arrays(self, arrays: Arrays) -> np.ndarray:
-        """float32 [B, vector_width] of prepared volumes: all tissue tokens, encoded without any others and pooled."""
-        vectors = np.empty((len(arrays.voxels), self.vector_width), np.float32)
-        # One by one, because volumes differ in the number of their tissue tokens.
-        for place, index in enumerate(self.read_tokens(arrays)):
-            index_1M = self.runtime.tensor(index[None])
-            tokens_1MD = self._encode(arrays.voxels[place : place + 1], index_1M)
-            every = torch.ones(tokens_1MD.shape[:2], device=tokens_1MD.device)
-            vectors[place] = self._vector(tokens_1MD, every, index_1M)[0].cpu().numpy()
-        return vectors
+        """float32 [B, vector_width] of prepared volumes: all tissue tokens, encoded without any others and pooled.
+
+        On other devices than the CPU, volumes share every operator but attention: the same vectors but for rounding,
+        whatever the volumes beside them.
+        """
+        read = self.read_tokens(arrays)
+        packs = packed([len(index) for index in read], self._most_tokens())
+        # Fetched at the end: the device computes one pack while the host prepares the next.
+        vectors = [self._vectors(arrays.voxels[pack], read[pack]) for pack in packs]
+        return self._stacked([part.cpu().numpy() for part in vectors])
+
+    def _most_tokens(self) -> int:
+        """How many tokens volumes that are encoded together may have. On a CPU they are encoded one by one: launching
+        operators costs nothing there, and a vector's bits never depend on other volumes."""
+        return 0 if self.runtime.device.type == "cpu" else MOST_PACKED // self.width
+
+    def _vectors(self, voxels: np.ndarray, read: Sequence[np.ndarray]) -> Tensor:
+        """float32 [B, vector_width] on the device, in one pass, of volumes that are read at flat grid indices [M]."""
+        lengths = [len(index) for index in read]
+        index_1M = self.runtime.tensor(np.concatenate(read)[None])
+        tokens_1MD = self._encode(voxels, index_1M, lengths)
+        every_1M = torch.ones(index_1M.shape, device=index_1M.device)
+        volumes = zip(*(x.split(lengths, 1) for x in (tokens_1MD, every_1M, index_1M)), strict=True)
+        return torch.cat([self._vector(*volume) for volume in volumes])
 
     def read_tokens(self, arrays: Arrays) -> list[np.ndarray]:
         """Per volume the flat grid indices, int64 [M], of the tokens that its vector is read from."""
@@ -295,9 +313,9 @@ class Encoder:
         everything = torch.arange(grid.size, device=self.runtime.device).expand(len(voxels), -1)
         return self._encode(voxels, everything).unflatten(1, grid.shape).cpu().numpy()
 
-    def _encode(self, voxels: np.ndarray, index: Tensor) -> Tensor:
+    def _encode(self, voxels: np.ndarray, index: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
         with self.runtime.autocast():
-            return self.network.forward_features(self.runtime.tensor(voxels), index).float()
+            return self.network.forward_features(self.runtime.tensor(voxels), index, lengths).float()
 
     def prepare(self, volume: Volume) -> Arrays:
         """One acquisition in any native geometry as a batch of one prepared volume."""
@@ -316,6 +334,19 @@ class Encoder:
                 f"{' and '.join(trained)}; its vectors and maps would mean nothing"
             )
         return self.preprocessing(volume, band_finder(self.preprocessing, self.source))
+
+
+def packed(counts: Sequence[int], most: int) -> list[slice]:
+    """Neighbouring volumes that have at most `most` tokens together; a volume with more is alone."""
+    packs, tokens = [], 0
+    for place, count in enumerate(counts):
+        tokens += count
+        if packs and tokens <= most:
+            packs[-1] = slice(packs[-1].start, place + 1)
+        else:
+            packs.append(slice(place, place + 1))
+            tokens = count
+    return packs
 
 
 def load_encoder(

@@ -5,7 +5,7 @@ products.py), plain matrix products over blocks of scores that fit the cache are
 Blocks also bound the memory for any number of tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,8 +21,14 @@ LEAST_TOKENS = 192
 """In float32 heads are multiplied one by one; with fewer tokens the calls would cost more than the products."""
 
 
-def attend(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v, [B, H, N, K]."""
+def attend(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(K)) v, [B, H, N, K].
+
+    `lengths`: numbers of tokens of volumes that lie one after the other along N and do not see each other.
+    """
+    if lengths is not None:
+        volumes = zip(*(x.split(lengths, 2) for x in (q_BHNK, k_BHNK, v_BHNK)), strict=True)
+        return torch.cat([attend(*volume) for volume in volumes], 2)
     tokens, needs_grad = q_BHNK.shape[2], torch.is_grad_enabled() and q_BHNK.requires_grad
     if torch.compiler.is_compiling():
         blocked = False

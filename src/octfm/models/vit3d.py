@@ -4,6 +4,7 @@ Shape suffixes: B batch, N tokens of the grid, M selected tokens, P voxels of a 
 H heads, D model width, K head width, k = K / 2 frequency pairs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite, prod
 from typing import Annotated, Literal
@@ -100,15 +101,19 @@ class TokenIndex:
     """bool [B, K]: which kept tokens are tissue; None if unknown."""
 
 
-def take_patches(voxels: Tensor, index_BM: Tensor, patch_size: Shape3) -> Tensor:
-    """The patches [B, M, P] at flat grid indices of voxels [B, 1, D, H, W]; other voxels are never read."""
+def take_patches(voxels: Tensor, index_BM: Tensor, patch_size: Shape3, volume_BM: Tensor | None = None) -> Tensor:
+    """The patches [B, M, P] at flat grid indices of voxels [B, 1, D, H, W]; other voxels are never read.
+
+    `volume_BM`: which of the volumes each patch is taken from; by default, row b from volume b.
+    """
     pd, ph, pw = patch_size
     # From [B, d, pd, h, ph, w, pw] to [B, d, h, w, pd, ph, pw]; both are views, and only the indexing below copies.
     blocks = voxels.squeeze(1).unflatten(3, (-1, pw)).unflatten(2, (-1, ph)).unflatten(1, (-1, pd))
     blocks = blocks.permute(0, 1, 3, 5, 2, 4, 6)
     _, _, h, w = blocks.shape[:4]
-    batch = torch.arange(voxels.shape[0], device=voxels.device).unsqueeze(1)
-    return blocks[batch, index_BM // (h * w), index_BM // w % h, index_BM % w].flatten(2)
+    if volume_BM is None:
+        volume_BM = torch.arange(voxels.shape[0], device=voxels.device).unsqueeze(1)
+    return blocks[volume_BM, index_BM // (h * w), index_BM // w % h, index_BM % w].flatten(2)
 
 
 def normalise(patches_BMP: Tensor, mean: float, std: float) -> Tensor:
@@ -173,11 +178,11 @@ class Attention(nn.Module):
         self.qkv = Linear(width, 3 * width)
         self.out = Linear(width, width)
 
-    def forward(self, x_BMD: Tensor, turn: Rotary | None) -> Tensor:
+    def forward(self, x_BMD: Tensor, turn: Rotary | None, lengths: Sequence[int] | None = None) -> Tensor:
         qkv_BMSHK = self.qkv(x_BMD).unflatten(-1, (3, self.heads, -1))
         # To [S, B, H, M, K].
         q, k, v = (rotate(qkv_BMSHK, turn) if turn is not None else qkv_BMSHK).permute(2, 0, 3, 1, 4)
-        return self.out(attend(q, k, v).transpose(1, 2).flatten(2))
+        return self.out(attend(q, k, v, lengths).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -191,9 +196,9 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(Linear(width, hidden), nn.GELU(), Linear(hidden, width))
 
-    def forward(self, x_BMD: Tensor, turn: Rotary | None) -> Tensor:
-        """`turn`: the result of `turn_qkv`, or None if positions were added to the tokens."""
-        x_BMD = x_BMD + self.attn(self.norm1(x_BMD), turn)
+    def forward(self, x_BMD: Tensor, turn: Rotary | None, lengths: Sequence[int] | None = None) -> Tensor:
+        """`turn`: the result of `turn_qkv`, or None if positions were added to the tokens. `lengths`: see `attend`."""
+        x_BMD = x_BMD + self.attn(self.norm1(x_BMD), turn, lengths)
         return x_BMD + self.mlp(self.norm2(x_BMD))
 
 
@@ -252,12 +257,17 @@ class VisionTransformer3D(nn.Module):
         """Channels of a token, under timm's name."""
         return self.config.width
 
-    def forward_features(self, voxels: Tensor, index_BM: Tensor | None = None) -> Tensor:
+    def forward_features(
+        self, voxels: Tensor, index_BM: Tensor | None = None, lengths: Sequence[int] | None = None
+    ) -> Tensor:
         """Tokens [B, N, D] of prepared volumes, as in timm: all of the grid, or those at flat grid indices [B, M].
 
         `voxels`: [B, 1, D, H, W] or [B, D, H, W], 0 to 255, uint8 or float, as stores and `Encoder.prepare` hold them;
         they are normalised here. Raises ConfigError on another shape, on floats that were scaled or standardised
         already (outside compiled and traced code), and in a network that is not part of an encoder.
+
+        `lengths`: numbers of tokens of B volumes, if they differ. `index_BM` is then [1, M], those of one volume after
+        the other, and so are the tokens [1, M, D].
         """
         voxels = voxels.unsqueeze(1) if voxels.ndim == 4 else voxels
         expected = [1, *(n * p for n, p in zip(self.grid.shape, self.config.patch_size, strict=True))]
@@ -270,14 +280,17 @@ class VisionTransformer3D(nn.Module):
             raise ConfigError("this network does not know its intensities; take the one of an octfm.Encoder")
         if index_BM is None:
             index_BM = torch.arange(self.grid.size, device=voxels.device).expand(voxels.shape[0], -1)
-        patches_BMP = take_patches(voxels, index_BM, self.config.patch_size)
+        volume_BM = torch.arange(voxels.shape[0], device=voxels.device).unsqueeze(1)
+        if lengths is not None:
+            volume_BM = torch.cat([own.expand(n) for own, n in zip(volume_BM, lengths, strict=True)]).unsqueeze(0)
+        patches_BMP = take_patches(voxels, index_BM, self.config.patch_size, volume_BM)
         if self.intensity == "own":
             whole = voxels.flatten(1).float()
-            mean, std = whole.mean(1)[:, None, None], whole.std(1).clamp_min(1e-6)[:, None, None]
-            return self(((patches_BMP.float() - mean) / std).to(self.norm.weight.dtype), index_BM)
+            mean, std = (of_B[volume_BM].unsqueeze(-1) for of_B in (whole.mean(1), whole.std(1).clamp_min(1e-6)))
+            return self(((patches_BMP.float() - mean) / std).to(self.norm.weight.dtype), index_BM, lengths=lengths)
         if voxels.is_floating_point() and not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
             _require_grey_values(voxels)
-        return self(normalise(patches_BMP, *self.intensity).to(self.norm.weight.dtype), index_BM)
+        return self(normalise(patches_BMP, *self.intensity).to(self.norm.weight.dtype), index_BM, lengths=lengths)
 
     def feature_map(self, voxels: Tensor) -> Tensor:
         """All tokens of prepared volumes as an image, channels first, [B, D, d, h, w], as decoders of MONAI take it."""
@@ -299,13 +312,14 @@ class VisionTransformer3D(nn.Module):
         index_BM: Tensor,
         table: Rotary | None = None,
         substitute: tuple[Tensor, Tensor] | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """Tokens [B, M, D] of patches at flat grid indices.
 
         `table`: the rotary table of these tokens, if the caller has it already. `substitute` = (where [B, M] bool,
-        token [D]) replaces patch embeddings before the first block (data2vec).
+        token [D]) replaces patch embeddings before the first block (data2vec). `lengths`: see `forward_features`.
         """
-        return self.norm(self.hidden(patches_BMP, index_BM, table, substitute)[-1])
+        return self.norm(self.hidden(patches_BMP, index_BM, table, substitute, lengths)[-1])
 
     def hidden(
         self,
@@ -313,6 +327,7 @@ class VisionTransformer3D(nn.Module):
         index_BM: Tensor,
         table: Rotary | None = None,
         substitute: tuple[Tensor, Tensor] | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> list[Tensor]:
         """The residual stream [B, M, D] after every block, without the final norm; arguments as in `forward`."""
         x_BMD = self.patch_embed(patches_BMP)
@@ -326,7 +341,10 @@ class VisionTransformer3D(nn.Module):
         turn = turn_qkv(table) if table is not None else None
         stream = []
         for block in self.blocks:
-            x_BMD = through(block, x_BMD, turn, self.config.activation_checkpointing)
+            if lengths is None:
+                x_BMD = through(block, x_BMD, turn, self.config.activation_checkpointing)
+            else:
+                x_BMD = block(x_BMD, turn, lengths)
             stream.append(x_BMD)
         return stream
 
