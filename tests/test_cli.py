@@ -44,7 +44,7 @@ WRONG = {
     ),
     "whitened goals on a TPU": (
         ["doctor", "vit_s", "--tpu", "v4-32", "objective.target_norm=whiten"],
-        "use layer with xla_spmd",
+        "xla_spmd compiles every step",
     ),
     "no run": (["embed", "nowhere"], "nowhere"),
     "no run to probe": (["probe", "nowhere"], "nowhere: no run here (config.yaml is missing)"),

@@ -51,7 +51,7 @@ class AnchoredConfig(ObjectiveConfig):
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "Anchored":
         return Anchored(self, model, predictor, grid)
 
-    def check(self, model: ViTConfig, compiled: bool) -> None:
+    def check(self, model: ViTConfig) -> None:
         check_average(self.goal_average, model.patch_size, predicted=True)
         check_average(self.answer_average, model.patch_size, predicted=False, name="answer_average")
 

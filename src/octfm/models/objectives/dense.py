@@ -48,7 +48,7 @@ class DenseConfig(ObjectiveConfig):
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "Dense":
         return Dense(self, model, predictor if self.hidden else None, grid)
 
-    def check(self, model: ViTConfig, compiled: bool) -> None:
+    def check(self, model: ViTConfig) -> None:
         check_average(self.answer_average, model.patch_size, predicted=False, name="answer_average")
 
 

@@ -129,7 +129,6 @@ def _step_cost(
     # well, as soon as they exist.
     forward = ledger.peak + (4 * trained if micro_steps > 1 else 4 * trained // shares if sharded else 0)
     gathered = _gathered(model) if sharded else 0
-    graphs = graphs and not model.gathers
     keeps += GRAPHS * graphs
     activations = 4 * (2 * trained + count_parameters(model)) // shares + int(keeps * (forward + kept_bytes + gathered))
     # Measuring health: a copy of the teacher, and medians and distances over all goals, in float32; rank 0 collects
