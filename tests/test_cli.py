@@ -65,7 +65,10 @@ WRONG = {
         ["segment", "encoder=x", "--store", "{store}", "truth=.", "--dicom", "--layouts", "line"],
         "segment: trains on a store and does nothing with --dicom, --layouts;",
     ),
-    "layouts for a finished training": (["segment", "a.dcm", "--apply", "x", "--layouts", "line"], "with --layouts;"),
+    "layouts for a finished training": (
+        ["segment", "a.dcm", "--apply", "x", "--layouts", "line"],
+        "--apply: segments raster scans with a finished training and does nothing with --layouts;",
+    ),
     "layouts for a store": (
         ["embed", "--store", "{store}", "--layouts", "line"],
         "--store: embeds what it holds and does nothing with --layouts;",
