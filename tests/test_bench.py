@@ -46,6 +46,14 @@ def test_steps_are_compiled_as_a_run_would_compile_them(monkeypatch):
     assert set(lengths) == {1500}
 
 
+def test_objectives_that_gather_statistics_are_timed_uncompiled_as_they_run(monkeypatch):
+    monkeypatch.setattr(Runtime, "for_run", lambda runtime, _, updates: replace(runtime, compiles=updates >= 2000))
+    lines = []
+    whitened = config(steps=3000, masks={"budget": 64}, objective={"target_norm": "whiten"})
+    bench(whitened, None, "cpu", steps=1, echo=lines.append)
+    assert lines and all(line.startswith("timing ") and line.endswith(" ...") for line in lines)
+
+
 def test_without_a_store_nothing_is_said_about_reading():
     small = config(steps=10, masks={"budget": 64})
     measured = bench(small, None, "cpu", steps=1, echo=quiet)

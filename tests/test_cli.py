@@ -44,7 +44,7 @@ WRONG = {
     ),
     "whitened goals on a TPU": (
         ["doctor", "vit_s", "--tpu", "v4-32", "objective.target_norm=whiten"],
-        "use layer with xla_spmd",
+        "xla_spmd compiles every step",
     ),
     "no run": (["embed", "nowhere"], "nowhere"),
     "no run to probe": (["probe", "nowhere"], "nowhere: no run here (config.yaml is missing)"),
@@ -65,7 +65,10 @@ WRONG = {
         ["segment", "encoder=x", "--store", "{store}", "truth=.", "--dicom", "--layouts", "line"],
         "segment: trains on a store and does nothing with --dicom, --layouts;",
     ),
-    "layouts for a finished training": (["segment", "a.dcm", "--apply", "x", "--layouts", "line"], "with --layouts;"),
+    "layouts for a finished training": (
+        ["segment", "a.dcm", "--apply", "x", "--layouts", "line"],
+        "--apply: segments raster scans with a finished training and does nothing with --layouts;",
+    ),
     "layouts for a store": (
         ["embed", "--store", "{store}", "--layouts", "line"],
         "--store: embeds what it holds and does nothing with --layouts;",

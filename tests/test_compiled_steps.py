@@ -4,20 +4,21 @@ tests/xla."""
 import importlib.util
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 
 from octfm.errors import ConfigError
-from octfm.pretraining.learner import Learner
+from octfm.models.objectives.jepa import JEPAConfig
+from octfm.models.objectives.objective import ObjectiveConfig
 from octfm.pretraining.monitors import monitors
 from octfm.pretraining.monitors.health import HealthConfig
 from octfm.pretraining.monitors.limits import limits
 from octfm.pretraining.preflight import examine_tpu
 from octfm.pretraining.preflight.cost import step_cost
 from octfm.pretraining.preflight.tpu import smaller_steps
-from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.launch import join
@@ -88,11 +89,24 @@ def test_one_error_names_the_missing_libraries_and_how_to_get_them():
         join(RuntimeConfig(parallel="tpu"), "fp32")
 
 
-def test_whitened_goals_are_refused_where_steps_are_compiled():
-    with pytest.raises(
-        ValueError, match=r"whiten needs an eigendecomposition, which XLA does not compile; use layer with xla_spmd"
-    ):
-        PretrainConfig.model_validate({"runtime": {"parallel": "xla_spmd"}, "objective": {"target_norm": "whiten"}})
+class StatisticsConfig(ObjectiveConfig):
+    """An objective of one's own that gathers statistics."""
+
+    name: Literal["statistics"] = "statistics"
+
+    @property
+    def gathers(self):
+        return True
+
+
+@pytest.mark.parametrize("objective", [JEPAConfig(target_norm="whiten"), StatisticsConfig()])
+def test_what_gathers_statistics_is_refused_where_steps_are_compiled(objective):
+    """They outlast their pass, whose memory the next graph overwrites."""
+    what = rf"objective {objective.name} with these settings gathers statistics, which compiled steps lose; "
+    with pytest.raises(ConfigError, match=what + r"xla_spmd compiles every step: use ddp, .*target_norm=layer"):
+        config(runtime={"parallel": "xla_spmd"}).with_objective(objective)
+    with pytest.raises(ConfigError, match=what + r"set runtime\.compile=null"):
+        config(runtime={"compile": True}).with_objective(objective)
 
 
 @pytest.mark.skipif(HERE, reason="torch_xla is installed")
@@ -176,8 +190,9 @@ def test_long_runs_on_cuda_compile_their_steps_by_default(monkeypatch):
         (config(steps=2000), True),
         (config(steps=1999), False),
         (config(steps=3998, masks=stages), False),
+        (config(steps=2000, objective={"target_norm": "whiten"}), False),
     ):
-        assert CUDA.for_run(settings.runtime, settings.steps_alike).compiles == expected
+        assert CUDA.for_run(settings.runtime, settings.steps_per_program).compiles == expected
     assert not Runtime(torch.device("cpu")).for_run(ALIKE, 10**6).compiles
     assert not replace(CUDA, sharded=True).for_run(ALIKE, 10**6).compiles
     assert not CUDA.for_run(RuntimeConfig(compile=False), 10**6).compiles
@@ -203,28 +218,10 @@ def test_a_default_that_torch_cannot_compile_costs_a_line_and_not_the_run(capsys
         replace(CUDA.for_run(RuntimeConfig(compile=True), 1), compiles=True).compiled(model)(x)
 
 
-def test_statistics_of_a_step_are_gathered_uncompiled(tmp_path, traced):
-    """They outlast their pass, whose memory the next graph overwrites."""
-    store = small_store(tmp_path / "store")
-    gathering = {"objective": {"target_norm": "whiten"}, **LOOKED_AT_ONCE}
-    by_default = Runtime(torch.device("cpu"), compiles=True, insists=False)
-    learner = Learner(config(**gathering), store.preprocessing, by_default)
-    assert learner.compiled is learner.model and not learner.runtime.compiles
-    assert Learner(config(), store.preprocessing, by_default).runtime.compiles
-    demanded = config(runtime={"compile": True}, **gathering)
-    with pytest.raises(ConfigError, match=r"runtime\.compile: objective vjepa2 .* gathers statistics.*compile=null"):
-        Learner(demanded, store.preprocessing, by_default.for_run(demanded.runtime, 1))
-    with pytest.raises(ConfigError, match=r"before step 0: compiled steps: .* set runtime\.compile=null"):
-        pretrain(demanded, store, tmp_path / "run", "cpu", echo=quiet)
-    assert not (tmp_path / "run").exists()
-
-
 def test_graphs_are_in_the_estimate_of_what_is_compiled(tmp_path):
     pre = small_store(tmp_path / "store").preprocessing
-    for changes, more in (({}, True), ({"objective": {"target_norm": "whiten"}}, False)):
-        plain, graphs = (step_cost(config(**changes), pre, 2, 2, device="cuda", graphs=g) for g in (False, True))
-        assert (graphs.peak_bytes > plain.peak_bytes) == more
-        assert (graphs.kernels == 0) == more, "what gathers statistics launches its kernels one by one"
+    plain, graphs = (step_cost(config(), pre, 2, 2, device="cuda", graphs=g) for g in (False, True))
+    assert graphs.peak_bytes > plain.peak_bytes and graphs.kernels == 0
 
 
 def test_more_stages_of_masks_than_programs_that_torch_keeps_by_itself(traced):

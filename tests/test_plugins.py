@@ -96,6 +96,10 @@ class DINOConfig(ObjectiveConfig):
         return DINO(self, model, grid)
 
     @property
+    def gathers(self):
+        return True
+
+    @property
     def num_views(self):
         return 2
 
@@ -106,8 +110,6 @@ class DINOConfig(ObjectiveConfig):
 
 class DINO(Objective):
     """DINO (arXiv:2104.14294) on tokens: EMA teacher, sharpened and centred."""
-
-    gathers = True
 
     def __init__(self, settings, model, grid):
         super().__init__()

@@ -9,7 +9,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from octfm.cli.main import app
 from octfm.errors import ConfigError, Preempted, TrainingError
 from octfm.pretraining import pretrain as loop
 from octfm.pretraining.inputs import make_inputs
@@ -270,10 +272,25 @@ def test_without_a_checkpoint_a_young_run_goes_back_to_its_beginning(store, tmp_
 def test_a_fault_that_stays_stops_the_run_with_a_diagnosis(store, tmp_path):
     _, error = run_with_fault(store, tmp_path / "run", "inf-gradient", "vjepa2", 30)
     assert "training continued 2 times from step 30 with other batches and failed each time" in str(error)
-    assert "lower schedule.base_lr" in str(error) and "Last healthy: " in str(error)
+    assert "Last healthy: " in str(error)
     last = rows(tmp_path / "run", "incident")[-1]
     assert last["action"] == "stop" and last["verdict"] == "bad" and last["volumes"]
     assert "training continued 2 times from step 30" in last["sentence"], "as pages of the run quote it"
+
+
+@pytest.mark.parametrize(("option", "until"), [("schedule.base_lr", 30), ("health.max_rollbacks", 42)])
+def test_a_run_that_was_stopped_goes_on_with_the_options_that_its_error_names(store, tmp_path, option, until):
+    """A lower rate repairs what then does not happen again; other batches are needed where these are at fault."""
+    run = tmp_path / "run"
+    _, error = run_with_fault(store, run, "inf-gradient", "vjepa2", 30)
+    options = re.search(rf"with ({re.escape(option)}=\S+ --override)", str(error))
+    assert options, error
+    words = ["pretrain", str(run / "config.yaml"), "--store", str(store.path), "--out", str(run), "--device", "cpu"]
+    with sabotage("inf-gradient", 30, until=until):
+        done = CliRunner().invoke(app, [*words, *options[1].split()])
+    assert done.exit_code == 0, (done.output, done.exception)
+    state = final(run)["state"]
+    assert final(run)["step"] == 51 and len(state["rollbacks"]) == (2 if until == 30 else 3)
 
 
 def test_a_config_may_ask_for_a_warning_only(store, tmp_path):

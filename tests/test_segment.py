@@ -338,6 +338,41 @@ def test_a_training_is_applied_to_a_folder_with_the_eyes_that_its_paths_name(run
     assert len(list((tmp_path / "found").glob("p1_O[DS]_labels.nii.gz"))) == 2
 
 
+def test_scans_that_cannot_be_written_do_not_stop_a_folder_nor_overwrite_others(run, store, tmp_path):
+    """Such as NIfTI files with --dicom, and a scan of the same name as one that was segmented before."""
+    nibabel = pytest.importorskip("nibabel")
+    pytest.importorskip("highdicom")
+    from octfm.phantom import write_phantom
+
+    segment(settings(run, store, steps=3), tmp_path / "seg", baselines=False, echo=quiet)
+    clinic = write_phantom(tmp_path / "made", 1, 3, size=(6, 160, 48), scanners=["heidelberg_spectralis"], workers=1)
+    dicom = sorted(clinic.rglob("*.dcm"))
+    for folder, seed, source in (("p1", 3, dicom[0]), ("p2", 4, dicom[1])):
+        volume, _ = phantom_volume(seed, size=(6, 160, 48))
+        image = nibabel.Nifti1Image(volume.voxels.transpose(2, 1, 0), np.diag([*volume.spacing_mm[::-1], 1.0]))
+        image.header.set_xyzt_units("mm")
+        (tmp_path / folder).mkdir()
+        nibabel.save(image, tmp_path / folder / "a.nii.gz")
+        (tmp_path / folder / "z.dcm").write_bytes(source.read_bytes())
+    out = tmp_path / "found"
+
+    def applied(folder, *options):
+        words = ["segment", str(tmp_path / folder), "--apply", str(tmp_path / "seg"), "--out", str(out)]
+        return CliRunner().invoke(app, [*words, *options])
+
+    done = applied("p1", "--dicom")
+    assert done.exit_code == 1 and "1 of 2 scans could not be read or written" in done.output, done.output
+    assert "a.nii.gz: no DICOM file on this disk" in done.output
+    names = {p.name for p in out.iterdir()}
+    assert {"a_labels.nii.gz", "z_labels.nii.gz", "z_seg.dcm"} <= names and "a_seg.dcm" not in names
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    done = applied("p2", "--dicom")
+    assert done.exit_code == 1 and "2 of 2 scans could not be read or written" in done.output, done.output
+    assert "a_labels.json: results of a scan other than" in done.output and "choose another --out" in done.output
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert applied("p1").exit_code == 0, "a scan may overwrite its own results"
+
+
 def test_labels_of_surfaces_alone_have_the_size_of_the_scan(tmp_path):
     nibabel = pytest.importorskip("nibabel")
     volume, truth = phantom_volume(5, size=(6, 160, 48))

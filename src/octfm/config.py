@@ -422,7 +422,9 @@ def known_keys(cls: type[Config], prefix: str = "") -> list[str]:
     for name, field in cls.model_fields.items():
         sections = [t for t in (field.annotation, *get_args(field.annotation)) if isinstance(t, type)]
         section = next((t for t in sections if issubclass(t, Config)), None)
-        kinds = (section, *section.__subclasses__()) if section else ()
+        kinds = [section] if section else []
+        for kind in kinds:  # grows as it is read: subclasses may have their own
+            kinds += kind.__subclasses__()
         found = [key for kind in kinds for key in known_keys(kind, f"{prefix}{name}.")] or [f"{prefix}{name}"]
         keys |= dict.fromkeys(found)
     return list(keys)

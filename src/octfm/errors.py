@@ -74,6 +74,10 @@ class CorrectionsError(EvaluationError):
     """Corrections by hand of another scan or network, or not as the viewer saves them."""
 
 
+class ExportError(EvaluationError):
+    """A segmentation that cannot be written for this scan; that of another one may be."""
+
+
 class TrainingError(OctfmError):
     """A run that cannot continue without doing harm."""
 

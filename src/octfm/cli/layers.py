@@ -157,7 +157,7 @@ def segment(
     if calibrate is not None:
         raise ConfigError("--calibrate: scales the ranges of the packaged network; give scans and --out FILE.csv")
     if apply is not None:
-        opt.refuse(context, (*training_only, "layouts"), "--apply: uses a finished training on the files named")
+        opt.refuse(context, (*training_only, "layouts"), "--apply: segments raster scans with a finished training")
         _apply_training(apply, words, folder, dicom, limits, device)
         return
     opt.refuse(context, files_only, "segment: trains on a store")
@@ -192,26 +192,25 @@ def _apply_training(
     run: str, words: list[str], folder: Path, dicom: bool, limits: "Limits", device: str | None
 ) -> None:
     from octfm.cli.segment_scans import stems_of, write_files
-    from octfm.errors import ReadError, one_line
+    from octfm.errors import ExportError, ReadError, one_line
     from octfm.formats import read_volume
     from octfm.tasks.segment import load_segmenter
 
     segmenter = load_segmenter(run, device)
-    volumes, unread = _volumes_in(words, limits, "raster"), 0
+    volumes, failed = _volumes_in(words, limits, "raster"), 0
     for source, stem in stems_of(volumes).items():
         try:
             volume = read_volume(source, limits=limits).with_eye(volumes[source])
             found = segmenter.segment(volume)  # refuses scans without an image, which readers take
-        except ReadError as error:
+            opt.echo_line(source)
+            write_files(found, volume, source, folder, stem, limits if dicom else None)
+        except (ReadError, ExportError) as error:
             if len(volumes) == 1:
                 raise
             typer.echo(one_line(error), err=True)
-            unread += 1
-            continue
-        opt.echo_line(source)
-        write_files(found, volume, source, folder, stem, limits if dicom else None)
-    if unread:
-        typer.echo(f"{unread} of {len(volumes)} scans could not be read", err=True)
+            failed += 1
+    if failed:
+        typer.echo(f"{failed} of {len(volumes)} scans could not be read or written", err=True)
         raise typer.Exit(1)
 
 

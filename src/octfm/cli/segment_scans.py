@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from octfm.cli.options import echo_line
-from octfm.errors import ConfigError, CorrectionsError, ReadError, one_line
+from octfm.errors import ConfigError, CorrectionsError, ExportError, ReadError, one_line
 from octfm.formats import read_volume, within
 from octfm.io.hashing import hash_text
 from octfm.io.heap import keep_freed_memory
@@ -23,7 +23,7 @@ from octfm.layers.segment import segment as segment_scan
 from octfm.layers.table import describe, only_writer, read_table, save_table, write_table
 from octfm.layers.zones import device_grid_of
 from octfm.report.segmented.contact_sheet import ContactSheet
-from octfm.tasks.segment_export import write_dicom, write_nifti
+from octfm.tasks.segment_export import require_own, write_dicom, write_nifti
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Laterality, Volume
@@ -119,37 +119,36 @@ class Scans:
         truth: Sequence[Sample],
     ) -> None:
         stems = stems_of(_name(source) for source in sources)
-        unread, used = 0, 0
+        failed, used = 0, 0
         with Progress("segment", len(sources), "scans") as progress:
             for source in progress.over(sources):
                 try:
                     volume = self._volume(source, eyes)
-                except ReadError as error:
+                    own = by_hand.get(fingerprint(volume.voxels)) if by_hand else None
+                    if own is None and len(by_hand) == len(sources) == 1:
+                        next(iter(by_hand.values())).require(volume, "")  # says which scan it is of, before segmenting
+                    found = segment_scan(volume, axial_length_mm=self.axial_length_mm, device=self.device)
+                    if own is not None:
+                        found = found.corrected(own)
+                        used += 1
+                    grid = None if isinstance(source, Volume) else device_grid_of(source, self.limits)
+                    for line in describe(found, grid).splitlines():
+                        echo_line(line)
+                    _tell_truth(found, truth, volume)
+                    if self.out is not None:
+                        name = _name(source)
+                        write_files(found, volume, name, self.out, stems[name], self.limits if self.dicom else None)
+                except (ReadError, ExportError) as error:
                     if len(sources) == 1:
                         raise
                     typer.echo(one_line(error), err=True)
-                    unread += 1
-                    continue
-                own = by_hand.get(fingerprint(volume.voxels)) if by_hand else None
-                if own is None and len(by_hand) == len(sources) == 1:
-                    next(iter(by_hand.values())).require(volume, "")  # says which scan it is of, before segmenting
-                found = segment_scan(volume, axial_length_mm=self.axial_length_mm, device=self.device)
-                if own is not None:
-                    found = found.corrected(own)
-                    used += 1
-                grid = None if isinstance(source, Volume) else device_grid_of(source, self.limits)
-                for line in describe(found, grid).splitlines():
-                    echo_line(line)
-                _tell_truth(found, truth, volume)
-                if self.out is not None:
-                    name = _name(source)
-                    write_files(found, volume, name, self.out, stems[name], self.limits if self.dicom else None)
+                    failed += 1
         if by_hand and not used:
             raise CorrectionsError(
                 f"{self.corrections}: corrections of none of these scans; give the scan that was corrected"
             )
-        if unread:
-            typer.echo(f"{unread} of {len(sources)} scans could not be read", err=True)
+        if failed:
+            typer.echo(f"{failed} of {len(sources)} scans could not be read or written", err=True)
             raise typer.Exit(1)
 
     def _volume(self, source: str | Volume, eyes: Mapping[str, Laterality | None]) -> Volume:
@@ -172,13 +171,15 @@ def _tell_truth(found: ScanSegmentation, truth: Sequence[Sample], volume: Volume
 def write_files(
     found: Segmentation, volume: Volume, source: str, folder: Path, stem: str, dicom: Limits | None
 ) -> None:
-    """Write NIfTI, and within the limits `dicom` also DICOM; print the paths."""
-    written = write_nifti(found, folder, stem, volume)
+    """Write NIfTI, and within the limits `dicom` also DICOM; print the paths. Raises ExportError if results of another
+    scan would be overwritten, and if DICOM files cannot refer to this one."""
+    require_own(folder, stem, volume)
+    for path in write_nifti(found, folder, stem, volume):
+        typer.echo(path)
     if dicom is not None:
         write = functools.partial(write_dicom, found, folder=folder, stem=stem)
-        written += within(dicom, write, source)
-    for path in written:
-        typer.echo(path)
+        for path in within(dicom, write, source):
+            typer.echo(path)
 
 
 def stems_of(sources: Iterable[str]) -> dict[str, str]:

@@ -152,7 +152,7 @@ def bench(
         config = in_steps(config, epoch_volumes(store, rows, config.data.global_batch_size))
     trials = []
     for name, variant in _variants(config):
-        runtime = start(variant.precision, device).for_run(config.runtime, config.steps_alike)
+        runtime = start(variant.precision, device).for_run(config.runtime, config.steps_per_program)
         echo(f"timing {name} ..." + " (compiling first, which takes a minute)" * runtime.compiles)
         batch = _batch(variant, preprocessing, store, rows)
         # A run draws masks and augmentation while the device computes.

@@ -1,14 +1,13 @@
 """The networks of a run and what trains them: optimizer, step and run state, which a checkpoint saves and a rollback
 restores."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octfm.errors import CheckpointError, ConfigError
+from octfm.errors import CheckpointError
 from octfm.models.objectives.objective import Objective
 from octfm.models.token_map import token_grid
 from octfm.models.vit3d import TokenGrid
@@ -64,8 +63,6 @@ class Learner:
     def begin(self, fresh: bool = True) -> None:
         """Initial weights, no optimizer state, step 0."""
         self.model = build_objective(self.config, self.preprocessing)
-        if self.model.gathers and self.runtime.compiles:
-            self.runtime = self._uncompiled()
         if fresh and self.config.model.init is not None:
             begin_with(self.config.model.init, self.model, self.config.model)
         self.runtime.place(self.model)
@@ -79,16 +76,6 @@ class Learner:
         self.step, self.state = 0, RunState()
         self.compiled = self.runtime.compiled(self.model)
         """The networks as steps that are not inspected call them."""
-
-    def _uncompiled(self) -> Runtime:
-        """The runtime without compiled steps: the next pass would overwrite the statistics that one leaves behind.
-        Raises ConfigError if the settings ask for compiled steps."""
-        if self.runtime.insists:
-            raise ConfigError(
-                f"runtime.compile: objective {self.config.objective.name} with these settings gathers statistics, "
-                "which compiled passes would overwrite; set runtime.compile=null or false"
-            )
-        return replace(self.runtime, compiles=False)
 
     @property
     def trained(self) -> list[Tensor]:
@@ -124,7 +111,7 @@ class Learner:
         """One step of AdamW (arXiv:1711.05101) and of the average. If `made` (a bool on the device) is false, the same
         kernels run and change nothing."""
         # Reading `made` waits for the device, so only objectives that gather statistics do it.
-        if self.model.gathers and not made:
+        if self.config.objective.gathers and not made:
             self.model.discard_step()
         rate = self.optimizer.param_groups[0]["lr"]
         keep = torch.where(made, 1 - rate * self.weight_decay, torch.ones_like(self.lr))

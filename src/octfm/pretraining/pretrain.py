@@ -73,7 +73,7 @@ def pretrain(
     echo_first = echo if runtime.leads else lambda _: None
     data = Data(store, *training_rows(config, store))
     config = in_steps(config, epoch_volumes(store, data.train_rows, config.data.global_batch_size))
-    runtime = runtime.for_run(config.runtime, config.steps_alike)
+    runtime = runtime.for_run(config.runtime, config.steps_per_program)
     identity = Identity(PRETRAINING, config, store.fingerprint, volumes_digest(store, data.train_rows))
     where = location(out)
 

@@ -79,9 +79,10 @@ class PretrainConfig(Config):
     """A folder on another disk, for checkpoints that the run folder's own has no room for."""
 
     @property
-    def steps_alike(self) -> int:
-        """Steps whose tensors have the same shapes: those of one of masks.stages."""
-        return self.steps // max(1, len(self.masks.stages))
+    def steps_per_program(self) -> int:
+        """Steps that one compiled program can serve: those of one of masks.stages, whose tensors have the same shapes;
+        0 if the objective gathers statistics."""
+        return 0 if self.objective.gathers else self.steps // max(1, len(self.masks.stages))
 
     def with_objective(self, objective: ObjectiveConfig) -> "PretrainConfig":
         """The same run with another objective. Raises ConfigError if it does not fit the other settings."""
@@ -133,7 +134,13 @@ class PretrainConfig(Config):
             )
         if self.objective.pool == "summary" and not self.model.summary:
             raise ValueError("objective.pool summary needs queries, such as model.summary=8")
-        self.objective.check(self.model, compiled=self.runtime.parallel == "xla_spmd")
+        if self.objective.gathers and (self.runtime.compile or self.runtime.parallel == "xla_spmd"):
+            way = "xla_spmd compiles every step: use ddp, or settings that gather none (vjepa2: target_norm=layer)"
+            raise ValueError(
+                f"objective {self.objective.name} with these settings gathers statistics, which compiled steps lose; "
+                + ("set runtime.compile=null" if self.runtime.compile else way)
+            )
+        self.objective.check(self.model)
         return self
 
 

@@ -215,8 +215,8 @@ class Runtime:
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
 
     def for_run(self, config: RuntimeConfig, updates: int) -> "Runtime":
-        """This runtime for a run of so many updates of the same shapes: whether it compiles its steps depends on
-        them."""
+        """This runtime for a run that makes so many updates with each compiled program: whether it compiles its steps
+        by default depends on them."""
         if config.compile is not None:
             return replace(self, compiles=config.compile, insists=True)
         able = self.device.type == "cuda" and not self.sharded and find_spec("triton") is not None

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from octfm.catalog.participants.safe_values import is_known_protocol, is_known_scanner
-from octfm.errors import EvaluationError
+from octfm.errors import EvaluationError, ExportError
 from octfm.formats.medical.nifti import HEIGHTS
 from octfm.io.location import is_remote, local_path, replacing, write_whole
 from octfm.version import __version__
+from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Volume
 
@@ -51,8 +52,8 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str, volume: Volu
     downwards, z along B-scans), not of the patient. Where millimetres are only estimated, heights are rows,
     <stem>_heights_rows.nii.gz, and spacing is 1 without a unit. Labels of a scan that is a NIfTI file have its axes,
     affine and unit instead.
-    volume: the scan, whose eye, scanner and positions of B-scans go into <stem>_labels.json, since NIfTI cannot state
-    them; octfm.read_volume reads them with the labels.
+    volume: the scan, whose eye, scanner, positions of B-scans and fingerprint go into <stem>_labels.json, since NIfTI
+    cannot state them; octfm.read_volume reads them with the labels.
     """
     try:
         import nibabel
@@ -81,9 +82,25 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str, volume: Volu
     image.header.set_intent("label")
     _describe(image, found, "; ".join(f"{value} {name}" for value, name in meaning.items()))
     if volume is not None:
-        facts = _sidecar(volume) | {"axes": axes}
+        facts = _sidecar(volume) | {"axes": axes, "scan": fingerprint(volume.voxels)}
         write_whole(folder / f"{stem}_labels.json", json.dumps(facts).encode())
     return [*written, _nifti(image, folder / f"{stem}_labels.nii.gz")]
+
+
+def require_own(folder: Path, stem: str, volume: Volume) -> None:
+    """Raise ExportError if the folder has results of this stem that are not known to be of this scan."""
+    sidecar = folder / f"{stem}_labels.json"
+    if not sidecar.exists():
+        return
+    try:
+        owner = json.loads(sidecar.read_bytes())["scan"]
+    except (ValueError, TypeError, KeyError):
+        owner = None
+    if owner != fingerprint(volume.voxels):
+        raise ExportError(
+            f"{sidecar}: results of a scan other than {volume.source}, or of an earlier octfm; choose another --out, "
+            "or delete them"
+        )
 
 
 def _on_grid_of(volume: Volume, labels: np.ndarray) -> tuple[Any, str] | None:
@@ -133,7 +150,7 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
     The SEG holds layers and masks frame by frame (highdicom). The height map holds rows of the source image in
     FloatPixelData, laid out as in AI-READI; it has been read back with pydicom, not validated against the IOD.
     The algorithm of a segment is SEMIAUTOMATIC if somebody has corrected or checked it (PS3.3 C.8.20).
-    EvaluationError where the source has no geometry for it.
+    ExportError where the source has no geometry for it.
     """
     try:
         import highdicom
@@ -149,14 +166,12 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
     try:
         image = dcmread(source)
     except (InvalidDicomError, OSError):
-        raise EvaluationError(
-            f"{source}: no DICOM file on this disk, so no DICOM SEG can refer to it; use NIfTI"
-        ) from None
+        raise ExportError(f"{source}: no DICOM file on this disk, so no DICOM SEG can refer to it; use NIfTI") from None
     folder.mkdir(parents=True, exist_ok=True)
     labels, meaning = label_map(found)
     frames, rows, columns = int(image.get("NumberOfFrames", 1)), int(image.Rows), int(image.Columns)
     if (frames, columns) != labels.shape[::2]:
-        raise EvaluationError(
+        raise ExportError(
             f"{source}: has {frames} frames of {columns} columns, the segmentation {labels.shape[0]} of "
             f"{labels.shape[2]}; a DICOM SEG refers to one file that holds the whole volume; use NIfTI"
         )
@@ -186,7 +201,7 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
         )
     except (AttributeError, KeyError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise EvaluationError(f"{source}: no DICOM SEG can be written for it ({reason}); use NIfTI") from None
+        raise ExportError(f"{source}: no DICOM SEG can be written for it ({reason}); use NIfTI") from None
     if found.note:
         seg.SeriesDescription = seg.ContentDescription = found.note
         seg.ImageComments = found.comments

@@ -9,16 +9,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from octfm.models.objectives.dense import Composition
+from octfm.models.objectives.dense import Composition, TruthConfig
 from octfm.models.objectives.enface import EnFaceGoals
-from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, View, squared_error
+from octfm.models.objectives.objective import Objective, ObjectiveOutput, View, squared_error
 from octfm.models.predictor import Predictor, PredictorConfig, seen_and_answers
 from octfm.models.products import Linear
 from octfm.models.vit3d import Shape3, Side, TokenGrid, VisionTransformer3D, ViTConfig, take_tokens
 from octfm.models.voxels import averaged, check_average, hidden_voxels
 
 
-class AnchoredConfig(ObjectiveConfig):
+class AnchoredConfig(TruthConfig):
     """Masked voxels of volumes without labels (as mae), the truth of phantoms (as dense with hidden tokens). In part
     synthetic-supervised: it needs data.phantoms with a share below 1."""
 
@@ -40,18 +40,10 @@ class AnchoredConfig(ObjectiveConfig):
     summary_weight: float = Field(default=4.0, ge=0, le=1e3)
     """Weight of the error of model.summary's queries on phantoms, as in dense."""
 
-    @property
-    def learns_truth(self) -> bool:
-        return True
-
-    @property
-    def teaches_summary(self) -> bool:
-        return True
-
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "Anchored":
         return Anchored(self, model, predictor, grid)
 
-    def check(self, model: ViTConfig, compiled: bool) -> None:
+    def check(self, model: ViTConfig) -> None:
         check_average(self.goal_average, model.patch_size, predicted=True)
         check_average(self.answer_average, model.patch_size, predicted=False, name="answer_average")
 

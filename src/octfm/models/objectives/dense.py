@@ -19,7 +19,19 @@ from octfm.models.voxels import averaged, check_average
 from octfm.volume.segmentation import CLASSES, LESION_CLASSES
 
 
-class DenseConfig(ObjectiveConfig):
+class TruthConfig(ObjectiveConfig):
+    """Settings of objectives that learn the truth of streamed phantoms, and a summary by it."""
+
+    @property
+    def learns_truth(self) -> bool:
+        return True
+
+    @property
+    def teaches_summary(self) -> bool:
+        return True
+
+
+class DenseConfig(TruthConfig):
     """Name the shares of layers and lesions in the parts of every token. Synthetic-supervised: it needs
     data.phantoms."""
 
@@ -37,18 +49,10 @@ class DenseConfig(ObjectiveConfig):
     summary_weight: float = Field(default=4.0, ge=0, le=1e3)
     """Weight of the error of model.summary's queries: how thick layers and lesions are, and where."""
 
-    @property
-    def learns_truth(self) -> bool:
-        return True
-
-    @property
-    def teaches_summary(self) -> bool:
-        return True
-
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "Dense":
         return Dense(self, model, predictor if self.hidden else None, grid)
 
-    def check(self, model: ViTConfig, compiled: bool) -> None:
+    def check(self, model: ViTConfig) -> None:
         check_average(self.answer_average, model.patch_size, predicted=False, name="answer_average")
 
 

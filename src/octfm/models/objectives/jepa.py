@@ -76,12 +76,11 @@ class JEPAConfig(ObjectiveConfig):
     def takes_large_blocks(self) -> bool:
         return True
 
-    def check(self, model: ViTConfig, compiled: bool) -> None:
-        if compiled and self.target_norm == "whiten":
-            raise ValueError(
-                "objective.target_norm whiten needs an eigendecomposition, which XLA does not compile; "
-                "use layer with xla_spmd"
-            )
+    @property
+    def gathers(self) -> bool:
+        return self.target_norm == "whiten"
+
+    def check(self, model: ViTConfig) -> None:
         if self.target_levels > model.depth:
             raise ValueError(
                 f"objective.target_levels {self.target_levels} exceeds the {model.depth} blocks of model.depth"
@@ -122,7 +121,6 @@ class JEPA(Objective):
         self.fusion = Fusion(target_levels, model.width) if fuse_levels else None
         self.target_encoder = deepcopy(self.encoder).requires_grad_(False)
         self.whitening = Whitening(target_levels, model.width) if target_norm == "whiten" else None
-        self.gathers = self.whitening is not None
 
     def forward(self, views: Sequence[View], context_weight: float | Tensor) -> ObjectiveOutput:
         """Losses of one view, or of several with different masks and contexts; every token counts the same. The context

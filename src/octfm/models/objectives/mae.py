@@ -24,7 +24,7 @@ class MAEConfig(ObjectiveConfig):
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "MAE":
         return MAE(model, predictor, grid, self.goal_average)
 
-    def check(self, model: ViTConfig, compiled: bool) -> None:
+    def check(self, model: ViTConfig) -> None:
         check_average(self.goal_average, model.patch_size, predicted=True)
 
 

@@ -67,9 +67,15 @@ class ObjectiveConfig(Config):
         """Whether it takes a second set of masks of every view (`masks.large_blocks`), as one more view."""
         return False
 
-    def check(self, model: ViTConfig, compiled: bool) -> None:
-        """Raise ValueError if these settings do not fit the encoder, or if steps are `compiled` (XLA) and those of this
-        objective cannot be."""
+    @property
+    def gathers(self) -> bool:
+        """Whether a training step gathers more than gradients, such as statistics; the networks' `update_target`
+        applies them and `discard_step` drops them. Such steps are never compiled, since the next compiled pass
+        overwrites what one leaves behind."""
+        return False
+
+    def check(self, model: ViTConfig) -> None:
+        """Raise ValueError if these settings do not fit the encoder."""
 
     def shrunk(self, depth: int) -> Self:
         """The same objective for a small copy of the networks with an encoder of `depth` blocks (`--smoke`,
@@ -133,9 +139,6 @@ class Objective(nn.Module):
 
     encoder: VisionTransformer3D
     target_encoder: VisionTransformer3D | None
-    gathers = False
-    """Whether a training step gathers more than gradients, such as statistics; `update_target` applies them and
-    `discard_step` drops them."""
     compares_volumes = False
     """Whether the loss of a volume depends on the others of its micro-batch, as a contrastive one does; else the
     monitors verify that it does not."""

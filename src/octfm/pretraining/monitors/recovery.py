@@ -108,8 +108,10 @@ def roll_back(config: HealthConfig, learner: Learner, run: RunFolder, step: int,
         reasons = ", ".join(f"{r.what} at step {r.at}" for r in (*tries, Rollback(step, learner.step, what)))
         raise TrainingError(
             f"step {step}: {what} again: training continued {len(tries)} times from step {learner.step} with other "
-            f"batches and failed each time ({reasons}); lower schedule.base_lr, or look at the volumes in "
-            f"metrics.jsonl. Last healthy: {where}"
+            f"batches and failed each time ({reasons}). Look at the volumes in metrics.jsonl. The same command with "
+            f"schedule.base_lr={learner.config.schedule.base_lr / 2:g} --override goes on at half the learning rate, "
+            f"with health.max_rollbacks={len(tries) + 2} --override with other batches, at most twice; "
+            f"without either it stops again. Last healthy: {where}"
         )
     learner.state = replace(
         state,

@@ -58,7 +58,6 @@ def checks(
         *resources.destinations(config, out),
         resources.disk(config, store, out, len(train_rows)),
         resources.parameters(config, store),
-        *resources.compiled(config, model),
         *([] if resumed else resources.initial_weights(config)),
         resources.tracker(config, resumed=resumed),
         *data.probed(config, store, train_rows, validation_rows),
@@ -102,7 +101,7 @@ def examine(
     config = in_steps(config, epoch_volumes(store, train_rows, config.data.global_batch_size))
     runtime = replace(
         start(config.precision, device), world=ranks, sharded=ranks > 1 and config.runtime.parallel == "fsdp"
-    ).for_run(config.runtime, config.steps_alike)
+    ).for_run(config.runtime, config.steps_per_program)
     found = checks(config, store, runtime, train_rows, validation_rows, out)
     if plot is not None and all(
         check.status != "FAIL" for check in found if check.name in ("token grid", "batch arithmetic")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octfm.models.objectives.objective import View
+from octfm.models.objectives.objective import Objective, ObjectiveOutput, View
 from octfm.models.token_map import token_grid
 from octfm.models.vit3d import TokenIndex, count_parameters, normalise, take_patches
 from octfm.pretraining import augment
@@ -81,14 +81,49 @@ def _step_cost(
     keeps: float,
     graphs: bool,
 ) -> Cost:
-    # Imported here: it takes a second, and resumed runs and embedding never need it.
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-
     model = blueprint(config, preprocessing)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     teacher = model.parameters_by_part()["target_encoder"]
     shares = ranks if sharded else 1
+    ledger, flops, output = _fake_pass(config, preprocessing, model, micro_batch, sharded)
+    # A logged step keeps goals and features of every micro-batch until its end; the ledger has seen those of one.
+    goals = 4 * (output.masked_goal_BTD.numel() + output.context_goal_BCD.numel())
+    logged = goals + 4 * output.features_BMD.numel()
+    kept_bytes = (micro_steps - 1) * logged
+    weights = 4 * (3 * trained + count_parameters(model)) // shares
+    # With accumulation, whole gradients exist from the second forward pass on. Without shards the ledger counts them as
+    # well, as soon as they exist.
+    forward = ledger.peak + (4 * trained if micro_steps > 1 else 4 * trained // shares if sharded else 0)
+    gathered = _gathered(model) if sharded else 0
+    keeps += GRAPHS * graphs
+    activations = 4 * (2 * trained + count_parameters(model)) // shares + int(keeps * (forward + kept_bytes + gathered))
+    # Measuring health: a copy of the teacher, and medians and distances over all goals, in float32; rank 0 collects
+    # those of all ranks.
+    copies = 3.0 if ranks == 1 else 1.5 + 2.5 * ranks
+    # Inspection follows the backward pass: its copies come on top of the weights, not of the activations.
+    inspecting = weights + 4 * teacher // shares + int(copies * micro_steps * logged)
+    held_out = config.validation_volumes * goals // micro_batch
+    validating = weights + 2 * held_out + gathered
+    # Every rank makes the same whole networks before it keeps its share of them.
+    starting = 4 * count_parameters(model) if sharded else 0
+    return Cost(
+        weights_bytes=weights,
+        peak_bytes=max(activations, inspecting, validating, starting),
+        flops=flops * micro_steps,
+        moved_bytes=float(ledger.total) * micro_steps + 28.0 * trained / shares,
+        kernels=0 if graphs else ledger.kernels * micro_steps,
+    )
+
+
+def _fake_pass(
+    config: PretrainConfig, preprocessing: Preprocessing, model: Objective, micro_batch: int, sharded: bool
+) -> "tuple[_Ledger, float, ObjectiveOutput]":
+    """Forward and backward of one micro-batch on fake tensors, which `model` gets as well: its live bytes, its
+    floating-point operations, and what the objective returned."""
+    # Imported here: it takes a second, and resumed runs and embedding never need it.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
     grid = token_grid(preprocessing.image_size, config.model.patch_size)
     sets = [config.masks.heaviest] + ([config.masks.large] if config.masks.large is not None else [])
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -120,34 +155,7 @@ def _step_cost(
             with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16"):
                 output = model(views, config.objective.context_loss)
             output.loss.backward()
-    # A logged step keeps goals and features of every micro-batch until its end; the ledger has seen those of one.
-    goals = 4 * (output.masked_goal_BTD.numel() + output.context_goal_BCD.numel())
-    logged = goals + 4 * output.features_BMD.numel()
-    kept_bytes = (micro_steps - 1) * logged
-    weights = 4 * (3 * trained + count_parameters(model)) // shares
-    # With accumulation, whole gradients exist from the second forward pass on. Without shards the ledger counts them as
-    # well, as soon as they exist.
-    forward = ledger.peak + (4 * trained if micro_steps > 1 else 4 * trained // shares if sharded else 0)
-    gathered = _gathered(model) if sharded else 0
-    graphs = graphs and not model.gathers
-    keeps += GRAPHS * graphs
-    activations = 4 * (2 * trained + count_parameters(model)) // shares + int(keeps * (forward + kept_bytes + gathered))
-    # Measuring health: a copy of the teacher, and medians and distances over all goals, in float32; rank 0 collects
-    # those of all ranks.
-    copies = 3.0 if ranks == 1 else 1.5 + 2.5 * ranks
-    # Inspection follows the backward pass: its copies come on top of the weights, not of the activations.
-    inspecting = weights + 4 * teacher // shares + int(copies * micro_steps * logged)
-    held_out = config.validation_volumes * goals // micro_batch
-    validating = weights + 2 * held_out + gathered
-    # Every rank makes the same whole networks before it keeps its share of them.
-    starting = 4 * count_parameters(model) if sharded else 0
-    return Cost(
-        weights_bytes=weights,
-        peak_bytes=max(activations, inspecting, validating, starting),
-        flops=float(counter.get_total_flops()) * micro_steps,
-        moved_bytes=float(ledger.total) * micro_steps + 28.0 * trained / shares,
-        kernels=0 if graphs else ledger.kernels * micro_steps,
-    )
+    return ledger, float(counter.get_total_flops()), output
 
 
 def _give_away(parameter: torch.Tensor) -> None:

@@ -200,7 +200,7 @@ def _candidate(preset: str, store: Store, volumes: int, runtime: Runtime, reads:
     precision = _faster_precision(config, store, runtime)
     wanted = {"precision": precision, "data.global_batch_size": batch, "data.per_device_batch_size": micro}
     steps = min(MOST_STEPS, max(1, round(EPOCHS * volumes / batch)))
-    alike = config.model_copy(update={"steps": steps}).steps_alike
+    alike = config.model_copy(update={"steps": steps}).steps_per_program
     runtime = replace(runtime, precision=precision).for_run(config.runtime, alike)
 
     def changed() -> tuple[str, ...]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from octfm.errors import BucketError, CheckpointError
 from octfm.io.location import BucketPath, Location, write_whole
-from octfm.models.objectives.objective import Objective
 from octfm.models.token_map import token_grid
 from octfm.models.vit3d import count_parameters
 from octfm.pretraining.initial_weights import initial_state, is_query
@@ -33,14 +32,6 @@ def parameters(config: PretrainConfig, store: Store) -> Check:
     total = counts.pop("total")
     parts = ", ".join(f"{name.replace('_', ' ')} {count / 1e6:.3f}" for name, count in counts.items())
     return passed("parameters", f"{total / 1e6:.3f} M parameters: {parts}")
-
-
-def compiled(config: PretrainConfig, model: Objective) -> list[Check]:
-    """Refuse to compile steps whose statistics would be overwritten by the next pass."""
-    if not (config.runtime.compile and model.gathers):
-        return []
-    measured = f"objective {config.objective.name} with these settings gathers statistics, which compiled passes lose"
-    return [fail("compiled steps", measured, "set runtime.compile=null or false")]
 
 
 def initial_weights(config: PretrainConfig) -> list[Check]:
