@@ -275,7 +275,7 @@ class Worker:
 
         cores, most = os.cpu_count() or 1, phantoms.MOST_THREADS
         settings = PhantomConfig(image_size=cell.image, target_spacing=(0.1875, 0.0104, 0.031))
-        first, count = cores * 2, cores * (2 if self.chosen.rehearse else 40)
+        first, count = cores * 2, cores * (2 if self.chosen.rehearse else 8)
         found: dict[str, Any] = {"cores": cores}
         for name, threads in (("threads", cores), ("processes", 1)):
             phantoms.MOST_THREADS = threads

@@ -3,11 +3,10 @@
     python benchmarks/gpu_encoder.py --out OUT --minutes 8 [--rehearse]
 
 A GPU trains on more phantoms than the host's cores render. So they are rendered all the time, by a process per core but
-one, and kept in memory; every batch has those that are new, up to half of it, and repeats others with masks and
-augmentation of their own. So, unlike those of `octfm pretrain`, batches depend on the machine's speed. A run of
---probe updates measures how long one takes, by which their number is set. OUT/gpu-encoder-STEP are exports for
-benchmarks/yardstick.py, at half time and at the end; OUT/gpu-encoder.json says what was seen. --rehearse: tiny, on the
-CPU.
+one, and kept in memory; a batch is drawn from all that are there, with masks and augmentation of its own. So, unlike
+those of `octfm pretrain`, batches depend on the machine's speed. A run of --probe updates measures how long one takes,
+by which their number is set. OUT/gpu-encoder-STEP are exports for benchmarks/yardstick.py, at half time and at the end;
+OUT/gpu-encoder.json says what was seen. --rehearse: tiny, on the CPU.
 """
 
 import argparse
@@ -46,12 +45,12 @@ LEAST = 1024
 
 
 class Kept(PhantomStore):
-    """Streamed phantoms, each rendered once and kept; rows of training are those that are new, and repetitions."""
+    """Streamed phantoms, each rendered once and kept; rows of training are any of those that are there."""
 
     def __init__(self, config: PhantomConfig, held_out: int, painters: int, room: int, least: int):
         super().__init__(config, config.preprocessing(), held_out, threads=max(2, painters))
         self.kept = {name: np.empty((room, *shape), kind) for name, (shape, kind) in self._columns().items()}
-        self.rendered, self.used, self.repeated = 0, 0, 0
+        self.rendered, self.used = 0, 0
         self._room, self._least, self._next, self._enough = room, least, 0, threading.Condition()
         self._rng = np.random.default_rng([config.seed, 7])
         self.stopped = False
@@ -82,14 +81,9 @@ class Kept(PhantomStore):
             return super().read(indices, out)
         with self._enough:
             self._enough.wait_for(lambda: self.rendered >= self._least)
-            there = self.rendered
-        new = min(there - self.used, len(indices) // 2)
         # None twice in a batch, as the monitors demand.
-        repeated = self._rng.choice(self.used or there, len(indices) - new, replace=False)
-        if not self.used:
-            new, repeated = 0, self._rng.choice(there, len(indices), replace=False)
-        chosen = np.concatenate([np.arange(self.used, self.used + new), repeated])
-        self.used, self.repeated = self.used + new, self.repeated + len(repeated)
+        chosen = self._rng.choice(self.rendered, len(indices), replace=False)
+        self.used += len(chosen)
         out = out or Arrays.empty(len(indices), self.image_size)
         for name in ("voxels", "band", "valid"):
             np.take(self.kept[name], chosen, axis=0, out=getattr(out, name))
@@ -187,7 +181,7 @@ def main() -> None:
     at = passed()
     rows = trained(chosen, store, steps, chosen.out / "run", 60 * chosen.minutes - passed() - spare)
     facts |= {"train_s": passed() - at, "step_s": seconds_of(rows, batch), "rendered": store.rendered}
-    facts |= {"volumes": steps * batch, "new": store.used, "repeated": store.repeated}
+    facts |= {"volumes": steps * batch, "read": store.used}
     facts["data_wait_share"] = statistics.median(row["data_wait_share"] for row in rows[2:] or rows)
     facts["losses"] = [row["loss"] for row in rows[:: max(1, len(rows) // 60)]]
     facts["metrics"] = [row for row in read_metrics(chosen.out / "run" / "metrics.jsonl") if row["kind"] != "train"][

@@ -32,9 +32,9 @@ VERSION = 4
 HELD_OUT_SEED = 2**32
 """Added to the seed of the training phantoms for those of validation: beyond every seed that can be set."""
 SCANNER = "phantom"
-MOST_THREADS = 4
-"""Phantoms are rendered by threads; more than these would wait for the interpreter's lock, so that there each has a
-process of its own."""
+MOST_THREADS = 2
+"""More threads than these would wait for the interpreter's lock, so that on more cores each renders in a process of its
+own."""
 _LIMITS = Limits(seconds=3600, memory=2**62)
 """No limits in effect: rendering reads no files."""
 Conditions = tuple[str, ...]
