@@ -195,6 +195,7 @@ def median(rows_ND: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+@torch.no_grad()
 def move_average(average: nn.Module, source: nn.Module, momentum: float | Tensor) -> None:
     """average = momentum * average + (1 - momentum) * source, over all parameters; if they are sharded, each rank moves
     its share."""
@@ -206,5 +207,5 @@ def move_average(average: nn.Module, source: nn.Module, momentum: float | Tensor
 
 
 def _own(parameter: Tensor) -> Tensor:
-    share = getattr(parameter.detach(), "to_local", None)
-    return share() if share else parameter.detach()
+    share = getattr(parameter, "to_local", None)
+    return share() if share else parameter

@@ -3,6 +3,7 @@
 import hashlib
 import zlib
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -106,7 +107,9 @@ class Feed:
 
     def _fixed(self, micro_steps: Sequence[MicroStep]) -> bool:
         """Whether the last SAME steps had the same targets."""
-        if sum(len(np.unique(kept)) for part in micro_steps for kept in part.masks.kept) < ENOUGH:
+        # As many volumes as it takes: the device would wait while all are counted.
+        tokens = accumulate(len(np.unique(kept)) for part in micro_steps for kept in part.masks.kept)
+        if not any(count >= ENOUGH for count in tokens):
             return False
         targets = hashlib.sha256(b"".join(part.masks.target.tobytes() for part in micro_steps))
         self._targets = [*self._targets, targets.digest()][-SAME:]
