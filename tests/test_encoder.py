@@ -1,12 +1,14 @@
 """A frozen encoder knows its preprocessing, repeats itself, and tells whom it has seen."""
 
 import shutil
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from octfm.encoder import embed
 from octfm.encoder.embed import NAMES, WORDS, embed_store, embed_with, embedding_files, write_vectors
 from octfm.encoder.embeddings import align, read_embeddings
 from octfm.encoder.encoder import load_encoder, seen_by
@@ -152,6 +154,28 @@ def test_threads_embed_what_one_embeds_and_pass_an_error_on(run, store, tmp_path
         torch.set_num_threads(threads)
 
 
+def test_the_next_volumes_are_read_while_vectors_of_these_are_made(store, tmp_path, monkeypatch):
+    """A GPU would wait for the disk. Each call ends only once the batch after it has been asked for."""
+    read, asked, described = store.read, threading.Event(), []
+
+    def seen(rows):
+        if rows[-1] >= sum(described[1:]) + 8:
+            asked.set()
+        return read(rows)
+
+    def describe(voxels):
+        # The first volume alone, then batches of 8, the last of which has none after it.
+        assert not 0 < len(described) < 3 or asked.wait(20)
+        asked.clear()
+        described.append(len(voxels))
+        return voxels.reshape(len(voxels), -1)[:, :2].astype(np.float32)
+
+    monkeypatch.setattr(embed, "BATCH", 8)
+    monkeypatch.setattr(store, "read", seen)
+    embed_with(describe, store, tmp_path, "ahead")
+    assert described == [1, 8, 8, 8]
+
+
 def test_an_encoder_of_ones_own_gives_one_vector_for_each_volume(store, tmp_path):
     def means(voxels):
         return voxels.mean((2, 3)).astype(np.float32)
@@ -165,9 +189,9 @@ def test_an_encoder_of_ones_own_gives_one_vector_for_each_volume(store, tmp_path
         "expected finite vectors": lambda voxels: means(voxels) * np.nan,
         r"expected vectors \[1, width\]": lambda voxels: means(voxels)[0],
     }
-    for message, embed in wrong.items():
+    for message, own in wrong.items():
         with pytest.raises(EvaluationError, match=message):
-            embed_with(embed, store, tmp_path, "wrong")
+            embed_with(own, store, tmp_path, "wrong")
     assert not (tmp_path / "wrong.parquet").exists()
 
 

@@ -205,8 +205,8 @@ def _in_batches(
 
     with Progress(f"embed with {name}", len(store)) as progress:
         if threads == 1:  # in the caller's own thread, whose settings of torch are not those of others
-            for rows in batches:
-                progress.advance(fill(rows, store.read(rows)))
+            for rows, arrays in _read_ahead(store, batches):
+                progress.advance(fill(rows, arrays))
             return vectors
         of_torch = torch.get_num_threads()
         torch.set_num_threads(max(1, of_torch // threads))
@@ -222,6 +222,16 @@ def _in_batches(
         finally:
             torch.set_num_threads(of_torch)
     return vectors
+
+
+def _read_ahead(store: Store, batches: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, Arrays]]:
+    """Rows and their volumes; the next ones are read while the caller, or its device, works on these."""
+    with ThreadPoolExecutor(1, "octfm-read") as reader:
+        reading = [reader.submit(store.read, rows) for rows in batches[:1]]
+        for place, rows in enumerate(batches, 1):
+            arrays = reading.pop().result()
+            reading += [reader.submit(store.read, following) for following in batches[place : place + 1]]
+            yield rows, arrays
 
 
 def write_rows(path: Path, store: Store, vectors: np.ndarray, facts: dict[str, Any]) -> Path:
