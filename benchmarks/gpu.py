@@ -14,8 +14,7 @@ Cells:
   embed    volumes/s of a frozen encoder
   passes   one pass of the trainer with masks drawn before, and the same inspected
   classes  kernel time of an update by class of kernels, and the device's idle share
-  attention  forward and backward pass of scaled dot products by torch's flash attention and by cuDNN's
-  phantoms   streamed phantoms rendered per second on all cores, by threads and by processes
+  attention forward and backward pass of scaled dot products by torch's flash attention and by cuDNN's
 """
 
 import argparse
@@ -88,7 +87,6 @@ def cells(peer: bool, rehearse: bool) -> list[Cell]:
     found += [Cell("attention", budget=BUDGET)]
     found += [replace(budget, network=name, **cudnn) for name in ("ViT-B", "ViT-S")]
     found += [Cell("train", budget=BUDGET, mode="compiled", limit_s=120), Cell("train", budget=BUDGET, limit_s=75)]
-    found += [Cell("phantoms", (16, 192, 128), limit_s=60)]
     found += [replace(budget, batch=32, **graph), whole, small, replace(whole, **graph), replace(small, **graph)]
     found += [Cell("passes", budget=BUDGET), Cell("passes", budget=BUDGET, mode="compiled", **slow)]
     found += [Cell("inputs", budget=BUDGET), Cell("embed", budget=BUDGET, batch=16)]
@@ -263,28 +261,6 @@ class Worker:
             if self.device == "cuda":
                 with self.cudnn():
                     found[f"{shape}_cudnn_ms"] = 1e3 * self.timed(both)
-        return found
-
-    def phantoms(self, cell: Cell) -> dict[str, Any]:
-        import os
-
-        import numpy as np
-
-        from octfm.store import phantoms
-        from octfm.store.phantoms import PhantomConfig, PhantomStore
-
-        cores, most = os.cpu_count() or 1, phantoms.MOST_THREADS
-        settings = PhantomConfig(image_size=cell.image, target_spacing=(0.1875, 0.0104, 0.031))
-        first, count = cores * 2, cores * (2 if self.chosen.rehearse else 8)
-        found: dict[str, Any] = {"cores": cores}
-        for name, threads in (("threads", cores), ("processes", 1)):
-            phantoms.MOST_THREADS = threads
-            store = PhantomStore(settings, settings.preprocessing(), threads=max(2, cores))
-            store.read(np.arange(first))
-            began = time.perf_counter()
-            store.read(np.arange(first, first + count))
-            found[f"by_{name}_per_s"] = count / (time.perf_counter() - began)
-        phantoms.MOST_THREADS = most
         return found
 
     def passes(self, cell: Cell) -> dict[str, Any]:

@@ -62,9 +62,11 @@ def test_every_cell_of_the_plan_has_a_measurement_and_its_own_name():
     assert all(callable(getattr(bench.Worker, cell.kind)) for cell in planned)
     assert {cell.image for cell in planned} == {(64, 384, 384), (32, 192, 192)}
     updates = [cell for cell in planned if cell.kind == "update"]
-    assert {cell.mode for cell in updates} == {"eager", "compiled", "graph", "compiled graph", "whole compiled"}
+    modes = {"eager", "compiled", "graph", "compiled graph", "compiled graph cudnn", "whole compiled"}
+    assert {cell.mode for cell in updates} == modes
     # The first minutes have to tell the most: rates, updates of both networks, the loop.
-    assert [cell.kind for cell in planned[:6]] == ["peak", "update", "update", "update", "train", "train"]
+    assert [cell.kind for cell in planned[:4]] == ["peak", "update", "update", "update"]
+    assert "train" in {cell.kind for cell in planned[4:8]}
 
 
 def run(words, **environment):
@@ -104,8 +106,8 @@ def test_make_gpu_is_rehearsed_from_a_bundle_in_a_bare_environment(tmp_path):
 @pytest.mark.slow
 def test_a_cell_that_outlasts_its_limit_does_not_hold_up_the_others(tmp_path, monkeypatch):
     """The worker is ended and another one measures on."""
-    chosen = bench.argparse.Namespace(out=tmp_path, peer="", rehearse=True, minutes=10.0, worker=False)
-    hurried, *_, last = bench.cells(peer=False, rehearse=True)
+    chosen = bench.argparse.Namespace(out=tmp_path, peer="", rehearse=True, minutes=10.0, worker=False, only=None)
+    hurried, last = bench.cells(peer=False, rehearse=True)[:2]
     plan = [bench.replace(hurried, limit_s=-59.9), last]
     monkeypatch.setattr(bench, "cells", lambda *_: plan)
     done = bench.measure(chosen)
