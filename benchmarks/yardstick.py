@@ -11,9 +11,9 @@ A folder of `octfm demo` gives store, labels and the encoder `pretrained`; --coh
 of version 4 that no encoder has seen (25 CPU-minutes). Cohorts of several seeds are pooled, with every one shown. Arms:
 each encoder alone and with the tissue map, random initialisation (three draws, their spread in brackets), tissue map,
 histogram, covariates; with --layers also what the packaged network measures (ridge or logistic, and boosted trees),
-alone and with each encoder. Participants whom any encoder has seen are never tested. Claims are corrected by Holm over
-all of the table. Vectors, layers and scores lie in OUT and are computed once. On phantoms all results are in the
-generator. OUT/yardstick.md, .json.
+alone and with each encoder. Encoders are also compared with the first one. Participants whom any encoder has seen are
+never tested. Claims are corrected by Holm over all of the table. Vectors, layers and scores lie in OUT and are computed
+once. On phantoms all results are in the generator. OUT/yardstick.md, .json.
 """
 
 import argparse
@@ -199,7 +199,11 @@ def scored(cohort: Cohort, arms: Sequence[Arm], seen: np.ndarray, chosen: argpar
     for sentence in without:
         say(f"{cohort.name}: {sentence}")
     found: dict[str, Any] = {}
+    if unknown := set(chosen.question) - {question.name for question in asked}:
+        raise SystemExit(f"--question {min(unknown)}: expected one of {', '.join(q.name for q in asked)}")
     for question in asked:
+        if chosen.question and question.name not in chosen.question:
+            continue
         found[question.name] = {
             arm.name: _kept(chosen.out / cohort.name / "scores", question, arm, chosen) for arm in arms
         }
@@ -232,7 +236,7 @@ def _kept(folder: Path, question: Question, arm: Arm, chosen: argparse.Namespace
 
 def claims(names: Sequence[str], encoders: Sequence[str]) -> list[tuple[str, str]]:
     """(a, b) of the differences a − b that are asked for, over the arms that there are."""
-    wanted = []
+    wanted = [(name, encoders[0]) for name in encoders[1:]]
     for name in encoders:
         wanted += [(name, "random_init"), (name, MAP), (f"map + {name}", MAP)]
         wanted += [(name, LAYERS), (f"{LAYERS} + {name}", LAYERS)]
@@ -346,6 +350,7 @@ def main() -> None:
     arguments.add_argument("--layers", action="store_true", help="also measure layers by the packaged network (hours)")
     arguments.add_argument("--truth", action="store_true", help="also the phantoms' true layers and lesions: a ceiling")
     arguments.add_argument("--bscans", type=int, help="of every volume at most so many for --layers; default: all")
+    arguments.add_argument("--question", action="append", default=[], help="only this one; repeat")
     arguments.add_argument("--pool", choices=POOLS, help="of the vectors of all encoders; default: the first one's")
     arguments.add_argument(
         "--resamples", type=int, help=f"per cohort; default: {RESAMPLES:,}, of a single cohort {ALONE:,}, for Holm"
