@@ -27,7 +27,7 @@ import numpy as np
 from octfm.encoder.packaging import package
 from octfm.errors import Preempted
 from octfm.pretraining import preflight
-from octfm.pretraining.pretrain import pretrain
+from octfm.pretraining import pretrain as pretraining
 from octfm.pretraining.settings import load_config
 from octfm.run.tracking import read_metrics
 from octfm.store.layout import Arrays, shapes
@@ -40,6 +40,7 @@ READ = ("model.summary=8", "objective.pool=summary")
 LEARNED = ("schedule.base_lr=8.0e-4", "data.prefetch=3")
 BATCH = 64
 BLOCK = 40
+"""Phantoms that are rendered together."""
 LEAST = 1024
 """Phantoms that are there before the first batch."""
 
@@ -119,20 +120,18 @@ def configured(chosen: argparse.Namespace, steps: int):
 def trained(chosen: argparse.Namespace, store: Kept, steps: int, run: Path, seconds: float) -> list[dict[str, Any]]:
     """Train without preflight, for so many seconds at most; the rows of training in its metrics."""
     checks, preflight.checks = preflight.checks, lambda *_, **__: []
-    # As `pretrain` would make it of data.phantoms.
-    from octfm.pretraining import pretrain as module
-
-    given, module.given_store = module.given_store, lambda *_: store
+    # As it makes it of data.phantoms, which a store given to it may not have.
+    given, pretraining.given_store = pretraining.given_store, lambda *_: store
     # As if the machine were taken away: the run is saved.
     late = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
     late.start()
     try:
-        pretrain(configured(chosen, steps), None, run, "cpu" if chosen.rehearse else "cuda", echo=print)
+        pretraining.pretrain(configured(chosen, steps), None, run, "cpu" if chosen.rehearse else "cuda", echo=print)
     except Preempted as error:
         print(error, flush=True)
     finally:
         late.cancel()
-        preflight.checks, module.given_store = checks, given
+        preflight.checks, pretraining.given_store = checks, given
     return [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train"]
 
 
@@ -162,10 +161,8 @@ def main() -> None:
     config = configured(chosen, 8)
     phantoms = config.data.phantoms
     assert phantoms is not None
-    store, batch = (
-        Kept(phantoms, config.validation_volumes, chosen.painters, room, least),
-        config.data.global_batch_size,
-    )
+    store = Kept(phantoms, config.validation_volumes, chosen.painters, room, least)
+    batch = config.data.global_batch_size
     probe = trained(chosen, store, chosen.probe, chosen.out / "probe", 30 * chosen.minutes)
     step_s = seconds_of(probe, batch)
     # What is left without packaging and, compiled, without compiling once more.
@@ -183,10 +180,7 @@ def main() -> None:
     facts |= {"train_s": passed() - at, "step_s": seconds_of(rows, batch), "rendered": store.rendered}
     facts |= {"volumes": steps * batch, "read": store.used}
     facts["data_wait_share"] = statistics.median(row["data_wait_share"] for row in rows[2:] or rows)
-    facts["losses"] = [row["loss"] for row in rows[:: max(1, len(rows) // 60)]]
-    facts["metrics"] = [row for row in read_metrics(chosen.out / "run" / "metrics.jsonl") if row["kind"] != "train"][
-        -40:
-    ]
+    facts["masked_over_baseline"] = [row["masked_over_baseline"] for row in rows]
     store.stopped = True
     (chosen.out / f"{NAME}.json").write_text(json.dumps(facts, indent=1, default=str) + "\n")
     files = sorted((chosen.out / "run" / "checkpoints").glob("*.pt"))
