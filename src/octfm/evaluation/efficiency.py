@@ -8,7 +8,6 @@ import numpy as np
 
 from octfm.catalog.labels import read_labels
 from octfm.encoder.embeddings import Embeddings, align, read_embeddings
-from octfm.errors import EvaluationError
 from octfm.evaluation.cases import (
     Cases,
     Design,
@@ -68,7 +67,7 @@ def label_efficiency(
         except Skip as reason:
             # As in `probe`: a rare label of a multi-label column is skipped even if the column was named.
             if targets is not None and target.label is None:
-                raise EvaluationError(f"target {target.name}: {reason}") from None
+                raise reason.refusal(target.name) from None
     if resamples is None:
         metrics = sum(len(planned_metrics(cases)) for cases, _ in probed)
         resamples = enough_resamples(metrics * len(fractions) * (len(encoders) - 1), RESAMPLES)

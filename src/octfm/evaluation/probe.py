@@ -87,8 +87,6 @@ def probe(
         present and lists those that cannot be probed under "skipped".
     metrics: metrics of your own, computed next to the built-in ones with intervals from the same resamples.
     """
-    if isinstance(seen, str):
-        raise TypeError("seen must be a collection of participant ids or a predicate, got one string")
     if seeds < 1:
         raise EvaluationError(f"seeds: expected at least 1, got {seeds}")
     if taken := {metric.name for metric in metrics} & {*BUILT_IN}:
@@ -110,7 +108,7 @@ def probe(
         except Skip as reason:
             # A rare label of a multi-label column is skipped even if the column was named.
             if targets is not None and target.label is None:
-                raise EvaluationError(f"target {target.name}: {reason}", public=reason.public) from None
+                raise reason.refusal(target.name) from None
             skipped.append({"target": target.name, "sentence": str(reason)})
             continue
         probed.append((target, rounds))
@@ -234,6 +232,8 @@ def choose_design(data: Embeddings, wanted: str = "auto", folds: int | None = No
 
 def rows_seen(data: Embeddings, seen: Collection[str] | Callable[[str], bool]) -> np.ndarray:
     """bool [N]: rows of participants that an encoder was pretrained on."""
+    if isinstance(seen, str):
+        raise TypeError("seen must be a collection of participant ids or a predicate, got one string")
     is_seen = seen if callable(seen) else frozenset(seen).__contains__
     return np.array([bool(is_seen(p)) for p in data.participant.tolist()])
 

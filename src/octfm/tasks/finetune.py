@@ -209,15 +209,15 @@ def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool],
             make_cases(target, data, table), data, "recommended_split", seen_rows, allow_seen, 1, config.seed
         )
     except Skip as reason:
-        raise EvaluationError(f"target {config.target}: {reason}") from None
+        raise reason.refusal(config.target) from None
     learning, test = rounds[0].train, rounds[0].test
     validates = np.array([data.split[row] == "val" for row in cases.rows[learning]])
     one_class = cases.classes is not None and len(np.unique(cases.label[learning][validates])) < 2
     if drawn := one_class or not validates.any():
-        fold = participant_folds(
-            cases.participant[learning], cases.label[learning], 5, 0, stratify=cases.classes is not None
-        )
-        validates = fold == 0
+        label, stratify = cases.label[learning], cases.classes is not None
+        fold = participant_folds(cases.participant[learning], label, 5, 0, stratify=stratify)
+        # A rare class is not in every fifth.
+        validates = fold == next(k for k in range(5) if not stratify or len(np.unique(label[fold == k])) > 1)
     train, validation = learning[~validates], learning[validates]
     absent = [name for k, name in enumerate(cases.classes or ()) if k not in cases.label[train]]
     if absent or not len(train):

@@ -141,13 +141,12 @@ def _judge(
     facts: dict[str, int],
 ) -> Result:
     """What segment.json holds: errors of every predictor on the test volumes, and comparisons with the encoder's."""
-
-    def errors(predictor: Predictor) -> list[dict[str, Any]]:
-        rows = [store.rows[i] for i in test_rows]
-        return [errors_of(config, predictor(row.index), read_truth(config, row), transform_of(row)) for row in rows]
-
     who = np.array([store.rows[i].participant for i in test_rows])
-    found = {name: errors(predictor) for name, predictor in predictors.items()}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in predictors}
+    for i in test_rows:
+        truth, transform = read_truth(config, store.rows[i]), transform_of(store.rows[i])
+        for name, predictor in predictors.items():
+            found[name].append(errors_of(config, predictor(i), truth, transform))
     scored = score_errors(config, found, who, facts, RESAMPLES)
     comparisons = [
         # PLANNED lists metrics of probes; here every comparison is planned.
@@ -248,10 +247,12 @@ def dice(voxels: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 def mean_height(config: SegmentConfig, store: Store, truth: Sequence[Labelled]) -> Predictor:
     """A predictor that ignores the image: the mean surface of training volumes, in the prepared frame, which is
-    centred on the tissue."""
+    centred on the tissue; its mean row where none of them has it."""
     stacked = np.stack([t.rows for t in truth])
     known = np.isfinite(stacked)
-    mean = np.where(known, stacked, 0).sum(0) / np.maximum(known.sum(0), 1)
+    total, count = np.where(known, stacked, 0).sum(0), known.sum(0)
+    everywhere = (total.sum((1, 2)) / count.sum((1, 2)))[:, None, None]
+    mean = np.where(count > 0, total / np.maximum(count, 1), everywhere)
 
     def answer(i: int) -> Segmentation:
         transform = transform_of(store.rows[i])
