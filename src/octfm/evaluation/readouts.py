@@ -89,14 +89,12 @@ def fit_predict(
         return losses
 
     with threadpool_limits(1 if x.size <= SMALL else None, user_api="blas"):
-        ones = np.ones(x.shape[1])
         if len(parts) > 1 and readout in ("linear", "ordinal"):
-            is_strength = grid is LOGISTIC_C
-            strengths = _choose_strengths(losses_of, parts, x.shape[1], grid, is_strength)
+            strengths = _choose_strengths(losses_of, parts, grid)
             scale = np.sqrt(np.repeat(strengths, widths))
             known, new = standardised(x, x_new)
             return next(path(known * scale, new * scale, y, num_classes, (1.0,))), strengths
-        losses = losses_of(ones, slice(None), grid)
+        losses = losses_of(np.ones(x.shape[1]), slice(None), grid)
         best = grid[int(np.argmin(losses))] if losses else grid[0]
         return next(path(*standardised(x, x_new), y, num_classes, (best,))), best
 
@@ -104,9 +102,7 @@ def fit_predict(
 def _choose_strengths(
     losses_of: Callable[[np.ndarray, slice, Sequence[float]], list[float]],
     parts: Sequence[slice],
-    width: int,
     grid: Sequence[float],
-    is_strength: bool,
 ) -> tuple[float, ...]:
     """The inverse penalty of each part of a joint arm, 0 for a part that is left out, chosen by inner folds.
 
@@ -116,9 +112,9 @@ def _choose_strengths(
     """
     best, candidates = [], []
     for place, part in enumerate(parts):
-        losses = losses_of(np.ones(width), part, grid)
+        losses = losses_of(np.ones(parts[-1].stop), part, grid)
         setting = grid[int(np.argmin(losses))] if losses else grid[0]
-        best.append(setting if is_strength else 1 / setting)
+        best.append(setting if grid is LOGISTIC_C else 1 / setting)
         alone = [0.0] * len(parts)
         alone[place] = best[-1]
         candidates.append((min(losses, default=np.inf), tuple(alone)))

@@ -20,8 +20,8 @@ from octfm.io.progress import Progress
 from octfm.layers.finder import LayerFinder, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
 from octfm.models.layer_net import MASKS, SURFACES
-from octfm.store.layout import StoreRow
 from octfm.store.store import Store
+from octfm.tasks.segment import transform_of
 from octfm.volume.etdrs import ZONES, measure_around, measure_grid
 from octfm.volume.volume import Laterality, Spacing3, Volume
 
@@ -59,12 +59,10 @@ class Source:
 
 def sources_of(store: Store) -> list[Source]:
     """The native files of a store's volumes, with its millimetres."""
-    return [Source(row.acquisition, row.uri, row.laterality, _spacing(row), row.pixels) for row in store.rows]
-
-
-def _spacing(row: StoreRow) -> Spacing3:
-    dz, dy, dx = row.transform["native_spacing_mm"]
-    return dz, dy, dx
+    return [
+        Source(row.acquisition, row.uri, row.laterality, transform_of(row).native_spacing_mm, row.pixels)
+        for row in store.rows
+    ]
 
 
 def layer_map(

@@ -13,7 +13,7 @@ from octfm.errors import CheckpointError, Echo, EvaluationError
 from octfm.evaluation.metrics import mae
 from octfm.evaluation.probe import RESAMPLES, write_probe
 from octfm.evaluation.results import Result
-from octfm.evaluation.scoring import Scored, compare_scored, correct, finite
+from octfm.evaluation.scoring import Scored, compare_scored, correct, difference_words, finite
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap, interval
 from octfm.io.hashing import hash_file
 from octfm.io.location import Location
@@ -277,9 +277,8 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
             lines.append(f"{r['target']:<12} {r['note']}")
     for c in result["comparisons"]:
         if c["low"] is not None:
-            between = f"{c['low']:+.2f} to {c['high']:+.2f}"
-            numbers = f"{c['difference']:+.2f} ({between}, p = {c['p']:.3f}, Holm {c['p_holm']:.3f})"
-            lines.append(f"{c['target']:<12} {c['metric']:<5} {c['a']} is {c['verdict']} against {c['b']}: {numbers}")
+            who = f"{c['a']} is {c['verdict']} against {c['b']}"
+            lines.append(f"{c['target']:<12} {c['metric']:<5} {who}: {difference_words(c, digits=2)}")
     return lines
 
 
