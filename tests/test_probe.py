@@ -431,6 +431,14 @@ def test_the_curve_refuses_what_the_probe_refuses_and_keeps_values_private(cohor
         label_efficiency(files, targets=["disease"], seen="1002")
 
 
+def test_a_target_that_is_named_twice_counts_once(cohort, tmp_path):
+    """Holm's correction would otherwise count each of its comparisons twice."""
+    files = [cohort.embeddings(tmp_path / f"{name}.parquet", name=name) for name in "ab"]
+    table = relabelled(cohort, tmp_path / "l.csv", "grade", ["a", "b"] * 30)
+    once, twice = (probe(files, table, targets=["grade"] * n, resamples=50) for n in (1, 2))
+    assert once == twice
+
+
 def test_a_column_called_disease_is_asked_for_as_it_is(cohort, tmp_path):
     cells = ["no", "yes", "yes"] * 20
     table = relabelled(cohort, tmp_path / "l.csv", "disease", cells)

@@ -173,7 +173,7 @@ def find_targets(
 
 
 def _named_targets(names: Sequence[str], table: LabelTable | None) -> list[Target]:
-    """Targets by name; a column of the table takes precedence over the known target of its name."""
+    """Targets by name, each once; a column of the table takes precedence over the known target of its name."""
     own = {name for name in names if table is not None and name in table.columns}
     if table is not None and "scanner" in own:
         raise EvaluationError(
@@ -182,7 +182,7 @@ def _named_targets(names: Sequence[str], table: LabelTable | None) -> list[Targe
             public="The label table has a column scanner, which is not the one that the scans name.",
         )
     known = {target.name: target for target in TARGETS if target.name not in own or target.column == target.name}
-    return [known.get(name) or Target(name, name, "participant") for name in names]
+    return [known.get(name) or Target(name, name, "participant") for name in dict.fromkeys(names)]
 
 
 def find_target(

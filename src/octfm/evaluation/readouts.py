@@ -27,8 +27,8 @@ ITERATIONS = (12.0, 25.0, 50.0, 100.0, 200.0)
 TREES = {"learning_rate": 0.06, "max_leaf_nodes": 15, "min_samples_leaf": 10, "l2_regularization": 1.0}
 FARTHEST = 5.0
 """Standard deviations from the mean of the training rows up to which a new row counts, if none of them is farther."""
-RATHER_ONE = 0.1
-"""Share to which the strength of one part of a joint arm is reduced, in the candidates that rely on the others."""
+WEAKENED = 0.1
+"""Factor on the strength of one part of a joint arm in the candidates that mostly rely on the others."""
 TOLERANCE, WHILE_SEARCHING = 1e-4, 1e-3
 """Largest gradient at which a logistic fit stops (scikit-learn's default), for the final fit and for comparing
 penalties. With the larger one, losses agree within 1 % and fits take two thirds of the time (docs/log)."""
@@ -62,7 +62,7 @@ def fit_predict(
     """
     from threadpoolctl import threadpool_limits
 
-    parts = _slices(widths)
+    parts = [slice(end - width, end) for end, width in zip(np.cumsum(widths).tolist(), widths, strict=True)]
     if readout == "knn":
         grid, path = NEIGHBOURS, partial(_neighbours, parts=parts)
     elif readout == "trees":
@@ -118,18 +118,13 @@ def _choose_strengths(
         alone = [0.0] * len(parts)
         alone[place] = best[-1]
         candidates.append((min(losses, default=np.inf), tuple(alone)))
-    less = np.ones((len(parts), len(parts))) - (1 - RATHER_ONE) * np.eye(len(parts))
+    less = np.ones((len(parts), len(parts))) - (1 - WEAKENED) * np.eye(len(parts))
     for share in [np.ones(len(parts)), np.full(len(parts), 1 / 3), *less]:
         strengths = np.array(best) * share
         scale = np.concatenate([np.full(p.stop - p.start, np.sqrt(s)) for p, s in zip(parts, strengths, strict=True)])
         losses = losses_of(scale, slice(None), (1.0,))
         candidates.append((min(losses, default=np.inf), tuple(float(s) for s in strengths)))
     return min(candidates)[1]
-
-
-def _slices(widths: Sequence[int]) -> list[slice]:
-    ends = np.cumsum(widths).tolist()
-    return [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]
 
 
 def standardised(x: np.ndarray, x_new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

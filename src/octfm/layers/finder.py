@@ -209,6 +209,7 @@ def _columns(values: Tensor, width: int) -> Tensor:
 
 
 def white_of(volume: Volume) -> int:
+    """The grey level of white."""
     return 255 if volume.voxels.dtype == np.uint8 else volume.full_scale
 
 
