@@ -270,6 +270,13 @@ def test_truth_that_teaches_nothing_or_does_not_fit_is_refused_before_the_traini
     assert not (tmp_path / "seg").exists()
 
 
+def test_surfaces_that_are_not_named_from_the_top_are_refused_before_the_training(run, store, tmp_path):
+    """No surface is placed above the one before it: the upper one would be drawn along the lower."""
+    with pytest.raises(EvaluationError, match="ilm lies above bm in the truth; name them from the vitreous downwards"):
+        segment(settings(run, store, surfaces=["bm", "ilm"]), tmp_path / "seg", baselines=False, echo=quiet)
+    assert not (tmp_path / "seg").exists()
+
+
 def test_truth_of_test_volumes_is_read_before_the_training(run, store, tmp_path):
     test = next(row.acquisition for row in store[0].rows if row.split == "test")
     rewrite_truth(store, tmp_path / "truth", lambda file, _: file)

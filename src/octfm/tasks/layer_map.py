@@ -76,7 +76,7 @@ def layer_map(
 
     `file`, a JSON Lines file, keeps what is measured: the same call goes on where it stopped, measures again what has
     other voxels, another eye or other millimetres since, and refuses a file made by another network or with other
-    B-scans. `bscans`: at most so many of each volume, evenly spaced; None for all. A number that a scan does not allow
+    B-scans. `bscans`: about so many of each volume, evenly spaced; None for all. A number that a scan does not allow
     is NaN, which a probe takes for the mean of its training rows. Raises EvaluationError for a file of another kind,
     ReadError for an unreadable scan.
     """
@@ -151,7 +151,7 @@ def _read(file: Path, head: dict) -> dict[str, np.ndarray]:
 
 
 def spaced(volume: Volume, bscans: int | None) -> Volume:
-    """The volume with every n-th B-scan, so that at most about `bscans` remain, the middle ones of each n."""
+    """The volume with every n-th B-scan, so that about `bscans` remain, the middle ones of each n."""
     depth = len(volume.voxels)
     step = 1 if bscans is None else max(1, round(depth / bscans))
     if step == 1 or depth // step < 2:

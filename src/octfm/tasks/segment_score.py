@@ -3,6 +3,7 @@ intervals."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +116,9 @@ def segment(
 def _require_something_to_find(
     config: SegmentConfig, store: Store, truth: Sequence[Labelled], test_rows: Sequence[int]
 ) -> None:
-    """Raises EvaluationError if no training volume has a surface or the mask, or no test volume has a surface. Reads
-    the truth of all test volumes, so that a fault in it is found before the training and not after."""
+    """Raises EvaluationError if no training volume has a surface or the mask, no test volume has a surface, or surfaces
+    are not named in their order. Reads the truth of all test volumes, so that a fault in it is found before the
+    training and not after."""
     tested = np.zeros(len(config.surfaces), bool)
     for i in test_rows:
         tested |= np.isfinite(read_truth(config, store.rows[i])["rows"]).any((1, 2))
@@ -125,6 +127,12 @@ def _require_something_to_find(
         if absent := [name for name, any_row in zip(config.surfaces, known, strict=True) if not any_row]:
             raise EvaluationError(
                 f"truth: no {split} volume has a row of {', '.join(absent)}; leave it out of surfaces, or label it"
+            )
+    for i, (upper, lower) in enumerate(pairwise(config.surfaces)):
+        # A surface is never placed above the one before it.
+        if sum(np.sign(np.nan_to_num(t.rows[i + 1] - t.rows[i])).sum() for t in truth) < 0:
+            raise EvaluationError(
+                f"surfaces: {lower} lies above {upper} in the truth; name them from the vitreous downwards"
             )
     if config.mask_values and not any(t.mask.any() for t in truth if t.mask is not None):
         raise EvaluationError(
