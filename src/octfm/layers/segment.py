@@ -374,7 +374,7 @@ class ScanSegmentation(Segmentation):
     def place(self) -> Field:
         """Where the A-scans lie on the fundus. Raises EvaluationError where they form no raster."""
         volume = self.volume
-        if volume.layout != "raster" or volume.shape[0] < 2:
+        if self._no_raster():
             raise EvaluationError(
                 f"{volume.source}: a {volume.layout} scan of {volume.shape[0]} B-scans covers no ETDRS zone; "
                 "a raster is needed"
@@ -389,7 +389,7 @@ class ScanSegmentation(Segmentation):
         """float [D]: nanolitres of a voxel of each B-scan, which reaches halfway to the neighbouring B-scans; None
         unless this is a raster with B-scans everywhere as close as the inner ring needs."""
         volume, most = self.volume, MOST_APART_MM["inner"]
-        if volume.layout != "raster" or volume.shape[0] < 2:
+        if self._no_raster():
             return None
         # Lines that run to and fro would mirror zones in every other B-scan; the distance between them is known all the
         # same.

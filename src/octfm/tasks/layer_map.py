@@ -104,8 +104,7 @@ def measured(
     volumes: acquisition → Volume of those that are not read from their uri.
     """
     file, given = Path(file), volumes or {}
-    head = {"format": "octfm-layer-map", "version": 1, "model": finder.model, "bscans": bscans, "columns": COLUMNS}
-    head = json.loads(json.dumps(head))
+    head = {"format": "octfm-layer-map", "version": 1, "model": finder.model, "bscans": bscans, "columns": [*COLUMNS]}
     found = _read(file, head)
     wanted = [source for source in sources if source.key not in found]
     if len(wanted) < len(sources):
