@@ -599,8 +599,6 @@ def test_a_corrected_row_says_so_and_stays(tmp_path):
 
 
 def test_calibration_counts_scans_that_were_corrected_whole(tmp_path):
-    from octfm.layers.ranges import Ranges
-
     found = replace(found_in(), ranges=Ranges((5.0, 0.0, 0.0), (5.0, 0.0, 0.0), 9))
     shifted = found.surfaces["bm"][0] + 1
     whole = stated(found, checked=range(25), lines={(d, "bm"): shifted for d in range(25)}, participant="P1")
@@ -617,6 +615,14 @@ def test_calibration_counts_scans_that_were_corrected_whole(tmp_path):
     save_table(fixed[:3], tmp_path / "few.csv")
     with pytest.raises(EvaluationError, match="at least 50 participants"):
         calibrate_rows(rows, tmp_path / "few.csv")
+
+
+def test_calibration_takes_a_table_with_the_corrected_participant_and_zones_alone(tmp_path):
+    row = row_of(replace(found_in(), ranges=Ranges((5.0, 0.0, 0.0), (5.0, 0.0, 0.0), 9)))
+    lines = [f"{i},P{i},{float(row['centre_um']) + 4}" for i in range(60)]
+    (tmp_path / "fixed.csv").write_text("\n".join(["source,corrected_participant,centre_um", *lines]))
+    scaled, _ = calibrate_rows([row | {"source": f"{i}"} for i in range(60)], tmp_path / "fixed.csv")
+    assert "60 participants" in scaled[0]["range_kind"]
 
 
 def test_calibration_counts_no_scan_that_was_measured_by_another_axial_length(tmp_path):

@@ -122,6 +122,20 @@ def test_an_epoch_is_not_chosen_by_participants_of_one_class(run, store, tmp_pat
     assert "drawn from train and val: val alone has too few labels" in module.summary(out)[0]
 
 
+@pytest.mark.parametrize(("healthy", "ill"), [(6, 2), (11, 2), (12, 3)])
+def test_participants_drawn_to_validate_on_have_two_classes(run, tmp_path, healthy, ill):
+    """A rare class is in few of the fifths that one is drawn from."""
+    splits = ("train",) * (healthy + ill) + ("test",) * 2
+    store = small_store(tmp_path / "prepared", splits=splits)
+    people = dict.fromkeys(row.participant for row in store.rows)
+    cells = [*["healthy"] * healthy, *["ill"] * ill, "healthy", "ill"]
+    lines = [f"{who}\t{cell}" for who, cell in zip(people, cells, strict=True)]
+    (tmp_path / "labels.tsv").write_text("\n".join(["participant_id\tdiagnosis", *lines]))
+    config = settings(run, store, tmp_path / "labels.tsv", target="diagnosis", order=[])
+    task = find_task(config, store, lambda _: False, False)
+    assert task.drawn and set(task.cases.label[task.validation]) == {0, 1} == set(task.cases.label[task.train])
+
+
 def test_labels_that_cannot_be_learned_are_refused_with_the_class_and_the_counts(run, tmp_path):
     store = small_store(tmp_path / "prepared", splits=("train",) * 8 + ("val",) * 4 + ("test",) * 2)
     kinds = {row.participant: row.split for row in store.rows}
@@ -132,13 +146,14 @@ def test_labels_that_cannot_be_learned_are_refused_with_the_class_and_the_counts
         config = settings(run, store, tmp_path / "labels.tsv", target="grade", order=[], lr_encoder=0)
         with pytest.raises(EvaluationError) as caught:
             find_task(config, store, lambda _: False, False)
-        return str(caught.value)
+        return str(caught.value), caught.value.public
 
-    of_val = told(lambda split, i: "große Drusen" if i in (8, 9) else ("a", "b")[i % 2])
+    of_val, _ = told(lambda split, i: "große Drusen" if i in (8, 9) else ("a", "b")[i % 2])
     assert "no training participant outside the validation set has große Drusen; label more" in of_val
-    one = told(lambda split, i: "b" if split == "test" else ("a", "b")[i % 2])
+    one, public = told(lambda split, i: "b" if split == "test" else ("a", "b")[i % 2])
     assert "The test participants have b of the classes of grade that can be learned (a, b); a score needs two" in one
-    few = told(lambda split, i: "" if split == "test" else i * 1.5)
+    assert "fewer than two classes of grade" in public and "(a, b)" not in public
+    few, _ = told(lambda split, i: "" if split == "test" else i * 1.5)
     assert "12 participants with grade to learn from and 0 to test, expected at least 6 and 2" in few
 
 

@@ -405,6 +405,40 @@ def test_a_label_in_two_spellings_is_refused(cohort, tmp_path):
     assert "ild" not in error.value.public
 
 
+def test_a_label_of_several_in_two_spellings_is_skipped(cohort, tmp_path):
+    """As two targets, the scans of one would be negatives of the other."""
+    table = relabelled(cohort, tmp_path / "l.csv", "finding", ["DME;drusen", "dme; drusen", "none"] * 20)
+    result = probe([cohort.embeddings(tmp_path / "a.parquet")], table, targets=["finding"], resamples=50)
+    assert {r["target"] for r in result["results"]} == {"finding:drusen", "finding"}
+    assert [s["target"] for s in result["skipped"]] == ["finding:DME", "finding:dme"]
+    assert "Column finding has DME and dme; spell them alike" in result["skipped"][0]["sentence"]
+
+
+def test_grades_that_are_named_for_a_known_column_are_all_there_are(cohort, tmp_path):
+    table = relabelled(cohort, tmp_path / "l.csv", "study_group", ["a", "b", "c", "d"] * 15)
+    files = [cohort.embeddings(tmp_path / "a.parquet")]
+    with pytest.raises(EvaluationError, match="target study_group: d is not among the grades a, b, c"):
+        probe(files, table, targets=["study_group"], orders={"study_group": ("a", "b", "c")})
+
+
+def test_the_curve_refuses_what_the_probe_refuses_and_keeps_values_private(cohort, tmp_path):
+    files = [cohort.embeddings(tmp_path / "a.parquet")]
+    table = relabelled(cohort, tmp_path / "l.csv", "grade", ["Mild", "none", "mild"] * 20)
+    with pytest.raises(EvaluationError, match="Mild and mild") as error:
+        label_efficiency(files, table, targets=["grade"])
+    assert error.value.public and "ild" not in error.value.public
+    with pytest.raises(TypeError, match="got one string"):
+        label_efficiency(files, targets=["disease"], seen="1002")
+
+
+def test_a_target_that_is_named_twice_counts_once(cohort, tmp_path):
+    """Holm's correction would otherwise count each of its comparisons twice."""
+    files = [cohort.embeddings(tmp_path / f"{name}.parquet", name=name) for name in "ab"]
+    table = relabelled(cohort, tmp_path / "l.csv", "grade", ["a", "b"] * 30)
+    once, twice = (probe(files, table, targets=["grade"] * n, resamples=50) for n in (1, 2))
+    assert once == twice
+
+
 def test_a_column_called_disease_is_asked_for_as_it_is(cohort, tmp_path):
     cells = ["no", "yes", "yes"] * 20
     table = relabelled(cohort, tmp_path / "l.csv", "disease", cells)

@@ -26,7 +26,7 @@ from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.scene import load_scenes
 from octfm.tasks.segment import Fit, Labelled, Segmenter, load_segmenter, to_prepared
 from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
-from octfm.tasks.segment_score import dice, errors_of, score_errors, segment, summary_lines
+from octfm.tasks.segment_score import dice, errors_of, mean_height, score_errors, segment, summary_lines
 from octfm.tasks.segment_settings import SegmentConfig
 from octfm.volume.segmentation import Segmentation
 from support.small_store import SIZE, edit_rows, small_preprocessing, small_store
@@ -220,6 +220,15 @@ def test_segmenters_are_compared_on_the_volumes_that_all_of_them_measured():
     assert compared["low"] == pytest.approx(-0.5) == compared["high"] and compared["verdict"] == "better"
 
 
+def test_the_mean_surface_has_its_mean_row_where_no_training_volume_has_one(store):
+    """As the first row it would be off by hundreds of µm, and any encoder better."""
+    rows = np.full((1, SIZE[0], SIZE[2]), np.nan, np.float32)
+    rows[:, ::2] = 9
+    predict = mean_height(load(SegmentConfig, {"surfaces": ["ilm"]}), store[0], [Labelled(rows, None)])
+    full = mean_height(load(SegmentConfig, {"surfaces": ["ilm"]}), store[0], [Labelled(np.full_like(rows, 9), None)])
+    np.testing.assert_allclose(predict(0).surfaces["ilm"], full(0).surfaces["ilm"])
+
+
 def test_seen_participants_and_absent_truth_are_refused(run, store, tmp_path):
     for row in store[0].rows:
         assert (store[1] / f"{row.acquisition}.npz").is_file()
@@ -258,6 +267,13 @@ def test_truth_that_teaches_nothing_or_does_not_fit_is_refused_before_the_traini
     rewrite_truth(store, tmp_path / "truth", lambda file, _: file | changes)
     with pytest.raises(EvaluationError, match=message):
         segment(settings(run, (store[0], tmp_path / "truth")), tmp_path / "seg", baselines=False, echo=quiet)
+    assert not (tmp_path / "seg").exists()
+
+
+def test_surfaces_that_are_not_named_from_the_top_are_refused_before_the_training(run, store, tmp_path):
+    """No surface is placed above the one before it: the upper one would be drawn along the lower."""
+    with pytest.raises(EvaluationError, match="ilm lies above bm in the truth; name them from the vitreous downwards"):
+        segment(settings(run, store, surfaces=["bm", "ilm"]), tmp_path / "seg", baselines=False, echo=quiet)
     assert not (tmp_path / "seg").exists()
 
 

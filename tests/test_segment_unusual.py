@@ -158,6 +158,15 @@ def test_ends_of_turned_bscans_have_the_letters_of_the_fundus(turned):
     assert f'"sides":{json.dumps(sides, separators=(",", ":"))}' in viewer([scene]).body
 
 
+def test_an_axial_length_of_no_eye_and_millimetres_of_a_volume_are_refused(finder):
+    volume = Volume(np.zeros((1, 64, 32), np.uint8), (0.1, 0.004, 0.012), layout="line")
+    for length in (2.4, 245.0, float("nan")):
+        with pytest.raises(ConfigError, match="axial_length_mm: expected 14 to 40 mm"):
+            segment(volume, axial_length_mm=length, finder=finder)
+    with pytest.raises(ConfigError, match="a Volume has its own"):
+        segment(volume, spacing_mm=(0.1, 0.004, 0.012), finder=finder)
+
+
 def test_axial_length_rescales_volumes_and_the_ruler_like_zones():
     found = found_in(fluid_in=3)
     longer = replace(found, axial_length_mm=1.82 + 1.1 * (24.46 - 1.82))

@@ -225,7 +225,7 @@ def test_a_loss_without_a_gradient_leaves_the_last_checkpoint_as_it_was(clinic, 
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, "loss", kinked)
-        with pytest.raises(EvaluationError, match=r"gradient norm (is )?nan at step \d+; lower lr"):
+        with pytest.raises(EvaluationError, match=r"gradient norm nan at step \d+; lower lr"):
             clinic.do(verb, tmp_path / "run")
     clinic.do(verb, tmp_path / "run")
     assert_same(tmp_path / "run", clinic.whole[verb], verb)

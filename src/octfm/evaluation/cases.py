@@ -127,6 +127,10 @@ class Skip(Exception):
         super().__init__(message)
         self.public = public or message
 
+    def refusal(self, target: str) -> EvaluationError:
+        """The error for a target that was asked for by name."""
+        return EvaluationError(f"target {target}: {self}", public=self.public)
+
 
 def find_targets(
     names: Sequence[str] | None,
@@ -169,7 +173,7 @@ def find_targets(
 
 
 def _named_targets(names: Sequence[str], table: LabelTable | None) -> list[Target]:
-    """Targets by name; a column of the table takes precedence over the known target of its name."""
+    """Targets by name, each once; a column of the table takes precedence over the known target of its name."""
     own = {name for name in names if table is not None and name in table.columns}
     if table is not None and "scanner" in own:
         raise EvaluationError(
@@ -178,7 +182,7 @@ def _named_targets(names: Sequence[str], table: LabelTable | None) -> list[Targe
             public="The label table has a column scanner, which is not the one that the scans name.",
         )
     known = {target.name: target for target in TARGETS if target.name not in own or target.column == target.name}
-    return [known.get(name) or Target(name, name, "participant") for name in names]
+    return [known.get(name) or Target(name, name, "participant") for name in dict.fromkeys(names)]
 
 
 def find_target(
@@ -195,8 +199,8 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
     """Join the target's labels to the embeddings.
 
     Raises Skip without labels, for `disease` with only one class, and for a column that is neither of numbers nor of
-    classes: numbers with words or infinities among them, a text of its own for most participants, or one class in two
-    spellings.
+    classes: numbers with words or infinities among them, a text of its own for most participants, or one class (or
+    label of a multi-label column) in two spellings.
     """
     values = column_values(target.column, data, table)
     rows = np.array([i for i, value in enumerate(values) if value is not None], dtype=int)
@@ -226,11 +230,13 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
         unit = np.where(by_eye, data.eye_id[rows], data.acquisition[rows])
         unit_name: Unit = "eye" if by_eye.any() else "acquisition"
         return Cases(target, rows, np.array(numbers, dtype=float), None, participant, unit, unit_name, unlabelled)
-    if target.label is None and not numeric:
-        _require_classes(target.column, kept, participant)
     if target.label is not None:
-        kept = [target.label if target.label in _parts(v) else f"no {target.label}" for v in kept]
+        parts = [_parts(v) for v in kept]
+        _require_one_spelling(target.column, [p for own in parts for p in own if _bare(p) == _bare(target.label)])
+        kept = [target.label if target.label in own else f"no {target.label}" for own in parts]
     else:
+        if not numeric:
+            _require_classes(target.column, kept, participant)
         kept = one_spelling(kept)
     classes, ordered = _classes(target, kept)
     label = np.array([classes.index(v) for v in kept])
@@ -275,22 +281,31 @@ def _require_classes(column: str, cells: Sequence[str], participant: np.ndarray)
             f"{most[1]} of {len(cells)} labels in column {column} are numbers with the unit {most[0]}; {remedy}.",
             f"Column {column} has numbers with a unit; {remedy}.",
         )
+    _require_one_spelling(column, cells)
+    alone = Counter(cell for cell, _ in set(zip(cells, participant.tolist(), strict=True)))
+    people = len(set(participant.tolist()))
+    if len(alone) > MANY_NUMBERS and sum(n == 1 for n in alone.values()) > people / 2:
+        raise Skip(
+            f"Column {column} has {len(alone)} different texts for {people} participants, which are no classes; write "
+            "dates and amounts as plain numbers."
+        )
+
+
+def _require_one_spelling(column: str, cells: Sequence[str]) -> None:
+    """Raises Skip if two cells differ only in capitals or spaces."""
     spelt: dict[str, str] = {}
     for cell in cells:
-        known = spelt.setdefault(" ".join(cell.lower().split()), cell)
+        known = spelt.setdefault(_bare(cell), cell)
         if known != cell:
             remedy = "spell them alike, or they are two classes"
             raise Skip(
                 f"Column {column} has {known} and {cell}; {remedy}.",
                 f"Column {column} spells one label in two ways; {remedy}.",
             )
-    alone = Counter(cell for cell, _ in set(zip(cells, participant.tolist(), strict=True)))
-    people = len(set(participant.tolist()))
-    if len(spelt) > MANY_NUMBERS and sum(n == 1 for n in alone.values()) > people / 2:
-        raise Skip(
-            f"Column {column} has {len(spelt)} different texts for {people} participants, which are no classes; write "
-            "dates and amounts as plain numbers."
-        )
+
+
+def _bare(cell: str) -> str:
+    return " ".join(cell.lower().split())
 
 
 def _parts(cell: str) -> list[str]:
@@ -304,7 +319,7 @@ def _classes(target: Target, values: Sequence[str]) -> tuple[tuple[str, ...], bo
         return (f"no {target.label}", target.label), False
     if present <= set(target.order):
         return tuple(name for name in target.order if name in present), True
-    if target.order and target.column not in ORDERS:
+    if target.order and target.order != ORDERS.get(target.column):
         raise EvaluationError(
             f"target {target.name}: {min(present - set(target.order))} is not among the grades "
             f"{', '.join(target.order)}"

@@ -148,4 +148,4 @@ def _cases(store: Store, table: LabelTable | None, target: str) -> Cases:
     try:
         return make_cases(find_target(target, data, table), data, table)
     except Skip as reason:
-        raise EvaluationError(f"target {target}: {reason}") from None
+        raise reason.refusal(target) from None

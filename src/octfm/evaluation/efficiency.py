@@ -8,7 +8,6 @@ import numpy as np
 
 from octfm.catalog.labels import read_labels
 from octfm.encoder.embeddings import Embeddings, align, read_embeddings
-from octfm.errors import EvaluationError
 from octfm.evaluation.cases import (
     Cases,
     Design,
@@ -22,7 +21,7 @@ from octfm.evaluation.cases import (
 )
 from octfm.evaluation.probe import RESAMPLES, choose_design, describe, drawn, predict, rows_seen
 from octfm.evaluation.readouts import Readout
-from octfm.evaluation.scoring import PLANNED, compare_metrics, correct, planned_metrics, score
+from octfm.evaluation.scoring import PLANNED, compare_metrics, correct, difference_words, planned_metrics, score
 from octfm.evaluation.statistics import enough_resamples
 from octfm.io.location import Location
 from octfm.io.progress import Progress
@@ -68,7 +67,7 @@ def label_efficiency(
         except Skip as reason:
             # As in `probe`: a rare label of a multi-label column is skipped even if the column was named.
             if targets is not None and target.label is None:
-                raise EvaluationError(f"target {target.name}: {reason}") from None
+                raise reason.refusal(target.name) from None
     if resamples is None:
         metrics = sum(len(planned_metrics(cases)) for cases, _ in probed)
         resamples = enough_resamples(metrics * len(fractions) * (len(encoders) - 1), RESAMPLES)
@@ -126,10 +125,6 @@ def curve_lines(rows: Sequence[dict[str, Any]], comparisons: Sequence[dict[str, 
         lines.append(f"{key[0]:<12} {key[1]:<18} {key[2]:<12} {points}")
     for c in comparisons:
         if c["low"] is not None:
-            adjusted = "" if c["p_holm"] is None else f", Holm {c['p_holm']:.3f}"
-            numbers = f"{c['difference']:+.3f} ({c['low']:+.3f} to {c['high']:+.3f}, p = {c['p']:.3f}{adjusted})"
-            who = f"{c['n_train_participants']} labelled participants"
-            lines.append(
-                f"{c['target']:<12} {c['metric']:<18} {who}: {c['a']} is {c['verdict']} against {c['b']}: {numbers}"
-            )
+            who = f"{c['n_train_participants']} labelled participants: {c['a']} is {c['verdict']} against {c['b']}"
+            lines.append(f"{c['target']:<12} {c['metric']:<18} {who}: {difference_words(c)}")
     return lines

@@ -29,13 +29,14 @@ from octfm.evaluation.scoring import (
     HEADLINE,
     Predictions,
     Scored,
+    bounds,
     compare_metrics,
     correct,
-    finite,
+    difference_words,
     planned_metrics,
     score,
 )
-from octfm.evaluation.statistics import enough_resamples, interval, mean_of
+from octfm.evaluation.statistics import enough_resamples, mean_of
 from octfm.io.location import Location, location, write_whole
 from octfm.io.progress import Progress
 
@@ -87,8 +88,6 @@ def probe(
         present and lists those that cannot be probed under "skipped".
     metrics: metrics of your own, computed next to the built-in ones with intervals from the same resamples.
     """
-    if isinstance(seen, str):
-        raise TypeError("seen must be a collection of participant ids or a predicate, got one string")
     if seeds < 1:
         raise EvaluationError(f"seeds: expected at least 1, got {seeds}")
     if taken := {metric.name for metric in metrics} & {*BUILT_IN}:
@@ -110,7 +109,7 @@ def probe(
         except Skip as reason:
             # A rare label of a multi-label column is skipped even if the column was named.
             if targets is not None and target.label is None:
-                raise EvaluationError(f"target {target.name}: {reason}", public=reason.public) from None
+                raise reason.refusal(target.name) from None
             skipped.append({"target": target.name, "sentence": str(reason)})
             continue
         probed.append((target, rounds))
@@ -207,9 +206,8 @@ def summary_lines(result: dict[str, Any], file: str = "probe.json") -> list[str]
         lines.append(f"{target:<12} " + ("" if {*whose} == every else f"{', '.join(dict.fromkeys(whose))}: ") + note)
     for c in result["comparisons"]:
         if c["low"] is not None and c["metric"] in HEADLINE:
-            adjusted = "" if c["p_holm"] is None else f", Holm {c['p_holm']:.3f}"
-            numbers = f"{c['difference']:+.3f} ({c['low']:+.3f} to {c['high']:+.3f}, p = {c['p']:.3f}{adjusted})"
-            lines.append(f"{c['target']:<12} {c['metric']:<18} {c['a']} is {c['verdict']} against {c['b']}: {numbers}")
+            who = f"{c['a']} is {c['verdict']} against {c['b']}"
+            lines.append(f"{c['target']:<12} {c['metric']:<18} {who}: {difference_words(c)}")
     hidden = sorted({r["metric"] for r in result["results"]} - set(HEADLINE))
     if hidden:
         lines.append(f"{file} also holds {', '.join(hidden)}")
@@ -234,6 +232,8 @@ def choose_design(data: Embeddings, wanted: str = "auto", folds: int | None = No
 
 def rows_seen(data: Embeddings, seen: Collection[str] | Callable[[str], bool]) -> np.ndarray:
     """bool [N]: rows of participants that an encoder was pretrained on."""
+    if isinstance(seen, str):
+        raise TypeError("seen must be a collection of participant ids or a predicate, got one string")
     is_seen = seen if callable(seen) else frozenset(seen).__contains__
     return np.array([bool(is_seen(p)) for p in data.participant.tolist()])
 
@@ -341,16 +341,12 @@ def _over_labels(name: str, per_label: list[list[Scored]]) -> list[Scored]:
     for metric, any_scored in rows[0].items():
         boots = [r[metric].bootstrap for r in rows]
         boot = mean_of([b for b in boots if b is not None]) if all(b is not None for b in boots) else None
-        low, high = interval(boot) if boot else (None, None)
-        percentile = interval(boot, method="percentile") if boot else (None, None)
         row = any_scored.row | {
             "target": name,
             "kind": "multilabel",
             "classes": [r[metric].row["classes"][1] for r in rows],
             "estimate": mean([r[metric].row["estimate"] for r in rows]),
-            "low": finite(low),
-            "high": finite(high),
-            "percentile": [finite(bound) for bound in percentile],
+            **bounds(boot),
             "delong": None,
             "chance": mean([r[metric].row["chance"] for r in rows]),
             "note": None if boot else "No interval: some labels are too rare for one.",

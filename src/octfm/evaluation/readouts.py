@@ -27,8 +27,8 @@ ITERATIONS = (12.0, 25.0, 50.0, 100.0, 200.0)
 TREES = {"learning_rate": 0.06, "max_leaf_nodes": 15, "min_samples_leaf": 10, "l2_regularization": 1.0}
 FARTHEST = 5.0
 """Standard deviations from the mean of the training rows up to which a new row counts, if none of them is farther."""
-RATHER_ONE = 0.1
-"""Share to which the strength of one part of a joint arm is reduced, in the candidates that rely on the others."""
+WEAKENED = 0.1
+"""Factor on the strength of one part of a joint arm in the candidates that mostly rely on the others."""
 TOLERANCE, WHILE_SEARCHING = 1e-4, 1e-3
 """Largest gradient at which a logistic fit stops (scikit-learn's default), for the final fit and for comparing
 penalties. With the larger one, losses agree within 1 % and fits take two thirds of the time (docs/log)."""
@@ -62,7 +62,7 @@ def fit_predict(
     """
     from threadpoolctl import threadpool_limits
 
-    parts = _slices(widths)
+    parts = [slice(end - width, end) for end, width in zip(np.cumsum(widths).tolist(), widths, strict=True)]
     if readout == "knn":
         grid, path = NEIGHBOURS, partial(_neighbours, parts=parts)
     elif readout == "trees":
@@ -89,14 +89,12 @@ def fit_predict(
         return losses
 
     with threadpool_limits(1 if x.size <= SMALL else None, user_api="blas"):
-        ones = np.ones(x.shape[1])
         if len(parts) > 1 and readout in ("linear", "ordinal"):
-            is_strength = grid is LOGISTIC_C
-            strengths = _choose_strengths(losses_of, parts, x.shape[1], grid, is_strength)
+            strengths = _choose_strengths(losses_of, parts, grid)
             scale = np.sqrt(np.repeat(strengths, widths))
             known, new = standardised(x, x_new)
             return next(path(known * scale, new * scale, y, num_classes, (1.0,))), strengths
-        losses = losses_of(ones, slice(None), grid)
+        losses = losses_of(np.ones(x.shape[1]), slice(None), grid)
         best = grid[int(np.argmin(losses))] if losses else grid[0]
         return next(path(*standardised(x, x_new), y, num_classes, (best,))), best
 
@@ -104,9 +102,7 @@ def fit_predict(
 def _choose_strengths(
     losses_of: Callable[[np.ndarray, slice, Sequence[float]], list[float]],
     parts: Sequence[slice],
-    width: int,
     grid: Sequence[float],
-    is_strength: bool,
 ) -> tuple[float, ...]:
     """The inverse penalty of each part of a joint arm, 0 for a part that is left out, chosen by inner folds.
 
@@ -116,24 +112,19 @@ def _choose_strengths(
     """
     best, candidates = [], []
     for place, part in enumerate(parts):
-        losses = losses_of(np.ones(width), part, grid)
+        losses = losses_of(np.ones(parts[-1].stop), part, grid)
         setting = grid[int(np.argmin(losses))] if losses else grid[0]
-        best.append(setting if is_strength else 1 / setting)
+        best.append(setting if grid is LOGISTIC_C else 1 / setting)
         alone = [0.0] * len(parts)
         alone[place] = best[-1]
         candidates.append((min(losses, default=np.inf), tuple(alone)))
-    less = np.ones((len(parts), len(parts))) - (1 - RATHER_ONE) * np.eye(len(parts))
+    less = np.ones((len(parts), len(parts))) - (1 - WEAKENED) * np.eye(len(parts))
     for share in [np.ones(len(parts)), np.full(len(parts), 1 / 3), *less]:
         strengths = np.array(best) * share
         scale = np.concatenate([np.full(p.stop - p.start, np.sqrt(s)) for p, s in zip(parts, strengths, strict=True)])
         losses = losses_of(scale, slice(None), (1.0,))
         candidates.append((min(losses, default=np.inf), tuple(float(s) for s in strengths)))
     return min(candidates)[1]
-
-
-def _slices(widths: Sequence[int]) -> list[slice]:
-    ends = np.cumsum(widths).tolist()
-    return [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]
 
 
 def standardised(x: np.ndarray, x_new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -115,14 +115,14 @@ def score(
             per_run = [bootstrap(measure, first.participant, resamples=resamples, seed=seed) for measure in measures]
             of_seeds = [over_seeds(per_run[s : s + draws], seed=seed + 1) for s in range(0, len(per_run), draws)]
             boot = over_seeds(of_seeds, seed=seed)
-        low, high = interval(boot) if boot else (None, None)
+        around = bounds(boot)
+        high = around["high"]
         below = name in HEADLINE and facts.get("design") == "k-fold" and high is not None and high < chance
         notes = [
             _far(cases),
             _note(rare, boot) or (BELOW if below else None),
             _eyes_note(first) if name == "auroc" else None,
         ]
-        percentile = interval(boot, method="percentile") if boot else (None, None)
         ranked = None
         # DeLong's formula covers other participants, not other seeds.
         if name == "auroc" and cases.kind == "binary" and len(runs) == 1 and not rare:
@@ -132,9 +132,7 @@ def score(
             "metric": name,
             "encoder": encoder,
             "estimate": finite(boot.estimate if boot else float(np.mean(whole))),
-            "low": finite(low),
-            "high": finite(high),
-            "percentile": [finite(bound) for bound in percentile],
+            **around,
             "delong": _delong(ranked),
             "chance": chance,
             "lower_is_better": name in lower_is_better,
@@ -147,6 +145,12 @@ def score(
             row["per_draw"] = [finite(float(np.mean(whole[d::draws]))) for d in range(draws)]
         scored.append(Scored(name, encoder, boot, row, ranked))
     return scored
+
+
+def bounds(boot: Bootstrap | None) -> dict[str, Any]:
+    """`low` and `high` of a result and its `percentile` interval, None where there are none."""
+    low, high, *percentile = (*interval(boot), *interval(boot, method="percentile")) if boot else (None,) * 4
+    return {"low": finite(low), "high": finite(high), "percentile": [finite(bound) for bound in percentile]}
 
 
 def compare_scored(a: Scored, b: Scored, *, leakage: bool) -> dict[str, Any]:
@@ -192,8 +196,16 @@ def compare_scored(a: Scored, b: Scored, *, leakage: bool) -> dict[str, Any]:
 
 
 def compare_metrics(a: Sequence[Scored], b: Sequence[Scored], *, leakage: bool) -> list[dict[str, Any]]:
-    """`compare_scored` for every metric that both have. Kappa, the last one, needs predictions of expected grades."""
-    return [compare_scored(x, y, leakage=leakage) for x, y in zip(a, b, strict=False) if x.metric == y.metric]
+    """`compare_scored` for every metric that both have: without expected grades there is no kappa."""
+    others = {scored.metric: scored for scored in b}
+    return [compare_scored(own, others[own.metric], leakage=leakage) for own in a if own.metric in others]
+
+
+def difference_words(c: dict[str, Any], digits: int = 3) -> str:
+    """A comparison with an interval for a terminal: `+0.020 (+0.005 to +0.034, p = 0.010, Holm 0.020)`."""
+    difference, low, high = (f"{c[name]:+.{digits}f}" for name in ("difference", "low", "high"))
+    adjusted = "" if c["p_holm"] is None else f", Holm {c['p_holm']:.3f}"
+    return f"{difference} ({low} to {high}, p = {c['p']:.3f}{adjusted})"
 
 
 def correct(comparisons: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -81,14 +81,14 @@ def read_corrected(path: Path) -> tuple[list[dict[str, str]], str]:
     rows = read_rows(path, ("source",))
     if not rows[0].keys() & {"participant", "corrected_participant"}:
         raise EvaluationError(f"{path}: expected a column participant, found {', '.join(rows[0])[:200]}")
+    rows = [row | {"participant": row.get("participant") or row.get("corrected_participant", "")} for row in rows]
     if not rows[0].keys() >= {"corrected_bscans", "checked_bscans", "bscans"}:
         return rows, ""
     touched = [row for row in rows if row["corrected_bscans"]]
     whole = [row for row in touched if row["checked_bscans"] == row["bscans"]]
-    named = [row | {"participant": row.get("participant") or row.get("corrected_participant", "")} for row in whole]
     left = len(touched) - len(whole)
     why = "not every B-scan was checked or had ILM or Bruch's membrane corrected"
-    return named, f"{number(left, 'scan')} left out: {why}" if left else ""
+    return whole, f"{number(left, 'scan')} left out: {why}" if left else ""
 
 
 def synthetic_reach(row: Mapping[str, str], zone: str) -> tuple[float, float] | None:

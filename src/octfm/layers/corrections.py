@@ -20,6 +20,8 @@ from octfm.volume.volume import Shape3, Volume
 FORMAT = "octfm corrections 1"
 MOST_BYTES = 300_000_000
 """Nine lines of 1,024 B-scans with 1,024 A-scans take 80 MB."""
+AXIAL_LENGTH_MM = (14, 40)
+"""Shortest and longest eye by which lateral millimetres are rescaled."""
 OUTSIDE_ROWS = 32
 """Rows by which a line may leave the frame."""
 OUT_OF_ORDER_ROWS = 0.02
@@ -44,7 +46,7 @@ class _File(BaseModel):
     participant: str = Field(default="", max_length=200)
     time: AwareDatetime
     shape: tuple[int, int, int]
-    axial_length_mm: float | None = Field(default=None, ge=14, le=40)
+    axial_length_mm: float | None = Field(default=None, ge=AXIAL_LENGTH_MM[0], le=AXIAL_LENGTH_MM[1])
     bscans: list[_Bscan]
 
 

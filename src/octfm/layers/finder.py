@@ -102,7 +102,7 @@ class LayerFinder:
 
     @property
     def model(self) -> str:
-        """Name and the begin of the hash, as results state them."""
+        """Name and first digits of the hash, as results state them."""
         return f"{self.name} {self.digest[:12]}"
 
     @torch.no_grad()
@@ -112,7 +112,7 @@ class LayerFinder:
         Nothing is found in B-scans of more than LARGEST.
         """
         depth, height, width = volume.shape
-        white = 255 if volume.voxels.dtype == np.uint8 else volume.full_scale
+        white = white_of(volume)
         size = network_size(volume.shape, volume.spacing_mm)
         rows = np.full((len(SURFACES), depth, width), np.nan, np.float32)
         spread, near = np.zeros_like(rows), np.zeros_like(rows)
@@ -208,7 +208,12 @@ def _columns(values: Tensor, width: int) -> Tensor:
     return values if values.shape[-1] == width else F.interpolate(values, width, mode="linear")
 
 
-def network_size(shape: Shape3, spacing_mm: tuple[float, float, float]) -> tuple[int, int]:
+def white_of(volume: Volume) -> int:
+    """The grey level of white."""
+    return 255 if volume.voxels.dtype == np.uint8 else volume.full_scale
+
+
+def network_size(shape: Shape3, spacing_mm: Spacing3) -> tuple[int, int]:
     """Rows and A-scans that B-scans of a volume have in the network."""
     _, height, width = shape
     rows = 1000 * spacing_mm[1] / ROW_UM

@@ -9,10 +9,10 @@ from typing import ClassVar
 import numpy as np
 
 from octfm.display import Picture, box, brief, number, picture
-from octfm.errors import CorrectionsError, EvaluationError
+from octfm.errors import ConfigError, CorrectionsError, EvaluationError, shown
 from octfm.formats import read_volume
 from octfm.formats.reasons import angiography
-from octfm.layers.corrections import Corrections, require_order
+from octfm.layers.corrections import AXIAL_LENGTH_MM, Corrections, require_order
 from octfm.layers.edges import onto_edges
 from octfm.layers.finder import LayerFinder, Layers, load_finder
 from octfm.layers.other_eye import looks_like_other_eye
@@ -374,7 +374,7 @@ class ScanSegmentation(Segmentation):
     def place(self) -> Field:
         """Where the A-scans lie on the fundus. Raises EvaluationError where they form no raster."""
         volume = self.volume
-        if volume.layout != "raster" or volume.shape[0] < 2:
+        if self._no_raster():
             raise EvaluationError(
                 f"{volume.source}: a {volume.layout} scan of {volume.shape[0]} B-scans covers no ETDRS zone; "
                 "a raster is needed"
@@ -389,7 +389,7 @@ class ScanSegmentation(Segmentation):
         """float [D]: nanolitres of a voxel of each B-scan, which reaches halfway to the neighbouring B-scans; None
         unless this is a raster with B-scans everywhere as close as the inner ring needs."""
         volume, most = self.volume, MOST_APART_MM["inner"]
-        if volume.layout != "raster" or volume.shape[0] < 2:
+        if self._no_raster():
             return None
         # Lines that run to and fro would mirror zones in every other B-scan; the distance between them is known all the
         # same.
@@ -434,8 +434,14 @@ def segment(
     spacing_mm: as for octfm.read_volume, for files that state none. Without any, those of a single B-scan are estimated
     from its retina, and everything is given in rows and pixels instead of micrometres.
     finder: another network; default: the packaged one, on `device` (auto, cpu, cuda, mps).
-    Raises ReadError if the file cannot be read, and for OCT angiography, which shows flow and no layers.
+    Raises ReadError if the file cannot be read, and for OCT angiography, which shows flow and no layers; ConfigError
+    for an axial length of no eye, and for spacing_mm of a Volume, which has its own.
     """
+    low, high = AXIAL_LENGTH_MM
+    if axial_length_mm is not None and not low <= axial_length_mm <= high:
+        raise ConfigError(f"axial_length_mm: expected {low} to {high} mm, got {shown(axial_length_mm)}")
+    if spacing_mm is not None and isinstance(source, Volume):
+        raise ConfigError("spacing_mm: is for files; a Volume has its own, give Volume(…, spacing_mm=…)")
     finder = finder or load_finder(device=device)
     volume = source if isinstance(source, Volume) else read_volume(source, spacing_mm=spacing_mm, raster_only=False)
     if volume.modality != "structure":

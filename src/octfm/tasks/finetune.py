@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from octfm.catalog.labels import read_labels
 from octfm.config import load
-from octfm.encoder.embeddings import Embeddings, of_store
+from octfm.encoder.embeddings import of_store
 from octfm.encoder.encoder import load_encoder, participants_of, seen_by
 from octfm.encoder.tokens import token_features
 from octfm.encoder.tuned import Answer
@@ -194,7 +194,7 @@ def _write_result(training: "FineTuning", predictions: Predictions, run: RunFold
 def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool], allow_seen: bool) -> Task:
     """Labelled participants of the store's splits. Where val has no labelled participant, or all of them are of one
     class, which any constant answer gets right, a fifth of train and val together is used to validate."""
-    data: Embeddings = of_store(store)
+    data = of_store(store)
     table = read_labels(config.labels) if config.labels is not None else None
     orders = {config.target: config.order} if config.order else None
     target = find_target(config.target, data, table, orders)
@@ -209,15 +209,15 @@ def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool],
             make_cases(target, data, table), data, "recommended_split", seen_rows, allow_seen, 1, config.seed
         )
     except Skip as reason:
-        raise EvaluationError(f"target {config.target}: {reason}") from None
+        raise reason.refusal(config.target) from None
     learning, test = rounds[0].train, rounds[0].test
     validates = np.array([data.split[row] == "val" for row in cases.rows[learning]])
     one_class = cases.classes is not None and len(np.unique(cases.label[learning][validates])) < 2
     if drawn := one_class or not validates.any():
-        fold = participant_folds(
-            cases.participant[learning], cases.label[learning], 5, 0, stratify=cases.classes is not None
-        )
-        validates = fold == 0
+        label, stratify = cases.label[learning], cases.classes is not None
+        fold = participant_folds(cases.participant[learning], label, 5, 0, stratify=stratify)
+        # A rare class is not in every fifth.
+        validates = fold == next(k for k in range(5) if not stratify or len(np.unique(label[fold == k])) > 1)
     train, validation = learning[~validates], learning[validates]
     absent = [name for k, name in enumerate(cases.classes or ()) if k not in cases.label[train]]
     if absent or not len(train):
@@ -288,19 +288,14 @@ class FineTuning:
         loss = sum(torch.stack(losses).tolist())
         session.waiting.for_("the other ranks")
         loss, signal_name = _agree(self.runtime, loss, interruption.signal_name)
-        if not math.isfinite(loss):
-            raise EvaluationError(
-                f"{session.run.path}: the loss is {loss} at step {step}; lower lr_head and lr_encoder, or use "
-                "precision fp32"
-            )
         trained = [p for p in model.module.parameters() if p.grad is not None]
         self.runtime.average_gradients(trained)
         grad_norm = float(self.runtime.clip(trained, self.config.clip_grad_norm))
         # Before the update: afterwards the weights would be lost, in the only checkpoint as well.
-        if not math.isfinite(grad_norm):
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise EvaluationError(
-                f"{session.run.path}: the gradient norm is {grad_norm} at step {step}; lower lr_head and lr_encoder, "
-                "or use precision fp32"
+                f"{session.run.path}: the loss is {loss} and the gradient norm {grad_norm} at step {step}; lower "
+                "lr_head and lr_encoder, or use precision fp32"
             )
         model.optimizer.step()
         rates = {f"lr_{g['part']}": g["lr"] for g in model.optimizer.param_groups}

@@ -20,8 +20,8 @@ from octfm.io.progress import Progress
 from octfm.layers.finder import LayerFinder, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
 from octfm.models.layer_net import MASKS, SURFACES
-from octfm.store.layout import StoreRow
 from octfm.store.store import Store
+from octfm.tasks.segment import transform_of
 from octfm.volume.etdrs import ZONES, measure_around, measure_grid
 from octfm.volume.volume import Laterality, Spacing3, Volume
 
@@ -59,12 +59,10 @@ class Source:
 
 def sources_of(store: Store) -> list[Source]:
     """The native files of a store's volumes, with its millimetres."""
-    return [Source(row.acquisition, row.uri, row.laterality, _spacing(row), row.pixels) for row in store.rows]
-
-
-def _spacing(row: StoreRow) -> Spacing3:
-    dz, dy, dx = row.transform["native_spacing_mm"]
-    return dz, dy, dx
+    return [
+        Source(row.acquisition, row.uri, row.laterality, transform_of(row).native_spacing_mm, row.pixels)
+        for row in store.rows
+    ]
 
 
 def layer_map(
@@ -78,7 +76,7 @@ def layer_map(
 
     `file`, a JSON Lines file, keeps what is measured: the same call goes on where it stopped, measures again what has
     other voxels, another eye or other millimetres since, and refuses a file made by another network or with other
-    B-scans. `bscans`: at most so many of each volume, evenly spaced; None for all. A number that a scan does not allow
+    B-scans. `bscans`: about so many of each volume, evenly spaced; None for all. A number that a scan does not allow
     is NaN, which a probe takes for the mean of its training rows. Raises EvaluationError for a file of another kind,
     ReadError for an unreadable scan.
     """
@@ -106,8 +104,7 @@ def measured(
     volumes: acquisition → Volume of those that are not read from their uri.
     """
     file, given = Path(file), volumes or {}
-    head = {"format": "octfm-layer-map", "version": 1, "model": finder.model, "bscans": bscans, "columns": COLUMNS}
-    head = json.loads(json.dumps(head))
+    head = {"format": "octfm-layer-map", "version": 1, "model": finder.model, "bscans": bscans, "columns": [*COLUMNS]}
     found = _read(file, head)
     wanted = [source for source in sources if source.key not in found]
     if len(wanted) < len(sources):
@@ -153,7 +150,7 @@ def _read(file: Path, head: dict) -> dict[str, np.ndarray]:
 
 
 def spaced(volume: Volume, bscans: int | None) -> Volume:
-    """The volume with every n-th B-scan, so that at most about `bscans` remain, the middle ones of each n."""
+    """The volume with every n-th B-scan, so that about `bscans` remain, the middle ones of each n."""
     depth = len(volume.voxels)
     step = 1 if bscans is None else max(1, round(depth / bscans))
     if step == 1 or depth // step < 2:

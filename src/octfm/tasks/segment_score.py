@@ -3,6 +3,7 @@ intervals."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from octfm.errors import CheckpointError, Echo, EvaluationError
 from octfm.evaluation.metrics import mae
 from octfm.evaluation.probe import RESAMPLES, write_probe
 from octfm.evaluation.results import Result
-from octfm.evaluation.scoring import Scored, compare_scored, correct, finite
+from octfm.evaluation.scoring import Scored, compare_scored, correct, difference_words, finite
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap, interval
 from octfm.io.hashing import hash_file
 from octfm.io.location import Location
@@ -115,8 +116,9 @@ def segment(
 def _require_something_to_find(
     config: SegmentConfig, store: Store, truth: Sequence[Labelled], test_rows: Sequence[int]
 ) -> None:
-    """Raises EvaluationError if no training volume has a surface or the mask, or no test volume has a surface. Reads
-    the truth of all test volumes, so that a fault in it is found before the training and not after."""
+    """Raises EvaluationError if no training volume has a surface or the mask, no test volume has a surface, or surfaces
+    are not named in their order. Reads the truth of all test volumes, so that a fault in it is found before the
+    training and not after."""
     tested = np.zeros(len(config.surfaces), bool)
     for i in test_rows:
         tested |= np.isfinite(read_truth(config, store.rows[i])["rows"]).any((1, 2))
@@ -125,6 +127,12 @@ def _require_something_to_find(
         if absent := [name for name, any_row in zip(config.surfaces, known, strict=True) if not any_row]:
             raise EvaluationError(
                 f"truth: no {split} volume has a row of {', '.join(absent)}; leave it out of surfaces, or label it"
+            )
+    for i, (upper, lower) in enumerate(pairwise(config.surfaces)):
+        # A surface is never placed above the one before it.
+        if sum(np.sign(np.nan_to_num(t.rows[i + 1] - t.rows[i])).sum() for t in truth) < 0:
+            raise EvaluationError(
+                f"surfaces: {lower} lies above {upper} in the truth; name them from the vitreous downwards"
             )
     if config.mask_values and not any(t.mask.any() for t in truth if t.mask is not None):
         raise EvaluationError(
@@ -141,13 +149,12 @@ def _judge(
     facts: dict[str, int],
 ) -> Result:
     """What segment.json holds: errors of every predictor on the test volumes, and comparisons with the encoder's."""
-
-    def errors(predictor: Predictor) -> list[dict[str, Any]]:
-        rows = [store.rows[i] for i in test_rows]
-        return [errors_of(config, predictor(row.index), read_truth(config, row), transform_of(row)) for row in rows]
-
     who = np.array([store.rows[i].participant for i in test_rows])
-    found = {name: errors(predictor) for name, predictor in predictors.items()}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in predictors}
+    for i in test_rows:
+        truth, transform = read_truth(config, store.rows[i]), transform_of(store.rows[i])
+        for name, predictor in predictors.items():
+            found[name].append(errors_of(config, predictor(i), truth, transform))
     scored = score_errors(config, found, who, facts, RESAMPLES)
     comparisons = [
         # PLANNED lists metrics of probes; here every comparison is planned.
@@ -248,10 +255,12 @@ def dice(voxels: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 def mean_height(config: SegmentConfig, store: Store, truth: Sequence[Labelled]) -> Predictor:
     """A predictor that ignores the image: the mean surface of training volumes, in the prepared frame, which is
-    centred on the tissue."""
+    centred on the tissue; its mean row where none of them has it."""
     stacked = np.stack([t.rows for t in truth])
     known = np.isfinite(stacked)
-    mean = np.where(known, stacked, 0).sum(0) / np.maximum(known.sum(0), 1)
+    total, count = np.where(known, stacked, 0).sum(0), known.sum(0)
+    everywhere = (total.sum((1, 2)) / count.sum((1, 2)))[:, None, None]
+    mean = np.where(count > 0, total / np.maximum(count, 1), everywhere)
 
     def answer(i: int) -> Segmentation:
         transform = transform_of(store.rows[i])
@@ -276,9 +285,8 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
             lines.append(f"{r['target']:<12} {r['note']}")
     for c in result["comparisons"]:
         if c["low"] is not None:
-            between = f"{c['low']:+.2f} to {c['high']:+.2f}"
-            numbers = f"{c['difference']:+.2f} ({between}, p = {c['p']:.3f}, Holm {c['p_holm']:.3f})"
-            lines.append(f"{c['target']:<12} {c['metric']:<5} {c['a']} is {c['verdict']} against {c['b']}: {numbers}")
+            who = f"{c['a']} is {c['verdict']} against {c['b']}"
+            lines.append(f"{c['target']:<12} {c['metric']:<5} {who}: {difference_words(c, digits=2)}")
     return lines
 
 

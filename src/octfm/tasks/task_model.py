@@ -78,13 +78,9 @@ class TaskModel:
         self.head = TaskHead(encoder.width, heads_of(encoder.config.model), outputs, config.pool).to(
             self.runtime.device
         )
-        network = encoder.network
-        if config.frozen:
-            network.requires_grad_(False)
-        else:
-            network.requires_grad_(True)
-            if config.lora_rank is not None:
-                add_low_rank(network, config.lora_rank).to(self.runtime.device)
+        network = encoder.network.requires_grad_(not config.frozen)
+        if config.lora_rank is not None:
+            add_low_rank(network, config.lora_rank).to(self.runtime.device)
         # A frozen encoder is not saved: its run has it.
         self.module = nn.ModuleDict({"head": self.head} if config.frozen else {"head": self.head, "encoder": network})
         self.learning = [p for p in network.parameters() if p.requires_grad]
@@ -93,14 +89,13 @@ class TaskModel:
     def _groups(self) -> list[dict]:
         """Parameter groups: `rate` is the peak learning rate, `part` is head or encoder."""
         config, groups = self.config, []
-        named = [("head", 0, p) for p in self.head.parameters()]
         depth = self.encoder.config.model.depth
-        if not config.frozen:
-            named += [
-                ("encoder", depth_of(name, depth), p)
-                for name, p in self.encoder.network.named_parameters()
-                if p.requires_grad
-            ]
+        named = [("head", 0, p) for p in self.head.parameters()]
+        named += [
+            ("encoder", depth_of(name, depth), p)
+            for name, p in self.encoder.network.named_parameters()
+            if p.requires_grad
+        ]
         found: dict[tuple, list[nn.Parameter]] = {}
         for part, level, p in named:
             found.setdefault((part, level, p.ndim >= 2), []).append(p)
