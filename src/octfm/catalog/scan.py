@@ -11,7 +11,7 @@ from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.agreement import accept, with_person
 from octfm.catalog.aireadi import Tables, read_own_tables, read_tables
 from octfm.catalog.catalog import Catalog, CatalogError, NothingAccepted, assign_splits, count_words
-from octfm.catalog.columns import Columns, TableError, lost_zeros
+from octfm.catalog.columns import Columns, TableError, composed, lost_zeros
 from octfm.catalog.dicom_directory import left_behind
 from octfm.catalog.duplicates import under_two_ids, without_duplicates, without_lost_originals
 from octfm.catalog.estimation import axial_mm_by_height
@@ -255,7 +255,7 @@ def _expect_people_to_fit(
     acquisitions: Sequence[Acquisition], tables: Tables, participants: str | Path | BucketPath | None
 ) -> None:
     """Raises TableError if a user's table of people names nobody of the scan."""
-    people = {a.participant for a in acquisitions}
+    people = {composed(a.participant) for a in acquisitions}
     if participants is not None and (remark := lost_zeros(people, tables.participants)):
         raise TableError(f"{participants}: participant {remark}")
     if participants is not None and people.isdisjoint(tables.participants):
