@@ -223,8 +223,8 @@ def _twice(values: Sequence[Any]) -> list[Any]:
     return sorted(value for value, count in Counter(values).items() if count > 1)
 
 
-def _listed(numbers: Sequence[int], most: int = 8) -> str:
-    return ", ".join(map(str, numbers[:most])) + (" and more" if len(numbers) > most else "")
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (" and more" if len(numbers) > 8 else "")
 
 
 def _number(dataset: Elements, keyword: str) -> int | None:
