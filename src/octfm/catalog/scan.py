@@ -280,10 +280,20 @@ def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> list[
             f"--extract {into}: {needed:,} bytes to unpack, {free:,} free; choose another disk, "
             "or scan without --extract"
         )
-    files: dict[str, Path] = {}
+    targets: dict[str, Path] = {}
+    owners: dict[Path, str] = {}
     for archive in found.archives:
         inside: Any = listed(archive.path)
-        target = into / inside.relative_to(root).with_suffix("")
+        target = targets[archive.path] = into / inside.relative_to(root).with_suffix("")
+        for folder in archive.folders:
+            if (first := owners.setdefault(target / folder, archive.path)) != archive.path:
+                raise CatalogError(
+                    f"--extract: {first} and {archive.path} would both unpack into {target / folder}; rename one of "
+                    "them, or scan without --extract"
+                )
+    files: dict[str, Path] = {}
+    for archive in found.archives:
+        target = targets[archive.path]
         files |= unpack(archive, target)
         # Folders as well: `files` of a scan may hold a folder of images.
         files |= {str(listed(f"{archive.path}{MEMBER}{folder}")): target / folder for folder in archive.folders}
