@@ -406,3 +406,17 @@ def test_extract_refuses_what_does_not_fit_on_the_disk(tmp_path, image, monkeypa
     )
     with pytest.raises(CatalogError, match=f"{len(image):,} bytes to unpack, {len(image) - 1:,} free"):
         scan(tmp_path / "data", extract=tmp_path / "out")
+
+
+@pytest.mark.parametrize(("one", "other"), [("a.zip", "a.ZIP"), ("a.zip", "a/b.zip")])
+def test_archives_do_not_unpack_over_each_other(tmp_path, one, other):
+    for place, name in ((one, "b/1.dcm"), (other, "b/1.dcm" if "/" not in other else "1.dcm")):
+        (tmp_path / "data" / place).parent.mkdir(parents=True, exist_ok=True)
+        voxels = np.random.default_rng(len(place)).integers(0, 255, (4, 40, 36), dtype=np.uint8)
+        file = write_oct_dicom(tmp_path / "1.dcm", voxels, SPACING_MM, participant=place)
+        with zipfile.ZipFile(tmp_path / "data" / place, "w") as archive:
+            archive.write(file, name)
+    assert len(scan(tmp_path / "data", workers=0).acquisitions) == 2
+    with pytest.raises(CatalogError, match="would both unpack into"):
+        scan(tmp_path / "data", workers=0, extract=tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())

@@ -382,3 +382,20 @@ def test_a_raster_is_a_raster_either_way(tmp_path):
     voxels = np.random.default_rng(1).integers(0, 255, (5, 40, 36), dtype=np.uint8)
     path = write_oct_dicom(tmp_path / "a.dcm", voxels, (0.12, 0.0039, 0.0115), superior_first=True)
     assert read_volume(path, raster_only=False).layout == "raster" == read_volume(path).layout
+
+
+def test_a_running_number_is_no_position_in_millimetres(tmp_path):
+    """Some converters write 0, 1, 2, ... where millimetres belong, and the true lines on the fundus image."""
+    voxels, fundus_mm = np.random.default_rng(1).integers(0, 255, (9, 40, 100), dtype=np.uint8), 0.0115
+
+    def places(dataset):
+        for number, frame in enumerate(dataset.PerFrameFunctionalGroupsSequence):
+            row = 50 + number * 0.24 / fundus_mm
+            frame.PlanePositionSequence = [item(ImagePositionPatient=[0, 0, -number])]
+            frame.OphthalmicFrameLocationSequence = location([(row, 20), (row, 120)]).OphthalmicFrameLocationSequence
+
+    spacing_mm = (0.24, 0.0039, 0.0115)
+    path = write_oct_dicom(tmp_path / "a.dcm", voxels, spacing_mm, spacing_in="per_frame", edit=places)
+    header = read_header(path)
+    assert header.spacing_mm == pytest.approx(spacing_mm, rel=1e-4) and header.superior_first
+    assert read_volume(path).lines is not None

@@ -154,6 +154,38 @@ def test_both_eyes_in_one_series_are_two_volumes(tmp_path):
     assert {(row.laterality, row.shape[0]) for row in scan(tmp_path).acquisitions} == {("R", 6), ("L", 6)}
 
 
+def test_two_people_in_one_series_are_two_volumes(tmp_path):
+    """Programs that anonymise may give all files one series UID."""
+
+    def person(dataset, place):
+        dataset.PatientID = "A" if place < 6 else "B"
+
+    series(tmp_path, cube(12), positions=False, edit=person)
+    assert [(row.participant, row.shape[0]) for row in scan(tmp_path).acquisitions] == [("A", 6), ("B", 6)]
+
+
+@pytest.mark.parametrize(
+    ("keyword", "values", "code"),
+    [
+        ("PixelSpacing", ([0.0039, 0.0115], [0.0039, 0.023]), "mixed_spacing"),
+        ("SliceThickness", (0.12, 0.24), "missing_spacing"),
+    ],
+)
+def test_millimetres_of_the_first_file_are_not_those_of_files_that_state_others(tmp_path, keyword, values, code):
+    def stated(dataset, place):
+        setattr(dataset, keyword, values[place % 2])
+
+    paths = series(tmp_path, enhanced=False, positions=False, edit=stated)
+    assert code_of(paths[0])[0] == code
+
+
+def test_signs_that_look_like_digits_do_not_stop_a_scan(tmp_path):
+    for path in series(tmp_path):
+        path.rename(path.with_name(path.name.replace("IM", "1²")))
+    (row,) = scan(tmp_path).acquisitions
+    assert row.shape == (7, 40, 36)
+
+
 def test_files_of_one_volume_in_an_archive(tmp_path):
     paths = concatenation(tmp_path / "tree")
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:

@@ -71,6 +71,11 @@ def test_F16_voxels_of_two_participants_are_named_and_never_in_two_splits(tmp_pa
     before = (tmp_path / "a" / "rows.jsonl").read_bytes()
     assert run(files, tmp_path / "a", read).unprepared() == (copy,)
     assert (tmp_path / "a" / "rows.jsonl").read_bytes() == before
+    # Kept by a row that is prepared again, also where the copy is not there or comes first.
+    for others in (files[1:6], files[:0:-1]):
+        (tmp_path / "a" / "voxels" / "c.0.0.0.0").unlink()
+        run([*others, files[0]], tmp_path / "a", read)
+        assert (tmp_path / "a" / "rows.jsonl").read_bytes() == before
     grown = run(files[:3], tmp_path / "b", read)
     assert not grown.unprepared()
     assert run(files, tmp_path / "b", read).unprepared() == (copy,)

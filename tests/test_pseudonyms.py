@@ -21,6 +21,7 @@ from octfm.phantom import write_phantom
 from octfm.store.prepare import prepare
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
+from support.bscan_set import layered, write_image
 from support.canaries import everything_in
 from support.command_line import octfm_command, octfm_here
 
@@ -145,6 +146,16 @@ def test_files_are_found_again_by_key_and_root_only_even_after_a_move(clinic, ca
             CatalogError, match=r"\d+ of \d+ acquisitions of the catalog are not below it under this key"
         ):
             locate(hidden, root, key)
+
+
+def test_single_bscans_of_one_folder_are_found_again(tmp_path):
+    images = [write_image(tmp_path / "set" / f"P{n // 2}" / f"{n % 2}.png", layered(n)) for n in range(4)]
+    plain = scan(tmp_path / "set", layouts=("line",), participant_from="{participant}/*")
+    hidden = pseudonymise(plain, KEY)
+    places = locate(hidden, tmp_path / "set", KEY)
+    assert sorted(places.values()) == sorted(map(str, images))
+    store = prepare(hidden, tmp_path / "store", SMALL, locations=places, progress=False)
+    assert {row.layout for row in store.rows} == {"line"} and len(store) == 4
 
 
 def test_the_store_is_the_same_but_for_the_names(catalog, clinic, tmp_path):

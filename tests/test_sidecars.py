@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from octfm.formats import ReadError, read_header, read_surfaces, read_volume
 from octfm.formats.declared import KEYS, read_declared
+from support.dicom_files import write_oct_dicom
 from support.vendor_files import SPACING_MM, ends_of, write_images, write_nifti, write_npy, write_tiff, write_vol
 from support.volumes import telling_voxels
 
@@ -149,6 +150,7 @@ def test_no_value_is_read_as_something_else(tmp_path, key, value):
         ('{"laterality": "R",\n "protocol": "für"}'.encode("latin-1"), "line 2: not UTF-8"),
         ('{"upside_down": "true"}', "expected true or false, without quotes"),
         ('{"bits": 4}', "from 8 to 16"),
+        ('{"participant": "p\\ud800"}', "participant is not an id"),
         ('{"spacing_mm": [0.1, 0.01, 0.1], "spacing_mm_zyx": [0.2, 0.01, 0.1]}', "differ"),
     ],
 )
@@ -186,6 +188,18 @@ def test_a_scan_that_is_declared_upside_down_is_flipped(tmp_path):
     kept = write_images(tmp_path / "kept", telling_voxels(), upside_down=False)
     np.testing.assert_array_equal(read_volume(kept).voxels, telling_voxels())
     assert "declared_upright" in read_header(kept).flags
+
+
+def test_the_way_up_of_a_dicom_may_be_declared_as_windows_writes_it(tmp_path):
+    uri = write_oct_dicom(tmp_path / "a.dcm", telling_voxels()[:, ::-1], SPACING_MM)
+    (tmp_path / "a.json").write_text('{"upside_down": true}', encoding="utf-16")
+    np.testing.assert_array_equal(read_volume(uri).voxels, telling_voxels())
+
+
+def test_a_huge_file_of_another_program_beside_a_dicom_is_not_read(tmp_path):
+    uri = write_oct_dicom(tmp_path / "a.dcm", telling_voxels(), SPACING_MM)
+    (tmp_path / "a.json").write_text(json.dumps({"upside_down": "a word", "note": "." * 2**20}))
+    np.testing.assert_array_equal(read_volume(uri).voxels, telling_voxels())
 
 
 def test_layers_of_a_scan_that_is_declared_upside_down_are_flipped_with_it(tmp_path):

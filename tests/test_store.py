@@ -174,6 +174,14 @@ def test_rows_that_do_not_exist_are_refused(store, index):
         store.read([0, index])
 
 
+def test_a_mask_is_not_read_as_numbers_of_rows(store):
+    chosen = np.arange(7) > 4
+    for mask in (chosen, chosen.astype(float)):
+        with pytest.raises(StoreError, match="expected numbers of rows"):
+            store.read(mask)
+    assert not len(store.read([]).voxels)
+
+
 def test_summary_counts_low_confidence_per_scanner_and_diagnosis(store):
     summary = store.summary()
     assert summary["volumes"] == 7 and summary["participants"] == 4

@@ -3,6 +3,7 @@ one clear error."""
 
 import csv
 import json
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -266,6 +267,22 @@ def test_participants_keep_their_letters_in_any_encoding(tmp_path, encoding):
     """Replaced by one sign for all, Müller and Möller would be one person."""
     text = "pid\tpath\nMüller\t17/1\nMöller\t18/1\n"
     assert [row["pid"] for row in read_rows(table_of(tmp_path / "files.txt", text, encoding))] == ["Müller", "Möller"]
+
+
+def test_names_that_macos_wrote_are_those_of_the_tables(tmp_path):
+    """It writes ü in names of folders as u and two dots."""
+    folder = unicodedata.normalize("NFD", "Müller")
+    for person in (folder, "Schmid"):
+        eye = np.random.default_rng(len(person)).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+        write_oct_dicom(tmp_path / "scans" / person / "a.dcm", eye, SPACING_MM, participant=None)
+    people = table_of(tmp_path / "p.csv", "participant_id,diagnosis\nMüller,AMD\nSchmid,healthy\n")
+    files = table_of(tmp_path / "f.csv", "filepath,diagnosis\nMüller/a.dcm,AMD\nSchmid/a.dcm,healthy\n")
+    for tables in ({"participants": people}, {"table": files}):
+        catalog = scan(tmp_path / "scans", participant_from="{participant}/*", **tables)
+        assert {a.participant: a.participant_labels["diagnosis"] for a in catalog.acquisitions} == {
+            folder: "AMD",
+            "Schmid": "healthy",
+        }
 
 
 @pytest.mark.parametrize(

@@ -95,3 +95,12 @@ def test_bscans_behind_the_only_page_are_not_left_out(tmp_path):
         with pytest.raises(ReadError, match="states 5 images and has 1") as refused:
             read_header(path, layouts=("line",))
         assert refused.value.code == "frame_count_mismatch"
+
+
+def test_signed_bytes_do_not_wrap_around(tmp_path):
+    gray = telling_voxels()
+    uri = write_tiff(tmp_path / "a.tif", (gray // 2).astype(np.int8))
+    np.testing.assert_array_equal(read_volume(uri, spacing_mm=SPACING_MM).voxels, gray // 2)
+    write_tiff(uri, (gray.astype(np.int16) - 128).astype(np.int8))
+    with pytest.raises(ReadError, match="signed 8-bit pixels below 0"):
+        read_volume(uri, spacing_mm=SPACING_MM)

@@ -297,6 +297,14 @@ def test_radial_topcon_scans_are_left_out_unless_asked_for(tmp_path, scan_mode, 
     assert read_volume(uri, raster_only=False).layout == layout
 
 
+@pytest.mark.parametrize("compressed", [True, False])
+def test_a_topcon_line_is_read(tmp_path, compressed):
+    voxels = telling_voxels(np.uint8 if compressed else np.uint16)[:1]
+    line = read_volume(write_topcon(tmp_path / "a.fda", voxels, compressed=compressed), raster_only=False)
+    assert line.layout == "line"
+    np.testing.assert_array_equal(line.voxels, voxels)
+
+
 def test_older_topcon_files_state_the_field_in_another_chunk(tmp_path):
     """PARAM_SCAN_02 has two numbers and a byte more in front of it (OCT-Converter's param_scan_02_header)."""
     uri = write_topcon(tmp_path / "a.fds", telling_voxels(np.uint16))

@@ -63,7 +63,7 @@ def accept(
         spacing_mm=spacing_mm,
         spacing_source=spacing_source,
         sop_instance_uid=header.sop_instance_uid,
-        participant_labels=tables.participants.get(participant, {}),
+        participant_labels=tables.labels_of(participant),
         flags=tuple(flags),
         layout=header.layout,
         modality=header.modality,
@@ -98,7 +98,7 @@ def with_person(a: Acquisition, whose: Mapping[str, Whose], tables: Tables) -> A
         a,
         participant=participant,
         participant_source=source,
-        participant_labels={**tables.participants.get(participant, {}), **found.labels, **row.labels},
+        participant_labels={**tables.labels_of(participant), **found.labels, **row.labels},
         laterality=laterality,
         flags=tuple(flags),
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
 from octfm.addresses import expect_place
-from octfm.catalog.columns import FIELDS, OF_FILES, Columns, TableError, clean_id, read_rows
+from octfm.catalog.columns import FIELDS, OF_FILES, Columns, TableError, clean_id, composed, read_rows
 from octfm.errors import ConfigError
 from octfm.formats.names import may_be_an_eye, may_be_labels
 from octfm.io.archive import unpacked_paths
@@ -53,7 +53,7 @@ class Tables:
     by_uid: dict[str, ManifestRow] = field(default_factory=dict)
     by_path: dict[str, ManifestRow] = field(default_factory=dict)
     participants: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Columns of participants.tsv by participant, without direct identifiers."""
+    """Columns of participants.tsv by participant (`clean_id`), without direct identifiers."""
     unpacked_from: dict[str, str] = field(default_factory=dict)
     """Unpacked file -> member of the archive it came from: tables list files by the archive's location."""
     own: Location | None = None
@@ -70,6 +70,9 @@ class Tables:
         """The row that lists this path. A member of an archive is listed at the path that unpacking would give it."""
         paths = unpacked_paths(self.unpacked_from.get(uri, uri))
         return next((self.by_path[path] for path in paths if path in self.by_path), None)
+
+    def labels_of(self, participant: str) -> dict[str, str]:
+        return self.participants.get(composed(participant), {})
 
 
 def read_tables(root: Location, companions: Iterable[Location], skip: Iterable[str] = ()) -> Tables:
@@ -170,15 +173,16 @@ class Listed:
 
     places: frozenset[str]
     below_root: tuple[tuple[tuple[str, ...], bool, str], ...]
-    """Sorted: the case-folded parts of a path below the root, last first; whether they are whole, or the last is
-    without its ending; the full path. Each file once so and once so: paths that end alike are neighbours."""
+    """Sorted: the case-folded parts of a path below the root, composed, last first; whether they are whole, or the last
+    is without its ending; the full path. Each file once so and once so: paths that end alike are neighbours."""
 
     @staticmethod
     def of(root: Location, found: Iterable[str]) -> "Listed":
         places = frozenset(place for uri in found for place in unpacked_paths(uri))
         below = []
         for place in places:
-            parts = tuple(part.casefold() for part in place.removeprefix(str(root)).split("/") if part)
+            inside = composed(place.removeprefix(str(root))).casefold()
+            parts = tuple(part for part in inside.split("/") if part)
             if place.startswith(str(root)) and parts:
                 below.append((parts[::-1], True, place))
                 if (stem := PurePath(parts[-1]).stem) != parts[-1]:
@@ -193,7 +197,7 @@ class Listed:
         this name, and of an image and its mask the image is meant.
         """
         parts = [part for part in _DRIVE.sub("", listed.replace("\\", "/")).split("/") if part not in ("", ".")]
-        wanted = tuple(part.casefold() for part in reversed(parts))
+        wanted = tuple(composed(part).casefold() for part in reversed(parts))
         found = self._beginning_with(wanted) if wanted else []
         common = len(wanted)
         while not found and common > 1 and _ELSEWHERE.match(listed):

@@ -10,7 +10,7 @@ from typing import Any
 
 from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.inspection import verdicts
-from octfm.catalog.participants.splits import SPLITS, Split, assign, parse_split
+from octfm.catalog.participants.splits import SPLITS, Split, assign, diagnosis_of, parse_split
 from octfm.display import box, brief, counted, data_frame, number, with_labels
 from octfm.errors import OctfmError
 from octfm.formats.reasons import REASONS
@@ -217,9 +217,9 @@ def assign_splits(
 ) -> tuple[Acquisition, ...]:
     """Assign splits: recommended_split where participants.tsv has one, else stratified by participant.
 
-    Strata are of the column diagnosis, else study_group or label. `one_person`: pairs of participants that may be one
-    person, because both ids have the same voxels or are spelt alike. They get the same split; if tables or folders
-    recommend several, train goes first: nobody in the test split may have been seen in training.
+    Strata are of scanners, diagnosis (`diagnosis_of`) and number of eyes. `one_person`: pairs of participants that may
+    be one person, because both ids have the same voxels or are spelt alike. They get the same split; if tables or
+    folders recommend several, train goes first: nobody in the test split may have been seen in training.
     """
     same = _leaders(one_person)
     recommended: dict[str, Split] = {}
@@ -235,12 +235,7 @@ def assign_splits(
             earlier = recommended.get(person, split)
             several |= {person} if earlier != split else set()
             recommended[person] = split if SPLITS.index(split) < SPLITS.index(earlier) else earlier
-    labels = {a.participant: a.participant_labels for a in acquisitions}
-    diagnosis = {
-        p: next((columns[name] for name in ("diagnosis", "study_group", "label") if columns.get(name)), "")
-        for p, columns in labels.items()
-    }
-    # Balanced over scanners, diagnosis and the number of eyes.
+    diagnosis = {a.participant: diagnosis_of(a.participant_labels) or "" for a in acquisitions}
     strata = {p: (sorted(scanners[p]), diagnosis.get(p, ""), len(eyes[p])) for p in scanners}
     splits = assign(strata, recommended, fractions, seed)
     placed = []

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import re
+import unicodedata
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -192,8 +193,13 @@ def _decoded(content: bytes) -> str:
 
 def clean_id(text: str) -> str:
     """An id without what spreadsheets add: they turn 1001 into 1001.0 if another cell of the column is empty."""
-    text = text.strip()
+    text = composed(text.strip())
     return text[:-2] if text.endswith(".0") and text[:-2].isdigit() else text
+
+
+def composed(text: str) -> str:
+    """The text with ü as one letter: macOS writes it in names of folders as u and two dots, which look the same."""
+    return unicodedata.normalize("NFC", text)
 
 
 def lost_zeros(images: Collection[str], table: Collection[str]) -> str:

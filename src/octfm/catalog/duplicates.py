@@ -23,10 +23,10 @@ from octfm.formats.reasons import Header
 from octfm.io.archive import file_size, is_folder, open_file
 from octfm.io.isolation import Limits
 from octfm.io.spread import spread
-from octfm.volume.pixel_copies import describe_copy
+from octfm.volume.pixel_copies import OF_TWO, describe_copy
 
 _PIECE = 2**20
-_OF_COPIES = ("duplicate_pixels", "pixels_of_two_participants")
+_OF_COPIES = ("duplicate_pixels", OF_TWO)
 """Codes of rejects whose pixels show that they are copies of another scan."""
 
 
@@ -134,9 +134,7 @@ def under_two_ids(
             shared.add(first.uri)
             pairs[copy.uri] = (copy.participant, first.participant)
         out.append(reject)
-    marked = [
-        replace(a, flags=(*a.flags, "pixels_of_two_participants")) if a.uri in shared else a for a in acquisitions
-    ]
+    marked = [replace(a, flags=(*a.flags, OF_TWO)) if a.uri in shared else a for a in acquisitions]
     return marked, out, pairs
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from octfm.catalog.acquisition import FLAGS, Acquisition, Reject
+from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.errors import ReadError
 from octfm.formats import read_volume
 from octfm.formats.bscans import Reader
@@ -20,7 +20,7 @@ from octfm.io.archive import file_size
 from octfm.io.isolation import Limits
 from octfm.io.spread import spread
 from octfm.volume.laterality import CANNOT_TELL, DiscSide, Verdict, disc_side
-from octfm.volume.pixel_copies import PixelCopies, describe_copy, fingerprint
+from octfm.volume.pixel_copies import OF_TWO, PixelCopies, describe_copy, fingerprint
 from octfm.volume.planes import eight_bit
 from octfm.volume.radial import to_raster
 from octfm.volume.tissue import find_tissue
@@ -67,10 +67,9 @@ def inspect_pixels(
         owner = acquisition.owner
         if (first := copies.first_owner(outcome.fingerprint, owner)) is not None:
             code, sentence = describe_copy(owner, first)
-            of_two = code in FLAGS  # copies of the same participant's scan have no flag
-            original = uid_of[first.uri] if of_two else ""
+            original = uid_of[first.uri] if code == OF_TWO else ""
             rejects.append(Reject(acquisition.uri, code, sentence, file_size(acquisition.uri), original))
-            pairs += [(owner, first)] if of_two else []
+            pairs += [(owner, first)] if code == OF_TWO else []
             continue
         kept.append(
             replace(
@@ -83,7 +82,7 @@ def inspect_pixels(
             )
         )
     shared = {first.uri for _, first in pairs}
-    kept = [replace(a, flags=(*a.flags, "pixels_of_two_participants")) if a.uri in shared else a for a in kept]
+    kept = [replace(a, flags=(*a.flags, OF_TWO)) if a.uri in shared else a for a in kept]
     return kept, rejects, [(owner.participant, first.participant) for owner, first in pairs]
 
 

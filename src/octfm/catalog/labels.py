@@ -2,14 +2,13 @@
 
 import math
 import re
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from octfm.catalog.columns import FIELDS, TableError, clean_id, lost_zeros, read_table
+from octfm.catalog.columns import FIELDS, TableError, clean_id, composed, lost_zeros, read_table
 from octfm.errors import EvaluationError, one_line
 from octfm.formats.names import lateralities, may_be_an_eye
 
@@ -52,14 +51,14 @@ class LabelTable:
         keyed: dict[tuple[str, str | None], str | None] = {}
         # Rows are numbered as lines of the file, whose first is the header.
         for number, (row, value) in enumerate(zip(self.rows, self._cells(column), strict=True), start=2):
-            key = (_id(row[self.participant_column or ""]), self._laterality(row, number))
+            key = (clean_id(row[self.participant_column or ""]), self._laterality(row, number))
             if keyed.setdefault(key, value) != value:
                 raise EvaluationError(
                     f"{self.path}: line {number}: {column} is {value} for {' '.join(filter(None, key))}, an earlier "
                     f"line says {keyed[key]}; keep one row per participant (and eye), or add a sop_instance_uid column"
                 )
         wanted = [
-            (_id(participant), laterality if self.laterality_column else None)
+            (clean_id(participant), laterality if self.laterality_column else None)
             for _, participant, laterality in acquisitions
         ]
         self._expect_a_match([p for p, _ in wanted], {p for p, _ in keyed}, self.participant_column or "")
@@ -84,7 +83,7 @@ class LabelTable:
         keyed: dict[str, tuple[str | None, str | None]] = {}
         for number, (row, value) in enumerate(zip(self.rows, self._cells(column), strict=True), start=2):
             uid = row[self.acquisition_column or ""].strip()
-            participant = _id(row[self.participant_column]) if self.participant_column else None
+            participant = clean_id(row[self.participant_column]) if self.participant_column else None
             if keyed.setdefault(uid, (value, participant)) != (value, participant):
                 raise EvaluationError(
                     f"{self.path}: line {number}: {column} of {uid} contradicts an earlier line; keep one row per UID"
@@ -93,7 +92,7 @@ class LabelTable:
         values: list[str | None] = []
         for acquisition, participant, _ in acquisitions:
             value, named = keyed.get(acquisition, (None, None))
-            if named is not None and named != _id(participant):
+            if named is not None and named != clean_id(participant):
                 raise EvaluationError(
                     f"{self.path}: {acquisition} is participant {named}'s here, {participant}'s in the embeddings; "
                     "the two were made from different cohorts"
@@ -196,17 +195,8 @@ def one_spelling(texts: Sequence[str]) -> list[str]:
 
 def stated(text: str | None) -> str | None:
     """The text of a cell without spaces around it; None if it means a missing value."""
-    text = _composed((text or "").strip())
+    text = composed((text or "").strip())
     return None if text.lower() in MISSING else text
-
-
-def _id(text: str) -> str:
-    return _composed(clean_id(text))
-
-
-def _composed(text: str) -> str:
-    """The text with ü as one letter: macOS writes it in names of folders as u and two dots, which look the same."""
-    return unicodedata.normalize("NFC", text)
 
 
 def _text(cell: object) -> str:

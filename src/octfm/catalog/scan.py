@@ -11,7 +11,7 @@ from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.agreement import accept, with_person
 from octfm.catalog.aireadi import Tables, read_own_tables, read_tables
 from octfm.catalog.catalog import Catalog, CatalogError, NothingAccepted, assign_splits, count_words
-from octfm.catalog.columns import Columns, TableError, lost_zeros
+from octfm.catalog.columns import Columns, TableError, composed, lost_zeros
 from octfm.catalog.dicom_directory import left_behind
 from octfm.catalog.duplicates import under_two_ids, without_duplicates, without_lost_originals
 from octfm.catalog.estimation import axial_mm_by_height
@@ -255,7 +255,7 @@ def _expect_people_to_fit(
     acquisitions: Sequence[Acquisition], tables: Tables, participants: str | Path | BucketPath | None
 ) -> None:
     """Raises TableError if a user's table of people names nobody of the scan."""
-    people = {a.participant for a in acquisitions}
+    people = {composed(a.participant) for a in acquisitions}
     if participants is not None and (remark := lost_zeros(people, tables.participants)):
         raise TableError(f"{participants}: participant {remark}")
     if participants is not None and people.isdisjoint(tables.participants):
@@ -280,10 +280,20 @@ def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> list[
             f"--extract {into}: {needed:,} bytes to unpack, {free:,} free; choose another disk, "
             "or scan without --extract"
         )
-    files: dict[str, Path] = {}
+    targets: dict[str, Path] = {}
+    owners: dict[Path, str] = {}
     for archive in found.archives:
         inside: Any = listed(archive.path)
-        target = into / inside.relative_to(root).with_suffix("")
+        target = targets[archive.path] = into / inside.relative_to(root).with_suffix("")
+        for folder in archive.folders:
+            if (first := owners.setdefault(target / folder, archive.path)) != archive.path:
+                raise CatalogError(
+                    f"--extract: {first} and {archive.path} would both unpack into {target / folder}; rename one of "
+                    "them, or scan without --extract"
+                )
+    files: dict[str, Path] = {}
+    for archive in found.archives:
+        target = targets[archive.path]
         files |= unpack(archive, target)
         # Folders as well: `files` of a scan may hold a folder of images.
         files |= {str(listed(f"{archive.path}{MEMBER}{folder}")): target / folder for folder in archive.folders}

@@ -42,11 +42,12 @@ def volumes_below(
     outcomes, _ = join_parts([each for several in examined for each in several], workers, limits, layouts)
     of_layouts, rejects = wanted(outcomes, layouts)
     headers, copies = without_duplicates(of_layouts, Tables(), workers, limits)
-    # A star of too few lines has no header, but can be read as a radial scan.
-    tried = [
-        r
-        for r in rejects
-        if (r.code == "not_raster" and "radial" in layouts) or not (r.expected or r.code == "not_a_bscan")
-    ]
-    left_out = [*found.refused, *(r for r in rejects if r not in tried), *(reject for _, reject in copies)]
-    return sorted([header.uri for header in headers] + [r.uri for r in tried]), left_out
+    uris, left_out = [header.uri for header in headers], [*found.refused]
+    for reject in rejects:
+        # A star of too few lines has no header, but can be read as a radial scan.
+        star = reject.code == "not_raster" and "radial" in layouts
+        if star or not (reject.expected or reject.code == "not_a_bscan"):
+            uris.append(reject.uri)
+        else:
+            left_out.append(reject)
+    return sorted(uris), [*left_out, *(reject for _, reject in copies)]

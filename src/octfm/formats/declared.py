@@ -99,10 +99,10 @@ def declared_way_up(uri: str) -> bool | None:
     for place in sidecars(uri):
         try:
             with open_file(str(place)) as file:
-                content = file.read(_MAX_BYTES)
+                content = file.read(_MAX_BYTES + 1)
         except (OSError, ReadError, ValueError):
             continue
-        if b"upside_down" in content:
+        if len(content) <= _MAX_BYTES and b"upside_down" in content.replace(b"\0", b""):  # it may be UTF-16
             return _parsed(content, str(place)).upside_down
     return None
 
@@ -152,7 +152,11 @@ def _parsed(content: bytes, place: str) -> Declared:
     for name in ("upside_down", "superior_first"):
         if not isinstance(value := stated.get(name), bool | None):
             _refuse(f"{lines.at(name)}: {name} is {str(value)[:40]!r}; expected true or false, without quotes")
-    if not isinstance(participant, str | int | None) or isinstance(participant, bool):
+    if (
+        not isinstance(participant, str | int | None)
+        or isinstance(participant, bool)
+        or not str(participant).strip().isprintable()
+    ):
         _refuse(f"{lines.at('participant')}: participant is not an id; expected {KEYS['participant']}")
     ends = stated.get("bscan_lines_mm", [[0] * 4])
     if not (isinstance(ends, list) and ends and all(map(_is_line, ends))):

@@ -168,8 +168,8 @@ def volumes_in(uri: str, readers: Sequence[Reader] = ()) -> list[str]:
         return reader.volumes(uri)
 
 
-def read_surfaces(uri: str, readers: Sequence[Reader] = ()) -> Surfaces | None:
-    reader = find_reader(uri, readers)
+def read_surfaces(uri: str) -> Surfaces | None:
+    reader = find_reader(uri)
     if is_dicom(reader):
         from octfm.formats.dicom.surfaces import read_height_map
 
@@ -183,8 +183,8 @@ def read_surfaces(uri: str, readers: Sequence[Reader] = ()) -> Surfaces | None:
         return bscans.to_surfaces(reader.open_bscans(uri))
 
 
-def read_fundus(uri: str, readers: Sequence[Reader] = ()) -> Fundus | None:
-    reader = find_reader(uri, readers)
+def read_fundus(uri: str) -> Fundus | None:
+    reader = find_reader(uri)
     if is_dicom(reader):
         return None
     with bscans.damage_has_a_code(uri):

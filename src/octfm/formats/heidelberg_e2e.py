@@ -20,15 +20,14 @@ import numpy as np
 
 from octfm.errors import ReadError
 from octfm.formats.bscans import MEAN_EYE, Bscans, check_size, mean_step, uid_from, uid_of
-from octfm.formats.heyex_vol import FUNDUS, LAYERS, NO_VALUE, display, padded_text
+from octfm.formats.heyex_vol import FUNDUS, LAYERS, NO_VALUE, PATTERNS, display, padded_text
 from octfm.formats.reasons import expect_bytes
 from octfm.io.archive import MEMBER, open_file
-from octfm.volume.volume import Fundus, Layout, Lines, Surfaces
+from octfm.volume.volume import Fundus, Lines, Surfaces
 
 _MULTIPLE = b"E2EMultipleVolumeFile"
 _DIRECTORY, _ENTRY, _CHUNK = struct.Struct("<12sI20x4I"), struct.Struct("<7Ii2H2I"), struct.Struct("<12s3II4Ii2H2I")
 _PATIENT, _LATERALITY, _PREAMBLE, _PICTURE, _BSCAN, _LAYER, _IMAGE = 9, 11, 3, 5, 10004, 10019, 0x40000000
-_LAYOUTS: dict[int, Layout] = {1: "line", 2: "circle", 5: "radial"}
 _SERIES = re.compile(r"series_(\d+)_(\d+)_(\d+)")
 _MOST_DIRECTORIES = 100_000
 _FUNDUS_8_BIT = 33620481
@@ -126,7 +125,7 @@ def open_bscans(uri: str) -> Bscans:
         fundus=lambda: _fundus(container, series, degrees),
         flags=(MEAN_EYE,) if lines is not None else (),
         beside=container,
-        layout=_LAYOUTS.get(series.pattern),
+        layout=PATTERNS.get(series.pattern),
         laterality=series.eyes.pop() if len(series.eyes) == 1 else "",
         scanner="heidelberg_spectralis",
         participant=participants.get(key[0], ""),
@@ -179,7 +178,7 @@ def _fundus(container: str, series: _Series, degrees: Lines | None) -> Fundus | 
         stream.seek(at)
         image = np.frombuffer(stream.read(height * width), np.uint8).reshape(height, width)
     fields = {shown for *size, shown in series.pictures if size == [width, height]}
-    if degrees is None or len(fields) != 1 or _LAYOUTS.get(series.pattern) == "circle":
+    if degrees is None or len(fields) != 1 or PATTERNS.get(series.pattern) == "circle":
         return Fundus(image, FUNDUS)
     size, shown = np.array([width, height]), fields.pop()
     return Fundus(image, FUNDUS, Lines((0.5 + degrees.start / shown) * size, (0.5 + degrees.end / shown) * size))

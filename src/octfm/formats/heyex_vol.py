@@ -21,7 +21,8 @@ _HEADER_BYTES = 2048
 FUNDUS = "Infrared image of the fundus, taken with the scan"
 NO_VALUE = 1e30
 """Missing reflectivity and layers are stored as the largest float32; anything above this counts as missing."""
-_PATTERNS: dict[int, Layout] = {1: "line", 2: "circle", 5: "radial"}
+PATTERNS: dict[int, Layout] = {1: "line", 2: "circle", 5: "radial"}
+"""Layout of a scan by the number of its pattern, in .vol and .e2e."""
 LAYERS = (
     "ILM", "BM", "RNFL", "GCL", "IPL", "INL", "OPL", "ONL", "ELM", "IOS", "OPT", "CHO", "VIT", "ANT", "EZ", "IZ", "RPE",
 )  # fmt: skip
@@ -57,7 +58,7 @@ def open_bscans(uri: str) -> Bscans:
             ends[i] = struct.unpack_from("<4d", bscan, 16)
             layer_counts.append(struct.unpack_from("<2I", bscan, 48))
         uid = uid_of(file, size)
-    layout = _PATTERNS.get(pattern)
+    layout = PATTERNS.get(pattern)
 
     def decode() -> np.ndarray:
         voxels = np.empty(shape, np.uint8)

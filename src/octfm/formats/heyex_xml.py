@@ -16,7 +16,7 @@ import numpy as np
 
 from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, uid_from
-from octfm.formats.heyex_vol import FUNDUS
+from octfm.formats.heyex_vol import FUNDUS, NO_VALUE
 from octfm.formats.images import digest_of, image_size, read_gray, significant_bits, stack_gray
 from octfm.formats.names import lateralities, scanner_slug
 from octfm.io.archive import list_folder, open_file
@@ -31,7 +31,6 @@ MAX_BYTES = 64 * 2**20
 ROW_MM, ROUNDED_MM = 0.003872, 0.0039
 """Height of a Spectralis row, as newer exports and .vol state it, and as older exports round it: a retina of 300 µm
 would be 2 µm too thick."""
-_NO_VALUE = 1e30
 _LAYOUTS: dict[str, Layout] = {
     "line": "line",
     "single": "line",
@@ -255,7 +254,7 @@ def _surfaces(images: list[Element], shape: tuple[int, int, int], dy: float | No
                     "damaged_file",
                     f"{uri}: a layer of B-scan {i + 1} has {len(values)} of {shape[2]} values; export it again",
                 )
-            values[(values > _NO_VALUE) | (values < 0)] = np.nan
+            values[(values > NO_VALUE) | (values < 0)] = np.nan
             heights[names.index(_text(line, "Name")), i] = values
     return Surfaces(tuple(names), heights, float(dy) if dy else None, uri) if names else None
 

@@ -16,7 +16,6 @@ from octfm.formats.names import may_be_labels
 from octfm.io.archive import file_size, list_folder, open_file, split_uri
 from octfm.io.location import Location
 
-MAX_BYTES = heyex_xml.MAX_BYTES
 SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".jpg", ".jpeg")
 OR_SINGLE = ", or, if each image is a scan of its own, add --layouts line"
 
@@ -48,7 +47,7 @@ def open_bscans(uri: str) -> Bscans:
 def is_image(place: str | Location) -> bool:
     """Whether a file is a single image, not a TIFF of several pages, which is a volume by itself."""
     try:
-        if split_uri(place) and file_size(place) > MAX_BYTES:
+        if split_uri(place) and file_size(place) > heyex_xml.MAX_BYTES:
             return False  # a B-scan is never so large, and reading a member of an archive means inflating it
         with open_file(place) as file:
             return file.read(8).startswith(MAGIC) and not several_pages(file, str(place))

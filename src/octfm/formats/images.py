@@ -214,11 +214,12 @@ def _gray(image: "Image", uri: str) -> np.ndarray:
         raise ReadError("absurd_size", f"{uri}: {image.width} x {image.height} pixels; no B-scan is so large")
     if image.mode in ("1", "P", "LA", "CMYK"):
         image = image.convert("RGB" if image.mode in ("P", "CMYK") else "L")
-    pixels = np.asarray(image)
-    if (
-        pixels.dtype.itemsize > 1 and getattr(image, "tag_v2", {}).get(262) == 0
-    ):  # WhiteIsZero, which Pillow inverts for 8 bit only
+    pixels, tags = np.asarray(image), getattr(image, "tag_v2", {})
+    if pixels.dtype.itemsize > 1 and tags.get(262) == 0:  # WhiteIsZero, which Pillow inverts for 8 bit only
         raise ReadError("unsupported_pixels", f"{uri}: 16-bit pixels whose 0 is white; save it with 0 as black")
+    # SampleFormat 2 is signed; Pillow reads -1 as 255.
+    if pixels.dtype == np.uint8 and _first_int(tags.get(339)) == 2 and pixels.max() > 127:
+        raise ReadError("unsupported_pixels", f"{uri}: signed 8-bit pixels below 0; save it as uint8 or uint16")
     if pixels.ndim == 3 and pixels.shape[2] in (3, 4) and (pixels[..., :3] == pixels[..., :1]).all():
         pixels = pixels[..., 0]
     if pixels.dtype == np.int32 and pixels.min() >= 0 and pixels.max() < 2**16:

@@ -33,8 +33,9 @@ def _of_dicom(uri: str, of: str) -> Surfaces | Labels:
     from pydicom import dcmread
 
     from octfm.formats.dicom.file import guarded, text
-    from octfm.formats.dicom.labels import LABEL_MAP, SEGMENTATION, labels_of_volume
-    from octfm.formats.dicom.surfaces import HEIGHT_MAP, surfaces_of_volume
+    from octfm.formats.dicom.header import HEIGHT_MAP, LABEL_MAP, SEGMENTATION
+    from octfm.formats.dicom.labels import labels_of_volume
+    from octfm.formats.dicom.surfaces import surfaces_of_volume
 
     with guarded(uri) as file:
         kind = text(dcmread(file, force=True, specific_tags=["SOPClassUID"]), "SOPClassUID")

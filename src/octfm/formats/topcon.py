@@ -50,7 +50,7 @@ def open_bscans(uri: str) -> Bscans:
         chunks = _chunks(file, size, uri)
         if "@IMG_JPEG" in chunks:
             mode, shape, places = _compressed(file, chunks["@IMG_JPEG"][0], uri)
-        else:
+        else:  # uncompressed voxels lie in one piece
             mode, shape, places = _plain(file, chunks, uri)
         spacing = _spacing(file, chunks, shape)
         eye = _first(file, chunks, ("@CAPTURE_INFO_02", "@CAPTURE_INFO"), 1)
@@ -74,9 +74,7 @@ def open_bscans(uri: str) -> Bscans:
 
     def decode() -> np.ndarray:
         with open_file(uri, whole=True) as stream:
-            # Uncompressed voxels lie in one piece. A compressed volume has a place per B-scan, and a file with a single
-            # B-scan is rejected before it is decoded.
-            if len(places) == 1:
+            if "@IMG_JPEG" not in chunks:
                 stream.seek(places[0][0])
                 return np.frombuffer(stream.read(places[0][1]), "<u2").reshape(shape).astype(np.uint16)
             found = []

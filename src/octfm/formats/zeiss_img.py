@@ -54,7 +54,7 @@ def open_bscans(uri: str) -> Bscans:
         uid=uid,
         laterality=named[4] if named else "",
         scanner="zeiss_cirrus",
-        protocol=f"{named[1]} {named[2]}x{named[3]}".split("_")[-1] if named else "",
+        protocol=f"{named[1]} {named[2]}x{named[3]}" if named else "",
         flags=("laterality_from_name",) if named else (),
     )
 

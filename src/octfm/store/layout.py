@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from octfm.catalog.participants.splits import diagnosis_of
 from octfm.display import fields_line
 from octfm.errors import StoreError
 from octfm.io.location import Location
@@ -25,7 +26,6 @@ SHARD_CHECKSUM = "shard_checksum"
 _DIGEST = ',"digest":"'
 _DIGEST_AT_END = re.compile(rb',"digest":"([0-9a-f]{16})"}$')
 ARRAYS = {"voxels": "uint8", "band": "float32", "valid": "int16"}
-DIAGNOSIS_COLUMNS = ("diagnosis", "study_group", "label")
 
 Compression = Literal["none", "zstd"]
 
@@ -68,8 +68,7 @@ class StoreRow:
 
     @property
     def diagnosis(self) -> str | None:
-        """The participant's `diagnosis` label, else `study_group`, else `label` (of a path), else None."""
-        return next((self.participant_labels[c] for c in DIAGNOSIS_COLUMNS if self.participant_labels.get(c)), None)
+        return diagnosis_of(self.participant_labels)
 
 
 @dataclass(frozen=True)

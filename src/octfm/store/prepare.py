@@ -27,7 +27,7 @@ from octfm.store.layout import Compression, StoreRow, Unprepared, read_unprepare
 from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, stage
 from octfm.volume.estimated import FLAG
-from octfm.volume.pixel_copies import Owner, PixelCopies, describe_copy, fingerprint
+from octfm.volume.pixel_copies import OF_TWO, Owner, PixelCopies, describe_copy, fingerprint
 from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.tissue import BandFinder
 from octfm.volume.volume import Volume
@@ -212,16 +212,20 @@ def _unless_copy(
 ) -> StoreRow | Unprepared:
     """`outcome`, or an Unprepared if the store already holds the same voxels.
 
-    If they belong to another participant or eye, the row that is there gets a flag.
+    If they belong to another participant, the row that is there gets a flag, which it keeps if it is repaired.
     """
-    if isinstance(outcome, Unprepared) or task.index is not None:
+    if isinstance(outcome, Unprepared):
         return outcome
+    if task.index is not None:
+        before = writer.rows[task.index]
+        kept = [flag for flag in before.found if flag == OF_TWO and before.pixels == outcome.pixels]
+        return replace(outcome, found=(*outcome.found, *kept))
     owner = Owner(outcome.uri, outcome.participant, outcome.laterality)
     first = copies.first_owner(outcome.pixels, owner)
     if first is None:
         return outcome
     code, sentence = describe_copy(owner, first)
-    if code in FLAGS:
+    if code == OF_TWO:
         flagged = [
             replace(row, found=(*row.found, code)) if row.uri == first.uri and code not in row.found else row
             for row in writer.rows

@@ -217,8 +217,12 @@ class Store:
         return out
 
     def _numbers(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """int64 [B]. Raises StoreError for a number that no row has."""
-        index = np.asarray(indices, dtype=np.int64).reshape(-1)
+        """int64 [B]. Raises StoreError for anything but numbers of rows."""
+        index = np.asarray(indices).reshape(-1)
+        # A mask taken as numbers would read rows 0 and 1 over and over.
+        if index.size and index.dtype.kind not in "iu":
+            raise StoreError(f"{self.path}: expected numbers of rows, got {index.dtype}; part() takes a mask")
+        index = index.astype(np.int64)
         if (outside := index[(index < 0) | (index >= len(self))]).size:
             raise StoreError(f"{self.path}: no row {outside[0]}; the store has {len(self)} rows, numbered from 0")
         return index

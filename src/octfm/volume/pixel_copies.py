@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+OF_TWO = "pixels_of_two_participants"
+"""Reason code of a copy under another participant's id, and flag of the one that is kept."""
+
 
 @dataclass(frozen=True)
 class Owner:
@@ -43,7 +46,7 @@ def describe_copy(owner: Owner, first: Owner) -> tuple[str, str]:
     """Reason code and sentence for the later of two files with the same voxels."""
     if owner.participant != first.participant:
         return (
-            "pixels_of_two_participants",
+            OF_TWO,
             f"{owner.uri}: the same voxels as {first.uri}, which is participant {first.participant}'s and not "
             f"{owner.participant}'s; two ids of one person, or a copy filed under another's name: "
             "find out whose they are, and remove the other file",

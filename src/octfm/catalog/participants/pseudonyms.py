@@ -142,7 +142,9 @@ def locate(catalog: Catalog, root: str | Location, key: bytes) -> dict[str, str]
     """
     folder = location(root)
     folder = folder.absolute() if isinstance(folder, Path) else folder
-    files = [str(path) for path in walk(folder).files]
+    # In a catalog of single B-scans each image is a file of its own, as it was scanned.
+    volumes = any(a.layout != "line" for a in catalog.acquisitions)
+    files = [str(path) for path in walk(folder, folders_are_volumes=volumes).files]
     wanted = [a.uri for a in catalog.acquisitions]
     places = {_place(path, folder, key): path for path in files}
     if not places.keys() >= set(wanted):  # the rest may be volumes inside files of several

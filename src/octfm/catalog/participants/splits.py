@@ -25,6 +25,11 @@ def parse_split(text: str) -> Split | None:
     return next((split for split in SPLITS if split == word), None) or _SPELLINGS.get(word)
 
 
+def diagnosis_of(labels: Mapping[str, str]) -> str | None:
+    """A participant's `diagnosis`, else `study_group`, else `label` (of a path), else None."""
+    return next((labels[column] for column in ("diagnosis", "study_group", "label") if labels.get(column)), None)
+
+
 def assign(
     strata: Mapping[str, Hashable], recommended: Mapping[str, Split], fractions: tuple[float, float, float], seed: int
 ) -> dict[str, Split]:

@@ -25,6 +25,8 @@ SAME_PLACE = 0.02
 FEWEST_OF_A_CUBE = 64
 """Cirrus cubes have 128, 200 or more B-scans; its HD rasters of 5 to 21 lines are not square."""
 
+_PLACEHOLDER_MM = 1.0
+"""A B-scan distance of exactly this stands for one that is not known."""
 
 ROUNDING = 1.01
 """Largest ratio of spacings that are the same but for rounding."""
@@ -136,7 +138,7 @@ def _bscan_distance(
             f"{uri}: PixelSpacing is {dy:g} x {dx:g} mm, but neither frame positions nor SpacingBetweenSlices nor "
             "SliceThickness state one distance between B-scans; add one of them",
         )
-    if declared == 1.0:
+    if declared == _PLACEHOLDER_MM:
         raise ReadError(
             "absurd_spacing", f"{uri}: a B-scan distance of exactly 1 mm is a placeholder; correct SliceThickness"
         )
@@ -328,8 +330,9 @@ def _dz_from_positions(
         along, superior_first, length = on_fundus
         fundus = stack_of(along, superior_first, uri, length)
         # A B-scan's length is known in fundus pixels and in mm, which gives the scale of the fundus image.
-        dz = dz if dz is not None else fundus.step * shape[2] * dx / length
-        # Order by the fundus image: converters often fill ImagePositionPatient with a running number.
+        # Order by the fundus image: converters often fill ImagePositionPatient with a running number, no distance.
+        if dz is None or abs(dz - _PLACEHOLDER_MM) < 1e-6:
+            dz = fundus.step * shape[2] * dx / length
         stack = fundus
     # Stated everywhere and yet unusable: the positions are placeholders.
     zeros = stack is None and all(_first(frame, "PlanePositionSequence") is not None for frame in frames)

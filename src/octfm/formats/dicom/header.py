@@ -12,6 +12,8 @@ from octfm.formats.reasons import REASONS, Header, angiography
 from octfm.volume.volume import STRUCTURE_ONLY, Layout, Modality, Shape3
 
 OPHTHALMIC_TOMOGRAPHY = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
+HEIGHT_MAP = "1.2.840.10008.5.1.4.1.1.66.8"
+SEGMENTATION, LABEL_MAP = "1.2.840.10008.5.1.4.1.1.66.4", "1.2.840.10008.5.1.4.1.1.66.7"
 _MODALITIES: dict[str, Modality] = {OPHTHALMIC_TOMOGRAPHY: "structure", "1.2.840.10008.5.1.4.1.1.77.1.5.8": "octa"}
 """SOP classes of volumes: the second is Ophthalmic OCT B-scan Volume Analysis, flow (PS3.3 A.84)."""
 _LEFT_OUT = {
@@ -20,9 +22,9 @@ _LEFT_OUT = {
     "1.2.840.10008.5.1.4.1.1.77.1.5.2": "photograph",
     "1.2.840.10008.5.1.4.1.1.77.1.5.5": "photograph",
     "1.2.840.10008.5.1.4.1.1.77.1.5.6": "photograph",
-    "1.2.840.10008.5.1.4.1.1.66.8": "layer_heights",
-    "1.2.840.10008.5.1.4.1.1.66.4": "voxel_labels",
-    "1.2.840.10008.5.1.4.1.1.66.7": "voxel_labels",
+    HEIGHT_MAP: "layer_heights",
+    SEGMENTATION: "voxel_labels",
+    LABEL_MAP: "voxel_labels",
 }
 """SOP classes exported along with OCT (PS3.4 B.5) -> reason code; all others get not_oct."""
 

@@ -13,11 +13,11 @@ from octfm.errors import ReadError, shown
 from octfm.formats.declared import declared_way_up
 from octfm.formats.dicom.file import guarded, integer, referenced_uids, text
 from octfm.formats.dicom.groups import Elements
+from octfm.formats.dicom.header import LABEL_MAP, SEGMENTATION
 from octfm.formats.dicom.reader import read_geometry_of
 from octfm.formats.reasons import expect_bytes
 from octfm.volume.volume import Labels, Shape3
 
-SEGMENTATION, LABEL_MAP = "1.2.840.10008.5.1.4.1.1.66.4", "1.2.840.10008.5.1.4.1.1.66.7"
 _NATIVE = ("1.2.840.10008.1.2", "1.2.840.10008.1.2.1", "1.2.840.10008.1.2.1.99")
 MOST_SEGMENTS = 255
 

@@ -30,6 +30,7 @@ _FRAME_GROUPS = (
     "PlaneOrientationSequence",
     "OphthalmicFrameLocationSequence",
 )
+_MILLIMETRES = ("PixelSpacing", "SliceThickness", "SpacingBetweenSlices")
 
 MAX_PARTS = 10_000
 """No volume has so many files; a damaged number may claim two billion."""
@@ -63,8 +64,8 @@ def part_of(file: OpenFile) -> Part | None:
     series = text(dataset, "SeriesInstanceUID")
     if not series or integer(dataset, "NumberOfFrames", 1) != 1:
         return None
-    # A series may mix eyes, sizes and modalities, which are different volumes.
-    keywords = ("Rows", "Columns", "ImageLaterality", "Laterality", "SOPClassUID")
+    # A series may mix eyes, sizes and modalities, which are different volumes. Some programs give all people one UID.
+    keywords = ("Rows", "Columns", "ImageLaterality", "Laterality", "SOPClassUID", "PatientID")
     form = [str(dataset.get(keyword) or "") for keyword in keywords]
     return Part(file.uri, " ".join(["series", series, *form]), _number(dataset, "InstanceNumber"), None, identity)
 
@@ -100,11 +101,14 @@ def _parts_in(folder: str, _stamp: int) -> tuple[Part, ...]:
 def merged(datasets: Sequence[Elements], frames: Sequence[int]) -> dict[str, Any]:
     """One header for several files: that of the first, with the functional groups of every frame."""
     groups = []
+    # What all files state alike stays at the top level; of what differs, the first file's would pass for every frame.
+    differ = len({tuple(str(dataset.get(name)) for name in _MILLIMETRES) for dataset in datasets}) > 1
     for dataset, count in zip(datasets, frames, strict=True):
         shared = (dataset.get("SharedFunctionalGroupsSequence") or [{}])[0]
         own = list(dataset.get("PerFrameFunctionalGroupsSequence") or [])
-        # Single B-scan files may state their position at the top level.
+        # Single B-scan files may state millimetres and position at the top level.
         plain = {
+            "PixelMeasuresSequence": [dataset] if differ else None,
             "PlanePositionSequence": [dataset] if dataset.get("ImagePositionPatient") else None,
             "PlaneOrientationSequence": [dataset] if dataset.get("ImageOrientationPatient") else None,
         }
@@ -115,7 +119,7 @@ def merged(datasets: Sequence[Elements], frames: Sequence[int]) -> dict[str, Any
             }
             groups.append({name: value for name, value in found.items() if value})
     first = datasets[0]
-    header = {keyword: first.get(keyword) for keyword in ELEMENTS}
+    header = {keyword: first.get(keyword) for keyword in ELEMENTS if not (differ and keyword in _MILLIMETRES)}
     source = text(first, "SOPInstanceUIDOfConcatenationSource")
     # No shared group: what frames share within a file may differ between files.
     return header | {
@@ -219,8 +223,8 @@ def _twice(values: Sequence[Any]) -> list[Any]:
     return sorted(value for value, count in Counter(values).items() if count > 1)
 
 
-def _listed(numbers: Sequence[int], most: int = 8) -> str:
-    return ", ".join(map(str, numbers[:most])) + (" and more" if len(numbers) > most else "")
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (" and more" if len(numbers) > 8 else "")
 
 
 def _number(dataset: Elements, keyword: str) -> int | None:
@@ -229,4 +233,4 @@ def _number(dataset: Elements, keyword: str) -> int | None:
 
 
 def _natural(uri: str) -> list[tuple[int, int | str]]:
-    return [(0, int(piece)) if piece.isdigit() else (1, piece) for piece in re.split(r"(\d+)", uri)]
+    return [(0, int(piece)) if piece.isdecimal() else (1, piece) for piece in re.split(r"(\d+)", uri)]

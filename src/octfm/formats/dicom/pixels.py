@@ -190,7 +190,9 @@ def is_blank(stream: BinaryIO, pixels: Pixels, uri: str) -> bool:
     if pixels.frames is None:
         middle = pixels.offset + pixels.bytes_expected // 2
         probe = np.frombuffer(_bytes_at(stream, middle, min(4096, pixels.bytes_expected // 2)), np.uint8)
-        return not (probe.size and np.ptp(probe)) and bool(np.ptp(decode(stream, pixels, uri)) == 0)
+        voxel = pixels.bits_allocated // 8
+        repeats = bool((probe[voxel:] == probe[:-voxel]).all())
+        return repeats and bool(np.ptp(decode(stream, pixels, uri)) == 0)
     # Blank frames compress to equal bytes.
     if len({sum(length for _, length in frame) for frame in pixels.frames}) > 1:
         return False

@@ -15,11 +15,11 @@ from octfm.formats.declared import declared_way_up
 from octfm.formats.dicom.file import guarded, integer, referenced_uids, text
 from octfm.formats.dicom.geometry import floats
 from octfm.formats.dicom.groups import Elements
+from octfm.formats.dicom.header import HEIGHT_MAP
 from octfm.formats.dicom.reader import read_geometry_of
 from octfm.formats.reasons import expect_bytes
 from octfm.volume.volume import Surfaces
 
-HEIGHT_MAP = "1.2.840.10008.5.1.4.1.1.66.8"
 MAX_VALUES = 2**28
 
 
