@@ -72,7 +72,7 @@ class _PlugIn:
         if not self.name and len(names := self.reader.volumes(self.file)) > 1:
             raise ReadError(
                 "several_volumes",
-                f"{uri}: which of its {len(names)} volumes? add {MEMBER} and one of {', '.join(names)[:200]}",
+                f"{uri}: which of its {len(names)} volumes? add {MEMBER} and one of {', '.join(names)[:200]}, in single quotes",
             )
         with _bugs_have_a_place(self.reader, uri):
             found = self.reader.open_bscans(self.file, self.name)
