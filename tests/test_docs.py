@@ -99,6 +99,23 @@ def test_every_verb_option_and_setting_exists(page):
             assert key in keys, f"{key}: no such setting"
 
 
+def test_the_jobs_on_several_ranks_divide_their_batch():
+    """As printed, and in the headers of the scripts; otherwise the preflight stops them."""
+    from octfm.pretraining.settings import load_config
+
+    slurm = (ROOT / "launch" / "slurm.sbatch").read_text()
+    gpus = re.findall(r"^#SBATCH --gpus-per-node=(\d+)", slurm, re.M)[0]
+    pages = [(DOCS / "guide" / "scale-out.md").read_text(), slurm, (ROOT / "launch" / "torchrun.sh").read_text()]
+    lines = re.sub(r" \\\n#?\s*", " ", "\n".join(pages)).splitlines()
+    jobs = [line for line in lines if "pretrain vit_s" in line and ("torchrun.sh" in line or "sbatch" in line)]
+    for job in jobs:
+        options = dict(re.findall(r"--(\S+) (\d+)", job))
+        ranks = options.get("nproc-per-node") or int(options["nodes"]) * int(options.get("gpus-per-node", gpus))
+        data = load_config("vit_s", re.findall(r"data\.\w+=\d+", job)).data
+        assert data.global_batch_size % (data.per_device_batch_size * int(ranks)) == 0, job
+    assert len(jobs) == 4
+
+
 def test_every_test_that_a_guarantee_names_exists():
     named = re.findall(r"(test_\w+)(?:\.py)?::(test_\w+)", (DOCS / "guarantees.md").read_text())
     assert len(named) > 100
