@@ -2,7 +2,8 @@
 # octfm pretrain (or finetune) on several ranks of this host, or on one host of several:
 #
 #   launch/torchrun.sh [torchrun options] -- pretrain CONFIG [section.key=value ...] --out RUN
-#   launch/torchrun.sh --standalone --nproc-per-node 8 --max-restarts 3 -- pretrain vit_s data.store=prepared/ --out runs/a
+#   launch/torchrun.sh --standalone --nproc-per-node 8 --max-restarts 3 -- \
+#       pretrain vit_s data.store=prepared/ data.per_device_batch_size=4 --out runs/a
 #
 # Ends with 75 when the run was stopped and saved (run again to continue), which torchrun alone turns into 1.
 # PYTHON names the interpreter; TORCHRUN the launcher, should `$PYTHON -m torch.distributed.run` not be it.

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # One command for all hosts of a TPU pod slice: create it, bring one commit to every worker, start there, follow the log (F20).
 #
-#   launch/tpu_pod.sh start --name oct --zone us-central2-b --type v4-32 -- pretrain vit_s data.store=gs://... --out gs://...
+#   launch/tpu_pod.sh start --name oct --zone us-central2-b --type v4-32 -- \
+#       pretrain vit_s data.store=gs://... data.per_device_batch_size=2 --out gs://...
 #   launch/tpu_pod.sh tail|stop|delete --name oct --zone us-central2-b
 #
 # --dry-run prints every command instead of running it. --project, --version (of the TPU software) and --setup (a command that makes .venv on
@@ -9,7 +10,7 @@
 set -euo pipefail
 
 usage() {
-    sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
     exit 2
 }
 

@@ -625,6 +625,18 @@ def test_calibration_takes_a_table_with_the_corrected_participant_and_zones_alon
     assert "60 participants" in scaled[0]["range_kind"]
 
 
+def test_calibration_counts_scans_without_a_participant_as_left_out(tmp_path):
+    """Nothing makes whoever corrects a scan type whose it is; more corrections would not help."""
+    from octfm.layers.ranges import Ranges
+
+    found = replace(found_in(), ranges=Ranges((5.0, 0.0, 0.0), (5.0, 0.0, 0.0), 9))
+    lines = {(d, "bm"): found.surfaces["bm"][0] + 1 for d in range(25)}
+    by_hand = row_of(found.corrected(read_corrections(written(stated(found, lines=lines), tmp_path / "c.json"))))
+    save_table([by_hand | {"source": f"{i}", "corrected_participant": ""} for i in range(60)], tmp_path / "fixed.csv")
+    with pytest.raises(EvaluationError, match=r"got none \(60 scans left out: the table names no"):
+        calibrate_rows([row_of(found) | {"source": f"{i}"} for i in range(60)], tmp_path / "fixed.csv")
+
+
 def test_calibration_counts_no_scan_that_was_measured_by_another_axial_length(tmp_path):
     """Its zones are other places of the retina: they differ by more than lines."""
     found = replace(found_in(), ranges=Ranges((5.0, 0.0, 0.0), (5.0, 0.0, 0.0), 9))

@@ -34,7 +34,7 @@ PAGES = sorted(
 names = [str(page.relative_to(ROOT)) for page in PAGES]
 GENERATED = {"commands.md", "settings.md"}
 """Pages that `make docs` makes from the code (docs/reference.py)."""
-GUIDE = [page for page in PAGES if page.parent.name == "guide"] + [ROOT / "README.md"]
+GUIDE = [page for page in PAGES if page.parent == DOCS / "guide"] + [ROOT / "README.md"]
 
 
 def commands(text: str) -> list[str]:
@@ -97,6 +97,33 @@ def test_every_verb_option_and_setting_exists(page):
             (".py", ".md", ".json", ".html", ".parquet", ".jsonl", ".yaml")
         ):
             assert key in keys, f"{key}: no such setting"
+
+
+def test_the_jobs_on_several_ranks_divide_their_batch():
+    """As printed, and in the headers of the scripts; otherwise the preflight stops them."""
+    from octfm.pretraining.settings import load_config
+
+    slurm = (ROOT / "launch" / "slurm.sbatch").read_text()
+    gpus = re.findall(r"^#SBATCH --gpus-per-node=(\d+)", slurm, re.M)[0]
+    pages = [(DOCS / "guide" / "scale-out.md").read_text(), slurm, (ROOT / "launch" / "torchrun.sh").read_text()]
+    lines = re.sub(r" \\\n#?\s*", " ", "\n".join(pages)).splitlines()
+    jobs = [line for line in lines if "pretrain vit_s" in line and ("torchrun.sh" in line or "sbatch" in line)]
+    for job in jobs:
+        options = dict(re.findall(r"--(\S+) (\d+)", job))
+        ranks = options.get("nproc-per-node") or int(options["nodes"]) * int(options.get("gpus-per-node", gpus))
+        data = load_config("vit_s", re.findall(r"data\.\w+=\d+", job)).data
+        assert data.global_batch_size % (data.per_device_batch_size * int(ranks)) == 0, job
+    assert len(jobs) == 4
+
+
+def test_every_call_of_a_module_works_after_importing_octfm_alone():
+    """As a reader of a page would type `octfm.formats.read_surfaces(file)`; nothing else has imported its module."""
+    pages = "".join(page.read_text() for page in [*GUIDE, DOCS / "phantom.md", DOCS / "index.md"])
+    calls = sorted(set(re.findall(r"\boctfm\.([a-z_]+\.[A-Za-z_.]+)\(", pages)))
+    assert "formats.read_surfaces" in calls
+    code = f"import octfm, operator\nfor call in {calls}:\n    operator.attrgetter(call)(octfm)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_test_that_a_guarantee_names_exists():

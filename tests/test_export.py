@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import octfm
+from octfm.catalog.participants.safe_values import is_known_name
 from octfm.cli.main import app
 from octfm.config import load
 from octfm.encoder import onnx_graph
@@ -180,6 +181,14 @@ def test_names_of_classes_nobody_knows_are_not_published_unawares(run, store, tm
         export(tuned, tmp_path / "out", echo=quiet)
     assert not (tmp_path / "out").exists()
     assert load_tuned(export(tuned, tmp_path / "out", keep_names=True, echo=quiet), "cpu").answer.classes == names
+
+
+def test_what_octfm_segment_measures_may_be_published_as_a_target():
+    """A label of `octfm finetune labels=TABLE target=centre_um`, as the guide has it."""
+    from octfm.layers.table import MASKS
+    from octfm.layers.zones import UNIT
+
+    assert all(map(is_known_name, [*UNIT.values(), "volume_mm3", *(f"{mask}_nl" for mask in MASKS)]))
 
 
 @pytest.mark.parametrize(

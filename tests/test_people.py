@@ -212,7 +212,7 @@ def test_an_ambiguous_tree_stops_and_its_guess_can_be_accepted(paths, guess, par
 def test_a_file_that_no_pattern_can_help_is_named_with_what_can(paths, known):
     with pytest.raises(AmbiguousPeople, match=r"scan\.tif: name the participant in a sidecar") as stopped:
         people(paths, known=known)
-    assert stopped.value.guess.without_person == ("scan.tif",) and "accept the guess," not in str(stopped.value)
+    assert stopped.value.guess.without_person == ("scan.tif",) and "accept the guess" not in str(stopped.value)
 
 
 def test_folders_below_the_scanned_one_may_look_like_addresses():
@@ -426,6 +426,7 @@ def test_the_command_shows_its_guess_and_how_to_accept_it(tmp_path):
     write_tree(tmp_path / "clinic", ["Meyer/OD.npz", "Meyer/OS.npz", "Schulz/OD.npz"])
     code, out, err = octfm_here("scan", "clinic", "--workers", "0", cwd=tmp_path)
     assert code == 1 and err.count("\n") == 1 and not (tmp_path / "catalog").exists()
+    assert "octfm scan" not in err, "a command without the options that were given"
     assert "Meyer/OD.npz -> participant Meyer, right eye" in out and "2 participants in all" in out
     accept = next(line for line in out.splitlines() if line.startswith("if the guess is right: "))
     assert accept.endswith("octfm scan clinic --workers 0 --participant-from '{participant}/{eye}'")

@@ -205,7 +205,7 @@ def test_verify_names_what_is_rotten_and_has_it_prepared_again(clinic):
     assert [line.split(": ")[0].split("/store/")[1] for line in told.output.splitlines()] == [
         "voxels/c.2.0.0.0", "band/c.5.0.0.0", "valid/c.6.0.0.0",
     ]  # fmt: skip
-    assert "3 of 8 volumes are damaged; run `octfm prepare CATALOG" in str(told.exception)
+    assert "3 of 8 volumes are damaged; run the `octfm prepare` that made" in str(told.exception), "with its settings"
     assert "prepares 2 of them again; the source of 1 was not found" in str(told.exception)
     assert (folder / "store" / "band" / shard_key(5)).is_file(), "what cannot be made again is left"
     (folder / "5.oct").touch()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from octfm.version import __version__
 
 if TYPE_CHECKING:
+    from octfm import formats
     from octfm.catalog.catalog import Catalog
     from octfm.catalog.scan import scan
     from octfm.encoder.encoder import Encoder, load_encoder
@@ -69,6 +70,8 @@ __all__ = [*_HOME, "__version__"]  # noqa: PLE0604
 def __getattr__(name: str):
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
+    if name == "formats":  # octfm.formats.read_surfaces and its like, after `import octfm` alone
+        return import_module("octfm.formats")
     raise AttributeError(f"module 'octfm' has no attribute {name!r}")
 
 

@@ -60,6 +60,7 @@ def phantom(
     Examples:
     octfm phantom clinic --participants 40 --seed 1
     """
+    from octfm.display import number
     from octfm.io.progress import Progress
     from octfm.phantom import DEFAULT_SCANNERS, DIAGNOSES, write_phantom
 
@@ -78,7 +79,7 @@ def phantom(
             workers=workers,
             progress=progress.up_to,
         )
-    typer.echo(f"{path}: {participants} participants; truth in {path / 'ground_truth'}")
+    typer.echo(f"{path}: {number(participants, 'participant')}; truth in {path / 'ground_truth'}")
 
 
 def scan(

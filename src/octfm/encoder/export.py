@@ -86,7 +86,7 @@ def _expect_known_names(tuned: TunedModel) -> None:
         names = ", ".join(map(repr, dict.fromkeys(unknown)))
         raise EvaluationError(
             f"config.json would publish the names {names}, which octfm does not know and which "
-            "may identify somebody; rename the classes of the label table and fine-tune again, or pass --keep-names "
+            "may identify somebody; rename them in the table of labels and fine-tune again, or pass --keep-names "
             "if anybody may read them"
         )
 

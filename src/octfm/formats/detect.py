@@ -70,9 +70,10 @@ class _PlugIn:
 
     def open_bscans(self, uri: str) -> Bscans:
         if not self.name and len(names := self.reader.volumes(self.file)) > 1:
+            listed = ", ".join(names)[:200]
             raise ReadError(
                 "several_volumes",
-                f"{uri}: which of its {len(names)} volumes? add {MEMBER} and one of {', '.join(names)[:200]}",
+                f"{uri}: which of its {len(names)} volumes? add {MEMBER} and one of {listed}, in single quotes",
             )
         with _bugs_have_a_place(self.reader, uri):
             found = self.reader.open_bscans(self.file, self.name)

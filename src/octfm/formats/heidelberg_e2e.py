@@ -84,7 +84,8 @@ def open_bscans(uri: str) -> Bscans:
     if len(keys) != 1:
         names = ", ".join(map(_name, sorted(found)))
         raise ReadError(
-            "several_volumes", f"{uri}: which of its {len(found)} series? add {MEMBER} and one of {names[:200]}"
+            "several_volumes",
+            f"{uri}: which of its {len(found)} series? add {MEMBER} and one of {names[:200]}, in single quotes",
         )
     key, series = keys[0], found[keys[0]]
     slices = sorted(series.images)

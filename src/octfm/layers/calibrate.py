@@ -29,9 +29,12 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
     fixed, in_part = read_corrected(corrected)
     known = {row["source"]: row for row in rows if not row["problem"]}
     scores: dict[str, dict[str, list[float]]] = {}
-    of_other_length = 0
+    nameless = of_other_length = 0
     for other in fixed:
-        if (row := known.get(other["source"])) is None or not (person := other["participant"].strip()):
+        if (row := known.get(other["source"])) is None:
+            continue
+        if not (person := other["participant"].strip()):
+            nameless += 1
             continue
         if not same_millimetres(row, other):
             of_other_length += 1
@@ -42,6 +45,8 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
                 own = scores.setdefault(row["scanner"], {}).setdefault(person, [])
                 own.append(_score(theirs[zone] - ours[zone], reach))
     left_out = [in_part] if in_part else []
+    if nameless:
+        left_out.append(f"{number(nameless, 'scan')} left out: the table names no participant of theirs")
     if of_other_length:
         scans = number(of_other_length, "scan")
         left_out.append(f"{scans} left out: measured by another axial length than in the table")

@@ -71,7 +71,7 @@ def require_whole(verified: Verified, path: str | Location) -> None:
     damaged, again = len(verified.damaged), len(verified.to_prepare)
     if damaged:
         left = damaged - again
-        remedy = [f"run `octfm prepare CATALOG --out {path}`, which prepares {again} of them again"] if again else []
+        remedy = [f"run the `octfm prepare` that made {path}, which prepares {again} of them again"] if again else []
         if left and not again and damaged > max(1, MOST * verified.volumes):
             remedy = [
                 "with so many, the disk or the memory is suspect, so nothing was deleted; test both, "

@@ -144,7 +144,7 @@ def make_study(
     if not tasks:
         why = " ".join(s["sentence"] for s in skipped)
         raise EvaluationError(
-            f"no target can be evaluated: {why or 'no label column is known'}; give --labels and --target"
+            f"no target can be evaluated; give --labels and --target. {why or 'No label column is known.'}"
         )
     tested = (
         np.array([split == "test" for split in data.split]) if design == "recommended_split" else allow_seen | ~seen

@@ -161,7 +161,7 @@ def spelt_alike(participants: Iterable[str]) -> list[tuple[str, str]]:
 def _ambiguous(root: Location, nameless: int, scans: int, guess: Guess) -> AmbiguousPeople:
     of = f"{nameless:,} of {scans:,} scans" if nameless < scans else f"{scans:,} scans"
     options = " ".join(f"--participant-from '{pattern}'" for pattern in guess.patterns)
-    advice = f"accept the guess, or state another: octfm scan {root} {options}"
+    advice = f"accept the guess by {options}, or state another pattern"
     if guess.without_person:
         advice = (
             f"{', '.join(guess.without_person)}: name the participant in a sidecar (NAME.json), in a table "

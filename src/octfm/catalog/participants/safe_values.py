@@ -26,6 +26,14 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "rnfl_thickness_um": (10, 400), "cup_disc_ratio": (0, 1), "mean_deviation": (-40, 20),
     "logmar": (-0.5, 4), "bcva": (-0.5, 100), "bcva_logmar": (-0.5, 4), "bcva_letters": (0, 100),
     "etdrs_letters": (0, 100), "visual_acuity": (-0.5, 4), "refraction": (-40, 30), "spherical_equivalent": (-40, 30),
+    # Of a table of octfm segment.
+    "centre_um": (50, 1500), "volume_mm3": (1, 50),
+    **{
+        f"{ring}_{side}_um": (50, 1500)
+        for ring in ("inner", "outer")
+        for side in ("superior", "nasal", "inferior", "temporal", "left", "right")
+    },
+    **{f"{area}_nl": (0, 9999) for area in ("intraretinal_fluid", "subretinal_fluid", "drusen", "detachment")},
 }  # fmt: skip
 """Measurement -> range of plausible values."""
 AGES = frozenset({"age", "age_years", "age_at_visit", "age_at_scan", "age_at_exam", "age_at_baseline"})
