@@ -67,16 +67,7 @@ def cells(peer: bool, rehearse: bool) -> list[Cell]:
     if rehearse:
         tiny = Cell("update", (8, 64, 32), batch=2, limit_s=120)
         found = [Cell("peak", limit_s=60), tiny, replace(tiny, mode="compiled"), replace(tiny, budget=48, batch=4)]
-        kinds = (
-            "train",
-            "passes",
-            "inputs",
-            "embed",
-            "classes",
-            "attention",
-            "phantoms",
-            *(("peer", "equal") if peer else ()),
-        )
+        kinds = ("train", "passes", "inputs", "embed", "classes", "attention", *(("peer", "equal") if peer else ()))
         return [*found, *(replace(tiny, kind=kind) for kind in kinds)]
     budget, whole, small = Cell("update", budget=BUDGET), Cell("update"), Cell("update", SMALL)
     # A third of the tokens, as of the large volumes.

@@ -59,7 +59,8 @@ def test_larger_batches_are_not_tried_where_smaller_did_not_fit():
 
 def test_every_cell_of_the_plan_has_a_measurement_and_its_own_name():
     planned = bench.cells(peer=True, rehearse=False)
-    assert all(callable(getattr(bench.Worker, cell.kind)) for cell in planned)
+    rehearsed = bench.cells(peer=True, rehearse=True)
+    assert all(callable(getattr(bench.Worker, cell.kind)) for cell in [*planned, *rehearsed])
     assert {cell.image for cell in planned} == {(64, 384, 384), (32, 192, 192)}
     updates = [cell for cell in planned if cell.kind == "update"]
     modes = {"eager", "compiled", "graph", "compiled graph", "compiled graph cudnn", "whole compiled"}

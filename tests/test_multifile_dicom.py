@@ -164,6 +164,15 @@ def test_two_people_in_one_series_are_two_volumes(tmp_path):
     assert [(row.participant, row.shape[0]) for row in scan(tmp_path).acquisitions] == [("A", 6), ("B", 6)]
 
 
+def test_a_file_that_lacks_the_patient_of_the_others_is_not_said_to_be_elsewhere(tmp_path):
+    def person(dataset, place):
+        dataset.PatientID = "" if place == 3 else "A"
+
+    paths = series(tmp_path, positions=False, edit=person)
+    code, sentence = code_of(paths[0])
+    assert code == "missing_part" and "series 4 of 7 are not in its folder, or state another PatientID" in sentence
+
+
 @pytest.mark.parametrize(
     ("keyword", "values", "code"),
     [

@@ -151,6 +151,7 @@ def test_no_value_is_read_as_something_else(tmp_path, key, value):
         ('{"upside_down": "true"}', "expected true or false, without quotes"),
         ('{"bits": 4}', "from 8 to 16"),
         ('{"participant": "p\\ud800"}', "participant is not an id"),
+        ('{"participant": "p\\n1"}', "participant is not an id"),
         ('{"spacing_mm": [0.1, 0.01, 0.1], "spacing_mm_zyx": [0.2, 0.01, 0.1]}', "differ"),
     ],
 )
@@ -179,6 +180,12 @@ def test_a_sidecar_that_cannot_be_opened_is_not_as_good_as_none(tmp_path):
     (tmp_path / "a.json").mkdir()
     with pytest.raises(ReadError, match=r"a\.json: cannot be read"):
         read_header(uri)
+
+
+@pytest.mark.parametrize("name", ["山田\u3000太郎", "Anna\u00a0Meyer", "علی\u200cرضا"])
+def test_a_participant_may_have_the_spaces_of_any_script(tmp_path, name):
+    """str.isprintable takes the blank for the only space."""
+    assert read_header(write_images(tmp_path / "visit", telling_voxels(), participant=name)).participant == name
 
 
 def test_a_scan_that_is_declared_upside_down_is_flipped(tmp_path):

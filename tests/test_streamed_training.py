@@ -209,10 +209,13 @@ def test_phantoms_of_single_bscans_show_an_eye():
 
 
 def test_many_cores_render_in_processes_what_one_thread_renders(phantoms, monkeypatch):
+    in_processes = mock.Mock(wraps=isolation.each)
+    monkeypatch.setattr(stores, "each", in_processes)
     monkeypatch.setattr(stores, "MOST_THREADS", 1)
     apart = PhantomStore(phantoms.config, phantoms.preprocessing, held_out=4, threads=2)
     index = [3, 41, 7]
     found, expected = apart.read(index), phantoms.read(index)
+    assert in_processes.call_count == 3, "one for each phantom, of the store on many cores alone"
     for name in ("voxels", "band", "valid", "labels", "acquisition"):
         assert np.array_equal(getattr(found, name), getattr(expected, name))
 
@@ -223,6 +226,19 @@ def test_a_phantom_whose_process_is_killed_is_rendered_all_the_same(phantoms, mo
 
     monkeypatch.setattr(stores, "MOST_THREADS", 1)
     monkeypatch.setattr(stores, "each", lambda _, *rest: isolation.each(killing, *rest))
+    apart = PhantomStore(phantoms.config, phantoms.preprocessing, threads=2)
+    assert np.array_equal(apart.read([3, 4]).voxels, phantoms.read([3, 4]).voxels)
+
+
+@pytest.mark.parametrize("start", ["import os, signal; os.kill(os.getpid(), signal.SIGKILL)", None])
+def test_a_phantom_whose_process_does_not_start_is_rendered_all_the_same(phantoms, monkeypatch, start):
+    """It is killed while it imports, or the system has no room for another process."""
+    isolation.release()
+    monkeypatch.setattr(stores, "MOST_THREADS", 1)
+    if start is not None:
+        monkeypatch.setattr(isolation, "_START", start)
+    else:
+        monkeypatch.setattr(isolation.subprocess, "Popen", mock.Mock(side_effect=BlockingIOError("no process left")))
     apart = PhantomStore(phantoms.config, phantoms.preprocessing, threads=2)
     assert np.array_equal(apart.read([3, 4]).voxels, phantoms.read([3, 4]).voxels)
 

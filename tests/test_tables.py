@@ -19,6 +19,7 @@ from octfm.catalog.scan import scan
 from octfm.errors import ConfigError, EvaluationError
 from octfm.phantom import write_phantom
 from support.dicom_files import write_oct_dicom
+from support.vendor_files import write_images
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
 COLUMNS = {"participant": "pid", "file": "path", "laterality": "eye"}
@@ -283,6 +284,16 @@ def test_names_that_macos_wrote_are_those_of_the_tables(tmp_path):
             folder: "AMD",
             "Schmid": "healthy",
         }
+
+
+def test_a_name_in_two_unicode_forms_is_no_conflict(tmp_path):
+    """Sidecar and table have it from one list of folders, as macOS wrote them; of tables the form is changed."""
+    name = unicodedata.normalize("NFD", "Müller")
+    eye = np.random.default_rng(1).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+    write_images(tmp_path / "scans" / "a", eye, participant=name)
+    files = table_of(tmp_path / "f.csv", f"filepath,participant_id\na,{name}\n")
+    (row,) = scan(tmp_path / "scans", table=files).acquisitions
+    assert row.participant == "Müller" and "participant_conflict" not in row.flags
 
 
 @pytest.mark.parametrize(

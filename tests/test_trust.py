@@ -75,6 +75,14 @@ def test_nobody_tested_is_learned_from_on_any_scanner(study):
             assert people["within"] == people["left_out"], "equal numbers, or the drop is hidden"
 
 
+def test_a_target_that_cannot_be_evaluated_is_refused_without_its_values_in_public(cohort, study):
+    encoder = study.encoders[0]
+    labels = tuple({"grade": ("Mild", "mild", "none")[i % 3]} for i in range(len(encoder.participant)))
+    with pytest.raises(EvaluationError, match="Mild and mild") as refused:
+        study_of(cohort, replace(encoder, participant_labels=labels), targets=["grade"])
+    assert refused.value.public and "ild" not in refused.value.public
+
+
 def test_a_tested_participant_in_pretraining_or_training_is_refused(cohort, study, monkeypatch):
     encoder = study.encoders[0]
     seen = encoder.participant == encoder.participant[np.flatnonzero(study.tested)[0]]

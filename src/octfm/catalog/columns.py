@@ -192,7 +192,7 @@ def _decoded(content: bytes) -> str:
 
 
 def clean_id(text: str) -> str:
-    """An id without what spreadsheets add: they turn 1001 into 1001.0 if another cell of the column is empty."""
+    """An id, `composed`, without what spreadsheets add: 1001 becomes 1001.0 if another cell of the column is empty."""
     text = composed(text.strip())
     return text[:-2] if text.endswith(".0") and text[:-2].isdigit() else text
 

@@ -49,6 +49,8 @@ _SYNONYMS = {
     "upside_down": "flipped flip inverted orientation flipud upsidedown",
 }
 """Lower-case words that people write for a key. In CamelCase they are keys of other programs (BIDS, dcm2niix)."""
+_NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+"""Control characters, and halves of surrogate pairs, which no file can hold."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def _parsed(content: bytes, place: str) -> Declared:
     if (
         not isinstance(participant, str | int | None)
         or isinstance(participant, bool)
-        or not str(participant).strip().isprintable()
+        or _NO_TEXT.search(str(participant).strip())
     ):
         _refuse(f"{lines.at('participant')}: participant is not an id; expected {KEYS['participant']}")
     ends = stated.get("bscan_lines_mm", [[0] * 4])

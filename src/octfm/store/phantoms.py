@@ -308,8 +308,12 @@ def _rendered(job: tuple) -> "PreparedPhantom":
 
 
 def _rendered_apart(job: tuple) -> "PreparedPhantom":
-    """The same by another process; by this one if that was ended, as the system does when memory runs out."""
-    (image,) = each(_rendered, [job], _LIMITS, lambda _: _LIMITS.seconds)
+    """The same by another process; by this one if that cannot be started or was ended, as the system does when memory
+    runs out."""
+    try:
+        (image,) = each(_rendered, [job], _LIMITS, lambda _: _LIMITS.seconds)
+    except (OSError, RuntimeError):
+        return _rendered(job)
     return _rendered(job) if isinstance(image, Lost) else image
 
 

@@ -17,9 +17,6 @@ from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Volume
 
-HEIGHT_MAP = "1.2.840.10008.5.1.4.1.1.66.8"
-"""Height Map Segmentation Storage: rows are B-scans, columns A-scans, one frame per surface, as in AI-READI."""
-
 
 def label_map(found: Segmentation, image_rows: int | None = None) -> tuple[np.ndarray, dict[int, str]]:
     """uint8 [D, H, W] in the native frame and the names of its values: layers between consecutive surfaces, then
@@ -235,10 +232,13 @@ def _segment(highdicom: Any, found: Segmentation, number: int, name: str) -> Any
 
 
 def _height_map(image: Any, found: Segmentation, heights: np.ndarray, path: Path) -> Path:
-    """`heights`: rows [S, D, W] of the surfaces in the stored frames."""
+    """`heights`: rows [S, D, W] of the surfaces in the stored frames. As in AI-READI, rows of the file are B-scans, its
+    columns A-scans, and it has one frame per surface."""
     from pydicom.dataset import Dataset, FileMetaDataset
     from pydicom.sequence import Sequence
     from pydicom.uid import ExplicitVRLittleEndian, generate_uid
+
+    from octfm.formats.dicom.header import HEIGHT_MAP
 
     ds = Dataset()
     of_patient = ("PatientName", "PatientID", "PatientBirthDate", "PatientSex")

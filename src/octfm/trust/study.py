@@ -139,7 +139,7 @@ def make_study(
             tasks.append(make_task(target, data, table, design, seen, allow_seen, seed))
         except Skip as reason:
             if targets is not None:
-                raise EvaluationError(f"target {target.name}: {reason}") from None
+                raise reason.refusal(target.name) from None
             skipped.append({"target": target.name, "sentence": str(reason), "public": reason.public})
     if not tasks:
         why = " ".join(s["sentence"] for s in skipped)

@@ -165,9 +165,10 @@ def expect_all_parts(parts: Sequence[Part], geometry: Geometry | None = None) ->
         )
     expected = range(first, 1 + last)
     if absent := sorted(set(expected) - set(numbers)):
+        others = "" if joined else ", or state another PatientID, eye or size"
         raise ReadError(
             "missing_part",
-            f"{uri}: {what} {_listed(absent)} of {len(expected)} are not in its folder; "
+            f"{uri}: {what} {_listed(absent)} of {len(expected)} are not in its folder{others}; "
             "put all files of the volume there",
         )
 

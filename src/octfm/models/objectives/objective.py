@@ -195,7 +195,6 @@ def median(rows_ND: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-@torch.no_grad()
 def move_average(average: nn.Module, source: nn.Module, momentum: float | Tensor) -> None:
     """average = momentum * average + (1 - momentum) * source, over all parameters; if they are sharded, each rank moves
     its share."""
