@@ -178,7 +178,7 @@ def main() -> None:
     at = passed()
     rows = trained(chosen, store, steps, chosen.out / "run", 60 * chosen.minutes - passed() - spare)
     facts |= {"train_s": passed() - at, "step_s": seconds_of(rows, batch), "rendered": store.rendered}
-    facts |= {"volumes": steps * batch, "read": store.used}
+    facts |= {"updates": rows[-1]["step"] + 1, "read": store.used}
     facts["data_wait_share"] = statistics.median(row["data_wait_share"] for row in rows[2:] or rows)
     facts["masked_over_baseline"] = [row["masked_over_baseline"] for row in rows]
     store.stopped = True
