@@ -28,7 +28,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -73,10 +72,9 @@ def cells(peer: bool, rehearse: bool) -> list[Cell]:
     # A third of the tokens, as of the large volumes.
     few = Cell("update", SMALL, budget=384)
     slow = {"limit_s": 90.0}  # nothing is in the compiler's cache yet
-    graph, cudnn = {**slow, "mode": "compiled graph"}, {**slow, "mode": "compiled graph cudnn"}
+    graph = {**slow, "mode": "compiled graph"}
     found = [Cell("peak"), budget, replace(budget, **graph), replace(budget, network="ViT-B", **graph)]
     found += [Cell("attention", budget=BUDGET)]
-    found += [replace(budget, network=name, **cudnn) for name in ("ViT-B", "ViT-S")]
     found += [Cell("train", budget=BUDGET, mode="compiled", limit_s=120), Cell("train", budget=BUDGET, limit_s=75)]
     found += [replace(budget, batch=32, **graph), whole, small, replace(whole, **graph), replace(small, **graph)]
     found += [Cell("passes", budget=BUDGET), Cell("passes", budget=BUDGET, mode="compiled", **slow)]
@@ -215,12 +213,10 @@ class Worker:
 
         learner, batch = self.learner(cell)
         began = time.perf_counter()
-        mode, backend, _ = cell.mode.partition(" cudnn")
-        with self.cudnn() if backend else nullcontext():
-            update = update_of(learner, batch, learner.config.objective.context_loss, mode)
-            update()
-            self.wait()
-            first, seconds = time.perf_counter() - began, self.timed(update)
+        update = update_of(learner, batch, learner.config.objective.context_loss, cell.mode)
+        update()
+        self.wait()
+        first, seconds = time.perf_counter() - began, self.timed(update)
         return {
             "ms": 1e3 * seconds,
             "volumes_per_s": cell.batch / seconds,
@@ -228,14 +224,10 @@ class Worker:
             "first_s": first,
         }
 
-    def cudnn(self):
-        """A context in which attention is cuDNN's."""
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
-
     def attention(self, cell: Cell) -> dict[str, Any]:
         """Milliseconds of the shapes of a ViT-S and a ViT-B: all kept tokens, and the third that the encoder sees."""
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
         torch, found = self.torch, {}
         for heads, tokens in ((6, cell.budget or 96), (6, (cell.budget or 96) // 3), (12, cell.budget or 96)):
             q, k, v = (
@@ -250,7 +242,7 @@ class Worker:
             shape = f"{heads}x{tokens}"
             found[f"{shape}_flash_ms"] = 1e3 * self.timed(both)
             if self.device == "cuda":
-                with self.cudnn():
+                with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                     found[f"{shape}_cudnn_ms"] = 1e3 * self.timed(both)
         return found
 

@@ -63,6 +63,10 @@ class Limits:
         return self.seconds + self.seconds_per_megabyte * size / 1e6 + (self.seconds_remote if "://" in uri else 0)
 
 
+UNLIMITED = Limits(seconds=24 * 3600, memory=2**62)
+"""No limits in effect, for functions that read no files."""
+
+
 @dataclass(frozen=True)
 class Lost:
     """Takes the place of a result whose child died or was killed."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from octfm.errors import OctfmError
-from octfm.io.isolation import Limits, Lost
+from octfm.io.isolation import UNLIMITED, Lost
 from octfm.io.location import local_path
 from octfm.io.spread import spread
 from octfm.phantom.cohort import Participant, draw_cohort, eye_of
@@ -47,9 +47,6 @@ _MODALITIES = (
     "retinal_octa",
     "retinal_photography",
 )
-_LIMITS = Limits(seconds=24 * 3600, memory=2**62)
-"""No limits in effect: rendering reads no files of unknown origin."""
-
 _Row = dict[str, Any]
 _Rows = tuple[list[_Row], list[_Row], list[_Row]]
 """One participant's rows of manifest.tsv, labels.tsv and defects.tsv."""
@@ -124,7 +121,7 @@ def write_phantom(
     planted: list[_Row] = []
     jobs = [_Job(partial, person, seed, size, plan[person.index], effect, version, truth) for person in people]
     count = 0 if workers == 1 else workers  # a single worker is this process
-    written = spread(_write_participant, jobs, _not_written, workers=count, limits=_LIMITS, chunk=1)
+    written = spread(_write_participant, jobs, _not_written, workers=count, limits=UNLIMITED, chunk=1)
     for done, (rows, truths, spoilt) in enumerate(written, 1):
         manifest += rows
         labels += truths

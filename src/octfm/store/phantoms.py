@@ -5,6 +5,7 @@ sequence, and excluded or rolled-back volumes are found again. `MixedStore` join
 """
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,7 +18,7 @@ from pydantic import Field, field_validator
 
 from octfm.config import Config, Seed
 from octfm.errors import ConfigError, StoreError
-from octfm.io.isolation import Limits, Lost, each
+from octfm.io.isolation import UNLIMITED, Lost, each
 from octfm.store.layout import Arrays, StoreRow, Unprepared, checksum
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Millimetres, Preprocessing
@@ -35,8 +36,6 @@ SCANNER = "phantom"
 MOST_THREADS = 2
 """More threads than these would wait for the interpreter's lock, so that on more cores each renders in a process of its
 own."""
-_LIMITS = Limits(seconds=3600, memory=2**62)
-"""No limits in effect: rendering reads no files."""
 Conditions = tuple[str, ...]
 
 
@@ -308,13 +307,22 @@ def _rendered(job: tuple) -> "PreparedPhantom":
 
 
 def _rendered_apart(job: tuple) -> "PreparedPhantom":
-    """The same by another process; by this one if that cannot be started or was ended, as the system does when memory
-    runs out."""
+    """The same by another process; by this one, with a warning, if that cannot be started or was ended, as the system
+    does when memory runs out."""
     try:
-        (image,) = each(_rendered, [job], _LIMITS, lambda _: _LIMITS.seconds)
-    except (OSError, RuntimeError):
-        return _rendered(job)
-    return _rendered(job) if isinstance(image, Lost) else image
+        (image,) = each(_rendered, [job], UNLIMITED, lambda _: UNLIMITED.seconds)
+        if not isinstance(image, Lost):
+            return image
+        trouble = image.what
+    # `each` raises errors of the rendering itself as well; below they come again.
+    except (OSError, RuntimeError) as error:
+        trouble = f"did not start ({error})"
+    warnings.warn(
+        f"a process that renders phantoms {trouble}; this one renders in its place, more slowly; free memory, or run "
+        "fewer processes",
+        stacklevel=2,
+    )
+    return _rendered(job)
 
 
 def _digest(arrays: Arrays) -> str:
