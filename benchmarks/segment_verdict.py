@@ -28,7 +28,7 @@ from octfm.layers.edges import onto_edges
 from octfm.layers.finder import LayerFinder, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
 from octfm.layers.verdict import ZONE_UM, Measures, decide
-from octfm.layers.zones import uneven_zones
+from octfm.layers.zones import unsteady
 from octfm.phantom.native.bscans import SURFACES, Labelled, Placement, sample_placement
 from octfm.phantom.native.stream import Stream
 from octfm.phantom.scanner import SCANNERS, Scanner
@@ -259,14 +259,14 @@ def shown_differently(volume: Volume) -> dict[str, Volume]:
 
 
 def central(volume: Volume, finder: LayerFinder) -> tuple[float | None, bool]:
-    """Central thickness in µm, and whether it is refused, or marked as one that depends on single B-scans."""
+    """Central thickness in µm, and whether it is refused, withheld, or named as one that may change."""
     found = segment(volume, finder=finder)
     value = found.etdrs(keep_doubtful=True).mean_um["centre"]
     try:
         grid = found.etdrs()
     except EvaluationError:  # the disc lies in its centre
         return value, True
-    doubtful = grid.mean_um["centre"] is None or "centre" in uneven_zones(grid)
+    doubtful = grid.mean_um["centre"] is None or any("centre by" in note for note in unsteady(grid))
     return value, doubtful or not found.verdict.accepted
 
 

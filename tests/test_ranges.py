@@ -92,7 +92,10 @@ def test_a_range_holds_what_the_grid_would_measure_around_a_fovea_beside_it():
     found = replace(found_in(25), ranges=Ranges((0.1, 0.0, 0.0), (0.1, 0.0, 0.0), 1000))
     grid, ranges, retina = found.etdrs(), found.zone_ranges(), found.thickness_um("ilm", "bm")
     for turn in np.arange(8) * np.pi / 4:
-        beside = (grid.centre_mm[0] + FOVEA_MM * np.cos(turn), grid.centre_mm[1] + FOVEA_MM * np.sin(turn))
+        beside = (
+            grid.centre_mm[0] + FOVEA_MM["pit"] * np.cos(turn),
+            grid.centre_mm[1] + FOVEA_MM["pit"] * np.sin(turn),
+        )
         for zone, mean in measure_around(beside, retina, found.place(), "R").mean_um.items():
             if mean is not None and grid.mean_um[zone] is not None:
                 assert ranges[zone][0] <= mean <= ranges[zone][1], zone

@@ -32,6 +32,7 @@ from octfm.phantom.native.bscans import render_native
 from octfm.phantom.native.stream import Stream
 from octfm.report.segmented.correct import correction_facts
 from octfm.report.segmented.pictures import thickness_pictures
+from octfm.volume.etdrs import measure_around
 from octfm.volume.volume import Lines, Volume
 from support.segmented import found_in
 
@@ -372,14 +373,36 @@ def test_a_volume_that_another_fovea_would_change_is_withheld(monkeypatch):
     assert found.etdrs().volume_mm3 is None and found.etdrs(keep_doubtful=True).volume_mm3
 
 
-def test_a_centre_that_rests_on_single_bscans_has_a_note():
+def test_a_note_says_by_how_much_other_bscans_would_change_a_mean():
     even, uneven, few = found_in(49), found_in(49), found_in(17)
     uneven.surfaces["ilm"][24] -= 40  # 160 µm
     said = [
-        re.findall(r"place of the B-scans, (.*?) per mm: (\w+)", row_of(f)["zones_note"]) for f in (even, uneven, few)
+        re.findall(r"if other B-scans are taken, (.*?) per mm: centre by (\d+) µm", row_of(f)["zones_note"])
+        for f in (even, uneven, few)
     ]
-    assert said[0] == [] and said[1] == [("8.2", "centre")], "8 per mm, and one of them thick"
-    assert said[2] and said[2][0][1] == "centre" and len(said[2]) == 1, "few of them, said once"
+    assert said[0] == [], "8 per mm"
+    (per_mm, change), ((few_per_mm, _),) = said[1][0], said[2]
+    assert per_mm == "8.2" and float(change) == round(uneven.etdrs().sampling_um["centre"]) > 5, "one B-scan is thick"
+    assert few_per_mm == "2.8", "few, of a retina with a pit"
+
+
+def test_a_note_says_by_how_much_a_swollen_centre_changes_if_the_fovea_lies_beside_it():
+    """A cone beside the fovea, 400 µm high, as large cysts make it; the pit of the inner retina stays."""
+    healthy, swollen = found_in(49), found_in(49)
+    depth, width = swollen.surfaces["bm"].shape
+    off_mm = np.hypot(*np.meshgrid(np.linspace(-3.4, 2.6, width), np.linspace(-3, 3, depth)))
+    swollen.surfaces["bm"] += np.clip(400 * (1 - off_mm / 0.8), 0, None) / 1000 / swollen.spacing_mm[1]
+    said = [
+        re.findall(r"fovea lies (.*?) mm beside.*?centre by (\d+) µm", row_of(f)["zones_note"])
+        for f in (healthy, swollen)
+    ]
+    assert said[0] == []
+    ((away, change),) = said[1]
+    grid = swollen.etdrs()
+    assert away == "0.15" and float(change) == round(grid.place_um["centre"]) > 10
+    x, y = grid.centre_mm
+    beside = measure_around((x - 0.15, y), swollen.thickness_um("ilm", "bm"), swollen.place(), "R")
+    assert abs(beside.mean_um["centre"] - grid.mean_um["centre"]) == pytest.approx(grid.place_um["centre"], rel=0.2)
 
 
 def test_a_circle_as_long_as_a_wide_field_is_not_refused_for_its_length(scan):

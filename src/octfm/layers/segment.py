@@ -34,6 +34,7 @@ from octfm.volume.etdrs import (
     MOST_APART_MM,
     RINGS_MM,
     UNEVEN,
+    Centre,
     EtdrsGrid,
     Field,
     field_of_volume,
@@ -48,9 +49,9 @@ from octfm.weights.packaged import NOTE, SHORT_NOTE
 
 PLACE_UM = 10.0
 """A zone is withheld if its mean changes by more around another place that could be the fovea."""
-FOVEA_MM, NO_PIT_MM = 0.15, 0.25
-"""How far the fovea may lie from the centre of the grid, with a pit and without: chosen so that ranges hold the mean
-around the fovea in nine tenths of phantom zones (docs/log)."""
+FOVEA_MM: dict[Centre, float] = {"pit": 0.15, "device": 0.25, "scan": 0.25}
+"""How far the fovea may lie from the centre of the grid: chosen so that ranges hold the mean around the fovea in nine
+tenths of phantom zones (docs/log)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,7 +313,8 @@ class ScanSegmentation(Segmentation):
             held |= {name for name, mean in grid.mean_um.items() if _apart(mean, other.mean_um[name]) > PLACE_UM}
             trusted &= _apart(grid.volume_mm3, other.volume_mm3) * per_mm3 <= PLACE_UM
         given = {name: None if name in held else mean for name, mean in grid.mean_um.items()}
-        return replace(grid, mean_um=given, volume_mm3=grid.volume_mm3 if trusted else None)
+        grid = replace(grid, mean_um=given, volume_mm3=grid.volume_mm3 if trusted else None)
+        return replace(grid, place_um=self._place_um(grid, upper, lower))
 
     def zone_ranges(self) -> dict[str, tuple[float, float]]:
         """Zone → low and high end in µm of its synthetic-calibrated range, for the zones of `etdrs()` that have a mean.
@@ -328,25 +330,22 @@ class ScanSegmentation(Segmentation):
         grid = self.etdrs()
         expected = self._expected("ilm", "bm", grid).mean_um
         fluid = self._means(self.fluid_um(), grid.centre_mm).mean_um
-        moved = self._moved(grid)
         ranges = {}
         for name, mean in grid.mean_um.items():
             if mean is not None:
                 low, high = self.ranges.of(mean, expected[name] or 0.0, fluid[name] or 0.0)
-                place_um = np.hypot(moved[name], grid.sampling_um[name])
+                place_um = np.hypot(grid.place_um[name], grid.sampling_um[name])
                 ranges[name] = (
                     mean - float(np.hypot(mean - low, place_um)),
                     mean + float(np.hypot(high - mean, place_um)),
                 )
         return ranges
 
-    def _moved(self, grid: EtdrsGrid) -> dict[str, float]:
-        """Zone → the largest change of its mean, in µm, when the grid moves by the uncertainty of the fovea's
-        position."""
-        retina, (x, y) = self.thickness_um("ilm", "bm"), grid.centre_mm
-        away = FOVEA_MM if grid.centre == "pit" else NO_PIT_MM
+    def _place_um(self, grid: EtdrsGrid, upper: str, lower: str) -> dict[str, float]:
+        """`EtdrsGrid.place_um` of the zones that have a mean."""
+        thickness, (x, y), away = self.thickness_um(upper, lower), grid.centre_mm, FOVEA_MM[grid.centre]
         turns = np.arange(8) * np.pi / 4
-        moved = [self._means(retina, (x + away * np.cos(turn), y + away * np.sin(turn))).mean_um for turn in turns]
+        moved = [self._means(thickness, (x + away * np.cos(turn), y + away * np.sin(turn))).mean_um for turn in turns]
         return {
             name: max((abs(other - mean) for means in moved if (other := means[name]) is not None), default=0.0)
             for name, mean in grid.mean_um.items()

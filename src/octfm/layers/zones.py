@@ -14,7 +14,7 @@ from octfm.formats import read_device_grid
 from octfm.formats.heyex_xml import DeviceGrid
 from octfm.io.isolation import Limits
 from octfm.layers.ranges import SYNTHETIC
-from octfm.layers.segment import ScanSegmentation
+from octfm.layers.segment import FOVEA_MM, PLACE_UM, ScanSegmentation
 from octfm.volume.etdrs import LEAST_COVERED, ZONES, EtdrsGrid, lateral_scale
 
 SIDES = ("inner left", "inner right", "outer left", "outer right")
@@ -23,13 +23,8 @@ UNIT = {name: f"{name.replace(' ', '_')}_um" for name in (*ZONES, *SIDES)}
 """Zone → column of its mean thickness."""
 RANGE = {name: (column.replace("_um", "_low_um"), column.replace("_um", "_high_um")) for name, column in UNIT.items()}
 """Zone → columns of the ends of its range."""
-FEWEST_PER_MM = 3.0
-"""B-scans per mm below which the note says that zones depend on where B-scans happen to lie: in the public volume with
-145 B-scans of an eye with drusen the centre moves by at most 2 µm at 4 per mm and by 4 µm at 2.8."""
-SAMPLING_UM = 6.0
-"""`EtdrsGrid.sampling_um` above which the note says that a zone depends on single B-scans. In the centre of four real
-eyes with oedema it is 2.4 to 5.9 µm with all B-scans (8 per mm) and 9 to 24 µm with every other, which moves the
-centre by up to 13 µm."""
+SAMPLING_UM = 2.0
+"""`EtdrsGrid.sampling_um` above which the note says by how much a zone depends on which B-scans were taken."""
 _BY_LENGTH = "lateral millimetres for an axial length of "
 PLAUSIBLE_UM = (10.0, 3000.0)
 """Means of a zone in a table that can be micrometres: thicker than any swelling are nanometres or rows, thinner than
@@ -80,11 +75,20 @@ def _unsure(grid: EtdrsGrid) -> list[str]:
     ]
 
 
-def uneven_zones(grid: EtdrsGrid) -> list[str]:
-    """Zones whose mean depends on single B-scans: by more than SAMPLING_UM, and the centre below FEWEST_PER_MM."""
-    few = {ZONES[0]} if grid.bscans_per_mm < FEWEST_PER_MM else set()
+def unsteady(grid: EtdrsGrid) -> list[str]:
+    """Sentences that name the zones whose mean would differ by some µm if the grid, or the B-scans, lay elsewhere."""
     given = [name for name, mean in grid.mean_um.items() if mean is not None]
-    return [name for name in given if name in few or grid.sampling_um[name] > SAMPLING_UM]
+    by_place = {name: grid.place_um[name] for name in given if grid.place_um.get(name, 0.0) > PLACE_UM}
+    by_bscans = {name: grid.sampling_um[name] for name in given if grid.sampling_um[name] > SAMPLING_UM}
+    causes = {
+        f"if the fovea lies {FOVEA_MM[grid.centre]:g} mm beside the grid's centre": by_place,
+        f"if other B-scans are taken, {grid.bscans_per_mm:.1f} per mm": by_bscans,
+    }
+    return [
+        f"means that may change {cause}: {', '.join(f'{name} by {change:.0f} µm' for name, change in changes.items())}"
+        for cause, changes in causes.items()
+        if changes
+    ]
 
 
 def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
@@ -97,11 +101,7 @@ def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
     if sparse := [*grid.too_sparse, *([] if found.bscan_nl is not None else ["volumes"])]:
         apart_mm = grid.furthest_mm or float(np.diff(found.place().bscans_mm).max())
         notes.append(f"B-scans {apart_mm:.1f} mm apart are too far apart for: {', '.join(sparse)}")
-    if uneven := uneven_zones(grid):
-        notes.append(
-            f"means that may change by several µm with the place of the B-scans, {grid.bscans_per_mm:.1f} per mm: "
-            f"{', '.join(uneven)}"
-        )
+    notes += unsteady(grid)
     if not any("superior" in name for name in grid.mean_um):
         notes.append("no superior and inferior zones: the file does not say which B-scan is superior")
     if found.volume.laterality is None:

@@ -409,7 +409,7 @@ const octfmCorrect = (() => {
       if (Number.isFinite(zones.rival)) said.push(`The foveal pit could also lie ${zones.rival.toFixed(1)} mm away; zones that this would change are withheld.`);
       const sparse = [...zones.sparse, ...(edit.nlPerVoxel ? [] : ["volumes"])];
       if (sparse.length) said.push(`B-scans ${zones.furthest.toFixed(1)} mm apart are too far apart for: ${sparse.join(", ")}.`);
-      if (edit.uneven.length) said.push(`Means that may change by several µm with the place of the B-scans, ${(1 / zones.apart).toFixed(1)} per mm: ${edit.uneven.join(", ")}.`);
+      for (const note of edit.unsteady) said.push(`As found, ${note}.`);
       if (!field.upright) said.push("No superior and inferior zones: the file does not say which B-scan is superior.");
       if (rules.sides[0] === "right") said.push("Left and right instead of nasal and temporal: the file does not say which eye it is.");
       const short = Object.keys(zones.coverage).filter((name) => !(zones.coverage[name] >= rules.covered));

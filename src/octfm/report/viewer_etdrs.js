@@ -224,7 +224,7 @@ const octfmEtdrs = (() => {
     const mean = Object.fromEntries(Object.entries(raw.mean).map(([name, value]) => [name, withheld.has(name) || sparse.includes(name) ? null : value]));
     const unsure = [...withheld].filter((name) => !sparse.includes(name) && raw.coverage[name] >= rules.covered);
     const away = rivals.map((rival) => Math.hypot(rival[0] - centre[0], rival[1] - centre[1]));
-    return { mean, coverage: raw.coverage, volume: trusted ? raw.volume : null, centre, onPit: Boolean(pit), withheld: unsure, sparse, apart: 1 / perMm,
+    return { mean, coverage: raw.coverage, volume: trusted ? raw.volume : null, centre, onPit: Boolean(pit), withheld: unsure, sparse,
       furthest: Math.max(...(sparse.length ? sparse.map((name) => near[name]) : bscans.slice(1).map((at, d) => at - bscans[d]))), rival: Math.min(...away) };
   }
 

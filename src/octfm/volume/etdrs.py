@@ -346,6 +346,9 @@ class EtdrsGrid:
     """Zone → by how much its mean may be off because B-scans are samples of it: half of how far its B-scans lie from
     the line between their neighbours (root mean square), over the square root of their number. 0 where fewer than
     three neighbouring B-scans were measured."""
+    place_um: dict[str, float] = with_default(default_factory=dict)
+    """Zone → the most by which its mean changes if the grid moves as far as the fovea may lie from `centre_mm`; empty
+    where that was not asked."""
 
     @property
     def too_sparse(self) -> list[str]:

@@ -31,7 +31,7 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
     from octfm.layers.ranges import SYNTHETIC
     from octfm.layers.segment import PLACE_UM
     from octfm.layers.verdict import ANSWERED, ZONE_UM
-    from octfm.layers.zones import grid_of, uneven_zones
+    from octfm.layers.zones import grid_of, unsteady
     from octfm.models.layer_net import MASKS, SURFACES
 
     volume = found.volume
@@ -69,7 +69,7 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
         "whyNoZones": found.why_no_grid,
         "ranges": {} if grid is None else {name: list(ends) for name, ends in found.zone_ranges().items()},
         "rangeKind": SYNTHETIC,
-        "uneven": [] if grid is None else uneven_zones(grid),
+        "unsteady": [] if grid is None else unsteady(grid),
         "reasons": [
             {"text": text, "answered": code in ANSWERED}
             for code, text in zip(found.verdict.codes, found.verdict.reasons, strict=True)
