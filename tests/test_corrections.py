@@ -21,7 +21,7 @@ from octfm.layers.corrections import FORMAT, find_corrections, read_corrections
 from octfm.layers.finder import LayerFinder
 from octfm.layers.ranges import Ranges
 from octfm.layers.segment import ScanSegmentation
-from octfm.layers.table import read_table, row_of, save_table, write_table
+from octfm.layers.table import describe, read_table, row_of, save_table, write_table
 from octfm.layers.verdict import Verdict
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig
 from octfm.report.segmented.correct import correction_facts
@@ -347,6 +347,54 @@ def test_a_page_gives_no_volume_that_another_fovea_would_change(browser, tmp_pat
 
 
 @needs_chromium
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_fovea_set_in_the_page_is_the_centre_of_the_zones(browser, tmp_path, turned):
+    found = found_eye(25, 3, **({"lines": tilted(25, 20.0, 1)} if turned else {}))
+    depth = found.volume.shape[0]
+    open_page(browser, found, tmp_path)
+    as_found = numbers(browser)
+    browser.mouse('[data-part="map"]', 0.6, 0.45)
+    assert numbers(browser) == as_found, "nothing is set unless correcting was begun"
+    browser.key("e")
+    browser.mouse('[data-part="map"]', 0.6, 0.45)
+    assert numbers(browser) != as_found and told(browser)["fovea"]
+    x, y = found.etdrs().centre_mm
+    bscan, ascan = (float(at) for at in told(browser)["fovea"].split(","))
+    assert found.place().place(bscan, ascan) == pytest.approx((x + 0.1 * 6.8, y - 0.05 * 6.8), abs=0.02)
+    browser.key("z")
+    assert numbers(browser) == as_found and not told(browser)["fovea"]
+    browser.key("ArrowDown")
+    browser.key("ArrowRight", shift=True)
+    browser.key("f")
+    shown = told(browser)
+    assert shown["fovea"] == f"{depth - 1 - int(shown['bscan'])},{shown['column']}"
+    assert "set by hand" in browser.js("document.querySelector('[data-part=\"numbers-note\"]').textContent")
+
+    browser.js("document.querySelector('[data-part=\"author\"]').value = 'A. Grader'")
+    path = save(browser, tmp_path)
+    by_hand = read_corrections(path)
+    assert by_hand.fovea == (depth - 1 - int(shown["bscan"]), float(shown["column"])) and not by_hand.touched
+    corrected = found.corrected(by_hand)
+    assert corrected.etdrs().centre == "fovea"
+    assert_same(numbers(browser), expected_numbers(corrected))
+
+    again = tmp_path / "again"
+    again.mkdir()
+    open_page(browser, found, again)
+    browser.key("e")
+    node = browser.call("DOM.getDocument", depth=-1)["root"]["nodeId"]
+    chosen = browser.call("DOM.querySelector", nodeId=node, selector='[data-part="load"]')["nodeId"]
+    browser.call("DOM.setFileInputFiles", nodeId=chosen, files=[str(path)])
+    browser.wait(f"document.querySelector('{ROOT}').dataset.fovea !== ''")
+    assert_same(numbers(browser), expected_numbers(corrected))
+    assert read_corrections(save(browser, again)).fovea == by_hand.fovea
+    browser.key("f", shift=True)
+    assert numbers(browser) == as_found
+    browser.key("z")
+    browser.assert_quiet()
+
+
+@needs_chromium
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_a_page_measures_any_raster_as_python_does(browser, tmp_path, seed):
@@ -534,6 +582,30 @@ def test_corrections_of_another_scan_or_network_are_refused(tmp_path):
     (tmp_path / "across.json").unlink()
     with pytest.raises(CorrectionsError, match="corrects the same scan as"):
         find_corrections(tmp_path)
+
+
+def test_a_fovea_set_by_hand_is_in_rows_and_takes_no_part_of_the_range(tmp_path):
+    found = replace(found_in(25), ranges=Ranges((3.0, 0.5, 0.0), (3.0, 0.5, 0.0), 1000))
+    own = found.etdrs()
+    bscan, ascan = (float(at[0]) for at in found.place().to_index(*(np.array([at]) for at in own.centre_mm)))
+    corrected = found.corrected(read_corrections(written(stated(found, fovea=[bscan, ascan]), tmp_path / "a.json")))
+    grid, row = corrected.etdrs(), row_of(corrected)
+    assert grid.centre_mm == pytest.approx(own.centre_mm) and grid.mean_um == pytest.approx(own.mean_um)
+    assert not any(grid.place_um.values()) and own.place_um["centre"] > 1
+    (low, high), (narrow, upper) = (each.zone_ranges()["centre"] for each in (found, corrected))
+    assert low < narrow < grid.mean_um["centre"] < upper < high
+    assert row["grid_centre"] == "fovea" and "set the fovea by hand" in row["zones_note"]
+    assert row["corrected_bscans"] == row["checked_bscans"] == "0"
+    assert "0 of 25 B-scans and the fovea" in describe(corrected)
+    elsewhere = found.corrected(read_corrections(written(stated(found, fovea=[2.5, 30]), tmp_path / "b.json")))
+    assert elsewhere.etdrs().centre_mm == pytest.approx(found.place().place(2.5, 30))
+
+
+def test_a_fovea_beside_the_scan_is_refused(tmp_path):
+    found = found_in(9)
+    for fovea in ([9, 3], [0, -1], [0, found.volume.shape[2]]):
+        with pytest.raises(CorrectionsError, match="fovea: expected a B-scan from 0 to 8 and an A-scan from 0 to 119"):
+            read_corrections(written(stated(found, fovea=fovea), tmp_path / "a.json"))
 
 
 def test_only_what_somebody_looked_at_is_trusted(tmp_path):

@@ -47,6 +47,7 @@ class _File(BaseModel):
     time: AwareDatetime
     shape: tuple[int, int, int]
     axial_length_mm: float | None = Field(default=None, ge=AXIAL_LENGTH_MM[0], le=AXIAL_LENGTH_MM[1])
+    fovea: tuple[float, float] | None = None
     bscans: list[_Bscan]
 
 
@@ -76,11 +77,18 @@ class Corrections:
     source: str = field(default="corrections", repr=False)
     axial_length_mm: float | None = None
     """Axial length by which the page scaled lateral millimetres; None: nominal millimetres."""
+    fovea: tuple[float, float] | None = None
+    """(B-scan, A-scan), in fractions, where somebody has set the fovea; None: where the pit is found."""
 
     @property
     def touched(self) -> frozenset[int]:
         """B-scans that were corrected or checked."""
         return self.checked.union(self.areas, *self.surfaces.values())
+
+    @property
+    def fovea_too(self) -> str:
+        """In words, after the number of B-scans that were corrected."""
+        return "" if self.fovea is None else " and the fovea"
 
     def trusted(self, *names: str) -> np.ndarray:
         """bool [D]: B-scans that were checked, or in which somebody has corrected one of these surfaces."""
@@ -164,6 +172,10 @@ def _checked(file: _File, source: str) -> Corrections:
     depth, height, width = file.shape
     if min(file.shape) < 1 or max(file.shape) > 1_000_000:
         raise _refused(source, "shape", "B-scans, rows and A-scans of a scan", shown(file.shape))
+    if file.fovea and not all(0 <= at <= count - 1 for at, count in zip(file.fovea, (depth, width), strict=True)):
+        raise _refused(
+            source, "fovea", f"a B-scan from 0 to {depth - 1} and an A-scan from 0 to {width - 1}", file.fovea
+        )
     surfaces: dict[str, dict[int, np.ndarray]] = {}
     areas: dict[int, dict[str, np.ndarray]] = {}
     seen = set()
@@ -179,7 +191,7 @@ def _checked(file: _File, source: str) -> Corrections:
     checked = frozenset(each.bscan for each in file.bscans if each.checked)
     return Corrections(
         file.scan, file.network, file.shape, file.author, file.participant, file.time.isoformat(), file.octfm,
-        surfaces, areas, checked, source, file.axial_length_mm,
+        surfaces, areas, checked, source, file.axial_length_mm, file.fovea,
     )  # fmt: skip
 
 

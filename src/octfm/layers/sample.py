@@ -1,7 +1,7 @@
 """Three synthetic scans to try octfm segment and octfm view on, rendered in a tenth of a second each."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -21,7 +21,7 @@ SIZE = (20, 256, 192)
 @dataclass(frozen=True, eq=False)
 class Sample:
     volume: Volume
-    retina_um: np.ndarray
+    retina_um: np.ndarray = field(repr=False)
     """[D, W]: true thickness, ILM to BM, at the A-scans of the image."""
     centre_um: float
     """Its mean in the central ETDRS zone around the true pit."""

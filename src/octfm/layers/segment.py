@@ -49,7 +49,7 @@ from octfm.weights.packaged import NOTE, SHORT_NOTE
 
 PLACE_UM = 10.0
 """A zone is withheld if its mean changes by more around another place that could be the fovea."""
-FOVEA_MM: dict[Centre, float] = {"pit": 0.15, "device": 0.25, "scan": 0.25}
+FOVEA_MM: dict[Centre, float] = {"pit": 0.15, "fovea": 0.0, "device": 0.25, "scan": 0.25}
 """How far the fovea may lie from the centre of the grid: chosen so that ranges hold the mean around the fovea in nine
 tenths of phantom zones (docs/log)."""
 
@@ -107,7 +107,7 @@ class ScanSegmentation(Segmentation):
             "note": self.note_on_scan,
             "corrected": ""
             if self.corrections is None
-            else f"by hand, {number(len(self.corrections.touched), 'B-scan')}",
+            else f"by hand, {number(len(self.corrections.touched), 'B-scan')}{self.corrections.fovea_too}",
             **super()._described(),
         }
 
@@ -228,7 +228,9 @@ class ScanSegmentation(Segmentation):
             return False
         grid = self.etdrs(keep_doubtful=True)
         lines = self.surfaces["ilm"], self.surfaces["bm"]
-        return grid.centre == "pit" and looks_like_other_eye(self.volume, *lines, self.place(), grid.centre_mm)
+        return grid.centre in ("pit", "fovea") and looks_like_other_eye(
+            self.volume, *lines, self.place(), grid.centre_mm
+        )
 
     @property
     def why_no_um(self) -> str:
@@ -282,7 +284,7 @@ class ScanSegmentation(Segmentation):
         return frozenset((*self.corrections.surfaces, *(self.masks if self.corrections.areas else ())))
 
     def etdrs(self, upper: str = "ilm", lower: str = "bm", *, keep_doubtful: bool = False) -> EtdrsGrid:
-        """Nine zones of the thickness between two surfaces, around the fovea that was found.
+        """Nine zones of the thickness between two surfaces, around the fovea that was found or set by hand.
 
         Unless `keep_doubtful`, zones are None in which the network expects a mean error above 12 µm, or which change by
         more than 10 µm around another place that could be the fovea; the volume follows the same rules with the mean
@@ -293,8 +295,11 @@ class ScanSegmentation(Segmentation):
         """
         # The pit is deepest in the inner retina; drusen, fluid and atrophy below move it in the whole one.
         inner = self.thickness_um("ilm", "ipl_inl")
-        place = self.place()
-        grid = measure_grid(self.thickness_um(upper, lower), place, self.volume.laterality, pit_map_um=inner)
+        thickness, place, laterality = self.thickness_um(upper, lower), self.place(), self.volume.laterality
+        if self.corrections is not None and self.corrections.fovea is not None:
+            grid = measure_around(place.place(*self.corrections.fovea), thickness, place, laterality, "fovea")
+        else:
+            grid = measure_grid(thickness, place, laterality, pit_map_um=inner)
         if keep_doubtful:
             return grid
         if shows_disc(self.found, place, grid.centre_mm):
@@ -309,7 +314,7 @@ class ScanSegmentation(Segmentation):
         trusted = (expected.volume_mm3 or 0) * per_mm3 <= ZONE_UM
         trusted &= not any(name.startswith("inner") for name in grid.too_sparse)
         for rival in grid.rivals_mm:
-            other = self._means(self.thickness_um(upper, lower), rival)
+            other = self._means(thickness, rival)
             held |= {name for name, mean in grid.mean_um.items() if _apart(mean, other.mean_um[name]) > PLACE_UM}
             trusted &= _apart(grid.volume_mm3, other.volume_mm3) * per_mm3 <= PLACE_UM
         given = {name: None if name in held else mean for name, mean in grid.mean_um.items()}
@@ -322,10 +327,10 @@ class ScanSegmentation(Segmentation):
         Three parts are added in quadrature: that of the lines, within which the mean of the true lines of the same
         B-scans lies in 90 % of a phantom's zones; the most by which the mean changes if the grid moves as far as the
         fovea may lie away; and what it may change because B-scans are samples (`EtdrsGrid.sampling_um`). How often the
-        true mean of a real eye lies within it is not known. Empty for networks without ranges and for corrected scans.
-        Raises EvaluationError as `etdrs` does.
+        true mean of a real eye lies within it is not known. Empty for networks without ranges, and where lines or areas
+        were corrected. Raises EvaluationError as `etdrs` does.
         """
-        if self.ranges is None or self.corrections is not None:
+        if self.ranges is None or (self.corrections is not None and self.corrections.touched):
             return {}
         grid = self.etdrs()
         expected = self._expected("ilm", "bm", grid).mean_um

@@ -93,6 +93,8 @@ def unsteady(grid: EtdrsGrid) -> list[str]:
 
 def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
     notes = [note for note in (found.note_on_scan, _note_on_length(found)) if note]
+    if grid.centre == "fovea":
+        notes.append("somebody has set the fovea by hand")
     if grid.centre == "scan":
         notes.append("no foveal pit was found, so the grid is centred on the middle of the scan")
     if grid.rivals_mm:

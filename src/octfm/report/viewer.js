@@ -238,6 +238,7 @@
       if (volume.hasMm) drawBars(context, width, height, volume.shownMm[2] * W, state.stretch <= 1 ? 0 : volume.shownMm[1] * H);
       if (state.cursor && !hand?.active()) cross(context, (state.column + 0.5) / W * width, (state.row + 0.5) / H * height, width, height);
       hand?.drawBrush(context, width, height);
+      hand?.drawFovea(context, width, height);
       if (state.anchor) mark(context, (state.anchor[2] + 0.5) / W * width, (state.anchor[1] + 0.5) / H * height, state.anchor[0] === k);
     }
 

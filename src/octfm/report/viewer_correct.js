@@ -3,7 +3,7 @@
 "use strict";
 const octfmCorrect = (() => {
   const { bytes, clamp } = octfmPaint;
-  const ABSENT = 65535, TOOLS = ["pull", "draw", "remove", "paint", "erase"], NEAR_PX = 14;
+  const ABSENT = 65535, TOOLS = ["pull", "draw", "remove", "paint", "erase"], NEAR_PX = 14, MAP_MM = 3.4;
   // Rows are kept to a thousandth, as the file has them: the numbers shown are those of the file.
   const kept = (row) => Math.fround(Math.round(row * 1000) / 1000);
 
@@ -19,6 +19,7 @@ const octfmCorrect = (() => {
     const counts = Array.from(edit.labels, (runs) => countRuns(runs));
     const state = { active: false, tool: "pull", line: Math.max(0, ilm), area: edit.reported[0] || "", widths: { line: Math.max(3, Math.round(0.4 / edit.mm[2])), area: Math.max(1, Math.round(0.06 / edit.mm[2])) } };
     const history = [];
+    let fovea = null; // [B-scan, A-scan] where it was set
     let future = [], stroke = null, saved, waiting = 0, before = null, grid = null, message = "";
 
     const file = (k) => edit.reversed ? D - 1 - k : k;
@@ -63,16 +64,17 @@ const octfmCorrect = (() => {
     // ---- changes ----
 
     function snapshot(f) {
-      return { f, lines: Array.from({ length: S }, (_, s) => line(s, f).slice()), labels: area() ? labelsOf(f).slice() : null, checked: checked[f] };
+      return { f, lines: Array.from({ length: S }, (_, s) => line(s, f).slice()), labels: area() ? labelsOf(f).slice() : null, checked: checked[f], fovea };
     }
 
     // The difference to a snapshot, as it goes into the history; null if there is none.
     function difference(old) {
-      const change = { f: old.f, lines: [], labels: null, checked: null };
+      const change = { f: old.f, lines: [], labels: null, checked: null, fovea: null };
       old.lines.forEach((own, s) => { if (!same(own, line(s, old.f))) change.lines.push([s, own, line(s, old.f).slice()]); });
       if (old.labels && !same(old.labels, labelsOf(old.f))) change.labels = [encoded(old.labels), encoded(labelsOf(old.f))];
       if (old.checked !== checked[old.f]) change.checked = [old.checked, checked[old.f]];
-      return change.lines.length || change.labels || change.checked ? change : null;
+      if (old.fovea !== fovea) change.fovea = [old.fovea, fovea];
+      return change.lines.length || change.labels || change.checked || change.fovea ? change : null;
     }
 
     function refresh(f) {
@@ -98,10 +100,11 @@ const octfmCorrect = (() => {
     function step(from, to, side) {
       const changes = from.pop();
       if (!changes) return;
-      for (const { f, lines, labels: areas, checked: mark } of changes) {
+      for (const { f, lines, labels: areas, checked: mark, fovea: place } of changes) {
         for (const [s, ...pair] of lines) line(s, f).set(pair[side]);
         if (areas) labelsOf(f).set(decoded(areas[side]));
         if (mark) checked[f] = mark[side];
+        if (place) fovea = place[side];
         refresh(f);
       }
       to.push(changes);
@@ -238,6 +241,13 @@ const octfmCorrect = (() => {
       record([old], checked[old.f] ? "All lines and areas of this B-scan are marked as right." : "The mark is removed.");
     }
 
+    function setFovea(place) {
+      if (!grid.zones) { message = "This scan has no zones that a fovea could be the centre of."; update(); return; }
+      const old = snapshot(here());
+      fovea = place && place.map((at) => Number(at.toFixed(3)));
+      record([old], fovea ? `The fovea is set in B-scan ${volumeNumber(Math.round(fovea[0]))}, A-scan ${Math.round(fovea[1])}; zones lie around it.` : "The fovea is where the pit is found.");
+    }
+
     function revert() {
       const f = here(), old = snapshot(f);
       old.labels ||= labelsOf(f).slice();
@@ -297,13 +307,13 @@ const octfmCorrect = (() => {
       }
       const { format, scan, network, octfm, shape } = edit;
       return { format, scan, network, octfm, author: find("author").value.trim(), participant: find("participant").value.trim(), time: new Date().toISOString(), shape,
-        ...(edit.axialLength ? { axial_length_mm: edit.axialLength } : {}), bscans };
+        ...(edit.axialLength ? { axial_length_mm: edit.axialLength } : {}), ...(fovea ? { fovea } : {}), bscans };
     }
 
     function save() {
       if (!find("author").value.trim()) { message = "Type who corrects, then save."; find("author").focus(); update(); return; }
       const made = content();
-      if (!made.bscans.length) { message = "Nothing to save: no B-scan was corrected or checked."; update(); return; }
+      if (!made.bscans.length && !fovea) { message = "Nothing to save: no B-scan was corrected or checked."; update(); return; }
       const link = document.createElement("a");
       link.href = URL.createObjectURL(new Blob([JSON.stringify(made)], { type: "application/json" }));
       link.download = `corrections-${edit.scan.slice(0, 8)}.json`;
@@ -319,7 +329,7 @@ const octfmCorrect = (() => {
       let made;
       try { made = JSON.parse(await chosen.text()); } catch { made = null; }
       const fits = made && made.format === edit.format && made.scan === edit.scan && made.network === edit.network && Array.isArray(made.bscans)
-        && typeof made.author === "string" && typeof made.time === "string"
+        && typeof made.author === "string" && typeof made.time === "string" && (!made.fovea || [D, W].every((n, i) => made.fovea[i] >= 0 && made.fovea[i] <= n - 1))
         && made.bscans.every((one) => Number.isInteger(one.bscan) && one.bscan >= 0 && one.bscan < D
           && Object.entries(one.surfaces || {}).every(([name, own]) => edit.surfaces.includes(name) && own.length === W)
           && Object.keys(one.areas || {}).every((name) => edit.reported.includes(name)));
@@ -339,6 +349,7 @@ const octfmCorrect = (() => {
         checked[f] = mark ? 1 : 0;
         return old;
       });
+      if (made.fovea) { olds.push(snapshot(here())); fovea = made.fovea; }
       find("author").value ||= made.author;
       find("participant").value ||= made.participant || "";
       record(olds, `Loaded: ${made.bscans.length} B-scans of ${made.author}, ${made.time.slice(0, 10)}.`);
@@ -353,9 +364,9 @@ const octfmCorrect = (() => {
       return thickness;
     };
 
-    function measured(own, doubt, count, reasons, parts) {
+    function measured(own, doubt, count, reasons, parts, place) {
       const amounts = reasons.length || parts.length || edit.nlPerVoxel === null ? null : edit.areas.map((_, i) => count.reduce((sum, one, f) => sum + one[i] * edit.nlPerVoxel[f], 0));
-      const zones = reasons.length || !field || edit.whyNoZones ? null : octfmEtdrs.measure(map(ilm, bm, own), map(ilm, inner, own), doubt, field, rules);
+      const zones = reasons.length || !field || edit.whyNoZones ? null : octfmEtdrs.measure(map(ilm, bm, own), map(ilm, inner, own), doubt, field, rules, place);
       return { zones, amounts, reasons, parts };
     }
 
@@ -364,7 +375,7 @@ const octfmCorrect = (() => {
       const doubt = expected.slice();
       let all = true;
       for (let f = 0; f < D; f++) if (trusted(f)) doubt.fill(0, f * W, (f + 1) * W); else all = false;
-      grid = measured(rows, doubt, counts, edit.reasons.filter((r) => !(all && r.answered)).map((r) => r.text), all ? [] : edit.parts);
+      grid = measured(rows, doubt, counts, edit.reasons.filter((r) => !(all && r.answered)).map((r) => r.text), all ? [] : edit.parts, fovea);
       tell();
       if (grid.zones) drawMap();
     }
@@ -405,11 +416,12 @@ const octfmCorrect = (() => {
       if (edit.whyNoZones && answered && !grid.reasons.length) said.push(`${edit.whyNoZones[0].toUpperCase()}${edit.whyNoZones.slice(1)}.`);
       if (grid.parts.length) said.push(`${grid.parts.join(", ")}: zones there are blank, and volumes of fluid.`);
       if (!zones) return said;
+      if (fovea) said.push("The fovea was set by hand.");
       if (!zones.onPit) said.push("No foveal pit was found, so the grid is centred on the middle of the scan.");
       if (Number.isFinite(zones.rival)) said.push(`The foveal pit could also lie ${zones.rival.toFixed(1)} mm away; zones that this would change are withheld.`);
       const sparse = [...zones.sparse, ...(edit.nlPerVoxel ? [] : ["volumes"])];
       if (sparse.length) said.push(`B-scans ${zones.furthest.toFixed(1)} mm apart are too far apart for: ${sparse.join(", ")}.`);
-      for (const note of edit.unsteady) said.push(`As found, ${note}.`);
+      if (!fovea) for (const note of edit.unsteady) said.push(`As found, ${note}.`);
       if (!field.upright) said.push("No superior and inferior zones: the file does not say which B-scan is superior.");
       if (rules.sides[0] === "right") said.push("Left and right instead of nasal and temporal: the file does not say which eye it is.");
       const short = Object.keys(zones.coverage).filter((name) => !(zones.coverage[name] >= rules.covered));
@@ -427,7 +439,7 @@ const octfmCorrect = (() => {
     }
 
     function drawMap() {
-      const canvas = find("map"), context = canvas.getContext("2d"), half = 3.4, step = 0.04, n = Math.round(2 * half / step), [a, b, c] = rules.rings;
+      const canvas = find("map"), context = canvas.getContext("2d"), half = MAP_MM, step = 0.04, n = Math.round(2 * half / step), [a, b, c] = rules.rings;
       const axis = Array.from({ length: n }, (_, i) => -half + (i + 0.5) * step), [cx, cy] = grid.zones.centre;
       const values = octfmEtdrs.sample(map(ilm, bm, rows), field, axis.map((v) => cx + v), axis.map((v) => cy + v), rules);
       const rgba = new Uint8ClampedArray(4 * n * n), [low, high] = edit.range, size = canvas.width, at = (mm) => (mm + half) / (2 * half) * size;
@@ -466,10 +478,10 @@ const octfmCorrect = (() => {
     function status() {
       const lines = lineChanged.reduce((a, b) => a + b, 0), areas = areaChanged.reduce((a, b) => a + b, 0), marks = checked.reduce((a, b) => a + b, 0);
       const many = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
-      const parts = [lines && `${many(lines, "line")} changed`, areas && `areas of ${many(areas, "B-scan")} changed`, marks && `${many(marks, "B-scan")} marked as right`, dirty() && "not saved"].filter(Boolean);
+      const parts = [lines && `${many(lines, "line")} changed`, areas && `areas of ${many(areas, "B-scan")} changed`, marks && `${many(marks, "B-scan")} marked as right`, fovea && "fovea set", dirty() && "not saved"].filter(Boolean);
       const text = [message, parts.length ? `${parts.join(", ")}.` : state.active ? "Nothing changed yet." : ""].filter(Boolean).join(" ");
       if (find("hand-status").textContent !== text) find("hand-status").textContent = text;
-      Object.assign(root.dataset, { hand: state.active ? state.tool : "", line: edit.surfaces[state.line], changed: lines + areas, checked: marks, undo: history.length, redo: future.length });
+      Object.assign(root.dataset, { hand: state.active ? state.tool : "", line: edit.surfaces[state.line], changed: lines + areas, checked: marks, fovea: fovea || "", undo: history.length, redo: future.length });
     }
     const dirty = () => history[history.length - 1] !== saved;
 
@@ -485,7 +497,7 @@ const octfmCorrect = (() => {
       find("check").setAttribute("aria-pressed", Boolean(checked[here()]));
       find("undo").disabled = !history.length;
       find("redo").disabled = !future.length;
-      find("bscan").classList.toggle("correcting", state.active);
+      for (const part of ["bscan", "map"]) find(part).classList.toggle("correcting", state.active);
       if (waiting) { clearTimeout(waiting); waiting = 0; }
       measure();
       status();
@@ -546,6 +558,18 @@ const octfmCorrect = (() => {
       context.stroke();
     }
 
+    // Below the B-scan in which the grid is centred.
+    function drawFovea(context, canvasWidth, canvasHeight) {
+      if (!state.active || !grid.zones) return;
+      const [bscan, ascan] = octfmEtdrs.indexOf(grid.zones.centre, field), x = (ascan + 0.5) / W * canvasWidth;
+      if (Math.round(bscan) !== here()) return;
+      context.fillStyle = "#fff";
+      context.beginPath();
+      context.moveTo(x, canvasHeight - 14);
+      for (const side of [-7, 7]) context.lineTo(x + side, canvasHeight);
+      context.fill();
+    }
+
     // ---- keys ----
 
     function toggle() {
@@ -558,7 +582,7 @@ const octfmCorrect = (() => {
       l: (e) => choose({ line: (state.line + (e.shiftKey ? S - 1 : 1)) % S, tool: area() ? "pull" : state.tool }),
       t: (e) => choose({ tool: TOOLS[(TOOLS.indexOf(state.tool) + (e.shiftKey ? TOOLS.length - 1 : 1)) % TOOLS.length] }),
       u: (e) => nudge(e.shiftKey ? -5 : -0.5), d: (e) => nudge(e.shiftKey ? 5 : 0.5),
-      b: (e) => widen(e.shiftKey ? -1 : 1), k: check, r: revert, i: fill, Enter: stamp,
+      b: (e) => widen(e.shiftKey ? -1 : 1), k: check, f: (e) => setFovea(e.shiftKey ? null : [here(), clamp(hooks.at().column, 0, W - 1)]), r: revert, i: fill, Enter: stamp,
       z: (e) => e.shiftKey ? step(future, history, 1) : step(history, future, 0), y: () => step(future, history, 1),
       Escape: () => release(true),
     };
@@ -588,12 +612,19 @@ const octfmCorrect = (() => {
     listen("line", "change", (e) => choose({ line: Number(e.target.value), tool: area() ? "pull" : state.tool }));
     listen("area", "change", (e) => choose({ area: e.target.value, tool: area() ? state.tool : "paint" }));
     listen("brush", "input", (e) => { state.widths[area() ? "area" : "line"] = Number(e.target.value); choose({}); });
-    for (const [part, action] of Object.entries({ undo: () => step(history, future, 0), redo: () => step(future, history, 1), check, revert, fill, save }))
+    for (const [part, action] of Object.entries({ undo: () => step(history, future, 0), redo: () => step(future, history, 1), check, revert, fill, save, fovea: () => keys.f({}) }))
       listen(part, "click", () => { action(); hooks.redraw(); });
+    // A click on the map: the grid is centred there.
+    listen("map", "click", (e) => {
+      if (!state.active || !grid.zones) return;
+      const box = e.target.getBoundingClientRect(), mm = (at, size) => 2 * MAP_MM * (at / size - 0.5), [cx, cy] = grid.zones.centre;
+      setFovea(octfmEtdrs.indexOf([cx + mm(e.clientX - box.left, box.width), cy + mm(e.clientY - box.top, box.height)], field));
+      hooks.redraw();
+    });
     listen("load", "change", (e) => load(e.target.files[0]).finally(() => { e.target.value = ""; }));
     window.addEventListener("beforeunload", (e) => { if (dirty()) e.preventDefault(); });
 
-    return { press, drag, release, key, moved, update, drawLines, drawAreas, drawBrush, active: () => state.active };
+    return { press, drag, release, key, moved, update, drawLines, drawAreas, drawBrush, drawFovea, active: () => state.active };
   }
 
   return { open };

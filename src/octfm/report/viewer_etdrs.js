@@ -53,6 +53,21 @@ const octfmEtdrs = (() => {
     return found;
   }
 
+  // Point of the fundus of a fractional [B-scan, A-scan], and back: the nearest in the field.
+  function placeOf([bscan, ascan], field) {
+    const d = Math.min(Math.floor(bscan), field.bscans.length - 2), share = bscan - d, between = (at) => at[d] + share * (at[d + 1] - at[d]);
+    const along = between(field.starts) + ascan * field.ascan, across = between(field.bscans);
+    return [0, 1].map((i) => field.origin[i] + field.along[i] * along + field.across[i] * across);
+  }
+
+  function indexOf([x, y], field) {
+    const ox = x - field.origin[0], oy = y - field.origin[1], { bscans, starts } = field, clamp = (v, low, high) => Math.min(Math.max(v, low), high);
+    const across = clamp(ox * field.across[0] + oy * field.across[1], bscans[0], bscans[bscans.length - 1]);
+    const d = below(bscans, across), share = (across - bscans[d]) / (bscans[d + 1] - bscans[d]);
+    const start = starts[d] + share * (starts[d + 1] - starts[d]);
+    return [d + share, clamp((ox * field.along[0] + oy * field.along[1] - start) / field.ascan, 0, field.columns - 1)];
+  }
+
   // scipy.ndimage.gaussian_filter of a square of n x n.
   function smoothed(values, n, sigma) {
     const radius = Math.floor(4 * sigma + 0.5), kernel = [];
@@ -204,9 +219,10 @@ const octfmEtdrs = (() => {
     return Object.fromEntries(names.map((name, z) => [name, gaps[z].sort((a, b) => a - b)[Math.floor(rules.covered * (gaps[z].length - 1))]]));
   }
 
-  // The grid of a thickness map, around the pit of `pitMap`, without the zones that cannot be trusted.
-  function measure(thickness, pitMap, expected, field, rules) {
-    const [pit, ...rivals] = findPits(pitMap, field, rules), centre = pit || field.centre;
+  // The grid of a thickness map, around the pit of `pitMap` or a fovea [B-scan, A-scan] that was set, without the zones
+  // that cannot be trusted.
+  function measure(thickness, pitMap, expected, field, rules, fovea) {
+    const [pit, ...rivals] = fovea ? [placeOf(fovea, field)] : findPits(pitMap, field, rules), centre = pit || field.centre;
     const raw = meansAt(thickness, field, rules, centre), error = meansAt(expected, field, rules, centre), withheld = new Set();
     for (const name of Object.keys(raw.mean)) if ((error.mean[name] || 0) > rules.zoneUm) withheld.add(name);
     const perVolume = 1000 / (Math.PI * rules.rings[2] ** 2), stays = (one, other, scale) => one === null || (other !== null && Math.abs(one - other) * scale <= rules.placeUm);
@@ -228,5 +244,5 @@ const octfmEtdrs = (() => {
       furthest: Math.max(...(sparse.length ? sparse.map((name) => near[name]) : bscans.slice(1).map((at, d) => at - bscans[d]))), rival: Math.min(...away) };
   }
 
-  return { measure, meansAt, findPits, sample };
+  return { measure, meansAt, findPits, sample, placeOf, indexOf };
 })();

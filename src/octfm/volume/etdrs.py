@@ -65,10 +65,15 @@ APART_MM, RIVAL = 0.5, 1.5
 """A second depression this far away could be the pit as well if its log-likelihood is less than this below the
 first's."""
 
-_AROUND = {"pit": "foveal pit", "device": "device's fixation centre", "scan": "middle of the scan"}
-Centre = Literal["pit", "device", "scan"]
-"""What the grid is centred on: the foveal pit that was found, the fixation centre the device recorded, or the centre of
-the scan."""
+Centre = Literal["pit", "fovea", "device", "scan"]
+"""What the grid is centred on: the foveal pit that was found, the fovea where somebody has set it, the fixation centre
+the device recorded, or the centre of the scan."""
+CENTRES: dict[Centre, str] = {
+    "pit": "the foveal pit",
+    "fovea": "the fovea set by hand",
+    "device": "the device's fixation centre",
+    "scan": "the middle of the scan",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +115,13 @@ class Field:
     def widths_mm(self) -> np.ndarray:
         """[D]: width of the field that each B-scan represents, in mm; NaN for a single one."""
         return np.gradient(self.bscans_mm) if len(self.bscans_mm) > 1 else np.full(1, np.nan)
+
+    def place(self, bscan: float, ascan: float) -> tuple[float, float]:
+        """x and y in mm of a fractional (B-scan, A-scan), as `to_index` finds it."""
+        every = np.arange(len(self.bscans_mm))
+        across, start = (float(np.interp(bscan, every, at)) for at in (self.bscans_mm, self.starts_mm))
+        x, y = self.origin + self.along * (start + ascan * self.ascan_mm) + self.across * across
+        return float(x), float(y)
 
     def apart_mm(self, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
         """Distance of the two B-scans between which each position lies, or of the two next to it beyond the outermost;
@@ -368,12 +380,12 @@ class EtdrsGrid:
     def __repr__(self) -> str:
         known = sum(mean is not None for mean in self.mean_um.values())
         return brief("EtdrsGrid", f"centre {_um(self.mean_um.get('centre'))}", f"{known} of {len(self.mean_um)} zones",
-                     f"around the {_AROUND[self.centre]}")  # fmt: skip
+                     f"around {CENTRES[self.centre]}")  # fmt: skip
 
     def _repr_html_(self) -> str:
         volume = "" if self.volume_mm3 is None else f"{self.volume_mm3:.2f} mm³ within 3 mm"
         rows = [(name, _um(mean), f"{self.coverage[name]:.0%}") for name, mean in self.mean_um.items()]
-        facts = {"centred on": f"the {_AROUND[self.centre]}", "volume": volume}
+        facts = {"centred on": CENTRES[self.centre], "volume": volume}
         return box("ETDRS grid", facts, table=(("zone", "mean", "measured"), rows))
 
     def to_pandas(self) -> Any:

@@ -11,7 +11,7 @@ from matplotlib.patches import Circle
 
 from octfm.report.images import RIM, Picture, to_png
 from octfm.tasks.scene import FOUND_COLOURS
-from octfm.volume.etdrs import RINGS_MM, SIDES, EtdrsGrid, field_of_volume, sample
+from octfm.volume.etdrs import CENTRES, RINGS_MM, SIDES, EtdrsGrid, field_of_volume, sample
 from octfm.volume.planes import eight_bit
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def thickness_picture(found: "ScanSegmentation", grid: EtdrsGrid) -> Picture:
     bar = figure.colorbar(shown, cax=figure.add_axes((0.84, 0.1, 0.03, 0.8)))
     bar.set_label("ILM to BM, µm", color="white")
     bar.ax.tick_params(colors="white")
-    centre = {"pit": "the foveal pit", "device": "the device's centre", "scan": "the middle of the scan"}[grid.centre]
+    centre = CENTRES[grid.centre]
     zones = ", ".join(f"{zone} {mean:.0f}" for zone, mean in grid.mean_um.items() if mean is not None)
     return Picture(
         to_png(figure, 256),
