@@ -2,10 +2,13 @@
 
 python benchmarks/segment_packaged.py --data FOLDER              # FOLDER of real scans, as OCTFM_REAL_DATA
 python benchmarks/segment_packaged.py --data FOLDER --picture out.png
+python benchmarks/segment_packaged.py --data FOLDER --degraded   # the same scans as JPEG, with noise, at other sizes
 """
 
 import argparse
+import io
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,8 +37,11 @@ def main() -> None:
     parser.add_argument("--state", type=Path, help="of `python -m octfm.layers.training`, instead of --model")
     parser.add_argument("--every", type=int, default=1, help="of the AMD volume's B-scans")
     parser.add_argument("--picture")
+    parser.add_argument("--degraded", action="store_true", help="one B-scan in 15, as exports and screenshots show it")
     arguments = parser.parse_args()
     finder = from_state(arguments.state) if arguments.state else load_finder(arguments.model)
+    if arguments.degraded:
+        return degraded(finder, arguments.data)
     print(f"{finder.name} {finder.digest[:12]}, {torch.get_num_threads()} threads")
     pictures = amd(finder, arguments.data, arguments.every) + fluid(finder, arguments.data)
     speed(finder)
@@ -124,6 +130,62 @@ def fluid(finder: LayerFinder, data: Path) -> list[np.ndarray]:
         )
     print(f"DME pooled: {dice(ours, graders[0]):.2f} and {dice(ours, graders[1]):.2f}")
     return [overlay(voxels[d], found, d) for d in (5, 49)]
+
+
+def degraded(finder: LayerFinder, data: Path) -> None:
+    """Lines and fluid of the same B-scans, altered as exports alter them, in rows and A-scans of the originals."""
+    file = np.load(data / "medvisbonn_amd_spectralis_145.npz")
+    voxels, labels = file["volume"][5::15], file["labels"][5::15]
+    drawn = {"rpe_peak": line(labels, 255), "bm": line(labels, 127)}
+    oedema = np.load(data / "chiu2015_dme_subjects1to5.npz")
+    shape = tuple(oedema["shape"])
+    grader = np.unpackbits(oedema["fluid_grader1"])[: np.prod(shape)].reshape(shape).astype(bool)[::2]
+    print(f"{'':24} rpe_peak, µm (bias)    bm, µm (bias)  fluid, Dice  area over the grader's")
+    for name, altered in ALTERED.items():
+        amd, dme = (np.stack([altered(bscan) for bscan in these]) for these in (voxels, oedema["bscans"][::2]))
+        scale = voxels.shape[1] / amd.shape[1]
+        found = finder.find(Volume(amd, (0.45, scale * ROW_UM / 1000, scale * 0.011182)))
+        rows = onto_edges(amd, found.rows, (0.45, scale * ROW_UM / 1000, scale * 0.011182))
+        cells = []
+        for surface, truth in drawn.items():
+            at = (np.arange(truth.shape[1]) + 0.5) / scale - 0.5
+            own = [np.interp(at, np.arange(amd.shape[2]), each) for each in rows[SURFACES.index(surface)]]
+            off = ((np.array(own) + 0.5) * scale - 0.5 - truth) * ROW_UM
+            cells.append(f"{np.nanmean(np.abs(off)):8.1f} ({np.nanmean(off):+.1f})")
+        lesions = finder.find(Volume(dme, (0.24, scale * 0.00387, scale * 0.0115))).lesions
+        fluid_here = np.stack([resized(np.isin(each, (1, 2)), shape[1:]) for each in lesions])
+        cells += [f"{dice(fluid_here, grader):12.2f} {fluid_here.sum() / grader.sum():10.2f}"]
+        print(f"{name:24} {'  '.join(cells)}", flush=True)
+
+
+def resized(bscan: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    method = Image.Resampling.NEAREST if bscan.dtype == bool else Image.Resampling.BOX
+    return np.asarray(Image.fromarray(bscan).resize((shape[1], shape[0]), method))
+
+
+def jpeg(bscan: np.ndarray, quality: int) -> np.ndarray:
+    packed = io.BytesIO()
+    Image.fromarray(bscan).save(packed, "JPEG", quality=quality)
+    return np.asarray(Image.open(packed))
+
+
+def clipped(values: np.ndarray) -> np.ndarray:
+    return np.clip(np.rint(values), 0, 255).astype(np.uint8)
+
+
+ALTERED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "as it is": lambda bscan: bscan,
+    "JPEG, quality 50": lambda bscan: jpeg(bscan, 50),
+    "JPEG, quality 8": lambda bscan: jpeg(bscan, 8),
+    "half as many pixels": lambda bscan: resized(bscan, (bscan.shape[0] // 2, bscan.shape[1] // 2)),
+    "a third": lambda bscan: resized(bscan, (bscan.shape[0] // 3, bscan.shape[1] // 3)),
+    "noise, SD 30": lambda bscan: clipped(bscan + np.random.default_rng(0).normal(0, 30, bscan.shape)),
+    "smoothed, SD 2": lambda bscan: clipped(gaussian_filter(bscan.astype(np.float32), 2)),
+    "8 levels of grey": lambda bscan: bscan // 32 * 32,
+    "a third of the contrast": lambda bscan: clipped(bscan * 0.3 + 80),
+    "twice, white clipped": lambda bscan: clipped((bscan - 40.0) * 2),
+}
+"""How a B-scan may look after export, by name."""
 
 
 def dice(one: np.ndarray, other: np.ndarray) -> float:

@@ -244,6 +244,33 @@ def test_what_cannot_be_prepared_says_why():
     assert caught.value.code == "blank_volume"
 
 
+@pytest.mark.parametrize("white", [np.uint8(255), np.uint16(4095)])
+def test_white_padding_of_exports_is_no_image_and_does_not_hide_the_retina(white):
+    """All five real eyes with oedema of a public set had no confident band for it."""
+    volume, _ = phantom_volume(3, scanner="topcon_triton")
+    depth, height, width = volume.shape
+    if white > 255:
+        volume = replace(volume, voxels=volume.voxels.astype(np.uint16) * 16, full_scale=4095)
+    rng = np.random.default_rng(0)
+    top = np.linspace(4, height // 7, width).astype(int) + rng.integers(0, 12, (depth, 1))
+    bottom = np.linspace(height // 8, 3, width).astype(int) + rng.integers(0, 12, (depth, 1))
+    row = np.arange(height)[None, :, None]
+    padding = (row < top[:, None]) | (row >= height - bottom[:, None])
+    padded = replace(volume, voxels=np.where(padding, white, volume.voxels))
+    settings_of = exactly(volume)
+    clean, before, now = (
+        settings_of(volume),
+        settings_of.model_copy(update={"algorithm": 3})(padded),
+        settings_of(padded),
+    )
+    assert clean.confident and not before.confident and now.confident
+    shown = inside(now.valid, now.voxels.shape[1])
+    assert (now.voxels[shown] != clean.voxels[shown]).mean() < 0.001
+    assert not (shown & now.transform.to_prepared(padding.astype(np.uint8)).astype(bool)).any()
+    off = np.abs(now.band - clean.band)
+    assert np.median(off) < 2, "rows"
+
+
 def test_blank_ascans_are_padding_and_do_not_darken_their_neighbours():
     volume, _ = phantom_volume(3, scanner="topcon_triton")
     voxels = volume.voxels.copy()

@@ -21,7 +21,7 @@ from octfm.io.isolation import Limits
 from octfm.io.spread import spread
 from octfm.volume.laterality import CANNOT_TELL, DiscSide, Verdict, disc_side
 from octfm.volume.pixel_copies import OF_TWO, PixelCopies, describe_copy, fingerprint
-from octfm.volume.planes import eight_bit
+from octfm.volume.planes import eight_bit, searchable
 from octfm.volume.radial import to_raster
 from octfm.volume.tissue import find_tissue
 
@@ -101,7 +101,7 @@ def _inspect(acquisition: Acquisition, keep_upside_down: bool, readers: Sequence
         volume = replace(volume, spacing_mm=acquisition.spacing_mm)
         volume = to_raster(volume) if volume.layout == "radial" else volume
         # Not mirrored, unlike in preprocessing: the disc is looked for where it lies in the file.
-        voxels = eight_bit(volume.superior_to_inferior())
+        voxels = eight_bit(searchable(volume.superior_to_inferior()))
         tissue = find_tissue(voxels, volume.spacing_mm)
         way_up = doubtful_way_up(volume, tissue.confidence["ilm_support"], keep_upside_down, acquisition.flags)
     except ReadError as error:

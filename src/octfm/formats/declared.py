@@ -17,7 +17,7 @@ from octfm.formats.names import may_be_an_eye
 from octfm.io.archive import open_file
 from octfm.io.location import Location, is_remote, listed
 from octfm.volume.appearance import UNDOUBTED, native_way_up
-from octfm.volume.planes import eight_bit
+from octfm.volume.planes import eight_bit, searchable
 from octfm.volume.volume import Modality, Spacing3, Volume
 
 _MAX_BYTES = 2**20
@@ -274,7 +274,7 @@ def doubtful_way_up(
     """
     if ilm_support >= UNDOUBTED or not DECLARED.isdisjoint(flags):
         return ()
-    up = native_way_up(eight_bit(volume), volume.spacing_mm)
+    up = native_way_up(eight_bit(searchable(volume)), volume.spacing_mm)
     if up == "up" or declared_way_up(volume.source) is not None:
         return ()
     if up == "unclear":

@@ -112,7 +112,7 @@ class LayerFinder:
         Nothing is found in B-scans of more than LARGEST.
         """
         depth, height, width = volume.shape
-        white = white_of(volume)
+        white = volume.white
         size = network_size(volume.shape, volume.spacing_mm)
         rows = np.full((len(SURFACES), depth, width), np.nan, np.float32)
         spread, near = np.zeros_like(rows), np.zeros_like(rows)
@@ -206,11 +206,6 @@ class LayerFinder:
 def _columns(values: Tensor, width: int) -> Tensor:
     """[B, S, w] to [B, S, width], linear between A-scans."""
     return values if values.shape[-1] == width else F.interpolate(values, width, mode="linear")
-
-
-def white_of(volume: Volume) -> int:
-    """The grey level of white."""
-    return 255 if volume.voxels.dtype == np.uint8 else volume.full_scale
 
 
 def network_size(shape: Shape3, spacing_mm: Spacing3) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from octfm.layers.finder import LayerFinder, Layers, white_of
+from octfm.layers.finder import LayerFinder, Layers
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.volume.etdrs import Field, sample
 from octfm.volume.planes import without_white_padding
@@ -335,7 +335,7 @@ def _depth_um(rows_DW: np.ndarray, spacing_mm: Spacing3) -> np.ndarray:
 def measure(volume: Volume, found: Layers) -> Measures:
     """Measure a volume and what was found in it, all but `turned`."""
     depth, height, _ = volume.shape
-    white = white_of(volume)
+    white = volume.white
     ilm, bm = (found.rows[SURFACES.index(name)] for name in ("ilm", "bm"))
     here = found.present > 0.5
     voxels = without_white_padding(volume.voxels, white)  # as the network saw them
@@ -368,9 +368,7 @@ def measure(volume: Volume, found: Layers) -> Measures:
 
 def dark_bscans(volume: Volume) -> np.ndarray:
     """bool [D]: B-scans of a blink. White padding is none."""
-    varied = without_white_padding(volume.voxels[:, :, ::3], white_of(volume))[:, ::3].std(
-        axis=(1, 2), dtype=np.float64
-    )
+    varied = without_white_padding(volume.voxels[:, :, ::3], volume.white)[:, ::3].std(axis=(1, 2), dtype=np.float64)
     return varied < DARK * np.median(varied)
 
 

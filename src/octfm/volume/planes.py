@@ -3,16 +3,34 @@ hold a converted copy as well; and what is white padding."""
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
 from octfm.volume.volume import Shape3, Volume
 
-MOST_PADDING = 0.2
-"""Largest share of a B-scan that is taken for white padding."""
+MOST_PADDING, MOST_BESIDE_DARK = 0.2, 0.5
+"""Largest share of a B-scan that is taken for white padding; more of one that is dark elsewhere (DARK)."""
+DARK = 1 / 3
+"""Median of the rest of a B-scan, as a share of white: above it the export may be dark on bright."""
 NEARLY_WHITE = 0.96
 """Share of white from which a voxel may be padding: JPEG does not keep white exactly."""
+LEAST_PADDING = 25
+"""White voxels at a border that are padding; fewer are a bright spot."""
+RINGING = 5
+"""Voxels, either way, over whose mean JPEG keeps white."""
+TOLERANT = 0.93
+"""Share of white that the mean of padding reaches, also under noise."""
+RARE = 0.05
+"""Share of A-scans in which padding with a sharp edge may end early by chance."""
+DIP = 17
+"""Narrower notches in the edge of padding, as wide as two blocks of JPEG, belong to it."""
+MOST_RIM, RIM_FALLS, RIM_FALLS_LEVELS = 12, 1.2, 4
+"""Most rows of a rim, and by how much the median of a row exceeds that of the next one, in it: by this factor and this
+many grey levels of 255."""
+BORDER_ROWS = 8
+"""Rows of the image whose median stands for what padding hides."""
 TWELVE_BITS = 4095
 
 
@@ -71,13 +89,90 @@ def memory_order(plane: np.ndarray) -> Literal[1, -1]:
     return -1 if plane.strides[1] < 0 else 1
 
 
-def without_white_padding(bscans: np.ndarray, white: int) -> np.ndarray:
-    """A copy of B-scans [B, H, W] in which white rows at the top or bottom of A-scans are black, as in training.
+def imaged_rows(bscans: np.ndarray, white: int) -> np.ndarray | None:
+    """Rows [first, past) of every A-scan without white padding above and below, int64 [2, D, W]; None if there is none.
 
-    Where Spectralis has shifted A-scans to average frames, exported images are white. B-scans of which more than a
-    fifth would change stay as they are: those are dark-on-bright exports with a saturated vitreous.
+    Where Spectralis has shifted A-scans to average frames, exported images are white. Compression and other sizes leave
+    a bright rim around it, which goes with it. B-scans of which more than a fifth would be padding have none, unless
+    the rest is dark: they are dark-on-bright exports with a saturated vitreous.
     """
-    full = bscans >= NEARLY_WHITE * white
-    padding = np.logical_and.accumulate(full, axis=1) | np.logical_and.accumulate(full[:, ::-1], axis=1)[:, ::-1]
-    padding &= padding.mean(axis=(1, 2), keepdims=True) <= MOST_PADDING
-    return np.where(padding, 0, bscans)
+    depth, height, width = bscans.shape
+    found = None
+    for d, bscan in enumerate(bscans):
+        top, bottom = _white_rows(bscan, white), _white_rows(bscan[::-1], white)
+        rows = np.minimum(top + bottom, height)
+        share = rows.sum() / (height * width)
+        if not 0 < share <= MOST_BESIDE_DARK:
+            continue
+        own = np.where(rows < height, [top, height - bottom], 0)
+        if share > MOST_PADDING and np.median(bscan[_within(own, height)]) > DARK * white:
+            continue
+        if found is None:
+            found = np.stack([np.zeros((depth, width), np.int64), np.full((depth, width), height)])
+        found[:, d] = own
+    return found
+
+
+def _within(image: np.ndarray, height: int) -> np.ndarray:
+    """bool [..., H, W]: the rows [first, past) of A-scans, int64 [2, ..., W]."""
+    row = np.arange(height)[:, None]
+    return (row >= image[0][..., None, :]) & (row < image[1][..., None, :])
+
+
+def without_white_padding(bscans: np.ndarray, white: int) -> np.ndarray:
+    """B-scans [B, H, W] with white padding (`imaged_rows`) made black, as in training; themselves if there is none."""
+    image = imaged_rows(bscans, white)
+    return bscans if image is None else blackened(bscans, image)
+
+
+def searchable(volume: Volume) -> Volume:
+    """The volume with its white padding `levelled`, for a search of the retina; itself if it has none."""
+    image = imaged_rows(volume.voxels, volume.white)
+    return volume if image is None else replace(volume, voxels=levelled(volume.voxels, image))
+
+
+def levelled(bscans: np.ndarray, image: np.ndarray) -> np.ndarray:
+    """B-scans [B, H, W] in which what lies outside of the rows `image` [2, B, W] has the grey level of the image's own
+    border there: a search for borders finds none."""
+    found, row = bscans.copy(), np.arange(bscans.shape[1])[:, None]
+    for own, (first, past) in zip(found, image.swapaxes(0, 1), strict=True):
+        for outside, border in ((row < first, row - first), (row >= past, past - 1 - row)):
+            beside = own[(border >= 0) & (border < BORDER_ROWS) & (first < past)]
+            own[outside] = np.median(beside) if beside.size else 0
+    return found
+
+
+def blackened(bscans: np.ndarray, image: np.ndarray) -> np.ndarray:
+    """B-scans [B, H, W], black outside of the rows `image` [2, B, W] of `imaged_rows`."""
+    return np.where(_within(image, bscans.shape[1]), bscans, 0)
+
+
+def _white_rows(bscan: np.ndarray, white: int) -> np.ndarray:
+    """int64 [W]: rows at the top of each A-scan that are white padding or its rim."""
+    from scipy.ndimage import grey_closing, maximum_filter1d, uniform_filter
+
+    height, level = len(bscan), NEARLY_WHITE * white
+    if not (bscan[0] >= level).any():
+        return np.zeros(bscan.shape[1], np.int64)
+    exact = np.logical_and.accumulate(bscan >= level, axis=0).sum(axis=0)
+    # Ringing of JPEG darkens single voxels of the padding, and hardly their mean.
+    mean = uniform_filter(bscan.astype(np.float32), RINGING, mode="nearest")
+    tolerant = np.logical_and.accumulate(mean >= TOLERANT * white, axis=0).sum(axis=0)
+    edge = np.maximum(exact, np.where(tolerant > 0, tolerant + RINGING // 2, 0))
+    # Neighbouring A-scans without any are parts of their own.
+    parts = np.cumsum(np.diff(edge > 0, prepend=False) != 0)
+    large = np.bincount(parts, edge) >= LEAST_PADDING
+    edge = np.minimum(grey_closing(np.where(large[parts], edge, 0), DIP), height)
+    if not (columns := np.flatnonzero((edge > 0) & (edge + MOST_RIM < height))).size:
+        return edge
+    # Behind a sharp edge the image begins at once: its rows are alike.
+    behind = np.array([bscan[edge[columns] + row, columns] for row in range(MOST_RIM + 1)])
+    profile = np.median(behind, axis=1)
+    falls = profile[:-1] > RIM_FALLS * profile[1:] + RIM_FALLS_LEVELS * white / 255
+    rim = int(np.logical_and.accumulate(falls).sum())
+    edge[columns] += rim
+    if (exact < edge)[columns].mean() > RARE:  # JPEG also leaves bright voxels in a dark vitreous
+        bright = (behind >= white / 2) & (profile < white / 4)[:, None] & (behind[-1] < white / 4)
+        last = np.where(bright.any(axis=0), MOST_RIM + 1 - bright[::-1].argmax(axis=0), 0)
+        edge[columns] += np.maximum(last - rim, 0)
+    return np.minimum(maximum_filter1d(edge, 2 * rim + 1), height) if rim else edge

@@ -25,7 +25,7 @@ from octfm.display import fields_line
 from octfm.errors import ConfigError, ReadError
 from octfm.io.hashing import hash_text
 from octfm.volume.laterality import Side, disc_side
-from octfm.volume.planes import Planes, eight_bit
+from octfm.volume.planes import Planes, blackened, eight_bit, imaged_rows, levelled, without_white_padding
 from octfm.volume.radial import to_raster
 from octfm.volume.resampling import resample, seen_rows
 from octfm.volume.tissue import MARGIN_MM, BandFinder, Tissue, find_tissue
@@ -88,12 +88,13 @@ class Preprocessing(Config):
     uint16_full_scale: int = Field(65535, gt=0, le=65535)
     """The uint16 value that becomes 255. At the default, 65535, each volume's own white is used (`Volume.full_scale`);
     any other value replaces it."""
-    algorithm: Literal[2, 3] = 3
+    algorithm: Literal[2, 3, 4] = 4
     """Version of the algorithm, raised whenever the same settings would give other voxels or another band.
 
-    Version 2 trusts a band that runs along the tops of lesions, and its crop does not follow a drifting retina. Stores
-    and checkpoints made with it can still be continued and used. Left eyes in vertical B-scans are mirrored by the
-    order of their B-scans in both."""
+    Version 3 takes white padding, which exports have where A-scans were shifted, for image. Version 2 also trusts a
+    band that runs along the tops of lesions, and its crop does not follow a drifting retina. Stores and checkpoints
+    made with either can still be continued and used. Left eyes in vertical B-scans are mirrored by the order of their
+    B-scans in all."""
     intensity_mean: float = Field(0.2, ge=-100, le=100)
     """Subtracted from voxels / 255 on the device."""
     intensity_std: float = Field(0.2, ge=1e-4, le=100)
@@ -185,7 +186,10 @@ class Preprocessing(Config):
             )
         if len(volume.voxels) > 1 if self.takes_bscans else volume.layout == "line":
             raise self._wrong_layout(volume)
+        padded = self.algorithm > 3 and volume.modality == "structure"
         if volume.layout == "radial":
+            if padded:
+                volume = replace(volume, voxels=without_white_padding(volume.voxels, self._white(volume)))
             volume = to_raster(volume)
         if volume.layout == "line":  # its distance between B-scans has no meaning: it fills the depth of a voxel
             volume = replace(volume, spacing_mm=(self.target_spacing[0], *volume.spacing_mm[1:]))
@@ -193,9 +197,14 @@ class Preprocessing(Config):
         left_eye = volume.laterality == "L"
         if left_eye:
             canonical = canonical.mirrored()
+        image = imaged_rows(canonical.voxels, self._white(canonical)) if padded else None
+        searched = canonical
+        if image is not None:
+            searched = replace(canonical, voxels=levelled(canonical.voxels, image))
+            canonical = replace(canonical, voxels=blackened(canonical.voxels, image))
         voxels = self._to_uint8(canonical)
         # On native voxels: averages of unregistered B-scans would blur the surfaces that are searched for.
-        tissue = find_tissue(voxels, canonical.spacing_mm)
+        tissue = find_tissue(voxels if image is None else self._to_uint8(searched), canonical.spacing_mm)
         if volume.modality != "structure":
             # Flow shows vessels, not the borders that are looked for: every row is kept, no B-scan is moved.
             tissue = replace(tissue, confident=False, located=False, displacement=np.zeros(len(voxels)))
@@ -215,6 +224,9 @@ class Preprocessing(Config):
             tissue = replace(tissue, confident=confident, confidence={**tissue.confidence, "in_crop": in_crop})
         # Rows that a scanner filled with one value hold no image; they must not be averaged into voxels that do.
         seen = seen_rows(voxels)
+        if image is not None:
+            seen = np.maximum(seen[0], image[0]), np.minimum(seen[1], image[1])
+            seen = np.where(seen[0] < seen[1], seen, 0)
         out, valid = resample(voxels, seen, transform)
         if not (valid[1] > valid[0]).any():
             raise ReadError(
@@ -230,6 +242,10 @@ class Preprocessing(Config):
     def coverage(self, native_shape: Shape3, native_spacing_mm: Spacing3) -> Coverage:
         """How much of the grid a scan of this size fills and how much of the scan is kept."""
         return coverage(native_shape, native_spacing_mm, self.image_size, self.target_spacing)
+
+    def _white(self, volume: Volume) -> int:
+        own = volume.voxels.dtype == np.uint8 or self.uint16_full_scale == 65535
+        return volume.white if own else self.uint16_full_scale
 
     def _to_uint8(self, volume: Volume) -> np.ndarray | Planes:
         if volume.voxels.dtype not in (np.uint8, np.uint16):

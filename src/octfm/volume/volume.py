@@ -117,6 +117,11 @@ class Volume:
         if len(self.spacing_mm) != 3 or not all(np.isfinite(mm) and mm > 0 for mm in self.spacing_mm):
             raise ValueError(f"{self.source}: spacing_mm must be positive on every axis, got {self.spacing_mm}")
 
+    @property
+    def white(self) -> int:
+        """The grey level of white."""
+        return 255 if self.voxels.dtype == np.uint8 else self.full_scale
+
     def __repr__(self) -> str:
         return brief("Volume", *self._described().values())
 
@@ -138,8 +143,7 @@ class Volume:
     def pictures(self) -> list[Picture]:
         """The middle B-scan and, of a raster, the mean over depth seen from the front; for notebooks."""
         z, y, x = self.extent_mm
-        white = 255 if self.voxels.dtype == np.uint8 else self.full_scale
-        middle = self.voxels[len(self.voxels) // 2].astype(np.float32) * (255 / white)
+        middle = self.voxels[len(self.voxels) // 2].astype(np.float32) * (255 / self.white)
         shown = [picture(middle.clip(0, 255).astype(np.uint8), (y, x), "middle B-scan")]
         if self.layout == "raster" and len(self.voxels) > 1:
             # Every fourth row is enough for a picture of a few hundred pixels.
