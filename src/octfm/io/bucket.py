@@ -153,13 +153,11 @@ class Account:
 
 def find(uri: str) -> dict[str, Object]:
     """List all objects below a prefix: uri -> size and version. Folder markers are left out."""
-    scheme = uri.split("://", 1)[0]
-    listing = _patiently("list it", uri, lambda: _driver(scheme).find(uri.rstrip("/") + "/", detail=True))
-    return {
-        f"{scheme}://{key}": _object(info)
-        for key, info in listing.items()
-        if info.get("type") == "file" and not key.endswith("/")
-    }
+    scheme, prefix = uri.split("://", 1)[0], uri.rstrip("/") + "/"
+    listing = _patiently("list it", uri, lambda: _driver(scheme).find(prefix, detail=True))
+    found = {f"{scheme}://{key}": _object(info) for key, info in listing.items() if info.get("type") == "file"}
+    # s3fs lists an object as if it were below itself.
+    return {key: facts for key, facts in found.items() if key.startswith(prefix) and not key.endswith("/")}
 
 
 def stat(uri: str) -> Object:
@@ -194,6 +192,9 @@ def download(uri: str, file: Path, size: int) -> None:
             os.pwrite(descriptor, _read_piece(uri, at, min(at + PIECE, size)), at)
 
         list(pool.map(fetch, range(0, size, PIECE)))
+        if size > PIECE:
+            # After a power cut a file that had its full length from the start could hold zeros.
+            os.fsync(descriptor)
 
 
 def write(uri: str, data: bytes, *, create: bool = False) -> None:

@@ -89,7 +89,9 @@ def _locked(path: Path, size: int) -> BinaryIO | None:
             os.utime(path)  # file systems are often mounted without access times
             opened.pop_all()
             return handle
-    path.unlink(missing_ok=True)
+        # Only a truncated file that still has the name: what has it by now may be one that another process has made.
+        if found.st_nlink:
+            path.unlink(missing_ok=True)
     return None
 
 

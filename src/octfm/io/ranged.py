@@ -1,6 +1,7 @@
 """Bucket objects as seekable streams: headers by range requests, the whole object (cached) once much of it is read."""
 
 import io
+import re
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -45,9 +46,8 @@ def remember(uri: str, found: bucket.Object) -> None:
 def recall(path: object) -> None:
     """Remember the size and version that a path brings from the process that listed it."""
     if isinstance(path, BucketPath) and path.facts is not None:
-        text = str(path)
-        archive = text.lower().find(".zip!/")
-        remember(text if archive < 0 else text[: archive + 4], path.facts)
+        archive = re.match(r"(?i).*?\.zip(?=!/)", str(path), re.ASCII | re.DOTALL)
+        remember(archive[0] if archive else str(path), path.facts)
 
 
 def is_prefix(uri: str) -> bool:
