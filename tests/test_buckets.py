@@ -14,6 +14,7 @@ import pytest
 from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.scan import scan
 from octfm.errors import BucketError, ConfigError, StoreError
+from octfm.formats import read_volume
 from octfm.io import bucket, bucket_cache, ranged
 from octfm.io.archive import split_uri
 from octfm.io.lease import Lease
@@ -68,6 +69,14 @@ def test_names_are_taken_apart_alike(place):
     assert path.with_name("x").name == "x" and place in path.parents
     assert location(str(path)) == path
     assert sorted([place / "b", place / "a"]) == [place / "a", place / "b"]
+
+
+@buckets
+def test_a_bucket_that_does_not_exist_is_named(place):
+    nowhere = f"{place.scheme}://no-such-bucket/eyes"
+    for use in (lambda: scan(nowhere, workers=0), lambda: bucket.write(nowhere, b"1"), lambda: read_volume(nowhere)):
+        with pytest.raises(BucketError, match=r"no-such-bucket/eyes: .*there is no such bucket; check its name"):
+            use()
 
 
 @buckets

@@ -287,8 +287,8 @@ def _patiently(verb: str, uri: str, request: Callable[[], T]) -> T:
         try:
             return request()
         except (FileNotFoundError, FileExistsError) as error:
-            if verb == "write it" and isinstance(error, FileNotFoundError):
-                raise BucketError(f"{uri}: cannot write it: there is no such bucket; check its name") from None
+            if verb in ("list it", "write it") and isinstance(error, FileNotFoundError):
+                raise BucketError(f"{uri}: cannot {verb}: there is no such bucket; check its name") from None
             found = "no such object" if isinstance(error, FileNotFoundError) else "already exists"
             raise type(error)(f"{uri}: {found}") from None
         except Exception as error:
