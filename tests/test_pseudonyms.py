@@ -1,6 +1,7 @@
 """A pseudonymised catalog and its store tell nothing that the key's holder alone should know, and train exactly like
 the plain ones."""
 
+import os
 import re
 from dataclasses import asdict, replace
 from datetime import date
@@ -300,6 +301,13 @@ def test_only_known_columns_with_safe_values_are_written(catalog, own):
     for column, value in passed.items():
         assert is_known(column)
         assert value == safe_value(column, own[column]) or re.fullmatch(r"site_[0-9a-f]{8}", value) or "date" in column
+
+
+def test_a_new_key_is_on_the_disk_before_anything_depends_on_it(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    key = tmp_path / "key"
+    assert read_key(key) and synced == [key.stat().st_ino]
 
 
 def test_words_of_headers_become_codes_that_keep_groups_apart(catalog):

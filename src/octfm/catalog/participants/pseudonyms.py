@@ -34,7 +34,7 @@ from octfm.formats import volumes_in
 from octfm.formats.reasons import REASONS
 from octfm.io.hashing import keyed_hash
 from octfm.io.isolation import Limits
-from octfm.io.location import Location, listed, location
+from octfm.io.location import Location, flush, listed, location
 
 MIN_KEY_BYTES = 16
 MAX_SHIFT_DAYS = 365
@@ -79,6 +79,7 @@ def read_key(path: str | Path, *, make: bool = True) -> bytes:
         # Created empty with its mode first: the key is at no time readable by others.
         path.touch(0o600, exist_ok=False)
         path.write_text(secrets.token_hex(32) + "\n")
+        flush(path)  # a power cut must not leave a catalog whose key is lost
     key = path.read_bytes().strip()
     if len(key) < MIN_KEY_BYTES:
         raise CatalogError(
