@@ -79,6 +79,28 @@ def test_a_bucket_that_does_not_exist_is_named(place):
             use()
 
 
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_credentials_that_are_set_after_a_refusal_are_used(place, monkeypatch, tmp_path):
+    """In a notebook: the first call says which variables to set, the second must read them."""
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    bucket._connect.cache_clear()
+    with monkeypatch.context() as without:
+        without.delenv("AWS_ACCESS_KEY_ID")
+        without.delenv("AWS_SECRET_ACCESS_KEY")
+        with pytest.raises(BucketError, match="the credentials in the environment"):
+            bucket.write(str(place / "x"), b"1")
+    bucket.write(str(place / "x"), b"1")
+    assert bucket.read(str(place / "x")) == b"1"
+
+
+@pytest.mark.parametrize("text", ["inf", "nan", "0", "much"])
+def test_a_limit_of_the_cache_that_is_no_number_of_gigabytes_is_named(monkeypatch, text):
+    monkeypatch.setenv("OCTFM_CACHE_GB", text)
+    with pytest.raises(BucketError, match=f"OCTFM_CACHE_GB: expected a number of gigabytes above 0, got '{text}'"):
+        bucket_cache.limit_bytes()
+
+
 @buckets
 def test_an_object_is_no_folder(place):
     bucket.write(str(place / "a" / "x"), b"1")

@@ -297,11 +297,13 @@ def _patiently(verb: str, uri: str, request: Callable[[], T]) -> T:
                 raise
             last = _one_line(error)
             if advice := _advice(error, last):
+                _connect.cache_clear()  # a driver keeps the credentials that it began with, also none
                 raise BucketError(f"{uri}: cannot {verb}: {last}; {advice}") from None
         if failures + 1 < PATIENCE.attempts:
             time.sleep(PATIENCE.pause(failures))
     with _LOCK:
         _TALLY.failures += 1
+    _connect.cache_clear()
     raise BucketError(
         f"{uri}: cannot {verb}: {PATIENCE.attempts} attempts in {time.monotonic() - start:.0f} s failed, "
         f"the last with: {last}; check the network and the endpoint, and run the same command again"
