@@ -5,16 +5,19 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.scan import scan
-from octfm.errors import BucketError, ConfigError, StoreError
+from octfm.errors import BucketError, ConfigError, ReadError, StoreError
 from octfm.formats import read_volume
+from octfm.formats.declared import read_declared
 from octfm.io import bucket, bucket_cache, ranged
 from octfm.io.archive import split_uri
 from octfm.io.lease import Lease
@@ -286,6 +289,19 @@ def test_what_a_reader_cannot_find_is_its_own_error(tmp_path, monkeypatch):
         ):
             raise FileNotFoundError("another file")
     assert len(made) == 1
+
+
+@buckets
+def test_a_sidecar_that_is_corrected_is_read_again_soon(place, monkeypatch):
+    """For five minutes a notebook went on to quote the old one."""
+    side = place / "eye.json"
+    write_whole(side, b'{"spacing_mm": [1, 2]}')
+    with pytest.raises(ReadError, match="expected"):
+        read_declared(str(place / "eye.npz"))
+    write_whole(side, b'{"spacing_mm": [0.12, 0.0039, 0.0115]}')
+    now = time.monotonic()
+    monkeypatch.setattr(ranged, "time", SimpleNamespace(monotonic=lambda: now + 20))
+    assert read_declared(str(place / "eye.npz")).spacing_mm == (0.12, 0.0039, 0.0115)
 
 
 def test_a_file_that_another_reader_has_just_made_is_not_deleted(tmp_path, monkeypatch):

@@ -21,10 +21,12 @@ MANY = 6
 is preceded by its length, would otherwise send a request per frame."""
 AT_ONCE = 32
 """Heads fetched at the same time: the latency of a bucket is long, but it serves many requests in parallel."""
-TRUST_S = 300.0
-"""Seconds for which size and version are remembered, for reading many members of one archive."""
+LISTED_S, LOOKED_UP_S = 300.0, 10.0
+"""Seconds for which size and version are remembered: of a listing, for the scan of its files; of one object, for its
+readers and for the members of an archive."""
 
 _KNOWN: dict[str, tuple[bucket.Object, float]] = {}
+"""uri -> facts, and the time until which they hold."""
 
 
 @contextmanager
@@ -38,9 +40,9 @@ def open_binary(where: str | Path | BucketPath, *, whole: bool = False, in_place
             yield file
 
 
-def remember(uri: str, found: bucket.Object) -> None:
+def remember(uri: str, found: bucket.Object, seconds: float = LISTED_S) -> None:
     """Keep the size and version from a listing, which saves a request later."""
-    _KNOWN[uri] = (found, time.monotonic())
+    _KNOWN[uri] = (found, time.monotonic() + seconds)
 
 
 def recall(path: object) -> None:
@@ -69,10 +71,10 @@ def directly_below(uri: str) -> list[str]:
 
 def known(uri: str) -> bucket.Object:
     """Size and version of an object, remembered or requested. Raises FileNotFoundError."""
-    found, since = _KNOWN.get(uri, (None, 0.0))
-    if found is None or time.monotonic() - since > TRUST_S:
+    found, until = _KNOWN.get(uri, (None, 0.0))
+    if found is None or time.monotonic() > until:
         found = bucket.stat(uri)
-        remember(uri, found)
+        remember(uri, found, LOOKED_UP_S)
     return found
 
 
