@@ -24,10 +24,10 @@ from octfm.phantom.anatomy import SURFACE
 from octfm.phantom.eye import sample_eye, surfaces_um
 from octfm.phantom.native.bscans import SURFACES, render_native
 from octfm.phantom.native.stream import CONDITIONS, Stream
-from octfm.phantom.normative import SECTORS, sectors_um
+from octfm.phantom.normative import sectors_um
 from octfm.phantom.render import en_face_positions
 from octfm.phantom.scanner import acquire
-from octfm.volume.etdrs import Field, field_of, field_of_volume, measure_around, measure_grid, sample
+from octfm.volume.etdrs import ZONES, Field, field_of, field_of_volume, measure_around, measure_grid, sample
 from octfm.volume.volume import Volume
 
 SIZES = {
@@ -58,7 +58,7 @@ def table(diagnoses: Iterable[str], seeds: int, severity: float) -> list[str]:
 
 
 def scan(diagnosis: str, severity: float, seed: int, scanner: str, lower: str) -> tuple[float | None, list[float]]:
-    """mm from the fovea to the pit, None if no pit was found; and the error of each of SECTORS in µm, NaN if blank.
+    """mm from the fovea to the pit, None if no pit was found; and the error of each of ZONES in µm, NaN if blank.
 
     `lower`: lower boundary of the map in which the pit is looked for.
     """
@@ -70,7 +70,7 @@ def scan(diagnosis: str, severity: float, seed: int, scanner: str, lower: str) -
     field = field_of((size[0], size[2]), instrument.spacing_mm(size), instrument.superior_first)
     grid = measure_grid(retina_um, field, eye.laterality, pit_map_um=pit_um)
     truth = sectors_um(eye)["retina"]
-    found = [np.nan if (um := grid.mean_um[zone]) is None else um for zone in SECTORS]
+    found = [np.nan if (um := grid.mean_um[zone]) is None else um for zone in ZONES]
     if grid.centre != "pit":
         return None, list(found - truth)
     at = np.array(grid.centre_mm)[:, None]

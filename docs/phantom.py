@@ -13,9 +13,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from octfm.phantom import DIAGNOSES, SCANNERS, phantom_volume, sample_eye
-from octfm.phantom.normative import PUBLISHED_UM, SECTORS, sectors_um
+from octfm.phantom.normative import PUBLISHED_UM, sectors_um
 from octfm.phantom.optics import speckle
 from octfm.phantom.render import FWHM
+from octfm.volume.etdrs import ZONES
 
 SHOWN_MM = (1.25, 5.6)
 """Height and width of what the figure shows of each B-scan."""
@@ -72,7 +73,7 @@ def thickness_table(eyes: int = 100) -> str:
         sectors_um(sample_eye((seed, 0), "R", participant="x", age=50, diagnosis="healthy", severity=0))
         for seed in range(eyes)
     ]
-    lines = ["| phantom / published, µm | " + " | ".join(SECTORS) + " |", "|" + "---|" * (len(SECTORS) + 1)]
+    lines = ["| phantom / published, µm | " + " | ".join(ZONES) + " |", "|" + "---|" * (len(ZONES) + 1)]
     for name, (published, _) in PUBLISHED_UM.items():
         mean = np.mean([sectors[name] for sectors in found], axis=0)
         lines.append(

@@ -54,6 +54,17 @@ def test_nifti_axes_that_millimetres_do_not_tell_are_never_guessed(tmp_path, mm)
     assert code_of(uri) == code_of(uri, spacing_mm=SPACING_MM) == "unknown_axes"
 
 
+@pytest.mark.parametrize("count", [19, 49])
+def test_1_mm_between_b_scans_of_an_impossible_field_gives_way_to_a_sidecar(tmp_path, count):
+    voxels = np.random.default_rng(0).integers(0, 255, (count, 40, 50), dtype=np.uint8)
+    path = write_nifti(tmp_path / "a.nii.gz", voxels, (1.0, 0.0039, 0.0115))
+    with pytest.raises(ReadError) as refused:
+        read_volume(path)
+    assert refused.value.code == "missing_spacing"
+    (tmp_path / "a.json").write_text(json.dumps({"spacing_mm": [0.12, 0.0039, 0.0115]}))
+    assert read_volume(path).spacing_mm == (0.12, 0.0039, 0.0115)
+
+
 def test_nifti_says_what_it_assumes(tmp_path):
     assert "axial_direction_assumed" in read_header(write_nifti(tmp_path / "a.nii", telling_voxels())).flags
 

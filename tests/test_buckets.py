@@ -5,16 +5,21 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.scan import scan
-from octfm.errors import BucketError, ConfigError, StoreError
-from octfm.io import bucket, bucket_cache
+from octfm.errors import BucketError, ConfigError, ReadError, StoreError
+from octfm.formats import read_volume
+from octfm.formats.declared import read_declared
+from octfm.io import bucket, bucket_cache, ranged
+from octfm.io.archive import split_uri
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, location, write_whole
 from octfm.phantom import write_phantom
@@ -27,6 +32,7 @@ from support.dicom_files import write_oct_dicom
 from support.small_store import small_preprocessing
 
 SLOW = pytest.mark.slow
+SPACING = (0.3, 0.005, 0.02)
 everywhere = pytest.mark.parametrize("place", ["local", "s3", "gs"], indirect=True)
 buckets = pytest.mark.parametrize("place", ["s3", "gs"], indirect=True)
 faults = pytest.mark.parametrize("faulty", ["s3", pytest.param("gs", marks=pytest.mark.slow)], indirect=True)
@@ -51,6 +57,12 @@ def test_what_is_written_is_read_back(place):
     assert not (place / "b.txt").exists()
 
 
+def test_a_name_as_long_as_the_disk_allows_can_be_written(tmp_path):
+    file = tmp_path / ("ü" * 125 + ".json")  # 255 bytes
+    write_whole(file, b"whole")
+    assert file.read_bytes() == b"whole" and len(list(tmp_path.iterdir())) == 1
+
+
 @everywhere
 def test_names_are_taken_apart_alike(place):
     path = place / "1001" / "scan.tar.gz"
@@ -60,6 +72,68 @@ def test_names_are_taken_apart_alike(place):
     assert path.with_name("x").name == "x" and place in path.parents
     assert location(str(path)) == path
     assert sorted([place / "b", place / "a"]) == [place / "a", place / "b"]
+
+
+@buckets
+def test_a_bucket_that_does_not_exist_is_named(place):
+    nowhere = f"{place.scheme}://no-such-bucket/eyes"
+    for use in (lambda: scan(nowhere, workers=0), lambda: bucket.write(nowhere, b"1"), lambda: read_volume(nowhere)):
+        with pytest.raises(BucketError, match=r"no-such-bucket/eyes: .*there is no such bucket; check its name"):
+            use()
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_credentials_that_are_set_after_a_refusal_are_used(place, monkeypatch, tmp_path):
+    """In a notebook: the first call says which variables to set, the second must read them."""
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    bucket._connect.cache_clear()
+    with monkeypatch.context() as without:
+        without.delenv("AWS_ACCESS_KEY_ID")
+        without.delenv("AWS_SECRET_ACCESS_KEY")
+        with pytest.raises(BucketError, match="the credentials in the environment"):
+            bucket.write(str(place / "x"), b"1")
+    bucket.write(str(place / "x"), b"1")
+    assert bucket.read(str(place / "x")) == b"1"
+
+
+@pytest.mark.parametrize("text", ["inf", "nan", "0", "much"])
+def test_a_limit_of_the_cache_that_is_no_number_of_gigabytes_is_named(monkeypatch, text):
+    monkeypatch.setenv("OCTFM_CACHE_GB", text)
+    with pytest.raises(BucketError, match=f"OCTFM_CACHE_GB: expected a number of gigabytes above 0, got '{text}'"):
+        bucket_cache.limit_bytes()
+
+
+@buckets
+def test_an_object_is_no_folder(place):
+    bucket.write(str(place / "a" / "x"), b"1")
+    bucket.write(str(place / "a" / "x y"), b"2")
+    assert not (place / "a" / "x").is_dir() and (place / "a").is_dir()
+    assert bucket.find(str(place / "a" / "x")) == {}
+    with pytest.raises(CatalogError, match="point at the folder"):
+        scan(str(place / "a" / "x"), workers=0)
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_a_key_that_no_path_can_name_is_a_reject_that_says_so(place, tmp_path):
+    file = write_oct_dicom(
+        tmp_path / "a.dcm", np.random.default_rng(0).integers(0, 256, (6, 64, 48), np.uint8), SPACING
+    )
+    write_whole(place / "p1" / "a.dcm", file.read_bytes())
+    for key in ("p2//a.dcm", "./a.dcm"):
+        bucket.write(f"{place}/{key}", file.read_bytes())
+    found = scan(str(place), workers=0)
+    assert [a.uri for a in found.acquisitions] == [f"{place}/p1/a.dcm"]
+    assert sorted(r.uri for r in found.rejects) == [f"{place}/./a.dcm", f"{place}/p2//a.dcm"]
+    assert all("an empty name or a dot between slashes" in r.sentence for r in found.rejects)
+
+
+def test_a_name_that_grows_in_lower_case_is_cut_where_the_archive_ends():
+    """The Turkish İ is one letter, in lower case two."""
+    assert split_uri("s3://bucket/İzmir.ZIP!/a/b.dcm") == ("s3://bucket/İzmir.ZIP", "a/b.dcm")
+    remembered = bucket.Object(1, "v")
+    ranged.recall(replace(BucketPath.of("s3://bucket/İzmir.zip!/b.dcm"), facts=remembered))
+    assert ranged.known("s3://bucket/İzmir.zip") == remembered
 
 
 def test_an_address_in_a_bucket_is_never_taken_for_a_file():
@@ -215,6 +289,46 @@ def test_what_a_reader_cannot_find_is_its_own_error(tmp_path, monkeypatch):
         ):
             raise FileNotFoundError("another file")
     assert len(made) == 1
+
+
+@buckets
+def test_a_sidecar_that_is_corrected_is_read_again_soon(place, monkeypatch):
+    """For five minutes a notebook went on to quote the old one."""
+    side = place / "eye.json"
+    write_whole(side, b'{"spacing_mm": [1, 2]}')
+    with pytest.raises(ReadError, match="expected"):
+        read_declared(str(place / "eye.npz"))
+    write_whole(side, b'{"spacing_mm": [0.12, 0.0039, 0.0115]}')
+    now = time.monotonic()
+    monkeypatch.setattr(ranged, "time", SimpleNamespace(monotonic=lambda: now + 20))
+    assert read_declared(str(place / "eye.npz")).spacing_mm == (0.12, 0.0039, 0.0115)
+
+
+def test_a_file_that_another_reader_has_just_made_is_not_deleted(tmp_path, monkeypatch):
+    """Of several processes that fetched one object at once, one sometimes found no file where it had put one."""
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path))
+    path, opened = tmp_path / "objects" / "ab" / ("ab" * 32), Path.open
+
+    def open_too_early(self, *mode):
+        monkeypatch.undo()
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"abc")
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "open", open_too_early)
+    assert bucket_cache._locked(path, 3) is None
+    assert Path.open is opened and path.read_bytes() == b"abc"
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_a_large_copy_is_on_the_disk_before_it_has_its_name(place, tmp_path, monkeypatch):
+    """It has its full length from the start: after a power cut zeros would pass for the object."""
+    monkeypatch.setattr(bucket, "PIECE", 4)
+    bucket.write(str(place / "x"), b"0123456789")
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    with bucket_cache.local_copy(str(place / "x")) as file:
+        assert file.read_bytes() == b"0123456789" and file.stat().st_ino in synced
 
 
 def test_a_file_that_is_being_read_is_not_evicted(tmp_path, monkeypatch):
@@ -487,6 +601,39 @@ def test_two_writers_of_one_store_do_not_mix(place, monkeypatch):
             with pytest.raises(BucketError, match="has taken over"):
                 first.require()
     assert not lock.exists()
+
+
+@buckets
+def test_of_two_that_take_over_a_stale_lease_one_wins(place, monkeypatch):
+    lock, wins, written = place / "lock", [], threading.Barrier(2)
+    monkeypatch.setattr("octfm.io.lease.STALE_S", 0.0)
+    monkeypatch.setattr("octfm.io.lease.SETTLE_S", 1.0)
+    write = bucket.write
+
+    def at_once(*args, **options):
+        """Both have read the stale lease; the one writes and reads it before the other writes."""
+        if threading.current_thread().name == "late":
+            written.wait()
+            threading.Event().wait(0.3)
+        write(*args, **options)
+        if threading.current_thread().name == "early":
+            written.wait()
+
+    def claim():
+        try:
+            with Lease(lock, "preparing this store"):
+                wins.append(threading.current_thread().name)
+        except BucketError as error:
+            assert "was faster" in str(error)
+
+    bucket.write(str(lock), b'{"owner": "killed", "renewed": 0.0}')
+    monkeypatch.setattr(bucket, "write", at_once)
+    both = [threading.Thread(target=claim, name=name) for name in ("early", "late")]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert wins == ["late"]
 
 
 def read_first(lease: Lease, reads: list[dict], monkeypatch) -> None:

@@ -399,3 +399,29 @@ def test_a_running_number_is_no_position_in_millimetres(tmp_path):
     header = read_header(path)
     assert header.spacing_mm == pytest.approx(spacing_mm, rel=1e-4) and header.superior_first
     assert read_volume(path).lines is not None
+
+
+@pytest.mark.parametrize(
+    ("count", "dx", "thickness", "expected"),
+    [
+        (19, 0.0115, 0.24, (0.24, ("positions_placeholder",))),
+        (12, 0.0115, 0.24, (1.0, ("slice_thickness_contradicts_positions",))),  # 12 mm can be real
+        (19, 0.05, None, (1.0, ())),  # so can a field as high as it is wide
+    ],
+)
+def test_b_scans_exactly_1_mm_apart_are_believed_in_a_plausible_field_only(count, dx, thickness, expected):
+    positions = np.zeros((count, 3))
+    positions[:, 2] = -np.arange(count)
+    whole = dataset(planes(positions, [(np.eye(3)[0], np.eye(3)[1])] * count), (1.0, 0.0039, dx), thickness)
+    found = read_geometry(whole, (count, *SHAPE[1:]), "any", "here")
+    assert (found.spacing_mm[0], found.flags) == expected
+
+
+@pytest.mark.parametrize(("thickness", "code"), [(None, "missing_spacing"), (1.0, "absurd_spacing")])
+def test_19_b_scans_1_mm_apart_with_no_other_distance_are_refused(thickness, code):
+    positions = np.zeros((19, 3))
+    positions[:, 2] = -np.arange(19)
+    whole = dataset(planes(positions, [(np.eye(3)[0], np.eye(3)[1])] * 19), (1.0, 0.0039, 0.0115), thickness)
+    with pytest.raises(ReadError) as refused:
+        read_geometry(whole, (19, *SHAPE[1:]), "any", "here")
+    assert refused.value.code == code

@@ -26,6 +26,7 @@ from octfm.encoder.encoder import load_encoder
 from octfm.errors import BucketError, EvaluationError
 from octfm.evaluation.probe import probe
 from octfm.io.location import location
+from octfm.io.versions import listing_of
 from octfm.store.prepare import prepare
 from octfm.tasks.embed_run import embed_all
 from support.codestreams import imagecodecs_encoder, picture
@@ -42,6 +43,26 @@ COUNT = 11
 def run(tmp_path_factory):
     store = small_store(tmp_path_factory.mktemp("store") / "prepared")
     return quick_pretrain(config(steps=2), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
+
+
+def test_files_behind_links_are_listed_too(tmp_path):
+    """A scan follows links: a new file there must not be missed by what decides whether to scan again."""
+    (tmp_path / "root").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "other")
+    (tmp_path / "other" / "back").symlink_to(tmp_path / "root")  # a circle
+    (tmp_path / "root" / "gone").symlink_to(tmp_path / "nothing")
+    (tmp_path / "other" / "a.dcm").write_bytes(b"1")
+    assert list(listing_of(tmp_path / "root")) == [f"{tmp_path}/root/link/a.dcm"]
+
+
+def test_a_dicomdir_stands_for_its_folder_whose_new_files_are_embedded(run, tmp_path):
+    (tmp_path / "cd").mkdir()
+    (tmp_path / "cd" / "DICOMDIR").write_bytes(b"")
+    for count in (1, 2):
+        write_eye(tmp_path / "cd" / f"{count}.dcm", count, f"p{count}")
+        embed_files(run, tmp_path / "cd" / "DICOMDIR", tmp_path / "out", workers=0, echo=quiet)
+        assert len(Catalog.load(tmp_path / "out" / "catalog").acquisitions) == count
 
 
 def write_eye(path: Path, seed: int, participant: str) -> Path:

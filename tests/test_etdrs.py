@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from octfm.phantom.anatomy import SURFACE
 from octfm.phantom.eye import sample_eye, surfaces_um
-from octfm.phantom.normative import SECTORS, sectors_um
+from octfm.phantom.normative import sectors_um
 from octfm.phantom.render import en_face_positions
 from octfm.phantom.scanner import SCANNERS, acquire
 from octfm.volume.etdrs import ZONES, EtdrsGrid, field_of, find_pits, measure_around, measure_grid
@@ -246,7 +246,7 @@ def on_phantom(diagnosis: str, seed: int, scanner: str, size) -> tuple[EtdrsGrid
     field = field_of((size[0], size[2]), instrument.spacing_mm(size), instrument.superior_first)
     retina, inner = (depth[SURFACE[name]] - depth[SURFACE["ilm"]] for name in ("bm", "ipl_inl"))
     grid = measure_grid(retina, field, laterality, pit_map_um=inner)
-    return grid, dict(zip(SECTORS, sectors_um(eye)["retina"], strict=True))
+    return grid, dict(zip(ZONES, sectors_um(eye)["retina"], strict=True))
 
 
 @pytest.mark.parametrize("diagnosis", ["healthy", "drusen", "dme", "glaucoma"])

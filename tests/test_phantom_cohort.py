@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pydicom
 import pytest
+from typer.testing import CliRunner
 
+from octfm.cli.main import app
 from octfm.errors import OctfmError, ReadError
 from octfm.formats import read_volume
 from octfm.formats.reasons import REASONS
@@ -237,7 +239,35 @@ def test_bad_requests_say_what_to_do_and_leave_nothing_behind(tmp_path):
         ({"size": (2, 10, 10)}, "at least 4 B-scans"),
         ({"fractions": (0.5, 0.1, 0.1)}, "sum to 1"),
         ({"defects": 12.0}, "expected 0 to 1"),
+        ({"second_scanner": 5.0}, "expected 0 to 1"),
+        ({"scanners": ["zeiss_cirrus", "zeiss_cirrus"]}, "zeiss_cirrus is named twice"),
+        ({"only": ["zeiss_cirrus", "zeiss"]}, "only zeiss: expected some of heidelberg_spectralis"),
     ):
         with pytest.raises(OctfmError, match=words):
             write_phantom(**({"out": tmp_path / "new", "participants": 2, "seed": 0} | arguments))
     assert [p.name for p in tmp_path.iterdir()] == ["there"]
+
+
+def test_two_processes_never_write_one_cohort_together(tmp_path):
+    """The second deleted what the first had written, which then listed files that were not there."""
+    out, refused = tmp_path / "cohort", []
+
+    def second(done: int, total: int) -> None:
+        if done == 1:
+            with pytest.raises(OctfmError, match="another process is writing this cohort") as caught:
+                write_phantom(out, 2, 0, size=(4, 64, 32), workers=1)
+            refused.append(caught)
+
+    left = tmp_path / "cohort.partial" / "retinal_oct" / "of_a_killed_process"
+    left.mkdir(parents=True)
+    (tmp_path / "cohort.partial" / "participants.tsv").write_bytes(b"")
+    write_phantom(out, 2, 0, size=(4, 64, 32), workers=1, progress=second)
+    listed = [row["filepath"].lstrip("/") for row in table(out / "retinal_oct" / "manifest.tsv")]
+    assert refused and all((out / path).is_file() for path in listed)
+    assert [p.name for p in tmp_path.iterdir()] == ["cohort"] and not list(out.rglob("of_a_killed_process"))
+
+
+@pytest.mark.parametrize("share", ["-0.1", "1.5"])
+def test_the_command_refuses_more_defective_files_than_good_ones(tmp_path, share):
+    result = CliRunner().invoke(app, ["phantom", str(tmp_path / "new"), "--defects", share])
+    assert result.exit_code == 2

@@ -412,6 +412,12 @@ def test_label_maps_are_the_layers_between_surfaces():
     assert thickness == pytest.approx(expected, rel=0.03)
 
 
+def test_surfaces_above_the_image_give_a_label_map_without_layers():
+    above = {name: np.full((2, 5), row) for name, row in (("ilm", -9.0), ("bm", -4.0))}
+    labels, meaning = label_map(Segmentation(above, {}, (0.1, 0.004, 0.01)))
+    assert not labels.any() and labels.shape[::2] == (2, 5) and meaning == {1: "ilm to bm"}
+
+
 def test_nifti_is_read_back_with_its_spacing(tmp_path):
     nibabel = pytest.importorskip("nibabel")
     volume, truth = phantom_volume(5, size=(6, 160, 48), diagnosis="dme", severity=0.9)

@@ -10,6 +10,7 @@ import pytest
 from octfm.catalog.scan import scan
 from octfm.formats import ReadError, read_volume
 from octfm.formats.declared import doubtful_way_up
+from octfm.io.location import write_whole
 from octfm.phantom import DIAGNOSES, SCANNERS, phantom_volume
 from octfm.store.prepare import prepare
 from octfm.volume.appearance import native_way_up
@@ -131,9 +132,16 @@ def test_a_sidecar_has_it_flipped_or_accepted(tmp_path, eyes, form):
     np.testing.assert_array_equal(kept, turned(eyes[1].voxels))
 
 
-def test_sidecar_values_of_a_catalog_hold_for_files_in_a_bucket(eyes):
-    """Sidecars in a bucket are read once, by the scan."""
-    volume = replace(eyes[0], voxels=turned(eyes[0].voxels), source="s3://bucket/p1/visit")
-    assert doubtful_way_up(volume, 0.5, flags=("declared_upright",)) == ()
+@pytest.mark.parametrize("place", ["s3", "gs"], indirect=True)
+def test_the_sidecar_of_a_dicom_counts_in_a_bucket_as_on_a_disk(place, tmp_path, eyes):
+    for name, declared in (("flip", True), ("keep", False), ("bare", None)):
+        file = write(tmp_path / f"{name}.dcm", eyes[0], upside_down=True)
+        write_whole(place / file.name, file.read_bytes())
+        if declared is not None:
+            write_whole(place / f"{name}.json", json.dumps({"upside_down": declared}).encode())
+    np.testing.assert_array_equal(read_volume(str(place / "flip.dcm")).voxels, eyes[0].voxels)
+    kept = read_volume(str(place / "keep.dcm"))
+    np.testing.assert_array_equal(kept.voxels, turned(eyes[0].voxels))
+    assert doubtful_way_up(kept, 0.5) == ()
     with pytest.raises(ReadError, match="looks upside down"):
-        doubtful_way_up(volume, 0.5)
+        doubtful_way_up(read_volume(str(place / "bare.dcm")), 0.5)

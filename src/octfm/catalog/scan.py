@@ -93,7 +93,7 @@ def scan(
     bscans_only = tuple(layouts) == ("line",)
     limits = limits or Limits()
     # List the files and read the tables.
-    folder = _existing(root)
+    folder = existing_root(root)
     account = Account(folder)
     found = walk(folder, follow_links=follow_links, folders_are_volumes=not bscans_only)
     _expect_images(found, folder)
@@ -177,7 +177,8 @@ def _expect_images(found: Found, folder: Location) -> None:
         raise CatalogError(f"{folder}: no image files below it ({others}); point at the folder that holds the scans")
 
 
-def _existing(root: str | Path | BucketPath) -> Location:
+def existing_root(root: str | Path | BucketPath) -> Location:
+    """The folder, or the prefix in a bucket, that `root` stands for. Raises CatalogError."""
     where = location(root)
     if isinstance(where, BucketPath):
         return where

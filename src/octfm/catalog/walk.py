@@ -89,7 +89,10 @@ def _list_bucket(root: BucketPath, found: Found, folders_are_volumes: bool) -> N
     for uri, facts in objects.items():
         remember(uri, facts)
         path = replace(BucketPath.of(uri), facts=facts)
-        if _is_companion(path, PurePosixPath(path.relative_to(root)).parts):
+        if str(path) != uri:
+            problem = "its key has an empty name or a dot between slashes; copy it to a key without, and scan that"
+            found.refused.append(Reject(uri, "unreadable", f"{uri}: {problem}", facts.size))
+        elif _is_companion(path, PurePosixPath(path.relative_to(root)).parts):
             found.companions.append(path)
         elif path.suffix.lower() == ".zip" and _starts_with(path, b"PK"):
             _look_inside(path, found)

@@ -31,7 +31,7 @@ def phantom(
         typer.Option(metavar="SIZE", help="B-scans x rows x columns, or `native` for the size each scanner writes."),
     ] = "32x256x192",
     defects: Annotated[
-        float, typer.Option(metavar="N", help="Number of defective files per good one.", min=0, max=100)
+        float, typer.Option(metavar="N", help="Number of defective files per good one.", min=0, max=1)
     ] = 0.0,
     zipped: Annotated[bool, typer.Option("--zip", help="One ZIP archive per scanner.")] = False,
     diagnosis: Annotated[

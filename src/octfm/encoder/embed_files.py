@@ -24,7 +24,7 @@ from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.participants.people import AmbiguousPeople
 from octfm.catalog.participants.pseudonyms import is_pseudonymous
-from octfm.catalog.scan import scan
+from octfm.catalog.scan import existing_root, scan
 from octfm.encoder.embed import HISTOGRAM_BINS, encoder_facts, histogram, histogram_facts, write_vectors
 from octfm.encoder.embeddings import from_parquet, to_parquet
 from octfm.encoder.encoder import Encoder, load_encoder
@@ -227,11 +227,9 @@ def _catalog(
                 f"{source.root}: this catalog names files by pseudonyms; prepare a store (--key, --root) and embed that"
             )
         return source, _versions(listing_of(location(source.root)))
-    root = location(source)
-    if isinstance(root, Path):
-        root = Path(os.path.abspath(root))  # noqa: PTH100
-        if isinstance(out, Path) and Path(os.path.abspath(out)).is_relative_to(root):  # noqa: PTH100
-            raise EvaluationError(f"{out}: inside the folder to be embedded; choose an --out outside {root}")
+    root = existing_root(source)
+    if isinstance(root, Path) and isinstance(out, Path) and Path(os.path.abspath(out)).is_relative_to(root):  # noqa: PTH100
+        raise EvaluationError(f"{out}: inside the folder to be embedded; choose an --out outside {root}")
     listing = listing_of(root)
     # Defaults add nothing, so that jobs from before these options existed keep their digest.
     others = [*([] if follow_links else ["no links"]), *(name for name in modalities if name != "structure")]

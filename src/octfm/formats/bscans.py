@@ -18,7 +18,7 @@ import numpy as np
 
 from octfm.errors import ReadError
 from octfm.formats.declared import Declared, read_declared
-from octfm.formats.dicom.geometry import NotRaster, Stack, check_bounds, positions_across, stack_of
+from octfm.formats.dicom.geometry import NotRaster, Stack, check_bounds, is_running_number, positions_across, stack_of
 from octfm.formats.dicom.pixels import check_size
 from octfm.formats.names import is_flow_beside_structure, lateralities, may_be_labels, slugify
 from octfm.formats.reasons import Header, angiography, blank, cannot_open, voxel_labels
@@ -400,6 +400,8 @@ def _spacing(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> tu
     """Spacing, its source and flags. What the file states overrides its sidecar."""
     flags: list[str] = []
     between, source = bscans.between_mm, "header"
+    if between is not None and bscans.in_plane_mm and is_running_number(between, bscans.shape, bscans.in_plane_mm[1]):
+        between = None
     if arrangement.layout != "raster" and bscans.in_plane_mm is not None:
         between = bscans.in_plane_mm[1]
     if arrangement.between_mm is not None:

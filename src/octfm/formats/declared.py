@@ -15,7 +15,7 @@ from typing import NoReturn, cast
 from octfm.errors import ReadError
 from octfm.formats.names import may_be_an_eye
 from octfm.io.archive import open_file
-from octfm.io.location import Location, is_remote, listed
+from octfm.io.location import Location, listed
 from octfm.volume.appearance import UNDOUBTED, native_way_up
 from octfm.volume.planes import eight_bit, searchable
 from octfm.volume.volume import Modality, Spacing3, Volume
@@ -96,8 +96,6 @@ def read_declared(uri: str) -> Declared:
 def declared_way_up(uri: str) -> bool | None:
     """`Declared.upside_down` alone, for a file whose header states everything else; a JSON without this key is not
     parsed."""
-    if is_remote(uri):
-        return None  # in a bucket this would cost one more request per file
     for place in sidecars(uri):
         try:
             with open_file(str(place)) as file:

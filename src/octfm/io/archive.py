@@ -100,8 +100,8 @@ def split_uri(uri: str | Location) -> tuple[str, str] | None:
     at = marked.find(MEMBER)
     if is_remote(text):
         # A request per uri, to see whether the archive exists, would cost more than reading: trust the name.
-        at = marked.lower().find(f".zip{MEMBER}")
-        return None if at < 0 else (text[: at + 4], text[at + 4 + len(MEMBER) :])
+        ending = re.search(rf"(?i)\.zip(?={MEMBER})", marked, re.ASCII)
+        return None if ending is None else (text[: ending.end()], text[ending.end() + len(MEMBER) :])
     if at < 0 or os.path.exists(text):  # noqa: PTH110
         return None
     # A folder may have "!/" in its name, so take the first prefix that is a file.

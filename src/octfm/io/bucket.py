@@ -153,13 +153,11 @@ class Account:
 
 def find(uri: str) -> dict[str, Object]:
     """List all objects below a prefix: uri -> size and version. Folder markers are left out."""
-    scheme = uri.split("://", 1)[0]
-    listing = _patiently("list it", uri, lambda: _driver(scheme).find(uri.rstrip("/") + "/", detail=True))
-    return {
-        f"{scheme}://{key}": _object(info)
-        for key, info in listing.items()
-        if info.get("type") == "file" and not key.endswith("/")
-    }
+    scheme, prefix = uri.split("://", 1)[0], uri.rstrip("/") + "/"
+    listing = _patiently("list it", uri, lambda: _driver(scheme).find(prefix, detail=True))
+    found = {f"{scheme}://{key}": _object(info) for key, info in listing.items() if info.get("type") == "file"}
+    # s3fs lists an object as if it were below itself.
+    return {key: facts for key, facts in found.items() if key.startswith(prefix) and not key.endswith("/")}
 
 
 def stat(uri: str) -> Object:
@@ -194,6 +192,9 @@ def download(uri: str, file: Path, size: int) -> None:
             os.pwrite(descriptor, _read_piece(uri, at, min(at + PIECE, size)), at)
 
         list(pool.map(fetch, range(0, size, PIECE)))
+        if size > PIECE:
+            # After a power cut a file that had its full length from the start could hold zeros.
+            os.fsync(descriptor)
 
 
 def write(uri: str, data: bytes, *, create: bool = False) -> None:
@@ -286,8 +287,8 @@ def _patiently(verb: str, uri: str, request: Callable[[], T]) -> T:
         try:
             return request()
         except (FileNotFoundError, FileExistsError) as error:
-            if verb == "write it" and isinstance(error, FileNotFoundError):
-                raise BucketError(f"{uri}: cannot write it: there is no such bucket; check its name") from None
+            if verb in ("list it", "write it") and isinstance(error, FileNotFoundError):
+                raise BucketError(f"{uri}: cannot {verb}: there is no such bucket; check its name") from None
             found = "no such object" if isinstance(error, FileNotFoundError) else "already exists"
             raise type(error)(f"{uri}: {found}") from None
         except Exception as error:
@@ -296,11 +297,13 @@ def _patiently(verb: str, uri: str, request: Callable[[], T]) -> T:
                 raise
             last = _one_line(error)
             if advice := _advice(error, last):
+                _connect.cache_clear()  # a driver keeps the credentials that it began with, also none
                 raise BucketError(f"{uri}: cannot {verb}: {last}; {advice}") from None
         if failures + 1 < PATIENCE.attempts:
             time.sleep(PATIENCE.pause(failures))
     with _LOCK:
         _TALLY.failures += 1
+    _connect.cache_clear()
     raise BucketError(
         f"{uri}: cannot {verb}: {PATIENCE.attempts} attempts in {time.monotonic() - start:.0f} s failed, "
         f"the last with: {last}; check the network and the endpoint, and run the same command again"

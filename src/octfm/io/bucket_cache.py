@@ -6,6 +6,7 @@ whole or not at all. Readers hold a shared lock (flock) on theirs, and eviction 
 """
 
 import fcntl
+import math
 import os
 import secrets
 import time
@@ -39,7 +40,7 @@ def limit_bytes() -> int:
         limit = float(text)
     except ValueError:
         limit = -1.0
-    if not limit > 0:
+    if not 0 < limit < math.inf:
         raise BucketError(f"OCTFM_CACHE_GB: expected a number of gigabytes above 0, got {text!r}")
     return int(limit * 1e9)
 
@@ -89,7 +90,9 @@ def _locked(path: Path, size: int) -> BinaryIO | None:
             os.utime(path)  # file systems are often mounted without access times
             opened.pop_all()
             return handle
-    path.unlink(missing_ok=True)
+        # Only a truncated file that still has the name: what has it by now may be one that another process has made.
+        if found.st_nlink:
+            path.unlink(missing_ok=True)
     return None
 
 

@@ -21,6 +21,8 @@ from octfm.io.location import BucketPath
 
 RENEW_S = 30.0
 STALE_S = 180.0
+SETTLE_S = 3.0
+"""Others that found the same stale lease have written by then."""
 
 
 class Lease:
@@ -66,6 +68,8 @@ class Lease:
                 "or once this object is deleted"
             )
         bucket.write(self._uri, self._content())
+        # Unlike a new lease, it may be taken by several: the last to write keeps it, as `_expect_mine` finds.
+        time.sleep(SETTLE_S)
 
     def _expect_mine(self) -> None:
         if (owner := self._read().get("owner")) != self._owner:

@@ -52,7 +52,8 @@ def write_whole(where: "Path | BucketPath", data: bytes) -> None:
 def replacing(where: Path) -> Iterator[Path]:
     """A path to write a new file to, which replaces `where` when the context ends, as in `write_whole`."""
     where.parent.mkdir(parents=True, exist_ok=True)
-    partial = where.with_name(f".{where.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
+    # Cut, as a name may have 255 bytes, up to four for a letter.
+    partial = where.with_name(f".{where.name[:50]}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
         yield partial
         # Before the rename: a power cut must not leave the name on an empty file.

@@ -1,6 +1,7 @@
 """Bucket objects as seekable streams: headers by range requests, the whole object (cached) once much of it is read."""
 
 import io
+import re
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +21,12 @@ MANY = 6
 is preceded by its length, would otherwise send a request per frame."""
 AT_ONCE = 32
 """Heads fetched at the same time: the latency of a bucket is long, but it serves many requests in parallel."""
-TRUST_S = 300.0
-"""Seconds for which size and version are remembered, for reading many members of one archive."""
+LISTED_S, LOOKED_UP_S = 300.0, 10.0
+"""Seconds for which size and version are remembered: of a listing, for the scan of its files; of one object, for its
+readers and for the members of an archive."""
 
 _KNOWN: dict[str, tuple[bucket.Object, float]] = {}
+"""uri -> facts, and the time until which they hold."""
 
 
 @contextmanager
@@ -37,17 +40,16 @@ def open_binary(where: str | Path | BucketPath, *, whole: bool = False, in_place
             yield file
 
 
-def remember(uri: str, found: bucket.Object) -> None:
+def remember(uri: str, found: bucket.Object, seconds: float = LISTED_S) -> None:
     """Keep the size and version from a listing, which saves a request later."""
-    _KNOWN[uri] = (found, time.monotonic())
+    _KNOWN[uri] = (found, time.monotonic() + seconds)
 
 
 def recall(path: object) -> None:
     """Remember the size and version that a path brings from the process that listed it."""
     if isinstance(path, BucketPath) and path.facts is not None:
-        text = str(path)
-        archive = text.lower().find(".zip!/")
-        remember(text if archive < 0 else text[: archive + 4], path.facts)
+        archive = re.match(r"(?i).*?\.zip(?=!/)", str(path), re.ASCII | re.DOTALL)
+        remember(archive[0] if archive else str(path), path.facts)
 
 
 def is_prefix(uri: str) -> bool:
@@ -69,10 +71,10 @@ def directly_below(uri: str) -> list[str]:
 
 def known(uri: str) -> bucket.Object:
     """Size and version of an object, remembered or requested. Raises FileNotFoundError."""
-    found, since = _KNOWN.get(uri, (None, 0.0))
-    if found is None or time.monotonic() - since > TRUST_S:
+    found, until = _KNOWN.get(uri, (None, 0.0))
+    if found is None or time.monotonic() > until:
         found = bucket.stat(uri)
-        remember(uri, found)
+        remember(uri, found, LOOKED_UP_S)
     return found
 
 

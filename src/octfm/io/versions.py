@@ -18,7 +18,20 @@ def listing_of(root: Location) -> dict[str, str]:
     """All files or objects below `root` -> version, which changes with the content."""
     if isinstance(root, BucketPath):
         return {uri: f"{found.size}-{found.version}" for uri, found in bucket.find(str(root)).items()}
-    return {str(path): _version(path) for path in root.rglob("*") if path.is_file()}
+    found: dict[str, str] = {}
+    # Links are followed, as in a scan; a folder reached twice is listed once, as links may form circles.
+    pending, seen = [root], set()
+    while pending:
+        folder = pending.pop()
+        try:
+            identity = folder.stat().st_dev, folder.stat().st_ino
+            entries = [] if identity in seen else list(folder.iterdir())
+        except OSError:  # gone or closed to us, which the scan or reading its files will report
+            continue
+        seen.add(identity)
+        pending += [entry for entry in entries if entry.is_dir()]
+        found |= {str(entry): _version(entry) for entry in entries if entry.is_file()}
+    return found
 
 
 def _version(path: Path) -> str:

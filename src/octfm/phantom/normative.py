@@ -4,10 +4,7 @@ import numpy as np
 
 from octfm.phantom.anatomy import LAYER
 from octfm.phantom.eye import Eye, layers_um
-from octfm.volume.etdrs import ZONES
 
-SECTORS = ZONES
-"""The zones of the ETDRS grid."""
 PUBLISHED_UM: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "retina": (
         (257.0, 339.4, 339.6, 335.1, 324.9, 300.4, 317.4, 287.2, 283.8),
@@ -24,8 +21,8 @@ PUBLISHED_UM: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
         (4.4, 3.2, 3.3, 3.3, 3.2, 3.1, 2.7, 2.8, 2.7),
     ),
 }
-"""Layer -> (mean, standard deviation) of each of SECTORS in µm, on Spectralis: BMC Ophthalmology 2018;18:169
-(PMC6042244), table 6."""
+"""Layer -> (mean, standard deviation) in µm of each of octfm.volume.etdrs.ZONES, on Spectralis: BMC Ophthalmology
+2018;18:169 (PMC6042244), table 6."""
 _PARTS = {name: slice(index, index + 1) for name, index in LAYER.items()} | {
     "retina": slice(0, LAYER["choroid"]),
     "photoreceptors and rpe": slice(LAYER["myoid"], LAYER["choroid"]),
@@ -33,7 +30,7 @@ _PARTS = {name: slice(index, index + 1) for name, index in LAYER.items()} | {
 
 
 def sectors_um(eye: Eye) -> dict[str, np.ndarray]:
-    """Mean thickness in µm of every part of PUBLISHED_UM in each of SECTORS, [9]."""
+    """Mean thickness in µm of every part of PUBLISHED_UM in each zone, [9]."""
     grid = (np.arange(120) + 0.5) / 120 * 6 - 3
     x, y = np.meshgrid(grid, -grid)
     r = np.hypot(x, y)

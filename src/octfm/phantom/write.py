@@ -7,9 +7,11 @@ ground_truth/ has labels.tsv, defects.tsv, phantom.json (settings) and an .npz o
 import csv
 import json
 import math
+import os
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -102,7 +104,8 @@ def write_phantom(
     The folder appears when it is complete. Raises OctfmError for impossible arguments, or if `out` exists.
     """
     out = local_path(out)
-    _check(out, participants, seed, size, scanners, diagnoses, fractions, defects, version)
+    shares = {"defects": defects, "second_scanner": second_scanner}
+    _check(out, participants, seed, size, scanners, only, diagnoses, shares, fractions, version)
     people = draw_cohort(
         participants, seed, scanners=scanners, second_scanner=second_scanner, fractions=fractions, diagnoses=diagnoses
     )
@@ -113,49 +116,80 @@ def write_phantom(
             raise OctfmError(
                 f"phantom cohort: none of {participants} participants is scanned on {', '.join(only)}; draw more"
             )
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    manifest: list[_Row] = []
-    labels: list[_Row] = []
-    planted: list[_Row] = []
-    jobs = [_Job(partial, person, seed, size, plan[person.index], effect, version, truth) for person in people]
-    count = 0 if workers == 1 else workers  # a single worker is this process
-    written = spread(_write_participant, jobs, _not_written, workers=count, limits=UNLIMITED, chunk=1)
-    for done, (rows, truths, spoilt) in enumerate(written, 1):
-        manifest += rows
-        labels += truths
-        planted += spoilt
-        if progress:
-            progress(done, len(people))
-    if zipped:
-        for folder in sorted((partial / "retinal_oct" / "structural_oct").iterdir()):
-            _zip(folder)
-    _write_tsv(partial / "retinal_oct" / "manifest.tsv", manifest)
-    _write_tsv(partial / "participants.tsv", [_participant_row(person) for person in people])
-    _write_tsv(partial / "ground_truth" / "labels.tsv", labels)
-    columns = ("filepath", "kind", "code", "outcome", "participant_id")  # of a table that may have no rows
-    _write_tsv(partial / "ground_truth" / "defects.tsv", planted, columns)
-    settings = {
-        "phantom_version": version,
-        "participants": participants,
-        "seed": seed,
-        "size": size,
-        "scanners": list(scanners),
-        "second_scanner": second_scanner,
-        "fractions": fractions,
-        "defects": defects,
-        **({"zipped": True} if zipped else {}),
-        **({"only": list(only)} if only is not None else {}),
-        "diagnoses": list(diagnoses),
-        "effect": effect,
-        "lesions": LESIONS,
-        "volumes": len(labels),
-        "synthetic": True,
-    }
-    (partial / "ground_truth" / "phantom.json").write_text(json.dumps(settings, indent=1) + "\n")
-    partial.rename(out)
+    with _new_folder(out) as partial:
+        manifest: list[_Row] = []
+        labels: list[_Row] = []
+        planted: list[_Row] = []
+        jobs = [_Job(partial, person, seed, size, plan[person.index], effect, version, truth) for person in people]
+        count = 0 if workers == 1 else workers  # a single worker is this process
+        written = spread(_write_participant, jobs, _not_written, workers=count, limits=UNLIMITED, chunk=1)
+        for done, (rows, truths, spoilt) in enumerate(written, 1):
+            manifest += rows
+            labels += truths
+            planted += spoilt
+            if progress:
+                progress(done, len(people))
+        if zipped:
+            for folder in sorted((partial / "retinal_oct" / "structural_oct").iterdir()):
+                _zip(folder)
+        _write_tsv(partial / "retinal_oct" / "manifest.tsv", manifest)
+        _write_tsv(partial / "participants.tsv", [_participant_row(person) for person in people])
+        _write_tsv(partial / "ground_truth" / "labels.tsv", labels)
+        columns = ("filepath", "kind", "code", "outcome", "participant_id")  # of a table that may have no rows
+        _write_tsv(partial / "ground_truth" / "defects.tsv", planted, columns)
+        settings = {
+            "phantom_version": version,
+            "participants": participants,
+            "seed": seed,
+            "size": size,
+            "scanners": list(scanners),
+            "second_scanner": second_scanner,
+            "fractions": fractions,
+            "defects": defects,
+            **({"zipped": True} if zipped else {}),
+            **({"only": list(only)} if only is not None else {}),
+            "diagnoses": list(diagnoses),
+            "effect": effect,
+            "lesions": LESIONS,
+            "volumes": len(labels),
+            "synthetic": True,
+        }
+        (partial / "ground_truth" / "phantom.json").write_text(json.dumps(settings, indent=1) + "\n")
+        partial.rename(out)
     return out
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """The folder that becomes `out`, empty and locked while it is written; a killed process may have left one.
+
+    Raises OctfmError if another process is writing it, or has finished since `_check`.
+    """
+    import fcntl
+
+    partial = out.with_name(out.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(partial, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OctfmError(f"{out}: another process is writing this cohort; wait for it, or name another") from None
+        except OSError:
+            pass  # a file system without locks
+        _expect_new(out)
+        for left in partial.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        yield partial
+    finally:
+        os.close(descriptor)
+
+
+def _expect_new(out: Path) -> None:
+    if out.exists():
+        raise OctfmError(
+            f"{out}: already exists; a phantom cohort is written to a new folder: remove this one or name another"
+        )
 
 
 def _check(
@@ -164,15 +198,13 @@ def _check(
     seed: int,
     size: Shape3 | None,
     scanners: Sequence[str],
+    only: Sequence[str] | None,
     diagnoses: Sequence[str],
+    shares: Mapping[str, float],
     fractions: tuple[float, float, float],
-    defects: float,
     version: str,
 ) -> None:
-    if out.exists():
-        raise OctfmError(
-            f"{out}: already exists; a phantom cohort is written to a new folder: remove this one or name another"
-        )
+    _expect_new(out)
     if count < 1:
         raise OctfmError(f"phantom cohort: expected at least 1 participant, got {count}")
     if seed < 0:
@@ -193,10 +225,15 @@ def _check(
             )
     if len(fractions) != 3 or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-6:
         raise OctfmError(f"phantom cohort: train, val and test shares must be 3 numbers that sum to 1, got {fractions}")
+    if repeated := [name for name in scanners if list(scanners).count(name) > 1]:
+        raise OctfmError(f"phantom cohort: scanner {repeated[0]} is named twice; name each once")
+    if absent := [name for name in only or () if name not in scanners]:
+        raise OctfmError(f"phantom cohort: only {absent[0]}: expected some of {', '.join(scanners)}")
     if version not in VERSIONS:
         raise OctfmError(f"phantom cohort: expected version {' or '.join(VERSIONS)}, got {version}")
-    if not 0 <= defects <= 1:
-        raise OctfmError(f"phantom cohort: defects is a share of the good files; expected 0 to 1, got {defects}")
+    for what, share in shares.items():
+        if not 0 <= share <= 1:
+            raise OctfmError(f"phantom cohort: {what} is a share; expected 0 to 1, got {share}")
 
 
 def _not_written(job: _Job, lost: Lost) -> _Rows:

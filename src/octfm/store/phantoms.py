@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from octfm.phantom.native.stream import Stream
 
 VERSION = 4
-"""Of the phantoms; in the name of every volume, so that those of another version make another run."""
+"""Of the phantoms; in the checksum of every volume, so that those of another version make another run."""
 HELD_OUT_SEED = 2**32
 """Added to the seed of the training phantoms for those of validation: beyond every seed that can be set."""
 SCANNER = "phantom"

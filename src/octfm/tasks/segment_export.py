@@ -24,8 +24,8 @@ def label_map(found: Segmentation, image_rows: int | None = None) -> tuple[np.nd
     names = list(found.surfaces)
     shape = next(iter(found.masks.values())).shape if found.masks else None
     depth, width = next(iter(found.surfaces.values())).shape if names else (shape or (0, 0, 0))[::2]
-    # Where the number of rows is unknown, the lowest surface is within them.
-    lowest = max((float(np.nanmax(rows)) for rows in found.surfaces.values() if np.isfinite(rows).any()), default=-1.0)
+    # Where the number of rows is unknown, the lowest surface is within them; all may lie above the image.
+    lowest = max([-1.0, *(float(np.nanmax(rows)) for rows in found.surfaces.values() if np.isfinite(rows).any())])
     height = found.image_rows or image_rows or int(lowest) + 2
     labels = np.zeros((depth, height, width), np.uint8)
     meaning: dict[int, str] = {}

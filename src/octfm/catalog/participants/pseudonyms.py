@@ -34,7 +34,7 @@ from octfm.formats import volumes_in
 from octfm.formats.reasons import REASONS
 from octfm.io.hashing import keyed_hash
 from octfm.io.isolation import Limits
-from octfm.io.location import Location, listed, location
+from octfm.io.location import Location, flush, listed, location
 
 MIN_KEY_BYTES = 16
 MAX_SHIFT_DAYS = 365
@@ -63,6 +63,10 @@ _LOOKS_LIKE_A_DATE = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 """As people write dates. (?<!3D[ ]) lets Topcon's 3D OCT-2000 pass."""
+_MEASURED = re.compile(r"[-+]?\d{1,3}\.\d{4,}")
+_LEAST_MEASURED = 20
+"""A column with as many different numbers of four or more decimals, three quarters of it, is one of measurements: 1.3 %
+of those from 1 to 12 look like months (7.1957). In a column of months all do."""
 
 
 def read_key(path: str | Path, *, make: bool = True) -> bytes:
@@ -75,6 +79,7 @@ def read_key(path: str | Path, *, make: bool = True) -> bytes:
         # Created empty with its mode first: the key is at no time readable by others.
         path.touch(0o600, exist_ok=False)
         path.write_text(secrets.token_hex(32) + "\n")
+        flush(path)  # a power cut must not leave a catalog whose key is lost
     key = path.read_bytes().strip()
     if len(key) < MIN_KEY_BYTES:
         raise CatalogError(
@@ -92,7 +97,8 @@ def pseudonymise(catalog: Catalog, key: bytes, keep_columns: Collection[str] = (
     preserves groups.
     """
     root = location(catalog.root)
-    accepted = [_hidden(a, root, key, keep_columns) for a in catalog.acquisitions]
+    measured = _measured(catalog, keep_columns)
+    accepted = [_hidden(a, root, key, keep_columns, measured) for a in catalog.acquisitions]
     rejects, skipped = (
         [_hidden_reject(r, root, key) for r in left_out] for left_out in (catalog.rejects, catalog.skipped)
     )
@@ -120,9 +126,12 @@ def withheld(catalog: Catalog, keep_columns: Collection[str] = ()) -> dict[str, 
             f"columns: {', '.join(columns) or 'none'}"
         )
     # Every row: labels that a table gives to files differ among those of one person.
+    measured = _measured(catalog, keep_columns)
     stated, dropped = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
     for a in rows:
-        passed = _passed(a.participant_labels, 1, b"", keep_columns)  # any shift and key: only what passes is counted
+        passed = _passed(
+            a.participant_labels, 1, b"", keep_columns, measured
+        )  # any shift and key: only what passes is counted
         for column, value in a.participant_labels.items():
             if value.strip().lower() not in MISSING:
                 stated[column].add(a.participant)
@@ -165,7 +174,21 @@ def _volumes_in(path: str) -> list[str]:
         return []
 
 
-def _hidden(a: Acquisition, root: Location, key: bytes, keep_columns: Collection[str]) -> Acquisition:
+def _measured(catalog: Catalog, keep_columns: Collection[str]) -> set[str]:
+    """Those of `keep_columns` that hold measurements, as all of their values together show."""
+    found = set()
+    for column in keep_columns:
+        values = {a.participant_labels.get(column, "").strip() for a in catalog.acquisitions}
+        values = {value for value in values if value.lower() not in MISSING}
+        sure = [v for v in values if _MEASURED.fullmatch(v) and not _LOOKS_LIKE_A_DATE.search(v)]
+        if len(sure) >= max(_LEAST_MEASURED, 0.75 * len(values)):
+            found.add(column)
+    return found
+
+
+def _hidden(
+    a: Acquisition, root: Location, key: bytes, keep_columns: Collection[str], measured: Collection[str]
+) -> Acquisition:
     # At least one day: a shift of 0 would leave a participant's dates as they are.
     days = 1 + int(_hash(key, "shift", a.participant, 8), 16) % MAX_SHIFT_DAYS
     return replace(
@@ -175,7 +198,7 @@ def _hidden(a: Acquisition, root: Location, key: bytes, keep_columns: Collection
         scanner=a.scanner if is_known_scanner(a.scanner) else _code(key, "scanner", a.scanner),
         protocol=a.protocol if is_known_protocol(a.protocol) else _code(key, "protocol", a.protocol),
         sop_instance_uid=_hidden_uid(a.sop_instance_uid, key),
-        participant_labels=_passed(a.participant_labels, days, key, keep_columns),
+        participant_labels=_passed(a.participant_labels, days, key, keep_columns, measured),
     )
 
 
@@ -191,12 +214,15 @@ def _hidden_uid(uid: str, key: bytes) -> str:
     return f"2.25.{int(_hash(key, 'uid', uid, 32), 16)}"
 
 
-def _passed(labels: Mapping[str, str], days: int, key: bytes, keep_columns: Collection[str]) -> dict[str, str]:
+def _passed(
+    labels: Mapping[str, str], days: int, key: bytes, keep_columns: Collection[str], measured: Collection[str]
+) -> dict[str, str]:
     """The columns of a participant whose values may pass, with dates earlier by `days`."""
     passed: dict[str, str | None] = {}
     for column, value in labels.items():
-        # The user vouches for these columns, but dates are shifted all the same.
-        if column in keep_columns:
+        if column in measured and _MEASURED.fullmatch(value.strip()):
+            passed[column] = value
+        elif column in keep_columns:  # the user vouches for these, but dates are shifted all the same
             passed[column] = value if (shifted := _shifted(value, days)) is None else shifted
         elif meaning(column) in DATES:
             passed[column] = _shifted(value, days)

@@ -27,6 +27,8 @@ FEWEST_OF_A_CUBE = 64
 
 _PLACEHOLDER_MM = 1.0
 """A B-scan distance of exactly this stands for one that is not known."""
+_HIGHEST_MM = 15.0
+"""No field is higher, unless it is as wide."""
 
 ROUNDING = 1.01
 """Largest ratio of spacings that are the same but for rounding."""
@@ -334,6 +336,8 @@ def _dz_from_positions(
         if dz is None or abs(dz - _PLACEHOLDER_MM) < 1e-6:
             dz = fundus.step * shape[2] * dx / length
         stack = fundus
+    if dz is not None and is_running_number(dz, shape, dx):
+        dz, stack = None, None
     # Stated everywhere and yet unusable: the positions are placeholders.
     zeros = stack is None and all(_first(frame, "PlanePositionSequence") is not None for frame in frames)
     return dz, stack, ("positions_placeholder",) if zeros else ()
@@ -480,6 +484,12 @@ def looks_swapped(in_plane_mm: tuple[float, float], shape: Shape3) -> bool:
 
 
 _DEPTH_MM, _RETINA_MM, _AXIAL_PIXEL_MM, _FINEST_ASCANS_MM = (1.0, 4.0), 0.4, (0.0015, 0.008), 0.005
+
+
+def is_running_number(between_mm: float, shape: Shape3, dx: float) -> bool:
+    """Whether B-scans exactly 1 mm apart are numbered, not measured: no instrument scans such a field."""
+    high, wide = shape[0] * between_mm, shape[2] * dx
+    return abs(between_mm - _PLACEHOLDER_MM) < 1e-6 and high > max(_HIGHEST_MM, wide)
 
 
 def check_bounds(spacing_mm: Spacing3, shape: Shape3, uri: str) -> None:
