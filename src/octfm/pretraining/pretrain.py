@@ -106,7 +106,7 @@ def pretrain(
                     training.reactions.exclude()
                     training.reactions.recall_memory(session)
                     train(training, session, interruption)
-                echo_first(f"pretraining done: {config.steps} updates, checkpoint {run.shown(run.last_checkpoint())}")
+                echo_first(f"pretraining done: {training.step} updates, checkpoint {run.shown(run.last_checkpoint())}")
     finally:
         runtime.close()
     return run.path

@@ -238,11 +238,12 @@ SMOKE_IMAGE_SIZE, SMOKE_SPACING = (16, 128, 128), (0.375, 0.0156, 0.047)
 """Size and spacing of the phantom volumes that `--smoke` creates if no store is given."""
 
 
-def smoke(config: PretrainConfig) -> PretrainConfig:
+def smoke(config: PretrainConfig, ranks: int = 1) -> PretrainConfig:
     """The same run small enough for a CPU and a minute: same objective, patches, masks and schedule; few steps, narrow,
-    few tokens."""
-    batch = min(4, config.data.global_batch_size)
-    micro = max(n for n in (1, 2, 4) if batch % n == 0 and n <= config.data.per_device_batch_size)
+    few tokens; the same number of volumes for each of `ranks`."""
+    share = max(1, 4 // ranks)
+    batch = min(share * ranks, config.data.global_batch_size)
+    micro = max(n for n in (1, 2, 4) if batch // ranks % n == 0 and n <= config.data.per_device_batch_size)
     depth = min(2, config.model.depth)
     data = {
         "global_batch_size": batch,
