@@ -245,11 +245,9 @@ def smoke(config: PretrainConfig, ranks: int = 1) -> PretrainConfig:
     batch = min(share * ranks, config.data.global_batch_size)
     micro = max(n for n in (1, 2, 4) if batch // ranks % n == 0 and n <= config.data.per_device_batch_size)
     depth = min(2, config.model.depth)
-    data = {
-        "global_batch_size": batch,
-        "per_device_batch_size": micro,
-        "max_samples": min(8, most if isinstance(most := config.data.max_samples, int) else 8),
-    }
+    data: dict[str, int] = {"global_batch_size": batch, "per_device_batch_size": micro}
+    if config.data.phantoms is None or config.data.phantoms.share < 1:
+        data["max_samples"] = min(8, most if isinstance(most := config.data.max_samples, int) else 8)
     return config.model_copy(
         update={
             "steps": 10,
