@@ -28,6 +28,7 @@ from octfm.run.tracking import read_metrics
 from octfm.store.loader import Loader, batch_of
 from support.small_store import small_store
 from support.tiny_runs import assert_same_run, config, final, interrupted_after, quick_pretrain, quiet, rows
+from support.waiting import planted_delay
 
 SMALL = {
     "model": {"patch_size": [2, 8, 8], "width": 24, "depth": 2, "heads": 2},
@@ -225,6 +226,19 @@ def test_bad_batches_roll_the_run_back_and_are_not_repeated(store, tmp_path, mon
     abandoned = list(read_metrics(run / "abandoned-1.jsonl"))
     assert [row["step"] for row in abandoned if row["kind"] == "train"] == [20] and len(abandoned) >= 4
     assert final(run)["state"]["offset"] == 10 and final(run)["step"] == 40
+
+
+def test_a_run_goes_back_to_a_checkpoint_that_is_still_being_written(store, tmp_path, monkeypatch):
+    write = checkpoint.write
+
+    def slow(*args):
+        planted_delay(2)
+        return write(*args)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    with sabotage("inf-gradient", 11, until=15):
+        run = quick_pretrain(config(**SMALL | {"steps": 16}), store, tmp_path / "run", echo=quiet)
+    assert [(back["at"], back["to"]) for back in final(run)["state"]["rollbacks"]] == [(14, 10)]
 
 
 @pytest.mark.parametrize(
