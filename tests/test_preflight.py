@@ -123,6 +123,23 @@ def test_budget_larger_than_the_volume_is_named(tmp_path):
     assert found["tokens repeated"].status == "WARN" and "lower masks.budget to 32" in found["tokens repeated"].advice
 
 
+@pytest.mark.parametrize(
+    ("moves", "fails"),
+    [
+        ({"axial_shift": 4, "lateral_shift_mm": 1.0, "tilt_deg": 10.0}, False),
+        ({"axial_shift": 64}, True),
+        ({"lateral_shift_mm": 6.0}, True),
+        ({"lateral_shift_mm": 4.5, "lateral_scale": 0.9}, True),
+    ],
+)
+def test_a_volume_that_augmentation_may_move_out_of_its_frame_is_named(store, moves, fails):
+    """The run would stop at whatever step does, and could not go on without that volume."""
+    settings = config(augment=moves)
+    found = tokens.moved(settings, store, data.read_sample(settings, store, select(store, "train")))
+    assert [check.status for check in found] == ["FAIL"] * fails
+    assert all(f"augment.{name}={value:g}" in check.measured for check in found for name, value in moves.items())
+
+
 def test_tissue_without_room_is_told_by_scanner_and_diagnosis(store):
     """Oedema must not be starved, however rare it is."""
     rows = select(store, "train")
