@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from octfm.cli.main import app
 from octfm.errors import ConfigError, Preempted, TrainingError
 from octfm.pretraining import pretrain as loop
+from octfm.pretraining import step as passes
 from octfm.pretraining.inputs import make_inputs
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors import monitors, recovery
@@ -226,6 +227,22 @@ def test_bad_batches_roll_the_run_back_and_are_not_repeated(store, tmp_path, mon
     abandoned = list(read_metrics(run / "abandoned-1.jsonl"))
     assert [row["step"] for row in abandoned if row["kind"] == "train"] == [20] and len(abandoned) >= 4
     assert final(run)["state"]["offset"] == 10 and final(run)["step"] == 40
+
+
+def test_weights_that_spoil_most_volumes_are_rolled_back_and_no_volume_is_blamed(store, tmp_path, monkeypatch):
+    make_inputs = passes.make_inputs
+
+    def spoiled(settings, preprocessing, runtime, batch, *args, **kwargs):
+        inputs = make_inputs(settings, preprocessing, runtime, batch, *args, **kwargs)
+        # Three of the four volumes of a batch, in micro-batches of two.
+        for place in np.flatnonzero((batch.position % 4 > 0) & (batch.position // 4 >= 12) & (batch.position // 4 < 16)):
+            inputs.views[0].patches_BKP[place] = inputs.views[0].target_patches_BKP[place] = float("nan")
+        return inputs
+
+    monkeypatch.setattr(passes, "make_inputs", spoiled)
+    run = quick_pretrain(config(**SMALL | {"steps": 18}), store, tmp_path / "run", echo=quiet)
+    state = final(run)["state"]
+    assert [(back["at"], back["to"]) for back in state["rollbacks"]] == [(15, 10)] and not state["suspects"]
 
 
 def test_a_run_goes_back_to_a_checkpoint_that_is_still_being_written(store, tmp_path, monkeypatch):

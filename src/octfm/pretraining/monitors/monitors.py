@@ -60,8 +60,9 @@ def non_finite(losses_B: torch.Tensor, grad_norm: float, index: np.ndarray) -> F
     if bad.any():
         rows = tuple(int(row) for row in index[bad])
         sentence = f"the loss of {bad.sum()} of {len(bad)} volumes is not finite"
-        # If all losses fail at once, the cause is the weights and not a volume.
-        return Finding("non-finite loss", sentence, "step", rows if not bad.all() else (), damaging=bool(bad.all()))
+        # If most losses fail at once, the cause is the weights and not their volumes, none of which would be left.
+        most = bool(bad.mean() > 0.5)
+        return Finding("non-finite loss", sentence, "step", () if most else rows, damaging=most)
     if not isfinite(grad_norm):
         return Finding(
             "non-finite gradient",
