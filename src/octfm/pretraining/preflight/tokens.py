@@ -36,6 +36,9 @@ UNIONS = 5
 """Sampled unions of blocks per draw of masks."""
 SIGNIFICANT = 4.0
 """A departure counts only if it exceeds this many standard errors; with 200 draws, a smaller one may be chance."""
+SURE = 2.0
+"""Standard errors that are taken off a departure: in a single B-scan, where blocks cover whole columns, the departure
+of the outermost ones is about 0.1, and chance may double it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,11 +60,13 @@ class Coverage:
     """Share of targets that are background."""
 
     def worst(self, axis: str) -> tuple[int, float]:
-        """(slice, relative departure) of the largest departure that is beyond chance; (-1, 0) when there is none."""
-        difference = self.observed[axis] - self.expected[axis]
+        """(slice, relative departure) of the largest departure that is beyond chance, less SURE standard errors;
+        (-1, 0) when there is none."""
+        difference, error = self.observed[axis] - self.expected[axis], self.standard_error[axis]
         # Comparisons with NaN are false, so slices without kept tokens do not count.
-        counts = np.abs(difference) > SIGNIFICANT * self.standard_error[axis]
-        gap = np.where(counts, difference / np.maximum(self.expected[axis], 1e-3), 0.0)
+        counts = np.abs(difference) > SIGNIFICANT * error
+        sure = difference - SURE * error * np.sign(difference)
+        gap = np.where(counts, sure / np.maximum(self.expected[axis], 1e-3), 0.0)
         where = int(np.abs(gap).argmax())
         return (where, float(gap[where])) if gap[where] else (-1, 0.0)
 
