@@ -119,10 +119,6 @@ class PretrainConfig(Config):
 
     @model_validator(mode="after")
     def _networks_fit(self) -> "PretrainConfig":
-        if self.predictor.width % self.predictor.heads or (self.predictor.width // self.predictor.heads) % 2:
-            raise ValueError(
-                f"predictor.width {self.predictor.width} must split into {self.predictor.heads} heads of even size"
-            )
         if self.model.summary and not self.objective.teaches_summary:
             raise ValueError(
                 f"model.summary {self.model.summary}: objective {self.objective.name} does not train these queries; "
