@@ -229,6 +229,15 @@ def test_bad_batches_roll_the_run_back_and_are_not_repeated(store, tmp_path, mon
     assert final(run)["state"]["offset"] == 10 and final(run)["step"] == 40
 
 
+@pytest.mark.parametrize("objective", ["mae", "vjepa2"])
+def test_the_few_tokens_of_a_tiny_batch_are_no_collapse(store, tmp_path, objective):
+    """Two tokens have a rank of one, whatever the features; an encoder of width 384 was taken for collapsed at 4.8."""
+    alone = {"data": {"global_batch_size": 1, "per_device_batch_size": 1}, "masks": {"budget": 8}}
+    wide = {"model": {"patch_size": [2, 8, 8], "width": 384, "depth": 1, "heads": 6}}
+    settings = config(**SMALL | {"steps": 31, "objective": {"name": objective}} | alone | wide)
+    assert rows(quick_pretrain(settings, store, tmp_path / "run", echo=quiet), "incident") == []
+
+
 def test_weights_that_spoil_most_volumes_are_rolled_back_and_no_volume_is_blamed(store, tmp_path, monkeypatch):
     make_inputs = passes.make_inputs
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from octfm.pretraining.monitors.health import HealthConfig
+from octfm.pretraining.monitors.health import HealthConfig, least_rank
 from octfm.pretraining.monitors.limits import LASTING, NEAR, limits
 from octfm.pretraining.monitors.summary import StepSummary
 from octfm.pretraining.run_state import RunState
@@ -247,7 +247,8 @@ def row_findings(config: HealthConfig, state: RunState, row: dict[str, Any], wid
             "code",
         )
     rank, std = row["effective_rank"], row["feature_std"]
-    if rank < config.rank_share * width + 1 or std < config.least_std:
+    least = least_rank(config.rank_share * width + 1, row.get("tissue_tokens", inf))
+    if rank < least or std < config.least_std:
         return Finding(
             "collapse", f"tissue tokens are all alike: effective rank {rank:.1f} of {width}, std {std:.2g}", "features"
         )
