@@ -244,7 +244,9 @@ def test_weights_that_spoil_most_volumes_are_rolled_back_and_no_volume_is_blamed
     def spoiled(settings, preprocessing, runtime, batch, *args, **kwargs):
         inputs = make_inputs(settings, preprocessing, runtime, batch, *args, **kwargs)
         # Three of the four volumes of a batch, in micro-batches of two.
-        for place in np.flatnonzero((batch.position % 4 > 0) & (batch.position // 4 >= 12) & (batch.position // 4 < 16)):
+        for place in np.flatnonzero(
+            (batch.position % 4 > 0) & (batch.position // 4 >= 12) & (batch.position // 4 < 16)
+        ):
             inputs.views[0].patches_BKP[place] = inputs.views[0].target_patches_BKP[place] = float("nan")
         return inputs
 

@@ -11,7 +11,6 @@ from octfm.store.phantoms import MixedStore, PhantomConfig, PhantomStore
 from octfm.store.selection import matches, select
 from octfm.store.store import Store
 
-
 OF_SCANS = ("scanners", "leave_out_scanners", "max_samples", "exclude")
 """Settings of section `data` that choose among recorded volumes."""
 
