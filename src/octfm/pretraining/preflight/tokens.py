@@ -128,8 +128,8 @@ def moved(config: PretrainConfig, store: Store, sample: Sample) -> list[Check]:
     check otherwise."""
     least = (sample.tokens != PADDING).reshape(len(sample.tokens), -1).sum(1).argmin()
     arrays, pre, moves = store.read(sample.rows[[least]]), store.preprocessing, augment.farthest(config.augment)
-    surfaces = (np.repeat(x, len(moves.shift), 0) for x in (arrays.band, arrays.valid))
-    band, valid = moves.surfaces(*surfaces, pre.image_size[1], pre.target_spacing)
+    band, valid = (np.repeat(x, len(moves.shift), 0) for x in (arrays.band, arrays.valid))
+    band, valid = moves.surfaces(band, valid, pre.image_size[1], pre.target_spacing)
     left = (token_map(band, valid, pre.image_size, config.model.patch_size) != PADDING).reshape(len(band), -1).sum(1)
     if left.min() >= 2:
         return []
