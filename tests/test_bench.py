@@ -6,6 +6,7 @@ import pytest
 
 from octfm.errors import ConfigError
 from octfm.pretraining.bench import Bench, Trial, bench
+from octfm.pretraining.data import given_store
 from octfm.run.runtime import Runtime
 from support.small_store import small_store
 from support.tiny_runs import config, quiet
@@ -30,6 +31,14 @@ def test_every_variant_of_a_config_is_timed_on_its_own_store(tmp_path):
     assert measured.run_s == pytest.approx(50 * max(measured.as_configured.step_s, reading))
     assert sorted(p.name for p in tmp_path.rglob("*")) == before, "nothing is written"
     assert measured.lines()[-1].startswith("change first: ")
+
+
+def test_a_share_of_phantoms_is_one_of_the_global_batch(tmp_path):
+    """Micro-batches of one volume have no half."""
+    data = {"global_batch_size": 2, "per_device_batch_size": 1, "phantoms": {"seed": 1, "volumes": 4, "share": 0.5}}
+    settings = config(data=data, objective={"name": "anchored", "goal_average": [2, 1, 4]}, validation_volumes=1)
+    mixed = given_store(settings, small_store(tmp_path / "store"))
+    assert bench(settings, mixed, "cpu", steps=1, echo=quiet).as_configured.step_s is not None
 
 
 def test_steps_are_compiled_as_a_run_would_compile_them(monkeypatch):

@@ -64,6 +64,8 @@ def test_scientific_notation_is_a_number(yaml_file):
         ("model: {width: wide}", r"c\.yaml: model\.width: expected a whole number, got 'wide'"),
         ("steps: 0", r"steps: expected at least 1, got 0"),
         ("model: {heads: 5}", r"model: width 384 must split into 5 heads of even size"),
+        ("predictor: {heads: 5}", r"predictor: width 192 must split into 5 heads of even size"),
+        ("predictor: {width: 8, heads: 2}", r"predictor: rotary positions need heads of width 6 or more, .* got 4"),
         ("masks: {mask_ratio: 0.9}", r"mask_ratio 0\.9 \+ context_ratio 0\.35 exceeds 1.*lower context_ratio to 0\.10"),
         (
             "objective: {goal_average: [2, 3, 4]}",

@@ -537,6 +537,22 @@ def test_a_full_disk_sends_checkpoints_to_the_second_destination(store, tmp_path
     assert any("after 8 updates" in line for line in said), "it is found again"
 
 
+def test_a_run_leaves_no_checkpoint_behind_on_the_second_disk(store, tmp_path, monkeypatch):
+    """Renamed, or with another second folder, it would begin anew after the next kill."""
+    settings = config(steps=3, ckpt_second_dir=str(tmp_path / "second"))
+    disk_full_from(0, monkeypatch)
+    run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
+    (kept,) = (tmp_path / "second").iterdir()
+    renamed = run.rename(tmp_path / "renamed")
+    for changed in (settings, config(steps=3, ckpt_second_dir=str(tmp_path / "third"))):
+        with pytest.raises(CheckpointError, match=f"checkpoints of this run lie in {kept}, and .*; move them there"):
+            quick_pretrain(changed, store, renamed, echo=quiet)
+    kept.rename(kept.with_name(kept.name.replace("run-", "renamed-")))
+    said: list[str] = []
+    quick_pretrain(settings, store, renamed, echo=said.append)
+    assert any("after 3 updates" in line for line in said), "it is found there"
+
+
 @pytest.fixture
 def one_rank(tmp_path):
     """The runtime of a sharded job of one rank, whose collective calls are real."""

@@ -27,6 +27,7 @@ from octfm.models.vit3d import VisionTransformer3D, take_tokens
 from octfm.pretraining import step as forward
 from octfm.pretraining.data import training_rows
 from octfm.pretraining.inputs import make_inputs
+from octfm.pretraining.learner import Learner
 from octfm.pretraining.preflight import checks
 from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.settings import load_config, stored_config
@@ -48,13 +49,27 @@ class BrokenConfig(JEPAConfig):
 
     def build(self, model, predictor, grid):
         network = super().build(model, predictor, grid)
-        whole = network.forward
+        whole, best = network.forward, network.baseline
+        if self.fault == "no networks":
+            return None
+        if self.fault == "no encoder":
+            del network.encoder
+        if self.fault == "gathers":
+            network.gathers = True
+        if self.fault == "baseline":
+            network.baseline = lambda goal: best(goal).mean()
 
         def forward(views, weight):
             output = whole(views, weight)
-            if self.fault == "loss alone":
-                return output.loss
-            return output._replace(loss=output.loss.detach() if self.fault == "detached" else output.masked_loss_B)
+            changes = {
+                "detached": {"loss": output.loss.detach()},
+                "per volume": {"loss": output.masked_loss_B},
+                "one number": {"masked_loss_B": output.masked_loss_B.mean()},
+                "no context": {"context_loss_B": None},
+                "below 0": {"masked_loss_B": output.masked_loss_B - 100},
+                "at random": {"masked_loss_B": output.masked_loss_B * torch.rand(1)},
+            }
+            return output.loss if self.fault == "loss alone" else output._replace(**changes.get(self.fault, {}))
 
         network.forward = forward
         return network
@@ -66,6 +81,14 @@ class BrokenConfig(JEPAConfig):
         ("loss alone", "its forward returned a Tensor, expected an ObjectiveOutput"),
         ("detached", "expected a loss that is one number with a gradient, got one without a gradient"),
         ("per volume", r"one number with a gradient, got one of shape \[1\]"),
+        ("one number", r"masked_loss_B of one volume: expected a tensor of shape \[1\], got one of shape \[\]"),
+        ("no context", r"context_loss_B of one volume: expected a tensor of shape \[1\], got NoneType"),
+        ("baseline", r"baseline\(masked_goal_BTD\) of one volume: expected a tensor of shape \[1\]"),
+        ("below 0", r"masked_loss_B is -\d+.*; expected 0 or more"),
+        ("at random", "forward draws random numbers, which a resumed run would not repeat; take dropout"),
+        ("no networks", "build returned a NoneType, expected an Objective with an encoder"),
+        ("no encoder", "build returned a JEPA without one, expected an Objective with an encoder"),
+        ("gathers", "JEPA says `gathers`, which is a property of the settings: move it to BrokenConfig"),
     ],
 )
 def test_an_objective_that_cannot_be_trained_is_one_line_before_step_0(tmp_path, fault, words):
@@ -79,6 +102,40 @@ def test_an_objective_that_cannot_be_trained_is_one_line_before_step_0(tmp_path,
 def test_settings_of_an_objective_are_an_object(tmp_path, wrong):
     with pytest.raises(ConfigError, match=r"objective: expected settings such as \w+Config\(\), which are an object"):
         config(steps=1).with_objective(wrong)
+
+
+class TaughtConfig(JEPAConfig):
+    """An objective whose teacher was copied without requires_grad_(False), or whose patch embedding is frozen."""
+
+    name: Literal["taught"] = "taught"
+    embeds: bool = True
+
+    def build(self, model, predictor, grid):
+        network = super().build(model, predictor, grid)
+        network.target_encoder.requires_grad_(True)
+        network.encoder.patch_embed.requires_grad_(self.embeds)
+        return network
+
+
+def test_a_teacher_that_was_left_trainable_is_averaged_and_not_decayed(store):
+    settings = config(schedule={"weight_decay": 1.0, "ema_base": 0.9}).with_objective(TaughtConfig())
+    learner = Learner(settings, store.preprocessing, HOST)
+    before = learner.model.target_encoder.blocks[0].mlp[0].weight.clone()
+    learner.set_rates(0.1, 1.0, 1.0)
+    for p in learner.trained:
+        p.grad = torch.zeros_like(p)
+    learner.update(torch.ones((), dtype=torch.bool))
+    assert torch.equal(before, learner.model.target_encoder.blocks[0].mlp[0].weight), "a momentum of 1 leaves it"
+
+
+def test_a_run_with_a_frozen_part_of_its_encoder_resumes(store, tmp_path):
+    quick = {"health": {"on_fault": "warn"}, "log_every_steps": 4}
+    for steps in (3, 6):
+        run = quick_pretrain(
+            config(steps=steps, **quick), store, tmp_path / "run", echo=quiet, override=True,
+            objective=TaughtConfig(embeds=False),
+        )  # fmt: skip
+    assert final(run)["step"] == 6
 
 
 class DINOConfig(ObjectiveConfig):

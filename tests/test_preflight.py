@@ -123,6 +123,23 @@ def test_budget_larger_than_the_volume_is_named(tmp_path):
     assert found["tokens repeated"].status == "WARN" and "lower masks.budget to 32" in found["tokens repeated"].advice
 
 
+@pytest.mark.parametrize(
+    ("moves", "fails"),
+    [
+        ({"axial_shift": 4, "lateral_shift_mm": 1.0, "tilt_deg": 10.0}, False),
+        ({"axial_shift": 64}, True),
+        ({"lateral_shift_mm": 6.0}, True),
+        ({"lateral_shift_mm": 4.5, "lateral_scale": 0.9}, True),
+    ],
+)
+def test_a_volume_that_augmentation_may_move_out_of_its_frame_is_named(store, moves, fails):
+    """The run would stop at whatever step does, and could not go on without that volume."""
+    settings = config(augment=moves)
+    found = tokens.moved(settings, store, data.read_sample(settings, store, select(store, "train")))
+    assert [check.status for check in found] == ["FAIL"] * fails
+    assert all(f"augment.{name}={value:g}" in check.measured for check in found for name, value in moves.items())
+
+
 def test_tissue_without_room_is_told_by_scanner_and_diagnosis(store):
     """Oedema must not be starved, however rare it is."""
     rows = select(store, "train")
@@ -320,6 +337,16 @@ def test_dead_targets_are_named(store):
     sample = data.read_sample(config(), store, select(store, "train"))
     found = by_name(tokens.masking(config(masks={"budget": None}), sample))["dead targets"]
     assert found.status == "WARN" and "of targets are background" in found.measured
+
+
+@pytest.mark.parametrize("seed", [10, 13, 50])
+def test_sound_masks_of_single_bscans_raise_no_alarm_by_chance(seed):
+    """Three of the sixty seeds that stopped runs on lines."""
+    maps = np.ones((1, 1, 32, 24), np.uint8)
+    maps[:, :, 12:20] = 2
+    sample = data.Sample(np.arange(1), maps, 64.0, 1.0)
+    (found,) = tokens.masking(config(seed=seed, masks={"budget": 256}), sample)[2:]
+    assert found.name == "mask coverage" and found.status == "PASS"
 
 
 @pytest.mark.parametrize("plane", ["enface", "bscan"])

@@ -50,6 +50,13 @@ def test_loss_falls_in_training_and_on_held_out_participants(store, tmp_path, ob
     assert rows(run, "incident") == [], "no false alarm"
 
 
+def test_a_run_shortened_after_its_end_says_how_many_updates_it_made(store, tmp_path):
+    said: list[str] = []
+    quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
+    quick_pretrain(config(steps=2), store, tmp_path / "run", echo=said.append, override=True)
+    assert said[-1].startswith("pretraining done: 3 updates, ") and said[-1].endswith("step-00000003.pt")
+
+
 @pytest.fixture(scope="module")
 def whole(store, tmp_path_factory):
     return quick_pretrain(config(), store, tmp_path_factory.mktemp("whole") / "run", echo=quiet)

@@ -172,6 +172,12 @@ def test_every_preset_shrinks_and_passes_its_preflight(name, store):
     assert not [check for check in found if check.status == "FAIL"]
 
 
+@pytest.mark.parametrize(("ranks", "batch", "at_a_time"), [(1, 4, 4), (2, 4, 2), (3, 3, 1), (8, 8, 1)])
+def test_smoke_shares_its_batch_among_ranks(ranks, batch, at_a_time):
+    data = smoke(load_config("vit_s", ["data.per_device_batch_size=8"]), ranks).data
+    assert (data.global_batch_size, data.per_device_batch_size) == (batch, at_a_time)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from octfm.cli.main import app
 from octfm.errors import ConfigError, Preempted, TrainingError
 from octfm.pretraining import pretrain as loop
+from octfm.pretraining import step as passes
 from octfm.pretraining.inputs import make_inputs
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors import monitors, recovery
@@ -28,6 +29,7 @@ from octfm.run.tracking import read_metrics
 from octfm.store.loader import Loader, batch_of
 from support.small_store import small_store
 from support.tiny_runs import assert_same_run, config, final, interrupted_after, quick_pretrain, quiet, rows
+from support.waiting import planted_delay
 
 SMALL = {
     "model": {"patch_size": [2, 8, 8], "width": 24, "depth": 2, "heads": 2},
@@ -225,6 +227,46 @@ def test_bad_batches_roll_the_run_back_and_are_not_repeated(store, tmp_path, mon
     abandoned = list(read_metrics(run / "abandoned-1.jsonl"))
     assert [row["step"] for row in abandoned if row["kind"] == "train"] == [20] and len(abandoned) >= 4
     assert final(run)["state"]["offset"] == 10 and final(run)["step"] == 40
+
+
+@pytest.mark.parametrize("objective", ["mae", "vjepa2"])
+def test_the_few_tokens_of_a_tiny_batch_are_no_collapse(store, tmp_path, objective):
+    """Two tokens have a rank of one, whatever the features; an encoder of width 384 was taken for collapsed at 4.8."""
+    alone = {"data": {"global_batch_size": 1, "per_device_batch_size": 1}, "masks": {"budget": 8}}
+    wide = {"model": {"patch_size": [2, 8, 8], "width": 384, "depth": 1, "heads": 6}}
+    settings = config(**SMALL | {"steps": 31, "objective": {"name": objective}} | alone | wide)
+    assert rows(quick_pretrain(settings, store, tmp_path / "run", echo=quiet), "incident") == []
+
+
+def test_weights_that_spoil_most_volumes_are_rolled_back_and_no_volume_is_blamed(store, tmp_path, monkeypatch):
+    make_inputs = passes.make_inputs
+
+    def spoiled(settings, preprocessing, runtime, batch, *args, **kwargs):
+        inputs = make_inputs(settings, preprocessing, runtime, batch, *args, **kwargs)
+        # Three of the four volumes of a batch, in micro-batches of two.
+        for place in np.flatnonzero(
+            (batch.position % 4 > 0) & (batch.position // 4 >= 12) & (batch.position // 4 < 16)
+        ):
+            inputs.views[0].patches_BKP[place] = inputs.views[0].target_patches_BKP[place] = float("nan")
+        return inputs
+
+    monkeypatch.setattr(passes, "make_inputs", spoiled)
+    run = quick_pretrain(config(**SMALL | {"steps": 18}), store, tmp_path / "run", echo=quiet)
+    state = final(run)["state"]
+    assert [(back["at"], back["to"]) for back in state["rollbacks"]] == [(15, 10)] and not state["suspects"]
+
+
+def test_a_run_goes_back_to_a_checkpoint_that_is_still_being_written(store, tmp_path, monkeypatch):
+    write = checkpoint.write
+
+    def slow(*args):
+        planted_delay(2)
+        return write(*args)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    with sabotage("inf-gradient", 11, until=15):
+        run = quick_pretrain(config(**SMALL | {"steps": 16}), store, tmp_path / "run", echo=quiet)
+    assert [(back["at"], back["to"]) for back in final(run)["state"]["rollbacks"]] == [(14, 10)]
 
 
 @pytest.mark.parametrize(

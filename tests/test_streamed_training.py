@@ -29,6 +29,7 @@ from octfm.pretraining.inputs import make_inputs
 from octfm.pretraining.learner import build_objective
 from octfm.pretraining.monitors.anchor import apart, disorder, named, told_apart
 from octfm.pretraining.preflight import checks
+from octfm.pretraining.settings import smoke
 from octfm.run.runtime import Runtime
 from octfm.store import phantoms as stores
 from octfm.store.loader import Batch, Loader
@@ -454,6 +455,12 @@ def test_phantoms_that_cannot_be_trained_on_are_refused_in_a_line(store, case):
     with pytest.raises(ConfigError, match=says) as refused:
         given_store(dense(data={"phantoms": wanted}), store if given else None)
     assert "\n" not in str(refused.value)
+
+
+def test_a_choice_among_scans_is_refused_where_all_volumes_are_phantoms():
+    with pytest.raises(ConfigError, match=r"data.max_samples chooses among the volumes of a store, and here all are"):
+        given_store(dense(data={"max_samples": 3}))
+    given_store(smoke(dense()))
 
 
 def test_dense_names_what_it_needs_and_unknown_conditions_are_refused():

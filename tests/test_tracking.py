@@ -172,6 +172,14 @@ def test_a_tracker_that_fails_does_not_stop_training(store, tmp_path):
     assert "Failing failed and gets no more rows: the server is gone" in told["sentence"]
 
 
+def test_two_trackers_that_fail_at_once_do_not_either(tmp_path):
+    """As on a full disk: what says so of the first goes to the second, which fails a first time with it."""
+    metrics = Metrics(tmp_path / "metrics.jsonl", listeners=[Failing(), Failing()])
+    metrics.write("train", 0)
+    metrics.close()
+    assert [row["kind"] for row in read_metrics(tmp_path / "metrics.jsonl")] == ["train", "tracker", "tracker"]
+
+
 def test_settings_of_trackers_may_change_when_a_run_resumes(store, tmp_path):
     quick_pretrain(config(), store, tmp_path / "run", echo=quiet)
     quick_pretrain(config(tracking={"step_deadline_s": 5.0}), store, tmp_path / "run", echo=quiet)

@@ -193,7 +193,7 @@ def pretrain(
     octfm pretrain vit_s --smoke
     """
     from octfm.errors import ConfigError
-    from octfm.io.ranks import world_size
+    from octfm.io.ranks import rank, world_size
     from octfm.pretraining.pretrain import pretrain as train
     from octfm.pretraining.settings import load_config
     from octfm.pretraining.settings import smoke as shrink
@@ -206,10 +206,11 @@ def pretrain(
             raise ConfigError(
                 "--smoke with several ranks: every rank would write phantoms into the same folder; set data.store"
             )
-        settings = shrink(settings)
+        settings = shrink(settings, world_size())
         size = f"{settings.model.depth} block{'s' * (settings.model.depth > 1)} of {settings.model.width} channels"
         batch = settings.data.global_batch_size
-        opt.echo_line(f"smoke: {settings.steps} steps of {batch} volumes, {size}, whatever the settings say")
+        if rank() == 0:
+            opt.echo_line(f"smoke: {settings.steps} steps of {batch} volumes, {size}, whatever the settings say")
         if needs_store:
             # The phantoms of a run in a bucket lie in the working directory.
             local_out = out if isinstance(out, Path) else Path(out.name)

@@ -1,7 +1,7 @@
 """Predictors: from context tokens to a prediction for every target token."""
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from octfm.config import Config
@@ -12,6 +12,7 @@ from octfm.models.vit3d import (
     Rotary,
     TokenIndex,
     VisionTransformer3D,
+    check_heads,
     init_weights,
     rotary,
     take_rotary,
@@ -30,6 +31,11 @@ class PredictorConfig(Config):
     heads: int = Field(default=3, ge=1, le=1024)
     """Attention heads; must divide the width into parts of even size."""
 
+    @model_validator(mode="after")
+    def _heads_fit(self) -> "PredictorConfig":
+        check_heads(self.width, self.heads, rotary=True)
+        return self
+
 
 class Predictor(nn.Module):
     """V-JEPA 2's predictor (arXiv:2506.09985): a narrow transformer over context tokens and positioned mask tokens."""
@@ -39,8 +45,6 @@ class Predictor(nn.Module):
     ):
         super().__init__()
         self.activation_checkpointing = activation_checkpointing
-        if config.width % config.heads or (config.width // config.heads) % 2:
-            raise ValueError(f"predictor.width {config.width} must split into {config.heads} heads of even size")
         self.config = config
         self.embed = Linear(encoder_width, config.width)
         # Not zero: rotary positions act on queries, and a zero query stays zero in every rotation.

@@ -58,14 +58,19 @@ class ViTConfig(Config):
 
     @model_validator(mode="after")
     def _heads_fit(self) -> "ViTConfig":
-        if self.width % self.heads or (self.width // self.heads) % 2:
-            raise ValueError(f"width {self.width} must split into {self.heads} heads of even size")
-        if self.positions == "rotary" and self.width // self.heads < 6:
-            raise ValueError(
-                f"rotary positions need heads of width 6 or more, a frequency pair for each axis; "
-                f"got {self.width // self.heads}"
-            )
+        check_heads(self.width, self.heads, rotary=self.positions == "rotary")
         return self
+
+
+def check_heads(width: int, heads: int, *, rotary: bool) -> None:
+    """Raise ValueError unless a width splits into heads of even size, with a frequency pair for each axis if
+    `rotary`."""
+    if width % heads or (width // heads) % 2:
+        raise ValueError(f"width {width} must split into {heads} heads of even size")
+    if rotary and width // heads < 6:
+        raise ValueError(
+            f"rotary positions need heads of width 6 or more, a frequency pair for each axis; got {width // heads}"
+        )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ device.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import radians, tan
 from typing import NamedTuple
 
@@ -219,6 +220,26 @@ def draw(
         noise.astype(np.float32),
         speckle.astype(np.float32),
         key.astype(np.int32),
+    )
+
+
+def farthest(config: AugmentConfig) -> Augmentation:
+    """All 32 combinations of the largest movements either way, as if each was drawn for a volume; grey values stay."""
+    down, right, wider, taller, tilt = np.array(list(product((-1.0, 1.0), repeat=5))).T
+    none = np.zeros(len(down), np.float32)
+    return Augmentation(
+        config,
+        (config.axial_shift * down).astype(np.int64),
+        none + 1,
+        none + 1,
+        config.lateral_shift_mm * right,
+        (1 + config.lateral_scale) ** wider,
+        (1 + config.axial_scale) ** taller,
+        tan(radians(config.tilt_deg)) * tilt,
+        none.astype(bool),
+        none,
+        none,
+        none.astype(np.int32),
     )
 
 

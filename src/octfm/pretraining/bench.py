@@ -229,9 +229,10 @@ def _trial(
 
 def _batch(config: PretrainConfig, preprocessing: Preprocessing, store: Store | None, rows: np.ndarray) -> Batch:
     """One micro-batch of the store, or of random voxels with a tissue band in the middle."""
-    size = config.data.per_device_batch_size
+    size, whole = config.data.per_device_batch_size, config.data.global_batch_size
     if store is not None:
-        with Loader(store, rows, size, config.seed, prefetch=0) as loader:
+        # The share of one of as many ranks as there are micro-batches: phantoms have theirs in global batches only.
+        with Loader(store, rows, whole, config.seed, world=whole // size, prefetch=0) as loader:
             return loader.batches(0)
     (d, h, w), index = preprocessing.image_size, np.arange(size)
     surfaces = np.broadcast_to(np.array([0.4, 0.6, 0.0, 1.0], np.float32)[:, None, None] * h, (size, 4, d, w))

@@ -11,6 +11,9 @@ from octfm.store.phantoms import MixedStore, PhantomConfig, PhantomStore
 from octfm.store.selection import matches, select
 from octfm.store.store import Store
 
+OF_SCANS = ("scanners", "leave_out_scanners", "max_samples", "exclude")
+"""Settings of section `data` that choose among recorded volumes."""
+
 
 @dataclass(frozen=True, eq=False)
 class Data:
@@ -28,6 +31,11 @@ def given_store(config: PretrainConfig, store: Store | None = None) -> Store:
     at all.
     """
     phantoms = config.data.phantoms
+    if phantoms is not None and phantoms.share == 1 and (ignored := [n for n in OF_SCANS if getattr(config.data, n)]):
+        raise ConfigError(
+            f"data.{ignored[0]} chooses among the volumes of a store, and here all are streamed phantoms; leave it out "
+            "(data.phantoms.volumes is the number of phantoms), or set data.phantoms.share below 1"
+        )
     # Not a rule of the settings: those of an export have no section `data`.
     if phantoms is None and config.objective.learns_truth:
         raise ConfigError(

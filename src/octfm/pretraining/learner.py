@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octfm.errors import CheckpointError
+from octfm.errors import CheckpointError, ConfigError
 from octfm.models.objectives.objective import Objective
 from octfm.models.token_map import token_grid
-from octfm.models.vit3d import TokenGrid
+from octfm.models.vit3d import TokenGrid, VisionTransformer3D
 from octfm.pretraining.initial_weights import begin_with
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import PretrainConfig
@@ -31,9 +31,25 @@ def grid_of(preprocessing: Preprocessing, patch_size: tuple[int, int, int]) -> T
 
 
 def build_objective(config: PretrainConfig, preprocessing: Preprocessing) -> Objective:
-    """The networks of a run at their initial weights, which are a function of the seed alone."""
+    """The networks of a run at their initial weights, which are a function of the seed alone. Raises ConfigError if an
+    objective of one's own builds none."""
     torch.manual_seed(config.seed)
-    return config.objective.build(config.model, config.predictor, grid_of(preprocessing, config.model.patch_size))
+    settings, grid = config.objective, grid_of(preprocessing, config.model.patch_size)
+    model = settings.build(config.model, config.predictor, grid)
+    where = f"objective {settings.name}"
+    if not isinstance(model, Objective) or not isinstance(getattr(model, "encoder", None), VisionTransformer3D):
+        got = f"a {type(model).__name__}" + " without one" * isinstance(model, Objective)
+        raise ConfigError(
+            f"{where}: build returned {got}, expected an Objective with an encoder; derive its networks from Objective "
+            "and set self.encoder = VisionTransformer3D(model, grid)"
+        )
+    # Up to version 0.1 networks said it, and steps that must not be compiled would be.
+    if getattr(model, "gathers", False) and not settings.gathers:
+        raise ConfigError(
+            f"{where}: {type(model).__name__} says `gathers`, which is a property of the settings: "
+            f"move it to {type(settings).__name__}, as docs/guide/plug-ins.md shows"
+        )
+    return model
 
 
 def blueprint(config: PretrainConfig, preprocessing: Preprocessing) -> Objective:
@@ -46,8 +62,9 @@ def blueprint(config: PretrainConfig, preprocessing: Preprocessing) -> Objective
 
 
 def optimizer_groups(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """(decayed, not decayed) parameters: biases, norms and single tokens are not pulled towards zero."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    """(decayed, not decayed) parameters: biases, norms and single tokens are not pulled towards zero. Networks named
+    `target_…` are only averaged: weight decay would shrink them although they get no gradient."""
+    trained = [p for name, p in model.named_parameters() if p.requires_grad and not name.startswith("target_")]
     return [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
 
 
@@ -198,7 +215,7 @@ class Learner:
         """Raise CheckpointError if the optimizer lost its moments: AdamW would then take huge first steps."""
         # The state keeps the losses of the last accepted updates, so at least as many were made.
         made, lost = len(self.state.losses), 0
-        matrices = [p for p in self.model.encoder.parameters() if p.ndim == 2]
+        matrices = [p for p in self.model.encoder.parameters() if p.ndim == 2 and p.requires_grad]
         for p in matrices if made else ():
             state = self.optimizer.state.get(p, {})
             share = self.runtime.local(state["exp_avg_sq"]) if "exp_avg_sq" in state else None

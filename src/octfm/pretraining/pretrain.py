@@ -106,7 +106,7 @@ def pretrain(
                     training.reactions.exclude()
                     training.reactions.recall_memory(session)
                     train(training, session, interruption)
-                echo_first(f"pretraining done: {config.steps} updates, checkpoint {run.shown(run.last_checkpoint())}")
+                echo_first(f"pretraining done: {training.step} updates, checkpoint {run.shown(run.last_checkpoint())}")
     finally:
         runtime.close()
     return run.path
@@ -114,6 +114,8 @@ def pretrain(
 
 def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, echo: Echo) -> "Pretraining":
     """Networks at their initial weights or at the run's newest checkpoint, and the loader that feeds them."""
+    # Before a checkpoint is looked for there.
+    runtime.first(lambda: run.write_record(**second_destination(config, run)))
     # A run that has checkpoints no longer needs the weights that it began with (model.init).
     fresh = runtime.first(lambda: not checkpoint.everywhere(run.path))
     learner = Learner(config, data.store.preprocessing, runtime, fresh=fresh)
@@ -127,7 +129,7 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
         "octfm": __version__,
         "precision": config.precision,
     }
-    runtime.first(lambda: run.write_record(**facts, **second_destination(config, run)))
+    runtime.first(lambda: run.write_record(**facts))
     key = runtime.first(lambda: run.key)
     cases = find_cases(config.probe, data.store, data.train_rows, data.validation_rows)
     # Who scores the checkpoints helps to choose one, and is no test participant of the one that was chosen.

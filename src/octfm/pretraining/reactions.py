@@ -73,6 +73,9 @@ class Reactions:
         action, sentence, facts, failure = response.action, response.sentence, {}, None
         if action == "exclude":
             self.exclude()
+        if action in ("roll back", "stop"):
+            # The checkpoint to return to, or to name, may be the one that is still being written.
+            session.writer.wait()
         if action == "roll back":
             # The response's state, because rolling back empties the learner's list of skipped steps.
             volumes = volumes or self._volumes_of(response.state.skips or (step,), response.state.offset)

@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from octfm.errors import CheckpointError
 from octfm.pretraining.monitors.health import HealthConfig
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import MAY_CHANGE, PretrainConfig, stored_config
-from octfm.run import checkpoint
+from octfm.run import checkpoint, checkpoint_files
 from octfm.run.checkpoint_writer import Retention
 from octfm.run.folder import Kind, RunFolder
 
@@ -63,8 +64,15 @@ def retention(config: PretrainConfig, steps_per_epoch: float) -> Retention:
 
 
 def second_destination(config: PretrainConfig, run: RunFolder) -> dict[str, str]:
-    """The entry in run.json for a folder of this run's own on the other disk."""
+    """The entry in run.json for a folder of this run's own on the other disk. Raises CheckpointError if its checkpoints
+    lie in another one, which the next start would not look for."""
     if config.ckpt_second_dir is None:
         return {}
-    name = f"{run.path.resolve().name}-{run.key[:8]}"
-    return {"second_destination": str(Path(config.ckpt_second_dir).resolve() / name)}
+    folder = Path(config.ckpt_second_dir).resolve() / f"{run.path.resolve().name}-{run.key[:8]}"
+    before = checkpoint.second_destination(run.path)
+    if before is not None and before != folder and checkpoint_files.steps(before):
+        raise CheckpointError(
+            f"{run.path}: checkpoints of this run lie in {before}, and with ckpt_second_dir {config.ckpt_second_dir} "
+            f"and the name of the run's folder they would be looked for in {folder}; move them there, and run again"
+        )
+    return {"second_destination": str(folder)}

@@ -119,10 +119,6 @@ class PretrainConfig(Config):
 
     @model_validator(mode="after")
     def _networks_fit(self) -> "PretrainConfig":
-        if self.predictor.width % self.predictor.heads or (self.predictor.width // self.predictor.heads) % 2:
-            raise ValueError(
-                f"predictor.width {self.predictor.width} must split into {self.predictor.heads} heads of even size"
-            )
         if self.model.summary and not self.objective.teaches_summary:
             raise ValueError(
                 f"model.summary {self.model.summary}: objective {self.objective.name} does not train these queries; "
@@ -238,17 +234,16 @@ SMOKE_IMAGE_SIZE, SMOKE_SPACING = (16, 128, 128), (0.375, 0.0156, 0.047)
 """Size and spacing of the phantom volumes that `--smoke` creates if no store is given."""
 
 
-def smoke(config: PretrainConfig) -> PretrainConfig:
+def smoke(config: PretrainConfig, ranks: int = 1) -> PretrainConfig:
     """The same run small enough for a CPU and a minute: same objective, patches, masks and schedule; few steps, narrow,
-    few tokens."""
-    batch = min(4, config.data.global_batch_size)
-    micro = max(n for n in (1, 2, 4) if batch % n == 0 and n <= config.data.per_device_batch_size)
+    few tokens; the same number of volumes for each of `ranks`."""
+    share = max(1, 4 // ranks)
+    batch = min(share * ranks, config.data.global_batch_size)
+    micro = max(n for n in (1, 2, 4) if batch // ranks % n == 0 and n <= config.data.per_device_batch_size)
     depth = min(2, config.model.depth)
-    data = {
-        "global_batch_size": batch,
-        "per_device_batch_size": micro,
-        "max_samples": min(8, most if isinstance(most := config.data.max_samples, int) else 8),
-    }
+    data: dict[str, int] = {"global_batch_size": batch, "per_device_batch_size": micro}
+    if config.data.phantoms is None or config.data.phantoms.share < 1:
+        data["max_samples"] = min(8, most if isinstance(most := config.data.max_samples, int) else 8)
     return config.model_copy(
         update={
             "steps": 10,

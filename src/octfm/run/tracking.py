@@ -113,6 +113,8 @@ class Metrics:
 
     def _tell(self, step: int, tell: Callable[[Listener], None]) -> None:
         for listener in list(self.listeners):
+            if listener not in self.listeners:  # it failed on the row about another one
+                continue
             try:
                 tell(listener)
             except Exception as error:

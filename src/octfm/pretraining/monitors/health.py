@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Any, Literal
 
 import torch
@@ -76,6 +77,11 @@ def effective_rank(features_MD: Tensor) -> float:
     return float(torch.exp(-(share * share.clamp_min(1e-12).log()).sum()))
 
 
+def least_rank(usual: float, tokens: float) -> float:
+    """Effective rank to expect of so many tokens: `usual`, or less of so few that theirs cannot be higher."""
+    return min(usual, tokens / 4)
+
+
 @torch.no_grad()
 def feature_std(features_MD: Tensor) -> float:
     """Mean over channels of the standard deviation over tokens; 0 is collapse."""
@@ -109,7 +115,7 @@ def verdicts(row: dict[str, Any], width: int) -> list[Verdict]:
     # Thresholds of "watch" and "bad" are explained in docs/guide/faq.md, and a test keeps both equal.
     found = [
         _masked(row["masked_over_baseline"], row["step"], row["warmup_steps"]),
-        _rank(row["effective_rank"], width),
+        _rank(row["effective_rank"], width, row.get("tissue_tokens", inf)),
         _gradient(row["grad_norm"]),
     ]
     if "teacher_step" in row:
@@ -152,10 +158,10 @@ def _masked(ratio: float, step: int, warmup_steps: int) -> Verdict:
     )
 
 
-def _rank(rank: float, width: int) -> Verdict:
-    if rank < 0.01 * width + 1:
+def _rank(rank: float, width: int, tokens: float) -> Verdict:
+    if rank < least_rank(0.01 * width + 1, tokens):
         return Verdict("effective rank", "bad", f"{rank:.1f} of {width}: features have collapsed to a few directions")
-    if rank < 0.04 * width:
+    if rank < least_rank(0.04 * width, tokens):
         return Verdict(
             "effective rank", "watch", f"{rank:.1f} of {width}: low; raise objective.context_loss if it keeps falling"
         )

@@ -199,6 +199,7 @@ def _row(
         "context_loss": float(context.mean()),
         "context_over_baseline": float(context.mean() / context_baseline.mean().clamp_min(1e-9)),
         "by_scanner": by_scanner,
+        "tissue_tokens": len(tissue),
         "effective_rank": health.effective_rank(tissue),
         "feature_std": health.feature_std(tissue),
         "dead_targets": dead,

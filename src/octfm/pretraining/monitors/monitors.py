@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from octfm.pretraining.monitors.health import HealthConfig
+from octfm.pretraining.monitors.health import HealthConfig, least_rank
 from octfm.pretraining.monitors.limits import LASTING, NEAR, limits
 from octfm.pretraining.monitors.summary import StepSummary
 from octfm.pretraining.run_state import RunState
@@ -60,8 +60,9 @@ def non_finite(losses_B: torch.Tensor, grad_norm: float, index: np.ndarray) -> F
     if bad.any():
         rows = tuple(int(row) for row in index[bad])
         sentence = f"the loss of {bad.sum()} of {len(bad)} volumes is not finite"
-        # If all losses fail at once, the cause is the weights and not a volume.
-        return Finding("non-finite loss", sentence, "step", rows if not bad.all() else (), damaging=bool(bad.all()))
+        # If most losses fail at once, the cause is the weights and not their volumes, none of which would be left.
+        most = bool(bad.mean() > 0.5)
+        return Finding("non-finite loss", sentence, "step", () if most else rows, damaging=most)
     if not isfinite(grad_norm):
         return Finding(
             "non-finite gradient",
@@ -246,7 +247,8 @@ def row_findings(config: HealthConfig, state: RunState, row: dict[str, Any], wid
             "code",
         )
     rank, std = row["effective_rank"], row["feature_std"]
-    if rank < config.rank_share * width + 1 or std < config.least_std:
+    least = least_rank(config.rank_share * width + 1, row.get("tissue_tokens", inf))
+    if rank < least or std < config.least_std:
         return Finding(
             "collapse", f"tissue tokens are all alike: effective rank {rank:.1f} of {width}, std {std:.2g}", "features"
         )

@@ -63,6 +63,7 @@ def checks(
         *data.probed(config, store, train_rows, validation_rows),
         *tokens.budget(config, sample),
         *tokens.starved(config, store, sample),
+        *tokens.moved(config, store, sample),
         *tokens.masking(config, sample),
     ]
     if resumed or any(check.status == "FAIL" for check in found):

@@ -36,8 +36,10 @@ def integrity(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> l
     tiny = _tiny(config)
     model = build_objective(tiny, store.preprocessing)
     voxels, view = _one_volume(tiny, store, int(train_rows[0]))
-    output = model([view] * config.objective.num_views, config.objective.context_loss)
-    _require_loss(config.objective.name, output)
+    inputs = [view] * config.objective.num_views, config.objective.context_loss
+    output = model(*inputs)
+    _require_output(config.objective.name, model, output)
+    _require_repeatable(config.objective.name, model, *inputs)
     output.loss.backward()
     found, hidden = [], model.hidden_from_encoder(view.index)
     if hidden is None:
@@ -152,6 +154,7 @@ def overfit(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Che
             optimizer.step()
         steps += OVERFIT_STEPS // 8
         own, other = _losses_with_shuffled_targets(model, views, weight)
+        _require_positive(config.objective.name, own)
         rise = other / max(own, 1e-12) - 1
     if not np.isfinite(rise):
         return fail(
@@ -168,7 +171,8 @@ def overfit(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Che
     return passed(name, measured)
 
 
-def _require_loss(name: str, output: object) -> None:
+def _require_output(name: str, model: Objective, output: object) -> None:
+    """Raise ConfigError unless `output`, of one volume, is what a training step and its monitors expect."""
     if not isinstance(output, ObjectiveOutput):
         raise ConfigError(
             f"objective {name}: its forward returned a {type(output).__name__}, expected an ObjectiveOutput"
@@ -178,6 +182,38 @@ def _require_loss(name: str, output: object) -> None:
         raise ConfigError(
             f"objective {name}: expected a loss that is one number with a gradient, got {got}; compute it from "
             "masked_loss_B, and detach goals only (F3)"
+        )
+    per_volume = {
+        "masked_loss_B": output.masked_loss_B,
+        "context_loss_B": output.context_loss_B,
+        "baseline(masked_goal_BTD)": model.baseline(output.masked_goal_BTD),
+        "baseline(context_goal_BCD)": model.baseline(output.context_goal_BCD),
+    }
+    for what, value in per_volume.items():
+        if not isinstance(value, Tensor) or value.shape != (1,):
+            got = f"one of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(
+                f"objective {name}: {what} of one volume: expected a tensor of shape [1], got {got}; return a loss for "
+                "each volume"
+            )
+    _require_positive(name, float(output.masked_loss_B.detach()))
+
+
+def _require_positive(name: str, loss: float) -> None:
+    if loss < 0:
+        raise ConfigError(
+            f"objective {name}: masked_loss_B is {loss:.3g}; expected 0 or more, since the monitors compare losses by "
+            "their ratio: add the constant that makes a perfect answer 0, as 1 - cos instead of -cos"
+        )
+
+
+@torch.no_grad()
+def _require_repeatable(name: str, model: Objective, views: list[View], weight: float) -> None:
+    one, other = (float(model(views, weight).masked_loss_B) for _ in range(2))
+    if abs(one - other) > 1e-4 * abs(one):
+        raise ConfigError(
+            f"objective {name}: its loss of the same volume is {one:.6g}, then {other:.6g}: forward draws random "
+            "numbers, which a resumed run would not repeat; take dropout and the like out of it"
         )
 
 

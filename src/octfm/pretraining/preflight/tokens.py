@@ -4,7 +4,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octfm.models.token_map import BACKGROUND, PADDING, TISSUE, dropped_by, left_out, percent, tissue_dropped
+from octfm.models.token_map import (
+    BACKGROUND,
+    PADDING,
+    TISSUE,
+    dropped_by,
+    left_out,
+    percent,
+    tissue_dropped,
+    token_map,
+)
+from octfm.pretraining import augment
 from octfm.pretraining import masks as sampler
 from octfm.pretraining.inputs import generators
 from octfm.pretraining.preflight.block_law import expected_targets
@@ -26,6 +36,9 @@ UNIONS = 5
 """Sampled unions of blocks per draw of masks."""
 SIGNIFICANT = 4.0
 """A departure counts only if it exceeds this many standard errors; with 200 draws, a smaller one may be chance."""
+SURE = 2.0
+"""Standard errors that are taken off a departure: in a single B-scan, where blocks cover whole columns, the departure
+of the outermost ones is about 0.1, and chance may double it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +60,13 @@ class Coverage:
     """Share of targets that are background."""
 
     def worst(self, axis: str) -> tuple[int, float]:
-        """(slice, relative departure) of the largest departure that is beyond chance; (-1, 0) when there is none."""
-        difference = self.observed[axis] - self.expected[axis]
+        """(slice, relative departure) of the largest departure that is beyond chance, less SURE standard errors;
+        (-1, 0) when there is none."""
+        difference, error = self.observed[axis] - self.expected[axis], self.standard_error[axis]
         # Comparisons with NaN are false, so slices without kept tokens do not count.
-        counts = np.abs(difference) > SIGNIFICANT * self.standard_error[axis]
-        gap = np.where(counts, difference / np.maximum(self.expected[axis], 1e-3), 0.0)
+        counts = np.abs(difference) > SIGNIFICANT * error
+        sure = difference - SURE * error * np.sign(difference)
+        gap = np.where(counts, sure / np.maximum(self.expected[axis], 1e-3), 0.0)
         where = int(np.abs(gap).argmax())
         return (where, float(gap[where])) if gap[where] else (-1, 0.0)
 
@@ -106,6 +121,27 @@ def starved(config: PretrainConfig, store: Store, sample: Sample) -> list[Check]
         most = int((sample.tokens == TISSUE).reshape(len(rows), -1).sum(1).max())
         return [warn("tissue dropped", measured, f"raise masks.budget to {most}, the most that a volume has")]
     return [passed("tissue dropped", measured)]
+
+
+def moved(config: PretrainConfig, store: Store, sample: Sample) -> list[Check]:
+    """Fail if augmentation may move a volume out of its frame, which would stop the run at whatever step it does; no
+    check otherwise."""
+    least = (sample.tokens != PADDING).reshape(len(sample.tokens), -1).sum(1).argmin()
+    arrays, pre, moves = store.read(sample.rows[[least]]), store.preprocessing, augment.farthest(config.augment)
+    band, valid = (np.repeat(x, len(moves.shift), 0) for x in (arrays.band, arrays.valid))
+    band, valid = moves.surfaces(band, valid, pre.image_size[1], pre.target_spacing)
+    left = (token_map(band, valid, pre.image_size, config.model.patch_size) != PADDING).reshape(len(band), -1).sum(1)
+    if left.min() >= 2:
+        return []
+    movements = ("axial_shift", "lateral_shift_mm", "lateral_scale", "axial_scale", "tilt_deg")
+    named = [f"augment.{name}={value:g}" for name in movements if (value := getattr(config.augment, name))]
+    return [
+        fail(
+            "augmentation",
+            f"{' '.join(named)} may leave {left.min()} tokens of {arrays.acquisition[0]} in its frame",
+            "a step needs two or more; lower the largest movement",
+        )
+    ]
 
 
 def masking(config: PretrainConfig, sample: Sample) -> list[Check]:
