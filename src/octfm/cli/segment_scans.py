@@ -15,7 +15,7 @@ from octfm.io.hashing import hash_text
 from octfm.io.heap import keep_freed_memory
 from octfm.io.isolation import Limits
 from octfm.io.progress import Progress
-from octfm.layers.calibrate import calibrate_rows, read_corrected
+from octfm.layers.calibrate import calibrate_rows, expect_enough
 from octfm.layers.corrections import Corrections, find_corrections
 from octfm.layers.sample import Sample, samples
 from octfm.layers.segment import ScanSegmentation
@@ -69,7 +69,9 @@ class Scans:
         if self.calibrate is not None:
             if self.table is None:
                 raise ConfigError("--calibrate: scales the ranges of a table; add --out FILE.csv")
-            read_corrected(self.calibrate)  # before hours of work
+            before = read_table(self.table) if self.table.exists() else []
+            named = {*map(_name, sources), *(row["source"] for row in before)}
+            expect_enough(self.calibrate, named)  # before hours of work
         by_hand = find_corrections(self.corrections) if self.corrections is not None else {}
         if self.table is not None:
             self._into_table(self.table, sources, by_hand, eyes)
