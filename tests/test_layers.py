@@ -539,6 +539,16 @@ def test_octfm_segment_takes_scans_without_a_run(files, tmp_path):
     assert len(read_table(out)) == 3
 
 
+def test_a_table_is_known_by_its_ending_and_another_file_is_refused_at_once(files, tmp_path, small_finder, monkeypatch):
+    upper = tmp_path / "TABLE.CSV"
+    assert CliRunner().invoke(app, ["segment", files[0], "--out", str(upper)]).exit_code == 0
+    assert len(read_table(upper)) == 1
+    monkeypatch.setattr("octfm.cli.segment_scans.read_volume", lambda *_, **__: pytest.fail("read a scan first"))
+    (tmp_path / "notes.txt").write_text("mine")
+    refused = CliRunner().invoke(app, ["segment", files[0], "--out", str(tmp_path / "notes.txt")]).exception
+    assert isinstance(refused, ConfigError) and "expected a folder or a table FILE.csv" in str(refused)
+
+
 @pytest.fixture
 def small_finder(monkeypatch):
     """An untrained network in place of the packaged one, where only the plumbing is tested."""

@@ -14,6 +14,7 @@ from octfm.formats import read_volume, within
 from octfm.io.hashing import hash_text
 from octfm.io.heap import keep_freed_memory
 from octfm.io.isolation import Limits
+from octfm.io.location import Location
 from octfm.io.progress import Progress
 from octfm.layers.calibrate import calibrate_rows, expect_enough
 from octfm.layers.corrections import Corrections, find_corrections
@@ -27,6 +28,10 @@ from octfm.tasks.segment_export import require_own, write_dicom, write_nifti
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Laterality, Volume
+
+
+def is_table(out: Location) -> bool:
+    return out.suffix.lower() == ".csv"
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Scans:
 
     @property
     def table(self) -> Path | None:
-        return self.out if self.out is not None and self.out.suffix == ".csv" else None
+        return self.out if self.out is not None and is_table(self.out) else None
 
     def segment_samples(self, names: list[str]) -> None:
         """Segment synthetic scans; what is known of them is printed beside what was found."""
@@ -64,6 +69,8 @@ class Scans:
         """Segment files or volumes. `eyes`: file → the eye that its path names; `truth`: of volumes, printed where
         zones were found."""
         keep_freed_memory()
+        if self.out is not None and not self.table and self.out.is_file():
+            raise ConfigError(f"--out {self.out}: expected a folder or a table FILE.csv, got another file; choose one")
         if self.dicom and (self.out is None or self.table):
             raise ConfigError("--dicom: writes files into a folder; add --out FOLDER")
         if self.calibrate is not None:
