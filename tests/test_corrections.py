@@ -470,7 +470,8 @@ def test_a_stroke_ends_where_it_began_whatever_is_pressed_meanwhile(browser, tmp
     mouse("mouseMoved", 2)
     mouse("mouseReleased", 2, clickCount=1)
     state = told(browser)
-    assert [state[name] for name in ("bscan", "line", "changed", "checked", "undo")] == [str(shown), "ilm", "1", "0", "1"]
+    assert [state[name] for name in ("bscan", "line")] == [str(shown), "ilm"]
+    assert [state[name] for name in ("changed", "checked", "undo")] == ["1", "0", "1"]
     browser.key("z")
     assert (told(browser)["changed"], told(browser)["undo"]) == ("0", "0")
 

@@ -202,7 +202,9 @@ def test_the_command_calibrates_a_table(tmp_path, monkeypatch):
     assert done.exit_code == 0 and "55 participants" in done.output, done.output
     assert all(row["range_kind"].startswith("90 % interval") for row in read_table(out))
     corrected(tmp_path / "few.csv", rows[:49], lambda i, _: i / 10)
-    monkeypatch.setattr("octfm.cli.segment_scans.write_table", lambda *_, **__: pytest.fail("segmented all scans first"))
+    monkeypatch.setattr(
+        "octfm.cli.segment_scans.write_table", lambda *_, **__: pytest.fail("segmented all scans first")
+    )
     too_few = CliRunner().invoke(app, [*words[:-1], str(tmp_path / "few.csv")])
     assert isinstance(too_few.exception, EvaluationError) and "got 49; correct more" in str(too_few.exception)
     for wrong in (["--sample"], [rows[0]["source"]]):

@@ -81,7 +81,8 @@ def test_options_and_settings_are_known_by_what_they_take():
         for kinds in ({int, float}, {str, Path, Any})
     )
     assert numbers - texts - {"--axial-length"} == NUMBERED, "the length of an eye is a patient's"
-    assert NAMED == {*texts_of(PretrainConfig), *texts_of(FinetuneConfig), *texts_of(SegmentConfig), "band_network"}
+    settings = (PretrainConfig, FinetuneConfig, SegmentConfig)
+    assert {"band_network"}.union(*map(texts_of, settings)) == NAMED
 
 
 def parts_of(annotation) -> set:
