@@ -89,11 +89,14 @@ def embed(
     octfm embed runs/vit_s --files my_scans/ --out vectors
     """
     from octfm.errors import ConfigError
+    from octfm.models.pooling import POOLS
 
     sources = {"--store": store, "--files": files, "--catalog": catalog}
     given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)}: give one of them")
+    if pool is not None and pool not in POOLS:
+        raise ConfigError(f"--pool: expected {', '.join(POOLS[:-1])} or {POOLS[-1]}, got {pool!r}")
     run, scans = _encoder_and_scans(words or [], given)
     if not scans:
         what = f"{given[0]}: embeds what it holds" if given else "embed: without scans, takes the store prepared"
