@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,7 @@ from support.tiny_runs import quick_pretrain, quiet
 from support.waiting import wait_until
 
 ROOT, BSCAN = "[data-viewer]", '[data-part="bscan"]'
+STATUS = "document.querySelector('[data-part=\"hand-status\"]').textContent"
 ILM, PEAK, BM = (SURFACES.index(name) for name in ("ilm", "rpe_peak", "bm"))
 
 
@@ -133,6 +135,12 @@ def assert_same(shown: dict[str, float | None], expected: dict[str, float | None
     for name, value in expected.items():
         assert (shown[name] is None) == (value is None), (name, shown[name], value)
         assert value is None or shown[name] == pytest.approx(value, abs=0.1 if "mm" not in name else 6e-4), name
+
+
+def choose_file(browser: Browser, path: Path) -> None:
+    node = browser.call("DOM.getDocument", depth=-1)["root"]["nodeId"]
+    chosen = browser.call("DOM.querySelector", nodeId=node, selector='[data-part="load"]')["nodeId"]
+    browser.call("DOM.setFileInputFiles", nodeId=chosen, files=[str(path)])
 
 
 def save(browser: Browser, folder: Path) -> Path:
@@ -255,9 +263,8 @@ def test_what_is_dragged_and_painted_is_measured_saved_and_applied(browser, tmp_
     browser.mouse(BSCAN, 0.3, 0.62, to=(0.4, 0.64))
     assert numbers(browser)["intraretinal_fluid"] > as_found["intraretinal_fluid"]
 
-    refused = "document.querySelector('[data-part=\"hand-status\"]').textContent"
     browser.js("document.querySelector('[data-part=\"save\"]').click()")
-    assert "who corrects" in browser.js(refused)
+    assert "who corrects" in browser.js(STATUS)
     browser.js("document.querySelector('[data-part=\"author\"]').value = 'A. Grader'")
     path = save(browser, tmp_path)
     content = json.loads(path.read_text())
@@ -276,12 +283,9 @@ def test_what_is_dragged_and_painted_is_measured_saved_and_applied(browser, tmp_
     again.mkdir()
     open_page(browser, found, again)
     browser.key("e")
-    node = browser.call("DOM.getDocument", depth=-1)["root"]["nodeId"]
-    chosen = browser.call("DOM.querySelector", nodeId=node, selector='[data-part="load"]')["nodeId"]
-    untimed = written({name: value for name, value in content.items() if name != "time"}, again / "untimed.txt")
-    browser.call("DOM.setFileInputFiles", nodeId=chosen, files=[str(untimed)])
-    browser.wait("document.querySelector('[data-part=\"hand-status\"]').textContent.startsWith('Not loaded')")
-    browser.call("DOM.setFileInputFiles", nodeId=chosen, files=[str(path)])
+    choose_file(browser, written({k: value for k, value in content.items() if k != "time"}, again / "untimed.txt"))
+    browser.wait(f"{STATUS}.startsWith('Not loaded')")
+    choose_file(browser, path)
     browser.wait(f"document.querySelector('{ROOT}').dataset.changed !== '0'")
     assert_same(numbers(browser), expected_numbers(corrected))
     assert json.loads(save(browser, again).read_text())["bscans"] == content["bscans"]
@@ -433,6 +437,64 @@ def test_corrections_of_a_page_with_an_axial_length_are_measured_by_it(browser, 
     assert replace(found, axial_length_mm=27.5).corrected(read_corrections(path)).axial_length_mm == 27.5
     with pytest.raises(CorrectionsError, match=r"made with an axial length of 27\.5 mm, not 24"):
         replace(found, axial_length_mm=24.0).corrected(read_corrections(path))
+
+    nominal = tmp_path / "nominal"  # a page without the length would save the corrections without it
+    nominal.mkdir()
+    open_page(browser, found, nominal)
+    choose_file(browser, path)
+    browser.wait(f"{STATUS}.startsWith('Not loaded: corrected by an axial length of 27.5 mm; make this page with')")
+
+
+@needs_chromium
+def test_a_stroke_ends_where_it_began_whatever_is_pressed_meanwhile(browser, tmp_path):
+    """Other keys and the wheel would leave its B-scan, a second finger its history."""
+    found = found_eye()
+    open_page(browser, found, tmp_path)
+    browser.key("e")
+    (depth, height, width), shown = found.volume.shape, int(told(browser)["bscan"])
+    y = (float(found.surfaces["ilm"][depth - 1 - shown, 60]) + 0.5) / height
+    left, top, wide, high = browser.js(
+        f"(({{left, top, width, height}}) => [left, top, width, height])"
+        f"(document.querySelector('{BSCAN}').getBoundingClientRect())"
+    )
+    places = [{"x": left + 60.5 / width * wide, "y": top + (y - up) * high} for up in (0, 0.02, 0.04)]
+
+    def mouse(kind: str, place: int, **more) -> None:
+        browser.call("Input.dispatchMouseEvent", type=kind, button="left", buttons=1, **places[place], **more)
+
+    mouse("mousePressed", 0, clickCount=1)
+    mouse("mouseMoved", 1)
+    for key in ("ArrowDown", "k", "z", "l"):
+        browser.key(key)
+    browser.call("Input.dispatchMouseEvent", type="mouseWheel", deltaX=0, deltaY=200, **places[1])
+    mouse("mouseMoved", 2)
+    mouse("mouseReleased", 2, clickCount=1)
+    state = told(browser)
+    assert [state[name] for name in ("bscan", "line")] == [str(shown), "ilm"]
+    assert [state[name] for name in ("changed", "checked", "undo")] == ["1", "0", "1"]
+    browser.key("z")
+    assert (told(browser)["changed"], told(browser)["undo"]) == ("0", "0")
+
+    fingers = [{**places[0], "id": 1}, {**places[0], "id": 2}]
+    touch = partial(browser.call, "Input.dispatchTouchEvent")
+    touch(type="touchStart", touchPoints=fingers[:1])
+    touch(type="touchMove", touchPoints=[{**places[2], "id": 1}])
+    touch(type="touchStart", touchPoints=[{**places[2], "id": 1}, fingers[1]])
+    touch(type="touchEnd", touchPoints=[])
+    assert told(browser)["changed"] == told(browser)["undo"] == "1"
+    browser.key("z")
+    assert (told(browser)["changed"], told(browser)["undo"]) == ("0", "0")
+
+
+@needs_chromium
+def test_control_s_saves_from_the_box_of_the_name(browser, tmp_path):
+    """There it would save the page, without the corrections."""
+    open_page(browser, found_eye(), tmp_path)
+    browser.key("e")
+    browser.key("k")
+    browser.js("((box) => { box.value = 'A. Grader'; box.focus(); })(document.querySelector('[data-part=\"author\"]'))")
+    browser.call("Input.dispatchKeyEvent", type="keyDown", key="s", code="KeyS", windowsVirtualKeyCode=83, modifiers=2)
+    wait_until(lambda: list(tmp_path.glob("corrections-*.json")), "a file of corrections", 20)
 
 
 @needs_chromium
@@ -758,9 +820,13 @@ def test_corrected_numbers_are_labels_that_finetune_learns(tmp_path, monkeypatch
             found_in(), scan=fingerprint(volume.voxels), network=finder.model, shape=[8, 96, 64], bscans=bscans
         )
         written(content, hand / f"{number}.json")
+    cut = tmp_path / "clinic" / "cut.dcm"
+    cut.write_bytes(files[0].read_bytes()[:-2000])
     command = ["segment", str(tmp_path / "clinic"), "--out", str(table), "--apply-corrections", str(hand)]
     done = CliRunner().invoke(app, [*command, "--only-corrected"])
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 0 and str(cut) in done.output, done.output
+    assert len(read_table(table)) == 12, "what cannot be read has a line on the terminal, and no row"
+    cut.unlink()
     expected = {row["acquisition"]: float(row["centre_um"]) for row in read_table(table)}
     assert sorted(expected.values()) == pytest.approx([10.0 * (24 + number) for number in range(12)], abs=0.1)
 

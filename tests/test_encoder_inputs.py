@@ -54,6 +54,19 @@ def test_a_volume_of_micrometres_or_tensors_is_refused(encoder):
             replace(volume, voxels=voxels)
 
 
+@pytest.mark.parametrize("facts", [{"laterality": "OS"}, {"layout": "volume"}, {"modality": "oct"}])
+def test_a_volume_of_words_that_nothing_knows_is_refused(facts):
+    """A left eye called OS was embedded as a right one."""
+    name, value = next(iter(facts.items()))
+    with pytest.raises(ValueError, match=f"{name}: expected .*, got '{value}'"):
+        replace(eye(), **facts)
+
+
+def test_a_pooling_that_there_is_not_is_named_at_once(encoder):
+    with pytest.raises(ConfigError, match="pool: expected mean, extremes, tails, summary, got 'max'"):
+        encoder.pooling("max")
+
+
 def test_a_rank_of_a_loop_of_ones_own_loads_an_encoder(encoder, tmp_path, monkeypatch):
     write_export(tmp_path / "export", encoder)
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():

@@ -381,6 +381,15 @@ def test_the_leaderboard_judges_all_entries_on_the_same_participants(board):
     assert {c["a"] for c in planned} == {"run"} and len(planned) == 10 and all(c["p_holm"] >= c["p"] for c in planned)
 
 
+def test_the_leaderboard_draws_as_many_resamples_as_holm_needs(board, large, run, monkeypatch):
+    """With fewer, no difference of a large leaderboard could be significant, however large."""
+    _, tuned, table, folder = board
+    monkeypatch.setattr("octfm.trust.leaderboard.RESAMPLES", 10)
+    options = {"labels": table, "orders": {"grade": GRADES}, "echo": quiet}
+    result = leaderboard([run, *tuned], [large.path], "grade", folder / "out", **options)
+    assert result["settings"]["resamples"] == 50 * sum(c["planned"] for c in result["comparisons"]) == 500
+
+
 def test_runs_of_a_recipe_are_paired_by_seed_in_whatever_order_they_are_given(board):
     _, tuned, _, _ = board
     for order in (tuned, tuned[::-1]):

@@ -179,8 +179,13 @@ def test_layers_are_measured_once_and_go_on_after_a_kill(scan, tmp_path):
     wider = measure([replace(sources[0], pixels="0" * 32), sources[1]])
     assert len(file.read_text().splitlines()) == 5, "its voxels are others now"
     np.testing.assert_array_equal(wider["1"], both["1"])
+    whole_file = file.read_text()
     with pytest.raises(EvaluationError, match=r"in 2 B-scans, got .* in all; delete it"):
         measure(sources, 2)
+    for damage in ("[1, 2\n", '["1", [0.5]]\n', "7\n", "\n"):
+        file.write_text(whole_file + damage)
+        with pytest.raises(EvaluationError, match=r"layers.jsonl: line 6 is damaged; delete the line"):
+            measure(sources)
     file.write_text(json.dumps({"format": "other"}) + "\n")
     with pytest.raises(EvaluationError, match="got another file"):
         measure(sources)

@@ -553,6 +553,9 @@ def test_the_axial_length_of_an_eye_is_taken_by_segment_and_view(files, tmp_path
     page = tmp_path / "page.html"
     assert CliRunner().invoke(app, ["view", files[0], "--layers", *longer, "--out", str(page)]).exit_code == 0
     assert "for an axial length of 26 mm" in page.read_text()
+    for verb in (["segment"], ["view", "--layers"]):
+        beyond = CliRunner().invoke(app, [*verb, files[0], "--axial-length", "13"]).exception
+        assert isinstance(beyond, ConfigError) and "expected 14 to 40 mm, got 13" in str(beyond)
     for refused in ([*files], [files[0], "--out", str(tmp_path / "table.csv")], ["--sample"]):
         assert isinstance(CliRunner().invoke(app, ["segment", *refused, *longer]).exception, ConfigError)
 
@@ -563,6 +566,16 @@ def test_octfm_segment_takes_scans_without_a_run(files, tmp_path):
     out = tmp_path / "table.csv"
     assert CliRunner().invoke(app, ["segment", *files, "--out", str(out)]).exit_code == 0
     assert len(read_table(out)) == 3
+
+
+def test_a_table_is_known_by_its_ending_and_another_file_is_refused_at_once(files, tmp_path, small_finder, monkeypatch):
+    upper = tmp_path / "TABLE.CSV"
+    assert CliRunner().invoke(app, ["segment", files[0], "--out", str(upper)]).exit_code == 0
+    assert len(read_table(upper)) == 1
+    monkeypatch.setattr("octfm.cli.segment_scans.read_volume", lambda *_, **__: pytest.fail("read a scan first"))
+    (tmp_path / "notes.txt").write_text("mine")
+    refused = CliRunner().invoke(app, ["segment", files[0], "--out", str(tmp_path / "notes.txt")]).exception
+    assert isinstance(refused, ConfigError) and "expected a folder or a table FILE.csv" in str(refused)
 
 
 @pytest.fixture

@@ -111,6 +111,15 @@ def test_missing_parts_give_a_sentence(tmp_path):
     assert "Neither a catalog nor a store was given" in paper(run)
 
 
+def test_a_difference_that_holm_rejects_is_listed_as_inconclusive(tmp_path):
+    run = write_run(tmp_path)
+    result = probe_result()
+    for c in result["comparisons"]:
+        c.update(verdict="better", low=0.01, high=0.2, p=0.04, p_holm=0.2 if c["target"] == "disease" else 0.01)
+    (run / "probe.json").write_text(json.dumps(result))
+    assert "Some comparisons with the baselines are inconclusive: disease." in model_card(run)
+
+
 def test_words_from_outside_open_no_element_and_end_no_cell(tmp_path):
     attack = "<img src=x onerror=alert(1)>|a\n\n# heading"
     run = write_run(tmp_path, figures=False)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -318,6 +319,13 @@ def test_a_scan_that_cannot_be_embedded_loses_no_other_and_shows_nothing_private
         embed_scans(encoder, volumes, tmp_path / "none", echo=lines.append)
     assert len(lines) == 3, "all but the last are said, the last is raised"
     assert "Doe" not in " ".join([*lines, str(caught.value)])
+
+
+def test_a_name_that_is_not_utf8_loses_no_vector(taught, tmp_path):
+    encoder, volumes = load_encoder(taught, device="cpu"), [sample.volume for sample in samples()]
+    named = [replace(volumes[0], source="eye-\udcff.dcm", acquisition="unknown"), volumes[1]]
+    path, count = embed_scans(encoder, named, tmp_path / "vectors", echo=quiet)
+    assert count == 2 and "eye-\\udcff.dcm" in read_embeddings(path).acquisition
 
 
 def test_a_bucket_that_does_not_answer_stops(taught, tmp_path, monkeypatch):

@@ -488,6 +488,6 @@ def test_plot_is_a_picture(store, tmp_path, monkeypatch):
 
     monkeypatch.setattr(preflight, "checks", lambda *_: [])  # a picture shows the settings, not what was found
     settings = config(data={"store": str(store.path), "global_batch_size": 4})
-    preflight.examine(settings, tmp_path / "run", "cpu", plot=tmp_path / "new" / "doctor.png")
-    picture = imread(tmp_path / "new" / "doctor.png")
+    preflight.examine(settings, tmp_path / "run", "cpu", plot=tmp_path / "new" / "doctor")
+    picture = imread(tmp_path / "new" / "doctor", format="png")
     assert picture.shape[0] > 400 and picture.std() > 0.05

@@ -608,6 +608,13 @@ def test_numbers_that_are_all_alike_in_the_test_have_no_r_squared(cohort, tmp_pa
     assert unknown["estimate"] is None and "Not defined" in unknown["note"] and error["estimate"] > 0
 
 
+@pytest.mark.parametrize("name", ["seeds", "resamples"])
+def test_no_seeds_and_no_resamples_are_named(name, cohort, tmp_path):
+    for function in (probe, label_efficiency):
+        with pytest.raises(EvaluationError, match=f"{name}: expected at least 1, got 0"):
+            function([cohort.embeddings(tmp_path / "a.parquet")], targets=["disease"], **{name: 0})
+
+
 def test_a_rare_label_is_skipped_in_the_curve_as_in_the_probe(cohort, tmp_path):
     table = by_participant(
         cohort, tmp_path / "l.tsv", "findings", lambda r: "hole;dme" if r["participant"] == "1002" else r["diagnosis"]

@@ -189,7 +189,7 @@ def test_intervals_need_enough_participants_and_corrections(tmp_path):
         calibrate_rows(rows, tmp_path / "bad.csv")
 
 
-def test_the_command_calibrates_a_table(tmp_path):
+def test_the_command_calibrates_a_table(tmp_path, monkeypatch):
     rows, out = table(55), tmp_path / "table.csv"
     for i, row in enumerate(rows):  # readable places, so that the table is complete and nothing is segmented
         row["source"] = str(tmp_path / f"{i}.npz")
@@ -201,6 +201,12 @@ def test_the_command_calibrates_a_table(tmp_path):
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0 and "55 participants" in done.output, done.output
     assert all(row["range_kind"].startswith("90 % interval") for row in read_table(out))
+    corrected(tmp_path / "few.csv", rows[:49], lambda i, _: i / 10)
+    monkeypatch.setattr(
+        "octfm.cli.segment_scans.write_table", lambda *_, **__: pytest.fail("segmented all scans first")
+    )
+    too_few = CliRunner().invoke(app, [*words[:-1], str(tmp_path / "few.csv")])
+    assert isinstance(too_few.exception, EvaluationError) and "got 49; correct more" in str(too_few.exception)
     for wrong in (["--sample"], [rows[0]["source"]]):
         refused = CliRunner().invoke(app, ["segment", *wrong, "--calibrate", str(tmp_path / "c.csv")])
         assert isinstance(refused.exception, ConfigError)

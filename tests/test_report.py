@@ -216,6 +216,26 @@ def test_a_tissue_map_that_is_ahead_is_said_first(p_holm, tone):
     assert "excludes 0, but not after Holm's correction" in text and text.count(". ") <= 2
 
 
+def test_telling_scanners_apart_is_never_the_key_result():
+    """Leakage has no place in Holm's family, and a page would open with "better than its baseline"."""
+    result = probe_result()
+    for part in ("results", "comparisons"):
+        result[part] = [row for row in result[part] if row["target"] == "scanner"]
+    assert result["results"] and verdict(result) == (
+        "none",
+        "Only the scanner was probed, which measures leakage and not what the features are worth.",
+    )
+
+
+def test_one_set_of_folds_is_said_only_of_folds(tmp_path):
+    run = write_run(tmp_path)
+    for design, seeds, said in (("k-fold", 1, True), ("k-fold", 3, False), ("recommended_split", 1, False)):
+        result = json.loads((run / "probe.json").read_text())
+        result["settings"] |= {"design": design, "seeds": seeds}
+        (run / "probe.json").write_text(json.dumps(result))
+        assert ("with one set of folds" in write_report(run, tmp_path / "r.html").read_text()) == said
+
+
 def test_leaked_participants_are_said_in_the_key_result():
     result = probe_result()
     for r in result["results"]:

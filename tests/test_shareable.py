@@ -1,17 +1,21 @@
 """What a page to share is made of passes by form: no text that a user, a header or a table wrote gets through."""
 
-from typing import Literal, get_args, get_origin
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octfm.cli.main import VERBS
 from octfm.config import Config, dump
 from octfm.models.objectives.builtin import BUILT_IN
 from octfm.pretraining.settings import PretrainConfig
 from octfm.report.html import write_report
-from octfm.report.shareable import CHOICES, WITHHELD, shareable, shareable_command
+from octfm.report.shareable import CHOICES, NAMED, NUMBERED, WITHHELD, shareable, shareable_command
 from octfm.report.sources import gather
+from octfm.tasks.finetune_settings import FinetuneConfig
+from octfm.tasks.segment_settings import SegmentConfig
 from support.run_folder import write_catalog, write_run
 
 SECRET = "Zqxanna"
@@ -59,6 +63,39 @@ def test_a_command_keeps_its_verb_options_and_numbers():
         f"octfm pretrain {WITHHELD} data.store={WITHHELD} steps=200 masks.mask_ratio=0.6 schedule.lr_shape=constant "
         f"--out {WITHHELD}"
     )
+
+
+def test_a_number_that_names_a_folder_is_withheld():
+    """Runs and folders of scans are called after days and patients."""
+    command = "octfm probe 20240131 --seed 3 --out 4711 --labels=8812345 data.store=20240131 steps=20240131 --seeds=2"
+    assert shareable_command(command) == (
+        f"octfm probe {WITHHELD} --seed 3 --out {WITHHELD} --labels={WITHHELD} data.store={WITHHELD} steps=20240131 "
+        "--seeds=2"
+    )
+
+
+def test_options_and_settings_are_known_by_what_they_take():
+    hints = [(name, hint) for verb in VERBS for name, hint in get_type_hints(verb).items()]
+    numbers, texts = (
+        {f"--{name.replace('_', '-')}" for name, hint in hints if kinds & parts_of(hint)}
+        for kinds in ({int, float}, {str, Path, Any})
+    )
+    assert numbers - texts - {"--axial-length"} == NUMBERED, "the length of an eye is a patient's"
+    settings = (PretrainConfig, FinetuneConfig, SegmentConfig)
+    assert {"band_network"}.union(*map(texts_of, settings)) == NAMED
+
+
+def parts_of(annotation) -> set:
+    if get_origin(annotation) is Literal:
+        return set()
+    return set().union(*map(parts_of, get_args(annotation))) if get_args(annotation) else {annotation}
+
+
+def texts_of(config: type[Config]) -> set[str]:
+    """Names of settings that are text and no choice."""
+    parts = {name: parts_of(field.annotation) for name, field in config.model_fields.items()}
+    inner = (each for own in parts.values() for each in own if isinstance(each, type) and issubclass(each, Config))
+    return {name for name, own in parts.items() if str in own}.union(*map(texts_of, inner))
 
 
 def test_settings_and_record_keep_numbers_and_choices_only(tmp_path):

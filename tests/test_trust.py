@@ -383,6 +383,16 @@ def test_the_gallery_shows_the_mislabelled_volume_first():
     assert [f["error"] for f in found] == sorted((f["error"] for f in found), reverse=True)
 
 
+def test_what_is_called_wrong_is_not_what_was_said():
+    """Where most are ill, a case may be told ill by its probability, and healthy by log-odds without the shares of
+    classes."""
+    cohort = Cohort(90, TWO[:1])
+    for r in cohort.rows:
+        r["labels"]["diagnosis"] = "dme" if r["ill"] or int(r["participant"][1:]) % 5 else "healthy"
+    found = failures(study_of(cohort, cohort.embeddings("run", signal=0.2), targets=["disease"]))
+    assert [f["wrong"] for f in found] == [f["truth"] != f["said"].split(" (")[0] for f in found]
+
+
 def small_pictures(store):
     """An encoder that sees the volume coarsely, and so finds what looks alike."""
     data = of_store(store)
@@ -577,6 +587,13 @@ def test_sentences_about_few_participants_are_apart():
     row = facts | {"metric": "auroc", "estimate": 0.7, "low": None, "high": None, "note": "No interval: only 6."}
     (found,) = words._baselines({"reference": "run", "results": [row], "comparisons": []})
     assert found.sentence.endswith("AUROC 0.70. No interval: only 6. No comparison is claimed.")
+
+
+def test_a_comparison_of_leakage_that_nobody_made_has_no_table(judged, tmp_path):
+    result, *_ = judged
+    none = {**result, "leakage": {**result["leakage"], "comparisons": []}}
+    pages = [write_trust(each, None, tmp_path / "trust.html").read_text() for each in (result, none)]
+    assert ["better is less" in page for page in pages] == [True, False]
 
 
 def test_a_metric_that_one_encoder_lacks_is_an_empty_cell(judged, tmp_path):

@@ -102,11 +102,11 @@ def segment(
     octfm segment my_bscans/ --layouts line --out bscans.csv
     octfm segment encoder=runs/vit_s --store prepared truth=clinic/ground_truth --steps 400 --out runs/segment
     """
-    from octfm.cli.segment_scans import Scans
+    from octfm.cli.segment_scans import Scans, is_table
     from octfm.errors import ConfigError
     from octfm.io.location import local_path
 
-    if only_corrected and (apply_corrections is None or out.suffix != ".csv"):
+    if only_corrected and (apply_corrections is None or not is_table(out)):
         raise ConfigError(
             "--only-corrected: leaves scans out of a table; add --apply-corrections FOLDER and --out FILE.csv"
         )
@@ -131,7 +131,7 @@ def segment(
         opt.refuse(context, others, "--sample segments synthetic scans")
         scans.segment_samples(words)
         return
-    if axial_length is not None and (apply is not None or out.suffix == ".csv"):
+    if axial_length is not None and (apply is not None or is_table(out)):
         raise ConfigError("--axial-length: belongs to one eye; give its scan, without --apply or a table")
     if not words and not has_settings:
         raise ConfigError(

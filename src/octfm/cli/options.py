@@ -217,8 +217,6 @@ AxialLength = Annotated[
     typer.Option(
         metavar="MM",
         help="Axial length of this eye: rescales lateral millimetres, otherwise the instrument's nominal ones.",
-        min=14,
-        max=40,
     ),
 ]
 ParticipantFrom = Annotated[

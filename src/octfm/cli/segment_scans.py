@@ -14,8 +14,9 @@ from octfm.formats import read_volume, within
 from octfm.io.hashing import hash_text
 from octfm.io.heap import keep_freed_memory
 from octfm.io.isolation import Limits
+from octfm.io.location import Location
 from octfm.io.progress import Progress
-from octfm.layers.calibrate import calibrate_rows, read_corrected
+from octfm.layers.calibrate import calibrate_rows, expect_enough
 from octfm.layers.corrections import Corrections, find_corrections
 from octfm.layers.sample import Sample, samples
 from octfm.layers.segment import ScanSegmentation
@@ -27,6 +28,10 @@ from octfm.tasks.segment_export import require_own, write_dicom, write_nifti
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Laterality, Volume
+
+
+def is_table(out: Location) -> bool:
+    return out.suffix.lower() == ".csv"
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Scans:
 
     @property
     def table(self) -> Path | None:
-        return self.out if self.out is not None and self.out.suffix == ".csv" else None
+        return self.out if self.out is not None and is_table(self.out) else None
 
     def segment_samples(self, names: list[str]) -> None:
         """Segment synthetic scans; what is known of them is printed beside what was found."""
@@ -64,12 +69,16 @@ class Scans:
         """Segment files or volumes. `eyes`: file → the eye that its path names; `truth`: of volumes, printed where
         zones were found."""
         keep_freed_memory()
+        if self.out is not None and not self.table and self.out.is_file():
+            raise ConfigError(f"--out {self.out}: expected a folder or a table FILE.csv, got another file; choose one")
         if self.dicom and (self.out is None or self.table):
             raise ConfigError("--dicom: writes files into a folder; add --out FOLDER")
         if self.calibrate is not None:
             if self.table is None:
                 raise ConfigError("--calibrate: scales the ranges of a table; add --out FILE.csv")
-            read_corrected(self.calibrate)  # before hours of work
+            before = read_table(self.table) if self.table.exists() else []
+            named = {*map(_name, sources), *(row["source"] for row in before)}
+            expect_enough(self.calibrate, named)  # before hours of work
         by_hand = find_corrections(self.corrections) if self.corrections is not None else {}
         if self.table is not None:
             self._into_table(self.table, sources, by_hand, eyes)

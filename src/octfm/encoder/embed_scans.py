@@ -6,7 +6,7 @@ import numpy as np
 
 from octfm.encoder.embed import SINGLE_SCANS, encoder_facts, facts_of, write_vectors
 from octfm.encoder.encoder import Encoder
-from octfm.errors import BAD_INPUT, BucketError, Echo, EvaluationError, OctfmError
+from octfm.errors import BAD_INPUT, BucketError, Echo, EvaluationError, OctfmError, one_line
 from octfm.formats import read_volume
 from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits
@@ -75,11 +75,13 @@ def embed_scans(
 
 
 def _row(volume: Volume) -> dict:
+    # Parquet holds text, and names of files may be any bytes; nothing is lost after hours for the name of one.
+    source, acquisition, participant = map(one_line, (volume.source, volume.acquisition, volume.participant))
     return {
-        "source": volume.source,
-        "acquisition": volume.acquisition,
-        "participant": volume.participant,
-        "eye_id": f"{volume.participant}_{volume.laterality or 'unknown'}",
+        "source": source,
+        "acquisition": acquisition,
+        "participant": participant,
+        "eye_id": f"{participant}_{volume.laterality or 'unknown'}",
         "laterality": volume.laterality,
         "scanner": volume.scanner,
         "protocol": volume.protocol,

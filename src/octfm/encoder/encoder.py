@@ -19,7 +19,7 @@ from octfm.io.location import Location
 from octfm.layers.band import band_finder
 from octfm.models.heads import merged
 from octfm.models.objectives.objective import ObjectiveConfig
-from octfm.models.pooling import VectorPool, width_of
+from octfm.models.pooling import POOLS, VectorPool, width_of
 from octfm.models.token_map import TISSUE, tissue_index, token_map
 from octfm.models.vit3d import VisionTransformer3D, bscan_weights, count_parameters
 from octfm.pretraining.learner import build_objective, grid_of
@@ -103,7 +103,12 @@ class Encoder:
         return width_of(self.config.objective.pool, self.width, self.config.model.summary)
 
     def pooling(self, pool: VectorPool | None) -> "Encoder":
-        """The same encoder with another pooling of vectors; None keeps the run's own (objective.pool)."""
+        """The same encoder with another pooling of vectors; None keeps the run's own (objective.pool).
+
+        Raises ConfigError if there is no such pooling.
+        """
+        if pool not in (None, *POOLS):
+            raise ConfigError(f"pool: expected {', '.join(POOLS)}, got {pool!r}")
         objective = self.config.objective if pool is None else self.config.objective.model_copy(update={"pool": pool})
         return replace(self, config=self.config.model_copy(update={"objective": objective}))
 

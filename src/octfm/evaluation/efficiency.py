@@ -19,7 +19,7 @@ from octfm.evaluation.cases import (
     make_rounds,
     rarest_class,
 )
-from octfm.evaluation.probe import RESAMPLES, choose_design, describe, drawn, predict, rows_seen
+from octfm.evaluation.probe import RESAMPLES, choose_design, describe, drawn, expect_counts, predict, rows_seen
 from octfm.evaluation.readouts import Readout
 from octfm.evaluation.scoring import PLANNED, compare_metrics, correct, difference_words, planned_metrics, score
 from octfm.evaluation.statistics import enough_resamples
@@ -54,6 +54,7 @@ def label_efficiency(
     subset from its training participants. Intervals cover other participants, other draws of the subset and, for an
     arm with several draws, of the network: seeds take them in turn. `resamples` None: as in `probe`.
     """
+    expect_counts(seeds, resamples)
     encoders = align([e if isinstance(e, Embeddings) else read_embeddings(e) for e in embeddings])
     first, table = encoders[0], read_labels(labels) if labels is not None else None
     seen_rows, (chosen, folds) = rows_seen(first, seen), choose_design(first, design, folds)

@@ -88,8 +88,7 @@ def probe(
         present and lists those that cannot be probed under "skipped".
     metrics: metrics of your own, computed next to the built-in ones with intervals from the same resamples.
     """
-    if seeds < 1:
-        raise EvaluationError(f"seeds: expected at least 1, got {seeds}")
+    expect_counts(seeds, resamples)
     if taken := {metric.name for metric in metrics} & {*BUILT_IN}:
         raise EvaluationError(f"metrics: {', '.join(sorted(taken))} is a built-in metric; choose another name")
     encoders = align([e if isinstance(e, Embeddings) else read_embeddings(e) for e in embeddings])
@@ -163,6 +162,13 @@ def probe(
             "commands": list(commands),
         }
     )
+
+
+def expect_counts(seeds: int, resamples: int | None) -> None:
+    """Raise EvaluationError unless there is at least one seed and one resample; None stands for a default number."""
+    for name, count in (("seeds", seeds), ("resamples", resamples)):
+        if count is not None and count < 1:
+            raise EvaluationError(f"{name}: expected at least 1, got {count}")
 
 
 def write_probe(path: str | Location, result: dict[str, Any]) -> Location:

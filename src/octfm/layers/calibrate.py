@@ -1,6 +1,6 @@
 """90 % intervals for the zones of a table, calibrated on a user's own corrected scans."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 from octfm.display import number
@@ -54,11 +54,7 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
     enough = {scanner for scanner, count in counts.items() if count >= LEAST_PARTICIPANTS}
     if not enough:
         found = ", ".join(f"{count} of {scanner}" for scanner, count in counts.items()) or "none"
-        found += f" ({'; '.join(left_out)})" if left_out else ""
-        raise EvaluationError(
-            f"{corrected}: expected corrected zones of at least {LEAST_PARTICIPANTS} participants of one scanner whose "
-            f"scans are in the table, got {found}; correct more scans, or keep the synthetic-calibrated ranges"
-        )
+        raise _too_few(corrected, found, left_out)
     factors = {scanner: conformal_quantile(list(scores[scanner].values())) for scanner in enough}
     if copied := [scanner for scanner in sorted(enough) if factors[scanner] < LEAST_FACTOR]:
         raise EvaluationError(
@@ -78,6 +74,24 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
         _scaled(row, factors[row["scanner"]], counts[row["scanner"]]) if row["scanner"] in enough else row
         for row in rows
     ], messages
+
+
+def expect_enough(corrected: Path, sources: Container[str]) -> None:
+    """Raise EvaluationError, before scans are segmented, if a CSV as for `calibrate_rows` is something else, or has
+    corrected zones of fewer than LEAST_PARTICIPANTS participants whose scans are among `sources`."""
+    fixed, in_part = read_corrected(corrected)
+    known = [row for row in fixed if row["source"] in sources and zones_in(row, UNIT, corrected)]
+    people = {row["participant"].strip() for row in known} - {""}
+    if len(people) < LEAST_PARTICIPANTS:
+        raise _too_few(corrected, str(len(people)), [in_part] if in_part else [])
+
+
+def _too_few(corrected: Path, found: str, left_out: list[str]) -> EvaluationError:
+    why = f" ({'; '.join(left_out)})" if left_out else ""
+    return EvaluationError(
+        f"{corrected}: expected corrected zones of at least {LEAST_PARTICIPANTS} participants of one scanner whose "
+        f"scans are in the table, got {found}{why}; correct more scans, or keep the synthetic-calibrated ranges"
+    )
 
 
 def read_corrected(path: Path) -> tuple[list[dict[str, str]], str]:

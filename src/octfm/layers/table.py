@@ -124,10 +124,11 @@ def write_table(
     corrections: fingerprint of a scan → what somebody has corrected in it; its row is written anew, marked as
     corrected.
     eyes: scan → the eye that its path names; see Volume.with_eye.
-    only_corrected: read every scan, but segment and add only those with corrections. Returns the number of new or
-    changed rows. Raises EvaluationError if `out` is something else than such a table, has rows of another network or,
-    with `only_corrected`, of scans that nobody has corrected, or is being written by another process, and
-    CorrectionsError if `corrections` do not fit a scan, or fit none of them.
+    only_corrected: read every scan, but segment and add only those with corrections; `echo` gets the problem of a file
+    that cannot be read, which gets no row. Returns the number of new or changed rows. Raises EvaluationError if `out`
+    is something else than such a table, has rows of another network or, with `only_corrected`, of scans that nobody has
+    corrected, or is being written by another process, and CorrectionsError if `corrections` do not fit a scan, or fit
+    none of them.
     """
     finder, corrections, eyes = finder or load_finder(device=device), corrections or {}, eyes or {}
     done: set[str] = set()
@@ -159,8 +160,8 @@ def write_table(
                     continue
                 found = segment(volume, finder=finder)
                 if by_hand is not None:
-                    found = found.corrected(by_hand)
                     used.add(by_hand.source)
+                    found = found.corrected(by_hand)
                 grid = None if isinstance(given, Volume) else device_grid_of(given, limits)
                 row = row_of(found, grid) | {"source": source, "file_state": state}
             except ReadError as error:
@@ -179,6 +180,9 @@ def write_table(
                     also(source, found)
             if not isinstance(given, Volume):  # volumes in memory may share a source
                 done.add(source)
+            if row["problem"] and only_corrected:
+                echo(row["problem"])
+                continue
             if table.put(row):
                 echo(f"{source}: {row['problem'] or row['verdict']}")
     _report_unused(corrections, used, echo)

@@ -28,7 +28,6 @@ def write_leaderboard(result: dict[str, Any], order: list[str], out: str | Path)
         "target": result["target"],
         "reference": result["reference"],
         "participants": first["n_test_participants"],
-        "unit": first["unit"],
         "counts": first["test_participants_per_class"] or {},
         "seen": words.tested_before(result["results"]),
         "metrics": [words.METRICS[m] for m in metrics],

@@ -165,7 +165,8 @@ def _sure(sources: Sources) -> str:
         parts.append(
             "The features also tell scanners apart, which a model may mistake for disease where clinics differ in both."
         )
-    one = "" if probe.get("settings", {}).get("seeds", 1) > 1 else " with one set of folds"
+    settings = probe.get("settings", {})
+    one = " with one set of folds" if settings.get("design") == "k-fold" and settings.get("seeds", 1) == 1 else ""
     parts.append(
         f"It is one training run{one}; another would give somewhat other numbers, and no other hospital's data were "
         "tested."

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +45,16 @@ CHOICES = vocabulary("""
     warn whiten xla_spmd
 """)
 """Every word that a setting of a run can choose; all other text in a config comes from the user."""
+NUMBERED = vocabulary("""
+    --defects --epochs --every --file-gb --file-seconds --folds --from-scratch-epochs --hours --max-reject --max-samples
+    --ranks --seed --seeds --steps --workers
+""")
+"""Options whose value is a number. Elsewhere one may name a folder after a day or a patient."""
+NAMED = vocabulary("""
+    band_network ckpt_second_dir conditions encoder exclude init labels leave_out_scanners mask_name name order project
+    scanners store surfaces target truth
+""")
+"""Settings that are text, in which a number is a name too."""
 RECORDED = ("octfm", "parameters", "environment", "store", "precision")
 """Keys of run.json that pass; of the others, only the commit, fingerprints and the year do."""
 
@@ -139,12 +150,12 @@ def shareable(sources: Sources) -> Sources:
 
 
 def shareable_command(command: str) -> str:
-    """A command with its verb, options, numbers and choices; names and paths are withheld."""
+    """A command with its verb, options, choices, and numbers that are numbers; names and paths are withheld."""
     try:
         words = shlex.split(command)
     except ValueError:
         words = command.split()
-    return " ".join([*words[:1], *(_word(word, place) for place, word in enumerate(words[1:]))])
+    return " ".join([*words[:1], *(_word(word, before) for before, word in pairwise(words))])
 
 
 def shareable_setting(value: Any) -> Any:
@@ -253,12 +264,16 @@ def _result(row: dict[str, Any], words: Words) -> dict[str, Any]:
     return shown
 
 
-def _word(word: str, place: int) -> str:
+def _word(word: str, before: str) -> str:
     name, equals, value = word.partition("=")
+    number = _NUMBER.fullmatch(value)
     if _OPTION.fullmatch(name) and equals:
-        return f"{name}={value if _NUMBER.fullmatch(value) else WITHHELD}"
-    if _OPTION.fullmatch(word) or _NUMBER.fullmatch(word) or (place == 0 and re.fullmatch(r"[a-z]{3,12}", word)):
+        return f"{name}={value if number and name in NUMBERED else WITHHELD}"
+    if _OPTION.fullmatch(word) or (before == "octfm" and re.fullmatch(r"[a-z]{3,12}", word)):
+        return word
+    if _NUMBER.fullmatch(word) and before in NUMBERED:
         return word
     if equals and _KEY.fullmatch(name):
-        return f"{name}={value if _NUMBER.fullmatch(value) or value in CHOICES | _SWITCHES else WITHHELD}"
+        harmless = value in CHOICES | _SWITCHES or (number and name.rpartition(".")[2] not in NAMED)
+        return f"{name}={value if harmless else WITHHELD}"
     return WITHHELD

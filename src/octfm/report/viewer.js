@@ -352,6 +352,7 @@
       "[": () => fade(-0.1), "]": () => fade(0.1), "-": () => fade(-0.1), "+": () => fade(0.1),
     };
     root.addEventListener("keydown", (event) => {
+      if ((event.ctrlKey || event.metaKey) && event.key.toLowerCase() === "s" && hand?.key(event)) return;
       if (event.target.tagName === "INPUT" && event.target.type !== "checkbox" && event.target !== slider && event.target !== find("opacity")) return;
       if (event.target.tagName !== "SELECT" && hand?.key(event)) return;
       if (event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT" || event.target === find("opacity")) return;
@@ -363,8 +364,8 @@
     });
 
     function drag(canvas, take) {
-      canvas.addEventListener("pointerdown", (event) => { if (event.button) return; canvas.setPointerCapture(event.pointerId); take(event, true); });
-      canvas.addEventListener("pointermove", (event) => { if (event.buttons & 1) take(event, false); });
+      canvas.addEventListener("pointerdown", (event) => { if (event.button || !event.isPrimary) return; canvas.setPointerCapture(event.pointerId); take(event, true); });
+      canvas.addEventListener("pointermove", (event) => { if (event.isPrimary && event.buttons & 1) take(event, false); });
     }
     const at = (canvas, event, rows, columns) => {
       const box = canvas.getBoundingClientRect();
@@ -377,7 +378,7 @@
       if (down && !taken && [...state.on].some((i) => overlays()[i].key === "similarity")) ask();
       draw();
     });
-    for (const end of ["pointerup", "pointercancel"]) bscanCanvas.addEventListener(end, () => hand?.release(end === "pointercancel"));
+    for (const end of ["pointerup", "pointercancel"]) bscanCanvas.addEventListener(end, (event) => { if (event.isPrimary) hand?.release(end === "pointercancel"); });
     drag(frontCanvasElement, (event) => {
       const [k, column] = at(frontCanvasElement, event, volume.shape[0], volume.shape[2]);
       state.kept = nearestKept(k);
@@ -390,6 +391,7 @@
         // Without the focus the wheel belongs to the page: nobody wants to be caught while scrolling.
         if (event.ctrlKey || !root.contains(document.activeElement)) return;
         event.preventDefault();
+        if (hand?.drawing()) return;
         wheel += event.deltaMode ? 40 * event.deltaY : event.deltaY;
         const steps = Math.trunc(wheel / 40);
         if (steps) { wheel -= 40 * steps; step(steps); }

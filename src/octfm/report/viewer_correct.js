@@ -333,8 +333,11 @@ const octfmCorrect = (() => {
         && made.bscans.every((one) => Number.isInteger(one.bscan) && one.bscan >= 0 && one.bscan < D
           && Object.entries(one.surfaces || {}).every(([name, own]) => edit.surfaces.includes(name) && own.length === W)
           && Object.keys(one.areas || {}).every((name) => edit.reported.includes(name)));
-      if (!fits) {
-        message = `Not loaded: ${made && made.format === edit.format && made.scan !== edit.scan ? "corrections of another scan" : "not corrections of these lines"}.`;
+      // Its zones went by that length; saved from here, it would lose it.
+      const length = fits && made.axial_length_mm, other = length && length !== edit.axialLength;
+      if (!fits || other) {
+        message = other ? `Not loaded: corrected by an axial length of ${length} mm; make this page with --axial-length ${length}.`
+          : `Not loaded: ${made && made.format === edit.format && made.scan !== edit.scan ? "corrections of another scan" : "not corrections of these lines"}.`;
         update();
         return;
       }
@@ -593,6 +596,8 @@ const octfmCorrect = (() => {
       if (event.altKey || (control && !(state.active && "zys".includes(name)))) return false;
       if (control && name === "s") { event.preventDefault(); save(); return true; }
       if (name === "e" && !control) { event.preventDefault(); toggle(); return true; }
+      // Until a stroke ends, other keys would change what it is compared with, or leave its B-scan.
+      if (stroke && name !== "Escape") { event.preventDefault(); return true; }
       if (!state.active || !keys[name] || (name === "Enter" && ["BUTTON", "SUMMARY"].includes(event.target.tagName))) return false;
       event.preventDefault();
       keys[name](event);
@@ -624,7 +629,7 @@ const octfmCorrect = (() => {
     listen("load", "change", (e) => load(e.target.files[0]).finally(() => { e.target.value = ""; }));
     window.addEventListener("beforeunload", (e) => { if (dirty()) e.preventDefault(); });
 
-    return { press, drag, release, key, moved, update, drawLines, drawAreas, drawBrush, drawFovea, active: () => state.active };
+    return { press, drag, release, key, moved, update, drawLines, drawAreas, drawBrush, drawFovea, active: () => state.active, drawing: () => Boolean(stroke) };
   }
 
   return { open };

@@ -155,6 +155,8 @@ def verdict(probe: dict[str, Any] | None) -> tuple[str, str]:
         return "none", "No probe has been run on this encoder yet, so nothing can be said about its features."
     row = _key_row(probe)
     if row is None:
+        if leakage(probe["results"]):
+            return "none", "Only the scanner was probed, which measures leakage and not what the features are worth."
         return "none", "The probe found no target that could be measured; its results below give the reasons."
     what = TARGETS.get(row["target"], f"predicting {display.readable(row['target'])}")
     metric = METRICS.get(row["metric"], row["metric"])
@@ -207,7 +209,7 @@ def with_fewer_labels(probe: dict[str, Any] | None) -> str:
 
 
 def _key_row(probe: dict[str, Any]) -> dict[str, Any] | None:
-    results = [r for r in probe["results"] if r["estimate"] is not None]
+    results = [r for r in probe["results"] if r["estimate"] is not None and not r.get("leakage")]
     first = results[0] if results else None
     return next((r for key in MAIN for r in results if (r["target"], r["metric"]) == key), first)
 

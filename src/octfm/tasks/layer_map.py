@@ -127,7 +127,7 @@ def measured(
 def _read(file: Path, head: dict) -> dict[str, np.ndarray]:
     """Key of a source → its numbers in the file, without a last line that a kill left half-written; begins the file if
     there is none."""
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if file.is_file() else []
     if not lines:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, f"{json.dumps(head)}\n".encode())
@@ -145,8 +145,17 @@ def _read(file: Path, head: dict) -> dict[str, np.ndarray]:
     whole = [line for line in lines[1:] if line.endswith("\n")]
     if len(whole) + 1 < len(lines):
         write_whole(file, "".join([lines[0], *whole]).encode())
-    rows = (json.loads(line) for line in whole)
-    return {name: np.array([np.nan if v is None else v for v in values], float) for name, values in rows}
+    found = {}
+    for place, line in enumerate(whole, 2):
+        try:
+            name, values = json.loads(line)
+            found[name] = np.array([np.nan if v is None else v for v in values], float)
+            found[name].reshape(len(COLUMNS))
+        except (ValueError, TypeError):
+            raise EvaluationError(
+                f"{file}: line {place} is damaged; delete the line, and its scan is measured again"
+            ) from None
+    return found
 
 
 def spaced(volume: Volume, bscans: int | None) -> Volume:

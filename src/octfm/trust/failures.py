@@ -31,26 +31,27 @@ def failures(study: Study) -> list[dict[str, Any]]:
         for place in np.lexsort((ids, -error))[:WORST]:
             rows = np.flatnonzero(member == place)
             shown = rows[int(np.argmax(row_error[rows]))]
-            truth_words, predicted_words = _words(task, units, int(place))
+            truth, said, wrong = _words(task, units, int(place))
             found.append(
                 {
                     "target": task.name,
                     "unit": task.cases.unit_name,
                     "acquisition": str(study.data.acquisition[task.cases.rows[predictions.rows[shown]]]),
-                    "truth": truth_words,
-                    "said": predicted_words,
+                    "truth": truth,
+                    "said": said,
                     "error": float(error[place]),
-                    "wrong": bool(task.cases.classes is None or units.value[place].argmax() != units.truth[place]),
+                    "wrong": wrong,
                 }
             )
     return found
 
 
-def _words(task: Task, units: Units, place: int) -> tuple[str, str]:
-    """Truth and prediction of one unit, for the page."""
+def _words(task: Task, units: Units, place: int) -> tuple[str, str, bool]:
+    """Truth and prediction of one unit, for the page, and whether they differ."""
     classes = task.cases.classes
     if classes is None:
-        return f"{units.truth[place]:.1f}", f"{units.value[place, 0]:.1f}"
+        return f"{units.truth[place]:.1f}", f"{units.value[place, 0]:.1f}", True
     assert units.log_prior is not None
     p = softmax(units.value[place : place + 1] + units.log_prior[place : place + 1])[0]
-    return classes[int(units.truth[place])], f"{classes[int(p.argmax())]} (probability {p.max():.2f})"
+    truth, said = int(units.truth[place]), int(p.argmax())
+    return classes[truth], f"{classes[said]} (probability {p.max():.2f})", truth != said

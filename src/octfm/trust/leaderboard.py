@@ -20,7 +20,8 @@ from octfm.errors import Echo, EvaluationError
 from octfm.evaluation.arms import covariates
 from octfm.evaluation.cases import Cases, Round, Skip, find_target, make_cases, make_rounds
 from octfm.evaluation.probe import RESAMPLES, describe, predict, rows_seen
-from octfm.evaluation.scoring import HEADLINE, Predictions, compare_metrics, correct, fails_holm, score
+from octfm.evaluation.scoring import HEADLINE, Predictions, compare_metrics, correct, fails_holm, planned_metrics, score
+from octfm.evaluation.statistics import enough_resamples
 from octfm.evaluation.tissue_map import tissue_map
 from octfm.io.location import local_path
 from octfm.models.pooling import VectorPool
@@ -54,7 +55,7 @@ def leaderboard(
     orders: Mapping[str, tuple[str, ...]] | None = None,
     exclude: str | Path | None = None,
     allow_seen: bool = False,
-    resamples: int = RESAMPLES,
+    resamples: int | None = None,
     seed: int = 0,
     commands: Sequence[str] = (),
     echo: Echo = print,
@@ -68,6 +69,7 @@ def leaderboard(
 
     stores: one per preprocessing among the encoders, all of the same acquisitions.
     exclude: a file of volumes to leave out.
+    resamples: of participants; None: as in `octfm.evaluation.probe.probe`.
 
     Raises EvaluationError if a test participant was trained on, unless `allow_seen`, and if two entries, or an entry
     and a baseline, have the same name.
@@ -101,6 +103,8 @@ def leaderboard(
         runs[t.name] = t.what, [saved.for_cases(cases, base, rounds[0].test) for saved in t.runs]
     for e in baselines:
         runs[e.name] = "baseline", [predict(cases, rounds, e, "linear", seed)]
+    if resamples is None:
+        resamples = enough_resamples(len(planned_metrics(cases)) * (len(runs) - 1), RESAMPLES)
     scored = {
         name: score(cases, name, predictions, facts | {"what": what}, resamples, seed)
         for name, (what, predictions) in runs.items()

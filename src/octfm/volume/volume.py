@@ -116,6 +116,9 @@ class Volume:
             )
         if len(self.spacing_mm) != 3 or not all(np.isfinite(mm) and mm > 0 for mm in self.spacing_mm):
             raise ValueError(f"{self.source}: spacing_mm must be positive on every axis, got {self.spacing_mm}")
+        for name, known in (("laterality", ("R", "L", None)), ("layout", LAYOUTS), ("modality", MODALITIES)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{self.source}: {name}: expected {', '.join(map(str, known))}, got {value!r}")
 
     @property
     def white(self) -> int:

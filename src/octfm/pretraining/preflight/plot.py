@@ -53,5 +53,5 @@ def draw_plot(path: Path, config: PretrainConfig, store: Store, train_rows: np.n
             axes.set_xlabel(NAMES[axis])
         bottom[0].set_title(f"share of kept tokens that are targets, {DRAWS} draws", loc="left")
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
+        figure.savefig(path, dpi=110, format="png")  # else a name without an ending would get one
     return path

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from octfm.display import markdown
-from octfm.evaluation.scoring import HEADLINE
+from octfm.evaluation.scoring import HEADLINE, fails_holm
 from octfm.io.location import Location, write_whole
 from octfm.report import words
 from octfm.report.card.paper import bibtex, setting, shareable_run
@@ -280,7 +280,7 @@ def _evaluation(probe: dict[str, Any] | None) -> str:
 
 
 def _verdict(c: dict[str, Any]) -> str:
-    return c["verdict"] + (" (not after Holm's correction)" if words.fails_holm(c) else "")
+    return c["verdict"] + (" (not after Holm's correction)" if fails_holm(c) else "")
 
 
 def _limits(sources: Sources) -> str:
@@ -319,7 +319,7 @@ def _limits(sources: Sources) -> str:
         if seen := words.tested_before(results):
             found.append(f"{seen} test participants had been seen in pretraining; the numbers are too good.")
         compared = [c for c in sources.probe["comparisons"] if not c.get("leakage")]
-        if undecided := sorted({c["target"] for c in compared if c["verdict"] == "inconclusive"}):
+        if undecided := sorted({c["target"] for c in compared if c["verdict"] == "inconclusive" or fails_holm(c)}):
             found.append(f"Some comparisons with the baselines are inconclusive: {', '.join(undecided)}.")
         if not any("age" in t["column"] or "site" in t["column"] for t in tested(sources.probe)):
             found.append(
