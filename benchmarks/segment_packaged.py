@@ -21,6 +21,7 @@ from octfm.layers.edges import EDGES, onto_edge, onto_edges
 from octfm.layers.finder import LayerFinder, Layers, load_finder
 from octfm.layers.training import from_state
 from octfm.models.layer_net import SURFACES
+from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.surface import at_rows
 from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import Volume
@@ -133,14 +134,15 @@ def fluid(finder: LayerFinder, data: Path) -> list[np.ndarray]:
 
 
 def degraded(finder: LayerFinder, data: Path) -> None:
-    """Lines and fluid of the same B-scans, altered as exports alter them, in rows and A-scans of the originals."""
+    """Lines and fluid of the same B-scans, altered as exports alter them, and the tissue band of `octfm prepare`; in rows
+    and A-scans of the originals."""
     file = np.load(data / "medvisbonn_amd_spectralis_145.npz")
     voxels, labels = file["volume"][5::15], file["labels"][5::15]
     drawn = {"rpe_peak": line(labels, 255), "bm": line(labels, 127)}
     oedema = np.load(data / "chiu2015_dme_subjects1to5.npz")
     shape = tuple(oedema["shape"])
     grader = np.unpackbits(oedema["fluid_grader1"])[: np.prod(shape)].reshape(shape).astype(bool)[::2]
-    print(f"{'':24} rpe_peak, µm (bias)    bm, µm (bias)  fluid, Dice  area over the grader's")
+    print(f"{'':24} rpe_peak, µm (bias)    bm, µm (bias)  fluid, Dice  area over the grader's  sure bands of 5 eyes")
     for name, altered in ALTERED.items():
         amd, dme = (np.stack([altered(bscan) for bscan in these]) for these in (voxels, oedema["bscans"][::2]))
         scale = voxels.shape[1] / amd.shape[1]
@@ -155,7 +157,14 @@ def degraded(finder: LayerFinder, data: Path) -> None:
         lesions = finder.find(Volume(dme, (0.24, scale * 0.00387, scale * 0.0115))).lesions
         fluid_here = np.stack([resized(np.isin(each, (1, 2)), shape[1:]) for each in lesions])
         cells += [f"{dice(fluid_here, grader):12.2f} {fluid_here.sum() / grader.sum():10.2f}"]
+        eyes = np.split(np.stack([altered(bscan) for bscan in oedema["bscans"]]), 5)
+        volumes = [Volume(eye, (0.12, scale * 0.00387, scale * 0.0115)) for eye in eyes]
+        sure = [sum(settings(volume).confident for volume in volumes) for settings in (OLDER, Preprocessing())]
+        cells += [f"{sure[1]:17} (version 3: {sure[0]})"]
         print(f"{name:24} {'  '.join(cells)}", flush=True)
+
+
+OLDER = Preprocessing(algorithm=3)
 
 
 def resized(bscan: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

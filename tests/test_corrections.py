@@ -390,6 +390,8 @@ def test_a_fovea_set_in_the_page_is_the_centre_of_the_zones(browser, tmp_path, t
     chosen = browser.call("DOM.querySelector", nodeId=node, selector='[data-part="load"]')["nodeId"]
     browser.call("DOM.setFileInputFiles", nodeId=chosen, files=[str(path)])
     browser.wait(f"document.querySelector('{ROOT}').dataset.fovea !== ''")
+    said = browser.js("document.querySelector('[data-part=\"hand-status\"]').textContent")
+    assert said.startswith("Loaded: the fovea of A. Grader")
     assert_same(numbers(browser), expected_numbers(corrected))
     assert read_corrections(save(browser, again)).fovea == by_hand.fovea
     browser.key("f", shift=True)

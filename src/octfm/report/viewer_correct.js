@@ -329,7 +329,7 @@ const octfmCorrect = (() => {
       let made;
       try { made = JSON.parse(await chosen.text()); } catch { made = null; }
       const fits = made && made.format === edit.format && made.scan === edit.scan && made.network === edit.network && Array.isArray(made.bscans)
-        && typeof made.author === "string" && typeof made.time === "string" && (!made.fovea || [D, W].every((n, i) => made.fovea[i] >= 0 && made.fovea[i] <= n - 1))
+        && typeof made.author === "string" && typeof made.time === "string" && (!made.fovea || [D, W].every((n, i) => typeof made.fovea[i] === "number" && made.fovea[i] >= 0 && made.fovea[i] <= n - 1))
         && made.bscans.every((one) => Number.isInteger(one.bscan) && one.bscan >= 0 && one.bscan < D
           && Object.entries(one.surfaces || {}).every(([name, own]) => edit.surfaces.includes(name) && own.length === W)
           && Object.keys(one.areas || {}).every((name) => edit.reported.includes(name)));
@@ -355,7 +355,7 @@ const octfmCorrect = (() => {
       if (made.fovea) { olds.push(snapshot(here())); fovea = made.fovea; }
       find("author").value ||= made.author;
       find("participant").value ||= made.participant || "";
-      record(olds, `Loaded: ${made.bscans.length} B-scans of ${made.author}, ${made.time.slice(0, 10)}.`);
+      record(olds, `Loaded: ${[made.bscans.length && `${made.bscans.length} B-scans`, made.fovea && "the fovea"].filter(Boolean).join(" and ") || "nothing"} of ${made.author}, ${made.time.slice(0, 10)}.`);
       hooks.redraw();
     }
 
