@@ -134,7 +134,7 @@ def fluid(finder: LayerFinder, data: Path) -> list[np.ndarray]:
 
 
 def degraded(finder: LayerFinder, data: Path) -> None:
-    """Lines and fluid of the same B-scans, altered as exports alter them, and the tissue band of `octfm prepare`; in rows
+    """Lines and fluid of B-scans altered as exports alter them, and the tissue band of `octfm prepare`; in rows
     and A-scans of the originals."""
     file = np.load(data / "medvisbonn_amd_spectralis_145.npz")
     voxels, labels = file["volume"][5::15], file["labels"][5::15]
