@@ -156,6 +156,19 @@ def test_white_padding_leaves_no_rim_where_a_picture_was_compressed_or_resized(f
     assert np.array_equal(found[row >= rows + 13], shown[row >= rows + 13]), "the image is as it was"
 
 
+@pytest.mark.parametrize("level", [0, 255])
+def test_a_frame_does_not_change_what_is_found_inside(level):
+    """Bars change the mean of a B-scan: in letterboxed eyes with oedema a third of the fluid was left."""
+    image, alone = drawn(1)[0], found_in_first()
+    framed = np.pad(image.voxels, ((0, 0), (90, 40), (20, 9)), constant_values=level)
+    found = load_finder().find(replace(as_volume(image), voxels=framed))
+    inner = slice(90, 90 + image.voxels.shape[1]), slice(20, 20 + image.voxels.shape[2])
+    for name, values in vars(found.taken(inner)).items():
+        np.testing.assert_allclose(values, getattr(alone, name), atol=1e-4, err_msg=name)
+    assert np.isnan(found.rows[:, :, :20]).all() and not found.present[:, -9:].any()
+    assert found.lesions.shape == framed.shape
+
+
 def test_nothing_is_found_where_there_is_no_retina_and_the_verdict_says_so():
     noise = np.random.default_rng(0).integers(0, 30, (2, 496, 384), dtype=np.uint8)
     found = octfm.segment(Volume(noise, (0.12, 0.0039, 0.016)))

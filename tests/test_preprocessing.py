@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from octfm.config import dump, load
 from octfm.errors import ConfigError, ReadError, StoreError
 from octfm.phantom import phantom_volume
+from octfm.volume.planes import inside_frame, without_marks
 from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Lines, Volume
@@ -269,6 +270,54 @@ def test_white_padding_of_exports_is_no_image_and_does_not_hide_the_retina(white
     assert not (shown & now.transform.to_prepared(padding.astype(np.uint8)).astype(bool)).any()
     off = np.abs(now.band - clean.band)
     assert np.median(off) < 2, "rows"
+
+
+@pytest.mark.parametrize("level", [0, 128, 255])
+@pytest.mark.parametrize("laterality", ["R", "L"])
+def test_bars_and_frames_around_bscans_are_no_image(level, laterality):
+    """As in figures and in pictures made square: they hid the retina from the search, and made it look wider."""
+    volume, _ = phantom_volume(5, scanner="topcon_triton", laterality=laterality)
+    around = (0, 0), (40, 25), (12, 30)
+    framed = replace(volume, voxels=np.pad(volume.voxels, around, constant_values=level))
+    settings_of = exactly(volume)
+    clean, now = settings_of(volume), settings_of(framed)
+    assert clean.confident and now.confident
+    assert np.array_equal(now.voxels, clean.voxels) and np.array_equal(now.band, clean.band)
+    places = np.array([[0.0, 10, 20], [3, 50, 7]])
+    moved = now.transform.points_to_native(places) - clean.transform.points_to_native(places)
+    assert np.array_equal(moved, [[0, 40, 12]] * 2) and now.transform.native_shape == framed.shape
+
+
+def test_a_retina_below_a_black_vitreous_touches_no_bar():
+    """As in volumes flattened at the ILM, which must not be cropped at it."""
+    rng = np.random.default_rng(0)
+    light = np.repeat([0, 150, 60, 180, 40], 40)[:, None]
+    bscans = np.clip(light * rng.gamma(8, 1 / 8, (4, 200, 300)), 0, 255).astype(np.uint8)
+    assert inside_frame(bscans, 255) is None
+    assert inside_frame(np.pad(bscans, ((0, 0), (0, 9), (0, 0))), 255) == (slice(0, 200), slice(0, 300))
+
+
+def with_icon(bscans: np.ndarray) -> np.ndarray:
+    """B-scans with an icon at the lower left as Cirrus draws it, or a scale bar: straight lines both ways."""
+    marked = bscans.copy()
+    bottom = bscans.shape[1] - 12
+    marked[:, bottom - 40, 10:60] = marked[:, bottom - 20, 10:60] = marked[:, bottom, 10:60] = 255
+    marked[:, bottom - 40 : bottom + 1, [10, 59]] = 255
+    return marked
+
+
+def test_burnt_in_icons_and_scale_bars_do_not_move_the_band():
+    """Behind the icon of Cirrus the search took its lines for the RPE in 11 of 49 real B-scans."""
+    volume, _ = phantom_volume(3, scanner="topcon_triton")
+    settings_of, marked = exactly(volume), replace(volume, voxels=with_icon(volume.voxels))
+    clean, now = settings_of(volume), settings_of(marked)
+    before = settings_of.model_copy(update={"algorithm": 3})(marked)
+    assert clean.confident and now.confident
+    off = [np.abs(prepared.band - clean.band)[:, :, :60].mean() for prepared in (before, now)]
+    assert off[0] > 10 > 1 > off[1], "rows"
+    assert now.voxels[:, :, :70].max() < 255 or clean.voxels[:, :, :70].max() == 255
+    assert np.array_equal(now.voxels[:, :, 70:], clean.voxels[:, :, 70:])
+    assert without_marks(volume.voxels, 255) is volume.voxels
 
 
 def test_blank_ascans_are_padding_and_do_not_darken_their_neighbours():

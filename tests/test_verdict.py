@@ -127,6 +127,19 @@ def test_dark_images_and_images_without_contrast_are_refused(scan):
     assert codes(deep, found) == ()
 
 
+def test_images_of_inverted_grey_levels_are_refused(scan):
+    """The network finds their layers, but none of their fluid, which is bright."""
+    volume, found = scan
+    assert codes(replace(volume, voxels=255 - volume.voxels), found) == ("inverted",)
+
+
+def test_a_scan_in_a_frame_is_judged_inside_of_it(scan):
+    volume, found = scan
+    frame = slice(120, 120 + H), slice(40, 40 + W)
+    framed = replace(volume, voxels=np.pad(volume.voxels, ((0, 0), (120, 90), (40, 50)), constant_values=128))
+    assert judge(framed, found.placed(frame, framed.shape), UNTRAINED) == judge(volume, found, UNTRAINED)
+
+
 def test_an_unsure_network_is_refused(scan):
     volume, found = scan
     most = slice(0, W * 5 // 8)

@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from octfm.models.layer_net import (
     standardise,
 )
 from octfm.run.runtime import Runtime, device_named
-from octfm.volume.planes import without_white_padding
+from octfm.volume.planes import inside_frame, without_marks, without_white_padding
 from octfm.volume.surface import best_path
 from octfm.volume.volume import Shape3, Spacing3, Volume
 from octfm.weights.packaged import CURRENT, find_packaged, weights_of
@@ -79,6 +79,37 @@ class Layers:
 
     __repr__ = fields_line
 
+    def placed(self, inner: tuple[slice, slice], shape: Shape3) -> "Layers":
+        """What was found in some rows and A-scans `inner` of B-scans, in all of them: volume [D, H, W] of this shape.
+        There is no retina outside."""
+        first, columns = inner[0].start, inner[1]
+        outside = ((0, 0), (columns.start, shape[2] - columns.stop))
+        beside = functools.partial(np.pad, pad_width=((0, 0), *outside))
+        lesions = np.zeros(shape, np.uint8)
+        lesions[:, *inner] = self.lesions
+        return replace(
+            self,
+            rows=beside(self.rows + np.float32(first), constant_values=np.nan),
+            spread_um=beside(self.spread_um),
+            near=beside(self.near),
+            disorder_um=np.pad(self.disorder_um, outside),
+            present=np.pad(self.present, outside),
+            lesions=lesions,
+        )
+
+    def taken(self, inner: tuple[slice, slice]) -> "Layers":
+        """The reverse of `placed`."""
+        first, columns = inner[0].start, inner[1]
+        return replace(
+            self,
+            rows=self.rows[..., columns] - np.float32(first),
+            spread_um=self.spread_um[..., columns],
+            near=self.near[..., columns],
+            disorder_um=self.disorder_um[..., columns],
+            present=self.present[..., columns],
+            lesions=self.lesions[:, *inner],
+        )
+
 
 class LayerFinder:
     """A trained LayerNet and what identifies it."""
@@ -109,10 +140,13 @@ class LayerFinder:
     def find(self, volume: Volume) -> Layers:
         """Surfaces and lesions of every B-scan of a volume, one by one; layout and laterality do not matter.
 
-        Nothing is found in B-scans of more than LARGEST.
+        Nothing is found in B-scans of more than LARGEST, and in a frame around them.
         """
         depth, height, width = volume.shape
         white = volume.white
+        if (inner := inside_frame(volume.voxels, white)) is not None:
+            # Bars would change the mean and the variance to which B-scans are brought.
+            return self.find(replace(volume, voxels=volume.voxels[:, *inner])).placed(inner, volume.shape)
         size = network_size(volume.shape, volume.spacing_mm)
         rows = np.full((len(SURFACES), depth, width), np.nan, np.float32)
         spread, near = np.zeros_like(rows), np.zeros_like(rows)
@@ -125,7 +159,8 @@ class LayerFinder:
         chunk = max(1, min(CHUNK, most // math.prod(size)))
         for first in range(0, depth, chunk):
             part = slice(first, first + chunk)
-            grey = without_white_padding(volume.voxels[part], white).astype(np.float32) * (255 / white)
+            grey = without_white_padding(without_marks(volume.voxels[part], white), white)
+            grey = grey.astype(np.float32) * (255 / white)
             image = self.runtime.tensor(grey)
             found = self.network(self._prepared(image[:, None], size))
             surfaces = self._surfaces(found.rows, size, volume)

@@ -11,7 +11,7 @@ import numpy as np
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.volume.etdrs import Field, sample
-from octfm.volume.planes import without_white_padding
+from octfm.volume.planes import inside_frame, without_white_padding
 from octfm.volume.volume import Spacing3, Volume
 
 SEEN = 0.5
@@ -91,6 +91,7 @@ DOUBTFUL = 0.5
 """Largest share of doubtful A-scans."""
 REASONS = {
     "dark": "too dark or too little contrast to tell the layers apart",
+    "inverted": "the retina is darker than the vitreous, so fluid cannot be found: export it bright on dark",
     "upside_down": "upside down: the vitreous must be at the top",
     "no_retina": "no retina was found in most A-scans",
     "blinked": "{lost} of {bscans} B-scans are dark or show no retina",
@@ -107,7 +108,7 @@ REASONS = {
 """Code → sentence, the most serious first."""
 PARTS = ("blinked", "clipped")
 """Reasons that hold for the whole scan only above MOST; below they are a note."""
-ANSWERED = frozenset({"dark", "no_retina", "blinked", "clipped", "wide_field", "unfamiliar"})
+ANSWERED = frozenset({"dark", "inverted", "no_retina", "blinked", "clipped", "wide_field", "unfamiliar"})
 """Reasons that concern the network only: they no longer hold once somebody has drawn or checked all lines."""
 
 
@@ -124,6 +125,7 @@ class Measures:
     """Share of A-scans where ILM or BM is not in the image or touches its edge; of the B-scans that are not lost."""
     levels: float
     contrast: float
+    """Negative if the retina is darker than the vitreous."""
     field_mm: float
     """Width of a B-scan; of a circle its diameter."""
     frame_mm: float
@@ -162,7 +164,10 @@ class Verdict:
 
 
 def judge(volume: Volume, found: Layers, finder: LayerFinder) -> Verdict:
-    """Judge what was found in a volume. Where retina is missing or cut off, some B-scans are also tried upside down."""
+    """Judge what was found in a volume, inside of a frame if it has one. Where retina is missing or cut off, some
+    B-scans are also tried upside down."""
+    if (inner := inside_frame(volume.voxels, volume.white)) is not None:
+        volume, found = replace(volume, voxels=volume.voxels[:, *inner]), found.taken(inner)
     measures = measure(volume, found)
     if measures.seen < SEEN or measures.clipped > CLIPPED:
         depth = len(volume.voxels)
@@ -176,7 +181,8 @@ def decide(measures: Measures) -> Verdict:
     """Compare measures with the thresholds."""
     m = measures
     wrong = {
-        "dark": m.levels < LEVELS or (m.seen >= SEEN and m.contrast < CONTRAST),
+        "dark": m.levels < LEVELS or (m.seen >= SEEN and abs(m.contrast) < CONTRAST),
+        "inverted": m.levels >= LEVELS and m.seen >= SEEN and m.contrast <= -CONTRAST,
         "upside_down": m.turned >= SEEN and (m.seen < SEEN or m.turned > m.seen + BETTER),
         "no_retina": m.seen < SEEN and m.turned < SEEN,
         "blinked": m.seen >= SEEN and m.lost > MOST * m.bscans,
@@ -374,7 +380,7 @@ def dark_bscans(volume: Volume) -> np.ndarray:
 
 def _contrast(voxels: np.ndarray, ilm: np.ndarray, bm: np.ndarray) -> float:
     """Mean of the retina less that of the vitreous within a quarter of the frame above it, in standard deviations of
-    the vitreous; infinite if nothing was found. Inverted images are negative, so the sign is dropped."""
+    the vitreous; infinite if nothing was found, negative in images of inverted grey levels."""
     reach = voxels.shape[1] // 4
     row = np.arange(voxels.shape[1])[:, None]
     inner, outer = [], []
@@ -384,4 +390,4 @@ def _contrast(voxels: np.ndarray, ilm: np.ndarray, bm: np.ndarray) -> float:
     retina, vitreous = np.concatenate(inner).astype(np.float32), np.concatenate(outer).astype(np.float32)
     if not len(retina) or not len(vitreous):
         return float("inf")
-    return float(abs(retina.mean() - vitreous.mean()) / max(vitreous.std(), 1.0))
+    return float((retina.mean() - vitreous.mean()) / max(vitreous.std(), 1.0))

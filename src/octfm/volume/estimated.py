@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from octfm.volume.planes import Planes, imaged_rows, levelled
+from octfm.volume.planes import Planes, ready_for_search
 from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import Shape3, Spacing3
 from octfm.volume.window import RETINA_MM
@@ -38,10 +38,8 @@ def retina_rows(bscans_DHW: np.ndarray | Planes) -> float | None:
 
     The search needs millimetres, so several are tried; a result counts if its own millimetres agree with them.
     """
+    bscans_DHW = ready_for_search(np.stack(list(bscans_DHW)), 255)
     _, height, width = bscans_DHW.shape
-    bscans_DHW = np.stack(list(bscans_DHW))
-    if (image := imaged_rows(bscans_DHW, 255)) is not None:
-        bscans_DHW = levelled(bscans_DHW, image)
     best: tuple[float, float] | None = None
     for frame_mm in FRAMES_MM:
         dy = frame_mm / height

@@ -1,5 +1,5 @@
 """Grey levels of B-scans: 8-bit ones of a 16-bit volume, converted one at a time, since a worker's memory would not
-hold a converted copy as well; and what is white padding."""
+hold a converted copy as well; and what is no image: bars and frames around it, white padding, burnt-in marks."""
 
 import warnings
 from collections.abc import Iterator
@@ -31,6 +31,24 @@ MOST_RIM, RIM_FALLS, RIM_FALLS_LEVELS = 12, 1.2, 4
 many grey levels of 255."""
 BORDER_ROWS = 8
 """Rows of the image whose median stands for what padding hides."""
+FLAT, FLAT_EXCEPT = (0.06, 0.016, 0.0), 0.1
+"""In a bar or a frame around the image, most difference of grey levels, as a share of white, and the share of voxels
+that may differ by more. JPEG does not keep one value; a smaller difference tells a black bar from a dark vitreous."""
+BEGINS, WITHIN = 0.5, 2
+"""At least this share of voxels differs from a bar so many lines behind it."""
+DIMMEST = 0.8
+"""Largest brightness of the image's border, as a share of its mean, at a darker bar above or below: in an image
+flattened at the ILM, without its vitreous, the bar is the vitreous, and the border is as bright as nerve fibres."""
+ENOUGH = 8
+"""About so many B-scans of a volume, and every fourth voxel of a line, show whether there are bars."""
+LEAST_BLANK = 8
+"""Fewer A-scans of one value at a side are no bar: instruments leave one or two blank."""
+LEAST_LEFT = 0.25
+"""Least share of rows, and of A-scans, that a bar or a frame leaves."""
+BAR, BAR_LEVEL, THIN = 14, 0.5, 3
+"""Least voxels of a straight burnt-in line, its least share of white, and how far aside it is at most half as bright.
+The icon of Cirrus has lines of 64 voxels and, above and below its arrow, 31; scale bars of Spectralis have 17 and 52 for
+200 µm. No speckle, reflex or vessel is that straight both ways."""
 TWELVE_BITS = 4095
 
 
@@ -126,9 +144,120 @@ def without_white_padding(bscans: np.ndarray, white: int) -> np.ndarray:
 
 
 def searchable(volume: Volume) -> Volume:
-    """The volume with its white padding `levelled`, for a search of the retina; itself if it has none."""
-    image = imaged_rows(volume.voxels, volume.white)
-    return volume if image is None else replace(volume, voxels=levelled(volume.voxels, image))
+    """The volume with its B-scans `ready_for_search`; itself if they are so already."""
+    voxels = ready_for_search(volume.voxels, volume.white)
+    return volume if voxels is volume.voxels else replace(volume, voxels=voxels)
+
+
+def ready_for_search(bscans: np.ndarray, white: int) -> np.ndarray:
+    """B-scans [B, H, W] for a search of the retina in native millimetres: without a frame around them, which makes
+    them smaller, without burnt-in marks, and with white padding `levelled`; themselves if they have none of these."""
+    framed = inside_frame(bscans, white)
+    inner = without_marks(bscans if framed is None else bscans[:, *framed], white)
+    image = imaged_rows(inner, white)
+    return inner if image is None else levelled(inner, image)
+
+
+def inside_frame(bscans: np.ndarray, white: int) -> tuple[slice, slice] | None:
+    """Rows and A-scans inside bars of one grey level around all B-scans [B, H, W], as of a figure or of a picture made
+    square; None if there are none. A black vitreous is none: behind a bar the image begins at once."""
+    rows = _between_bars(bscans, white, DIMMEST)
+    columns = _between_bars(bscans.swapaxes(1, 2), white, np.inf)
+    columns = slice(
+        columns.start if columns.start >= LEAST_BLANK else 0,
+        columns.stop if bscans.shape[2] - columns.stop >= LEAST_BLANK else bscans.shape[2],
+    )
+    whole = (rows.start, columns.start, rows.stop, columns.stop) == (0, 0, *bscans.shape[1:])
+    small = any(s.stop - s.start < LEAST_LEFT * n for s, n in zip((rows, columns), bscans.shape[1:], strict=True))
+    if whole or small:
+        return None
+    # Broad bars on two sides hide those on the others.
+    deeper = inside_frame(bscans[:, rows, columns], white)
+    return (rows, columns) if deeper is None else (_of(rows, deeper[0]), _of(columns, deeper[1]))
+
+
+def _of(outer: slice, inner: slice) -> slice:
+    return slice(outer.start + inner.start, outer.start + inner.stop)
+
+
+def _between_bars(lines: np.ndarray, white: int, dimmest: float) -> slice:
+    """Lines, along axis 1 of [B, L, N], between bars at either end; `dimmest` as DIMMEST."""
+    count, some = lines.shape[1], slice(None, None, max(1, len(lines) // ENOUGH))
+    first, last = (_bar(lines[some, ::step, ::4], white, dimmest) for step in (1, -1))
+    return slice(first, max(first, count - last))
+
+
+def _bar(lines: np.ndarray, white: int, dimmest: float) -> int:
+    """Number of lines at the start, along axis 1 of [B, L, N], that are a bar; `dimmest` as DIMMEST."""
+    count, level = lines.shape[1], float(lines[0, 0, 0])
+
+    def differs(line: int, most: float) -> float:
+        return float(((lines[:, line] > level + most) | (lines[:, line] < level - most)).mean())
+
+    for flat in FLAT:
+        past, most = 0, flat * white
+        while past < (1 - LEAST_LEFT) * count and differs(past, most) <= FLAT_EXCEPT:
+            past += 1
+        if past and past + WITHIN < count and differs(past + WITHIN, most) >= BEGINS:
+            image = lines[:, past:]
+            border, brighter = float(image[:, WITHIN].mean()), image[image > level + most]
+            return past if border <= level or border <= dimmest * float(brighter.mean()) else 0
+    return 0
+
+
+def without_marks(bscans: np.ndarray, white: int) -> np.ndarray:
+    """B-scans [B, H, W] without burnt-in scale bars and icons, which have straight lines both ways; themselves if there
+    are none."""
+    found = None
+    for d, bscan in enumerate(bscans):
+        for rows, columns in _marks(bscan, white):
+            if found is None:
+                found = bscans.copy()
+            box = found[d, rows, columns]
+            box[_near_bright(box, BAR_LEVEL * white)] = np.median(box)
+    return bscans if found is None else found
+
+
+def _near_bright(box: np.ndarray, level: float) -> np.ndarray:
+    """Voxels above a level, and their neighbours, in which JPEG leaves a shade of them."""
+    from scipy.ndimage import maximum_filter
+
+    return maximum_filter(box, THIN) >= level
+
+
+def _marks(bscan: np.ndarray, white: int) -> list[tuple[slice, slice]]:
+    """Boxes (rows, A-scans) of a B-scan that hold burnt-in marks."""
+    from scipy.ndimage import binary_dilation, find_objects, label
+
+    upright = _lines(bscan, BAR_LEVEL * white)
+    if upright is None or (level := _lines(bscan.T, BAR_LEVEL * white)) is None:
+        return []
+    # Lines end a little before they cross: there neither is thin.
+    reach = np.ones((2 * THIN + 1, 2 * THIN + 1))
+    upright, level = binary_dilation(upright, reach), binary_dilation(level.T, reach)
+    parts, _ = label(upright | level, np.ones((3, 3)))
+    crossing = np.unique(parts[upright & level])
+    boxes = find_objects(parts)
+    return [boxes[part - 1] for part in crossing]
+
+
+def _lines(bscan: np.ndarray, level: float) -> np.ndarray | None:
+    """bool [H, W]: straight thin lines along A-scans at or above a grey level; None if there are none."""
+    from scipy.ndimage import binary_opening
+
+    # A line shows in every fourth row, which rules out nearly all B-scans.
+    some = _thin(bscan[::4], level)
+    if not (some[2:] & some[1:-1] & some[:-2]).any():
+        return None
+    lines = binary_opening(_thin(bscan, level), np.ones((BAR, 1)))
+    return np.pad(lines, ((0, 0), (THIN, THIN))) if lines.any() else None
+
+
+def _thin(bscan: np.ndarray, level: float) -> np.ndarray:
+    """bool [H, W - 2 THIN]: voxels at or above a grey level that are at least twice as bright as those THIN A-scans
+    aside."""
+    own = bscan[:, THIN:-THIN]
+    return (own >= level) & (np.maximum(bscan[:, : -2 * THIN], bscan[:, 2 * THIN :]) <= own // 2)
 
 
 def levelled(bscans: np.ndarray, image: np.ndarray) -> np.ndarray:

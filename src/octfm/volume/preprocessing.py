@@ -25,7 +25,16 @@ from octfm.display import fields_line
 from octfm.errors import ConfigError, ReadError
 from octfm.io.hashing import hash_text
 from octfm.volume.laterality import Side, disc_side
-from octfm.volume.planes import Planes, blackened, eight_bit, imaged_rows, levelled, without_white_padding
+from octfm.volume.planes import (
+    Planes,
+    blackened,
+    eight_bit,
+    imaged_rows,
+    inside_frame,
+    levelled,
+    without_marks,
+    without_white_padding,
+)
 from octfm.volume.radial import to_raster
 from octfm.volume.resampling import resample, seen_rows
 from octfm.volume.tissue import MARGIN_MM, BandFinder, Tissue, find_tissue
@@ -91,7 +100,8 @@ class Preprocessing(Config):
     algorithm: Literal[2, 3, 4] = 4
     """Version of the algorithm, raised whenever the same settings would give other voxels or another band.
 
-    Version 3 takes white padding, which exports have where A-scans were shifted, for image. Version 2 also trusts a
+    Version 3 takes for image what exports have around and on it: white padding where A-scans were shifted, frames, and
+    burnt-in scale bars and icons. Version 2 also trusts a
     band that runs along the tops of lesions, and its crop does not follow a drifting retina. Stores and checkpoints
     made with either can still be continued and used. Left eyes in vertical B-scans are mirrored by the order of their
     B-scans in all."""
@@ -197,6 +207,12 @@ class Preprocessing(Config):
         left_eye = volume.laterality == "L"
         if left_eye:
             canonical = canonical.mirrored()
+        inner, outer = None, canonical.shape
+        if padded:
+            white = self._white(canonical)
+            inner = inside_frame(canonical.voxels, white)
+            framed = canonical.voxels if inner is None else canonical.voxels[:, *inner]
+            canonical = replace(canonical, voxels=without_marks(framed, white))
         image = imaged_rows(canonical.voxels, self._white(canonical)) if padded else None
         searched = canonical
         if image is not None:
@@ -237,6 +253,8 @@ class Preprocessing(Config):
             )
         band = self._band(tissue, valid, transform)
         disc = disc_side(voxels, canonical.spacing_mm, tissue, volume.left_to_right).side
+        if inner is not None:
+            transform = transform.placed(inner, outer)
         return Prepared(out, band, valid, tissue.confident, tissue.confidence, transform, disc)
 
     def coverage(self, native_shape: Shape3, native_spacing_mm: Spacing3) -> Coverage:

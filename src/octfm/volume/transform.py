@@ -1,6 +1,6 @@
 """Transform: the map between a prepared volume and its native frame, to show results on the original scan."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,12 @@ class Transform:
         """
         self._expect(array_DHW.shape, self.native_shape, "array")
         return self._resample(array_DHW, to_native=False, order=order)
+
+    def placed(self, inner: tuple[slice, slice], native_shape: Shape3) -> "Transform":
+        """The same map for a volume of this shape, some canonical rows and A-scans `inner` of which were prepared."""
+        z, y, x = self.origin
+        origin = (z, y + inner[0].start, x + inner[1].start)
+        return replace(self, native_shape=native_shape, origin=origin)
 
     def to_dict(self) -> dict[str, Any]:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
