@@ -47,8 +47,8 @@ LEAST_LEFT = 0.25
 """Least share of rows, and of A-scans, that a bar or a frame leaves."""
 BAR, BAR_LEVEL, THIN = 14, 0.5, 3
 """Least voxels of a straight burnt-in line, its least share of white, and how far aside it is at most half as bright.
-The icon of Cirrus has lines of 64 voxels and, above and below its arrow, 31; scale bars of Spectralis have 17 and 52 for
-200 µm. No speckle, reflex or vessel is that straight both ways."""
+The icon of Cirrus has lines of 64 voxels and, above and below its arrow, 31; scale bars of Spectralis have 17 and 52,
+for 200 µm. No speckle, reflex or vessel is that straight both ways."""
 TWELVE_BITS = 4095
 
 
@@ -227,29 +227,28 @@ def _near_bright(box: np.ndarray, level: float) -> np.ndarray:
 
 def _marks(bscan: np.ndarray, white: int) -> list[tuple[slice, slice]]:
     """Boxes (rows, A-scans) of a B-scan that hold burnt-in marks."""
-    from scipy.ndimage import binary_dilation, find_objects, label
+    from scipy import ndimage
 
     upright = _lines(bscan, BAR_LEVEL * white)
     if upright is None or (level := _lines(bscan.T, BAR_LEVEL * white)) is None:
         return []
     # Lines end a little before they cross: there neither is thin.
-    reach = np.ones((2 * THIN + 1, 2 * THIN + 1))
-    upright, level = binary_dilation(upright, reach), binary_dilation(level.T, reach)
-    parts, _ = label(upright | level, np.ones((3, 3)))
-    crossing = np.unique(parts[upright & level])
-    boxes = find_objects(parts)
-    return [boxes[part - 1] for part in crossing]
+    upright, level = (np.asarray(ndimage.maximum_filter(lines, 2 * THIN + 1)) for lines in (upright, level.T))
+    parts = np.empty(bscan.shape, np.int32)
+    ndimage.label(upright | level, np.ones((3, 3)), output=parts)
+    boxes = ndimage.find_objects(parts)
+    return [boxes[part - 1] for part in np.unique(parts[upright & level])]
 
 
 def _lines(bscan: np.ndarray, level: float) -> np.ndarray | None:
     """bool [H, W]: straight thin lines along A-scans at or above a grey level; None if there are none."""
-    from scipy.ndimage import binary_opening
+    from scipy import ndimage
 
     # A line shows in every fourth row, which rules out nearly all B-scans.
     some = _thin(bscan[::4], level)
     if not (some[2:] & some[1:-1] & some[:-2]).any():
         return None
-    lines = binary_opening(_thin(bscan, level), np.ones((BAR, 1)))
+    lines = np.asarray(ndimage.binary_opening(_thin(bscan, level), np.ones((BAR, 1))))
     return np.pad(lines, ((0, 0), (THIN, THIN))) if lines.any() else None
 
 
