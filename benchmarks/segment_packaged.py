@@ -142,7 +142,7 @@ def degraded(finder: LayerFinder, data: Path) -> None:
     oedema = np.load(data / "chiu2015_dme_subjects1to5.npz")
     shape = tuple(oedema["shape"])
     grader = np.unpackbits(oedema["fluid_grader1"])[: np.prod(shape)].reshape(shape).astype(bool)[::2]
-    print(f"{'':24} rpe_peak, µm (bias)    bm, µm (bias)  fluid, Dice  area over the grader's  sure bands of 5 eyes")
+    print(f"{'':24} rpe_peak, µm (bias)    bm, µm (bias)  fluid, Dice  area over grader's  sure eyes, B-scans; before")
     for name, altered in ALTERED.items():
         amd, dme = (np.stack([altered(bscan) for bscan in these]) for these in (voxels, oedema["bscans"][::2]))
         scale = voxels.shape[1] / amd.shape[1]
@@ -157,14 +157,15 @@ def degraded(finder: LayerFinder, data: Path) -> None:
         lesions = finder.find(Volume(dme, (0.24, scale * 0.00387, scale * 0.0115))).lesions
         fluid_here = np.stack([resized(np.isin(each, (1, 2)), shape[1:]) for each in lesions])
         cells += [f"{dice(fluid_here, grader):12.2f} {fluid_here.sum() / grader.sum():10.2f}"]
-        eyes = np.split(np.stack([altered(bscan) for bscan in oedema["bscans"]]), 5)
-        volumes = [Volume(eye, (0.12, scale * 0.00387, scale * 0.0115)) for eye in eyes]
-        sure = [sum(settings(volume).confident for volume in volumes) for settings in (OLDER, Preprocessing())]
-        cells += [f"{sure[1]:17} (version 3: {sure[0]})"]
+        every = np.stack([altered(bscan) for bscan in oedema["bscans"]])
+        spacing = (0.12, scale * 0.00387, scale * 0.0115)
+        eyes = [Volume(eye, spacing) for eye in np.split(every, 5)]
+        single = [Volume(bscan[None], spacing, layout="line") for bscan in every[::3]]
+        for settings in (Preprocessing(), Preprocessing(algorithm=3)):
+            sure = sum(settings(eye).confident for eye in eyes)
+            of_single = sum(settings.of_bscans()(bscan).confident for bscan in single)
+            cells += [f"{sure:10} of {len(eyes)}, {of_single:2} of {len(single)}"]
         print(f"{name:24} {'  '.join(cells)}", flush=True)
-
-
-OLDER = Preprocessing(algorithm=3)
 
 
 def resized(bscan: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

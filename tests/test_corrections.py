@@ -362,6 +362,8 @@ def test_a_fovea_set_in_the_page_is_the_centre_of_the_zones(browser, tmp_path, t
     browser.key("e")
     browser.mouse('[data-part="map"]', 0.6, 0.45)
     assert numbers(browser) != as_found and told(browser)["fovea"]
+    said = browser.js("document.querySelector('[data-part=\"hand-status\"]').textContent")
+    assert said.startswith(f"The fovea is set in B-scan {int(told(browser)['bscan']) + 1}, ")
     x, y = found.etdrs().centre_mm
     bscan, ascan = (float(at) for at in told(browser)["fovea"].split(","))
     assert found.place().place(bscan, ascan) == pytest.approx((x + 0.1 * 6.8, y - 0.05 * 6.8), abs=0.02)

@@ -566,11 +566,14 @@ const octfmCorrect = (() => {
       if (!state.active || !grid.zones) return;
       const [bscan, ascan] = octfmEtdrs.indexOf(grid.zones.centre, field), x = (ascan + 0.5) / W * canvasWidth;
       if (Math.round(bscan) !== here()) return;
-      context.fillStyle = "#fff";
+      // The outline is for white margins.
+      Object.assign(context, { fillStyle: "#fff", strokeStyle: "#000", lineWidth: 2 });
       context.beginPath();
-      context.moveTo(x, canvasHeight - 14);
-      for (const side of [-7, 7]) context.lineTo(x + side, canvasHeight);
+      context.moveTo(x, canvasHeight - 16);
+      for (const side of [-8, 8]) context.lineTo(x + side, canvasHeight - 1);
+      context.closePath();
       context.fill();
+      context.stroke();
     }
 
     // ---- keys ----
@@ -619,11 +622,13 @@ const octfmCorrect = (() => {
     listen("brush", "input", (e) => { state.widths[area() ? "area" : "line"] = Number(e.target.value); choose({}); });
     for (const [part, action] of Object.entries({ undo: () => step(history, future, 0), redo: () => step(future, history, 1), check, revert, fill, save, fovea: () => keys.f({}) }))
       listen(part, "click", () => { action(); hooks.redraw(); });
-    // A click on the map: the grid is centred there.
+    // A click on the map: the grid is centred there, and its B-scan is shown.
     listen("map", "click", (e) => {
       if (!state.active || !grid.zones) return;
       const box = e.target.getBoundingClientRect(), mm = (at, size) => 2 * MAP_MM * (at / size - 0.5), [cx, cy] = grid.zones.centre;
-      setFovea(octfmEtdrs.indexOf([cx + mm(e.clientX - box.left, box.width), cy + mm(e.clientY - box.top, box.height)], field));
+      const place = octfmEtdrs.indexOf([cx + mm(e.clientX - box.left, box.width), cy + mm(e.clientY - box.top, box.height)], field), there = shown(Math.round(place[0]));
+      if (there >= 0) hooks.go(there);
+      setFovea(place);
       hooks.redraw();
     });
     listen("load", "change", (e) => load(e.target.files[0]).finally(() => { e.target.value = ""; }));
