@@ -233,11 +233,11 @@ def _marks(bscan: np.ndarray, white: int) -> list[tuple[slice, slice]]:
     if upright is None or (level := _lines(bscan.T, BAR_LEVEL * white)) is None:
         return []
     # Lines end a little before they cross: there neither is thin.
-    upright, level = (np.asarray(ndimage.maximum_filter(lines, 2 * THIN + 1)) for lines in (upright, level.T))
+    wide = [np.asarray(ndimage.maximum_filter(lines, 2 * THIN + 1), bool) for lines in (upright, level.T)]
     parts = np.empty(bscan.shape, np.int32)
-    ndimage.label(upright | level, np.ones((3, 3)), output=parts)
+    ndimage.label(np.logical_or(*wide), np.ones((3, 3)), output=parts)
     boxes = ndimage.find_objects(parts)
-    return [boxes[part - 1] for part in np.unique(parts[upright & level])]
+    return [boxes[part - 1] for part in np.unique(parts[np.logical_and(*wide)])]
 
 
 def _lines(bscan: np.ndarray, level: float) -> np.ndarray | None:
