@@ -32,9 +32,10 @@ from octfm.run.runtime import Runtime, alone
 from octfm.store.item import StoredVolume
 from octfm.store.layout import Arrays, shapes
 from octfm.store.store import Store
-from octfm.volume.preprocessing import Prepared, Preprocessing
+from octfm.volume.preprocessing import Prepared, Preprocessing, differences
 from octfm.volume.volume import Volume
 from octfm.weights import exported
+from octfm.weights.packaged import packaged_encoders
 
 Scan = str | Path | Volume | StoredVolume
 """What `Encoder.embed` takes for one scan; a str is a path or an address."""
@@ -142,7 +143,8 @@ class Encoder:
     def require_prepared(self, store: Store) -> None:
         """Raises EvaluationError if a store was prepared with another Preprocessing than the encoder's (F15)."""
         if store.fingerprint != self.fingerprint:
-            raise EvaluationError(_prepared_otherwise(str(store.path), self.source))
+            differing = differences(store.preprocessing.model_dump(mode="json"), self.preprocessing)
+            raise EvaluationError(_prepared_otherwise(str(store.path), self.source, differing))
 
     @property
     def takes_bscans(self) -> bool:
@@ -393,9 +395,10 @@ def _untrained(settings: PretrainConfig, preprocessing: Preprocessing, draw: int
     return build_objective(other, preprocessing).frozen_encoder(settings.objective.frozen)
 
 
-def _prepared_otherwise(what: str, encoder: str) -> str:
+def _prepared_otherwise(what: str, encoder: str, differing: str = "") -> str:
     return (
-        f"{what}: prepared with other settings than {encoder} was trained on; prepare the volumes with its own "
+        f"{what}: prepared with other settings than {encoder} was trained on{f' ({differing})' * bool(differing)}; "
+        "prepare the volumes anew with its own "
         f"Preprocessing (octfm prepare CATALOG --like {encoder.partition(' at random ')[0]}) (F15)"
     )
 
@@ -498,16 +501,20 @@ def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, d
     if not tuning["lr_encoder"]:  # a frozen encoder is not in the checkpoint: load the one it names
         base = load_encoder(tuning["encoder"], random_init=tuning["from_scratch"], runtime=runtime)
         base = base.of_bscans() if preprocessing.takes_bscans else base
-        require_trained_on(base, content, f"{path}: {tuning['encoder']}", "head")
+        base = as_trained_on(base, content, f"{path}: {tuning['encoder']}", "head")
         return replace(base, source=f"{path} on {base.source}")
     network = empty_network(config, preprocessing)
     fill(network, merged(part_of(best["model"], "encoder.")), path)
     return assemble(network, config, preprocessing, _source(path, False), content["fingerprint"], runtime)
 
 
-def require_trained_on(encoder: Encoder, content: dict[str, Any], what: str, part: str) -> None:
-    """Raises EvaluationError if a head or decoder was trained on another encoder: its checkpoint only names the path of
-    one, which may hold a later checkpoint by now."""
+def as_trained_on(encoder: Encoder, content: dict[str, Any], what: str, part: str) -> Encoder:
+    """The encoder as a head or decoder was trained on it. Raises EvaluationError if it is another one: a checkpoint
+    only names the path of one, which may hold a later checkpoint by now."""
+    before = encoder.preprocessing.model_copy(update={"algorithm": 3})
+    # Packaged encoders learned from phantoms, of which versions 3 and 4 of the algorithm make the same voxels.
+    if before.fingerprint() == content["fingerprint"] and encoder.source in packaged_encoders():
+        encoder = replace(encoder, preprocessing=before, fingerprint=before.fingerprint())
     other = "another Preprocessing" if encoder.fingerprint != content["fingerprint"] else ""
     # Checkpoints of before it was recorded have no digest.
     if not other and content.get("frozen_encoder", encoder.digest) != encoder.digest:
@@ -516,6 +523,7 @@ def require_trained_on(encoder: Encoder, content: dict[str, Any], what: str, par
         raise EvaluationError(
             f"{what} has {other} than this {part} was trained on (F15); put the encoder back that it was trained on"
         )
+    return encoder
 
 
 def part_of(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

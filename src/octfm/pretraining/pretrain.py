@@ -12,7 +12,7 @@ from octfm.errors import Echo
 from octfm.io.location import Location, location
 from octfm.models.objectives.objective import ObjectiveConfig
 from octfm.pretraining import preflight
-from octfm.pretraining.data import Data, given_store, training_rows
+from octfm.pretraining.data import Data, as_begun, given_store, training_rows
 from octfm.pretraining.initial_weights import with_hash
 from octfm.pretraining.inputs import draw
 from octfm.pretraining.learner import Learner
@@ -68,14 +68,14 @@ def pretrain(
     if objective is not None:
         config = config.with_objective(objective)
     config, device = with_hash(config).on_device(device)
-    store = given_store(config, store)
+    where = location(out)
+    store = as_begun(given_store(config, store), where)
     runtime = join(config.runtime, config.precision, device)
     echo_first = echo if runtime.leads else lambda _: None
     data = Data(store, *training_rows(config, store))
     config = in_steps(config, epoch_volumes(store, data.train_rows, config.data.global_batch_size))
     runtime = runtime.for_run(config.runtime, config.steps_per_program)
     identity = Identity(PRETRAINING, config, store.fingerprint, volumes_digest(store, data.train_rows))
-    where = location(out)
 
     def examine(folder: Path) -> None:
         begun = (folder / "config.yaml").is_file()

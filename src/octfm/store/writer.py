@@ -36,7 +36,7 @@ from octfm.store.layout import (
     to_line,
 )
 from octfm.store.shards import encode
-from octfm.volume.preprocessing import Prepared, Preprocessing
+from octfm.volume.preprocessing import Prepared, Preprocessing, differences
 
 
 class StoreWriter:
@@ -128,12 +128,8 @@ class StoreWriter:
             header["digest"] = header_digest(header)
             write_whole(self.path / "store.json", (json.dumps(header, indent=2) + "\n").encode())
         if header["fingerprint"] != self._preprocessing.fingerprint():
-            # Version 2 did not name the algorithm, and classic bands are not named.
-            before = {"algorithm": 2, "band": "classic", **header["preprocessing"]}
-            now = {"band": "classic", **settings}
-            keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-            differing = [f"{key} {before.get(key)} there, {now.get(key)} here" for key in keys]
-            what = "; ".join(differing) or "by another version of the algorithm"
+            differing = differences(header["preprocessing"], self._preprocessing)
+            what = differing or "by another version of the algorithm"
             remedy = "use the settings in its store.json" if differing else "continue with the octfm that made it"
             raise StoreError(
                 f"{self.path}: this store was prepared differently ({what}), and volumes of one store must be alike; "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octfm.config import load
-from octfm.encoder.encoder import Encoder, load_encoder, part_of, require_trained_on
+from octfm.encoder.encoder import Encoder, as_trained_on, load_encoder, part_of
 from octfm.errors import ConfigError, EvaluationError
 from octfm.formats import within
 from octfm.formats.arrays import named_arrays
@@ -225,8 +225,8 @@ def load_segmenter(out: str | Location, device: str | None = None) -> Segmenter:
             f"{out}: the segmentation has made {content['step']} of {config.steps} updates; run its command again to "
             "finish it"
         )
-    segmenter = Segmenter(config, open_encoder(config, device), content["state"]["tokens"])
-    require_trained_on(segmenter.encoder, content, f"{out}: {config.encoder}", "decoder")
+    encoder = as_trained_on(open_encoder(config, device), content, f"{out}: {config.encoder}", "decoder")
+    segmenter = Segmenter(config, encoder, content["state"]["tokens"])
     segmenter.load_weights(content["model"])
     return segmenter
 

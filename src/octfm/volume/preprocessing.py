@@ -331,6 +331,15 @@ class Preprocessing(Config):
         return np.clip(np.where(np.isnan(band), valid, band), valid[0], valid[1]).astype(np.float32)
 
 
+def differences(recorded: Mapping[str, Any], wanted: Preprocessing) -> str:
+    """Settings in which a store's record differs, with both values; empty if in none."""
+    # Version 2 did not name the algorithm, and classic bands are not named.
+    before = {"algorithm": 2, "band": "classic", **recorded}
+    now = {"band": "classic", **wanted.model_dump(mode="json")}
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    return "; ".join(f"{key} {before.get(key)} there, {now.get(key)} here" for key in keys)
+
+
 def _first_index(center: float, count: int, step: float, first: float, last: float) -> float:
     """Native index of the first prepared voxel: centred, then shifted so that no image is cropped where there is
     padding."""
