@@ -156,6 +156,18 @@ def test_white_padding_leaves_no_rim_where_a_picture_was_compressed_or_resized(f
     assert np.array_equal(found[row >= rows + 13], shown[row >= rows + 13]), "the image is as it was"
 
 
+def test_a_row_and_an_a_scan_that_were_half_padding_go_with_it():
+    """At half the size, where padding ended in the middle of a row of some A-scans and was one A-scan wide."""
+    light = np.where(np.abs(np.arange(160) - 80) < 15, 140, 25)[:, None]
+    bscan = np.clip(light * np.random.default_rng(0).gamma(8, 1 / 8, (160, 128)), 0, 60).astype(np.uint8)
+    padded = bscan.copy()
+    padded[:20], padded[20, :120:3] = 255, 140
+    padded[20:100, -1] = 140
+    found = without_white_padding(padded[None], 255)[0]
+    assert not found[:20].any() and not found[20, :120:3].any() and not found[20:100, -1].any()
+    assert np.array_equal(found[21:, :-1], padded[21:, :-1]) and np.array_equal(found[20, 1:120:3], padded[20, 1:120:3])
+
+
 @pytest.mark.parametrize("level", [0, 255])
 def test_a_frame_does_not_change_what_is_found_inside(level):
     """Bars change the mean of a B-scan: in letterboxed eyes with oedema a third of the fluid was left."""

@@ -22,6 +22,8 @@ RINGING = 5
 """Voxels, either way, over whose mean JPEG keeps white."""
 TOLERANT = 0.93
 """Share of white that the mean of padding reaches, also under noise."""
+HALF_WHITE = 0.4
+"""Share of white from which a voxel beside the dark image may be half padding."""
 RARE = 0.05
 """Share of A-scans in which padding with a sharp edge may end early by chance."""
 DIP = 17
@@ -259,6 +261,17 @@ def _thin(bscan: np.ndarray, level: float) -> np.ndarray:
     return (own >= level) & (np.maximum(bscan[:, : -2 * THIN], bscan[:, 2 * THIN :]) <= own // 2)
 
 
+def _half_white_strips(bscan: np.ndarray, white: int) -> dict[int, int]:
+    """Outermost A-scan, 0 or -1 → rows at its top that smaller pictures have where it was half padding."""
+    strips = {}
+    for column, beside in ((0, 1), (-1, -2)) if bscan.shape[1] > 1 else ():
+        dark_or_padding = (bscan[:, beside] < white / 4) | (bscan[:, beside] >= NEARLY_WHITE * white)
+        strip = (bscan[:, column] >= HALF_WHITE * white) & dark_or_padding
+        if (rows := int(np.logical_and.accumulate(strip).sum())) >= LEAST_PADDING:
+            strips[column] = rows
+    return strips
+
+
 def levelled(bscans: np.ndarray, image: np.ndarray) -> np.ndarray:
     """B-scans [B, H, W] in which what lies outside of the rows `image` [2, B, W] has the grey level of the image's own
     border there: a search for borders finds none."""
@@ -280,9 +293,12 @@ def _white_rows(bscan: np.ndarray, white: int) -> np.ndarray:
     from scipy.ndimage import grey_closing, maximum_filter1d, uniform_filter
 
     height, level = len(bscan), NEARLY_WHITE * white
-    if not (bscan[0] >= level).any():
+    strips = _half_white_strips(bscan, white)
+    if not strips and not (bscan[0] >= level).any():
         return np.zeros(bscan.shape[1], np.int64)
     exact = np.logical_and.accumulate(bscan >= level, axis=0).sum(axis=0)
+    for column, rows in strips.items():
+        exact[column] = max(exact[column], rows)
     # Ringing of JPEG darkens single voxels of the padding, and hardly their mean.
     mean = uniform_filter(bscan.astype(np.float32), RINGING, mode="nearest")
     tolerant = np.logical_and.accumulate(mean >= TOLERANT * white, axis=0).sum(axis=0)
@@ -303,4 +319,6 @@ def _white_rows(bscan: np.ndarray, white: int) -> np.ndarray:
         bright = (behind >= white / 2) & (profile < white / 4)[:, None] & (behind[-1] < white / 4)
         last = np.where(bright.any(axis=0), MOST_RIM + 1 - bright[::-1].argmax(axis=0), 0)
         edge[columns] += np.maximum(last - rim, 0)
+    elif not rim:  # in a smaller picture, a row that was half padding in some A-scans
+        edge[columns] += (behind[0] >= HALF_WHITE * white) & (behind[1] < white / 4)
     return np.minimum(maximum_filter1d(edge, 2 * rim + 1), height) if rim else edge
