@@ -3,6 +3,7 @@
 import io
 import json
 from dataclasses import replace
+from typing import get_args
 from unittest.mock import DEFAULT, Mock
 
 import numpy as np
@@ -14,10 +15,12 @@ from typer.testing import CliRunner
 
 from octfm.catalog.volumes import volumes_below
 from octfm.cli.main import app
+from octfm.cli.options import AxialLength
 from octfm.encoder.embeddings import read_embeddings
 from octfm.errors import ConfigError, EvaluationError
 from octfm.formats import read_volume
 from octfm.formats.dicom.surfaces import read_height_map, surfaces_of_volume
+from octfm.layers.corrections import AXIAL_LENGTH_MM
 from octfm.layers.finder import LARGEST, LayerFinder, network_size
 from octfm.layers.segment import segment
 from octfm.layers.table import describe, read_table, row_of, write_table
@@ -156,6 +159,11 @@ def test_ends_of_turned_bscans_have_the_letters_of_the_fundus(turned):
     assert scene.turned == bool(turned) and told.get("Direction of B-scans", "") == turned
     sides = ["S", "I"] if turned.startswith("vertical") else ["N", "T"] if turned else ["T", "N"]
     assert f'"sides":{json.dumps(sides, separators=(",", ":"))}' in viewer([scene]).body
+
+
+def test_the_command_line_has_the_limits_of_an_axial_length():
+    option = get_args(AxialLength)[1]
+    assert (option.min, option.max) == AXIAL_LENGTH_MM
 
 
 def test_an_axial_length_of_no_eye_and_millimetres_of_a_volume_are_refused(finder):

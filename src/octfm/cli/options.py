@@ -217,6 +217,8 @@ AxialLength = Annotated[
     typer.Option(
         metavar="MM",
         help="Axial length of this eye: rescales lateral millimetres, otherwise the instrument's nominal ones.",
+        min=14,  # octfm.layers.corrections.AXIAL_LENGTH_MM, which a command line need not import
+        max=40,
     ),
 ]
 ParticipantFrom = Annotated[
