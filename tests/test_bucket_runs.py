@@ -19,6 +19,7 @@ from octfm.run import bucket as bucket_run
 from octfm.run import checkpoint
 from octfm.run.bucket import local_run, mirror_of, read_pointer
 from octfm.run.checkpoint_files import name_of
+from octfm.run.checkpoint_writer import Retention
 from octfm.run.tracking import read_metrics
 from support.bucket_servers import ENDPOINT, SECRET, FaultyProxy
 from support.probe_cohort import Cohort
@@ -219,6 +220,22 @@ def test_a_lost_bucket_never_stops_training_and_gets_everything_later(place, sto
     monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
     assert same_state(local_run(place / "run"), on_disk)
     proxy.close()
+
+
+def test_a_slow_bucket_gets_the_checkpoint_to_roll_back_to_and_not_all_between(tmp_path, monkeypatch):
+    """Under load the last healthy checkpoint was dropped for newer ones, and another machine had none to return to."""
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path))
+    run = bucket_run.BucketRun(location("s3://bucket/run"))  # its thread, which sends, does not run
+    folder = run.path / "checkpoints"
+    folder.mkdir(parents=True)
+    run.keep(lambda found: Retention(2).surplus(found, {2}))
+    for step in range(1, 7):
+        path = folder / f"step-{step:08}.pt"
+        path.write_bytes(b"a checkpoint")
+        run.offer(path)
+    assert run.waiting() == [f"step-{step:08}.pt" for step in (2, 5, 6)]
+    assert [step for step, _ in run.failures()] == [1, 3, 4]
+    assert len(list((run.path / ".outbox").iterdir())) == 3, "nothing of the others is left"
 
 
 def test_a_checkpoint_that_is_not_sent_after_all_leaves_no_files(tmp_path, monkeypatch):

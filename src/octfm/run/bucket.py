@@ -32,7 +32,8 @@ FORMAT, VERSION = "octfm-bucket-run", 1
 FETCHED = 2
 """Checkpoints that another machine fetches: the newest, and an older one in case it is damaged."""
 WAITING = 2
-"""Most checkpoints that wait to be sent; while the bucket is unreachable, older ones are dropped."""
+"""Most checkpoints that wait to be sent, beside those that the retention keeps; while the bucket is unreachable, older
+ones are dropped."""
 PATIENCE_S = 600.0
 """How long a run that has ended tries to send its last checkpoint."""
 
@@ -131,12 +132,14 @@ class BucketRun:
         with self._lock:
             self._drop(path.name)
             self._waiting[path.name] = outbox
+            known = sorted(self._sent.keys() | self._waiting.keys())
+            surplus = {found.name for found in self._surplus([Path(name) for name in known])}
             # Never the one that is being sent: the thread is reading its files.
             for name in sorted(set(self._waiting) - {self._sending})[:-WAITING]:
-                self._drop(name)
-                self._failures.append(
-                    (step_of(name), f"checkpoint {name} was not sent to {self.where}: newer ones are waiting already")
-                )
+                if name in surplus:
+                    self._drop(name)
+                    sentence = f"checkpoint {name} was not sent to {self.where}: newer ones are waiting already"
+                    self._failures.append((step_of(name), sentence))
             self._idle.clear()
         self._wake.set()
 
