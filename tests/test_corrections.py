@@ -366,7 +366,7 @@ def test_a_fovea_set_in_the_page_is_the_centre_of_the_zones(browser, tmp_path, t
     assert said.startswith(f"The fovea is set in B-scan {int(told(browser)['bscan']) + 1}, ")
     x, y = found.etdrs().centre_mm
     bscan, ascan = (float(at) for at in told(browser)["fovea"].split(","))
-    assert found.place().place(bscan, ascan) == pytest.approx((x + 0.1 * 6.8, y - 0.05 * 6.8), abs=0.02)
+    assert found.place().to_mm(bscan, ascan) == pytest.approx((x + 0.1 * 6.8, y - 0.05 * 6.8), abs=0.02)
     browser.key("z")
     assert numbers(browser) == as_found and not told(browser)["fovea"]
     browser.key("ArrowDown")
@@ -664,7 +664,7 @@ def test_a_fovea_set_by_hand_is_in_rows_and_takes_no_part_of_the_range(tmp_path)
     assert row["corrected_bscans"] == row["checked_bscans"] == "0"
     assert "0 of 25 B-scans and the fovea" in describe(corrected)
     elsewhere = found.corrected(read_corrections(written(stated(found, fovea=[2.5, 30]), tmp_path / "b.json")))
-    assert elsewhere.etdrs().centre_mm == pytest.approx(found.place().place(2.5, 30))
+    assert elsewhere.etdrs().centre_mm == pytest.approx(found.place().to_mm(2.5, 30))
 
 
 def test_a_fovea_beside_the_scan_is_refused(tmp_path):

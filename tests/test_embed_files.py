@@ -47,13 +47,13 @@ def run(tmp_path_factory):
 
 def test_files_behind_links_are_listed_too(tmp_path):
     """A scan follows links: a new file there must not be missed by what decides whether to scan again."""
-    (tmp_path / "root").mkdir()
+    (tmp_path / "scans").mkdir()
     (tmp_path / "other").mkdir()
-    (tmp_path / "root" / "link").symlink_to(tmp_path / "other")
-    (tmp_path / "other" / "back").symlink_to(tmp_path / "root")  # a circle
-    (tmp_path / "root" / "gone").symlink_to(tmp_path / "nothing")
+    (tmp_path / "scans" / "link").symlink_to(tmp_path / "other")
+    (tmp_path / "other" / "back").symlink_to(tmp_path / "scans")  # a circle
+    (tmp_path / "scans" / "gone").symlink_to(tmp_path / "nothing")
     (tmp_path / "other" / "a.dcm").write_bytes(b"1")
-    assert list(listing_of(tmp_path / "root")) == [f"{tmp_path}/root/link/a.dcm"]
+    assert list(listing_of(tmp_path / "scans")) == [f"{tmp_path}/scans/link/a.dcm"]
 
 
 def test_a_dicomdir_stands_for_its_folder_whose_new_files_are_embedded(run, tmp_path):

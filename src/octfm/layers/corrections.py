@@ -86,7 +86,7 @@ class Corrections:
         return self.checked.union(self.areas, *self.surfaces.values())
 
     @property
-    def fovea_too(self) -> str:
+    def and_fovea(self) -> str:
         """In words, after the number of B-scans that were corrected."""
         return "" if self.fovea is None else " and the fovea"
 

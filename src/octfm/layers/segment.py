@@ -107,7 +107,7 @@ class ScanSegmentation(Segmentation):
             "note": self.note_on_scan,
             "corrected": ""
             if self.corrections is None
-            else f"by hand, {number(len(self.corrections.touched), 'B-scan')}{self.corrections.fovea_too}",
+            else f"by hand, {number(len(self.corrections.touched), 'B-scan')}{self.corrections.and_fovea}",
             **super()._described(),
         }
 
@@ -297,7 +297,7 @@ class ScanSegmentation(Segmentation):
         inner = self.thickness_um("ilm", "ipl_inl")
         thickness, place, laterality = self.thickness_um(upper, lower), self.place(), self.volume.laterality
         if self.corrections is not None and self.corrections.fovea is not None:
-            grid = measure_around(place.place(*self.corrections.fovea), thickness, place, laterality, "fovea")
+            grid = measure_around(place.to_mm(*self.corrections.fovea), thickness, place, laterality, "fovea")
         else:
             grid = measure_grid(thickness, place, laterality, pit_map_um=inner)
         if keep_doubtful:

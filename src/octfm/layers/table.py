@@ -346,6 +346,6 @@ def describe(found: ScanSegmentation, device: DeviceGrid | str | None = None) ->
             lines.append("  " + ", ".join(found_here))
     share = f"{found.doubtful.mean():.0%} of A-scans are doubtful"
     if row["corrected_bscans"]:
-        too = found.corrections.fovea_too if found.corrections else ""
-        lines.append(f"  corrected by hand: {row['corrected_bscans']} of {row['bscans']} B-scans{too}")
+        and_fovea = found.corrections.and_fovea if found.corrections else ""
+        lines.append(f"  corrected by hand: {row['corrected_bscans']} of {row['bscans']} B-scans{and_fovea}")
     return "\n".join([*lines, f"  verdict: {row['verdict']}; {share}", f"  {found.model}; {NOTE}"])

@@ -7,11 +7,10 @@ ground_truth/ has labels.tsv, defects.tsv, phantom.json (settings) and an .npz o
 import csv
 import json
 import math
-import os
 import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 
 from octfm.errors import OctfmError
 from octfm.io.isolation import UNLIMITED, Lost
-from octfm.io.location import local_path
+from octfm.io.location import local_path, lock
 from octfm.io.spread import spread
 from octfm.phantom.cohort import Participant, draw_cohort, eye_of
 from octfm.phantom.defects import DEFECTS, Defect, spoil
@@ -49,6 +48,7 @@ _MODALITIES = (
     "retinal_octa",
     "retinal_photography",
 )
+LOCK = ".lock"
 _Row = dict[str, Any]
 _Rows = tuple[list[_Row], list[_Row], list[_Row]]
 """One participant's rows of manifest.tsv, labels.tsv and defects.tsv."""
@@ -155,7 +155,6 @@ def write_phantom(
             "synthetic": True,
         }
         (partial / "ground_truth" / "phantom.json").write_text(json.dumps(settings, indent=1) + "\n")
-        partial.rename(out)
     return out
 
 
@@ -165,24 +164,24 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
     Raises OctfmError if another process is writing it, or has finished since `_check`.
     """
-    import fcntl
-
     partial = out.with_name(out.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(partial, os.O_RDONLY)
-    try:
+    with ExitStack() as held:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.enter_context(lock(partial / LOCK))
         except BlockingIOError:
             raise OctfmError(f"{out}: another process is writing this cohort; wait for it, or name another") from None
         except OSError:
             pass  # a file system without locks
         _expect_new(out)
         for left in partial.iterdir():
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+            if left.is_dir():
+                shutil.rmtree(left)
+            elif left.name != LOCK:
+                left.unlink()
         yield partial
-    finally:
-        os.close(descriptor)
+        partial.rename(out)
+        (out / LOCK).unlink(missing_ok=True)  # not before: another process could take a new one, and begin
 
 
 def _expect_new(out: Path) -> None:

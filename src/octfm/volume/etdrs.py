@@ -116,8 +116,8 @@ class Field:
         """[D]: width of the field that each B-scan represents, in mm; NaN for a single one."""
         return np.gradient(self.bscans_mm) if len(self.bscans_mm) > 1 else np.full(1, np.nan)
 
-    def place(self, bscan: float, ascan: float) -> tuple[float, float]:
-        """x and y in mm of a fractional (B-scan, A-scan), as `to_index` finds it."""
+    def to_mm(self, bscan: float, ascan: float) -> tuple[float, float]:
+        """x and y in mm of a fractional (B-scan, A-scan): the reverse of `to_index`."""
         every = np.arange(len(self.bscans_mm))
         across, start = (float(np.interp(bscan, every, at)) for at in (self.bscans_mm, self.starts_mm))
         x, y = self.origin + self.along * (start + ascan * self.ascan_mm) + self.across * across

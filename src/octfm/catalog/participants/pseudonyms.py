@@ -129,9 +129,8 @@ def withheld(catalog: Catalog, keep_columns: Collection[str] = ()) -> dict[str, 
     measured = _measured(catalog, keep_columns)
     stated, dropped = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
     for a in rows:
-        passed = _passed(
-            a.participant_labels, 1, b"", keep_columns, measured
-        )  # any shift and key: only what passes is counted
+        # Any shift and key: only what passes is counted.
+        passed = _passed(a.participant_labels, 1, b"", keep_columns, measured)
         for column, value in a.participant_labels.items():
             if value.strip().lower() not in MISSING:
                 stated[column].add(a.participant)
