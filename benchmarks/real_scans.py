@@ -37,7 +37,7 @@ from octfm.layers.finder import load_finder
 from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_rows
 from octfm.models.layer_net import SURFACES
 from octfm.models.vit3d import normalise, take_patches
-from octfm.volume.planes import without_white_padding
+from octfm.volume.margins import without_white_padding
 from octfm.volume.surface import best_path
 from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import Volume

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from octfm.formats import ReadError, read_header, read_volume
 from octfm.formats.images import to_mm
 from octfm.phantom import phantom_volume
-from octfm.volume.planes import eight_bit
 from octfm.volume.preprocessing import Preprocessing
+from octfm.volume.volume import eight_bit
 from support.dicom_files import write_oct_dicom
 from support.vendor_files import SPACING_MM, write_images, write_nifti, write_npy, write_tiff
 from support.volumes import telling_voxels

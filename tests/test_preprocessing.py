@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from octfm.config import dump, load
 from octfm.errors import ConfigError, ReadError, StoreError
 from octfm.phantom import phantom_volume
-from octfm.volume.planes import inside_frame, without_marks
+from octfm.volume.margins import inside_frame, without_marks
 from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Lines, Volume

@@ -33,7 +33,7 @@ from octfm.report.segmented.pictures import bscan_picture, thickness_pictures
 from octfm.report.viewer import view_facts, viewer
 from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
 from octfm.tasks.view import scene_of
-from octfm.volume.planes import NEARLY_WHITE
+from octfm.volume.margins import NEARLY_WHITE
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import LAYOUTS, Lines, Volume
 from support.segmented import found_in

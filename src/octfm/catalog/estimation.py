@@ -13,7 +13,7 @@ from octfm.formats.reasons import Header
 from octfm.io.isolation import Limits
 from octfm.io.spread import spread
 from octfm.volume.estimated import axial_mm, retina_rows
-from octfm.volume.planes import eight_bit
+from octfm.volume.volume import eight_bit
 
 SAMPLE = 48
 """B-scans of a size that are searched; the standard error of their median thickness is then 2 % or less."""

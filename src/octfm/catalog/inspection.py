@@ -20,10 +20,11 @@ from octfm.io.archive import file_size
 from octfm.io.isolation import Limits
 from octfm.io.spread import spread
 from octfm.volume.laterality import CANNOT_TELL, DiscSide, Verdict, disc_side
+from octfm.volume.margins import searchable
 from octfm.volume.pixel_copies import OF_TWO, PixelCopies, describe_copy, fingerprint
-from octfm.volume.planes import eight_bit, searchable
 from octfm.volume.radial import to_raster
 from octfm.volume.tissue import find_tissue
+from octfm.volume.volume import eight_bit
 
 
 @dataclass(frozen=True)

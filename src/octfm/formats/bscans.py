@@ -23,7 +23,6 @@ from octfm.formats.dicom.pixels import check_size
 from octfm.formats.names import is_flow_beside_structure, lateralities, may_be_labels, slugify
 from octfm.formats.reasons import Header, angiography, blank, cannot_open, voxel_labels
 from octfm.volume.estimated import axial_mm, retina_rows, spacing_of
-from octfm.volume.planes import Planes, used_full_scale
 from octfm.volume.radial import expect_a_star
 from octfm.volume.volume import (
     LAYOUTS,
@@ -34,10 +33,12 @@ from octfm.volume.volume import (
     Layout,
     Lines,
     Modality,
+    Planes,
     Shape3,
     Spacing3,
     Surfaces,
     Volume,
+    used_full_scale,
 )
 
 # RuntimeError: zipfile raises it for a password and for an unknown version or method; one flipped bit sets any of them.

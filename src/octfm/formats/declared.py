@@ -17,8 +17,8 @@ from octfm.formats.names import may_be_an_eye
 from octfm.io.archive import open_file
 from octfm.io.location import Location, listed
 from octfm.volume.appearance import UNDOUBTED, native_way_up
-from octfm.volume.planes import eight_bit, searchable
-from octfm.volume.volume import Modality, Spacing3, Volume
+from octfm.volume.margins import searchable
+from octfm.volume.volume import Modality, Spacing3, Volume, eight_bit
 
 _MAX_BYTES = 2**20
 """A larger file belongs to another program."""

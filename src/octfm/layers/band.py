@@ -15,11 +15,10 @@ from octfm.errors import CheckpointError
 from octfm.layers.finder import LayerFinder, load_finder
 from octfm.layers.verdict import SEEN, own_error_um
 from octfm.models.layer_net import SURFACES
-from octfm.volume.planes import Planes
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.surface import between_bscans, bowl, median_of_bscans
 from octfm.volume.tissue import COARSE_MM, MARGIN_MM, Tissue, find_fovea, searched_bscans
-from octfm.volume.volume import Spacing3, Volume
+from octfm.volume.volume import Planes, Spacing3, Volume
 from octfm.weights.packaged import CURRENT, find_packaged, packaged
 
 BSCANS_MM = 0.24

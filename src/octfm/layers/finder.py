@@ -37,7 +37,7 @@ from octfm.models.layer_net import (
     standardise,
 )
 from octfm.run.runtime import Runtime, device_named
-from octfm.volume.planes import inside_frame, without_marks, without_white_padding
+from octfm.volume.margins import inside_frame, without_marks, without_white_padding
 from octfm.volume.surface import best_path
 from octfm.volume.volume import Shape3, Spacing3, Volume
 from octfm.weights.packaged import CURRENT, find_packaged, weights_of

@@ -6,9 +6,8 @@ import numpy as np
 
 from octfm.volume.etdrs import Field
 from octfm.volume.laterality import disc_side
-from octfm.volume.planes import eight_bit
 from octfm.volume.tissue import Tissue
-from octfm.volume.volume import Volume
+from octfm.volume.volume import Volume, eight_bit
 
 
 def looks_like_other_eye(

@@ -42,9 +42,8 @@ from octfm.volume.etdrs import (
     measure_around,
     measure_grid,
 )
-from octfm.volume.planes import eight_bit
 from octfm.volume.segmentation import Segmentation
-from octfm.volume.volume import Spacing3, Volume
+from octfm.volume.volume import Spacing3, Volume, eight_bit
 from octfm.weights.packaged import NOTE, SHORT_NOTE
 
 PLACE_UM = 10.0

@@ -11,7 +11,7 @@ import numpy as np
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.volume.etdrs import Field, sample
-from octfm.volume.planes import inside_frame, without_white_padding
+from octfm.volume.margins import inside_frame, without_white_padding
 from octfm.volume.volume import Spacing3, Volume
 
 SEEN = 0.5

@@ -15,8 +15,7 @@ from matplotlib.patheffects import withStroke
 
 from octfm.display import readable
 from octfm.tasks.scene import Scene
-from octfm.volume.planes import eight_bit
-from octfm.volume.volume import Volume
+from octfm.volume.volume import Volume, eight_bit
 
 CONTEXT, TARGET, TISSUE, BAND = (0.34, 0.71, 0.91), (0.90, 0.62, 0.0), (0.0, 0.62, 0.45), (0.94, 0.89, 0.26)
 """Okabe & Ito's sky blue, orange, green and yellow; each has a contrast of 3:1 or more on a dark OCT background."""

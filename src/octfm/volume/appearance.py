@@ -8,10 +8,9 @@ from typing import Literal
 
 import numpy as np
 
-from octfm.volume.planes import Planes
 from octfm.volume.tissue import COARSE_MM as BORDER_MM
 from octfm.volume.tissue import MARGIN_MM, Tissue, find_tissue
-from octfm.volume.volume import Spacing3
+from octfm.volume.volume import Planes, Spacing3
 
 ENOUGH_MM = (0.1875, 0.0104, 0.031)
 """Voxel size (z, y, x) to which finer voxels are averaged: speckle averages out, the layers stay."""

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from octfm.volume.planes import Planes, ready_for_search
+from octfm.volume.margins import ready_for_search
 from octfm.volume.tissue import find_tissue
-from octfm.volume.volume import Shape3, Spacing3
+from octfm.volume.volume import Planes, Shape3, Spacing3
 from octfm.volume.window import RETINA_MM
 
 FRAMES_MM = (1.9, 2.8, 1.3, 4.2, 0.9)

@@ -10,9 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from octfm.volume.planes import Planes
 from octfm.volume.tissue import Tissue
-from octfm.volume.volume import Laterality, Spacing3
+from octfm.volume.volume import Laterality, Planes, Spacing3
 
 Side = Literal["left", "right", "unclear"]
 Verdict = Literal[

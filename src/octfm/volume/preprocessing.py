@@ -25,21 +25,12 @@ from octfm.display import fields_line
 from octfm.errors import ConfigError, ReadError
 from octfm.io.hashing import hash_text
 from octfm.volume.laterality import Side, disc_side
-from octfm.volume.planes import (
-    Planes,
-    blackened,
-    eight_bit,
-    imaged_rows,
-    inside_frame,
-    levelled,
-    without_marks,
-    without_white_padding,
-)
+from octfm.volume.margins import blackened, levelled, trimmed, without_white_padding
 from octfm.volume.radial import to_raster
 from octfm.volume.resampling import resample, seen_rows
 from octfm.volume.tissue import MARGIN_MM, BandFinder, Tissue, find_tissue
 from octfm.volume.transform import Transform
-from octfm.volume.volume import ADMISSIBLE, Shape3, Spacing3, Volume
+from octfm.volume.volume import ADMISSIBLE, Planes, Shape3, Spacing3, Volume, eight_bit
 from octfm.volume.window import IN_CROP, Coverage, coverage, window
 
 COARSEST_ROWS_MM = 1.0
@@ -195,9 +186,9 @@ class Preprocessing(Config):
             )
         if len(volume.voxels) > 1 if self.takes_bscans else volume.layout == "line":
             raise self._wrong_layout(volume)
-        padded = self.algorithm > 3 and volume.modality == "structure"
+        trims = self.algorithm > 3 and volume.modality == "structure"
         if volume.layout == "radial":
-            if padded:
+            if trims:
                 volume = replace(volume, voxels=without_white_padding(volume.voxels, self._white(volume)))
             volume = to_raster(volume)
         if volume.layout == "line":  # its distance between B-scans has no meaning: it fills the depth of a voxel
@@ -206,20 +197,15 @@ class Preprocessing(Config):
         left_eye = volume.laterality == "L"
         if left_eye:
             canonical = canonical.mirrored()
-        inner, outer = None, canonical.shape
-        if padded:
-            white = self._white(canonical)
-            inner = inside_frame(canonical.voxels, white)
-            framed = canonical.voxels if inner is None else canonical.voxels[:, *inner]
-            canonical = replace(canonical, voxels=without_marks(framed, white))
-        image = imaged_rows(canonical.voxels, self._white(canonical)) if padded else None
-        searched = canonical
+        outer, inner, image = canonical.shape, None, None
+        if trims:
+            shown, inner, image = trimmed(canonical.voxels, self._white(canonical))
+            canonical = replace(canonical, voxels=shown if image is None else blackened(shown, image))
+        voxels = searched = self._to_uint8(canonical)
         if image is not None:
-            searched = replace(canonical, voxels=levelled(canonical.voxels, image))
-            canonical = replace(canonical, voxels=blackened(canonical.voxels, image))
-        voxels = self._to_uint8(canonical)
+            searched = self._to_uint8(replace(canonical, voxels=levelled(canonical.voxels, image)))
         # On native voxels: averages of unregistered B-scans would blur the surfaces that are searched for.
-        tissue = find_tissue(voxels if image is None else self._to_uint8(searched), canonical.spacing_mm)
+        tissue = find_tissue(searched, canonical.spacing_mm)
         if volume.modality != "structure":
             # Flow shows vessels, not the borders that are looked for: every row is kept, no B-scan is moved.
             tissue = replace(tissue, confident=False, located=False, displacement=np.zeros(len(voxels)))

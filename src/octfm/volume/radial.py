@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from octfm.errors import ReadError
-from octfm.volume.planes import Planes
 from octfm.volume.registration import register_star
 from octfm.volume.tissue import find_tissue
-from octfm.volume.volume import Lines, Volume
+from octfm.volume.volume import Lines, Planes, Volume
 
 BSCAN_MM = 0.05
 """Distance between the B-scans of the raster: as in most cubes, and half of Preprocessing's default target_spacing."""

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from octfm.volume.planes import Planes, memory_order
 from octfm.volume.transform import Transform
+from octfm.volume.volume import Planes, memory_order
 
 
 def seen_rows(voxels: np.ndarray | Planes) -> np.ndarray:

@@ -12,7 +12,6 @@ from typing import Protocol
 
 import numpy as np
 
-from octfm.volume.planes import Planes, memory_order
 from octfm.volume.registration import register_bscans
 from octfm.volume.surface import (
     at_rows,
@@ -27,7 +26,7 @@ from octfm.volume.surface import (
     smooth,
     window_sum,
 )
-from octfm.volume.volume import Spacing3
+from octfm.volume.volume import Planes, Spacing3, memory_order
 
 MARGIN_MM = 0.05
 """The band starts this far above the estimated ILM and ends this far below the estimated BM."""

@@ -1,9 +1,11 @@
 """Volume: the voxels of one OCT acquisition and their geometry, which every operation updates together.
 
-Surfaces: the layer boundaries delivered with a volume, on the same axes.
+Surfaces: the layer boundaries delivered with a volume, on the same axes. Planes: 8-bit B-scans of a 16-bit volume,
+converted one at a time, since a worker's memory would not hold a converted copy as well.
 """
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -16,6 +18,7 @@ Layout = Literal["raster", "line", "circle", "radial", "repeated"]
 """Arrangement of B-scans on the fundus. Only a raster, of parallel B-scans one behind the other, is a volume in
 space."""
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+TWELVE_BITS = 4095
 RASTER_ONLY: tuple[Literal["raster"]] = ("raster",)
 Admissible = Literal["raster", "radial", "line"]
 """Layouts that a catalog may hold. Only on request: radial scans, which are converted to a raster (radial.to_raster),
@@ -279,3 +282,58 @@ class Fundus:
     def reversed(self) -> "Fundus":
         """The same picture for B-scans in the opposite order."""
         return replace(self, lines=self.lines and self.lines[::-1])
+
+
+class Planes:
+    """Replaces an array uint8 [D, H, W] in code that reads one B-scan after the other."""
+
+    def __init__(self, voxels: np.ndarray, full_scale: int):
+        """`full_scale`: the value of uint16 `voxels` that becomes 255."""
+        self.shape: Shape3 = voxels.shape  # type: ignore[assignment]
+        self._voxels, self._scale = voxels, np.float32(255 / full_scale)
+
+    def __len__(self) -> int:
+        return len(self._voxels)
+
+    def __getitem__(self, bscan: int) -> np.ndarray:
+        plane = self._voxels[bscan]
+        step = memory_order(plane)
+        gray = plane[:, ::step].astype(np.float32)
+        gray *= self._scale
+        gray += np.float32(0.5)
+        return np.minimum(gray, 255, out=gray).astype(np.uint8)[:, ::step]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[bscan] for bscan in range(len(self)))
+
+
+def eight_bit(volume: Volume, full_scale: int | None = None) -> np.ndarray | Planes:
+    """The volume's B-scans as uint8, white at 255. `full_scale` is white in 16-bit voxels, None for what the volume
+    states, with a warning if that is the default and the voxels look as if they had 12 bits."""
+    unstated = full_scale is None and volume.voxels.dtype == np.uint16 and volume.full_scale == 65535
+    if unstated and 0 < volume.voxels.max() <= TWELVE_BITS:
+        # The text is the same for every volume, so that Python shows it once.
+        warnings.warn(
+            "a Volume of uint16 voxels up to 4,095 or less is nearly black on its full_scale of 65,535; if it has 12 "
+            "bits, give Volume(…, full_scale=4095), as octfm.read_volume does",
+            stacklevel=2,
+        )
+    return volume.voxels if volume.voxels.dtype == np.uint8 else Planes(volume.voxels, full_scale or volume.full_scale)
+
+
+def used_full_scale(voxels: np.ndarray) -> int:
+    """White value of uint16 voxels whose file does not state how many bits are used.
+
+    It is the maximum of the smallest even bit depth from 8 to 16 that holds the brightest voxel. Odd depths, which no
+    instrument uses, are left out: of two volumes of one cohort, on different sides of such a limit, one would come out
+    brighter than the other.
+    """
+    return (1 << max(8, -(-int(voxels.max()).bit_length() // 2) * 2)) - 1
+
+
+def memory_order(plane: np.ndarray) -> Literal[1, -1]:
+    """-1 if A-scans lie backwards in memory, as in the mirrored view of a left eye, else 1.
+
+    Operations on `plane[:, ::-1]` are then several times as fast.
+    """
+    return -1 if plane.strides[1] < 0 else 1

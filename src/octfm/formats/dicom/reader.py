@@ -15,9 +15,17 @@ from octfm.formats.dicom.header import describe, expect_oct
 from octfm.formats.dicom.parts import Part, decode_parts, inspect_parts, part_of, parts_beside
 from octfm.formats.dicom.pixels import Pixels, decode, is_blank
 from octfm.formats.reasons import Header, blank
-from octfm.volume.planes import used_full_scale
 from octfm.volume.radial import expect_a_star
-from octfm.volume.volume import LAYOUTS, MODALITIES, RASTER_ONLY, STRUCTURE_ONLY, Layout, Modality, Volume
+from octfm.volume.volume import (
+    LAYOUTS,
+    MODALITIES,
+    RASTER_ONLY,
+    STRUCTURE_ONLY,
+    Layout,
+    Modality,
+    Volume,
+    used_full_scale,
+)
 
 
 def read_dicom(

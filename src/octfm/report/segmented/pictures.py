@@ -12,7 +12,7 @@ from matplotlib.patches import Circle
 from octfm.report.images import RIM, Picture, to_png
 from octfm.tasks.scene import FOUND_COLOURS
 from octfm.volume.etdrs import CENTRES, RINGS_MM, SIDES, EtdrsGrid, field_of_volume, sample
-from octfm.volume.planes import eight_bit
+from octfm.volume.volume import eight_bit
 
 if TYPE_CHECKING:
     from octfm.layers.segment import ScanSegmentation

@@ -1,14 +1,11 @@
-"""Grey levels of B-scans: 8-bit ones of a 16-bit volume, converted one at a time, since a worker's memory would not
-hold a converted copy as well; and what is no image: bars and frames around it, white padding, burnt-in marks."""
+"""What around and on B-scans is no image, and B-scans without it: white padding, bars and frames, burnt-in marks."""
 
-import warnings
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import NamedTuple
 
 import numpy as np
 
-from octfm.volume.volume import Shape3, Volume
+from octfm.volume.volume import Volume
 
 MOST_PADDING, MOST_BESIDE_DARK = 0.2, 0.5
 """Largest share of a B-scan that is taken for white padding; more of one that is dark elsewhere (DARK)."""
@@ -51,62 +48,59 @@ BAR, BAR_LEVEL, THIN = 14, 0.5, 3
 """Least voxels of a straight burnt-in line, its least share of white, and how far aside it is at most half as bright.
 The icon of Cirrus has lines of 64 voxels and, above and below its arrow, 31; scale bars of Spectralis have 17 and 52,
 for 200 µm. No speckle, reflex or vessel is that straight both ways."""
-TWELVE_BITS = 4095
 
 
-class Planes:
-    """Replaces an array uint8 [D, H, W] in code that reads one B-scan after the other."""
+class Trimmed(NamedTuple):
+    """B-scans without what is around and on them."""
 
-    def __init__(self, voxels: np.ndarray, full_scale: int):
-        """`full_scale`: the value of uint16 `voxels` that becomes 255."""
-        self.shape: Shape3 = voxels.shape  # type: ignore[assignment]
-        self._voxels, self._scale = voxels, np.float32(255 / full_scale)
-
-    def __len__(self) -> int:
-        return len(self._voxels)
-
-    def __getitem__(self, bscan: int) -> np.ndarray:
-        plane = self._voxels[bscan]
-        step = memory_order(plane)
-        gray = plane[:, ::step].astype(np.float32)
-        gray *= self._scale
-        gray += np.float32(0.5)
-        return np.minimum(gray, 255, out=gray).astype(np.uint8)[:, ::step]
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return (self[bscan] for bscan in range(len(self)))
+    bscans: np.ndarray
+    """[B, h, w]: inside a frame and without burnt-in marks, those given if there is neither; padding is still white."""
+    inner: tuple[slice, slice] | None
+    """Where they lie among the rows and A-scans that were given; None: everywhere."""
+    image: np.ndarray | None
+    """int64 [2, B, w], as of `imaged_rows`."""
 
 
-def eight_bit(volume: Volume, full_scale: int | None = None) -> np.ndarray | Planes:
-    """The volume's B-scans as uint8, white at 255. `full_scale` is white in 16-bit voxels, None for what the volume
-    states, with a warning if that is the default and the voxels look as if they had 12 bits."""
-    unstated = full_scale is None and volume.voxels.dtype == np.uint16 and volume.full_scale == 65535
-    if unstated and 0 < volume.voxels.max() <= TWELVE_BITS:
-        # The text is the same for every volume, so that Python shows it once.
-        warnings.warn(
-            "a Volume of uint16 voxels up to 4,095 or less is nearly black on its full_scale of 65,535; if it has 12 "
-            "bits, give Volume(…, full_scale=4095), as octfm.read_volume does",
-            stacklevel=2,
-        )
-    return volume.voxels if volume.voxels.dtype == np.uint8 else Planes(volume.voxels, full_scale or volume.full_scale)
+def trimmed(bscans: np.ndarray, white: int) -> Trimmed:
+    """Find frame, marks and white padding of B-scans [B, H, W]; `white` is the grey level of white."""
+    inner = inside_frame(bscans, white)
+    within = without_marks(bscans if inner is None else bscans[:, *inner], white)
+    return Trimmed(within, inner, imaged_rows(within, white))
 
 
-def used_full_scale(voxels: np.ndarray) -> int:
-    """White value of uint16 voxels whose file does not state how many bits are used.
-
-    It is the maximum of the smallest even bit depth from 8 to 16 that holds the brightest voxel. Odd depths, which no
-    instrument uses, are left out: of two volumes of one cohort, on different sides of such a limit, one would come out
-    brighter than the other.
-    """
-    return (1 << max(8, -(-int(voxels.max()).bit_length() // 2) * 2)) - 1
+def searchable(volume: Volume) -> Volume:
+    """The volume with its B-scans `ready_for_search`; itself if they are so already."""
+    voxels = ready_for_search(volume.voxels, volume.white)
+    return volume if voxels is volume.voxels else replace(volume, voxels=voxels)
 
 
-def memory_order(plane: np.ndarray) -> Literal[1, -1]:
-    """-1 if A-scans lie backwards in memory, as in the mirrored view of a left eye, else 1.
+def ready_for_search(bscans: np.ndarray, white: int) -> np.ndarray:
+    """B-scans [B, H, W] for a search of the retina in native millimetres: without a frame around them, which makes
+    them smaller, without burnt-in marks, and with white padding `levelled`; themselves if they have none of these."""
+    found = trimmed(bscans, white)
+    return found.bscans if found.image is None else levelled(found.bscans, found.image)
 
-    Operations on `plane[:, ::-1]` are then several times as fast.
-    """
-    return -1 if plane.strides[1] < 0 else 1
+
+def levelled(bscans: np.ndarray, image: np.ndarray) -> np.ndarray:
+    """B-scans [B, H, W] in which what lies outside of the rows `image` [2, B, W] has the grey level of the image's own
+    border there: a search for borders finds none."""
+    found, row = bscans.copy(), np.arange(bscans.shape[1])[:, None]
+    for own, (first, past) in zip(found, image.swapaxes(0, 1), strict=True):
+        for outside, border in ((row < first, row - first), (row >= past, past - 1 - row)):
+            beside = own[(border >= 0) & (border < BORDER_ROWS) & (first < past)]
+            own[outside] = np.median(beside) if beside.size else 0
+    return found
+
+
+def blackened(bscans: np.ndarray, image: np.ndarray) -> np.ndarray:
+    """B-scans [B, H, W], black outside of the rows `image` [2, B, W] of `imaged_rows`."""
+    return np.where(_within(image, bscans.shape[1]), bscans, 0)
+
+
+def without_white_padding(bscans: np.ndarray, white: int) -> np.ndarray:
+    """B-scans [B, H, W] with white padding (`imaged_rows`) made black, as in training; themselves if there is none."""
+    image = imaged_rows(bscans, white)
+    return bscans if image is None else blackened(bscans, image)
 
 
 def imaged_rows(bscans: np.ndarray, white: int) -> np.ndarray | None:
@@ -139,25 +133,51 @@ def _within(image: np.ndarray, height: int) -> np.ndarray:
     return (row >= image[0][..., None, :]) & (row < image[1][..., None, :])
 
 
-def without_white_padding(bscans: np.ndarray, white: int) -> np.ndarray:
-    """B-scans [B, H, W] with white padding (`imaged_rows`) made black, as in training; themselves if there is none."""
-    image = imaged_rows(bscans, white)
-    return bscans if image is None else blackened(bscans, image)
+def _white_rows(bscan: np.ndarray, white: int) -> np.ndarray:
+    """int64 [W]: rows at the top of each A-scan that are white padding or its rim."""
+    from scipy.ndimage import grey_closing, maximum_filter1d, uniform_filter
+
+    height, level = len(bscan), NEARLY_WHITE * white
+    strips = _half_white_strips(bscan, white)
+    if not strips and not (bscan[0] >= level).any():
+        return np.zeros(bscan.shape[1], np.int64)
+    exact = np.logical_and.accumulate(bscan >= level, axis=0).sum(axis=0)
+    for column, rows in strips.items():
+        exact[column] = max(exact[column], rows)
+    # Ringing of JPEG darkens single voxels of the padding, and hardly their mean.
+    mean = uniform_filter(bscan.astype(np.float32), RINGING, mode="nearest")
+    tolerant = np.logical_and.accumulate(mean >= TOLERANT * white, axis=0).sum(axis=0)
+    edge = np.maximum(exact, np.where(tolerant > 0, tolerant + RINGING // 2, 0))
+    # Neighbouring A-scans without any are parts of their own.
+    parts = np.cumsum(np.diff(edge > 0, prepend=False) != 0)
+    large = np.bincount(parts, edge) >= LEAST_PADDING
+    edge = np.minimum(grey_closing(np.where(large[parts], edge, 0), DIP), height)
+    if not (columns := np.flatnonzero((edge > 0) & (edge + MOST_RIM < height))).size:
+        return edge
+    # Behind a sharp edge the image begins at once: its rows are alike.
+    behind = np.array([bscan[edge[columns] + row, columns] for row in range(MOST_RIM + 1)])
+    profile = np.median(behind, axis=1)
+    falls = profile[:-1] > RIM_FALLS * profile[1:] + RIM_FALLS_LEVELS * white / 255
+    rim = int(np.logical_and.accumulate(falls).sum())
+    edge[columns] += rim
+    if (exact < edge)[columns].mean() > RARE:  # JPEG also leaves bright voxels in a dark vitreous
+        bright = (behind >= white / 2) & (profile < white / 4)[:, None] & (behind[-1] < white / 4)
+        last = np.where(bright.any(axis=0), MOST_RIM + 1 - bright[::-1].argmax(axis=0), 0)
+        edge[columns] += np.maximum(last - rim, 0)
+    elif not rim:  # in a smaller picture, a row that was half padding in some A-scans
+        edge[columns] += (behind[0] >= HALF_WHITE * white) & (behind[1] < white / 4)
+    return np.minimum(maximum_filter1d(edge, 2 * rim + 1), height) if rim else edge
 
 
-def searchable(volume: Volume) -> Volume:
-    """The volume with its B-scans `ready_for_search`; itself if they are so already."""
-    voxels = ready_for_search(volume.voxels, volume.white)
-    return volume if voxels is volume.voxels else replace(volume, voxels=voxels)
-
-
-def ready_for_search(bscans: np.ndarray, white: int) -> np.ndarray:
-    """B-scans [B, H, W] for a search of the retina in native millimetres: without a frame around them, which makes
-    them smaller, without burnt-in marks, and with white padding `levelled`; themselves if they have none of these."""
-    framed = inside_frame(bscans, white)
-    inner = without_marks(bscans if framed is None else bscans[:, *framed], white)
-    image = imaged_rows(inner, white)
-    return inner if image is None else levelled(inner, image)
+def _half_white_strips(bscan: np.ndarray, white: int) -> dict[int, int]:
+    """Outermost A-scan, 0 or -1 → rows at its top that smaller pictures have where it was half padding."""
+    strips = {}
+    for column, beside in ((0, 1), (-1, -2)) if bscan.shape[1] > 1 else ():
+        dark_or_padding = (bscan[:, beside] < white / 4) | (bscan[:, beside] >= NEARLY_WHITE * white)
+        strip = (bscan[:, column] >= HALF_WHITE * white) & dark_or_padding
+        if (rows := int(np.logical_and.accumulate(strip).sum())) >= LEAST_PADDING:
+            strips[column] = rows
+    return strips
 
 
 def inside_frame(bscans: np.ndarray, white: int) -> tuple[slice, slice] | None:
@@ -259,66 +279,3 @@ def _thin(bscan: np.ndarray, level: float) -> np.ndarray:
     aside."""
     own = bscan[:, THIN:-THIN]
     return (own >= level) & (np.maximum(bscan[:, : -2 * THIN], bscan[:, 2 * THIN :]) <= own // 2)
-
-
-def _half_white_strips(bscan: np.ndarray, white: int) -> dict[int, int]:
-    """Outermost A-scan, 0 or -1 → rows at its top that smaller pictures have where it was half padding."""
-    strips = {}
-    for column, beside in ((0, 1), (-1, -2)) if bscan.shape[1] > 1 else ():
-        dark_or_padding = (bscan[:, beside] < white / 4) | (bscan[:, beside] >= NEARLY_WHITE * white)
-        strip = (bscan[:, column] >= HALF_WHITE * white) & dark_or_padding
-        if (rows := int(np.logical_and.accumulate(strip).sum())) >= LEAST_PADDING:
-            strips[column] = rows
-    return strips
-
-
-def levelled(bscans: np.ndarray, image: np.ndarray) -> np.ndarray:
-    """B-scans [B, H, W] in which what lies outside of the rows `image` [2, B, W] has the grey level of the image's own
-    border there: a search for borders finds none."""
-    found, row = bscans.copy(), np.arange(bscans.shape[1])[:, None]
-    for own, (first, past) in zip(found, image.swapaxes(0, 1), strict=True):
-        for outside, border in ((row < first, row - first), (row >= past, past - 1 - row)):
-            beside = own[(border >= 0) & (border < BORDER_ROWS) & (first < past)]
-            own[outside] = np.median(beside) if beside.size else 0
-    return found
-
-
-def blackened(bscans: np.ndarray, image: np.ndarray) -> np.ndarray:
-    """B-scans [B, H, W], black outside of the rows `image` [2, B, W] of `imaged_rows`."""
-    return np.where(_within(image, bscans.shape[1]), bscans, 0)
-
-
-def _white_rows(bscan: np.ndarray, white: int) -> np.ndarray:
-    """int64 [W]: rows at the top of each A-scan that are white padding or its rim."""
-    from scipy.ndimage import grey_closing, maximum_filter1d, uniform_filter
-
-    height, level = len(bscan), NEARLY_WHITE * white
-    strips = _half_white_strips(bscan, white)
-    if not strips and not (bscan[0] >= level).any():
-        return np.zeros(bscan.shape[1], np.int64)
-    exact = np.logical_and.accumulate(bscan >= level, axis=0).sum(axis=0)
-    for column, rows in strips.items():
-        exact[column] = max(exact[column], rows)
-    # Ringing of JPEG darkens single voxels of the padding, and hardly their mean.
-    mean = uniform_filter(bscan.astype(np.float32), RINGING, mode="nearest")
-    tolerant = np.logical_and.accumulate(mean >= TOLERANT * white, axis=0).sum(axis=0)
-    edge = np.maximum(exact, np.where(tolerant > 0, tolerant + RINGING // 2, 0))
-    # Neighbouring A-scans without any are parts of their own.
-    parts = np.cumsum(np.diff(edge > 0, prepend=False) != 0)
-    large = np.bincount(parts, edge) >= LEAST_PADDING
-    edge = np.minimum(grey_closing(np.where(large[parts], edge, 0), DIP), height)
-    if not (columns := np.flatnonzero((edge > 0) & (edge + MOST_RIM < height))).size:
-        return edge
-    # Behind a sharp edge the image begins at once: its rows are alike.
-    behind = np.array([bscan[edge[columns] + row, columns] for row in range(MOST_RIM + 1)])
-    profile = np.median(behind, axis=1)
-    falls = profile[:-1] > RIM_FALLS * profile[1:] + RIM_FALLS_LEVELS * white / 255
-    rim = int(np.logical_and.accumulate(falls).sum())
-    edge[columns] += rim
-    if (exact < edge)[columns].mean() > RARE:  # JPEG also leaves bright voxels in a dark vitreous
-        bright = (behind >= white / 2) & (profile < white / 4)[:, None] & (behind[-1] < white / 4)
-        last = np.where(bright.any(axis=0), MOST_RIM + 1 - bright[::-1].argmax(axis=0), 0)
-        edge[columns] += np.maximum(last - rim, 0)
-    elif not rim:  # in a smaller picture, a row that was half padding in some A-scans
-        edge[columns] += (behind[0] >= HALF_WHITE * white) & (behind[1] < white / 4)
-    return np.minimum(maximum_filter1d(edge, 2 * rim + 1), height) if rim else edge
