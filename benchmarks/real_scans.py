@@ -2,10 +2,12 @@
 
     python benchmarks/real_scans.py diagnoses --scans splitedMulticlass --groups cirrus_line_scans_groups.csv \\
         --encoder dense=runs/dense --out real
+    python benchmarks/real_scans.py icons --scans splitedMulticlass [--as-is]
     python benchmarks/real_scans.py lines --data FOLDER --encoder dense=runs/dense --out real
     python benchmarks/real_scans.py fluid --data FOLDER --encoder dense=runs/dense --out real
 
 diagnoses: classes of single B-scans by frozen vectors, grouped by patient; all arms of yardstick.py with --layers.
+icons: what the burnt-in icon of these B-scans does to the search for the retina.
 lines: RPE and Bruch's membrane of one Spectralis volume, trained on one half of its B-scans and tested on the other.
 fluid: five eyes with diabetic oedema, trained on eyes 1 to 3 and tested on 4 and 5, and the reverse.
 Lines and fluid: tokens of native B-scans and DenseDecoder, the same for trained, untrained and pixels. Everything is
@@ -37,7 +39,8 @@ from octfm.layers.finder import load_finder
 from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_rows
 from octfm.models.layer_net import SURFACES
 from octfm.models.vit3d import normalise, take_patches
-from octfm.volume.margins import without_white_padding
+from octfm.volume.estimated import axial_mm, retina_rows, spacing_of
+from octfm.volume.margins import searchable, without_padding
 from octfm.volume.surface import best_path
 from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import Volume
@@ -295,7 +298,7 @@ def decoded_lines(decoder: DenseDecoder, tokens: torch.Tensor, frame: Frame, um:
 def fluid(chosen: argparse.Namespace) -> None:
     with np.load(chosen.data / "chiu2015_dme_subjects1to5.npz") as file:
         shape = tuple(file["shape"])
-        voxels = without_white_padding(file["bscans"], 255)
+        voxels = without_padding(file["bscans"], 255)
         unpacked = [np.unpackbits(file[f"fluid_grader{i}"])[: math.prod(shape)] for i in (1, 2)]
     graders = [masks.reshape(shape).astype(bool) for masks in unpacked]
     eye = np.arange(len(voxels)) // 11 + 1
@@ -419,6 +422,25 @@ def masked(scans: Path, groups: Path, out: Path) -> None:
     partial.rename(out)
 
 
+def icons(chosen: argparse.Namespace) -> None:
+    """Every 23rd line scan with and without its icon: whether the tissue band is sure, and how far Bruch's membrane
+    lies from that of the other; with `--as-is` searched as if the icon were image."""
+    sure, off_um = np.zeros(2, int), []
+    for path in sorted(chosen.scans.glob("**/*.jpg"))[::23]:
+        image = np.array(Image.open(path).convert("L"))
+        without = image.copy()
+        without[ICON] = 0
+        if (rows := retina_rows(without[None])) is None:
+            continue
+        spacing = spacing_of(axial_mm([rows]), (1, *image.shape))
+        both = [Volume(each[None], spacing) for each in (image, without)]
+        found = [find_tissue((each if chosen.as_is else searchable(each)).voxels, spacing) for each in both]
+        sure += [each.confident for each in found]
+        off_um.append(1000 * spacing[1] * np.abs(found[0].bm - found[1].bm).mean())
+    far = int((np.array(off_um) > 20).sum())
+    say(f"{len(off_um)} line scans: sure bands {sure[0]}, without icon {sure[1]}; BM more than 20 um apart in {far}")
+
+
 def report(file: Path, table: Sequence[str]) -> None:
     text = "\n".join(table) + "\n"
     write_whole(file, text.encode())
@@ -446,6 +468,10 @@ def main() -> None:
             own.add_argument("--steps", type=int, default=250)
         if part is lines:
             own.add_argument("--every", type=int, default=2, help="of the volume's B-scans")
+    own = parts.add_parser(icons.__name__)
+    own.set_defaults(part=icons)
+    own.add_argument("--scans", type=Path, required=True, help="the folder splitedMulticlass")
+    own.add_argument("--as-is", action="store_true", help="search as if the icon were image")
     chosen = arguments.parse_args()
     chosen.part(chosen)
 

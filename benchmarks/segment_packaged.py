@@ -21,6 +21,7 @@ from octfm.layers.edges import EDGES, onto_edge, onto_edges
 from octfm.layers.finder import LayerFinder, Layers, load_finder
 from octfm.layers.training import from_state
 from octfm.models.layer_net import SURFACES
+from octfm.volume.margins import imaged_rows
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.surface import at_rows
 from octfm.volume.tissue import find_tissue
@@ -179,6 +180,23 @@ def jpeg(bscan: np.ndarray, quality: int) -> np.ndarray:
     return np.asarray(Image.open(packed))
 
 
+EVERY = slice(None)
+
+
+def drawn_over(bscan: np.ndarray, level: int, *places: tuple) -> np.ndarray:
+    """With this grey level in some rows and A-scans."""
+    found = bscan.copy()
+    for place in places:
+        found[place] = level
+    return found
+
+
+def with_margins(bscan: np.ndarray, level: int) -> np.ndarray:
+    """With its white and black margins of this grey level."""
+    rows, image = np.arange(len(bscan))[:, None], imaged_rows(bscan[None], 255)
+    return bscan if image is None else np.where((rows >= image[0]) & (rows < image[1]), bscan, np.uint8(level))
+
+
 def clipped(values: np.ndarray) -> np.ndarray:
     return np.clip(np.rint(values), 0, 255).astype(np.uint8)
 
@@ -194,6 +212,19 @@ ALTERED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "8 levels of grey": lambda bscan: bscan // 32 * 32,
     "a third of the contrast": lambda bscan: clipped(bscan * 0.3 + 80),
     "twice, white clipped": lambda bscan: clipped((bscan - 40.0) * 2),
+    "black margins": lambda bscan: with_margins(bscan, 0),
+    "grey margins": lambda bscan: with_margins(bscan, 128),
+    "gamma .5": lambda bscan: clipped(255 * (bscan / 255) ** 0.5),
+    "dark on bright": lambda bscan: 255 - bscan,
+    "black bars of 25 rows": lambda bscan: drawn_over(bscan, 0, (slice(25),), (slice(-25, None),)),
+    "grey frame of 3 voxels": lambda bscan: drawn_over(
+        bscan, 128, (slice(3),), (slice(-3, None),), (EVERY, slice(3)), (EVERY, slice(-3, None))
+    ),
+    "white scale bars": lambda bscan: drawn_over(
+        bscan, 255, (slice(-70, -20), slice(15, 17)), (slice(-22, -20), slice(15, 65))
+    ),
+    "bright rows": lambda bscan: drawn_over(bscan, 200, (slice(60, 62),), (180,), (300,)),
+    "bright A-scans": lambda bscan: drawn_over(bscan, 220, (EVERY, slice(250, 256))),
 }
 """How a B-scan may look after export, by name."""
 

@@ -41,7 +41,7 @@ from octfm.layers.zones import read_rows
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig, layer_loss
 from octfm.phantom.native.bscans import SURFACES as DRAWN
 from octfm.phantom.native.stream import Stream
-from octfm.volume.margins import without_white_padding
+from octfm.volume.margins import without_padding
 from octfm.volume.volume import Volume
 from octfm.weights.packaged import CURRENT, NOTE, packaged
 from support.command_line import octfm_here
@@ -125,7 +125,7 @@ def test_white_padding_of_exports_is_black_to_the_network():
     assert np.array_equal(*found, equal_nan=True)
     inverted = np.full((1, 40, 30), 255, np.uint8)
     inverted[:, 20:] = 90
-    assert without_white_padding(inverted, 255) is inverted, "a saturated vitreous is no padding"
+    assert without_padding(inverted, 255) is inverted, "a saturated vitreous is no padding"
 
 
 @pytest.mark.parametrize("form", ["JPEG 90", "JPEG 30", "smaller", "blurred"])
@@ -148,7 +148,7 @@ def test_white_padding_leaves_no_rim_where_a_picture_was_compressed_or_resized(f
         picture = picture.filter(ImageFilter.GaussianBlur(1.5))
     shown = np.asarray(picture)
     shown = shown[::-1] if side == "bottom" else shown
-    found = without_white_padding(shown[None], 255)[0]
+    found = without_padding(shown[None], 255)[0]
     found, shown = (each[::-1] if side == "bottom" else each for each in (found, shown))
     row = np.arange(len(found))[:, None]
     assert not found[row < rows].any(), "all padding is black"
@@ -163,7 +163,7 @@ def test_a_row_and_an_a_scan_that_were_half_padding_go_with_it():
     padded = bscan.copy()
     padded[:20], padded[20, :120:3] = 255, 140
     padded[20:100, -1] = 140
-    found = without_white_padding(padded[None], 255)[0]
+    found = without_padding(padded[None], 255)[0]
     assert not found[:20].any() and not found[20, :120:3].any() and not found[20:100, -1].any()
     assert np.array_equal(found[21:, :-1], padded[21:, :-1]) and np.array_equal(found[20, 1:120:3], padded[20, 1:120:3])
 

@@ -119,7 +119,8 @@ def test_white_padding_is_no_reason_against_a_scan():
     padded[:, :35] = 255  # less than a fifth, above the retina
     plain, white = (measure(replace(found.volume, voxels=each), found.found) for each in (voxels, padded))
     assert plain.contrast > CONTRAST and white.contrast > CONTRAST
-    padded[:, :35] = int(NEARLY_WHITE * 255) - 1  # bright, but not white, so no padding
+    bright = np.random.default_rng(1).integers(150, int(NEARLY_WHITE * 255), padded[:, :35].shape)
+    padded[:, :35] = bright  # neither white nor of one grey level, so no padding
     assert measure(replace(found.volume, voxels=padded), found.found).contrast < CONTRAST
 
 

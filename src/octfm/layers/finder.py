@@ -37,7 +37,7 @@ from octfm.models.layer_net import (
     standardise,
 )
 from octfm.run.runtime import Runtime, device_named
-from octfm.volume.margins import inside_frame, without_marks, without_white_padding
+from octfm.volume.margins import inside_frame, without_marks, without_padding
 from octfm.volume.surface import best_path
 from octfm.volume.volume import Shape3, Spacing3, Volume
 from octfm.weights.packaged import CURRENT, find_packaged, weights_of
@@ -159,7 +159,7 @@ class LayerFinder:
         chunk = max(1, min(CHUNK, most // math.prod(size)))
         for first in range(0, depth, chunk):
             part = slice(first, first + chunk)
-            grey = without_white_padding(without_marks(volume.voxels[part], white), white)
+            grey = without_padding(without_marks(volume.voxels[part], white), white)
             grey = grey.astype(np.float32) * (255 / white)
             image = self.runtime.tensor(grey)
             found = self.network(self._prepared(image[:, None], size))

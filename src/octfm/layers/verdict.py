@@ -11,7 +11,7 @@ import numpy as np
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.volume.etdrs import Field, sample
-from octfm.volume.margins import inside_frame, without_white_padding
+from octfm.volume.margins import inside_frame, without_padding
 from octfm.volume.volume import Spacing3, Volume
 
 SEEN = 0.5
@@ -344,7 +344,7 @@ def measure(volume: Volume, found: Layers) -> Measures:
     white = volume.white
     ilm, bm = (found.rows[SURFACES.index(name)] for name in ("ilm", "bm"))
     here = found.present > 0.5
-    voxels = without_white_padding(volume.voxels, white)  # as the network saw them
+    voxels = without_padding(volume.voxels, white)  # as the network saw them
     low, high = np.percentile(voxels[:, ::3, ::3], (1, 99))
     lost = (here.mean(axis=1) < SEEN) | dark_bscans(volume)
     kept = ~lost if not lost.all() else np.ones(depth, bool)
@@ -374,7 +374,7 @@ def measure(volume: Volume, found: Layers) -> Measures:
 
 def dark_bscans(volume: Volume) -> np.ndarray:
     """bool [D]: B-scans of a blink. White padding is none."""
-    varied = without_white_padding(volume.voxels[:, :, ::3], volume.white)[:, ::3].std(axis=(1, 2), dtype=np.float64)
+    varied = without_padding(volume.voxels[:, :, ::3], volume.white)[:, ::3].std(axis=(1, 2), dtype=np.float64)
     return varied < DARK * np.median(varied)
 
 

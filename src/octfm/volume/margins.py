@@ -1,4 +1,4 @@
-"""What around and on B-scans is no image, and B-scans without it: white padding, bars and frames, burnt-in marks."""
+"""What around and on B-scans is no image, and B-scans without it: padding, bars and frames, burnt-in marks."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import numpy as np
 from octfm.volume.volume import Volume
 
 MOST_PADDING, MOST_BESIDE_DARK = 0.2, 0.5
-"""Largest share of a B-scan that is taken for white padding; more of one that is dark elsewhere (DARK)."""
+"""Largest share of a B-scan that is taken for padding; more of one that is dark elsewhere (DARK)."""
 DARK = 1 / 3
 """Median of the rest of a B-scan, as a share of white: above it the export may be dark on bright."""
 NEARLY_WHITE = 0.96
@@ -28,16 +28,23 @@ DIP = 17
 MOST_RIM, RIM_FALLS, RIM_FALLS_LEVELS = 12, 1.2, 4
 """Most rows of a rim, and by how much the median of a row exceeds that of the next one, in it: by this factor and this
 many grey levels of 255."""
-BORDER_ROWS = 8
-"""Rows of the image whose median stands for what padding hides."""
+BORDER_ROWS, NO_BRIGHTER = 8, 25
+"""Rows of the image whose median stands for what padding hides, and the percentile of the whole image that it does not
+exceed: in exports whose vitreous was made black these rows are nerve fibres, and the search would lose the ILM."""
 FLAT, FLAT_EXCEPT = (0.06, 0.016, 0.0), 0.1
 """In a bar or a frame around the image, most difference of grey levels, as a share of white, and the share of voxels
 that may differ by more. JPEG does not keep one value; a smaller difference tells a black bar from a dark vitreous."""
 BEGINS, WITHIN = 0.5, 2
-"""At least this share of voxels differs from a bar so many lines behind it."""
+"""At least this share of voxels differs from a bar so many lines behind it, and from padding behind it. A dark vitreous
+is of one value, too, but no edge."""
 DIMMEST = 0.8
-"""Largest brightness of the image's border, as a share of its mean, at a darker bar above or below: in an image
-flattened at the ILM, without its vitreous, the bar is the vitreous, and the border is as bright as nerve fibres."""
+"""Largest brightness of the image's border, as a share of its mean, at a darker bar or padding above or below: in an
+image flattened at the ILM, or without its vitreous, that is the vitreous, and the border as bright as nerve fibres."""
+LEAST_FLAT, LEAST_WEDGE = 8, 200
+"""Rows of exactly one grey level at a border that make an A-scan padded, and voxels of them that neighbouring A-scans
+have together."""
+BLOCK, NEAR_LEVEL = 8, 0.06
+"""Rows behind them to which JPEG may have given other values, and how far these lie from grey, as a share of white."""
 ENOUGH = 8
 """About so many B-scans of a volume, and every fourth voxel of a line, show whether there are bars."""
 LEAST_BLANK = 8
@@ -49,12 +56,16 @@ BAR, BAR_LEVEL, THIN = 14, 0.5, 3
 The icon of Cirrus has lines of 64 voxels and, above and below its arrow, 31; scale bars of Spectralis have 17 and 52,
 for 200 µm. No speckle, reflex or vessel is that straight both ways."""
 
+ACROSS = 0.5
+"""Least share of the A-scans in which one row is such a line where it crosses the whole B-scan, as of a reflection in
+the instrument; in 1,360 B-scans the row of most has .1, of an icon."""
+
 
 class Trimmed(NamedTuple):
     """B-scans without what is around and on them."""
 
     bscans: np.ndarray
-    """[B, h, w]: inside a frame and without burnt-in marks, those given if there is neither; padding is still white."""
+    """[B, h, w]: inside a frame and without burnt-in marks, those given if there is neither; padding is still there."""
     inner: tuple[slice, slice] | None
     """Where they lie among the rows and A-scans that were given; None: everywhere."""
     image: np.ndarray | None
@@ -62,7 +73,7 @@ class Trimmed(NamedTuple):
 
 
 def trimmed(bscans: np.ndarray, white: int) -> Trimmed:
-    """Find frame, marks and white padding of B-scans [B, H, W]; `white` is the grey level of white."""
+    """Find frame, marks and padding of B-scans [B, H, W]; `white` is the grey level of white."""
     inner = inside_frame(bscans, white)
     within = without_marks(bscans if inner is None else bscans[:, *inner], white)
     return Trimmed(within, inner, imaged_rows(within, white))
@@ -76,19 +87,20 @@ def searchable(volume: Volume) -> Volume:
 
 def ready_for_search(bscans: np.ndarray, white: int) -> np.ndarray:
     """B-scans [B, H, W] for a search of the retina in native millimetres: without a frame around them, which makes
-    them smaller, without burnt-in marks, and with white padding `levelled`; themselves if they have none of these."""
+    them smaller, without burnt-in marks, and with padding `levelled`; themselves if they have none of these."""
     found = trimmed(bscans, white)
     return found.bscans if found.image is None else levelled(found.bscans, found.image)
 
 
 def levelled(bscans: np.ndarray, image: np.ndarray) -> np.ndarray:
-    """B-scans [B, H, W] in which what lies outside of the rows `image` [2, B, W] has the grey level of the image's own
-    border there: a search for borders finds none."""
+    """B-scans [B, H, W] in which what lies outside of the rows `image` [2, B, W] has about the grey level of the
+    image's own border there: a search for borders finds none."""
     found, row = bscans.copy(), np.arange(bscans.shape[1])[:, None]
-    for own, (first, past) in zip(found, image.swapaxes(0, 1), strict=True):
+    for own, inside, (first, past) in zip(found, _within(image, bscans.shape[1]), image.swapaxes(0, 1), strict=True):
+        most = np.percentile(own[inside], NO_BRIGHTER) if inside.any() else 0
         for outside, border in ((row < first, row - first), (row >= past, past - 1 - row)):
             beside = own[(border >= 0) & (border < BORDER_ROWS) & (first < past)]
-            own[outside] = np.median(beside) if beside.size else 0
+            own[outside] = min(np.median(beside), most) if beside.size else 0
     return found
 
 
@@ -97,23 +109,24 @@ def blackened(bscans: np.ndarray, image: np.ndarray) -> np.ndarray:
     return np.where(_within(image, bscans.shape[1]), bscans, 0)
 
 
-def without_white_padding(bscans: np.ndarray, white: int) -> np.ndarray:
-    """B-scans [B, H, W] with white padding (`imaged_rows`) made black, as in training; themselves if there is none."""
+def without_padding(bscans: np.ndarray, white: int) -> np.ndarray:
+    """B-scans [B, H, W] with padding (`imaged_rows`) made black, as in training; themselves if there is none."""
     image = imaged_rows(bscans, white)
     return bscans if image is None else blackened(bscans, image)
 
 
 def imaged_rows(bscans: np.ndarray, white: int) -> np.ndarray | None:
-    """Rows [first, past) of every A-scan without white padding above and below, int64 [2, D, W]; None if there is none.
+    """Rows [first, past) of every A-scan without padding above and below, int64 [2, D, W]; None if there is none.
 
-    Where Spectralis has shifted A-scans to average frames, exported images are white. Compression and other sizes leave
-    a bright rim around it, which goes with it. B-scans of which more than a fifth would be padding have none, unless
-    the rest is dark: they are dark-on-bright exports with a saturated vitreous.
+    Where A-scans were shifted, to average frames or to align B-scans, exported images are white (Spectralis), black or
+    of another grey. Compression and other sizes leave a bright rim around white, which goes with it. B-scans of which
+    more than a fifth would be padding have none, unless the rest is dark: they are dark-on-bright exports with a
+    saturated vitreous.
     """
     depth, height, width = bscans.shape
     found = None
     for d, bscan in enumerate(bscans):
-        top, bottom = _white_rows(bscan, white), _white_rows(bscan[::-1], white)
+        top, bottom = (np.maximum(_white_rows(b, white), _flat_rows(b, white)) for b in (bscan, bscan[::-1]))
         rows = np.minimum(top + bottom, height)
         share = rows.sum() / (height * width)
         if not 0 < share <= MOST_BESIDE_DARK:
@@ -148,10 +161,7 @@ def _white_rows(bscan: np.ndarray, white: int) -> np.ndarray:
     mean = uniform_filter(bscan.astype(np.float32), RINGING, mode="nearest")
     tolerant = np.logical_and.accumulate(mean >= TOLERANT * white, axis=0).sum(axis=0)
     edge = np.maximum(exact, np.where(tolerant > 0, tolerant + RINGING // 2, 0))
-    # Neighbouring A-scans without any are parts of their own.
-    parts = np.cumsum(np.diff(edge > 0, prepend=False) != 0)
-    large = np.bincount(parts, edge) >= LEAST_PADDING
-    edge = np.minimum(grey_closing(np.where(large[parts], edge, 0), DIP), height)
+    edge = np.minimum(grey_closing(_in_parts(edge, LEAST_PADDING), DIP), height)
     if not (columns := np.flatnonzero((edge > 0) & (edge + MOST_RIM < height))).size:
         return edge
     # Behind a sharp edge the image begins at once: its rows are alike.
@@ -167,6 +177,39 @@ def _white_rows(bscan: np.ndarray, white: int) -> np.ndarray:
     elif not rim:  # in a smaller picture, a row that was half padding in some A-scans
         edge[columns] += (behind[0] >= HALF_WHITE * white) & (behind[1] < white / 4)
     return np.minimum(maximum_filter1d(edge, 2 * rim + 1), height) if rim else edge
+
+
+def _flat_rows(bscan: np.ndarray, white: int) -> np.ndarray:
+    """int64 [W]: rows at the top of each A-scan that are padding of one grey level."""
+    from scipy.ndimage import grey_opening
+
+    height, width = bscan.shape
+    found, level = np.zeros(width, np.int64), bscan[0]
+    # Two rows rule out most B-scans.
+    if height <= LEAST_FLAT or not ((bscan[LEAST_FLAT - 1] == level) & (bscan[LEAST_FLAT // 2] == level)).any():
+        return found
+    exact = np.logical_and.accumulate(bscan == level, axis=0).sum(axis=0)
+    exact[exact == height] = 0
+    for flat in np.unique(level[exact >= LEAST_FLAT]):
+        # Runs in a dark vitreous have neighbours without any. The edge of padding goes on where the B-scan ends.
+        beyond = np.pad(np.where(level == flat, exact, 0), DIP, mode="reflect", reflect_type="odd")
+        core = _in_parts(np.maximum(grey_opening(beyond, DIP)[DIP:-DIP], 0), LEAST_WEDGE)
+        columns = np.flatnonzero((core > 0) & (core + BLOCK < height))
+        behind = np.array([bscan[core[columns] + row, columns] for row in range(BLOCK)])
+        off = NEAR_LEVEL * white if flat else 0
+        if not columns.size or (behind != flat).mean() < BEGINS:
+            continue
+        if flat < behind.mean() > DIMMEST * bscan[bscan > flat].mean():
+            continue
+        near = np.logical_and.accumulate((bscan >= flat - off) & (bscan <= flat + off), axis=0).sum(axis=0)
+        found = np.maximum(found, np.where(core > 0, np.minimum(near, core + BLOCK), 0))
+    return found
+
+
+def _in_parts(edge: np.ndarray, least: int) -> np.ndarray:
+    """`edge`, int64 [W], or 0 where neighbouring A-scans that have any together have fewer than `least`."""
+    parts = np.cumsum(np.diff(edge > 0, prepend=False) != 0)
+    return np.where((np.bincount(parts, edge) >= least)[parts], edge, 0)
 
 
 def _half_white_strips(bscan: np.ndarray, white: int) -> dict[int, int]:
@@ -228,14 +271,20 @@ def _bar(lines: np.ndarray, white: int, dimmest: float) -> int:
 
 
 def without_marks(bscans: np.ndarray, white: int) -> np.ndarray:
-    """B-scans [B, H, W] without burnt-in scale bars and icons, which have straight lines both ways; themselves if there
-    are none."""
+    """B-scans [B, H, W] without burnt-in scale bars and icons, which have straight lines both ways, and without bright
+    rows across; themselves if there are none."""
     found = None
     for d, bscan in enumerate(bscans):
-        for rows, columns in _marks(bscan, white):
-            if found is None:
-                found = bscans.copy()
-            box = found[d, rows, columns]
+        if (level := _lines(bscan.T, BAR_LEVEL * white)) is None:
+            continue
+        rows, boxes = np.flatnonzero(level.mean(axis=0) >= ACROSS), _marks(bscan, level.T, white)
+        if not rows.size and not boxes:
+            continue
+        found = bscans.copy() if found is None else found
+        for row in rows:
+            found[d, row - 1 : row + 2] = bscan[row - THIN] / 2 + bscan[row + THIN] / 2
+        for mark in boxes:
+            box = found[d, *mark]
             box[_near_bright(box, BAR_LEVEL * white)] = np.median(box)
     return bscans if found is None else found
 
@@ -247,15 +296,14 @@ def _near_bright(box: np.ndarray, level: float) -> np.ndarray:
     return maximum_filter(box, THIN) >= level
 
 
-def _marks(bscan: np.ndarray, white: int) -> list[tuple[slice, slice]]:
-    """Boxes (rows, A-scans) of a B-scan that hold burnt-in marks."""
+def _marks(bscan: np.ndarray, level: np.ndarray, white: int) -> list[tuple[slice, slice]]:
+    """Boxes (rows, A-scans) of a B-scan that hold burnt-in marks; `level` are its straight lines along rows."""
     from scipy import ndimage
 
-    upright = _lines(bscan, BAR_LEVEL * white)
-    if upright is None or (level := _lines(bscan.T, BAR_LEVEL * white)) is None:
+    if (upright := _lines(bscan, BAR_LEVEL * white)) is None:
         return []
     # Lines end a little before they cross: there neither is thin.
-    wide = [np.asarray(ndimage.maximum_filter(lines, 2 * THIN + 1), bool) for lines in (upright, level.T)]
+    wide = [np.asarray(ndimage.maximum_filter(lines, 2 * THIN + 1), bool) for lines in (upright, level)]
     parts = np.empty(bscan.shape, np.int32)
     ndimage.label(np.logical_or(*wide), np.ones((3, 3)), output=parts)
     boxes = ndimage.find_objects(parts)

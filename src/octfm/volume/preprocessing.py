@@ -25,7 +25,7 @@ from octfm.display import fields_line
 from octfm.errors import ConfigError, ReadError
 from octfm.io.hashing import hash_text
 from octfm.volume.laterality import Side, disc_side
-from octfm.volume.margins import blackened, levelled, trimmed, without_white_padding
+from octfm.volume.margins import blackened, levelled, trimmed, without_padding
 from octfm.volume.radial import to_raster
 from octfm.volume.resampling import resample, seen_rows
 from octfm.volume.tissue import MARGIN_MM, BandFinder, Tissue, find_tissue
@@ -189,7 +189,7 @@ class Preprocessing(Config):
         trims = self.algorithm > 3 and volume.modality == "structure"
         if volume.layout == "radial":
             if trims:
-                volume = replace(volume, voxels=without_white_padding(volume.voxels, self._white(volume)))
+                volume = replace(volume, voxels=without_padding(volume.voxels, self._white(volume)))
             volume = to_raster(volume)
         if volume.layout == "line":  # its distance between B-scans has no meaning: it fills the depth of a voxel
             volume = replace(volume, spacing_mm=(self.target_spacing[0], *volume.spacing_mm[1:]))
