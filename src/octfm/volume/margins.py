@@ -28,7 +28,7 @@ DIP = 17
 MOST_RIM, RIM_FALLS, RIM_FALLS_LEVELS = 12, 1.2, 4
 """Most rows of a rim, and by how much the median of a row exceeds that of the next one, in it: by this factor and this
 many grey levels of 255."""
-BORDER_ROWS, NO_BRIGHTER = 8, 25
+BORDER_ROWS, NO_BRIGHTER = 8, 40
 """Rows of the image whose median stands for what padding hides, and the percentile of the whole image that it does not
 exceed: in exports whose vitreous was made black these rows are nerve fibres, and the search would lose the ILM."""
 FLAT, FLAT_EXCEPT = (0.06, 0.016, 0.0), 0.1
@@ -104,15 +104,19 @@ def levelled(bscans: np.ndarray, image: np.ndarray) -> np.ndarray:
     return found
 
 
-def blackened(bscans: np.ndarray, image: np.ndarray) -> np.ndarray:
-    """B-scans [B, H, W], black outside of the rows `image` [2, B, W] of `imaged_rows`."""
-    return np.where(_within(image, bscans.shape[1]), bscans, 0)
+def darkened(bscans: np.ndarray, image: np.ndarray) -> np.ndarray:
+    """B-scans [B, H, W], outside of the rows `image` [2, B, W] of `imaged_rows` as dark as the darkest voxel inside:
+    black but in exports of reduced contrast."""
+    inside = _within(image, bscans.shape[1])
+    brightest = bscans.max(initial=0)
+    darkest = np.where(inside, bscans, brightest).min(axis=(1, 2), keepdims=True)
+    return np.where(inside, bscans, darkest)
 
 
 def without_padding(bscans: np.ndarray, white: int) -> np.ndarray:
-    """B-scans [B, H, W] with padding (`imaged_rows`) made black, as in training; themselves if there is none."""
+    """B-scans [B, H, W] with padding (`imaged_rows`) as dark as in training; themselves if there is none."""
     image = imaged_rows(bscans, white)
-    return bscans if image is None else blackened(bscans, image)
+    return bscans if image is None else darkened(bscans, image)
 
 
 def imaged_rows(bscans: np.ndarray, white: int) -> np.ndarray | None:

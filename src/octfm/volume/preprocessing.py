@@ -25,7 +25,7 @@ from octfm.display import fields_line
 from octfm.errors import ConfigError, ReadError
 from octfm.io.hashing import hash_text
 from octfm.volume.laterality import Side, disc_side
-from octfm.volume.margins import blackened, levelled, trimmed, without_padding
+from octfm.volume.margins import darkened, levelled, trimmed, without_padding
 from octfm.volume.radial import to_raster
 from octfm.volume.resampling import resample, seen_rows
 from octfm.volume.tissue import MARGIN_MM, BandFinder, Tissue, find_tissue
@@ -200,7 +200,7 @@ class Preprocessing(Config):
         outer, inner, image = canonical.shape, None, None
         if trims:
             shown, inner, image = trimmed(canonical.voxels, self._white(canonical))
-            canonical = replace(canonical, voxels=shown if image is None else blackened(shown, image))
+            canonical = replace(canonical, voxels=shown if image is None else darkened(shown, image))
         voxels = searched = self._to_uint8(canonical)
         if image is not None:
             searched = self._to_uint8(replace(canonical, voxels=levelled(canonical.voxels, image)))
