@@ -91,8 +91,8 @@ class Preprocessing(Config):
     algorithm: Literal[2, 3, 4] = 4
     """Version of the algorithm, raised whenever the same settings would give other voxels or another band.
 
-    Version 3 takes for image what exports have around and on it: white padding where A-scans were shifted, frames, and
-    burnt-in scale bars and icons. Version 2 also trusts a band that runs along the tops of lesions, and its crop does
+    Version 3 takes for image what exports have around and on it: padding where A-scans were shifted, frames, burnt-in
+    scale bars and icons, and bright rows across. Version 2 also trusts a band that runs along the tops of lesions, and its crop does
     not follow a drifting retina. Stores and checkpoints made with either can still be continued and used. Left eyes in
     vertical B-scans are mirrored by the order of their B-scans in all."""
     intensity_mean: float = Field(0.2, ge=-100, le=100)
