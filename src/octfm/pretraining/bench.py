@@ -20,7 +20,7 @@ from octfm.pretraining.settings import PretrainConfig, in_steps
 from octfm.pretraining.step import accumulate
 from octfm.run.runtime import Runtime, start
 from octfm.store.batch_sizes import accumulation
-from octfm.store.loader import Batch, Loader, epoch_volumes
+from octfm.store.loader import Batch, Loader, batch_of_voxels, epoch_volumes
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
 
@@ -234,10 +234,7 @@ def _batch(config: PretrainConfig, preprocessing: Preprocessing, store: Store | 
         # The share of one of as many ranks as there are micro-batches: phantoms have theirs in global batches only.
         with Loader(store, rows, whole, config.seed, world=whole // size, prefetch=0) as loader:
             return loader.batches(0)
-    (d, h, w), index = preprocessing.image_size, np.arange(size)
-    surfaces = np.broadcast_to(np.array([0.4, 0.6, 0.0, 1.0], np.float32)[:, None, None] * h, (size, 4, d, w))
-    voxels = np.random.default_rng(0).integers(0, 256, (size, d, h, w), dtype=np.uint8)
-    return Batch(voxels, surfaces[:, :2].copy(), surfaces[:, 2:].astype(np.int16), index, index, ("none",) * size, 0.0)
+    return batch_of_voxels(np.random.default_rng(0).integers(0, 256, (size, *preprocessing.image_size), dtype=np.uint8))
 
 
 def _reading(config: PretrainConfig, store: Store, rows: np.ndarray, steps: int) -> float:

@@ -27,7 +27,6 @@ class MicroStep:
     masked_loss_B: torch.Tensor
     context_loss_B: torch.Tensor
     masks: TokenMasks
-    scanner: tuple[str, ...]
     masked_goal_BTD: torch.Tensor | None = None
     context_goal_BCD: torch.Tensor | None = None
     features_BMD: torch.Tensor | None = None
@@ -99,7 +98,6 @@ def _passes(learner: Learner, batch: Batch, context_weight: torch.Tensor, everyt
             runtime.keep(output.masked_loss_B.detach()),
             runtime.keep(output.context_loss_B.detach()),
             inputs.masks,
-            part.scanner,
             leak=leak(learner, inputs.views) if examined else None,
             batch_effect=batch_effect(learner, inputs.views, context_weight) if compares else None,
             ascent=-derivative_B.min() if derivative_B is not None else None,

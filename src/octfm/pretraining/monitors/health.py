@@ -1,7 +1,7 @@
 """Health of a run: measurements on tissue tokens, and a verdict in words for each."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
 
@@ -57,9 +57,6 @@ class Verdict:
     what: str
     verdict: Literal["ok", "watch", "bad"]
     sentence: str
-
-    def row(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import shlex
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from operator import attrgetter
 
 import numpy as np
 
@@ -204,7 +204,7 @@ def _candidate(preset: str, store: Store, volumes: int, runtime: Runtime, reads:
     runtime = replace(runtime, precision=precision).for_run(config.runtime, alike)
 
     def changed() -> tuple[str, ...]:
-        return tuple(f"{key}={value}" for key, value in wanted.items() if value != _setting(config, key))
+        return tuple(f"{key}={value}" for key, value in wanted.items() if value != attrgetter(key)(config))
 
     _, sizes = micro_batches(load_config(preset, changed()), store.preprocessing, runtime)
     if not sizes:
@@ -231,10 +231,3 @@ def _faster_precision(config: PretrainConfig, store: Store, runtime: Runtime) ->
         return measure_speed(replace(runtime, precision=precision), config.model.width, tokens).flops_per_s
 
     return config.precision if config.precision == "fp32" or rate("bf16") >= rate("fp32") else "fp32"
-
-
-def _setting(config: PretrainConfig, key: str) -> Any:
-    value = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
