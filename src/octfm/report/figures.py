@@ -251,8 +251,7 @@ def overview_forest(results: Sequence[dict[str, Any]]) -> Chart | None:
 
 
 def _by_metric(results: Sequence[dict[str, Any]]) -> dict[str, list[list[dict[str, Any]]]]:
-    """Metric → the rows of each target by it. A target has one metric, the first of AUROC, R² and kappa that was
-    measured."""
+    """Metric → the rows of each target by it: the first of AUROC, R² and kappa that was measured."""
     chosen = {r["target"]: metric for metric in ("kappa", "r2", "auroc") for r in results if r["metric"] == metric}
     groups: dict[str, list[list[dict[str, Any]]]] = {}
     for metric in GUESSING:
