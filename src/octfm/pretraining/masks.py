@@ -98,8 +98,7 @@ class MaskConfig(Config):
 
 @dataclass(frozen=True, eq=False)
 class TokenMasks:
-    """Flat token indices into the grid, int64, sorted within a row; context and target are disjoint and hold no
-    padding."""
+    """Flat token indices into the grid, int64, sorted within a row; context and target are disjoint, not padding."""
 
     kept: np.ndarray
     """[B, K]: every token of the step; context and target are drawn from it."""

@@ -61,8 +61,7 @@ def accumulate(learner: Learner, batch: Batch, context_weight: float, *, everyth
             if not ran_out_of_memory(error):
                 raise
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        # Outside the handler, where the failed pass's tensors are not held any more. Gradients go first: memory in use
-        # cannot be released.
+        # Outside the handler, which holds the failed pass's tensors. Gradients first: memory in use cannot be released.
         learner.optimizer.zero_grad(set_to_none=True)
         learner.runtime.release()
         learner.state = replace(learner.state, micro_batch=_smaller(learner, batch, reason))
@@ -153,8 +152,7 @@ class Outcome:
 
 @torch.no_grad()
 def judge(learner: Learner, micro_results: Sequence[MicroStep], grad_norm: torch.Tensor, most: Limits) -> Outcome:
-    """Decide on the device, without a host sync: every loss and the gradient norm are finite and within their
-    limits."""
+    """Decide on the device, without a host sync: every loss and the norm are finite and within their limits."""
     runtime = learner.runtime
     masked, context = (
         torch.cat([getattr(d, name) for d in micro_results]).float() for name in ("masked_loss_B", "context_loss_B")

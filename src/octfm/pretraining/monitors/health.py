@@ -98,8 +98,7 @@ def relative_distance(a: list[Tensor], b: list[Tensor], sum_shares_: Callable[[T
 
 @torch.no_grad()
 def cosine(start: list[Tensor], a: list[Tensor], b: list[Tensor], sum_shares_: Callable[[Tensor], None]) -> Tensor:
-    """Cosine between `a - start` and `b - start` over lists of tensors; 0 if either is 0. `sum_shares_`: as in
-    `relative_distance`."""
+    """Cosine between `a - start` and `b - start`, 0 if either is 0. `sum_shares_`: as in `relative_distance`."""
     # One tensor after the other: all differences at once would take twice the memory of the weights.
     pairs = ((x - s, y - s) for s, x, y in zip(start, a, b, strict=True))
     sums = torch.stack([torch.stack(((x * y).sum(), (x * x).sum(), (y * y).sum())) for x, y in pairs]).sum(0)

@@ -23,8 +23,7 @@ AT_ONCE = 4
 MOST_STEPS = 4096
 """Most steps whose order of volumes is checked."""
 MOST_EPOCHS = 1600
-"""Passes over the volumes above which the doctor warns: the longest schedule of masked autoencoders on ImageNet
-(arXiv:2111.06377)."""
+"""Passes above which the doctor warns: the longest schedule of masked autoencoders on ImageNet (arXiv:2111.06377)."""
 CHECKSUMS = 8
 """Volumes whose checksum is verified."""
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from octfm.errors import BucketError, CheckpointError
 from octfm.io.location import BucketPath, Location, write_whole
-from octfm.models.token_map import token_grid
 from octfm.models.vit3d import count_parameters
 from octfm.pretraining.initial_weights import initial_state, is_query
 from octfm.pretraining.learner import blueprint
@@ -60,16 +59,9 @@ def cost_on(
     runtime: Runtime, config: PretrainConfig, preprocessing: Preprocessing, micro_batch: int, micro_steps: int
 ) -> Cost:
     """`step_cost` of a rank of this runtime."""
-    return step_cost(
-        config,
-        preprocessing,
-        micro_batch,
-        micro_steps,
-        runtime.world,
-        runtime.sharded,
-        runtime.device.type,
-        runtime.graphs,
-    )
+    # The settings are frozen and so hashable, which pyright does not see.
+    own = (runtime.world, runtime.sharded, runtime.device.type, runtime.graphs)
+    return step_cost(config, preprocessing, micro_batch, micro_steps, *own)  # pyright: ignore[reportArgumentType]
 
 
 def micro_batches(config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime) -> tuple[Cost, list[int]]:
@@ -116,9 +108,7 @@ def step_time(config: PretrainConfig, preprocessing: Preprocessing, runtime: Run
     data = config.data
     micro_steps = accumulation(data.global_batch_size, data.per_device_batch_size, runtime.world)
     cost = cost_on(runtime, config, preprocessing, data.per_device_batch_size, micro_steps)
-    grid = token_grid(preprocessing.image_size, config.model.patch_size)
-    tokens = config.masks.counts(grid)[0] * data.per_device_batch_size
-    return measure_speed(runtime, config.model.width, tokens).seconds(cost), cost
+    return measure_speed(runtime, config, preprocessing).seconds(cost), cost
 
 
 def forecast(config: PretrainConfig, store: Store, runtime: Runtime, sample: Sample) -> Check:
