@@ -126,8 +126,7 @@ class Encoder:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the weights in float32, which identifies them in results; `octfm models` prints that of packaged
-        encoders."""
+        """SHA-256 of the float32 weights, which names them in results; `octfm models` prints that of packaged ones."""
         return exported.digest(self.network.state_dict())
 
     @property
@@ -169,8 +168,7 @@ class Encoder:
         return replace(found, own_zscore=self.own_zscore)
 
     def reading(self, store: Store) -> "Encoder":
-        """The encoder for a store: `of_bscans` for one of single B-scans. Raises EvaluationError as
-        `require_prepared`."""
+        """The encoder for a store: `of_bscans` for single B-scans. Raises EvaluationError as `require_prepared`."""
         encoder = self.of_bscans() if store.image_size[0] == 1 else self
         encoder.require_prepared(store)
         return encoder

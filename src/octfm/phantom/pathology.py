@@ -136,8 +136,7 @@ def _geographic_atrophy(rng: np.random.Generator, severity: float, drupelets: np
 
 
 def _diabetic_oedema(rng: np.random.Generator, severity: float, drupelets: np.ndarray) -> Lesions:
-    """Draw diabetic macular oedema: leaks with swelling, cysts and hyperreflective foci around them, subretinal
-    fluid."""
+    """Draw diabetic macular oedema: leaks with swelling, cysts and bright foci around them, subretinal fluid."""
     leaks = 1 + rng.poisson(2.0 * severity)
     # Leaking microaneurysms lie anywhere in the macula; the more severe, the more often the centre is involved.
     fx, fy = _polar(rng, rng.uniform(0.0, 2.0 - 1.1 * severity, leaks))

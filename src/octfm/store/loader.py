@@ -253,8 +253,7 @@ def batch_of_voxels(voxels: np.ndarray) -> Batch:
 
 
 def epoch_volumes(store: Store, rows: np.ndarray, batch: int) -> float:
-    """Volumes per epoch: all `rows` or, where phantoms have a share of every batch, as many as pass with each of the
-    store's volumes once."""
+    """Volumes per epoch: all `rows`, or as many as pass, phantoms among them, with each of the store's volumes once."""
     groups, counts = store.turns(rows, batch)
     return len(groups[0]) * sum(counts) / counts[0]
 

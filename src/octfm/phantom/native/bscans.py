@@ -1,5 +1,4 @@
-"""Render B-scans of phantom version 4: realistic outer retina and choroid, any look, any placement, with the truth for
-training.
+"""Render B-scans of phantom version 4: realistic outer retina and choroid, any look, any placement, and the truth.
 
 Where render.py draws cohorts whose bytes must never change, this one is made for training segmentation: its looks and
 accidents vary more than those of any clinic, and every image comes with surfaces and lesion masks.
@@ -48,8 +47,7 @@ SURFACES = (
 """From the vitreous outwards. `rpe_inner` is the inner edge of the RPE's bright band, `rpe_peak` its brightest line,
 `bm` its outer edge."""
 Accident = Literal["none", "clipped", "blink", "upside_down", "wrapped"]
-"""Faults of an image: retina outside the frame, no signal, rows in reverse order, or folded back at the top of the
-frame."""
+"""Faults of an image: retina outside the frame, no signal, rows reversed, or folded back at the frame's top."""
 _BASE = {name: SURFACE["rpe" if name == "rpe_inner" else name] for name in SURFACES if name != "rpe_peak"}
 
 
@@ -100,8 +98,7 @@ class Labelled:
     voxels: np.ndarray
     """uint8 [D, H, W]"""
     surfaces: np.ndarray
-    """float32 [S, D, W]: row of each of SURFACES, 0 at the centre of the first row; NaN where it is not in the
-    image."""
+    """float32 [S, D, W]: row of each of SURFACES, 0 at the first row's centre; NaN where it is not in the image."""
     lesions: np.ndarray
     """uint8 [D, H, W]: 0, a value of pathology.LESIONS, DETACHMENT or MATERIAL."""
     spacing_mm: Spacing3
@@ -206,8 +203,7 @@ def fold(power: np.ndarray) -> np.ndarray:
 
 
 def layers_of(shot: Shot, x_mm: np.ndarray, y_mm: np.ndarray, ascan_mm: float) -> tuple[np.ndarray, OuterRetina]:
-    """Thickness in µm of anatomy.LAYERS, [L, D, W], at places x nasal and y superior of the fovea, and the outer retina
-    there."""
+    """Thickness in µm of anatomy.LAYERS, [L, D, W], x nasal and y superior of the fovea, and the outer retina there."""
     layers = layers_um(shot.eye, x_mm, y_mm)
     outer = raise_outer_retina(shot.lesions, layers, x_mm, y_mm, ascan_mm)
     # No band where there is no RPE: in the disc, in atrophy.
@@ -359,8 +355,7 @@ class _Texture:
 
 
 def _add_choroid(power: np.ndarray, scene: Scene, rng: np.random.Generator) -> None:
-    """Choriocapillaris, Sattler's small and Haller's large vessels (dark lumina in bright stroma), sclera; all fade
-    with depth."""
+    """Choriocapillaris, Sattler's small and Haller's large vessels (dark in bright stroma), sclera; all fade."""
     look, spacing = scene.look, scene.spacing_mm
     dy = spacing[1]
     bm, csi = scene.edge("bm").astype(np.float32), scene.edge("csi").astype(np.float32)
@@ -395,8 +390,7 @@ def _blend(
     level: float,
     share: float = 1,
 ) -> tuple:
-    """Mix a level into the A-scans (d, w) between fractional rows; returns the voxels that it fills by more than
-    half."""
+    """Mix a level into the A-scans (d, w) between fractional rows; returns the voxels filled by more than half."""
     d, w = where
     filled = []
     first = np.floor(top).astype(np.int64)

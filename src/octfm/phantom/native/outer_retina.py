@@ -38,8 +38,7 @@ class OuterLesions:
 def sample_outer_lesions(
     rng: np.random.Generator, *, detached: bool, neovascular: bool, reticular: bool
 ) -> OuterLesions:
-    """Detachments are 60 to 800 µm high, log-uniform; material goes with neovascular AMD; six eyes in ten have an
-    uneven RPE."""
+    """Detachments are 60 to 800 µm high, log-uniform; material goes with wet AMD; six in ten have an uneven RPE."""
     detachments, material, deposits = np.zeros((0, 6)), np.zeros((0, 4)), np.zeros((0, 4))
     if detached or neovascular:
         count = 1 + int(rng.poisson(0.6))
@@ -88,8 +87,7 @@ class OuterRetina:
 def raise_outer_retina(
     lesions: OuterLesions, layers_um: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray, ascan_mm: float
 ) -> OuterRetina:
-    """Add the outer lesions to the layers [L, D, W] in place; lateral smoothing runs along A-scans, `ascan_mm`
-    apart."""
+    """Add outer lesions to the layers [L, D, W] in place; lateral smoothing runs along A-scans, `ascan_mm` apart."""
     drusen_layer, subretinal_layer, onl = (LAYER[name] for name in ("drusen", "subretinal_fluid", "onl"))
     drusen = layers_um[drusen_layer].copy()
     # pathology.py has pressed this much of a druse into the outer nuclear layer already.
@@ -121,8 +119,7 @@ def raise_outer_retina(
 
 
 def _domes(table: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray, exponent: float | None = None) -> np.ndarray:
-    """[D, W] height of the highest dome at each place: height · (1 - r²)^exponent; if none is given, the exponent is in
-    column 4."""
+    """[D, W] height of the highest dome: height · (1 - r²)^exponent; if none is given, the exponent is in column 4."""
     height = np.zeros(x_mm.shape)
     for row in table:
         inside = np.clip(1 - ((x_mm - row[0]) ** 2 + (y_mm - row[1]) ** 2) / row[2] ** 2, 0, 1)
