@@ -21,7 +21,7 @@ from octfm.models.objectives.objective import squared_error
 from octfm.models.token_map import PADDING, TISSUE, token_map
 from octfm.models.vit3d import TokenGrid, take_patches
 from octfm.phantom.native.bscans import SURFACES, Labelled
-from octfm.phantom.native.classes import classes_of
+from octfm.phantom.native.prepared import classes_of
 from octfm.phantom.native.stream import CONDITIONS
 from octfm.pretraining import augment
 from octfm.pretraining.data import given_store, training_rows

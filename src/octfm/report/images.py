@@ -56,7 +56,8 @@ def example_pictures(scenes: Sequence[Scene]) -> list[Example]:
         alt = f"Tissue brightness seen from the front, {readable(scanner)}"
         if len(voxels) > 1:
             pictures.append(_enface(front(seen), spacing, scene.laterality, "En face", alt))
-        examples.append(Example(scanner, _eye(scene), [picture for picture in pictures if picture is not None]))
+        eye = {"R": "right eye", "L": "left eye"}.get(scene.laterality or "", "laterality unknown, not mirrored")
+        examples.append(Example(scanner, eye, [picture for picture in pictures if picture is not None]))
     return examples[::-1]
 
 
@@ -246,10 +247,6 @@ def _token_brightness(voxels: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
     D, H, W = (n // g * g for n, g in zip(voxels.shape, grid, strict=True))
     blocks = voxels[:D, :H, :W].astype(np.float32).reshape(d, D // d, h, H // h, w, W // w)
     return blocks.mean((1, 3, 5)) ** 2 + 1e-3
-
-
-def _eye(scene: Scene) -> str:
-    return {"R": "right eye", "L": "left eye"}.get(scene.laterality or "", "laterality unknown, not mirrored")
 
 
 def to_png(figure: Figure, colours: int = 128) -> str:

@@ -168,17 +168,12 @@ def eye_abbreviations(names: Iterable[str]) -> frozenset[str]:
     """
     seen = {plain(text) for name in names for kind, text, _ in _pieces(name) if not kind}
     # 123R counts as R.
-    seen |= {plain(eye) for text in list(seen) if (eye := _eye_in(text))}
+    seen |= {plain(match["eye"] or match["eye2"]) for match in map(_SPLIT_EYE.fullmatch, seen) if match}
     meant = {word for word in seen if _PAIRED.get(word, _LEFT_OF_PAIR.get(word, "")) in seen}
     named_left = any(_EYES.get(word) == "L" for word in seen)
     if named_left or not seen & {"macula", "macular", "mac", "makula", "fovea"}:
         meant.add("od")
     return frozenset(meant)
-
-
-def _eye_in(text: str) -> str:
-    match = _SPLIT_EYE.fullmatch(text)
-    return (match["eye"] or match["eye2"]) if match else ""
 
 
 def _pieces(name: str) -> Iterable[tuple[Kind | Literal[""], str, int]]:

@@ -23,6 +23,7 @@ from octfm.phantom.render import (
     MEMBRANE_DB,
     VITREOUS_DB,
     Steps,
+    blend,
     decibels,
     en_face_positions,
 )
@@ -382,37 +383,14 @@ def _add_choroid(power: np.ndarray, scene: Scene, rng: np.random.Generator) -> N
         bscan += tissue
 
 
-def _blend(
-    power: np.ndarray,
-    where: tuple[np.ndarray, np.ndarray],
-    top: np.ndarray,
-    bottom: np.ndarray,
-    level: float,
-    share: float = 1,
-) -> tuple:
-    """Mix a level into the A-scans (d, w) between fractional rows; returns the voxels filled by more than half."""
-    d, w = where
-    filled = []
-    first = np.floor(top).astype(np.int64)
-    for offset in range(int(np.ceil((bottom - top).max(initial=0))) + 1 if len(d) else 0):
-        row = first + offset
-        covered = np.clip(np.minimum(bottom, row + 1) - np.maximum(top, row), 0, 1)
-        inside = (covered > 0) & (row >= 0) & (row < power.shape[1])
-        at = d[inside], row[inside], w[inside]
-        power[at] += share * covered[inside] * (level - power[at])
-        most = covered[inside] > 0.5
-        filled.append(np.stack(at)[:, most])
-    return tuple(np.concatenate(filled, axis=1)) if filled else (np.zeros(0, np.int64),) * 3
-
-
 def _paint_vessels(power: np.ndarray, scene: Scene) -> None:
     """Paint each vessel as a forward-scattering body below a bright wall."""
     d, w = np.nonzero(scene.half_um > 4)
     half = scene.half_um[d, w]
     centre = scene.depth_um[SURFACE["gcl_ipl"], d, w] - 0.4 * half
     top, bottom = (centre - half) * scene.rows_per_um, (centre + half) * scene.rows_per_um
-    _blend(power, (d, w), top, bottom, float(decibels(-5.0)), 0.75)
-    _blend(power, (d, w), top, top + 6 * scene.rows_per_um, float(decibels(-1.0)), 0.6)
+    blend(power, (d, w), top, bottom, float(decibels(-5.0)), 0.75)
+    blend(power, (d, w), top, top + 6 * scene.rows_per_um, float(decibels(-1.0)), 0.6)
 
 
 def _paint_lesions(power: np.ndarray, scene: Scene, rng: np.random.Generator) -> np.ndarray:
@@ -421,7 +399,7 @@ def _paint_lesions(power: np.ndarray, scene: Scene, rng: np.random.Generator) ->
     x, y, rows_per_um = scene.x_mm, scene.y_mm, scene.rows_per_um
     fluid_db = float(rng.uniform(-28, -12))
     for d, w, top, bottom in cyst_spans(lesions, scene.depth_um, x, y):
-        mask[_blend(power, (d, w), top * rows_per_um, bottom * rows_per_um, float(decibels(fluid_db)))] = LESIONS[
+        mask[blend(power, (d, w), top * rows_per_um, bottom * rows_per_um, float(decibels(fluid_db)))] = LESIONS[
             "intraretinal_fluid"
         ]
     solid = np.maximum(outer.material_um, outer.reticular_um) > 0
@@ -445,11 +423,11 @@ def _paint_lesions(power: np.ndarray, scene: Scene, rng: np.random.Generator) ->
         shadow = np.float32(rng.uniform(0.4, 0.95))
         for bscan, ascan, row in zip(d, w, below, strict=True):
             power[bscan, max(row, 0) :, ascan] *= shadow
-        _blend(power, (d, w), middle - half, middle + half, float(decibels(rng.uniform(-3, 2))))
+        blend(power, (d, w), middle - half, middle + half, float(decibels(rng.uniform(-3, 2))))
     thickness, gap = membrane_um(lesions, x, y)
     d, w = np.nonzero(thickness > 0)
     bottom = scene.edge("ilm")[d, w] - gap[d, w] * rows_per_um
-    mask[_blend(power, (d, w), bottom - thickness[d, w] * rows_per_um, bottom, float(decibels(MEMBRANE_DB)))] = LESIONS[
+    mask[blend(power, (d, w), bottom - thickness[d, w] * rows_per_um, bottom, float(decibels(MEMBRANE_DB)))] = LESIONS[
         "membrane"
     ]
     return mask

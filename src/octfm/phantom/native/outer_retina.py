@@ -11,6 +11,7 @@ import numpy as np
 from scipy.ndimage import gaussian_filter1d
 
 from octfm.phantom.anatomy import LAYER, Waves, waves
+from octfm.phantom.pathology import around_the_fovea
 
 DETACHMENT = 7
 """Value of a detachment of the pigment epithelium in a lesion mask, after those of pathology.LESIONS; 8 is subretinal
@@ -44,26 +45,21 @@ def sample_outer_lesions(
         count = 1 + int(rng.poisson(0.6))
         height = np.exp(rng.uniform(np.log(60), np.log(800), count))
         radius = np.clip(height / 1000 * rng.uniform(1.0, 3.5, count), 0.12, 2.2)
-        x, y = _around_the_fovea(rng, np.abs(rng.normal(0, 0.9, count)))
+        x, y = around_the_fovea(rng, np.abs(rng.normal(0, 0.9, count)))
         solid = rng.beta(0.7, 0.7, count) if neovascular else rng.beta(0.6, 1.5, count)
         detachments = np.stack([x, y, radius, height, rng.uniform(0.4, 1.2, count), solid], axis=1)
     if neovascular:
         count = 1 + int(rng.poisson(0.7))
-        x, y = _around_the_fovea(rng, np.abs(rng.normal(0, 0.7, count)))
+        x, y = around_the_fovea(rng, np.abs(rng.normal(0, 0.7, count)))
         material = np.stack([x, y, rng.uniform(0.15, 1.0, count), rng.uniform(20, 160, count)], axis=1)
     if reticular:
         count = int(rng.uniform(20, 160))
         # Densest around the arcades, rare in the fovea.
-        x, y = _around_the_fovea(rng, rng.uniform(0.8, 4, count))
+        x, y = around_the_fovea(rng, rng.uniform(0.8, 4, count))
         deposits = np.stack([x, y, rng.uniform(0.03, 0.11, count), rng.uniform(10, 70, count)], axis=1)
     uneven = rng.random() < 0.6
     wave, height, level = waves(rng, (0.12, 0.7), 10), rng.uniform(4, 60), rng.uniform(-0.8, 0.6)
     return OuterLesions(detachments, material, deposits, wave, float(height) if uneven else 0.0, float(level))
-
-
-def _around_the_fovea(rng: np.random.Generator, distance_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    angle = rng.uniform(0, 2 * np.pi, len(distance_mm))
-    return distance_mm * np.cos(angle), distance_mm * np.sin(angle)
 
 
 @dataclass(frozen=True, eq=False)
