@@ -142,6 +142,20 @@ def select_tokens(
     return np.sort(np.resize(order, count))
 
 
+SELECTION_SEED = 0
+"""Seed for selecting tokens as in training, so that a volume always gives the same ones."""
+
+
+def same_tokens(maps: np.ndarray, count: int, acquisitions: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """`select_tokens` of token maps [B, d, h, w], always the same ones, [B, M]; and which are tissue, bool [B, M]."""
+    chosen = [
+        select_tokens(m, count, np.random.default_rng(SELECTION_SEED), acquisitions[place : place + 1])
+        for place, m in enumerate(maps)
+    ]
+    index = np.stack(chosen)
+    return index, np.take_along_axis(maps.reshape(len(maps), -1), index, 1) == TISSUE
+
+
 def wanted_targets(config: MaskConfig, kept: int, num_target: int) -> int:
     """Number of targets among `kept` different tokens: `num_target`, or fewer in a small volume; never all."""
     return min(num_target, kept - 1, max(1, round(kept * config.mask_ratio)))

@@ -117,22 +117,11 @@ def verdicts(row: dict[str, Any], width: int) -> list[Verdict]:
     if "teacher_step" in row:
         found.append(_teacher(row["teacher_step"], row["teacher_asked"]))
     if row["dead_targets"] > 0.3:
-        found.append(
-            Verdict(
-                "targets",
-                "watch",
-                f"{row['dead_targets']:.0%} of targets are background: lower masks.budget so that tissue fills it",
-            )
-        )
+        dead = f"{row['dead_targets']:.0%} of targets are background: lower masks.budget so that tissue fills it"
+        found.append(Verdict("targets", "watch", dead))
     if row["data_wait_share"] > 0.2:
-        found.append(
-            Verdict(
-                "data",
-                "watch",
-                f"{row['data_wait_share']:.0%} of the time was spent waiting for data: raise data.prefetch or use a "
-                "local store",
-            )
-        )
+        waited = f"{row['data_wait_share']:.0%} of the time was spent waiting for data"
+        found.append(Verdict("data", "watch", f"{waited}: raise data.prefetch or use a local store"))
     return found
 
 

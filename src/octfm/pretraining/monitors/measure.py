@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from octfm.models.pooling import width_of
-from octfm.models.token_map import TISSUE, token_map
+from octfm.models.token_map import token_map
 from octfm.models.vit3d import VisionTransformer3D, normalise, take_patches
 from octfm.pretraining.inputs import make_inputs
 from octfm.pretraining.learner import Learner
-from octfm.pretraining.masks import select_tokens
+from octfm.pretraining.masks import same_tokens
 from octfm.pretraining.monitors import audit, health
 from octfm.pretraining.step import MicroStep
 from octfm.run.runtime import Runtime
@@ -22,7 +22,6 @@ from octfm.store.layout import Arrays
 from octfm.store.loader import Batch, batch_of
 from octfm.store.store import Store
 
-SELECTION_SEED = 0
 PER_VOLUME = ("masked_loss_B", "context_loss_B", "masked_goal_BTD", "context_goal_BCD")
 
 
@@ -95,13 +94,7 @@ def encoded(learner: Learner, network: VisionTransformer3D, store: Store, rows: 
         arrays = store.read(rows[first : first + size])
         maps = token_map(arrays.band, arrays.valid, pre.image_size, patch)
         budget = config.masks.counts(maps.shape[1:])[0]
-        index = np.stack(
-            [
-                select_tokens(m, budget, np.random.default_rng(SELECTION_SEED), (name,))
-                for m, name in zip(maps, arrays.acquisition, strict=True)
-            ]
-        )
-        tissue = np.take_along_axis(maps.reshape(len(maps), -1), index, 1) == TISSUE
+        index, tissue = same_tokens(maps, budget, arrays.acquisition)
         kept = runtime.tensor(index)
         raw = take_patches(runtime.tensor(arrays.voxels).unsqueeze(1), kept, patch)
         with runtime.autocast():

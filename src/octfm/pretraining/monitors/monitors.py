@@ -63,11 +63,8 @@ def non_finite(losses_B: torch.Tensor, grad_norm: float, index: np.ndarray) -> F
         most = bool(bad.mean() > 0.5)
         return Finding("non-finite loss", sentence, "step", () if most else rows, damaging=most)
     if not isfinite(grad_norm):
-        return Finding(
-            "non-finite gradient",
-            f"gradient norm is {grad_norm}, every loss is finite: the backward pass overflowed",
-            "step",
-        )
+        sentence = f"gradient norm is {grad_norm}, every loss is finite: the backward pass overflowed"
+        return Finding("non-finite gradient", sentence, "step")
     return None
 
 

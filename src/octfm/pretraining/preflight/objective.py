@@ -89,11 +89,9 @@ def views(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check
 def masks_change(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check:
     """A volume must get new masks each time it is used, so that all of its places are hidden at some time."""
     if masks_repeat(config, store, batch_of(store, train_rows[:1]), len(train_rows)):
-        return fail(
-            "masks change",
-            "the masks of a volume are the same at every step or in every epoch",
-            "the same places would be hidden for ever and the others never learned; report this as a bug",
-        )
+        measured = "the masks of a volume are the same at every step or in every epoch"
+        advice = "the same places would be hidden for ever and the others never learned; report this as a bug"
+        return fail("masks change", measured, advice)
     return passed("masks change", "a volume has other masks whenever it comes")
 
 

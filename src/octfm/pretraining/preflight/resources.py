@@ -72,8 +72,7 @@ def micro_batches(config: PretrainConfig, preprocessing: Preprocessing, runtime:
     other = 1 if chosen > 1 else 2
 
     def cost(micro_batch: int) -> Cost:
-        micro_steps = max(1, per_rank // micro_batch)
-        return cost_on(runtime, config, preprocessing, micro_batch, micro_steps)
+        return cost_on(runtime, config, preprocessing, micro_batch, max(1, per_rank // micro_batch))
 
     estimate = cost(chosen)
     # Memory grows linearly with the micro-batch: two estimates give the line.
@@ -140,11 +139,8 @@ def destinations(config: PretrainConfig, out: Location) -> list[Check]:
     found = [_bucket(out) if isinstance(out, BucketPath) else _folder("destination", out, "choose another --out (F6)")]
     if config.ckpt_second_dir is not None:
         second = Path(config.ckpt_second_dir)
-        found.append(
-            _folder(
-                "second destination", second, "name a folder that can be written in ckpt_second_dir, or set it to null"
-            )
-        )
+        advice = "name a folder that can be written in ckpt_second_dir, or set it to null"
+        found.append(_folder("second destination", second, advice))
     return found
 
 
@@ -207,11 +203,8 @@ def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> C
         second = Path(config.ckpt_second_dir) if config.ckpt_second_dir else None
         if second is not None and _free(second) / GB >= needed:
             return warn("disk", measured, f"checkpoints without room go to ckpt_second_dir {second}, which has enough")
-        return fail(
-            "disk",
-            measured,
-            "free some space, or lower keep_checkpoints or raise keep_every_steps and keep_every_epochs",
-        )
+        advice = "free some space, or lower keep_checkpoints or raise keep_every_steps and keep_every_epochs"
+        return fail("disk", measured, advice)
     return passed("disk", measured)
 
 
@@ -232,11 +225,8 @@ def tracker(config: PretrainConfig, *, resumed: bool = False) -> Check:
     """
     tracking = config.tracking
     if absent := trackers.missing(tracking):
-        return fail(
-            "tracker",
-            f"{absent[0]} is not installed",
-            f"pip install octfm[{absent[0]}], or turn tracking.{absent[0]} off",
-        )
+        advice = f"pip install octfm[{absent[0]}], or turn tracking.{absent[0]} off"
+        return fail("tracker", f"{absent[0]} is not installed", advice)
     names = " and ".join(["metrics.jsonl", *(["TensorBoard"] if tracking.tensorboard else [])])
     if tracking.wandb is None:
         return passed("tracker", names)
