@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from octfm.catalog.catalog import Catalog, CatalogError
+from octfm.catalog.participants.folders import split_folders
 from octfm.catalog.participants.patterns import Pattern, PeopleError, place_of
-from octfm.catalog.participants.split_folders import split_folders
 from octfm.catalog.scan import scan
 from octfm.encoder.embed import embed_store
 from octfm.encoder.embeddings import read_embeddings

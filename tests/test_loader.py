@@ -40,7 +40,7 @@ def test_a_batch_holds_the_volumes_it_names(store):
         wanted = store.read(batch.index)
         for name in ("voxels", "band", "valid"):
             np.testing.assert_array_equal(getattr(batch, name), getattr(wanted, name))
-        assert batch.scanner == tuple(store.rows[i].scanner for i in batch.index)
+        assert batch.acquisition == tuple(store.rows[i].acquisition for i in batch.index)
 
 
 @settings(deadline=None, max_examples=15)
@@ -266,7 +266,7 @@ def test_microbatches_are_the_batch_in_order(store):
     parts = list(microbatches(batch, 2))
     assert np.concatenate([p.index for p in parts]).tolist() == batch.index.tolist()
     assert np.concatenate([p.voxels for p in parts]).tobytes() == batch.voxels.tobytes()
-    assert sum((p.scanner for p in parts), ()) == batch.scanner
+    assert sum((p.acquisition for p in parts), ()) == batch.acquisition
     assert sum(p.wait_s for p in parts) == batch.wait_s
     with pytest.raises(ConfigError, match="4 does not divide the 6"):
         list(microbatches(batch, 4))

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from octfm.errors import ConfigError
 from octfm.models.pooling import pooled
+from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors import online_probe as probe
+from octfm.pretraining.monitors.measure import tissue_vectors
 from octfm.pretraining.monitors.online_probe import Cases, OnlineProbeConfig, find_cases
 from octfm.run import checkpoint, checkpoint_writer
 from octfm.run.checkpoint_writer import best_step
@@ -185,7 +187,8 @@ def test_vectors_are_read_from_the_tokens_of_training(store, tmp_path):
     run = quick_pretrain(config(steps=2), store, tmp_path / "run", echo=quiet)
     encoder = load_encoder(run)
     chosen = select(store, "val")
-    found = probe.tissue_vectors(encoder.network, lambda grid: 64, (2, 8, 8), "mean", store, encoder.runtime, 3, chosen)
+    learner = Learner(config(), store.preprocessing, encoder.runtime)
+    found = tissue_vectors(learner, encoder.network, store, chosen)
     tokens, tissue = (torch.from_numpy(part) for part in encoder.tissue_tokens(store.read(chosen)))
     np.testing.assert_allclose(found, pooled(tokens, tissue, "mean").numpy(), rtol=1e-5, atol=1e-6)
 

@@ -11,10 +11,10 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from octfm.catalog.catalog import Catalog, assign_splits
+from octfm.catalog.examination import join_parts
 from octfm.catalog.participants.patterns import Pattern, PeopleError
 from octfm.catalog.participants.people import AmbiguousPeople, Scan, Whose, find_people
 from octfm.catalog.participants.pseudonyms import pseudonymise
-from octfm.catalog.parts import join_parts
 from octfm.catalog.scan import scan
 from octfm.demo import run_demo
 from octfm.demo.request import Request

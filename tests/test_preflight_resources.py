@@ -12,7 +12,7 @@ import pytest
 
 from octfm.config import load
 from octfm.pretraining.preflight import data, examine, resources
-from octfm.pretraining.preflight.cost import Speed, _step_cost, step_cost
+from octfm.pretraining.preflight.cost import Speed, step_cost
 from octfm.pretraining.settings import PretrainConfig, load_config
 from octfm.run.runtime import Runtime, start
 from octfm.store.phantoms import PhantomConfig
@@ -166,7 +166,7 @@ def test_attention_costs_what_it_costs_by_every_kernel(monkeypatch):
     found = []
     for blocked in (False, True):
         monkeypatch.setattr("octfm.models.attention.onednn_is_faster", lambda blocked=blocked: blocked)
-        _step_cost.cache_clear()
+        step_cost.cache_clear()
         found.append(
             step_cost(
                 load_config("vit_s", ["precision=fp32", "masks.budget=1000", "model.depth=2", "predictor.depth=1"]),
@@ -175,7 +175,7 @@ def test_attention_costs_what_it_costs_by_every_kernel(monkeypatch):
                 1,
             ).flops
         )
-    _step_cost.cache_clear()
+    step_cost.cache_clear()
     # The fused backward pass makes the scores again, kept ones are not made again: a part in seven of attention's.
     assert 0.95 * found[0] < found[1] <= found[0]
 
@@ -186,7 +186,7 @@ def test_estimating_leaves_no_trace_in_the_random_state(store):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    _step_cost.cache_clear()
+    step_cost.cache_clear()
     step_cost(config(), store.preprocessing, 2, 2)
     resources.parameters(config(), store)
     assert torch.equal(torch.rand(3), expected)

@@ -10,7 +10,7 @@ from PIL import Image
 
 from octfm.catalog.catalog import CatalogError, NothingAccepted
 from octfm.catalog.columns import TableError
-from octfm.catalog.participants.class_folders import doubts_about_people
+from octfm.catalog.participants.folders import doubts_about_people
 from octfm.catalog.participants.patterns import Pattern, place_of
 from octfm.catalog.participants.people import AmbiguousPeople, Scan, find_people
 from octfm.catalog.scan import scan

@@ -21,7 +21,7 @@ from octfm.models.objectives.objective import squared_error
 from octfm.models.token_map import PADDING, TISSUE, token_map
 from octfm.models.vit3d import TokenGrid, take_patches
 from octfm.phantom.native.bscans import SURFACES, Labelled
-from octfm.phantom.native.classes import classes_of
+from octfm.phantom.native.prepared import classes_of
 from octfm.phantom.native.stream import CONDITIONS
 from octfm.pretraining import augment
 from octfm.pretraining.data import given_store, training_rows
@@ -340,7 +340,7 @@ def scans_among_phantoms(settings_, store):
     """The objective and a view of four volumes: scan, phantom, scan, phantom."""
     mixed = given_store(settings_, store)
     arrays, four = mixed.read([0, len(store), 1, len(store) + 1]), np.arange(4)
-    batch = Batch(arrays.voxels, arrays.band, arrays.valid, four, four, ("",) * 4, 0.0, labels=arrays.labels)
+    batch = Batch(arrays.voxels, arrays.band, arrays.valid, four, four, labels=arrays.labels)
     (view,) = make_inputs(settings_, mixed.preprocessing, HOST, batch).views
     return build_objective(settings_, mixed.preprocessing), view
 

@@ -54,7 +54,6 @@ def without_duplicates(
         kept.setdefault(header.sop_instance_uid, header)
     others = [header for header in headers if kept[header.sop_instance_uid] is not header]
     rejects, reused = [], set()
-    limits = limits or Limits()
     pairs = [(header, kept[header.sop_instance_uid]) for header in others]
     same_voxels = spread(
         functools.partial(_same_voxels, readers=readers),
@@ -62,7 +61,7 @@ def without_duplicates(
         lambda pair, lost: False,  # a file that cannot be decoded cannot be shown to be a copy
         workers=workers,
         limits=limits,
-        deadline=lambda pair: sum(limits.deadline(math.prod(header.shape), header.uri) for header in pair),
+        deadline=lambda limits, pair: sum(limits.deadline(math.prod(header.shape), header.uri) for header in pair),
     )
     for header, same in zip(others, same_voxels, strict=True):
         original = kept[header.sop_instance_uid].uri

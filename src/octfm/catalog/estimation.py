@@ -42,14 +42,13 @@ def axial_mm_by_height(
         for height in sorted(unknown)
         for header in sorted(unknown[height], key=lambda header: header.sop_instance_uid)[:SAMPLE]
     ]
-    limits = limits or Limits()
     found = spread(
         functools.partial(_rows_of, readers=readers),
         chosen,
         lambda header, lost: None,
         workers=workers,
         limits=limits,
-        deadline=lambda header: limits.deadline(10 * math.prod(header.shape), header.uri),
+        deadline=lambda limits, header: limits.deadline(10 * math.prod(header.shape), header.uri),
     )
     rows: dict[int, list[float]] = defaultdict(list)
     for header, own in zip(chosen, found, strict=True):

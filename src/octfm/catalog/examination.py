@@ -1,31 +1,55 @@
-"""Examine one file of a scan: it yields headers of volumes, a part of a volume, or a reject with a reason."""
+"""Examine the files of a scan: each yields headers of volumes, a part of one that is then joined, or a reject.
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+Files that form a volume only together have one header, named after the first of them.
+"""
+
+import functools
+import os
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from octfm import formats
 from octfm.catalog.acquisition import Reject
 from octfm.errors import ReadError
+from octfm.formats.bscans import Reader
+from octfm.formats.dicom.parts import Part, in_order
+from octfm.formats.reasons import Header
 from octfm.io.archive import file_size, links
+from octfm.io.isolation import Limits, Lost
 from octfm.io.location import Location
 from octfm.io.ranged import recall
-from octfm.volume.volume import STRUCTURE_ONLY, Layout, Modality
+from octfm.io.spread import spread
+from octfm.volume.volume import RASTER_ONLY, STRUCTURE_ONLY, Layout, Modality
 
-if TYPE_CHECKING:
-    from octfm.formats.bscans import Reader
-    from octfm.formats.dicom.parts import Part
-    from octfm.formats.reasons import Header
+
+def examine_files(
+    files: Sequence[Location],
+    examine: Callable[[Location], list[Header | Part | Reject]],
+    workers: int | None,
+    limits: Limits | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[list[Header | Part | Reject]]:
+    """What `examine` yields for each file, in their order, from child processes."""
+    return spread(
+        examine,
+        files,
+        lambda path, lost: [Reject.lost(path, lost, "examined it")],
+        workers=workers,
+        limits=limits,
+        # A deadline by size, although headers take milliseconds: a volume that may be blank is decoded.
+        deadline=lambda limits, path: limits.deadline(file_size(path), str(path)),
+        progress=progress,
+    )
 
 
 def examine_file(
     path: Location,
     layouts: Collection[Layout],
     follow_links: bool = True,
-    readers: "Sequence[Reader]" = (),
+    readers: Sequence[Reader] = (),
     modalities: Collection[Modality] = STRUCTURE_ONLY,
-) -> "list[Header | Part | Reject]":
-    """The outcome of a file or of each volume in it; for a folder, also a reject for each image that is not a
-    B-scan."""
+) -> list[Header | Part | Reject]:
+    """Outcomes of a file, or of each volume in it; for a folder, also a reject for each image that is no B-scan."""
     recall(path)
     with links(follow=follow_links):
         found = _examine(path, layouts, readers, modalities)
@@ -33,14 +57,14 @@ def examine_file(
             return [
                 _examine(uri, layouts, readers, modalities) for uri in formats.volumes_in(str(path), readers=readers)
             ]
-        aside = found.set_aside if isinstance(found, formats.Header) else ()
+        aside = found.set_aside if isinstance(found, Header) else ()
         return [
             found,
             *(Reject(uri, "not_a_bscan", f"{uri}: {why}; left out", file_size(uri)) for uri, why in aside),
         ]
 
 
-def wanted(outcomes: "Sequence[Header | Reject]", layouts: Collection[Layout]) -> "tuple[list[Header], list[Reject]]":
+def wanted(outcomes: Sequence[Header | Reject], layouts: Collection[Layout]) -> tuple[list[Header], list[Reject]]:
     """Headers of these layouts, and the rejects, among them volumes where only single B-scans are taken.
 
     A line scan is a single B-scan; several of them at one place are no volume.
@@ -63,10 +87,51 @@ def wanted(outcomes: "Sequence[Header | Reject]", layouts: Collection[Layout]) -
 def _examine(
     path: Location | str,
     layouts: Collection[Layout],
-    readers: "Sequence[Reader]",
+    readers: Sequence[Reader],
     modalities: Collection[Modality],
-) -> "Header | Part | Reject":
+) -> Header | Part | Reject:
     try:
         return formats.examine(str(path), layouts, readers, modalities)
     except ReadError as error:
         return Reject.of(path, error)
+
+
+def join_parts(
+    outcomes: Sequence[Header | Part | Reject],
+    workers: int | None = None,
+    limits: Limits | None = None,
+    layouts: Collection[Layout] = RASTER_ONLY,
+) -> tuple[list[Header | Reject], int]:
+    """One outcome per volume or file, and the number of files that are covered by another file's outcome."""
+    volumes: dict[tuple[str, str], list[Part]] = defaultdict(list)
+    joined: list[Header | Reject] = []
+    for outcome in outcomes:
+        if isinstance(outcome, Part):
+            volumes[os.path.dirname(outcome.uri), outcome.volume].append(outcome)  # noqa: PTH120  (archive.zip!/ is no path)
+        else:
+            joined.append(outcome)
+    groups = [in_order(parts) for parts in volumes.values()]
+    joined += spread(
+        functools.partial(_examine_parts, layouts=tuple(layouts)),
+        groups,
+        _lost,
+        workers=workers,
+        limits=limits,
+        deadline=lambda limits, parts: limits.deadline(_bytes(parts), parts[0].uri),
+    )
+    return joined, sum(len(parts) - 1 for parts in groups)
+
+
+def _examine_parts(parts: Sequence[Part], layouts: Collection[Layout]) -> Header | Reject:
+    try:
+        return formats.read_header_of_parts(parts, layouts)
+    except ReadError as error:
+        return Reject.of(parts[0].uri, error, _bytes(parts))
+
+
+def _lost(parts: Sequence[Part], lost: Lost) -> Reject:
+    return Reject.lost(parts[0].uri, lost, f"examined it and {len(parts) - 1} other files of its volume", _bytes(parts))
+
+
+def _bytes(parts: Sequence[Part]) -> int:
+    return sum(file_size(part.uri) for part in parts)

@@ -49,14 +49,13 @@ def inspect_pixels(
     Kept acquisitions get flags if their anatomy contradicts their laterality or does not show it; nothing else changes.
     Rejects are copies, and files that cannot be decoded.
     """
-    limits = limits or Limits()
     outcomes = spread(
         functools.partial(_inspect, keep_upside_down=keep_upside_down, readers=readers),
         acquisitions,
         lambda acquisition, lost: Reject.lost(acquisition.uri, lost, "read its pixels"),
         workers=workers,
         limits=limits,
-        deadline=lambda acquisition: limits.deadline(math.prod(acquisition.shape), acquisition.uri),
+        deadline=lambda limits, acquisition: limits.deadline(math.prod(acquisition.shape), acquisition.uri),
         chunk=1,
     )
     copies, kept, rejects, pairs = PixelCopies(), [], [], []

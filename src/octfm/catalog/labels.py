@@ -157,7 +157,8 @@ def _label_table(path: str, names: tuple[str, ...], rows: list[dict[str, str]]) 
     )
     # A column of eyes that is overlooked would give both eyes the label of one.
     laterality = written.get(LATERALITY) or next(
-        (written[c] for c in EYE_COLUMNS if c in written and _names_eyes(row[written[c]] for row in rows)), None
+        (written[c] for c in EYE_COLUMNS if c in written and any(lateralities([row[written[c]]])[0] for row in rows)),
+        None,
     )
     if participant is None and acquisition is None:
         got = one_line(", ".join(names) or "no header")
@@ -169,10 +170,6 @@ def _label_table(path: str, names: tuple[str, ...], rows: list[dict[str, str]]) 
         raise EvaluationError(f"{path}: a header without rows; nothing to join")
     ids = {participant, acquisition, laterality}
     return LabelTable(path, tuple(n for n in names if n not in ids), tuple(rows), participant, laterality, acquisition)
-
-
-def _names_eyes(cells: Iterable[str]) -> bool:
-    return any(lateralities([cell])[0] for cell in cells)
 
 
 def as_number(value: str | None) -> float | None:

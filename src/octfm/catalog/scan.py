@@ -15,22 +15,19 @@ from octfm.catalog.columns import Columns, TableError, composed, lost_zeros
 from octfm.catalog.dicom_directory import left_behind
 from octfm.catalog.duplicates import under_two_ids, without_duplicates, without_lost_originals
 from octfm.catalog.estimation import axial_mm_by_height
-from octfm.catalog.examination import examine_file, wanted
+from octfm.catalog.examination import examine_file, examine_files, join_parts, wanted
 from octfm.catalog.inspection import inspect_pixels
 from octfm.catalog.participants.patterns import Pattern
 from octfm.catalog.participants.people import Scan, find_people, spelt_alike
-from octfm.catalog.parts import join_parts
 from octfm.catalog.walk import Found, walk
 from octfm.formats.bscans import Reader
 from octfm.formats.detect import require_readers
-from octfm.formats.dicom.parts import Part
-from octfm.formats.reasons import REASONS, Header
-from octfm.io.archive import MEMBER, file_size, is_folder, unpack
+from octfm.formats.reasons import REASONS
+from octfm.io.archive import MEMBER, is_folder, unpack
 from octfm.io.bucket import Account
 from octfm.io.isolation import Limits
 from octfm.io.location import BucketPath, Location, listed, location
 from octfm.io.ranged import recall
-from octfm.io.spread import spread
 from octfm.volume.volume import ADMISSIBLE, MODALITIES, RASTER_ONLY, STRUCTURE_ONLY, Layout, Modality, Spacing3
 
 _OF_SINGLE = "; if each image is a scan of its own, as in folders of classes: octfm scan FOLDER --layouts line"
@@ -91,7 +88,6 @@ def scan(
     require_readers(readers)
     _expect_known(layouts, modalities)
     bscans_only = tuple(layouts) == ("line",)
-    limits = limits or Limits()
     # List the files and read the tables.
     folder = existing_root(root)
     account = Account(folder)
@@ -109,7 +105,8 @@ def scan(
         readers=readers,
         modalities=tuple(modalities),
     )
-    per_file = _examined(found.files, examine, account, workers, limits, progress)
+    examined = examine_files(found.files, account.counting(examine), workers, limits, progress)
+    per_file = [outcome for outcomes in account.counted(examined) for outcome in outcomes]
     per_volume, joined_files = join_parts(per_file, workers, limits, layouts)
     of_layouts, rejects = wanted(per_volume, layouts)
     headers, duplicates = without_duplicates(of_layouts, tables, workers, limits, readers)
@@ -212,28 +209,6 @@ def _tables(
     own = Columns.parse(f"{name}={column}" for name, column in (columns or {}).items())
     own_table, own_people = (location(place) if place else None for place in (table, participants))
     return read_own_tables(root, own_table, own_people, own, tables, [str(path) for path in found.files])
-
-
-def _examined(
-    files: Sequence[Location],
-    examine: Callable[[Location], list[Header | Part | Reject]],
-    account: Account,
-    workers: int | None,
-    limits: Limits,
-    progress: Callable[[int, int], None] | None,
-) -> list[Header | Part | Reject]:
-    """Headers and rejects of all files, in their order."""
-    examined = spread(
-        account.counting(examine),
-        files,
-        lambda path, lost: [Reject.lost(path, lost, "examined it")],
-        workers=workers,
-        limits=limits,
-        # A deadline by size, although headers take milliseconds: a volume that may be blank is decoded.
-        deadline=lambda path: limits.deadline(file_size(path), str(path)),
-        progress=progress,
-    )
-    return [outcome for outcomes in account.counted(examined) for outcome in outcomes]
 
 
 def _expect_rows_to_fit(acquisitions: Sequence[Acquisition], rejects: Sequence[Reject], tables: Tables) -> None:

@@ -7,12 +7,9 @@ from pathlib import Path
 from octfm.catalog.acquisition import Reject
 from octfm.catalog.aireadi import Tables
 from octfm.catalog.duplicates import without_duplicates
-from octfm.catalog.examination import examine_file, wanted
-from octfm.catalog.parts import join_parts
+from octfm.catalog.examination import examine_file, examine_files, join_parts, wanted
 from octfm.catalog.walk import walk
-from octfm.io.archive import file_size
 from octfm.io.isolation import Limits
-from octfm.io.spread import spread
 from octfm.volume.volume import LAYOUTS, Layout
 
 
@@ -29,16 +26,8 @@ def volumes_below(
     Left out are images of other kinds, copies, and files that cannot be opened. A file that should hold a volume but
     cannot be read is among the volumes, so that its reader states the reason. `workers`: as for octfm.scan.
     """
-    limits = limits or Limits()
     found = walk(folder, folders_are_volumes="raster" in layouts)
-    examined = spread(
-        functools.partial(examine_file, layouts=tuple(layouts)),
-        found.files,
-        lambda path, lost: [Reject.lost(path, lost, "examined it")],
-        workers=workers,
-        limits=limits,
-        deadline=lambda path: limits.deadline(file_size(path), str(path)),
-    )
+    examined = examine_files(found.files, functools.partial(examine_file, layouts=tuple(layouts)), workers, limits)
     outcomes, _ = join_parts([each for several in examined for each in several], workers, limits, layouts)
     of_layouts, rejects = wanted(outcomes, layouts)
     headers, copies = without_duplicates(of_layouts, Tables(), workers, limits)

@@ -48,8 +48,17 @@ def walk(root: Location, *, follow_links: bool = True, folders_are_volumes: bool
     """
     found = Found()
     if isinstance(root, BucketPath):
-        _list_bucket(root, found, folders_are_volumes)
-        return found
+        _list_bucket(root, found)
+    else:
+        _list_folder(root, found, follow_links)
+    join_images(found.files, found.companions, folders_are_volumes)
+    _join_data_files(found.files, found.companions)
+    found.files.sort()
+    found.companions.sort()
+    return found
+
+
+def _list_folder(root: Path, found: Found, follow_links: bool) -> None:
     # A stack instead of recursion: links can make a tree deeper than Python recurses.
     pending, seen = [root], set()
     while pending:
@@ -72,14 +81,9 @@ def walk(root: Location, *, follow_links: bool = True, folders_are_volumes: bool
                 continue
             if problem := _sort(entry, root, found, pending):
                 found.refused.append(_unreadable(entry, problem))
-    join_images(found.files, found.companions, folders_are_volumes)
-    _join_data_files(found.files, found.companions)
-    found.files.sort()
-    found.companions.sort()
-    return found
 
 
-def _list_bucket(root: BucketPath, found: Found, folders_are_volumes: bool) -> None:
+def _list_bucket(root: BucketPath, found: Found) -> None:
     """List a bucket once, and fetch the first bytes of every object: headers, archives and doubtful names need them."""
     from octfm.io import bucket
     from octfm.io.ranged import fetch_heads, remember
@@ -98,10 +102,6 @@ def _list_bucket(root: BucketPath, found: Found, folders_are_volumes: bool) -> N
             _look_inside(path, found)
         else:
             found.files.append(path)
-    join_images(found.files, found.companions, folders_are_volumes)
-    _join_data_files(found.files, found.companions)
-    found.files.sort()
-    found.companions.sort()
 
 
 def _sort(entry: Path, root: Path, found: Found, pending: list[Path]) -> str:

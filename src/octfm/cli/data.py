@@ -377,8 +377,7 @@ def _size(text: str) -> tuple[int, int, int]:
 def _print_summary(catalog: "Catalog", out: opt.Place) -> None:
     counts = f"{len(catalog.acquisitions)} accepted, {len(catalog.rejects)} rejected, {len(catalog.skipped)} skipped"
     typer.echo(f"{out}: {counts}")
-    from octfm.catalog.participants.class_folders import doubts_about_people
-    from octfm.catalog.participants.split_folders import split_folders
+    from octfm.catalog.participants.folders import doubts_about_people, split_folders
 
     summary = catalog.summary()
     disc_sides = summary.pop("disc_sides", {})

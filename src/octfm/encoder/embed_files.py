@@ -149,8 +149,7 @@ def embed_files(
             echo(f"{out}: {len(tasks) - len(missing):,} of {len(tasks):,} volumes are embedded already")
         embed = functools.partial(_decode, preprocessing=encoder.preprocessing, find_band=find_band)
         preparing = with_finder(limits, find_band)
-        deadline = functools.partial(_deadline, preparing)
-        decoded = stream(account.counting(embed), missing, _lost, workers=workers, limits=preparing, deadline=deadline)
+        decoded = stream(account.counting(embed), missing, _lost, workers=workers, limits=preparing, deadline=_deadline)
         decoded = account.counted(decoded)
         with Progress("embed", len(missing), failure="without a vector", echo=echo, always=True) as progress:
             for number, first in enumerate(range(0, len(missing), SHARD), next_part):

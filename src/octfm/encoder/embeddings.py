@@ -40,8 +40,7 @@ class Embeddings:
     split: tuple[str | None, ...]
     participant_labels: tuple[dict[str, str], ...]
     vectors: np.ndarray
-    """float64 [N, width]; NaN, which no file has, where an arm lacks a number: a probe takes the mean of its training
-    rows."""
+    """float64 [N, width]; NaN, in no file, where an arm lacks a number: a probe takes the mean of its training rows."""
     parts: tuple[tuple[str, int], ...] = ()
     """Name and width of each arm that `vectors` joins (see `joined`); empty if it is no joint arm."""
     columns: tuple[str, ...] = ()

@@ -20,10 +20,10 @@ from octfm.layers.band import band_finder
 from octfm.models.heads import merged
 from octfm.models.objectives.objective import ObjectiveConfig
 from octfm.models.pooling import POOLS, VectorPool, width_of
-from octfm.models.token_map import TISSUE, tissue_index, token_map
+from octfm.models.token_map import tissue_index, token_map
 from octfm.models.vit3d import VisionTransformer3D, bscan_weights, count_parameters
 from octfm.pretraining.learner import build_objective, grid_of
-from octfm.pretraining.masks import select_tokens
+from octfm.pretraining.masks import same_tokens
 from octfm.pretraining.resume import load_newest
 from octfm.pretraining.settings import PretrainConfig, stored_config
 from octfm.run import checkpoint
@@ -43,8 +43,6 @@ EMBEDDED_AT_ONCE = 16
 MOST_PACKED = 32_768 * 384
 """Most values, tokens times channels, of volumes that are encoded together: 32,768 tokens of a ViT-S. Enough for a GPU
 to compute about as long as the host needs to launch the operators, which takes the same time for any number."""
-SELECTION_SEED = 0
-"""Seed for selecting tokens as in training, so that a head always gets the same tokens of a volume."""
 READ = "all tissue tokens"
 """The tokens that vectors are read from. Not those of the training objective: background tokens alone would change what
 a vector is worth, even of an untrained network."""
@@ -126,8 +124,7 @@ class Encoder:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the weights in float32, which identifies them in results; `octfm models` prints that of packaged
-        encoders."""
+        """SHA-256 of the float32 weights, which names them in results; `octfm models` prints that of packaged ones."""
         return exported.digest(self.network.state_dict())
 
     @property
@@ -169,8 +166,7 @@ class Encoder:
         return replace(found, own_zscore=self.own_zscore)
 
     def reading(self, store: Store) -> "Encoder":
-        """The encoder for a store: `of_bscans` for one of single B-scans. Raises EvaluationError as
-        `require_prepared`."""
+        """The encoder for a store: `of_bscans` for single B-scans. Raises EvaluationError as `require_prepared`."""
         encoder = self.of_bscans() if store.image_size[0] == 1 else self
         encoder.require_prepared(store)
         return encoder
@@ -298,13 +294,7 @@ class Encoder:
         """
         maps = self._maps(arrays)
         kept, _, _ = self.config.masks.counts(maps.shape[1:])
-        chosen = np.stack(
-            [
-                select_tokens(m, kept, np.random.default_rng(SELECTION_SEED), arrays.acquisition[place : place + 1])
-                for place, m in enumerate(maps)
-            ]
-        )
-        tissue = np.take_along_axis(maps.reshape(len(maps), -1), chosen, 1) == TISSUE
+        chosen, tissue = same_tokens(maps, kept, arrays.acquisition)
         # A volume without tissue would have no token to pool; then all of them count.
         return chosen, tissue | ~tissue.any(1, keepdims=True)
 

@@ -99,8 +99,7 @@ def _remove_source_notes(file: Path) -> None:
 
 
 def check(graph: Graph, encoder: Encoder, file: Path) -> float:
-    """Largest difference between onnxruntime and torch over some input sizes. Raises EvaluationError above
-    TOLERANCE."""
+    """Largest difference of onnxruntime from torch over some input sizes. Raises EvaluationError above TOLERANCE."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from octfm.encoder.encoder import SELECTION_SEED, Encoder
+from octfm.encoder.encoder import Encoder
 from octfm.errors import EvaluationError
 from octfm.io.hashing import hash_text
 from octfm.io.location import flush, write_whole
 from octfm.io.progress import Progress
+from octfm.pretraining.masks import SELECTION_SEED
 from octfm.store.store import Store
 
 BATCH = 8

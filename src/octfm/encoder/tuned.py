@@ -184,8 +184,7 @@ class TrainedHead:
         return head.pool.attention((tensor(tokens) - head.mean) / head.std, tensor(counts)).mean(1).cpu().numpy()
 
     def lost(self, before: np.ndarray, after: np.ndarray) -> float:
-        """Decrease from `before` [O] to `after`: in log-odds of the class that `before` predicts, or in the predicted
-        number."""
+        """Decrease from `before` [O] to `after`: in log-odds of the class that `before` predicts, or of the number."""
         if not self.model.answer.classes:
             return float(before[0] - after[0])
         predicted = int(before.argmax())

@@ -17,8 +17,7 @@ MEANING: dict[Form, str] = {
     "ICC(3,1)": "two-way mixed effects, consistency, single measurement: "
     "a constant offset between scanners is forgiven",
 }
-"""Names of Shrout & Fleiss (Psychological Bulletin 1979); (2,1) is ICC(A,1) and (3,1) is ICC(C,1) of McGraw & Wong
-(1996)."""
+"""Names of Shrout & Fleiss (Psychol. Bull. 1979); (2,1) is ICC(A,1) and (3,1) ICC(C,1) of McGraw & Wong (1996)."""
 
 
 def icc(values: np.ndarray, form: Form, weights: np.ndarray | None = None) -> np.ndarray:
@@ -82,8 +81,7 @@ def spread(difference: np.ndarray, weights: np.ndarray | None = None, subject: n
 def limits(
     difference: np.ndarray, subject: np.ndarray, boot: Callable[[Metric], Bootstrap] | None
 ) -> dict[str, dict[str, float | None] | float | None]:
-    """Bland-Altman: bias, lower and upper limit, each with estimate, low and high, and the standard deviation; None
-    where it is not known.
+    """Bland-Altman: bias and both limits, each with estimate, low and high, and standard deviation; None if unknown.
 
     `subject` [n]: the participant of each difference. Intervals are studentised (Davison & Hinkley 1997, §5.2) over the
     resamples of participants that `boot` draws; None: there are none. In simulated cohorts of 10 to 40 participants

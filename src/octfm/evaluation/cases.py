@@ -90,8 +90,7 @@ class Cases:
     ordered: bool = False
     """The classes are grades, lowest first."""
     eye: np.ndarray | None = None
-    """[n] the eye of each row, for targets scored by the worse eye of a unit; None: a unit is scored by the mean of its
-    rows."""
+    """[n] the eye of each row where a unit's worse eye is scored; None: a unit is scored by the mean of its rows."""
 
     @property
     def kind(self) -> Literal["binary", "ordinal", "multiclass", "regression"]:

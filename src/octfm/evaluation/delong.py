@@ -49,8 +49,7 @@ def areas(positive: np.ndarray, scores_nM: np.ndarray, cluster: np.ndarray | Non
         raise ValueError(f"expected two cases or more of either class, got {m} positive and {n} negative")
     member = np.unique(np.arange(len(positive)) if cluster is None else cluster, return_inverse=True)[1]
     ranks = rankdata(scores_nM, axis=0)
-    # The structural components: the share of negatives that each positive beats, and of positives that beat each
-    # negative.
+    # The structural components: the share of negatives that each positive beats, and the other way round.
     wins = np.empty_like(scores_nM)
     # The rank among all less that within the own class counts the other class below it; ties count half.
     wins[positive] = (ranks[positive] - rankdata(scores_nM[positive], axis=0)) / n

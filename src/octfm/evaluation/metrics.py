@@ -30,8 +30,7 @@ class Weighted(Protocol):
 
 @dataclass(frozen=True)
 class ExtraMetric:
-    """A metric of your own, passed as an object: `octfm.probe(..., metrics=[ExtraMetric(...)])`. See
-    docs/guide/plug-ins.md."""
+    """A metric of your own: `octfm.probe(..., metrics=[ExtraMetric(...)])`. See docs/guide/plug-ins.md."""
 
     name: str
     measure: Callable[[Array, Array, Array], Array]

@@ -326,8 +326,7 @@ def compared(per_encoder: list[list[Scored]], encoders: Sequence[Embeddings], le
 
 
 def pairs_of(encoders: Sequence[Embeddings]) -> list[tuple[str, str]]:
-    """Names of encoders that are compared: the first with each of the others, and every joint arm with its other
-    parts."""
+    """Names of encoders compared: the first with each of the others, and every joint arm with its other parts."""
     (first, *_), names = encoders, {e.name for e in encoders}
     found = [(first.name, other.name) for other in encoders[1:]]
     for arm in encoders[1:]:

@@ -1,5 +1,4 @@
-"""Models on frozen embeddings: logistic, ridge and ordinal regression, nearest neighbours and boosted trees, tuned by
-inner folds."""
+"""Models on frozen embeddings: logistic, ridge, ordinal, nearest neighbours and boosted trees, tuned by inner folds."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -13,8 +12,7 @@ from octfm.evaluation.linear import logistic, ridge
 from octfm.evaluation.ordinal import grade_probability, proportional_odds
 
 SMALL = 1 << 22
-"""Size of a matrix, in elements, up to which BLAS gets one thread: more threads lose more time waiting than
-they save (docs/log)."""
+"""Elements of a matrix up to which BLAS gets one thread: more lose more time waiting than they save (docs/log)."""
 
 Readout = Literal["linear", "knn", "trees"]
 

@@ -165,18 +165,9 @@ def compare_scored(a: Scored, b: Scored, *, leakage: bool) -> dict[str, Any]:
         "planned": planned,
     }
     if a.bootstrap is None or b.bootstrap is None:
-        difference = (
-            None if a.row["estimate"] is None or b.row["estimate"] is None else a.row["estimate"] - b.row["estimate"]
-        )
-        return {
-            **row,
-            "difference": difference,
-            "low": None,
-            "high": None,
-            "p": None,
-            "verdict": "inconclusive",
-            "note": a.row["note"],
-        }
+        one, other = a.row["estimate"], b.row["estimate"]
+        difference, unknown = None if one is None or other is None else one - other, dict.fromkeys(("low", "high", "p"))
+        return {**row, "difference": difference, **unknown, "verdict": "inconclusive", "note": a.row["note"]}
     c = compare(a.bootstrap, b.bootstrap)
     verdict = c.verdict
     if leakage != a.row.get("lower_is_better", a.metric in LOWER_IS_BETTER) and verdict != "inconclusive":

@@ -90,8 +90,7 @@ def _multinomial(rng: np.random.Generator, count: int, resamples: int) -> np.nda
 
 
 def interval(result: Bootstrap, *, method: Method = "bca") -> tuple[float, float]:
-    """95 % interval: percentile, or BCa (bias-corrected, accelerated; Efron 1987), which covers better near AUROC 0
-    and 1."""
+    """95 % interval: percentile, or BCa (bias-corrected, accelerated; Efron 1987), better near AUROC 0 and 1."""
     from scipy.special import ndtr, ndtri
 
     values = result.resampled[np.isfinite(result.resampled)]

@@ -56,26 +56,24 @@ def read_volume(
     from octfm.formats import detect  # keeps parsers out of training processes
 
     detect.require_readers(readers)
-    if limits is None:
-        return detect.read_volume(str(uri), spacing_mm, raster_only, readers, structure_only)
-    layouts = RASTER_ONLY if raster_only else LAYOUTS
-    modalities = STRUCTURE_ONLY if structure_only else MODALITIES
+    wanted = {
+        "layouts": RASTER_ONLY if raster_only else LAYOUTS,
+        "modalities": STRUCTURE_ONLY if structure_only else MODALITIES,
+        "readers": readers,
+    }
     size = None
-    try:
-        header = functools.partial(detect.read_header, layouts=layouts, readers=readers, modalities=modalities)
-        size = math.prod(within(limits, header, str(uri)).shape)
-    except ReadError as error:
-        if error.code in LOST:
-            raise
-        # A radial scan of too few lines has no header that a scan would accept, but it can be read.
-    read = functools.partial(
-        detect.read_volume,
-        spacing_mm=spacing_mm,
-        raster_only=raster_only,
-        readers=readers,
-        structure_only=structure_only,
-    )
-    return within(limits, read, str(uri), size=size)
+    if limits is not None:
+        try:
+            size = math.prod(within(limits, functools.partial(detect.read_header, **wanted), str(uri)).shape)
+        except ReadError as error:
+            if error.code in LOST:
+                raise
+            # A radial scan of too few lines has no header that a scan would accept, but it can be read.
+    return _read(functools.partial(detect.read_volume, spacing_mm=spacing_mm, **wanted), uri, limits, size)
+
+
+def _read(read: Callable[[str], T], uri: str | Path, limits: "Limits | None", size: int | None = None) -> T:
+    return read(str(uri)) if limits is None else within(limits, read, str(uri), size=size)
 
 
 def within(limits: "Limits", read: Callable[[str], T], uri: str, *, size: int | None = None) -> T:
@@ -130,8 +128,7 @@ def volumes_in(uri: str | Path, limits: "Limits | None" = None, readers: "Sequen
     """
     from octfm.formats import detect
 
-    find = functools.partial(detect.volumes_in, readers=readers)
-    return find(str(uri)) if limits is None else within(limits, find, str(uri))
+    return _read(functools.partial(detect.volumes_in, readers=readers), uri, limits)
 
 
 def read_header_of_parts(parts: "Sequence[Part]", layouts: Collection[Layout] = RASTER_ONLY) -> Header:
@@ -149,7 +146,7 @@ def read_surfaces(uri: str | Path, limits: "Limits | None" = None) -> Surfaces |
     """
     from octfm.formats import detect
 
-    return detect.read_surfaces(str(uri)) if limits is None else within(limits, detect.read_surfaces, str(uri))
+    return _read(detect.read_surfaces, uri, limits)
 
 
 def read_overlay(uri: str | Path, of: Volume, limits: "Limits | None" = None) -> "Surfaces | Labels":
@@ -163,7 +160,7 @@ def read_overlay(uri: str | Path, of: Volume, limits: "Limits | None" = None) ->
     from octfm.formats.overlay import read_overlay as read
 
     found = functools.partial(read, of=of.source, shape=of.shape, spacing_mm=of.spacing_mm)
-    return found(str(uri)) if limits is None else within(limits, found, str(uri), size=math.prod(of.shape))
+    return _read(found, uri, limits, math.prod(of.shape))
 
 
 def read_fundus(uri: str | Path, limits: "Limits | None" = None) -> "Fundus | None":
@@ -171,7 +168,7 @@ def read_fundus(uri: str | Path, limits: "Limits | None" = None) -> "Fundus | No
     positions where the file states them; None if there is none. Raises ReadError. `limits`: see `read_volume`."""
     from octfm.formats import detect
 
-    return detect.read_fundus(str(uri)) if limits is None else within(limits, detect.read_fundus, str(uri))
+    return _read(detect.read_fundus, uri, limits)
 
 
 def read_mask(uri: str | Path, limits: "Limits | None" = None) -> "np.ndarray":
@@ -182,7 +179,7 @@ def read_mask(uri: str | Path, limits: "Limits | None" = None) -> "np.ndarray":
     """
     from octfm.formats.medical import metaimage
 
-    return metaimage.read_mask(str(uri)) if limits is None else within(limits, metaimage.read_mask, str(uri))
+    return _read(metaimage.read_mask, uri, limits)
 
 
 def read_device_grid(uri: str | Path, limits: "Limits | None" = None) -> "DeviceGrid | None":
@@ -192,7 +189,7 @@ def read_device_grid(uri: str | Path, limits: "Limits | None" = None) -> "Device
     """
     from octfm.formats import detect
 
-    return detect.read_device_grid(str(uri)) if limits is None else within(limits, detect.read_device_grid, str(uri))
+    return _read(detect.read_device_grid, uri, limits)
 
 
 __all__ = [

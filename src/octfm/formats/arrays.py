@@ -18,6 +18,7 @@ from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, damage_has_a_code, uid_of
 from octfm.formats.declared import KEYS, read_declared, spacing_from
 from octfm.formats.names import may_be_an_eye
+from octfm.formats.reasons import expect_bytes
 from octfm.io.archive import open_file
 from octfm.volume.volume import Shape3
 
@@ -39,8 +40,7 @@ def open_bscans(uri: str) -> Bscans:
             stored, fortran, dtype = _array_header(stream, uri)
             check_size(stored, uri, dtype.itemsize)
             needed = dtype.itemsize * prod(stored)
-            if available < needed:
-                raise ReadError("truncated_pixel_data", f"{uri}: the array ends early; fetch it again")
+            expect_bytes(uri, available, needed)
             if available > needed + _SLACK_BYTES:
                 raise ReadError(
                     "decompression_bomb",
@@ -59,8 +59,7 @@ def open_bscans(uri: str) -> Bscans:
         with open_file(uri, whole=True) as whole, _volume_stream(whole, uri) as (stream, _, _):
             _array_header(stream, uri)
             content = stream.read(needed)
-            if len(content) < needed:
-                raise ReadError("truncated_pixel_data", f"{uri}: the array ends early; fetch it again")
+            expect_bytes(uri, len(content), needed)
             stream.read()  # zipfile verifies a member's checksum only when it reaches the end
         array = np.frombuffer(content, dtype).reshape(stored, order="F" if fortran else "C")
         return exact_gray(array.transpose(in_order((0, 1, 2), axes)), uri)

@@ -94,8 +94,7 @@ def read_declared(uri: str) -> Declared:
 
 
 def declared_way_up(uri: str) -> bool | None:
-    """`Declared.upside_down` alone, for a file whose header states everything else; a JSON without this key is not
-    parsed."""
+    """`Declared.upside_down` alone, for a file whose header states all else; a JSON without this key is not parsed."""
     for place in sidecars(uri):
         try:
             with open_file(str(place)) as file:

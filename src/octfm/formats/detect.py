@@ -22,18 +22,7 @@ from octfm.formats.heyex_xml import DeviceGrid
 from octfm.formats.medical import metaimage
 from octfm.formats.reasons import REASONS, Header, cannot_open
 from octfm.io.archive import MEMBER, file_size, is_folder, list_folder, open_file
-from octfm.volume.volume import (
-    LAYOUTS,
-    MODALITIES,
-    RASTER_ONLY,
-    STRUCTURE_ONLY,
-    Fundus,
-    Layout,
-    Modality,
-    Spacing3,
-    Surfaces,
-    Volume,
-)
+from octfm.volume.volume import STRUCTURE_ONLY, Fundus, Layout, Modality, Spacing3, Surfaces, Volume
 
 if TYPE_CHECKING:
     from octfm.formats.dicom.parts import Part
@@ -123,12 +112,11 @@ def require_readers(readers: object) -> None:
 def read_volume(
     uri: str,
     spacing_mm: Spacing3 | None,
-    raster_only: bool,
-    readers: Sequence[Reader] = (),
-    structure_only: bool = True,
+    layouts: Collection[Layout],
+    readers: Sequence[Reader],
+    modalities: Collection[Modality],
 ) -> Volume:
-    reader, layouts = find_reader(uri, readers), RASTER_ONLY if raster_only else LAYOUTS
-    modalities = STRUCTURE_ONLY if structure_only else MODALITIES
+    reader = find_reader(uri, readers)
     if is_dicom(reader):
         return reader.read_dicom(uri, layouts, modalities)
     with bscans.damage_has_a_code(uri):

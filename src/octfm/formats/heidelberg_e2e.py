@@ -118,7 +118,7 @@ def open_bscans(uri: str) -> Bscans:
         shape=shape,
         decode=decode,
         # One UID per series: that of the file, changed by the numbers of patient, study and series.
-        uid=uid_from((int(whole.split(".")[-1]) ^ _mix(key)).to_bytes(16, "big")),
+        uid=uid_from((int(whole.split(".")[-1]) ^ (key[0] << 64 | key[1] << 32 | key[2])).to_bytes(16, "big")),
         in_plane_mm=in_plane_mm,
         between_mm=between_mm,
         lines=lines,
@@ -278,7 +278,3 @@ def _chunk_places(file: BinaryIO, skip: int, size: int, uri: str) -> list[int]:
 
 def _name(key: tuple[int, int, int]) -> str:
     return f"series_{'_'.join(map(str, key))}"
-
-
-def _mix(key: tuple[int, int, int]) -> int:
-    return key[0] << 64 | key[1] << 32 | key[2]

@@ -18,7 +18,7 @@ from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, uid_from
 from octfm.formats.heyex_vol import FUNDUS, NO_VALUE
 from octfm.formats.images import digest_of, image_size, read_gray, significant_bits, stack_gray
-from octfm.formats.names import lateralities, scanner_slug
+from octfm.formats.names import last_part, lateralities, scanner_slug
 from octfm.io.archive import list_folder, open_file
 from octfm.io.location import listed
 from octfm.volume.etdrs import RINGS_MM, ZONES
@@ -85,7 +85,7 @@ def open_bscans(uri: str) -> Bscans:
     if not images:
         raise ReadError("missing_pixel_data", f"{uri}: names no OCT image; export it again with B-scans")
     contexts = [_context(image, uri) for image in images]
-    files = _files(uri, [_last_part(_text(image, "ImageData/ExamURL")) for image in images])
+    files = _files(uri, [last_part(_text(image, "ImageData/ExamURL")) for image in images])
     width, height = (int(_floats(contexts[0], name)[0]) for name in ("Width", "Height"))
     shape = (len(images), height, width)
     check_size(shape, uri)
@@ -165,7 +165,7 @@ def named_images(content: bytes) -> set[str]:
     A regular expression, not a parser: the XML may be damaged or hostile.
     """
     text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8", "replace")
-    return {_last_part(unescape(url)).lower() for url in re.findall(r"<ExamURL>([^<]*)</ExamURL>", text)}
+    return {last_part(unescape(url)).lower() for url in re.findall(r"<ExamURL>([^<]*)</ExamURL>", text)}
 
 
 def names_of(file: str) -> set[str]:
@@ -219,11 +219,6 @@ def _number(image: Element) -> float:
     return _floats(image, "ImageNumber")[0]
 
 
-def _last_part(url: str) -> str:
-    # The path is of the computer that exported it, mostly a Windows one.
-    return url.replace("\\", "/").rsplit("/", 1)[-1].strip()
-
-
 def _files(uri: str, names: list[str]) -> list[str]:
     """The image files, which must lie in the folder of the XML: folders in its paths are ignored."""
     files = list_folder(str(listed(uri).parent))
@@ -265,7 +260,7 @@ def _fundus(series: Element, ends: np.ndarray, uri: str) -> Fundus | None:
     if found is None:
         return None
     try:
-        image = read_gray(_files(uri, [_last_part(_text(found, "ImageData/ExamURL"))])[0])
+        image = read_gray(_files(uri, [last_part(_text(found, "ImageData/ExamURL"))])[0])
     except ReadError:
         return None
     scale = np.array(_floats(found, "OphthalmicAcquisitionContext/ScaleX", "OphthalmicAcquisitionContext/ScaleY"))

@@ -263,8 +263,7 @@ def _expect_one_stack(image: "Image", pages: int, uri: str) -> None:
 
 
 def _check_page(image: "Image", expected: tuple[int, int], size: int, where: str) -> None:
-    """Check the size against `expected` (W, H), that it is upright and that every strip or tile lies inside the
-    file."""
+    """Check that the page has size `expected` (W, H), is upright, and has all its strips or tiles inside the file."""
     _expect_upright(image, where)
     if image.size != expected:
         raise ReadError(

@@ -30,6 +30,11 @@ def slugify(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
 
 
+def last_part(path: str) -> str:
+    """The file's name in a path of the computer that wrote it, mostly a Windows one."""
+    return path.replace("\\", "/").rsplit("/", 1)[-1].strip()
+
+
 MASKS = frozenset({"reference", "mask", "masks", "label", "labels", "seg", "segmentation"})
 """Names of files that hold labels of voxels. RETOUCH calls its own reference.mhd."""
 _OF_MASKS = MASKS | {"msk", "gt", "truth", "groundtruth", "labelstr", "labelsts", "segmentations", "annotations"}

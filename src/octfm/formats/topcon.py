@@ -15,6 +15,7 @@ from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, uid_of
 from octfm.formats.images import decode_gray
 from octfm.formats.names import scanner_slug
+from octfm.formats.reasons import expect_bytes
 from octfm.io.archive import open_file
 from octfm.volume.volume import Layout, Shape3, Spacing3, Surfaces
 
@@ -117,10 +118,7 @@ def _chunks(file: BinaryIO, size: int, uri: str) -> Chunks:
             )
         count = int.from_bytes(head[-4:], "little")
         at += 1 + len(head)
-        if at + count > size:
-            raise ReadError(
-                "truncated_pixel_data", f"{uri}: a chunk reaches to byte {at + count:,} of {size:,}; fetch it again"
-            )
+        expect_bytes(uri, size, at + count)
         found.setdefault(head[:-4].decode("latin-1"), []).append((at, count))
         at += count
 

@@ -23,7 +23,7 @@ from typing import BinaryIO, cast
 
 from octfm.errors import ReadError
 from octfm.io.location import Location, is_remote, listed
-from octfm.io.ranged import directly_below, is_prefix, known, open_binary
+from octfm.io.ranged import Positioned, directly_below, is_prefix, known, open_binary
 
 MEMBER = "!/"
 """Separates the archive from the member in a uri."""
@@ -193,8 +193,7 @@ def is_folder(uri: str | Location) -> bool:
 
 
 def list_folder(uri: str | Location) -> list[str]:
-    """Sorted uris of the files directly in a folder, on disk, in a bucket or in an archive. Raises OSError,
-    ReadError."""
+    """Sorted uris of the files directly in a folder, bucket's prefix or archive. Raises OSError, ReadError."""
     inside = split_uri(uri)
     if inside is None and is_remote(uri):
         return directly_below(str(uri))
@@ -434,26 +433,12 @@ class _Frugal(io.BufferedReader):
         return super().read(size)
 
 
-class _Window(io.RawIOBase):
+class _Window(Positioned):
     """Part of a file as a stream, so that the header of a stored member is read without its pixels."""
 
     def __init__(self, file: BinaryIO, start: int, size: int, name: str):
-        super().__init__()
-        self.name = name  # required by pydicom
-        self._file, self._start, self._size, self._at = file, start, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"negative position {base + offset}")
-        self._at = base + offset
-        return self._at
+        super().__init__(name, size)
+        self._file, self._start = file, start
 
     def readinto(self, buffer) -> int:
         self._file.seek(self._start + self._at)

@@ -55,8 +55,7 @@ class Limits:
     seconds_remote: float = 120.0
     """Further seconds for a file in a bucket, whose server may be slow or need retries."""
     memory: int = 2 * 10**9
-    """Bytes of heap and private mappings of the whole child (RLIMIT_DATA). Linux enforces it; elsewhere only time is
-    limited."""
+    """Bytes of heap and private mappings of the child (RLIMIT_DATA). Linux enforces it; elsewhere only time counts."""
 
     def deadline(self, size: int, uri: str = "") -> float:
         """Seconds for a file of `size` bytes."""

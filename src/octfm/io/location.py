@@ -1,5 +1,4 @@
-"""Locations: a path on a disk, or an address in a bucket that can be used like one; and how files are written
-atomically."""
+"""Locations: a path on a disk, or an address in a bucket used like one; and how files are written atomically."""
 
 import errno
 import os
@@ -28,8 +27,7 @@ def location(where: "str | Path | BucketPath") -> "Path | BucketPath":
 
 
 def local_path(where: "str | Path") -> Path:
-    """A path that a user names and that must be on a disk. Raises ConfigError for an address, which would create a
-    folder called s3:."""
+    """A path that must be on a disk. Raises ConfigError for an address, which would create a folder called s3:."""
     return Path(expect_local(str(where)))
 
 
@@ -39,8 +37,7 @@ def listed(uri: str) -> "Path | BucketPath":
 
 
 def write_whole(where: "Path | BucketPath", data: bytes) -> None:
-    """Replace a file: it holds the old content or the new, whatever happens in between; the new one is on the disk
-    when this returns."""
+    """Replace a file: it holds the old content or the new, whatever happens; the new one is then on the disk."""
     if isinstance(where, BucketPath):
         where.write_bytes(data)
         return
@@ -219,6 +216,5 @@ Location = Path | BucketPath
 
 
 def holds_other(folder: Location, own: str) -> bool:
-    """Whether a folder has files, but not the file `own`. Names with a leading dot do not count: a lock, or a file of a
-    killed writer."""
+    """Whether a folder has files but not `own`. A leading dot does not count: a lock, the file of a killed writer."""
     return not (folder / own).is_file() and folder.is_dir() and any(p.name[0] != "." for p in folder.iterdir())

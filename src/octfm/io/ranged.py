@@ -100,17 +100,13 @@ def open_object(uri: str, *, whole: bool = False, in_place: bool = False) -> Ite
         yield cast(BinaryIO, file)
 
 
-class Ranged(io.RawIOBase):
-    """Stream that reads an object in blocks, its head from the cache."""
+class Positioned(io.RawIOBase):
+    """A stream of so many bytes that knows its position; subclasses read."""
 
-    def __init__(self, uri: str, found: bucket.Object, in_place: bool):
+    def __init__(self, name: str, size: int):
         super().__init__()
-        self.name = uri  # required by pydicom
-        self._uri, self._found, self._in_place = uri, found, in_place
-        self._at, self._head, self._blocks = 0, b"", {}
-        self._block = HEAD if in_place else BLOCK  # in an archive a block elsewhere is the head of another member
-        self._whole: BinaryIO | None = None
-        self._open = ExitStack()
+        self.name = name  # required by pydicom
+        self._size, self._at = size, 0
 
     def readable(self) -> bool:
         return True
@@ -119,11 +115,23 @@ class Ranged(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._found.size}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         if base + offset < 0:
             raise ValueError(f"negative position {base + offset}")
         self._at = base + offset
         return self._at
+
+
+class Ranged(Positioned):
+    """Stream that reads an object in blocks, its head from the cache."""
+
+    def __init__(self, uri: str, found: bucket.Object, in_place: bool):
+        super().__init__(uri, found.size)
+        self._uri, self._found, self._in_place = uri, found, in_place
+        self._head, self._blocks = b"", {}
+        self._block = HEAD if in_place else BLOCK  # in an archive a block elsewhere is the head of another member
+        self._whole: BinaryIO | None = None
+        self._open = ExitStack()
 
     def readinto(self, buffer) -> int:
         end = min(self._at + len(buffer), self._found.size)

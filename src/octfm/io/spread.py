@@ -28,7 +28,7 @@ def spread(
     *,
     workers: int | None = None,
     limits: Limits | None = None,
-    deadline: Callable[[T], float] | None = None,
+    deadline: Callable[[Limits, T], float] | None = None,
     chunk: int = HEADERS,
     cluster: str | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -36,7 +36,7 @@ def spread(
     """Yield `function(item)` for every item, or `lost(item, …)` if its process crashed, hung or ran out of memory.
 
     workers: child processes, None for one per core; 0 for this process, which a crashing decoder then takes down.
-    deadline: seconds allowed for an item, by default `limits.seconds`.
+    deadline: seconds allowed for an item under these limits, by default `limits.seconds`.
     chunk: items per task.
     cluster: address of a dask scheduler (tcp://host:port), all of whose workers are used instead, with children there.
     progress: called with (done, total) items.
@@ -59,7 +59,7 @@ def stream(
     *,
     workers: int | None = None,
     limits: Limits | None = None,
-    deadline: Callable[[T], float] | None = None,
+    deadline: Callable[[Limits, T], float] | None = None,
 ) -> Iterator[R]:
     """As `spread`, for results as large as volumes: at most AHEAD per worker wait for a slow consumer."""
     if workers == 0:
@@ -77,7 +77,7 @@ def _results(
     chunks: Sequence[Sequence[T]],
     workers: int | None,
     limits: Limits,
-    deadline: Callable[[T], float] | None,
+    deadline: Callable[[Limits, T], float] | None,
     cluster: str | None,
 ) -> Iterator[Sequence[R | Lost]]:
     """Results of each chunk, in order: in this process, in one child, in several, or on a cluster."""
@@ -141,6 +141,6 @@ def _client(address: str) -> Any:
 
 
 def _isolated(
-    function: Callable[[T], R], chunk: Sequence[T], limits: Limits, deadline: Callable[[T], float] | None
+    function: Callable[[T], R], chunk: Sequence[T], limits: Limits, deadline: Callable[[Limits, T], float] | None
 ) -> list[R | Lost]:
-    return list(each(function, chunk, limits, deadline or (lambda _: limits.seconds)))
+    return list(each(function, chunk, limits, lambda item: deadline(limits, item) if deadline else limits.seconds))

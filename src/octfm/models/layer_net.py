@@ -35,8 +35,7 @@ class Found(NamedTuple):
     """Logits of one batch."""
 
     rows: Tensor
-    """[B, S, H + 1, W]: softmax over axis 2 gives the probability of each row; of index H, that the surface is not in
-    the image."""
+    """[B, S, H + 1, W]: softmax over axis 2 gives each row's probability; of index H, that the surface is not there."""
     masks: Tensor
     """[B, M, H, W]"""
 

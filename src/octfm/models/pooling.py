@@ -1,5 +1,4 @@
-"""Pool the tokens of a volume to one vector: their mean, or the tails of each channel; `summary` has learned queries
-(models/vit3d.py).
+"""Pool a volume's tokens to one vector: mean, or tails of each channel; `summary` has queries (models/vit3d.py).
 
 Shape suffixes: B batch, M tokens, D width.
 """

@@ -36,8 +36,7 @@ def by_onednn(*tensors: Tensor) -> bool:
 
 
 def times(a: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """a b^T + bias, [..., N], for a [..., K], by oneDNN. `b` may be a transposed view; an `a` that is one would be
-    copied."""
+    """a b^T + bias, [..., N], for a [..., K], by oneDNN. `b` may be a transposed view; such an `a` is copied."""
     # For any other view oneDNN falls back to a loop that takes two thousand times as long.
     if not (b_NK.is_contiguous() or b_NK.mT.is_contiguous()):
         b_NK = b_NK.contiguous()

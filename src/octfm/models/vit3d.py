@@ -63,8 +63,7 @@ class ViTConfig(Config):
 
 
 def check_heads(width: int, heads: int, *, rotary: bool) -> None:
-    """Raise ValueError unless a width splits into heads of even size, with a frequency pair for each axis if
-    `rotary`."""
+    """Raise ValueError unless a width splits into even heads, with a frequency pair for each axis if `rotary`."""
     if width % heads or (width // heads) % 2:
         raise ValueError(f"width {width} must split into {heads} heads of even size")
     if rotary and width // heads < 6:

@@ -25,8 +25,7 @@ LAYERS = (
     "drusen",
     "choroid",
 )
-"""From the vitreous outwards. `onl` includes Henle's fibre layer; `subretinal_fluid` and `drusen` are 0 µm in a
-healthy eye."""
+"""From the vitreous outwards. `onl` includes Henle's fibres; `subretinal_fluid` and `drusen` are 0 µm in health."""
 SURFACES = (
     "ilm",
     "nfl_gcl",
@@ -149,8 +148,7 @@ def sample_anatomy(shared: np.random.Generator, own: np.random.Generator, age: f
         curvature_um_per_mm2=float(8 + 5 * z["curvature"]),
         choroid_um=float(np.clip(270 + 65 * z["choroid"] - 1.5 * (age - 60), 110, 460)),
         choroid_nasal_loss=float(np.clip(0.12 + 0.03 * z["choroid_decay"], 0.04, 0.2)),
-        # Partial detachment is common from middle age on. The hyaloid is a decoy for segmentation: a line that is not
-        # the ILM.
+        # Partial detachment is common from middle age on. The hyaloid is a decoy: a line that is not the ILM.
         hyaloid_um=float(150 + 70 * abs(z["hyaloid"])) if z["hyaloid"] > 0.6 else 0.0,
         texture={name: waves(own, (0.5, 3.0)) for name in (*_WAVY, "bm", "csi")},
     )
@@ -230,7 +228,6 @@ def _nerve_fibre_layer(anatomy: Anatomy, x: np.ndarray, y: np.ndarray, r: np.nda
 
 
 def bruch_um(anatomy: Anatomy, x_mm: np.ndarray, y_mm: np.ndarray) -> np.ndarray:
-    """Depth in µm of Bruch's membrane relative to the fovea; the curved globe makes it negative (anterior) further
-    out."""
+    """Depth in µm of Bruch's membrane relative to the fovea; in the curved globe negative (anterior) further out."""
     bowl = -anatomy.curvature_um_per_mm2 * (x_mm**2 + y_mm**2)
     return bowl + 4 * anatomy.texture["bm"](x_mm, y_mm)

@@ -83,7 +83,7 @@ def sample_lesions(rng: np.random.Generator, diagnosis: str, severity: float, ag
             return Lesions(drusen=drupelets)
 
 
-def _polar(rng: np.random.Generator, radius_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def around_the_fovea(rng: np.random.Generator, radius_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """x and y of points at these distances from the fovea, in random directions."""
     angle = rng.uniform(0, 2 * np.pi, len(radius_mm))
     return radius_mm * np.cos(angle), radius_mm * np.sin(angle)
@@ -96,7 +96,7 @@ def _table(*columns: np.ndarray) -> np.ndarray:
 def _drupelets(rng: np.random.Generator, age: float) -> np.ndarray:
     """Draw deposits below 63 µm, which are normal ageing (Ferris et al. 2013), for every diagnosis."""
     count = rng.poisson(max(0.0, (age - 45) / 12))
-    x, y = _polar(rng, rng.uniform(0.2, 3.0, count))
+    x, y = around_the_fovea(rng, rng.uniform(0.2, 3.0, count))
     return _table(x, y, rng.uniform(0.015, 0.031, count), rng.uniform(4, 12, count))
 
 
@@ -104,7 +104,7 @@ def _drusen(rng: np.random.Generator, severity: float) -> np.ndarray:
     """Draw drusen of 63 to 500 µm diameter and 20 to 150 µm height, larger and more numerous with severity."""
     count = 5 + rng.poisson(55 * severity)
     # Drusen cluster, densest near the fovea: offspring around four parents.
-    px, py = _polar(rng, np.abs(rng.normal(0, 1.0, 4)))
+    px, py = around_the_fovea(rng, np.abs(rng.normal(0, 1.0, 4)))
     parent = rng.integers(0, 4, count)
     x = px[parent] + rng.normal(0, 0.55, count)
     y = py[parent] + rng.normal(0, 0.55, count)
@@ -126,7 +126,7 @@ def _geographic_atrophy(rng: np.random.Generator, severity: float, drupelets: np
     share = rng.dirichlet(np.full(count, 2.0))
     radius = np.sqrt(np.maximum(share * area, 0.05) / np.pi)
     # Atrophy begins around the fovea and spares its centre for a long time.
-    x, y = _polar(rng, np.abs(rng.normal(0.9, 0.45, count)) + 0.25 * radius)
+    x, y = around_the_fovea(rng, np.abs(rng.normal(0.9, 0.45, count)) + 0.25 * radius)
     complete = np.clip(0.55 + 0.9 * severity + rng.normal(0, 0.1, count), 0.4, 1.0)
     return Lesions(
         drusen=np.concatenate([drupelets, _drusen(rng, rng.uniform(0.2, 0.6))]),
@@ -136,11 +136,10 @@ def _geographic_atrophy(rng: np.random.Generator, severity: float, drupelets: np
 
 
 def _diabetic_oedema(rng: np.random.Generator, severity: float, drupelets: np.ndarray) -> Lesions:
-    """Draw diabetic macular oedema: leaks with swelling, cysts and hyperreflective foci around them, subretinal
-    fluid."""
+    """Draw diabetic macular oedema: leaks with swelling, cysts and bright foci around them, subretinal fluid."""
     leaks = 1 + rng.poisson(2.0 * severity)
     # Leaking microaneurysms lie anywhere in the macula; the more severe, the more often the centre is involved.
-    fx, fy = _polar(rng, rng.uniform(0.0, 2.0 - 1.1 * severity, leaks))
+    fx, fy = around_the_fovea(rng, rng.uniform(0.0, 2.0 - 1.1 * severity, leaks))
     width = rng.uniform(0.45, 0.9, leaks)
     # Divided, so that many leaks together do not swell the retina beyond what one severe leak does.
     peak = (8 + 120 * severity * rng.uniform(0.5, 1.2, leaks)) / leaks**0.5
@@ -160,7 +159,7 @@ def _diabetic_oedema(rng: np.random.Generator, severity: float, drupelets: np.nd
     subretinal = _none()
     # Never in mild oedema, and in three of four of the most severe eyes.
     if rng.random() < 1.1 * (severity - 0.3):
-        sx, sy = _polar(rng, np.abs(rng.normal(0, 0.35, 1)))
+        sx, sy = around_the_fovea(rng, np.abs(rng.normal(0, 0.35, 1)))
         subretinal = _table(sx, sy, rng.uniform(0.5, 1.1, 1), 25 + 130 * severity * rng.uniform(0.4, 1.0, 1))
 
     spots = rng.poisson(4 + 25 * severity)
@@ -176,13 +175,13 @@ def _epiretinal_membrane(rng: np.random.Generator, severity: float, drupelets: n
     Foveal pit kept; pit lost and outer nuclear layer stretched; inner layers across the fovea; layers disrupted, here
     by cysts (doi 10.1016/j.ajo.2016.12.006). The retina folds across the direction of contraction.
     """
-    x, y = _polar(rng, np.abs(rng.normal(0, 0.5, 1)))
+    x, y = around_the_fovea(rng, np.abs(rng.normal(0, 0.5, 1)))
     traction = float(np.clip(1.15 * severity - 0.08 + rng.normal(0, 0.05), 0.03, 1.0))
     across = rng.uniform(0, np.pi)
     k = 2 * np.pi / rng.uniform(0.22, 0.6, 6)
     angle = across + rng.normal(0, 0.4, 6)
     count = int(rng.poisson(max(0.0, 18 * (severity - 0.65))))
-    cx, cy = _polar(rng, np.abs(rng.normal(0, 0.5, count)))
+    cx, cy = around_the_fovea(rng, np.abs(rng.normal(0, 0.5, count)))
     radius = rng.uniform(0.03, 0.09, count)
     return Lesions(
         drusen=drupelets,
@@ -218,7 +217,7 @@ def _macular_hole(rng: np.random.Generator, severity: float, drupelets: np.ndarr
     gap = np.clip(0.5 * (0.19 + 0.42 * (severity - 0.3) / 0.7) * np.exp(rng.normal(0, 0.12, 1)), 0.09, 0.32)
     count = 10 + int(rng.poisson(16))
     away = gap + 0.1 + np.abs(rng.normal(0, 0.35, count))
-    cx, cy = _polar(rng, away)
+    cx, cy = around_the_fovea(rng, away)
     radius = rng.uniform(0.03, 0.10, count)
     layer = rng.choice([LAYER["inl"], LAYER["onl"]], count, p=[0.55, 0.45])
     return Lesions(

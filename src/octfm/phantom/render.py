@@ -369,19 +369,27 @@ def _fill(
         lesions[d][where[d] & (rows >= first[d]) & (rows < past[d])] = value
 
 
-def _blend(power: np.ndarray, top: np.ndarray, bottom: np.ndarray, where: np.ndarray, level: float) -> None:
-    """Replace what lies between two surfaces [D, W] by tissue of one power, antialiased at both edges."""
-    d, w = np.nonzero(where)
-    if len(d) == 0:
-        return
-    top, bottom = top[d, w], bottom[d, w]
+def blend(
+    power: np.ndarray,
+    where: tuple[np.ndarray, np.ndarray],
+    top: np.ndarray,
+    bottom: np.ndarray,
+    level: float,
+    share: float = 1,
+) -> tuple:
+    """Mix a level into A-scans (d, w) between fractional rows, antialiased; returns voxels filled by over a half."""
+    d, w = where
+    filled = []
     first = np.floor(top).astype(np.int64)
-    for offset in range(int(np.ceil((bottom - top).max())) + 1):
+    for offset in range(int(np.ceil((bottom - top).max(initial=0))) + 1 if len(d) else 0):
         row = first + offset
-        share = np.clip(np.minimum(bottom, row + 1) - np.maximum(top, row), 0, 1)
-        inside = (share > 0) & (row >= 0) & (row < power.shape[1])
+        covered = np.clip(np.minimum(bottom, row + 1) - np.maximum(top, row), 0, 1)
+        inside = (covered > 0) & (row >= 0) & (row < power.shape[1])
         at = d[inside], row[inside], w[inside]
-        power[at] += share[inside] * (level - power[at])
+        power[at] += share * covered[inside] * (level - power[at])
+        most = covered[inside] > 0.5
+        filled.append(np.stack(at)[:, most])
+    return tuple(np.concatenate(filled, axis=1)) if filled else (np.zeros(0, np.int64),) * 3
 
 
 def _paint_membrane(power: np.ndarray, lesions: np.ndarray, scene: _Scene) -> None:
@@ -389,7 +397,8 @@ def _paint_membrane(power: np.ndarray, lesions: np.ndarray, scene: _Scene) -> No
     thickness, gap = membrane_um(scene.eye.lesions, scene.x_mm, scene.y_mm)
     bottom = scene.edges[SURFACE["ilm"]] - gap * scene.rows_per_um
     top = bottom - thickness * scene.rows_per_um
-    _blend(power, top, bottom, thickness > 0, float(decibels(MEMBRANE_DB)))
+    d, w = np.nonzero(thickness > 0)
+    blend(power, (d, w), top[d, w], bottom[d, w], float(decibels(MEMBRANE_DB)))
     _fill(lesions, top, bottom, thickness > 0, LESIONS["membrane"])
 
 
@@ -409,7 +418,9 @@ def _paint_hole(power: np.ndarray, lesions: np.ndarray, scene: _Scene) -> None:
             inside = 1 - (r / (0.6 * gap + 0.04)) ** 2
             half = 22 * rows_per_um * np.sqrt(np.clip(inside, 0, 1))
             middle = top - 140 * rows_per_um
-            _blend(power, middle - half, middle + half, inside > 0, float(decibels(OPERCULUM_DB)))
+            d, w = np.nonzero(inside > 0)
+            upper, lower = (middle - half)[d, w], (middle + half)[d, w]
+            blend(power, (d, w), upper, lower, float(decibels(OPERCULUM_DB)))
 
 
 def _expose(power: np.ndarray, scene: _Scene, rng: np.random.Generator) -> np.ndarray:

@@ -1,5 +1,4 @@
-"""Augmentation of one batch on the device: shift, in-plane affine, contrast, gamma, noise, speckle; the axial axis is
-never flipped (F13).
+"""Augmentation of one batch on the device: shift, affine, contrast, gamma, noise, speckle; never an axial flip (F13).
 
 Everything is drawn on the host, one generator per volume, so that surfaces and with them the token map follow the
 voxels; what is applied on the device are batched tensor operations of fixed shapes. Noise is a hash of (the volume's
@@ -109,8 +108,7 @@ class Augmentation:
         # A column without image: its first row is not above its last.
         empty = valid[:, :1] >= valid[:, 1:]
         no_left, no_right = (np.take_along_axis(empty, i, -1)[:, 0] for i in (left, right))
-        # A column is padding where the one nearest to its source is; next to padding there is nothing to interpolate
-        # with.
+        # A column is padding where the one nearest to its source is; there is nothing to interpolate with next to it.
         gone = np.where(share < 0.5, no_left, no_right) | ((column < -0.5) | (column > width - 0.5))[:, None, :]
         share = np.where(no_left, 1.0, np.where(no_right, 0.0, share))[:, None]
         # A row y of the source is found again where scale * y + slope * x + offset = y.
@@ -126,16 +124,14 @@ class Augmentation:
         return follow(both[0]), follow(both[1])
 
     def at_places_of(self, other: "Augmentation | None") -> "Augmentation":
-        """This draw with the geometry of `other`, so that both show the same places. Changes of grey values
-        are kept."""
+        """This draw with the geometry of `other`, so that both show the same places; grey values stay this draw's."""
         if other is None:
             return self
         geometry = ("shift", "lateral_mm", "lateral_scale", "axial_scale", "slope", "mirrored")
         return replace(self, **{name: getattr(other, name) for name in geometry})
 
     def source(self, height: int, width: int, spacing_mm: tuple[float, float, float]) -> np.ndarray:
-        """float64 [B, 2, 3]: (column, row) that a column and row of the result are taken from, in voxels from the upper
-        left corner.
+        """float64 [B, 2, 3]: (column, row) that a column and row of the result come from, in voxels from upper left.
 
         The lateral coefficient of the row is the tilt; the axial coefficient of the column is 0, so an A-scan stays
         one.
@@ -179,8 +175,7 @@ class Moves(NamedTuple):
 def draw(
     config: AugmentConfig, rngs: Sequence[np.random.Generator], laterality: Sequence[str | None] = ()
 ) -> Augmentation:
-    """One augmentation for each generator. `laterality` is that of each volume, None if unknown; if it is empty, all
-    are known."""
+    """One augmentation for each generator. `laterality`: of each volume, None if unknown; empty if all are known."""
     rows = []
     for place, rng in enumerate(rngs):
         shift = rng.integers(-config.axial_shift, config.axial_shift + 1)
@@ -260,8 +255,7 @@ def move(voxels: Tensor, moves: Moves) -> Tensor:
 
 
 def move_labels(labels: Tensor, moves: Moves) -> Tensor:
-    """uint8 labels [B, 1, D, H, W] moved as `move` moves their voxels, to the nearest one; what comes from outside is
-    255, unknown."""
+    """uint8 labels [B, 1, D, H, W] moved as `move` moves voxels, to the nearest; 255, unknown, where nothing was."""
     # Inverted, so that unknown (255) becomes 0, the value that both ways of moving fill in.
     turned = 255 - labels
     if moves.theta_B23 is None:
@@ -312,8 +306,7 @@ def recoloured(patches_BMP: Tensor, index_BM: Tensor, moves: Moves, mean: float,
 
 
 def grain_of(key_B: Tensor, index_BM: Tensor, voxels: int) -> Tensor:
-    """Noise [B, M, P] of zero mean and unit variance, a function of a volume's key and a voxel's place, and of nothing
-    else.
+    """Noise [B, M, P] of zero mean and unit variance, a function of a volume's key and a voxel's place alone.
 
     The sum of a hash's four bytes (Irwin & Hall) is nearly Gaussian, and never beyond 3.5 standard deviations.
     """
@@ -328,8 +321,7 @@ def grain_of(key_B: Tensor, index_BM: Tensor, voxels: int) -> Tensor:
 
 def _hash(x: Tensor) -> Tensor:
     """int32 to int32, in place: every bit of the result depends on every bit of x (a multiply-xorshift hash)."""
-    # Constants of `lowbias32` (C. Wellons). torch shifts int32 with its sign; the mask clears the copies of the sign
-    # bit.
+    # Constants of `lowbias32` (C. Wellons). torch shifts int32 with its sign; the mask clears the sign's copies.
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
         x = x.bitwise_xor_((x >> shift) & (0xFFFFFFFF >> shift)).mul_(factor)
     return x.bitwise_xor_((x >> 16) & 0xFFFF)

@@ -1,5 +1,4 @@
-"""Measure a config on this machine: volumes per second, share of the matrix peak, data wait, memory, hours; and what
-to change first."""
+"""Measure a config on this machine: speed, share of the peak, data wait, memory, hours; and what to change first."""
 
 import statistics
 import time
@@ -20,7 +19,7 @@ from octfm.pretraining.settings import PretrainConfig, in_steps
 from octfm.pretraining.step import accumulate
 from octfm.run.runtime import Runtime, start
 from octfm.store.batch_sizes import accumulation
-from octfm.store.loader import Batch, Loader, epoch_volumes
+from octfm.store.loader import Batch, Loader, batch_of_voxels, epoch_volumes
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
 
@@ -132,8 +131,7 @@ class Bench:
 def bench(
     config: PretrainConfig, store: Store | None = None, device: str | None = None, steps: int = 3, echo: Echo = print
 ) -> Bench:
-    """Time real steps (forward, backward, update) of a config and of its neighbours: the other precision, twice the
-    micro-batch.
+    """Time steps (forward, backward, update) of a config and its neighbours: other precision, twice the micro-batch.
 
     Steps train on volumes of the store, whose reading is timed as well, or without a store on random voxels of the
     default Preprocessing. Each trial makes one step to warm up, then `steps`, of which the median counts. Nothing is
@@ -195,10 +193,6 @@ def _trial(
             trial,
             trouble=f"does not fit: {cost.peak_bytes / GB:.1f} GB estimated, {runtime.free_memory_gb():.1f} GB free",
         )
-    tokens = (
-        config.masks.counts(token_grid(preprocessing.image_size, config.model.patch_size))[0]
-        * data.per_device_batch_size
-    )
     learner = Learner(config, preprocessing, runtime)
     # A rate so low that random weights stay finite; an update takes as long at any rate.
     learner.set_rates(1e-6, 0.0, 0.999)
@@ -223,7 +217,7 @@ def _trial(
         runtime.release()
     # One micro-batch was timed; a step has several, and a single update.
     step_s = micro_steps * statistics.median(passes[1:]) + statistics.median(updates[1:])
-    peak = measure_speed(runtime, config.model.width, tokens).flops_per_s
+    peak = measure_speed(runtime, config, preprocessing).flops_per_s
     return replace(trial, step_s=step_s, volumes_per_s=data.global_batch_size / step_s, mfu=cost.flops / step_s / peak)
 
 
@@ -234,10 +228,7 @@ def _batch(config: PretrainConfig, preprocessing: Preprocessing, store: Store | 
         # The share of one of as many ranks as there are micro-batches: phantoms have theirs in global batches only.
         with Loader(store, rows, whole, config.seed, world=whole // size, prefetch=0) as loader:
             return loader.batches(0)
-    (d, h, w), index = preprocessing.image_size, np.arange(size)
-    surfaces = np.broadcast_to(np.array([0.4, 0.6, 0.0, 1.0], np.float32)[:, None, None] * h, (size, 4, d, w))
-    voxels = np.random.default_rng(0).integers(0, 256, (size, d, h, w), dtype=np.uint8)
-    return Batch(voxels, surfaces[:, :2].copy(), surfaces[:, 2:].astype(np.int16), index, index, ("none",) * size, 0.0)
+    return batch_of_voxels(np.random.default_rng(0).integers(0, 256, (size, *preprocessing.image_size), dtype=np.uint8))
 
 
 def _reading(config: PretrainConfig, store: Store, rows: np.ndarray, steps: int) -> float:

@@ -156,8 +156,7 @@ def translate(tensors: dict[str, Tensor], config: ViTConfig, source: str) -> dic
 
 
 def _patch_kernel(kernel_DCTHW: Tensor, config: ViTConfig, source: str) -> Tensor:
-    """[D, P]: kernels summed over colours, as for a grey image, and resampled to our patch; the response to a constant
-    patch stays."""
+    """[D, P]: kernels summed over colours and resampled to our patch; the response to a constant patch stays."""
     if kernel_DCTHW.ndim != 5 or len(kernel_DCTHW) != config.width:
         raise CheckpointError(
             f"{source}: patch_embed.proj.weight: expected [{config.width}, C, t, h, w], got {list(kernel_DCTHW.shape)}"
@@ -169,8 +168,7 @@ def _patch_kernel(kernel_DCTHW: Tensor, config: ViTConfig, source: str) -> Tenso
 
 
 def _pair_channels(rows: Tensor, config: ViTConfig) -> Tensor:
-    """Query and key channels moved so that V-JEPA 2's pairs (2j, 2j + 1) of each axis become ours (j, j + K / 2) of the
-    same axis."""
+    """Query and key channels moved so that V-JEPA 2's pairs (2j, 2j + 1) of an axis become ours, (j, j + K / 2)."""
     width = config.width // config.heads
     pairs = width // 2
     third = pairs // 3

@@ -1,5 +1,4 @@
-"""The networks of a run and what trains them: optimizer, step and run state, which a checkpoint saves and a rollback
-restores."""
+"""Networks of a run, optimizer, step and run state, which a checkpoint saves and a rollback restores."""
 
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from octfm.pretraining.initial_weights import begin_with
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run import checkpoint, shards
+from octfm.run.optimizers import no_moments
 from octfm.run.runtime import Runtime
 from octfm.version import __version__
 from octfm.volume.preprocessing import Preprocessing
@@ -125,8 +125,7 @@ class Learner:
 
     @torch.no_grad()
     def update(self, made: Tensor) -> None:
-        """One step of AdamW (arXiv:1711.05101) and of the average. If `made` (a bool on the device) is false, the same
-        kernels run and change nothing."""
+        """One step of AdamW (arXiv:1711.05101) and of the average; if `made` is false, the kernels change nothing."""
         # Reading `made` waits for the device, so only objectives that gather statistics do it.
         if self.config.objective.gathers and not made:
             self.model.discard_step()
@@ -152,8 +151,7 @@ class Learner:
         return copy
 
     def content(self, record: dict[str, Any], fingerprint: str, participants: dict[str, Any]) -> dict[str, Any]:
-        """The content of a checkpoint: all that resuming, embedding and evaluation need. `record`: the run's
-        run.json."""
+        """All that resuming, embedding and evaluation need, for a checkpoint. `record`: the run's run.json."""
         optimizer = self.optimizer.state_dict()
         # As torch's own AdamW would store them: a number for the rate, and the decay that `update` applies by itself.
         for group, decay in zip(optimizer["param_groups"], (float(self.weight_decay), 0.0), strict=True):
@@ -243,11 +241,7 @@ class Learner:
         """Allocate the state that AdamW creates at its first step, to be filled from a checkpoint."""
         for p in self.trained:
             if not self.optimizer.state[p]:
-                zeros = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[p] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=self.runtime.device),
-                    **zeros,
-                }
+                self.optimizer.state[p] = no_moments(p, self.runtime.device)
 
     def _check_shapes(self, saved: dict[str, Any]) -> None:
         own = {name: tuple(t.shape) for name, t in self.model.state_dict().items()}

@@ -98,8 +98,7 @@ class MaskConfig(Config):
 
 @dataclass(frozen=True, eq=False)
 class TokenMasks:
-    """Flat token indices into the grid, int64, sorted within a row; context and target are disjoint and hold no
-    padding."""
+    """Flat token indices into the grid, int64, sorted within a row; context and target are disjoint, not padding."""
 
     kept: np.ndarray
     """[B, K]: every token of the step; context and target are drawn from it."""
@@ -141,6 +140,20 @@ def select_tokens(
     order = order[np.argsort(flat[order] != TISSUE, kind="stable")]
     # np.resize cuts the list to `count` or, if it is too short, repeats it from the start, where tissue is.
     return np.sort(np.resize(order, count))
+
+
+SELECTION_SEED = 0
+"""Seed for selecting tokens as in training, so that a volume always gives the same ones."""
+
+
+def same_tokens(maps: np.ndarray, count: int, acquisitions: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """`select_tokens` of token maps [B, d, h, w], always the same ones, [B, M]; and which are tissue, bool [B, M]."""
+    chosen = [
+        select_tokens(m, count, np.random.default_rng(SELECTION_SEED), acquisitions[place : place + 1])
+        for place, m in enumerate(maps)
+    ]
+    index = np.stack(chosen)
+    return index, np.take_along_axis(maps.reshape(len(maps), -1), index, 1) == TISSUE
 
 
 def wanted_targets(config: MaskConfig, kept: int, num_target: int) -> int:

@@ -1,5 +1,4 @@
-"""Self-supervised pretraining: `pretrain` sets a run up, `Pretraining.update` is one step of the algorithm,
-run/loop.py repeats it."""
+"""Pretraining: `pretrain` sets a run up, `Pretraining.update` is one step of the algorithm, run/loop.py repeats it."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Reactions of a run to findings of its monitors and to memory that ran out: exclude volumes, roll back, stop,
-report."""
+"""Reactions to findings of monitors and to memory that ran out: exclude volumes, roll back, stop, report."""
 
 from dataclasses import dataclass, replace
 
@@ -62,8 +61,7 @@ class Reactions:
         session.echo(f"step {step}: {sentence}")
 
     def act(self, session: Session, step: int, finding: Finding) -> bool:
-        """Do what the policy says; True if the run went back to an earlier step. Raises TrainingError if it must not
-        go on."""
+        """Do what the policy says; True if the run went back a few steps. Raises TrainingError if it must not go on."""
         learner, config, rows = self.learner, self.learner.config.health, self.data.store.rows
         names = [self._hashed(row) for row in finding.volumes]
         response = respond(config, finding, step, learner.state, names, len(self.data.train_rows))

@@ -20,8 +20,7 @@ PRETRAINING = Kind("pretrain", frozenset(MAY_CHANGE), _parse, own_key=True)
 
 
 def load_newest(run: Path) -> tuple[Path, dict[str, Any]]:
-    """The last checkpoint of a run folder, which must be that run's own, or the checkpoint file itself; and its
-    content."""
+    """The last checkpoint of a run folder, which must be that run's own, or this checkpoint file; and its content."""
     path = checkpoint.newest(run)
     content = checkpoint.load(path)
     if path != run and (run / "run.json").is_file():

@@ -1,5 +1,4 @@
-"""Run state that is no function of the step, and so is saved in every checkpoint: rollbacks, excluded volumes,
-micro-batch size."""
+"""State that is no function of the step and is saved: rollbacks, excluded volumes, micro-batch size."""
 
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any

@@ -1,5 +1,4 @@
-"""Learning rate, weight decay and EMA momentum as pure functions of the step: nothing to save, nothing to restart (F1,
-F2)."""
+"""Learning rate, weight decay and EMA momentum as pure functions of the step: nothing to save or restart (F1, F2)."""
 
 from dataclasses import dataclass
 from math import cos, pi
@@ -44,8 +43,7 @@ class Schedule:
 
     @property
     def ema_base(self) -> float:
-        """As configured; else at most 0.999, and so low that at most 5 % of the initial teacher is left after a quarter
-        of the run."""
+        """As configured; else at most 0.999, and so low that a quarter of the run leaves 5 % of the first teacher."""
         if self.config.ema_base is not None:
             return self.config.ema_base
         # 4.22, not 4: momentum rises along its cosine, by 5 % of (1 - base) on average over the first quarter.

@@ -174,8 +174,7 @@ MAY_CHANGE = {
 def load_config(
     source: str | Path, overrides: Iterable[str] = (), *, objective: type[ObjectiveConfig] | None = None
 ) -> PretrainConfig:
-    """A pretraining config from a YAML file or the name of a packaged one (`vit_s`), with `section.key=value`
-    overrides.
+    """A pretraining config from a YAML file or a packaged one (`vit_s`), with `section.key=value` overrides.
 
     `objective`: settings class of an objective of your own, for a file whose `objective.name` is its name.
     """

@@ -27,7 +27,6 @@ class MicroStep:
     masked_loss_B: torch.Tensor
     context_loss_B: torch.Tensor
     masks: TokenMasks
-    scanner: tuple[str, ...]
     masked_goal_BTD: torch.Tensor | None = None
     context_goal_BCD: torch.Tensor | None = None
     features_BMD: torch.Tensor | None = None
@@ -62,8 +61,7 @@ def accumulate(learner: Learner, batch: Batch, context_weight: float, *, everyth
             if not ran_out_of_memory(error):
                 raise
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        # Outside the handler, where the failed pass's tensors are not held any more. Gradients go first: memory in use
-        # cannot be released.
+        # Outside the handler, which holds the failed pass's tensors. Gradients first: memory in use cannot be released.
         learner.optimizer.zero_grad(set_to_none=True)
         learner.runtime.release()
         learner.state = replace(learner.state, micro_batch=_smaller(learner, batch, reason))
@@ -99,7 +97,6 @@ def _passes(learner: Learner, batch: Batch, context_weight: torch.Tensor, everyt
             runtime.keep(output.masked_loss_B.detach()),
             runtime.keep(output.context_loss_B.detach()),
             inputs.masks,
-            part.scanner,
             leak=leak(learner, inputs.views) if examined else None,
             batch_effect=batch_effect(learner, inputs.views, context_weight) if compares else None,
             ascent=-derivative_B.min() if derivative_B is not None else None,
@@ -155,8 +152,7 @@ class Outcome:
 
 @torch.no_grad()
 def judge(learner: Learner, micro_results: Sequence[MicroStep], grad_norm: torch.Tensor, most: Limits) -> Outcome:
-    """Decide on the device, without a host sync: every loss and the gradient norm are finite and within their
-    limits."""
+    """Decide on the device, without a host sync: every loss and the norm are finite and within their limits."""
     runtime = learner.runtime
     masked, context = (
         torch.cat([getattr(d, name) for d in micro_results]).float() for name in ("masked_loss_B", "context_loss_B")

@@ -7,8 +7,8 @@ import numpy as np
 
 from octfm.pretraining.monitors import monitors
 from octfm.pretraining.monitors.anchor import anchor_row, unseen_row
-from octfm.pretraining.monitors.measure import validate
-from octfm.pretraining.monitors.online_probe import Cases, online_probe, tissue_vectors
+from octfm.pretraining.monitors.measure import tissue_vectors, validate
+from octfm.pretraining.monitors.online_probe import Cases, online_probe
 from octfm.pretraining.monitors.sample_picture import sample_picture
 from octfm.pretraining.reactions import Reactions
 from octfm.run.checkpoint_writer import best_step
@@ -60,17 +60,8 @@ class Validation:
         config, learner, cases = self.config, self.learner, self.cases
         if cases is None or not self.due(config.probe.every_steps or config.ckpt_every_steps):
             return None
-        pool = config.objective.pool
-        vectors_of = partial(
-            tissue_vectors,
-            learner.whole().frozen_encoder(config.objective.frozen),
-            lambda grid: config.masks.counts(grid)[0],
-            config.model.patch_size,
-            pool,
-            self.data.store,
-            self.runtime,
-            learner.micro_batch,
-        )
+        pool, encoder = config.objective.pool, learner.whole().frozen_encoder(config.objective.frozen)
+        vectors_of = partial(tissue_vectors, learner, encoder, self.data.store)
         row = online_probe(cases, vectors_of, self.runtime)
 
         def is_best() -> bool:

@@ -65,8 +65,7 @@ def labels_of(runs: Mapping[str, Path]) -> Path | None:
 
 
 def settings_that_differ(sources: Mapping[str, Sources]) -> list[tuple[str, list[str]]]:
-    """(dotted key, a value per run) of the settings in config.yaml that are not all equal; text that a user wrote, such
-    as a path, is withheld."""
+    """(dotted key, a value per run) of settings that are not all equal; text that a user wrote is withheld."""
     settings = [flat(s.settings) for s in sources.values()]
     keys = sorted({key for own in settings for key in own})
     differ = [key for key in keys if len({str(own.get(key, ABSENT)) for own in settings}) > 1]

@@ -276,7 +276,7 @@ def _pictures_of(
     files = [(locations.get(a.uri, a.uri), a.spacing_mm, a.scanner) for a in acquisitions]
     # A process of its own with a deadline: the scan may have read headers only, and pixels can crash a decoder.
     seconds = [Limits().deadline(math.prod(a.shape), a.uri) for a in acquisitions]
-    found = spread(_pictures, files, lambda _, lost: lost.code, workers=1, deadline=lambda _: max(seconds), chunk=1)
+    found = spread(_pictures, files, lambda _, lost: lost.code, workers=1, deadline=lambda *_: max(seconds), chunk=1)
     return [
         {"pictures": [], "note": f"It could not be decoded: {REASONS[own].meaning}."}
         if isinstance(own, str)

@@ -93,6 +93,10 @@ def training_charts(sources: Sources) -> list[Chart]:
         train = [_without(row, "ema", "teacher_step", "teacher_distance") for row in train]
     if len(set(series(train, "weight_decay")[1])) == 1:
         train = [_without(row, "weight_decay") for row in train]  # constant, and in the settings
+
+    def curves(title: str, caption: str, names: dict[str, str], **options: Any) -> Chart | None:
+        return _chart(title, caption, _lines(train, names), **options)
+
     charts = [
         _chart(
             "Masked loss over baseline",
@@ -114,58 +118,54 @@ def training_charts(sources: Sources) -> list[Chart]:
             [*_lines(train, {"context_over_baseline": "training"}), *_validation(validation, "context")],
             1,
         ),
-        _chart(
+        curves(
             "Effective rank",
             "How many independent directions the features use on tissue tokens (RankMe). A steady fall towards 1 is "
             "collapse.",
-            _lines(train, {"effective_rank": "effective rank"}),
+            {"effective_rank": "effective rank"},
         ),
-        _chart(
+        curves(
             "Feature spread",
             "Standard deviation of features over tissue tokens. 0 would mean that every token looks the same to the "
             "encoder.",
-            _lines(train, {"feature_std": "standard deviation"}),
+            {"feature_std": "standard deviation"},
         ),
-        _chart(
+        curves(
             "Gradient norm",
             "Before clipping, logarithmic. Spikes are skipped updates in the making; exactly 0 would mean that nothing "
             "is learned.",
-            _lines(train, {"grad_norm": "gradient norm"}),
+            {"grad_norm": "gradient norm"},
             log=True,
         ),
-        _chart(
+        curves(
             "Teacher movement",
             "How far the target encoder moved in the last update, and how far it is from the encoder, both relative. "
             "It must move.",
-            _lines(train, {"teacher_step": "last update", "teacher_distance": "distance to encoder"}),
+            {"teacher_step": "last update", "teacher_distance": "distance to encoder"},
             log=True,
         ),
         _online_probe(sources),
-        _chart(
-            "Learning rate",
-            "One warm-up, one decay: a second rise would be a fault.",
-            _lines(train, {"lr": "learning rate"}),
-        ),
-        _chart(
+        curves("Learning rate", "One warm-up, one decay: a second rise would be a fault.", {"lr": "learning rate"}),
+        curves(
             "Weight decay",
             "The pull of weights towards zero; it may rise over the run, by plan.",
-            _lines(train, {"weight_decay": "weight decay"}),
+            {"weight_decay": "weight decay"},
         ),
-        _chart(
+        curves(
             "EMA momentum",
             "How much of the old target encoder each update keeps. Close to 1 = slow teacher.",
-            _lines(train, {"ema": "EMA momentum"}),
+            {"ema": "EMA momentum"},
         ),
-        _chart(
+        curves(
             "Throughput",
             "Volumes per second, all devices together.",
-            _lines(train, {"volumes_per_s": "volumes per second"}),
+            {"volumes_per_s": "volumes per second"},
             floor=0,
         ),
-        _chart(
+        curves(
             "Waiting for data",
             "Share of the time spent waiting for volumes. Above 0.2, faster storage or more prefetch would pay.",
-            _lines(train, {"data_wait_share": "share of time"}),
+            {"data_wait_share": "share of time"},
             floor=0.25,
         ),
     ]
@@ -251,8 +251,7 @@ def overview_forest(results: Sequence[dict[str, Any]]) -> Chart | None:
 
 
 def _by_metric(results: Sequence[dict[str, Any]]) -> dict[str, list[list[dict[str, Any]]]]:
-    """Metric → the rows of each target by it. A target has one metric, the first of AUROC, R² and kappa that was
-    measured."""
+    """Metric → the rows of each target by it: the first of AUROC, R² and kappa that was measured."""
     chosen = {r["target"]: metric for metric in ("kappa", "r2", "auroc") for r in results if r["metric"] == metric}
     groups: dict[str, list[list[dict[str, Any]]]] = {}
     for metric in GUESSING:

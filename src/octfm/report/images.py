@@ -56,7 +56,8 @@ def example_pictures(scenes: Sequence[Scene]) -> list[Example]:
         alt = f"Tissue brightness seen from the front, {readable(scanner)}"
         if len(voxels) > 1:
             pictures.append(_enface(front(seen), spacing, scene.laterality, "En face", alt))
-        examples.append(Example(scanner, _eye(scene), [picture for picture in pictures if picture is not None]))
+        eye = {"R": "right eye", "L": "left eye"}.get(scene.laterality or "", "laterality unknown, not mirrored")
+        examples.append(Example(scanner, eye, [picture for picture in pictures if picture is not None]))
     return examples[::-1]
 
 
@@ -172,8 +173,7 @@ def _bscan(
     """A picture of `image` [H, W] or [H, W, 3]; `size` is its size in voxels if the image is a token grid."""
     rows, columns = size or image.shape[:2]
     height, width = rows * spacing[1], columns * spacing[2]
-    figure, axes = _canvas(height, width)
-    _show(axes, image, height, width, smooth=size is None)
+    figure, axes = _drawn(image, height, width, WIDTH_PX, smooth=size is None)
     if tint is not None:
         axes.imshow(tint, extent=(0, width, height, 0), interpolation="nearest", aspect="auto")
     if band is not None:
@@ -198,8 +198,7 @@ def _enface(
     """A picture of `image` [D, W] or [d, w, 3]; temporal and nasal are named only if laterality is known."""
     rows, columns = size or image.shape[:2]
     height, width = rows * spacing[0], columns * spacing[2]
-    figure, axes = _canvas(height, width, WIDTH_PX * 2 // 3)
-    _show(axes, image, height, width, smooth=size is None)
+    figure, axes = _drawn(image, height, width, WIDTH_PX * 2 // 3, smooth=size is None)
     _scale_bar(axes, height, width)
     sides = [(vertical[0], 0.5, 0.955), (vertical[1], 0.5, 0.045)] if vertical else []
     if laterality in ("R", "L"):
@@ -211,22 +210,18 @@ def _enface(
     return Picture(to_png(figure), alt, caption, wide=False)
 
 
-def _canvas(height_mm: float, width_mm: float, width_px: int = WIDTH_PX) -> tuple[Figure, Axes]:
-    """A figure without margins, with equal scales in mm along both axes."""
-    figure = Figure(figsize=(width_px / 100, width_px / 100 * height_mm / width_mm), dpi=100, facecolor="black")
+def _drawn(image: np.ndarray, height: float, width: float, width_px: int, *, smooth: bool) -> tuple[Figure, Axes]:
+    """A figure of an image without margins, with equal scales in mm along both axes."""
+    figure = Figure(figsize=(width_px / 100, width_px / 100 * height / width), dpi=100, facecolor="black")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
-    axes.set_xlim(0, width_mm)
-    axes.set_ylim(height_mm, 0)
-    return figure, axes
-
-
-def _show(axes: Axes, image: np.ndarray, height: float, width: float, *, smooth: bool) -> None:
     top = 255 if image.dtype == np.uint8 else 1
     style = {"extent": (0, width, height, 0), "interpolation": "bilinear" if smooth else "nearest", "aspect": "auto"}
     axes.imshow(image, cmap="gray", vmin=0, vmax=top, **style)
+    # Not beyond the image, whatever is drawn over it.
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
+    return figure, axes
 
 
 def _scale_bar(axes: Axes, height: float, width: float) -> None:
@@ -252,10 +247,6 @@ def _token_brightness(voxels: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
     D, H, W = (n // g * g for n, g in zip(voxels.shape, grid, strict=True))
     blocks = voxels[:D, :H, :W].astype(np.float32).reshape(d, D // d, h, H // h, w, W // w)
     return blocks.mean((1, 3, 5)) ** 2 + 1e-3
-
-
-def _eye(scene: Scene) -> str:
-    return {"R": "right eye", "L": "left eye"}.get(scene.laterality or "", "laterality unknown, not mirrored")
 
 
 def to_png(figure: Figure, colours: int = 128) -> str:

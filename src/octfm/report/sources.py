@@ -50,23 +50,26 @@ class Sources:
 
 def is_pretraining(run: Location) -> bool:
     """Whether this is a run folder of octfm pretrain; runs of fine-tuning and segmentation have a run.json as well."""
+    return _verb(run) == "pretrain"
+
+
+def _verb(run: Location) -> str | None:
+    """The verb that made a run folder; None without a run.json."""
     try:
         record = json.loads((run / "run.json").read_text())
     except (FileNotFoundError, NotADirectoryError):  # the latter of a checkpoint's file
-        return False
+        return None
     except ValueError:
-        return True  # gather names the damage
-    return not isinstance(record, dict) or record.get("kind", "pretrain") == "pretrain"
+        return "pretrain"  # gather names the damage
+    return record.get("kind", "pretrain") if isinstance(record, dict) else "pretrain"
 
 
 def require_pretraining(run: Location) -> None:
     """Raises EvaluationError unless this is a run folder of octfm pretrain."""
-    if is_pretraining(run):
+    if (verb := _verb(run)) == "pretrain":
         return
-    try:
-        verb = json.loads((run / "run.json").read_text())["kind"]
-    except (FileNotFoundError, NotADirectoryError):
-        raise EvaluationError(f"{run}: expected a run folder with a run.json; create one with octfm pretrain") from None
+    if verb is None:
+        raise EvaluationError(f"{run}: expected a run folder with a run.json; create one with octfm pretrain")
     shows = "octfm leaderboard compares it with others, and " if verb == "finetune" else ""
     raise EvaluationError(
         f"{run}: holds a run of octfm {verb}, expected one of octfm pretrain; {shows}octfm.read_result "

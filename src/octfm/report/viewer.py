@@ -4,7 +4,7 @@ import base64
 import hashlib
 import io
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -318,11 +318,15 @@ def _base64(array: np.ndarray) -> str:
     return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
 
 
+def colour_steps(colours: Callable[[float], Sequence[float]]) -> list[list[int]]:
+    """64 steps of a colour map for the viewer's scripts, as red, green and blue from 0 to 255."""
+    return [[round(255 * c) for c in colours(i / 63)[:3]] for i in range(64)]
+
+
 def _colour_maps() -> dict[str, list[list[int]]]:
     """64 steps each of inferno, for values from 0 up, and of a map from blue through grey at 0 to orange."""
     from matplotlib import colormaps
     from matplotlib.colors import LinearSegmentedColormap
 
     two_sided = LinearSegmentedColormap.from_list("two_sided", ["#1b6ca8", "#8fc1e3", "#808080", "#f2b36b", "#d55e00"])
-    maps = {"sequential": colormaps["inferno"], "diverging": two_sided}
-    return {name: [[round(255 * c) for c in cmap(i / 63)[:3]] for i in range(64)] for name, cmap in maps.items()}
+    return {"sequential": colour_steps(colormaps["inferno"]), "diverging": colour_steps(two_sided)}

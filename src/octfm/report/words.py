@@ -298,8 +298,7 @@ def advised_step(rows: list[dict[str, Any]]) -> int | None:
 
 
 def checkpoint_taken(rows: list[dict[str, Any]], checkpoints: Sequence[Path]) -> str:
-    """Which of a run's checkpoints, oldest first, its folder stands for, and which one `checkpoint_advice` recommends
-    instead, if any."""
+    """The last of a run's checkpoints, which its folder stands for, and the one that `checkpoint_advice` prefers."""
     text = f"{checkpoints[-1].name}: the newest checkpoint of this run"
     if (advised := advised_step(rows)) is None:
         return text

@@ -1,5 +1,4 @@
-"""Runs in buckets: a run works in a local folder like any other, and its files are copied to the bucket in the
-background.
+"""Runs in buckets: a run works in a local folder, whose files are copied to the bucket in the background.
 
 Layout: the files of a run folder, and checkpoints.json, the pointer. A checkpoint is uploaded, compared and then
 named in the pointer with the SHA-256 of its files; only checkpoints that the pointer names count. Another machine
@@ -86,8 +85,7 @@ class BucketRun:
         self._lease.__exit__()
 
     def keep(self, surplus: Surplus) -> None:
-        """Begin to send checkpoints; `surplus` chooses those in the bucket to delete. Call it once the folder's
-        checkpoints were checked."""
+        """Begin to send checkpoints, once the folder's were checked; `surplus`: those to delete in the bucket."""
         self._surplus = surplus
         last = max(map(step_of, self._sent), default=-1)
         for path in checkpoint_files.steps(self.path / "checkpoints"):
@@ -173,8 +171,7 @@ class BucketRun:
         return True
 
     def publish(self) -> None:
-        """Send files that are not checkpoints, such as results. Raises CheckpointError if the bucket does not take
-        them."""
+        """Send files that are not checkpoints, such as results. Raises CheckpointError if the bucket refuses them."""
         try:
             self._lease.require()
             self._send_files()
@@ -256,8 +253,7 @@ class BucketRun:
                 self._idle.set()
 
     def _send_files(self) -> None:
-        """Send files other than checkpoints that have changed: metrics, settings, run.json, trackers' files,
-        results."""
+        """Send files other than checkpoints that have changed: metrics, settings, run.json, results."""
         for file in sorted(self.path.rglob("*")):
             inside = file.relative_to(self.path)
             if file.is_file() and not _stays_here(inside):
@@ -275,8 +271,7 @@ class BucketRun:
             "token": token,
             "requests": asdict(bucket.tally() - self.before),
         }
-        # Noted before it is written: whichever pointer the bucket has if the process is killed here, this folder knows
-        # it.
+        # Noted first: whichever pointer the bucket has if the process is killed here, this folder knows it.
         _mark(self.path, [*self._tokens[-1:], token])
         self._tokens.append(token)
         bucket.write(str(self.where / POINTER), json.dumps(pointer | {"checkpoints": listed}, indent=1).encode())
@@ -285,8 +280,7 @@ class BucketRun:
     # --------------------------------------------------------------------------------------------------------------
 
     def _pull(self) -> None:
-        """Fetch the run, unless this folder wrote the bucket's pointer: then it may be ahead of the bucket, and is
-        kept."""
+        """Fetch the run, unless this folder wrote the bucket's pointer and may be ahead of it."""
         pointer = read_pointer(self.where)
         try:
             ours = json.loads((self.path / MARK).read_text())["tokens"]
@@ -354,8 +348,7 @@ def read_pointer(where: BucketPath) -> dict[str, Any] | None:
 
 
 def _fetch(where: BucketPath, pointer: dict[str, Any], folder: Path, *, anew: bool = True) -> None:
-    """Fetch the files and checkpoints that the pointer names, into another folder that then takes the place of
-    `folder`.
+    """Fetch the files and checkpoints that the pointer names into another folder, which then replaces `folder`.
 
     Without `anew` a folder that another process has fetched in the meantime stays: that process may be reading it.
     """

@@ -1,5 +1,4 @@
-"""Checkpoints: one file each, written under another name and renamed, with a checksum over its content: complete, or
-known to be damaged."""
+"""Checkpoints: one file each, renamed when complete, with a checksum: whole, or known to be damaged."""
 
 import hashlib
 import json
@@ -44,13 +43,11 @@ DAMAGE = (
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint that is not what was written: cut off, changed, or no checkpoint at all. The one before it may be
-    intact."""
+    """Not what was written: cut off, changed, or no checkpoint at all. The one before it may be intact."""
 
 
 def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
-    """Write `step-XXXXXXXX.pt` after `step` updates. Raises OSError, leaving nothing behind, if the disk does not
-    take it."""
+    """Write `step-XXXXXXXX.pt` after `step` updates. Raises OSError, leaving nothing, if the disk does not take it."""
     path = folder / name_of(step)
     whole = {"format": FORMAT, "version": VERSION, "step": step, **content}
     whole["checksum"] = checksum(whole)
@@ -60,8 +57,7 @@ def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The content that `write` was given, verified. Tensors and plain values only: code in a checkpoint is never
-    run."""
+    """The content given to `write`, verified. Tensors and plain values only: code in a checkpoint never runs."""
     if path.suffix == ".safetensors":  # which torch would hand to another reader
         raise DamagedCheckpoint(f"{path}: not an octfm checkpoint; {EXPECTED}")
     try:
@@ -136,8 +132,7 @@ def newest(run: Path) -> Path:
 
 
 def everywhere(run: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first, in its folder and its second destination; of two with one step,
-    the run folder's."""
+    """Complete checkpoints of a run, oldest first, its second destination's too; of two alike, the run folder's."""
     second = second_destination(run)
     found = {
         # The run folder last: of two checkpoints with one name, the later entry stays.

@@ -1,5 +1,4 @@
-"""Write checkpoints while training goes on: copy to the host, write in a thread, delete old ones, use another disk
-if one is full."""
+"""Write checkpoints in a thread, from a copy on the host; delete old ones; use another disk if one is full."""
 
 import json
 from collections.abc import Callable, Collection, Sequence

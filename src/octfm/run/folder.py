@@ -66,8 +66,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """config.yaml, run.json, metrics.jsonl, checkpoints/, run.lock; memory.json if memory ran out between
-    checkpoints."""
+    """config.yaml, run.json, metrics.jsonl, checkpoints/, run.lock; memory.json if memory ran out between them."""
 
     path: Path
     kind: Kind
@@ -190,8 +189,7 @@ class RunFolder:
         write_whole(path, json.dumps(known | facts, indent=2).encode())
 
     def note_memory(self, micro_batch: int) -> None:
-        """Write down, for the next start, how many volumes at a time memory allows. Any rank may call this, not only
-        rank 0."""
+        """Write down, for the next start, how many volumes at a time memory allows. Any rank may call this."""
         write_whole(self.path / "memory.json", json.dumps({"micro_batch": micro_batch}).encode())
 
     def noted_memory(self) -> int | None:

@@ -42,11 +42,9 @@ def join(config: RuntimeConfig, precision: Precision, device: str | None = None)
 
 
 def meet(config: RuntimeConfig, precision: Precision, device: torch.device, rank: int, world: int) -> Runtime:
-    """The runtime of a rank that has found the others at MASTER_ADDR and MASTER_PORT. Raises TrainingError if it has
-    not."""
+    """The runtime of a rank that met the others at MASTER_ADDR and MASTER_PORT. Raises TrainingError if it did not."""
     timeout = timedelta(seconds=config.timeout_s)
-    # After a restart the launcher's store still holds what the last attempt wrote, so every attempt uses keys of its
-    # own.
+    # The launcher's store still holds what the last attempt wrote, so every attempt uses keys of its own.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # Usually torchrun's agent serves this store already, and its port is taken.

@@ -1,5 +1,4 @@
-"""The loop that pretraining, fine-tuning and segmentation share: update, recover, validate, save; and what it writes
-to."""
+"""The loop of pretraining, fine-tuning and segmentation: update, recover, validate, save; and what it writes to."""
 
 import os
 import signal
@@ -57,8 +56,7 @@ class Training(Resumable, Protocol):
 
 @dataclass(eq=False)
 class Session:
-    """One rank's run folder, metrics, checkpoints and messages during a training; rank 0 logs and prints for all
-    ranks."""
+    """One rank's run folder, metrics, checkpoints and messages; rank 0 logs and prints for all ranks."""
 
     training: Training
     run: RunFolder
@@ -100,11 +98,9 @@ class Session:
         self.training.runtime.first(self._require_written)
 
     def rewind(self, rollbacks: int) -> None:
-        """Remove metrics and checkpoints after the step to which training has rolled back; `rollbacks` counts this
-        time."""
+        """Remove metrics and checkpoints after the step that training went back to; `rollbacks` counts this one."""
         step = self.training.step
-        # In this order a kill at any moment changes nothing: until the new state is saved, the old one repeats all
-        # this.
+        # In this order a kill changes nothing: until the new state is saved, the old one repeats all this.
         self.writer.forget_after(step)
         self.report_failures(step)
         self.lost.clear()  # they were of the abandoned steps
@@ -233,8 +229,7 @@ class Interruption:
     def __init__(self) -> None:
         self.signal_name: str | None = None
         """Name of the signal that came."""
-        # torchrun passes on a signal that the whole process group has got already; it kills by itself what takes too
-        # long.
+        # torchrun repeats a signal that the whole process group has got already, and kills what takes too long.
         self._patient, self._first = "TORCHELASTIC_RUN_ID" in os.environ, rank() == 0
         self._before: dict[int, Any] = {}
 

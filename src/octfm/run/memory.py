@@ -22,8 +22,7 @@ def host_bytes_at_peak() -> int:
 
 
 def host_bytes_available() -> int:
-    """Memory available without swapping: the system's own estimate (page cache counts as free), or less inside a
-    container."""
+    """Memory available without swapping, as the system estimates it, or less inside a container."""
     bounds = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -37,8 +36,7 @@ def host_bytes_available() -> int:
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out: on CUDA by its type, on CPU and Apple's GPU by the allocator's
-    words."""
+    """Whether memory ran out: on CUDA by the error's type, on CPU and Apple's GPU by the allocator's words."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     # The last two are oneDNN's, whose own allocations fail without saying so.

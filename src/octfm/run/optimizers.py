@@ -1,11 +1,16 @@
-"""AdamW in two forms that torch lacks: plain tensor operations for compiled steps, and the fused kernel on shards
-(FSDP2)."""
+"""AdamW in two forms that torch lacks: plain operations for compiled steps, the fused kernel on shards (FSDP2)."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def no_moments(parameter: Tensor, device: torch.device) -> dict[str, Tensor]:
+    """The state of a parameter before AdamW's first step."""
+    zeros = {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.zeros((), dtype=torch.float32, device=device), **zeros}
 
 
 class CompiledAdamW(torch.optim.AdamW):
@@ -37,8 +42,7 @@ class CompiledAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update if `found_inf` is 0; if it is 1, the same operations without any change, whatever the gradients
-        hold."""
+        """One update if `found_inf` is 0; if it is 1, the same operations change nothing, whatever the gradients."""
         yes = self.found_inf == 0
         for group in self.param_groups:
             rate, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
@@ -85,11 +89,7 @@ class ShardedAdamW(torch.optim.AdamW):
             trained = [p for p in group["params"] if p.grad is not None]
             for p in trained:
                 if not self.state[p]:
-                    moments = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}
-                    self.state[p] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=self.local(p).device),
-                        **moments,
-                    }
+                    self.state[p] = no_moments(p, self.local(p).device)
             states = [self.state[p] for p in trained]
             gradients = [self.local(p.grad) for p in trained]
             weights, means, squares = (

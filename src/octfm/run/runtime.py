@@ -127,8 +127,7 @@ class Runtime:
         return host.pin_memory() if self.device.type == "cuda" and not host.is_pinned() else host
 
     def scalar(self) -> Tensor:
-        """A number on the device, for `set`: values that change from step to step must not be constants of a
-        compiled step."""
+        """A number on the device, for `set`: what changes from step to step must be no constant of a compiled step."""
         # float64 on CPU, where kernels accept it and give the same bits as a Python number.
         return torch.zeros((), dtype=torch.float64 if self.device.type == "cpu" else torch.float32, device=self.device)
 
@@ -197,8 +196,7 @@ class Runtime:
     # The model on its devices.
 
     def place(self, model: nn.Module) -> None:
-        """Move a model here, in place; with fsdp each rank keeps its share of every parameter and gathers one block
-        at a time."""
+        """Move a model here, in place; with fsdp a rank keeps its share of parameters and gathers a block at a time."""
         model.to(self.device)
         if not self.sharded:
             return
@@ -206,8 +204,7 @@ class Runtime:
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(self.device.type, (self.world,))
-        # The root as well: otherwise, if a forward pass without gradients came last, it keeps its weights from before
-        # the update.
+        # The root as well: else it keeps old weights after an update whose last forward pass had no gradients.
         for module in (
             *(block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part),
             model,
@@ -365,8 +362,7 @@ class Runtime:
         return np.concatenate([part[:n] for part, n in zip(parts, lengths, strict=True)]).astype(rows.dtype)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """On rank 0 the tensors of all ranks, concatenated along their first axis, whose lengths may differ; empty
-        on the others."""
+        """On rank 0 the tensors of all ranks, joined along their first axis, which may differ; empty on the others."""
         if self.world == 1:
             return tensor
         lengths = self.exchange(np.array([len(tensor)]))[:, 0].astype(int)

@@ -65,8 +65,7 @@ class XLARuntime(Runtime):
         return self._sent(torch.zeros(()))
 
     def set(self, scalar: Tensor, value: float) -> None:
-        # As a one-element list: a scalar 0 or 1 would become a constant, and compile another program than other
-        # numbers.
+        # As a list of one: a scalar 0 or 1 would become a constant, and compile another program.
         scalar.copy_(self.numbers(value)[0])
 
     def numbers(self, *values: float) -> Tensor:
@@ -86,8 +85,7 @@ class XLARuntime(Runtime):
         return [self._own(t.detach()) for t in tensors]
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """The rows of this host's volumes, joined from the devices' parts: gathering a whole tensor would compile
-        another program."""
+        """This host's rows, joined from its devices' parts: gathering a whole tensor would compile another program."""
         import torch_xla
 
         if tensor.device.type != "xla":
@@ -113,8 +111,7 @@ class XLARuntime(Runtime):
         return CompiledAdamW(groups, lr, betas, self._sent)
 
     def _hold_whole(self, tensors: Iterable[Tensor]) -> None:
-        """Hold tensors whole on every device. Otherwise the compiler may split what a step returns, and compile the
-        next step anew."""
+        """Hold tensors whole on every device, or the compiler may split them and compile the next step anew."""
         import torch_xla.distributed.spmd as xs
 
         for tensor in tensors:
@@ -218,8 +215,7 @@ def _meet(runtime: XLARuntime, leader: str) -> None:
 
 
 def load_torch_tpu() -> None:
-    """PyTorch's own TPU device (torch-tpu, torch 2.11 to 2.15), one rank for each chip like DDP. Untested on
-    hardware."""
+    """PyTorch's own TPU device (torch-tpu, torch 2.11 to 2.15), a rank per chip as with DDP. Never run on hardware."""
     try:
         importlib.import_module("torch_tpu")
     except (ImportError, OSError, RuntimeError) as error:

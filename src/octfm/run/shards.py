@@ -1,5 +1,4 @@
-"""Sharded checkpoints (PyTorch DCP), for models that no rank holds as a whole; like single files, complete or known to
-be damaged.
+"""Sharded checkpoints (PyTorch DCP), for models that no rank holds whole; complete, or known to be damaged.
 
 `step-XXXXXXXX.dcp/` holds one file of tensors per rank, DCP's index of them, everything else in rest.pt, and
 manifest.json with the SHA-256 of each. It is written under another name and renamed when it is complete. Any number
@@ -57,8 +56,7 @@ def write(folder: Path, step: int, content: dict[str, Any], *, runtime: Runtime)
         for name in (REST, INDEX, MANIFEST):
             flush(partial / name)
         if path.exists():
-            # Left from before a rollback. Set aside and not deleted, which takes time: a process that is killed
-            # meanwhile would leave neither.
+            # From before a rollback. Not deleted yet, which takes time: a kill meanwhile would leave neither.
             path.rename(former)
         partial.replace(path)
         flush(folder)
@@ -204,8 +202,7 @@ class _PlainUnpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        # Classes of these two modules only, whose names are capitalised: none of their functions, and nothing that
-        # opens files.
+        # Only classes, whose names are capitalised, of these two modules: no functions, nothing that opens files.
         plain = (
             module in self.MODULES and name.lstrip("_")[:1].isupper() and "Reader" not in name and "Writer" not in name
         )

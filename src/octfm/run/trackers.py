@@ -1,5 +1,4 @@
-"""TensorBoard and Weights & Biases: one run per job, rank 0 only, and no step logged twice, however often the job is
-resumed (F10)."""
+"""TensorBoard and Weights & Biases: rank 0 only, one run per job, no step twice however often it resumes (F10)."""
 
 import importlib.util
 import json
@@ -92,8 +91,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One W&B run per run folder. W&B cannot go back in steps, so a resumed run logs only those that it has not
-    logged yet.
+    """One W&B run per run folder. W&B cannot go back in steps: a resumed run logs those not logged yet.
 
     By itself W&B would also send the command line, folders, the name of the computer, packages and git's remote."""
 
@@ -148,8 +146,7 @@ class WeightsAndBiases:
 
 
 def scalars(kind: str, values: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a row as `train/loss`, `train/by_scanner/topcon_triton`, …; health verdicts as 0 (ok), 1
-    (watch), 2 (bad)."""
+    """Numbers of a row as `train/loss`, `train/by_scanner/topcon_triton`, …; verdicts as 0 (ok), 1 (watch), 2 (bad)."""
     if kind == "health":
         return {f"health/{values['what'].replace(' ', '_')}": float(("ok", "watch", "bad").index(values["verdict"]))}
     flat: dict[str, float] = {}

@@ -1,5 +1,4 @@
-"""metrics.jsonl: one line per event, written at once, and cut back to the checkpoint on resume, so that no step is
-in it twice."""
+"""metrics.jsonl: a line per event, written at once, cut back to the checkpoint on resume, so that no step is twice."""
 
 import json
 import math
@@ -43,8 +42,7 @@ class Metrics:
     """Appends rows to a run's metrics.jsonl and passes them on."""
 
     def __init__(self, path: Path, first_step: int = 0, rollbacks: int = 0, listeners: Sequence[Listener] = ()):
-        """Cut rows of `first_step` and later, which will be written anew; those about the first `rollbacks`
-        rollbacks stay."""
+        """Cut rows of `first_step` and later, which come anew; those about the first `rollbacks` rollbacks stay."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._owed: deque[bytes | tuple[int, int]] = deque()
@@ -175,8 +173,7 @@ def _stays(row: dict[str, Any], first_step: int, rollbacks: int) -> bool:
 
 
 def _keep_before(path: Path, first_step: int, rollbacks: int) -> str | None:
-    """Cut rows that will be written anew, and move damaged lines to metrics.broken.txt; a sentence about those
-    lines, if any."""
+    """Cut rows that come anew, and move damaged lines to metrics.broken.txt; a sentence about those, if any."""
     lines = list(_lines(path))
     broken = [(number, text) for number, text, row in lines if row is None]
     aside = path.with_suffix(".broken.txt")

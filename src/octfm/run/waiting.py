@@ -1,5 +1,4 @@
-"""Says what a run is waiting for if no step finishes: a prototype hid a dead data path behind minutes of silence
-(F8)."""
+"""Say what a run waits for if no step finishes: a prototype hid a dead data path behind minutes of silence (F8)."""
 
 import threading
 import time

@@ -49,8 +49,7 @@ class TensorStoreArrays:
 
 
 class _Forked:
-    """Whether this process was forked from one that had imported tensorstore, which would crash it at the first
-    read."""
+    """Whether this process was forked from one that had imported tensorstore: its first read would crash."""
 
     inherited_tensorstore = False
 

@@ -95,8 +95,7 @@ class Arrays:
     acquisition: tuple[str, ...] = ()
     """Acquisition of each volume, for error messages; empty if unknown."""
     labels: np.ndarray | None = None
-    """uint8 [B, D, H, W]: the class of each voxel of a phantom (octfm.volume.segmentation), 255 if unknown; None if no
-    volume has classes."""
+    """uint8 [B, D, H, W]: classes of phantoms (octfm.volume.segmentation), 255 if unknown; None if there are none."""
 
     __repr__ = fields_line
 

@@ -65,8 +65,7 @@ class Batch:
     """int64 [B], rows of the store."""
     position: np.ndarray
     """int64 [B], positions in the run's sequence of volumes: step × global_batch_size + place in the global batch."""
-    scanner: tuple[str, ...]
-    wait_s: float
+    wait_s: float = 0.0
     """Seconds the caller waited for this batch."""
     laterality: tuple[str | None, ...] = ()
     """R, L or None if unknown, for each volume; empty if all are known."""
@@ -239,17 +238,22 @@ def batch_of(store: Store, index: np.ndarray, positions: np.ndarray | None = Non
         arrays.valid,
         index,
         index if positions is None else positions,
-        tuple(row.scanner for row in rows),
-        wait_s=0.0,
         laterality=tuple(row.laterality for row in rows),
         acquisition=tuple(row.acquisition for row in rows),
         labels=arrays.labels,
     )
 
 
+def batch_of_voxels(voxels: np.ndarray) -> Batch:
+    """Volumes of no store, uint8 [B, D, H, W], with a tissue band in the middle: to measure steps."""
+    volumes, d, h, w = voxels.shape
+    surfaces = np.broadcast_to(np.array([0.4, 0.6, 0.0, 1.0], np.float32)[:, None, None] * h, (volumes, 4, d, w))
+    index = np.arange(volumes)
+    return Batch(voxels, surfaces[:, :2].copy(), surfaces[:, 2:].astype(np.int16), index, index)
+
+
 def epoch_volumes(store: Store, rows: np.ndarray, batch: int) -> float:
-    """Volumes per epoch: all `rows` or, where phantoms have a share of every batch, as many as pass with each of the
-    store's volumes once."""
+    """Volumes per epoch: all `rows`, or as many as pass, phantoms among them, with each of the store's volumes once."""
     groups, counts = store.turns(rows, batch)
     return len(groups[0]) * sum(counts) / counts[0]
 

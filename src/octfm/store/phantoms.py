@@ -34,8 +34,7 @@ HELD_OUT_SEED = 2**32
 """Added to the seed of the training phantoms for those of validation: beyond every seed that can be set."""
 SCANNER = "phantom"
 MOST_THREADS = 2
-"""More threads than these would wait for the interpreter's lock, so that on more cores each renders in a process of its
-own."""
+"""More threads than these would wait for the interpreter's lock: on more cores each renders in a process of its own."""
 Conditions = tuple[str, ...]
 
 
@@ -212,8 +211,7 @@ class PhantomStore(Store):
         return _digest(own) == _digest(arrays) and np.array_equal(_truth(own), _truth(arrays))
 
     def verify(self, sample: int | None = None, seed: int = 0) -> int:
-        """Render a phantom twice: on one machine both must be the same. Raises StoreError; returns 1, the number
-        checked."""
+        """Render a phantom twice: both must be the same. Raises StoreError; returns 1, the number checked."""
         if not self.holds(0, self.read([0])):
             raise StoreError(f"{self.path}: one phantom rendered twice differs; report this as a bug")
         return 1

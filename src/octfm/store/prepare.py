@@ -121,7 +121,7 @@ def prepare(
                     _lost,
                     workers=workers,
                     limits=limits,
-                    deadline=functools.partial(_deadline, limits),
+                    deadline=_deadline,
                     chunk=1,
                     cluster=cluster,
                 )

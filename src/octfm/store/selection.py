@@ -1,5 +1,4 @@
-"""Which rows of a store are used: by split, scanner, layout and modality, at most so many, and no participant in two
-splits."""
+"""Rows of a store that are used: by split, scanner, layout and modality, at most so many, nobody in two splits."""
 
 import hashlib
 from collections.abc import Collection, Sequence

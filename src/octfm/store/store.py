@@ -81,8 +81,7 @@ class Store:
     def __getitem__(self, index: slice | Sequence[int] | np.ndarray) -> "Store": ...
 
     def __getitem__(self, index: int | slice | Sequence[int] | np.ndarray) -> "StoredVolume | Store":
-        """One volume, counted from the end if negative, or for a slice, rows or a mask a store of these rows. Raises
-        IndexError."""
+        """One volume, counted from the end if negative; of a slice, rows or a mask a store. Raises IndexError."""
         if isinstance(index, slice):
             return self.part(np.arange(len(self))[index])
         if np.ndim(index) == 1 and not isinstance(index, str):
@@ -245,8 +244,7 @@ class Store:
             return {row: sentence for row, sentence in found if sentence is not None}
 
     def holds(self, row: int, arrays: Arrays) -> bool:
-        """Whether `arrays`, a batch of one, is the volume that was written as this row; True for rows without a
-        checksum."""
+        """Whether `arrays`, a batch of one, is the volume written as this row; True without a checksum."""
         known = self.rows[row].checksum
         return not known or checksum(arrays.voxels[0], arrays.band[0], arrays.valid[0]) == known
 

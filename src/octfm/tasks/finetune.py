@@ -1,5 +1,4 @@
-"""Fine-tuning for one label: head first, then the encoder; chosen on validation participants, judged once on test
-participants."""
+"""Fine-tuning for one label: head, then encoder; chosen on validation participants, judged once on test ones."""
 
 import json
 import math
@@ -84,8 +83,7 @@ def finetune(
     allow_seen: bool = False,
     echo: Echo = print,
 ) -> Path:
-    """Train until validation participants no longer gain and return the run folder; the same call resumes an
-    interrupted run.
+    """Train until validation no longer gains; returns the run folder. The same call resumes an interrupted run.
 
     Writes config.yaml, run.json, metrics.jsonl, one checkpoint, predictions.parquet and finetune.json (in the format
     of probe.json), to a folder or to an address in a bucket. Raises EvaluationError if a test participant was in the
@@ -328,8 +326,7 @@ class FineTuning:
         return True
 
     def held_out_score(self) -> tuple[float, float]:
-        """Balanced accuracy (R² for a number) of validation participants, scored like the probe, and the mean loss per
-        volume."""
+        """Balanced accuracy (R² for a number) on validation participants, scored as by the probe, and mean loss."""
         task, rows = self.task, self.task.cases.rows[self.task.validation]
         answers = _answers(self.model, self.source, rows)
         loss = float(self.target.loss(self.runtime.tensor(answers), rows)) / len(rows)
@@ -368,8 +365,7 @@ def _rank(score: float, loss: float) -> tuple[float, float]:
 
 
 def _agree(runtime: Runtime, loss: float, signal_name: str | None) -> tuple[float, str | None]:
-    """The mean loss of all ranks and a signal that any rank was sent: the same on all ranks, so that they decide
-    alike."""
+    """The mean loss of all ranks and a signal that any rank was sent: alike on all, so that they decide alike."""
     own = np.array([loss, signal.Signals[signal_name] if signal_name else 0], np.float64)
     everyone = runtime.exchange(own)
     number = int(everyone[:, 1].max())

@@ -20,8 +20,7 @@ from octfm.volume.estimated import FLAG
 PER_SCANNER = 2
 """Volumes shown per scanner."""
 FEATURE_BYTES, DIRECTIONS = 300_000, (16, 64)
-"""Size of the token features kept per volume for similarities, and limits of the number of directions that fit in
-it."""
+"""Size of the token features kept per volume for similarities, and limits of their number of directions."""
 ROUNDING = 1e-4
 """Vectors closer than this share of their length are considered equal; such a distance is no yardstick."""
 BLOCKS = 32
@@ -164,8 +163,7 @@ def reduced(tokens: np.ndarray, basis: Basis) -> np.ndarray:
 
 
 def similarity_error(tokens: np.ndarray, basis: Basis) -> tuple[float, float]:
-    """Mean and 95th percentile of the error of cosine similarities after `reduced`, over 2,000 random pairs of
-    tokens."""
+    """Mean and 95th percentile of the error of cosine similarities after `reduced`, over 2,000 random token pairs."""
     rng = np.random.default_rng(0)
     a, b = (rng.integers(0, len(tokens), 2000) for _ in range(2))
     small = reduced(tokens, basis).astype(np.float32)
@@ -220,8 +218,7 @@ def occlusion(
     values = np.full(encoder.network.grid.size, np.nan, np.float32)
     whole = encoder.vector_of(everything[0][0], everything[1][0], chosen)
     answer = None if head is None else head.answer(*everything)[0]
-    # The vector's change is shown relative to the distance between volumes; for one volume, to that from the mean
-    # token.
+    # The vector's change is relative to the distance between volumes; for one volume, to that from the mean token.
     size = basis.spread
     if not np.isfinite(size):
         average = encoder.vector_of(basis.mean[None], np.ones(1, bool), chosen[:1])

@@ -1,5 +1,4 @@
-"""Predictions of a fine-tuned model for every tested acquisition: a table that the leaderboard reads by acquisition
-id."""
+"""Predictions of a fine-tuned model for every tested acquisition: a table for the leaderboard."""
 
 import json
 from dataclasses import dataclass
@@ -28,8 +27,7 @@ class PredictionTable:
     """Acquisition -> value [K] and grade."""
 
     def for_cases(self, cases: Cases, data: Embeddings, tested: np.ndarray) -> Predictions:
-        """Predictions for these tested positions. Raises EvaluationError if the run was made for other participants
-        or classes."""
+        """Predictions for these tested positions. Raises EvaluationError for a run of other participants or classes."""
         if (self.facts["target"], tuple(self.facts["classes"])) != (cases.target.name, cases.classes or ()):
             raise EvaluationError(
                 f"{self.path}: made for {self.facts['target']} with classes "

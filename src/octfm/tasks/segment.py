@@ -1,5 +1,4 @@
-"""Layer surfaces and lesion masks from tokens: trained on labelled volumes, found in any volume, in its native
-frame."""
+"""Layer surfaces and lesion masks from tokens: trained on labelled volumes, found in any, in its native frame."""
 
 import functools
 import math
@@ -122,8 +121,7 @@ class Segmenter:
         return rows, (logits[0, count] > 0).cpu().numpy() if self.config.mask_values else None
 
     def in_prepared(self, arrays: Arrays) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Surfaces, rows [D, W] with NaN for padded A-scans, and masks bool [D, H, W] of one prepared volume, in its
-        frame."""
+        """Surfaces, rows [D, W] with NaN for padding, and masks bool [D, H, W] of one prepared volume, in its frame."""
         rows, mask = self.predict(arrays.voxels[0])
         rows[:, arrays.valid[0, 1] <= arrays.valid[0, 0]] = np.nan
         return dict(zip(self.config.surfaces, rows, strict=True)), {} if mask is None else {self.config.mask_name: mask}

@@ -1,5 +1,4 @@
-"""Train segmenters and score them: µm and Dice in the native frame of test participants, with baselines and
-intervals."""
+"""Train segmenters and score them: µm and Dice in native frames of test participants, with baselines and intervals."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -54,8 +53,7 @@ def segment(
     allow_seen: bool = False,
     echo: Echo = print,
 ) -> Result:
-    """Train on the store's train and val participants, judge on its test participants; the result is what segment.json
-    holds.
+    """Train on the store's train and val participants, judge on its test ones; returns segment.json's content.
 
     `out` is a folder or an address in a bucket; the same call resumes an interrupted run. Raises EvaluationError if
     a test participant was in the encoder's pretraining (unless `allow_seen`) or a volume has no fitting truth, and

@@ -19,8 +19,7 @@ SEGMENTATION = Kind("segment", frozenset(), lambda settings, _: load(SegmentConf
 
 
 class Segmentations:
-    """A training of run/loop.py: `config.steps` updates of the first segmenter, the pretrained one, then as many of
-    the next."""
+    """A training of run/loop.py: `config.steps` updates of the pretrained segmenter, then as many of the next."""
 
     tracking = TrackingConfig()
 
@@ -70,8 +69,7 @@ class Segmentations:
         return step % max(1, self.config.steps // 5) == 0 or step == self.config.steps
 
     def content(self) -> dict[str, Any]:
-        """Everything that `load_segmenter` needs except the pretraining run; for resuming, also the baselines and the
-        optimizer."""
+        """All that `load_segmenter` needs but the pretraining run; to resume, also the baselines and the optimizer."""
         # Rounded up, so that the segmenter in training counts.
         begun = -(-self.step // self.config.steps)
         current = None if self.step % self.config.steps == 0 else self.fits[self.names[begun - 1]].segmenter

@@ -279,8 +279,7 @@ def _pretraining(path: Path, store: Store) -> dict[str, Any]:
 def _from_scratch(
     study: Study, common: dict[str, Any], orders: Mapping[str, tuple[str, ...]], out: Path, allow_seen: bool, echo: Echo
 ) -> tuple[Study, str]:
-    """Train the run's architecture from random weights for each label; returns the study with the predictions, and a
-    note.
+    """Train the run's architecture from random weights for each label; returns the study's predictions, and a note.
 
     The learning rate is one that suits training from scratch, higher than that of fine-tuning.
     """

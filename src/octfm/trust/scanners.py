@@ -1,5 +1,4 @@
-"""Generalisation across scanners: of probes to a scanner left out of fitting, and of runs pretrained on other
-scanners."""
+"""Generalisation across scanners: of probes to a scanner left out, and of runs pretrained on other scanners."""
 
 from collections.abc import Sequence
 from typing import Any

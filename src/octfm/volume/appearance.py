@@ -122,8 +122,7 @@ def native_way_up(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Up:
 
 
 def _seen_whole(tissue: Tissue, spacing_mm: Spacing3) -> bool:
-    """Whether tissue begins below the top of the B-scans; if not, no vitreous border can be visible there either way
-    up."""
+    """Whether tissue begins below the top of the B-scans; else no vitreous border can be visible either way up."""
     return bool((tissue.ilm * spacing_mm[1] > EDGE_MM).mean() > SEEN_WHOLE)
 
 
@@ -139,8 +138,7 @@ def structure(voxels_DHW: np.ndarray) -> float:
 def _border(
     tissue: Tissue, band: np.ndarray, valid: np.ndarray, spacing_mm: Spacing3, block: tuple[int, int, int]
 ) -> float | None:
-    """Median distance in mm of the stored band's vitreous border from that of `tissue`; None where it cannot be
-    compared."""
+    """Median mm from the stored band's vitreous border to that of `tissue`; None where they cannot be compared."""
     depth, width = (n // b * b for n, b in zip(band.shape[1:], (block[0], block[2]), strict=True))
     # A band that reaches the upper edge of the image is cut off there, or is the whole image of an uncertain search.
     seen = (band[0] > valid[0] + 1) & (valid[1] > valid[0])

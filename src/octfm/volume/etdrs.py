@@ -29,8 +29,7 @@ ZONES = (
     "outer temporal",
 )
 SIDES = {"R": ("nasal", "temporal"), "L": ("temporal", "nasal"), None: ("right", "left")}
-"""What lies right and left of the fovea in the image, by laterality: the disc lies nasally, to the right in a right
-eye."""
+"""What lies right and left of the fovea, by laterality: the disc lies nasally, to the right in a right eye."""
 LEAST_COVERED = 0.9
 """Share of a zone that must have been measured for its mean to be given."""
 MOST_APART_MM = {"centre": 0.5, "inner": 0.75, "outer": 1.5}
@@ -51,19 +50,16 @@ REFERENCE_AXIAL_LENGTH_MM = 24.46
 CELL_MM = 0.025
 """Distance of the points at which a map is sampled: 1,256 of them in the centre."""
 PIT_MM, AROUND_MM, STEP_MM = 0.5, 1.1, 0.1
-"""Radius (to 1/e) of the Gaussian pit that is fitted, of the disc that it is fitted to, and distance of the places that
-are tried."""
+"""Radius (to 1/e) of the fitted Gaussian pit, of the disc that it is fitted to, and distance of the places tried."""
 PIT_UM, LEAST_FIT = 40.0, 0.25
-"""Depth from which a depression counts in full, and the least share of the variance around a slope that the pit must
-explain."""
+"""Depth from which a depression counts in full, and least share of the variance around a slope that it must explain."""
 REACH_MM = 1.5
 """Greatest distance of the pit from the middle of the scan."""
 OFF_CENTRE_MM, INDEPENDENT = 0.5, 10.0
 """Spread of the fovea about the middle of the scan, since eyes fixate, and the number of independent values that a
 disc counts for: together they decide between depressions of similar shape."""
 APART_MM, RIVAL = 0.5, 1.5
-"""A second depression this far away could be the pit as well if its log-likelihood is less than this below the
-first's."""
+"""A second depression this far away may be the pit if its log-likelihood is less than this below the first's."""
 
 Centre = Literal["pit", "fovea", "device", "scan"]
 """What the grid is centred on: the foveal pit that was found, the fovea where somebody has set it, the fixation centre

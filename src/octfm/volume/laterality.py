@@ -17,8 +17,7 @@ Side = Literal["left", "right", "unclear"]
 Verdict = Literal[
     "agrees", "contradicts", "only anatomy tells", "field too narrow", "band unsure", "sides alike", "B-scans turned"
 ]
-"""Result of comparing pixels with the stated eye; `only anatomy tells` if none is stated. The last four say why pixels
-cannot tell."""
+"""Pixels against the stated eye; `only anatomy tells` if none is stated. The last four: why pixels cannot tell."""
 
 NERVE_FIBRES_UM, GANGLION_CELLS_UM, RETINA_UM = (10, 45), (60, 110), (10, 250)
 """Depths below the ILM that are compared: nasally nerve fibres fill the first, temporally they do not; the second is

@@ -23,8 +23,7 @@ class Owner:
 
 
 class PixelCopies:
-    """Remembers the first owner of all voxels, in catalog order, so that the same files are kept for any number of
-    workers."""
+    """Remembers the first owner of voxels, in catalog order: any number of workers keeps the same files."""
 
     def __init__(self) -> None:
         self._owners: dict[str, Owner] = {}

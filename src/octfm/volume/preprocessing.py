@@ -44,8 +44,7 @@ class Prepared:
     voxels: np.ndarray
     """uint8 [D, H, W], exactly `image_size`; padding is 0."""
     band: np.ndarray
-    """float32 [2, D, W], upper and lower surface of the tissue band in prepared rows: ILM - 50 µm and BM + 50 µm by
-    default.
+    """float32 [2, D, W], edges of the tissue band in prepared rows: ILM - 50 µm and BM + 50 µm by default.
 
     Row h is inside where upper <= h < lower. The whole valid interval if the search is not confident; both 0 on
     padding."""
@@ -123,8 +122,7 @@ class Preprocessing(Config):
 
     @model_serializer(mode="wrap")
     def _settings(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out the settings of learned bands from those of a classic one, so that fingerprints of older stores
-        still fit."""
+        """Without the settings of learned bands if the band is classic, so that older stores' fingerprints fit."""
         settings = handler(self)
         if self.band == "classic":
             settings.pop("band", None)
@@ -326,8 +324,7 @@ def differences(recorded: Mapping[str, Any], wanted: Preprocessing) -> str:
 
 
 def _first_index(center: float, count: int, step: float, first: float, last: float) -> float:
-    """Native index of the first prepared voxel: centred, then shifted so that no image is cropped where there is
-    padding."""
+    """Native index of the first prepared voxel: centred, then shifted so that nothing is cropped beside padding."""
     span = count * step
     available = last - first + 1
     start = center - span / 2 + 0.5

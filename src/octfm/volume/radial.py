@@ -18,8 +18,7 @@ BSCAN_MM = 0.05
 """Distance between the B-scans of the raster: as in most cubes, and half of Preprocessing's default target_spacing."""
 
 WIDEST_GAP_MM = 0.5
-"""The raster ends where neighbouring B-scans of the star are further apart, so no A-scan is further than half of this
-from a scanned one."""
+"""The raster ends where B-scans of the star are further apart: no A-scan is further than half of this from one."""
 
 LEAST_RADIUS_MM = 1.0
 """Smallest usable radius of the raster: less shows neither a fovea nor an optic disc. Seven lines reach it."""
@@ -93,8 +92,7 @@ def expect_a_star(lines: Lines | None, uri: str) -> Star:
 
 
 def to_raster(volume: Volume) -> Volume:
-    """Convert a radial scan to a square raster around its centre, B-scan 0 superior, A-scans from left to right on the
-    fundus.
+    """Make a radial scan a square raster around its centre, B-scan 0 superior, A-scans left to right on the fundus.
 
     A-scans further out than `Star.radius` are 0, which everything downstream treats as padding. Raises ReadError
     not_raster.

@@ -1,5 +1,4 @@
-"""Axial registration of B-scans: eye motion displaces neighbours by 10-60 µm, and interpolation would blur the
-layers."""
+"""Axial registration: eye motion displaces neighbouring B-scans by 10-60 µm, and interpolation would blur layers."""
 
 import numpy as np
 
@@ -76,8 +75,7 @@ def _neighbour_shifts(planes_DWH: np.ndarray, reach: int) -> np.ndarray:
 
 
 def robust_quadratic(position: np.ndarray, path: np.ndarray) -> np.ndarray:
-    """Robust quadratic fit (iteratively reweighted towards the median): a saccade in a few B-scans hardly changes
-    it."""
+    """Quadratic fit, iteratively reweighted towards the median: a saccade in a few B-scans hardly changes it."""
     # Through a few points a quadratic would take motion for anatomy.
     degree = 2 if len(path) >= 8 else 0
     basis = np.vander((position - position.mean()) / max(np.ptp(position), 1), degree + 1)

@@ -55,8 +55,7 @@ def resample(voxels: np.ndarray | Planes, seen: np.ndarray, transform: Transform
     shown = (seen[1] > seen[0]).astype(np.float32)
     lateral = _lateral(x, sx, out_w, width)
     weight_of, edges_of = _weights_and_edges(seen, shown, lateral, transform)
-    # From here on A-scans are indexed in memory order (a left eye is a mirrored view), and only those with weight are
-    # kept.
+    # From here on A-scans are in memory order (a left eye is a mirrored view), and only those with weight are kept.
     step = memory_order(voxels[0])
     lateral, shown = lateral[::step], shown[:, ::step]
     used = np.flatnonzero(lateral.any(axis=1))
@@ -116,8 +115,7 @@ def _lateral(origin: float, scale: float, count: int, length: int) -> np.ndarray
 def _weights_and_edges(
     seen: np.ndarray, shown: np.ndarray, lateral: np.ndarray, transform: Transform
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weight of the A-scans with image, float64 [D, out_w], and weight times the image's edges in prepared rows [2,
-    ...]."""
+    """Weight of A-scans with image, float64 [D, out_w], and weight times their edges in prepared rows [2, ...]."""
     (_, y, _), (_, sy, _) = transform.origin, transform.scale
     matrix = lateral.astype(np.float64)
     weight = shown @ matrix
@@ -148,8 +146,7 @@ class _Axial:
 
 
 def _bands(lateral: np.ndarray, columns: int = 16) -> list[tuple[slice, slice, np.ndarray]]:
-    """The non-zero blocks of a banded matrix as (output columns, input columns, block): a tenth of the work of all
-    of it."""
+    """Non-zero blocks of a banded matrix as (output columns, input columns, block): a tenth of all the work."""
     blocks = []
     for start in range(0, lateral.shape[1], columns):
         out = slice(start, start + columns)

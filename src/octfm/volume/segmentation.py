@@ -1,5 +1,5 @@
 """Segmentation: surfaces and masks found in one volume, in its native frame; names of what a voxel of a phantom can
-be (octfm.phantom.native.classes says which)."""
+be (octfm.phantom.native.prepared says which)."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -106,8 +106,7 @@ def _quadratic_basis(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def bowl(surface: np.ndarray, known: np.ndarray, below: float = 0.2) -> np.ndarray:
-    """Quadratic with a share `below` of the `known` places deeper than itself (a quantile), so that elevations do
-    not lift it."""
+    """Quadratic with a share `below` of the `known` places deeper than itself: elevations do not lift this quantile."""
     basis = _quadratic_basis(surface.shape)
     if not known.any():
         return surface
@@ -144,8 +143,7 @@ def _sum_within(array: np.ndarray, reach: int, axis: int) -> np.ndarray:
 
 
 def between_bscans(rows_SW: np.ndarray, at: np.ndarray, displacement_D: np.ndarray) -> np.ndarray:
-    """Interpolate a surface from the B-scans `at` of a registered volume to all of them, [D, W], and add their
-    displacement."""
+    """Interpolate a surface from B-scans `at` of a registered volume to all, [D, W], and add their displacement."""
     position = np.interp(np.arange(len(displacement_D)), at, np.arange(len(at)))
     low = np.minimum(position.astype(int), max(len(at) - 2, 0))
     part = (position - low)[:, None]
@@ -153,8 +151,7 @@ def between_bscans(rows_SW: np.ndarray, at: np.ndarray, displacement_D: np.ndarr
 
 
 def refine(rows_DW: np.ndarray, block: tuple[int, int], width: int) -> np.ndarray:
-    """Convert a surface from blocks of rows and A-scans to native rows, float32 [D, width], linear between block
-    centres."""
+    """Convert a surface from blocks of rows and A-scans to native rows, float32 [D, width], linearly."""
     middle = (np.arange(rows_DW.shape[1]) + 0.5) * block[1] - 0.5
     position = np.arange(width)
     return np.stack([np.interp(position, middle, (row + 0.5) * block[0] - 0.5) for row in rows_DW]).astype(np.float32)

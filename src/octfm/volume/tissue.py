@@ -32,12 +32,10 @@ MARGIN_MM = 0.05
 """The band starts this far above the estimated ILM and ends this far below the estimated BM."""
 
 COARSE_MM = (0.008, 0.06)
-"""Surfaces are searched on block means of about this size (axial, lateral): much finer than the margin, yet speckle
-averages out."""
+"""Surfaces are searched on block means of this size (axial, lateral): finer than the margin, speckle averages out."""
 
 BSCANS_MM, NEIGHBOURS_MM = 0.11, 0.06
-"""If B-scans are closer than the first distance only some are searched, each averaged with its neighbours within the
-second."""
+"""With B-scans closer than the first distance some are searched, averaged with neighbours within the second."""
 
 THRESHOLD = 0.2
 """Signal level that separates vitreous from retina, on the scale of `_normalise`."""
@@ -110,8 +108,7 @@ class BandFinder(Protocol):
 
 
 def find_tissue(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Tissue:
-    """Register the B-scans, then find the ILM and the RPE below it: best path per B-scan, median over neighbouring
-    ones."""
+    """Register B-scans, then find ILM and RPE below it: best path per B-scan, median over neighbouring ones."""
     coarse, block = _block_means(voxels_DHW, spacing_mm)
     dy, dx = spacing_mm[1] * block[0], spacing_mm[2] * block[1]
     displacement = register_bscans(coarse, (spacing_mm[0], dy, dx))
@@ -201,8 +198,7 @@ def _blank(coarse: np.ndarray) -> np.ndarray:
 
 
 def _levels(coarse: np.ndarray, blank: np.ndarray) -> tuple[float, float, float]:
-    """(noise floor, contrast to the brightest layers, contrast to noise) of coarse voxels, the first two in grey
-    levels.
+    """(noise floor and contrast to the brightest layers in grey levels, contrast to noise) of coarse voxels.
 
     Noise is the remaining speckle. Measured on every second B-scan, or on fewer if there are many.
     """
@@ -322,8 +318,7 @@ def _ilm_score(signal: np.ndarray, seen: np.ndarray, dy: float) -> np.ndarray:
 
 
 def _opened(signal: np.ndarray, rows: int) -> np.ndarray:
-    """Morphological opening along A-scans: removes bright runs shorter than `rows`, and leaves all other edges in
-    place."""
+    """Morphological opening along A-scans: removes bright runs shorter than `rows`, leaves other edges in place."""
     # All A-scans are joined into one. Windows that reach into the next A-scan start in the last rows, which are then
     # set to -1, below all signal.
     wide = np.full(signal.size + rows - 1, -1, np.float32)
@@ -394,8 +389,7 @@ def _brighter_than_above(bright: np.ndarray, here: np.ndarray, first: int, past:
 
 
 def _bridge_holes(ilm: np.ndarray, hole: np.ndarray, reach: int) -> np.ndarray:
-    """Bridge holes in the ILM from rim to rim, from `reach` A-scans and one B-scan outside, where the rim has full
-    height."""
+    """Bridge holes in the ILM from `reach` A-scans and one B-scan outside, where the rim has full height."""
     gap = near(near(hole, reach, axis=1), 1, axis=0)
     out = ilm.copy()
     x = np.arange(ilm.shape[1])
@@ -435,8 +429,7 @@ def _support(
     bm: np.ndarray,
     spacing_mm: Spacing3,
 ) -> dict[str, float]:
-    """Shares of A-scans (0 to 1) on which the surfaces look like an ILM and an RPE; `score` [D, W] is that of the
-    RPE."""
+    """Shares of A-scans on which the surfaces look like an ILM and an RPE; `score` [D, W] is the RPE's."""
     dz, dy, _ = spacing_mm
     n = max(1, round(0.05 / dy))
     step = np.mean([at_rows(signal, ilm + i) - at_rows(signal, ilm - i - 2) for i in range(n)], axis=0)

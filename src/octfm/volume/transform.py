@@ -154,8 +154,7 @@ class Transform:
 
 
 def _neighbours(position: float, count: int, order: int) -> list[tuple[int, float]]:
-    """(index, weight) of the voxels that make up the value at a fractional position; none outside the array's
-    extent."""
+    """(index, weight) of the voxels that make up the value at a fractional position; none outside the array."""
     if not -0.5 <= position < count - 0.5:
         return []
     position = min(max(position, 0.0), count - 1.0)

@@ -15,8 +15,7 @@ from octfm.display import Picture, box, brief, fields_line, number, picture, rea
 
 Laterality = Literal["R", "L"]
 Layout = Literal["raster", "line", "circle", "radial", "repeated"]
-"""Arrangement of B-scans on the fundus. Only a raster, of parallel B-scans one behind the other, is a volume in
-space."""
+"""Arrangement of B-scans on the fundus. Only a raster, of parallel B-scans in a row, is a volume in space."""
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 TWELVE_BITS = 4095
 RASTER_ONLY: tuple[Literal["raster"]] = ("raster",)
@@ -201,8 +200,7 @@ class Volume:
         return replace(self, voxels=self.voxels[:, :, ::-1], lines=lines, laterality=other)
 
     def with_eye(self, named: Laterality | None) -> "Volume":
-        """The volume with the eye that its path names, if its file states none; unknown if the file states the other
-        eye."""
+        """The volume with the eye that its path names, if its file states none; unknown if it states the other."""
         if named is None or named == self.laterality:
             return self
         return replace(self, laterality=named if self.laterality is None else None)

@@ -63,8 +63,7 @@ def everything_packaged() -> list[Packaged]:
 
 
 def find_packaged(name: str, known: Sequence[Packaged] | None = None) -> Packaged:
-    """The packaged network of this name, of all in `known`, by default those of `octfm segment`. Raises CheckpointError
-    if there is none."""
+    """The packaged network of this name in `known`, by default `octfm segment`'s. Raises CheckpointError for none."""
     by_name = {each.name: each for each in (packaged() if known is None else known)}
     if name not in by_name:
         raise CheckpointError(f"{name}: no packaged network has this name; there are {', '.join(by_name)}")

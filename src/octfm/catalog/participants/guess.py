@@ -118,7 +118,8 @@ def guess_people(
         if explicit:
             named |= set(uris)
         else:
-            spots.add(_nth_candidate(paths[uris[0]], at))
+            before = paths[uris[0]][at[0]][: at[1]]
+            spots.add((at[0], sum(segment.kind in CANDIDATES for segment in before)))
         chosen |= dict.fromkeys(uris, at)
         own_texts, own_apart = _templates({uri: paths[uri] for uri in uris}, nameless, at, own_roles)
         texts |= own_texts
@@ -295,10 +296,6 @@ def _are_dates(values: Sequence[str]) -> bool:
 def _is_date(digits: str) -> bool:
     a, b, c = int(digits[:2]), int(digits[2:4]), int(digits[4:])
     return 1 <= b <= 12 and (1 <= a <= 31 or 1 <= c <= 31)
-
-
-def _nth_candidate(path: _Path, at: _At) -> tuple[int, int]:
-    return at[0], sum(segment.kind in CANDIDATES for segment in path[at[0]][: at[1]])
 
 
 def _reused(paths: Mapping[str, _Path], chosen: Mapping[str, _At], people: Mapping[str, str]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from string import ascii_lowercase
 from typing import Literal
 
+from octfm.catalog.participants.safe_values import vocabulary
 from octfm.volume.volume import Laterality
 
 Kind = Literal["eye", "word", "visit", "date", "group", "literal", "explicit", "strong", "number", "name"]
@@ -19,45 +20,32 @@ may be a person.
 CANDIDATES = ("explicit", "strong", "number", "name")
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 _EYE_WORDS: dict[Laterality, frozenset[str]] = {
-    "R": _words(
-        """
+    "R": vocabulary("""
     od right righteye rechts rechte rechtes rechtesauge droit droite derecho derecha destro destra dexter
     direito direita prawe prawy oikea hoger hoyre hojre right_eye 右 右眼
-    """
-    ),
-    "L": _words(
-        """
+"""),
+    "L": vocabulary("""
     os og oi oe left lefteye links linke linkes linkesauge gauche izquierdo izquierda sinistro sinistra sinister
     esquerdo esquerda lewe lewy vasen vanster venstre 左 左眼
-    """
-    ),
+"""),
 }
 _EYES: dict[str, Laterality] = {word: eye for eye, words in _EYE_WORDS.items() for word in words}
 _PAIRED: dict[str, str] = {"r": "l", "re": "le", "ra": "la", "rt": "lt", "op": "ol", "dx": "sx"}
 """Right -> left abbreviations that often mean something else: eyes only in a tree that has both of a pair."""
 _LEFT_OF_PAIR = {left: right for right, left in _PAIRED.items()}
 
-_PEOPLE = _words(
-    """
+_PEOPLE = vocabulary("""
     patient patients patienten patienten pat pats pt participant participants teilnehmer subject subjects subj
     subjs sub person persons people personen proband probanden volunteer volunteers paciente pacientes paziente
     pazienti patientin persona mrn pid
-    """
-)
-_IMAGES = _words(
-    """
+""")
+_IMAGES = vocabulary("""
     img image images im bild bilder imagen imagenes immagine immagini picture scan scans bscan bscans volume
     volumes vol vols cube cubes file files slice slices frame frames stack stacks oct octa eye eyes auge augen
     oeil yeux ojo ojos occhio occhi oog ogen export exports
-    """
-)
-_WORDS = _IMAGES | _words(
-    """
+""")
+_WORDS = _IMAGES | vocabulary("""
     sdoct ssoct sd ss td angio angiography angiographie fundus slo ir faf af fa icg icga ffa cfp photo photos
     enface ef structural structure thickness segmentation seg mask masks label raw tif tiff tiffs tifs png pngs
     jpg jpgs jpeg jpegs bmp bmps dicom dicoms dcm nii nifti npy npz numpy e2e fda fds heyex xml 8bit 16bit 2d 3d
@@ -71,50 +59,41 @@ _WORDS = _IMAGES | _words(
     imagestr imagests labels labelstr labelsts msk gt truth groundtruth annotation annotations annotated
     labeled labelled unlabeled unlabelled layer layers fluid manual automatic grading multi modality publication
     projection full
-    """
-)
-_BARE_WORDS = _words("tr ts")
+""")
+_BARE_WORDS = vocabulary("tr ts")
 """Words only without a number: of nnU-Net's imagesTr and imagesTs, but TR001 may be a person."""
-_VISITS = _words(
-    """
+_VISITS = vocabulary("""
     visit visits visite visites visita visitas besuch bezoek session sessions sess ses sitzung exam exams
     examination untersuchung untersuchungen examen esame onderzoek study studies studie etude series serie
     baseline followup fu follow up kontrolle controle verlauf screening month months monat mois mes mese week
     weeks woche semaine day days tag jour year years jahr timepoint tp time pre post preop postop before after
     vorher nachher initial first second third last erst erste zweite termin acquisition acq
-    """
-)
-_DIAGNOSES = _words(
-    """
+""")
+_DIAGNOSES = vocabulary("""
     normal normals healthy control controls gesund krank sain malade sano dme cnv drusen amd amrd armd namd wet dry dr
     npdr pdr csc csr cscr erm mh hole macularhole rvo brvo crvo rao pcv glaucoma glaukom poag ga atrophy edema oedema
     diabetic diabetes dm myopia rp vmt mactel pathology pathologic disease diseased abnormal positive negative
-    """
-)
-_GROUPS = _DIAGNOSES | _words(
-    """
+""")
+_GROUPS = _DIAGNOSES | vocabulary("""
     train training val valid validation test testing dev holdout eval fold split class classes
     klasse grade group groups gruppe groupe grupo cohort arm site sites center centre zentrum clinic clinics
     klinik clinique clinica hospital krankenhaus hopital university standort praxis department abteilung station
     batch part set cd dvd usb heidelberg engineering spectralis hra zeiss cirrus plex elite topcon triton
     maestro maestro2 optovue avanti rtvue ivue solix nidek canon bioptigen leica envisu optopol revo copernicus
     tomey optos silverstone visionix huvitz
-    """
-)
+""")
 
-_NOBODY = _words(
-    """
+_NOBODY = vocabulary("""
     anonymous anonymized anonymised anonym anon anonymisiert anonyme anonymise anonymisee anonimo anonimizado
     anonimizzato geanonimiseerd deidentified removed redacted masked hidden unknown unbekannt inconnu desconocido
     sconosciuto onbekend none null na nan undefined unspecified notavailable notgiven noid nopatientid xxx xxxx
-    """
-)
+""")
 
-_PLACES = _words(
+_PLACES = vocabulary(
     "site center centre zentrum clinic klinik hospital station batch part set group gruppe cohort fold cd dvd"
 )
 
-_NUMBERED_GROUPS = _words("site center centre clinic klinik batch part set group cohort")
+_NUMBERED_GROUPS = vocabulary("site center centre clinic klinik batch part set group cohort")
 
 MONTH = r"(?:jan|feb|mar|m[aä]r|apr|may|mai|mag|jun|giu|jul|lug|aug|ago|sep|set|oct|okt|ott|nov|dec|dez|dic)[a-zäöüé]*"
 _DATES = re.compile(
@@ -189,17 +168,12 @@ def eye_abbreviations(names: Iterable[str]) -> frozenset[str]:
     """
     seen = {plain(text) for name in names for kind, text, _ in _pieces(name) if not kind}
     # 123R counts as R.
-    seen |= {plain(eye) for text in list(seen) if (eye := _eye_in(text))}
+    seen |= {plain(match["eye"] or match["eye2"]) for match in map(_SPLIT_EYE.fullmatch, seen) if match}
     meant = {word for word in seen if _PAIRED.get(word, _LEFT_OF_PAIR.get(word, "")) in seen}
     named_left = any(_EYES.get(word) == "L" for word in seen)
     if named_left or not seen & {"macula", "macular", "mac", "makula", "fovea"}:
         meant.add("od")
     return frozenset(meant)
-
-
-def _eye_in(text: str) -> str:
-    match = _SPLIT_EYE.fullmatch(text)
-    return (match["eye"] or match["eye2"]) if match else ""
 
 
 def _pieces(name: str) -> Iterable[tuple[Kind | Literal[""], str, int]]:

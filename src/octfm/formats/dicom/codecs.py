@@ -7,7 +7,6 @@ process.
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -46,11 +45,6 @@ class Codestream:
 Decode = Callable[[bytes, FrameFormat], np.ndarray]
 
 
-def _calling(module: str, function: str, **options: Any) -> Decode:
-    """A decoder that calls a module's function, imported at first use: decoders are optional, and slow to import."""
-    return lambda frame, _: getattr(import_module(module), function)(frame, **options)
-
-
 def _jpeg_pillow(frame: bytes, _: FrameFormat) -> np.ndarray:
     from PIL import Image
 
@@ -82,7 +76,12 @@ class Decoder(NamedTuple):
 
 
 def _imagecodecs(function: str, **options: Any) -> Decoder:
-    return Decoder("imagecodecs", "imagecodecs", _calling("imagecodecs", function, **options))
+    def decode(frame: bytes, _: FrameFormat) -> np.ndarray:
+        import imagecodecs  # at first use: it is optional, and slow to import
+
+        return getattr(imagecodecs, function)(frame, **options)
+
+    return Decoder("imagecodecs", "imagecodecs", decode)
 
 
 _JPEG = (_imagecodecs("jpeg8_decode"), Decoder("pillow", "PIL", _jpeg_pillow))

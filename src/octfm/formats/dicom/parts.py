@@ -49,10 +49,6 @@ class Part:
     """Number of parts, if the file states it."""
     sop_instance_uid: str
 
-    @property
-    def concatenated(self) -> bool:
-        return self.volume.startswith("concatenation")
-
 
 def part_of(file: OpenFile) -> Part | None:
     """The part of a volume that this file is; None for a file that is read by itself."""
@@ -135,7 +131,7 @@ def expect_all_parts(parts: Sequence[Part], geometry: Geometry | None = None) ->
     Without `geometry`, only copies and gaps in a concatenation are found. With it, gaps in the numbers of single
     B-scans are errors too, unless the B-scans are evenly spaced: then none can be missing between them.
     """
-    uri, joined = parts[0].uri, parts[0].concatenated
+    uri, joined = parts[0].uri, parts[0].volume.startswith("concatenation")
     what = "parts of the concatenation" if joined else "B-scans of the series"
     copies = _twice([part.sop_instance_uid for part in parts if part.sop_instance_uid])
     if copies:

@@ -22,10 +22,9 @@ from octfm.errors import ReadError, shown
 from octfm.formats.arrays import exact_gray, in_order
 from octfm.formats.bscans import MOST_LABELS, Bscans, check_size, damage_has_a_code, uid_from
 from octfm.formats.declared import read_declared
-from octfm.formats.dicom.geometry import SPACING_BOUNDS_MM
 from octfm.formats.images import digest_of
-from octfm.formats.medical.nifti import axes_of_spacing
-from octfm.formats.names import MASKS
+from octfm.formats.medical.nifti import axes_of_spacing, plausible
+from octfm.formats.names import MASKS, last_part
 from octfm.formats.reasons import PADDING, expect_bytes, voxel_labels
 from octfm.io.archive import open_file
 from octfm.io.location import listed
@@ -69,7 +68,7 @@ def data_file(head: bytes) -> str:
     """Lower-case name of the file with the voxels, from the start of a header; empty if they follow the header."""
     found = re.search(rb"^ElementDataFile *= *([^\r\n]*)", head, re.MULTILINE) if fits(head) else None
     name = found[1].decode("utf-8", "replace").strip() if found else "LOCAL"
-    return "" if name.upper() in ("LOCAL", "LIST") or "%" in name else _last_part(name).lower()
+    return "" if name.upper() in ("LOCAL", "LIST") or "%" in name else last_part(name).lower()
 
 
 def open_bscans(uri: str) -> Bscans:
@@ -139,7 +138,7 @@ def _read_header(uri: str) -> _Header:
             "incomplete_export", f"{uri}: its B-scans are files of their own; save it with one file of voxels"
         )
     local = name.upper() == "LOCAL"
-    data = uri if local else str(listed(uri).parent / _last_part(name))
+    data = uri if local else str(listed(uri).parent / last_part(name))
     skip = 0 if local else int(tags.get("HeaderSize", "0"))
     axes = read_declared(uri).axes or axes_of_spacing(mm)
     if axes is None:
@@ -192,13 +191,12 @@ def _tags(head: bytes, uri: str) -> tuple[dict[str, str], int]:
 
 
 def _spacing(tags: dict[str, str]) -> tuple[float, float, float] | None:
-    """Millimetres of the stored axes; None for placeholders, and for what no OCT instrument has on any axis."""
+    """Millimetres of the stored axes, where they are stated and plausible."""
     words = (tags.get("ElementSpacing") or tags.get("ElementSize") or "").split()
     if len(words) != 3:
         return None
     x, y, z = (abs(float(word)) for word in words)
-    plausible = all(any(low <= mm <= high for low, high in SPACING_BOUNDS_MM) for mm in (x, y, z))
-    return (x, y, z) if plausible and (x, y, z) != (1.0, 1.0, 1.0) else None
+    return plausible((x, y, z))
 
 
 def _voxels(header: _Header, uri: str) -> np.ndarray:
@@ -210,8 +208,7 @@ def _voxels(header: _Header, uri: str) -> np.ndarray:
         file.seek(offset)
         with _stream(file, header.zipped) as read:
             content = read(header.bytes)
-    if len(content) < header.bytes:
-        raise ReadError("truncated_pixel_data", f"{uri}: the voxels end early; fetch it again")
+    expect_bytes(uri, len(content), header.bytes)
     array = np.frombuffer(content, header.dtype).reshape(header.stored, order="F")
     return array.transpose(in_order((0, 1, 2), header.axes))
 
@@ -231,8 +228,3 @@ def _stream(file: BinaryIO, zipped: bool) -> Iterator:
         return found
 
     yield read
-
-
-def _last_part(name: str) -> str:
-    # A path of the computer that wrote it; the file must lie beside the header.
-    return name.replace("\\", "/").rsplit("/", 1)[-1].strip()

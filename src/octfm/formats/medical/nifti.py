@@ -159,6 +159,12 @@ def _comments(head: bytes) -> str:
     return "; ".join(found)
 
 
+def plausible(mm: tuple[float, float, float]) -> tuple[float, float, float] | None:
+    """These millimetres; None for placeholders, and for what no OCT instrument has on any axis."""
+    possible = all(any(low <= value <= high for low, high in SPACING_BOUNDS_MM) for value in mm)
+    return mm if possible and mm != (1.0, 1.0, 1.0) else None
+
+
 def axes_of_spacing(mm: tuple[float, float, float] | None) -> str | None:
     """The letters of the stored axes, fastest first; None where spacing does not tell them apart."""
     if mm is not None:
@@ -172,8 +178,7 @@ def _array(stream: BinaryIO, header: _Header, uri: str) -> np.ndarray:
     """The scaled voxels as stored, fastest axis first."""
     stream.seek(header.offset)
     content = stream.read(header.bytes)
-    if len(content) < header.bytes:
-        raise ReadError("truncated_pixel_data", f"{uri}: the voxels end early; fetch it again")
+    expect_bytes(uri, len(content), header.bytes)
     stream.read(1)  # makes gzip verify the checksum after the last byte
     array = np.frombuffer(content, header.dtype).reshape(header.shape, order="F")
     # A slope of 0 means that values are not scaled (nifti1.h).
@@ -220,15 +225,12 @@ def _read_header(stream: BinaryIO, uri: str) -> _Header:
         raise ReadError("unknown_axes", f"{uri}: {dim[0]} dimensions {dim[1 : dim[0] + 1]}; expected three")
     # The sign of pixdim is no part of the distance.
     first, second, third = (float(abs(value)) * _TO_MM.get(units & 7, 0.0) for value in mm[1:4])
-    stated = (first, second, third)
     offset = max(int(offset), length)
     slope, intercept = (float(value) if np.isfinite(value) else 0.0 for value in (slope, intercept))
-    plausible = all(any(low <= value <= high for low, high in SPACING_BOUNDS_MM) for value in stated)
-    placeholder = stated == (1.0, 1.0, 1.0)
     return _Header(
         shape=(dim[1], dim[2], dim[3]),
         dtype=np.dtype(_TYPES[kind]).newbyteorder(order),
-        mm=stated if plausible and not placeholder else None,
+        mm=plausible((first, second, third)),
         offset=offset,
         slope=slope,
         intercept=intercept,

@@ -24,8 +24,7 @@ BUILT_IN: dict[str, type[ObjectiveConfig]] = {
 
 
 class UnknownObjective(ObjectiveConfig):
-    """Settings in a checkpoint of an objective whose code was not passed: enough to embed with its encoder, not to
-    train."""
+    """Settings of an objective whose code was not passed: enough to embed with its encoder, not to train."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -60,8 +59,7 @@ def read_objective(value: Any, info: ValidationInfo) -> Any:
 
 
 def _belongs_to_others(cls: type[ObjectiveConfig], key: str, value: Any) -> bool:
-    """Whether a setting is one of other built-in objectives at its default, as earlier versions stored all settings
-    with each.
+    """Whether a setting is another built-in objective's default: earlier versions stored all settings with each.
 
     Raises ValueError for another value, which would have no effect.
     """

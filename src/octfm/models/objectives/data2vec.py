@@ -1,5 +1,4 @@
-"""data2vec: the student sees mask tokens in place of hidden tokens, and an MLP predicts the teacher's features
-there."""
+"""data2vec: the student sees mask tokens in place of hidden ones, and an MLP predicts the teacher's features there."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -27,8 +26,7 @@ class Data2VecConfig(ObjectiveConfig):
 
 
 class Data2Vec(Objective):
-    """data2vec-style masked prediction (arXiv:2202.03555) with a two-layer MLP and a normalised squared error
-    (BYOL)."""
+    """data2vec-style masked prediction (arXiv:2202.03555): a two-layer MLP, a normalised squared error (BYOL)."""
 
     target_encoder: VisionTransformer3D
     distance = staticmethod(cosine_error)

@@ -57,8 +57,7 @@ class DenseConfig(TruthConfig):
 
 
 class Dense(Objective):
-    """A linear head on the tokens of a ViT; with a predictor, answers for hidden tokens as well; with a summary, goals
-    of the whole volume."""
+    """A linear head on a ViT's tokens; a predictor answers for hidden ones; a summary has goals of the whole volume."""
 
     def __init__(self, settings: DenseConfig, model: ViTConfig, predictor: PredictorConfig | None, grid: TokenGrid):
         super().__init__()
@@ -99,8 +98,7 @@ class Dense(Objective):
         )
 
     def _summary_loss(self, tokens_BMD: Tensor, index_BM: Tensor, goal_BKA: Tensor, kept_BK: Tensor) -> Tensor | float:
-        """Weighted error of the summary, which reads tokens at flat grid indices and describes all kept ones; 0 without
-        a summary."""
+        """Weighted error of the summary of kept tokens, which reads those at flat grid indices; 0 without one."""
         summary, enface = self.encoder.summary, self.enface
         if summary is None or enface is None:
             return 0.0

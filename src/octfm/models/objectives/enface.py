@@ -43,8 +43,7 @@ class EnFaceGoals(nn.Module):
 
     @torch.no_grad()
     def of(self, goal_BKA: Tensor, kept_BK: Tensor) -> tuple[Tensor, Tensor]:
-        """Goals [B, G] of the volume and [B, d, G] of its slabs, from the composition of its kept tokens, which are
-        sorted by place."""
+        """Goals [B, G] of the volume and [B, d, G] of slabs, from the composition of kept tokens, sorted by place."""
         depth, height, width = self.grid.shape
         share = goal_BKA.float().unflatten(-1, (*self.parts, len(CLASSES))) / self.weights
         thick = self.rows * share.sum(3).index_select(-1, self.counted).flatten(2)

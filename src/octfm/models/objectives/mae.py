@@ -29,8 +29,7 @@ class MAEConfig(ObjectiveConfig):
 
 
 class MAE(Objective):
-    """MAE (arXiv:2111.06377) on 3-D patches, as VideoMAE (arXiv:2203.12602): an encoder of visible tokens and a narrow
-    decoder.
+    """MAE (arXiv:2111.06377) on 3-D patches (VideoMAE, arXiv:2203.12602): encoder of visible tokens, narrow decoder.
 
     The masked loss covers hidden tokens that are tissue (`hidden_voxels`).
     """

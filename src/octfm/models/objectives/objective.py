@@ -1,5 +1,4 @@
-"""What every objective shares: base classes of its settings and its networks, the views that it receives, and what it
-returns."""
+"""What objectives share: base classes of settings and networks, the views that they receive, what they return."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Self
@@ -37,8 +36,7 @@ class ObjectiveConfig(Config):
     """Share of the run over which the context loss is ramped in."""
 
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "Objective":
-        """The networks at their initial weights, drawn from torch's global generator, which is seeded before the
-        call."""
+        """The networks at their initial weights, drawn from torch's global generator, seeded before the call."""
         raise NotImplementedError(f"{type(self).__name__} has no build(model, predictor, grid)")
 
     @property
@@ -78,8 +76,7 @@ class ObjectiveConfig(Config):
         """Raise ValueError if these settings do not fit the encoder."""
 
     def shrunk(self, depth: int) -> Self:
-        """The same objective for a small copy of the networks with an encoder of `depth` blocks (`--smoke`,
-        preflight)."""
+        """The same objective for a small copy of the networks, an encoder of `depth` blocks (`--smoke`, preflight)."""
         return self
 
 

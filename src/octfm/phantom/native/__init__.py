@@ -1,2 +1,1 @@
-"""Labelled images of phantom version 4, for training: native B-scans with realistic or randomised looks, streamed
-without files."""
+"""Labelled images of phantom version 4 for training: native B-scans of realistic or random looks, without files."""

@@ -1,5 +1,4 @@
-"""Render B-scans of phantom version 4: realistic outer retina and choroid, any look, any placement, with the truth for
-training.
+"""Render B-scans of phantom version 4: realistic outer retina and choroid, any look, any placement, and the truth.
 
 Where render.py draws cohorts whose bytes must never change, this one is made for training segmentation: its looks and
 accidents vary more than those of any clinic, and every image comes with surfaces and lesion masks.
@@ -24,6 +23,7 @@ from octfm.phantom.render import (
     MEMBRANE_DB,
     VITREOUS_DB,
     Steps,
+    blend,
     decibels,
     en_face_positions,
 )
@@ -48,8 +48,7 @@ SURFACES = (
 """From the vitreous outwards. `rpe_inner` is the inner edge of the RPE's bright band, `rpe_peak` its brightest line,
 `bm` its outer edge."""
 Accident = Literal["none", "clipped", "blink", "upside_down", "wrapped"]
-"""Faults of an image: retina outside the frame, no signal, rows in reverse order, or folded back at the top of the
-frame."""
+"""Faults of an image: retina outside the frame, no signal, rows reversed, or folded back at the frame's top."""
 _BASE = {name: SURFACE["rpe" if name == "rpe_inner" else name] for name in SURFACES if name != "rpe_peak"}
 
 
@@ -100,8 +99,7 @@ class Labelled:
     voxels: np.ndarray
     """uint8 [D, H, W]"""
     surfaces: np.ndarray
-    """float32 [S, D, W]: row of each of SURFACES, 0 at the centre of the first row; NaN where it is not in the
-    image."""
+    """float32 [S, D, W]: row of each of SURFACES, 0 at the first row's centre; NaN where it is not in the image."""
     lesions: np.ndarray
     """uint8 [D, H, W]: 0, a value of pathology.LESIONS, DETACHMENT or MATERIAL."""
     spacing_mm: Spacing3
@@ -206,8 +204,7 @@ def fold(power: np.ndarray) -> np.ndarray:
 
 
 def layers_of(shot: Shot, x_mm: np.ndarray, y_mm: np.ndarray, ascan_mm: float) -> tuple[np.ndarray, OuterRetina]:
-    """Thickness in µm of anatomy.LAYERS, [L, D, W], at places x nasal and y superior of the fovea, and the outer retina
-    there."""
+    """Thickness in µm of anatomy.LAYERS, [L, D, W], x nasal and y superior of the fovea, and the outer retina there."""
     layers = layers_um(shot.eye, x_mm, y_mm)
     outer = raise_outer_retina(shot.lesions, layers, x_mm, y_mm, ascan_mm)
     # No band where there is no RPE: in the disc, in atrophy.
@@ -359,8 +356,7 @@ class _Texture:
 
 
 def _add_choroid(power: np.ndarray, scene: Scene, rng: np.random.Generator) -> None:
-    """Choriocapillaris, Sattler's small and Haller's large vessels (dark lumina in bright stroma), sclera; all fade
-    with depth."""
+    """Choriocapillaris, Sattler's small and Haller's large vessels (dark in bright stroma), sclera; all fade."""
     look, spacing = scene.look, scene.spacing_mm
     dy = spacing[1]
     bm, csi = scene.edge("bm").astype(np.float32), scene.edge("csi").astype(np.float32)
@@ -387,38 +383,14 @@ def _add_choroid(power: np.ndarray, scene: Scene, rng: np.random.Generator) -> N
         bscan += tissue
 
 
-def _blend(
-    power: np.ndarray,
-    where: tuple[np.ndarray, np.ndarray],
-    top: np.ndarray,
-    bottom: np.ndarray,
-    level: float,
-    share: float = 1,
-) -> tuple:
-    """Mix a level into the A-scans (d, w) between fractional rows; returns the voxels that it fills by more than
-    half."""
-    d, w = where
-    filled = []
-    first = np.floor(top).astype(np.int64)
-    for offset in range(int(np.ceil((bottom - top).max(initial=0))) + 1 if len(d) else 0):
-        row = first + offset
-        covered = np.clip(np.minimum(bottom, row + 1) - np.maximum(top, row), 0, 1)
-        inside = (covered > 0) & (row >= 0) & (row < power.shape[1])
-        at = d[inside], row[inside], w[inside]
-        power[at] += share * covered[inside] * (level - power[at])
-        most = covered[inside] > 0.5
-        filled.append(np.stack(at)[:, most])
-    return tuple(np.concatenate(filled, axis=1)) if filled else (np.zeros(0, np.int64),) * 3
-
-
 def _paint_vessels(power: np.ndarray, scene: Scene) -> None:
     """Paint each vessel as a forward-scattering body below a bright wall."""
     d, w = np.nonzero(scene.half_um > 4)
     half = scene.half_um[d, w]
     centre = scene.depth_um[SURFACE["gcl_ipl"], d, w] - 0.4 * half
     top, bottom = (centre - half) * scene.rows_per_um, (centre + half) * scene.rows_per_um
-    _blend(power, (d, w), top, bottom, float(decibels(-5.0)), 0.75)
-    _blend(power, (d, w), top, top + 6 * scene.rows_per_um, float(decibels(-1.0)), 0.6)
+    blend(power, (d, w), top, bottom, float(decibels(-5.0)), 0.75)
+    blend(power, (d, w), top, top + 6 * scene.rows_per_um, float(decibels(-1.0)), 0.6)
 
 
 def _paint_lesions(power: np.ndarray, scene: Scene, rng: np.random.Generator) -> np.ndarray:
@@ -427,7 +399,7 @@ def _paint_lesions(power: np.ndarray, scene: Scene, rng: np.random.Generator) ->
     x, y, rows_per_um = scene.x_mm, scene.y_mm, scene.rows_per_um
     fluid_db = float(rng.uniform(-28, -12))
     for d, w, top, bottom in cyst_spans(lesions, scene.depth_um, x, y):
-        mask[_blend(power, (d, w), top * rows_per_um, bottom * rows_per_um, float(decibels(fluid_db)))] = LESIONS[
+        mask[blend(power, (d, w), top * rows_per_um, bottom * rows_per_um, float(decibels(fluid_db)))] = LESIONS[
             "intraretinal_fluid"
         ]
     solid = np.maximum(outer.material_um, outer.reticular_um) > 0
@@ -451,11 +423,11 @@ def _paint_lesions(power: np.ndarray, scene: Scene, rng: np.random.Generator) ->
         shadow = np.float32(rng.uniform(0.4, 0.95))
         for bscan, ascan, row in zip(d, w, below, strict=True):
             power[bscan, max(row, 0) :, ascan] *= shadow
-        _blend(power, (d, w), middle - half, middle + half, float(decibels(rng.uniform(-3, 2))))
+        blend(power, (d, w), middle - half, middle + half, float(decibels(rng.uniform(-3, 2))))
     thickness, gap = membrane_um(lesions, x, y)
     d, w = np.nonzero(thickness > 0)
     bottom = scene.edge("ilm")[d, w] - gap[d, w] * rows_per_um
-    mask[_blend(power, (d, w), bottom - thickness[d, w] * rows_per_um, bottom, float(decibels(MEMBRANE_DB)))] = LESIONS[
+    mask[blend(power, (d, w), bottom - thickness[d, w] * rows_per_um, bottom, float(decibels(MEMBRANE_DB)))] = LESIONS[
         "membrane"
     ]
     return mask

@@ -26,8 +26,7 @@ class Look:
     layer_db: dict[str, float]
     elm_db: float
     interdigitation_db: float
-    """The line on the photoreceptor tips, between ellipsoid zone and RPE; ABSENT_DB if the instrument does not resolve
-    it."""
+    """The line on the photoreceptor tips, between EZ and RPE; ABSENT_DB if the instrument does not resolve it."""
     interdigitation_um: float
     band_um: float
     """Thickness of the bright band (RPE and Bruch's membrane) minus that of the RPE alone, where the two touch."""

@@ -11,6 +11,7 @@ import numpy as np
 from scipy.ndimage import gaussian_filter1d
 
 from octfm.phantom.anatomy import LAYER, Waves, waves
+from octfm.phantom.pathology import around_the_fovea
 
 DETACHMENT = 7
 """Value of a detachment of the pigment epithelium in a lesion mask, after those of pathology.LESIONS; 8 is subretinal
@@ -38,33 +39,27 @@ class OuterLesions:
 def sample_outer_lesions(
     rng: np.random.Generator, *, detached: bool, neovascular: bool, reticular: bool
 ) -> OuterLesions:
-    """Detachments are 60 to 800 µm high, log-uniform; material goes with neovascular AMD; six eyes in ten have an
-    uneven RPE."""
+    """Detachments are 60 to 800 µm high, log-uniform; material goes with wet AMD; six in ten have an uneven RPE."""
     detachments, material, deposits = np.zeros((0, 6)), np.zeros((0, 4)), np.zeros((0, 4))
     if detached or neovascular:
         count = 1 + int(rng.poisson(0.6))
         height = np.exp(rng.uniform(np.log(60), np.log(800), count))
         radius = np.clip(height / 1000 * rng.uniform(1.0, 3.5, count), 0.12, 2.2)
-        x, y = _around_the_fovea(rng, np.abs(rng.normal(0, 0.9, count)))
+        x, y = around_the_fovea(rng, np.abs(rng.normal(0, 0.9, count)))
         solid = rng.beta(0.7, 0.7, count) if neovascular else rng.beta(0.6, 1.5, count)
         detachments = np.stack([x, y, radius, height, rng.uniform(0.4, 1.2, count), solid], axis=1)
     if neovascular:
         count = 1 + int(rng.poisson(0.7))
-        x, y = _around_the_fovea(rng, np.abs(rng.normal(0, 0.7, count)))
+        x, y = around_the_fovea(rng, np.abs(rng.normal(0, 0.7, count)))
         material = np.stack([x, y, rng.uniform(0.15, 1.0, count), rng.uniform(20, 160, count)], axis=1)
     if reticular:
         count = int(rng.uniform(20, 160))
         # Densest around the arcades, rare in the fovea.
-        x, y = _around_the_fovea(rng, rng.uniform(0.8, 4, count))
+        x, y = around_the_fovea(rng, rng.uniform(0.8, 4, count))
         deposits = np.stack([x, y, rng.uniform(0.03, 0.11, count), rng.uniform(10, 70, count)], axis=1)
     uneven = rng.random() < 0.6
     wave, height, level = waves(rng, (0.12, 0.7), 10), rng.uniform(4, 60), rng.uniform(-0.8, 0.6)
     return OuterLesions(detachments, material, deposits, wave, float(height) if uneven else 0.0, float(level))
-
-
-def _around_the_fovea(rng: np.random.Generator, distance_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    angle = rng.uniform(0, 2 * np.pi, len(distance_mm))
-    return distance_mm * np.cos(angle), distance_mm * np.sin(angle)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +83,7 @@ class OuterRetina:
 def raise_outer_retina(
     lesions: OuterLesions, layers_um: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray, ascan_mm: float
 ) -> OuterRetina:
-    """Add the outer lesions to the layers [L, D, W] in place; lateral smoothing runs along A-scans, `ascan_mm`
-    apart."""
+    """Add outer lesions to the layers [L, D, W] in place; lateral smoothing runs along A-scans, `ascan_mm` apart."""
     drusen_layer, subretinal_layer, onl = (LAYER[name] for name in ("drusen", "subretinal_fluid", "onl"))
     drusen = layers_um[drusen_layer].copy()
     # pathology.py has pressed this much of a druse into the outer nuclear layer already.
@@ -121,8 +115,7 @@ def raise_outer_retina(
 
 
 def _domes(table: np.ndarray, x_mm: np.ndarray, y_mm: np.ndarray, exponent: float | None = None) -> np.ndarray:
-    """[D, W] height of the highest dome at each place: height · (1 - r²)^exponent; if none is given, the exponent is in
-    column 4."""
+    """[D, W] height of the highest dome: height · (1 - r²)^exponent; if none is given, the exponent is in column 4."""
     height = np.zeros(x_mm.shape)
     for row in table:
         inside = np.clip(1 - ((x_mm - row[0]) ** 2 + (y_mm - row[1]) ** 2) / row[2] ** 2, 0, 1)

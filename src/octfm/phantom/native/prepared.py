@@ -9,11 +9,14 @@ from math import log
 
 import numpy as np
 
-from octfm.phantom.native.bscans import SURFACES, render_native
-from octfm.phantom.native.classes import classes_of
+from octfm.phantom.native.bscans import SURFACES, Labelled, render_native
+from octfm.phantom.native.outer_retina import DETACHMENT, MATERIAL
 from octfm.phantom.native.stream import Stream
-from octfm.volume.segmentation import UNKNOWN
+from octfm.phantom.pathology import LESIONS
+from octfm.volume.segmentation import BORDERS, CLASSES, LESION_CLASSES, UNKNOWN
 from octfm.volume.volume import Shape3, Spacing3
+
+_VALUES = LESIONS | {"detachment": DETACHMENT, "subretinal_material": MATERIAL}
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,3 +110,19 @@ def _crop(depth: float, frame_mm: float, crop_mm: float) -> tuple[float, float]:
     spare = frame_mm - crop_mm
     start = min(max(middle - crop_mm / 2, min(0.0, spare)), max(0.0, spare))
     return start, min(max((middle - start - 0.04 - CROP_MM / 2) / room(crop_mm, CROP_MM), 0.0), 1.0)
+
+
+def classes_of(image: Labelled) -> np.ndarray:
+    """uint8 [D, H, W]: the place in CLASSES of every voxel, by true surfaces and lesions; UNKNOWN without truth."""
+    borders = image.surfaces[[SURFACES.index(name) for name in BORDERS]]
+    found = np.isfinite(borders)
+    # Surfaces do not cross: one that is missing below a visible one has left the image at its lower edge.
+    outside = np.where(np.maximum.accumulate(found, axis=0), np.inf, -np.inf)
+    borders = np.where(found, borders, outside).astype(np.float32)
+    row = np.arange(image.voxels.shape[1], dtype=np.float32)[:, None]
+    classes = np.zeros(image.voxels.shape, np.uint8)
+    for border in borders:
+        classes += row >= border[:, None]
+    for place in LESION_CLASSES:
+        classes[image.lesions == _VALUES[CLASSES[place]]] = place
+    return np.where(found.any(0)[:, None], classes, np.uint8(UNKNOWN))  # pyright: ignore[reportIndexIssue]  (an array)

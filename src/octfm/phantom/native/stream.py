@@ -174,8 +174,7 @@ def _one_half(lesions: Lesions, side: float) -> Lesions:
 
 
 def _both(one: Lesions, other: Lesions) -> Lesions:
-    """Two diseases in one eye: lists of lesions are joined; any other value is the second disease's if it has one, else
-    the first's."""
+    """Two diseases in one eye: lists of lesions are joined; of other values the second's wins, if it has one."""
     values = {}
     for item in fields(Lesions):
         first, second = getattr(one, item.name), getattr(other, item.name)

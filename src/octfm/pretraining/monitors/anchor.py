@@ -8,11 +8,9 @@ import torch
 from octfm.models.layer_net import SURFACES
 from octfm.models.objectives.anchored import Anchored
 from octfm.models.objectives.dense import Composition
-from octfm.models.token_map import TISSUE, token_map
-from octfm.models.vit3d import TokenGrid, normalise, take_patches
+from octfm.models.vit3d import TokenGrid
 from octfm.pretraining.learner import Learner
-from octfm.pretraining.masks import select_tokens
-from octfm.pretraining.monitors.online_probe import tissue_vectors
+from octfm.pretraining.monitors.measure import encoded, tissue_vectors
 from octfm.store.phantoms import PhantomStore
 from octfm.store.store import Store
 from octfm.volume.segmentation import BORDERS, CLASSES, LESION_CLASSES
@@ -26,7 +24,6 @@ UNSEEN = 32
 """Phantoms of conditions that were left out, and healthy ones: five to ten seconds of a core."""
 HEALTHY = "healthy"
 BORDER_ROWS = [SURFACES.index(name) for name in BORDERS]
-SELECTION_SEED = 0
 FEWEST = 4
 """Fewest volumes of each kind for which `told_apart` is measured."""
 
@@ -69,10 +66,7 @@ def unseen_row(learner: Learner, store: Store) -> dict[str, float] | None:
     def vectors_of(conditions: tuple[str, ...]) -> np.ndarray:
         # Held-out places, whatever was trained on.
         wanted = PhantomStore(phantoms.model_copy(update={"conditions": conditions}), store.preprocessing, UNSEEN)
-        rows = np.arange(phantoms.volumes, phantoms.volumes + UNSEEN)
-        budget, size = (lambda grid: config.masks.counts(grid)[0]), config.model.patch_size
-        pool, runtime = config.objective.pool, learner.runtime
-        return tissue_vectors(encoder, budget, size, pool, wanted, runtime, learner.micro_batch, rows)
+        return tissue_vectors(learner, encoder, wanted, np.arange(phantoms.volumes, phantoms.volumes + UNSEEN))
 
     def row() -> dict[str, float]:
         return {"volumes": 2.0 * UNSEEN, "unseen_auroc": told_apart(vectors_of((HEALTHY,)), vectors_of(left_out))}
@@ -85,28 +79,21 @@ def _look(learner: Learner, model: Anchored, store: Store, rows: np.ndarray) -> 
     """Mean tissue token of each volume, and measurements of the layers that tissue tokens name."""
     from octfm.layers.finder import load_finder  # no other objective needs it
 
-    config, pre, runtime = learner.config, store.preprocessing, learner.runtime
-    finder, middle = load_finder(device="cpu"), pre.image_size[0] // 2
-    vectors, crossings, distances = [], np.zeros(2), np.zeros(2)
-    for first in range(0, len(rows), learner.micro_batch):
-        arrays = store.read(rows[first : first + learner.micro_batch])
-        maps = token_map(arrays.band, arrays.valid, pre.image_size, config.model.patch_size)
-        budget = config.masks.counts(maps.shape[1:])[0]
-        chosen = np.stack([select_tokens(m, budget, np.random.default_rng(SELECTION_SEED)) for m in maps])
-        tissue = np.take_along_axis(maps.reshape(len(maps), -1), chosen, 1) == TISSUE
-        kept = runtime.tensor(chosen)
-        patches = take_patches(runtime.tensor(arrays.voxels).unsqueeze(1), kept, config.model.patch_size)
-        with runtime.autocast():
-            tokens = model.encoder(normalise(patches, pre.intensity_mean, pre.intensity_std), kept)
-            answers = model.head(tokens)
-        tokens, answers = tokens.float().cpu().numpy(), answers.float().cpu().numpy()
+    pre, finder = store.preprocessing, load_finder(device="cpu")
+    middle = pre.image_size[0] // 2
+    vectors, crossings, distances, left = [], np.zeros(2), np.zeros(2), SEGMENTED
+    for arrays, index, tissue, tokens_BKD in encoded(learner, model.encoder, store, rows):
+        with learner.runtime.autocast():
+            answers = model.head(tokens_BKD)
+        tokens, answers = tokens_BKD.float().cpu().numpy(), answers.float().cpu().numpy()
         vectors += [t[own if own.any() else slice(None)].mean(0) for t, own in zip(tokens, tissue, strict=True)]
         crossings += disorder(answers[tissue], model.composition.parts)
-        for place in range(max(0, min(len(answers), SEGMENTED - first))):
+        for place in range(min(len(answers), left)):
             own = tissue[place]
-            layers = named(answers[place][own], chosen[place][own], model.composition, model.encoder.grid)
+            layers = named(answers[place][own], index[place][own], model.composition, model.encoder.grid)
             bscan = Volume(arrays.voxels[place, middle, None], pre.target_spacing, layout="line")
             distances += apart(layers[middle], finder.find(bscan).rows[BORDER_ROWS, 0])
+        left = max(0, left - len(answers))
     measured = {"surface_disorder": float(crossings[0] / max(crossings.sum(), 1))}
     if distances[1]:
         measured["segmenter_um"] = float(1000 * pre.target_spacing[1] * distances[0] / distances[1])

@@ -1,7 +1,7 @@
 """Health of a run: measurements on tissue tokens, and a verdict in words for each."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
 
@@ -58,9 +58,6 @@ class Verdict:
     verdict: Literal["ok", "watch", "bad"]
     sentence: str
 
-    def row(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @torch.no_grad()
 def effective_rank(features_MD: Tensor) -> float:
@@ -101,8 +98,7 @@ def relative_distance(a: list[Tensor], b: list[Tensor], sum_shares_: Callable[[T
 
 @torch.no_grad()
 def cosine(start: list[Tensor], a: list[Tensor], b: list[Tensor], sum_shares_: Callable[[Tensor], None]) -> Tensor:
-    """Cosine between `a - start` and `b - start` over lists of tensors; 0 if either is 0. `sum_shares_`: as in
-    `relative_distance`."""
+    """Cosine between `a - start` and `b - start`, 0 if either is 0. `sum_shares_`: as in `relative_distance`."""
     # One tensor after the other: all differences at once would take twice the memory of the weights.
     pairs = ((x - s, y - s) for s, x, y in zip(start, a, b, strict=True))
     sums = torch.stack([torch.stack(((x * y).sum(), (x * x).sum(), (y * y).sum())) for x, y in pairs]).sum(0)
@@ -121,22 +117,11 @@ def verdicts(row: dict[str, Any], width: int) -> list[Verdict]:
     if "teacher_step" in row:
         found.append(_teacher(row["teacher_step"], row["teacher_asked"]))
     if row["dead_targets"] > 0.3:
-        found.append(
-            Verdict(
-                "targets",
-                "watch",
-                f"{row['dead_targets']:.0%} of targets are background: lower masks.budget so that tissue fills it",
-            )
-        )
+        dead = f"{row['dead_targets']:.0%} of targets are background: lower masks.budget so that tissue fills it"
+        found.append(Verdict("targets", "watch", dead))
     if row["data_wait_share"] > 0.2:
-        found.append(
-            Verdict(
-                "data",
-                "watch",
-                f"{row['data_wait_share']:.0%} of the time was spent waiting for data: raise data.prefetch or use a "
-                "local store",
-            )
-        )
+        waited = f"{row['data_wait_share']:.0%} of the time was spent waiting for data"
+        found.append(Verdict("data", "watch", f"{waited}: raise data.prefetch or use a local store"))
     return found
 
 

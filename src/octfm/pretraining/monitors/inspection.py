@@ -1,6 +1,6 @@
 """Inspection of a finished step: its findings, its row in metrics.jsonl and the line that is printed."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -84,7 +84,7 @@ class Inspection:
         """Log the verdicts on a logged step, and print its line."""
         step, config = row["step"], self.config
         for verdict in health.verdicts(row, config.model.width):
-            session.metrics.write("health", step, **verdict.row())
+            session.metrics.write("health", step, **asdict(verdict))
             if verdict.verdict == "bad":
                 session.echo(f"step {step}: {verdict.what}: {verdict.sentence}")
         # The context loss is shown only if training lowers it.

@@ -23,8 +23,7 @@ class Limits:
 
     loss: float = inf
     lasting_loss: float = inf
-    """A lower limit, infinite unless one of the last two steps exceeded it: one batch of hard volumes is no spike,
-    two of three are."""
+    """A lower limit, infinite unless one of the last two steps exceeded it: one hard batch is no spike, two are."""
     grad_norm: float = inf
 
 

@@ -1,19 +1,24 @@
 """Measurements of a step and of held-out participants: losses over content-free baselines, feature health, speed."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from octfm.models.pooling import width_of
+from octfm.models.token_map import token_map
+from octfm.models.vit3d import VisionTransformer3D, normalise, take_patches
 from octfm.pretraining.inputs import make_inputs
 from octfm.pretraining.learner import Learner
+from octfm.pretraining.masks import same_tokens
 from octfm.pretraining.monitors import audit, health
 from octfm.pretraining.step import MicroStep
 from octfm.run.runtime import Runtime
+from octfm.store.layout import Arrays
 from octfm.store.loader import Batch, batch_of
 from octfm.store.store import Store
 
@@ -66,6 +71,47 @@ def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, Any]
         }
 
     return runtime.first(row)
+
+
+class Encoded(NamedTuple):
+    """Some volumes and their tokens, selected as in training: a fixed number, so that shapes stay fixed."""
+
+    arrays: Arrays
+    index: np.ndarray
+    """int64 [B, K]: flat grid indices."""
+    tissue: np.ndarray
+    """bool [B, K]"""
+    tokens_BKD: torch.Tensor
+    """As the network returned them, in the run's precision."""
+
+
+@torch.inference_mode()
+def encoded(learner: Learner, network: VisionTransformer3D, store: Store, rows: np.ndarray) -> Iterator[Encoded]:
+    """These rows of a store, as many at a time as the run has memory for. `octfm embed` encodes all tissue instead."""
+    config, runtime, pre = learner.config, learner.runtime, store.preprocessing
+    patch, size = config.model.patch_size, learner.micro_batch
+    for first in range(0, len(rows), size):
+        arrays = store.read(rows[first : first + size])
+        maps = token_map(arrays.band, arrays.valid, pre.image_size, patch)
+        budget = config.masks.counts(maps.shape[1:])[0]
+        index, tissue = same_tokens(maps, budget, arrays.acquisition)
+        kept = runtime.tensor(index)
+        raw = take_patches(runtime.tensor(arrays.voxels).unsqueeze(1), kept, patch)
+        with runtime.autocast():
+            tokens_BKD = network(normalise(raw, pre.intensity_mean, pre.intensity_std), kept)
+        yield Encoded(arrays, index, tissue, tokens_BKD)
+
+
+@torch.inference_mode()
+def tissue_vectors(learner: Learner, network: VisionTransformer3D, store: Store, rows: np.ndarray) -> np.ndarray:
+    """float64 [n, vector width]: tissue tokens, pooled by objective.pool."""
+    pool, vectors = learner.config.objective.pool, []
+    for _, index, tissue, tokens_BKD in encoded(learner, network, store, rows):
+        tissue |= ~tissue.any(1, keepdims=True)  # without tissue, pool all tokens
+        counts, kept = learner.runtime.tensor(tissue), learner.runtime.tensor(index)
+        vectors.append(network.vector(tokens_BKD.float(), counts, kept, pool).cpu().double().numpy())
+    width = width_of(pool, network.config.width, network.config.summary)
+    return np.concatenate(vectors) if vectors else np.zeros((0, width))
 
 
 @dataclass(frozen=True, eq=False)

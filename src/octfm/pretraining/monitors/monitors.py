@@ -17,8 +17,7 @@ from octfm.pretraining.settings import PretrainConfig
 RANKS = 4
 """Measurements of effective rank needed before a drop can be judged."""
 RISE = 1.5
-"""Growth of the loss, and its ratio to a constant prediction's, from which it is rising; healthy runs start at 2.4 or
-less and fall."""
+"""Growth of the loss, and its ratio to a constant prediction's, that count as rising; healthy runs have 2.4 or less."""
 APART = 0.1
 """Share by which held-out loss must rise and training loss fall to count as diverging."""
 STUCK = 0.25
@@ -64,11 +63,8 @@ def non_finite(losses_B: torch.Tensor, grad_norm: float, index: np.ndarray) -> F
         most = bool(bad.mean() > 0.5)
         return Finding("non-finite loss", sentence, "step", () if most else rows, damaging=most)
     if not isfinite(grad_norm):
-        return Finding(
-            "non-finite gradient",
-            f"gradient norm is {grad_norm}, every loss is finite: the backward pass overflowed",
-            "step",
-        )
+        sentence = f"gradient norm is {grad_norm}, every loss is finite: the backward pass overflowed"
+        return Finding("non-finite gradient", sentence, "step")
     return None
 
 

@@ -15,14 +15,9 @@ from pydantic import Field
 from octfm.catalog.labels import as_number, one_spelling, read_labels, stated
 from octfm.config import Config, LocalPlace
 from octfm.errors import ConfigError
-from octfm.models.pooling import VectorPool, width_of
-from octfm.models.token_map import TISSUE, token_map
-from octfm.models.vit3d import VisionTransformer3D, normalise, take_patches
-from octfm.pretraining.masks import select_tokens
 from octfm.run.runtime import Runtime
 from octfm.store.store import Store
 
-SELECTION_SEED = 0
 PENALTIES = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
 NEIGHBOURS = 10
 MIN_VOLUMES = 4
@@ -149,47 +144,6 @@ def _judge(cases: Cases, train: np.ndarray, held_out: np.ndarray) -> dict[str, f
         "train_volumes": len(cases.train),
         "validation_volumes": len(cases.held_out),
     }
-
-
-@torch.inference_mode()
-def tissue_vectors(
-    network: VisionTransformer3D,
-    budget_of: Callable[[tuple[int, int, int]], int],
-    patch_size: tuple[int, int, int],
-    pool: VectorPool,
-    store: Store,
-    runtime: Runtime,
-    batch: int,
-    rows: np.ndarray,
-) -> np.ndarray:
-    """float64 [n, vector width]: pooled tissue tokens, in the run's precision.
-
-    Tokens are selected as in training, `budget_of(grid)` per volume: shapes stay fixed. `octfm embed` reads all tissue.
-    """
-    pre, vectors = store.preprocessing, []
-    for first in range(0, len(rows), batch):
-        arrays = store.read(rows[first : first + batch])
-        maps = token_map(arrays.band, arrays.valid, pre.image_size, patch_size)
-        chosen = np.stack(
-            [
-                select_tokens(m, budget_of(m.shape), np.random.default_rng(SELECTION_SEED), (name,))
-                for m, name in zip(maps, arrays.acquisition, strict=True)
-            ]
-        )
-        tissue = np.take_along_axis(maps.reshape(len(maps), -1), chosen, 1) == TISSUE
-        tissue |= ~tissue.any(1, keepdims=True)  # without tissue, pool all tokens
-        kept = runtime.tensor(chosen)
-        patches = normalise(
-            take_patches(runtime.tensor(arrays.voxels).unsqueeze(1), kept, patch_size),
-            pre.intensity_mean,
-            pre.intensity_std,
-        )
-        with runtime.autocast():
-            tokens_BKD = network(patches, kept)
-        vector = network.vector(tokens_BKD.float(), runtime.tensor(tissue), kept, pool)
-        vectors.append(vector.cpu().double().numpy())
-    width = width_of(pool, network.config.width, network.config.summary)
-    return np.concatenate(vectors) if vectors else np.zeros((0, width))
 
 
 def _require_split(store: Store, rows: np.ndarray, split: str) -> None:

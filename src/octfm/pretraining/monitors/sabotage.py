@@ -1,5 +1,4 @@
-"""Plant faults on purpose, to show and to test that the monitors name them; patched in from outside, without a trace
-in the loop."""
+"""Plant faults, to show and to test that monitors name them; patched in from outside, without a trace in the loop."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,6 +1,6 @@
 """Checks before step 0: each reports what was measured and what to do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def checks(
     if resumed or any(check.status == "FAIL" for check in found):
         return found
 
-    def slow() -> Iterator[list[Check]]:
+    def slow() -> Iterator[Iterable[Check]]:
         yield cohort.checks(store, store.recorded(train_rows))
         yield objective.integrity(config, store, train_rows)
         yield [objective.views(config, store, train_rows)]

@@ -51,8 +51,7 @@ def block_sizes(config: MaskConfig, height: int, width: int) -> list[BlockSize]:
 
 
 def first_rows(size: int, centres_H: np.ndarray) -> np.ndarray:
-    """Probability [H - size + 1] that a block of `size` rows begins in each row, if its centre is drawn in proportion
-    to `centres_H`.
+    """Probability [H - size + 1] that a block of `size` rows begins in each row, its centre drawn as by `centres_H`.
 
     The centre lies equally often in each of the block's rows, and the block stays within the volume.
     """

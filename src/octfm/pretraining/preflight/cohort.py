@@ -18,8 +18,7 @@ MOST_UNSURE = 0.5
 FEW = 4
 """Fewest volumes of a scanner for a share to mean anything."""
 MOST_OF_ONE, TIMES_THE_MEDIAN = 0.15, 4
-"""A participant has too many volumes if they are at least this share of all, and this many times the median of the
-others."""
+"""Volumes of one participant are too many if they are this share of all, and this many times the others' median."""
 KEPT = frozenset({"declared_upright", "looks_upside_down"})
 """Flags of volumes that are kept as stored on purpose: they are reported but stop no run."""
 STRANGE_BANDS = 0.2

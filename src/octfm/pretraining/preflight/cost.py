@@ -1,5 +1,4 @@
-"""Memory and arithmetic of one optimizer step: the run's own networks run on fake tensors, and every allocation is
-counted."""
+"""Memory and arithmetic of an optimizer step: the run's networks run on fake tensors, and allocations are counted."""
 
 import functools
 import time
@@ -35,8 +34,7 @@ class Cost:
     """Resources of one optimizer step with its micro-batches."""
 
     weights_bytes: int
-    """Weights, gradients, AdamW's two moments and the target encoder, or one rank's share of them; needed for any batch
-    size."""
+    """Weights, gradients, both moments and target encoder, or a rank's share of them; needed for any batch size."""
     peak_bytes: int
     """Peak memory of a step or of the start, weights_bytes included, on the rank that needs most."""
     flops: float
@@ -47,6 +45,7 @@ class Cost:
     """Kernels launched one by one, over all micro-batches; those of a graph are launched at once and not counted."""
 
 
+@functools.lru_cache(maxsize=32)
 def step_cost(
     config: PretrainConfig,
     preprocessing: Preprocessing,
@@ -65,22 +64,7 @@ def step_cost(
     the factor ALLOCATOR stands for what the allocator keeps beyond them; kernels' own workspaces are not seen. On CPU
     the estimate is within 20 % of what a real run's process grows by (`tests/test_preflight_resources.py`).
     """
-    # The settings are frozen and so hashable, which pyright does not see.
-    keeps = ALLOCATOR.get(device, ALLOCATOR["cpu"])
-    return _step_cost(config, preprocessing, micro_batch, micro_steps, ranks, sharded and ranks > 1, keeps, graphs)  # pyright: ignore[reportArgumentType]
-
-
-@functools.lru_cache(maxsize=32)
-def _step_cost(
-    config: PretrainConfig,
-    preprocessing: Preprocessing,
-    micro_batch: int,
-    micro_steps: int,
-    ranks: int,
-    sharded: bool,
-    keeps: float,
-    graphs: bool,
-) -> Cost:
+    sharded = sharded and ranks > 1
     model = blueprint(config, preprocessing)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     teacher = model.parameters_by_part()["target_encoder"]
@@ -91,14 +75,12 @@ def _step_cost(
     logged = goals + 4 * output.features_BMD.numel()
     kept_bytes = (micro_steps - 1) * logged
     weights = 4 * (3 * trained + count_parameters(model)) // shares
-    # With accumulation, whole gradients exist from the second forward pass on. Without shards the ledger counts them as
-    # well, as soon as they exist.
+    # With accumulation, whole gradients exist from the second pass on; the ledger counts them only without shards.
     forward = ledger.peak + (4 * trained if micro_steps > 1 else 4 * trained // shares if sharded else 0)
     gathered = _gathered(model) if sharded else 0
-    keeps += GRAPHS * graphs
+    keeps = ALLOCATOR.get(device, ALLOCATOR["cpu"]) + GRAPHS * graphs
     activations = 4 * (2 * trained + count_parameters(model)) // shares + int(keeps * (forward + kept_bytes + gathered))
-    # Measuring health: a copy of the teacher, and medians and distances over all goals, in float32; rank 0 collects
-    # those of all ranks.
+    # Measuring health: medians and distances over all goals, in float32; rank 0 collects those of all ranks.
     copies = 3.0 if ranks == 1 else 1.5 + 2.5 * ranks
     # Inspection follows the backward pass: its copies come on top of the weights, not of the activations.
     inspecting = weights + 4 * teacher // shares + int(copies * micro_steps * logged)
@@ -247,16 +229,17 @@ class Speed:
     kernels_per_s: float
 
     def seconds(self, cost: Cost) -> float:
-        """Forecast of one step: products, then memory traffic (each written byte was also read twice), then
-        launches."""
+        """Forecast of one step: products, memory traffic (each written byte was also read twice) and launches."""
         return (
             cost.flops / self.flops_per_s + 3 * cost.moved_bytes / self.bytes_per_s + cost.kernels / self.kernels_per_s
         )
 
 
 @torch.no_grad()
-def measure_speed(runtime: Runtime, width: int, tokens: int) -> Speed:
-    """Rates of this device for products of the run's own shape and precision."""
+def measure_speed(runtime: Runtime, config: PretrainConfig, preprocessing: Preprocessing) -> Speed:
+    """Rates of this device for products of the run's own shape and of the runtime's precision."""
+    grid = token_grid(preprocessing.image_size, config.model.patch_size)
+    width, tokens = config.model.width, config.masks.counts(grid)[0] * config.data.per_device_batch_size
     dtype = torch.bfloat16 if runtime.precision == "bf16" else torch.float32
     rows = max(256, min(4096, tokens))
     a = torch.randn(rows, width, device=runtime.device, dtype=dtype)

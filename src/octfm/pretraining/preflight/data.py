@@ -23,8 +23,7 @@ AT_ONCE = 4
 MOST_STEPS = 4096
 """Most steps whose order of volumes is checked."""
 MOST_EPOCHS = 1600
-"""Passes over the volumes above which the doctor warns: the longest schedule of masked autoencoders on ImageNet
-(arXiv:2111.06377)."""
+"""Passes above which the doctor warns: the longest schedule of masked autoencoders on ImageNet (arXiv:2111.06377)."""
 CHECKSUMS = 8
 """Volumes whose checksum is verified."""
 
@@ -77,19 +76,18 @@ def patches_tile(config: PretrainConfig, store: Store) -> Check:
     try:
         grid: Shape3 = token_grid(size, patch)
     except ValueError as error:
-        return fail(
-            "token grid", str(error).partition(";")[0], "choose a model.patch_size that divides the store's volumes"
-        )
+        advice = "choose a model.patch_size that divides the store's volumes"
+        return fail("token grid", str(error).partition(";")[0], advice)
     return passed("token grid", "{} x {} x {} tokens".format(*grid))
 
 
 def arithmetic(config: PretrainConfig, store: Store, replicas: int, volumes: int) -> Check:
     """Check that global batch = per-device batch x devices x accumulation, and that batches fit into memory (F7)."""
-    data = config.data
+    name, data = "batch arithmetic", config.data
     try:
         parts = accumulation(data.global_batch_size, data.per_device_batch_size, replicas)
     except ConfigError as error:
-        return fail_with("batch arithmetic", error, "give positive numbers")
+        return fail_with(name, error, "give positive numbers")
     product = f"{data.per_device_batch_size} x {replicas} device{'s' if replicas > 1 else ''} x {parts} accumulation"
     measured = f"global batch {data.global_batch_size} = {product}; {volumes} volumes"
     scanners = set(data.scanners or [row.scanner for row in store.rows]) - set(data.leave_out_scanners)
@@ -100,29 +98,23 @@ def arithmetic(config: PretrainConfig, store: Store, replicas: int, volumes: int
         measured += f" ({left_out} left out: data.modalities is {', '.join(data.modalities)})"
     if volumes == 0:
         advice = "check data.scanners, data.max_samples and the splits"
-        return fail("batch arithmetic", "no training volume is left after selection", advice)
+        return fail(name, "no training volume is left after selection", advice)
     depth, height, width = store.preprocessing.image_size
     volume_bytes = depth * height * width + 2 * depth * width * (4 + 2)  # voxels, band, valid
     # On top of the prefetched batches: this step's, and the previous step's until this one has arrived.
     ahead, free = (data.prefetch + 2) * data.global_batch_size // replicas * volume_bytes, host_bytes_available()
     if ahead > free:
-        return fail(
-            "batch arithmetic",
-            f"{data.prefetch} steps read ahead take {ahead / 1e9:,.1f} GB of host memory, {free / 1e9:,.1f} GB are "
-            "free",
-            "lower data.prefetch, or data.global_batch_size (F7)",
-        )
+        taken = f"{data.prefetch} steps read ahead take {ahead / 1e9:,.1f} GB of host memory"
+        advice = "lower data.prefetch, or data.global_batch_size (F7)"
+        return fail(name, f"{taken}, {free / 1e9:,.1f} GB are free", advice)
     epochs = config.steps * data.global_batch_size / volumes
     measured = f"{measured}, {config.steps:,} steps = {epochs:,.1f} epochs"
     if epochs > MOST_EPOCHS:
         fewer = max(1, round(MOST_EPOCHS * volumes / data.global_batch_size))
-        return warn(
-            "batch arithmetic",
-            measured,
-            f"each volume would be seen {epochs:,.0f} times: choose --steps {fewer} or fewer, or prepare more volumes; "
-            "octfm plan STORE proposes a length",
-        )
-    return passed("batch arithmetic", measured)
+        often = f"each volume would be seen {epochs:,.0f} times"
+        advice = f"choose --steps {fewer} or fewer, or prepare more volumes; octfm plan STORE proposes a length"
+        return warn(name, measured, f"{often}: {advice}")
+    return passed(name, measured)
 
 
 def ranks(config: PretrainConfig, store: Store, train_rows: np.ndarray, world: int) -> Check:
@@ -142,11 +134,9 @@ def ranks(config: PretrainConfig, store: Store, train_rows: np.ndarray, world: i
             together = np.sort(np.concatenate(shares))
             if not np.array_equal(together, step * batch + np.arange(batch)):
                 repeated = len(together) - len(np.unique(together))
-                return fail(
-                    "ranks",
-                    f"at step {step} the {count} ranks read {repeated} of {batch} volumes twice",
-                    "every rank must take its own places of the global batch; report this as a bug (F10)",
-                )
+                measured = f"at step {step} the {count} ranks read {repeated} of {batch} volumes twice"
+                advice = "every rank must take its own places of the global batch; report this as a bug (F10)"
+                return fail("ranks", measured, advice)
     if not worlds:
         return passed("ranks", "one rank; a global batch of this size cannot be divided by 2 or 4")
     return passed("ranks", f"disjoint shares of the global batch with {' or '.join(map(str, worlds))} ranks")
@@ -182,9 +172,8 @@ def order(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check
 def prepared(store: Store) -> Check:
     """Fail if the store was prepared by another version, or if a sample of volumes is damaged."""
     if store.fingerprint != store.preprocessing.fingerprint():
-        return fail(
-            "store", f"{store.path} was prepared by another version of octfm", "prepare into a new folder (F15)"
-        )
+        measured = f"{store.path} was prepared by another version of octfm"
+        return fail("store", measured, "prepare into a new folder (F15)")
     try:
         count = store.verify(sample=min(CHECKSUMS, len(store)))
     except StoreError as error:
@@ -202,16 +191,14 @@ def splits(store: Store, train_rows: np.ndarray, validation_rows: np.ndarray) ->
     if any(streamed) and not train:
         return passed("splits", f"{streamed[0]:,} streamed phantoms to train on, {streamed[1]} others to validate on")
     if shared := train & validation:
-        return fail(
-            "splits", f"{len(shared)} participants are in training and validation", "split by participant (F16)"
-        )
+        measured = f"{len(shared)} participants are in training and validation"
+        return fail("splits", measured, "split by participant (F16)")
     measured = f"{len(train)} participants to train on, {len(validation)} to validate on"
     if any(streamed):
         measured += f"; {streamed[0]:,} and {streamed[1]} streamed phantoms"
     if not validation:
-        return warn(
-            "splits", measured, "without validation participants there is no validation loss; scan with a val split"
-        )
+        advice = "without validation participants there is no validation loss; scan with a val split"
+        return warn("splits", measured, advice)
     return passed("splits", measured)
 
 

@@ -1,5 +1,6 @@
-"""Checks of the objective on a tiny copy of the networks: no leak of targets, a moving teacher, content learned
-(F11)."""
+"""Checks of a tiny copy of the objective: no leak of targets, a moving teacher, content learned (F11)."""
+
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from octfm.pretraining.preflight.tokens import PREFLIGHT_STREAM
 from octfm.pretraining.schedule import Schedule
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.runtime import Runtime
-from octfm.store.loader import batch_of
+from octfm.store.loader import Batch, batch_of
 from octfm.store.store import Store
 
 VOLUMES, TOKENS = 4, 48
@@ -30,48 +31,43 @@ CONTENT_RISE, CLEAR_RISE = 0.05, 0.3
 HOST = Runtime(torch.device("cpu"))
 
 
-def integrity(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> list[Check]:
+def integrity(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Iterator[Check]:
     """The gradient and teacher checks, in a fraction of a second. Raises ConfigError for an objective that returns
     something else than an ObjectiveOutput, or a loss without a gradient."""
     tiny = _tiny(config)
     model = build_objective(tiny, store.preprocessing)
-    voxels, view = _one_volume(tiny, store, int(train_rows[0]))
+    batch = batch_of(store, train_rows[:1])
+    voxels = torch.from_numpy(batch.voxels).unsqueeze(1).float().requires_grad_()
+    view = _view(tiny, store, batch, voxels)
     inputs = [view] * config.objective.num_views, config.objective.context_loss
     output = model(*inputs)
     _require_output(config.objective.name, model, output)
     _require_repeatable(config.objective.name, model, *inputs)
     output.loss.backward()
-    found, hidden = [], model.hidden_from_encoder(view.index)
+    name, hidden = "context is blind to targets", model.hidden_from_encoder(view.index)
     if hidden is None:
-        found.append(passed("context is blind to targets", "this objective hides nothing from its encoder"))
+        yield passed(name, "this objective hides nothing from its encoder")
     elif leak := _gradient_at(voxels, torch.gather(view.index.kept, 1, hidden), tiny.model.patch_size):
         measured = f"gradient of the loss w.r.t. target voxels is {leak:.1e}"
-        found.append(fail("context is blind to targets", measured, "the encoder sees the answers (F11)"))
+        yield fail(name, measured, "the encoder sees the answers (F11)")
     else:
-        found.append(passed("context is blind to targets", "gradient of the loss w.r.t. target voxels is exactly 0"))
+        yield passed(name, "gradient of the loss w.r.t. target voxels is exactly 0")
     if model.target_encoder is None:
-        return found
+        return
     if taught := sum(float(p.grad.abs().sum()) for p in model.target_encoder.parameters() if p.grad is not None):
-        found.append(
-            fail("teacher gets no gradient", f"gradient {taught:.1e}", "the target encoder must only be averaged (F11)")
-        )
+        advice = "the target encoder must only be averaged (F11)"
+        yield fail("teacher gets no gradient", f"gradient {taught:.1e}", advice)
     else:
-        found.append(passed("teacher gets no gradient", "none"))
+        yield passed("teacher gets no gradient", "none")
     # One real update: what the optimizer changes in the encoder must arrive in the teacher.
     before = [p.clone() for p in model.target_encoder.parameters()]
     torch.optim.AdamW(_trained(model), lr=1e-2).step()
     model.update_target(Schedule(config.schedule, config.steps).ema(0))
     if any(not torch.equal(a, b) for a, b in zip(before, model.target_encoder.parameters(), strict=True)):
-        found.append(passed("teacher moves", "it follows the first update"))
+        yield passed("teacher moves", "it follows the first update")
     else:
-        found.append(
-            fail(
-                "teacher moves",
-                "the target encoder is unchanged after an update",
-                "its average is not being taken (F11)",
-            )
-        )
-    return found
+        measured = "the target encoder is unchanged after an update"
+        yield fail("teacher moves", measured, "its average is not being taken (F11)")
 
 
 def views(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check:
@@ -85,20 +81,17 @@ def views(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check
     falls = float((a[order].diff() < -1e-4).float().mean())
     if falls > 0.01:
         measured = f"{falls:.0%} of grey values are ordered differently in the two views"
-        return fail(
-            "views agree", measured, "context and target must be moved together; see pretraining/augment.py (F11)"
-        )
+        advice = "context and target must be moved together; see pretraining/augment.py (F11)"
+        return fail("views agree", measured, advice)
     return passed("views agree", "context and teacher see the same voxels, recoloured at most")
 
 
 def masks_change(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check:
     """A volume must get new masks each time it is used, so that all of its places are hidden at some time."""
     if masks_repeat(config, store, batch_of(store, train_rows[:1]), len(train_rows)):
-        return fail(
-            "masks change",
-            "the masks of a volume are the same at every step or in every epoch",
-            "the same places would be hidden for ever and the others never learned; report this as a bug",
-        )
+        measured = "the masks of a volume are the same at every step or in every epoch"
+        advice = "the same places would be hidden for ever and the others never learned; report this as a bug"
+        return fail("masks change", measured, advice)
     return passed("masks change", "a volume has other masks whenever it comes")
 
 
@@ -112,19 +105,13 @@ def validation_masks(config: PretrainConfig, store: Store, validation_rows: np.n
     distinct = len(np.unique(inputs.masks.kept[0]))
     if target < 0.5 * config.masks.mask_ratio * distinct or not context:
         measured = f"{target} of {distinct} tokens of a held-out volume are targets, {context} are context"
-        return [
-            fail(
-                "validation masks",
-                measured,
-                "a loss without targets is always 0, and the first epoch would look best (F12)",
-            )
-        ]
+        advice = "a loss without targets is always 0, and the first epoch would look best (F12)"
+        return [fail("validation masks", measured, advice)]
     return [passed("validation masks", f"{target} targets and {context} context tokens in a held-out volume")]
 
 
 def overfit(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check:
-    """Train a tiny copy for up to 200 steps on four volumes; each volume's own targets must then fit better than
-    another's.
+    """Train a tiny copy on four volumes; each volume's own targets must then fit better than another's.
 
     A model whose answers do not depend on what it sees (a constant, the mean of each position) fits both equally well,
     and so does one whose teacher gives the same targets for every volume. Only content can make a difference, so the
@@ -134,12 +121,12 @@ def overfit(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Che
     name = "objective learns"
     rows = spread(store, train_rows, VOLUMES)
     if len(rows) < 2:
-        return warn(
-            name, "one training volume: it cannot be tested whether answers depend on content", "train on more volumes"
-        )
+        measured = "one training volume: it cannot be tested whether answers depend on content"
+        return warn(name, measured, "train on more volumes")
     tiny = _tiny(config)
     model = build_objective(tiny, store.preprocessing)
-    views = [_shared_masks(tiny, store, rows)] * config.objective.num_views
+    batch = batch_of(store, rows)
+    views = [_view(tiny, store, batch, torch.from_numpy(batch.voxels).unsqueeze(1))] * config.objective.num_views
     weight = config.objective.context_loss
     optimizer = torch.optim.AdamW(_trained(model), lr=OVERFIT_LR, weight_decay=0.0, fused=True)
     with torch.no_grad():
@@ -157,17 +144,13 @@ def overfit(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Che
         _require_positive(config.objective.name, own)
         rise = other / max(own, 1e-12) - 1
     if not np.isfinite(rise):
-        return fail(
-            name,
-            f"the loss of a tiny copy is {own} after {steps} steps",
-            "the objective is not differentiable as it stands",
-        )
+        measured = f"the loss of a tiny copy is {own} after {steps} steps"
+        return fail(name, measured, "the objective is not differentiable as it stands")
     losses = f"loss {first:.3f} to {own:.3f}; targets of another volume raise it by {rise:.0%}"
     measured = f"{steps} steps on {len(rows)} volumes: {losses}"
     if rise < CONTENT_RISE:
-        return fail(
-            name, measured, "its answers do not depend on what it sees; check the teacher, masks and targets (F11)"
-        )
+        advice = "its answers do not depend on what it sees; check the teacher, masks and targets (F11)"
+        return fail(name, measured, advice)
     return passed(name, measured)
 
 
@@ -236,37 +219,21 @@ def _trained(model: Objective) -> list[Tensor]:
     return decayed + free
 
 
-def _one_volume(config: PretrainConfig, store: Store, row: int) -> tuple[Tensor, View]:
-    """Voxels of one volume that record their gradient, and a view cut out of them."""
-    arrays = store.read([row])
-    pre, patch = store.preprocessing, config.model.patch_size
-    maps = token_map(arrays.band, arrays.valid, pre.image_size, patch)
-    masks = sample_masks(config.masks, maps, generators(config.seed, PREFLIGHT_STREAM, np.array([0])))
-    index = token_index(HOST, masks)
-    voxels = torch.from_numpy(arrays.voxels).unsqueeze(1).float().requires_grad_()
-    patches = (take_patches(voxels, index.kept, patch) / 255 - pre.intensity_mean) / pre.intensity_std
-    return voxels, View(patches, patches, index, _labels(arrays.labels, index, patch))
-
-
 def _gradient_at(voxels: Tensor, tokens: Tensor, patch: tuple[int, int, int]) -> float:
     """Largest gradient at a voxel of these tokens."""
     assert voxels.grad is not None
     return float(take_patches(voxels.grad, tokens, patch).abs().max())
 
 
-def _shared_masks(config: PretrainConfig, store: Store, rows: np.ndarray) -> View:
-    """Several volumes at the same tokens, those of the first volume's masks."""
-    batch, pre, patch = batch_of(store, rows), store.preprocessing, config.model.patch_size
-    maps = token_map(batch.band, batch.valid, pre.image_size, patch)
-    masks = sample_masks(config.masks, maps[:1], generators(config.seed, PREFLIGHT_STREAM, np.array([0])))
-    index = TokenIndex(*(x.expand(len(rows), -1) for x in vars(token_index(HOST, masks)).values()))
-    raw = take_patches(torch.from_numpy(batch.voxels).unsqueeze(1), index.kept, patch)
-    patches = normalise(raw, pre.intensity_mean, pre.intensity_std)
-    return View(patches, patches, index, _labels(batch.labels, index, patch))
-
-
-def _labels(labels: np.ndarray | None, index: TokenIndex, patch: tuple[int, int, int]) -> Tensor | None:
-    return take_patches(torch.from_numpy(labels).unsqueeze(1), index.kept, patch) if labels is not None else None
+def _view(config: PretrainConfig, store: Store, batch: Batch, voxels: Tensor) -> View:
+    """Volumes of a batch at the same tokens, those of the first one's masks; voxels: [B, 1, D, H, W]."""
+    pre, patch = store.preprocessing, config.model.patch_size
+    maps = token_map(batch.band[:1], batch.valid[:1], pre.image_size, patch)
+    masks = sample_masks(config.masks, maps, generators(config.seed, PREFLIGHT_STREAM, np.array([0])))
+    index = TokenIndex(*(x.expand(len(batch), -1) for x in vars(token_index(HOST, masks)).values()))
+    patches = normalise(take_patches(voxels, index.kept, patch), pre.intensity_mean, pre.intensity_std)
+    labels = None if batch.labels is None else torch.from_numpy(batch.labels).unsqueeze(1)
+    return View(patches, patches, index, None if labels is None else take_patches(labels, index.kept, patch))
 
 
 @torch.no_grad()

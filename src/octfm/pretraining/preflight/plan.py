@@ -3,13 +3,12 @@
 import shlex
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from operator import attrgetter
 
 import numpy as np
 
 from octfm.errors import StoreError
 from octfm.io.progress import Progress
-from octfm.models.token_map import token_grid
 from octfm.pretraining.data import training_rows
 from octfm.pretraining.preflight.cost import measure_speed
 from octfm.pretraining.preflight.data import arithmetic, patches_tile
@@ -204,7 +203,7 @@ def _candidate(preset: str, store: Store, volumes: int, runtime: Runtime, reads:
     runtime = replace(runtime, precision=precision).for_run(config.runtime, alike)
 
     def changed() -> tuple[str, ...]:
-        return tuple(f"{key}={value}" for key, value in wanted.items() if value != _setting(config, key))
+        return tuple(f"{key}={value}" for key, value in wanted.items() if value != attrgetter(key)(config))
 
     _, sizes = micro_batches(load_config(preset, changed()), store.preprocessing, runtime)
     if not sizes:
@@ -224,17 +223,8 @@ def _faster_precision(config: PretrainConfig, store: Store, runtime: Runtime) ->
     """The preset's, or fp32 where this device lacks bf16 or multiplies faster in fp32, as many CPUs do."""
     if runtime.device.type != "cpu":
         return config.precision if config.precision == "fp32" else runtime.precision
-    grid = token_grid(store.preprocessing.image_size, config.model.patch_size)
-    tokens = config.masks.counts(grid)[0] * config.data.per_device_batch_size
 
     def rate(precision: Precision) -> float:
-        return measure_speed(replace(runtime, precision=precision), config.model.width, tokens).flops_per_s
+        return measure_speed(replace(runtime, precision=precision), config, store.preprocessing).flops_per_s
 
     return config.precision if config.precision == "fp32" or rate("bf16") >= rate("fp32") else "fp32"
-
-
-def _setting(config: PretrainConfig, key: str) -> Any:
-    value = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value

@@ -18,8 +18,7 @@ MAX_POINTS = 2000
 
 
 def draw_plot(path: Path, config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Path:
-    """Write a PNG: learning rate, weight decay and EMA momentum over the run; how often kept tokens are targets along
-    D, H and W."""
+    """Write a PNG: the run's curves, and how often kept tokens are targets along D, H and W."""
     schedule = Schedule(config.schedule, config.steps)
     steps = np.unique(np.linspace(0, config.steps - 1, min(config.steps, MAX_POINTS)).astype(int))
     coverage = draw_coverage(config, read_sample(config, store, train_rows).tokens)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from octfm.errors import BucketError, CheckpointError
 from octfm.io.location import BucketPath, Location, write_whole
-from octfm.models.token_map import token_grid
 from octfm.models.vit3d import count_parameters
 from octfm.pretraining.initial_weights import initial_state, is_query
 from octfm.pretraining.learner import blueprint
@@ -60,16 +59,9 @@ def cost_on(
     runtime: Runtime, config: PretrainConfig, preprocessing: Preprocessing, micro_batch: int, micro_steps: int
 ) -> Cost:
     """`step_cost` of a rank of this runtime."""
-    return step_cost(
-        config,
-        preprocessing,
-        micro_batch,
-        micro_steps,
-        runtime.world,
-        runtime.sharded,
-        runtime.device.type,
-        runtime.graphs,
-    )
+    # The settings are frozen and so hashable, which pyright does not see.
+    own = (runtime.world, runtime.sharded, runtime.device.type, runtime.graphs)
+    return step_cost(config, preprocessing, micro_batch, micro_steps, *own)  # pyright: ignore[reportArgumentType]
 
 
 def micro_batches(config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime) -> tuple[Cost, list[int]]:
@@ -80,8 +72,7 @@ def micro_batches(config: PretrainConfig, preprocessing: Preprocessing, runtime:
     other = 1 if chosen > 1 else 2
 
     def cost(micro_batch: int) -> Cost:
-        micro_steps = max(1, per_rank // micro_batch)
-        return cost_on(runtime, config, preprocessing, micro_batch, micro_steps)
+        return cost_on(runtime, config, preprocessing, micro_batch, max(1, per_rank // micro_batch))
 
     estimate = cost(chosen)
     # Memory grows linearly with the micro-batch: two estimates give the line.
@@ -116,9 +107,7 @@ def step_time(config: PretrainConfig, preprocessing: Preprocessing, runtime: Run
     data = config.data
     micro_steps = accumulation(data.global_batch_size, data.per_device_batch_size, runtime.world)
     cost = cost_on(runtime, config, preprocessing, data.per_device_batch_size, micro_steps)
-    grid = token_grid(preprocessing.image_size, config.model.patch_size)
-    tokens = config.masks.counts(grid)[0] * data.per_device_batch_size
-    return measure_speed(runtime, config.model.width, tokens).seconds(cost), cost
+    return measure_speed(runtime, config, preprocessing).seconds(cost), cost
 
 
 def forecast(config: PretrainConfig, store: Store, runtime: Runtime, sample: Sample) -> Check:
@@ -150,11 +139,8 @@ def destinations(config: PretrainConfig, out: Location) -> list[Check]:
     found = [_bucket(out) if isinstance(out, BucketPath) else _folder("destination", out, "choose another --out (F6)")]
     if config.ckpt_second_dir is not None:
         second = Path(config.ckpt_second_dir)
-        found.append(
-            _folder(
-                "second destination", second, "name a folder that can be written in ckpt_second_dir, or set it to null"
-            )
-        )
+        advice = "name a folder that can be written in ckpt_second_dir, or set it to null"
+        found.append(_folder("second destination", second, advice))
     return found
 
 
@@ -217,11 +203,8 @@ def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> C
         second = Path(config.ckpt_second_dir) if config.ckpt_second_dir else None
         if second is not None and _free(second) / GB >= needed:
             return warn("disk", measured, f"checkpoints without room go to ckpt_second_dir {second}, which has enough")
-        return fail(
-            "disk",
-            measured,
-            "free some space, or lower keep_checkpoints or raise keep_every_steps and keep_every_epochs",
-        )
+        advice = "free some space, or lower keep_checkpoints or raise keep_every_steps and keep_every_epochs"
+        return fail("disk", measured, advice)
     return passed("disk", measured)
 
 
@@ -242,11 +225,8 @@ def tracker(config: PretrainConfig, *, resumed: bool = False) -> Check:
     """
     tracking = config.tracking
     if absent := trackers.missing(tracking):
-        return fail(
-            "tracker",
-            f"{absent[0]} is not installed",
-            f"pip install octfm[{absent[0]}], or turn tracking.{absent[0]} off",
-        )
+        advice = f"pip install octfm[{absent[0]}], or turn tracking.{absent[0]} off"
+        return fail("tracker", f"{absent[0]} is not installed", advice)
     names = " and ".join(["metrics.jsonl", *(["TensorBoard"] if tracking.tensorboard else [])])
     if tracking.wandb is None:
         return passed("tracker", names)

@@ -1,5 +1,6 @@
 """Checks of the token budget (F14) and of masks: disjoint, evenly spread, on tissue."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,8 +29,7 @@ PREFLIGHT_STREAM = 9
 """Stream of randomness of the preflight's masks, which are not those of the run."""
 AXES = ("D", "H", "W")
 TOLERANCE = {"D": 0.10, "H": 0.20, "W": 0.20}
-"""Largest departure of the observed from the expected share of targets, per slice of an axis. Every B-scan must be
-equally likely."""
+"""Largest departure of observed from expected targets per slice of an axis; B-scans must be equally likely."""
 STARVED = 0.02
 """Largest acceptable mean share of tissue outside the budget, by scanner and by diagnosis."""
 UNIONS = 5
@@ -50,8 +50,7 @@ class Coverage:
     """Frequency that the sampler should give; NaN for a slice without kept tokens."""
     standard_error: dict[str, np.ndarray]
     shapes: frozenset[tuple[int, int, int]]
-    """Numbers of (kept, context, target) tokens that were drawn: if there is more than one triple, steps compile
-    again."""
+    """Numbers of (kept, context, target) tokens drawn: with more than one triple, steps compile again."""
     overlap: int
     """Tokens that were context and target at once."""
     padded: int
@@ -60,8 +59,7 @@ class Coverage:
     """Share of targets that are background."""
 
     def worst(self, axis: str) -> tuple[int, float]:
-        """(slice, relative departure) of the largest departure that is beyond chance, less SURE standard errors;
-        (-1, 0) when there is none."""
+        """(slice, relative departure) of the largest beyond chance, less SURE standard errors; (-1, 0) without any."""
         difference, error = self.observed[axis] - self.expected[axis], self.standard_error[axis]
         # Comparisons with NaN are false, so slices without kept tokens do not count.
         counts = np.abs(difference) > SIGNIFICANT * error
@@ -71,7 +69,7 @@ class Coverage:
         return (where, float(gap[where])) if gap[where] else (-1, 0.0)
 
 
-def budget(config: PretrainConfig, sample: Sample) -> list[Check]:
+def budget(config: PretrainConfig, sample: Sample) -> Iterator[Check]:
     """Tissue, background and padding tokens, and how the budget fits them (F14)."""
     grid = sample.tokens.shape[1:]
     tissue, background, padding = (
@@ -82,26 +80,16 @@ def budget(config: PretrainConfig, sample: Sample) -> list[Check]:
     share = f"tissue {tissue.mean():.0f}, background {background.mean():.0f}, padding {padding.mean():.0f}"
     each = config.data.per_device_batch_size
     split = f"{kept} kept, {num_context} context, {num_target} target"
-    measured = f"{np.prod(grid)} tokens: {share}; {split}; x {each} volumes per device"
-    found = [passed("token budget", measured)]
+    yield passed("token budget", f"{np.prod(grid)} tokens: {share}; {split}; x {each} volumes per device")
     if (empty := float(padding.mean()) / np.prod(grid)) > 0.4:
-        found.append(
-            warn(
-                "padding", f"{empty:.0%} of the grid is padding", "choose target_spacing to fit the field of view (F14)"
-            )
-        )
+        measured = f"{empty:.0%} of the grid is padding"
+        yield warn("padding", measured, "choose target_spacing to fit the field of view (F14)")
     if (deep := sample.band_rows / config.model.patch_size[1]) < 2:
-        found.append(
-            warn(
-                "axial detail",
-                f"the tissue band is {deep:.1f} tokens deep",
-                "use a finer axial target_spacing or patch (F14)",
-            )
-        )
+        measured = f"the tissue band is {deep:.1f} tokens deep"
+        yield warn("axial detail", measured, "use a finer axial target_spacing or patch (F14)")
     if (short := float(np.mean(image < kept))) > 0.1:
         measured = f"{short:.0%} of volumes have fewer image tokens than the budget"
-        found.append(warn("tokens repeated", measured, f"lower masks.budget to {int(image.min())}"))
-    return found
+        yield warn("tokens repeated", measured, f"lower masks.budget to {int(image.min())}")
 
 
 def starved(config: PretrainConfig, store: Store, sample: Sample) -> list[Check]:
@@ -124,8 +112,7 @@ def starved(config: PretrainConfig, store: Store, sample: Sample) -> list[Check]
 
 
 def moved(config: PretrainConfig, store: Store, sample: Sample) -> list[Check]:
-    """Fail if augmentation may move a volume out of its frame, which would stop the run at whatever step it does; no
-    check otherwise."""
+    """Fail if augmentation may move a volume out of its frame, which would stop the run then; no check otherwise."""
     least = (sample.tokens != PADDING).reshape(len(sample.tokens), -1).sum(1).argmin()
     arrays, pre, moves = store.read(sample.rows[[least]]), store.preprocessing, augment.farthest(config.augment)
     band, valid = (np.repeat(x, len(moves.shift), 0) for x in (arrays.band, arrays.valid))
@@ -135,55 +122,39 @@ def moved(config: PretrainConfig, store: Store, sample: Sample) -> list[Check]:
         return []
     movements = ("axial_shift", "lateral_shift_mm", "lateral_scale", "axial_scale", "tilt_deg")
     named = [f"augment.{name}={value:g}" for name in movements if (value := getattr(config.augment, name))]
-    return [
-        fail(
-            "augmentation",
-            f"{' '.join(named)} may leave {left.min()} tokens of {arrays.acquisition[0]} in its frame",
-            "a step needs two or more; lower the largest movement",
-        )
-    ]
+    measured = f"{' '.join(named)} may leave {left.min()} tokens of {arrays.acquisition[0]} in its frame"
+    return [fail("augmentation", measured, "a step needs two or more; lower the largest movement")]
 
 
-def masking(config: PretrainConfig, sample: Sample) -> list[Check]:
+def masking(config: PretrainConfig, sample: Sample) -> Iterator[Check]:
     """Check 200 draws of masks: context and target are disjoint, neither contains padding, few targets are dead, and
     every place is a target as often as it should be."""
     coverage, counts = draw_coverage(config, sample.tokens), config.masks.counts(sample.tokens.shape[1:])
-    found = []
     if coverage.overlap or coverage.padded:
         measured = f"{coverage.overlap} tokens are context and target, {coverage.padded} kept tokens are padding"
-        found.append(
-            fail("masks", measured, "the encoder would see answers, or learn from nothing; report this as a bug (F4)")
-        )
+        yield fail("masks", measured, "the encoder would see answers, or learn from nothing; report this as a bug (F4)")
     elif coverage.shapes != {counts}:
         drawn = ", ".join(" + ".join(map(str, shape)) for shape in sorted(coverage.shapes)[:3])
         measured = f"kept, context and target should be {' + '.join(map(str, counts))} tokens, and are {drawn}"
-        found.append(
-            fail("masks", measured, "shapes that change compile anew in every step; report this as a bug (F4)")
-        )
+        yield fail("masks", measured, "shapes that change compile anew in every step; report this as a bug (F4)")
     else:
         split = f"{counts[1]} context and {counts[2]} target tokens of {counts[0]} kept"
-        drawn = f"{split}, and disjoint, in each of {DRAWS} draws"
-        found.append(passed("masks", drawn))
+        yield passed("masks", f"{split}, and disjoint, in each of {DRAWS} draws")
     dead = f"{coverage.dead:.0%} of targets are background"
     if coverage.dead > 0.3:
-        found.append(warn("dead targets", dead, "lower masks.budget so that tissue fills it"))
+        yield warn("dead targets", dead, "lower masks.budget so that tissue fills it")
     else:
-        found.append(passed("dead targets", dead))
+        yield passed("dead targets", dead)
     uneven = []
     for axis in AXES:
         where, gap = coverage.worst(axis)
         if abs(gap) > TOLERANCE[axis]:
             uneven.append(f"slice {where} of {axis} is a target {gap:+.0%} as often as expected")
     if uneven:
-        found.append(
-            fail("mask coverage", "; ".join(uneven), "some places would hardly be trained on; report this as a bug")
-        )
+        yield fail("mask coverage", "; ".join(uneven), "some places would hardly be trained on; report this as a bug")
     else:
         widest = max(abs(coverage.worst(axis)[1]) for axis in AXES)
-        found.append(
-            passed("mask coverage", f"even over B-scans, rows and A-scans (largest sure departure {widest:.0%})")
-        )
-    return found
+        yield passed("mask coverage", f"even over B-scans, rows and A-scans (largest sure departure {widest:.0%})")
 
 
 def draw_coverage(config: PretrainConfig, tokens: np.ndarray) -> Coverage:
@@ -231,8 +202,7 @@ def draw_coverage(config: PretrainConfig, tokens: np.ndarray) -> Coverage:
 
 
 def _expected_rows(config: PretrainConfig, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Share of kept tokens that should be targets in each row, and its standard error: UNIONS for every draw of
-    masks."""
+    """Share of kept tokens that should be targets in each row, and its standard error; UNIONS per draw of masks."""
     found = []
     for draw, rng in enumerate(generators(config.seed, PREFLIGHT_STREAM, DRAWS + np.arange(DRAWS))):
         found += [expected_targets(config.masks, tokens[draw % len(tokens)], rng) for _ in range(UNIONS)]

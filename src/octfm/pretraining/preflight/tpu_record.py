@@ -25,7 +25,7 @@ from octfm.pretraining.monitors.measure import update
 from octfm.pretraining.settings import PretrainConfig
 from octfm.pretraining.step import accumulate, judge
 from octfm.run.runtime_xla import XLARuntime
-from octfm.store.loader import Batch
+from octfm.store.loader import batch_of_voxels
 from octfm.volume.preprocessing import Preprocessing
 
 
@@ -55,7 +55,9 @@ def record(config: PretrainConfig, preprocessing: Preprocessing, devices: int) -
     learner = Learner(config, preprocessing, runtime)
     learner.set_rates(1e-4, 0.05, 0.999)
     torch_xla.sync()  # initialisation is not part of the step
-    micro_steps = accumulate(learner, blank_batch(preprocessing, config.data.global_batch_size), 0.5, everything=True)
+    # The program does not depend on voxel values; untouched pages of np.zeros take no memory.
+    blank = np.zeros((config.data.global_batch_size, *preprocessing.image_size), np.uint8)
+    micro_steps = accumulate(learner, batch_of_voxels(blank), 0.5, everything=True)
     outcome = judge(learner, micro_steps, runtime.clip(learner.trained, config.clip_grad_norm), Limits(1.0, 1.0, 1.0))
     movement = update(learner, outcome.made, inspect=True)
     # Everything that a step leaves behind must be a result, or the compiler would remove its computation.
@@ -63,17 +65,6 @@ def record(config: PretrainConfig, preprocessing: Preprocessing, devices: int) -
     results = [x for x in (*learner.tensors().values(), *values, *movement.values()) if isinstance(x, Tensor)]
     arguments, _ = torch_xla._XLAC._get_tensors_xla_device_data_node(results)
     return xm.get_stablehlo(results), {"split": [argument in runtime.split for argument in arguments]}
-
-
-def blank_batch(preprocessing: Preprocessing, volumes: int) -> Batch:
-    """Blank volumes with a tissue band in the middle; the program does not depend on voxel values."""
-    (d, h, w), index = preprocessing.image_size, np.arange(volumes)
-    surfaces = np.broadcast_to(np.array([0.4, 0.6, 0.0, 1.0], np.float32)[:, None, None] * h, (volumes, 4, d, w))
-    # Untouched pages of np.zeros take no memory.
-    voxels = np.zeros((volumes, d, h, w), np.uint8)
-    return Batch(
-        voxels, surfaces[:, :2].copy(), surfaces[:, 2:].astype(np.int16), index, index, ("none",) * volumes, 0.0
-    )
 
 
 def main(folder: Path) -> None:

@@ -4,9 +4,11 @@ import base64
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib import colormaps
 
 from octfm.errors import EvaluationError
 from octfm.report.segmented.pictures import RANGE_UM
+from octfm.report.viewer import colour_steps
 from octfm.version import __version__
 from octfm.volume import etdrs
 from octfm.volume.etdrs import lateral_scale
@@ -82,7 +84,7 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
             "offCentre": etdrs.OFF_CENTRE_MM, "apart": etdrs.APART_MM, "rival": etdrs.RIVAL,
             "zones": etdrs.ZONES, "sides": etdrs.SIDES[volume.laterality], "zoneUm": ZONE_UM, "placeUm": PLACE_UM,
         },
-        "viridis": _viridis(),
+        "viridis": colour_steps(colormaps["viridis"]),
         "range": RANGE_UM,
     }  # fmt: skip
 
@@ -111,9 +113,3 @@ def _field(found: "ScanSegmentation") -> dict[str, Any] | None:
         "bscans": field.bscans_mm.tolist(), "starts": field.starts_mm.tolist(), "columns": field.columns,
         "ascan": field.ascan_mm, "upright": field.upright, "centre": field.centre.tolist(),
     }  # fmt: skip
-
-
-def _viridis() -> list[list[int]]:
-    from matplotlib import colormaps
-
-    return [[round(255 * c) for c in colormaps["viridis"](i / 63)[:3]] for i in range(64)]

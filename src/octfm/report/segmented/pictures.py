@@ -38,8 +38,7 @@ def thickness_pictures(found: "ScanSegmentation") -> list[Picture]:
 
 
 def thickness_picture(found: "ScanSegmentation", grid: EtdrsGrid) -> Picture:
-    """ILM to BM over the fundus, with the grid's circles, its mean in every zone, and nothing where nothing was
-    measured."""
+    """ILM to BM over the fundus, where it was measured, with the grid's circles and its mean in every zone."""
     axis = np.arange(-HALF_MM, HALF_MM + STEP_MM / 2, STEP_MM)
     x, y = np.meshgrid(axis, axis)
     field = field_of_volume(found.volume, found.axial_length_mm)

@@ -142,12 +142,11 @@ def _left_out(result: dict[str, Any]) -> dict[str, Any]:
             table.setdefault(key, {})[regimes[r["regime"]]] = interval(r)
     pretrained = {r["scanner"]: r["in_pretraining"] for r in own if r["scanner"] is not None}
     return {
-        "sentence": part["sentence"],
+        **part,
         "charts": [c for c in charts if c is not None],
         "regimes": list(regimes.values()),
         "means": [{"target": t, "metric": m, "encoder": e, "cells": cells} for (t, m, e), cells in table.items()],
         "comparisons": [_compared(c) for c in part["comparisons"] if c["encoder"] == reference],
-        "skipped": part["skipped"],
         "never_pretrained": [s for s, seen in pretrained.items() if seen is False],
     }
 
@@ -155,25 +154,12 @@ def _left_out(result: dict[str, Any]) -> dict[str, Any]:
 def _domains(result: dict[str, Any]) -> dict[str, Any]:
     part = result["domains"]
     origin = [
-        {
-            "name": name,
-            "scanners": ", ".join(map(readable, facts["scanners"])),
-            "named": facts["named"],
-            "participants": facts["participants"],
-            "steps": facts["steps"],
-            "batch": facts["global_batch_size"],
-            "seed": facts["seed"],
-        }
+        {**facts, "name": name, "scanners": ", ".join(map(readable, facts["scanners"]))}
         for name, facts in result["pretraining"].items()
     ]
     settings = [facts["settings"] for facts in result["pretraining"].values()]
     differ = sorted({key for other in settings[1:] for key in other if other[key] != settings[0].get(key)})
-    return {
-        "sentence": part["sentence"],
-        "origin": origin,
-        "differ": differ,
-        "comparisons": [_compared(c) for c in part["comparisons"]],
-    }
+    return {**part, "origin": origin, "differ": differ, "comparisons": [_compared(c) for c in part["comparisons"]]}
 
 
 def _same_eye(result: dict[str, Any]) -> dict[str, Any]:
@@ -207,14 +193,12 @@ def _same_eye(result: dict[str, Any]) -> dict[str, Any]:
         for r in part["retrieval"]
     ]
     return {
-        "sentence": part["sentence"],
-        "forms": part["forms"],
+        **part,
         "agreement": [{**r, "cell": interval(r)} for r in part["agreement"]],
         "pairs": pairs,
         "plots": plots,
         "retrieval": retrieval,
         "comparisons": [_compared(c) for c in part["comparisons"]],
-        "skipped": part["skipped"],
     }
 
 
@@ -254,7 +238,7 @@ def _calibration(result: dict[str, Any]) -> dict[str, Any]:
         caption = f"{r['n_participants']} participants; a larger mark holds more cases; "
         caption += "bars are Wilson's 95\u00a0% intervals, in which a participant counts once."
         charts.append(figures.reliability(r, f"{readable(r['target'])}: {r['encoder']}", caption))
-    return {"sentence": part["sentence"], "rows": rows, "charts": charts, "skipped": part["skipped"]}
+    return {**part, "rows": rows, "charts": charts}
 
 
 def _leakage(result: dict[str, Any]) -> dict[str, Any]:
