@@ -91,9 +91,9 @@ class Preprocessing(Config):
     """Version of the algorithm, raised whenever the same settings would give other voxels or another band.
 
     Version 3 takes for image what exports have around and on it: padding where A-scans were shifted, frames, burnt-in
-    scale bars and icons, and bright rows across. Version 2 also trusts a band that runs along the tops of lesions, and its crop does
-    not follow a drifting retina. Stores and checkpoints made with either can still be continued and used. Left eyes in
-    vertical B-scans are mirrored by the order of their B-scans in all."""
+    scale bars and icons, and bright rows across. Version 2 also trusts a band that runs along the tops of lesions, and
+    its crop does not follow a drifting retina. Stores and checkpoints made with either can still be continued and used.
+    Left eyes in vertical B-scans are mirrored by the order of their B-scans in all."""
     intensity_mean: float = Field(0.2, ge=-100, le=100)
     """Subtracted from voxels / 255 on the device."""
     intensity_std: float = Field(0.2, ge=1e-4, le=100)
