@@ -243,12 +243,14 @@ def _expect_rows_to_fit(acquisitions: Sequence[Acquisition], rejects: Sequence[R
     fits_none = all("not_in_manifest" in a.flags for a in acquisitions) and not any(
         tables.at_path(reject.uri) for reject in rejects
     )
-    if acquisitions and tables.own is not None and fits_none:
+    # Where nothing was accepted, such as for want of the table's millimetres, only paths can be compared.
+    tried = [f"{a.uri} ({a.sop_instance_uid})" for a in acquisitions] or [r.uri for r in rejects if tables.by_path]
+    if tried and tables.own is not None and fits_none:
         example = next(iter({**tables.by_path, **tables.by_uid}))
+        what = "acquisitions" if acquisitions else "files"
         raise TableError(
-            f"{tables.own}: no row fits any of {len(acquisitions)} acquisitions, for example {example} against "
-            f"{acquisitions[0].uri} ({acquisitions[0].sop_instance_uid}); give paths relative to the root or to the "
-            "table, or SOP Instance UIDs"
+            f"{tables.own}: no row fits any of {len(tried)} {what}, for example {example} against {tried[0]}; give paths "
+            "relative to the root or to the table, or SOP Instance UIDs"
         )
 
 
