@@ -261,6 +261,15 @@ def test_gray_bscans_saved_as_colour_jpegs_are_read_and_lines_in_them_are_not(su
         read_gray(str(tmp_path / "lines.jpg"))
 
 
+def test_bscans_with_coloured_lines_are_not_rejected_for_want_of_millimetres(tmp_path):
+    for n in (1001, 1002):
+        lines = np.repeat(layered(n)[..., None], 3, axis=2)
+        lines[80] = (0, 255, 0)
+        write_image(tmp_path / "AMD" / f"AMD-{n}-1.png", lines)
+    with pytest.raises(NothingAccepted, match="2 unsupported_pixels"):
+        line_scan(tmp_path, "{label}/*-{participant}-*")
+
+
 def test_numbers_of_a_table_may_start_again_in_every_class(tmp_path):
     """As NEH-UT: Patient ID 1 of CNV is not Patient ID 1 of NORMAL; each image has a label of its own."""
     rows = [("CNV", 1, "CNV"), ("CNV", 2, "Normal"), ("NORMAL", 1, "Normal"), ("NORMAL", 2, "Normal")]

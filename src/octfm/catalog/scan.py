@@ -114,10 +114,13 @@ def scan(
     of_layouts, rejects = wanted(per_volume, layouts)
     headers, duplicates = without_duplicates(of_layouts, tables, workers, limits, readers)
     # Combine headers with tables.
-    estimated = {} if nominal_spacing_mm else axial_mm_by_height(headers, tables, workers, limits, readers)
+    estimated: dict[int, float] = {}
+    undecoded: dict[str, Reject] = {}
+    if not nominal_spacing_mm:
+        estimated, undecoded = axial_mm_by_height(headers, tables, workers, limits, readers)
     rows = [accept(header, tables, nominal_spacing_mm, estimated) for header in headers]
     accepted = [row for row in rows if isinstance(row, Acquisition)]
-    left_out = [*found.refused, *rejects, *(row for row in rows if isinstance(row, Reject))]
+    left_out = [*found.refused, *rejects, *(undecoded.get(row.uri, row) for row in rows if isinstance(row, Reject))]
     _expect_rows_to_fit(accepted, left_out, tables)
     # Copies may be filed under another participant, and their paths help to find out whose a folder is.
     copied = [accept(copy, tables, nominal_spacing_mm, estimated) for copy, _ in duplicates]
