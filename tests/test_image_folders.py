@@ -112,7 +112,7 @@ def test_a_folder_without_millimetres_is_told_how_single_bscans_are_read(tmp_pat
     (tmp_path / "visit.json").unlink(missing_ok=True)
     with pytest.raises(ReadError, match="if each image is a scan of its own, add --layouts line"):
         read_volume(folder)
-    with pytest.raises(ReadError, match="--nominal-spacing$"):
+    with pytest.raises(ReadError, match=r"--nominal-spacing$"):
         read_volume(write_npy(tmp_path / "a.npy", VOXELS))
 
 

@@ -252,8 +252,8 @@ def _expect_rows_to_fit(acquisitions: Sequence[Acquisition], rejects: Sequence[R
         example = next(iter({**tables.by_path, **tables.by_uid}))
         what = "acquisitions" if acquisitions else "files"
         raise TableError(
-            f"{tables.own}: no row fits any of {len(tried)} {what}, for example {example} against {tried[0]}; give paths "
-            "relative to the root or to the table, or SOP Instance UIDs"
+            f"{tables.own}: no row fits any of {len(tried)} {what}, for example {example} against {tried[0]}; give "
+            "paths relative to the root or to the table, or SOP Instance UIDs"
         )
 
 
