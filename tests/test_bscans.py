@@ -163,7 +163,9 @@ def test_millimetres_of_real_scans_with_white_margins_are_estimated(real_data):
 def test_an_image_without_retina_has_no_millimetres(tmp_path):
     noise = np.random.default_rng(0).integers(0, 40, (200, 150)).astype(np.uint8)
     assert retina_rows(noise[None]) is None
-    with pytest.raises(ReadError, match="shows no retina to estimate them from") as caught:
+    with pytest.raises(
+        ReadError, match="no retina to estimate them from, vitreous on top and bright on dark;"
+    ) as caught:
         read_volume(write_image(tmp_path / "a.png", noise), raster_only=False)
     assert caught.value.code == "missing_spacing"
 

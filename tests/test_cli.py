@@ -49,6 +49,11 @@ WRONG = {
     "no run": (["embed", "nowhere"], "nowhere"),
     "no run to probe": (["probe", "nowhere"], "nowhere: no run here (config.yaml is missing)"),
     "nothing to segment": (["segment"], "give scans (octfm segment scan.e2e)"),
+    "a table that Excel would write": (
+        ["segment", "--sample", "healthy", "--out", "eyes.xlsx"],
+        "--out eyes.xlsx: expected a folder or a table FILE.csv, got another file",
+    ),
+    "a table where a folder is written": (["embed", "a.dcm", "--out", "vectors.csv"], "vectors.csv: expected a folder"),
     "settings of a training for samples": (
         ["segment", "--sample", "--store", "{store}", "--steps", "3", "--allow-seen"],
         "--sample segments synthetic scans and does nothing with --store, --steps, --allow-seen; leave out one",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import octfm
 from octfm.encoder.encoder import load_encoder
 from octfm.encoder.sources import find, packaged_encoders
 from octfm.errors import CheckpointError, ConfigError, EvaluationError, ReadError
@@ -94,6 +95,25 @@ def test_volumes_that_were_prepared_otherwise_are_refused(encoder, tmp_path):
 def test_what_is_no_scan_is_named(encoder, scans):
     with pytest.raises(TypeError, match=r"embed: expected a path, a Volume.*got \w+"):
         encoder.embed(scans)
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda: octfm.segment(np.zeros((2, 64, 32), np.uint8)), "expected the path of a scan, got ndarray; octfm.Vol"),
+        (lambda: octfm.read_volume(["a.dcm"]), "expected the path of a scan, got list"),
+        (lambda: octfm.pretrain("vit_s", None), "config: expected a PretrainConfig, got str; octfm.load_config"),
+        (lambda: octfm.pretrain(octfm.load_config("vit_s"), "a"), r"expected a Store, got a path; .*Store.open\('a'\)"),
+        (lambda: octfm.prepare("a", "b", octfm.Preprocessing()), "expected a Catalog, got str; octfm.Catalog.load"),
+    ],
+)
+def test_what_a_function_expects_instead_of_a_path_or_an_array_is_named(call, problem):
+    with pytest.raises(TypeError, match=problem):
+        call()
+
+
+def test_one_override_needs_no_list():
+    assert octfm.load_config("vit_s", "model.depth=3").model.depth == 3
 
 
 def test_a_file_that_is_missing_is_a_read_error(encoder, tmp_path):

@@ -107,6 +107,15 @@ def test_few_images_and_one_stray_are_not_a_guess(tmp_path):
     assert read_header(folder).shape == (4, 40, 36), "another name and another size"
 
 
+def test_a_folder_without_millimetres_is_told_how_single_bscans_are_read(tmp_path):
+    folder = write_images(tmp_path / "visit", VOXELS)
+    (tmp_path / "visit.json").unlink(missing_ok=True)
+    with pytest.raises(ReadError, match="if each image is a scan of its own, add --layouts line"):
+        read_volume(folder)
+    with pytest.raises(ReadError, match=r"--nominal-spacing$"):
+        read_volume(write_npy(tmp_path / "a.npy", VOXELS))
+
+
 def test_the_order_of_bscans_that_nothing_states_is_a_flag(tmp_path):
     write_images(tmp_path / "oct" / "patient_7", VOXELS)
     write_sidecar(write_npy(tmp_path / "oct" / "patient_8.npy", VOXELS[::-1]), SPACING_MM)

@@ -13,6 +13,7 @@ import pytest
 from octfm.catalog.scan import scan
 from octfm.errors import ConfigError
 from octfm.formats.reasons import REASONS
+from octfm.io import isolation
 from octfm.io.isolation import Limits, Lost, import_path, release
 from octfm.io.spread import spread
 from support.dicom_files import write_oct_dicom
@@ -63,6 +64,14 @@ def test_what_decoders_print_does_not_end_among_the_results():
 def test_an_uncaught_error_stops_the_run_as_without_children():
     with pytest.raises(KeyError, match="7"):
         run(fail, [7])
+
+
+def test_ctrl_c_while_a_child_starts_prints_no_traceback(monkeypatch, capfd):
+    release()  # idle children of other tests have started already
+    monkeypatch.setattr(isolation, "_START", f"import os; os.kill(os.getpid(), {signal.SIGINT:d})\n{isolation._START}")
+    assert run(str.upper, ["a"]) == ["A"]
+    assert "Traceback" not in capfd.readouterr().err
+    release()
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])

@@ -172,7 +172,7 @@ def test_other_settings_are_refused_and_named(tmp_path):
     other = Preprocessing(image_size=(4, 32, 32), target_spacing=SMALL.target_spacing)
     with pytest.raises(
         StoreError,
-        match=r"prepared differently \(image_size \[4, 32, 16\] there, \[4, 32, 32\] here\).*prepare into a new folder",
+        match=r"prepared differently \(image_size is \[4, 32, 16\], expected \[4, 32, 32\]\).*prepare into a new folder",
     ):
         run([acquisition(0), acquisition(1)], tmp_path / "store", preprocessing=other)
     with pytest.raises(StoreError, match=r"this store has compression none, got zstd"):

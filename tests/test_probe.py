@@ -20,7 +20,7 @@ from octfm.evaluation.cases import Cases, Round, Target, find_targets, make_case
 from octfm.evaluation.efficiency import label_efficiency, subset
 from octfm.evaluation.linear import logistic, ridge
 from octfm.evaluation.probe import probe, summary_lines, write_probe
-from octfm.evaluation.scoring import Predictions, to_units
+from octfm.evaluation.scoring import Predictions, difference_words, to_units
 from support.probe_cohort import Cohort
 
 
@@ -693,6 +693,19 @@ def test_neighbours_see_what_a_line_cannot(tmp_path):
     }
     assert score["knn"]["estimate"] > 0.9 > 0.7 > score["linear"]["estimate"]
     assert score["knn"]["readout"] == "knn"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "p_holm", "words"),
+    [
+        ("better", 0.162, ", not after Holm: 0.162)"),
+        ("better", 0.03, ", Holm 0.030)"),
+        ("inconclusive", 1.0, ", Holm 1.000)"),
+    ],
+)
+def test_a_terminal_says_what_does_not_survive_the_correction(verdict, p_holm, words):
+    compared = {"verdict": verdict, "difference": 0.018, "low": 0.001, "high": 0.062, "p": 0.027, "p_holm": p_holm}
+    assert difference_words(compared) == f"+0.018 (+0.001 to +0.062, p = 0.027{words}"
 
 
 def test_planned_comparisons_are_corrected_for_their_number(tmp_path):

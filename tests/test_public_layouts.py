@@ -16,6 +16,7 @@ from octfm.catalog.participants.people import AmbiguousPeople, Scan, find_people
 from octfm.catalog.scan import scan
 from octfm.errors import ConfigError, ReadError
 from octfm.formats import read_volume
+from octfm.formats.images import read_gray
 from octfm.formats.names import is_flow_beside_structure
 from support.bscan_set import layered, write_image
 
@@ -242,6 +243,31 @@ def test_images_for_print_are_read_and_those_of_the_web_named(tmp_path):
         Image.fromarray(gray).save(tmp_path / f"a.{ending}")
         with pytest.raises(ReadError, match="a GIF, WebP or JPEG 2000 image; save it as PNG"):
             read_volume(tmp_path / f"a.{ending}", raster_only=False)
+
+
+@pytest.mark.parametrize("subsampling", [0, 2], ids=["full colour", "half colour"])
+def test_gray_bscans_saved_as_colour_jpegs_are_read_and_lines_in_them_are_not(subsampling, tmp_path):
+    """As in a public set of Cirrus line scans, whose icon in light grey has a tint."""
+    gray = np.repeat(layered(1)[..., None], 3, axis=2)
+    tinted, lines = gray.copy(), gray.copy()
+    tinted[:2, ::40] = (180, 205, 235)  # a dozen pixels
+    lines[80, :60] = (255, 128, 128)
+    for name, picture in (("tinted", tinted), ("lines", lines)):
+        Image.fromarray(picture).save(tmp_path / f"{name}.jpg", quality=90, subsampling=subsampling)
+    assert np.ptp(np.asarray(Image.open(tmp_path / "tinted.jpg")).astype(int), axis=2).max() > 1
+    voxels = read_gray(str(tmp_path / "tinted.jpg"))
+    np.testing.assert_allclose(voxels[3:].astype(int), layered(1)[3:], atol=40)
+    with pytest.raises(ReadError, match="without layer lines"):
+        read_gray(str(tmp_path / "lines.jpg"))
+
+
+def test_bscans_with_coloured_lines_are_not_rejected_for_want_of_millimetres(tmp_path):
+    for n in (1001, 1002):
+        lines = np.repeat(layered(n)[..., None], 3, axis=2)
+        lines[80] = (0, 255, 0)
+        write_image(tmp_path / "AMD" / f"AMD-{n}-1.png", lines)
+    with pytest.raises(NothingAccepted, match="2 unsupported_pixels"):
+        line_scan(tmp_path, "{label}/*-{participant}-*")
 
 
 def test_numbers_of_a_table_may_start_again_in_every_class(tmp_path):

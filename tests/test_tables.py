@@ -19,7 +19,8 @@ from octfm.catalog.scan import scan
 from octfm.errors import ConfigError, EvaluationError
 from octfm.phantom import write_phantom
 from support.dicom_files import write_oct_dicom
-from support.vendor_files import write_images
+from support.vendor_files import write_images, write_npy
+from support.volumes import telling_voxels
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
 COLUMNS = {"participant": "pid", "file": "path", "laterality": "eye"}
@@ -172,6 +173,12 @@ def test_tables_that_fit_none_of_the_files_are_refused(clinic):
     table.write_text("path,pid\nx/1.dcm,p1\n")
     with pytest.raises(TableError, match=r"no row fits any of 4 acquisitions, for example .*x/1\.dcm against "):
         scan(clinic, table=table, columns={"participant": "pid", "file": "path"})
+    arrays = clinic.parent / "arrays"
+    write_npy(arrays / "a.npy", telling_voxels())
+    table.write_text("path,pid,spacing_mm\nb.npy,p1,0.12 0.02 0.05\n")
+    with pytest.raises(TableError, match=r"no row fits any of 1 files, for example .*b\.npy against .*a\.npy; give"):
+        scan(arrays, table=table, columns={"participant": "pid", "file": "path"}, workers=0)
+    table.write_text("path,pid\nx/1.dcm,p1\n")
     people = clinic.parent / "others.csv"
     people.write_text("pid,set\nsomeone,train\n")
     with pytest.raises(

@@ -467,6 +467,15 @@ def test_a_flat_bscan_begins_stretched_where_the_page_is_narrow(browser, tmp_pat
 
 
 @needs_chromium
+@pytest.mark.parametrize(("has_mm", "proportions"), [(True, "true"), (False, "estimated")])
+def test_proportions_are_called_true_only_where_millimetres_are_stated(has_mm, proportions, browser, tmp_path):
+    browser.open(write_page([scene(has_mm=has_mm)], tmp_path / "page.html"))
+    settled(browser)
+    first = browser.js("document.querySelector('[data-part=\"stretch\"]').options[0].text")
+    assert first == f"1 × ({proportions} proportions)"
+
+
+@needs_chromium
 def test_a_printed_page_holds_its_pictures_and_is_light(browser, tmp_path):
     page = write_view(scene(), tmp_path / "view.html")
     browser.open(page)

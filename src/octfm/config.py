@@ -92,7 +92,7 @@ def load(
     else:
         path = find_config(source)
         where, values = str(path), read_yaml(path)
-    overrides = tuple(overrides)
+    overrides = (overrides,) if isinstance(overrides, str) else tuple(overrides)
     for override in overrides:
         _apply(values, override)
     _refuse_credentials_in(values, where)

@@ -5,6 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
+from octfm.catalog.acquisition import Reject
 from octfm.catalog.aireadi import Tables
 from octfm.errors import ReadError
 from octfm.formats import read_volume
@@ -25,8 +26,9 @@ def axial_mm_by_height(
     workers: int | None = None,
     limits: Limits | None = None,
     readers: Sequence[Reader] = (),
-) -> dict[int, float]:
-    """Rows of an image → axial millimetres, for the sizes of single B-scans that state none.
+) -> tuple[dict[int, float], dict[str, Reject]]:
+    """Rows of an image → axial millimetres, for the sizes of single B-scans that state none; and uri → the reject of a
+    B-scan that was tried and cannot be decoded, which would otherwise count as without millimetres.
 
     One estimate for all B-scans of as many rows, which mostly come from one instrument: estimated one by one, a swollen
     retina would be scaled to the thickness of a healthy one. Sizes without a retina that is found are left out.
@@ -51,16 +53,19 @@ def axial_mm_by_height(
         deadline=lambda limits, header: limits.deadline(10 * math.prod(header.shape), header.uri),
     )
     rows: dict[int, list[float]] = defaultdict(list)
+    undecoded: dict[str, Reject] = {}
     for header, own in zip(chosen, found, strict=True):
-        if own is not None:
+        if isinstance(own, Reject):
+            undecoded[header.uri] = own
+        elif own is not None:
             rows[header.shape[1]].append(own)
-    return {height: axial_mm(several) for height, several in rows.items()}
+    return {height: axial_mm(several) for height, several in rows.items()}, undecoded
 
 
-def _rows_of(header: Header, readers: Sequence[Reader]) -> float | None:
+def _rows_of(header: Header, readers: Sequence[Reader]) -> float | Reject | None:
     try:
         # Any millimetres will do: `retina_rows` tries its own.
         volume = read_volume(header.uri, spacing_mm=(1.0, 1.0, 1.0), raster_only=False, readers=readers)
-    except ReadError:
-        return None
+    except ReadError as error:
+        return Reject.of(header.uri, error)
     return retina_rows(eight_bit(volume))

@@ -111,10 +111,13 @@ def scan(
     of_layouts, rejects = wanted(per_volume, layouts)
     headers, duplicates = without_duplicates(of_layouts, tables, workers, limits, readers)
     # Combine headers with tables.
-    estimated = {} if nominal_spacing_mm else axial_mm_by_height(headers, tables, workers, limits, readers)
+    estimated: dict[int, float] = {}
+    undecoded: dict[str, Reject] = {}
+    if not nominal_spacing_mm:
+        estimated, undecoded = axial_mm_by_height(headers, tables, workers, limits, readers)
     rows = [accept(header, tables, nominal_spacing_mm, estimated) for header in headers]
     accepted = [row for row in rows if isinstance(row, Acquisition)]
-    left_out = [*found.refused, *rejects, *(row for row in rows if isinstance(row, Reject))]
+    left_out = [*found.refused, *rejects, *(undecoded.get(row.uri, row) for row in rows if isinstance(row, Reject))]
     _expect_rows_to_fit(accepted, left_out, tables)
     # Copies may be filed under another participant, and their paths help to find out whose a folder is.
     copied = [accept(copy, tables, nominal_spacing_mm, estimated) for copy, _ in duplicates]
@@ -218,12 +221,14 @@ def _expect_rows_to_fit(acquisitions: Sequence[Acquisition], rejects: Sequence[R
     fits_none = all("not_in_manifest" in a.flags for a in acquisitions) and not any(
         tables.at_path(reject.uri) for reject in rejects
     )
-    if acquisitions and tables.own is not None and fits_none:
+    # Where nothing was accepted, such as for want of the table's millimetres, only paths can be compared.
+    tried = [f"{a.uri} ({a.sop_instance_uid})" for a in acquisitions] or [r.uri for r in rejects if tables.by_path]
+    if tried and tables.own is not None and fits_none:
         example = next(iter({**tables.by_path, **tables.by_uid}))
+        what = "acquisitions" if acquisitions else "files"
         raise TableError(
-            f"{tables.own}: no row fits any of {len(acquisitions)} acquisitions, for example {example} against "
-            f"{acquisitions[0].uri} ({acquisitions[0].sop_instance_uid}); give paths relative to the root or to the "
-            "table, or SOP Instance UIDs"
+            f"{tables.own}: no row fits any of {len(tried)} {what}, for example {example} against {tried[0]}; give "
+            "paths relative to the root or to the table, or SOP Instance UIDs"
         )
 
 

@@ -114,6 +114,14 @@ def place(text: Any) -> Any:
     return location(text) if text is not None else None
 
 
+_OF_FILES = (".csv", ".tsv", ".txt", ".xlsx", ".xls", ".ods", ".parquet", ".json", ".html", ".pdf", ".npy", ".npz")
+
+
+def is_named_as_file(out: Any) -> bool:
+    """Whether an output has a name that only a table or a document would have, and is no folder yet."""
+    return Path(str(out)).suffix.lower() in _OF_FILES and not Path(str(out)).is_dir()
+
+
 def _folder(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """`parse`, which also refuses the name of a file: before hours of work, not when the first result is written."""
 
@@ -122,7 +130,7 @@ def _folder(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
         from octfm.errors import ConfigError
 
         found = parse(text)
-        if found is not None and Path(str(found)).is_file():
+        if found is not None and (Path(str(found)).is_file() or is_named_as_file(found)):
             raise ConfigError(f"--out {found}: expected a folder, got a file; choose another path")
         return found
 

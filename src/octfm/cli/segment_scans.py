@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from octfm.cli.options import echo_line
+from octfm.cli.options import echo_line, is_named_as_file
 from octfm.errors import ConfigError, CorrectionsError, ExportError, ReadError, one_line
 from octfm.formats import read_volume, within
 from octfm.io.hashing import hash_text
@@ -69,7 +69,7 @@ class Scans:
         """Segment files or volumes. `eyes`: file → the eye that its path names; `truth`: of volumes, printed where
         zones were found."""
         keep_freed_memory()
-        if self.out is not None and not self.table and self.out.is_file():
+        if self.out is not None and not self.table and (self.out.is_file() or is_named_as_file(self.out)):
             raise ConfigError(f"--out {self.out}: expected a folder or a table FILE.csv, got another file; choose one")
         if self.dicom and (self.out is None or self.table):
             raise ConfigError("--dicom: writes files into a folder; add --out FOLDER")

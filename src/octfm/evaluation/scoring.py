@@ -193,9 +193,11 @@ def compare_metrics(a: Sequence[Scored], b: Sequence[Scored], *, leakage: bool) 
 
 
 def difference_words(c: dict[str, Any], digits: int = 3) -> str:
-    """A comparison with an interval for a terminal: `+0.020 (+0.005 to +0.034, p = 0.010, Holm 0.020)`."""
+    """A comparison with an interval for a terminal: `+0.020 (+0.005 to +0.034, p = 0.010, Holm 0.020)`, with `not after
+    Holm: 0.070` where the verdict does not survive that correction."""
     difference, low, high = (f"{c[name]:+.{digits}f}" for name in ("difference", "low", "high"))
-    adjusted = "" if c["p_holm"] is None else f", Holm {c['p_holm']:.3f}"
+    holm_words = "not after Holm:" if fails_holm(c) else "Holm"
+    adjusted = "" if c["p_holm"] is None else f", {holm_words} {c['p_holm']:.3f}"
     return f"{difference} ({low} to {high}, p = {c['p']:.3f}{adjusted})"
 
 

@@ -3,11 +3,13 @@
 import functools
 import math
 from collections.abc import Callable, Collection, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from octfm.errors import ReadError
 from octfm.formats.reasons import REASONS, Header, Reason
+from octfm.io.location import BucketPath
 from octfm.volume.volume import (
     LAYOUTS,
     MODALITIES,
@@ -55,6 +57,11 @@ def read_volume(
     """
     from octfm.formats import detect  # keeps parsers out of training processes
 
+    if not isinstance(uri, str | PathLike | BucketPath):
+        raise TypeError(
+            f"expected the path of a scan, got {type(uri).__name__}; octfm.Volume(voxels, spacing_mm) makes a volume "
+            "of voxels [B-scan, axial, lateral]"
+        )
     detect.require_readers(readers)
     wanted = {
         "layouts": RASTER_ONLY if raster_only else LAYOUTS,

@@ -22,6 +22,7 @@ from octfm.formats.dicom.geometry import NotRaster, Stack, check_bounds, is_runn
 from octfm.formats.dicom.pixels import check_size
 from octfm.formats.names import is_flow_beside_structure, lateralities, may_be_labels, slugify
 from octfm.formats.reasons import Header, angiography, blank, cannot_open, voxel_labels
+from octfm.io.archive import is_folder
 from octfm.volume.estimated import axial_mm, retina_rows, spacing_of
 from octfm.volume.radial import expect_a_star
 from octfm.volume.volume import (
@@ -49,6 +50,7 @@ DAMAGE = (*_ZIP_ERRORS, struct.error, ValueError, LookupError, ArithmeticError, 
 _SAMPLES, _SAMPLE_BYTES = 128, 2048
 MOST_LABELS = 16
 """Voxels of no more different values are labels of a segmentation, whatever the file is called."""
+OR_SINGLE = ", or, if each image is a scan of its own, add --layouts line"
 MEAN_EYE = "lateral_mm_of_a_mean_eye"
 """Flag of lateral millimetres that follow from degrees and a mean eye; declared ones take precedence."""
 
@@ -232,8 +234,8 @@ def _estimated(voxels: np.ndarray, full_scale: int, uri: str) -> Spacing3:
     if rows is None:
         raise ReadError(
             "missing_spacing",
-            f"{uri}: does not state millimetres, and shows no retina to estimate them from; declare spacing_mm, "
-            f"[dz, dy, dx], in {PurePath(uri).stem}.json beside it",
+            f"{uri}: does not state millimetres, and shows no retina to estimate them from, vitreous on top and bright "
+            f"on dark; export it so, or declare spacing_mm, [dz, dy, dx], in {PurePath(uri).stem}.json beside it",
         )
     return spacing_of(axial_mm([rows]), voxels.shape)
 
@@ -291,7 +293,8 @@ def missing_spacing(uri: str) -> ReadError:
     return ReadError(
         "missing_spacing",
         f"{uri}: does not state millimetres on all axes; declare them in {PurePath(uri).stem}.json beside it, "
-        '{"spacing_mm": [between B-scans, axial, lateral]}; octfm scan also takes --table or --nominal-spacing',
+        '{"spacing_mm": [between B-scans, axial, lateral]}; octfm scan also takes --table or --nominal-spacing'
+        f"{OR_SINGLE * is_folder(uri)}",
     )
 
 

@@ -10,14 +10,13 @@ import numpy as np
 
 from octfm.errors import ReadError
 from octfm.formats import heyex_xml
-from octfm.formats.bscans import Bscans, uid_from
+from octfm.formats.bscans import OR_SINGLE, Bscans, uid_from
 from octfm.formats.images import MAGIC, digest_of, expect_gray, image_size, several_pages, significant_bits, stack_gray
 from octfm.formats.names import may_be_labels
 from octfm.io.archive import file_size, list_folder, open_file, split_uri
 from octfm.io.location import Location
 
 SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".jpg", ".jpeg")
-OR_SINGLE = ", or, if each image is a scan of its own, add --layouts line"
 
 
 def open_bscans(uri: str) -> Bscans:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAGIC = (b"\x89PNG\r\n\x1a\n", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"BM", b"\xff\xd8\xff")
+MAX_TINT, MOST_TINT, MOST_TINTED = 16, 64, 1e-3
+"""Differences between the channels of a gray image that was saved as a colour JPEG: up to MAX_TINT, and in a share
+MOST_TINTED of the pixels up to MOST_TINT. Lines of colour differ by more, colours of whole areas in more pixels."""
 MAX_PAGES = 10_000
 """Ten times the B-scans of any instrument. More means a damaged file whose pages form a loop."""
 _PNG_END = b"IEND\xaeB`\x82"
@@ -112,7 +115,8 @@ def stack_gray(uris: Iterable[str], uri: str) -> np.ndarray:
 
 
 def read_gray(uri: str) -> np.ndarray:
-    """[H, W] uint8 or uint16. Colour is accepted if all channels are equal. Raises ReadError."""
+    """[H, W] uint8 or uint16. Colour is accepted if all channels are equal, up to the tints that JPEG leaves in gray
+    images. Raises ReadError."""
     with open_file(uri, whole=True) as file, _opened(file, uri) as image:
         return _gray(image, uri)
 
@@ -220,8 +224,8 @@ def _gray(image: "Image", uri: str) -> np.ndarray:
     # SampleFormat 2 is signed; Pillow reads -1 as 255.
     if pixels.dtype == np.uint8 and _first_int(tags.get(339)) == 2 and pixels.max() > 127:
         raise ReadError("unsupported_pixels", f"{uri}: signed 8-bit pixels below 0; save it as uint8 or uint16")
-    if pixels.ndim == 3 and pixels.shape[2] in (3, 4) and (pixels[..., :3] == pixels[..., :1]).all():
-        pixels = pixels[..., 0]
+    if image.mode in ("RGB", "RGBA") and _is_gray(pixels[..., :3]):
+        pixels = np.asarray(image.convert("L"))
     if pixels.dtype == np.int32 and pixels.min() >= 0 and pixels.max() < 2**16:
         pixels = pixels.astype(np.uint16)  # Pillow opens some 16-bit images as int32
     if pixels.ndim != 2 or pixels.dtype.kind != "u" or pixels.dtype.itemsize > 2:
@@ -230,6 +234,11 @@ def _gray(image: "Image", uri: str) -> np.ndarray:
             f"{uri}: {image.mode} pixels; expected 8- or 16-bit gray, without layer lines drawn into it",
         )
     return pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
+
+
+def _is_gray(pixels_HW3: np.ndarray) -> bool:
+    tint = np.ptp(pixels_HW3, axis=2)
+    return bool(tint.max() <= MOST_TINT and np.mean(tint > MAX_TINT) <= MOST_TINTED)
 
 
 def _expect_upright(image: "Image", where: str) -> None:

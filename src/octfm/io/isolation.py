@@ -123,9 +123,14 @@ class _Child:
         # -P keeps the current folder out of sys.path until _START has replaced it.
         start = [sys.executable, "-P", "-c", _START, json.dumps(import_path()), str(os.getpid())]
         environment = {**ENVIRONMENT, **os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(_python_path())}
-        self._process = subprocess.Popen(
-            start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
-        )
+        # Inherited, until `serve` ignores Ctrl-C: one during its imports would print a traceback.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process = subprocess.Popen(
+                start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert self._process.stdin and self._process.stdout
         self._requests, self._replies = self._process.stdin, self._process.stdout.fileno()
         self._poll = select.poll()
@@ -284,6 +289,7 @@ def serve(parent: int) -> None:
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     memory = pickle.loads(_read_message(requests))
     _limit(memory)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -44,6 +45,8 @@ def given_store(config: PretrainConfig, store: Store | None = None) -> Store:
             f"objective.name {config.objective.name} learns from the truth of streamed phantoms; set "
             "data.phantoms.seed=1"
         )
+    if isinstance(store, str | Path):
+        raise TypeError(f"store: expected a Store, got a path; give octfm.Store.open({str(store)!r})")
     if store is not None and config.data.store is not None:
         raise ConfigError(f"a store was given ({store.path}) and data.store is {config.data.store}; give one of them")
     if store is None and config.data.store is None and phantoms is not None:

@@ -64,6 +64,8 @@ def pretrain(
     of the config's section (docs/guide/plug-ins.md). `device`: as --device of the command (docs/guide/scale-out.md).
     Under torchrun every rank makes this call; only rank 0 prints and writes.
     """
+    if not isinstance(config, PretrainConfig):
+        raise TypeError(f"config: expected a PretrainConfig, got {type(config).__name__}; octfm.load_config makes one")
     if objective is not None:
         config = config.with_objective(objective)
     config, device = with_hash(config).on_device(device)

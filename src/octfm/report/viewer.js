@@ -28,6 +28,7 @@
       state.volume = index;
       volume = volumes[index];
       images = volume.pictures ||= {};
+      find("stretch").options[0].text = `1 × (${volume.hasMm ? "true" : "estimated"} proportions)`;
       if (volume.features && !overlays().some((o) => o.key === "similarity"))
         overlays().push({ key: "similarity", name: "Similarity to a clicked token", kind: "scalar", about: volume.aboutFeatures, unit: "", low: 0, high: 1,
           values: new Float32Array(volume.grid[0] * volume.grid[1] * volume.grid[2]).fill(NaN) });

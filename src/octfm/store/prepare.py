@@ -82,6 +82,8 @@ def prepare(
     Raises ConfigError if `find_band` is not what `preprocessing` names; StoreError if `out` was prepared with other
     settings, is being written by another process or cannot be written, and if nothing at all could be prepared.
     """
+    if not isinstance(catalog, Catalog):
+        raise TypeError(f"catalog: expected a Catalog, got {type(catalog).__name__}; octfm.Catalog.load opens one")
     if catalog.acquisitions and all(a.layout == "line" for a in catalog.acquisitions):
         preprocessing = preprocessing.of_bscans()
     preprocessing.expect_finder(find_band)

@@ -320,7 +320,7 @@ def differences(recorded: Mapping[str, Any], wanted: Preprocessing) -> str:
     before = {"algorithm": 2, "band": "classic", **recorded}
     now = {"band": "classic", **wanted.model_dump(mode="json")}
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    return "; ".join(f"{key} {before.get(key)} there, {now.get(key)} here" for key in keys)
+    return "; ".join(f"{key} is {before.get(key)}, expected {now.get(key)}" for key in keys)
 
 
 def _first_index(center: float, count: int, step: float, first: float, last: float) -> float:
