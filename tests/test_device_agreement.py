@@ -6,9 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from octfm.cli.main import app
 from octfm.errors import EvaluationError
 from octfm.layers.table import ACCEPTED, COLUMNS
 from octfm.layers.zones import DEVICE_UNIT, UNIT
@@ -17,6 +15,7 @@ from octfm.report.trust.figures import bland_altman
 from octfm.trust.device_agreement import device_agreement
 from octfm.volume.etdrs import ZONES
 from support.browser import assert_renders, needs_chromium
+from support.command_line import invoke
 
 
 def rows_of(people: int = 12, *, bias: float = 4.0) -> list[dict[str, str]]:
@@ -179,7 +178,7 @@ def page(tmp_path) -> Path:
     rows = rows_of()
     rows[5][UNIT["centre"]] = f"{float(rows[5][DEVICE_UNIT['centre']]) + 40}"
     table = write(tmp_path / "t.csv", rows, leave_out=("participant",))
-    done = CliRunner().invoke(app, ["agree", str(table), "--out", str(tmp_path / "agree.html")])
+    done = invoke("agree", table, "--out", tmp_path / "agree.html")
     assert done.exit_code == 0, done.output
     assert "24 of 24 rows used" in done.output and "every row for an independent eye" in done.output
     return tmp_path / "agree.html"
@@ -204,7 +203,7 @@ def test_names_that_are_not_utf8_make_no_page_fail(tmp_path):
     rows = rows_of(bias=30.0)
     rows[0]["source"] = "eye\udcff.xml"
     table = write(tmp_path / "t.csv", rows)
-    done = CliRunner().invoke(app, ["agree", str(table), "--out", str(tmp_path / "agree.html")])
+    done = invoke("agree", table, "--out", tmp_path / "agree.html")
     assert done.exit_code == 0, done.exception
     assert "Limits of agreement" in (tmp_path / "agree.html").read_text(encoding="utf-8")
 

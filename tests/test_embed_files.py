@@ -13,11 +13,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from pydicom import dcmread, uid
-from typer.testing import CliRunner
 
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.scan import scan
-from octfm.cli.main import app
 from octfm.encoder import embed_files as module
 from octfm.encoder.embed import embedding_files
 from octfm.encoder.embed_files import embed_files
@@ -30,6 +28,7 @@ from octfm.io.versions import listing_of
 from octfm.store.prepare import prepare
 from octfm.tasks.embed_run import embed_all
 from support.codestreams import imagecodecs_encoder, picture
+from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
 from support.multifile_dicom import concatenation
 from support.small_store import small_preprocessing, small_store
@@ -325,7 +324,7 @@ def test_from_gs_into_gs_and_on_after_a_stop(place, run, clinic, tmp_path, monke
 
 def test_the_verb_and_a_catalog(run, clinic, tmp_path):
     def octfm(*words):
-        return CliRunner().invoke(app, ["embed", str(run), *map(str, words)])
+        return invoke("embed", run, *words)
 
     scan(clinic, workers=0).save(tmp_path / "catalog")
     result = octfm("--catalog", tmp_path / "catalog", "--out", tmp_path / "out", "--workers", 0)

@@ -9,9 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from octfm.cli.main import app
 from octfm.errors import ConfigError, Preempted, TrainingError
 from octfm.pretraining import pretrain as loop
 from octfm.pretraining import step as passes
@@ -27,6 +25,7 @@ from octfm.run import checkpoint
 from octfm.run.runtime import Runtime
 from octfm.run.tracking import read_metrics
 from octfm.store.loader import Loader, batch_of
+from support.command_line import invoke
 from support.small_store import small_store
 from support.tiny_runs import assert_same_run, config, final, interrupted_after, quick_pretrain, quiet, rows
 from support.waiting import planted_delay
@@ -329,7 +328,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_options_that_its_error_names(st
     assert options, error
     words = ["pretrain", str(run / "config.yaml"), "--store", str(store.path), "--out", str(run), "--device", "cpu"]
     with sabotage("inf-gradient", 30, until=until):
-        done = CliRunner().invoke(app, [*words, *options[1].split()])
+        done = invoke(*words, *options[1].split())
     assert done.exit_code == 0, (done.output, done.exception)
     state = final(run)["state"]
     assert final(run)["step"] == 51 and len(state["rollbacks"]) == (2 if until == 30 else 3)

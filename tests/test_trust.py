@@ -30,6 +30,7 @@ from octfm.trust.scanners import domains, leave_one_scanner_out, training_sets
 from octfm.trust.study import LEVEL, make_study
 from octfm.trust.subgroups import group_columns, subgroups
 from support.browser import Browser, assert_renders, needs_chromium
+from support.command_line import invoke
 from support.tiny_runs import config as pretrain_config
 from support.tiny_runs import quick_pretrain, quiet
 from support.trust_cohort import SCANNERS, Cohort
@@ -629,9 +630,6 @@ def test_words_say_inconclusive_wherever_a_claim_does_not_stand(judged):
 
 
 def test_the_command_takes_what_is_there_again_and_refuses_bad_options(judged, monkeypatch):
-    from typer.testing import CliRunner
-
-    from octfm.cli.main import app
 
     _, store, folder, run = judged
     base = [
@@ -646,7 +644,7 @@ def test_the_command_takes_what_is_there_again_and_refuses_bad_options(judged, m
         "--from-scratch-epochs",
         "0",
     ]
-    done = CliRunner().invoke(app, [*base, "--no-images"])
+    done = invoke(*base, "--no-images")
     assert done.exit_code == 0, done.output
     assert (
         "vectors of these weights and volumes are already there" in done.output
@@ -665,7 +663,7 @@ def test_the_command_takes_what_is_there_again_and_refuses_bad_options(judged, m
         (["--age-bands", "young"], "expected years in ascending order"),
         (["--other", str(run)], "two encoders are named several"),
     ):
-        done = CliRunner().invoke(app, [*base, *words_])
+        done = invoke(*base, *words_)
         assert done.exit_code != 0 and message in str(done.exception)
 
 
