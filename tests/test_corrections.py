@@ -382,6 +382,8 @@ def test_a_fovea_set_in_the_page_is_the_centre_of_the_zones(browser, tmp_path, t
     corrected = found.corrected(by_hand)
     assert corrected.etdrs().centre == "fovea"
     assert_same(numbers(browser), expected_numbers(corrected))
+    if turned:
+        return  # the file is the same wherever its B-scans lie
 
     again = tmp_path / "again"
     again.mkdir()
