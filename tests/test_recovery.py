@@ -2,6 +2,7 @@
 alone."""
 
 import re
+import shutil
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
@@ -310,20 +311,26 @@ def test_without_a_checkpoint_a_young_run_goes_back_to_its_beginning(store, tmp_
     assert final(run)["step"] == 30
 
 
-def test_a_fault_that_stays_stops_the_run_with_a_diagnosis(store, tmp_path):
-    _, error = run_with_fault(store, tmp_path / "run", "inf-gradient", "vjepa2", 30)
+@pytest.fixture(scope="module")
+def stopped(store, tmp_path_factory):
+    """A run that a fault which stays has stopped, and what it was stopped with."""
+    run = tmp_path_factory.mktemp("stopped") / "run"
+    return run, run_with_fault(store, run, "inf-gradient", "vjepa2", 30)[1]
+
+
+def test_a_fault_that_stays_stops_the_run_with_a_diagnosis(stopped):
+    run, error = stopped
     assert "training continued 2 times from step 30 with other batches and failed each time" in str(error)
     assert "Last healthy: " in str(error)
-    last = rows(tmp_path / "run", "incident")[-1]
+    last = rows(run, "incident")[-1]
     assert last["action"] == "stop" and last["verdict"] == "bad" and last["volumes"]
     assert "training continued 2 times from step 30" in last["sentence"], "as pages of the run quote it"
 
 
 @pytest.mark.parametrize(("option", "until"), [("schedule.base_lr", 30), ("health.max_rollbacks", 42)])
-def test_a_run_that_was_stopped_goes_on_with_the_options_that_its_error_names(store, tmp_path, option, until):
+def test_a_run_that_was_stopped_goes_on_with_the_options_that_its_error_names(store, stopped, tmp_path, option, until):
     """A lower rate repairs what then does not happen again; other batches are needed where these are at fault."""
-    run = tmp_path / "run"
-    _, error = run_with_fault(store, run, "inf-gradient", "vjepa2", 30)
+    run, error = shutil.copytree(stopped[0], tmp_path / "run"), stopped[1]
     options = re.search(rf"with ({re.escape(option)}=\S+ --override)", str(error))
     assert options, error
     words = ["pretrain", str(run / "config.yaml"), "--store", str(store.path), "--out", str(run), "--device", "cpu"]

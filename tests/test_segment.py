@@ -467,7 +467,7 @@ def test_the_report_of_a_run_shows_its_head_and_its_segmentation(run, store, tmp
         "tokens_per_volume": 16,
     }
     head = finetune(load(FinetuneConfig, base | {"lr_encoder": 0, "pool": "attention"}), tmp_path / "head", echo=quiet)
-    segment(settings(run, store, steps=20), tmp_path / "seg", baselines=False, echo=quiet)
+    segment(settings(run, store, steps=5), tmp_path / "seg", baselines=False, echo=quiet)
     embed = ["embed", str(run), "--store", str(store[0].path), "--no-baselines"]
     assert invoke(*embed).exit_code == 0
     before = (run / "embeddings" / "pretrained.parquet").read_bytes()
