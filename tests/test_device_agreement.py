@@ -65,6 +65,7 @@ def test_follow_up_scans_of_one_participant_do_not_narrow_the_limits(tmp_path):
     assert often["sd"] > 0.95 * plain["sd"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_few_participants_are_not_said_to_hold_95_percent_of_scans(tmp_path):
     text = {}
     for people in (1, 5, 12):
@@ -138,6 +139,7 @@ def test_the_page_names_no_file_or_folder(tmp_path):
     assert "octfm agree" in page and '<td class="n">7</td><td>centre</td>' in page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_note_of_the_devices_table_is_escaped_and_short(tmp_path):
     rows = rows_of()
     rows[5] |= {"device_note": "<b>" + "grid " * 100, UNIT["centre"]: f"{float(rows[5][DEVICE_UNIT['centre']]) + 40}"}
@@ -199,6 +201,7 @@ def test_the_page_renders_offline(page, tmp_path):
     assert_renders(page, "Limits of agreement", tmp_path)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_names_that_are_not_utf8_make_no_page_fail(tmp_path):
     rows = rows_of(bias=30.0)
     rows[0]["source"] = "eye\udcff.xml"
@@ -208,6 +211,7 @@ def test_names_that_are_not_utf8_make_no_page_fail(tmp_path):
     assert "Limits of agreement" in (tmp_path / "agree.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_scans_corrected_by_hand_are_counted(tmp_path):
     rows = rows_of()
     rows[3]["corrected_bscans"] = "2"

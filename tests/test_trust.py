@@ -590,6 +590,7 @@ def test_sentences_about_few_participants_are_apart():
     assert found.sentence.endswith("AUROC 0.70. No interval: only 6. No comparison is claimed.")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_comparison_of_leakage_that_nobody_made_has_no_table(judged, tmp_path):
     result, *_ = judged
     none = {**result, "leakage": {**result["leakage"], "comparisons": []}}
@@ -597,6 +598,7 @@ def test_a_comparison_of_leakage_that_nobody_made_has_no_table(judged, tmp_path)
     assert ["better is less" in page for page in pages] == [True, False]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_metric_that_one_encoder_lacks_is_an_empty_cell(judged, tmp_path):
     result, *_ = judged
     one = result["results"][-1]
@@ -629,6 +631,7 @@ def test_words_say_inconclusive_wherever_a_claim_does_not_stand(judged):
     assert words.findings({**result, "copies": found})[-1].tone == "bad"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_command_takes_what_is_there_again_and_refuses_bad_options(judged, monkeypatch):
 
     _, store, folder, run = judged
