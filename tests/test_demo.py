@@ -33,7 +33,7 @@ SMALLER = replace(
 def run_smaller(out, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "QUICK", SMALLER)
-        patch.setattr("octfm.phantom.write_phantom", partial(write_phantom, size=(16, 128, 96)))
+        patch.setattr("octfm.phantom.write_phantom", partial(write_phantom, size=(16, 128, 96), workers=1))
         patch.setattr(run, "DRAWS", 1)
         patch.setattr(run, "LABELLED", (0.3, 1.0))
         patch.setattr(sample, "samples", few_bscans)
