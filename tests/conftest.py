@@ -78,6 +78,14 @@ def remembered_bscans():
         yield
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Charts are made and not drawn, which takes most of the time of a page: an <svg> says its text and shows nothing."""
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: file.write("<svg></svg>"))
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Runs jobs of several ranks in processes of its own."""

@@ -10,7 +10,6 @@ import typer
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from octfm import addresses
 from octfm.catalog.columns import TableError
@@ -24,6 +23,7 @@ from octfm.pretraining.settings import PretrainConfig, load_config, stored_confi
 from octfm.store.loader import DataConfig
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
+from support.command_line import invoke
 
 VERBS = typer.main.get_command(app).commands
 OPTIONS = [
@@ -103,7 +103,7 @@ def test_every_option_refuses_a_key_in_an_address(tmp_path, verb, parameter):
 def _refused_and_nothing_written(folder: Path, words: list[str], secret: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        done = CliRunner().invoke(app, words)
+        done = invoke(*words)
     assert isinstance(done.exception, ConfigError), done.output
     assert secret not in done.output + str(done.exception) and not list(folder.iterdir())
 
@@ -201,7 +201,7 @@ def test_no_folder_is_ever_called_s3(tmp_path, monkeypatch, address):
             if option.param_type_name == "option"
             else [address, address]
         )
-        done = CliRunner().invoke(app, [verb, *words, *(["--store", "x"] if verb == "leaderboard" else [])])
+        done = invoke(verb, *words, *(["--store", "x"] if verb == "leaderboard" else []))
         assert isinstance(done.exception, ConfigError) and "address" in str(done.exception), (
             verb,
             option.name,

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from octfm.errors import ConfigError
+from octfm.pretraining import bench as module
 from octfm.pretraining.bench import Bench, Trial, bench
 from octfm.pretraining.data import given_store
 from octfm.run.runtime import Runtime
@@ -50,6 +51,7 @@ def test_steps_are_compiled_as_a_run_would_compile_them(monkeypatch):
         return runtime
 
     monkeypatch.setattr(Runtime, "for_run", for_run)
+    monkeypatch.setattr(module, "_trial", lambda *_: FAST)
     staged = config(steps=3000, masks={"budget": 64, "stages": [[0.3, 0.3], [0.6, 0.3]]})
     bench(staged, None, "cpu", steps=1, echo=quiet)
     assert set(lengths) == {1500}
@@ -57,6 +59,7 @@ def test_steps_are_compiled_as_a_run_would_compile_them(monkeypatch):
 
 def test_objectives_that_gather_statistics_are_timed_uncompiled_as_they_run(monkeypatch):
     monkeypatch.setattr(Runtime, "for_run", lambda runtime, _, updates: replace(runtime, compiles=updates >= 2000))
+    monkeypatch.setattr(module, "_trial", lambda *_: FAST)
     lines = []
     whitened = config(steps=3000, masks={"budget": 64}, objective={"target_norm": "whiten"})
     bench(whitened, None, "cpu", steps=1, echo=lines.append)
@@ -64,7 +67,7 @@ def test_objectives_that_gather_statistics_are_timed_uncompiled_as_they_run(monk
 
 
 def test_without_a_store_nothing_is_said_about_reading():
-    small = config(steps=10, masks={"budget": 64})
+    small = config(steps=10, masks={"budget": 64}, objective={"target_norm": "whiten"})
     measured = bench(small, None, "cpu", steps=1, echo=quiet)
     assert measured.read_volumes_per_s is None and measured.data_wait_share is None
     assert not any("store" in line for line in measured.lines()[:-1])

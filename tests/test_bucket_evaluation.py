@@ -4,15 +4,14 @@ import json
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from octfm.cli.main import app
 from octfm.config import load
 from octfm.encoder.embeddings import read_embeddings
 from octfm.io import bucket
 from octfm.store.store import Store
 from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
+from support.command_line import invoke
 from support.small_store import GRADES, darkened, small_store
 from support.tiny_runs import config, quick_pretrain, quiet
 
@@ -32,7 +31,7 @@ def test_a_store_in_a_bucket_is_embedded_probed_and_fine_tuned(place, tmp_path):
     told = {}
     for name, where in (("disk", str(store.path)), ("bucket", there)):
         asked = ["embed", str(run), "--store", where, "--out", str(tmp_path / name)]
-        shown = CliRunner().invoke(app, asked)
+        shown = invoke(*asked)
         assert shown.exit_code == 0, shown
         asked = [
             "probe",
@@ -45,7 +44,7 @@ def test_a_store_in_a_bucket_is_embedded_probed_and_fine_tuned(place, tmp_path):
             "grade",
             "--allow-seen",
         ]
-        shown = CliRunner().invoke(app, asked)
+        shown = invoke(*asked)
         assert shown.exit_code == 0, shown
         settings = {
             "encoder": str(run), "store": where, "labels": str(labels), "target": "grade", "epochs": 2, "head_epochs": 1, "batch_size": 4,
@@ -57,20 +56,20 @@ def test_a_store_in_a_bucket_is_embedded_probed_and_fine_tuned(place, tmp_path):
         told[name] = (vectors.vectors, json.loads((tmp_path / name / "probe.json").read_text())["results"], tuned)
     np.testing.assert_array_equal(told["disk"][0], told["bucket"][0])
     assert told["disk"][1:] == told["bucket"][1:] and told["disk"][1] and told["disk"][2]
-    shown = CliRunner().invoke(app, ["report", str(run), "--store", there, "--out", str(place / "report.html")])
+    shown = invoke("report", run, "--store", there, "--out", place / "report.html")
     assert shown.exit_code == 0 and bucket.read(str(place / "report.html")).startswith(b"<!"), shown
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_the_page_of_a_run_in_a_bucket_shows_no_local_folder(place, tmp_path):
     quick_pretrain(config(steps=1), small_store(tmp_path / "prepared"), place / "run", "cpu", echo=quiet)
-    shown = CliRunner().invoke(app, ["report", str(place / "run")])
+    shown = invoke("report", place / "run")
     assert shown.exit_code == 0, shown
     page = (place / "run" / "report.html").read_text()
     assert f"octfm report {place / 'run'}" in page
     assert str(tmp_path / "cache") not in page, "where this machine keeps its copy"
     shared = tmp_path / "shared.html"
-    shown = CliRunner().invoke(app, ["report", str(place / "run"), "--no-images", "--out", str(shared)])
+    shown = invoke("report", place / "run", "--no-images", "--out", shared)
     assert shown.exit_code == 0, shown
     assert str(place) not in shared.read_text(), "a page to share names no place"
     assert str(tmp_path) not in shared.read_text()

@@ -5,9 +5,7 @@ import os
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from octfm.cli.main import app
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import BucketError, CheckpointError, ConfigError, EvaluationError
 from octfm.io import bucket
@@ -22,6 +20,7 @@ from octfm.run.checkpoint_files import name_of
 from octfm.run.checkpoint_writer import Retention
 from octfm.run.tracking import read_metrics
 from support.bucket_servers import ENDPOINT, SECRET, FaultyProxy
+from support.command_line import invoke
 from support.probe_cohort import Cohort
 from support.small_store import small_store
 from support.tiny_runs import config, quick_pretrain
@@ -114,7 +113,7 @@ def test_a_run_in_a_bucket_is_probed_and_watched_from_another_machine(place, sto
         file = cohort.embeddings(tmp_path / "pretrained.parquet", signal=signal)
         bucket.write(f"{run}/embeddings/pretrained.parquet", file.read_bytes())
         labels = str(cohort.labels(tmp_path / "labels.tsv"))
-        told = CliRunner().invoke(app, ["probe", run, "--labels", labels, "--target", "diagnosis", "--allow-seen"])
+        told = invoke("probe", run, "--labels", labels, "--target", "diagnosis", "--allow-seen")
         assert told.exit_code == 0 and told.stdout.splitlines()[-1] == f"{run}/probe.json", told
         results = json.loads(bucket.read(f"{run}/probe.json"))["results"]
         seen.append(next(row["estimate"] for row in results if row["metric"] == "auroc"))
@@ -125,9 +124,9 @@ def test_a_run_in_a_bucket_is_probed_and_watched_from_another_machine(place, sto
     before = bucket.read(f"{run}/metrics.jsonl")
     bucket.write(f"{run}/metrics.jsonl", before + b'{"kind": "train", "step": 2}\n')
     assert [row["step"] for row in follower.update() if row["kind"] == "train"] == [0, 1, 2]
-    told = CliRunner().invoke(app, ["watch", run, "--once"])
+    told = invoke("watch", run, "--once")
     assert told.exit_code == 0 and "step 3 of 2" in told.output and told.output.startswith("run "), told
-    told = CliRunner().invoke(app, ["watch", f"{place}/nowhere", "--once"])
+    told = invoke("watch", f"{place}/nowhere", "--once")
     assert isinstance(told.exception, EvaluationError) and "expected a run folder" in str(told.exception)
 
 

@@ -64,11 +64,11 @@ def run_all(clinic: Path, work: Path, key: Path | None) -> tuple[Path, str]:
     work.mkdir()
     hidden = ("--pseudonymise", key) if key else ()
     where = ("--key", key, "--root", clinic) if key else ()
-    said = octfm("scan", clinic, "--out", work / "catalog", "--workers", 1, *hidden)
+    said = octfm("scan", clinic, "--out", work / "catalog", "--workers", 0, *hidden)
     changed = next(clinic.rglob(f"{MARK}-5.dcm"))
     before = changed.read_bytes()
     changed.write_bytes(before[:5000])  # one that can no longer be prepared
-    said += octfm("prepare", work / "catalog", *SMALL, "--out", work / "prepared", "--workers", 1, *where)
+    said += octfm("prepare", work / "catalog", *SMALL, "--out", work / "prepared", "--workers", 0, *where)
     changed.write_bytes(before)
     assert len(Store.open(work / "prepared").unprepared()) == 1
     said += octfm(

@@ -12,10 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow.parquet import read_table as read_table_of_predictions
-from typer.testing import CliRunner
 
 import octfm
-from octfm.cli.main import app
 from octfm.errors import ConfigError, CorrectionsError, EvaluationError
 from octfm.layers.calibrate import calibrate_rows
 from octfm.layers.corrections import FORMAT, find_corrections, read_corrections
@@ -36,6 +34,7 @@ from octfm.tasks.view import scene_of
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.volume import Lines
 from support.browser import Browser, needs_chromium
+from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
 from support.finetune_runs import settings as finetune_settings
 from support.segmented import found_in
@@ -383,6 +382,8 @@ def test_a_fovea_set_in_the_page_is_the_centre_of_the_zones(browser, tmp_path, t
     corrected = found.corrected(by_hand)
     assert corrected.etdrs().centre == "fovea"
     assert_same(numbers(browser), expected_numbers(corrected))
+    if turned:
+        return  # the file is the same wherever its B-scans lie
 
     again = tmp_path / "again"
     again.mkdir()
@@ -706,13 +707,13 @@ def corrections_of(scan: Path, path: Path) -> Path:
 def test_the_command_applies_corrections(tmp_path):
     scan, other = layered_scan(tmp_path / "a.npz"), tmp_path / "b.npz"
     path = corrections_of(scan, tmp_path / "corrections.json")
-    done = CliRunner().invoke(app, ["segment", str(scan), "--apply-corrections", str(path)])
+    done = invoke("segment", scan, "--apply-corrections", path)
     assert done.exit_code == 0 and "corrected by hand: 2 of 2 B-scans" in done.output, done.output
     with np.load(scan) as file:
         np.savez(other, volume=file["volume"][:, :, ::-1], spacing_mm=file["spacing_mm"])
-    refused = CliRunner().invoke(app, ["segment", str(other), "--apply-corrections", str(path)])
+    refused = invoke("segment", other, "--apply-corrections", path)
     assert isinstance(refused.exception, CorrectionsError) and "another scan" in str(refused.exception)
-    training = CliRunner().invoke(app, ["segment", "encoder=a", "--apply-corrections", str(path)])
+    training = invoke("segment", "encoder=a", "--apply-corrections", path)
     assert isinstance(training.exception, ConfigError)
 
 
@@ -765,14 +766,13 @@ def test_calibration_takes_a_table_with_the_corrected_participant_and_zones_alon
 
 def test_calibration_counts_scans_without_a_participant_as_left_out(tmp_path):
     """Nothing makes whoever corrects a scan type whose it is; more corrections would not help."""
-    from octfm.layers.ranges import Ranges
-
     found = replace(found_in(), ranges=Ranges((5.0, 0.0, 0.0), (5.0, 0.0, 0.0), 9))
     lines = {(d, "bm"): found.surfaces["bm"][0] + 1 for d in range(25)}
     by_hand = row_of(found.corrected(read_corrections(written(stated(found, lines=lines), tmp_path / "c.json"))))
+    as_found = row_of(found)
     save_table([by_hand | {"source": f"{i}", "corrected_participant": ""} for i in range(60)], tmp_path / "fixed.csv")
     with pytest.raises(EvaluationError, match=r"got none \(60 scans left out: the table names no"):
-        calibrate_rows([row_of(found) | {"source": f"{i}"} for i in range(60)], tmp_path / "fixed.csv")
+        calibrate_rows([as_found | {"source": f"{i}"} for i in range(60)], tmp_path / "fixed.csv")
 
 
 def test_calibration_counts_no_scan_that_was_measured_by_another_axial_length(tmp_path):
@@ -785,7 +785,8 @@ def test_calibration_counts_no_scan_that_was_measured_by_another_axial_length(tm
         for length in ({}, {"axial_length_mm": 27.5})
     )
     assert nominal["centre_um"] != longer["centre_um"]
-    rows = [row_of(found) | {"source": f"{i}"} for i in range(60)]
+    as_found = row_of(found)
+    rows = [as_found | {"source": f"{i}"} for i in range(60)]
     own = [nominal | {"source": f"{i}", "corrected_participant": f"P{i}"} for i in range(50)]
     other = [longer | {"source": f"{i}", "corrected_participant": f"P{i}"} for i in range(50, 60)]
     save_table([*own, *other], tmp_path / "fixed.csv")
@@ -827,7 +828,7 @@ def test_corrected_numbers_are_labels_that_finetune_learns(tmp_path, monkeypatch
     cut = tmp_path / "clinic" / "cut.dcm"
     cut.write_bytes(files[0].read_bytes()[:-2000])
     command = ["segment", str(tmp_path / "clinic"), "--out", str(table), "--apply-corrections", str(hand)]
-    done = CliRunner().invoke(app, [*command, "--only-corrected"])
+    done = invoke(*command, "--only-corrected")
     assert done.exit_code == 0 and str(cut) in done.output, done.output
     assert len(read_table(table)) == 12, "what cannot be read has a line on the terminal, and no row"
     cut.unlink()
@@ -849,7 +850,7 @@ def test_corrected_numbers_are_labels_that_finetune_learns(tmp_path, monkeypatch
     with pytest.raises(EvaluationError, match="rows of scans that nobody has corrected"):
         write_table(map(str, files), found, corrections=find_corrections(hand), only_corrected=True, echo=quiet)
     with pytest.raises(ConfigError, match="--only-corrected: leaves scans out of a table"):
-        CliRunner().invoke(app, ["segment", str(files[0]), "--only-corrected"], catch_exceptions=False)
+        invoke("segment", files[0], "--only-corrected", catch_exceptions=False)
 
 
 def truth_for(folder: Path) -> tuple:

@@ -30,7 +30,7 @@ def clinic(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def catalog(clinic) -> Catalog:
-    return scan(clinic)
+    return scan(clinic, workers=0)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def write_clinic(root: Path, odd_mm=SPACING_MM, count=6, **odd) -> Catalog:
         voxels = np.random.default_rng(i).integers(0, 255, (4, 32, 36), dtype=np.uint8)
         mm, other = (odd_mm, odd) if i == 3 else (SPACING_MM, {})
         write_oct_dicom(root / f"{i:02}.dcm", voxels, mm, participant=str(i), sop_instance_uid=f"1.2.{i}", **other)
-    return scan(root)
+    return scan(root, workers=0)
 
 
 def test_the_volume_unlike_its_kind_is_shown_first(tmp_path):

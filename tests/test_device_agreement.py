@@ -6,9 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from octfm.cli.main import app
 from octfm.errors import EvaluationError
 from octfm.layers.table import ACCEPTED, COLUMNS
 from octfm.layers.zones import DEVICE_UNIT, UNIT
@@ -17,6 +15,7 @@ from octfm.report.trust.figures import bland_altman
 from octfm.trust.device_agreement import device_agreement
 from octfm.volume.etdrs import ZONES
 from support.browser import assert_renders, needs_chromium
+from support.command_line import invoke
 
 
 def rows_of(people: int = 12, *, bias: float = 4.0) -> list[dict[str, str]]:
@@ -66,6 +65,7 @@ def test_follow_up_scans_of_one_participant_do_not_narrow_the_limits(tmp_path):
     assert often["sd"] > 0.95 * plain["sd"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_few_participants_are_not_said_to_hold_95_percent_of_scans(tmp_path):
     text = {}
     for people in (1, 5, 12):
@@ -139,6 +139,7 @@ def test_the_page_names_no_file_or_folder(tmp_path):
     assert "octfm agree" in page and '<td class="n">7</td><td>centre</td>' in page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_note_of_the_devices_table_is_escaped_and_short(tmp_path):
     rows = rows_of()
     rows[5] |= {"device_note": "<b>" + "grid " * 100, UNIT["centre"]: f"{float(rows[5][DEVICE_UNIT['centre']]) + 40}"}
@@ -179,7 +180,7 @@ def page(tmp_path) -> Path:
     rows = rows_of()
     rows[5][UNIT["centre"]] = f"{float(rows[5][DEVICE_UNIT['centre']]) + 40}"
     table = write(tmp_path / "t.csv", rows, leave_out=("participant",))
-    done = CliRunner().invoke(app, ["agree", str(table), "--out", str(tmp_path / "agree.html")])
+    done = invoke("agree", table, "--out", tmp_path / "agree.html")
     assert done.exit_code == 0, done.output
     assert "24 of 24 rows used" in done.output and "every row for an independent eye" in done.output
     return tmp_path / "agree.html"
@@ -200,15 +201,17 @@ def test_the_page_renders_offline(page, tmp_path):
     assert_renders(page, "Limits of agreement", tmp_path)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_names_that_are_not_utf8_make_no_page_fail(tmp_path):
     rows = rows_of(bias=30.0)
     rows[0]["source"] = "eye\udcff.xml"
     table = write(tmp_path / "t.csv", rows)
-    done = CliRunner().invoke(app, ["agree", str(table), "--out", str(tmp_path / "agree.html")])
+    done = invoke("agree", table, "--out", tmp_path / "agree.html")
     assert done.exit_code == 0, done.exception
     assert "Limits of agreement" in (tmp_path / "agree.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_scans_corrected_by_hand_are_counted(tmp_path):
     rows = rows_of()
     rows[3]["corrected_bscans"] = "2"

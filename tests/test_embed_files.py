@@ -13,11 +13,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from pydicom import dcmread, uid
-from typer.testing import CliRunner
 
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.scan import scan
-from octfm.cli.main import app
 from octfm.encoder import embed_files as module
 from octfm.encoder.embed import embedding_files
 from octfm.encoder.embed_files import embed_files
@@ -30,6 +28,7 @@ from octfm.io.versions import listing_of
 from octfm.store.prepare import prepare
 from octfm.tasks.embed_run import embed_all
 from support.codestreams import imagecodecs_encoder, picture
+from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
 from support.multifile_dicom import concatenation
 from support.small_store import small_preprocessing, small_store
@@ -312,9 +311,9 @@ def test_from_gs_into_gs_and_on_after_a_stop(place, run, clinic, tmp_path, monke
         patch.setattr(module, "write_whole", stopped)
         patch.setattr(module, "SHARD", 8)
         with pytest.raises(KeyboardInterrupt):
-            embed_files(run, place / "raw", place / "vectors", workers=1, echo=quiet)
+            embed_files(run, place / "raw", place / "vectors", workers=0, echo=quiet)
     said = []
-    done = embed_files(run, place / "raw", place / "vectors", workers=1, echo=said.append)
+    done = embed_files(run, place / "raw", place / "vectors", workers=0, echo=said.append)
     assert "8 of 11 volumes are embedded already" in said[0] and done["embedded"] == COUNT - 1
     assert done["bucket"]["requests"] > 0 and done["bucket"]["failures"] == 0
     embed_files(run, clinic, tmp_path / "here", workers=0, echo=quiet)
@@ -325,7 +324,7 @@ def test_from_gs_into_gs_and_on_after_a_stop(place, run, clinic, tmp_path, monke
 
 def test_the_verb_and_a_catalog(run, clinic, tmp_path):
     def octfm(*words):
-        return CliRunner().invoke(app, ["embed", str(run), *map(str, words)])
+        return invoke("embed", run, *words)
 
     scan(clinic, workers=0).save(tmp_path / "catalog")
     result = octfm("--catalog", tmp_path / "catalog", "--out", tmp_path / "out", "--workers", 0)

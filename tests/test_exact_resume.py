@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import random
 import resource
 import shutil
 import signal
@@ -10,8 +11,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -28,9 +31,9 @@ from octfm.run.folder import Identity, claim
 from octfm.run.loop import Interruption, Session
 from octfm.run.runtime import Runtime
 from octfm.run.tracking import Metrics, read_metrics
-from support import support_process
 from support.small_store import small_store
 from support.tiny_runs import (
+    TINY,
     Killed,
     assert_same_run,
     config,
@@ -54,61 +57,62 @@ def whole(store, tmp_path_factory):
     return quick_pretrain(config(), store, tmp_path_factory.mktemp("whole") / "run", echo=quiet)
 
 
-def killed_run(store, out, **plan):
-    words = [plan[name] for name in ("steps", "kills", "saves", "seed")]
-    process = support_process("killed_runs", store.path, out, *words)
-    done = subprocess.run(**process, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
-    assert said[-1] == "last 0", said
-    assert not [line for line in said if line.startswith("error")], said
-    return said
+class KilledRun:
+    """A run that gets a SIGKILL again and again, and must equal one that got none."""
+
+    def __init__(self, ranks, store, folder: Path, steps: int) -> None:
+        model = {**TINY["model"], "width": 24, "heads": 2}
+        self.settings = TINY | {"steps": steps, "ckpt_every_steps": 3, "validate_every_steps": 10, "model": model}
+        self.ranks, self.store, self.run, self.whole = ranks, store, folder / "run", folder / "whole"
+        assert self.attempt(self.whole) == 0
+
+    def attempt(self, out: Path, **how: Any) -> int:
+        """Exit code of one process that trains into `out`."""
+        (ended,) = self.ranks(1, self.store.path, out, self.settings, **how)
+        assert ended.code in (0, -signal.SIGKILL), ended
+        return ended.code
+
+    def killed(self, **how: Any) -> bool:
+        return self.attempt(self.run, **how) == -signal.SIGKILL
+
+    def assert_goes_on_to_the_same_end(self) -> None:
+        assert self.attempt(self.run) == 0
+        assert_same_run(self.run, self.whole)
 
 
-def test_F18_a_run_killed_at_random_moments_equals_one_that_was_not(store, tmp_path):
-    said = killed_run(store, tmp_path / "run", steps=18, kills=3, saves=2, seed=1)
-    assert sum("killed" in line for line in said) >= 2
-    assert_same_run(tmp_path / "run", Path(f"{tmp_path / 'run'}.first"))
+def test_F18_a_run_killed_at_random_moments_equals_one_that_was_not(ranks, store, tmp_path):
+    """In an update, and at writes, flushes or renamings of checkpoints."""
+    run = KilledRun(ranks, store, tmp_path, steps=12)
+    assert run.killed(fault="kill", at=7)
+    assert run.killed(fault="kill-saving", at=5) and run.killed(fault="kill-saving", at=25)
+    run.assert_goes_on_to_the_same_end()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
-def test_F18_fifty_kills_change_nothing(store, tmp_path):
-    said = killed_run(store, tmp_path / "run", steps=400, kills=50, saves=25, seed=2)
-    assert sum("killed" in line for line in said) >= 35, said
-    assert_same_run(tmp_path / "run", Path(f"{tmp_path / 'run'}.first"))
+def test_F18_fifty_kills_change_nothing(ranks, store, tmp_path):
+    """Half of them from outside, whatever the run is at."""
+    begun, rng = time.monotonic(), random.Random(2)
+    run = KilledRun(ranks, store, tmp_path, steps=400)
+    # Long enough to get somewhere at times, short enough that the run is not finished before its last kill.
+    patience = 0.5 + (time.monotonic() - begun) / 20
+    plan = [{"fault": "kill-saving", "at": rng.randrange(1, 150)} for _ in range(25)]
+    plan += [{"kill_after": rng.uniform(0, patience), "killed": [0]} for _ in range(25)]
+    assert sum(run.killed(**how) for how in rng.sample(plan, len(plan))) >= 35
+    run.assert_goes_on_to_the_same_end()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_finishes_the_step_saves_and_exits_75(store, tmp_path, number):
-    # The command without the checks before step 0, which take half of its time.
-    command = "from octfm.pretraining import preflight; preflight.checks = lambda *_, **__: []; from octfm.cli.main import main; main()"
-    words = [sys.executable, "-c", command, "pretrain", "vit_s"]
-    settings = tiny(f"data.store={store.path}", "ckpt_every_steps=100000")
+@pytest.mark.parametrize("name", ["term", pytest.param("int", marks=pytest.mark.slow)])
+def test_a_signal_finishes_the_step_saves_and_exits_75(ranks, store, tmp_path, name):
     run = tmp_path / "run"
-    arguments = [
-        *words,
-        *(s for s in settings if not s.startswith("steps=")),
-        "steps=40",
-        "--device",
-        "cpu",
-        "--out",
-        str(run),
-    ]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step      3/"):
-            process.send_signal(number)
-            break
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 75
-    # On a slow machine lines about the progress of the checks come before.
-    *_, at_once, done = said.splitlines()
-    assert at_once == f"{number.name} received: saving, then stopping; a second one stops at once"
-    assert done.startswith(f"octfm: {number.name}: saved after "), said
-    assert done.endswith("of 40 updates; run again to continue"), said
-    assert 3 <= final(run)["step"] < 40
+    settings = [s for s in tiny(f"data.store={store.path}", "ckpt_every_steps=100000") if not s.startswith("steps=")]
+    command = ["pretrain", "vit_s", *settings, "steps=40", "--device", "cpu", "--out", str(run)]
+    (ended,) = ranks(1, store.path, run, {}, command=command, fault=name, at=3)
+    assert ended.code == 75
+    at_once = f"SIG{name.upper()} received: saving, then stopping; a second one stops at once\n"
+    assert at_once in ended.said
+    assert ended.said.endswith(f"octfm: SIG{name.upper()}: saved after 4 of 40 updates; run again to continue\n")
+    assert final(run)["step"] == 4
 
 
 def test_a_second_signal_acts_at_once():

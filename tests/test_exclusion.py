@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from octfm.cli.main import app
 from octfm.encoder.embed import embed_store
 from octfm.encoder.embeddings import read_embeddings, without_excluded_vectors
 from octfm.encoder.encoder import load_encoder
@@ -20,6 +18,7 @@ from octfm.pretraining.pretrain import pretrain
 from octfm.store.exclusion import excluded, named_lines, without_excluded
 from octfm.store.prepare import prepare
 from octfm.volume.volume import Volume
+from support.command_line import invoke
 from support.small_store import small_store
 from support.store_samples import NATIVE, SMALL, SPACING_MM, acquisition, catalog, read_sample
 from support.tiny_runs import config, quick_pretrain, quiet
@@ -85,10 +84,7 @@ def test_exclude_leaves_it_out_of_embed_doctor_and_pretrain(run_and_old_store, t
     listed = tmp_path / "exclude.txt"
     listed.write_text("# blank export\n1.2.3.3 # left eye\nP0001\n")
     out = tmp_path / "vectors"
-    result = CliRunner().invoke(
-        app,
-        ["embed", str(run), "--store", str(store.path), "--exclude", str(listed), "--no-baselines", "--out", str(out)],
-    )
+    result = invoke("embed", run, "--store", store.path, "--exclude", listed, "--no-baselines", "--out", out)
     assert result.exit_code == 0, result.output
     assert "1.2.3.3" not in read_embeddings(out / "pretrained.parquet").acquisition
     assert "line 3" in result.stderr and "P0001; did you mean P001?" in result.stderr

@@ -9,11 +9,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import octfm
 from octfm.catalog.participants.safe_values import is_known_name
-from octfm.cli.main import app
 from octfm.config import load
 from octfm.encoder import onnx_graph
 from octfm.encoder.embed_files import embed_files
@@ -33,6 +31,7 @@ from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import read_predictions
 from octfm.volume.preprocessing import Preprocessing
 from octfm.weights import exported
+from support.command_line import invoke
 from support.small_store import GRADES, darkened, small_store
 from support.tiny_runs import config, quick_pretrain, quiet
 from support.volumes import eye
@@ -142,7 +141,7 @@ def test_it_remembers_whom_it_has_seen_and_names_nobody(run, folder, store, labe
 def test_export_takes_a_checkpoint_and_says_which_one_a_run_stands_for(run, tmp_path):
     newest = max((run / "checkpoints").glob("*.pt"))
     for name, source in (("run", run), ("checkpoint", newest)):
-        done = CliRunner().invoke(app, ["export", str(source), "--out", str(tmp_path / name)])
+        done = invoke("export", source, "--out", tmp_path / name)
         assert done.exit_code == 0, done.output
         assert (f"{newest.name}: the newest checkpoint of this run" in done.output) == (source == run)
     weights = [(tmp_path / name / exported.WEIGHTS).read_bytes() for name in ("run", "checkpoint")]
@@ -166,7 +165,7 @@ def test_ids_and_pictures_do_not_end_up_in_an_export(folder, store, tmp_path):
             embed_all(folder, store.path, inside, echo=quiet)
         with pytest.raises(EvaluationError, match="have no place there"):
             embed_files(folder, tmp_path, inside)
-        answer = CliRunner().invoke(app, ["probe", str(folder), "--embeddings", str(inside)])
+        answer = invoke("probe", folder, "--embeddings", inside)
         assert isinstance(answer.exception, EvaluationError) and "have no place there" in str(answer.exception)
     assert sorted(folder.rglob("*")) == before
 
@@ -288,7 +287,7 @@ def test_an_export_in_a_bucket(place, run, folder):
 
 def test_the_verb(run, tmp_path):
     out = tmp_path / "out"
-    result = CliRunner().invoke(app, ["export", str(run), "--out", str(out)], catch_exceptions=False)
+    result = invoke("export", run, "--out", out, catch_exceptions=False)
     assert result.exit_code == 0 and "model.safetensors" in result.output and "--keep-key" in result.output
     card = (out / exported.CARD).read_text()
     assert card.startswith("---\n") and 'octfm.load_encoder("out")' in card

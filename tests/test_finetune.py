@@ -34,6 +34,7 @@ from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import read_predictions
 from octfm.trust.leaderboard import _tuned, leaderboard, to_csv, to_markdown
 from octfm.trust.report import trust
+from support.command_line import invoke
 from support.finetune_runs import settings, write_labels
 from support.small_store import GRADES, darkened, edit_rows, small_store
 from support.tiny_runs import Killed, quick_pretrain, quiet
@@ -425,9 +426,6 @@ def test_the_leaderboard_is_written_as_csv_markdown_and_one_page(board, tmp_path
 
 
 def test_the_commands_write_what_they_say(board, run, large, tmp_path):
-    from typer.testing import CliRunner
-
-    from octfm.cli.main import app
 
     _, tuned, table, _ = board
     words = [
@@ -439,7 +437,7 @@ def test_the_commands_write_what_they_say(board, run, large, tmp_path):
         "epochs=1",
         "lr_encoder=0",
     ]
-    done = CliRunner().invoke(app, ["finetune", "study_group_linear", *words, "--out", str(tmp_path / "linear")])
+    done = invoke("finetune", "study_group_linear", *words, "--out", tmp_path / "linear")
     assert (
         done.exit_code == 0
         and "balanced_accuracy" in done.output
@@ -455,13 +453,11 @@ def test_the_commands_write_what_they_say(board, run, large, tmp_path):
         "--target",
         "grade",
     ]
-    done = CliRunner().invoke(
-        app, ["leaderboard", *words, "--order", "grade=low,middle,high", "--out", str(tmp_path / "out")]
-    )
+    done = invoke("leaderboard", *words, "--order", "grade=low,middle,high", "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
     assert {p.suffix for p in (tmp_path / "out").glob("leaderboard.*")} == {".csv", ".md", ".html", ".json"}
     assert json.loads((tmp_path / "out" / "leaderboard.json").read_text())["reference"] == "linear"
-    done = CliRunner().invoke(app, ["leaderboard", *words, "--order", "grade=low"])
+    done = invoke("leaderboard", *words, "--order", "grade=low")
     assert isinstance(done.exception, OctfmError) and "three or more grades" in str(done.exception)
 
 

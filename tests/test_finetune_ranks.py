@@ -51,7 +51,7 @@ def told(out, *names):
 def test_ranks_fine_tune_what_one_process_fine_tunes(ranks, run, store, labels, tmp_path, way):
     config = settings(run, store, labels, **SHORT, **WAYS[way])
     finetune(config, tmp_path / "one", echo=quiet)
-    ended = ranks(2, store.path, tmp_path / "two", config.model_dump(mode="json"), finetune=True)
+    ended = ranks(2, store.path, tmp_path / "two", config.model_dump(mode="json"), task="finetune")
     assert codes(ended) == [0, 0] and "epoch" in ended[0].said and not ended[1].said, "rank 0 alone speaks"
     a, b = (told(tmp_path / name, "kind", "step", "lr_head") for name in ("one", "two"))
     assert a == b
@@ -74,10 +74,10 @@ def test_ranks_fine_tune_what_one_process_fine_tunes(ranks, run, store, labels, 
 
 def test_a_signal_to_one_rank_stops_both_and_they_resume_bit_for_bit(ranks, run, store, labels, tmp_path):
     config = settings(run, store, labels, **SHORT).model_dump(mode="json")
-    ended = ranks(2, store.path, tmp_path / "halves", config, finetune=True, fault="term", at=5, on=1)
+    ended = ranks(2, store.path, tmp_path / "halves", config, task="finetune", fault="term", at=5, on=1)
     assert codes(ended) == [75, 75] and "SIGTERM: saved after 6 of" in ended[1].said
     for name in ("halves", "whole"):
-        assert codes(ranks(2, store.path, tmp_path / name, config, finetune=True)) == [0, 0]
+        assert codes(ranks(2, store.path, tmp_path / name, config, task="finetune")) == [0, 0]
     a, b = final(tmp_path / "whole"), final(tmp_path / "halves")
     assert a["step"] == b["step"] and all(torch.equal(tensor, b["model"][name]) for name, tensor in a["model"].items())
     names = ("kind", "step", "loss", "grad_norm", "score", "lr_encoder")
@@ -91,7 +91,7 @@ def test_token_features_that_only_rank_0_has_stop_all_ranks(ranks, run, store, l
     """As after a run on one host that is gone on with on two which share no disk."""
     config = settings(run, store, labels, **SHORT, **WAYS["frozen"], runtime={"timeout_s": 12})
     finetune(config, tmp_path / "run-0", echo=quiet)
-    ended = ranks(2, store.path, tmp_path / "run", config.model_dump(mode="json"), finetune=True, apart=True)
+    ended = ranks(2, store.path, tmp_path / "run", config.model_dump(mode="json"), task="finetune", apart=True)
     assert codes(ended) == [1, 1], ended
     for rank in ended:
         assert "EvaluationError: rank 1 does not see the folder that rank 0 keeps token features in" in rank.said, ended
@@ -100,7 +100,7 @@ def test_token_features_that_only_rank_0_has_stop_all_ranks(ranks, run, store, l
 
 def test_ranks_that_do_not_divide_the_batch_are_refused_by_all(ranks, run, store, labels, tmp_path):
     config = settings(run, store, labels, batch_size=2).model_dump(mode="json")
-    ended = ranks(3, store.path, tmp_path / "run", config, finetune=True)
+    ended = ranks(3, store.path, tmp_path / "run", config, task="finetune")
     assert codes(ended) == [1, 1, 1] and all("not a multiple of the 3 ranks" in rank.said for rank in ended)
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="ddp; got fsdp"):

@@ -4,14 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from octfm.cli.main import app
 from octfm.formats import read_fundus, read_volume
 from octfm.report.viewer import write_view
 from octfm.tasks.view import scene_of
 from octfm.volume.volume import Fundus, Lines
 from support.browser import Browser, needs_chromium
+from support.command_line import invoke
 from support.vendor_files import (
     BIRTH_DATE,
     NAME,
@@ -80,7 +79,7 @@ def test_the_page_of_a_scan_shows_the_fundus_and_nothing_of_its_owner(tmp_path):
     for write, name in ((write_vol, "a.vol"), (write_heyex_xml, "export")):
         page = tmp_path / f"{name}.html"
         uri = write(tmp_path / "Mustermann" / name, telling_voxels(), participant="MRN-77-1234")
-        told = CliRunner().invoke(app, ["view", str(uri), "--out", str(page)])
+        told = invoke("view", uri, "--out", page)
         content = page.read_text()
         assert told.exit_code == 0 and '"fundus":{"image":' in content, told.output
         for secret in ("Mustermann", "MRN-77-1234", NAME, SURNAME, BIRTH_DATE, str(tmp_path), "SLO.tif"):

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from octfm.evaluation.statistics import Bootstrap, compare, holm
 from octfm.layers.finder import load_finder
 from octfm.layers.sample import samples
 from octfm.layers.segment import segment
-from octfm.phantom import phantom_volume
+from octfm.phantom import phantom_volume, write_phantom
 from octfm.store.prepare import prepare
 from octfm.store.store import Store
 from octfm.tasks.layer_map import COLUMNS, Source, describe, layer_map, measured, spaced
@@ -240,6 +241,7 @@ def test_thinned_scans_keep_their_place(scan):
 
 
 def test_a_cohort_is_made_once_and_its_truth_is_a_ceiling(tmp_path, monkeypatch):
+    monkeypatch.setattr(yardstick, "write_phantom", partial(write_phantom, size=(16, 128, 96), workers=1))
     folder = yardstick.make_cohort(tmp_path / "cohort-5", 5, 2)
     files = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     store = Store.open(yardstick.make_cohort(folder, 5, 2) / "prepared")

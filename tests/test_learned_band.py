@@ -8,11 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import octfm
 from octfm.catalog.scan import scan
-from octfm.cli.main import app
 from octfm.config import load
 from octfm.encoder.embed_files import embed_files
 from octfm.encoder.embeddings import read_embeddings
@@ -29,6 +27,7 @@ from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.tissue import MARGIN_MM, find_tissue
 from octfm.volume.volume import Volume
 from octfm.weights.packaged import find_packaged
+from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
 from support.small_store import SIZE, small_preprocessing, small_store
 from support.store_samples import content
@@ -131,7 +130,7 @@ def test_workers_prepare_what_this_process_prepares(clinic, tmp_path):
     catalog.save(tmp_path / "catalog")
     settings = [f"{name}={value}" for name, value in GRID.items()]
     command = ["prepare", str(tmp_path / "catalog"), "--out", str(tmp_path / "there"), "--workers", "1"]
-    done = CliRunner().invoke(app, [*command, *settings, "band=learned"])
+    done = invoke(*command, *settings, "band=learned")
     assert done.exit_code == 0, done.output
     assert content(tmp_path / "there") == content(tmp_path / "here")
     header = read_header(tmp_path / "there")
@@ -195,7 +194,7 @@ def test_a_network_that_is_not_here_is_one_clear_error(run, clinic, tmp_path):
         embed_files(folder, clinic, tmp_path / "vectors", workers=0, echo=quiet)
     scan(clinic, workers=0).save(tmp_path / "catalog")
     command = ["prepare", str(tmp_path / "catalog"), "--out", str(tmp_path / "new"), "--like", str(folder)]
-    done = CliRunner().invoke(app, command)
+    done = invoke(*command)
     assert done.exit_code == 1 and isinstance(done.exception, CheckpointError), done.output
     assert not (tmp_path / "new").exists()
 

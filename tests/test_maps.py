@@ -8,9 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from octfm.cli.main import app
 from octfm.config import load
 from octfm.encoder.encoder import load_encoder
 from octfm.encoder.tuned import load_head, load_with_head
@@ -27,6 +25,7 @@ from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.scene import NONE, load_scenes
 from octfm.tasks.view import scene_of
 from octfm.volume.radial import to_raster
+from support.command_line import invoke
 from support.small_store import GRADES, darkened, prepared_eye, small_preprocessing, small_store
 from support.stars import lines_of, scanned, write_star
 from support.tiny_runs import config, quick_pretrain, quiet
@@ -212,7 +211,7 @@ def test_a_star_is_viewed_as_the_raster_that_its_encoder_gets(run, laterality, t
     path = write_star(tmp_path / "star.dcm", star, circles=2)
     pages = {name: tmp_path / f"{name}.html" for name in ("run", "plain")}
     for name, more in (("run", ["--run", str(run)]), ("plain", [])):
-        done = CliRunner().invoke(app, ["view", str(path), "--out", str(pages[name]), *more])
+        done = invoke("view", path, "--out", pages[name], *more)
         assert done.exit_code == 0, done
     raster = to_raster(read_volume(path, raster_only=False))
     made = scene_of(read_volume(path, raster_only=False), encoder=load_encoder(run))

@@ -12,6 +12,7 @@ from octfm.errors import EvaluationError
 from octfm.report.card.model_card import Statements, model_card
 from octfm.report.card.paper import CLAIM, OPEN, paper
 from octfm.report.participants import guarded
+from support.command_line import invoke
 from support.run_folder import probe_result, write_catalog, write_run, write_store
 
 
@@ -162,12 +163,9 @@ def test_a_draft_names_the_baselines_that_were_probed_and_claims_no_choice_of_a_
 
 
 def test_verb_writes_card_and_drafts(parts, tmp_path):
-    from typer.testing import CliRunner
-
-    from octfm.cli.main import app
 
     words = ["card", str(parts["run"]), "--catalog", str(parts["catalog"]), "--licence", "mit", "--out", str(tmp_path)]
-    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    done = invoke(*words, catch_exceptions=False)
     assert done.output.split() == [str(tmp_path / "model_card.md"), str(tmp_path / "paper.md")]
     assert front((tmp_path / "model_card.md").read_text())["license"] == "mit"
     with pytest.raises(EvaluationError, match="expected a run folder"):

@@ -4,12 +4,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from pydicom import uid
-from typer.testing import CliRunner
 
 import octfm
 from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.scan import scan
-from octfm.cli.main import app
 from octfm.config import load
 from octfm.errors import ConfigError, EvaluationError
 from octfm.formats import ReadError, read_volume
@@ -23,6 +21,7 @@ from octfm.store.store import Store
 from octfm.tasks.embed_run import embed_all
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.volume import MODALITIES
+from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
 from support.small_store import edit_rows, small_store
 from support.tiny_runs import config, quick_pretrain
@@ -150,12 +149,9 @@ def test_a_run_is_evaluated_on_the_modality_it_was_trained_on(mixed, tmp_path, c
 
 @pytest.mark.slow
 def test_the_commands_scan_and_show_flow(clinic, tmp_path):
-    runner = CliRunner()
-    told = runner.invoke(
-        app, ["scan", str(clinic), "--modalities", "structure,octa", "--out", str(tmp_path / "c"), "--workers", "0"]
-    )
+    told = invoke("scan", clinic, "--modalities", "structure,octa", "--out", tmp_path / "c", "--workers", "0")
     assert told.exit_code == 0 and "modalities: octa 2, structure 1" in told.output, told.output
     assert "(octa)" in (tmp_path / "c" / "data_health.html").read_text()
     page = tmp_path / "flow.html"
-    told = runner.invoke(app, ["view", str(clinic / "a" / "flow.dcm"), "--out", str(page)])
+    told = invoke("view", clinic / "a" / "flow.dcm", "--out", page)
     assert told.exit_code == 0 and "OCT angiography (flow)" in page.read_text(), told.output

@@ -270,14 +270,13 @@ def taught(tmp_path_factory):
 
 
 def test_a_run_becomes_the_packaged_encoder_the_same_bytes_every_time(taught, tmp_path, monkeypatch):
-    said = []
-    for name in ("one", "two", "two"):  # the second replaces what is there
-        package(taught, weights=tmp_path / name, echo=said.append)
-    files = sorted(path.name for path in (tmp_path / "one" / NAME).iterdir())
-    assert files == ["config.json", "model.safetensors", "seen_participants.json"]
-    for file in files:
-        content = (tmp_path / "one" / NAME / file).read_bytes()
-        assert content == (tmp_path / "two" / NAME / file).read_bytes(), file
+    said, written = [], []
+    for _ in range(2):  # the second replaces what is there
+        package(taught, weights=tmp_path / "one", echo=said.append)
+        written.append({path.name: path.read_bytes() for path in (tmp_path / "one" / NAME).iterdir()})
+    assert sorted(written[0]) == ["config.json", "model.safetensors", "seen_participants.json"]
+    for file, content in written[0].items():
+        assert content == written[1][file], file
         assert str(tmp_path).encode() not in content and b"runs" not in content
     assert "cosine of their vectors at least 0.99" in said[1]
     ship(monkeypatch, tmp_path / "one")

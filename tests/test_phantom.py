@@ -81,7 +81,7 @@ def test_surfaces_never_cross_and_lesions_stay_between_ilm_and_bm(seed, diagnosi
 def test_F13_phantoms_are_right_side_up(scanner, diagnosis):
     """Dark vitreous on top, then the retina with the RPE as its brightest band, then a choroid that fades."""
     for seed in range(2):
-        volume, truth = phantom_volume(seed, diagnosis=diagnosis, scanner=scanner)
+        volume, truth = phantom_volume(seed, diagnosis=diagnosis, scanner=scanner, size=(8, 256, 192))
         row = np.arange(volume.shape[1])[None, :, None]
         ilm, rpe, bm = (truth.surface(name)[:, None] for name in ("ilm", "rpe", "bm"))
 
@@ -193,7 +193,7 @@ def test_severity_grows_lesions_and_early_disease_has_normal_thickness():
 def test_fluid_is_darker_than_the_retina_around_it(scanner):
     dark = 0
     for seed in range(4):
-        volume, truth = phantom_volume(seed, diagnosis="dme", severity=0.9, scanner=scanner)
+        volume, truth = phantom_volume(seed, diagnosis="dme", severity=0.9, scanner=scanner, size=(16, 256, 192))
         row = np.arange(volume.shape[1])[None, :, None]
         retina = (row > truth.surface("ilm")[:, None]) & (row < truth.surface("rpe")[:, None]) & (truth.lesions == 0)
         dark += (

@@ -9,15 +9,14 @@ from pathlib import Path
 import numpy as np
 import pydicom
 import pytest
-from typer.testing import CliRunner
 
-from octfm.cli.main import app
 from octfm.errors import OctfmError, ReadError
 from octfm.formats import read_volume
 from octfm.formats.reasons import REASONS
 from octfm.phantom import DEFAULT_SCANNERS, DIAGNOSES, LESIONS, PHANTOM_VERSION, SCANNERS, write_phantom
 from octfm.phantom.cohort import draw_cohort
 from octfm.phantom.defects import DEFECTS
+from support.command_line import invoke
 
 SMALL = (8, 96, 48)
 TWO = ("heidelberg_spectralis", "topcon_triton")
@@ -269,5 +268,5 @@ def test_two_processes_never_write_one_cohort_together(tmp_path):
 
 @pytest.mark.parametrize("share", ["-0.1", "1.5"])
 def test_the_command_refuses_more_defective_files_than_good_ones(tmp_path, share):
-    result = CliRunner().invoke(app, ["phantom", str(tmp_path / "new"), "--defects", share])
+    result = invoke("phantom", tmp_path / "new", "--defects", share)
     assert result.exit_code == 2

@@ -10,12 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydicom import uid
-from typer.testing import CliRunner
 
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.participants.pseudonyms import pseudonymise
 from octfm.catalog.scan import scan
-from octfm.cli.main import app
 from octfm.display import readable
 from octfm.phantom import DIAGNOSES, SCANNERS, phantom_volume
 from octfm.report.data_health import write_data_health
@@ -25,6 +23,7 @@ from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import Lines, Volume
+from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
 from support.store_samples import SMALL, acquisition, catalog, read_sample
 
@@ -203,7 +202,7 @@ def half_seen(tmp_path_factory):
 
 def test_a_scan_says_of_which_eyes_pixels_cannot_tell(half_seen, tmp_path):
     words = ["scan", str(half_seen), "--out", str(tmp_path / "a"), "--pixels", "--workers", "1", "--no-images"]
-    done = CliRunner().invoke(app, [*words, "--keep-upside-down"])
+    done = invoke(*words, "--keep-upside-down")
     assert done.exit_code == 0, done.output
     lines = [line.strip() for line in done.stdout.splitlines()]
     cirrus = next(line for line in lines if line.startswith("side of the optic disc, zeiss"))

@@ -1,6 +1,5 @@
 """An objective, a reader and a metric that octfm does not know, written here and passed as objects."""
 
-import io
 import json
 import re
 import sys
@@ -19,8 +18,6 @@ from octfm.encoder.embed import embed_store
 from octfm.errors import CheckpointError, ConfigError, EvaluationError, ReadError
 from octfm.evaluation.metrics import ExtraMetric
 from octfm.evaluation.probe import probe
-from octfm.formats.bscans import Bscans, uid_of
-from octfm.io.archive import open_file
 from octfm.models.objectives.jepa import JEPAConfig
 from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, move_average
 from octfm.models.vit3d import VisionTransformer3D, take_tokens
@@ -34,8 +31,9 @@ from octfm.pretraining.settings import load_config, stored_config
 from octfm.report.html import write_report
 from octfm.run.runtime import Runtime
 from octfm.store.loader import Loader
+from support.pairs_reader import PairsReader, write_pairs
 from support.probe_cohort import Cohort
-from support.small_store import darkened, prepared_eye, small_preprocessing, small_store
+from support.small_store import darkened, small_preprocessing, small_store
 from support.tiny_runs import TINY, Killed, assert_same_run, config, final, quick_pretrain, quiet, rows
 
 HOST = Runtime(torch.device("cpu"))
@@ -386,47 +384,6 @@ def test_what_is_no_reader_is_named_before_any_file_is_read(tmp_path, wrong, wor
     for read in (octfm.scan, octfm.read_volume):
         with pytest.raises(ConfigError, match=words):
             read(tmp_path, readers=wrong)
-
-
-class PairsReader:
-    """A made-up format: `PAIRS`, then for each eye its side, size and voxels."""
-
-    SIZE = 3 * 4
-
-    def fits(self, head, uri):
-        return head.startswith(b"PAIRS")
-
-    def volumes(self, uri):
-        return ["right", "left"]
-
-    def open_bscans(self, uri, name):
-        with open_file(uri) as file:
-            content = file.read()
-        eyes, rest = {}, content[5:]
-        for side in self.volumes(uri):
-            shape = tuple(np.frombuffer(rest[: self.SIZE], "<u4").tolist())
-            end = self.SIZE + int(np.prod(shape))
-            if len(rest) < end:
-                raise ReadError("truncated_pixel_data", f"{uri}: {side} eye is incomplete; fetch it again")
-            eyes[side], rest = (shape, rest[self.SIZE : end]), rest[end:]
-        shape, voxels = eyes[name]
-        return Bscans(
-            uri,
-            shape,
-            decode=lambda: np.frombuffer(voxels, np.uint8).reshape(shape),
-            uid=uid_of(io.BytesIO(content), len(content)),
-            in_plane_mm=(0.03, 0.18),
-            between_mm=0.7,
-            laterality="OD" if name == "right" else "OS",
-            scanner="pairs",
-            participant=Path(uri).stem,
-        )
-
-
-def write_pairs(path, seed):
-    eyes = [prepared_eye(2 * seed + side, small_preprocessing()).voxels for side in range(2)]
-    path.write_bytes(b"PAIRS" + b"".join(np.array(e.shape, "<u4").tobytes() + e.tobytes() for e in eyes))
-    return eyes
 
 
 @pytest.mark.parametrize("workers", [0, 1], ids=["here", "in a child"])

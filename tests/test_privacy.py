@@ -5,6 +5,8 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,10 +21,10 @@ from support.dicom_files import BIRTH_DATE, PATIENT_NAME, write_oct_dicom
 SECRETS = (*PATIENT_NAME.split("^"), BIRTH_DATE, "1950-01-02", "Geheim")
 
 
-@pytest.fixture
-def clinic(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def clinic(tmp_path_factory) -> Path:
     """Good, damaged and rejected files with a name and a birth date in each, and a table that has them too."""
-    root = tmp_path / "clinic"
+    root = tmp_path_factory.mktemp("work") / "clinic"
     for i in range(4):
         write_oct_dicom(root / f"{i}.dcm", eye(i), SPACING_MM, participant=f"p{i}", sop_instance_uid=f"1.2.{i}")
     whole = (root / "0.dcm").read_bytes()
@@ -47,23 +49,6 @@ def clinic(tmp_path) -> Path:
                 }
             )
     return root
-
-
-def test_no_name_or_birth_date_reaches_catalog_page_store_or_terminal(clinic, tmp_path):
-    assert all(secret.encode() in everything_in(clinic) for secret in SECRETS), "they must be there to leak"
-    said = [octfm_command("scan", clinic, "--out", "catalog", cwd=tmp_path)]
-    said.append(
-        octfm_command("prepare", "catalog", "image_size=[16,96,96]", "target_spacing=[0.24,0.015,0.05]", cwd=tmp_path)
-    )
-    assert [code for code, *_ in said] == [0, 0], said
-    catalog, store = Catalog.load(tmp_path / "catalog"), Store.open(tmp_path / "prepared")
-    assert len(catalog.acquisitions) == len(store) == 4 and len(catalog.rejects) == 4
-    # Parquet is compressed: its rows are looked at as text, everything else as bytes.
-    found = str(asdict(catalog)) + repr(store.rows) + repr(store.unprepared()) + str(said)
-    raw = everything_in(tmp_path / "catalog") + everything_in(tmp_path / "prepared")
-    for secret in SECRETS:
-        assert secret not in found and secret.encode() not in raw, secret
-    assert {a.participant_labels["age"] for a in catalog.acquisitions} == {"71"}
 
 
 def test_no_log_record_quotes_a_file(clinic, caplog):
@@ -109,22 +94,49 @@ VERBS = {
 }
 
 
+@contextmanager
+def guarded(folder: Path) -> Iterator[Path]:
+    """Processes that start meanwhile get no connection; the file names those that they ask for."""
+    asked = folder / "asked.txt"
+    (folder / "guard").mkdir(exist_ok=True)
+    (folder / "guard" / "sitecustomize.py").write_text(GUARD.format(asked=str(asked)))
+    path = os.pathsep.join([str(folder / "guard"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        yield asked
+
+
+@pytest.fixture(scope="module")
+def data(clinic) -> list[tuple[int, str, str]]:
+    """Code and output of verbs that read the clinic, none of which gets a connection."""
+    with guarded(clinic.parent):
+        return [octfm_command(*words, cwd=clinic.parent) for words in VERBS["data"]]
+
+
+def test_no_name_or_birth_date_reaches_catalog_page_store_or_terminal(clinic, data):
+    assert all(secret.encode() in everything_in(clinic) for secret in SECRETS), "they must be there to leak"
+    work = clinic.parent
+    catalog, store = Catalog.load(work / "catalog"), Store.open(work / "prepared")
+    assert len(catalog.acquisitions) == len(store) == 4 and len(catalog.rejects) == 4
+    # Parquet is compressed: its rows are looked at as text, everything else as bytes.
+    found = str(asdict(catalog)) + repr(store.rows) + repr(store.unprepared()) + str(data)
+    raw = everything_in(work / "catalog") + everything_in(work / "prepared")
+    for secret in SECRETS:
+        assert secret not in found and secret.encode() not in raw, secret
+    assert {a.participant_labels["age"] for a in catalog.acquisitions} == {"71"}
+
+
 @pytest.mark.parametrize("kind", ["data", pytest.param("run", marks=pytest.mark.slow)])
-def test_nothing_leaves_the_machine_unless_it_is_asked_to(clinic, tmp_path, monkeypatch, kind):
+def test_nothing_leaves_the_machine_unless_it_is_asked_to(clinic, data, kind):
     """No verb opens a connection: not to a tracker, a hub, a font or a counter of users."""
-    asked = tmp_path / "asked.txt"
-    (tmp_path / "guard").mkdir()
-    (tmp_path / "guard" / "sitecustomize.py").write_text(GUARD.format(asked=str(asked)))
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(tmp_path / "guard"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    )
-    for words in VERBS[kind]:
-        code, _, err = octfm_command(*words, cwd=tmp_path)
-        assert code == 0, (words, err)
-        assert not asked.exists(), (words, asked.read_text())
-    refused = subprocess.run(
-        [sys.executable, "-c", "import socket; socket.create_connection(('127.0.0.1', 9))"], capture_output=True
-    )
-    assert refused.returncode and b"no network here" in refused.stderr and "127.0.0.1" in asked.read_text(), (
-        "the guard guards"
-    )
+    with guarded(clinic.parent) as asked:
+        said = data if kind == "data" else [octfm_command(*words, cwd=clinic.parent) for words in VERBS["run"]]
+    assert all(code == 0 for code, *_ in said), said
+    assert not asked.exists(), asked.read_text()
+
+
+def test_the_guard_guards(tmp_path):
+    with guarded(tmp_path) as asked:
+        code = "import socket; socket.create_connection(('127.0.0.1', 9))"
+        refused = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert refused.returncode and b"no network here" in refused.stderr and "127.0.0.1" in asked.read_text()

@@ -37,7 +37,7 @@ def clinic(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def catalog(clinic) -> Catalog:
-    return scan(clinic)
+    return scan(clinic, workers=0)
 
 
 def secrets_of(catalog: Catalog) -> set[str]:
@@ -51,7 +51,8 @@ def secrets_of(catalog: Catalog) -> set[str]:
 
 
 def test_nothing_of_the_original_ids_uids_paths_and_dates_is_left(clinic, catalog, tmp_path):
-    code, out, err = octfm_command("scan", clinic, "--out", "catalog", "--pseudonymise", "key", cwd=tmp_path)
+    one = ("--workers", "1")
+    code, out, err = octfm_command("scan", clinic, "--out", "catalog", "--pseudonymise", "key", *one, cwd=tmp_path)
     assert code == 0, err
     command = (
         "prepare",
@@ -63,7 +64,7 @@ def test_nothing_of_the_original_ids_uids_paths_and_dates_is_left(clinic, catalo
         "--root",
         clinic,
     )
-    code, more, err = octfm_command(*command, cwd=tmp_path)
+    code, more, err = octfm_command(*command, *one, cwd=tmp_path)
     assert code == 0, err
     hidden, store = Catalog.load(tmp_path / "catalog"), Store.open(tmp_path / "prepared")
     assert len(hidden.acquisitions) == len(catalog.acquisitions) == len(store)

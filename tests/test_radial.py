@@ -8,11 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from octfm.catalog.catalog import Catalog, CatalogError, NothingAccepted
 from octfm.catalog.scan import scan
-from octfm.cli.main import app
 from octfm.config import load
 from octfm.errors import ConfigError
 from octfm.formats import read_volume
@@ -28,6 +26,7 @@ from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.radial import BSCAN_MM, to_raster
 from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import Lines, Volume
+from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
 from support.small_store import edit_rows, small_store
 from support.stars import RADIUS_MM, lines_of, scanned, write_star
@@ -225,10 +224,7 @@ def test_the_disc_side_of_a_star_is_that_of_the_raster(eye):
 
 def test_the_command_takes_stars_when_asked_and_refuses_other_layouts(eye, tmp_path):
     write_star(tmp_path / "dicom" / "star.dcm", scanned(eye, lines_of(12), columns=96))
-    told = CliRunner().invoke(
-        app,
-        ["scan", str(tmp_path / "dicom"), "--layouts", "raster,radial", "--out", str(tmp_path / "c"), "--workers", "0"],
-    )
+    told = invoke("scan", tmp_path / "dicom", "--layouts", "raster,radial", "--out", tmp_path / "c", "--workers", "0")
     assert told.exit_code == 0 and "1 accepted" in told.output, told
     page = (tmp_path / "c" / "data_health.html").read_text()
     assert "(radial)" in page and "B-scan distance" not in page, "the B-scans of a star have no distance"

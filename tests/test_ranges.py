@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from octfm.cli.main import app
 from octfm.errors import ConfigError, EvaluationError
 from octfm.layers.calibrate import LEAST_PARTICIPANTS, calibrate_rows
 from octfm.layers.finder import load_finder
@@ -18,6 +16,7 @@ from octfm.layers.segment import FOVEA_MM
 from octfm.layers.table import describe, read_table, row_of, save_table
 from octfm.layers.zones import RANGE, UNIT
 from octfm.volume.etdrs import ZONES, measure_around
+from support.command_line import invoke
 from support.segmented import found_in
 
 RANGES = Ranges((2.0, 1.0, 0.1), (4.0, 0.5, 0.0), 1000)
@@ -198,17 +197,17 @@ def test_the_command_calibrates_a_table(tmp_path, monkeypatch):
     save_table(rows, out)
     corrected(tmp_path / "c.csv", rows, lambda i, _: i / 10)
     words = ["segment", *(row["source"] for row in rows), "--out", str(out), "--calibrate", str(tmp_path / "c.csv")]
-    done = CliRunner().invoke(app, words)
+    done = invoke(*words)
     assert done.exit_code == 0 and "55 participants" in done.output, done.output
     assert all(row["range_kind"].startswith("90 % interval") for row in read_table(out))
     corrected(tmp_path / "few.csv", rows[:49], lambda i, _: i / 10)
     monkeypatch.setattr(
         "octfm.cli.segment_scans.write_table", lambda *_, **__: pytest.fail("segmented all scans first")
     )
-    too_few = CliRunner().invoke(app, [*words[:-1], str(tmp_path / "few.csv")])
+    too_few = invoke(*words[:-1], tmp_path / "few.csv")
     assert isinstance(too_few.exception, EvaluationError) and "got 49; correct more" in str(too_few.exception)
     for wrong in (["--sample"], [rows[0]["source"]]):
-        refused = CliRunner().invoke(app, ["segment", *wrong, "--calibrate", str(tmp_path / "c.csv")])
+        refused = invoke("segment", *wrong, "--calibrate", tmp_path / "c.csv")
         assert isinstance(refused.exception, ConfigError)
 
 

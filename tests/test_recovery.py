@@ -1,17 +1,19 @@
 """What goes wrong in a run is named within 20 steps, and the run recovers from it or stops; a sound run is left
 alone."""
 
+import functools
 import re
+import shutil
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from octfm.cli.main import app
 from octfm.errors import ConfigError, Preempted, TrainingError
 from octfm.pretraining import pretrain as loop
 from octfm.pretraining import step as passes
@@ -27,6 +29,7 @@ from octfm.run import checkpoint
 from octfm.run.runtime import Runtime
 from octfm.run.tracking import read_metrics
 from octfm.store.loader import Loader, batch_of
+from support.command_line import invoke
 from support.small_store import small_store
 from support.tiny_runs import assert_same_run, config, final, interrupted_after, quick_pretrain, quiet, rows
 from support.waiting import planted_delay
@@ -64,13 +67,32 @@ def run_with_fault(store, out, fault, objective, at, steps=None, **changes):
     return said, error
 
 
+@pytest.fixture(scope="module")
+def sound(store, tmp_path_factory) -> Callable[[str], Path]:
+    """Runs that were stopped after 20 updates in which nothing was named, to go on with a fault at AT."""
+
+    @functools.cache
+    def run(objective: str) -> Path:
+        out, said = tmp_path_factory.mktemp("sound") / "run", []
+        settings = config(**SMALL | {"steps": AT + 21, "objective": {"name": objective}})
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Preempted):
+            interrupted_after(20, patch)
+            quick_pretrain(settings, store, out, echo=said.append)
+        assert not named(said, 0)
+        return out
+
+    return run
+
+
 OTHER = [pytest.param("data2vec", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("objective", ["vjepa2", *OTHER])
 @pytest.mark.parametrize("fault", NAMES)
-def test_every_planted_fault_is_named_within_20_steps(store, tmp_path, fault, objective):
+def test_every_planted_fault_is_named_within_20_steps(store, sound, tmp_path, fault, objective):
     base = {"schedule": {"base_lr": 3e-3, "warmup_ratio": 0.1}} if fault == "hidden-lr" else {}
+    if not base:
+        shutil.copytree(sound(objective), tmp_path / "run")
     said, error = run_with_fault(store, tmp_path / "run", fault, objective, AT, **base)
     found = named(said, 0)
     assert found and min(step for step, _ in found) >= AT, "no false alarm before it"
@@ -311,25 +333,31 @@ def test_without_a_checkpoint_a_young_run_goes_back_to_its_beginning(store, tmp_
     assert final(run)["step"] == 30
 
 
-def test_a_fault_that_stays_stops_the_run_with_a_diagnosis(store, tmp_path):
-    _, error = run_with_fault(store, tmp_path / "run", "inf-gradient", "vjepa2", 30)
+@pytest.fixture(scope="module")
+def stopped(store, tmp_path_factory):
+    """A run that a fault which stays has stopped, and what it was stopped with."""
+    run = tmp_path_factory.mktemp("stopped") / "run"
+    return run, run_with_fault(store, run, "inf-gradient", "vjepa2", 30)[1]
+
+
+def test_a_fault_that_stays_stops_the_run_with_a_diagnosis(stopped):
+    run, error = stopped
     assert "training continued 2 times from step 30 with other batches and failed each time" in str(error)
     assert "Last healthy: " in str(error)
-    last = rows(tmp_path / "run", "incident")[-1]
+    last = rows(run, "incident")[-1]
     assert last["action"] == "stop" and last["verdict"] == "bad" and last["volumes"]
     assert "training continued 2 times from step 30" in last["sentence"], "as pages of the run quote it"
 
 
 @pytest.mark.parametrize(("option", "until"), [("schedule.base_lr", 30), ("health.max_rollbacks", 42)])
-def test_a_run_that_was_stopped_goes_on_with_the_options_that_its_error_names(store, tmp_path, option, until):
+def test_a_run_that_was_stopped_goes_on_with_the_options_that_its_error_names(store, stopped, tmp_path, option, until):
     """A lower rate repairs what then does not happen again; other batches are needed where these are at fault."""
-    run = tmp_path / "run"
-    _, error = run_with_fault(store, run, "inf-gradient", "vjepa2", 30)
+    run, error = shutil.copytree(stopped[0], tmp_path / "run"), stopped[1]
     options = re.search(rf"with ({re.escape(option)}=\S+ --override)", str(error))
     assert options, error
     words = ["pretrain", str(run / "config.yaml"), "--store", str(store.path), "--out", str(run), "--device", "cpu"]
     with sabotage("inf-gradient", 30, until=until):
-        done = CliRunner().invoke(app, [*words, *options[1].split()])
+        done = invoke(*words, *options[1].split())
     assert done.exit_code == 0, (done.output, done.exception)
     state = final(run)["state"]
     assert final(run)["step"] == 51 and len(state["rollbacks"]) == (2 if until == 30 else 3)

@@ -151,7 +151,7 @@ def test_words_from_outside_are_shown_not_executed(tmp_path):
     assert attack in "".join(elements.text)
 
 
-def test_reasons_name_files_without_their_folders(tmp_path):
+def test_reasons_name_files_without_their_folders(tmp_path, no_curves):
     """Folders may be called after people: neither that of the rejected file, nor that of the one it is a copy of."""
     catalog = Catalog.load(write_catalog(tmp_path))
     first = replace(catalog.acquisitions[0], uri="/clinic/Huber/a.dcm")
@@ -227,8 +227,8 @@ def test_telling_scanners_apart_is_never_the_key_result():
     )
 
 
-def test_one_set_of_folds_is_said_only_of_folds(tmp_path):
-    run = write_run(tmp_path)
+def test_one_set_of_folds_is_said_only_of_folds(tmp_path, no_curves):
+    run = write_run(tmp_path, figures=False)
     for design, seeds, said in (("k-fold", 1, True), ("k-fold", 3, False), ("recommended_split", 1, False)):
         result = json.loads((run / "probe.json").read_text())
         result["settings"] |= {"design": design, "seeds": seeds}
@@ -480,13 +480,13 @@ def test_page_renders_in_a_browser_without_console_errors(page, tmp_path):
 
 
 @needs_chromium
-def test_notes_on_a_target_make_no_row_of_numbers_high(tmp_path):
+def test_notes_on_a_target_make_no_row_of_numbers_high(tmp_path, no_curves):
     drug = "oral_medication_and_or_non_insulin_injectable_medication_controlled"
     note = f"No interval: only 5 participants with healthy, 7 with pre_diabetes and 5 with {drug} in the test."
     probe = probe_result()
     for result in probe["results"]:
         result["note"] = note
-    run = write_run(tmp_path)
+    run = write_run(tmp_path, figures=False)
     (run / "probe.json").write_text(json.dumps(probe))
     page = write_report(run, tmp_path / "report.html")
     assert page.read_text().count(note) <= len({r["target"] for r in probe["results"]}), "once for a target"

@@ -8,10 +8,8 @@ import pydicom
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from octfm.catalog.scan import scan
-from octfm.cli.main import app
 from octfm.errors import EvaluationError
 from octfm.formats import ReadError, read_overlay, read_surfaces, read_volume
 from octfm.formats.dicom.labels import LABEL_MAP
@@ -20,6 +18,7 @@ from octfm.formats.overlay import _names_of_labels
 from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
 from octfm.tasks.view import scene_of
 from octfm.volume.segmentation import Segmentation
+from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
 from support.segmented import NAMES, for_segmentation, segmentation
 from support.vendor_files import (
@@ -368,7 +367,7 @@ def test_exported_layers_are_shown_on_their_scan(tmp_path, exported):
         assert scene.overlays[at].kind == "lines"
         np.testing.assert_allclose(scene.overlays[at].values, stacked(segmentation(2))[:, ::-1], atol=1e-4)
     options = [word for file in files for word in ("--overlay", str(file))]
-    result = CliRunner().invoke(app, ["view", volume.source, "--out", str(tmp_path / "page.html"), *options])
+    result = invoke("view", volume.source, "--out", tmp_path / "page.html", *options)
     assert result.exit_code == 0, result.output
     page = (tmp_path / "page.html").read_text()
     assert all(f"{file.name}: l" in page for file in files) and '"beside-3"' in page
@@ -430,5 +429,5 @@ def test_a_scan_keeps_the_exports_of_its_volume_with_it(tmp_path, exported):
 
 def test_a_page_of_labels_says_how_to_see_them(exported):
     for file in exported[1][:2]:
-        result = CliRunner().invoke(app, ["view", str(file)])
+        result = invoke("view", file)
         assert result.exit_code == 1 and f"octfm view SCAN --overlay {file}" in str(result.exception)

@@ -8,9 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from octfm.cli.main import app
 from octfm.config import load
 from octfm.encoder import embed as embedding
 from octfm.encoder.encoder import load_encoder
@@ -29,6 +27,7 @@ from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
 from octfm.tasks.segment_score import dice, errors_of, mean_height, score_errors, segment, summary_lines
 from octfm.tasks.segment_settings import SegmentConfig
 from octfm.volume.segmentation import Segmentation
+from support.command_line import invoke
 from support.small_store import SIZE, edit_rows, small_preprocessing, small_store
 from support.tiny_runs import config as pretrain_config
 from support.tiny_runs import quick_pretrain, quiet
@@ -305,24 +304,19 @@ def test_a_mask_may_not_be_called_like_a_surface(run, store):
 
 
 def test_the_command_trains_and_applies(run, store, tmp_path):
-    from typer.testing import CliRunner
-
-    from octfm.cli.main import app
     from octfm.phantom import write_phantom
 
     words = [f"encoder={run}", f"store={store[0].path}", f"truth={store[1]}", "surfaces=[ilm, bm]", "steps=3"]
-    done = CliRunner().invoke(app, ["segment", *words, "--out", str(tmp_path / "seg")])
+    done = invoke("segment", *words, "--out", tmp_path / "seg")
     assert done.exit_code == 0 and "mean_height" in done.output, done.output
     clinic = write_phantom(tmp_path / "clinic", 1, 3, size=(6, 160, 48), scanners=["heidelberg_spectralis"], workers=1)
     source = str(next(iter(sorted(clinic.rglob("*.dcm")))))
-    done = CliRunner().invoke(
-        app, ["segment", source, "--apply", str(tmp_path / "seg"), "--dicom", "--out", str(tmp_path / "found")]
-    )
+    done = invoke("segment", source, "--apply", tmp_path / "seg", "--dicom", "--out", tmp_path / "found")
     assert done.exit_code == 0, done.output
     kinds = sorted("".join(p.name.rpartition("_")[2]) for p in (tmp_path / "found").iterdir())
     assert kinds == ["heights.dcm", "labels.json", "labels.nii.gz", "seg.dcm", "um.nii.gz"]
     for own in (["export", str(tmp_path / "seg")], ["segment", f"encoder={tmp_path / 'seg'}", *words[1:]]):
-        done = CliRunner().invoke(app, [*own, "--out", str(tmp_path / "no")])
+        done = invoke(*own, "--out", tmp_path / "no")
         assert "a run of octfm segment, which octfm segment FILE --apply RUN uses" in str(done.exception), done.output
 
 
@@ -346,7 +340,7 @@ def test_a_training_is_applied_to_a_folder_with_the_eyes_that_its_paths_name(run
     nibabel.save(image, tmp_path / "flat.nii.gz")
     files = [str(tmp_path / name) for name in ("no_scan.nii.gz", "flat.nii.gz", "scans")]
     words = ["segment", *files, "--apply", str(tmp_path / "seg"), "--out", str(tmp_path / "found")]
-    done = CliRunner().invoke(app, words)
+    done = invoke(*words)
     assert done.exit_code == 1 and "2 of 4 scans could not be read" in done.output, done.output
     assert "found only A-scans of one value" in done.output
     assert f"{tmp_path / 'scans' / 'p1_OS.nii.gz'}\n" in done.output, "names of results may not say whose they are"
@@ -374,7 +368,7 @@ def test_scans_that_cannot_be_written_do_not_stop_a_folder_nor_overwrite_others(
 
     def applied(folder, *options):
         words = ["segment", str(tmp_path / folder), "--apply", str(tmp_path / "seg"), "--out", str(out)]
-        return CliRunner().invoke(app, [*words, *options])
+        return invoke(*words, *options)
 
     done = applied("p1", "--dicom")
     assert done.exit_code == 1 and "1 of 2 scans could not be read or written" in done.output, done.output
@@ -473,14 +467,14 @@ def test_the_report_of_a_run_shows_its_head_and_its_segmentation(run, store, tmp
         "tokens_per_volume": 16,
     }
     head = finetune(load(FinetuneConfig, base | {"lr_encoder": 0, "pool": "attention"}), tmp_path / "head", echo=quiet)
-    segment(settings(run, store, steps=20), tmp_path / "seg", baselines=False, echo=quiet)
+    segment(settings(run, store, steps=5), tmp_path / "seg", baselines=False, echo=quiet)
     embed = ["embed", str(run), "--store", str(store[0].path), "--no-baselines"]
-    assert CliRunner().invoke(app, embed).exit_code == 0
+    assert invoke(*embed).exit_code == 0
     before = (run / "embeddings" / "pretrained.parquet").read_bytes()
     monkeypatch.setattr(
         embedding, "_in_batches", lambda *_: pytest.fail("vectors that are there are not computed again")
     )
-    done = CliRunner().invoke(app, [*embed, "--head", str(head), "--segment", str(tmp_path / "seg")])
+    done = invoke(*embed, "--head", head, "--segment", tmp_path / "seg")
     assert done.exit_code == 0, done.output
     assert (run / "embeddings" / "pretrained.parquet").read_bytes() == before
     scenes, found = load_scenes(run / "figures" / "scenes.npz"), load_segmenter(tmp_path / "seg")

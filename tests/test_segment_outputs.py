@@ -5,9 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from octfm.cli.main import app
 from octfm.formats import read_device_grid, read_volume
 from octfm.layers.corrections import Corrections
 from octfm.layers.finder import LayerFinder, Layers
@@ -20,6 +18,7 @@ from octfm.volume.etdrs import ZONES
 from octfm.volume.segmentation import Segmentation, words_of
 from octfm.volume.volume import Lines
 from octfm.weights.packaged import NOTE, SHORT_NOTE
+from support.command_line import invoke
 from support.segmented import found_in
 from support.vendor_files import with_grid, write_heyex_xml
 from support.volumes import telling_voxels
@@ -202,7 +201,7 @@ def test_a_table_of_an_export_has_the_devices_zones(tmp_path, monkeypatch):
     uri = with_grid(write_heyex_xml(tmp_path / "a", telling_voxels()))
     assert read_volume(uri).shape[0] > 1
     out = tmp_path / "eyes.csv"
-    done = CliRunner().invoke(app, ["segment", str(uri), "--out", str(out)])
+    done = invoke("segment", uri, "--out", out)
     assert done.exit_code == 0, done.output
     (row,) = read_table(out)
     assert row[DEVICE_UNIT["inner nasal"]] == "345.0" and row["zones_note"]

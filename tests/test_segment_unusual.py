@@ -11,10 +11,8 @@ import pytest
 import torch
 from PIL import Image
 from pydicom import dcmread
-from typer.testing import CliRunner
 
 from octfm.catalog.volumes import volumes_below
-from octfm.cli.main import app
 from octfm.cli.options import AxialLength
 from octfm.encoder.embeddings import read_embeddings
 from octfm.errors import ConfigError, EvaluationError
@@ -36,6 +34,7 @@ from octfm.tasks.view import scene_of
 from octfm.volume.margins import NEARLY_WHITE
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import LAYOUTS, Lines, Volume
+from support.command_line import invoke
 from support.segmented import found_in
 from support.vendor_files import write_heyex_xml
 from support.volumes import telling_voxels
@@ -261,12 +260,12 @@ def test_the_eye_that_a_folder_names_counts_as_in_a_scan(finder, tmp_path):
     def by_name(rows) -> dict[str, str]:
         return {row["source"].removeprefix(f"{tmp_path}/in/"): row["laterality"] or "" for row in rows}
 
-    run = CliRunner().invoke(app, ["segment", str(tmp_path / "in"), "--out", str(tmp_path / "table.csv")])
+    run = invoke("segment", tmp_path / "in", "--out", tmp_path / "table.csv")
     assert run.exit_code == 0, run.output
     assert by_name(read_table(tmp_path / "table.csv")) == expected
-    printed = CliRunner().invoke(app, ["segment", str(tmp_path / "in")]).output
+    printed = invoke("segment", tmp_path / "in").output
     assert "OD/a.npz: 3 B-scans, scanner unknown, eye R" in printed
-    run = CliRunner().invoke(app, ["embed", str(tmp_path / "in"), "--out", str(tmp_path / "vectors")])
+    run = invoke("embed", tmp_path / "in", "--out", tmp_path / "vectors")
     assert run.exit_code == 0, run.output
     data = read_embeddings(tmp_path / "vectors" / "pretrained.parquet")
     assert sorted(eye or "" for eye in data.laterality) == sorted(expected.values())
@@ -275,7 +274,7 @@ def test_the_eye_that_a_folder_names_counts_as_in_a_scan(finder, tmp_path):
 def test_an_unreadable_file_in_a_folder_does_not_stop_the_others(finder, tmp_path):
     saved(tmp_path / "scan.npz")
     (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 not an archive")
-    done = CliRunner().invoke(app, ["segment", str(tmp_path)])
+    done = invoke("segment", tmp_path)
     assert done.exit_code == 1 and "1 of 2 scans could not be read" in done.output
     assert "scan.npz: 3 B-scans" in done.output
 
@@ -284,11 +283,11 @@ def test_results_of_files_of_one_name_do_not_overwrite_each_other(finder, tmp_pa
     pytest.importorskip("nibabel")
     files = [saved(tmp_path / person / "eye.npz") for person in ("p1", "p2")]
     files.append(saved(tmp_path / "site=Basel.npz"))
-    done = CliRunner().invoke(app, ["segment", *files, "--out", str(tmp_path / "found")])
+    done = invoke("segment", *files, "--out", tmp_path / "found")
     assert done.exit_code == 0, done.output
     assert len(list((tmp_path / "found").glob("eye-*_labels.nii.gz"))) == 2
     assert (tmp_path / "found" / "site=Basel_labels.nii.gz").exists(), "a file with = in its name is no setting"
-    refused = CliRunner().invoke(app, ["segment", files[0], "--dicom"])
+    refused = invoke("segment", files[0], "--dicom")
     assert isinstance(refused.exception, ConfigError)
 
 
@@ -321,6 +320,6 @@ def test_dicom_results_follow_frames_that_are_stored_out_of_order(tmp_path):
 @pytest.mark.parametrize("name", ["found", "found.csv"])
 def test_an_address_for_results_of_scans_is_refused_before_they_are_segmented(finder, tmp_path, name):
     saved(tmp_path / "scan.npz")
-    said = CliRunner().invoke(app, ["segment", str(tmp_path / "scan.npz"), "--out", f"s3://bucket/{name}"])
+    said = invoke("segment", tmp_path / "scan.npz", "--out", f"s3://bucket/{name}")
     assert isinstance(said.exception, ConfigError) and "expected a path on a disk" in str(said.exception)
     assert said.output == ""

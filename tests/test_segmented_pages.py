@@ -5,9 +5,7 @@ import re
 
 import numpy as np
 from PIL import Image
-from typer.testing import CliRunner
 
-from octfm.cli.main import app
 from octfm.demo.pages import first_picture
 from octfm.layers.segment import ScanSegmentation
 from octfm.layers.table import COLUMNS, row_of
@@ -22,6 +20,7 @@ from octfm.report.segmented.pictures import (
     verdict_of,
 )
 from octfm.tasks.scene import FOUND_COLOURS
+from support.command_line import invoke
 from support.segmented import found_in
 
 
@@ -97,7 +96,7 @@ def test_view_shows_layers_and_table_has_a_contact_sheet(tmp_path):
     file = tmp_path / "eye.npz"
     np.savez(file, volume=image.voxels[:, :, ::2], spacing_mm=(1.0, image.spacing_mm[1], 2 * image.spacing_mm[2]))
     page = tmp_path / "eye.html"
-    done = CliRunner().invoke(app, ["view", str(file), "--layers", "--out", str(page)])
+    done = invoke("view", file, "--layers", "--out", page)
     assert done.exit_code == 0, done.output
     text = page.read_text()
     assert (
@@ -106,7 +105,7 @@ def test_view_shows_layers_and_table_has_a_contact_sheet(tmp_path):
         and text.index('class="verdict"') < text.index("data-viewer")
     )
     table = tmp_path / "eyes.csv"
-    done = CliRunner().invoke(app, ["segment", str(file), "--out", str(table)])
+    done = invoke("segment", file, "--out", table)
     assert done.exit_code == 0 and "eyes.pictures.html" in done.output
     assert (tmp_path / "eyes.pictures.html").read_text().count("<img") == 1
 

@@ -12,9 +12,7 @@ import pytest
 import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from octfm.cli.main import app
 from octfm.errors import StoreError
 from octfm.store import verify as store_verify
 from octfm.store.layout import ARRAYS, shard_key
@@ -23,6 +21,7 @@ from octfm.store.prepare import prepare, row_of
 from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, stage
 from octfm.volume.preprocessing import Preprocessing
+from support.command_line import invoke
 from support.store_samples import SMALL, acquisition, catalog, prepared, read_sample, write_store
 
 OLD = Path(__file__).parent / "fixtures" / "store_v1"
@@ -190,17 +189,17 @@ def read_by_number(uri):
     return read_sample(f"sample:{Path(uri).stem}:reads")
 
 
-def invoke(folder):
-    return CliRunner().invoke(app, ["prepare", str(folder / "catalog"), "--out", str(folder / "store"), "--verify"])
+def verify(folder):
+    return invoke("prepare", folder / "catalog", "--out", folder / "store", "--verify")
 
 
 def test_verify_names_what_is_rotten_and_has_it_prepared_again(clinic):
     folder, make = clinic
     whole = Store.open(folder / "store").read(range(8)).voxels
-    assert invoke(folder).output.endswith("all 8 volumes are as they were written\n")
+    assert verify(folder).output.endswith("all 8 volumes are as they were written\n")
     for row, name in ((2, "voxels"), (5, "band"), (6, "valid")):
         flip(folder / "store" / name / shard_key(row), 999)
-    told = invoke(folder)
+    told = verify(folder)
     assert isinstance(told.exception, StoreError) and told.exit_code == 1
     assert [line.split(": ")[0].split("/store/")[1] for line in told.output.splitlines()] == [
         "voxels/c.2.0.0.0", "band/c.5.0.0.0", "valid/c.6.0.0.0",
@@ -209,10 +208,10 @@ def test_verify_names_what_is_rotten_and_has_it_prepared_again(clinic):
     assert "prepares 2 of them again; the source of 1 was not found" in str(told.exception)
     assert (folder / "store" / "band" / shard_key(5)).is_file(), "what cannot be made again is left"
     (folder / "5.oct").touch()
-    assert isinstance(invoke(folder).exception, StoreError)
+    assert isinstance(verify(folder).exception, StoreError)
     store = make()
     np.testing.assert_array_equal(store.read(range(8)).voxels, whole)
-    assert invoke(folder).exit_code == 0
+    assert verify(folder).exit_code == 0
 
 
 def test_verify_repairs_metadata_and_deletes_no_volume_for_it(clinic):
@@ -225,16 +224,16 @@ def test_verify_repairs_metadata_and_deletes_no_volume_for_it(clinic):
         file = folder / "store" / "voxels" / "zarr.json"
         good = json.loads(file.read_text())
         file.write_text(damage(file.read_text()))
-        told = invoke(folder)
+        told = verify(folder)
         assert told.exit_code == 1 and "damaged and rewritten; all 8 volumes are intact" in str(told.exception), told
-        assert json.loads(file.read_text()) == good and invoke(folder).exit_code == 0
+        assert json.loads(file.read_text()) == good and verify(folder).exit_code == 0
 
 
 def test_verify_deletes_nothing_where_most_volumes_differ(clinic):
     folder, _ = clinic
     for row in range(5):
         flip(folder / "store" / "voxels" / shard_key(row), 888)
-    told = invoke(folder)
+    told = verify(folder)
     assert "5 of 8 volumes are damaged; with so many, the disk or the memory is suspect" in str(told.exception)
     assert len(list((folder / "store" / "voxels").glob("c.*"))) == 8
 

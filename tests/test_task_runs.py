@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +26,8 @@ from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment import Segmenter, load_segmenter
 from octfm.tasks.segment_score import segment
 from octfm.tasks.segment_settings import SegmentConfig
-from support import finetune_runs, support_process
-from support.killed_tasks import signal_in
+from support import finetune_runs
+from support.signals import signal_in
 from support.small_store import SIZE, darkened, small_store
 from support.tiny_runs import config, quick_pretrain, quiet
 
@@ -94,16 +93,16 @@ def assert_same(one: Path, other: Path, verb: str) -> None:
     assert results[0] == results[1]
 
 
-def killed_at(step: int, clinic: Clinic, verb: str, out: Path) -> None:
+def killed_at(step: int, ranks, clinic: Clinic, verb: str, out: Path) -> None:
     """SIGKILL in that step, in a process of its own."""
-    process = support_process("killed_tasks", verb, clinic.config(verb).model_dump_json(), out, step)
-    ended = subprocess.run(**process, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == -9, ended.stderr
+    settings = clinic.config(verb).model_dump(mode="json")
+    (ended,) = ranks(1, clinic.store.path, out, settings, task=verb, fault="kill", at=step, on=0)
+    assert ended.code == -9, ended
 
 
 def stop_at(step: int, clinic: Clinic, verb: str, out: Path) -> None:
     """SIGTERM in that step, in this process."""
-    with signal_in(verb, "SIGTERM", step), pytest.raises(Preempted):
+    with signal_in(verb, "term", step), pytest.raises(Preempted):
         clinic.do(verb, out)
 
 
@@ -127,10 +126,10 @@ def test_a_signal_while_token_features_are_computed_stops_at_once(clinic, tmp_pa
 
 
 @pytest.mark.parametrize("verb", ["finetune", pytest.param("segment", marks=pytest.mark.slow)])
-def test_a_task_that_was_killed_and_stopped_equals_one_that_was_not(clinic, tmp_path, verb):
+def test_a_task_that_was_killed_and_stopped_equals_one_that_was_not(ranks, clinic, tmp_path, verb):
     """SIGKILL in the first epoch or fifth after a checkpoint, then SIGTERM in the middle of a later one."""
     out = tmp_path / "run"
-    killed_at(7, clinic, verb, out)
+    killed_at(7, ranks, clinic, verb, out)
     assert checkpoint.step_of(checkpoint.newest(out)) < 7
     stop_at(9, clinic, verb, out)
     assert checkpoint.step_of(checkpoint.newest(out)) == 10

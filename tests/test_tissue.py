@@ -153,9 +153,14 @@ CASES: tuple[Callable[..., Case], ...] = (
 )
 
 
-def phantom(scanner: str, diagnosis: str = "healthy", severity: float = 0.5, seed: int = 0) -> Case:
+def phantom(scanner: str, diagnosis="healthy", severity=0.5, seed=0, bscans=32) -> Case:
     volume, truth = phantom_volume(
-        seed, diagnosis=diagnosis, severity=severity, scanner=scanner, laterality="RL"[seed % 2]
+        seed,
+        diagnosis=diagnosis,
+        severity=severity,
+        scanner=scanner,
+        laterality="RL"[seed % 2],
+        size=(bscans, 256, 192),
     )
     return volume, truth.surface("ilm"), truth.surface("bm")
 
@@ -166,7 +171,7 @@ def phantom(scanner: str, diagnosis: str = "healthy", severity: float = 0.5, see
 )
 def test_band_holds_the_retina_of_every_phantom_and_is_tight(scanner, diagnosis, severity):
     for seed in (1, 2):
-        volume, ilm, bm = phantom(scanner, diagnosis, severity, seed)
+        volume, ilm, bm = phantom(scanner, diagnosis, severity, seed, bscans=16)
         tissue = find_tissue(volume.voxels, volume.spacing_mm)
         assert tissue.confident, tissue.confidence
         assert contained(tissue, volume, ilm, bm) >= 0.99

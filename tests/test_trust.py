@@ -30,6 +30,7 @@ from octfm.trust.scanners import domains, leave_one_scanner_out, training_sets
 from octfm.trust.study import LEVEL, make_study
 from octfm.trust.subgroups import group_columns, subgroups
 from support.browser import Browser, assert_renders, needs_chromium
+from support.command_line import invoke
 from support.tiny_runs import config as pretrain_config
 from support.tiny_runs import quick_pretrain, quiet
 from support.trust_cohort import SCANNERS, Cohort
@@ -589,6 +590,7 @@ def test_sentences_about_few_participants_are_apart():
     assert found.sentence.endswith("AUROC 0.70. No interval: only 6. No comparison is claimed.")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_comparison_of_leakage_that_nobody_made_has_no_table(judged, tmp_path):
     result, *_ = judged
     none = {**result, "leakage": {**result["leakage"], "comparisons": []}}
@@ -596,6 +598,7 @@ def test_a_comparison_of_leakage_that_nobody_made_has_no_table(judged, tmp_path)
     assert ["better is less" in page for page in pages] == [True, False]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_metric_that_one_encoder_lacks_is_an_empty_cell(judged, tmp_path):
     result, *_ = judged
     one = result["results"][-1]
@@ -628,10 +631,8 @@ def test_words_say_inconclusive_wherever_a_claim_does_not_stand(judged):
     assert words.findings({**result, "copies": found})[-1].tone == "bad"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_command_takes_what_is_there_again_and_refuses_bad_options(judged, monkeypatch):
-    from typer.testing import CliRunner
-
-    from octfm.cli.main import app
 
     _, store, folder, run = judged
     base = [
@@ -646,7 +647,7 @@ def test_the_command_takes_what_is_there_again_and_refuses_bad_options(judged, m
         "--from-scratch-epochs",
         "0",
     ]
-    done = CliRunner().invoke(app, [*base, "--no-images"])
+    done = invoke(*base, "--no-images")
     assert done.exit_code == 0, done.output
     assert (
         "vectors of these weights and volumes are already there" in done.output
@@ -665,7 +666,7 @@ def test_the_command_takes_what_is_there_again_and_refuses_bad_options(judged, m
         (["--age-bands", "young"], "expected years in ascending order"),
         (["--other", str(run)], "two encoders are named several"),
     ):
-        done = CliRunner().invoke(app, [*base, *words_])
+        done = invoke(*base, *words_)
         assert done.exit_code != 0 and message in str(done.exception)
 
 

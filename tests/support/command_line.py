@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import typer.main
+import typer.testing
 
 from octfm.cli import main as command_line
 from octfm.cli.main import app, main
@@ -28,6 +29,12 @@ def octfm_command(*words, cwd):
         cwd=cwd,
     )
     return done.returncode, done.stdout, done.stderr
+
+
+def invoke(*words: object, **settings: Any) -> Any:
+    """As typer's CliRunner, with COMMAND: exit code, output, and the exception itself."""
+    with mock.patch.object(typer.testing, "_get_command", lambda _: COMMAND):
+        return typer.testing.CliRunner().invoke(app, [*map(str, words)], **settings)
 
 
 def octfm_here(*words: object, cwd: Path) -> tuple[int, str, str]:

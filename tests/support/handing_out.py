@@ -4,7 +4,7 @@ from pathlib import PurePath
 
 from xdist.scheduler import LoadFileScheduling
 
-RANKS = ("ranks", "finetune_ranks", "killed_ranks", "silent_illnesses")
+RANKS = ("ranks", "finetune_ranks", "killed_ranks", "silent_illnesses", "exact_resume")
 BUCKETS = (
     "buckets",
     "bucket_runs",
@@ -19,7 +19,7 @@ TOGETHER = {*RANKS, *BUCKETS}
 """Files whose tests share what a worker starts once, for some 4 s of CPU each: a process that forks ranks, and bucket
 servers. Some need both, so that they are one group."""
 FIRST = (
-    "together", "demo", "layers", "docs", "trust", "recovery", "canary", "exact_resume", "report", "isolation",
+    "together", "demo", "layers", "docs", "trust", "recovery", "canary", "report", "isolation",
     "packaged_encoder", "preflight", "phantom", "verdict", "limits", "prototype", "pseudonyms", "golden_curve", "other_device",
     "preflight_resources", "notebooks", "wheel", "privacy", "corrections",
 )  # fmt: skip

@@ -13,12 +13,15 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from support import support_process
 from support.tiny_runs import import_all_of_a_step
 from support.waiting import planted_delay
+
+SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}
 
 
 class Ranks:
@@ -39,8 +42,9 @@ class Ranks:
 
         `to` is the address of a run in a bucket, `out` then names the notes that ranks leave on the disk; `environment`
         is that of all ranks, or a list with one for each. After `kill_after` seconds the ranks of `killed` get a
-        SIGKILL, whatever they are at. `preflight` and `override` are as for pretrain. With `finetune` the settings are
-        FinetuneConfig's, `term` is the only fault, and with `apart` rank N has <out>-N, as on hosts that share no disk.
+        SIGKILL, whatever they are at. `preflight` and `override` are as for pretrain. With `command` its words are those
+        of octfm, and settings are not used. With `task` the settings are those of finetune or segment, `kill` and `term`
+        are the only faults, and with `apart` rank N has <out>-N, as on hosts that share no disk.
 
         """
         said = out.with_name(f"{out.name}.said-{time.time_ns()}")
@@ -71,12 +75,9 @@ class Ended:
 
 def serve() -> None:
     # Imported once, before forking.
-    import torch.distributed.checkpoint
-    import torch.distributed.fsdp
-    import torch.distributed.tensor  # noqa: F401
 
     from octfm.pretraining import pretrain  # noqa: F401
-    from octfm.tasks import finetune  # noqa: F401
+    from octfm.tasks import finetune, segment_score  # noqa: F401
 
     import_all_of_a_step()
     # A collection in a child would write into every object, and so copy the pages of all that was imported.
@@ -120,6 +121,8 @@ def _fork(job: dict[str, Any], rank: int, port: int) -> int:
                 | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             )
         code = _ended(job, rank)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
     except BaseException:
         import traceback
 
@@ -132,7 +135,7 @@ def _ended(job: dict[str, Any], rank: int) -> int:
     from octfm.errors import OctfmError, Preempted
 
     try:
-        (_finetune if job["plan"].pop("finetune", False) else _pretrain)(job, rank)
+        (_task if "task" in job["plan"] else _pretrain)(job, rank)
     except Preempted as error:
         print(error)
         return 75
@@ -149,26 +152,30 @@ def _pretrain(job: dict[str, Any], rank: int) -> None:
 
     if not job["plan"].pop("preflight", False):
         loop.preflight.checks = lambda *_, **__: []  # what the doctor says of these runs is tested elsewhere
-    override, to = job["plan"].pop("override", False), job["plan"].pop("to", job["out"])
-    misbehave(rank, Path(job["out"]), **job["plan"])
+    plan = job["plan"]
+    override, to, command = plan.pop("override", False), plan.pop("to", job["out"]), plan.pop("command", None)
+    misbehave(rank, Path(job["out"]), **plan)
+    if command:
+        from octfm.cli.main import main
+
+        sys.argv = ["octfm", *command]
+        main()
     settings, store = PretrainConfig.model_validate(job["settings"]), Store.open(job["store"])
     loop.pretrain(settings, store, to, "cpu", echo=print, override=override)
 
 
-def _finetune(job: dict[str, Any], rank: int) -> None:
-    from octfm.tasks import finetune as loop
+def _task(job: dict[str, Any], rank: int) -> None:
+    from octfm.tasks.finetune import finetune
     from octfm.tasks.finetune_settings import FinetuneConfig
+    from octfm.tasks.segment_score import segment
+    from octfm.tasks.segment_settings import SegmentConfig
+    from support.signals import signal_in
 
-    plan, set_rates = job["plan"], loop.TaskModel.set_rates
-    out = f"{job['out']}-{rank}" if plan.get("apart") else job["out"]
-
-    def faulty(model: Any, step: int, *rest: Any) -> None:
-        if plan.get("fault") == "term" and (step, rank) == (plan["at"], plan["on"]):
-            os.kill(os.getpid(), signal.SIGTERM)
-        set_rates(model, step, *rest)
-
-    loop.TaskModel.set_rates = faulty
-    loop.finetune(FinetuneConfig.model_validate(job["settings"]), out, "cpu", echo=print)
+    plan = job["plan"]
+    config, do = (FinetuneConfig, finetune) if plan["task"] == "finetune" else (SegmentConfig, segment)
+    settings, out = config.model_validate(job["settings"]), f"{job['out']}-{rank}" if plan.get("apart") else job["out"]
+    with signal_in(plan["task"], plan["fault"], plan["at"]) if plan.get("on") == rank else nullcontext():
+        do(settings, out, "cpu", echo=print)
 
 
 def misbehave(
@@ -181,7 +188,7 @@ def misbehave(
     nap: float = 600,
     most: int = 1,
 ) -> None:
-    """Plant a fault in step `at` of rank `on`: kill, kill-all, term, sleep, inf, nan, drift, wrong-rank, other-order or
+    """Plant a fault in step `at` of rank `on`: kill, kill-all, term, int, sleep, inf, nan, drift, wrong-rank, other-order or
     other-store.
 
     memory: from that step on, there is some for `most` volumes at a time. kill-saving: at the operation number `at`
@@ -199,8 +206,8 @@ def misbehave(
         with Path(f"{out}.positions-{rank}").open("a") as file:
             file.write(json.dumps([learner.step, batch.position.tolist(), batch.index.tolist()]) + "\n")
         here = rank == on and (step == at or (until is not None and at <= step < until))
-        if (here and fault in ("kill", "term")) or (fault == "kill-all" and step == at):
-            os.kill(os.getpid(), signal.SIGTERM if fault == "term" else signal.SIGKILL)
+        if (here and fault in SIGNALS) or (fault == "kill-all" and step == at):
+            os.kill(os.getpid(), SIGNALS.get(fault, signal.SIGKILL))
         if here and fault == "sleep":
             planted_delay(nap)
         done = accumulate(learner, batch, *args, **kwargs)
@@ -232,8 +239,6 @@ def misbehave(
 
     loop.accumulate, passes.make_inputs = faulty, short
     if fault == "kill-saving" and rank == on:
-        from support.killed_runs import die_while_saving
-
         die_while_saving(at)
     if fault == "wrong-rank":
         Loader.positions = lambda self, step: (
@@ -246,6 +251,30 @@ def misbehave(
         )
     if fault == "other-store" and rank == on:
         loop.volumes_digest = lambda store, rows: "f" * 64
+
+
+def die_while_saving(operation: int) -> None:
+    """SIGKILL at the n-th write, flush to disk, hash or renaming of saving, sharded or not, counted over this
+    process and its threads."""
+    from torch.distributed.checkpoint import filesystem
+
+    from octfm.run import shards, weights_file
+
+    left = [operation]
+
+    def fatal(function):
+        def counted(*args, **kwargs):
+            left[0] -= 1
+            if left[0] <= 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return counted
+
+    weights_file.Sink.write = fatal(weights_file.Sink.write)
+    filesystem._write_item = fatal(filesystem._write_item)
+    shards.hash_file, shards.shutil.rmtree = fatal(shards.hash_file), fatal(shards.shutil.rmtree)
+    os.fsync = fatal(os.fsync)
 
 
 def _free_port() -> int:
