@@ -48,7 +48,8 @@ have together."""
 BLOCK, NEAR_LEVEL = 8, 0.06
 """Rows behind them to which JPEG may have given other values, and how far these lie from grey, as a share of white."""
 ENOUGH = 8
-"""About so many B-scans of a volume, and every fourth voxel of a line, show whether there are bars."""
+"""About so many B-scans of a volume, and every fourth voxel of a line, show whether there are bars; one in so many
+voxels, how bright an image is."""
 LEAST_BLANK = 8
 """Fewer A-scans of one value at a side are no bar: instruments leave one or two blank."""
 LEAST_LEFT = 0.25
@@ -99,7 +100,7 @@ def levelled(bscans: np.ndarray, image: np.ndarray) -> np.ndarray:
     image's own border there: a search for borders finds none."""
     found, row = bscans.copy(), np.arange(bscans.shape[1])[:, None]
     for own, inside, (first, past) in zip(found, _within(image, bscans.shape[1]), image.swapaxes(0, 1), strict=True):
-        most = np.percentile(own[inside], NO_BRIGHTER) if inside.any() else 0
+        most = np.percentile(own[inside][::ENOUGH], NO_BRIGHTER) if inside.any() else 0
         for outside, border in ((row < first, row - first), (row >= past, past - 1 - row)):
             beside = own[(border >= 0) & (border < BORDER_ROWS) & (first < past)]
             own[outside] = min(np.median(beside), most) if beside.size else 0
@@ -191,11 +192,10 @@ def _flat_rows(bscan: np.ndarray, white: int) -> np.ndarray:
 
     height, width = bscan.shape
     found, level = np.zeros(width, np.int64), bscan[0]
-    # Two rows rule out most B-scans.
-    if height <= LEAST_FLAT or not ((bscan[LEAST_FLAT - 1] == level) & (bscan[LEAST_FLAT // 2] == level)).any():
+    # The first rows rule out most B-scans.
+    if height <= LEAST_FLAT or (bscan[1:LEAST_FLAT] == level).all(axis=0).sum() < DIP // 2:
         return found
-    exact = np.logical_and.accumulate(bscan == level, axis=0).sum(axis=0)
-    exact[exact == height] = 0
+    exact = (bscan != level).argmax(axis=0)  # 0 in A-scans of one value
     for flat in np.unique(level[exact >= LEAST_FLAT]):
         # Runs in a dark vitreous have neighbours without any. The edge of padding goes on where the B-scan ends.
         beyond = np.pad(np.where(level == flat, exact, 0), DIP, mode="reflect", reflect_type="odd")
@@ -209,7 +209,7 @@ def _flat_rows(bscan: np.ndarray, white: int) -> np.ndarray:
         darker = flat < behind.mean()
         if darker and (behind.mean(axis=0) > DIMMEST * bscan[bscan > flat].mean()).mean() >= MOSTLY:
             continue
-        near = np.logical_and.accumulate((bscan >= flat - off) & (bscan <= flat + off), axis=0).sum(axis=0)
+        near = ((bscan < flat - off) | (bscan > flat + off)).argmax(axis=0)
         found = np.maximum(found, np.where(core > 0, np.minimum(near, core + BLOCK), 0))
     return found
 
