@@ -252,13 +252,16 @@ def test_gray_bscans_saved_as_colour_jpegs_are_read_and_lines_in_them_are_not(su
     tinted, lines = gray.copy(), gray.copy()
     tinted[:2, ::40] = (180, 205, 235)  # a dozen pixels
     lines[80, :60] = (255, 128, 128)
+    gray[80, :20] = (255, 0, 0)  # too few to count, too red for a tint
+    write_image(tmp_path / "red.png", gray)
     for name, picture in (("tinted", tinted), ("lines", lines)):
         Image.fromarray(picture).save(tmp_path / f"{name}.jpg", quality=90, subsampling=subsampling)
     assert np.ptp(np.asarray(Image.open(tmp_path / "tinted.jpg")).astype(int), axis=2).max() > 1
     voxels = read_gray(str(tmp_path / "tinted.jpg"))
     np.testing.assert_allclose(voxels[3:].astype(int), layered(1)[3:], atol=40)
-    with pytest.raises(ReadError, match="without layer lines"):
-        read_gray(str(tmp_path / "lines.jpg"))
+    for refused in ("lines.jpg", "red.png"):
+        with pytest.raises(ReadError, match="without layer lines"):
+            read_gray(str(tmp_path / refused))
 
 
 def test_bscans_with_coloured_lines_are_not_rejected_for_want_of_millimetres(tmp_path):

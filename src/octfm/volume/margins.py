@@ -189,8 +189,8 @@ def _flat_rows(bscan: np.ndarray, white: int) -> np.ndarray:
 
     height, width = bscan.shape
     found, level = np.zeros(width, np.int64), bscan[0]
-    # Two rows rule out most B-scans.
-    if height <= LEAST_FLAT or not ((bscan[LEAST_FLAT - 1] == level) & (bscan[LEAST_FLAT // 2] == level)).any():
+    # The first rows rule out most B-scans.
+    if height <= LEAST_FLAT or not (bscan[:LEAST_FLAT] == level).all(axis=0).any():
         return found
     exact = np.logical_and.accumulate(bscan == level, axis=0).sum(axis=0)
     exact[exact == height] = 0
