@@ -14,6 +14,7 @@ from octfm.layers.segment import ScanSegmentation
 from octfm.layers.table import COLUMNS, describe, row_of
 from octfm.layers.verdict import (
     ASCAN_UM,
+    EDGE_ROWS,
     MOST_UM,
     OWN_SHARE,
     REASONS,
@@ -102,6 +103,26 @@ def test_a_retina_that_leaves_the_frame_is_noted_with_its_share_and_refused_wher
     found.rows[:, :, : W * 5 // 8] = np.nan
     verdict = judge(volume, found, UNTRAINED)
     assert verdict.codes[0] == "clipped" and "62%" in verdict.reasons[0] and not verdict.parts
+
+
+@pytest.mark.parametrize("level", [0, 128, 255])
+def test_a_retina_that_a_margin_cuts_off_is_clipped_there(scan, level, monkeypatch):
+    """Where a margin cut it off, the ILM of a real eye was given at the cut, 130 µm too deep, without a word."""
+    volume, found = scan
+    edge = np.linspace(232, 140, W).astype(int)
+    voxels = np.where(np.arange(H)[:, None] < edge, level, volume.voxels).astype(np.uint8)
+    found.rows[0] = np.maximum(found.rows[0], edge)
+    cut = edge + EDGE_ROWS > 200
+    padded = replace(volume, voxels=voxels)
+    verdict = judge(padded, found, UNTRAINED)
+    assert verdict.accepted and f"{cut.mean():.0%}" in verdict.parts[0]
+    monkeypatch.setattr(LayerFinder, "find", lambda *_: found)
+    measured = segment_module.segment(padded, finder=UNTRAINED)
+    assert (
+        np.array_equal(np.isnan(measured.surfaces["ilm"]), np.broadcast_to(cut, (D, W)))
+        and measured.doubtful[:, cut].all()
+    )
+    assert not np.isnan(measured.surfaces["bm"]).any()
 
 
 def test_dark_or_lost_bscans_are_counted_and_a_scan_is_refused_where_most_are(scan):

@@ -20,9 +20,9 @@ from octfm.layers.ranges import Ranges, packaged_ranges
 from octfm.layers.verdict import (
     ANSWERED,
     ASCAN_UM,
-    EDGE_ROWS,
     ZONE_UM,
     Verdict,
+    believed_rows,
     dark_bscans,
     expected_error_um,
     judge,
@@ -191,7 +191,7 @@ class ScanSegmentation(Segmentation):
     def doubtful(self) -> np.ndarray:
         """bool [D, W]: A-scans whose thickness from ILM to BM should not be believed, because the network expects an
         error above 12 µm or did not find either; see octfm.layers.verdict.expected_error_um."""
-        return ~(self.expected_error_um() <= ASCAN_UM)
+        return ~(self.expected_error_um() <= ASCAN_UM) | np.isnan(self.thickness_rows("ilm", "bm"))
 
     def _empty(self, upper: str, lower: str) -> np.ndarray:
         """bool [D]: B-scans in which no A-scan has both surfaces."""
@@ -451,8 +451,9 @@ def segment(
         raise angiography(volume.source)
     found, dark = finder.find(volume), dark_bscans(volume)
     rows = onto_edges(volume.voxels, found.rows, volume.spacing_mm)
-    rows[0][rows[0] < EDGE_ROWS] = np.nan
-    rows[-1][rows[-1] > volume.shape[1] - 1 - EDGE_ROWS] = np.nan
+    first, last = believed_rows(volume)
+    rows[0][rows[0] < first] = np.nan
+    rows[-1][rows[-1] > last] = np.nan
     rows[:, dark] = np.nan
     lesions = np.where(dark[:, None, None], 0, found.lesions)
     return ScanSegmentation(

@@ -11,7 +11,7 @@ import numpy as np
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.volume.etdrs import Field, sample
-from octfm.volume.margins import inside_frame, without_padding
+from octfm.volume.margins import imaged_rows, inside_frame, without_padding
 from octfm.volume.volume import Spacing3, Volume
 
 SEEN = 0.5
@@ -32,8 +32,8 @@ LEVELS = 8.0
 levels apart."""
 CONTRAST = 0.75
 """Least difference of mean brightness between retina and vitreous, in standard deviations of the vitreous."""
-EDGE_ROWS = 2.0
-"""ILM or BM this close to the first or the last row may continue outside: it is not given there."""
+EDGE_ROWS = 2
+"""ILM or BM this close to the first or the last row of the image may continue outside: it is not given there."""
 CLIPPED = 0.2
 """Share of A-scans, in B-scans that show the retina, where ILM or BM may leave the frame before a note says so and
 volumes of fluid stay blank."""
@@ -340,8 +340,7 @@ def _depth_um(rows_DW: np.ndarray, spacing_mm: Spacing3) -> np.ndarray:
 
 def measure(volume: Volume, found: Layers) -> Measures:
     """Measure a volume and what was found in it, all but `turned`."""
-    depth, height, _ = volume.shape
-    white = volume.white
+    depth, white = len(volume.voxels), volume.white
     ilm, bm = (found.rows[SURFACES.index(name)] for name in ("ilm", "bm"))
     here = found.present > 0.5
     voxels = without_padding(volume.voxels, white)  # as the network saw them
@@ -349,7 +348,8 @@ def measure(volume: Volume, found: Layers) -> Measures:
     lost = (here.mean(axis=1) < SEEN) | dark_bscans(volume)
     kept = ~lost if not lost.all() else np.ones(depth, bool)
     both = np.isfinite(ilm) & np.isfinite(bm)
-    outside = ~both | (ilm < EDGE_ROWS) | (bm > height - 1 - EDGE_ROWS)
+    first, last = believed_rows(volume)
+    outside = ~both | (ilm < first) | (bm > last)
     thickness = (bm - ilm)[both & kept[:, None]] * 1000 * volume.spacing_mm[1]
     spread = np.maximum(found.spread_um[SURFACES.index("ilm")], found.spread_um[SURFACES.index("bm")])[both]
     raster = volume.layout == "raster" and depth > 2
@@ -370,6 +370,15 @@ def measure(volume: Volume, found: Layers) -> Measures:
         spread_um=float(np.median(spread)) if len(spread) else float("inf"),
         disc=not wide or _disc_beside_middle(found, volume.spacing_mm),
     )
+
+
+def believed_rows(volume: Volume) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [D, W] each: the first row of an ILM and the last row of a BM that are believed, inside of the frame and of
+    margins."""
+    depth, height, width = volume.shape
+    image = imaged_rows(volume.voxels, volume.white)
+    first, past = np.broadcast_to([[[0]], [[height]]], (2, depth, width)) if image is None else image
+    return first + EDGE_ROWS, past - 1 - EDGE_ROWS
 
 
 def dark_bscans(volume: Volume) -> np.ndarray:

@@ -40,6 +40,8 @@ is of one value, too, but no edge."""
 DIMMEST = 0.8
 """Largest brightness of the image's border, as a share of its mean, at a darker bar or padding above or below: in an
 image flattened at the ILM, or without its vitreous, that is the vitreous, and the border as bright as nerve fibres."""
+MOSTLY = 0.5
+"""Share of A-scans in which the border at padding is brighter, from which it is no padding."""
 LEAST_FLAT, LEAST_WEDGE = 8, 200
 """Rows of exactly one grey level at a border that make an A-scan padded, and voxels of them that neighbouring A-scans
 have together."""
@@ -203,7 +205,9 @@ def _flat_rows(bscan: np.ndarray, white: int) -> np.ndarray:
         off = NEAR_LEVEL * white if flat else 0
         if not columns.size or (behind != flat).mean() < BEGINS:
             continue
-        if flat < behind.mean() > DIMMEST * bscan[bscan > flat].mean():
+        # Behind a vitreous made black lie nerve fibres, behind a margin that cuts the retina off only here and there.
+        darker = flat < behind.mean()
+        if darker and (behind.mean(axis=0) > DIMMEST * bscan[bscan > flat].mean()).mean() >= MOSTLY:
             continue
         near = np.logical_and.accumulate((bscan >= flat - off) & (bscan <= flat + off), axis=0).sum(axis=0)
         found = np.maximum(found, np.where(core > 0, np.minimum(near, core + BLOCK), 0))
