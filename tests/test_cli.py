@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 
 import octfm
+from octfm.cli.options import is_named_as_file
 from octfm.pretraining import preflight
 from support.command_line import octfm_command, octfm_here
 from support.small_store import small_store
@@ -178,3 +179,8 @@ def test_version_is_told_once():
     from importlib.metadata import version
 
     assert version("octfm") == octfm.__version__
+
+
+def test_a_folder_that_is_there_may_be_named_like_a_table(tmp_path):
+    (tmp_path / "run.json").mkdir()
+    assert not is_named_as_file(tmp_path / "run.json") and is_named_as_file(tmp_path / "other.json")

@@ -68,7 +68,9 @@ def test_an_uncaught_error_stops_the_run_as_without_children():
 
 def test_ctrl_c_while_a_child_starts_prints_no_traceback(monkeypatch, capfd):
     release()  # idle children of other tests have started already
-    monkeypatch.setattr(isolation, "_START", f"import os; os.kill(os.getpid(), {signal.SIGINT:d})\n{isolation._START}")
+    # The handler of a terminal: in a job of the background children inherit that SIGINT is ignored.
+    pressed = "import os, signal as s; s.signal(s.SIGINT, s.default_int_handler); os.kill(os.getpid(), s.SIGINT)"
+    monkeypatch.setattr(isolation, "_START", f"{pressed}\n{isolation._START}")
     assert run(str.upper, ["a"]) == ["A"]
     assert "Traceback" not in capfd.readouterr().err
     release()

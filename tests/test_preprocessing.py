@@ -2,21 +2,25 @@
 
 import json
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
+from scipy.ndimage import gaussian_filter
 
 from octfm.config import dump, load
 from octfm.errors import ConfigError, ReadError, StoreError
 from octfm.phantom import phantom_volume
-from octfm.volume.margins import imaged_rows, inside_frame, without_marks
+from octfm.volume.margins import imaged_rows, inside_frame, ready_for_search, without_marks
 from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.tissue import find_tissue
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Lines, Volume
+from support.bscan_set import layered
 
 SMALL = Preprocessing(image_size=(16, 192, 128), target_spacing=(0.375, 0.0104, 0.047))
 SCANNERS = ("heidelberg_spectralis", "topcon_triton")
@@ -310,6 +314,47 @@ def test_a_vitreous_made_black_is_no_padding(seed):
     assert clean.confident and now.confident
     assert np.median(np.abs(now.band - clean.band)) < 1, "rows"
     assert imaged_rows(black, 255) is None
+
+
+def denoised(volume: Volume) -> np.ndarray:
+    return np.stack([gaussian_filter(bscan.astype(np.float32), 1.5) for bscan in volume.voxels])
+
+
+@pytest.mark.parametrize("seed", [2, 8])
+def test_a_vitreous_that_denoising_made_black_is_no_padding(seed):
+    """Its edge has notches, and behind it the image begins little by little."""
+    smooth = denoised(phantom_volume(seed, scanner="topcon_triton")[0])
+    assert imaged_rows(np.clip(smooth - np.percentile(smooth, 60), 0, 255).astype(np.uint8), 255) is None
+
+
+def test_what_stands_for_padding_is_not_as_bright_as_nerve_fibres():
+    """Where a threshold takes a black vitreous for padding, it may be filled, but no ILM may be lost."""
+    volume, _ = phantom_volume(7, scanner="topcon_triton")
+    smooth = denoised(volume)
+    black = np.where(smooth < np.percentile(smooth, 65), 0, volume.voxels).astype(np.uint8)
+    clean, now = (find_tissue(each, volume.spacing_mm) for each in (volume.voxels, ready_for_search(black, 255)))
+    assert imaged_rows(black, 255) is not None and now.confident
+    assert 1000 * volume.spacing_mm[1] * np.abs(now.ilm - clean.ilm).mean() < 25, "micrometres"
+
+
+def test_padding_of_grey_ends_with_the_image_in_a_compressed_picture():
+    bscan = layered(1, 240, 320)
+    top = np.linspace(30, 4, 320).astype(int)
+    file = BytesIO()
+    Image.fromarray(np.where(np.arange(240)[:, None] < top, 128, bscan).astype(np.uint8)).save(file, "JPEG", quality=75)
+    found = imaged_rows(np.asarray(Image.open(file))[None], 255)
+    assert found is not None and 0 <= (top - found[0, 0]).mean() < 2, "rows of padding that are left"
+
+
+def test_a_corner_is_no_padding_and_blank_a_scans_do_not_count_as_padding():
+    bscan = np.random.default_rng(0).integers(100, 120, (200, 300)).astype(np.uint8)
+    bscan[80:] += 100
+    corner, blank = bscan.copy(), bscan.copy()
+    corner[:9, :20] = 0
+    blank[:20], blank[:, :70] = 0, 0
+    assert imaged_rows(corner[None], 255) is None
+    found = imaged_rows(blank[None], 255)
+    assert found is not None and (found[0, 0, 90:] == 20).all(), "more than a fifth would be no padding"
 
 
 def test_bright_rows_across_do_not_move_the_band():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from octfm.catalog import estimation
 from octfm.catalog.catalog import CatalogError, NothingAccepted
 from octfm.catalog.columns import TableError
 from octfm.catalog.participants.folders import doubts_about_people
@@ -252,22 +253,29 @@ def test_gray_bscans_saved_as_colour_jpegs_are_read_and_lines_in_them_are_not(su
     tinted, lines = gray.copy(), gray.copy()
     tinted[:2, ::40] = (180, 205, 235)  # a dozen pixels
     lines[80, :60] = (255, 128, 128)
+    gray[80, :20] = (255, 0, 0)  # too few to count, too red for a tint
+    write_image(tmp_path / "red.png", gray)
     for name, picture in (("tinted", tinted), ("lines", lines)):
         Image.fromarray(picture).save(tmp_path / f"{name}.jpg", quality=90, subsampling=subsampling)
     assert np.ptp(np.asarray(Image.open(tmp_path / "tinted.jpg")).astype(int), axis=2).max() > 1
     voxels = read_gray(str(tmp_path / "tinted.jpg"))
     np.testing.assert_allclose(voxels[3:].astype(int), layered(1)[3:], atol=40)
-    with pytest.raises(ReadError, match="without layer lines"):
-        read_gray(str(tmp_path / "lines.jpg"))
+    for refused in ("lines.jpg", "red.png"):
+        with pytest.raises(ReadError, match="without layer lines"):
+            read_gray(str(tmp_path / refused))
 
 
-def test_bscans_with_coloured_lines_are_not_rejected_for_want_of_millimetres(tmp_path):
-    for n in (1001, 1002):
+def test_bscans_with_coloured_lines_are_not_rejected_for_want_of_millimetres(tmp_path, monkeypatch):
+    monkeypatch.setattr(estimation, "SAMPLE", 2)
+    for n in range(1001, 1005):
         lines = np.repeat(layered(n)[..., None], 3, axis=2)
         lines[80] = (0, 255, 0)
         write_image(tmp_path / "AMD" / f"AMD-{n}-1.png", lines)
-    with pytest.raises(NothingAccepted, match="2 unsupported_pixels"):
+    with pytest.raises(NothingAccepted, match="volume: 4 unsupported_pixels"):
         line_scan(tmp_path, "{label}/*-{participant}-*")
+    write_image(tmp_path / "AMD" / "AMD-1005-1.png", layered(1005))
+    catalog = line_scan(tmp_path, "{label}/*-{participant}-*")
+    assert len(catalog.acquisitions) == 1 and {reject.code for reject in catalog.rejects} == {"unsupported_pixels"}
 
 
 def test_numbers_of_a_table_may_start_again_in_every_class(tmp_path):

@@ -39,26 +39,29 @@ def axial_mm_by_height(
         if header.layout == "line" and header.spacing_mm is None and (row is None or row.spacing_mm is None):
             unknown[header.shape[1]].append(header)
     # By content, not by path: a class or a patient fills a run of paths.
-    chosen = [
-        header
-        for height in sorted(unknown)
-        for header in sorted(unknown[height], key=lambda header: header.sop_instance_uid)[:SAMPLE]
-    ]
-    found = spread(
-        functools.partial(_rows_of, readers=readers),
-        chosen,
-        lambda header, lost: None,
-        workers=workers,
-        limits=limits,
-        deadline=lambda limits, header: limits.deadline(10 * math.prod(header.shape), header.uri),
-    )
+    searched = [sorted(unknown[height], key=lambda header: header.sop_instance_uid) for height in sorted(unknown)]
     rows: dict[int, list[float]] = defaultdict(list)
     undecoded: dict[str, Reject] = {}
-    for header, own in zip(chosen, found, strict=True):
-        if isinstance(own, Reject):
-            undecoded[header.uri] = own
-        elif own is not None:
-            rows[header.shape[1]].append(own)
+
+    def search(chosen: Sequence[Header]) -> None:
+        found = spread(
+            functools.partial(_rows_of, readers=readers),
+            chosen,
+            lambda header, lost: None,
+            workers=workers,
+            limits=limits,
+            deadline=lambda limits, header: limits.deadline(10 * math.prod(header.shape), header.uri),
+        )
+        for header, own in zip(chosen, found, strict=True):
+            if isinstance(own, Reject):
+                undecoded[header.uri] = own
+            elif own is not None:
+                rows[header.shape[1]].append(own)
+
+    search([header for own in searched for header in own[:SAMPLE]])
+    # Where some cannot be decoded and none shows a retina, all are rejected: each for its own reason.
+    doubtful = [own for own in searched if own[0].shape[1] not in rows and any(h.uri in undecoded for h in own)]
+    search([header for own in doubtful for header in own[SAMPLE:]])
     return {height: axial_mm(several) for height, several in rows.items()}, undecoded
 
 

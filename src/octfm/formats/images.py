@@ -237,7 +237,8 @@ def _gray(image: "Image", uri: str) -> np.ndarray:
 
 
 def _is_gray(pixels_HW3: np.ndarray) -> bool:
-    tint = np.ptp(pixels_HW3, axis=2)
+    red, green, blue = np.moveaxis(pixels_HW3, 2, 0)
+    tint = np.maximum(np.maximum(red, green), blue) - np.minimum(np.minimum(red, green), blue)  # faster than np.ptp
     return bool(tint.max() <= MOST_TINT and np.mean(tint > MAX_TINT) <= MOST_TINTED)
 
 

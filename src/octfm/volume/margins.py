@@ -59,7 +59,7 @@ BAR, BAR_LEVEL, THIN = 14, 0.5, 3
 The icon of Cirrus has lines of 64 voxels and, above and below its arrow, 31; scale bars of Spectralis have 17 and 52,
 for 200 µm. No speckle, reflex or vessel is that straight both ways."""
 
-ACROSS = 0.5
+ACROSS = 0.7
 """Least share of the A-scans in which one row is such a line where it crosses the whole B-scan, as of a reflection in
 the instrument; in 1,360 B-scans the row of most has .1, of an icon."""
 
@@ -193,7 +193,7 @@ def _flat_rows(bscan: np.ndarray, white: int) -> np.ndarray:
     height, width = bscan.shape
     found, level = np.zeros(width, np.int64), bscan[0]
     # The first rows rule out most B-scans.
-    if height <= LEAST_FLAT or (bscan[1:LEAST_FLAT] == level).all(axis=0).sum() < DIP // 2:
+    if height <= LEAST_FLAT or not (bscan[:LEAST_FLAT] == level).all(axis=0).any():
         return found
     exact = (bscan != level).argmax(axis=0)  # 0 in A-scans of one value
     for flat in np.unique(level[exact >= LEAST_FLAT]):

@@ -17,7 +17,8 @@ from octfm.pretraining.settings import PretrainConfig
 RANKS = 4
 """Measurements of effective rank needed before a drop can be judged."""
 RISE = 1.5
-"""Growth of the loss, and its ratio to a constant prediction's, that count as rising; healthy runs have 2.4 or less."""
+"""Growth of the loss, and its ratio to a constant prediction's, that together count as rising: the ratio of healthy
+runs starts at 2.4 or less, and falls."""
 APART = 0.1
 """Share by which held-out loss must rise and training loss fall to count as diverging."""
 STUCK = 0.25
