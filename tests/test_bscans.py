@@ -15,6 +15,8 @@ from octfm.catalog.participants.patterns import Pattern, PeopleError, place_of
 from octfm.catalog.scan import scan
 from octfm.encoder.embed import embed_store
 from octfm.encoder.embeddings import read_embeddings
+from octfm.encoder.encoder import load_encoder
+from octfm.encoder.export import settings_of, tensors_of, write_files
 from octfm.encoder.tuned import load_tuned
 from octfm.errors import ConfigError, EvaluationError, ReadError
 from octfm.formats import read_volume
@@ -224,6 +226,13 @@ def test_a_store_of_bscans_is_embedded_as_single_scans_are(bscans, store, tmp_pa
     acquisition = bscans[2].acquisitions[0]
     volume = replace(read_volume(acquisition.uri, raster_only=False), spacing_mm=acquisition.spacing_mm)
     assert np.allclose(encoder.embed([volume])[0], vectors[0], atol=1e-5)
+
+
+def test_what_was_made_of_the_packaged_encoder_for_bscans_is_read_again(tmp_path):
+    """Its objective averages two B-scans of a patch, and its patches for single ones are one deep."""
+    encoder = load_encoder(device="cpu").of_bscans()
+    write_files(tmp_path / "exported", settings_of(encoder), tensors_of(encoder), [])
+    assert load_encoder(tmp_path / "exported", device="cpu").key == encoder.key
 
 
 def test_nothing_trains_on_bscans_unless_asked(store):
