@@ -372,6 +372,13 @@ def test_ids_without_their_leading_zeros_are_not_left_without_labels(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(("listed", "scanned"), [("007", "7"), ("7", "007")])
+def test_ids_that_differ_in_leading_zeros_alone_are_named_as_such(tmp_path, listed, scanned):
+    labels = read_labels(table_of(tmp_path / "t.csv", f"participant_id,diagnosis\n{listed},AMD\n"))
+    with pytest.raises(EvaluationError, match=rf"table: {listed} …, scans: {scanned} …\); they differ in leading zeros"):
+        labels.join("diagnosis", [("1", scanned, "R")])
+
+
 def test_a_word_that_is_no_eye_is_not_ignored(tmp_path):
     text = "participant_id,laterality,diagnosis\na,{},AMD\n"
     with pytest.raises(EvaluationError, match="line 2: laterality is right eye; expected R, L, OD"):
