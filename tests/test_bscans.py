@@ -294,6 +294,6 @@ def test_bscans_walk_through_every_verb(tmp_path):
     assert rows and all(WHY in row["zones_note"] and not row["centre_um"] for row in rows if not row["problem"])
     octfm("view", rows[0]["source"], "--layers", "--out", "view.html")
     page = (tmp_path / "view.html").read_text()
-    assert WHY in page and '"hasMm":false' in page.replace(" ", "")
+    assert "<h1>B-scan</h1>" in page and WHY in page and '"hasMm":false' in page.replace(" ", "")
     octfm("report", run, "--catalog", "catalog", "--store", "prepared")
     assert (run / "report.html").is_file()
