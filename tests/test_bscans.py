@@ -230,9 +230,21 @@ def test_a_store_of_bscans_is_embedded_as_single_scans_are(bscans, store, tmp_pa
 
 def test_what_was_made_of_the_packaged_encoder_for_bscans_is_read_again(tmp_path):
     """Its objective averages two B-scans of a patch, and its patches for single ones are one deep."""
-    encoder = load_encoder(device="cpu").of_bscans()
+    of_volumes = load_encoder(device="cpu")
+    encoder = of_volumes.of_bscans()
+    voxels = torch.zeros((1, 1, *encoder.preprocessing.image_size), dtype=torch.uint8)
+    with pytest.raises(ConfigError, match=r"network of encoder\.of_bscans\(\)"):
+        of_volumes.network.forward_features(voxels)
+    assert encoder.network.forward_features(voxels).shape[0] == 1
     write_files(tmp_path / "exported", settings_of(encoder), tensors_of(encoder), [])
     assert load_encoder(tmp_path / "exported", device="cpu").key == encoder.key
+
+
+def test_python_is_told_how_it_reads_a_single_image(tmp_path):
+    write_image(tmp_path / "a.png", layered(1))
+    with pytest.raises(ReadError, match="raster_only=False"):
+        read_volume(tmp_path / "a.png")
+    assert read_volume(tmp_path / "a.png", raster_only=False).layout == "line"
 
 
 def test_nothing_trains_on_bscans_unless_asked(store):
