@@ -294,7 +294,9 @@ def test_a_probe_without_results_and_a_scanner_without_a_name_are_said_in_words(
     catalog = Catalog.load(write_catalog(tmp_path))
     nameless = replace(catalog, acquisitions=tuple(replace(a, scanner="unknown") for a in catalog.acquisitions))
     data, _, _, probe, _ = summary_lines(run, catalog=nameless.save(tmp_path / "nameless"))
-    assert f"({len(catalog.acquisitions)} of unknown scanner)" in data and probe == "Probe: No target could be measured."
+    assert (
+        f"({len(catalog.acquisitions)} of unknown scanner)" in data and probe == "Probe: No target could be measured."
+    )
 
 
 def decoded(picture) -> np.ndarray:
