@@ -15,6 +15,8 @@ from octfm.catalog.participants.patterns import Pattern, PeopleError, place_of
 from octfm.catalog.scan import scan
 from octfm.encoder.embed import embed_store
 from octfm.encoder.embeddings import read_embeddings
+from octfm.encoder.encoder import load_encoder
+from octfm.encoder.export import settings_of, tensors_of, write_files
 from octfm.encoder.tuned import load_tuned
 from octfm.errors import ConfigError, EvaluationError, ReadError
 from octfm.formats import read_volume
@@ -226,6 +228,25 @@ def test_a_store_of_bscans_is_embedded_as_single_scans_are(bscans, store, tmp_pa
     assert np.allclose(encoder.embed([volume])[0], vectors[0], atol=1e-5)
 
 
+def test_what_was_made_of_the_packaged_encoder_for_bscans_is_read_again(tmp_path):
+    """Its objective averages two B-scans of a patch, and its patches for single ones are one deep."""
+    of_volumes = load_encoder(device="cpu")
+    encoder = of_volumes.of_bscans()
+    voxels = torch.zeros((1, 1, *encoder.preprocessing.image_size), dtype=torch.uint8)
+    with pytest.raises(ConfigError, match=r"network of encoder\.of_bscans\(\)"):
+        of_volumes.network.forward_features(voxels)
+    assert encoder.network.forward_features(voxels).shape[0] == 1
+    write_files(tmp_path / "exported", settings_of(encoder), tensors_of(encoder), [])
+    assert load_encoder(tmp_path / "exported", device="cpu").key == encoder.key
+
+
+def test_python_is_told_how_it_reads_a_single_image(tmp_path):
+    write_image(tmp_path / "a.png", layered(1))
+    with pytest.raises(ReadError, match="raster_only=False"):
+        read_volume(tmp_path / "a.png")
+    assert read_volume(tmp_path / "a.png", raster_only=False).layout == "line"
+
+
 def test_nothing_trains_on_bscans_unless_asked(store):
     with pytest.raises(ConfigError, match=r"data\.layouts=\[line\] takes them"):
         training_rows(config(), store)
@@ -285,6 +306,6 @@ def test_bscans_walk_through_every_verb(tmp_path):
     assert rows and all(WHY in row["zones_note"] and not row["centre_um"] for row in rows if not row["problem"])
     octfm("view", rows[0]["source"], "--layers", "--out", "view.html")
     page = (tmp_path / "view.html").read_text()
-    assert WHY in page and '"hasMm":false' in page.replace(" ", "")
+    assert "<h1>B-scan</h1>" in page and WHY in page and '"hasMm":false' in page.replace(" ", "")
     octfm("report", run, "--catalog", "catalog", "--store", "prepared")
     assert (run / "report.html").is_file()

@@ -258,6 +258,12 @@ def test_wrong_labels_are_refused_before_any_scan_is_prepared(finished, tmp_path
     assert not (tmp_path / "mine" / "prepared").exists()
 
 
+def test_a_missing_folder_is_refused_and_leaves_none(tmp_path):
+    code, _, err = octfm_here("demo", "--data", "nothere", "--out", "mine", cwd=tmp_path)
+    assert code == 1 and "nothere: no such folder" in err, err
+    assert not (tmp_path / "mine").exists()
+
+
 def test_a_first_scan_without_a_picture_is_said_on_the_terminal(tmp_path, monkeypatch):
     eye, _ = phantom_volume(0, size=(6, 64, 48))
     write_oct_dicom(tmp_path / "dicom" / "a.dcm", eye.voxels, eye.spacing_mm)

@@ -104,6 +104,7 @@ def test_what_is_no_scan_is_named(encoder, scans):
         (lambda: octfm.read_volume(["a.dcm"]), "expected the path of a scan, got list"),
         (lambda: octfm.pretrain("vit_s", None), "config: expected a PretrainConfig, got str; octfm.load_config"),
         (lambda: octfm.pretrain(octfm.load_config("vit_s"), "a"), r"expected a Store, got a path; .*Store.open\('a'\)"),
+        (lambda: octfm.load_encoder(device="cpu").prepare("a.dcm"), "expected a Volume, got str; octfm.read_volume"),
         (lambda: octfm.prepare("a", "b", octfm.Preprocessing()), "expected a Catalog, got str; octfm.Catalog.load"),
     ],
 )

@@ -188,6 +188,7 @@ def test_what_octfm_segment_measures_may_be_published_as_a_target():
     from octfm.layers.zones import UNIT
 
     assert all(map(is_known_name, [*UNIT.values(), "volume_mm3", *(f"{mask}_nl" for mask in MASKS)]))
+    assert is_known_name("label"), "the column of {label} in a pattern"
 
 
 @pytest.mark.parametrize(

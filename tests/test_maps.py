@@ -222,7 +222,7 @@ def test_a_star_is_viewed_as_the_raster_that_its_encoder_gets(run, laterality, t
     inside, above = (np.mean(raster.voxels[shown & place]) for place in ((rows > upper) & (rows < lower), rows < upper))
     assert inside > 1.5 * above
     text = {
-        name: " ".join(re.sub(r"<[^>]+>", " ", page.read_text().split("About this volume")[1]).split())
+        name: " ".join(re.sub(r"<[^>]+>", " ", page.read_text().split("About this scan")[1]).split())
         for name, page in pages.items()
     }
     assert " × ".join(map(str, raster.shape)) in text["run"] and "interpolated from 14 radial B-scans" in text["run"]

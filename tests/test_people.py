@@ -182,7 +182,7 @@ def test_trees_that_leave_nothing_open_need_no_pattern(paths, expected):
         (["001/OD.tif", "001/OS.tif", "002/OD.tif"], ["{participant}/{eye}"], 2),
         (["scan_001.tif", "scan_002.tif"], ["{participant}"], 2),
         (["NORMAL/1.tif", "DME/1.tif"], ["{label+participant}/{participant}"], 2),
-        (["train/p1.tif", "test/p1.tif"], ["{participant}/{participant}"], 2),
+        (["train/p1.tif", "test/p1.tif"], ["{split}/{participant}"], 1),
         (["train/CNV/CNV-12345-1.npz", "test/DME/DME-777-1.npz"], ["{split}/{label}/*-{participant}-*"], 2),
         (["Meyer_Anna/OD.tif", "Meyer_Anna/OS.tif", "Schulz/OD.tif"], ["{participant}/{eye}"], 2),
         (["p1/OD.tif", "P01/OS.tif"], ["{participant}/{eye}"], 2),

@@ -5,14 +5,16 @@ from dataclasses import replace
 
 import pytest
 
+from octfm.errors import StoreError
 from octfm.pretraining.preflight import data, resources
 from octfm.pretraining.preflight import plan as planning
 from octfm.pretraining.preflight.plan import EPOCHS, Candidate, Plan, plan
 from octfm.pretraining.settings import load_config
 from octfm.run.runtime import Runtime
+from octfm.store.store import Store
 from support.command_line import octfm_here
 from support.odd_values import verbs
-from support.small_store import small_store
+from support.small_store import edit_rows, small_store
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,13 @@ def test_the_command_it_proposes_fits_store_and_length(store, one_preset):
     assert settings == chosen.config and parsed["store"] == str(store.path)
     assert parsed["device"] == "cpu", "what was measured is what runs"
     assert data.arithmetic(settings, store, 1, found.volumes).status == "PASS"
+
+
+def test_a_store_of_single_bscans_is_refused_with_a_command_that_takes_it(tmp_path):
+    made = small_store(tmp_path / "prepared")
+    edit_rows(made.path, lambda row: {"layout": "line"})
+    with pytest.raises(StoreError, match=r"octfm doctor vit_s --store \S+ 'data.layouts=\[line\]'"):
+        plan(Store.open(made.path), "cpu")
 
 
 def test_the_plan_counts_compiled_steps_where_the_run_compiles_them(store, one_preset, monkeypatch):

@@ -589,7 +589,7 @@ def test_grades_are_the_same_however_their_numbers_are_spelt(cohort, tmp_path):
     assert one == two and one[0]["classes"] == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize("word", ["NA", "n/a", "NaN", " ", "."])
+@pytest.mark.parametrize("word", ["NA", "n/a", "NaN", " ", ".", "Unknown"])
 def test_a_missing_value_of_the_participants_own_table_is_no_class(cohort, tmp_path, word):
     data = read_embeddings(cohort.embeddings(tmp_path / "a.parquet"))
     labels = tuple({"group": ("a", "b", word)[int(p) % 3]} for p in data.participant)

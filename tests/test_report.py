@@ -288,6 +288,17 @@ def test_five_lines_for_a_terminal(tmp_path):
     assert [line.split(":")[0] for line in lines] == ["Data", "Preparation", "Training", "Probe", "Health"]
 
 
+def test_a_probe_without_results_and_a_scanner_without_a_name_are_said_in_words(tmp_path):
+    run = write_run(tmp_path, figures=False)
+    (run / "probe.json").write_text(json.dumps(probe_result() | {"results": [], "comparisons": []}))
+    catalog = Catalog.load(write_catalog(tmp_path))
+    nameless = replace(catalog, acquisitions=tuple(replace(a, scanner="unknown") for a in catalog.acquisitions))
+    data, _, _, probe, _ = summary_lines(run, catalog=nameless.save(tmp_path / "nameless"))
+    assert (
+        f"({len(catalog.acquisitions)} of unknown scanner)" in data and probe == "Probe: No target could be measured."
+    )
+
+
 def decoded(picture) -> np.ndarray:
     import base64
     import io

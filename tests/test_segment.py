@@ -205,6 +205,8 @@ def test_a_dice_of_nothing_says_why_it_is_undefined():
         "fluid        dice  pretrained   undefined, 3 participants",
         "fluid        Undefined: no test volume has fluid, and none was found in any.",
     ]
+    alone = found.row | {"n_test_participants": 1}
+    assert summary_lines({"results": [alone], "comparisons": []})[0].endswith("undefined, 1 participant")
 
 
 def test_segmenters_are_compared_on_the_volumes_that_all_of_them_measured():

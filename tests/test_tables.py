@@ -3,6 +3,7 @@ one clear error."""
 
 import csv
 import json
+import re
 import unicodedata
 from pathlib import Path
 
@@ -61,6 +62,18 @@ def test_a_cohort_reads_the_same_with_columns_of_release_2_and_3(tmp_path, zippe
         path.write_text("participant_id" + text.removeprefix("person_id"))
     assert rows(scan(root)) == rows(release_3) and all(flags == () for *_, flags in rows(release_3))
     assert {split for _, _, split, _, _ in rows(release_3)} > {"train"}
+
+
+def test_files_of_a_table_that_are_not_there_are_said(clinic, capsys):
+    table = clinic.parent / "files.csv"
+    scan(clinic, table=table, columns=COLUMNS, workers=0)
+    assert "ignored" not in capsys.readouterr().err
+    with table.open("a") as file:
+        file.write("nothere/b.dcm,p9,OD,3\n")
+    catalog = scan(clinic, table=table, columns=COLUMNS, workers=0)
+    err = capsys.readouterr().err
+    assert re.search(r"files.csv: ignored 1 row whose file is not below .* nothere/b.dcm;", err), err
+    assert len(catalog.acquisitions) == 4
 
 
 def test_own_tables_are_joined_by_path_and_by_id(clinic):
@@ -370,6 +383,15 @@ def test_ids_without_their_leading_zeros_are_not_left_without_labels(tmp_path):
         None,
         "x",
     ]
+
+
+@pytest.mark.parametrize(("listed", "scanned"), [("007", "7"), ("7", "007")])
+def test_ids_that_differ_in_leading_zeros_alone_are_named_as_such(tmp_path, listed, scanned):
+    labels = read_labels(table_of(tmp_path / "t.csv", f"participant_id,diagnosis\n{listed},AMD\n"))
+    with pytest.raises(
+        EvaluationError, match=rf"table: {listed} …, scans: {scanned} …\); they differ in leading zeros"
+    ):
+        labels.join("diagnosis", [("1", scanned, "R")])
 
 
 def test_a_word_that_is_no_eye_is_not_ignored(tmp_path):

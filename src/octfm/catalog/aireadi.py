@@ -58,6 +58,8 @@ class Tables:
     """Unpacked file -> member of the archive it came from: tables list files by the archive's location."""
     own: Location | None = None
     """The user's own table of files, if one was given."""
+    unfound: dict[str, str] = field(default_factory=dict)
+    """File of a row of `own` that is no single file of the scan -> SOP Instance UID of that row."""
 
     def find(self, uri: str, sop_instance_uid: str) -> ManifestRow | None:
         """The row of a file: the one at its path if the UID agrees, else any with its UID, else the one at its path."""
@@ -161,7 +163,10 @@ def _add_file(
     places += [str(base / listed.lstrip("/")) for base in (root, beside.parent)] if listed else []
     # Paths of another computer are tried only if the path fits no file of this one.
     if listed and not present.places.intersection(places):
-        places += present.fitting(listed)
+        fitting = present.fitting(listed)
+        places += fitting
+        if not fitting:
+            tables.unfound[listed] = entry.sop_instance_uid
     for known, key in [(tables.by_path, place) for place in places] + [(tables.by_uid, entry.sop_instance_uid)]:
         if key and known.setdefault(key, entry) != entry:
             raise TableError(f"{table}: line {number}: contradicts an earlier line about {key}; keep one row per file")

@@ -21,7 +21,7 @@ LATERALITY = "laterality"
 EYE_COLUMNS = ("eye", "side")
 """Columns that may hold the eye of a row, in a table without a column laterality."""
 
-MISSING = frozenset({"", "na", "n/a", "nan", "null", ".", "?", "#n/a", "<na>"})
+MISSING = frozenset({"", "na", "n/a", "nan", "null", ".", "?", "#n/a", "<na>", "unknown"})
 """Texts that mean a missing value. Not `none`: a diagnosis of none is a label; nor `-`, which may mean negative."""
 
 
@@ -112,9 +112,14 @@ class LabelTable:
     def _expect_a_match(self, wanted: list[str], known: set[str], column: str) -> None:
         if wanted and known.isdisjoint(wanted):
             example = next(iter(sorted(known)), "nothing")
+            zeros = not {name.lstrip("0") for name in known}.isdisjoint(name.lstrip("0") for name in wanted)
+            advice = (
+                "they differ in leading zeros: write the ids as the scans have them"
+                if zeros
+                else "is this the label table of the same cohort?"
+            )
             raise EvaluationError(
-                f"{self.path}: no {column} matches these scans (table: {example} …, scans: {min(wanted)} …); "
-                "is this the label table of the same cohort?",
+                f"{self.path}: no {column} matches these scans (table: {example} …, scans: {min(wanted)} …); {advice}",
                 public="No row of the label table is about a participant of these embeddings.",
             )
         if remark := lost_zeros(wanted, known):

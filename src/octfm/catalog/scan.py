@@ -20,6 +20,7 @@ from octfm.catalog.inspection import inspect_pixels
 from octfm.catalog.participants.patterns import Pattern
 from octfm.catalog.participants.people import Scan, find_people, spelt_alike
 from octfm.catalog.walk import Found, walk
+from octfm.display import number
 from octfm.formats.bscans import Reader
 from octfm.formats.detect import require_readers
 from octfm.formats.reasons import REASONS
@@ -27,6 +28,7 @@ from octfm.io.archive import MEMBER, is_folder, unpack
 from octfm.io.bucket import Account
 from octfm.io.isolation import Limits
 from octfm.io.location import BucketPath, Location, listed, location
+from octfm.io.progress import say
 from octfm.io.ranged import recall
 from octfm.volume.volume import ADMISSIBLE, MODALITIES, RASTER_ONLY, STRUCTURE_ONLY, Layout, Modality, Spacing3
 
@@ -119,6 +121,7 @@ def scan(
     accepted = [row for row in rows if isinstance(row, Acquisition)]
     left_out = [*found.refused, *rejects, *(undecoded.get(row.uri, row) for row in rows if isinstance(row, Reject))]
     _expect_rows_to_fit(accepted, left_out, tables)
+    _say_what_is_unfound(folder, tables, {header.sop_instance_uid for header in headers})
     # Copies may be filed under another participant, and their paths help to find out whose a folder is.
     copied = [accept(copy, tables, nominal_spacing_mm, estimated) for copy, _ in duplicates]
     copies = [copy for copy in copied if isinstance(copy, Acquisition)]
@@ -229,6 +232,16 @@ def _expect_rows_to_fit(acquisitions: Sequence[Acquisition], rejects: Sequence[R
         raise TableError(
             f"{tables.own}: no row fits any of {len(tried)} {what}, for example {example} against {tried[0]}; give "
             "paths relative to the root or to the table, or SOP Instance UIDs"
+        )
+
+
+def _say_what_is_unfound(folder: Location, tables: Tables, uids: Collection[str]) -> None:
+    """Say which rows of a user's table of files are ignored, as of a set of which a part is missing."""
+    unfound = [listed for listed, uid in tables.unfound.items() if not uid or uid not in uids]
+    if unfound:
+        say(
+            f"{tables.own}: ignored {number(len(unfound), 'row')} whose file is not below {folder} or may be several "
+            f"there, for example {unfound[0]}; fetch what is missing, or correct the paths"
         )
 
 

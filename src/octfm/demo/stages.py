@@ -22,7 +22,6 @@ class Stages:
         self.parts: list[tuple[str, float]] = []
         self.began = time.perf_counter()
         self._held: list[str] = []
-        out.mkdir(parents=True, exist_ok=True)
 
     @property
     def total(self) -> float:
@@ -40,6 +39,7 @@ class Stages:
             self._flush()
 
     def _flush(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(self._held)
         self._held.clear()

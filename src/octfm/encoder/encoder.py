@@ -321,6 +321,8 @@ class Encoder:
 
     def preprocess(self, volume: Volume) -> Prepared:
         """One acquisition as the weights expect it, with the transform back to its native frame."""
+        if not isinstance(volume, Volume):
+            raise TypeError(f"expected a Volume, got {type(volume).__name__}; octfm.read_volume(path) reads one")
         if self.preprocessing.fingerprint() != self.fingerprint:
             raise EvaluationError(
                 f"{self.source}: trained on volumes that another octfm prepared differently; use that version (F15)"

@@ -90,7 +90,7 @@ def _single(file: BinaryIO, size: int, uri: str, image: "Image") -> Bscans:
         alone=ReadError(
             "single_image",
             f"{uri}: one {image.format} image; a volume is a folder of them, or a TIFF of several pages; single "
-            "B-scans are taken with --layouts line",
+            "B-scans are taken with --layouts line (octfm.read_volume: raster_only=False)",
         ),
     )
 

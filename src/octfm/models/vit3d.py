@@ -276,9 +276,11 @@ class VisionTransformer3D(nn.Module):
         voxels = voxels.unsqueeze(1) if voxels.ndim == 4 else voxels
         expected = [1, *(n * p for n, p in zip(self.grid.shape, self.config.patch_size, strict=True))]
         if list(voxels.shape[1:]) != expected:
+            advice = "prepare volumes first (encoder.prepare, octfm prepare)"
+            if list(voxels.shape[1:3]) == [1, 1]:
+                advice = "single B-scans are read by the network of encoder.of_bscans()"
             raise ConfigError(
-                f"expected voxels [B, {', '.join(map(str, expected))}], got {list(voxels.shape)}; "
-                "prepare volumes first (encoder.prepare, octfm prepare)"
+                f"expected voxels [B, {', '.join(map(str, expected))}], got {list(voxels.shape)}; {advice}"
             )
         if self.intensity is None:
             raise ConfigError("this network does not know its intensities; take the one of an octfm.Encoder")

@@ -46,7 +46,7 @@ def example_pictures(scenes: Sequence[Scene]) -> list[Example]:
     for scene in {scene.scanner: scene for scene in reversed(scenes)}.values():
         seen, spacing, k, scanner = scene.as_seen(), scene.spacing_mm, len(scene.voxels) // 2, scene.scanner
         voxels, mask = seen.voxels, _token_slice(scene, "mask", k)
-        alt = f"Middle B-scan of a {readable(scanner)} volume, without overlays"
+        alt = f"Middle B-scan of a volume, scanner {readable(scanner)}, without overlays"
         pictures = [_bscan(voxels[k], spacing, "Prepared B-scan", alt), tissue_picture(scene)]
         if mask is not None:
             alt = "The same B-scan under one training mask: context blue, target orange, unused dark"
@@ -73,7 +73,7 @@ def tissue_picture(scene: Scene) -> Picture | None:
         seen.voxels[k],
         scene.spacing_mm,
         "Tissue band and tokens",
-        f"Middle B-scan of a {readable(scene.scanner)} volume{lines}{tinted}",
+        f"Middle B-scan of a volume{lines}, scanner {readable(scene.scanner)}{tinted}",
         band=None if band is None else band[:, k],
         tint=None if tokens is None else _tint(tokens, {0: TISSUE}),
     )
@@ -126,7 +126,7 @@ def native_pictures(volume: Volume) -> list[Picture]:
     if len(voxels) == 1:
         return [_bscan(voxels[0], spacing, "B-scan", f"B-scan, {scanner}")]
     return [
-        _bscan(voxels[len(voxels) // 2], spacing, "B-scan", f"Middle B-scan of a {scanner} volume"),
+        _bscan(voxels[len(voxels) // 2], spacing, "B-scan", f"Middle B-scan of a volume, scanner {scanner}"),
         _enface(mean, spacing, None, "En face", f"Mean over depth, seen from the front, {scanner}", vertical=None),
     ]
 

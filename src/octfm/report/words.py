@@ -327,7 +327,10 @@ def _data(sources: Sources) -> str:
         return "No catalog was given to this report, so accepted and rejected files are not counted here."
     s = sources.catalog.summary()
     codes = ", ".join(f"{code} {n}" for code, n in s["rejects"].items())
-    scanners = ", ".join(f"{n} {display.readable(name)}" for name, n in s["scanners"].items())
+    scanners = ", ".join(
+        f"{n} {'of unknown scanner' if name == 'unknown' else display.readable(name)}"
+        for name, n in s["scanners"].items()
+    )
     rejected = "No file was rejected."
     if s["rejected"]:
         rejected = f"{s['rejected']} files were rejected, each with a reason ({codes})."
@@ -367,6 +370,8 @@ def _probe(probe: dict[str, Any] | None) -> str:
     if probe is None:
         return "Not run."
     results = probe["results"]
+    if not results:
+        return "No target could be measured."
     compared = [c for c in planned(probe) if c["a"] == results[0]["encoder"]]
     targets, encoders = (len({r[key] for r in results}) for key in ("target", "encoder"))
     text = f"{display.number(targets, 'target')}, {display.number(encoders, 'encoder')}."

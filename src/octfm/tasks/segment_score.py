@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from octfm.display import number
 from octfm.encoder.encoder import seen_by
 from octfm.errors import CheckpointError, Echo, EvaluationError
 from octfm.evaluation.metrics import mae
@@ -275,10 +276,8 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     for r in result["results"]:
         between = f" ({r['low']:.2f} to {r['high']:.2f})" if r["low"] is not None else ""
         estimate = "undefined" if r["estimate"] is None else f"{r['estimate']:.2f}"
-        unit, people = f" {r['unit']}" if r["unit"] else "", r["n_test_participants"]
-        lines.append(
-            f"{r['target']:<12} {r['metric']:<5} {r['encoder']:<12} {estimate}{between}{unit}, {people} participants"
-        )
+        unit, people = f" {r['unit']}" if r["unit"] else "", number(r["n_test_participants"], "participant")
+        lines.append(f"{r['target']:<12} {r['metric']:<5} {r['encoder']:<12} {estimate}{between}{unit}, {people}")
         if r["estimate"] is None:
             lines.append(f"{r['target']:<12} {r['note']}")
     for c in result["comparisons"]:

@@ -79,7 +79,7 @@ def scene_of(
         overlays += found_overlays(surfaces_found, {name: mask[order] for name, mask in found.masks.items()})
     known = [readable(part) for part in (volume.scanner, volume.protocol) if part != "unknown"]
     return Scene(
-        title=" ".join(known) or "OCT volume",
+        title=" ".join(known) or ("OCT volume" if volume.shape[0] > 1 else "B-scan"),
         voxels=_eight_bit(volume.voxels)[order],
         spacing_mm=(dz * scale, dy, dx * scale),
         laterality=volume.laterality,

@@ -346,9 +346,9 @@ def _templates(
     without_groups = {(d, i) for d, i in outer if first[d][i].kind != "group"}
     if "label" in roles.values():  # the class again: AMD/AMD-1
         outer = {(d, i) for d, i in outer if d != at[0] or (d, i) in without_groups}
-    # A long number means one person in every class and on both sides of a split: two would leak.
+    # One id on both sides of a split means one person, and a long number one person in every class: two would leak.
     strong = _kind_of(first[at[0]][at[1]].kind, [*people.values()]) == "strong"
-    one_person = without_groups if strong else outer
+    one_person = without_groups if strong else {(d, i) for d, i in outer if roles.get(d) != "split"}
     labelled = not strong and "label" not in roles.values() and _are_classes_with_numbers([*people.values()])
 
     def texts(ids: set[_At]) -> dict[str, str]:

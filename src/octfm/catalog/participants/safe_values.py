@@ -188,7 +188,7 @@ def is_plain_word(value: str) -> bool:
 
 def is_known_name(name: str) -> bool:
     """Whether the name of a column, or of a target derived from one, may be shown."""
-    return is_known(name) or name in ("disease", "scanner") or is_plain_word(name)
+    return is_known(name) or name in ("disease", "scanner", "label") or is_plain_word(name)
 
 
 def is_known_scanner(scanner: str) -> bool:

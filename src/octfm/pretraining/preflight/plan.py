@@ -157,6 +157,11 @@ def plan(store: Store, device: str | None = None, hours: float = 24.0) -> Plan:
 
     Time and memory are the doctor's estimates. Raises StoreError if the store has no training volumes.
     """
+    if {row.layout for row in store.rows} == {"line"}:
+        raise StoreError(
+            f"{store.path}: holds single B-scans, expected volumes; for B-scans choose the length yourself and check "
+            "it: octfm doctor vit_s --store STORE 'data.layouts=[line]' 'model.patch_size=[1,16,16]'"
+        )
     config = load_config(PRESETS[0])
     train, validation = training_rows(config, store)
     if not len(train):
