@@ -61,7 +61,8 @@ for 200 µm. No speckle, reflex or vessel is that straight both ways."""
 
 ACROSS = 0.7
 """Least share of the A-scans in which one row is such a line where it crosses the whole B-scan, as of a reflection in
-the instrument; in 1,360 B-scans the row of most has .1, of an icon."""
+the instrument. In 1,360 B-scans the row of most has .1, of an icon; a retina flattened at the RPE has up to .46, at 15
+µm to the row."""
 
 
 class Trimmed(NamedTuple):
