@@ -191,7 +191,9 @@ class ScanSegmentation(Segmentation):
     def doubtful(self) -> np.ndarray:
         """bool [D, W]: A-scans whose thickness from ILM to BM should not be believed, because the network expects an
         error above 12 µm or did not find either; see octfm.layers.verdict.expected_error_um."""
-        return ~(self.expected_error_um() <= ASCAN_UM) | np.isnan(self.thickness_rows("ilm", "bm"))
+        error = self.expected_error_um()
+        # It is 0 where somebody has checked that there is no line.
+        return ~(error <= ASCAN_UM) | (np.isnan(self.thickness_rows("ilm", "bm")) & (error > 0))
 
     def _empty(self, upper: str, lower: str) -> np.ndarray:
         """bool [D]: B-scans in which no A-scan has both surfaces."""

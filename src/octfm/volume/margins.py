@@ -189,13 +189,13 @@ def _white_rows(bscan: np.ndarray, white: int) -> np.ndarray:
 
 def _flat_rows(bscan: np.ndarray, white: int) -> np.ndarray:
     """int64 [W]: rows at the top of each A-scan that are padding of one grey level."""
-    from scipy.ndimage import grey_opening
-
     height, width = bscan.shape
     found, level = np.zeros(width, np.int64), bscan[0]
     # The first rows rule out most B-scans.
     if height <= LEAST_FLAT or not (bscan[:LEAST_FLAT] == level).all(axis=0).any():
         return found
+    from scipy.ndimage import grey_opening
+
     exact = (bscan != level).argmax(axis=0)  # 0 in A-scans of one value
     for flat in np.unique(level[exact >= LEAST_FLAT]):
         # Runs in a dark vitreous have neighbours without any. The edge of padding goes on where the B-scan ends.
@@ -321,12 +321,12 @@ def _marks(bscan: np.ndarray, level: np.ndarray, white: int) -> list[tuple[slice
 
 def _lines(bscan: np.ndarray, level: float) -> np.ndarray | None:
     """bool [H, W]: straight thin lines along A-scans at or above a grey level; None if there are none."""
-    from scipy import ndimage
-
     # A line shows in every fourth row, which rules out nearly all B-scans.
     some = _thin(bscan[::4], level)
     if not (some[2:] & some[1:-1] & some[:-2]).any():
         return None
+    from scipy import ndimage
+
     lines = np.asarray(ndimage.binary_opening(_thin(bscan, level), np.ones((BAR, 1))))
     return np.pad(lines, ((0, 0), (THIN, THIN))) if lines.any() else None
 
