@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +40,7 @@ from octfm.layers.zones import read_rows
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig, layer_loss
 from octfm.phantom.native.bscans import SURFACES as DRAWN
 from octfm.phantom.native.stream import Stream
-from octfm.volume.margins import imaged_rows, without_padding
+from octfm.volume.margins import imaged_rows, without_marks, without_padding
 from octfm.volume.volume import Volume
 from octfm.weights.packaged import CURRENT, NOTE, packaged
 from support.command_line import invoke, octfm_here
@@ -124,6 +125,15 @@ def test_white_padding_of_exports_is_black_to_the_network():
     inverted = np.full((1, 40, 30), 255, np.uint8)
     inverted[:, 20:] = 90
     assert without_padding(inverted, 255) is inverted, "a saturated vitreous is no padding"
+
+
+def test_bscans_without_margins_need_no_scipy(monkeypatch):
+    """Which a machine with a GPU may lack."""
+    for name in ("scipy", "scipy.ndimage"):
+        monkeypatch.setitem(sys.modules, name, None)
+    image = drawn(1)[0]
+    assert without_padding(image.voxels, 255) is image.voxels
+    assert without_marks(image.voxels, 255) is image.voxels
 
 
 def test_margins_of_exports_with_less_contrast_are_not_darker_than_the_image():

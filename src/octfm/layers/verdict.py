@@ -382,7 +382,7 @@ def believed_rows(volume: Volume) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dark_bscans(volume: Volume) -> np.ndarray:
-    """bool [D]: B-scans of a blink. White padding is none."""
+    """bool [D]: B-scans of a blink. Padding is none."""
     varied = without_padding(volume.voxels[:, :, ::3], volume.white)[:, ::3].std(axis=(1, 2), dtype=np.float64)
     return varied < DARK * np.median(varied)
 

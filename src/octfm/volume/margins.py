@@ -156,12 +156,12 @@ def _within(image: np.ndarray, height: int) -> np.ndarray:
 
 def _white_rows(bscan: np.ndarray, white: int) -> np.ndarray:
     """int64 [W]: rows at the top of each A-scan that are white padding or its rim."""
-    from scipy.ndimage import grey_closing, maximum_filter1d, uniform_filter
-
     height, level = len(bscan), NEARLY_WHITE * white
     strips = _half_white_strips(bscan, white)
     if not strips and not (bscan[0] >= level).any():
         return np.zeros(bscan.shape[1], np.int64)
+    from scipy.ndimage import grey_closing, maximum_filter1d, uniform_filter
+
     exact = np.logical_and.accumulate(bscan >= level, axis=0).sum(axis=0)
     for column, rows in strips.items():
         exact[column] = max(exact[column], rows)
