@@ -3,8 +3,11 @@ mislead."""
 
 import json
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import octfm
 from octfm.catalog.labels import read_labels
 from octfm.encoder.embeddings import joined, read_embeddings
 from octfm.errors import EvaluationError
@@ -900,3 +904,24 @@ def test_probes_of_small_matrices_take_one_blas_thread(monkeypatch: pytest.Monke
         readouts.fit_predict("linear", x, y, np.arange(40).astype(str), x, 2, 0)
     assert all(threads == {1} for threads in seen[:before])
     assert all(threads == {2} for threads in seen[before:])
+
+
+def test_reading_embeddings_starts_no_thread_that_may_outlive_the_command(cohort, tmp_path):
+    """Threads of pyarrow.parquet.read_table and Table.sort_by abort a process that ends while they clean up."""
+    path = cohort.embeddings(tmp_path / "a.parquet")
+    script = (
+        "import os, sys, pyarrow.compute, pyarrow.parquet, octfm.encoder.embeddings as module\n"
+        "before = os.listdir('/proc/self/task')\n"
+        "module.read_embeddings(sys.argv[1])\n"
+        "print(len(os.listdir('/proc/self/task')) - len(before))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=120)
+    assert (done.stdout.strip(), done.stderr) == ("0", "")
+
+
+def test_parquet_is_read_in_one_place():
+    source = Path(octfm.__file__).parent
+    users = {
+        path.relative_to(source).as_posix() for path in source.rglob("*.py") if "parquet as pq" in path.read_text()
+    }
+    assert users == {"io/parquet.py"}

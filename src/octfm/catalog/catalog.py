@@ -1,6 +1,5 @@
 """Catalog: a row for every accepted acquisition, a reject with a reason for every other file."""
 
-import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from octfm.errors import OctfmError
 from octfm.formats.reasons import REASONS
 from octfm.io.hashing import hash_text
 from octfm.io.location import BucketPath, Location, location, write_whole
+from octfm.io.parquet import from_parquet, to_parquet
 
 FORMAT, VERSION = "octfm-catalog", 3
 _ADDED = ("layout", "participant_source", "modality")
@@ -89,7 +89,6 @@ class Catalog:
     def save(self, folder: str | Path | BucketPath) -> Location:
         """Write catalog.parquet and rejects.parquet, each atomically; `load` refuses a pair from two scans."""
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         folder = location(folder)
         facts = {"format": FORMAT, "version": VERSION, "root": self.root, "companions": self.companions}
@@ -98,9 +97,7 @@ class Catalog:
         staged = []
         for name, table in (("catalog.parquet", self._rows()), ("rejects.parquet", self._left_out())):
             schema = _schema(name).with_metadata({"octfm": json.dumps(facts)})
-            content = io.BytesIO()
-            pq.write_table(pa.Table.from_pylist(table, schema), content, compression="zstd")
-            staged.append((folder / name, content.getvalue()))
+            staged.append((folder / name, to_parquet(pa.Table.from_pylist(table, schema))))
         for file, content in staged:  # after both are built: an error in one must not leave the other
             write_whole(file, content)
         return folder
@@ -289,10 +286,9 @@ def _schema(name: str):
 
 def _read_parquet(path: Location) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(io.BytesIO(path.read_bytes()))
+        table = from_parquet(path)
     except FileNotFoundError:
         raise CatalogError(f"{path}: no such file; make it with: octfm scan FOLDER") from None
     except (OSError, pa.ArrowException) as error:

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from octfm.encoder.embeddings import from_parquet, to_parquet
 from octfm.encoder.encoder import Encoder
 from octfm.errors import Echo, EvaluationError
 from octfm.io.hashing import hash_text
 from octfm.io.location import Location, location, write_whole
+from octfm.io.parquet import from_parquet, to_parquet
 from octfm.io.progress import Progress
 from octfm.store.layout import Arrays
 from octfm.store.store import Store

@@ -26,7 +26,6 @@ from octfm.catalog.participants.people import AmbiguousPeople
 from octfm.catalog.participants.pseudonyms import is_pseudonymous
 from octfm.catalog.scan import existing_root, scan
 from octfm.encoder.embed import HISTOGRAM_BINS, encoder_facts, histogram, histogram_facts, write_vectors
-from octfm.encoder.embeddings import from_parquet, to_parquet
 from octfm.encoder.encoder import Encoder, load_encoder
 from octfm.errors import BAD_INPUT, BucketError, Echo, EvaluationError
 from octfm.formats.declared import sidecars
@@ -37,6 +36,7 @@ from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits, Lost
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, Location, listed, location, lock, write_whole
+from octfm.io.parquet import from_parquet, to_parquet
 from octfm.io.progress import Progress
 from octfm.io.spread import stream
 from octfm.io.versions import listing_of, versions

@@ -1,6 +1,5 @@
 """Read the embeddings files of `octfm embed` and align encoders by acquisition id."""
 
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ import numpy as np
 from octfm.display import brief, data_frame, number, with_labels
 from octfm.errors import Echo, EvaluationError
 from octfm.io.location import Location, location
+from octfm.io.parquet import from_parquet
 from octfm.store.exclusion import excluded, to_stderr
 from octfm.store.store import Store
 
@@ -93,23 +93,6 @@ def joined(name: str, arms: Sequence[Embeddings]) -> Embeddings:
     )  # fmt: skip
 
 
-def to_parquet(table: Any) -> bytes:
-    """The content of a parquet file with this pyarrow table."""
-    import pyarrow.parquet as pq
-
-    content = io.BytesIO()
-    pq.write_table(table, content)
-    return content.getvalue()
-
-
-def from_parquet(path: Location, columns: list[str] | None = None) -> Any:
-    """The pyarrow table in a parquet file on a disk or in a bucket. Raises pyarrow.ArrowException if damaged."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    return pq.read_table(pa.BufferReader(path.read_bytes()), columns=columns)
-
-
 def read_embeddings(path: str | Location) -> Embeddings:
     """Read a file of `octfm embed`. Raises EvaluationError on damage, repeated acquisitions or non-finite vectors."""
     import pyarrow as pa
@@ -125,7 +108,7 @@ def read_embeddings(path: str | Location) -> Embeddings:
         raise EvaluationError(
             f"{path}: expected the columns that octfm embed writes, {', '.join(absent)} missing; embed again"
         )
-    table = table.sort_by("acquisition")
+    table = table.take(np.argsort(np.array(table["acquisition"].to_pylist(), dtype=str), kind="stable"))
     facts = json.loads((table.schema.metadata or {}).get(b"octfm", b"{}"))
     columns = {name: table.column(name).to_pylist() for name in (*TEXTS, *OTHERS)}
     columns["participant_labels"] = [json.loads(text) if text else {} for text in columns["participant_labels"]]

@@ -58,6 +58,7 @@ def fit_predict(
     Classes have equal total weight. `num_classes` 0: regression. `widths`: channels of each part of a joint arm; linear
     models then penalise each part by itself, see `_choose_strengths`, and neighbours count each part alike.
     """
+    import scipy.linalg  # noqa: F401  brings a BLAS of its own, and a limit holds for those that are loaded
     from threadpoolctl import threadpool_limits
 
     parts = [slice(end - width, end) for end, width in zip(np.cumsum(widths).tolist(), widths, strict=True)]

@@ -11,7 +11,8 @@ from octfm.encoder.embeddings import Embeddings
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Cases
 from octfm.evaluation.scoring import Predictions
-from octfm.io.location import replacing
+from octfm.io.location import write_whole
+from octfm.io.parquet import from_parquet, to_parquet
 from octfm.store.store import Store
 from octfm.tasks.finetune_settings import FinetuneConfig
 
@@ -57,7 +58,6 @@ def write_predictions(
 ) -> None:
     """One row per tested acquisition: ids, label, value and, for classes, the most probable one."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     rows = [store.rows[i] for i in cases.rows[predictions.rows]]
     columns: dict[str, Any] = {
@@ -79,18 +79,15 @@ def write_predictions(
         "best_epoch": best_epoch,
         "log_prior": log_prior.tolist() if log_prior is not None else [],
     }
-    # As an open file: pyarrow would read a path with a colon as an address.
-    with replacing(path) as partial, partial.open("wb") as file:
-        pq.write_table(pa.table(columns).replace_schema_metadata({"octfm": json.dumps(facts)}), file)
+    write_whole(path, to_parquet(pa.table(columns).replace_schema_metadata({"octfm": json.dumps(facts)})))
 
 
 def read_predictions(path: Path) -> PredictionTable:
     """Read a predictions.parquet. Raises EvaluationError if it is none."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(pa.BufferReader(path.read_bytes()))
+        table = from_parquet(path)
         facts = json.loads((table.schema.metadata or {})[b"octfm"])
     except (pa.ArrowException, KeyError, ValueError, FileNotFoundError) as error:
         raise EvaluationError(
