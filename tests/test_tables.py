@@ -181,6 +181,25 @@ def test_a_wrong_column_is_one_error_that_names_the_nearest(clinic, columns, err
     assert "\n" not in str(caught.value)
 
 
+def test_columns_that_nothing_reads_are_named_with_the_fields_they_may_hold(clinic, capsys):
+    """A table with eyes, labels and splits under other names lost them in silence."""
+    table = clinic.parent / "own.csv"
+    header = "File Name,Patient,eye,disease,split,age"
+    table.write_text(header + "".join(f"\n{n}.dcm,p{n},OD,dme,train,70" for n in range(4)) + "\n")
+    likely = "--columns 'file=File Name,participant=Patient,laterality=eye,label=disease,split=split'"
+    with pytest.raises(TableError, match=f"SOP Instance UIDs; .*perhaps {likely}; columns: File Name"):
+        scan(clinic, table=table)
+    rows = read_rows(clinic.parent / "files.csv")
+    table.write_text("path,pid,OD/OS,age\n" + "".join(f"{row['path']},{row['pid']},R,70\n" for row in rows))
+    capsys.readouterr()
+    scan(clinic, table=table, columns={"participant": "pid", "file": "path"}, workers=0)
+    assert "own.csv: not read: OD/OS, age; --columns says what a column holds, perhaps --columns laterality=OD/OS" in (
+        capsys.readouterr().err
+    )
+    scan(clinic, table=clinic.parent / "files.csv", columns=COLUMNS | {"label": "room"}, workers=0)
+    assert "not read" not in capsys.readouterr().err
+
+
 def test_tables_that_fit_none_of_the_files_are_refused(clinic):
     table = clinic.parent / "elsewhere.csv"
     table.write_text("path,pid\nx/1.dcm,p1\n")

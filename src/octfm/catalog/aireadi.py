@@ -14,9 +14,12 @@ from octfm.errors import ConfigError
 from octfm.formats.names import may_be_an_eye, may_be_labels
 from octfm.io.archive import unpacked_paths
 from octfm.io.location import BucketPath, Location, is_remote, location
+from octfm.io.progress import say
 
 _NUMBER = re.compile(r"\d*\.?\d+(?:[eE][-+]?\d+)?")
 _DRIVE = re.compile(r"^[A-Za-z]:")
+MOST_NAMED = 10
+"""Columns that a message names."""
 _ELSEWHERE = re.compile(r"^([A-Za-z]:)?[\\/]|^[A-Za-z]:")
 """An absolute path, possibly of another computer: with a drive letter, on a share (UNC), or from the root."""
 
@@ -120,10 +123,18 @@ def read_own_tables(
     columns.check({str(path): list(rows[0]) for path, rows in given})
     if table is not None:
         tables = replace(tables, own=table)
+        unread, likely = columns.unread(list(files[0]))
+        perhaps = f", perhaps {likely}" if likely else ""
         if not (columns.present(files[0], "file") or columns.present(files[0], "sop_instance_uid")):
             raise TableError(
                 f"{table}: neither a column of files nor of SOP Instance UIDs; name one with --columns file=COLUMN or "
-                f"sop_instance_uid=COLUMN; columns: {', '.join(files[0])}"
+                f"sop_instance_uid=COLUMN{perhaps}; columns: {', '.join(files[0])}"
+            )
+        if unread:
+            more = f" and {len(unread) - MOST_NAMED} more" if len(unread) > MOST_NAMED else ""
+            say(
+                f"{table}: not read: {', '.join(unread[:MOST_NAMED])}{more}; --columns says what a column holds"
+                f"{perhaps}; --participants TABLE takes all that is known about a person"
             )
         listed = Listed.of(root, found)
         for number, row in enumerate(files, start=2):

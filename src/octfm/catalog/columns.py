@@ -4,8 +4,9 @@ import contextlib
 import csv
 import io
 import re
+import shlex
 import unicodedata
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
@@ -39,6 +40,14 @@ FIELDS: dict[str, tuple[str, ...]] = {
 """Field that octfm reads from tables -> its default column names; the first of them with a value in a row is read."""
 _COMMON_IDS = ("patient_id", "subject_id")
 """Read only in tables without a better column: one id per person must not come from several."""
+LIKELY: dict[str, tuple[str, ...]] = {
+    "file": ("file", "filename", "path", "image", "imagepath", "imagename", "img", "scan"),
+    "participant": ("patient", "participant", "subject", "person", "pid", "patientid", "patno", "case"),
+    "laterality": ("eye", "side", "eyeside", "odos", "lat"),
+    "label": ("labels", "class", "classes", "disease", "category", "condition", "grade"),
+    "split": ("split", "set", "subset", "partition"),
+}
+"""Field -> other column names that may well hold it. octfm proposes them, and does not read them unasked."""
 OF_FILES = ("label", "split", "study_group", "diagnosis")
 """Fields that label a person in a table of people, and a file in a table of files."""
 
@@ -101,6 +110,21 @@ class Columns:
         """Whether a table with these columns has the field."""
         mapped = self.of_field.get(name)
         return not set((mapped,) if mapped else FIELDS[name]).isdisjoint(header)
+
+    def unread(self, header: Sequence[str]) -> tuple[list[str], str]:
+        """Columns of a table of files that no field reads, and the --columns for those whose names say what they hold.
+
+        The second is quoted for a shell, and empty if no name says it.
+        """
+        of_people = ("site", "age")
+        known = {*self.of_field.values(), *(c for name in FIELDS if name not in of_people for c in FIELDS[name])}
+        others = [column for column in header if column not in known]
+        likely = []
+        for name, words in LIKELY.items():
+            fits = [column for column in others if re.sub(r"[\W_]+", "", plain(column)) in words]
+            if fits and not self.present(header, name):
+                likely.append(f"{name}={fits[0]}")
+        return others, f"--columns {shlex.quote(','.join(likely))}" if likely else ""
 
     def check(self, headers: Mapping[str, list[str]]) -> None:
         """Raises TableError for a mapped column that no table has. `headers`: columns of each table by its path."""
