@@ -16,6 +16,7 @@ from octfm.catalog.aireadi import Listed
 from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.columns import Columns, TableError, is_identifier, read_rows
 from octfm.catalog.labels import read_labels
+from octfm.catalog.participants.people import AmbiguousPeople
 from octfm.catalog.scan import scan
 from octfm.errors import ConfigError, EvaluationError
 from octfm.phantom import write_phantom
@@ -198,6 +199,18 @@ def test_columns_that_nothing_reads_are_named_with_the_fields_they_may_hold(clin
     )
     scan(clinic, table=clinic.parent / "files.csv", columns=COLUMNS | {"label": "room"}, workers=0)
     assert "not read" not in capsys.readouterr().err
+
+
+def test_a_guess_of_people_names_the_table_that_may_know_better(tmp_path):
+    """The guess of one person per file was offered although a column `patient` of the table stood unread."""
+    lines = ["file,patient"]
+    for number in range(4):
+        write_npy(tmp_path / "images" / f"{number}.npy", telling_voxels())
+        lines.append(f"{number}.npy,p{number // 2}")
+    table = tmp_path / "own.csv"
+    table.write_text("\n".join(lines) + "\n")
+    with pytest.raises(AmbiguousPeople, match=r"if a column of .*own\.csv names people, say which: --columns partic"):
+        scan(tmp_path / "images", table=table, columns={"file": "file"}, nominal_spacing_mm=SPACING_MM, workers=0)
 
 
 def test_tables_that_fit_none_of_the_files_are_refused(clinic):

@@ -18,7 +18,7 @@ from octfm.catalog.estimation import axial_mm_by_height
 from octfm.catalog.examination import examine_file, examine_files, join_parts, wanted
 from octfm.catalog.inspection import inspect_pixels
 from octfm.catalog.participants.patterns import Pattern
-from octfm.catalog.participants.people import Scan, find_people, spelt_alike
+from octfm.catalog.participants.people import AmbiguousPeople, Scan, find_people, spelt_alike
 from octfm.catalog.walk import Found, walk
 from octfm.display import number
 from octfm.formats.bscans import Reader
@@ -129,7 +129,13 @@ def scan(
     for path in found.files:
         recall(path)  # facts of the listing expire during a long scan; each would then cost another request
     scans = [Scan(a.uri, a.participant) for a in (*accepted, *copies)]
-    whose = find_people(scans, folder, patterns, tables.unpacked_from)
+    try:
+        whose = find_people(scans, folder, patterns, tables.unpacked_from)
+    except AmbiguousPeople as error:
+        if tables.own is None or any(row.participant for row in (tables.by_path | tables.by_uid).values()):
+            raise
+        hint = f"if a column of {tables.own} names people, say which: --columns participant=COLUMN"
+        raise AmbiguousPeople(f"{error}; {hint}", error.guess) from None
     acquisitions, copy_rejects, pair_of = under_two_ids(
         [with_person(a, whose, tables) for a in accepted],
         [with_person(copy, whose, tables) for copy in copies],
