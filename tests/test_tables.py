@@ -500,6 +500,14 @@ def test_paths_of_a_large_cohort_are_found_at_once(written):
         assert found.fitting(written.format(n)) == [f"/r/p{n:05}/OD/scan.npz"]
 
 
+@pytest.mark.parametrize("column", ["participant_id", "sop_instance_uid"])
+def test_rows_without_an_id_do_not_contradict_each_other(tmp_path, column):
+    """Of people who were not scanned, or left over in a spreadsheet."""
+    (tmp_path / "labels.csv").write_text(f"{column},dx\nP1,amd\n,dme\n,drusen\nP2,normal\n")
+    found = read_labels(tmp_path / "labels.csv").join("dx", [("P2", "P2", "R"), ("P1", "P1", "L"), ("P3", "P3", "L")])
+    assert found == ["normal", "amd", None]
+
+
 def test_a_row_without_an_id_does_not_get_one_of_another_column():
     """The same person would count as two, in two splits."""
     columns = Columns()

@@ -40,7 +40,8 @@ class LabelTable:
     def join(self, column: str, acquisitions: Iterable[tuple[str, str, str | None]]) -> list[str | None]:
         """The label of each (acquisition, participant, laterality); None if the table has none.
 
-        Joined by the finest id in the table: SOP Instance UID, else participant and laterality, else participant.
+        Joined by the finest id in the table: SOP Instance UID, else participant and laterality, else participant. Rows
+        without it are of nobody.
         Raises EvaluationError if rows of one id contradict each other, if a UID's row names another participant, or if
         no id of the table matches.
         """
@@ -52,7 +53,7 @@ class LabelTable:
         # Rows are numbered as lines of the file, whose first is the header.
         for number, (row, value) in enumerate(zip(self.rows, self._cells(column), strict=True), start=2):
             key = (clean_id(row[self.participant_column or ""]), self._laterality(row, number))
-            if keyed.setdefault(key, value) != value:
+            if key[0] and keyed.setdefault(key, value) != value:
                 raise EvaluationError(
                     f"{self.path}: line {number}: {column} is {value} for {' '.join(filter(None, key))}, an earlier "
                     f"line says {keyed[key]}; keep one row per participant (and eye), or add a sop_instance_uid column"
@@ -84,7 +85,7 @@ class LabelTable:
         for number, (row, value) in enumerate(zip(self.rows, self._cells(column), strict=True), start=2):
             uid = row[self.acquisition_column or ""].strip()
             participant = clean_id(row[self.participant_column]) if self.participant_column else None
-            if keyed.setdefault(uid, (value, participant)) != (value, participant):
+            if uid and keyed.setdefault(uid, (value, participant)) != (value, participant):
                 raise EvaluationError(
                     f"{self.path}: line {number}: {column} of {uid} contradicts an earlier line; keep one row per UID"
                 )
