@@ -131,6 +131,13 @@ def test_F16_folds_never_share_a_participant():
     np.testing.assert_array_equal(participant_folds(participant[order], label[order], 5, 0, stratify=True), fold[order])
 
 
+def test_F16_ids_that_one_person_has_on_two_scanners_share_a_fold():
+    numbers = [1000 + i for i in range(30)]
+    participant = np.array([*map(str, numbers), *(f"{n:08d}" for n in numbers), *(f"P-{n}" for n in numbers)])
+    fold = participant_folds(participant, np.tile(np.arange(30) % 2, 3), 5, seed=0, stratify=True).reshape(3, 30)
+    assert (fold == fold[0]).all() and sorted(np.bincount(fold[0])) == [6] * 5
+
+
 def test_folds_spread_a_rare_class_evenly():
     participant = np.arange(50).astype(str)
     label = (np.arange(50) < 5).astype(int)
