@@ -4,6 +4,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from octfm.display import box, brief, counted, data_frame, number, with_labels
 from octfm.errors import OctfmError
 from octfm.formats.reasons import REASONS
 from octfm.io.hashing import hash_text
-from octfm.io.location import BucketPath, Location, location, write_whole
+from octfm.io.location import BucketPath, Location, location, replacing
 
 FORMAT, VERSION = "octfm-catalog", 3
 _ADDED = ("layout", "participant_source", "modality")
@@ -101,8 +102,11 @@ class Catalog:
             content = io.BytesIO()
             pq.write_table(pa.Table.from_pylist(table, schema), content, compression="zstd")
             staged.append((folder / name, content.getvalue()))
-        for file, content in staged:  # after both are built: an error in one must not leave the other
-            write_whole(file, content)
+        # After both are built and written: an error in one, such as a full disk, must not leave the other.
+        with ExitStack() as both:
+            for file, content in staged:
+                place = both.enter_context(replacing(file)) if isinstance(file, Path) else file
+                place.write_bytes(content)
         return folder
 
     @staticmethod
