@@ -45,7 +45,8 @@ def left_behind(
 ) -> list[Reject]:
     """A reject for every OCT file that a DICOMDIR lists but `files` lacks, and for a DICOMDIR that cannot be read.
 
-    `account` counts requests to buckets; `workers` and `limits` are as for octfm.scan. Case and version number of names are ignored: ISO 9660 media have upper-case names that may end in ;1.
+    `account` counts requests to buckets; `workers` and `limits` are as for octfm.scan. Case and version number of names
+    are ignored: ISO 9660 media have upper-case names that may end in ;1.
     """
     present = {_plain(str(path)) for path in files}
     rejects = []

@@ -56,9 +56,9 @@ class LabelTable:
             for key in [(participant, eye) for eye in self._eyes(row, number)] if participant else ():
                 if keyed.setdefault(key, value) != value:
                     raise EvaluationError(
-                        f"{self.path}: line {number}: {column} is {value} for {' '.join(filter(None, key))}, an earlier "
-                        f"line says {keyed[key]}; keep one row per participant (and eye), or add a sop_instance_uid "
-                        "column"
+                        f"{self.path}: line {number}: {column} is {value} for {' '.join(filter(None, key))}, an "
+                        f"earlier line says {keyed[key]}; keep one row per participant (and eye), or add a "
+                        "sop_instance_uid column"
                     )
         wanted = [
             (clean_id(participant), laterality if self.laterality_column else None)

@@ -413,8 +413,9 @@ def participant_folds(
     and as 00001001. With `stratify` False (regression), folds are balanced by fifths of the participants' mean label.
     Depends on the set of (participant, label) and the seed, not on the order of rows.
     """
-    first = {other: one for one, other in spelt_alike(participant.tolist())}
-    names, member = np.unique([first.get(name, name) for name in participant.tolist()], return_inverse=True)
+    ids: list[str] = participant.tolist()
+    first = {other: one for one, other in spelt_alike(ids)}
+    names, member = np.unique([first.get(name, name) for name in ids], return_inverse=True)
     stratum = rarest_class(member, label) if stratify else fifths(member, label)
     # Shuffle, sort by stratum and deal out in turn: every fold gets its share of each stratum.
     shuffled = np.random.default_rng(seed).permutation(len(names))

@@ -37,7 +37,8 @@ class Bootstrap:
     resampled: np.ndarray
     """[R]; NaN if a resample lacks a class."""
     leave_one_out: np.ndarray
-    """[at most MOST_LEFT_OUT] the metric without each participant, or each group of them, for the acceleration of BCa."""
+    """[at most MOST_LEFT_OUT] the metric without each participant, or each part of them, for the acceleration of
+    BCa."""
 
 
 @dataclass(frozen=True)

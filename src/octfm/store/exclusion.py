@@ -47,8 +47,9 @@ def excluded(
 ) -> np.ndarray:
     """bool [n]: True for each of `volumes` (given by all its names) that the file lists.
 
-    `of` describes the whole in messages. Lines that match no volume are reported, the first HINTS with the
-    nearest name, unless they are in `known`: names of volumes that are left out already. Raises ConfigError if no volume would remain.
+    `of` describes the whole in messages. Lines that match no volume are reported, the first HINTS with the nearest
+    name, unless they are in `known`: names of volumes that are left out already. Raises ConfigError if no volume would
+    remain.
     """
     lines, volumes, known = named_lines(file), list(volumes), set(known)
     out = np.array([any(name in lines for name in names) for names in volumes], bool)

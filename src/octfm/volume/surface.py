@@ -109,7 +109,8 @@ def _quadratic_basis(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def bowl(surface: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Quadratic with a share BELOW_BOWL of the `known` places deeper than itself: elevations do not lift this quantile."""
+    """Quadratic with a share BELOW_BOWL of the `known` places deeper than itself: elevations do not lift this
+    quantile."""
     basis = _quadratic_basis(surface.shape)
     if not known.any():
         return surface
