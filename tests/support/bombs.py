@@ -100,6 +100,27 @@ def dicom_of_groups(path: Path) -> Path:
     return dicom_of_items(path, b"\x00\x52\x29\x92SQ", 8_000_000)
 
 
+def e2e_of_directories(path: Path, directories: int = 30_000) -> Path:
+    """Directories behind each other, of which each claims all bytes behind itself as its entries."""
+    place, size = struct.Struct("<12sI20s4I"), 88 + 52 * directories
+    content = b"CMDb".ljust(12, b"\0") + struct.pack("<I20s", 100, b"")
+    content += place.pack(b"MDbMDir", 100, b"", 0, size - place.size, 0, 0)
+    for at in range(88, size, place.size):
+        before = at - place.size if at > 88 else 0
+        content += place.pack(b"MDbDir", 100, b"", (size - at - place.size) // 44, 1, before, 0)
+    path.write_bytes(content)
+    return path
+
+
+def nifti_of_an_offset(path: Path) -> Path:
+    """Voxels two gigabytes behind the header."""
+    _nifti(path, (48, 64, 8), bytes(2**20))
+    content = bytearray(gzip.decompress(path.read_bytes()))
+    struct.pack_into("<f", content, 108, 2.0**31)
+    path.write_bytes(gzip.compress(bytes(content), 1))
+    return path
+
+
 def nifti_of_dimensions(path: Path, dimensions: tuple[int, int, int] = (32767, 32767, 32767)) -> Path:
     return _nifti(path, dimensions, b"")
 
@@ -130,6 +151,8 @@ BOMBS = {
     "frames.dcm": dicom_of_frames,
     "items.dcm": dicom_of_items,
     "groups.dcm": dicom_of_groups,
+    "directories.e2e": e2e_of_directories,
+    "offset.nii.gz": nifti_of_an_offset,
     "deflated.dcm": lambda path: deflated_bomb(path, 300),
     "dimensions.nii": nifti_of_dimensions,
 }
