@@ -207,6 +207,23 @@ def test_a_catalog_is_loaded_as_it_was_saved(phantom, tmp_path):
     assert summary["participants"] == sum(summary["participants_per_split"].values())
 
 
+def test_a_full_disk_leaves_the_catalog_that_was_there(phantom, tmp_path, monkeypatch):
+    """Scanning a clinic again takes hours."""
+    catalog, write = scan(phantom), Path.write_bytes
+    catalog.save(tmp_path)
+
+    def full(self, data):
+        if "rejects" in self.name:
+            raise OSError(28, "No space left on device")
+        return write(self, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        Catalog(catalog.root, catalog.acquisitions[1:], catalog.rejects).save(tmp_path)
+    assert Catalog.load(tmp_path) == catalog
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["catalog.parquet", "rejects.parquet"]
+
+
 def test_damaged_mixed_and_foreign_catalogs_are_refused(phantom, tmp_path):
     with pytest.raises(CatalogError, match=r"no such file.*octfm scan"):
         Catalog.load(tmp_path)

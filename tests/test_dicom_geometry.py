@@ -257,6 +257,25 @@ def test_frames_of_several_spacings_are_refused():
         read_geometry(whole, SHAPE, "any", "here")
 
 
+def test_a_shared_group_that_frames_contradict_is_refused():
+    frames = [item(PixelMeasuresSequence=item(PixelSpacing=[0.0039, 0.0115])) for _ in range(9)]
+    whole = dataset(frames, (0.1, 0.0039, 0.0115), 0.1)
+    assert read_geometry(whole, SHAPE, "any", "here").spacing_mm == (0.1, 0.0039, 0.0115)
+    whole.PerFrameFunctionalGroupsSequence[4].PixelMeasuresSequence[0].PixelSpacing = [0.0039, 0.006]
+    with pytest.raises(ReadError, match=r"differs between frames, .* x 0\.006 to 0\.0115 mm") as refused:
+        read_geometry(whole, SHAPE, "any", "here")
+    assert refused.value.code == "mixed_spacing"
+
+
+@pytest.mark.parametrize("in_plane", [[0, 0], [0.0039, 0], [-0.0039, 0.0115]])
+def test_pixels_without_size_are_absurd_and_not_unreadable(in_plane):
+    whole = dataset([], (0.1, 0.0039, 0.0115), 0.1)
+    whole.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0].PixelSpacing = in_plane
+    with pytest.raises(ReadError, match="PixelSpacing is") as refused:
+        read_geometry(whole, SHAPE, "any", "here")
+    assert refused.value.code == "absurd_spacing"
+
+
 # B-scans, rows, columns and [axial, lateral] mm of what instruments export: the published protocols of AI-READI, and
 # others.
 PROTOCOLS = {

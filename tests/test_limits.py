@@ -18,6 +18,7 @@ from octfm.io.isolation import Limits
 from support.bombs import BOMBS, nifti_of_zeros
 from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
+from support.fuzz_files import deflated_bomb
 from support.waiting import planted_delay
 
 TIGHT = Limits(seconds=60, memory=3 * 10**8)
@@ -60,6 +61,36 @@ def test_a_bomb_is_refused_with_a_code(planted, bytes_before, name):
         read_volume(planted / name, spacing_mm=SPACING_MM, raster_only=False, limits=TIGHT)
     assert caught.value.code in REASONS and name in str(caught.value) and "\n" not in str(caught.value)
     assert _resident("VmHWM") - bytes_before < 10**8, "this process reads none of it"
+
+
+@pytest.mark.parametrize("name", ["items.dcm", "groups.dcm", "directories.e2e", "offset.nii.gz"])
+def test_a_header_of_millions_of_items_is_refused_before_it_fills_the_memory(planted, name):
+    """Also where nobody asks for limits."""
+    with pytest.raises(ReadError, match=name) as caught:
+        read_volume(planted / name, limits=TIGHT)
+    assert caught.value.code in ("unreadable", "damaged_file")
+
+
+def test_a_topcon_image_larger_than_its_header_says_is_the_last_one_decoded(tmp_path, monkeypatch):
+    from octfm.formats import topcon
+    from support.vendor_files import write_topcon
+
+    decoded, large = [], np.random.default_rng(0).integers(0, 255, (200, 300), dtype=np.uint8)
+    voxels = np.random.default_rng(0).integers(0, 255, (8, 64, 48), dtype=np.uint8)
+    file = write_topcon(tmp_path / "a.fda", voxels, SPACING_MM, compressed=True)
+    monkeypatch.setattr(topcon, "decode_gray", lambda *_: decoded.append(1) or large)
+    with pytest.raises(ReadError, match="B-scan 1 of 8 is 300 x 200, expected 48 x 64"):
+        read_volume(file)
+    assert len(decoded) == 1
+
+
+def test_a_scan_reads_no_dicomdir_in_its_own_process(tmp_path, bytes_before):
+    deflated_bomb(tmp_path / "DICOMDIR", 400)
+    voxels = np.random.default_rng(0).integers(0, 255, (8, 64, 48), dtype=np.uint8)
+    write_oct_dicom(tmp_path / "good.dcm", voxels, SPACING_MM)
+    catalog = scan(tmp_path, limits=TIGHT, workers=1)
+    assert len(catalog.acquisitions) == 1 and [reject.code for reject in catalog.rejects] == ["decoder_memory"]
+    assert _resident("VmHWM") - bytes_before < 3 * 10**8
 
 
 def test_view_refuses_what_is_left_of_four_gigabytes_in_little_memory(planted, tmp_path):

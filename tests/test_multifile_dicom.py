@@ -80,6 +80,24 @@ def test_a_part_that_is_there_twice_or_of_another_size_is_refused(tmp_path):
     assert code_of(paths[0])[0] == "inconsistent_parts"
 
 
+@pytest.mark.parametrize("how", ["window", "bits", "black"])
+def test_files_of_different_gray_scales_are_no_volume(tmp_path, how):
+    """Each file is decoded by itself: one B-scan would be brighter than its neighbours, or inverted."""
+
+    def edit(dataset, place):
+        if how == "window":  # each B-scan's own brightest voxel, as converters write it
+            dataset.PixelRepresentation, dataset.WindowCenter, dataset.WindowWidth = 1, 60 + place, 100 + 2 * place
+        elif place == 6 and how == "bits":
+            dataset.BitsStored, dataset.HighBit = 12, 11
+        elif place == 6:
+            dataset.PhotometricInterpretation = "MONOCHROME1"
+
+    voxels = cube().astype(np.uint8 if how == "window" else np.uint16)
+    paths = series(tmp_path, voxels // 2 if how == "window" else 16 * voxels, edit=edit)
+    code, sentence = code_of(paths[0])
+    assert code == "inconsistent_parts" and "gray scale" in sentence
+
+
 def test_a_cut_part_is_named(tmp_path):
     paths = concatenation(tmp_path)
     paths[1].write_bytes(paths[1].read_bytes()[:-100])

@@ -80,6 +80,20 @@ def test_F16_voxels_of_two_participants_are_named_and_never_in_two_splits(tmp_pa
     assert run(files, tmp_path / "b", read).unprepared() == (copy,)
 
 
+def test_a_cohort_exported_under_two_ids_does_not_rewrite_all_rows_for_each_copy(tmp_path, monkeypatch):
+    """With 10,000 copies of 10,000 volumes that would be a hundred gigabytes."""
+    from octfm.store.writer import StoreWriter
+
+    rewritten, rewrite = [], StoreWriter.rewrite
+    monkeypatch.setattr(StoreWriter, "rewrite", lambda self, rows: (rewritten.append(1), rewrite(self, rows)))
+    files, read = [acquisition(n) for n in range(12)], same_as({str(n + 6): str(n) for n in range(6)})
+    store = run(files, tmp_path / "a", read)
+    assert len(store) == len(store.unprepared()) == 6 and all(row.found for row in store.rows)
+    assert len(rewritten) == 1
+    run(files, tmp_path / "a", read)
+    assert len(rewritten) == 1
+
+
 def test_stores_from_before_fingerprints_are_read(tmp_path):
     import json
 

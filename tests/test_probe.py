@@ -135,11 +135,30 @@ def test_F16_folds_never_share_a_participant():
     np.testing.assert_array_equal(participant_folds(participant[order], label[order], 5, 0, stratify=True), fold[order])
 
 
+def test_F16_ids_that_one_person_has_on_two_scanners_share_a_fold():
+    numbers = [1000 + i for i in range(30)]
+    participant = np.array([*map(str, numbers), *(f"{n:08d}" for n in numbers), *(f"P-{n}" for n in numbers)])
+    fold = participant_folds(participant, np.tile(np.arange(30) % 2, 3), 5, seed=0, stratify=True).reshape(3, 30)
+    assert (fold == fold[0]).all() and sorted(np.bincount(fold[0])) == [6] * 5
+
+
 def test_folds_spread_a_rare_class_evenly():
     participant = np.arange(50).astype(str)
     label = (np.arange(50) < 5).astype(int)
     fold = participant_folds(participant, label, 5, seed=3, stratify=True)
     assert sorted(fold[label == 1]) == [0, 1, 2, 3, 4]
+
+
+def test_neighbours_take_no_memory_for_every_pair_of_rows():
+    import tracemalloc
+
+    x, y = np.random.default_rng(0).normal(size=(6000, 4)), np.arange(6000) % 2
+    who = np.array([f"p{i:04d}" for i in range(6000)])
+    tracemalloc.start()
+    value, _ = readouts.fit_predict("knn", x, y, who, x[:4000], 2, 0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert value.shape == (4000, 2) and peak < 8 * 4000 * 6000  # bytes of the similarities alone
 
 
 def test_noise_scores_at_chance_however_wide_the_vectors(tmp_path):

@@ -353,6 +353,19 @@ def exported(tmp_path):
     return volume, [*files, *write_nifti(segmentation(2, spacing_mm=volume.spacing_mm), tmp_path / "out", "a", volume)]
 
 
+def test_exports_name_the_patient_in_the_letters_of_the_scan(tmp_path):
+    """An archive files what is named otherwise as another patient's."""
+    pytest.importorskip("highdicom")
+
+    def named(dataset):
+        for_segmentation(dataset)
+        dataset.SpecificCharacterSet, dataset.PatientName = "ISO_IR 192", "山田^太郎"
+
+    source = write_oct_dicom(tmp_path / "a.dcm", telling_voxels(), SPACING_MM, superior_first=True, edit=named)
+    for file in write_dicom(segmentation(2), source, tmp_path / "out"):
+        assert str(pydicom.dcmread(file).PatientName) == "山田^太郎"
+
+
 def test_exported_layers_are_shown_on_their_scan(tmp_path, exported):
     volume, files = exported
     scene = scene_of(volume, beside=[read_overlay(file, volume) for file in files])

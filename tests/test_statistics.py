@@ -145,6 +145,25 @@ def test_memory_chunks_do_not_change_the_resamples(monkeypatch):
     np.testing.assert_allclose(whole.leave_one_out, chunked.leave_one_out)
 
 
+def test_work_for_an_interval_does_not_grow_with_the_square_of_participants(monkeypatch):
+    """Left out in groups, participants give nearly the bounds that they give one by one."""
+    x = np.random.default_rng(10).lognormal(size=600)
+    who, rows = np.array([f"p{i:03d}" for i in range(600)]), []
+
+    def mean(W):
+        rows.append(len(W))
+        return W @ x / W.sum(1)
+
+    one_by_one = interval(bootstrap(mean, who, resamples=4000))
+    assert sum(rows) == 4000 + 600 + 1
+    rows.clear()
+    monkeypatch.setattr("octfm.evaluation.statistics.MOST_LEFT_OUT", 100)
+    in_groups = bootstrap(mean, who, resamples=4000)
+    assert sum(rows) == 4000 + 100 + 1
+    percentile = interval(in_groups, method="percentile")
+    np.testing.assert_allclose(interval(in_groups), one_by_one, atol=0.3 * abs(one_by_one[1] - percentile[1]))
+
+
 @pytest.mark.parametrize(("gain", "verdict"), [(1.5, "better"), (-1.5, "worse"), (0.0, "inconclusive")])
 def test_the_verdict_says_whether_the_paired_interval_excludes_zero(gain, verdict):
     rng = np.random.default_rng(4)

@@ -532,6 +532,26 @@ def test_paths_of_a_large_cohort_are_found_at_once(written):
         assert found.fitting(written.format(n)) == [f"/r/p{n:05}/OD/scan.npz"]
 
 
+@pytest.mark.parametrize("both", ["OU", "both", "B"])
+def test_a_row_about_both_eyes_is_about_each(tmp_path, both):
+    (tmp_path / "labels.csv").write_text(f"participant_id,eye,dx\nP1,OD,amd\nP1,OS,normal\nP2,{both},dme\nP3,,rvo\n")
+    table = read_labels(tmp_path / "labels.csv")
+    scans = [(f"{p}{eye}", p, eye) for p in ("P1", "P2", "P3") for eye in ("R", "L", None)]
+    # Of P3, no eye is named: it may be either.
+    assert table.join("dx", scans) == ["amd", "normal", None, "dme", "dme", "dme", None, None, "rvo"]
+    (tmp_path / "labels.csv").write_text(f"participant_id,eye,dx\nP2,{both},dme\nP2,OS,rvo\n")
+    with pytest.raises(EvaluationError, match="dx is rvo for P2 L, an earlier line says dme"):
+        read_labels(tmp_path / "labels.csv").join("dx", scans)
+
+
+@pytest.mark.parametrize("column", ["participant_id", "sop_instance_uid"])
+def test_rows_without_an_id_do_not_contradict_each_other(tmp_path, column):
+    """Of people who were not scanned, or left over in a spreadsheet."""
+    (tmp_path / "labels.csv").write_text(f"{column},dx\nP1,amd\n,dme\n,drusen\nP2,normal\n")
+    found = read_labels(tmp_path / "labels.csv").join("dx", [("P2", "P2", "R"), ("P1", "P1", "L"), ("P3", "P3", "L")])
+    assert found == ["normal", "amd", None]
+
+
 def test_a_row_without_an_id_does_not_get_one_of_another_column():
     """The same person would count as two, in two splits."""
     columns = Columns()

@@ -5,6 +5,7 @@ That proves that two readers agree about a structure, not that instruments write
 a real file".
 """
 
+import time
 import zipfile
 from dataclasses import asdict
 
@@ -359,6 +360,15 @@ def test_optovue_needs_its_text_and_one_group(tmp_path):
     assert code_of(uri, spacing_mm=SPACING_MM) == "not_raster"
     uri.with_suffix(".txt").unlink()
     assert code_of(uri, spacing_mm=SPACING_MM) == "incomplete_export"
+
+
+def test_a_text_of_optovue_that_only_repeats_itself_is_read_at_once(tmp_path):
+    path = write_optovue(tmp_path / "a.OCT", np.random.default_rng(0).random((3, 12, 8)))
+    path.with_suffix(".txt").write_text("Window Height " * 20_000)
+    start = time.process_time()
+    with pytest.raises(ReadError, match="does not say how many B-scans"):
+        read_volume(path, spacing_mm=SPACING_MM)
+    assert time.process_time() - start < 5  # a minute and a half before
 
 
 @pytest.mark.parametrize(("scan_type", "scans"), [(0, 1), (3, 1), (1, 4)])

@@ -79,6 +79,48 @@ def dicom_of_frames(path: Path, frames: int = 2**31 - 1) -> Path:
     return path
 
 
+def dicom_of_items(path: Path, before: bytes = b"\x10\x00\x10\x00PN", items: int = 3_000_000) -> Path:
+    """Some kilobytes of empty items in a sequence of undefined length, each of which becomes a dataset."""
+    voxels = np.random.default_rng(0).integers(0, 255, (4, 40, 36), dtype=np.uint8)
+    small = write_oct_dicom(
+        path, voxels, (0.12, 0.0039, 0.0115), transfer_syntax=pydicom.uid.DeflatedExplicitVRLittleEndian
+    ).read_bytes()
+    start = 144 + int.from_bytes(small[140:144], "little")
+    body = zlib.decompress(small[start:], -zlib.MAX_WBITS)
+    at = body.index(before)
+    tag = b"\x09\x00\x10\x10" if before[:1] == b"\x10" else before[:4]  # private, or the functional groups
+    sequence = tag + b"SQ\0\0\xff\xff\xff\xff" + b"\xfe\xff\x00\xe0\0\0\0\0" * items + b"\xfe\xff\xdd\xe0\0\0\0\0"
+    packer = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
+    path.write_bytes(small[:start] + packer.compress(body[:at] + sequence + body[at:]) + packer.flush())
+    return path
+
+
+def dicom_of_groups(path: Path) -> Path:
+    """The same as frames of its functional groups."""
+    return dicom_of_items(path, b"\x00\x52\x29\x92SQ", 8_000_000)
+
+
+def e2e_of_directories(path: Path, directories: int = 30_000) -> Path:
+    """Directories behind each other, of which each claims all bytes behind itself as its entries."""
+    place, size = struct.Struct("<12sI20s4I"), 88 + 52 * directories
+    content = b"CMDb".ljust(12, b"\0") + struct.pack("<I20s", 100, b"")
+    content += place.pack(b"MDbMDir", 100, b"", 0, size - place.size, 0, 0)
+    for at in range(88, size, place.size):
+        before = at - place.size if at > 88 else 0
+        content += place.pack(b"MDbDir", 100, b"", (size - at - place.size) // 44, 1, before, 0)
+    path.write_bytes(content)
+    return path
+
+
+def nifti_of_an_offset(path: Path) -> Path:
+    """Voxels two gigabytes behind the header."""
+    _nifti(path, (48, 64, 8), bytes(2**20))
+    content = bytearray(gzip.decompress(path.read_bytes()))
+    struct.pack_into("<f", content, 108, 2.0**31)
+    path.write_bytes(gzip.compress(bytes(content), 1))
+    return path
+
+
 def nifti_of_dimensions(path: Path, dimensions: tuple[int, int, int] = (32767, 32767, 32767)) -> Path:
     return _nifti(path, dimensions, b"")
 
@@ -107,6 +149,10 @@ BOMBS = {
     "pages.tif": tiff_of_pages,
     "circle.tif": tiff_in_a_circle,
     "frames.dcm": dicom_of_frames,
+    "items.dcm": dicom_of_items,
+    "groups.dcm": dicom_of_groups,
+    "directories.e2e": e2e_of_directories,
+    "offset.nii.gz": nifti_of_an_offset,
     "deflated.dcm": lambda path: deflated_bomb(path, 300),
     "dimensions.nii": nifti_of_dimensions,
 }

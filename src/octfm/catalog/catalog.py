@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from octfm.display import box, brief, counted, data_frame, number, with_labels
 from octfm.errors import OctfmError
 from octfm.formats.reasons import REASONS
 from octfm.io.hashing import hash_text
-from octfm.io.location import BucketPath, Location, location, write_whole
+from octfm.io.location import BucketPath, Location, location, replacing
 from octfm.io.parquet import from_parquet, to_parquet
 
 FORMAT, VERSION = "octfm-catalog", 3
@@ -98,8 +99,11 @@ class Catalog:
         for name, table in (("catalog.parquet", self._rows()), ("rejects.parquet", self._left_out())):
             schema = _schema(name).with_metadata({"octfm": json.dumps(facts)})
             staged.append((folder / name, to_parquet(pa.Table.from_pylist(table, schema))))
-        for file, content in staged:  # after both are built: an error in one must not leave the other
-            write_whole(file, content)
+        # After both are built and written: an error in one, such as a full disk, must not leave the other.
+        with ExitStack() as both:
+            for file, content in staged:
+                place = both.enter_context(replacing(file)) if isinstance(file, Path) else file
+                place.write_bytes(content)
         return folder
 
     @staticmethod

@@ -5,13 +5,18 @@ records to find them.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from octfm.catalog.acquisition import Reject
 from octfm.errors import ReadError
 from octfm.formats.dicom.file import guarded
 from octfm.formats.dicom.header import OPHTHALMIC_TOMOGRAPHY
+from octfm.io.archive import file_size
+from octfm.io.bucket import Account
+from octfm.io.isolation import Limits
 from octfm.io.location import Location
+from octfm.io.ranged import recall
+from octfm.io.spread import spread
 
 
 def listed_files(uri: str | Location) -> list[tuple[str, ...]]:
@@ -31,26 +36,48 @@ def listed_files(uri: str | Location) -> list[tuple[str, ...]]:
     return found
 
 
-def left_behind(directories: Iterable[Location], files: Sequence[Location]) -> list[Reject]:
-    """A reject for every OCT file that a DICOMDIR lists but `files` lacks.
+def left_behind(
+    directories: Sequence[Location],
+    files: Sequence[Location],
+    account: Account,
+    workers: int | None = None,
+    limits: Limits | None = None,
+) -> list[Reject]:
+    """A reject for every OCT file that a DICOMDIR lists but `files` lacks, and for a DICOMDIR that cannot be read.
 
-    Case and version number of names are ignored: ISO 9660 media have upper-case names that may end in ;1.
+    `account` counts requests to buckets; `workers` and `limits` are as for octfm.scan. Case and version number of names
+    are ignored: ISO 9660 media have upper-case names that may end in ;1.
     """
     present = {_plain(str(path)) for path in files}
     rejects = []
-    for directory in directories:
-        folder = os.path.dirname(str(directory))  # noqa: PTH120  (archive.zip!/ is no path)
-        try:
-            listed = listed_files(directory)
-        except ReadError as error:
-            rejects.append(Reject.of(directory, error, 0))
+    # In child processes: a DICOMDIR may be damaged, or inflate to gigabytes, as any other file.
+    contents = spread(
+        account.counting(_listed_or_reject),
+        directories,
+        lambda place, lost: Reject.lost(place, lost, "read it", 0),
+        workers=workers,
+        limits=limits,
+        deadline=lambda limits, place: limits.deadline(file_size(place), str(place)),
+    )
+    for directory, listed in zip(directories, account.counted(contents), strict=True):
+        if isinstance(listed, Reject):
+            rejects.append(listed)
             continue
+        folder = os.path.dirname(str(directory))  # noqa: PTH120  (archive.zip!/ is no path)
         for parts in listed:
             path = "/".join((folder, *parts))
             if _plain(path) not in present:
                 sentence = f"{path}: listed in {directory}, but missing; copy the whole medium again"
                 rejects.append(Reject(path, "missing_file", sentence, 0))
     return rejects
+
+
+def _listed_or_reject(directory: Location) -> list[tuple[str, ...]] | Reject:
+    recall(directory)
+    try:
+        return listed_files(directory)
+    except ReadError as error:
+        return Reject.of(directory, error, 0)
 
 
 def _plain(path: str) -> str:

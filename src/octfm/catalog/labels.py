@@ -10,7 +10,7 @@ from typing import Any
 
 from octfm.catalog.columns import FIELDS, TableError, clean_id, composed, lost_zeros, read_table
 from octfm.errors import EvaluationError, one_line
-from octfm.formats.names import lateralities, may_be_an_eye
+from octfm.formats.names import BOTH, lateralities, may_be_an_eye
 
 PARTICIPANT_COLUMNS = ("participant_id", *FIELDS["participant"])
 """AI-READI v2, v3, and octfm's own tables."""
@@ -40,7 +40,8 @@ class LabelTable:
     def join(self, column: str, acquisitions: Iterable[tuple[str, str, str | None]]) -> list[str | None]:
         """The label of each (acquisition, participant, laterality); None if the table has none.
 
-        Joined by the finest id in the table: SOP Instance UID, else participant and laterality, else participant.
+        Joined by the finest id in the table: SOP Instance UID, else participant and laterality, else participant. Rows
+        without it are of nobody.
         Raises EvaluationError if rows of one id contradict each other, if a UID's row names another participant, or if
         no id of the table matches.
         """
@@ -51,12 +52,14 @@ class LabelTable:
         keyed: dict[tuple[str, str | None], str | None] = {}
         # Rows are numbered as lines of the file, whose first is the header.
         for number, (row, value) in enumerate(zip(self.rows, self._cells(column), strict=True), start=2):
-            key = (clean_id(row[self.participant_column or ""]), self._laterality(row, number))
-            if keyed.setdefault(key, value) != value:
-                raise EvaluationError(
-                    f"{self.path}: line {number}: {column} is {value} for {' '.join(filter(None, key))}, an earlier "
-                    f"line says {keyed[key]}; keep one row per participant (and eye), or add a sop_instance_uid column"
-                )
+            participant = clean_id(row[self.participant_column or ""])
+            for key in [(participant, eye) for eye in self._eyes(row, number)] if participant else ():
+                if keyed.setdefault(key, value) != value:
+                    raise EvaluationError(
+                        f"{self.path}: line {number}: {column} is {value} for {' '.join(filter(None, key))}, an "
+                        f"earlier line says {keyed[key]}; keep one row per participant (and eye), or add a "
+                        "sop_instance_uid column"
+                    )
         wanted = [
             (clean_id(participant), laterality if self.laterality_column else None)
             for _, participant, laterality in acquisitions
@@ -84,7 +87,7 @@ class LabelTable:
         for number, (row, value) in enumerate(zip(self.rows, self._cells(column), strict=True), start=2):
             uid = row[self.acquisition_column or ""].strip()
             participant = clean_id(row[self.participant_column]) if self.participant_column else None
-            if keyed.setdefault(uid, (value, participant)) != (value, participant):
+            if uid and keyed.setdefault(uid, (value, participant)) != (value, participant):
                 raise EvaluationError(
                     f"{self.path}: line {number}: {column} of {uid} contradicts an earlier line; keep one row per UID"
                 )
@@ -100,14 +103,15 @@ class LabelTable:
             values.append(value)
         return values
 
-    def _laterality(self, row: Mapping[str, str], number: int) -> str | None:
+    def _eyes(self, row: Mapping[str, str], number: int) -> tuple[str | None, ...]:
+        """The eyes that a row is about, None for one that is not known; of OU both, and those that are not known."""
         eye = row[self.laterality_column] if self.laterality_column else ""
         if not may_be_an_eye(eye):
             raise EvaluationError(
                 f"{self.path}: line {number}: {self.laterality_column} is {eye}; expected R, L, OD, OS, right, left, "
-                "or nothing"
+                "OU, or nothing"
             )
-        return lateralities([eye])[0]
+        return ("R", "L", None) if eye.strip().upper() in BOTH else lateralities([eye])[:1]
 
     def _expect_a_match(self, wanted: list[str], known: set[str], column: str) -> None:
         if wanted and known.isdisjoint(wanted):

@@ -96,7 +96,8 @@ def scan(
     found = walk(folder, follow_links=follow_links, folders_are_volumes=not bscans_only)
     _expect_images(found, folder)
     tables = _tables(folder, found, table, participants, columns)
-    found.refused += left_behind([path for path in found.companions if path.name.lower() == "dicomdir"], found.files)
+    directories = [path for path in found.companions if path.name.lower() == "dicomdir"]
+    found.refused += left_behind(directories, found.files, account, workers, limits)
     if extract is not None:
         found.files = _unpacked(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
     # Examine headers: an outcome per file, then per volume, then without copies.

@@ -11,6 +11,7 @@ import numpy as np
 
 from octfm.catalog.columns import nearest
 from octfm.catalog.labels import LabelTable, as_number, one_spelling, stated
+from octfm.catalog.participants.people import spelt_alike
 from octfm.encoder.embeddings import Embeddings
 from octfm.errors import EvaluationError
 
@@ -408,10 +409,13 @@ def participant_folds(
 ) -> np.ndarray:
     """Fold of every row, int [n]; rows of a participant share a fold, and folds are balanced by class.
 
-    With `stratify` False (regression), folds are balanced by fifths of the participants' mean label. Depends on the set
-    of (participant, label) and the seed, not on the order of rows.
+    Ids that differ in spelling only share one as well, as they share a split: scanners write one person's id as 1001
+    and as 00001001. With `stratify` False (regression), folds are balanced by fifths of the participants' mean label.
+    Depends on the set of (participant, label) and the seed, not on the order of rows.
     """
-    names, member = np.unique(participant, return_inverse=True)
+    ids: list[str] = participant.tolist()
+    first = {other: one for one, other in spelt_alike(ids)}
+    names, member = np.unique([first.get(name, name) for name in ids], return_inverse=True)
     stratum = rarest_class(member, label) if stratify else fifths(member, label)
     # Shuffle, sort by stratum and deal out in turn: every fold gets its share of each stratum.
     shuffled = np.random.default_rng(seed).permutation(len(names))

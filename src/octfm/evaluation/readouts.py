@@ -20,6 +20,8 @@ INNER_FOLDS = 3
 LOGISTIC_C = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 RIDGE_ALPHA = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
 NEIGHBOURS = (1.0, 3.0, 5.0, 10.0, 20.0, 40.0)
+MOST_PAIRS = 1 << 22
+"""Similarities of new to training rows that are held at once: all of 50,000 and 10,000 would take 12 GB."""
 ITERATIONS = (12.0, 25.0, 50.0, 100.0, 200.0)
 """Numbers of boosted trees (per class)."""
 TREES = {"learning_rate": 0.06, "max_leaf_nodes": 15, "min_samples_leaf": 10, "l2_regularization": 1.0}
@@ -204,7 +206,12 @@ def _neighbours(
         x, x_new = (np.hstack([v[:, : part.start], v[:, part] / np.sqrt(part.stop - part.start), v[:, part.stop :]])
                     for v in (x, x_new))  # fmt: skip
     unit, unit_new = (v / np.maximum(1e-12, np.linalg.norm(v, axis=1, keepdims=True)) for v in (x, x_new))
-    order = np.argsort(-(unit_new @ unit.T), axis=1, kind="stable")
+    few, most = max(1, MOST_PAIRS // len(unit)), int(max(grid))
+    # Copied, or the order of all training rows would stay in memory.
+    order = np.concatenate([
+        np.argsort(-(unit_new[i : i + few] @ unit.T), axis=1, kind="stable")[:, :most].copy()
+        for i in range(0, len(unit_new), few)
+    ])  # fmt: skip
     if num_classes == 0:
         yield from (y[order[:, : int(k)]].mean(1)[:, None] for k in grid)
         return

@@ -21,6 +21,10 @@ TAILS = (1 - 0.95) / 2, (1 + 0.95) / 2
 MAX_WEIGHTS = 1 << 16
 """Resamples × cases at once: half a megabyte of float64, which stays in a core's cache."""
 MOST_RESAMPLES = 20_000
+MOST_LEFT_OUT = 2000
+"""Parts in which participants are left out for the acceleration of BCa. Leaving out 50,000 one by one takes eight
+minutes for every metric of every encoder. Parts of g participants give the same acceleration: their deviations are 1 /
+√g as skewed, and there are g times fewer of them."""
 KEPT_DRAWS = 4_000_000
 """Resamples × participants up to which draws are kept for the next metric (16 MB): drawing costs as much as one."""
 
@@ -33,7 +37,8 @@ class Bootstrap:
     resampled: np.ndarray
     """[R]; NaN if a resample lacks a class."""
     leave_one_out: np.ndarray
-    """[participants] the metric without each participant, for the acceleration of BCa."""
+    """[at most MOST_LEFT_OUT] the metric without each participant, or each part of them, for the acceleration of
+    BCa."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +63,12 @@ def bootstrap(
     step = max(1, MAX_WEIGHTS // len(member))
     drawn = _draws(len(names), resamples, seed, step)
     resampled = [metric(counts[:, member].astype(float)) for counts in drawn]
-    # Jackknife: weight 0 for all cases of one participant, 1 for the others.
-    left_out = []
-    for first in range(0, len(names), step):
-        without = np.arange(first, min(first + step, len(names)))
-        left_out.append(metric((member[None, :] != without[:, None]).astype(float)))
+    # Jackknife: weight 0 for all cases of one participant, or of a group of them, 1 for the others.
+    left_out, parts = [], min(len(names), MOST_LEFT_OUT)
+    part = member % parts
+    for first in range(0, parts, step):
+        without = np.arange(first, min(first + step, parts))
+        left_out.append(metric((part[None, :] != without[:, None]).astype(float)))
     estimate = float(metric(np.ones((1, len(member))))[0])
     return Bootstrap(estimate, np.concatenate(resampled), np.concatenate(left_out))
 

@@ -259,7 +259,7 @@ def _chunk_places(file: BinaryIO, skip: int, size: int, uri: str) -> list[int]:
     expect_bytes(uri, size, 36 + skip + _DIRECTORY.size)
     file.seek(36 + skip)
     current = _DIRECTORY.unpack(file.read(_DIRECTORY.size))[3]
-    places, seen = [], set()
+    places, seen, entries_bytes = [], set(), 0
     while current:
         if current in seen or len(seen) > _MOST_DIRECTORIES:
             raise ReadError("damaged_file", f"{uri}: its directories form a loop; export it again")
@@ -269,6 +269,10 @@ def _chunk_places(file: BinaryIO, skip: int, size: int, uri: str) -> list[int]:
         _, _, count, _, previous, _ = _DIRECTORY.unpack(file.read(_DIRECTORY.size))
         # Before reading: a damaged count may ask for gigabytes.
         expect_bytes(uri, size, current + skip + _DIRECTORY.size + count * _ENTRY.size)
+        # Directories that share their bytes could claim every entry a hundred thousand times.
+        entries_bytes += count * _ENTRY.size
+        if entries_bytes > size:
+            raise ReadError("damaged_file", f"{uri}: its directories overlap; export it again")
         entries = _ENTRY.iter_unpack(file.read(count * _ENTRY.size))
         # Unused entries point to before themselves.
         places += [start for position, start, *_ in entries if start > position]

@@ -70,7 +70,8 @@ _listed_once = lru_cache(maxsize=1024)(_has_structure)
 _EYES: dict[str, Laterality] = {"R": "R", "OD": "R", "RIGHT": "R", "L": "L", "OS": "L", "LEFT": "L"}
 
 
-_NO_EYE = ("", "B", "OU", "BOTH", "U", "UNK", "UNKNOWN", "UNSPECIFIED", "NA", "N/A", "NONE", "-")
+BOTH = ("B", "OU", "BOTH")
+_NO_EYE = ("", *BOTH, "U", "UNK", "UNKNOWN", "UNSPECIFIED", "NA", "N/A", "NONE", "-")
 
 
 def may_be_an_eye(text: str) -> bool:

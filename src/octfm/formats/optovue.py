@@ -78,4 +78,5 @@ def open_bscans(uri: str) -> Bscans:
 
 
 def _numbers(name: str, text: str) -> list[int]:
-    return [int(number) for number in re.findall(rf"{name}[^\d\n]*(\d+)", text)]
+    # Near the name: else a line of nothing but names would be searched to its end for each of them.
+    return [int(number) for number in re.findall(rf"{name}[^\d\n]{{0,80}}(\d+)", text)]

@@ -122,7 +122,7 @@ REASONS: dict[str, Reason] = {
         "some of the files of a volume are missing", "put all files of the acquisition into one folder"
     ),
     "inconsistent_parts": Reason(
-        "files that claim to be one volume but differ in size, occur twice or have no order",
+        "files that claim to be one volume but differ in size or gray scale, occur twice or have no order",
         "remove copies, or export it again",
     ),
     "absurd_size": Reason(

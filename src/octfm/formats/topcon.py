@@ -81,9 +81,12 @@ def open_bscans(uri: str) -> Bscans:
             found = []
             for i, (offset, count) in enumerate(places):
                 stream.seek(offset)
-                found.append(
-                    decode_gray(stream.read(count), f"{uri}: B-scan {i + 1} of {shape[0]}", ("JPEG2000", "JPEG"))
-                )
+                name = f"{uri}: B-scan {i + 1} of {shape[0]}"
+                found.append(decode_gray(stream.read(count), name, ("JPEG2000", "JPEG")))
+                # At once: others as large may not fit into memory.
+                if found[-1].shape != shape[1:]:
+                    h, w = found[-1].shape
+                    raise ReadError("damaged_file", f"{name} is {w} x {h}, expected {shape[2]} x {shape[1]}")
         return np.stack(found)
 
     return Bscans(

@@ -11,6 +11,10 @@ from octfm.catalog.acquisition import Acquisition
 from octfm.errors import ConfigError, Echo, one_line
 from octfm.store.store import Store
 
+HINTS = 3
+"""Lines that match no volume and get the nearest name: each is compared with all names, of 500,000 volumes for six
+seconds."""
+
 
 def to_stderr(line: str) -> None:
     """Print to standard error, so that standard output stays free for results."""
@@ -43,17 +47,18 @@ def excluded(
 ) -> np.ndarray:
     """bool [n]: True for each of `volumes` (given by all its names) that the file lists.
 
-    `of` describes the whole in messages. Lines that match no volume are reported, with the nearest name, unless they
-    are in `known`: names of volumes that are left out already. Raises ConfigError if no volume would remain.
+    `of` describes the whole in messages. Lines that match no volume are reported, the first HINTS with the nearest
+    name, unless they are in `known`: names of volumes that are left out already. Raises ConfigError if no volume would
+    remain.
     """
     lines, volumes, known = named_lines(file), list(volumes), set(known)
     out = np.array([any(name in lines for name in names) for names in volumes], bool)
     all_names = {name for names in volumes for name in names}
-    for name, number in lines.items():
-        if name not in all_names and name not in known:
-            near = get_close_matches(name, all_names, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            echo(f"exclude {file}, line {number}: {of} has no acquisition, uri or participant {name}{hint}")
+    unknown = [name for name in lines if name not in all_names and name not in known]
+    for place, name in enumerate(unknown):
+        near = get_close_matches(name, all_names, n=1) if place < HINTS else ()
+        hint = f"; did you mean {near[0]}?" if near else ""
+        echo(f"exclude {file}, line {lines[name]}: {of} has no acquisition, uri or participant {name}{hint}")
     if len(out) and out.all():
         raise ConfigError(f"exclude {file}: it names all {len(out)} volumes of {of}, so none is left; shorten the list")
     return out

@@ -80,7 +80,8 @@ def prepare(
     readers: the custom readers that the catalog was scanned with.
     find_band: the network of a learned band (octfm.layers.band.LearnedBand), pickled and sent to the workers.
     Raises ConfigError if `find_band` is not what `preprocessing` names; StoreError if `out` was prepared with other
-    settings, is being written by another process or cannot be written, and if nothing at all could be prepared.
+    settings, is being written by another process or cannot be written any more, and if nothing at all could be
+    prepared; OSError if `out` cannot be made or locked.
     """
     if not isinstance(catalog, Catalog):
         raise TypeError(f"catalog: expected a Catalog, got {type(catalog).__name__}; octfm.Catalog.load opens one")
@@ -198,8 +199,9 @@ def _write(outcomes: Iterator[StoreRow | Unprepared], tasks: Sequence["_Task"], 
     copies = PixelCopies()
     for row in writer.rows:
         copies.first_owner(row.pixels, Owner(row.uri, row.participant, row.laterality))
+    shared: set[str] = set()
     for task, outcome in zip(tasks, outcomes, strict=True):
-        outcome = _unless_copy(outcome, task, copies, writer)
+        outcome = _unless_copy(outcome, task, copies, writer, shared)
         if isinstance(outcome, Unprepared):
             writer.quarantine(outcome)
         elif task.index is None:
@@ -207,14 +209,22 @@ def _write(outcomes: Iterator[StoreRow | Unprepared], tasks: Sequence["_Task"], 
         else:
             writer.put_back(outcome, task.name)
         yield isinstance(outcome, StoreRow)
+    # All at once, since each change writes every row. After a kill the next call tries copies again, and gets here.
+    flagged = [
+        replace(row, found=(*row.found, OF_TWO)) if row.uri in shared and OF_TWO not in row.found else row
+        for row in writer.rows
+    ]
+    if flagged != writer.rows:
+        writer.rewrite(flagged)
 
 
 def _unless_copy(
-    outcome: StoreRow | Unprepared, task: "_Task", copies: PixelCopies, writer: StoreWriter
+    outcome: StoreRow | Unprepared, task: "_Task", copies: PixelCopies, writer: StoreWriter, shared: set[str]
 ) -> StoreRow | Unprepared:
     """`outcome`, or an Unprepared if the store already holds the same voxels.
 
-    If they belong to another participant, the row that is there gets a flag, which it keeps if it is repaired.
+    If they belong to another participant, the uri of the row that is there is added to `shared`, for a flag, which the
+    row keeps if it is repaired.
     """
     if isinstance(outcome, Unprepared):
         return outcome
@@ -228,11 +238,7 @@ def _unless_copy(
         return outcome
     code, sentence = describe_copy(owner, first)
     if code == OF_TWO:
-        flagged = [
-            replace(row, found=(*row.found, code)) if row.uri == first.uri and code not in row.found else row
-            for row in writer.rows
-        ]
-        writer.rewrite(flagged)
+        shared.add(first.uri)
     return _unprepared(task.acquisition, code, sentence)
 
 

@@ -241,7 +241,7 @@ def _height_map(image: Any, found: Segmentation, heights: np.ndarray, path: Path
     from octfm.formats.dicom.header import HEIGHT_MAP
 
     ds = Dataset()
-    of_patient = ("PatientName", "PatientID", "PatientBirthDate", "PatientSex")
+    of_patient = ("SpecificCharacterSet", "PatientName", "PatientID", "PatientBirthDate", "PatientSex")
     of_study = ("StudyInstanceUID", "StudyDate", "StudyTime", "StudyID", "AccessionNumber")
     for name in (*of_patient, *of_study, "FrameOfReferenceUID", "Laterality", "ImageLaterality"):
         if name in image:

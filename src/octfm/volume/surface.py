@@ -2,6 +2,9 @@
 
 import numpy as np
 
+BELOW_BOWL = 0.2
+"""Share of places that `bowl` leaves deeper than itself."""
+
 
 def best_path(score_DWH: np.ndarray, jump: int, penalty: float) -> np.ndarray:
     """Rows [D, W] of the path with the largest summed score in each B-scan (Viterbi).
@@ -105,8 +108,9 @@ def _quadratic_basis(shape: tuple[int, ...]) -> np.ndarray:
     return np.stack([np.ones_like(D), D, W, D * W, D * D, W * W], axis=-1).reshape(-1, 6)
 
 
-def bowl(surface: np.ndarray, known: np.ndarray, below: float = 0.2) -> np.ndarray:
-    """Quadratic with a share `below` of the `known` places deeper than itself: elevations do not lift this quantile."""
+def bowl(surface: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Quadratic with a share BELOW_BOWL of the `known` places deeper than itself: elevations do not lift this
+    quantile."""
     basis = _quadratic_basis(surface.shape)
     if not known.any():
         return surface
@@ -116,7 +120,7 @@ def bowl(surface: np.ndarray, known: np.ndarray, below: float = 0.2) -> np.ndarr
         root = np.sqrt(weight)
         fit = np.linalg.lstsq(some * root[:, None], rows * root, rcond=None)[0]
         deeper = rows - some @ fit
-        weight = np.where(deeper > 0, 1 - below, below) / np.maximum(np.abs(deeper), 1.0)
+        weight = np.where(deeper > 0, 1 - BELOW_BOWL, BELOW_BOWL) / np.maximum(np.abs(deeper), 1.0)
     return (basis @ fit).reshape(surface.shape)
 
 

@@ -20,7 +20,9 @@ LABELLED = "label+participant"
 _LISTED = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
 _ENDING = re.compile(r"\.(?:nii\.gz|[A-Za-z][A-Za-z0-9]{1,5})$")
 _MOST_PARTS = 6
-"""Placeholders and * in one name: more would let the regular expression backtrack through billions of matches."""
+"""Placeholders and * in one name: the more of them, the more places {eye} is looked for at."""
+WILD = ("[^/]+?)", "[^/]*?")
+"""How the regular expressions of placeholders and * end that match any part of a name."""
 
 
 class PeopleError(OctfmError):
@@ -127,6 +129,11 @@ def _compiled(pattern: str, eye_words: tuple[str, ...]) -> re.Pattern[str]:
     if pattern.endswith("/*"):
         # The last * also matches what lies further below.
         parts[-2:] = [".+"]
+    # What a wildcard leaves, the next one takes: so the first place of the text between them is as good as any other,
+    # and no other is tried. Else six wildcards would try billions of places in a long name.
+    for i in range(len(parts) - 2):
+        if parts[i].endswith(WILD) and parts[i + 2].endswith((*WILD, ".+")):
+            parts[i : i + 2] = [f"(?>{parts[i]}", f"{parts[i + 1]})"]
     return re.compile("".join(parts), re.IGNORECASE)
 
 

@@ -49,6 +49,10 @@ ELEMENTS = (
     "ImagePositionPatient", "ImageOrientationPatient", "ReferencedSeriesSequence", "ReferencedImageSequence",
 )  # fmt: skip
 
+MOST_READS, MOST_BYTES = 2**17, 2**21
+"""Reads that pydicom may take for a header, one or two per element and item, and bytes of an element. Real headers take
+hundreds of reads; a million empty items, 13 kB deflated, would take 1.4 GB."""
+
 # No ELEMENT is a person's name or a date. In a damaged file one can be: a flipped bit turns the tag of the birth date
 # into that of the patient's id.
 _PERSONAL_VRS = ("PN", "DA")
@@ -150,7 +154,8 @@ def _parse(file: BinaryIO, uri: str) -> tuple[FileHeader, BinaryIO, int]:
         body = _inflate(file, head, uri)
         size = body.getbuffer().nbytes
         return FileHeader(*_header_of(body, size), _deflated_meta()), body, size
-    dataset = read_partial(file, force=True, stop_when=is_behind_header, specific_tags=_tags())
+    dataset = read_partial(_counted(file), force=True, stop_when=is_behind_header, specific_tags=_tags())
+    _expect_small(dataset)
     implicit, little_endian = dataset.original_encoding
     groups = read_groups(file, size, bool(implicit), little_endian is False)
     return FileHeader(dataset, groups, dataset.file_meta), file, size
@@ -236,9 +241,34 @@ def _header_of(body: io.BytesIO, size: int) -> tuple["Dataset", Group]:
     from pydicom.filereader import read_dataset
 
     dataset = read_dataset(
-        body, is_implicit_VR=False, is_little_endian=True, stop_when=is_behind_header, specific_tags=_tags()
+        _counted(body), is_implicit_VR=False, is_little_endian=True, stop_when=is_behind_header, specific_tags=_tags()
     )
+    _expect_small(dataset)
     return dataset, read_groups(body, size, False, False)
+
+
+class _Counted:
+    """A stream that can be read MOST_READS times: pydicom makes a dataset of every item, also of those not wanted."""
+
+    def __init__(self, stream: BinaryIO):
+        self._stream, self._left = stream, MOST_READS
+        self.seek, self.tell = stream.seek, stream.tell
+
+    def read(self, size: int = -1) -> bytes:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError("more elements than any header has")
+        return self._stream.read(size)
+
+
+def _counted(stream: BinaryIO) -> BinaryIO:
+    return cast(BinaryIO, _Counted(stream))
+
+
+def _expect_small(dataset: "Dataset") -> None:
+    """Raises ValueError for an element of more than MOST_BYTES, before pydicom converts it."""
+    if any(element.is_raw and len(element.value or b"") > MOST_BYTES for element in dataset.values()):
+        raise ValueError("an element larger than any header has")
 
 
 def _tags() -> list[Any]:

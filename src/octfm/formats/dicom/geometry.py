@@ -276,8 +276,15 @@ def _pixel_measures(dataset: Elements, shared: Elements | None, frames: Sequence
         if measures and all(pair is not None and len(pair) == 2 for pair in in_plane):
             if between is None and thickness is None:
                 between, thickness = _agreed([dataset], "SpacingBetweenSlices"), _agreed([dataset], "SliceThickness")
+            # Also where the shared group holds for all frames: some of them may state another spacing.
+            stated = [floats(item.get("PixelSpacing")) for item in per_frame if item is not None]
             pairs = np.array(in_plane)
-            low, high = pairs.min(0), pairs.max(0)
+            every = np.array([*in_plane, *(pair for pair in stated if pair is not None and len(pair) == 2)])
+            low, high = every.min(0), every.max(0)
+            if low.min() <= 0:
+                raise ReadError(
+                    "absurd_spacing", f"{uri}: PixelSpacing is {low[0]:g} x {low[1]:g} mm; correct the header"
+                )
             if np.any(high - low > (ROUNDING - 1) * np.abs(low)):
                 raise ReadError(
                     "mixed_spacing",

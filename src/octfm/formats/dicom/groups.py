@@ -4,7 +4,9 @@ This avoids a pydicom Dataset per frame; benchmarks/header_scan.py measures the 
 Standard: DICOM PS3.5 7.1 (elements), 7.5 (sequences, of stated and of undefined length), PS3.3 C.7.6.16.
 """
 
+import itertools
 import struct
+from collections.abc import Iterator
 from typing import Any, BinaryIO, Protocol
 
 _FIRST_GROUP = 0x52000000
@@ -41,6 +43,8 @@ _ITEM, _ITEM_END, _SEQUENCE_END = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD
 _UNDEFINED = 0xFFFFFFFF
 _LONG = {b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV"}
 _DEEPEST = 16
+_MOST = 2**20
+"""Items and elements of all groups: a thousand frames have 40,000. Each takes a hundred bytes as a dict."""
 _STEP = 2**18
 """Bytes read at once of a sequence of undefined length."""
 
@@ -109,7 +113,9 @@ def _read_undefined(stream: BinaryIO, start: int, size: int, walk: "_Walk") -> t
 class _Walk:
     """A parser for one encoding: explicit or implicit VR, little or big endian."""
 
-    def __init__(self, implicit: bool, big_endian: bool):
+    def __init__(self, implicit: bool, big_endian: bool, count: Iterator[int] | None = None):
+        """`count`: counts items and elements, also those of the parsers inside."""
+        self._count = itertools.count() if count is None else count
         order = ">" if big_endian else "<"
         self._implicit, self._order = implicit, order
         self._tag = struct.Struct(order + "HH").unpack_from
@@ -118,6 +124,8 @@ class _Walk:
 
     def element(self, content: bytes, at: int) -> tuple[int, int, int]:
         """Tag, length of the value (may be undefined), and offset of the value from `at`."""
+        if next(self._count) >= _MOST:
+            raise ValueError("more elements than any instrument writes")
         group, number = self._tag(content, at)
         tag = group << 16 | number
         if self._implicit or group == 0xFFFE:  # items and delimiters never have a VR (PS3.5 7.5)
@@ -128,7 +136,7 @@ class _Walk:
 
     def inside(self, content: bytes, at: int) -> "_Walk":
         """The parser for the sequence at `at`: with VR UN its content is implicit and little endian (PS3.5 6.2.2)."""
-        return _Walk(True, False) if not self._implicit and content[at + 4 : at + 6] == b"UN" else self
+        return _Walk(True, False, self._count) if not self._implicit and content[at + 4 : at + 6] == b"UN" else self
 
     def items(self, content: bytes, at: int, end: int | None, depth: int) -> tuple[list[Group], int]:
         """Items of a sequence that ends at `end`, or at its delimiter if that is None; and the offset of its end."""

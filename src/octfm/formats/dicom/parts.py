@@ -187,11 +187,13 @@ def inspect_parts(parts: Sequence[Part], layouts: Collection[Layout]) -> tuple[H
 
 
 def _joint_shape(parts: Sequence[Part], pixels: Sequence[Pixels]) -> Shape3:
-    forms = {(p.shape[1:], p.bits_allocated) for p in pixels}
+    # Files are decoded one by one: with other bits, black or window the same tissue would have another gray.
+    forms = {(p.shape[1:], p.bits_allocated, p.bits_stored, p.inverted, p.gray) for p in pixels}
     if len(forms) > 1:
         raise ReadError(
             "inconsistent_parts",
-            f"{parts[0].uri}: its {len(parts)} files have B-scans of different size or depth; export it again",
+            f"{parts[0].uri}: its {len(parts)} files have B-scans of different size, bits or gray scale (window, "
+            "rescale, MONOCHROME1); export it again",
         )
     frames = sum(p.shape[0] for p in pixels)
     if sum(p.bytes_expected for p in pixels) > MAX_BYTES:

@@ -33,6 +33,8 @@ _LABEL = 1002
 """Intent code of an image whose values are labels."""
 HEIGHTS = "layer heights"
 """Intent name of octfm's height maps."""
+_MOST_OFFSET = 2**26
+"""Extensions before the voxels are a few megabytes at most. A damaged offset would inflate gigabytes to get there."""
 _COMMENT = 6
 """Code of an extension of text."""
 _AXIAL_FINER, _BSCANS_COARSER = 1.5, 1.2
@@ -226,6 +228,8 @@ def _read_header(stream: BinaryIO, uri: str) -> _Header:
     # The sign of pixdim is no part of the distance.
     first, second, third = (float(abs(value)) * _TO_MM.get(units & 7, 0.0) for value in mm[1:4])
     offset = max(int(offset), length)
+    if offset > _MOST_OFFSET:
+        raise ReadError("damaged_file", f"{uri}: its voxels begin at byte {offset:,}; fetch it again")
     slope, intercept = (float(value) if np.isfinite(value) else 0.0 for value in (slope, intercept))
     return _Header(
         shape=(dim[1], dim[2], dim[3]),
