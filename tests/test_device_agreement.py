@@ -212,6 +212,18 @@ def test_names_that_are_not_utf8_make_no_page_fail(tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_a_zone_that_octfm_never_has_is_not_left_unsaid(tmp_path):
+    """As the centre, where B-scans lie more than half a millimetre apart."""
+    rows = [row | {UNIT["centre"]: ""} for row in rows_of(3)]
+    result = device_agreement(write(tmp_path / "t.csv", rows))
+    centre = result["zones"][0]
+    assert (centre["target"], centre["n_eyes"], centre["without_ours"]) == ("centre", 0, 6)
+    page = write_agreement(result, tmp_path / "agree.html", []).read_text(encoding="utf-8")
+    assert "No scan has a central zone of octfm and of the device: octfm lacks it in 6 scans." in page
+    assert len(summary_lines(result)) == 1 + 8
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_scans_corrected_by_hand_are_counted(tmp_path):
     rows = rows_of()
     rows[3]["corrected_bscans"] = "2"

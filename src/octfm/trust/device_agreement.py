@@ -74,7 +74,7 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
         "corrected": sum(bool(each["row"].get("corrected_bscans")) for each in used),
         "models": sorted({each["row"]["model"] for each in used if each["row"].get("model")}),
         "large_um": LARGE_UM,
-        "zones": [zone for name in ZONES if (zone := _zone(name, used))["points"]],
+        "zones": [zone for name in ZONES if (zone := _zone(name, used))["points"] or zone["without_ours"]],
         "large": _large(used),
     }
 
