@@ -287,7 +287,16 @@ def test_what_is_dragged_and_painted_is_measured_saved_and_applied(browser, tmp_
     choose_file(browser, path)
     browser.wait(f"document.querySelector('{ROOT}').dataset.changed !== '0'")
     assert_same(numbers(browser), expected_numbers(corrected))
+    assert "Loaded: 3 B-scans of A. Grader" in browser.js(STATUS)
+    assert "not saved" not in browser.js(STATUS), "all of it is in the file"
     assert json.loads(save(browser, again).read_text())["bscans"] == content["bscans"]
+    browser.key("k")
+    choose_file(browser, path)
+    browser.wait(f"{STATUS}.startsWith('Loaded')")
+    assert "not saved" in browser.js(STATUS), "the file lacks what was done before"
+    browser.key("z")
+    browser.key("z")
+    assert "not saved" not in browser.js(STATUS), "or the page would ask before the next one opens"
     browser.assert_quiet()
 
 
@@ -373,6 +382,9 @@ def test_a_fovea_set_in_the_page_is_the_centre_of_the_zones(browser, tmp_path, t
     browser.key("f")
     shown = told(browser)
     assert shown["fovea"] == f"{depth - 1 - int(shown['bscan'])},{shown['column']}"
+    where = browser.js("document.querySelector('[data-part=\"readout\"]').textContent")
+    assert f"A-scan {int(shown['column']) + 1} of " in where, "counted as below the B-scan"
+    assert f"A-scan {int(shown['column']) + 1}; zones" in browser.js(STATUS)
     assert "set by hand" in browser.js("document.querySelector('[data-part=\"numbers-note\"]').textContent")
 
     browser.js("document.querySelector('[data-part=\"author\"]').value = 'A. Grader'")

@@ -212,6 +212,18 @@ def test_names_that_are_not_utf8_make_no_page_fail(tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_a_zone_that_octfm_never_has_is_not_left_unsaid(tmp_path):
+    """As the centre, where B-scans lie more than half a millimetre apart."""
+    rows = [row | {UNIT["centre"]: ""} for row in rows_of(3)]
+    result = device_agreement(write(tmp_path / "t.csv", rows))
+    centre = result["zones"][0]
+    assert (centre["target"], centre["n_eyes"], centre["without_ours"]) == ("centre", 0, 6)
+    page = write_agreement(result, tmp_path / "agree.html", []).read_text(encoding="utf-8")
+    assert "No scan has a central zone of octfm and of the device: octfm lacks it in 6 scans." in page
+    assert len(summary_lines(result)) == 1 + 8
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_scans_corrected_by_hand_are_counted(tmp_path):
     rows = rows_of()
     rows[3]["corrected_bscans"] = "2"
@@ -251,6 +263,35 @@ def test_tables_of_a_spreadsheet_with_decimal_commas_are_read(tmp_path):
         device_agreement(saved("again.csv", [*COLUMNS, "participant"]))
 
 
+def test_a_devices_table_that_names_eyes_otherwise_is_refused_for_it(tmp_path):
+    """A word for the left eye that is not known must not leave out all left eyes."""
+    table = write(tmp_path / "t.csv", rows_of(3))
+    device = [
+        {"participant": row["participant"], "laterality": row["laterality"], "centre_um": "300"} for row in rows_of(3)
+    ]
+
+    def refused(rows: list[dict[str, str]], problem: str) -> None:
+        with pytest.raises(EvaluationError, match=problem):
+            device_agreement(table, write(tmp_path / "d.csv", rows))
+
+    refused(
+        [row | {"laterality": row["laterality"].replace("L", "links")} for row in device], "laterality is links; exp"
+    )
+    refused([row | {"participant": "x" + row["participant"]} for row in device],
+            "names none of the eyes of .*: participant xp0, laterality . here, participant p0, laterality . there")  # fmt: skip
+    refused([row | {"laterality": ""} for row in device], "participant nothing, laterality nothing here")
+    refused(
+        [{"PatientID": row["participant"], "Eye": "OD", "C0": "300"} for row in device], "found PatientID, Eye, C0$"
+    )
+    refused(
+        [row | {"center_um": row.pop("centre_um")} for row in [dict(row) for row in device]], "neither but .*center_um"
+    )
+    numbered = [row | {"participant": f"{i}"} for i, row in enumerate(rows_of(3))]
+    table = write(tmp_path / "t.csv", numbered)
+    device = [row | {"participant": f"{i}.0"} for i, row in enumerate(device)]  # as pandas writes them beside gaps
+    assert device_agreement(table, write(tmp_path / "d.csv", device))["used"] == 6
+
+
 def test_rows_of_the_other_eye_and_shifted_rows_are_refused(tmp_path):
     table = write(tmp_path / "t.csv", rows_of(1))
     device = [{"source": f"0{eye}.xml", "laterality": "OD", "centre_um": "400"} for eye in "RL"]
@@ -280,7 +321,7 @@ def test_eyes_of_another_table_may_be_spelt_otherwise(tmp_path):
     with pytest.raises(EvaluationError, match=r"p0, R stands in two rows"):
         device_agreement(table, write(tmp_path / "d.csv", [*device, device[0] | {"laterality": "R"}]))
     others = write(tmp_path / "d.csv", [row | {"participant": row["participant"].upper()} for row in device])
-    with pytest.raises(EvaluationError, match=r"6 without the device's zones.*names the rows in the same way"):
+    with pytest.raises(EvaluationError, match=r"names none of the eyes of .*participant P0, laterality R here"):
         device_agreement(table, others)
 
 

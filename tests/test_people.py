@@ -452,6 +452,8 @@ def test_the_demonstration_takes_the_pattern_that_its_own_scans_need(tmp_path):
     patterns = ["{participant}/{eye}/*", "{participant}"]
     command, *_ = Request(tmp_path, root, participant_from=tuple(patterns)).commands(None, "auto")
     assert all(f"--participant-from '{pattern}'" in command for pattern in patterns)
+    alone = Request(tmp_path, root).commands(None, "auto", pretrains=False)
+    assert len(alone) == 1, "no other verb repeats what is measured without pretraining"
 
 
 def test_ids_that_differ_in_zeros_or_case_are_in_one_split(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octfm.errors import ConfigError, EvaluationError
-from octfm.layers.calibrate import LEAST_PARTICIPANTS, calibrate_rows
+from octfm.layers.calibrate import LEAST_PARTICIPANTS, calibrate_rows, expect_enough
 from octfm.layers.finder import load_finder
 from octfm.layers.ranges import SYNTHETIC, Ranges, conformal_quantile, packaged_ranges
 from octfm.layers.segment import FOVEA_MM
@@ -186,6 +186,41 @@ def test_intervals_need_enough_participants_and_corrections(tmp_path):
     (tmp_path / "bad.csv").write_text(f"source,participant,centre_um\n{rows[0]['source']},a,thin\n")
     with pytest.raises(EvaluationError, match="centre_um expected µm, got 'thin'"):
         calibrate_rows(rows, tmp_path / "bad.csv")
+
+
+@pytest.mark.parametrize(
+    "edit, problem",
+    [
+        (lambda lines: [lines[0].replace("source", "file"), *lines[1:]], "found no column source but file, participant"),
+        (lambda lines: [lines[0].replace("_um", ""), *lines[1:]], "zones in columns such as centre_um, found source, "),
+        (lambda lines: [lines[0].replace("inner_nasal_um", "centre_um"), *lines[1:]], "two columns are called centre_um"),
+        (lambda lines: [*lines, lines[1]], "stands in two rows; keep the one that was corrected last"),
+        (lambda lines: [line.replace("NA", "") for line in lines[:1]] + [f"{line.rsplit(',', 1)[0]},NA" for line in lines[1:]],
+         "got 'NA'; write the number alone"),
+        (lambda lines: [lines[0], *(f"D:\\{line}" for line in lines[1:])], r"such as .*, got D:\\.* and none that is there"),
+        (lambda lines: [lines[0], *(",".join([(c := line.split(","))[0], "", *c[2:]]) for line in lines[1:21]), *lines[21:]],
+         r"got 40 \(20 scans left out: the table names no participant"),
+        (lambda lines: ["PK\x03\x04\0", *lines], "got other bytes; export the table as CSV"),
+    ],
+)  # fmt: skip
+def test_a_wrong_table_of_corrections_is_refused_for_what_is_wrong_in_it(tmp_path, edit, problem):
+    """Not with the advice to correct more scans."""
+    rows = table(60)
+    corrected(tmp_path / "c.csv", rows, lambda i, _: i / 10)
+    lines = edit((tmp_path / "c.csv").read_text().splitlines())
+    (tmp_path / "wrong.csv").write_text("\n".join(lines))
+    with pytest.raises(EvaluationError, match=problem):
+        expect_enough(tmp_path / "wrong.csv", {row["source"] for row in rows})
+
+
+def test_tables_of_corrections_from_a_spreadsheet_are_read(tmp_path):
+    """Excel's Unicode text, spaces in the header, rows of nothing but separators."""
+    rows = table(60)
+    corrected(tmp_path / "c.csv", rows, lambda i, _: i / 10)
+    header, *lines = (tmp_path / "c.csv").read_text().splitlines()
+    lines = [" " + header.replace(",", " , "), *lines, "," * header.count(",")]
+    (tmp_path / "again.csv").write_text("\r\n".join(lines).replace(",", "\t"), encoding="utf-16")
+    assert calibrate_rows(rows, tmp_path / "again.csv") == calibrate_rows(rows, tmp_path / "c.csv")
 
 
 def test_the_command_calibrates_a_table(tmp_path, monkeypatch):

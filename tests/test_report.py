@@ -110,6 +110,22 @@ def test_every_picture_and_chart_has_a_text_for_those_who_cannot_see_it(page):
     assert sum(t == "svg" for t, _ in tags) >= 10
 
 
+def test_a_demonstration_without_pretraining_claims_none(tmp_path):
+    """Layers of the packaged network and an untrained encoder, with a difference that Holm's correction rejects."""
+    run = write_run(tmp_path, figures=False)
+    record = json.loads((run / "run.json").read_text()) | {"not_pretrained": "Not pretrained: too few scans."}
+    (run / "run.json").write_text(json.dumps(record))
+    (run / "probe.json").write_text((run / "probe.json").read_text().replace('"pretrained"', '"layers"'))
+    probe = json.loads((run / "probe.json").read_text())
+    for compared in probe["comparisons"]:
+        compared |= {"verdict": "better", "p_holm": 0.2, "planned": True}
+    (run / "probe.json").write_text(json.dumps(probe))
+    said = dict(line.split(": ", 1) for line in summary_lines(run))
+    assert said["Health"] == "Nothing was pretrained, so nothing was checked."
+    assert re.search(r"with another: \d better, but not after Holm\.", said["Probe"]), said["Probe"]
+    assert "the packaged network measures reach AUROC" in verdict(probe)[1]
+
+
 def test_page_says_what_happened(page):
     text = " ".join(" ".join(Elements(page.read_text()).text).split())
     for sentence in (

@@ -459,6 +459,12 @@ def test_a_column_that_names_no_eye_is_a_label(tmp_path):
     assert labels.columns == ("eye", "side") and labels.join("eye", [("1", "a", "R")]) == ["dry"]
 
 
+def test_eyes_in_words_that_are_not_known_are_named_where_rows_contradict_each_other(tmp_path):
+    labels = read_labels(table_of(tmp_path / "t.csv", "participant_id,eye,diagnosis\na,rechts,AMD\na,links,healthy\n"))
+    with pytest.raises(EvaluationError, match="line 3: .*if eye is the eye, write R, L, .* instead of links"):
+        labels.join("diagnosis", [("1", "a", "R")])
+
+
 @pytest.mark.parametrize("row", ['b,"AMD', '"b,AMD'])
 def test_a_quote_that_is_never_closed_does_not_swallow_the_lines_below_it(tmp_path, row):
     text = f"participant_id,diagnosis\na,AMD\n{row}\n" + "".join(f"p{i},healthy\n" for i in range(9))

@@ -57,8 +57,7 @@ class LabelTable:
                 if keyed.setdefault(key, value) != value:
                     raise EvaluationError(
                         f"{self.path}: line {number}: {column} is {value} for {' '.join(filter(None, key))}, an "
-                        f"earlier line says {keyed[key]}; keep one row per participant (and eye), or add a "
-                        "sop_instance_uid column"
+                        f"earlier line says {keyed[key]}; {self._one_row_each(row)}"
                     )
         wanted = [
             (clean_id(participant), laterality if self.laterality_column else None)
@@ -66,6 +65,13 @@ class LabelTable:
         ]
         self._expect_a_match([p for p, _ in wanted], {p for p, _ in keyed}, self.participant_column or "")
         return [keyed.get(key) for key in wanted]
+
+    def _one_row_each(self, row: Mapping[str, str]) -> str:
+        """What to do about rows of one id that contradict each other."""
+        eye = None if self.laterality_column else next((c for c in self.columns if c.lower() in EYE_COLUMNS), None)
+        if eye is not None:
+            return f"if {eye} is the eye, write R, L, OD, OS, right or left instead of {row[eye] or 'nothing'}"
+        return "keep one row per participant (and eye), or add a sop_instance_uid column"
 
     def _cells(self, column: str) -> list[str | None]:
         """The value of each row. In a column of numbers decimal commas become points; EvaluationError if they may

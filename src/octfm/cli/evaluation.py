@@ -143,7 +143,7 @@ def finetune(
     """Train for one label: a head on a frozen encoder, or the head and then the encoder; the same command resumes.
 
     Examples:
-    octfm finetune study_group_linear encoder=runs/vit_s --store prepared target=diagnosis
+    octfm finetune study_group_linear encoder=runs/vit_s --store prepared labels=labels.tsv target=diagnosis
     octfm finetune study_group_finetune encoder=runs/vit_s --store prepared --epochs 10 --out runs/tuned
     """
     from octfm.config import load
@@ -185,7 +185,7 @@ def leaderboard(
     """Compare checkpoints, fine-tuned models and baselines on identical data and splits: CSV, Markdown, HTML.
 
     Examples:
-    octfm leaderboard runs/vit_s runs/mae --store prepared --target diagnosis
+    octfm leaderboard runs/vit_s runs/mae --store prepared --labels labels.tsv --target diagnosis
     """
     from octfm.evaluation.probe import write_probe
     from octfm.io.location import write_whole

@@ -83,7 +83,7 @@ def own_scans(request: Request, echo: Echo) -> Path:
             encoders = untrained_features(config, store, run, reason, stages.note)
 
     design = "auto" if table is None else "k-fold"
-    commands = request.commands(request.labels, design)
+    commands = request.commands(request.labels, design, pretrains)
     with stages.stage("probe", "linear models on these features, each tested on participants it has not learned from"):
         try:
             result = probe(

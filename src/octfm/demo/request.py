@@ -63,8 +63,9 @@ class Request:
     def description(self) -> str:
         return PRESETS[self.objective][1]
 
-    def commands(self, labels: Path | None, design: str) -> list[str]:
-        """This command, and the single verbs that repeat its steps; `labels` is the table that was probed."""
+    def commands(self, labels: Path | None, design: str, pretrains: bool = True) -> list[str]:
+        """This command, and if it pretrains the single verbs that repeat its steps; `labels` is the table that was
+        probed."""
         out = self.out
         targets = [word for target in self.targets for word in ("--target", target)]
         demo: list[object] = ["octfm", "demo", "--out", out, "--seed", self.seed]
@@ -85,4 +86,4 @@ class Request:
             ["octfm", "probe", out / "run", *(["--labels", labels, *targets, "--design", design] if labels else [])],
             ["octfm", "report", out / "run", "--catalog", out / "catalog", "--store", out / "prepared"],
         ]
-        return [shlex.join(str(word) for word in words) for words in verbs]
+        return [shlex.join(str(word) for word in words) for words in (verbs if pretrains else [demo])]

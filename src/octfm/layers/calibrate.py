@@ -1,10 +1,10 @@
 """90 % intervals for the zones of a table, calibrated on a user's own corrected scans."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 from octfm.display import number
-from octfm.errors import EvaluationError
+from octfm.errors import EvaluationError, one_line
 from octfm.layers.ranges import conformal_quantile
 from octfm.layers.zones import RANGE, UNIT, read_rows, same_millimetres, zones_in
 
@@ -26,15 +26,12 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
     its ranges scaled by one factor, the smallest that covers 90 % (`range_factor`). Raises EvaluationError if there is
     none, or nothing was corrected.
     """
-    fixed, in_part = read_corrected(corrected)
+    fixed, left_out = read_corrected(corrected)
     known = {row["source"]: row for row in rows if not row["problem"]}
     scores: dict[str, dict[str, list[float]]] = {}
-    nameless = of_other_length = 0
+    of_other_length = 0
     for other in fixed:
         if (row := known.get(other["source"])) is None:
-            continue
-        if not (person := other["participant"].strip()):
-            nameless += 1
             continue
         if not same_millimetres(row, other):
             of_other_length += 1
@@ -42,11 +39,8 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
         ours, theirs = zones_in(row, UNIT, corrected), zones_in(other, UNIT, corrected)
         for zone in ours.keys() & theirs.keys():
             if (reach := synthetic_reach(row, zone)) is not None:
-                own = scores.setdefault(row["scanner"], {}).setdefault(person, [])
+                own = scores.setdefault(row["scanner"], {}).setdefault(other["participant"], [])
                 own.append(_score(theirs[zone] - ours[zone], reach))
-    left_out = [in_part] if in_part else []
-    if nameless:
-        left_out.append(f"{number(nameless, 'scan')} left out: the table names no participant of theirs")
     if of_other_length:
         scans = number(of_other_length, "scan")
         left_out.append(f"{scans} left out: measured by another axial length than in the table")
@@ -76,14 +70,19 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
     ], messages
 
 
-def expect_enough(corrected: Path, sources: Container[str]) -> None:
+def expect_enough(corrected: Path, sources: Set[str]) -> None:
     """Raise EvaluationError, before scans are segmented, if a CSV as for `calibrate_rows` is something else, or has
     corrected zones of fewer than LEAST_PARTICIPANTS participants whose scans are among `sources`."""
-    fixed, in_part = read_corrected(corrected)
+    fixed, left_out = read_corrected(corrected)
+    if fixed and sources.isdisjoint(row["source"] for row in fixed):
+        raise EvaluationError(
+            f"{corrected}: expected source as in the table, such as {min(sources)}, got {fixed[0]['source']} and none "
+            "that is there"
+        )
     known = [row for row in fixed if row["source"] in sources and zones_in(row, UNIT, corrected)]
-    people = {row["participant"].strip() for row in known} - {""}
+    people = {row["participant"] for row in known}
     if len(people) < LEAST_PARTICIPANTS:
-        raise _too_few(corrected, str(len(people)), [in_part] if in_part else [])
+        raise _too_few(corrected, str(len(people)), left_out)
 
 
 def _too_few(corrected: Path, found: str, left_out: list[str]) -> EvaluationError:
@@ -94,20 +93,34 @@ def _too_few(corrected: Path, found: str, left_out: list[str]) -> EvaluationErro
     )
 
 
-def read_corrected(path: Path) -> tuple[list[dict[str, str]], str]:
-    """Rows of a CSV with corrected zones, each with `participant`, and how many scans do not count because they were
-    corrected in part; empty if none. Raises EvaluationError if it is something else."""
-    rows = read_rows(path, ("source",))
+def read_corrected(path: Path) -> tuple[list[dict[str, str]], list[str]]:
+    """Rows of a CSV with corrected zones, each with `participant`, and a sentence for each reason why scans do not
+    count: they were corrected in part, or are nobody's. Raises EvaluationError if it is something else, or has two rows
+    of a scan: with one as it was found, ranges would be too narrow."""
+    rows = read_rows(path, ("source",), "corrected zones of scans")
+    found = f"found {one_line(', '.join(rows[0]))[:200]}"
     if not rows[0].keys() & {"participant", "corrected_participant"}:
-        raise EvaluationError(f"{path}: expected a column participant, found {', '.join(rows[0])[:200]}")
-    rows = [row | {"participant": row.get("participant") or row.get("corrected_participant", "")} for row in rows]
-    if not rows[0].keys() >= {"corrected_bscans", "checked_bscans", "bscans"}:
-        return rows, ""
-    touched = [row for row in rows if row["corrected_bscans"]]
-    whole = [row for row in touched if row["checked_bscans"] == row["bscans"]]
-    left = len(touched) - len(whole)
-    why = "not every B-scan was checked or had ILM or Bruch's membrane corrected"
-    return whole, f"{number(left, 'scan')} left out: {why}" if left else ""
+        raise EvaluationError(f"{path}: expected a column participant, {found}")
+    if not rows[0].keys() & set(UNIT.values()):
+        raise EvaluationError(f"{path}: expected corrected zones in columns such as {UNIT['centre']}, {found}")
+    if rows[0].keys() >= {"corrected_bscans", "checked_bscans", "bscans"}:
+        touched = [row for row in rows if row["corrected_bscans"]]
+        rows = [row for row in touched if row["checked_bscans"] == row["bscans"]]
+        in_part = len(touched) - len(rows)
+    else:
+        in_part = 0
+    seen = set[str]()
+    for row in rows:
+        if row["source"] in seen:
+            raise EvaluationError(f"{path}: {row['source']} stands in two rows; keep the one that was corrected last")
+        seen.add(row["source"])
+    people = [(row.get("participant") or row.get("corrected_participant", "")).strip() for row in rows]
+    named = [row | {"participant": person} for row, person in zip(rows, people, strict=True) if person]
+    left_out = {
+        "not every B-scan was checked or had ILM or Bruch's membrane corrected": in_part,
+        "the table names no participant of theirs": len(rows) - len(named),
+    }
+    return named, [f"{number(count, 'scan')} left out: {why}" for why, count in left_out.items() if count]
 
 
 def synthetic_reach(row: Mapping[str, str], zone: str) -> tuple[float, float] | None:

@@ -1,6 +1,7 @@
 """ETDRS zones of a scan for a table: ours with the reason for every blank, and those that the device measured."""
 
 import csv
+import io
 import math
 import re
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from octfm.display import from_csv_cell
-from octfm.errors import EvaluationError, ReadError
+from octfm.errors import EvaluationError, ReadError, one_line
 from octfm.formats import read_device_grid
 from octfm.formats.heyex_xml import DeviceGrid
 from octfm.io.isolation import Limits
@@ -198,31 +199,38 @@ def zone_lines(row: dict[str, str]) -> list[str]:
     return [*lines, *(f"  {row[name]}" for name in ("zones_note", "device_note") if row[name])]
 
 
-def read_rows(path: Path, needed: Sequence[str]) -> list[dict[str, str]]:
-    """Rows of a CSV with these columns, blank where a row is short. Raises EvaluationError if it is something else.
+def read_rows(path: Path, needed: Sequence[str], expected: str = "a table of octfm segment") -> list[dict[str, str]]:
+    """Rows of a CSV with these columns, blank where a row is short. Raises EvaluationError if it is something else than
+    `expected`, in words.
 
-    Its separator is the comma, the semicolon (of spreadsheets in languages with a decimal comma) or the tab.
+    Its separator is the comma, the semicolon (of spreadsheets in languages with a decimal comma) or the tab; it is in
+    UTF-8, or in UTF-16 as Excel's Unicode text. Spaces around the names of columns do not count, nor do blank rows.
     """
-    with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
-        header = file.readline()
-        file.seek(0)
-        reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count))
-        try:
-            missing = [column for column in needed if column not in (reader.fieldnames or ())]
-            if missing:
+    content = path.read_bytes()
+    utf16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
+    text = content.decode(*("utf-16", "replace") if utf16 else ("utf-8-sig", "surrogateescape"))
+    header = text.partition("\n")[0]
+    if re.search(r"[\0-\x08\x0e-\x1f]", header):
+        raise EvaluationError(f"{path}: expected {expected}, got other bytes; export the table as CSV")
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=header.count))
+    try:
+        reader.fieldnames = names = [name.strip() for name in reader.fieldnames or ()]
+        if missing := [column for column in needed if column not in names]:
+            found = one_line(", ".join(names))[:200] or "an empty first line"
+            raise EvaluationError(f"{path}: expected {expected}, found no column {', '.join(missing)} but {found}")
+        if twice := next((name for name in names if name and names.count(name) > 1), None):
+            raise EvaluationError(f"{path}: two columns are called {one_line(twice)[:200]}; rename one of them")
+        rows = []
+        for row in reader:
+            if any(cell.strip() for cell in row.pop(None, ())):  # type: ignore[call-overload]
                 raise EvaluationError(
-                    f"{path}: expected a table of octfm segment, found no column {', '.join(missing)}"
+                    f"{path}: line {reader.line_num}: more cells than the header has columns, so that its numbers "
+                    "may stand under other zones; put a cell with the separator in it in quotation marks"
                 )
-            rows = []
-            for row in reader:
-                if any(cell.strip() for cell in row.pop(None, ())):  # type: ignore[call-overload]
-                    raise EvaluationError(
-                        f"{path}: line {reader.line_num}: more cells than the header has columns, so that its numbers "
-                        "may stand under other zones; put a cell with the separator in it in quotation marks"
-                    )
+            if any((cell or "").strip() for cell in row.values()):
                 rows.append({key: from_csv_cell(value or "") for key, value in row.items()})
-        except csv.Error as error:  # as of a quotation mark that is not closed
-            raise EvaluationError(f"{path}: after line {reader.line_num}: {error}; export the table again") from None
+    except csv.Error as error:  # as of a quotation mark that is not closed
+        raise EvaluationError(f"{path}: after line {reader.line_num}: {error}; export the table again") from None
     if not rows:
         raise EvaluationError(f"{path}: holds no row")
     return rows
@@ -244,7 +252,10 @@ def zones_in(row: dict[str, str], columns: dict[str, str], path: Path, of: str =
                 found[name] = math.nan
             where = f"{path}: {of or row['source']}: {column} expected µm"
             if not math.isfinite(found[name]):
-                raise EvaluationError(f"{where}, got {cell!r}") from None
+                raise EvaluationError(
+                    f"{where}, got {cell!r}; write the number alone, with a decimal point, and leave zones without a "
+                    "value blank"
+                ) from None
             if not PLAUSIBLE_UM[0] <= found[name] <= PLAUSIBLE_UM[1]:
                 raise EvaluationError(
                     f"{where} between {PLAUSIBLE_UM[0]:g} and {PLAUSIBLE_UM[1]:g}, got {cell!r}; convert the column if "

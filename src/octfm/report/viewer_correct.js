@@ -245,7 +245,7 @@ const octfmCorrect = (() => {
       if (!grid.zones) { message = "This scan has no zones that a fovea could be the centre of."; update(); return; }
       const old = snapshot(here());
       fovea = place && place.map((at) => Number(at.toFixed(3)));
-      record([old], fovea ? `The fovea is set in B-scan ${volumeNumber(Math.round(fovea[0]))}, A-scan ${Math.round(fovea[1])}; zones lie around it.` : "The fovea is where the pit is found.");
+      record([old], fovea ? `The fovea is set in B-scan ${volumeNumber(Math.round(fovea[0]))}, A-scan ${Math.round(fovea[1]) + 1}; zones lie around it.` : "The fovea is where the pit is found.");
     }
 
     function revert() {
@@ -276,7 +276,7 @@ const octfmCorrect = (() => {
         });
         olds.push(old);
       }
-      record(olds, `${words(edit.surfaces[s])}: filled in ${b - a - 1} B-scans between ${Math.min(volumeNumber(a), volumeNumber(b))} and ${Math.max(volumeNumber(a), volumeNumber(b))}.`);
+      record(olds, `${words(edit.surfaces[s])}: filled in ${many(b - a - 1, "B-scan")} between ${Math.min(volumeNumber(a), volumeNumber(b))} and ${Math.max(volumeNumber(a), volumeNumber(b))}.`);
     }
     const volumeNumber = (f) => (edit.reversed ? D - 1 - f : f) + 1;
 
@@ -355,7 +355,9 @@ const octfmCorrect = (() => {
       if (made.fovea) { olds.push(snapshot(here())); fovea = made.fovea; }
       find("author").value ||= made.author;
       find("participant").value ||= made.participant || "";
-      record(olds, `Loaded: ${[made.bscans.length && `${made.bscans.length} B-scans`, made.fovea && "the fovea"].filter(Boolean).join(" and ") || "nothing"} of ${made.author}, ${made.time.slice(0, 10)}.`);
+      const alone = !history.length;
+      record(olds, `Loaded: ${[made.bscans.length && many(made.bscans.length, "B-scan"), made.fovea && "the fovea"].filter(Boolean).join(" and ") || "nothing"} of ${made.author}, ${made.time.slice(0, 10)}.`);
+      if (alone) { saved = history[history.length - 1]; status(); } // all of it is in that file
       hooks.redraw();
     }
 
@@ -480,12 +482,12 @@ const octfmCorrect = (() => {
 
     function status() {
       const lines = lineChanged.reduce((a, b) => a + b, 0), areas = areaChanged.reduce((a, b) => a + b, 0), marks = checked.reduce((a, b) => a + b, 0);
-      const many = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
       const parts = [lines && `${many(lines, "line")} changed`, areas && `areas of ${many(areas, "B-scan")} changed`, marks && `${many(marks, "B-scan")} marked as right`, fovea && "fovea set", dirty() && "not saved"].filter(Boolean);
       const text = [message, parts.length ? `${parts.join(", ")}.` : state.active ? "Nothing changed yet." : ""].filter(Boolean).join(" ");
       if (find("hand-status").textContent !== text) find("hand-status").textContent = text;
       Object.assign(root.dataset, { hand: state.active ? state.tool : "", line: edit.surfaces[state.line], changed: lines + areas, checked: marks, fovea: fovea || "", undo: history.length, redo: future.length });
     }
+    const many = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
     const dirty = () => history[history.length - 1] !== saved;
 
     function update() {

@@ -163,7 +163,8 @@ def verdict(probe: dict[str, Any] | None) -> tuple[str, str]:
     seen = row["seen_test_participants"]
     people = f"{row['n_test_participants']} participants"
     people += f", {seen} of whom the encoder had seen" if seen else " it had never seen"
-    text = f"In {what} among {people}, {encoder(row['encoder'])} reaches {metric} {interval(row)}"
+    reaches = "reach" if row["encoder"] == "layers" else "reaches"
+    text = f"In {what} among {people}, {encoder(row['encoder'])} {reaches} {metric} {interval(row)}"
     text += "." if row["low"] is None else ", 95\u00a0% interval in brackets."
     compared = _key_comparison(probe, row)
     if compared is None:
@@ -375,7 +376,7 @@ def _probe(probe: dict[str, Any] | None) -> str:
     compared = [c for c in planned(probe) if c["a"] == results[0]["encoder"]]
     targets, encoders = (len({r[key] for r in results}) for key in ("target", "encoder"))
     text = f"{display.number(targets, 'target')}, {display.number(encoders, 'encoder')}."
-    counts = Counter("not so after Holm's correction" if fails_holm(c) else c["verdict"] for c in compared)
+    counts = Counter(map(_after_holm, compared))
     if verdicts := ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())):
         text += f" Of {len(compared)} paired comparisons of {encoder(compared[0]['a'])} with another: {verdicts}."
     seen = tested_before(results)
@@ -384,6 +385,8 @@ def _probe(probe: dict[str, Any] | None) -> str:
 
 def health_line(sources: Sources) -> str:
     """How many checks there are, and which of them need attention."""
+    if sources.record.get("not_pretrained"):
+        return "Nothing was pretrained, so nothing was checked."
     latest = latest_health(sources.health)
     if not latest:
         return "No health verdict has been logged yet."

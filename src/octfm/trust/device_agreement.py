@@ -1,15 +1,16 @@
 """Agreement of octfm segment with the device over many eyes: Bland-Altman limits of every ETDRS zone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from octfm.catalog.columns import clean_id
 from octfm.errors import EvaluationError, one_line
 from octfm.evaluation import agreement
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap
-from octfm.formats.names import lateralities
+from octfm.formats.names import lateralities, may_be_an_eye
 from octfm.layers.table import ACCEPTED
 from octfm.layers.zones import DEVICE_UNIT, UNIT, read_rows, same_millimetres, zones_in
 from octfm.volume.etdrs import ZONES
@@ -43,7 +44,7 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
     """
     rows = read_rows(table, ("source", "verdict", "problem", UNIT["centre"]))
     if device is not None:
-        rows = _with_device(rows, read_rows(device, ()), table, device)
+        rows = _with_device(rows, read_rows(device, (), "the device's zones"), table, device)
     named = next((column for column in PARTICIPANT if column in rows[0]), None)
     left_out = dict.fromkeys(LEFT_OUT, 0)
     used = []
@@ -73,7 +74,7 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
         "corrected": sum(bool(each["row"].get("corrected_bscans")) for each in used),
         "models": sorted({each["row"]["model"] for each in used if each["row"].get("model")}),
         "large_um": LARGE_UM,
-        "zones": [zone for name in ZONES if (zone := _zone(name, used))["points"]],
+        "zones": [zone for name in ZONES if (zone := _zone(name, used))["points"] or zone["without_ours"]],
         "large": _large(used),
     }
 
@@ -137,27 +138,40 @@ def _with_device(
 ) -> list[dict[str, str]]:
     """Rows with the device's zones of another table in place of their own."""
     people = [next((c for c in PARTICIPANT if c in some[0]), None) for some in (rows, others)]
+    columns_here = one_line(", ".join(others[0]))[:200]
     if "source" in others[0]:
         keys, wanted = (("source",),) * 2
     elif all(people) and "laterality" in others[0]:
         keys, wanted = ((str(person), "laterality") for person in people)
     else:
         raise EvaluationError(
-            f"{device}: expected a column source as in {table}, or participant and laterality in both tables"
+            f"{device}: expected a column source as in {table}, or participant and laterality in both tables; found "
+            f"{columns_here}{'' if people[0] else f', and no participant in {table}'}"
         )
     own = DEVICE_UNIT["centre"] not in others[0]
     if own and UNIT["centre"] not in others[0]:
         raise EvaluationError(
-            f"{device}: expected the column {DEVICE_UNIT['centre']} or {UNIT['centre']}, found neither"
+            f"{device}: expected the column {DEVICE_UNIT['centre']} or {UNIT['centre']}, found neither but "
+            f"{columns_here}"
         )
     columns, known = UNIT if own else DEVICE_UNIT, dict[tuple[str, ...], dict[str, str]]()
     for other in others:
         key = _key(other, wanted)
         if not all(key):  # two rows that name nobody, or no eye, are no pair
             continue
+        if not may_be_an_eye(eye := other.get("laterality", "")):
+            raise EvaluationError(
+                f"{device}: {', '.join(key)}: laterality is {one_line(eye)}; expected R, L, OD, OS, right or left"
+            )
         if key in known:
             raise EvaluationError(f"{device}: {', '.join(key)} stands in two rows; which of them is meant?")
         known[key] = other
+    ours = [key for row in rows if all(key := _key(row, keys))]
+    if known.keys().isdisjoint(ours):
+        raise EvaluationError(
+            f"{device}: names none of the eyes of {table}: {_first(wanted, known)} here, {_first(keys, ours)} there; "
+            "write both alike"
+        )
     joined = []
     for row in rows:
         other = known.get(key := _key(row, keys), {})
@@ -173,7 +187,16 @@ def _with_device(
     return joined
 
 
+def _first(columns: Sequence[str], keys: Iterable[tuple[str, ...]]) -> str:
+    """The first of these keys of rows, in words."""
+    first = next(iter(keys), ("nothing",) * len(columns))
+    return ", ".join(f"{column} {one_line(cell)}" for column, cell in zip(columns, first, strict=True))
+
+
 def _key(row: dict[str, str], columns: Sequence[str]) -> tuple[str, ...]:
-    """What a row is matched by; an eye is R or L however its table spells it (OD, left)."""
+    """What a row is matched by; an eye is R or L however its table spells it (OD, left), 1001.0 is participant 1001."""
     cells = ((column, row[column].strip()) for column in columns)
-    return tuple(lateralities([cell])[0] or cell if column == "laterality" else cell for column, cell in cells)
+    return tuple(
+        cell if column == "source" else lateralities([cell])[0] or cell if column == "laterality" else clean_id(cell)
+        for column, cell in cells
+    )

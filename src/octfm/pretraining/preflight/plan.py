@@ -135,8 +135,8 @@ class Plan:
             )
         if self.participants < FEW_PARTICIPANTS:
             found.append(
-                f"{self.participants} participants are few to learn from: expect less than of the encoder in the box "
-                "and compare with the untrained network, too (octfm embed, octfm probe)"
+                f"{self.participants} participants are few to learn from: expect less than from the encoder in the "
+                "box, and compare with the untrained network as well (octfm embed, octfm probe)"
             )
         if chosen.hours < WORTH_LESS_H:
             found.append(

@@ -43,8 +43,9 @@ def write_agreement(result: dict[str, Any], out: str | Path, commands: list[str]
 def sentence(result: dict[str, Any]) -> str:
     """The centre in one sentence, in plain words."""
     centre = next((zone for zone in result["zones"] if zone["target"] == "centre"), None)
-    if centre is None:
-        return "The central zone was measured by both in no scan."
+    if centre is None or not centre["n_eyes"]:
+        lacking = f": octfm lacks it in {number(centre['without_ours'], 'scan')}" if centre else ""
+        return f"No scan has a central zone of octfm and of the device{lacking}."
     scans = number(centre["n_eyes"], "scan")
     who = f"{scans} of {number(centre['n_participants'], 'participant')}" if result["participant_column"] else scans
     if not (limits := centre["bland_altman"]):
