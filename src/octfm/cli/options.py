@@ -137,26 +137,40 @@ def _folder(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return parse_folder
 
 
-def local_option(*names: str, metavar: str, **settings: Any) -> Any:
+def option(metavar: str, about: str, *names: str, **settings: Any) -> Any:
+    """An option with a value; named after its parameter if it has no `names`."""
+    return typer.Option(*names, metavar=metavar, help=about, **settings)
+
+
+def argument(metavar: str, about: str, **settings: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=about, **settings)
+
+
+def flag(about: str, *names: str) -> Any:
+    """An option without a value; --no-NAME as well if it has no `names`."""
+    return typer.Option(*names, help=about)
+
+
+def local_option(metavar: str, about: str, *names: str) -> Any:
     """An option for a path on disk. Addresses are refused: otherwise a local folder named s3: would be created."""
     parser = _folder(_local) if (names, metavar) == (("--out",), "FOLDER") else _local
-    return typer.Option(*names, parser=parser, metavar=metavar, **settings)
+    return option(metavar, about, *names, parser=parser)
 
 
-def local_argument(metavar: str, **settings: Any) -> Any:
+def local_argument(metavar: str, about: str) -> Any:
     """An argument for a path on disk; see local_option."""
-    return typer.Argument(parser=_local, metavar=metavar, **settings)
+    return argument(metavar, about, parser=_local)
 
 
-def place_option(*names: str, metavar: str, **settings: Any) -> Any:
+def place_option(metavar: str, about: str, *names: str) -> Any:
     """An option for a path on disk or an address in a bucket; the verb receives the checked text."""
     parser = _folder(expect_place) if (names, metavar) == (("--out",), "FOLDER") else expect_place
-    return typer.Option(*names, parser=parser, metavar=metavar, **settings)
+    return option(metavar, about, *names, parser=parser)
 
 
-def place_argument(metavar: str, **settings: Any) -> Any:
+def place_argument(metavar: str, about: str) -> Any:
     """An argument for a path on disk or an address in a bucket; the verb receives the checked text."""
-    return typer.Argument(parser=expect_place, metavar=metavar, **settings)
+    return argument(metavar, about, parser=expect_place)
 
 
 Place = Any
@@ -174,10 +188,7 @@ def _any_or_line(layouts: str) -> str:
 
 
 LayoutsBelow = Annotated[
-    str,
-    typer.Option(
-        metavar="LAYOUTS", callback=_any_or_line, help="any, or line: every image in a folder is a single B-scan."
-    ),
+    str, option("LAYOUTS", "any, or line: every image in a folder is a single B-scan.", callback=_any_or_line)
 ]
 
 
@@ -206,89 +217,61 @@ def config_argument(verb: str, about: str) -> Any:
 
 
 Config = Annotated[str, config_argument("pretrain", "YAML file, or name of a packaged config such as vit_s or demo.")]
-Out = Annotated[Path, local_option("--out", metavar="FOLDER", help="Output folder.")]
+Out = Annotated[Path, local_option("FOLDER", "Output folder.", "--out")]
 OutPlace = Annotated[
-    Place,
-    typer.Option("--out", parser=_folder(place), metavar="FOLDER", help="Output folder, or s3:// or gs:// address."),
+    Place, option("FOLDER", "Output folder, or s3:// or gs:// address.", "--out", parser=_folder(place))
 ]
-Workers = Annotated[
-    int | None, typer.Option(metavar="N", help="Parallel processes; default: one per CPU core.", min=0, max=1024)
-]
+Workers = Annotated[int | None, option("N", "Parallel processes; default: one per CPU core.", min=0, max=1024)]
 Device = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DEVICE", help="auto, cpu, cuda, mps or (pretrain) xla; default: cuda if available, else cpu."
-    ),
+    str | None, option("DEVICE", "auto, cpu, cuda, mps or (pretrain) xla; default: cuda if available, else cpu.")
 ]
 AxialLength = Annotated[
     float | None,
-    typer.Option(
-        metavar="MM",
-        help="Axial length of this eye: rescales lateral millimetres, otherwise the instrument's nominal ones.",
+    option(
+        "MM",
+        "Axial length of this eye: rescales lateral millimetres, otherwise the instrument's nominal ones.",
         min=14,  # octfm.layers.corrections.AXIAL_LENGTH_MM, which a command line need not import
         max=40,
     ),
 ]
 ParticipantFrom = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="PATTERN",
-        help="Where the path contains the participant, for files that do not name one: '{participant}/{eye}/*'; "
+    option(
+        "PATTERN",
+        "Where the path contains the participant, for files that do not name one: '{participant}/{eye}/*'; "
         "{label} gives a label column, {split} uses folders train, val and test. Repeat for several folder layouts.",
     ),
 ]
 KeepUpsideDown = Annotated[
-    bool, typer.Option("--keep-upside-down", help="Keep scans that appear upside down; default: reject them.")
+    bool, flag("Keep scans that appear upside down; default: reject them.", "--keep-upside-down")
 ]
 FileSeconds = Annotated[
-    float,
-    typer.Option(
-        metavar="SECONDS", help="Time limit for reading one file; one second is added per megabyte.", min=0.1, max=1e6
-    ),
+    float, option("SECONDS", "Time limit for reading one file; one second is added per megabyte.", min=0.1, max=1e6)
 ]
-FileGB = Annotated[float, typer.Option(metavar="GB", help="Memory limit for reading one file.", min=0.3, max=1e5)]
+FileGB = Annotated[float, option("GB", "Memory limit for reading one file.", min=0.3, max=1e5)]
 Exclude = Annotated[
     Path | None,
     local_option(
-        metavar="FILE",
-        help="File of volumes to leave out: one acquisition, URI or participant per line; # starts a comment.",
+        "FILE", "File of volumes to leave out: one acquisition, URI or participant per line; # starts a comment."
     ),
 ]
 Targets = Annotated[
-    list[str] | None,
-    typer.Option(metavar="COLUMN", help="Label column; repeat for several. Default: every known one that is present."),
+    list[str] | None, option("COLUMN", "Label column; repeat for several. Default: every known one that is present.")
 ]
 Order = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="COLUMN=GRADES", help="Grades of an ordinal label column, lowest first: severity=none,mild,severe."
-    ),
+    option("COLUMN=GRADES", "Grades of an ordinal label column, lowest first: severity=none,mild,severe."),
 ]
 StoreLabels = Annotated[
-    Path | None, local_option(metavar="TABLE", help="Labels (CSV or TSV); default: the participant data in the store.")
+    Path | None, local_option("TABLE", "Labels (CSV or TSV); default: the participant data in the store.")
 ]
-Store = Annotated[
-    str | None,
-    place_option("--store", metavar="STORE", help="Prepared store, also s3:// or gs://; the same as the setting."),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(
-        "--steps", metavar="N", help="Length in optimizer steps; the same as the setting.", min=1, max=10_000_000
-    ),
-]
+Store = Annotated[str | None, place_option("STORE", "Prepared store, also s3:// or gs://; the same as the setting.")]
+Steps = Annotated[int | None, option("N", "Length in optimizer steps; the same as the setting.", min=1, max=10_000_000)]
 Epochs = Annotated[
-    float | None,
-    typer.Option(
-        "--epochs",
-        metavar="N",
-        help="Length in passes over the training volumes; the same as the setting.",
-        min=1e-6,
-        max=1e6,
-    ),
+    float | None, option("N", "Length in passes over the training volumes; the same as the setting.", min=1e-6, max=1e6)
 ]
 AllowSeen = Annotated[
-    bool, typer.Option(help="If test participants were used in training, flag them in the result instead of stopping.")
+    bool, flag("If test participants were used in training, flag them in the result instead of stopping.")
 ]
 
 

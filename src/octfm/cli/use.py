@@ -14,69 +14,58 @@ def embed(
     words: Annotated[
         list[str] | None,
         opt.place_argument(
-            metavar="RUN|SCAN",
-            help="First the encoder, if it is not the packaged one: a run of pretraining or fine-tuning, a checkpoint "
+            "RUN|SCAN",
+            "First the encoder, if it is not the packaged one: a run of pretraining or fine-tuning, a checkpoint "
             "or export, also s3:// or gs://, or a packaged name. Then scans: files or folders of them.",
         ),
     ] = None,
     store: Annotated[
-        str | None,
-        opt.place_option(metavar="STORE", help="Prepared store to embed, also s3:// or gs://; default: prepared."),
+        str | None, opt.place_option("STORE", "Prepared store to embed, also s3:// or gs://; default: prepared.")
     ] = None,
     files: Annotated[
         str | None,
         opt.place_option(
-            metavar="FOLDER", help="Instead of --store: folder or address of OCT files, read directly; requires --out."
+            "FOLDER", "Instead of --store: folder or address of OCT files, read directly; requires --out."
         ),
     ] = None,
     catalog: Annotated[
-        str | None,
-        opt.place_option(metavar="CATALOG", help="Instead of --store: catalog of files (octfm scan); requires --out."),
+        str | None, opt.place_option("CATALOG", "Instead of --store: catalog of files (octfm scan); requires --out.")
     ] = None,
     out: Annotated[
         str | None,
         opt.place_option(
-            "--out",
-            metavar="FOLDER",
-            help="Folder for the parquet files (with --files and scans also in a bucket); default: RUN/embeddings. "
+            "FOLDER",
+            "Folder for the parquet files (with --files and scans also in a bucket); default: RUN/embeddings. "
             "Required for scans, and if RUN is an export or left out.",
+            "--out",
         ),
     ] = None,
     baselines: Annotated[
         bool | None,
-        typer.Option(
-            help="Also embed with baselines (random initialisation, intensity histogram); default: only for a store."
-        ),
+        opt.flag("Also embed with baselines (random initialisation, intensity histogram); default: only for a store."),
     ] = None,
     head: Annotated[
         Path | None,
         opt.local_option(
-            metavar="RUN",
-            help="Run of octfm finetune on this encoder, frozen: adds its attention and occlusion maps to the report.",
+            "RUN", "Run of octfm finetune on this encoder, frozen: adds its attention and occlusion maps to the report."
         ),
     ] = None,
     segment: Annotated[
-        Path | None,
-        opt.local_option(metavar="RUN", help="Run of octfm segment: adds its layers and areas to the report."),
+        Path | None, opt.local_option("RUN", "Run of octfm segment: adds its layers and areas to the report.")
     ] = None,
     exclude: opt.Exclude = None,
     pool: Annotated[
         str | None,
-        typer.Option(
-            metavar="POOL",
-            help="Pooling over tokens: mean, extremes, tails or summary; default: the run's objective.pool.",
-        ),
+        opt.option("POOL", "Pooling over tokens: mean, extremes, tails or summary; default: the run's objective.pool."),
     ] = None,
     layouts: opt.LayoutsBelow = "any",
-    precision: Annotated[
-        str, typer.Option(metavar="PRECISION", help="With --files, --catalog or scans: fp32 or bf16.")
-    ] = "fp32",
+    precision: Annotated[str, opt.option("PRECISION", "With --files, --catalog or scans: fp32 or bf16.")] = "fp32",
     retry: Annotated[
-        bool, typer.Option("--retry", help="With --files or --catalog: retry files that could not be read.")
+        bool, opt.flag("With --files or --catalog: retry files that could not be read.", "--retry")
     ] = False,
     workers: opt.Workers = None,
     device: opt.Device = None,
-    follow_links: Annotated[bool, typer.Option(help="With --files: follow symbolic links.")] = True,
+    follow_links: Annotated[bool, opt.flag("With --files: follow symbolic links.")] = True,
     file_seconds: opt.FileSeconds = 10,
     file_gb: opt.FileGB = 2,
 ) -> None:
@@ -230,32 +219,31 @@ def _embed_scans(
 
 def export(
     run: Annotated[
-        str,
-        opt.place_argument(metavar="RUN", help="Pretraining or fine-tuning run (also s3:// or gs://), or checkpoint."),
+        str, opt.place_argument("RUN", "Pretraining or fine-tuning run (also s3:// or gs://), or checkpoint.")
     ],
-    out: Annotated[Path, opt.local_option("--out", metavar="FOLDER", help="New folder.")],
+    out: Annotated[Path, opt.local_option("FOLDER", "New folder.", "--out")],
     onnx: Annotated[
-        bool, typer.Option("--onnx", help="Also write octfm.onnx; fails unless onnxruntime and torch agree.")
+        bool, opt.flag("Also write octfm.onnx; fails unless onnxruntime and torch agree.", "--onnx")
     ] = False,
     card: Annotated[
         Path | None,
         opt.local_option(
-            metavar="FILE",
-            help="Model card with your licence (octfm card writes one); default: made from the run, without a licence.",
+            "FILE",
+            "Model card with your licence (octfm card writes one); default: made from the run, without a licence.",
         ),
     ] = None,
     keep_key: Annotated[
         Path | None,
         opt.local_option(
-            metavar="FILE",
-            help="Write the key of the participants' hashes to this file, not into the export: whoever has both can "
+            "FILE",
+            "Write the key of the participants' hashes to this file, not into the export: whoever has both can "
             "test which participants were trained on.",
         ),
     ] = None,
     keep_names: Annotated[
         bool,
-        typer.Option(
-            "--keep-names", help="Also write class names that octfm does not know; readers of the export will see them."
+        opt.flag(
+            "Also write class names that octfm does not know; readers of the export will see them.", "--keep-names"
         ),
     ] = False,
 ) -> None:
