@@ -10,7 +10,6 @@ from octfm.cli import options as opt
 if TYPE_CHECKING:
     from octfm.io.isolation import Limits
     from octfm.io.location import Location
-    from octfm.volume.volume import Laterality
 
 DEFAULT_SEGMENT = Path("runs/segment")
 
@@ -138,7 +137,7 @@ def segment(
         )
     if not trains and apply is None:
         opt.refuse(context, training_only, "segment: uses the packaged network for scans")
-        volumes = _volumes_in(words, limits, layouts)
+        volumes = opt.volumes_in(words, limits, layouts)
         if axial_length is not None and len(volumes) > 1:
             raise ConfigError(f"--axial-length: belongs to one eye; give one scan instead of {len(volumes)}")
         scans.segment([*volumes], eyes=volumes)
@@ -157,18 +156,6 @@ def segment(
         return
     opt.refuse(context, files_only, "segment: trains on a store")
     _train(opt.with_options(words, {"store": store, "steps": steps}), out, device, baselines, allow_seen)
-
-
-def _volumes_in(words: list[str], limits: "Limits", layouts: str) -> "dict[str, Laterality | None]":
-    from octfm.errors import ConfigError
-
-    volumes = opt.volumes_in(words, limits, layouts)
-    if not volumes:
-        raise ConfigError(
-            f"{', '.join(words)}: no scan in it; check the path, or run octfm scan, which lists every file with the "
-            "reason"
-        )
-    return volumes
 
 
 def _train(settings: list[str], out: "Path | Location", device: str | None, baselines: bool, allow_seen: bool) -> None:
@@ -192,7 +179,7 @@ def _apply_training(
     from octfm.tasks.segment import load_segmenter
 
     segmenter = load_segmenter(run, device)
-    volumes, failed = _volumes_in(words, limits, "raster"), 0
+    volumes, failed = opt.volumes_in(words, limits, "raster"), 0
     for source, stem in stems_of(volumes).items():
         try:
             volume = read_volume(source, limits=limits).with_eye(volumes[source])

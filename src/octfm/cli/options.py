@@ -333,9 +333,11 @@ def limits_of(file_seconds: float, file_gb: float) -> "Limits":
     return Limits(seconds=file_seconds, memory=int(file_gb * 1e9))
 
 
-def volumes_in(words: list[str], limits: "Limits", layouts: str = "any") -> "dict[str, Laterality | None]":
+def volumes_in(
+    words: list[str], limits: "Limits", layouts: str = "any", nor: str = ""
+) -> "dict[str, Laterality | None]":
     """The files named, and every volume in the folders named, with the eye that its path below the folder names;
-    prints how many files there are left out. `layouts`: any, line or raster."""
+    prints how many files there are left out. `layouts`: any, line or raster. ConfigError if there are none, `nor`."""
     from octfm.catalog.participants.patterns import eyes_in_paths
     from octfm.catalog.volumes import volumes_below
     from octfm.errors import ConfigError
@@ -358,6 +360,11 @@ def volumes_in(words: list[str], limits: "Limits", layouts: str = "any") -> "dic
             echo_line(f"{place}: {count} left out, {code}: {which}")
         eyes = eyes_in_paths(found, folder)
         sources |= {uri: eyes.get(uri) for uri in found}
+    if not sources:
+        raise ConfigError(
+            f"{', '.join(words)}: no scan in it{nor}; check the path, or run octfm scan, which lists every file with "
+            "the reason"
+        )
     return sources
 
 

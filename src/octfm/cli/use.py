@@ -202,12 +202,8 @@ def _embed_scans(
     if out is None:
         raise ConfigError("embed: scans need an output folder; add --out FOLDER")
     encoder = load_encoder(run, runtime=start(precision, device)).pooling(pool)
-    volumes = opt.volumes_in(scans, limits, layouts)
-    if not volumes:
-        raise ConfigError(
-            f"{', '.join(scans)}: no scan in it, and it is no run (config.yaml) and no export (config.json); check the "
-            "path, or run octfm scan, which lists every file with the reason"
-        )
+    nor = ", and it is no run (config.yaml) and no export (config.json)"
+    volumes = opt.volumes_in(scans, limits, layouts, nor)
     path, count = embed_scans(
         encoder, [*volumes], out, eyes=volumes, limits=limits, echo=lambda line: typer.echo(one_line(line), err=True)
     )

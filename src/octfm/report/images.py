@@ -135,9 +135,7 @@ def shown_spacing(
     shape: tuple[int, int, int], spacing_mm: tuple[float, float, float], deepest: float
 ) -> tuple[float, float, float]:
     """Spacing whose proportions fit on a page: a wrong spacing in a file would make a picture a hundred metres high.
-
-    Height is between an eighth and twice the width, the extent across B-scans at most `deepest` times the width.
-    """
+    Height is between an eighth and twice the width, the extent across B-scans at most `deepest` times the width."""
     (d, h, w), (dz, dy, dx) = shape, spacing_mm
     width = w * dx
     across, down = np.clip(d * dz, width / 8, width * deepest), np.clip(h * dy, width / 8, width * 2)
