@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from octfm.cli import options as opt
+from octfm.errors import ConfigError
+from octfm.io.location import holds_other
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -166,8 +168,6 @@ def scan(
     from octfm.catalog.participants import pseudonyms
     from octfm.catalog.participants.people import AmbiguousPeople
     from octfm.catalog.scan import scan as scan_root
-    from octfm.errors import ConfigError
-    from octfm.io.location import holds_other
     from octfm.io.progress import Progress
     from octfm.report.data_health import write_data_health
 
@@ -280,7 +280,6 @@ def prepare(
     from octfm.catalog.catalog import Catalog
     from octfm.config import load
     from octfm.display import number
-    from octfm.errors import ConfigError
     from octfm.store.prepare import prepare as prepare_catalog
     from octfm.volume.preprocessing import Preprocessing
 
@@ -330,8 +329,6 @@ def prepare(
 
 
 def _size(text: str) -> tuple[int, int, int]:
-    from octfm.errors import ConfigError
-
     try:
         d, h, w = (int(n) for n in text.split("x"))
     except ValueError:

@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 
 from octfm.cli import options as opt
+from octfm.errors import ConfigError
+from octfm.io.location import location, write_whole
 
 
 def probe(
@@ -66,7 +68,6 @@ def probe(
     from octfm.evaluation.probe import probe as run_probe
     from octfm.evaluation.probe import summary_lines, write_probe
     from octfm.evaluation.readouts import choose_readout
-    from octfm.io.location import location
     from octfm.run.bucket import local_run
     from octfm.store.exclusion import to_stderr
     from octfm.weights.exported import refuse_inside_export
@@ -173,7 +174,6 @@ def leaderboard(
     octfm leaderboard runs/vit_s runs/mae --store prepared --target diagnosis
     """
     from octfm.evaluation.probe import write_probe
-    from octfm.io.location import write_whole
     from octfm.report.leaderboard import write_leaderboard
     from octfm.trust import leaderboard as board
 
@@ -236,7 +236,6 @@ def trust(
     Examples:
     octfm trust runs/vit_s --store prepared --labels labels.tsv --target diagnosis
     """
-    from octfm.errors import ConfigError
     from octfm.evaluation.probe import write_probe
     from octfm.report.trust.page import summary_lines, write_trust
     from octfm.store.store import Store

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octfm.cli import options as opt
+from octfm.errors import ConfigError, ExportError, ReadError, one_line
+from octfm.io.location import Location, local_path
 
 if TYPE_CHECKING:
     from octfm.io.isolation import Limits
-    from octfm.io.location import Location
 
 DEFAULT_SEGMENT = Path("runs/segment")
 
@@ -97,8 +98,6 @@ def segment(
     octfm segment encoder=runs/vit_s --store prepared truth=clinic/ground_truth --steps 400 --out runs/segment
     """
     from octfm.cli.segment_scans import Scans, is_table
-    from octfm.errors import ConfigError
-    from octfm.io.location import local_path
 
     if only_corrected and (apply_corrections is None or not is_table(out)):
         raise ConfigError(
@@ -174,7 +173,6 @@ def _apply_training(
     run: str, words: list[str], folder: Path, dicom: bool, limits: "Limits", device: str | None
 ) -> None:
     from octfm.cli.segment_scans import stems_of, write_files
-    from octfm.errors import ExportError, ReadError, one_line
     from octfm.formats import read_volume
     from octfm.tasks.segment import load_segmenter
 

@@ -14,12 +14,12 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from octfm.addresses import expect_place, refuse_credentials
-from octfm.errors import one_line
+from octfm.errors import ConfigError, one_line, shown
+from octfm.io.location import local_path, location
 
 if TYPE_CHECKING:
     from octfm.io.isolation import Limits
     from octfm.volume.volume import Laterality
-
 
 RANGE = re.compile(r"(?<=[\[ ])([\d.e+-]+)<=x<=([\d.e+-]+)")
 """How click prints the values that a number may have."""
@@ -81,7 +81,6 @@ class Alone(Verb):
     """A verb that ranks cannot share: each would do all of the work, and write the same files."""
 
     def invoke(self, ctx: Any) -> Any:
-        from octfm.errors import ConfigError
         from octfm.io.ranks import world_size
 
         if (world := world_size()) > 1:
@@ -100,17 +99,8 @@ def _packaged_configs(incomplete: str) -> list[str]:
     return sorted(name for name in names if name.startswith(incomplete))
 
 
-# The parsers import inside the function: `octfm --help` must not wait for libraries of buckets and archives.
-def _local(text: Any) -> Any:
-    from octfm.io.location import local_path
-
-    return local_path(text)
-
-
 def place(text: Any) -> Any:
     """Parse a path on disk or an s3:// or gs:// address to a Path or BucketPath; None stays None."""
-    from octfm.io.location import location
-
     return location(text) if text is not None else None
 
 
@@ -127,8 +117,6 @@ def _folder(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @functools.wraps(parse)
     def parse_folder(text: Any) -> Any:
-        from octfm.errors import ConfigError
-
         found = parse(text)
         if found is not None and (Path(str(found)).is_file() or is_named_as_file(found)):
             raise ConfigError(f"--out {found}: expected a folder, got a file; choose another path")
@@ -153,13 +141,13 @@ def flag(about: str, *names: str) -> Any:
 
 def local_option(metavar: str, about: str, *names: str) -> Any:
     """An option for a path on disk. Addresses are refused: otherwise a local folder named s3: would be created."""
-    parser = _folder(_local) if (names, metavar) == (("--out",), "FOLDER") else _local
+    parser = _folder(local_path) if (names, metavar) == (("--out",), "FOLDER") else local_path
     return option(metavar, about, *names, parser=parser)
 
 
 def local_argument(metavar: str, about: str) -> Any:
     """An argument for a path on disk; see local_option."""
-    return argument(metavar, about, parser=_local)
+    return argument(metavar, about, parser=local_path)
 
 
 def place_option(metavar: str, about: str, *names: str) -> Any:
@@ -180,8 +168,6 @@ MAX_SEED = 2**32 - 1
 
 
 def _any_or_line(layouts: str) -> str:
-    from octfm.errors import ConfigError
-
     if layouts not in ("any", "line"):
         raise ConfigError(f"--layouts: expected any or line, got {layouts!r}")
     return layouts
@@ -197,7 +183,6 @@ def _settings_of(verb: str) -> Callable[[str], str]:
 
     def check(config: str) -> str:
         from octfm.config import find_config, read_yaml
-        from octfm.errors import ConfigError
         from octfm.pretraining.settings import PretrainConfig
         from octfm.tasks.finetune_settings import FinetuneConfig
 
@@ -280,7 +265,6 @@ def with_options(overrides: list[str] | None, options: dict[str, str | float | N
 
     Raises ConfigError if a setting is given both ways.
     """
-    from octfm.errors import ConfigError
 
     words = overrides or []
     given = {key: value for key, value in options.items() if value is not None}
@@ -295,7 +279,6 @@ def pretraining_words(
     overrides: list[str] | None, store: str | None, steps: int | None, epochs: float | None
 ) -> list[str]:
     """Overrides of a pretraining config with the options --store, --steps and --epochs. Raises ConfigError."""
-    from octfm.errors import ConfigError
     from octfm.pretraining.settings import DEFAULT_STEPS
 
     if steps is not None and epochs is not None:
@@ -308,8 +291,6 @@ def pretraining_words(
 
 def refuse(context: typer.Context, options: Iterable[str], what: str) -> None:
     """Raise ConfigError if one of these parameters was typed, which `what` would ignore; defaults do not conflict."""
-    from octfm.errors import ConfigError
-
     sources = {name: context.get_parameter_source(name) for name in options}
     given = [f"--{name.replace('_', '-')}" for name, source in sources.items() if source and source.name != "DEFAULT"]
     if given:
@@ -340,7 +321,6 @@ def volumes_in(
     prints how many files there are left out. `layouts`: any, line or raster. ConfigError if there are none, `nor`."""
     from octfm.catalog.participants.patterns import eyes_in_paths
     from octfm.catalog.volumes import volumes_below
-    from octfm.errors import ConfigError
     from octfm.volume.volume import LAYOUTS, Layout
 
     taken: list[Layout] = [each for each in LAYOUTS if layouts in ("any", each)]
@@ -370,8 +350,6 @@ def volumes_in(
 
 def parse_spacing(text: str | None, option: str) -> tuple[float, float, float] | None:
     """Parse `dz,dy,dx` in millimetres. Raises ConfigError."""
-    from octfm.errors import ConfigError, shown
-
     if not text:
         return None
     try:
@@ -385,8 +363,6 @@ def parse_spacing(text: str | None, option: str) -> tuple[float, float, float] |
 
 def parse_orders(texts: list[str] | None) -> dict[str, tuple[str, ...]]:
     """Parse `severity=none,mild,severe` to a mapping of columns to grades. Raises ConfigError."""
-    from octfm.errors import ConfigError
-
     orders = {}
     for text in texts or []:
         column, equals, grades = text.partition("=")

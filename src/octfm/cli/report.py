@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octfm.cli import options as opt
+from octfm.errors import ConfigError, EvaluationError, ReadError
 
 if TYPE_CHECKING:
     from octfm.io.isolation import Limits
@@ -66,7 +67,6 @@ def compare(
     octfm compare runs/vit_s runs/mae --labels labels.tsv --target diagnosis
     """
     from octfm.catalog.labels import read_labels
-    from octfm.errors import ConfigError, EvaluationError
     from octfm.report.compare import labels_of, names_of, write_compare
 
     if len(runs) < 2:
@@ -138,7 +138,6 @@ def view(
     octfm view scan.dcm --overlay found/scan_seg.dcm --overlay found/scan_heights.dcm
     octfm view --sample
     """
-    from octfm.errors import ConfigError
     from octfm.formats import read_overlay
     from octfm.report.viewer import view_facts, write_view
     from octfm.tasks.view import scene_of
@@ -209,7 +208,6 @@ def view(
 
 def _read(file: str, spacing_mm: "Spacing3 | None", limits: "Limits") -> "tuple[Volume, Surfaces | None]":
     """A volume and the layers of its file."""
-    from octfm.errors import ReadError
     from octfm.formats import read_surfaces, read_volume
 
     try:
@@ -232,7 +230,6 @@ def _read(file: str, spacing_mm: "Spacing3 | None", limits: "Limits") -> "tuple[
 
 def _fundus(file: str, limits: "Limits") -> "Fundus | None":
     """The picture of the fundus in a file, if it can be read."""
-    from octfm.errors import ReadError
     from octfm.formats import read_fundus
 
     try:

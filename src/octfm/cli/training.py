@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octfm.cli import options as opt
+from octfm.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
     from octfm.store.store import Store
@@ -57,7 +58,6 @@ def demo(
     octfm demo --data my_scans/ --labels labels.csv --target diagnosis --out mine
     """
     from octfm.demo import run_demo, run_sabotage
-    from octfm.errors import ConfigError
 
     if sabotage is None:
         run_demo(
@@ -129,7 +129,6 @@ def doctor(
     octfm doctor vit_s --store prepared
     octfm doctor vit_s --store prepared --epochs 300 --plot curves.png
     """
-    from octfm.errors import one_line
     from octfm.pretraining.preflight import examine, examine_tpu
     from octfm.pretraining.settings import load_config
 
@@ -178,7 +177,6 @@ def pretrain(
     octfm pretrain dense --out runs/dense
     octfm pretrain vit_s --smoke
     """
-    from octfm.errors import ConfigError
     from octfm.io.ranks import rank, world_size
     from octfm.pretraining.pretrain import pretrain as train
     from octfm.pretraining.settings import load_config

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from octfm.cli import options as opt
-from octfm.errors import one_line
+from octfm.errors import ConfigError, one_line
+from octfm.io.location import location
 
 
 def embed(
@@ -77,7 +78,6 @@ def embed(
     octfm embed runs/vit_s --store prepared
     octfm embed runs/vit_s --files my_scans/ --out vectors
     """
-    from octfm.errors import ConfigError
     from octfm.models.pooling import POOLS
 
     sources = {"--store": store, "--files": files, "--catalog": catalog}
@@ -159,7 +159,6 @@ def _encoder_and_scans(words: list[str], sources: list[str]) -> tuple[str | None
     """RUN, None for the packaged encoder, and scans, of the words of `octfm embed`; `sources`: options that name what
     to embed instead of scans."""
     from octfm.encoder.sources import names_encoder
-    from octfm.errors import ConfigError
 
     if sources:
         if len(words) > 1:
@@ -196,7 +195,6 @@ def _embed_scans(
     from octfm.display import number
     from octfm.encoder.embed_scans import embed_scans
     from octfm.encoder.encoder import load_encoder
-    from octfm.errors import ConfigError
     from octfm.run.runtime import start
 
     if out is None:
@@ -250,7 +248,6 @@ def export(
     """
     from octfm.encoder.export import export as write_export
     from octfm.encoder.export import usage
-    from octfm.io.location import location
     from octfm.report.card.model_card import model_card
     from octfm.report.sources import is_pretraining
     from octfm.weights.exported import KEY
@@ -284,7 +281,6 @@ def _echo_encoder(run: str | None) -> None:
 
 def _echo_checkpoint(run: str) -> None:
     """Say which checkpoint the folder of a pretraining run on disk stands for."""
-    from octfm.io.location import location
     from octfm.report.sources import is_pretraining, metric_rows
     from octfm.report.words import checkpoint_taken
     from octfm.run.checkpoint import everywhere
@@ -295,8 +291,6 @@ def _echo_checkpoint(run: str) -> None:
 
 
 def _text(card: Path) -> str:
-    from octfm.errors import ConfigError
-
     try:
         return card.read_text(encoding="utf-8")
     except UnicodeDecodeError:
