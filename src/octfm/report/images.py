@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
+from PIL import Image
 
 from octfm.display import readable
 from octfm.tasks.scene import Scene
@@ -249,8 +250,6 @@ def _token_brightness(voxels: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
 
 def to_png(figure: Figure, colours: int = 128) -> str:
     """A data: URI of a PNG with a palette of at most 256 colours."""
-    from PIL import Image
-
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     # 128 colours are enough for an OCT with an overlay, and take a third of the bytes.

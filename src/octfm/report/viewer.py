@@ -7,9 +7,12 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.colors import LinearSegmentedColormap
+from PIL import Image
 
 from octfm.display import readable
 from octfm.errors import EvaluationError
@@ -19,9 +22,6 @@ from octfm.report.page import MAX_BYTES, render, write_page
 from octfm.tasks.scene import BESIDE, Overlay, Scene
 from octfm.volume.estimated import WHY
 from octfm.volume.volume import Fundus, Volume
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 LINE_STEPS, NO_LINE = 16, -32768
 """Lines are int16 in sixteenths of a row. viewer_paint.js has the same numbers."""
@@ -259,8 +259,6 @@ def _overlay(overlay: Overlay, kept: list[int], *, empty: bool = False) -> dict[
 
 
 def _jpeg(bscan: np.ndarray, quality: int, most: int) -> str:
-    from PIL import Image
-
     image = Image.fromarray(np.ascontiguousarray(bscan))
     if (size := _size(bscan, most)) != image.size:
         image = image.resize(size, Image.Resampling.BOX)
@@ -276,8 +274,6 @@ def _size(bscan: np.ndarray, most: int) -> tuple[int, int]:
 
 def _area(bscan: np.ndarray, overlay: Overlay) -> str | None:
     """The mask of one B-scan as a transparent PNG in the colours of its legend; None if it is empty."""
-    from PIL import Image
-
     if not bscan.any():
         return None
     image = Image.fromarray(np.ascontiguousarray(bscan))
@@ -286,12 +282,10 @@ def _area(bscan: np.ndarray, overlay: Overlay) -> str | None:
 
 
 def _png(image: np.ndarray) -> str:
-    from PIL import Image
-
     return _saved(Image.fromarray(image), format="PNG", optimize=True)
 
 
-def _saved(image: "Image", **options: Any) -> str:
+def _saved(image: Image.Image, **options: Any) -> str:
     """An image file in base64."""
     buffer = io.BytesIO()
     image.save(buffer, **options)
@@ -309,8 +303,5 @@ def colour_steps(colours: Callable[[float], Sequence[float]]) -> list[list[int]]
 
 def _colour_maps() -> dict[str, list[list[int]]]:
     """64 steps each of inferno, for values from 0 up, and of a map from blue through grey at 0 to orange."""
-    from matplotlib import colormaps
-    from matplotlib.colors import LinearSegmentedColormap
-
     two_sided = LinearSegmentedColormap.from_list("two_sided", ["#1b6ca8", "#8fc1e3", "#808080", "#f2b36b", "#d55e00"])
     return {"sequential": colour_steps(colormaps["inferno"]), "diverging": colour_steps(two_sided)}
