@@ -3,6 +3,7 @@ for."""
 
 import gc
 import os
+import pickle
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -60,6 +61,36 @@ def _as_it_was() -> None:
     os.environ.pop("PYTHONSAFEPATH", None)
     if SAFE_PATH is not None:
         os.environ["PYTHONSAFEPATH"] = SAFE_PATH
+
+
+@pytest.fixture(scope="module")
+def remembered_charts():
+    """The pages of a file's tests draw every chart and picture once: most show the same run."""
+    from octfm.report import figures, images
+    from octfm.report.trust import figures as of_trust
+
+    drawing = {
+        figures: ("_chart", "_forest_plot", "overview_forest", "efficiency_plots"),
+        images: ("_bscan", "_enface"),
+        of_trust: ("bars", "reliability", "bland_altman"),
+    }
+
+    def remembering(draw):
+        drawn = {}
+
+        def remembered(*args, **options):
+            key = pickle.dumps((args, options))
+            if key not in drawn:
+                drawn[key] = draw(*args, **options)
+            return drawn[key]
+
+        return remembered
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, names in drawing.items():
+            for name in names:
+                patch.setattr(module, name, remembering(getattr(module, name)))
+        yield
 
 
 @pytest.fixture(scope="module")

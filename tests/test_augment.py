@@ -78,8 +78,9 @@ def test_the_same_generators_draw_the_same_augmentation():
 
 def test_identity_recolouring_is_plain_normalisation():
     patches = torch.arange(256, dtype=torch.uint8).reshape(1, 4, 64)
-    one = torch.ones(1)
-    torch.testing.assert_close(augment.recolour(patches, one, one, 0.2, 0.3), normalise(patches, 0.2, 0.3))
+    one, index = torch.ones(1), torch.arange(4)[None]
+    moves = augment.Moves(torch.zeros(1), None, gain_B=one, gamma_B=one, strength_2B=None, key_B=one.int())
+    torch.testing.assert_close(augment.recoloured(patches, index, moves, 0.2, 0.3), normalise(patches, 0.2, 0.3))
 
 
 def warp(voxels, drawn):

@@ -162,6 +162,17 @@ def test_a_draft_names_the_baselines_that_were_probed_and_claims_no_choice_of_a_
     assert f"the best was the one after 100 steps. Whether it or the last one was evaluated: {OPEN}." in text
 
 
+@pytest.mark.parametrize(
+    ("init", "begun"),
+    [("null", "were initialised at random"), ("encoder_dense", f"began from those of another network: {OPEN}")],
+)
+def test_a_draft_does_not_guess_which_network_the_weights_began_from(tmp_path, init, begun):
+    run = write_run(tmp_path, probe=False, figures=False)
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("model:\n", f"model:\n  init: {init}\n"))
+    assert f"Weights {begun}." in paper(run)
+
+
 def test_verb_writes_card_and_drafts(parts, tmp_path):
 
     words = ["card", str(parts["run"]), "--catalog", str(parts["catalog"]), "--licence", "mit", "--out", str(tmp_path)]

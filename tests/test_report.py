@@ -27,6 +27,8 @@ from octfm.tasks.scene import Overlay, Placement, Scene
 from support.browser import Browser, assert_renders, needs_chromium
 from support.run_folder import SCANNERS, probe_result, write_catalog, write_run, write_store
 
+pytestmark = pytest.mark.usefixtures("remembered_charts")
+
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> Path:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from octfm.cli import options as opt
+from octfm.errors import ConfigError
+from octfm.io.location import holds_other
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,41 +18,34 @@ if TYPE_CHECKING:
 
 
 def phantom(
-    out: Annotated[Path, opt.local_argument(metavar="FOLDER", help="New folder for the cohort.")],
+    out: Annotated[Path, opt.local_argument("FOLDER", "New folder for the cohort.")],
     participants: Annotated[
-        int, typer.Option(metavar="N", help="Number of participants; both eyes of each are scanned.", min=1, max=10**6)
+        int, opt.option("N", "Number of participants; both eyes of each are scanned.", min=1, max=10**6)
     ] = 20,
     seed: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="0-99 for development, 100 and above for reported results.", min=0, max=opt.MAX_SEED
-        ),
+        int, opt.option("N", "0-99 for development, 100 and above for reported results.", min=0, max=opt.MAX_SEED)
     ] = 0,
     size: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="B-scans x rows x columns, or `native` for the size each scanner writes."),
+        str, opt.option("SIZE", "B-scans x rows x columns, or `native` for the size each scanner writes.")
     ] = "32x256x192",
-    defects: Annotated[
-        float, typer.Option(metavar="N", help="Number of defective files per good one.", min=0, max=1)
-    ] = 0.0,
-    zipped: Annotated[bool, typer.Option("--zip", help="One ZIP archive per scanner.")] = False,
+    defects: Annotated[float, opt.option("N", "Number of defective files per good one.", min=0, max=1)] = 0.0,
+    zipped: Annotated[bool, opt.flag("One ZIP archive per scanner.", "--zip")] = False,
     diagnosis: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Draw only this diagnosis; repeat for several. Default: all seven."),
+        list[str] | None, opt.option("NAME", "Draw only this diagnosis; repeat for several. Default: all seven.")
     ] = None,
     scanner: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Simulate this scanner; repeat for several. Default: the four of AI-READI."),
+        opt.option("NAME", "Simulate this scanner; repeat for several. Default: the four of AI-READI."),
     ] = None,
     null_effect: Annotated[
-        bool, typer.Option("--null-effect", help="Draw labels as usual, but render every eye as healthy.")
+        bool, opt.flag("Draw labels as usual, but render every eye as healthy.", "--null-effect")
     ] = False,
     version: Annotated[
         Literal["3", "4"],
-        typer.Option(
+        opt.option(
+            "3|4",
+            "4: outer retina, choroid and looks of the streamed phantoms that the packaged networks learned from.",
             "--phantom-version",
-            metavar="3|4",
-            help="4: outer retina, choroid and looks of the streamed phantoms that the packaged networks learned from.",
         ),
     ] = "3",
     workers: opt.Workers = None,
@@ -86,93 +81,76 @@ def scan(
     root: Annotated[
         str,
         opt.place_argument(
-            metavar="FOLDER",
-            help="Folder, or s3:// or gs:// address, of DICOM, vendor or image files; any folder layout.",
+            "FOLDER", "Folder, or s3:// or gs:// address, of DICOM, vendor or image files; any folder layout."
         ),
     ],
     out: opt.OutPlace = Path("catalog"),
     seed: Annotated[
         int,
-        typer.Option(
-            metavar="N",
-            help="Seed of the split by participant, where the data set does not recommend one.",
-            min=0,
-            max=opt.MAX_SEED,
+        opt.option(
+            "N", "Seed of the split by participant, where the data set does not recommend one.", min=0, max=opt.MAX_SEED
         ),
     ] = 0,
     table: Annotated[
-        opt.Place, typer.Option(parser=opt.place, metavar="TABLE", help="Your own CSV or TSV with one row per file.")
+        opt.Place, opt.option("TABLE", "Your own CSV or TSV with one row per file.", parser=opt.place)
     ] = None,
     participants: Annotated[
-        opt.Place,
-        typer.Option(parser=opt.place, metavar="TABLE", help="Your own CSV or TSV with one row per participant."),
+        opt.Place, opt.option("TABLE", "Your own CSV or TSV with one row per participant.", parser=opt.place)
     ] = None,
     columns: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="FIELD=COLUMN", help="Their column names, as FIELD=COLUMN: participant=pid,file=path,laterality=eye"
-        ),
+        opt.option("FIELD=COLUMN", "Their column names, as FIELD=COLUMN: participant=pid,file=path,laterality=eye"),
     ] = None,
     participant_from: opt.ParticipantFrom = None,
     nominal_spacing: Annotated[
         str | None,
-        typer.Option(
-            metavar="DZ,DY,DX",
-            help="dz,dy,dx in mm for images and arrays without spacing, for example 0.12,0.0039,0.0115.",
-        ),
+        opt.option("DZ,DY,DX", "dz,dy,dx in mm for images and arrays without spacing, for example 0.12,0.0039,0.0115."),
     ] = None,
     layouts: Annotated[
         str,
-        typer.Option(
-            metavar="LAYOUTS",
-            help="raster; raster,radial to accept radial (star) scans too, which octfm prepare resamples; or line: "
+        opt.option(
+            "LAYOUTS",
+            "raster; raster,radial to accept radial (star) scans too, which octfm prepare resamples; or line: "
             "every image is a single B-scan.",
         ),
     ] = "raster",
     modalities: Annotated[
         str,
-        typer.Option(
-            metavar="MODALITIES",
-            help="structure, or structure,octa to accept OCT angiography too; training takes it on request only.",
+        opt.option(
+            "MODALITIES",
+            "structure, or structure,octa to accept OCT angiography too; training takes it on request only.",
         ),
     ] = "structure",
     extract: Annotated[
         Path | None,
-        opt.local_option(
-            metavar="FOLDER", help="Unpack ZIP archives into this folder; default: read inside the archives."
-        ),
+        opt.local_option("FOLDER", "Unpack ZIP archives into this folder; default: read inside the archives."),
     ] = None,
     pixels: Annotated[
         bool,
-        typer.Option(
-            help="Also decode every volume: finds copies, mislabelled eyes (by the optic disc's side) and "
-            "upside-down scans."
+        opt.flag(
+            "Also decode every volume: finds copies, mislabelled eyes (by the optic disc's side) and upside-down scans."
         ),
     ] = False,
     keep_upside_down: opt.KeepUpsideDown = False,
     follow_links: Annotated[
-        bool, typer.Option(help="Follow symbolic links below FOLDER, including links that lead out of it.")
+        bool, opt.flag("Follow symbolic links below FOLDER, including links that lead out of it.")
     ] = True,
     max_reject: Annotated[
         float | None,
-        typer.Option(
-            metavar="SHARE", help="Exit with 1 if more than this share is rejected, for example 0.2.", min=0, max=1
-        ),
+        opt.option("SHARE", "Exit with 1 if more than this share is rejected, for example 0.2.", min=0, max=1),
     ] = None,
-    images: Annotated[bool, typer.Option(help="Show outliers on the data-health page.")] = True,
+    images: Annotated[bool, opt.flag("Show outliers on the data-health page.")] = True,
     pseudonymise: Annotated[
         Path | None,
         opt.local_option(
-            metavar="FILE",
-            help="Key file, created if missing: hash ids, UIDs and paths with it, shift dates, and keep only those "
+            "FILE",
+            "Key file, created if missing: hash ids, UIDs and paths with it, shift dates, and keep only those "
             "table values that are known to identify nobody.",
         ),
     ] = None,
     keep_columns: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="COLUMNS", help="With --pseudonymise: participant columns to keep unchanged: visus,lens_type"
-        ),
+        opt.option("COLUMNS", "With --pseudonymise: participant columns to keep unchanged: visus,lens_type"),
     ] = None,
     workers: opt.Workers = None,
     file_seconds: opt.FileSeconds = 10,
@@ -190,8 +168,6 @@ def scan(
     from octfm.catalog.participants import pseudonyms
     from octfm.catalog.participants.people import AmbiguousPeople
     from octfm.catalog.scan import scan as scan_root
-    from octfm.errors import ConfigError
-    from octfm.io.location import holds_other
     from octfm.io.progress import Progress
     from octfm.report.data_health import write_data_health
 
@@ -260,32 +236,24 @@ def scan(
 
 
 def prepare(
-    catalog: Annotated[
-        opt.Place, typer.Argument(parser=opt.place, metavar="CATALOG", help="Folder written by `octfm scan`.")
-    ],
+    catalog: Annotated[opt.Place, opt.argument("CATALOG", "Folder written by `octfm scan`.", parser=opt.place)],
     out: opt.OutPlace = Path("prepared"),
     settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Preprocessing settings, for example image_size=[64,384,384]."),
+        list[str] | None, opt.argument("KEY=VALUE", "Preprocessing settings, for example image_size=[64,384,384].")
     ] = None,
     like: Annotated[
         Path | None,
-        opt.local_option(
-            metavar="RUN", help="Use the preprocessing settings of this run, checkpoint, export or packaged encoder."
-        ),
+        opt.local_option("RUN", "Use the preprocessing settings of this run, checkpoint, export or packaged encoder."),
     ] = None,
     compression: Annotated[
         str | None,
-        typer.Option(
-            metavar="CODEC", help="none (fastest; default on a local disk) or zstd (smaller; default in a bucket)."
-        ),
+        opt.option("CODEC", "none (fastest; default on a local disk) or zstd (smaller; default in a bucket)."),
     ] = None,
     key: Annotated[
-        Path | None, opt.local_option(metavar="FILE", help="Key file of a pseudonymised catalog; requires --root.")
+        Path | None, opt.local_option("FILE", "Key file of a pseudonymised catalog; requires --root.")
     ] = None,
     root: Annotated[
-        opt.Place,
-        typer.Option(parser=opt.place, metavar="FOLDER", help="Folder from which a pseudonymised catalog was scanned."),
+        opt.Place, opt.option("FOLDER", "Folder from which a pseudonymised catalog was scanned.", parser=opt.place)
     ] = None,
     keep_upside_down: opt.KeepUpsideDown = False,
     exclude: opt.Exclude = None,
@@ -293,14 +261,13 @@ def prepare(
     file_seconds: opt.FileSeconds = 10,
     file_gb: opt.FileGB = 2,
     dask: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Address of a dask cluster (tcp://host:port) that sees the same paths."),
+        str | None, opt.option("ADDRESS", "Address of a dask cluster (tcp://host:port) that sees the same paths.")
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option(
+        opt.flag(
+            "Only check the store at --out: read all of it, list damaged volumes, mark them for the next prepare.",
             "--verify",
-            help="Only check the store at --out: read all of it, list damaged volumes, mark them for the next prepare.",
         ),
     ] = False,
 ) -> None:
@@ -313,7 +280,6 @@ def prepare(
     from octfm.catalog.catalog import Catalog
     from octfm.config import load
     from octfm.display import number
-    from octfm.errors import ConfigError
     from octfm.store.prepare import prepare as prepare_catalog
     from octfm.volume.preprocessing import Preprocessing
 
@@ -363,8 +329,6 @@ def prepare(
 
 
 def _size(text: str) -> tuple[int, int, int]:
-    from octfm.errors import ConfigError
-
     try:
         d, h, w = (int(n) for n in text.split("x"))
     except ValueError:

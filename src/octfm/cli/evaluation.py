@@ -6,60 +6,50 @@ from typing import Annotated
 import typer
 
 from octfm.cli import options as opt
+from octfm.errors import ConfigError
+from octfm.io.location import location, write_whole
 
 
 def probe(
     run: Annotated[
         str,
         opt.place_argument(
-            metavar="RUN", help="Run that has embeddings (see `octfm embed`); with --embeddings any encoder: encoder-2."
+            "RUN", "Run that has embeddings (see `octfm embed`); with --embeddings any encoder: encoder-2."
         ),
     ],
     labels: Annotated[
         Path | None,
-        opt.local_option(
-            metavar="TABLE", help="CSV or TSV with participant_id (and laterality) and one column per target."
-        ),
+        opt.local_option("TABLE", "CSV or TSV with participant_id (and laterality) and one column per target."),
     ] = None,
     target: opt.Targets = None,
     exclude: opt.Exclude = None,
     allow_seen: opt.AllowSeen = False,
     readout: Annotated[
-        str,
-        typer.Option(
-            metavar="READOUT", help="linear (logistic, ridge), knn (nearest neighbours) or trees (boosted trees)."
-        ),
+        str, opt.option("READOUT", "linear (logistic, ridge), knn (nearest neighbours) or trees (boosted trees).")
     ] = "linear",
     order: opt.Order = None,
     embeddings: Annotated[
         str | None,
         opt.place_option(
-            metavar="FOLDER",
-            help="Folder of embeddings (octfm embed --out), also in a bucket; default: RUN/embeddings.",
+            "FOLDER", "Folder of embeddings (octfm embed --out), also in a bucket; default: RUN/embeddings."
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        opt.local_option(
-            "--out", metavar="FOLDER", help="Folder for probe.json; default: --embeddings if given, else RUN."
-        ),
+        opt.local_option("FOLDER", "Folder for probe.json; default: --embeddings if given, else RUN.", "--out"),
     ] = None,
     design: Annotated[
         str,
-        typer.Option(
-            metavar="DESIGN",
-            help="recommended_split (fit on train and val, test on test), k-fold (test every participant that "
+        opt.option(
+            "DESIGN",
+            "recommended_split (fit on train and val, test on test), k-fold (test every participant that "
             "pretraining has not seen), or auto.",
         ),
     ] = "auto",
-    folds: Annotated[
-        int | None, typer.Option(metavar="N", help="Number of folds for k-fold; default: 5.", min=2, max=1000)
-    ] = None,
-    seeds: Annotated[
-        int, typer.Option(metavar="N", help="Repeat folds and subsets with this many seeds.", min=1, max=1000)
-    ] = 1,
+    folds: Annotated[int | None, opt.option("N", "Number of folds for k-fold; default: 5.", min=2, max=1000)] = None,
+    seeds: Annotated[int, opt.option("N", "Repeat folds and subsets with this many seeds.", min=1, max=1000)] = 1,
     label_efficiency: Annotated[
-        bool, typer.Option(help="Also fit on 1, 5, 10, 25, 50 and 100 % of the training participants.")
+        bool, opt.flag("Also fit on 1, 5, 10, 25, 50 and 100 % of the training participants.")
     ] = False,
 ) -> None:
     """Fit probes on frozen embeddings; confidence intervals resample participants.
@@ -78,7 +68,6 @@ def probe(
     from octfm.evaluation.probe import probe as run_probe
     from octfm.evaluation.probe import summary_lines, write_probe
     from octfm.evaluation.readouts import choose_readout
-    from octfm.io.location import location
     from octfm.run.bucket import local_run
     from octfm.store.exclusion import to_stderr
     from octfm.weights.exported import refuse_inside_export
@@ -130,9 +119,7 @@ def finetune(
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE", help="key=value, for example encoder=runs/a store=prepared/ target=diagnosis"
-        ),
+        opt.argument("KEY=VALUE", "key=value, for example encoder=runs/a store=prepared/ target=diagnosis"),
     ] = None,
     store: opt.Store = None,
     epochs: opt.Epochs = None,
@@ -166,16 +153,15 @@ def leaderboard(
     entries: Annotated[
         list[Path],
         opt.local_argument(
-            metavar="RUN",
-            help="Runs of pretraining or fine-tuning, checkpoints, exports and packaged encoders; the others are "
+            "RUN",
+            "Runs of pretraining or fine-tuning, checkpoints, exports and packaged encoders; the others are "
             "compared with the first.",
         ),
     ],
     store: Annotated[
-        list[str],
-        opt.place_option(metavar="STORE", help="Prepared store, also s3:// or gs://; repeat, one per preprocessing."),
+        list[str], opt.place_option("STORE", "Prepared store, also s3:// or gs://; repeat, one per preprocessing.")
     ],
-    target: Annotated[str, typer.Option(metavar="COLUMN", help="Label column.")] = "study_group",
+    target: Annotated[str, opt.option("COLUMN", "Label column.")] = "study_group",
     labels: opt.StoreLabels = None,
     order: opt.Order = None,
     exclude: opt.Exclude = None,
@@ -188,7 +174,6 @@ def leaderboard(
     octfm leaderboard runs/vit_s runs/mae --store prepared --labels labels.tsv --target diagnosis
     """
     from octfm.evaluation.probe import write_probe
-    from octfm.io.location import write_whole
     from octfm.report.leaderboard import write_leaderboard
     from octfm.trust import leaderboard as board
 
@@ -214,48 +199,34 @@ def leaderboard(
 
 
 def trust(
-    run: Annotated[Path, opt.local_argument(metavar="RUN", help="Pretraining run or checkpoint.")],
+    run: Annotated[Path, opt.local_argument("RUN", "Pretraining run or checkpoint.")],
     store: Annotated[
         list[str],
-        opt.place_option(
-            metavar="STORE", help="Prepared store of RUN, also s3:// or gs://; repeat, one per preprocessing."
-        ),
+        opt.place_option("STORE", "Prepared store of RUN, also s3:// or gs://; repeat, one per preprocessing."),
     ],
     labels: opt.StoreLabels = None,
     target: opt.Targets = None,
     order: opt.Order = None,
     other: Annotated[
         list[Path] | None,
-        opt.local_option(
-            metavar="RUN", help="Another run for paired comparison, for example one pretrained on a single scanner."
-        ),
+        opt.local_option("RUN", "Another run for paired comparison, for example one pretrained on a single scanner."),
     ] = None,
     external: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="FUNCTION", help="Your own encoder, FILE.py:FUNCTION or module:FUNCTION; its code is executed."
-        ),
+        opt.option("FUNCTION", "Your own encoder, FILE.py:FUNCTION or module:FUNCTION; its code is executed."),
     ] = None,
     group: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="COLUMN",
-            help="Column of subgroups to compare, besides site, age, eye and scanner; repeat for several.",
-        ),
+        opt.option("COLUMN", "Column of subgroups to compare, besides site, age, eye and scanner; repeat for several."),
     ] = None,
-    age_bands: Annotated[
-        str, typer.Option(metavar="YEARS", help="Boundaries between age bands, in years.")
-    ] = "50,60,70,80",
+    age_bands: Annotated[str, opt.option("YEARS", "Boundaries between age bands, in years.")] = "50,60,70,80",
     from_scratch_epochs: Annotated[
         float,
-        typer.Option(
-            metavar="N",
-            help="Epochs of the supervised baseline trained for every target; 0: no such baseline.",
-            min=0,
-            max=100_000,
+        opt.option(
+            "N", "Epochs of the supervised baseline trained for every target; 0: no such baseline.", min=0, max=100_000
         ),
     ] = 60,
-    images: Annotated[bool, typer.Option(help="Show B-scans on the page.")] = True,
+    images: Annotated[bool, opt.flag("Show B-scans on the page.")] = True,
     exclude: opt.Exclude = None,
     allow_seen: opt.AllowSeen = False,
     out: opt.Out = Path("trust"),
@@ -265,7 +236,6 @@ def trust(
     Examples:
     octfm trust runs/vit_s --store prepared --labels labels.tsv --target diagnosis
     """
-    from octfm.errors import ConfigError
     from octfm.evaluation.probe import write_probe
     from octfm.report.trust.page import summary_lines, write_trust
     from octfm.store.store import Store

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octfm.cli import options as opt
+from octfm.errors import ConfigError, ExportError, ReadError, one_line
+from octfm.io.location import Location, local_path
 
 if TYPE_CHECKING:
     from octfm.io.isolation import Limits
-    from octfm.io.location import Location
-    from octfm.volume.volume import Laterality
 
 DEFAULT_SEGMENT = Path("runs/segment")
 
@@ -19,9 +19,9 @@ def segment(
     context: typer.Context,
     words: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="FILE|KEY=VALUE",
-            help="Files or folders to segment, with the packaged network or --apply; or settings of a training, such "
+        opt.argument(
+            "FILE|KEY=VALUE",
+            "Files or folders to segment, with the packaged network or --apply; or settings of a training, such "
             "as encoder=runs/a store=prepared/ truth=clinic/ground_truth.",
         ),
     ] = None,
@@ -29,31 +29,28 @@ def segment(
     steps: opt.Steps = None,
     out: Annotated[
         opt.Place,
-        typer.Option(
+        opt.option(
+            "FOLDER|TABLE",
+            "Output folder, or with scans a table FILE.csv; of a training also an s3:// or gs:// address.",
             "--out",
             parser=opt.place,
-            metavar="FOLDER|TABLE",
-            help="Output folder, or with scans a table FILE.csv; of a training also an s3:// or gs:// address.",
         ),
     ] = DEFAULT_SEGMENT,
     apply: Annotated[
         str | None,
         opt.place_option(
-            metavar="RUN",
-            help="Apply this finished segmentation run to the given files or folders; results go to the folder --out.",
+            "RUN", "Apply this finished segmentation run to the given files or folders; results go to the folder --out."
         ),
     ] = None,
     dicom: Annotated[
         bool,
-        typer.Option(
-            "--dicom", help="Also write DICOM SEG and height maps into --out FOLDER; the scans must be DICOM files."
-        ),
+        opt.flag("Also write DICOM SEG and height maps into --out FOLDER; the scans must be DICOM files.", "--dicom"),
     ] = False,
     calibrate: Annotated[
         Path | None,
         opt.local_option(
-            metavar="TABLE",
-            help="CSV with source, participant and corrected zones (centre_um …) of at least 50 of your participants, "
+            "TABLE",
+            "CSV with source, participant and corrected zones (centre_um …) of at least 50 of your participants, "
             "such as a table of --apply-corrections: turns the ranges of the table --out into 90 % intervals for their "
             "scanner.",
         ),
@@ -61,29 +58,27 @@ def segment(
     apply_corrections: Annotated[
         Path | None,
         opt.local_option(
-            metavar="FILE",
-            help="Corrections made by hand in a page of octfm view --layers, or a folder of such files: scans that "
+            "FILE",
+            "Corrections made by hand in a page of octfm view --layers, or a folder of such files: scans that "
             "were corrected get the corrected lines, areas and zones.",
         ),
     ] = None,
     only_corrected: Annotated[
         bool,
-        typer.Option(
-            "--only-corrected",
-            help="With --apply-corrections and --out FILE.csv: only rows of corrected scans, a table of labels for "
+        opt.flag(
+            "With --apply-corrections and --out FILE.csv: only rows of corrected scans, a table of labels for "
             "octfm finetune.",
+            "--only-corrected",
         ),
     ] = False,
     layouts: opt.LayoutsBelow = "any",
     axial_length: opt.AxialLength = None,
     sample: Annotated[
         bool,
-        typer.Option(
-            "--sample", help="Segment synthetic scans (healthy, drusen, dme; default: all), to try it without data."
-        ),
+        opt.flag("Segment synthetic scans (healthy, drusen, dme; default: all), to try it without data.", "--sample"),
     ] = False,
     baselines: Annotated[
-        bool, typer.Option(help="Also score baselines: random initialisation, raw voxels, mean height.")
+        bool, opt.flag("Also score baselines: random initialisation, raw voxels, mean height.")
     ] = True,
     allow_seen: opt.AllowSeen = False,
     device: opt.Device = None,
@@ -103,8 +98,6 @@ def segment(
     octfm segment encoder=runs/vit_s --store prepared truth=clinic/ground_truth --steps 400 --out runs/segment
     """
     from octfm.cli.segment_scans import Scans, is_table
-    from octfm.errors import ConfigError
-    from octfm.io.location import local_path
 
     if only_corrected and (apply_corrections is None or not is_table(out)):
         raise ConfigError(
@@ -143,7 +136,7 @@ def segment(
         )
     if not trains and apply is None:
         opt.refuse(context, training_only, "segment: uses the packaged network for scans")
-        volumes = _volumes_in(words, limits, layouts)
+        volumes = opt.volumes_in(words, limits, layouts)
         if axial_length is not None and len(volumes) > 1:
             raise ConfigError(f"--axial-length: belongs to one eye; give one scan instead of {len(volumes)}")
         scans.segment([*volumes], eyes=volumes)
@@ -164,18 +157,6 @@ def segment(
     _train(opt.with_options(words, {"store": store, "steps": steps}), out, device, baselines, allow_seen)
 
 
-def _volumes_in(words: list[str], limits: "Limits", layouts: str) -> "dict[str, Laterality | None]":
-    from octfm.errors import ConfigError
-
-    volumes = opt.volumes_in(words, limits, layouts)
-    if not volumes:
-        raise ConfigError(
-            f"{', '.join(words)}: no scan in it; check the path, or run octfm scan, which lists every file with the "
-            "reason"
-        )
-    return volumes
-
-
 def _train(settings: list[str], out: "Path | Location", device: str | None, baselines: bool, allow_seen: bool) -> None:
     from octfm.config import load
     from octfm.tasks.segment_score import segment, summary_lines
@@ -192,12 +173,11 @@ def _apply_training(
     run: str, words: list[str], folder: Path, dicom: bool, limits: "Limits", device: str | None
 ) -> None:
     from octfm.cli.segment_scans import stems_of, write_files
-    from octfm.errors import ExportError, ReadError, one_line
     from octfm.formats import read_volume
     from octfm.tasks.segment import load_segmenter
 
     segmenter = load_segmenter(run, device)
-    volumes, failed = _volumes_in(words, limits, "raster"), 0
+    volumes, failed = opt.volumes_in(words, limits, "raster"), 0
     for source, stem in stems_of(volumes).items():
         try:
             volume = read_volume(source, limits=limits).with_eye(volumes[source])
@@ -216,8 +196,7 @@ def _apply_training(
 
 def models(
     name: Annotated[
-        str | None,
-        typer.Argument(metavar="NAME", help="Print the model card of this network, in Markdown; default: list all."),
+        str | None, opt.argument("NAME", "Print the model card of this network, in Markdown; default: list all.")
     ] = None,
 ) -> None:
     """List the packaged networks, those of segment and the encoder: size, hash, licence; or print a model card.
@@ -245,16 +224,16 @@ def models(
 
 
 def agree(
-    table: Annotated[Path, opt.local_argument(metavar="TABLE", help="Table of octfm segment --out FILE.")],
+    table: Annotated[Path, opt.local_argument("TABLE", "Table of octfm segment --out FILE.")],
     device: Annotated[
         Path | None,
         opt.local_option(
-            metavar="TABLE",
-            help="CSV with the device's zones (device_centre_um or centre_um …), matched by source, else by "
+            "TABLE",
+            "CSV with the device's zones (device_centre_um or centre_um …), matched by source, else by "
             "participant and laterality; default: the device's columns of that table.",
         ),
     ] = None,
-    out: Annotated[Path, opt.local_option("--out", metavar="FILE", help="HTML file.")] = Path("agree.html"),
+    out: Annotated[Path, opt.local_option("FILE", "HTML file.")] = Path("agree.html"),
 ) -> None:
     """Compare octfm segment with the device over many eyes: Bland-Altman plots, bias and limits of every ETDRS zone.
 

@@ -14,12 +14,12 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from octfm.addresses import expect_place, refuse_credentials
-from octfm.errors import one_line
+from octfm.errors import ConfigError, one_line, shown
+from octfm.io.location import local_path, location
 
 if TYPE_CHECKING:
     from octfm.io.isolation import Limits
     from octfm.volume.volume import Laterality
-
 
 RANGE = re.compile(r"(?<=[\[ ])([\d.e+-]+)<=x<=([\d.e+-]+)")
 """How click prints the values that a number may have."""
@@ -81,7 +81,6 @@ class Alone(Verb):
     """A verb that ranks cannot share: each would do all of the work, and write the same files."""
 
     def invoke(self, ctx: Any) -> Any:
-        from octfm.errors import ConfigError
         from octfm.io.ranks import world_size
 
         if (world := world_size()) > 1:
@@ -100,17 +99,8 @@ def _packaged_configs(incomplete: str) -> list[str]:
     return sorted(name for name in names if name.startswith(incomplete))
 
 
-# The parsers import inside the function: `octfm --help` must not wait for libraries of buckets and archives.
-def _local(text: Any) -> Any:
-    from octfm.io.location import local_path
-
-    return local_path(text)
-
-
 def place(text: Any) -> Any:
     """Parse a path on disk or an s3:// or gs:// address to a Path or BucketPath; None stays None."""
-    from octfm.io.location import location
-
     return location(text) if text is not None else None
 
 
@@ -127,8 +117,6 @@ def _folder(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @functools.wraps(parse)
     def parse_folder(text: Any) -> Any:
-        from octfm.errors import ConfigError
-
         found = parse(text)
         if found is not None and (Path(str(found)).is_file() or is_named_as_file(found)):
             raise ConfigError(f"--out {found}: expected a folder, got a file; choose another path")
@@ -137,26 +125,40 @@ def _folder(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return parse_folder
 
 
-def local_option(*names: str, metavar: str, **settings: Any) -> Any:
+def option(metavar: str, about: str, *names: str, **settings: Any) -> Any:
+    """An option with a value; named after its parameter if it has no `names`."""
+    return typer.Option(*names, metavar=metavar, help=about, **settings)
+
+
+def argument(metavar: str, about: str, **settings: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=about, **settings)
+
+
+def flag(about: str, *names: str) -> Any:
+    """An option without a value; --no-NAME as well if it has no `names`."""
+    return typer.Option(*names, help=about)
+
+
+def local_option(metavar: str, about: str, *names: str) -> Any:
     """An option for a path on disk. Addresses are refused: otherwise a local folder named s3: would be created."""
-    parser = _folder(_local) if (names, metavar) == (("--out",), "FOLDER") else _local
-    return typer.Option(*names, parser=parser, metavar=metavar, **settings)
+    parser = _folder(local_path) if (names, metavar) == (("--out",), "FOLDER") else local_path
+    return option(metavar, about, *names, parser=parser)
 
 
-def local_argument(metavar: str, **settings: Any) -> Any:
+def local_argument(metavar: str, about: str) -> Any:
     """An argument for a path on disk; see local_option."""
-    return typer.Argument(parser=_local, metavar=metavar, **settings)
+    return argument(metavar, about, parser=local_path)
 
 
-def place_option(*names: str, metavar: str, **settings: Any) -> Any:
+def place_option(metavar: str, about: str, *names: str) -> Any:
     """An option for a path on disk or an address in a bucket; the verb receives the checked text."""
     parser = _folder(expect_place) if (names, metavar) == (("--out",), "FOLDER") else expect_place
-    return typer.Option(*names, parser=parser, metavar=metavar, **settings)
+    return option(metavar, about, *names, parser=parser)
 
 
-def place_argument(metavar: str, **settings: Any) -> Any:
+def place_argument(metavar: str, about: str) -> Any:
     """An argument for a path on disk or an address in a bucket; the verb receives the checked text."""
-    return typer.Argument(parser=expect_place, metavar=metavar, **settings)
+    return argument(metavar, about, parser=expect_place)
 
 
 Place = Any
@@ -166,18 +168,13 @@ MAX_SEED = 2**32 - 1
 
 
 def _any_or_line(layouts: str) -> str:
-    from octfm.errors import ConfigError
-
     if layouts not in ("any", "line"):
         raise ConfigError(f"--layouts: expected any or line, got {layouts!r}")
     return layouts
 
 
 LayoutsBelow = Annotated[
-    str,
-    typer.Option(
-        metavar="LAYOUTS", callback=_any_or_line, help="any, or line: every image in a folder is a single B-scan."
-    ),
+    str, option("LAYOUTS", "any, or line: every image in a folder is a single B-scan.", callback=_any_or_line)
 ]
 
 
@@ -186,7 +183,6 @@ def _settings_of(verb: str) -> Callable[[str], str]:
 
     def check(config: str) -> str:
         from octfm.config import find_config, read_yaml
-        from octfm.errors import ConfigError
         from octfm.pretraining.settings import PretrainConfig
         from octfm.tasks.finetune_settings import FinetuneConfig
 
@@ -206,89 +202,61 @@ def config_argument(verb: str, about: str) -> Any:
 
 
 Config = Annotated[str, config_argument("pretrain", "YAML file, or name of a packaged config such as vit_s or demo.")]
-Out = Annotated[Path, local_option("--out", metavar="FOLDER", help="Output folder.")]
+Out = Annotated[Path, local_option("FOLDER", "Output folder.", "--out")]
 OutPlace = Annotated[
-    Place,
-    typer.Option("--out", parser=_folder(place), metavar="FOLDER", help="Output folder, or s3:// or gs:// address."),
+    Place, option("FOLDER", "Output folder, or s3:// or gs:// address.", "--out", parser=_folder(place))
 ]
-Workers = Annotated[
-    int | None, typer.Option(metavar="N", help="Parallel processes; default: one per CPU core.", min=0, max=1024)
-]
+Workers = Annotated[int | None, option("N", "Parallel processes; default: one per CPU core.", min=0, max=1024)]
 Device = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DEVICE", help="auto, cpu, cuda, mps or (pretrain) xla; default: cuda if available, else cpu."
-    ),
+    str | None, option("DEVICE", "auto, cpu, cuda, mps or (pretrain) xla; default: cuda if available, else cpu.")
 ]
 AxialLength = Annotated[
     float | None,
-    typer.Option(
-        metavar="MM",
-        help="Axial length of this eye: rescales lateral millimetres, otherwise the instrument's nominal ones.",
+    option(
+        "MM",
+        "Axial length of this eye: rescales lateral millimetres, otherwise the instrument's nominal ones.",
         min=14,  # octfm.layers.corrections.AXIAL_LENGTH_MM, which a command line need not import
         max=40,
     ),
 ]
 ParticipantFrom = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="PATTERN",
-        help="Where the path contains the participant, for files that do not name one: '{participant}/{eye}/*'; "
+    option(
+        "PATTERN",
+        "Where the path contains the participant, for files that do not name one: '{participant}/{eye}/*'; "
         "{label} gives a label column, {split} uses folders train, val and test. Repeat for several folder layouts.",
     ),
 ]
 KeepUpsideDown = Annotated[
-    bool, typer.Option("--keep-upside-down", help="Keep scans that appear upside down; default: reject them.")
+    bool, flag("Keep scans that appear upside down; default: reject them.", "--keep-upside-down")
 ]
 FileSeconds = Annotated[
-    float,
-    typer.Option(
-        metavar="SECONDS", help="Time limit for reading one file; one second is added per megabyte.", min=0.1, max=1e6
-    ),
+    float, option("SECONDS", "Time limit for reading one file; one second is added per megabyte.", min=0.1, max=1e6)
 ]
-FileGB = Annotated[float, typer.Option(metavar="GB", help="Memory limit for reading one file.", min=0.3, max=1e5)]
+FileGB = Annotated[float, option("GB", "Memory limit for reading one file.", min=0.3, max=1e5)]
 Exclude = Annotated[
     Path | None,
     local_option(
-        metavar="FILE",
-        help="File of volumes to leave out: one acquisition, URI or participant per line; # starts a comment.",
+        "FILE", "File of volumes to leave out: one acquisition, URI or participant per line; # starts a comment."
     ),
 ]
 Targets = Annotated[
-    list[str] | None,
-    typer.Option(metavar="COLUMN", help="Label column; repeat for several. Default: every known one that is present."),
+    list[str] | None, option("COLUMN", "Label column; repeat for several. Default: every known one that is present.")
 ]
 Order = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="COLUMN=GRADES", help="Grades of an ordinal label column, lowest first: severity=none,mild,severe."
-    ),
+    option("COLUMN=GRADES", "Grades of an ordinal label column, lowest first: severity=none,mild,severe."),
 ]
 StoreLabels = Annotated[
-    Path | None, local_option(metavar="TABLE", help="Labels (CSV or TSV); default: the participant data in the store.")
+    Path | None, local_option("TABLE", "Labels (CSV or TSV); default: the participant data in the store.")
 ]
-Store = Annotated[
-    str | None,
-    place_option("--store", metavar="STORE", help="Prepared store, also s3:// or gs://; the same as the setting."),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(
-        "--steps", metavar="N", help="Length in optimizer steps; the same as the setting.", min=1, max=10_000_000
-    ),
-]
+Store = Annotated[str | None, place_option("STORE", "Prepared store, also s3:// or gs://; the same as the setting.")]
+Steps = Annotated[int | None, option("N", "Length in optimizer steps; the same as the setting.", min=1, max=10_000_000)]
 Epochs = Annotated[
-    float | None,
-    typer.Option(
-        "--epochs",
-        metavar="N",
-        help="Length in passes over the training volumes; the same as the setting.",
-        min=1e-6,
-        max=1e6,
-    ),
+    float | None, option("N", "Length in passes over the training volumes; the same as the setting.", min=1e-6, max=1e6)
 ]
 AllowSeen = Annotated[
-    bool, typer.Option(help="If test participants were used in training, flag them in the result instead of stopping.")
+    bool, flag("If test participants were used in training, flag them in the result instead of stopping.")
 ]
 
 
@@ -297,7 +265,6 @@ def with_options(overrides: list[str] | None, options: dict[str, str | float | N
 
     Raises ConfigError if a setting is given both ways.
     """
-    from octfm.errors import ConfigError
 
     words = overrides or []
     given = {key: value for key, value in options.items() if value is not None}
@@ -312,7 +279,6 @@ def pretraining_words(
     overrides: list[str] | None, store: str | None, steps: int | None, epochs: float | None
 ) -> list[str]:
     """Overrides of a pretraining config with the options --store, --steps and --epochs. Raises ConfigError."""
-    from octfm.errors import ConfigError
     from octfm.pretraining.settings import DEFAULT_STEPS
 
     if steps is not None and epochs is not None:
@@ -325,8 +291,6 @@ def pretraining_words(
 
 def refuse(context: typer.Context, options: Iterable[str], what: str) -> None:
     """Raise ConfigError if one of these parameters was typed, which `what` would ignore; defaults do not conflict."""
-    from octfm.errors import ConfigError
-
     sources = {name: context.get_parameter_source(name) for name in options}
     given = [f"--{name.replace('_', '-')}" for name, source in sources.items() if source and source.name != "DEFAULT"]
     if given:
@@ -350,12 +314,13 @@ def limits_of(file_seconds: float, file_gb: float) -> "Limits":
     return Limits(seconds=file_seconds, memory=int(file_gb * 1e9))
 
 
-def volumes_in(words: list[str], limits: "Limits", layouts: str = "any") -> "dict[str, Laterality | None]":
+def volumes_in(
+    words: list[str], limits: "Limits", layouts: str = "any", nor: str = ""
+) -> "dict[str, Laterality | None]":
     """The files named, and every volume in the folders named, with the eye that its path below the folder names;
-    prints how many files there are left out. `layouts`: any, line or raster."""
+    prints how many files there are left out. `layouts`: any, line or raster. ConfigError if there are none, `nor`."""
     from octfm.catalog.participants.patterns import eyes_in_paths
     from octfm.catalog.volumes import volumes_below
-    from octfm.errors import ConfigError
     from octfm.volume.volume import LAYOUTS, Layout
 
     taken: list[Layout] = [each for each in LAYOUTS if layouts in ("any", each)]
@@ -375,13 +340,16 @@ def volumes_in(words: list[str], limits: "Limits", layouts: str = "any") -> "dic
             echo_line(f"{place}: {count} left out, {code}: {which}")
         eyes = eyes_in_paths(found, folder)
         sources |= {uri: eyes.get(uri) for uri in found}
+    if not sources:
+        raise ConfigError(
+            f"{', '.join(words)}: no scan in it{nor}; check the path, or run octfm scan, which lists every file with "
+            "the reason"
+        )
     return sources
 
 
 def parse_spacing(text: str | None, option: str) -> tuple[float, float, float] | None:
     """Parse `dz,dy,dx` in millimetres. Raises ConfigError."""
-    from octfm.errors import ConfigError, shown
-
     if not text:
         return None
     try:
@@ -395,8 +363,6 @@ def parse_spacing(text: str | None, option: str) -> tuple[float, float, float] |
 
 def parse_orders(texts: list[str] | None) -> dict[str, tuple[str, ...]]:
     """Parse `severity=none,mild,severe` to a mapping of columns to grades. Raises ConfigError."""
-    from octfm.errors import ConfigError
-
     orders = {}
     for text in texts or []:
         column, equals, grades = text.partition("=")

@@ -6,32 +6,30 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octfm.cli import options as opt
+from octfm.errors import ConfigError, EvaluationError, ReadError
 
 if TYPE_CHECKING:
     from octfm.io.isolation import Limits
     from octfm.volume.volume import Fundus, Spacing3, Surfaces, Volume
 
 CatalogOption = Annotated[
-    opt.Place, typer.Option("--catalog", parser=opt.place, metavar="CATALOG", help="Folder written by `octfm scan`.")
+    opt.Place, opt.option("CATALOG", "Folder written by `octfm scan`.", "--catalog", parser=opt.place)
 ]
 StoreOption = Annotated[
-    opt.Place, typer.Option("--store", parser=opt.place, metavar="STORE", help="Prepared store, also s3:// or gs://.")
+    opt.Place, opt.option("STORE", "Prepared store, also s3:// or gs://.", "--store", parser=opt.place)
 ]
 
 
 def report(
-    run: Annotated[opt.Place, typer.Argument(parser=opt.place, metavar="RUN", help="Folder or address of a run.")],
+    run: Annotated[opt.Place, opt.argument("RUN", "Folder or address of a run.", parser=opt.place)],
     catalog: CatalogOption = None,
     store: StoreOption = None,
     out: Annotated[
-        opt.Place,
-        typer.Option(parser=opt.place, metavar="FILE", help="HTML file, also in a bucket; default: RUN/report.html."),
+        opt.Place, opt.option("FILE", "HTML file, also in a bucket; default: RUN/report.html.", parser=opt.place)
     ] = None,
     images: Annotated[
         bool,
-        typer.Option(
-            help="Include B-scans. A page made with --no-images can be shared: it contains no id, path, date or UID."
-        ),
+        opt.flag("Include B-scans. A page made with --no-images can be shared: it contains no id, path, date or UID."),
     ] = True,
 ) -> None:
     """Write one self-contained HTML page about a run: settings, data and results.
@@ -48,24 +46,19 @@ def report(
 
 def compare(
     runs: Annotated[
-        list[Path],
-        opt.local_argument(metavar="RUN", help="Two or more run folders; the others are compared with the first."),
+        list[Path], opt.local_argument("RUN", "Two or more run folders; the others are compared with the first.")
     ],
     labels: Annotated[
-        Path | None,
-        opt.local_option(metavar="TABLE", help="Label table (CSV or TSV); default: the one the runs were probed with."),
+        Path | None, opt.local_option("TABLE", "Label table (CSV or TSV); default: the one the runs were probed with.")
     ] = None,
     target: opt.Targets = None,
     order: opt.Order = None,
-    out: Annotated[Path, opt.local_option("--out", metavar="FILE", help="HTML file.")] = Path("compare.html"),
+    out: Annotated[Path, opt.local_option("FILE", "HTML file.")] = Path("compare.html"),
     pairs: Annotated[
-        bool, typer.Option(help="Probe all runs again, on identical participants and resamples, for paired intervals.")
+        bool, opt.flag("Probe all runs again, on identical participants and resamples, for paired intervals.")
     ] = True,
     allow_seen: Annotated[
-        bool,
-        typer.Option(
-            help="If any run was pretrained on test participants, flag them in the result instead of stopping."
-        ),
+        bool, opt.flag("If any run was pretrained on test participants, flag them in the result instead of stopping.")
     ] = False,
 ) -> None:
     """Compare runs on one page: settings that differ, curves, probes, and paired intervals where possible.
@@ -74,7 +67,6 @@ def compare(
     octfm compare runs/vit_s runs/mae --labels labels.tsv --target diagnosis
     """
     from octfm.catalog.labels import read_labels
-    from octfm.errors import ConfigError, EvaluationError
     from octfm.report.compare import labels_of, names_of, write_compare
 
     if len(runs) < 2:
@@ -101,46 +93,39 @@ def view(
     file: Annotated[
         str | None,
         opt.place_argument(
-            metavar="FILE",
-            help="OCT file of any format, folder of B-scans, x.zip!/member, or an address in a bucket; with --sample: "
+            "FILE",
+            "OCT file of any format, folder of B-scans, x.zip!/member, or an address in a bucket; with --sample: "
             "healthy, drusen or dme.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        opt.local_option(
-            "--out", metavar="FILE", help="HTML file; default: the file's name with .html, in the current folder."
-        ),
+        opt.local_option("FILE", "HTML file; default: the file's name with .html, in the current folder.", "--out"),
     ] = None,
     run: Annotated[
         Path | None,
         opt.local_option(
-            metavar="RUN",
-            help="Pretraining or fine-tuning run, checkpoint or export: adds maps of its encoder (and head).",
+            "RUN", "Pretraining or fine-tuning run, checkpoint or export: adds maps of its encoder (and head)."
         ),
     ] = None,
-    segment: Annotated[
-        Path | None, opt.local_option(metavar="RUN", help="Run of octfm segment: adds its layers and areas.")
-    ] = None,
+    segment: Annotated[Path | None, opt.local_option("RUN", "Run of octfm segment: adds its layers and areas.")] = None,
     layers: Annotated[
-        bool,
-        typer.Option(help="Add surfaces, fluid and the map of thickness that the packaged network of segment finds."),
+        bool, opt.flag("Add surfaces, fluid and the map of thickness that the packaged network of segment finds.")
     ] = False,
     axial_length: opt.AxialLength = None,
     overlay: Annotated[
         list[str] | None,
         opt.place_option(
-            metavar="FILE",
-            help="Lines or labels of this scan in a file of their own, such as the DICOM SEG, height map and NIfTI of "
+            "FILE",
+            "Lines or labels of this scan in a file of their own, such as the DICOM SEG, height map and NIfTI of "
             "octfm segment --out; repeatable.",
         ),
     ] = None,
     sample: Annotated[
-        bool, typer.Option("--sample", help="Show a synthetic scan with its layers, to try octfm without data.")
+        bool, opt.flag("Show a synthetic scan with its layers, to try octfm without data.", "--sample")
     ] = False,
     spacing: Annotated[
-        str | None,
-        typer.Option(metavar="DZ,DY,DX", help="Millimetres between B-scans, rows and A-scans, if a file has none."),
+        str | None, opt.option("DZ,DY,DX", "Millimetres between B-scans, rows and A-scans, if a file has none.")
     ] = None,
     device: opt.Device = None,
     file_seconds: opt.FileSeconds = 10,
@@ -153,7 +138,6 @@ def view(
     octfm view scan.dcm --overlay found/scan_seg.dcm --overlay found/scan_heights.dcm
     octfm view --sample
     """
-    from octfm.errors import ConfigError
     from octfm.formats import read_overlay
     from octfm.report.viewer import view_facts, write_view
     from octfm.tasks.view import scene_of
@@ -224,7 +208,6 @@ def view(
 
 def _read(file: str, spacing_mm: "Spacing3 | None", limits: "Limits") -> "tuple[Volume, Surfaces | None]":
     """A volume and the layers of its file."""
-    from octfm.errors import ReadError
     from octfm.formats import read_surfaces, read_volume
 
     try:
@@ -247,7 +230,6 @@ def _read(file: str, spacing_mm: "Spacing3 | None", limits: "Limits") -> "tuple[
 
 def _fundus(file: str, limits: "Limits") -> "Fundus | None":
     """The picture of the fundus in a file, if it can be read."""
-    from octfm.errors import ReadError
     from octfm.formats import read_fundus
 
     try:
@@ -258,30 +240,22 @@ def _fundus(file: str, limits: "Limits") -> "Fundus | None":
 
 
 def card(
-    run: Annotated[Path, opt.local_argument(metavar="RUN", help="Run folder.")],
+    run: Annotated[Path, opt.local_argument("RUN", "Run folder.")],
     catalog: CatalogOption = None,
     store: StoreOption = None,
     licence: Annotated[
         str | None,
-        typer.Option(
-            "--licence", "--license", metavar="LICENCE", help="Licence of the weights: apache-2.0, cc-by-nc-4.0, ..."
-        ),
+        opt.option("LICENCE", "Licence of the weights: apache-2.0, cc-by-nc-4.0, ...", "--licence", "--license"),
     ] = None,
     data_agreement: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT", help="Terms of the pretraining data, and whether the weights may be redistributed."
-        ),
+        str | None, opt.option("TEXT", "Terms of the pretraining data, and whether the weights may be redistributed.")
     ] = None,
-    dataset: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the data set.")] = None,
-    contact: Annotated[str | None, typer.Option(metavar="CONTACT", help="Contact for questions.")] = None,
+    dataset: Annotated[str | None, opt.option("NAME", "Name of the data set.")] = None,
+    contact: Annotated[str | None, opt.option("CONTACT", "Contact for questions.")] = None,
     name: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Name of the model; the folder's name is not used, as it may be private."),
+        str | None, opt.option("NAME", "Name of the model; the folder's name is not used, as it may be private.")
     ] = None,
-    out: Annotated[
-        Path | None, opt.local_option("--out", metavar="FOLDER", help="Output folder; default: the run folder.")
-    ] = None,
+    out: Annotated[Path | None, opt.local_option("FOLDER", "Output folder; default: the run folder.", "--out")] = None,
 ) -> None:
     """Write a model card for the hub, and drafts for a paper: methods, participant flow, CLAIM checklist, BibTeX.
 

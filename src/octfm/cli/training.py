@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octfm.cli import options as opt
+from octfm.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
     from octfm.store.store import Store
@@ -14,44 +15,38 @@ if TYPE_CHECKING:
 def demo(
     out: opt.Out = Path("demo"),
     data: Annotated[
-        Path | None,
-        opt.local_option(metavar="FOLDER", help="Your own folder of OCT files instead of the phantom cohort."),
+        Path | None, opt.local_option("FOLDER", "Your own folder of OCT files instead of the phantom cohort.")
     ] = None,
     labels: Annotated[
         Path | None,
         opt.local_option(
-            metavar="TABLE",
-            help="Your question: CSV or TSV with participant_id (and laterality) and one column per target.",
+            "TABLE", "Your question: CSV or TSV with participant_id (and laterality) and one column per target."
         ),
     ] = None,
     target: Annotated[
-        list[str] | None,
-        typer.Option(metavar="COLUMN", help="Column of --labels to ask about; repeat for several. Default: all."),
+        list[str] | None, opt.option("COLUMN", "Column of --labels to ask about; repeat for several. Default: all.")
     ] = None,
     max_samples: Annotated[
-        int | None, typer.Option(metavar="N", help="Use at most this many acquisitions of --data.", min=1, max=10**9)
+        int | None, opt.option("N", "Use at most this many acquisitions of --data.", min=1, max=10**9)
     ] = None,
     participant_from: opt.ParticipantFrom = None,
     seed: Annotated[
         int,
-        typer.Option(
-            metavar="N",
-            help="Seed of the phantom cohort and of training; reported results use 100 and above.",
+        opt.option(
+            "N",
+            "Seed of the phantom cohort and of training; reported results use 100 and above.",
             min=0,
             max=opt.MAX_SEED,
         ),
     ] = 100,
-    quick: Annotated[
-        bool, typer.Option(help="Few participants and steps, in a minute; the results mean nothing.")
-    ] = False,
+    quick: Annotated[bool, opt.flag("Few participants and steps, in a minute; the results mean nothing.")] = False,
     objective: Annotated[
-        str, typer.Option(metavar="NAME", help="Pretraining objective: mae (best within minutes) or vjepa2.")
+        str, opt.option("NAME", "Pretraining objective: mae (best within minutes) or vjepa2.")
     ] = "mae",
     sabotage: Annotated[
         str | None,
-        typer.Option(
-            metavar="FAULT",
-            help="Plant a fault and see it detected: teacher-frozen, context-unmasked, lr-restart or nan-volume.",
+        opt.option(
+            "FAULT", "Plant a fault and see it detected: teacher-frozen, context-unmasked, lr-restart or nan-volume."
         ),
     ] = None,
 ) -> None:
@@ -63,7 +58,6 @@ def demo(
     octfm demo --data my_scans/ --labels labels.csv --target diagnosis --out mine
     """
     from octfm.demo import run_demo, run_sabotage
-    from octfm.errors import ConfigError
 
     if sabotage is None:
         run_demo(
@@ -88,8 +82,8 @@ def demo(
 
 
 def plan(
-    store: Annotated[str, opt.place_argument(metavar="STORE", help="Prepared store, also s3:// or gs://.")],
-    hours: Annotated[float, typer.Option(metavar="HOURS", help="Time that the run may take.", min=0.01, max=1e5)] = 24,
+    store: Annotated[str, opt.place_argument("STORE", "Prepared store, also s3:// or gs://.")],
+    hours: Annotated[float, opt.option("HOURS", "Time that the run may take.", min=0.01, max=1e5)] = 24,
     device: opt.Device = None,
 ) -> None:
     """Propose preset, batch, steps and hours of a pretraining run for this store and machine.
@@ -108,27 +102,23 @@ def plan(
 def doctor(
     context: typer.Context,
     config: opt.Config,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="section.key=value")] = None,
+    overrides: Annotated[list[str] | None, opt.argument("KEY=VALUE", "section.key=value")] = None,
     store: opt.Store = None,
     steps: opt.Steps = None,
     epochs: opt.Epochs = None,
     out: opt.OutPlace = Path("runs/run"),
     device: opt.Device = None,
     plot: Annotated[
-        Path | None,
-        opt.local_option(metavar="FILE", help="Also draw the schedules and the mask coverage into this PNG file."),
+        Path | None, opt.local_option("FILE", "Also draw the schedules and the mask coverage into this PNG file.")
     ] = None,
     ranks: Annotated[
-        int,
-        typer.Option(
-            min=1, max=100_000, metavar="N", help="Check for a job of this many ranks, each on a device like this one."
-        ),
+        int, opt.option("N", "Check for a job of this many ranks, each on a device like this one.", min=1, max=100_000)
     ] = 1,
     tpu: Annotated[
         str | None,
-        typer.Option(
-            metavar="SLICE",
-            help="Instead: compile the step for this TPU slice (v4-32), without a TPU, and print the memory per "
+        opt.option(
+            "SLICE",
+            "Instead: compile the step for this TPU slice (v4-32), without a TPU, and print the memory per "
             "device. Takes minutes.",
         ),
     ] = None,
@@ -139,7 +129,6 @@ def doctor(
     octfm doctor vit_s --store prepared
     octfm doctor vit_s --store prepared --epochs 300 --plot curves.png
     """
-    from octfm.errors import one_line
     from octfm.pretraining.preflight import examine, examine_tpu
     from octfm.pretraining.settings import load_config
 
@@ -163,8 +152,7 @@ def doctor(
 def pretrain(
     config: opt.Config,
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="section.key=value, for example data.store=prepared/ model.depth=6"),
+        list[str] | None, opt.argument("KEY=VALUE", "section.key=value, for example data.store=prepared/ model.depth=6")
     ] = None,
     store: opt.Store = None,
     steps: opt.Steps = None,
@@ -172,13 +160,10 @@ def pretrain(
     out: opt.OutPlace = Path("runs/run"),
     device: opt.Device = None,
     override: Annotated[
-        bool, typer.Option("--override", help="Resume although settings differ from the run's; run.json records both.")
+        bool, opt.flag("Resume although settings differ from the run's; run.json records both.", "--override")
     ] = False,
     smoke: Annotated[
-        bool,
-        typer.Option(
-            "--smoke", help="A tiny version of the run, under a minute on a CPU; on phantoms if no store is set."
-        ),
+        bool, opt.flag("A tiny version of the run, under a minute on a CPU; on phantoms if no store is set.", "--smoke")
     ] = False,
 ) -> None:
     """Pretrain an encoder; the same command resumes an interrupted run.
@@ -192,7 +177,6 @@ def pretrain(
     octfm pretrain dense --out runs/dense
     octfm pretrain vit_s --smoke
     """
-    from octfm.errors import ConfigError
     from octfm.io.ranks import rank, world_size
     from octfm.pretraining.pretrain import pretrain as train
     from octfm.pretraining.settings import load_config
@@ -221,11 +205,10 @@ def pretrain(
 def bench(
     config: opt.Config,
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="section.key=value; without data.store, random volumes are used."),
+        list[str] | None, opt.argument("KEY=VALUE", "section.key=value; without data.store, random volumes are used.")
     ] = None,
     store: opt.Store = None,
-    steps: Annotated[int, typer.Option(metavar="N", help="Timed steps per trial.", min=1, max=10_000)] = 3,
+    steps: Annotated[int, opt.option("N", "Timed steps per trial.", min=1, max=10_000)] = 3,
     device: opt.Device = None,
 ) -> None:
     """Measure a config on this machine: volumes/s, MFU, data wait, memory, hours, and what to change first.
@@ -246,13 +229,10 @@ def bench(
 
 def watch(
     run: Annotated[
-        opt.Place,
-        typer.Argument(parser=opt.place, metavar="RUN", help="Folder or address of a run, in progress or finished."),
+        opt.Place, opt.argument("RUN", "Folder or address of a run, in progress or finished.", parser=opt.place)
     ],
-    once: Annotated[bool, typer.Option("--once", help="Print the dashboard once and exit, for scripts.")] = False,
-    every: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Seconds between updates.", min=0.05, max=86_400)
-    ] = 2.0,
+    once: Annotated[bool, opt.flag("Print the dashboard once and exit, for scripts.", "--once")] = False,
+    every: Annotated[float, opt.option("SECONDS", "Seconds between updates.", min=0.05, max=86_400)] = 2.0,
 ) -> None:
     """Show a run live in the terminal: curves, verdicts, events, time left.
 

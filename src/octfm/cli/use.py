@@ -6,7 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from octfm.cli import options as opt
-from octfm.errors import one_line
+from octfm.errors import ConfigError, one_line
+from octfm.io.location import location
 
 
 def embed(
@@ -14,69 +15,58 @@ def embed(
     words: Annotated[
         list[str] | None,
         opt.place_argument(
-            metavar="RUN|SCAN",
-            help="First the encoder, if it is not the packaged one: a run of pretraining or fine-tuning, a checkpoint "
+            "RUN|SCAN",
+            "First the encoder, if it is not the packaged one: a run of pretraining or fine-tuning, a checkpoint "
             "or export, also s3:// or gs://, or a packaged name. Then scans: files or folders of them.",
         ),
     ] = None,
     store: Annotated[
-        str | None,
-        opt.place_option(metavar="STORE", help="Prepared store to embed, also s3:// or gs://; default: prepared."),
+        str | None, opt.place_option("STORE", "Prepared store to embed, also s3:// or gs://; default: prepared.")
     ] = None,
     files: Annotated[
         str | None,
         opt.place_option(
-            metavar="FOLDER", help="Instead of --store: folder or address of OCT files, read directly; requires --out."
+            "FOLDER", "Instead of --store: folder or address of OCT files, read directly; requires --out."
         ),
     ] = None,
     catalog: Annotated[
-        str | None,
-        opt.place_option(metavar="CATALOG", help="Instead of --store: catalog of files (octfm scan); requires --out."),
+        str | None, opt.place_option("CATALOG", "Instead of --store: catalog of files (octfm scan); requires --out.")
     ] = None,
     out: Annotated[
         str | None,
         opt.place_option(
-            "--out",
-            metavar="FOLDER",
-            help="Folder for the parquet files (with --files and scans also in a bucket); default: RUN/embeddings. "
+            "FOLDER",
+            "Folder for the parquet files (with --files and scans also in a bucket); default: RUN/embeddings. "
             "Required for scans, and if RUN is an export or left out.",
+            "--out",
         ),
     ] = None,
     baselines: Annotated[
         bool | None,
-        typer.Option(
-            help="Also embed with baselines (random initialisation, intensity histogram); default: only for a store."
-        ),
+        opt.flag("Also embed with baselines (random initialisation, intensity histogram); default: only for a store."),
     ] = None,
     head: Annotated[
         Path | None,
         opt.local_option(
-            metavar="RUN",
-            help="Run of octfm finetune on this encoder, frozen: adds its attention and occlusion maps to the report.",
+            "RUN", "Run of octfm finetune on this encoder, frozen: adds its attention and occlusion maps to the report."
         ),
     ] = None,
     segment: Annotated[
-        Path | None,
-        opt.local_option(metavar="RUN", help="Run of octfm segment: adds its layers and areas to the report."),
+        Path | None, opt.local_option("RUN", "Run of octfm segment: adds its layers and areas to the report.")
     ] = None,
     exclude: opt.Exclude = None,
     pool: Annotated[
         str | None,
-        typer.Option(
-            metavar="POOL",
-            help="Pooling over tokens: mean, extremes, tails or summary; default: the run's objective.pool.",
-        ),
+        opt.option("POOL", "Pooling over tokens: mean, extremes, tails or summary; default: the run's objective.pool."),
     ] = None,
     layouts: opt.LayoutsBelow = "any",
-    precision: Annotated[
-        str, typer.Option(metavar="PRECISION", help="With --files, --catalog or scans: fp32 or bf16.")
-    ] = "fp32",
+    precision: Annotated[str, opt.option("PRECISION", "With --files, --catalog or scans: fp32 or bf16.")] = "fp32",
     retry: Annotated[
-        bool, typer.Option("--retry", help="With --files or --catalog: retry files that could not be read.")
+        bool, opt.flag("With --files or --catalog: retry files that could not be read.", "--retry")
     ] = False,
     workers: opt.Workers = None,
     device: opt.Device = None,
-    follow_links: Annotated[bool, typer.Option(help="With --files: follow symbolic links.")] = True,
+    follow_links: Annotated[bool, opt.flag("With --files: follow symbolic links.")] = True,
     file_seconds: opt.FileSeconds = 10,
     file_gb: opt.FileGB = 2,
 ) -> None:
@@ -88,7 +78,6 @@ def embed(
     octfm embed runs/vit_s --store prepared
     octfm embed runs/vit_s --files my_scans/ --out vectors
     """
-    from octfm.errors import ConfigError
     from octfm.models.pooling import POOLS
 
     sources = {"--store": store, "--files": files, "--catalog": catalog}
@@ -170,7 +159,6 @@ def _encoder_and_scans(words: list[str], sources: list[str]) -> tuple[str | None
     """RUN, None for the packaged encoder, and scans, of the words of `octfm embed`; `sources`: options that name what
     to embed instead of scans."""
     from octfm.encoder.sources import names_encoder
-    from octfm.errors import ConfigError
 
     if sources:
         if len(words) > 1:
@@ -207,18 +195,13 @@ def _embed_scans(
     from octfm.display import number
     from octfm.encoder.embed_scans import embed_scans
     from octfm.encoder.encoder import load_encoder
-    from octfm.errors import ConfigError
     from octfm.run.runtime import start
 
     if out is None:
         raise ConfigError("embed: scans need an output folder; add --out FOLDER")
     encoder = load_encoder(run, runtime=start(precision, device)).pooling(pool)
-    volumes = opt.volumes_in(scans, limits, layouts)
-    if not volumes:
-        raise ConfigError(
-            f"{', '.join(scans)}: no scan in it, and it is no run (config.yaml) and no export (config.json); check the "
-            "path, or run octfm scan, which lists every file with the reason"
-        )
+    nor = ", and it is no run (config.yaml) and no export (config.json)"
+    volumes = opt.volumes_in(scans, limits, layouts, nor)
     path, count = embed_scans(
         encoder, [*volumes], out, eyes=volumes, limits=limits, echo=lambda line: typer.echo(one_line(line), err=True)
     )
@@ -230,32 +213,31 @@ def _embed_scans(
 
 def export(
     run: Annotated[
-        str,
-        opt.place_argument(metavar="RUN", help="Pretraining or fine-tuning run (also s3:// or gs://), or checkpoint."),
+        str, opt.place_argument("RUN", "Pretraining or fine-tuning run (also s3:// or gs://), or checkpoint.")
     ],
-    out: Annotated[Path, opt.local_option("--out", metavar="FOLDER", help="New folder.")],
+    out: Annotated[Path, opt.local_option("FOLDER", "New folder.", "--out")],
     onnx: Annotated[
-        bool, typer.Option("--onnx", help="Also write octfm.onnx; fails unless onnxruntime and torch agree.")
+        bool, opt.flag("Also write octfm.onnx; fails unless onnxruntime and torch agree.", "--onnx")
     ] = False,
     card: Annotated[
         Path | None,
         opt.local_option(
-            metavar="FILE",
-            help="Model card with your licence (octfm card writes one); default: made from the run, without a licence.",
+            "FILE",
+            "Model card with your licence (octfm card writes one); default: made from the run, without a licence.",
         ),
     ] = None,
     keep_key: Annotated[
         Path | None,
         opt.local_option(
-            metavar="FILE",
-            help="Write the key of the participants' hashes to this file, not into the export: whoever has both can "
+            "FILE",
+            "Write the key of the participants' hashes to this file, not into the export: whoever has both can "
             "test which participants were trained on.",
         ),
     ] = None,
     keep_names: Annotated[
         bool,
-        typer.Option(
-            "--keep-names", help="Also write class names that octfm does not know; readers of the export will see them."
+        opt.flag(
+            "Also write class names that octfm does not know; readers of the export will see them.", "--keep-names"
         ),
     ] = False,
 ) -> None:
@@ -266,7 +248,6 @@ def export(
     """
     from octfm.encoder.export import export as write_export
     from octfm.encoder.export import usage
-    from octfm.io.location import location
     from octfm.report.card.model_card import model_card
     from octfm.report.sources import is_pretraining
     from octfm.weights.exported import KEY
@@ -300,7 +281,6 @@ def _echo_encoder(run: str | None) -> None:
 
 def _echo_checkpoint(run: str) -> None:
     """Say which checkpoint the folder of a pretraining run on disk stands for."""
-    from octfm.io.location import location
     from octfm.report.sources import is_pretraining, metric_rows
     from octfm.report.words import checkpoint_taken
     from octfm.run.checkpoint import everywhere
@@ -311,8 +291,6 @@ def _echo_checkpoint(run: str) -> None:
 
 
 def _text(card: Path) -> str:
-    from octfm.errors import ConfigError
-
     try:
         return card.read_text(encoding="utf-8")
     except UnicodeDecodeError:

@@ -44,8 +44,7 @@ class AugmentConfig(Config):
     """Mirror every second volume whose laterality is unknown. Known left eyes lie mirrored in the store already, so
     that nasal is on one side in all of them; known eyes are never mirrored here."""
     noise: float = Field(default=0.0, ge=0, le=0.5)
-    """Largest standard deviation of noise that is the same in dark and bright, as a share of white; drawn anew for
-    every volume."""
+    """Largest standard deviation of noise, the same in dark and bright, as a share of white; drawn for every volume."""
     speckle: float = Field(default=0.0, ge=0, le=1)
     """Largest standard deviation of noise in proportion to brightness; drawn anew for every volume."""
 
@@ -61,33 +60,36 @@ class AugmentConfig(Config):
         return bool(self.noise or self.speckle)
 
 
+TYPES = (np.int64, *[np.float32] * 2, *[np.float64] * 4, np.bool_, *[np.float32] * 2, np.int32)
+"""Of the arrays of an Augmentation, in their order."""
+
+
 @dataclass(frozen=True, eq=False)
 class Augmentation:
-    """One draw for each volume of a batch, made on the host so that surfaces can follow the voxels."""
+    """One draw for each volume of a batch, on the host, so that surfaces can follow the voxels; arrays [B] of TYPES."""
 
     config: AugmentConfig
     shift: np.ndarray
-    """int64 [B] rows, positive is down."""
+    """Rows, positive is down."""
     gain: np.ndarray
-    """float32 [B]"""
     gamma: np.ndarray
-    """float32 [B]"""
     lateral_mm: np.ndarray
-    """float64 [B], positive is to the right."""
+    """Positive is to the right."""
     lateral_scale: np.ndarray
-    """float64 [B]"""
     axial_scale: np.ndarray
-    """float64 [B]"""
     slope: np.ndarray
-    """float64 [B]: millimetres down per millimetre to the right."""
+    """Millimetres down per millimetre to the right."""
     mirrored: np.ndarray
-    """bool [B]"""
     noise: np.ndarray
-    """float32 [B]"""
     speckle: np.ndarray
-    """float32 [B]"""
     key: np.ndarray
-    """int32 [B]: seed of a volume's noise."""
+    """Seed of a volume's noise."""
+
+    @classmethod
+    def of(cls, config: AugmentConfig, rows: Sequence[tuple]) -> "Augmentation":
+        """The draws of some volumes, each a tuple of the fields after `config`."""
+        columns = zip(*rows, strict=True)
+        return cls(config, *(np.array(column, kind) for column, kind in zip(columns, TYPES, strict=True)))
 
     def surfaces(
         self, band: np.ndarray, valid: np.ndarray, height: int, spacing_mm: tuple[float, float, float]
@@ -132,10 +134,7 @@ class Augmentation:
 
     def source(self, height: int, width: int, spacing_mm: tuple[float, float, float]) -> np.ndarray:
         """float64 [B, 2, 3]: (column, row) that a column and row of the result come from, in voxels from upper left.
-
-        The lateral coefficient of the row is the tilt; the axial coefficient of the column is 0, so an A-scan stays
-        one.
-        """
+        The axial coefficient of the column is 0, so an A-scan stays one."""
         _, dy, dx = spacing_mm
         middle_x, middle_y = width / 2, height / 2
         maps = np.zeros((len(self.shift), 2, 3))
@@ -199,43 +198,20 @@ def draw(
                 key,
             )
         )
-    shift, gain, gamma, lateral, scale_x, scale_y, slope, mirrored, noise, speckle, key = (
-        np.array(c) for c in zip(*rows, strict=True)
-    )
-    return Augmentation(
-        config,
-        shift.astype(np.int64),
-        gain.astype(np.float32),
-        gamma.astype(np.float32),
-        lateral,
-        scale_x,
-        scale_y,
-        slope,
-        mirrored.astype(bool),
-        noise.astype(np.float32),
-        speckle.astype(np.float32),
-        key.astype(np.int32),
-    )
+    return Augmentation.of(config, rows)
 
 
 def farthest(config: AugmentConfig) -> Augmentation:
     """All 32 combinations of the largest movements either way, as if each was drawn for a volume; grey values stay."""
-    down, right, wider, taller, tilt = np.array(list(product((-1.0, 1.0), repeat=5))).T
-    none = np.zeros(len(down), np.float32)
-    return Augmentation(
-        config,
-        (config.axial_shift * down).astype(np.int64),
-        none + 1,
-        none + 1,
-        config.lateral_shift_mm * right,
-        (1 + config.lateral_scale) ** wider,
-        (1 + config.axial_scale) ** taller,
-        tan(radians(config.tilt_deg)) * tilt,
-        none.astype(bool),
-        none,
-        none,
-        none.astype(np.int32),
-    )
+    rows = [
+        (
+            *(config.axial_shift * down, 1, 1, config.lateral_shift_mm * right),
+            *((1 + config.lateral_scale) ** wider, (1 + config.axial_scale) ** taller),
+            *(tan(radians(config.tilt_deg)) * tilt, False, 0, 0, 0),
+        )
+        for down, right, wider, taller, tilt in product((-1, 1), repeat=5)
+    ]
+    return Augmentation.of(config, rows)
 
 
 def shift_surfaces(surfaces: np.ndarray, shift: np.ndarray, height: int) -> np.ndarray:
@@ -247,11 +223,7 @@ def move(voxels: Tensor, moves: Moves) -> Tensor:
     """uint8 voxels [B, 1, D, H, W] moved in the B-scan plane; what comes from outside is 0."""
     if moves.theta_B23 is None:
         return shift_rows(voxels, moves.shift_B)
-    batch, _, _, height, width = voxels.shape
-    grid = F.affine_grid(moves.theta_B23, [batch, 1, height, width], align_corners=False)
-    # B-scans are the channels: one set of weights for all of them.
-    moved = F.grid_sample(voxels.squeeze(1).float(), grid, mode="bilinear", padding_mode="zeros", align_corners=False)
-    return moved.round_().to(torch.uint8).unsqueeze(1)
+    return _sampled(voxels, moves.theta_B23, "bilinear").round_().to(torch.uint8)
 
 
 def move_labels(labels: Tensor, moves: Moves) -> Tensor:
@@ -260,10 +232,16 @@ def move_labels(labels: Tensor, moves: Moves) -> Tensor:
     turned = 255 - labels
     if moves.theta_B23 is None:
         return 255 - shift_rows(turned, moves.shift_B)
-    batch, _, _, height, width = labels.shape
-    grid = F.affine_grid(moves.theta_B23, [batch, 1, height, width], align_corners=False)
-    moved = F.grid_sample(turned.squeeze(1).float(), grid, mode="nearest", padding_mode="zeros", align_corners=False)
-    return 255 - moved.to(torch.uint8).unsqueeze(1)
+    return 255 - _sampled(turned, moves.theta_B23, "nearest").to(torch.uint8)
+
+
+def _sampled(volumes: Tensor, theta_B23: Tensor, mode: str) -> Tensor:
+    """float32 [B, 1, D, H, W]: uint8 volumes at the places that `theta_B23` gives, 0 outside."""
+    batch, _, _, height, width = volumes.shape
+    grid = F.affine_grid(theta_B23, [batch, 1, height, width], align_corners=False)
+    # B-scans are the channels: one set of weights for all of them.
+    moved = F.grid_sample(volumes.squeeze(1).float(), grid, mode=mode, padding_mode="zeros", align_corners=False)
+    return moved.unsqueeze(1)
 
 
 def shift_rows(voxels: Tensor, shift_B: Tensor) -> Tensor:
@@ -275,41 +253,22 @@ def shift_rows(voxels: Tensor, shift_B: Tensor) -> Tensor:
     return voxels.gather(3, index).masked_fill(outside, 0)
 
 
-def recolour(
-    patches_BMP: Tensor,
-    gain_B: Tensor,
-    gamma_B: Tensor,
-    mean: float,
-    std: float,
-    grain: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """uint8 patches to normalised float32: gamma, gain, grain, then the Preprocessing's mean and standard deviation.
-
-    `grain` is noise [B, M, P] of unit variance, and the standard deviations [2, B] of noise and speckle it is added
-    with; noise never makes a value negative.
-    """
+def recoloured(patches_BMP: Tensor, index_BM: Tensor, moves: Moves, mean: float, std: float) -> Tensor:
+    """uint8 patches to normalised float32: gamma, gain, noise, then the Preprocessing's mean and standard deviation.
+    `index_BM` are the patches' places in the grid, to which noise is tied; noise never makes a value negative."""
     unit = patches_BMP.float().div_(255)
-    unit = unit.pow_(gamma_B[:, None, None]).mul_(gain_B[:, None, None])
-    if grain is not None:
-        unit_BMP, (noise, speckle) = grain[0], grain[1][:, :, None, None]
+    unit = unit.pow_(moves.gamma_B[:, None, None]).mul_(moves.gain_B[:, None, None])
+    if moves.strength_2B is not None:
+        grain_BMP = grain_of(moves.key_B, index_BM, patches_BMP.shape[-1])
+        noise, speckle = moves.strength_2B[:, :, None, None]
         # Two independent Gaussian noises are one, whose variances add.
-        unit = unit.addcmul_((unit * speckle).square_().add_(noise**2).sqrt_(), unit_BMP).clamp_min_(0)
+        unit = unit.addcmul_((unit * speckle).square_().add_(noise**2).sqrt_(), grain_BMP).clamp_min_(0)
     return unit.sub_(mean).div_(std)
 
 
-def recoloured(patches_BMP: Tensor, index_BM: Tensor, moves: Moves, mean: float, std: float) -> Tensor:
-    """`recolour` by one draw; `index_BM` are the patches' places in the grid, to which noise is tied."""
-    grain = None
-    if moves.strength_2B is not None:
-        grain = grain_of(moves.key_B, index_BM, patches_BMP.shape[-1]), moves.strength_2B
-    return recolour(patches_BMP, moves.gain_B, moves.gamma_B, mean, std, grain)
-
-
 def grain_of(key_B: Tensor, index_BM: Tensor, voxels: int) -> Tensor:
-    """Noise [B, M, P] of zero mean and unit variance, a function of a volume's key and a voxel's place alone.
-
-    The sum of a hash's four bytes (Irwin & Hall) is nearly Gaussian, and never beyond 3.5 standard deviations.
-    """
+    """Noise [B, M, P] of zero mean and unit variance, a function of a volume's key and a voxel's place alone. The sum
+    of a hash's four bytes (Irwin & Hall) is nearly Gaussian, and never beyond 3.5 standard deviations."""
     offset = torch.arange(voxels, dtype=torch.int32, device=index_BM.device)
     x = _hash(index_BM.to(torch.int32).mul(voxels).unsqueeze(-1) + offset)
     x = _hash(x.bitwise_xor_(_hash(key_B.clone())[:, None, None]))

@@ -86,11 +86,8 @@ class Bench:
         ]
         lines = [head, *rows]
         if self.read_volumes_per_s is not None:
-            wait = (
-                f"; the device would wait {self.data_wait_share:.0%} of the time"
-                if self.data_wait_share is not None
-                else ""
-            )
+            share = self.data_wait_share
+            wait = "" if share is None else f"; the device would wait {share:.0%} of the time"
             lines.append(f"the store delivers {self.read_volumes_per_s:.3g} volumes/s{wait}")
         if self.run_s is not None:
             seen = self.config.steps * self.config.data.global_batch_size
@@ -134,9 +131,7 @@ def bench(
     """Time steps (forward, backward, update) of a config and its neighbours: other precision, twice the micro-batch.
 
     Steps train on volumes of the store, whose reading is timed as well, or without a store on random voxels of the
-    default Preprocessing. Each trial makes one step to warm up, then `steps`, of which the median counts. Nothing is
-    written.
-    """
+    default Preprocessing. Each trial makes one step to warm up, then `steps`, of which the median counts."""
     if steps < 1:
         raise ConfigError(f"--steps: expected 1 or more, got {steps}")
     preprocessing = store.preprocessing if store is not None else load(Preprocessing, {})
@@ -164,15 +159,13 @@ def _variants(config: PretrainConfig) -> list[tuple[str, PretrainConfig]]:
     data = config.data
     accumulation(data.global_batch_size, data.per_device_batch_size, 1)
     other = "fp32" if config.precision == "bf16" else "bf16"
-    found = [
-        ("as configured", config),
-        (other, load(PretrainConfig, config.model_dump(mode="json"), [f"precision={other}"])),
-    ]
-    if data.global_batch_size % (2 * data.per_device_batch_size) == 0:
-        twice = 2 * data.per_device_batch_size
-        larger = load(PretrainConfig, config.model_dump(mode="json"), [f"data.per_device_batch_size={twice}"])
-        found.append((f"micro-batch {twice}", larger))
-    return found
+    changes = {other: f"precision={other}"}
+    twice = 2 * data.per_device_batch_size
+    if data.global_batch_size % twice == 0:
+        changes[f"micro-batch {twice}"] = f"data.per_device_batch_size={twice}"
+    values = config.model_dump(mode="json")
+    variants = [(name, load(PretrainConfig, values, [change])) for name, change in changes.items()]
+    return [("as configured", config), *variants]
 
 
 def _difference(trial: Trial, now: Trial) -> str:

@@ -28,11 +28,8 @@ class Data:
 
 
 def given_store(config: PretrainConfig, store: Store | None = None) -> Store:
-    """The store of a run, given as an object or named in its config, without the volumes that it excludes.
-
-    With `data.phantoms`, streamed phantoms take its place or join it. Raises ConfigError if it is given twice or not
-    at all.
-    """
+    """The store of a run, given as an object or named in its config, without the volumes that it excludes. With
+    `data.phantoms`, streamed phantoms take its place or join it. ConfigError if it is given twice or not at all."""
     phantoms = config.data.phantoms
     if phantoms is not None and phantoms.share == 1 and (ignored := [n for n in OF_SCANS if getattr(config.data, n)]):
         raise ConfigError(

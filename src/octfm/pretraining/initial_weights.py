@@ -56,10 +56,8 @@ def with_hash(config: PretrainConfig) -> PretrainConfig:
 def begin_with(init: str | Path, model: Objective, config: ViTConfig) -> None:
     """Load the weights that model.init names into the encoders of an objective, in place; the predictor stays as it is.
 
-    Blocks beyond those of the weights begin as the identity, so that a deeper encoder begins as the shallower one
-    (arXiv:1511.05641). A summary that they lack keeps its random weights. Raises CheckpointError naming the first
-    tensor or setting that does not fit.
-    """
+    Blocks beyond those of the weights begin as the identity (arXiv:1511.05641), a summary that they lack keeps its
+    random weights. Raises CheckpointError naming the first tensor or setting that does not fit."""
     state = initial_state(init, config)
     blocks = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
     own = model.encoder.state_dict()
@@ -172,8 +170,7 @@ def _pair_channels(rows: Tensor, config: ViTConfig) -> Tensor:
     width = config.width // config.heads
     pairs = width // 2
     third = pairs // 3
-    # In V-JEPA 2 depth, height and width take a third of the pairs each, and pairs left over are not rotated. Here the
-    # first axis takes those as well.
+    # In V-JEPA 2 each axis takes a third of the pairs, and those left over are not rotated; here the first takes them.
     order = [*range(third), *range(3 * third, pairs), *range(third, 3 * third)]
     channels = torch.tensor([2 * pair for pair in order] + [2 * pair + 1 for pair in order])
     parts = rows.unflatten(0, (3, config.heads, width)).clone()

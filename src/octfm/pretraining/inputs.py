@@ -77,8 +77,7 @@ def draw(config: PretrainConfig, preprocessing: Preprocessing, batch: Batch, aug
 def make_inputs(
     config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime, batch: Batch, augmented: bool = True
 ) -> Inputs:
-    """Cut out the kept patches of every view of every volume on the device, moved and recoloured as drawn: as the
-    loader has drawn for training, if it has."""
+    """Kept patches of every view of every volume on the device, moved and recoloured as drawn (`batch.drawn`)."""
     # uint8 to the device, a quarter of the bytes of float32; normalised there, and only in the patches that are kept.
     voxels = runtime.tensor(batch.voxels).unsqueeze(1)
     labels = runtime.tensor(batch.labels).unsqueeze(1) if batch.labels is not None else None
@@ -117,22 +116,21 @@ def _view(
     drawn: Augmentation | None,
     masks: TokenMasks,
 ) -> View:
-    index = token_index(runtime, masks)
-    kept = index.kept
+    index, patch = token_index(runtime, masks), config.model.patch_size
     mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
-    if drawn is None:
-        patches = normalise(take_patches(voxels, kept, config.model.patch_size), mean, std)
-        truth = take_patches(labels, kept, config.model.patch_size) if labels is not None else None
-        return View(patches, patches, index, truth)
-    *_, height, width = voxels.shape
-    moves = drawn.on_device(runtime.tensor, height, width, preprocessing.target_spacing)
-    raw = take_patches(augment.move(voxels, moves), kept, config.model.patch_size)
+    moves = None
+    if drawn is not None:
+        *_, height, width = voxels.shape
+        moves = drawn.on_device(runtime.tensor, height, width, preprocessing.target_spacing)
+        voxels = augment.move(voxels, moves)
+        labels = augment.move_labels(labels, moves) if labels is not None else None
+    raw = take_patches(voxels, index.kept, patch)
+    truth = take_patches(labels, index.kept, patch) if labels is not None else None
     # Only the encoder that learns sees recoloured voxels: features then gain nothing from brightness and contrast,
     # which reveal the scanner, not the eye.
-    truth = (
-        take_patches(augment.move_labels(labels, moves), kept, config.model.patch_size) if labels is not None else None
-    )
-    return View(augment.recoloured(raw, kept, moves, mean, std), normalise(raw, mean, std), index, truth)
+    own = augment.recoloured(raw, index.kept, moves, mean, std) if moves is not None else None
+    target = normalise(raw, mean, std)
+    return View(target if own is None else own, target, index, truth)
 
 
 def token_index(runtime: Runtime, masks: TokenMasks) -> TokenIndex:

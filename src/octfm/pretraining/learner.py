@@ -31,8 +31,7 @@ def grid_of(preprocessing: Preprocessing, patch_size: tuple[int, int, int]) -> T
 
 
 def build_objective(config: PretrainConfig, preprocessing: Preprocessing) -> Objective:
-    """The networks of a run at their initial weights, which are a function of the seed alone. Raises ConfigError if an
-    objective of one's own builds none."""
+    """The networks of a run at the weights that its seed draws. ConfigError if the objective builds none."""
     torch.manual_seed(config.seed)
     settings, grid = config.objective, grid_of(preprocessing, config.model.patch_size)
     model = settings.build(config.model, config.predictor, grid)
@@ -138,10 +137,7 @@ class Learner:
         self.model.update_target(torch.where(made, self.ema, torch.ones_like(self.ema)))
 
     def whole(self) -> Objective:
-        """The networks with all weights on this rank, for use outside the step; a copy if they are sharded.
-
-        All ranks must call it.
-        """
+        """The networks with all weights on this rank, copied if they are sharded; all ranks must call it."""
         if not self.runtime.sharded:
             return self.model
         # build_objective seeds torch's generator, which must stay as it was.

@@ -27,15 +27,12 @@ class MaskConfig(Config):
     aspect: tuple[float, float] = (0.75, 1.5)
     """Range of a block's height over width, in tokens of a square plane."""
     plane: Literal["bscan", "enface"] = "enface"
-    """Blocks are cut in the B-scan plane (H, W) through all B-scans, as V-JEPA 2 does, or en face (D, W) through all
-    rows."""
+    """Blocks lie in the B-scan plane (H, W) through all B-scans, as in V-JEPA 2, or en face (D, W) through all rows."""
     centres: Literal["tissue", "inner"] = "tissue"
-    """Rows that blocks of the B-scan plane lie around: those of any tissue, or of the upper half of the tissue (the
-    inner retina)."""
+    """Rows that blocks of the B-scan plane lie around: of any tissue, or of its upper half (the inner retina)."""
     large_blocks: tuple[float, float, float] | None = None
-    """(block_area, mask_ratio, context_ratio) of a second set of masks, which every volume gets in the same step, such
-    as (0.7, 0.85, 0.15); null for none. V-JEPA 2 hides many small blocks in one and few large ones in the other. Only
-    `vjepa2` takes it."""
+    """(block_area, mask_ratio, context_ratio) of a second set of masks in the same step, such as (0.7, 0.85, 0.15);
+    null for none. V-JEPA 2 hides many small blocks in one and few large ones in the other. Only `vjepa2` takes it."""
     stages: tuple[tuple[float, float], ...] = ()
     """(mask_ratio, context_ratio) of consecutive equal parts of the run. Each part has other tensor shapes, for which
     steps are compiled anew. Validation keeps to mask_ratio and context_ratio, so that its losses can be compared."""
@@ -127,10 +124,8 @@ def select_tokens(
 ) -> np.ndarray:
     """`count` flat indices of one token map [d, h, w]: tissue first, then background; padding never.
 
-    Tissue beyond the budget is dropped uniformly at random. A volume with too few image tokens repeats some of them,
-    which keeps the shape fixed without an attention mask. `acquisition`: its name, for the error where it has none at
-    all.
-    """
+    Tissue beyond the budget is dropped at random. A volume with too few image tokens repeats some of them, which keeps
+    the shape fixed without an attention mask; one without any is an error that names its `acquisition`."""
     flat = tokens.ravel()
     # Shuffled first, then sorted stably by kind: random within tissue and within background.
     order = rng.permutation(flat.size)
@@ -162,11 +157,9 @@ def wanted_targets(config: MaskConfig, kept: int, num_target: int) -> int:
 
 
 def sample_masks(config: MaskConfig, tokens: np.ndarray, rngs: Sequence[np.random.Generator]) -> TokenMasks:
-    """Masks for token maps [B, d, h, w], one generator per volume; sizes are the same on every call.
-
-    Blocks rarely cover exactly the wanted number of tokens, so the surplus is dropped uniformly at random; cutting the
-    tail of a sorted index instead would make the last B-scans almost never a target.
-    """
+    """Masks for token maps [B, d, h, w], one generator per volume; sizes are the same on every call. Blocks rarely
+    cover exactly the wanted number of tokens, so the surplus is dropped uniformly at random; cutting the tail of a
+    sorted index instead would make the last B-scans almost never a target."""
     sets = [config] if config.large is None else [config, config.large]
     kept, splits = [], [[] for _ in sets]
     for place, (volume, rng) in enumerate(zip(tokens, rngs, strict=True)):
@@ -238,11 +231,8 @@ def _cover(
 
 
 def _block(config: MaskConfig, grid: Shape3, centre: int, rng: np.random.Generator) -> tuple[slice, ...]:
-    """A block of the plane, full along the axis that the plane leaves out.
-
-    Along D and W it may hang over the edge, so that every B-scan and A-scan is covered equally often; along H, where
-    tissue is only a part of the volume, it lies around the row of a random tissue token.
-    """
+    """A block of the plane, full along the axis that the plane leaves out. Along D and W it may hang over the edge, so
+    that every B-scan and A-scan is covered equally often; along H it lies around the row of the token `centre`."""
     spanned = 0 if config.plane == "bscan" else 1
     first, second = (axis for axis in range(3) if axis != spanned)
     aspect = rng.uniform(*config.aspect)

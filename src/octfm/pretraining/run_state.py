@@ -75,13 +75,8 @@ class RunState:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunState":
         # A checkpoint of another version may lack fields, which keep their defaults, or have more, which are dropped.
-        plain: dict[str, Any] = {}
-        for field in fields(cls):
-            if field.name in values:
-                value = values[field.name]
-                plain[field.name] = tuple(value) if isinstance(value, (list, tuple)) else value
-        known = [field.name for field in fields(Rollback)]
-        plain["rollbacks"] = tuple(
-            Rollback(**{name: rollback[name] for name in known}) for rollback in plain.get("rollbacks", ())
-        )
+        known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        plain: dict[str, Any] = {n: tuple(v) if isinstance(v, (list, tuple)) else v for n, v in known.items()}
+        names = [field.name for field in fields(Rollback)]
+        plain["rollbacks"] = tuple(Rollback(**{n: back[n] for n in names}) for back in plain.get("rollbacks", ()))
         return cls(**plain)

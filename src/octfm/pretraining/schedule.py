@@ -26,8 +26,7 @@ class ScheduleConfig(Config):
     """Momentum of the target encoder (the teacher) at step 0: the share of its own weights that it keeps in an update;
     the rest comes from the encoder. null derives it from the run length."""
     ema_end: float = Field(default=1.0, gt=0, le=1)
-    """The same momentum at the end of the run, to which it rises along a cosine. At 1 the target encoder no longer
-    changes."""
+    """Momentum at the end of the run, reached along a cosine. At 1 the target encoder no longer changes."""
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,7 @@ class PretrainConfig(Config):
     steps: Every = DEFAULT_STEPS
     """Optimizer updates."""
     epochs: Epochs | None = None
-    """Instead of steps: passes over the training volumes. Becomes steps as soon as the store is known, and is stored as
-    such."""
+    """Instead of steps: passes over the training volumes; becomes steps once the store is known."""
     precision: Precision = "bf16"
     """Arithmetic of the networks: bfloat16 where it is safe, or float32 throughout."""
     data: DataConfig = DataConfig()
@@ -80,8 +79,7 @@ class PretrainConfig(Config):
 
     @property
     def steps_per_program(self) -> int:
-        """Steps that one compiled program can serve: those of one of masks.stages, whose tensors have the same shapes;
-        0 if the objective gathers statistics."""
+        """Steps that share a compiled program, those of one of masks.stages; 0 if the objective gathers statistics."""
         return 0 if self.objective.gathers else self.steps // max(1, len(self.masks.stages))
 
     def with_objective(self, objective: ObjectiveConfig) -> "PretrainConfig":
@@ -96,9 +94,7 @@ class PretrainConfig(Config):
 
     def on_device(self, device: str | None) -> tuple["PretrainConfig", str | None]:
         """The same run on this device, and the device to name to the runtime: `xla` is an engine (runtime.parallel).
-
-        Raises ConfigError if the run cannot be compiled for XLA, or if its settings name another engine.
-        """
+        Raises ConfigError if the run cannot be compiled for XLA, or if its settings name another engine."""
         if device != "xla" or self.runtime.parallel == "xla_spmd":
             return self, None if device == "xla" else device
         if self.runtime.parallel != "ddp":
@@ -143,32 +139,12 @@ class PretrainConfig(Config):
 
 
 MAY_CHANGE = {
-    "log_every_steps",
-    "validate_every_steps",
-    "validation_volumes",
-    "ckpt_every_steps",
-    "ckpt_every_epochs",
-    "keep_checkpoints",
-    "keep_every_steps",
-    "keep_every_epochs",
-    "ckpt_second_dir",
-    "data.prefetch",
-    "model.activation_checkpointing",
-    "health.check_every_steps",
-    "health.margin",
-    "runtime.parallel",
-    "runtime.compile",
-    "runtime.timeout_s",
-    "tracking.tensorboard",
-    "tracking.wandb",
-    "tracking.project",
-    "tracking.step_deadline_s",
-    "objective.pool",
-    "probe.target",
-    "probe.labels",
-    "probe.every_steps",
-    "probe.volumes",
-    "data.store",
+    *("log_every_steps", "validate_every_steps", "validation_volumes", "ckpt_every_steps", "ckpt_every_epochs"),
+    *("keep_checkpoints", "keep_every_steps", "keep_every_epochs", "ckpt_second_dir"),
+    *("data.prefetch", "data.store", "model.activation_checkpointing", "objective.pool"),
+    *("health.check_every_steps", "health.margin", "runtime.parallel", "runtime.compile", "runtime.timeout_s"),
+    *("tracking.tensorboard", "tracking.wandb", "tracking.project", "tracking.step_deadline_s"),
+    *("probe.target", "probe.labels", "probe.every_steps", "probe.volumes"),
 }
 """Settings that a resumed run may change without ceasing to be the same run."""
 
@@ -189,11 +165,8 @@ def load_config(
 
 
 def stored_config(settings: dict[str, Any], objective: type[ObjectiveConfig] | None = None) -> PretrainConfig:
-    """The settings inside a checkpoint or an export; `objective` as in `load_config`.
-
-    Paths that are not valid here become None: they belong to the machine that wrote the file, and earlier versions
-    accepted bucket addresses as names of folders.
-    """
+    """The settings inside a checkpoint or an export; `objective` as in `load_config`. Paths that are not valid here, on
+    another machine than the one that wrote them, become None."""
     # A copy of each section: the caller's settings stay as they are.
     kept = {name: dict(value) if isinstance(value, dict) else value for name, value in settings.items()}
     places = (

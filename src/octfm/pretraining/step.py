@@ -38,8 +38,7 @@ class MicroStep:
     batch_effect: torch.Tensor | None = None
     """Relative change of a volume's loss when another volume shares its batch; None if it was not measured."""
     ascent: torch.Tensor | None = None
-    """Minus the smallest derivative of the minimised loss w.r.t. a volume's masked loss: above 0 if training goes
-    uphill. None if it was not measured."""
+    """Minus the smallest derivative of the loss w.r.t. a volume's masked loss: above 0 if training goes uphill."""
     gradients: list[torch.Tensor] | None = None
     """Followed rows of the gradients after the last micro-batch of this rank (audit.py); None in other steps."""
 
@@ -49,8 +48,7 @@ def accumulate(learner: Learner, batch: Batch, context_weight: float, *, everyth
 
     When memory runs out, the step is repeated with smaller micro-batches: the same global batch, images and maths (F7);
     the learner's state keeps the size. Sharded ranks cannot repeat a step and raise OutOfMemory.
-    `everything`: keep goals and features, and check the first micro-batch for leaks.
-    """
+    `everything`: keep goals and features, and check the first micro-batch for leaks."""
     (weight,) = learner.runtime.numbers(context_weight)
     while True:
         learner.optimizer.zero_grad(set_to_none=True)
@@ -118,9 +116,7 @@ class OutOfMemory(TrainingError):
 
 def _smaller(learner: Learner, batch: Batch, reason: str) -> int:
     """Volumes per device and pass to try after memory ran out: the most that divide its share, at most half as many.
-
-    Raises TrainingError after one volume at a time, and OutOfMemory if this process cannot repeat the step.
-    """
+    Raises TrainingError after one volume at a time, and OutOfMemory if this process cannot repeat the step."""
     devices = learner.runtime.devices
     size, share = learner.micro_batch // devices, len(batch) // devices
     smaller = max((n for n in range(1, size // 2 + 1) if share % n == 0), default=0)

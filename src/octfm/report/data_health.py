@@ -57,11 +57,8 @@ def write_data_health(
     max_reject: float | None = None,
     locations: Mapping[str, str] | None = None,
 ) -> Location:
-    """Write counts, distributions, reasons, the laterality audit, and the volumes least like their kind.
-
-    With `images`, those volumes and doubtful eyes are shown; no other file is decoded. `locations` maps the uris of a
-    catalog with pseudonyms to files.
-    """
+    """Write counts, distributions, reasons, the laterality audit, and the volumes least like their kind. With `images`,
+    those and doubtful eyes are decoded and shown. `locations` maps the uris of a catalog with pseudonyms to files."""
     catalog = shareable_catalog(catalog)
     doubts = laterality_doubts(catalog.acquisitions)
     facts = {
@@ -90,11 +87,8 @@ def write_data_health(
 
 
 def outliers(acquisitions: Sequence[Acquisition]) -> list[Outlier]:
-    """Volumes whose spacing or extent differs from the median of their kind, furthest first; then volumes with flags;
-    OUTLIERS at most.
-
-    A kind is a scanner, protocol, layout and modality.
-    """
+    """At most OUTLIERS volumes whose spacing or extent differs from the median of their kind (scanner, protocol, layout
+    and modality), furthest first; then volumes with flags."""
     kinds: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for row, a in enumerate(acquisitions):
         if FLAG in a.flags:
@@ -125,9 +119,7 @@ def outliers(acquisitions: Sequence[Acquisition]) -> list[Outlier]:
 
 def distribution_charts(acquisitions: Sequence[Acquisition]) -> list[Chart]:
     """One chart per axis with the spacings and extents of each scanner; the larger the mark, the more volumes have it.
-
-    Rasters only: the B-scans of a radial scan lie at angles and have no distance.
-    """
+    Rasters only: the B-scans of a radial scan lie at angles and have no distance."""
     acquisitions = [a for a in acquisitions if a.layout == "raster"]
     charts: list[Chart] = []
     if not acquisitions:
@@ -215,9 +207,8 @@ def _splits(acquisitions: Sequence[Acquisition]) -> list[dict[str, Any]]:
         own = [a for a in acquisitions if a.split == split]
         volumes = Counter(a.scanner for a in own)
         people, eyes = len({a.participant for a in own}), len({a.eye_id for a in own if a.laterality})
-        rows.append(
-            {"split": split, "participants": people, "eyes": eyes, "volumes": [(s, volumes[s]) for s in scanners]}
-        )
+        counts = [(s, volumes[s]) for s in scanners]
+        rows.append({"split": split, "participants": people, "eyes": eyes, "volumes": counts})
     return rows
 
 

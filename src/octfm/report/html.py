@@ -171,10 +171,7 @@ def _scanner_row(sources: Sources, name: str) -> dict[str, Any]:
 
 
 def _first_sentences(catalog: Catalog) -> dict[str, str]:
-    """Code → the sentence of its first reject, with names of files instead of paths.
-
-    Pages are passed around; rejects.parquet has the whole path.
-    """
+    """Code → the sentence of its first reject, with names of files instead of paths, which rejects.parquet has."""
     sentences = {reject.code: reject.sentence for reject in reversed(catalog.rejects)}
     # A sentence may also name the file that its own is a copy of.
     for uri in [each.uri for each in (*catalog.acquisitions, *catalog.rejects)]:

@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
+from PIL import Image
 
 from octfm.display import readable
 from octfm.tasks.scene import Scene
@@ -135,9 +136,7 @@ def shown_spacing(
     shape: tuple[int, int, int], spacing_mm: tuple[float, float, float], deepest: float
 ) -> tuple[float, float, float]:
     """Spacing whose proportions fit on a page: a wrong spacing in a file would make a picture a hundred metres high.
-
-    Height is between an eighth and twice the width, the extent across B-scans at most `deepest` times the width.
-    """
+    Height is between an eighth and twice the width, the extent across B-scans at most `deepest` times the width."""
     (d, h, w), (dz, dy, dx) = shape, spacing_mm
     width = w * dx
     across, down = np.clip(d * dz, width / 8, width * deepest), np.clip(h * dy, width / 8, width * 2)
@@ -251,8 +250,6 @@ def _token_brightness(voxels: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
 
 def to_png(figure: Figure, colours: int = 128) -> str:
     """A data: URI of a PNG with a palette of at most 256 colours."""
-    from PIL import Image
-
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     # 128 colours are enough for an OCT with an overlay, and take a third of the bytes.

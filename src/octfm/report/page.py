@@ -1,12 +1,16 @@
 """Render and write self-contained HTML pages: a template and a style sheet, no network."""
 
+from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from octfm.display import readable
 from octfm.errors import EvaluationError
 from octfm.io.location import BucketPath, Location, location, write_whole
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 MAX_BYTES = 25_000_000
 """Largest size of a page; most mail servers accept it."""
@@ -23,15 +27,24 @@ def html_file(out: str | Location, example: str) -> Location:
     return out
 
 
+@cache
+def _pages() -> "Environment":
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+    pages = Environment(
+        loader=FunctionLoader(_text), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    pages.filters["readable"] = readable
+    return pages
+
+
+def _text(name: str) -> str:
+    return (resources.files("octfm.report") / name).read_text(encoding="utf-8")
+
+
 def render(template: str, facts: dict[str, Any]) -> str:
     """Fill a template of this folder. It is an error if a fact that the template uses is missing."""
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["readable"] = readable
-    folder = resources.files("octfm.report")
-    style = (folder / "page.css").read_text(encoding="utf-8")
-    return environment.from_string((folder / template).read_text(encoding="utf-8")).render(style=style, **facts)
+    return _pages().get_template(template).render(style=_text("page.css"), **facts)
 
 
 def write_page(page: str, out: Place) -> Place:

@@ -126,8 +126,7 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def guarded(counts: dict[str, int]) -> dict[str, str]:
-    """Counts of people as text, with small ones withheld; a single small one would follow from the total, so then the
-    next smallest is withheld as well."""
+    """Counts of people as text, with small ones withheld; at least two, as a single one would follow from the total."""
     withheld = {name for name, count in counts.items() if 0 < count < SMALL}
     if len(withheld) == 1:
         others = {name: count for name, count in counts.items() if count >= SMALL}

@@ -7,9 +7,12 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.colors import LinearSegmentedColormap
+from PIL import Image
 
 from octfm.display import readable
 from octfm.errors import EvaluationError
@@ -19,9 +22,6 @@ from octfm.report.page import MAX_BYTES, render, write_page
 from octfm.tasks.scene import BESIDE, Overlay, Scene
 from octfm.volume.estimated import WHY
 from octfm.volume.volume import Fundus, Volume
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 LINE_STEPS, NO_LINE = 16, -32768
 """Lines are int16 in sixteenths of a row. viewer_paint.js has the same numbers."""
@@ -53,8 +53,7 @@ def viewer(
     """One viewer for all scenes in at most `budget` bytes; `alone` on its page, it takes the keyboard focus.
 
     on: keys of the overlays that are shown from the beginning.
-    corrections: index of a scene → what octfm.report.segmented.correct makes of its segmentation, for correcting it by
-    hand.
+    corrections: index of a scene → `correction_facts` of its segmentation, for correcting it by hand.
 
     Raises EvaluationError if not even few, coarse B-scans fit.
     """
@@ -86,12 +85,8 @@ def write_view(
     corrections: dict[str, Any] | None = None,
     verdict: Sequence[tuple[str, str, str]] = (),
 ) -> Location:
-    """Write a page for one volume, under 25 MB; `pictures` stand below the viewer, and a segmentation and overlays from
-    files of their own are shown from the beginning.
-
-    corrections: see `viewer`.
-    verdict: (class, word, sentence) for the top of the page.
-    """
+    """Write a page for one volume, under 25 MB; `pictures` stand below the viewer, (class, word, sentence) of `verdict`
+    on top; a segmentation and overlays from files of their own are shown from the beginning."""
     by_hand = {0: corrections} if corrections else None
     on = ("segmentation", "lesions", *(o.key for o in scene.overlays if o.key.startswith(BESIDE)))
     shown = viewer([scene], alone=True, on=on, corrections=by_hand)
@@ -102,21 +97,18 @@ def write_view(
 
 def view_facts(volume: Volume, scene: Scene, axial_length_mm: float | None = None) -> list[tuple[str, str]]:
     """(name, value) of the facts in a volume's file, except its participant; sizes are those of `scene`.
-
-    axial_length_mm: the one that rescaled its lateral millimetres.
-    """
+    axial_length_mm: the one that rescaled its lateral millimetres."""
     order = {True: "superior to inferior", False: "inferior to superior in the file, shown superior first"}
     facts = [
         ("Scanner", readable(volume.scanner)),
         ("Protocol", readable(volume.protocol)),
         ("Eye", {"R": "right", "L": "left"}.get(volume.laterality or "", "unknown")),
         ("B-scans × rows × A-scans", " × ".join(f"{n:,}" for n in scene.voxels.shape)),
-        ("Millimetres per step", " × ".join(f"{mm:.4g}" for mm in scene.spacing_mm))
-        if scene.has_mm and scene.is_raster
-        else ("Millimetres per row and A-scan", " × ".join(f"{mm:.4g}" for mm in scene.spacing_mm[1:]))
-        if scene.has_mm
-        else ("Millimetres", f"unknown: {WHY}"),
+        ("Millimetres", f"unknown: {WHY}"),
     ]
+    if scene.has_mm:
+        of, steps = ("step", scene.spacing_mm) if scene.is_raster else ("row and A-scan", scene.spacing_mm[1:])
+        facts[-1] = (f"Millimetres per {of}", " × ".join(f"{mm:.4g}" for mm in steps))
     if volume.mean_eye and axial_length_mm is None:
         facts.append(("Lateral millimetres", MEAN_EYE_SENTENCE))
     facts += [("Modality", "OCT angiography (flow)")] if volume.modality == "octa" else []
@@ -125,13 +117,8 @@ def view_facts(volume: Volume, scene: Scene, axial_length_mm: float | None = Non
     field = " × ".join(f"{n * mm:.2f}" for n, mm in zip(scene.voxels.shape, scene.spacing_mm, strict=True))
     facts.append(("Field", f"{field} mm"))
     if volume.layout != "raster":
-        return [
-            *facts,
-            (
-                "Layout",
-                f"interpolated from {volume.shape[0]} {volume.layout} B-scans, as an encoder gets it; black beyond",
-            ),
-        ]
+        made = f"interpolated from {volume.shape[0]} {volume.layout} B-scans, as an encoder gets it; black beyond"
+        return [*facts, ("Layout", made)]
     if not volume.left_to_right:
         way = "vertical on the fundus, not from side to side" if volume.vertical else "from right to left on the fundus"
         return [*facts, ("Direction of B-scans", way)]
@@ -189,10 +176,7 @@ def _volume(scene: Scene, room: int, correct: dict[str, Any] | None = None) -> d
 
 
 def _coded(scene: Scene, room: int, drawn_elsewhere: Collection[str]) -> dict[str, Any]:
-    """B-scans and overlays in the best coding that fits into `room` characters, and a note on what is not shown.
-
-    Raises EvaluationError if none fits.
-    """
+    """B-scans and overlays in the best coding that fits into `room` characters, else EvaluationError; and a note."""
     depth, height, width = scene.voxels.shape
     for quality, most, skip in CODINGS:
         kept = list(range(0, depth, skip))
@@ -275,8 +259,6 @@ def _overlay(overlay: Overlay, kept: list[int], *, empty: bool = False) -> dict[
 
 
 def _jpeg(bscan: np.ndarray, quality: int, most: int) -> str:
-    from PIL import Image
-
     image = Image.fromarray(np.ascontiguousarray(bscan))
     if (size := _size(bscan, most)) != image.size:
         image = image.resize(size, Image.Resampling.BOX)
@@ -292,8 +274,6 @@ def _size(bscan: np.ndarray, most: int) -> tuple[int, int]:
 
 def _area(bscan: np.ndarray, overlay: Overlay) -> str | None:
     """The mask of one B-scan as a transparent PNG in the colours of its legend; None if it is empty."""
-    from PIL import Image
-
     if not bscan.any():
         return None
     image = Image.fromarray(np.ascontiguousarray(bscan))
@@ -302,12 +282,10 @@ def _area(bscan: np.ndarray, overlay: Overlay) -> str | None:
 
 
 def _png(image: np.ndarray) -> str:
-    from PIL import Image
-
     return _saved(Image.fromarray(image), format="PNG", optimize=True)
 
 
-def _saved(image: "Image", **options: Any) -> str:
+def _saved(image: Image.Image, **options: Any) -> str:
     """An image file in base64."""
     buffer = io.BytesIO()
     image.save(buffer, **options)
@@ -325,8 +303,5 @@ def colour_steps(colours: Callable[[float], Sequence[float]]) -> list[list[int]]
 
 def _colour_maps() -> dict[str, list[list[int]]]:
     """64 steps each of inferno, for values from 0 up, and of a map from blue through grey at 0 to orange."""
-    from matplotlib import colormaps
-    from matplotlib.colors import LinearSegmentedColormap
-
     two_sided = LinearSegmentedColormap.from_list("two_sided", ["#1b6ca8", "#8fc1e3", "#808080", "#f2b36b", "#d55e00"])
     return {"sequential": colour_steps(colormaps["inferno"]), "diverging": colour_steps(two_sided)}

@@ -72,10 +72,8 @@ class Follower:
 
 
 def watch(run: str | Location, *, once: bool = False, every_s: float = 2.0, console: "Console | None" = None) -> None:
-    """Show the dashboard until the run is finished, stops itself or is interrupted; `once` prints it and returns.
-
-    A run in a bucket is shown as of its last upload, which is fetched at most every BUCKET_S seconds.
-    """
+    """Show the dashboard until the run is finished, stops itself or is interrupted; `once` prints it and returns. A run
+    in a bucket is shown as of its last upload, which is fetched at most every BUCKET_S seconds."""
     from rich.console import Console
     from rich.live import Live
 

@@ -122,11 +122,8 @@ def leakage(results: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def interval(row: dict[str, Any], *, digits: int = 2) -> str:
-    """`0.91 (0.87 to 0.95)`, the estimate alone if it has no interval, or a signed difference with its interval.
-
-    All numbers get one more digit if one of them is so near 0 that `digits` would show nothing but zeros, and as many
-    as show that the interval of a difference excludes 0.
-    """
+    """`0.91 (0.87 to 0.95)`, the estimate alone without an interval, or a signed difference; with one more digit if
+    `digits` would show only zeros, and as many as show that the interval of a difference excludes 0."""
     signed = "difference" in row
     value = row["difference"] if signed else row.get("estimate")
     if value is None:

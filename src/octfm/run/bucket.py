@@ -31,8 +31,7 @@ FORMAT, VERSION = "octfm-bucket-run", 1
 FETCHED = 2
 """Checkpoints that another machine fetches: the newest, and an older one in case it is damaged."""
 WAITING = 2
-"""Most checkpoints that wait to be sent, beside those that the retention keeps; while the bucket is unreachable, older
-ones are dropped."""
+"""Most checkpoints that wait to be sent beside those that the retention keeps; older ones are dropped."""
 PATIENCE_S = 600.0
 """How long a run that has ended tries to send its last checkpoint."""
 
@@ -298,8 +297,7 @@ class BucketRun:
         shutil.rmtree(self.path / ".outbox", ignore_errors=True)
 
     def _refuse_foreign(self) -> None:
-        """Raises CheckpointError if the address holds other objects and no run; what a run wrote before its first
-        pointer is allowed."""
+        """Raises CheckpointError if the address holds other objects than a run writes before its first pointer."""
         root = f"{self.where}/"
         found = {uri.removeprefix(root) for uri in bucket.find(str(self.where))} - {"run.lease"}
         found = {name for name in found if not name.startswith(".octfm-probe-")}
@@ -348,10 +346,8 @@ def read_pointer(where: BucketPath) -> dict[str, Any] | None:
 
 
 def _fetch(where: BucketPath, pointer: dict[str, Any], folder: Path, *, anew: bool = True) -> None:
-    """Fetch the files and checkpoints that the pointer names into another folder, which then replaces `folder`.
-
-    Without `anew` a folder that another process has fetched in the meantime stays: that process may be reading it.
-    """
+    """Fetch the files and checkpoints that the pointer names into another folder, which then replaces `folder`. Without
+    `anew` a folder that another process has fetched in the meantime stays: that process may be reading it."""
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     (partial / "checkpoints").mkdir(parents=True)
@@ -427,8 +423,7 @@ def _mark(folder: Path, tokens: list[str]) -> None:
 
 
 def _stays_here(inside: Path) -> bool:
-    """Whether a file is not sent with the others: checkpoints are sent with the pointer; locks, partial files and
-    notes stay local."""
+    """Whether a file is not sent with the others: checkpoints go with the pointer; locks, parts and notes stay here."""
     of_checkpoint = inside.parts[0] == "checkpoints" and inside.name != "best.json"
     # tokens-*: features of a frozen encoder, gigabytes that any machine can compute again.
     local = inside.name in (MARK, VERSIONS, "run.lock") or inside.name.startswith("tokens-")

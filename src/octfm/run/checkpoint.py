@@ -26,18 +26,8 @@ EXPECTED = "expected a run's folder, a file step-XXXXXXXX.pt of its checkpoints,
 
 
 DAMAGE = (
-    shards.DamagedShards,
-    RuntimeError,
-    EOFError,
-    zipfile.BadZipFile,
-    pickle.UnpicklingError,
-    struct.error,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
+    *(shards.DamagedShards, zipfile.BadZipFile, pickle.UnpicklingError, struct.error, EOFError, RuntimeError),
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError),
 )
 """Errors that torch and pickle raise for bytes that are no checkpoint."""
 
@@ -90,11 +80,10 @@ def load(path: Path) -> dict[str, Any]:
 def header(path: Path) -> dict[str, Any] | None:
     """A checkpoint's content, memory-mapped and not verified, to identify it; None if it is too damaged."""
     try:
-        content = (
-            shards.load_rest(path)
-            if path.is_dir()
-            else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        )
+        if path.is_dir():
+            content = shards.load_rest(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (*DAMAGE, OSError):
         return None
     return content if isinstance(content, dict) and content.get("format") == FORMAT else None

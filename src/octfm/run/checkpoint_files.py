@@ -37,10 +37,7 @@ def steps(folder: Path) -> list[Path]:
 
 
 def strangers(folder: Path) -> list[str]:
-    """Names of the entries in a folder of checkpoints that are not checkpoints: copies, downloads, other spellings.
-
-    They are neither read nor deleted.
-    """
+    """Entries in a folder of checkpoints that are none, and are neither read nor deleted: copies, other spellings."""
     if not folder.is_dir():
         return []
     return sorted(p.name for p in folder.iterdir() if not (_KNOWN.fullmatch(p.name) or is_checkpoint(p)))

@@ -72,10 +72,8 @@ class Failure:
 
 
 class CheckpointWriter:
-    """Writes into the first of `places` that takes a checkpoint, in a thread, one at a time.
-
-    A failure never stops training: `failures` reports it, and earlier checkpoints stay as they are.
-    """
+    """Writes into the first of `places` that takes a checkpoint, in a thread, one at a time. A failure never stops
+    training: `failures` reports it, and earlier checkpoints stay as they are."""
 
     def __init__(
         self, places: Sequence[Path], retention: Retention, write: Write | None = None, *, tidies: bool = True
@@ -199,24 +197,18 @@ class CheckpointWriter:
 
     def _needed(self) -> set[int | None]:
         """Updates before the best checkpoint, named or not, and before the last one to roll back to."""
-        found = [path for folder in self.places for path in checkpoint.steps(folder)]
-        newest_first = sorted(found, key=checkpoint.step_of, reverse=True)
+        newest_first = sorted(self._written(), key=checkpoint.step_of, reverse=True)
         safe = next((path for path in newest_first if self.retention.may_return_to(path)), None)
         return {best_step(self.places[0]), self._unnamed, checkpoint.step_of(safe) if safe else None}
 
+    def _written(self) -> list[Path]:
+        return [path for folder in self.places for path in checkpoint.steps(folder)]
+
     def _explain(self, step: int, place: Path, error: OSError) -> Failure:
-        last = place == self.places[-1]
-        everything = [path for folder in self.places for path in checkpoint.steps(folder)]
-        before = [path for path in everything if checkpoint.step_of(path) < step]
-        intact = (
-            f"the one before it, {max(before, key=checkpoint.step_of)}, is intact"
-            if before
-            else "there is none before it"
-        )
-        remedy = (
-            "training goes on; free some space, or name another disk in ckpt_second_dir"
-            if last
-            else f"trying {self.places[-1]}"
-        )
+        last, remedy = place == self.places[-1], f"trying {self.places[-1]}"
+        if last:
+            remedy = "training goes on; free some space, or name another disk in ckpt_second_dir"
+        before = max((p for p in self._written() if checkpoint.step_of(p) < step), key=checkpoint.step_of, default=None)
+        intact = f"the one before it, {before}, is intact" if before else "there is none before it"
         reason = f"checkpoint after step {step} was not written to {place}: {error.strerror or error}"
         return Failure(step, f"{reason}; {intact}; {remedy}", last)

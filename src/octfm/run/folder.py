@@ -117,12 +117,10 @@ class RunFolder:
         return self.remote.where / file.relative_to(self.path).as_posix()
 
     def newest_whole(self, echo: Echo) -> tuple[Path, dict[str, Any]] | None:
-        """The newest undamaged checkpoint and its content; damaged newer ones are set aside with a warning. None if
-        there is none yet.
+        """The newest undamaged checkpoint and its content, if there is one; damaged newer ones are set aside.
 
         Raises CheckpointError if any checkpoint is another run's, or if all of them are damaged: a run that has
-        checkpoints never starts anew because none of them can be read (F18).
-        """
+        checkpoints never starts anew because none of them can be read (F18)."""
         for folder in self.destinations:
             put_back(folder)
             if names := strangers(folder):
@@ -251,11 +249,8 @@ def open_run(
     echo: Echo = print,
     check: Callable[[Path], None] = lambda folder: None,
 ) -> Iterator[RunFolder]:
-    """The folder of a run, claimed by rank 0 for all ranks; the others may read it and never write into it.
-
-    A run in a bucket works in a local folder that is copied there in the background. Rank 0 calls `check` with the
-    folder first.
-    """
+    """The folder of a run, claimed by rank 0 for all ranks, once `check` has accepted it; the others only read it. A
+    run in a bucket works in a local folder that is copied there in the background."""
     where = location(out)
     remote = BucketRun(where) if isinstance(where, BucketPath) else None
     folder = where if isinstance(where, Path) else mirror_of(where)
@@ -275,10 +270,8 @@ def open_run(
 
 @contextmanager
 def claim(out: str | Path, identity: Identity, *, override: bool = False, echo: Echo = print) -> Iterator[RunFolder]:
-    """The folder of this run, locked until the context ends: a new one, or one begun with the same identity.
-
-    With `override`, other settings are accepted and recorded in run.json.
-    """
+    """The folder of this run, locked until the context ends: a new one, or one begun with the same identity. With
+    `override`, other settings are accepted and recorded in run.json."""
     run = RunFolder(Path(out), identity.kind)
     settings = run.path / "config.yaml"
     _require_run_or_new(run.path)
@@ -407,10 +400,7 @@ def has_only(folder: Path, beginnings: set[str]) -> bool:
 
 @contextmanager
 def locked(folder: Path, echo: Echo) -> Iterator[None]:
-    """Hold the lock of a run folder; the system releases it when the process ends, however it ends.
-
-    Raises CheckpointError if another process holds it.
-    """
+    """Hold the lock of a run folder, at most until this process ends. CheckpointError if another process holds it."""
     path = folder / LOCK
     try:
         file = lock(path)

@@ -219,10 +219,8 @@ def _repeat(training: Training, session: Session, interruption: "Interruption", 
 
 
 class Interruption:
-    """Remembers SIGTERM and SIGINT while entered, so that the step is finished and saved first; says so at once.
-
-    A second signal acts at once, unless a launcher repeats signals. Only the main thread receives signals.
-    """
+    """Remembers SIGTERM and SIGINT while entered, so that the step is finished and saved first; says so at once. A
+    second signal acts at once, unless a launcher repeats signals. Only the main thread receives signals."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -14,10 +14,8 @@ def no_moments(parameter: Tensor, device: torch.device) -> dict[str, Tensor]:
 
 
 class CompiledAdamW(torch.optim.AdamW):
-    """AdamW (arXiv:1711.05101) like torch's fused kernel, with `found_inf` and the same names of its state.
-
-    Moments exist from the start: a first step that created them would compile to another program than the second.
-    """
+    """AdamW (arXiv:1711.05101) like torch's fused kernel, with `found_inf` and the same names of its state. Moments
+    exist from the start: a first step that created them would compile to another program than the second."""
 
     found_inf: Tensor
 
@@ -69,9 +67,7 @@ class ShardedAdamW(torch.optim.AdamW):
     """torch's fused AdamW, bit for bit, called on this rank's shares instead of on DTensors.
 
     On the first step with DTensors, torch (2.13) infers what the fused kernel returns by running it on zeros of the
-    whole shapes: weights, gradients and both moments of the whole model at once, on every rank, where they need not
-    fit.
-    """
+    whole model's shapes, on every rank, where they need not fit."""
 
     found_inf: Tensor | None = None
 

@@ -110,8 +110,7 @@ class Runtime:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def tensor(self, array: np.ndarray) -> Tensor:
-        """A copy on the device. The host does not wait for it, so it must leave the array as it is until it has waited
-        for a result that depends on it."""
+        """A copy on the device. The array must stay as it is until the host has waited for a result that needs it."""
         # torch accepts no negative strides, which a mirrored view has.
         return self._pinned(torch.from_numpy(np.ascontiguousarray(array))).to(self.device, non_blocking=True)
 
@@ -140,8 +139,7 @@ class Runtime:
         return self._pinned(torch.tensor(values, dtype=torch.float32)).to(self.device, non_blocking=True)
 
     def read(self, *tensors: Tensor) -> list[Tensor]:
-        """The parts of tensors that belong to this process's volumes, for the host to read. If steps are compiled, this
-        ends the recorded program."""
+        """The parts of tensors of this process's volumes, for the host to read. With XLA, this ends the program."""
         return list(tensors)
 
     def adamw(self, groups: list[dict[str, Any]], lr: Tensor, betas: tuple[float, float]) -> torch.optim.AdamW:
@@ -189,8 +187,7 @@ class Runtime:
         return f"{self.device.type} ({platform.processor() or platform.machine()})"
 
     def measures(self, inspected: bool) -> bool:
-        """Whether a step computes what an inspection needs: if it is `inspected`, and always if steps are compiled,
-        since compiled steps are all alike."""
+        """Whether a step computes what an inspection needs: if it is `inspected`, and always if all are alike."""
         return inspected or self.steady
 
     # The model on its devices.
@@ -205,15 +202,12 @@ class Runtime:
 
         mesh = init_device_mesh(self.device.type, (self.world,))
         # The root as well: else it keeps old weights after an update whose last forward pass had no gradients.
-        for module in (
-            *(block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part),
-            model,
-        ):
+        blocks = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
+        for module in (*blocks, model):
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
 
     def for_run(self, config: RuntimeConfig, updates: int) -> "Runtime":
-        """This runtime for a run that makes so many updates with each compiled program: whether it compiles its steps
-        by default depends on them."""
+        """This runtime for a run; by default it compiles steps if each program serves many `updates`."""
         if config.compile is not None:
             return replace(self, compiles=config.compile, insists=True)
         able = self.device.type == "cuda" and not self.sharded and find_spec("triton") is not None
@@ -275,10 +269,8 @@ class Runtime:
             model.set_requires_gradient_sync(last)  # pyright: ignore[reportCallIssue]
 
     def average_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Mean over ranks, in place; shards are averaged by the backward pass already.
-
-        After all micro-batches, not during the last one: a rank that runs out of memory repeats its own (F7).
-        """
+        """Mean over ranks, in place; shards are averaged by the backward pass already. After all micro-batches, not
+        during the last one: a rank that runs out of memory repeats its own (F7)."""
         if self.world == 1 or self.sharded:
             return
         buckets: list[list[Tensor]] = [[]]
@@ -368,11 +360,9 @@ class Runtime:
         lengths = self.exchange(np.array([len(tensor)]))[:, 0].astype(int)
         padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
         padded[: len(tensor)] = tensor
-        parts = [torch.empty_like(padded) for _ in range(self.world)] if self.leads else None
-        dist.gather(padded, parts)
-        return (
-            torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)]) if parts is not None else tensor[:0]
-        )
+        parts = [torch.empty_like(padded) for _ in range(self.world if self.leads else 0)]
+        dist.gather(padded, parts or None)
+        return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=False)]) if parts else tensor[:0]
 
     def value_of_first(self, value: Any) -> Any:
         """Send rank 0's `value` to every rank, for the threads that write sharded checkpoints."""
@@ -466,11 +456,9 @@ def alone(precision: Precision = "fp32", device: str | None = None) -> Runtime:
 
 
 def device_named(name: str | None, local_rank: int | None = None) -> torch.device:
-    """The device of this name; None and `auto` are CUDA if there is one, which ROCm counts as, else the CPU.
-
-    `mps` and other accelerators that torch finds are never chosen by themselves: octfm is not tested on them. With a
-    `local_rank`, that rank's own CUDA device. Raises ConfigError if there is no such device.
-    """
+    """The device of this name; None and `auto` are CUDA if there is one, which ROCm counts as, else the CPU. `mps` and
+    other accelerators that torch finds are never chosen by themselves: octfm is not tested on them. With a
+    `local_rank`, that rank's own CUDA device. Raises ConfigError if there is no such device."""
     name = name if name not in (None, "auto") else "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, number = name.partition(":")
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -526,6 +514,7 @@ def _warn(line: str) -> None:
 
 def environment(runtime: Runtime) -> dict[str, str]:
     """Software and hardware that a run depends on; no host or user names."""
+    engine = "fsdp" if runtime.sharded else "ddp" if runtime.world > 1 else "single"
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -535,9 +524,5 @@ def environment(runtime: Runtime) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "precision": runtime.precision,
         "ranks": str(runtime.world),
-        "parallel": "xla_spmd"
-        if runtime.steady
-        else ("fsdp" if runtime.sharded else "ddp")
-        if runtime.world > 1
-        else "single",
+        "parallel": "xla_spmd" if runtime.steady else engine,
     }

@@ -129,12 +129,9 @@ class XLARuntime(Runtime):
         return _memory().get("peak_bytes_used", 0) / 1e9 or super().peak_memory_gb()
 
     def free_memory_gb(self) -> float:
-        found = _memory()
-        return (
-            (found["bytes_limit"] - found["bytes_used"]) / 1e9
-            if found.get("bytes_limit")
-            else super().free_memory_gb() / self.devices
-        )
+        if (found := _memory()).get("bytes_limit"):
+            return (found["bytes_limit"] - found["bytes_used"]) / 1e9
+        return super().free_memory_gb() / self.devices
 
     def release(self) -> None:
         """Does nothing: the compiler plans all memory."""

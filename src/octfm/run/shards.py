@@ -35,8 +35,7 @@ class DamagedShards(Exception):
 
 
 def write(folder: Path, step: int, content: dict[str, Any], *, runtime: Runtime) -> Path:
-    """Write a sharded checkpoint; all ranks call it at once, each from a thread. Raises OSError on every rank, leaving
-    nothing behind, if any of them cannot write."""
+    """Write a sharded checkpoint, each rank in a thread. If one cannot, all raise OSError and nothing is left."""
     path = folder / name_of(step, SUFFIX)
     partial, former = path.with_name(f"{path.name}.partial"), former_of(path)
 

@@ -17,7 +17,6 @@ from octfm.io.location import write_whole
 from octfm.run.tracking import Listener, TrackingConfig
 
 STATE = "trackers.json"
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 
 def open_trackers(
@@ -28,7 +27,7 @@ def open_trackers(
         return []
     for name in missing(config):
         raise ConfigError(
-            f"tracking.{name}: the package {PACKAGES[name]} is not installed; pip install octfm[{name}], or turn it off"
+            f"tracking.{name}: the package {name} is not installed; pip install octfm[{name}], or turn it off"
         )
     found: list[Listener] = []
     if config.tensorboard:
@@ -41,7 +40,7 @@ def open_trackers(
 def missing(config: TrackingConfig) -> list[str]:
     """Configured trackers that are not installed."""
     configured = [name for name, on in (("tensorboard", config.tensorboard), ("wandb", config.wandb)) if on]
-    return [name for name in configured if importlib.util.find_spec(PACKAGES[name]) is None]
+    return [name for name in configured if importlib.util.find_spec(name) is None]
 
 
 def mode(config: TrackingConfig) -> Literal["online", "offline"] | None:

@@ -56,8 +56,7 @@ class Metrics:
         self._name(self.broken, first_step)
 
     def rewind(self, first_step: int, rollbacks: int) -> None:
-        """Go back to an earlier step: rows since then move to abandoned-N.jsonl, later if the disk has no space now.
-        Trackers keep theirs."""
+        """Move rows since an earlier step to abandoned-N.jsonl, later if the disk is full now. Trackers keep theirs."""
         with self._lock:
             self._owed.append((first_step, rollbacks))
             self._catch_up()
@@ -116,9 +115,8 @@ class Metrics:
             try:
                 tell(listener)
             except Exception as error:
-                # Foreign code, often with a network behind it, may fail in any way, and must not end a month of
-                # training: it is dropped, and metrics.jsonl says so.
-                # Before `write`, which calls all listeners again.
+                # Foreign code may fail in any way, and must not end a month of training.
+                # Removed before `write`, which calls all listeners again.
                 self.listeners.remove(listener)
                 what = type(listener).__name__
                 reason = " ".join(str(error).split())[:200]

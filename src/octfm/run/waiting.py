@@ -15,8 +15,7 @@ ADVICE = {
 
 
 class Waiting:
-    """A thread that calls `report` after `deadline_s` without a finished step, then at twice, four times, … the
-    deadline."""
+    """A thread that calls `report` after `deadline_s` without a finished step, then after twice as long, and so on."""
 
     def __init__(self, deadline_s: float, report: Callable[[str, float, str], None]):
         """`report(what, seconds, sentence)` is called from the thread."""

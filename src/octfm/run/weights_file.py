@@ -1,5 +1,4 @@
-"""torch's files: read tensors from a `.pt` that others wrote, whose code is never run; write one, with the system's own
-reason if it cannot be written."""
+"""torch's files: read tensors of others, whose code is never run; write, with the system's reason if that fails."""
 
 import pickle
 import zipfile
@@ -14,10 +13,8 @@ from octfm.errors import CheckpointError
 
 
 def read_weights(path: Path, containers: Sequence[str], expected: str) -> dict[str, Tensor]:
-    """Tensors by name, from the innermost mapping under keys in `containers`; of several keys, the first counts.
-
-    Raises CheckpointError naming the file and `expected`, a description of the file that should be there.
-    """
+    """Tensors by name, from the innermost mapping under keys in `containers`; of several keys, the first counts. Raises
+    CheckpointError naming the file and `expected`, a description of the file that should be there."""
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; expected {expected}")
     try:

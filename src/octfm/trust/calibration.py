@@ -97,11 +97,8 @@ def wilson(share: float, n: int) -> tuple[float, float]:
 
 def _ece_if_calibrated(confidence: np.ndarray, participant: np.ndarray, seed: int) -> dict[str, float]:
     """Mean and 97.5 % quantile of the ECE, and 95 % quantile of |confidence − accuracy|, if these probabilities were
-    true (consistency resampling).
-
-    With few cases, ECE is above 0 even for a calibrated model (Bröcker & Smith 2007). One draw per participant, because
-    several eyes of a participant tend to be right or wrong together.
-    """
+    true: with few cases, even then ECE is above 0 (Bröcker & Smith 2007). One draw per participant, because several
+    eyes of a participant tend to be right or wrong together."""
     _, member = np.unique(participant, return_inverse=True)
     drawn = np.random.default_rng((seed, 3)).random((SIMULATIONS, int(member.max()) + 1))[:, member]
     right = drawn < confidence

@@ -137,9 +137,7 @@ def _tested(
     seed: int,
 ) -> tuple[Cases, list[Round], np.ndarray]:
     """The cases of a target, the one fit on them, and bool [N] of rows whose participants an entry was trained on.
-
-    Needs no vectors. Raises EvaluationError if labels are missing or too few, or if a test participant was seen.
-    """
+    Needs no vectors. Raises EvaluationError if labels are missing or too few, or if a test participant was seen."""
     seen_rows = np.zeros(len(data.acquisition), bool)
     tested = np.array([split == "test" for split in data.split])
     for path in paths:
@@ -265,10 +263,8 @@ def _embed_entries(paths: Sequence[Path], stores: Sequence[Store], folder: Path,
 
 
 def _tuned(paths: Sequence[Path]) -> list[Tuned]:
-    """Group fine-tuned runs by recipe, each group under the name of its first run and in the order of seeds.
-
-    Two recipes of the same seeds are then paired seed by seed, in whatever order their runs are given.
-    """
+    """Group fine-tuned runs by recipe, each group under the name of its first run and in the order of seeds. Two
+    recipes of the same seeds are then paired seed by seed, in whatever order their runs are given."""
     groups: list[tuple[str, dict, list[PredictionTable], str]] = []
     for path in paths:
         saved = read_predictions(path / "predictions.parquet")

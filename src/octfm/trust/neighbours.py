@@ -19,10 +19,7 @@ SHOWN = 3
 
 
 def scanner_leakage(study: Study) -> dict[str, Any]:
-    """Probe every encoder for the scanner.
-
-    High scores are usual, because instruments differ visibly; they show how much a downstream model could exploit.
-    """
+    """Probe every encoder for the scanner. High scores are usual; they show what a downstream model could exploit."""
     target = Target("scanner", "scanner", "acquisition", leakage=True)
     try:
         task = make_task(target, study.data, None, study.design, study.seen, study.allow_seen, study.seed)
@@ -48,10 +45,7 @@ def scanner_leakage(study: Study) -> dict[str, Any]:
 
 
 def neighbours(study: Study) -> dict[str, Any]:
-    """Share of a test scan's five nearest training scans that have its label or its scanner.
-
-    Nearest by cosine similarity; scans of the same participant are excluded.
-    """
+    """Share of the five nearest training scans (cosine) of other participants with a test scan's label, or scanner."""
     results: list[dict[str, Any]] = []
     comparisons: list[dict[str, Any]] = []
     labels = {task.name: _labels(task, study) for task in study.tasks if task.cases.classes is not None}
@@ -106,10 +100,8 @@ def chance_of(label: np.ndarray, participant: np.ndarray, query: np.ndarray, gal
 
 
 def nearest_scans(study: Study, encoder: Embeddings, k: int = NEAREST) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of the test scans [Q], of the k nearest gallery scans of other participants [Q, k], and of the gallery.
-
-    The gallery holds the training scans, or all scans if all are tested.
-    """
+    """Rows of the test scans [Q], of the k nearest gallery scans of other participants [Q, k], and of the gallery. The
+    gallery holds the training scans, or all scans if all are tested."""
     unit = unit_vectors(encoder, study)
     query = np.flatnonzero(study.tested)
     gallery = np.flatnonzero(~study.tested) if (~study.tested).any() else query

@@ -219,10 +219,8 @@ def _encoders(
     folder: Path,
     echo: Echo,
 ) -> tuple[list[Embeddings], dict[str, Kind]]:
-    """Embeddings and kinds, in order: the run, other runs, baselines, external encoders.
-
-    Every encoder is read out as the run's own settings say, or vectors could not be compared.
-    """
+    """Embeddings and kinds, in order: the run, other runs, baselines, external encoders. Every encoder is read out as
+    the run's own settings say, or vectors could not be compared."""
     read: list[Embeddings] = []
     first = next(iter(runs))
     pool = load_encoder(runs[first]).config.objective.pool
@@ -279,10 +277,8 @@ def _pretraining(path: Path, store: Store) -> dict[str, Any]:
 def _from_scratch(
     study: Study, common: dict[str, Any], orders: Mapping[str, tuple[str, ...]], out: Path, allow_seen: bool, echo: Echo
 ) -> tuple[Study, str]:
-    """Train the run's architecture from random weights for each label; returns the study's predictions, and a note.
-
-    The learning rate is one that suits training from scratch, higher than that of fine-tuning.
-    """
+    """Train the run's architecture from random weights for each label; returns the study's predictions, and a note. The
+    learning rate is one that suits training from scratch, higher than that of fine-tuning."""
     if study.design != "recommended_split":
         return study, "Left out: it needs train and test splits, and this store has none (octfm scan makes them)."
     recipe = {"from_scratch": True, "head_epochs": 0, "lr_encoder": 3e-4, "layer_decay": 1.0, "patience": 15}

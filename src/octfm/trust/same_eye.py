@@ -159,10 +159,8 @@ def _pair(study: Study, task: Task, quantity: str, readings: Readings, a: str, b
 
 
 def _retrieval(study: Study) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Results and comparisons of retrieval: rank of the same eye among all test scans of another scanner.
-
-    Queries are the test scans, once for every other scanner that scanned the same eye.
-    """
+    """Results and comparisons of retrieval: rank of the same eye among all test scans of another scanner. Queries are
+    the test scans, once for every other scanner that scanned the same eye."""
     data, tested = study.data, study.tested
     rows = np.flatnonzero(tested & np.array([side is not None for side in data.laterality]))
     scanned = set(zip(data.eye_id[rows].tolist(), data.scanner[rows].tolist(), strict=True))

@@ -26,11 +26,8 @@ REGIMES = {
 
 
 def leave_one_scanner_out(study: Study) -> dict[str, Any]:
-    """Fit four probes (REGIMES) per target, encoder and scanner, tested on the same participants of that scanner.
-
-    The drop compares equal numbers of training participants; the other scanners together have more, which would hide
-    it.
-    """
+    """Fit four probes (REGIMES) per target, encoder and scanner, tested on the same participants of that scanner. The
+    drop compares equal numbers of training participants; the other scanners together have more, which would hide it."""
     results: list[dict[str, Any]] = []
     comparisons: list[dict[str, Any]] = []
     skipped: list[dict[str, str]] = []
@@ -67,11 +64,8 @@ def leave_one_scanner_out(study: Study) -> dict[str, Any]:
 
 
 def training_sets(task: Task, study: Study, scanner: str) -> dict[str, list[tuple[Round, ...]]]:
-    """Rounds by regime and draw, all testing the same rows.
-
-    Raises EvaluationError if too few participants remain, and AssertionError if a tested participant would be trained
-    on or was used in pretraining.
-    """
+    """Rounds by regime and draw, all testing the same rows. Raises EvaluationError if too few participants remain, and
+    AssertionError if a tested participant would be trained on or was used in pretraining."""
     cases = task.cases
     on = study.data.scanner[cases.rows] == scanner
     whole = [Round(r.train, r.test[on[r.test]]) for r in task.rounds]

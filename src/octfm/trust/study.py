@@ -122,10 +122,7 @@ def make_study(
     resamples: int = 4000,
     seed: int = 0,
 ) -> Study:
-    """Find targets and rounds.
-
-    Raises EvaluationError if a test participant was used in pretraining (unless `allow_seen`), or if no target remains.
-    """
+    """Find targets and rounds. EvaluationError if none remains, or a test participant was seen without `allow_seen`."""
     align(list(encoders))
     data = encoders[0]
     seen = np.zeros(len(data.acquisition), bool) if seen is None else seen
@@ -246,10 +243,8 @@ def difference(
 
 
 def add_claims(comparisons: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add `p_holm` and `claim` to the comparisons of one analysis.
-
-    The claim is the verdict if the comparison is planned and p after Holm is at most LEVEL, else "inconclusive".
-    """
+    """Add `p_holm` and `claim` to the comparisons of one analysis. The claim is the verdict if the comparison is
+    planned and p after Holm is at most LEVEL, else "inconclusive"."""
     rows = correct(list(comparisons))
     return [
         {**c, "claim": c["verdict"] if c["p_holm"] is not None and c["p_holm"] <= LEVEL else "inconclusive"}

@@ -19,11 +19,9 @@ NO_GROUPS = "No column tells groups apart: no site, age, eye or scanner differs 
 
 
 def subgroups(study: Study, columns: Sequence[str] = (), age_bands: Sequence[float] = AGE_BANDS) -> dict[str, Any]:
-    """Score the run's probe in each subgroup and compare it with all other test rows.
-
-    Groups are site, age band, eye, scanner and the values of `columns`. Regression is scored by absolute error, because
-    R² is low in a homogeneous group whatever the errors. p values are corrected over all gaps of all targets.
-    """
+    """Score the run's probe in each subgroup and compare it with all other test rows. Groups are site, age band, eye,
+    scanner and the values of `columns`. Regression is scored by absolute error, because R² is low in a homogeneous
+    group whatever the errors. p values are corrected over all gaps of all targets."""
     results, comparisons = [], []
     dimensions = group_columns(study, columns, age_bands)
     for task in study.tasks:
@@ -64,10 +62,8 @@ def subgroups(study: Study, columns: Sequence[str] = (), age_bands: Sequence[flo
 
 
 def group_columns(study: Study, columns: Sequence[str], age_bands: Sequence[float]) -> dict[str, list[str | None]]:
-    """The group of every row, by dimension; dimensions with one group are left out.
-
-    Raises EvaluationError for age bands that do not ascend, and for a name in `columns` without any value.
-    """
+    """The group of every row, by dimension; dimensions with one group are left out. Raises EvaluationError for age
+    bands that do not ascend, and for a name in `columns` without any value."""
     data, table = study.data, study.table
     bands = tuple(age_bands)
     if list(bands) != sorted(set(bands)) or not bands or not all(0 < band < 200 for band in bands):

@@ -51,9 +51,8 @@ def anchor_row(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, fl
 
 
 def unseen_row(learner: Learner, store: Store) -> dict[str, float] | None:
-    """For metrics.jsonl, `unseen_auroc`: how well the run's vectors tell UNSEEN phantoms of the conditions that
-    data.phantoms.conditions leaves out from as many healthy ones (`told_apart`). None if none is left out. All ranks
-    must call it."""
+    """For metrics.jsonl, `unseen_auroc`: how well the run's vectors tell UNSEEN phantoms of left-out conditions from as
+    many healthy ones (`told_apart`). None if data.phantoms.conditions leaves none out. All ranks must call it."""
     config = learner.config
     phantoms = config.data.phantoms
     if phantoms is None or not phantoms.conditions:
@@ -127,9 +126,8 @@ def apart(layers_HW: np.ndarray, borders_SW: np.ndarray) -> np.ndarray:
 
 
 def disorder(answers_NA: np.ndarray, parts: tuple[int, int, int]) -> np.ndarray:
-    """[2]: places within tokens where the layer that is named below lies above the other in an eye, and places where it
-    lies below it, as it must. Parts that are named a lesion do not count. answers_NA: log odds; parts: of a patch along
-    each axis."""
+    """[2]: numbers of neighbours within tokens whose predicted layers are in the wrong order, and in the right one.
+    Predicted lesions do not count. answers_NA: log odds; parts: of a patch along each axis."""
     odds = answers_NA.reshape(len(answers_NA), *parts, len(CLASSES))
     layer = odds[..., : LESION_CLASSES.start].argmax(-1)
     known = odds.argmax(-1) < LESION_CLASSES.start

@@ -1,8 +1,7 @@
 """Audit of an update: follow some rows of every weight matrix from gradient to optimizer moments to weights.
 
-Each link is compared with its expected value, so a lost sign, rate or part of the network shows in one inspection,
-while the loss would take thousands of steps to show it. Weight decay is excluded: it also moves weights that get no
-gradient.
+Each link is compared with its expected value, so a lost sign, rate or part of the network shows in one inspection
+instead of thousands of steps. Weight decay is excluded: it also moves weights that get no gradient.
 """
 
 from dataclasses import dataclass
@@ -142,11 +141,8 @@ def names(learner: Learner) -> list[str]:
 
 
 def _matrices(learner: Learner) -> dict[str, Tensor]:
-    """Weight matrices that should learn, including any that are missing from the optimizer by mistake.
-
-    Left out: tables of positions, since a batch uses few of their rows; and query-key-value weights if the encoder sees
-    a single token, since attention over one token has no gradient.
-    """
+    """Weight matrices that should learn, including any that the optimizer lacks by mistake; without tables of positions
+    (a batch uses few rows) and, if the encoder sees one token, query-key-value weights (they have no gradient)."""
     grid = token_grid(learner.preprocessing.image_size, learner.config.model.patch_size)
     alone = learner.config.masks.counts(grid)[1] == 1
     return {

@@ -50,11 +50,8 @@ class Feed:
     ) -> list[float]:
         """Compare this rank's batch with the data's step `at`, whose global batch should be the store's `rows`.
 
-        Returns a digest of `rows`; volumes out of place; whether the batch is the previous one; volumes repeated in
-        the epoch; volumes repeated in the batch; the row of a volume whose voxels differ from the store's, or -1; and
-        whether masks are fixed. Checksums and later masks are compared only with `closely`. With `excluded` volumes
-        the order has substitutes, so repetitions are not counted.
-        """
+        Returns what `finding` judges. Checksums and later masks are compared only with `closely`. With `excluded`
+        volumes the order has substitutes, so repetitions are not counted."""
         share = len(rows) // self.runtime.world
         own = slice(self.runtime.rank * share, (self.runtime.rank + 1) * share)
         positions = at * len(rows) + np.arange(len(rows))
@@ -74,6 +71,7 @@ class Feed:
             closely and masks_repeat(self.config, self.store, batch, len(self.loader.rows))
         )
         self._rows, self._start, self._strips = rows, int(positions[0]), strips
+        # `repeated`: in the epoch; `twice`: in the batch; `foreign`: the row of a volume with other voxels, or -1.
         return [digest(rows), misplaced, float(stale), repeated, twice, foreign, float(fixed)]
 
     def _stale(self, positions: np.ndarray, rows: np.ndarray, excluded: bool, strips: list[int]) -> bool:
@@ -173,9 +171,7 @@ def finding(fed: Fed, at_rows: np.ndarray) -> Finding | None:
 
 def masks_repeat(config: PretrainConfig, store: Store, batch: Batch, volumes: int) -> bool:
     """Whether a batch's first volume would get the same masks at its next three positions or in the next three epochs.
-
-    `volumes` is the number of training volumes, that is, positions per epoch.
-    """
+    `volumes` is the number of training volumes, that is, positions per epoch."""
     size, patch = store.preprocessing.image_size, config.model.patch_size
     tokens, start = token_map(batch.band[:1], batch.valid[:1], size, patch), int(batch.position[0])
     if np.count_nonzero(tokens != PADDING) < ENOUGH:

@@ -61,10 +61,8 @@ class Verdict:
 
 @torch.no_grad()
 def effective_rank(features_MD: Tensor) -> float:
-    """RankMe (arXiv:2210.02885) of centred features: exp of the entropy of the normalised singular values.
-
-    1 is collapse; the width D is the maximum.
-    """
+    """RankMe (arXiv:2210.02885) of centred features, from 1 (collapse) to the width D: exp of the entropy of the
+    normalised singular values."""
     # float64: the Gram matrix squares the condition number, and float32 noise would pass for rank.
     if widest_on(features_MD.device) is not torch.float64:
         features_MD = features_MD.cpu()

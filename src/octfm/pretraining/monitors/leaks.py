@@ -14,10 +14,8 @@ SAMPLED_TOKENS = 64
 
 
 def leak(learner: Learner, views: Sequence[View]) -> Tensor | None:
-    """Largest gradient of the loss w.r.t. a voxel hidden from the encoder; None if the objective hides nothing.
-
-    Call it after the backward pass of patches that require gradients.
-    """
+    """Largest gradient of the loss w.r.t. a voxel hidden from the encoder; None if the objective hides nothing. Call it
+    after the backward pass of patches that require gradients."""
     found = []
     for view in views:
         hidden, gradient = learner.model.hidden_from_encoder(view.index), view.patches_BKP.grad
@@ -31,9 +29,7 @@ def leak(learner: Learner, views: Sequence[View]) -> Tensor | None:
 @torch.no_grad()
 def batch_effect(learner: Learner, views: Sequence[View], context_weight: Tensor) -> Tensor:
     """Relative change of a volume's loss when a second volume, or if there is none its own negative, joins the batch.
-
-    In float32 whatever the run's precision: bfloat16 rounding would hide a leak of a percent.
-    """
+    In float32 whatever the run's precision: bfloat16 rounding would hide a leak of a percent."""
     thin = [_few(view) for view in views]
     # All views or none: those that differ in their masks only share a teacher, which sees the tokens of the first.
     all_thin = all(context.numel() and target.numel() for context, target in thin)

@@ -28,11 +28,9 @@ class Limits:
 
 
 def limits(config: HealthConfig, state: RunState) -> Limits:
-    """Limits beyond which a loss or gradient norm is a spike against the last steps.
-
-    A step's logarithm is compared with the median of the `NEAR` steps before it, so that a falling loss hides nothing.
-    The tolerance comes from the median absolute deviation of the same differences over the window.
-    """
+    """Limits beyond which a loss or gradient norm is a spike against the last steps. A step's logarithm is compared
+    with the median of the `NEAR` steps before it, so that a falling loss hides nothing. The tolerance comes from the
+    median absolute deviation of the same differences over the window."""
     loss, lasting = _above(state.losses, config.deviations, config.loss_factor, config.lasting_factor)
     return Limits(loss, lasting, _above(state.grad_norms, config.deviations, config.gradient_factor, None)[0])
 

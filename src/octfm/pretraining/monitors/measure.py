@@ -165,9 +165,7 @@ def update(
     learner: Learner, apply: torch.Tensor, *, inspect: bool, micro_steps: Sequence[MicroStep] = ()
 ) -> dict[str, torch.Tensor]:
     """Apply the update where `apply` is true; with `inspect`, return how far it moved the weights, still on the device.
-
-    `micro_steps` are the step's passes, whose gradients the audit starts from.
-    """
+    `micro_steps` are the step's passes, whose gradients the audit starts from."""
     before = BeforeUpdate.copy(learner, micro_steps) if inspect else None
     learner.update(apply)
     return before.compare(learner) if before is not None else {}
@@ -190,11 +188,8 @@ def train_row(
     ema: float,
     scanners: Sequence[str],
 ) -> dict:
-    """Losses over their content-free baselines, overall and per scanner, and feature health on tissue tokens.
-
-    Rank 0 measures the whole global batch, as a single process would, and all ranks get its row. `movement` is what
-    `update` returned, `scanners` are those of the global batch.
-    """
+    """Losses over their content-free baselines, overall and per scanner, and feature health on tissue tokens: rank 0's
+    row of the whole global batch, on all ranks. `movement` is what `update` returned."""
     model, runtime = learner.model, learner.runtime
     per_volume = [torch.cat(runtime.read(*(getattr(m, name) for m in micro_steps))) for name in PER_VOLUME]
     whole = [runtime.gather(x) for x in (*per_volume, _tissue_features(runtime, micro_steps))]

@@ -17,8 +17,7 @@ from octfm.pretraining.settings import PretrainConfig
 RANKS = 4
 """Measurements of effective rank needed before a drop can be judged."""
 RISE = 1.5
-"""Growth of the loss, and its ratio to a constant prediction's, that together count as rising: the ratio of healthy
-runs starts at 2.4 or less, and falls."""
+"""Growth of the loss, and ratio to a constant prediction's (2.4 or less and falling in healthy runs), of a rise."""
 APART = 0.1
 """Share by which held-out loss must rise and training loss fall to count as diverging."""
 STUCK = 0.25
@@ -120,10 +119,8 @@ def rising_loss(state: RunState, ratio: float) -> Finding | None:
 def held_out(rows: Iterable[dict[str, Any]]) -> Finding | None:
     """Overfitting: held-out loss rises while training loss falls. `rows` are a run's metrics up to a validation.
 
-    Compares the last validation with the best earlier one, each with the training steps before it, all over their
-    baselines. Held-out volumes and masks are the same, so little of the difference is chance: validations before a
-    resume with another validation_volumes do not count.
-    """
+    Compares the last validation with the best earlier one, each with the training steps before it, over baselines.
+    Little of the difference is chance, as volumes and masks are the same: since validation_volumes changed last."""
     training: list[float] = []
     points: list[tuple[int, float, float]] = []
     volumes: int | None = None

@@ -1,8 +1,7 @@
 """Probe the frozen encoder during a run: a checkpoint is chosen by what its features predict, never by SSL loss (F12).
 
-Linear and nearest-neighbour readouts of pooled tissue features on a fixed, labelled subset, fitted on training
-participants and scored on validation participants. Test participants are never used, and nothing feeds back into
-training.
+Linear and nearest-neighbour readouts of pooled tissue features on a fixed, labelled subset, fitted on training and
+scored on validation participants, never on test participants. Nothing feeds back into training.
 """
 
 from collections.abc import Callable
@@ -64,11 +63,8 @@ class Cases:
 def find_cases(
     config: OnlineProbeConfig, store: Store, train_rows: np.ndarray, validation_rows: np.ndarray
 ) -> Cases | None:
-    """Labelled volumes among training and validation rows; None if no target is set.
-
-    Raises ConfigError if there are too few, or if a row belongs to another split: a test participant must never
-    influence the choice of a checkpoint.
-    """
+    """Labelled volumes among training and validation rows; None if no target is set. Raises ConfigError if there are
+    too few, or if a row is of another split: a test participant must never influence the choice of a checkpoint."""
     if config.target is None:
         return None
     sides = []
@@ -120,10 +116,8 @@ def online_probe(
     cases: Cases, vectors_of: Callable[[np.ndarray], np.ndarray], runtime: Runtime
 ) -> dict[str, float | str]:
     """One row for metrics.jsonl: validation scores of a linear probe and of a nearest-neighbour vote.
-
     `vectors_of(rows)` returns the vectors of store rows. Scores are balanced accuracy for classes and R² for numbers.
-    Ranks divide the volumes among them; rank 0 computes the scores.
-    """
+    Ranks divide the volumes among them; rank 0 computes the scores."""
     vectors = [
         runtime.gather(torch.from_numpy(vectors_of(runtime.part(rows)))) for rows in (cases.train, cases.held_out)
     ]
@@ -168,10 +162,8 @@ def _labels(config: OnlineProbeConfig, store: Store, rows: np.ndarray) -> list[s
 def _ridge(cases: Cases, x: np.ndarray, x_new: np.ndarray) -> np.ndarray:
     """Ridge regression predictions [n, K] (K = 1 for numbers) at the penalty with the smallest leave-one-out error.
 
-    One participant is left out at a time: another scan of the same person is so near that too weak a penalty would
-    seem best. One SVD serves all penalties, because the residuals of rows G that are left out have the closed form
-    (1 − H_GG)⁻¹ residual_G with the hat matrix H.
-    """
+    A participant is left out at a time: with another scan of the same person, too weak a penalty would seem best. One
+    SVD serves all penalties: residuals of left-out rows G are (1 − H_GG)⁻¹ residual_G with the hat matrix H."""
     if cases.classes:
         y = np.eye(len(cases.classes))[cases.train_label]
         weight = 1 / np.bincount(cases.train_label, minlength=len(cases.classes))[cases.train_label]

@@ -30,10 +30,8 @@ def respond(
 ) -> Response:
     """Choose the action: skip suspect updates, and roll back after `max_skips` within `skip_window` steps.
 
-    Volumes whose loss is not finite twice are excluded. Findings about code and features are reported at first and
-    acted upon when seen again within two inspections, since neither depends on one batch. `names` are the keyed hashes
-    of the finding's volumes, `volumes` is the number of training volumes.
-    """
+    Volumes whose loss is not finite twice are excluded. Findings about code and features are acted upon when seen again
+    within two inspections. `names`: keyed hashes of the finding's volumes; `volumes`: the number to train on."""
     state = state.forget_before(step, config)
     if finding.kind == "advice":
         return Response("watch", state, "training continues")
@@ -75,9 +73,7 @@ def roll_back(config: HealthConfig, learner: Learner, run: RunFolder, step: int,
     """Restore the last healthy checkpoint, skip the batches since, and return a sentence that says so.
 
     Healthy means written while no update was suspect, preferably `margin` steps before the first sign of trouble.
-    Before the first checkpoint, training starts over. Raises TrainingError if training has already gone back there
-    `max_rollbacks` times.
-    """
+    Before the first checkpoint, training starts over. Raises TrainingError after `max_rollbacks` to the same one."""
     state = learner.state
     first_sign = min((*state.skips, *state.doubts), default=step)
     content: dict[str, Any] | None = None

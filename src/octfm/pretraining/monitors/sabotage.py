@@ -29,11 +29,8 @@ NAMES = {
 
 @contextmanager
 def sabotage(name: str, at: int, until: float = inf) -> Iterator[None]:
-    """Give every training in this process a fault, from step `at` of its data until before step `until`.
-
-    `at` and `until` count the steps of the data, which continue through a rollback: a fault with an end is tied to
-    certain batches, which a rollback leaves behind.
-    """
+    """Give every training in this process a fault, from step `at` of its data until before step `until`. Those continue
+    through a rollback: a fault with an end is tied to certain batches, which a rollback leaves behind."""
     if name not in NAMES:
         raise ConfigError(f"sabotage: expected one of {', '.join(NAMES)}; got {name!r}")
     accumulate, make_inputs = loop.accumulate, passes.make_inputs

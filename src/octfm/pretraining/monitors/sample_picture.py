@@ -14,10 +14,7 @@ OPACITY = 0.35
 
 
 def sample_picture(config: PretrainConfig, store: Store, rows: np.ndarray, step: int) -> np.ndarray:
-    """uint8 [H, n * W, 3]: the middle B-scan of each volume with the masks of `step`.
-
-    Blue is context, orange target, grey not used.
-    """
+    """uint8 [H, n * W, 3]: the middle B-scan of each volume with context (blue) and target (orange) of `step`."""
     arrays = store.read(rows)
     pd, ph, pw = config.model.patch_size
     tokens = token_map(arrays.band, arrays.valid, store.preprocessing.image_size, config.model.patch_size)

@@ -40,10 +40,8 @@ def exchange_results(
     signal_name: str | None = None,
     fed: Sequence[float] = (),
 ) -> StepSummary:
-    """Exchange step results across ranks; the first host sync of a step.
-
-    The smallest micro-batch of any rank becomes that of all (F7). `fed`: facts about this rank's data (feed.py).
-    """
+    """Exchange step results across ranks; the first host sync of a step. The smallest micro-batch of any rank becomes
+    that of all (F7). `fed`: facts about this rank's data (feed.py)."""
     runtime = learner.runtime
     losses = [
         torch.cat(runtime.read(*(getattr(d, name) for d in micro_results)))

@@ -33,11 +33,8 @@ def checks(
     *,
     resumed: bool = False,
 ) -> list[Check]:
-    """Run all checks, in seconds. Settings are checked first, so that no later check fails because of them.
-
-    For a resumed run the slow checks are left out, since it passed them when it began: cohort, objective, memory,
-    forecast.
-    """
+    """Run all checks, in seconds. Settings are checked first, so that no later check fails because of them. A resumed
+    run passed the slow ones when it began."""
     first = [data.patches_tile(config, store), data.arithmetic(config, store, runtime.replicas, len(train_rows))]
     if any(check.status == "FAIL" for check in first):
         return first
@@ -89,11 +86,8 @@ def checks(
 def examine(
     config: PretrainConfig, out: Location, device: str | None = None, plot: Path | None = None, ranks: int = 1
 ) -> list[Check]:
-    """Run all checks of a config whose store is named in `data.store`, for `octfm doctor`.
-
-    `plot`: a PNG to draw the config's curves and masks in. `ranks`: make the checks that one of so many ranks would
-    make, each on a device like this one.
-    """
+    """All checks of a config whose store is named in `data.store`, for `octfm doctor`, as one of so many `ranks` would
+    make them, each on a device like this one. `plot`: a PNG to draw the config's curves and masks in."""
     store = given_store(config)
     try:
         train_rows, validation_rows = training_rows(config, store)

@@ -25,10 +25,8 @@ class BlockSize:
 
 
 def block_sizes(config: MaskConfig, height: int, width: int) -> list[BlockSize]:
-    """Every possible size of a block in a plane of `height` x `width` tokens, with its probability.
-
-    The aspect is drawn uniformly; rounding to whole tokens divides its range into intervals, one for each size.
-    """
+    """Every possible size of a block in a plane of `height` x `width` tokens, with its probability. The aspect is drawn
+    uniformly; rounding to whole tokens divides its range into intervals, one for each size."""
     low, high = config.aspect
     edges = {low, high}
     for whole in range(max(height, width) + 1):
@@ -52,9 +50,7 @@ def block_sizes(config: MaskConfig, height: int, width: int) -> list[BlockSize]:
 
 def first_rows(size: int, centres_H: np.ndarray) -> np.ndarray:
     """Probability [H - size + 1] that a block of `size` rows begins in each row, its centre drawn as by `centres_H`.
-
-    The centre lies equally often in each of the block's rows, and the block stays within the volume.
-    """
+    The centre lies equally often in each of the block's rows, and the block stays within the volume."""
     height = len(centres_H)
     # From size - 1 rows above the volume to its last row.
     begin = np.convolve(centres_H / centres_H.sum(), np.full(size, 1 / size))

@@ -56,14 +56,11 @@ def step_cost(
     device: str = "cpu",
     graphs: bool = False,
 ) -> Cost:
-    """The cost of forward, backward and logging for one rank's micro-batch, from fake tensors: it takes a second for
-    ViT-S, no memory and no arithmetic.
+    """The cost of forward, backward and logging for one rank's micro-batch, from fake tensors, in a second for ViT-S.
 
     `sharded`: every rank holds a share of weights, gradients and moments (fsdp). `device`: its kind, such as cuda.
-    `graphs`: passes of steps that are not inspected are CUDA graphs. Live tensors are counted to a percent;
-    the factor ALLOCATOR stands for what the allocator keeps beyond them; kernels' own workspaces are not seen. On CPU
-    the estimate is within 20 % of what a real run's process grows by (`tests/test_preflight_resources.py`).
-    """
+    `graphs`: passes of steps that are not inspected are CUDA graphs. Live tensors are counted to a percent, workspaces
+    of kernels are not seen; on CPU the estimate is within 20 % of what a run's process grows by."""
     sharded = sharded and ranks > 1
     model = blueprint(config, preprocessing)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -116,18 +113,14 @@ def _fake_pass(
         # Views of weights take no memory of their own. For one process they are counted all the same: only then does
         # the estimate agree with its runs, so something else of that size must be missing (docs/log). torch counts the
         # fused kernels of accelerators, not the CPU's.
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         fused = {
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
-                q, k, v
-            ),
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-                lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
-            ),
+            flash: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+            backward: lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v),
         }
-        ledger, counter = (
-            _Ledger(model.parameters() if sharded else ()),
-            FlopCounterMode(display=False, custom_mapping=fused),
-        )
+        ledger = _Ledger(model.parameters() if sharded else ())
+        counter = FlopCounterMode(display=False, custom_mapping=fused)
         with ledger, counter:
             views = [
                 fake_view(config, preprocessing, micro_batch, *own.counts(grid))
@@ -162,8 +155,7 @@ def fake_view(
     index = TokenIndex(*places, tissue=torch.ones(batch, kept, dtype=torch.bool))
     voxels = torch.zeros(batch, 1, *preprocessing.image_size, dtype=torch.uint8)
     drawn = augment.draw(config.augment, [np.random.default_rng(0)] * batch)
-    _, height, width = preprocessing.image_size
-    moves = drawn.on_device(_fake, height, width, preprocessing.target_spacing)
+    moves = drawn.on_device(_fake, *preprocessing.image_size[1:], preprocessing.target_spacing)
     voxels = augment.move(voxels, moves)
     raw = take_patches(voxels, index.kept, config.model.patch_size)
     mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
@@ -172,12 +164,8 @@ def fake_view(
     if config.data.phantoms is None:
         return View(patches, target_patches, index)
     labels = torch.zeros(batch, 1, *preprocessing.image_size, dtype=torch.uint8)
-    return View(
-        patches,
-        target_patches,
-        index,
-        take_patches(augment.move_labels(labels, moves), index.kept, config.model.patch_size),
-    )
+    truth = take_patches(augment.move_labels(labels, moves), index.kept, config.model.patch_size)
+    return View(patches, target_patches, index, truth)
 
 
 def _fake(array: np.ndarray) -> torch.Tensor:

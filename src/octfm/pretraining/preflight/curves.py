@@ -12,8 +12,7 @@ LONG_RUN = 3000
 
 
 def learning_rate(schedule: Schedule) -> list[Check]:
-    """The learning rate must have one warm-up, one decay (or a declared constant) and no restart, and never be 0 (F1,
-    F2)."""
+    """One warm-up, one decay (or a declared constant), no restart, and never 0 (F1, F2)."""
     name, curve = "learning rate", np.array([schedule.lr(step) for step in range(schedule.steps)])
     peak = schedule.config.base_lr
     measured = f"{curve[0]:.2e} at step 0, peak {curve.max():.2e} at step {curve.argmax()}, {curve[-1]:.2e} at the end"
@@ -52,8 +51,7 @@ def weight_decay(schedule: Schedule) -> Check:
 
 
 def teacher(schedule: Schedule) -> Check:
-    """Momentum must stay in 0 … 1 and never fall; at most 5 % of the initial teacher is left after a quarter of the run
-    (F11)."""
+    """Momentum must stay in 0 … 1 and never fall; after a quarter of the run 5 % of the first teacher is left (F11)."""
     name, curve = "teacher momentum", np.array([schedule.ema(step) for step in range(schedule.steps)])
     outside = (curve < 0) | (curve > 1)
     if outside.any():

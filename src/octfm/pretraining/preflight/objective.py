@@ -114,10 +114,8 @@ def overfit(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Che
     """Train a tiny copy on four volumes; each volume's own targets must then fit better than another's.
 
     A model whose answers do not depend on what it sees (a constant, the mean of each position) fits both equally well,
-    and so does one whose teacher gives the same targets for every volume. Only content can make a difference, so the
-    first clear one ends the check. The teacher is not updated meanwhile: on four volumes it may collapse in a few
-    steps, which would not mean that it does so in the run.
-    """
+    and so does one whose teacher gives the same targets for every volume. The first clear difference ends the check.
+    The teacher is not updated meanwhile: on four volumes it may collapse in a few steps, unlike in the run."""
     name = "objective learns"
     rows = spread(store, train_rows, VOLUMES)
     if len(rows) < 2:

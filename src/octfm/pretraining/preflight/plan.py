@@ -153,10 +153,8 @@ class Plan:
 
 
 def plan(store: Store, device: str | None = None, hours: float = 24.0) -> Plan:
-    """Propose a run on the training volumes of `store` that takes at most `hours` on this device, in seconds.
-
-    Time and memory are the doctor's estimates. Raises StoreError if the store has no training volumes.
-    """
+    """Propose a run on the training volumes of `store` that takes at most `hours` on this device, in seconds. Time and
+    memory are the doctor's estimates. Raises StoreError if the store has no training volumes."""
     if {row.layout for row in store.rows} == {"line"}:
         raise StoreError(
             f"{store.path}: holds single B-scans, expected volumes; for B-scans choose the length yourself and check "

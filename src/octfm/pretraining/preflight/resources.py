@@ -2,7 +2,6 @@
 
 import secrets
 import shutil
-import tempfile
 from pathlib import Path
 
 from octfm.errors import BucketError, CheckpointError
@@ -136,46 +135,32 @@ def forecast(config: PretrainConfig, store: Store, runtime: Runtime, sample: Sam
 
 def destinations(config: PretrainConfig, out: Location) -> list[Check]:
     """Write, read back and delete a file in the run folder, and in the second one for checkpoints if set (F6)."""
-    found = [_bucket(out) if isinstance(out, BucketPath) else _folder("destination", out, "choose another --out (F6)")]
+    found = [_write_tested("destination", out, "choose another --out (F6)")]
     if config.ckpt_second_dir is not None:
-        second = Path(config.ckpt_second_dir)
         advice = "name a folder that can be written in ckpt_second_dir, or set it to null"
-        found.append(_folder("second destination", second, advice))
+        found.append(_write_tested("second destination", Path(config.ckpt_second_dir), advice))
     return found
 
 
-def _folder(name: str, out: Path, advice: str) -> Check:
-    parent = _existing(out)
+def _write_tested(name: str, out: Location, advice: str) -> Check:
+    parent = out if isinstance(out, BucketPath) else _existing(out)
+    probe = parent / f".octfm-probe-{secrets.token_hex(4)}"
     try:
-        with tempfile.NamedTemporaryFile(dir=parent, prefix=".octfm-probe-") as probe:
-            probe.write(b"octfm")
-            # Below, the file is read through a handle of its own.
-            probe.flush()
-            if Path(probe.name).read_bytes() != b"octfm":
-                return fail(name, f"{parent} returns other bytes than were written", advice)
+        write_whole(probe, b"octfm")
+        same = probe.read_bytes() == b"octfm"
+        probe.unlink()
+    except BucketError as error:
+        return fail(name, f"{error}", advice)
     except OSError as error:
-        return fail(name, f"{parent} cannot be written: {error.strerror}", advice)
+        return fail(name, f"{parent} cannot be written: {error.strerror or error}", advice)
+    if not same:
+        return fail(name, f"{parent} returns other bytes than were written", advice)
     return passed(name, f"{out} was write-tested")
 
 
-def _bucket(out: BucketPath) -> Check:
-    probe = out / f".octfm-probe-{secrets.token_hex(4)}"
-    try:
-        write_whole(probe, b"octfm")
-        if probe.read_bytes() != b"octfm":
-            return fail("destination", f"{out} returns other bytes than were written", "choose another --out (F6)")
-        probe.unlink()
-    except (BucketError, OSError) as error:
-        return fail("destination", f"{error}", "choose another --out (F6)")
-    return passed("destination", f"{out} was write-tested")
-
-
 def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> Check:
-    """Check that the disk has room for all checkpoints that will be kept, and one more while it is written.
-
-    Checkpoints already there are subtracted: each either stays and is counted, or is deleted. A finished run needs
-    nothing.
-    """
+    """Check that the disk has room for all checkpoints that will be kept, and one more while it is written. Checkpoints
+    already there are subtracted: each either stays and is counted, or is deleted. A finished run needs nothing."""
     out = out if isinstance(out, Path) else mirror_of(out)
     last = (checkpoint.everywhere(out) or [None])[-1]
     if last is not None and checkpoint.step_of(last) >= config.steps:
@@ -219,10 +204,8 @@ def _existing(folder: Path) -> Path:
 
 
 def tracker(config: PretrainConfig, *, resumed: bool = False) -> Check:
-    """Check that trackers are installed, and that a W&B server answers unless tracking is offline.
-
-    A resumed run continues without its server: its weights are worth more than its curves.
-    """
+    """Check that trackers are installed, and that a W&B server answers unless tracking is offline. A resumed run
+    continues without its server: its weights are worth more than its curves."""
     tracking = config.tracking
     if absent := trackers.missing(tracking):
         advice = f"pip install octfm[{absent[0]}], or turn tracking.{absent[0]} off"

@@ -127,8 +127,7 @@ def moved(config: PretrainConfig, store: Store, sample: Sample) -> list[Check]:
 
 
 def masking(config: PretrainConfig, sample: Sample) -> Iterator[Check]:
-    """Check 200 draws of masks: context and target are disjoint, neither contains padding, few targets are dead, and
-    every place is a target as often as it should be."""
+    """In DRAWS masks, context and target are disjoint and no padding, few targets dead, and places hidden alike."""
     coverage, counts = draw_coverage(config, sample.tokens), config.masks.counts(sample.tokens.shape[1:])
     if coverage.overlap or coverage.padded:
         measured = f"{coverage.overlap} tokens are context and target, {coverage.padded} kept tokens are padding"
@@ -160,11 +159,9 @@ def masking(config: PretrainConfig, sample: Sample) -> Iterator[Check]:
 def draw_coverage(config: PretrainConfig, tokens: np.ndarray) -> Coverage:
     """Draw DRAWS masks for token maps [n, d, h, w], each equally often; compare them with what the sampler should do.
 
-    Along D and W a block starts anywhere, and may hang over the edge, so that every slice is covered equally often;
-    along the axis that it spans it covers all slices alike; the surplus is dropped at random. A kept token is therefore
-    a target with probability T / K, whatever its slice. Along H in the B-scan plane blocks follow tissue: there the
-    distribution of a block is enumerated (block_law.py).
-    """
+    Along D and W a block starts anywhere and may hang over the edge, along the axis that it spans it covers all slices,
+    and the surplus is dropped at random: a kept token is a target with probability T / K, whatever its slice. Along H
+    in the B-scan plane blocks follow tissue: there the distribution of a block is enumerated (block_law.py)."""
     volumes, grid = len(tokens), tokens.shape[1:]
     hits = {axis: np.zeros((DRAWS, n)) for axis, n in zip(AXES, grid, strict=True)}
     kept_count = {axis: np.zeros((DRAWS, n)) for axis, n in zip(AXES, grid, strict=True)}

@@ -34,21 +34,8 @@ BUDGET = 3072
 """Token budget to try if the full grid does not fit."""
 
 
-@dataclass(frozen=True)
-class Slice:
-    """A TPU slice, listed below by the name under which it is rented. On v4, two cores are one device (megacore)."""
-
-    topology: str
-    devices: int
-
-
-SLICES = {
-    "v4-8": Slice("v4:2x2x1", 4),
-    "v4-16": Slice("v4:2x2x2", 8),
-    "v4-32": Slice("v4:2x2x4", 16),
-    "v4-64": Slice("v4:2x4x4", 32),
-    "v4-128": Slice("v4:4x4x4", 64),
-}
+SLICES = {"v4-8": "v4:2x2x1", "v4-16": "v4:2x2x2", "v4-32": "v4:2x2x4", "v4-64": "v4:2x4x4", "v4-128": "v4:4x4x4"}
+"""Topologies of TPU slices, by the name under which they are rented. On v4, two cores are one device (megacore)."""
 HBM = 30.75 * GIB
 """Memory that libtpu gives a program on a v4 device; its error for a larger program names this number."""
 TASKS = {"tpu_record": "recording the step (torch_xla)", "tpu_compile": "compiling the step (libtpu)"}
@@ -91,30 +78,27 @@ class Compiled:
 
 
 def examine(config: PretrainConfig, preprocessing: Preprocessing, name: str, echo: Echo) -> list[Check]:
-    """Check that a config's step compiles for a TPU slice and fits; if it does not, look for a smaller one that does.
-
-    Each attempt takes minutes and is announced through `echo`. Raises ConfigError for an unknown slice, missing
-    libraries, and settings that no run with XLA accepts.
-    """
+    """Check that a config's step compiles for a TPU slice and fits; if it does not, look for a smaller one that does,
+    minutes each. Raises ConfigError for an unknown slice, missing libraries, and settings that XLA does not run."""
     values = config.model_dump(mode="json")
     load(PretrainConfig, values | {"runtime": values["runtime"] | {"parallel": "xla_spmd"}})
-    chosen, data = slice_of(name), config.data
+    topology, data = slice_of(name), config.data
     try:
-        passes = accumulation(data.global_batch_size, data.per_device_batch_size, chosen.devices)
+        passes = accumulation(data.global_batch_size, data.per_device_batch_size, devices_in(topology))
     except ConfigError as error:
         return [fail_with("batch arithmetic", error)]
     row = f"TPU {name}"
-    product = f"{chosen.devices} devices x {data.per_device_batch_size} per device x {passes} accumulation"
+    product = f"{devices_in(topology)} devices x {data.per_device_batch_size} per device x {passes} accumulation"
     found = [passed("batch arithmetic", f"global batch {data.global_batch_size} = {product}")]
-    echo(f"compiling the step for {name} ({chosen.topology}), which takes minutes")
-    compiled = compile_step(config, preprocessing, chosen)
+    echo(f"compiling the step for {name} ({topology}), which takes minutes")
+    compiled = compile_step(config, preprocessing, topology)
     if compiled.trouble is None:
         time = f"compiled in {compiled.seconds:.0f} s"
         return [*found, passed(row, f"{compiled}; {time}; speed and numerics are untested on hardware")]
     last, tried = compiled, ""
     for overrides, smaller in smaller_steps(config, preprocessing):
         echo(f"{last}; trying {overrides}")
-        last = compile_step(smaller, preprocessing, chosen)
+        last = compile_step(smaller, preprocessing, topology)
         if last.trouble is None:
             return [*found, fail(row, str(compiled), f"{overrides} fits: {last}")]
         tried = f"nothing tried fits, {overrides} last ({last}): "
@@ -139,8 +123,8 @@ def smaller_steps(config: PretrainConfig, preprocessing: Preprocessing) -> Itera
         yield with_("masks", "budget", BUDGET)
 
 
-def slice_of(name: str) -> Slice:
-    """Look up a slice. Raises ConfigError if it is unknown, or if the libraries to compile for it are missing."""
+def slice_of(name: str) -> str:
+    """The topology of a slice. Raises ConfigError if it is unknown, or if libraries to compile for it are missing."""
     if name not in SLICES:
         raise ConfigError(f"--tpu: expected one of {', '.join(SLICES)}, got {name!r}")
     missing = [module for module in ("torch_xla", "jax", "libtpu") if importlib.util.find_spec(module) is None]
@@ -153,23 +137,25 @@ def slice_of(name: str) -> Slice:
     return SLICES[name]
 
 
-def compile_step(config: PretrainConfig, preprocessing: Preprocessing, slice_: Slice) -> Compiled:
-    """Record and compile the program of one update, which takes minutes. A step that does not fit is a result.
+def devices_in(topology: str) -> int:
+    return prod(map(int, topology.partition(":")[2].split("x")))
 
-    Raises ConfigError if the libraries crash or this machine's memory runs out.
-    """
+
+def compile_step(config: PretrainConfig, preprocessing: Preprocessing, topology: str) -> Compiled:
+    """Record and compile the program of one update, which takes minutes. A step that does not fit is a result. Raises
+    ConfigError if the libraries crash or this machine's memory runs out."""
     with tempfile.TemporaryDirectory(prefix="octfm-tpu-") as folder:
         job = {
             "config": config.model_dump(mode="json"),
             "preprocessing": preprocessing.model_dump(mode="json"),
-            "devices": slice_.devices,
+            "devices": devices_in(topology),
         }
         place = Path(folder)
         (place / "job.json").write_text(json.dumps(job))
         run("tpu_record", place, "arguments.json", {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"})
         # libtpu locks out other processes of the machine unless these say that no TPU is used.
         no_tpu = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-        compiled = run("tpu_compile", place, "compiled.json", no_tpu, slice_.topology)
+        compiled = run("tpu_compile", place, "compiled.json", no_tpu, topology)
     return Compiled(**json.loads(compiled))
 
 

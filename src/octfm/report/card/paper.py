@@ -235,14 +235,13 @@ def _about_preprocessing(sources: Sources) -> dict[str, str]:
 def _about_model(sources: Sources) -> dict[str, str]:
     get = partial(setting, sources, "model")
     patch, total = get("patch_size"), (sources.record.get("parameters") or {}).get("encoder")
+    begun = "were initialised at random" if get("init") == "unknown" else f"began from those of another network: {OPEN}"
     return {
         "model": f"The encoder was a 3-D Vision Transformer (width {get('width')}, {get('depth')} blocks, "
         f"{get('heads')} heads{f', {total:,} parameters' if total else ''}) on patches of "
         f"{' × '.join(map(str, patch)) if isinstance(patch, list) else patch} voxels with {get('positions')} "
         "positions.",
-        "initialisation": "Weights were initialised at random."
-        if get("init") == "unknown"
-        else "Weights began from a V-JEPA 2 checkpoint.",
+        "initialisation": f"Weights {begun}.",
         "ensembles": "None.",
     }
 
@@ -272,10 +271,9 @@ def _about_training(sources: Sources) -> dict[str, str]:
     scanners, most = get("data", "scanners"), get("data", "max_samples")
     limits = [f"scanners {', '.join(scanners)}"] if isinstance(scanners, list) and scanners else []
     limits += [f"at most {most} volumes"] if most != "unknown" else []
+    limited = f"Pretraining was limited to {markdown('; '.join(limits))}."
     found = {
-        "subsets": f"Pretraining was limited to {markdown('; '.join(limits))}."
-        if limits
-        else "None: all training volumes were used.",
+        "subsets": limited if limits else "None: all training volumes were used.",
         "selection": "The last checkpoint was used; none was chosen.",
     }
     if advised := advised_step(sources.online):

@@ -18,8 +18,7 @@ CAPTION = (
 
 
 def write_agreement(result: dict[str, Any], out: str | Path, commands: list[str]) -> Path:
-    """Render what `octfm.trust.device_agreement` returned, without names of files and folders, which may be those of
-    people. Raises EvaluationError if `out` is a folder."""
+    """Render what `device_agreement` returned, without paths, which may name people. EvaluationError for a folder."""
     from octfm.weights.packaged import NOTE
 
     zones = []

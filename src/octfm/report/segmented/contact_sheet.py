@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 
 
 class ContactSheet:
-    """TABLE.pictures.html next to a table of octfm segment: a picture of every scan, the most doubtful first.
-
-    Pictures wait in the folder TABLE.pictures, so that a table which is continued shows all of them.
-    """
+    """TABLE.pictures.html next to a table of octfm segment: a picture of every scan, the most doubtful first. Pictures
+    wait in the folder TABLE.pictures, so that a table which is continued shows all of them."""
 
     def __init__(self, table: Path):
         self.page = table.with_suffix(".pictures.html")
@@ -37,10 +35,8 @@ class ContactSheet:
         return self.folder / f"{hash_text(source)[:24]}.png"
 
     def write(self, rows: Sequence[dict[str, str]], room: int = MAX_BYTES - 1_000_000) -> Path:
-        """Write the page from the rows of the table. Where not all pictures fit, the least doubtful scans go without.
-
-        room: bytes for pictures.
-        """
+        """Write the page from the rows of the table; pictures of the least doubtful scans that do not fit into `room`
+        bytes are left out."""
         from octfm.layers.table import ACCEPTED
         from octfm.models.layer_net import MASKS
         from octfm.weights.packaged import NOTE

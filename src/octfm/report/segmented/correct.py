@@ -25,10 +25,8 @@ ERROR_STEPS = 256
 
 
 def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
-    """The data of viewer_correct.js for one scan; B-scans in the order of the file.
-
-    Lines are uint16 in such a part of a row that the frame fits, areas run lengths per B-scan.
-    """
+    """The data of viewer_correct.js for one scan, in the order of the file: lines as uint16 in such a part of a row
+    that the frame fits, areas as run lengths per B-scan."""
     from octfm.layers.corrections import FORMAT, OUTSIDE_ROWS
     from octfm.layers.ranges import SYNTHETIC
     from octfm.layers.segment import PLACE_UM

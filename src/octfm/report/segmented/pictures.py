@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle
+from PIL import Image
 
 from octfm.report.images import RIM, Picture, to_png
 from octfm.tasks.scene import FOUND_COLOURS
@@ -144,14 +145,10 @@ def _around(surfaces: dict[str, np.ndarray], d: int, height: int) -> slice:
 
 
 def _thumbnail(picture: np.ndarray) -> np.ndarray:
-    from PIL import Image
-
     return np.array(Image.fromarray(np.ascontiguousarray(picture)).resize(THUMBNAIL, Image.Resampling.BOX))
 
 
 def _png(picture: np.ndarray) -> bytes:
-    from PIL import Image
-
     # A palette chosen from the pixels has no colour for a druse of a few of them.
     palette = Image.new("P", (1, 1))
     palette.putpalette(_palette().ravel().tolist())

@@ -79,9 +79,7 @@ def reliability(row: dict[str, Any], title: str, caption: str) -> Chart:
 
 def bland_altman(pair: dict[str, Any], title: str, caption: str) -> Chart:
     """Bland-Altman plot (doi 10.1016/S0140-6736(86)90837-8): difference of two scanners against their mean, per eye.
-
-    Lines are bias and limits of agreement, shaded are their intervals.
-    """
+    Lines are bias and limits of agreement, shaded are their intervals."""
     key = _key(f"agreement {pair['target']} {pair['a']} {pair['b']}")
     found, points = pair["bland_altman"], sorted(pair["points"], key=lambda point: point[1])
     if len(points) > MAX_POINTS:

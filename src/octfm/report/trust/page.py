@@ -18,11 +18,9 @@ PAIRS = 6
 
 
 def write_trust(result: dict[str, Any], store: Store | None, out: str | Path, *, images: bool = True) -> Path:
-    """Render what `octfm.trust.report.trust` returned, with pictures from `store` if `images`.
-
-    Neither participants nor acquisitions nor folders are named; a volume is identified by its row in the store.
-    Scanners, classes, groups and runs have the names that headers, tables and the user gave them.
-    """
+    """Render what `octfm.trust.report.trust` returned, with pictures from `store` if `images`. Neither participants nor
+    acquisitions nor folders are named; a volume is identified by its row in the store. Scanners, classes, groups and
+    runs have the names that headers, tables and the user gave them."""
     pictured = store if images else None
     facts = {
         "reference": result["reference"],
