@@ -52,7 +52,7 @@ weights: $(STAMP)
 # Makes a run of `octfm pretrain` on streamed phantoms, or one of its checkpoints, the encoder of load_encoder(). encoder-2 is of
 # octfm pretrain dense steps=2600 seed=2 data.phantoms.seed=2 model.init=encoder-1@738ef77ebd1d model.depth=6 model.summary=8
 #   objective.pool=summary ckpt_every_steps=200 validate_every_steps=200 --out runs/dense     (67 CPU-minutes)
-# Then pytest tests/test_packaged_encoder.py tests/test_wheel.py and a line in docs/results.md. New weights get a new name
+# Then pytest tests/encoder/test_packaged_encoder.py tests/project/test_wheel.py and a line in docs/results.md. New weights get a new name
 # (CURRENT_ENCODER), since results name it; two at most are kept. `python -m octfm.encoder.packaging RUN --weights FOLDER` tries one.
 encoder: $(STAMP)
 	$(if $(RUN),,$(error RUN is missing; make encoder RUN=runs/dense))

@@ -3,7 +3,7 @@
 torchrun's agent starts two ranks of a tiny model on CPU; one of them gets a SIGKILL at a random step; the agent starts
 both again and they continue from the last checkpoint. Exits with 1 unless every run ends with bitwise identical
 weights. Ranks are forked from a process that has imported everything, so that twenty runs take minutes;
-`tests/test_elastic.py` uses the command line instead.
+`tests/run/test_elastic.py` uses the command line instead.
 """
 
 import argparse

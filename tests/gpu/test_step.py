@@ -150,7 +150,9 @@ def test_the_doctors_estimate_of_memory_is_within_20_percent(device, store, tmp_
     before = torch.cuda.memory_reserved() if device == "cuda" else 0
     quick_pretrain(settings, store, tmp_path / "run", device, echo=quiet)
     if device == "cpu":
-        pytest.skip("a CPU's memory is compared in tests/test_preflight_resources.py, in a process of its own")
+        pytest.skip(
+            "a CPU's memory is compared in tests/pretraining/test_preflight_resources.py, in a process of its own"
+        )
     # What the allocator has taken is what others cannot have.
     taken = torch.cuda.max_memory_reserved() - before
     print(f"{precision}: {taken / 1e9:.3f} GB taken, {estimate / 1e9:.3f} GB estimated")

@@ -7,6 +7,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 FIXTURES = TESTS / "fixtures"
+BENCHMARKS = ROOT / "benchmarks"
 
 
 def support_process(module: str, *words: object, python: str = sys.executable) -> dict:

@@ -1,4 +1,4 @@
-"""Trains under an allocation limit: `python -m support.short_of_memory STORE OUT [BYTES]`, for tests/test_memory.py.
+"""Trains under an allocation limit: `python -m support.short_of_memory STORE OUT [BYTES]`, for tests/pretraining/test_memory.py.
 
 From the first step on the process may allocate BYTES more than it has (RLIMIT_AS, so malloc itself fails). Without
 BYTES there is no limit, and what the steps needed is printed.

@@ -243,7 +243,7 @@ def write_metaimage(
     return _write(path, text)
 
 
-# ---- formats that nobody else writes, byte by byte; tests/test_vendor_files.py checks that OCT-Converter reads them
+# ---- formats that nobody else writes, byte by byte; tests/formats/test_vendor_files.py checks that OCT-Converter reads them
 # the same ----------
 
 

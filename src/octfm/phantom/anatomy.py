@@ -53,7 +53,7 @@ DISC_RADIUS_MM = (0.82, 0.92)
 # (floor, rim, periphery) of each inner layer in µm, the parameters of `pit`. They are set so that the ETDRS means of a
 # normal eye match those published for Spectralis: central 1 mm 278 (NFL 12.6, GCL 17.6, IPL 22.0; Nieves-Moreno et al.
 # 2017, PMC5498048, 297 eyes), rings 326 and 282 in older women (CAREDS2, PMC7910637). Other layers have approximate
-# literature values. tests/test_phantom.py checks the result against normative.py.
+# literature values. tests/phantom/test_phantom.py checks the result against normative.py.
 _PIT = {"gcl": (2.0, 84.0, 36.0), "ipl": (9.0, 56.0, 24.0), "inl": (8.0, 44.0, 26.0), "opl": (17.0, 29.0, 12.0)}
 # Layers whose thickness varies irregularly across the macula.
 _WAVY = ("nfl", "gcl", "ipl", "inl", "opl", "onl", "outer_segment", "choroid")

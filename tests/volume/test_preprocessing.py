@@ -516,7 +516,7 @@ def test_F15_preprocessing_has_one_home():
         "intensity_std": 0.21,
         "band": "learned",
     }
-    # The network of a learned band: tests/test_learned_band.py.
+    # The network of a learned band: tests/layers/test_learned_band.py.
     assert {*changed, "band_network"} == set(Preprocessing.model_fields)
     prints = {load(Preprocessing, {key: value}).fingerprint() for key, value in changed.items()}
     assert len(prints | {settings_.fingerprint()}) == len(changed) + 1

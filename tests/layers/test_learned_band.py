@@ -27,6 +27,7 @@ from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.tissue import MARGIN_MM, find_tissue
 from octfm.volume.volume import Volume
 from octfm.weights.packaged import find_packaged
+from support import FIXTURES
 from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
 from support.small_store import SIZE, small_preprocessing, small_store
@@ -34,7 +35,6 @@ from support.store_samples import content
 from support.tiny_runs import config, quick_pretrain, quiet
 
 pytestmark = pytest.mark.usefixtures("remembered_bscans")
-FIXTURES = Path(__file__).parent / "fixtures"
 BAND = LearnedBand()
 GRID = {"image_size": list(SIZE), "target_spacing": [0.7, 0.03, 0.18]}
 """That of small_preprocessing."""

@@ -4,14 +4,14 @@ stopped."""
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from support import BENCHMARKS
+
 sys.path.insert(0, str(BENCHMARKS))
 
-import growth  # noqa: E402
+import growth
 
 
 def test_exponents_are_those_of_the_curve():

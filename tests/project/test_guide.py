@@ -10,8 +10,8 @@ from octfm.catalog.acquisition import FLAGS
 from octfm.catalog.columns import FIELDS
 from octfm.formats import detect as formats
 from octfm.formats.reasons import REASONS
+from support import ROOT
 
-ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "guide"
 CODES = (FOLDER / "data-codes.md").read_text()
 LAYOUTS = sorted(set(FOLDER.glob("data-*.md")) - {FOLDER / "data-codes.md"})

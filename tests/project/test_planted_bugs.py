@@ -5,11 +5,10 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from support import ROOT, TESTS
 
 
 @dataclass(frozen=True)
@@ -227,6 +226,7 @@ def test_planted_bug_turns_its_test_red(bug, tmp_path):
     )
     path.write_text(source.replace(bug.old, bug.new))
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    file, name = bug.test.split("::", 1)
     command = [
         sys.executable,
         "-m",
@@ -237,7 +237,7 @@ def test_planted_bug_turns_its_test_red(bug, tmp_path):
         "no:cacheprovider",
         "-p",
         "no:xdist",
-        f"tests/{bug.test}",
+        f"{next(TESTS.rglob(file))}::{name}",
     ]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     # A fixture may already stop on it; what cannot be collected exits with 2.

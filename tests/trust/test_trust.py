@@ -4,7 +4,6 @@ everything learned."""
 import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +28,7 @@ from octfm.trust.same_eye import same_eye
 from octfm.trust.scanners import domains, leave_one_scanner_out, training_sets
 from octfm.trust.study import LEVEL, make_study
 from octfm.trust.subgroups import group_columns, subgroups
+from support import ROOT
 from support.browser import Browser, assert_renders, needs_chromium
 from support.command_line import invoke
 from support.tiny_runs import config as pretrain_config
@@ -700,7 +700,7 @@ def test_a_null_phantom_clinic_gets_no_claim_about_disease(tmp_path):
     settings = Preprocessing(image_size=(8, 64, 32), target_spacing=(0.7, 0.03, 0.18))
     store = prepare(scan(str(clinic), workers=1), tmp_path / "prepared", settings, workers=1, progress=False)
     run = quick_pretrain(pretrain_config(steps=3), store, tmp_path / "run", echo=quiet)
-    adapter = Path(__file__).parent.parent / "docs" / "external_encoder.py"
+    adapter = ROOT / "docs" / "external_encoder.py"
     result = trust(
         run, [store.path], tmp_path / "out", labels=clinic / "ground_truth" / "labels.tsv", targets=["disease"],
         external=[f"{adapter}:slices"], from_scratch_epochs=2, echo=quiet,

@@ -1,11 +1,9 @@
 """Which worker gets which test file, and when."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
+from support import TESTS
 from support.handing_out import FIRST, TOGETHER, HandingOut
-
-TESTS = Path(__file__).parent
 
 
 class Worker:
@@ -54,6 +52,6 @@ def test_files_that_share_what_is_dear_go_to_one_worker_and_long_ones_come_first
 
 
 def test_every_name_is_that_of_a_file():
-    files = {path.stem.removeprefix("test_") for path in TESTS.glob("test_*.py")}
+    files = {path.stem.removeprefix("test_") for path in TESTS.rglob("test_*.py")}
     assert TOGETHER | set(FIRST) <= files | {"together"}
     assert not set(FIRST) & TOGETHER, "a file that goes with others has no place of its own"

@@ -4,7 +4,6 @@ import json
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,11 +23,12 @@ from octfm.store.prepare import prepare
 from octfm.store.store import Store
 from octfm.tasks.layer_map import COLUMNS, Source, describe, layer_map, measured, spaced
 from octfm.volume.volume import Lines
+from support import BENCHMARKS
 from support.dicom_files import write_oct_dicom
 from support.small_store import small_preprocessing
 from support.trust_cohort import SCANNERS, Cohort
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(BENCHMARKS))
 import yardstick
 from yardstick_questions import (
     SEEN_SCANNER,

@@ -21,10 +21,11 @@ from octfm.store.prepare import prepare, row_of
 from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, stage
 from octfm.volume.preprocessing import Preprocessing
+from support import FIXTURES
 from support.command_line import invoke
 from support.store_samples import SMALL, acquisition, catalog, prepared, read_sample, write_store
 
-OLD = Path(__file__).parent / "fixtures" / "store_v1"
+OLD = FIXTURES / "store_v1"
 """Written before shards carried checksums of their data."""
 KINDS = ("none", "zstd", "old")
 MANY = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -31,6 +31,7 @@ from octfm.pretraining.settings import load_config, stored_config
 from octfm.report.html import write_report
 from octfm.run.runtime import Runtime
 from octfm.store.loader import Loader
+from support import ROOT
 from support.pairs_reader import PairsReader, write_pairs
 from support.probe_cohort import Cohort
 from support.small_store import darkened, small_preprocessing, small_store
@@ -438,7 +439,7 @@ def test_a_metric_of_ones_own_appears_with_its_interval(tmp_path):
 
 
 def test_the_plug_ins_of_the_guide_work(tmp_path, store, monkeypatch):
-    page = (Path(__file__).parent.parent / "docs" / "guide" / "plug-ins.md").read_text()
+    page = (ROOT / "docs" / "guide" / "plug-ins.md").read_text()
     for name, source in re.findall(r'^```python title="([\w.]+)"\n(.*?)^```', page, re.S | re.M):
         (tmp_path / name).write_text(source)
     monkeypatch.syspath_prepend(tmp_path)

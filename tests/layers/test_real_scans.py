@@ -12,9 +12,10 @@ from PIL import Image
 from octfm.layers.finder import load_finder
 from octfm.layers.sample import samples
 from octfm.tasks.layer_map import COLUMNS, Source, measured
+from support import BENCHMARKS
 from support.untrained import untrained_encoder
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(BENCHMARKS))
 from real_scans import Frame, by_encoder, by_pixels, decoded_lines, lines_to_fine, masked, tokens_of
 
 SPACING_MM = (0.1, 0.011, 0.05)

@@ -4,17 +4,17 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from support import BENCHMARKS
+
 sys.path.insert(0, str(BENCHMARKS))
 
-import objectives_table as table  # noqa: E402
-from objectives_cohort import preprocessing_of, scans  # noqa: E402
-from octfm.volume.resampling import resample, seen_rows  # noqa: E402
+import objectives_table as table
+from objectives_cohort import preprocessing_of, scans
+from octfm.volume.resampling import resample, seen_rows
 
 PEOPLE, TWICE = 240, 60
 """Test participants, and those of them who are on the held-out scanner, too."""

@@ -25,10 +25,10 @@ from pydicom.encaps import encapsulate_extended
 
 from octfm.formats import ReadError, read_header, read_volume
 from octfm.formats.dicom.codecs import FrameFormat, decode_frame, find_decoders
+from support import FIXTURES
 from support.codestreams import imagecodecs_encoder, picture, rle_encoder
 from support.dicom_files import NATIVE, write_oct_dicom
 
-FIXTURES = Path(__file__).parent / "fixtures"
 SPACING_MM = (0.12, 0.0039, 0.0115)
 
 lenient = settings(

@@ -22,11 +22,11 @@ from octfm.config import find_config, known_keys
 from octfm.pretraining.settings import PretrainConfig
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
+from support import ROOT, TESTS
 from support.browser import Browser, needs_chromium
 from support.command_line import inside
 from support.small_store import small_preprocessing, small_store
 
-ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(
     [*DOCS.glob("*.md"), *DOCS.glob("guide/*.md"), *DOCS.glob("log/*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
@@ -131,7 +131,7 @@ def test_every_test_that_a_guarantee_names_exists():
     assert len(named) > 100
     for file, name in named:
         if (file, name) != ("test_x", "test_y"):
-            source = (ROOT / "tests" / f"{file}.py").read_text()
+            source = next(TESTS.rglob(f"{file}.py")).read_text()
             assert re.search(rf"^def {name}", source, re.M), f"{file}::{name}: no such test"
 
 

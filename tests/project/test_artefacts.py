@@ -21,12 +21,13 @@ from octfm.run import checkpoint
 from octfm.run.tracking import read_metrics
 from octfm.store.store import Store
 from octfm.tasks.predictions import read_predictions
+from support import FIXTURES
 
 
 @pytest.fixture
 def old(tmp_path, monkeypatch) -> Path:
     """The artefacts, in the working directory: the fine-tuned model names its encoder by a relative path."""
-    with zipfile.ZipFile(Path(__file__).parent / "fixtures" / "octfm_0_1.zip") as archive:
+    with zipfile.ZipFile(FIXTURES / "octfm_0_1.zip") as archive:
         archive.extractall(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -15,7 +15,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,9 +32,10 @@ from octfm.store.store import Store
 from octfm.store.writer import StoreWriter
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.transform import Transform
+from support import FIXTURES
 from support.store_samples import SMALL, prepared, write_store
 
-FIXTURE = Path(__file__).parent / "fixtures" / "store_v1"
+FIXTURE = FIXTURES / "store_v1"
 
 
 @pytest.fixture(scope="module", params=["none", "zstd"])

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from support import BENCHMARKS
+
+sys.path.insert(0, str(BENCHMARKS))
 
 import bands
 from octfm.store.store import Store

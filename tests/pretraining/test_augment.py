@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from octfm.pretraining.inputs import draw as draw_inputs
 from octfm.pretraining.inputs import make_inputs
 from octfm.pretraining.preflight.objective import HOST, views
 from octfm.store.loader import Loader, microbatches
+from support import ROOT
 from support.small_store import small_store
 from support.tiny_runs import config as run_config
 
@@ -245,7 +245,7 @@ def test_the_doctor_finds_noisy_views_at_the_same_places(tmp_path):
 
 
 def test_the_settings_in_the_guide_are_settings():
-    guide = (Path(__file__).parents[1] / "docs" / "guide" / "training.md").read_text()
+    guide = (ROOT / "docs" / "guide" / "training.md").read_text()
     settings_ = yaml.safe_load(guide.split("```yaml\n")[1].split("```")[0])["augment"]
     config = AugmentConfig.model_validate(settings_)
     assert config.warps and config.is_noisy and not AugmentConfig().warps and not AugmentConfig().is_noisy

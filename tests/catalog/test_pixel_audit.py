@@ -3,7 +3,6 @@ noticed, never changed."""
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import Lines, Volume
+from support import ROOT
 from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
 from support.store_samples import SMALL, acquisition, catalog, read_sample
@@ -242,7 +242,7 @@ def test_a_scan_says_of_which_eyes_pixels_cannot_tell(half_seen, tmp_path):
 
     plain = scan(half_seen, workers=0)
     assert not plain.pixels and "disc_sides" not in plain.summary()
-    guide = " ".join((Path(__file__).parent.parent / "docs" / "guide" / "data-dicom.md").read_text().split())
+    guide = " ".join((ROOT / "docs" / "guide" / "data-dicom.md").read_text().split())
     assert f"at least {LEAST_REACH_MM} mm of retina on both sides of the fovea" in guide
     assert f"narrower than {2 * LEAST_REACH_MM} mm" in guide
 

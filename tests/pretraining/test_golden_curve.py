@@ -1,6 +1,6 @@
 """Fifty steps on CPU give the curve they have always given: a refactoring that changes the maths turns this red.
 
-`python tests/test_golden_curve.py` writes the fixture anew; do so only for a change that is meant, and say so in the
+`PYTHONPATH=tests python tests/pretraining/test_golden_curve.py` writes the fixture anew; do so only for a change that is meant, and say so in the
 commit.
 """
 
@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from support import FIXTURES
 from support.small_store import small_store
 from support.tiny_runs import config, quick_pretrain, quiet, rows
 
-FIXTURE = Path(__file__).parent / "fixtures" / "golden_curve.json"
+FIXTURE = FIXTURES / "golden_curve.json"
 TOLERANCE = 1e-3
 """Relative. One and two threads differ by 2e-6 after fifty steps."""
 

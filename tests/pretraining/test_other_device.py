@@ -14,9 +14,10 @@ from octfm.config import load
 from octfm.errors import ConfigError
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.runtime import device_named, precision_on
+from support import TESTS
 from support.device_traces import TRACES, metrics_of
 
-SCRIPT = Path(__file__).parent / "support" / "device_traces.py"
+SCRIPT = TESTS / "support" / "device_traces.py"
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.1}
 """Relative to the largest number of a kind. The CPU and the device use other kernels for products and attention."""
 
