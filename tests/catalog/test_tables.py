@@ -4,7 +4,9 @@ one clear error."""
 import csv
 import json
 import re
+import time
 import unicodedata
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -536,6 +538,26 @@ def test_paths_of_a_large_cohort_are_found_at_once(written):
     found = Listed.of(Path("/r"), [f"/r/p{n:05}/OD/scan.npz" for n in range(20_000)])
     for n in range(20_000):
         assert found.fitting(written.format(n)) == [f"/r/p{n:05}/OD/scan.npz"]
+
+
+def test_a_table_of_endless_rows_does_not_fill_the_memory(tmp_path):
+    """Kilobytes in an archive, read by the scan itself."""
+    write_oct_dicom(tmp_path / "a.dcm", telling_voxels(), (0.12, 0.0039, 0.0115))
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("participants.tsv", b"person_id\n" + b"1\n" * 2_000_001)
+    with pytest.raises(TableError, match="more than 2,000,000 rows"):
+        scan(tmp_path)
+
+
+def test_cells_with_line_breaks_take_no_longer_than_others(tmp_path):
+    """Every one of them was a look at all lines of the table: half an hour for 100,000 findings of two lines."""
+    text = "participant_id,finding\n" + "".join(f'P{i},"drusen\nedema"\n' for i in range(10_000))
+    start = time.process_time()
+    table = read_labels(table_of(tmp_path / "t.csv", text))
+    assert len(table.rows) == 10_000 and table.rows[9_999]["finding"] == "drusen\nedema"
+    assert time.process_time() - start < 3
+    with pytest.raises(EvaluationError, match="line 20002: a quote is opened and never closed"):
+        read_labels(table_of(tmp_path / "u.csv", text + 'P1,"dry\nP2,wet\n'))
 
 
 @pytest.mark.parametrize("both", ["OU", "both", "B"])

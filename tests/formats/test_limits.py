@@ -71,6 +71,19 @@ def test_a_header_of_millions_of_items_is_refused_before_it_fills_the_memory(pla
     assert caught.value.code in ("unreadable", "damaged_file")
 
 
+def test_empty_fragments_are_not_listed_without_end(tmp_path):
+    from pydicom import uid
+
+    voxels = np.random.default_rng(0).integers(0, 255, (4, 40, 36), dtype=np.uint8)
+    file = write_oct_dicom(tmp_path / "a.dcm", voxels, SPACING_MM, transfer_syntax=uid.RLELossless)
+    content = file.read_bytes()
+    end = content.rindex(b"\xfe\xff\xdd\xe0")
+    file.write_bytes(content[:end] + b"\xfe\xff\x00\xe0\0\0\0\0" * 300_000 + content[end:])
+    with pytest.raises(ReadError, match="more than 262,144 fragments") as caught:
+        read_volume(file)
+    assert caught.value.code == "decode_failed"
+
+
 def test_a_topcon_image_larger_than_its_header_says_is_the_last_one_decoded(tmp_path, monkeypatch):
     from octfm.formats import topcon
     from support.vendor_files import write_topcon

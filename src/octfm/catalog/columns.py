@@ -38,6 +38,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "age": ("age",),
 }
 """Field that octfm reads from tables -> its default column names; the first of them with a value in a row is read."""
+MOST_ROWS = 2_000_000
+"""Rows of a table: four times the scans of a large cohort. A scan reads tables of archives in its own process, and 12
+kB may inflate to six million rows, which take 1.3 GB."""
 _COMMON_IDS = ("patient_id", "subject_id")
 """Read only in tables without a better column: one id per person must not come from several."""
 LIKELY: dict[str, tuple[str, ...]] = {
@@ -174,12 +177,13 @@ def read_table(path: Location, delimiter: str | None = None) -> tuple[list[str],
         names = [name for name in header if name]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise TableError(f"{path}: two columns are called {twice}; rename one of them")
-        rows, end = [], lines.line_num
+        rows, end, last = [], lines.line_num, sum(1 for _ in io.StringIO(text, newline=""))
         for cells in lines:
             begin, end = end, lines.line_num
             if not any(cell.strip() for cell in cells):
                 continue
-            if end > begin + 1 and _never_closed(text, begin, lines.dialect.delimiter):
+            # Only a row that ends with the file; looking at all lines for each cell with a line break would take hours.
+            if begin + 1 < end == last and _never_closed(text, begin, lines.dialect.delimiter):
                 raise TableError(
                     f"{path}: line {begin + 1}: a quote is opened and never closed, so all lines below it would be one "
                     "cell; close or remove it"
@@ -189,6 +193,8 @@ def read_table(path: Location, delimiter: str | None = None) -> tuple[list[str],
                     f"{path}: line {lines.line_num}: {len(cells)} cells, expected {len(header)} columns as in the "
                     "header; put cells with the separator in them into quotes"
                 )
+            if len(rows) == MOST_ROWS:
+                raise TableError(f"{path}: more than {MOST_ROWS:,} rows; split the table, or move it away")
             rows.append({name: cell.strip() for name, cell in zip(header, cells, strict=True) if name})
     except (OSError, ReadError, csv.Error) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error

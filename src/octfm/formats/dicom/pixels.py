@@ -28,6 +28,9 @@ from octfm.volume.volume import Shape3
 MAX_BYTES = 2 * 2**30
 """Largest decoded volume. 512 x 1024 x 1024 at 16 bit is 1 GiB."""
 
+MOST_FRAGMENTS = 2**18
+"""Of the largest volume, each would have 8 kB. Empty ones would take thirty times their bytes."""
+
 _ITEM, _DELIMITER = 0xFFFEE000, 0xFFFEE0DD
 _HEAD = 4096
 """Bytes of a compressed frame that are searched for its size."""
@@ -103,6 +106,11 @@ def find_fragments(stream: BinaryIO, offset: int, size: int, uri: str) -> tuple[
             )
         if position + 8 + length > size:
             raise _truncated(uri, f"fragment {len(fragments)} has {max(size - position - 8, 0):,} of {length:,} bytes")
+        if len(fragments) > MOST_FRAGMENTS:
+            raise ReadError(
+                "decode_failed",
+                f"{uri}: more than {MOST_FRAGMENTS:,} fragments; the pixel data are damaged, fetch it again",
+            )
         fragments.append((position + 8, length))
         position += 8 + length
     return tuple(fragments[1:]), position - offset  # the first item is the offset table
