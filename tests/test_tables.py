@@ -429,7 +429,7 @@ def test_a_column_that_names_no_eye_is_a_label(tmp_path):
 
 def test_eyes_in_words_that_are_not_known_are_named_where_rows_contradict_each_other(tmp_path):
     labels = read_labels(table_of(tmp_path / "t.csv", "participant_id,eye,diagnosis\na,rechts,AMD\na,links,healthy\n"))
-    with pytest.raises(EvaluationError, match="line 3: .*if eye is the eye, write R, L, .* instead of links"):
+    with pytest.raises(EvaluationError, match=r"line 3: .*if eye is the eye, write R, L, .* instead of links"):
         labels.join("diagnosis", [("1", "a", "R")])
 
 
