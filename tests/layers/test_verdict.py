@@ -479,7 +479,7 @@ def test_zones_and_volumes_across_missing_bscans_are_blank(beside_mm, blank):
     within = {name.split()[0] for name, mean in grid.mean_um.items() if mean is None}
     assert within == ({"centre", "inner"} if blank else set())
     assert (found.volume_nl("intraretinal_fluid") is None) == (grid.volume_mm3 is None) == blank
-    assert ("B-scans 1.2 mm apart are too far apart for: centre" in row["zones_note"]) == blank
+    assert ("B-scans 1.20 mm apart are too far apart for: centre" in row["zones_note"]) == blank
 
 
 def test_bscans_that_all_have_one_position_have_no_volume():
@@ -529,7 +529,14 @@ def test_a_gap_outside_all_zones_says_why_volumes_are_blank():
     at = np.linspace(-3, 4, 71)
     found = placed(found_in(62, fluid_in=2), np.r_[at[:61], at[-1]])
     assert found.volume_nl("intraretinal_fluid") is None
-    assert row_of(found)["zones_note"] == "B-scans 1.0 mm apart are too far apart for: volumes"
+    assert row_of(found)["zones_note"] == "B-scans 1.00 mm apart are too far apart for: volumes"
+
+
+def test_zones_around_the_middle_of_the_scan_are_said_to_lie_there():
+    found = found_in()
+    flat = {name: np.full_like(rows, rows.mean()) for name, rows in found.surfaces.items()}
+    text = describe(replace(found, surfaces=flat))
+    assert "in ETDRS zones around the middle of the scan\n" in text
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
         notes.append(f"the foveal pit could also lie {apart:.1f} mm away; zones that this would change are withheld")
     if sparse := [*grid.too_sparse, *([] if found.bscan_nl is not None else ["volumes"])]:
         apart_mm = grid.furthest_mm or float(np.diff(found.place().bscans_mm).max())
-        notes.append(f"B-scans {apart_mm:.1f} mm apart are too far apart for: {', '.join(sparse)}")
+        notes.append(f"B-scans {apart_mm:.2f} mm apart are too far apart for: {', '.join(sparse)}")
     notes += unsteady(grid)
     if not any("superior" in name for name in grid.mean_um):
         notes.append("no superior and inferior zones: the file does not say which B-scan is superior")
@@ -185,7 +185,8 @@ def zone_lines(row: dict[str, str]) -> list[str]:
             beside = f"   device {theirs} µm   difference {both} µm" if device else ""
             lines.append(f"  {name:16} {ours} µm{within}{beside}")
     if any(row[column] for column in UNIT.values()):
-        lines.insert(0, f"  retina (ILM to BM) in ETDRS zones around the {row['grid_centre']}")
+        centre = row["grid_centre"].replace("scan", "middle of the scan")
+        lines.insert(0, f"  retina (ILM to BM) in ETDRS zones around the {centre}")
     elif device:
         lines.insert(0, "  retina (ILM to BM) in ETDRS zones of the device")
     if row["range_kind"]:

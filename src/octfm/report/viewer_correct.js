@@ -425,7 +425,7 @@ const octfmCorrect = (() => {
       if (!zones.onPit) said.push("No foveal pit was found, so the grid is centred on the middle of the scan.");
       if (Number.isFinite(zones.rival)) said.push(`The foveal pit could also lie ${zones.rival.toFixed(1)} mm away; zones that this would change are withheld.`);
       const sparse = [...zones.sparse, ...(edit.nlPerVoxel ? [] : ["volumes"])];
-      if (sparse.length) said.push(`B-scans ${zones.furthest.toFixed(1)} mm apart are too far apart for: ${sparse.join(", ")}.`);
+      if (sparse.length) said.push(`B-scans ${zones.furthest.toFixed(2)} mm apart are too far apart for: ${sparse.join(", ")}.`);
       if (!fovea) for (const note of edit.unsteady) said.push(`As found, ${note}.`);
       if (!field.upright) said.push("No superior and inferior zones: the file does not say which B-scan is superior.");
       if (rules.sides[0] === "right") said.push("Left and right instead of nasal and temporal: the file does not say which eye it is.");
