@@ -572,6 +572,19 @@ def test_a_row_about_both_eyes_is_about_each(tmp_path, both):
         read_labels(tmp_path / "labels.csv").join("dx", scans)
 
 
+@pytest.mark.parametrize("of_both", ["-0.1", ""])
+def test_a_third_row_about_both_eyes_contradicts_neither(tmp_path, of_both):
+    """As visus is written: of each eye, and of both together."""
+    rows = ["P1,OU," + of_both, "P1,OD,0.2", "P1,OS,0.4", "P2,OU,", "P2,OD,0.3"]
+    for order in (rows, rows[::-1]):
+        (tmp_path / "labels.csv").write_text("\n".join(["participant_id,eye,logmar", *order]) + "\n")
+        scans = [(p + eye, p, eye) for p in ("P1", "P2") for eye in "RL"]
+        assert read_labels(tmp_path / "labels.csv").join("logmar", scans) == ["0.2", "0.4", "0.3", None]
+    (tmp_path / "labels.csv").write_text("participant_id,eye,logmar\nP2,OU,0.1\nP2,OD,\n")
+    with pytest.raises(EvaluationError, match="logmar is nothing for P2 R, an earlier line says 0.1"):
+        read_labels(tmp_path / "labels.csv").join("logmar", scans)
+
+
 @pytest.mark.parametrize("column", ["participant_id", "sop_instance_uid"])
 def test_rows_without_an_id_do_not_contradict_each_other(tmp_path, column):
     """Of people who were not scanned, or left over in a spreadsheet."""

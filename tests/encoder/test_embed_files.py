@@ -245,6 +245,15 @@ module.embed_files(sys.argv[1], sys.argv[2], sys.argv[3], workers=0, echo=print)
 """
 
 
+def test_a_part_that_lacks_a_column_is_damaged(run, clinic, tmp_path):
+    out = tmp_path / "out"
+    embed_files(run, clinic, out, workers=0, echo=quiet)
+    part = sorted((out / "parts").iterdir())[-1]
+    pq.write_table(pq.read_table(part).drop_columns("version"), part)
+    with pytest.raises(EvaluationError, match=r"parquet: damaged \(.*version.*\); delete it, and run the same command"):
+        embed_files(run, clinic, out, workers=0, echo=quiet)
+
+
 @pytest.mark.slow
 def test_killed_at_every_shard_only_one_shard_is_computed_twice(run, clinic, tmp_path, monkeypatch):
     """SIGKILL while a shard is written, with half of it on the disk; each attempt finishes one more shard."""

@@ -98,6 +98,18 @@ def test_files_of_different_gray_scales_are_no_volume(tmp_path, how):
     assert code == "inconsistent_parts" and "gray scale" in sentence
 
 
+def test_windows_of_each_file_change_nothing_where_none_is_needed(tmp_path):
+    """A rescale that allows no value below 0 says what is black, so the window is only how a display shows it."""
+
+    def edit(dataset, place):
+        dataset.PixelRepresentation, dataset.RescaleSlope, dataset.RescaleIntercept = 1, 1, 128
+        dataset.WindowCenter, dataset.WindowWidth = 60 + place, 100 + 2 * place
+
+    voxels = cube() // 2
+    paths = series(tmp_path, voxels, edit=edit)
+    np.testing.assert_array_equal(read_volume(paths[0]).voxels, voxels + 128)
+
+
 def test_a_cut_part_is_named(tmp_path):
     paths = concatenation(tmp_path)
     paths[1].write_bytes(paths[1].read_bytes()[:-100])

@@ -287,6 +287,8 @@ def test_a_devices_table_that_names_eyes_otherwise_is_refused_for_it(tmp_path):
         [row | {"center_um": row.pop("centre_um")} for row in [dict(row) for row in device]], "neither but .*center_um"
     )
     numbered = [row | {"participant": f"{i}"} for i, row in enumerate(rows_of(3))]
+    by_file = [{"source": row["source"], "laterality": "unbekannt", "centre_um": "300"} for row in numbered]
+    assert device_agreement(table, write(tmp_path / "d.csv", by_file))["used"] == 6
     table = write(tmp_path / "t.csv", numbered)
     device = [row | {"participant": f"{i}.0"} for i, row in enumerate(device)]  # as pandas writes them beside gaps
     assert device_agreement(table, write(tmp_path / "d.csv", device))["used"] == 6

@@ -50,14 +50,21 @@ class LabelTable:
         if self.acquisition_column is not None:
             return self._by_acquisition(column, list(acquisitions))
         keyed: dict[tuple[str, str | None], str | None] = {}
+        people = [clean_id(row[self.participant_column or ""]) for row in self.rows]
         # Rows are numbered as lines of the file, whose first is the header.
-        for number, (row, value) in enumerate(zip(self.rows, self._cells(column), strict=True), start=2):
-            participant = clean_id(row[self.participant_column or ""])
-            for key in [(participant, eye) for eye in self._eyes(row, number)] if participant else ():
+        eyes = [self._eyes(row, number) for number, row in enumerate(self.rows, start=2)]
+        single = {(person, of[0]) for person, of in zip(people, eyes, strict=True) if len(of) == 1}
+        for place, (row, value) in enumerate(zip(self.rows, self._cells(column), strict=True)):
+            person, of = people[place], eyes[place]
+            # Beside a row for each eye, one for both is a third finding, such as the visus with both eyes open.
+            if value is None or {(person, "R"), (person, "L")} <= single:
+                of = of[-1:]
+            for key in [(person, eye) for eye in of] if person else ():
                 if keyed.setdefault(key, value) != value:
                     raise EvaluationError(
-                        f"{self.path}: line {number}: {column} is {value} for {' '.join(filter(None, key))}, an "
-                        f"earlier line says {keyed[key]}; {self._one_row_each(row)}"
+                        f"{self.path}: line {place + 2}: {column} is {value or 'nothing'} for "
+                        f"{' '.join(filter(None, key))}, an earlier line says {keyed[key] or 'nothing'}; "
+                        f"{self._one_row_each(row)}"
                     )
         wanted = [
             (clean_id(participant), laterality if self.laterality_column else None)

@@ -20,9 +20,9 @@ def to_parquet(table: "pa.Table") -> bytes:
 
 
 def from_parquet(path: Location, columns: Sequence[str] | None = None) -> "pa.Table":
-    """The table in a parquet file on a disk or in a bucket, or these columns of it.
+    """The table in a parquet file on a disk or in a bucket, or these columns of it, in this order.
 
-    Raises pyarrow.ArrowException if damaged, FileNotFoundError if there is none.
+    Raises pyarrow.ArrowException if damaged, KeyError if a column is missing, FileNotFoundError if there is none.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -30,4 +30,5 @@ def from_parquet(path: Location, columns: Sequence[str] | None = None) -> "pa.Ta
     # pyarrow.parquet.read_table leaves threads behind that still clean up after it has returned. A command that ended
     # then was aborted ("terminate called without an active exception") in 1 of 100 tries on a busy machine.
     file = pq.ParquetFile(pa.BufferReader(path.read_bytes()), pre_buffer=False)
-    return file.read(list(columns) if columns else None, use_threads=False)
+    table = file.read(list(columns) if columns else None, use_threads=False)
+    return table.select(list(columns)) if columns else table  # `read` leaves out columns that are not there

@@ -159,7 +159,7 @@ def _with_device(
         key = _key(other, wanted)
         if not all(key):  # two rows that name nobody, or no eye, are no pair
             continue
-        if not may_be_an_eye(eye := other.get("laterality", "")):
+        if "laterality" in wanted and not may_be_an_eye(eye := other["laterality"]):
             raise EvaluationError(
                 f"{device}: {', '.join(key)}: laterality is {one_line(eye)}; expected R, L, OD, OS, right or left"
             )

@@ -4,7 +4,7 @@ Standard: DICOM PS3.3 C.11.1 (Modality LUT), C.11.2.1.2 (linear VOI), C.7.6.16.2
 PS3.3 C.8.17.7 requires unsigned OCT images, which are read as they are; signed ones come from conversion software.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -40,6 +40,18 @@ def read_gray(dataset: Elements, uri: str) -> Gray:
     return Gray(slope, intercept, window if window is not None and window[1] > 1 else None)
 
 
+def needed(gray: Gray, bits_stored: int) -> Gray:
+    """Without the window, if no value below 0 can be stored: then black is 0."""
+    return gray if _ends(gray, bits_stored)[0] < 0 else replace(gray, window=None)
+
+
+def _ends(gray: Gray, bits_stored: int) -> tuple[float, float]:
+    """The lowest and the highest modality value that can be stored."""
+    stored = -(2 ** (bits_stored - 1)), 2 ** (bits_stored - 1) - 1
+    low, high = sorted(gray.slope * end + gray.intercept for end in stored)
+    return low, high
+
+
 def unsigned(stored: np.ndarray, bits_stored: int, gray: Gray, inverted: bool, uri: str) -> np.ndarray:
     """Convert two's complement `stored` [D, H, W] in place to unsigned values of the same width, white at full scale.
 
@@ -52,12 +64,12 @@ def unsigned(stored: np.ndarray, bits_stored: int, gray: Gray, inverted: bool, u
     # Shifting left and back extends the sign from BitsStored to the whole word; bits above it may hold anything.
     values = np.left_shift(stored, np.array(unused, stored.dtype), out=stored).view(f"i{stored.dtype.itemsize}")
     np.right_shift(values, np.array(unused, values.dtype), out=values)
-    ends = sorted(gray.slope * end + gray.intercept for end in (-(2 ** (bits_stored - 1)), 2 ** (bits_stored - 1) - 1))
-    black, white = 0.0, ends[1]
-    if ends[0] < 0 and gray.window is not None:
-        centre, width = gray.window
+    low, white = _ends(gray, bits_stored)
+    black, window = 0.0, needed(gray, bits_stored).window
+    if window is not None:
+        centre, width = window
         black, white = centre - 0.5 - (width - 1) / 2, centre - 0.5 + (width - 1) / 2
-    elif ends[0] < 0:
+    elif low < 0:
         lowest = gray.slope * int(values.min() if gray.slope > 0 else values.max()) + gray.intercept
         if lowest < 0 or white <= 0:
             raise ReadError(

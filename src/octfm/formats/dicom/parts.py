@@ -17,6 +17,7 @@ import numpy as np
 from octfm.errors import ReadError
 from octfm.formats.dicom.file import ELEMENTS, OpenFile, integer, locate_pixels, parsed, text
 from octfm.formats.dicom.geometry import Geometry
+from octfm.formats.dicom.gray import needed
 from octfm.formats.dicom.groups import Elements
 from octfm.formats.dicom.header import describe
 from octfm.formats.dicom.pixels import MAX_BYTES, Pixels, decode, is_blank
@@ -188,7 +189,10 @@ def inspect_parts(parts: Sequence[Part], layouts: Collection[Layout]) -> tuple[H
 
 def _joint_shape(parts: Sequence[Part], pixels: Sequence[Pixels]) -> Shape3:
     # Files are decoded one by one: with other bits, black or window the same tissue would have another gray.
-    forms = {(p.shape[1:], p.bits_allocated, p.bits_stored, p.inverted, p.gray) for p in pixels}
+    grays = [p.gray and needed(p.gray, p.bits_stored) for p in pixels]
+    forms = {
+        (p.shape[1:], p.bits_allocated, p.bits_stored, p.inverted, gray) for p, gray in zip(pixels, grays, strict=True)
+    }
     if len(forms) > 1:
         raise ReadError(
             "inconsistent_parts",
