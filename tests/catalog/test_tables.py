@@ -581,7 +581,7 @@ def test_a_third_row_about_both_eyes_contradicts_neither(tmp_path, of_both):
         scans = [(p + eye, p, eye) for p in ("P1", "P2") for eye in "RL"]
         assert read_labels(tmp_path / "labels.csv").join("logmar", scans) == ["0.2", "0.4", "0.3", None]
     (tmp_path / "labels.csv").write_text("participant_id,eye,logmar\nP2,OU,0.1\nP2,OD,\n")
-    with pytest.raises(EvaluationError, match="logmar is nothing for P2 R, an earlier line says 0.1"):
+    with pytest.raises(EvaluationError, match=r"logmar is nothing for P2 R, an earlier line says 0\.1"):
         read_labels(tmp_path / "labels.csv").join("logmar", scans)
 
 
