@@ -60,7 +60,7 @@ def main() -> None:
         learner.state = learner.state.accept(told.loss, told.grad_norm, config.health.window)
         if look:
             monitors.step_findings(config, learner.state, told, batch.index)
-            row = train_row(learner, done, moved, 0.999, batch.scanner)
+            row = train_row(learner, done, moved, 0.999, ["phantom"] * chosen.volumes)
             monitors.row_findings(config.health, learner.state, row, config.model.width)
         return time.perf_counter() - begun
 

@@ -282,8 +282,11 @@ def test_what_is_dragged_and_painted_is_measured_saved_and_applied(browser, tmp_
     again.mkdir()
     open_page(browser, found, again)
     browser.key("e")
-    choose_file(browser, written({k: value for k, value in content.items() if k != "time"}, again / "untimed.txt"))
-    browser.wait(f"{STATUS}.startsWith('Not loaded')")
+    for wrong in ({k: value for k, value in content.items() if k != "time"}, content | {"bscans": [None]}):
+        choose_file(browser, written(wrong, again / "wrong.txt"))
+        browser.wait(f"{STATUS}.startsWith('Not loaded')", 20)
+        browser.key("ArrowUp")  # the next message is a new one
+        browser.wait(f"!{STATUS}.startsWith('Not loaded')", 20)
     choose_file(browser, path)
     browser.wait(f"document.querySelector('{ROOT}').dataset.changed !== '0'")
     assert_same(numbers(browser), expected_numbers(corrected))
@@ -294,7 +297,6 @@ def test_what_is_dragged_and_painted_is_measured_saved_and_applied(browser, tmp_
     choose_file(browser, path)
     browser.wait(f"{STATUS}.startsWith('Loaded')")
     assert "not saved" in browser.js(STATUS), "the file lacks what was done before"
-    browser.key("z")
     browser.key("z")
     assert "not saved" not in browser.js(STATUS), "or the page would ask before the next one opens"
     browser.assert_quiet()

@@ -220,7 +220,12 @@ def test_a_zone_that_octfm_never_has_is_not_left_unsaid(tmp_path):
     assert (centre["target"], centre["n_eyes"], centre["without_ours"]) == ("centre", 0, 6)
     page = write_agreement(result, tmp_path / "agree.html", []).read_text(encoding="utf-8")
     assert "No scan has a central zone of octfm and of the device: octfm lacks it in 6 scans." in page
-    assert len(summary_lines(result)) == 1 + 8
+    assert summary_lines(result)[1].endswith("n    0  octfm lacks it in 6 scans")
+
+
+def test_the_terminal_has_the_differences_of_one_participant_too(tmp_path):
+    first = summary_lines(device_agreement(write(tmp_path / "t.csv", rows_of(1))))[1]
+    assert first.split()[:3] == ["centre", "n", "2"] and "µm on average, too few for limits" in first
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -328,11 +328,13 @@ const octfmCorrect = (() => {
       if (!chosen) return;
       let made;
       try { made = JSON.parse(await chosen.text()); } catch { made = null; }
-      const fits = made && made.format === edit.format && made.scan === edit.scan && made.network === edit.network && Array.isArray(made.bscans)
+      const isOf = () => made && made.format === edit.format && made.scan === edit.scan && made.network === edit.network && Array.isArray(made.bscans)
         && typeof made.author === "string" && typeof made.time === "string" && (!made.fovea || [D, W].every((n, i) => typeof made.fovea[i] === "number" && made.fovea[i] >= 0 && made.fovea[i] <= n - 1))
         && made.bscans.every((one) => Number.isInteger(one.bscan) && one.bscan >= 0 && one.bscan < D
           && Object.entries(one.surfaces || {}).every(([name, own]) => edit.surfaces.includes(name) && own.length === W)
           && Object.keys(one.areas || {}).every((name) => edit.reported.includes(name)));
+      let fits;
+      try { fits = isOf(); } catch { fits = false; } // edited by hand
       // Its zones went by that length; saved from here, it would lose it.
       const length = fits && made.axial_length_mm, other = length && length !== edit.axialLength;
       if (!fits || other) {

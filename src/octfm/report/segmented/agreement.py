@@ -48,9 +48,8 @@ def sentence(result: dict[str, Any]) -> str:
     scans = number(centre["n_eyes"], "scan")
     who = f"{scans} of {number(centre['n_participants'], 'participant')}" if result["participant_column"] else scans
     if not (limits := centre["bland_altman"]):
-        mean = sum(difference for _, difference in centre["points"]) / len(centre["points"])
         few = "too few for limits of agreement"
-        return f"Centre: octfm minus the device is {mean:+.1f} µm on average ({who}, {few})."
+        return f"Centre: octfm minus the device is {_mean_um(centre):+.1f} µm on average ({who}, {few})."
     bias, lower, upper = (limits[name] for name in ("bias", "lower", "upper"))
     between = f"between {lower['estimate']:+.1f} and {upper['estimate']:+.1f} µm"
     if bias["low"] is None:
@@ -65,14 +64,24 @@ def sentence(result: dict[str, Any]) -> str:
     )
 
 
+def _mean_um(zone: dict[str, Any]) -> float:
+    """The mean difference in a zone that has no limits of agreement."""
+    return sum(difference for _, difference in zone["points"]) / len(zone["points"])
+
+
 def summary_lines(result: dict[str, Any]) -> list[str]:
     """The result for a terminal."""
     lines = [f"{result['used']} of {result['rows']} rows used"]
     lines += [f"  {count} left out: {reason}" for reason, count in result["left_out"].items() if count]
     for zone in result["zones"]:
+        counted = f"  {zone['target']:15} n {zone['n_eyes']:4}"
         if limits := zone["bland_altman"]:
             bias, lower, upper = (interval(limits[name], digits=1) for name in ("bias", "lower", "upper"))
-            lines.append(f"  {zone['target']:15} n {zone['n_eyes']:4}  bias {bias}  limits {lower} to {upper} µm")
+            lines.append(f"{counted}  bias {bias}  limits {lower} to {upper} µm")
+        elif zone["points"]:
+            lines.append(f"{counted}  {_mean_um(zone):+.1f} µm on average, too few for limits of agreement")
+        else:
+            lines.append(f"{counted}  octfm lacks it in {number(zone['without_ours'], 'scan')}")
     if result["corrected"]:
         lines.append(f"  {result['corrected']} of them corrected by hand: there the device is compared with a person")
     if result["participant_column"] is None:
