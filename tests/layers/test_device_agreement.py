@@ -299,6 +299,13 @@ def test_a_devices_table_that_names_eyes_otherwise_is_refused_for_it(tmp_path):
     assert device_agreement(table, write(tmp_path / "d.csv", device))["used"] == 6
 
 
+def test_a_table_without_eyes_is_not_matched_by_them(tmp_path):
+    table = write(tmp_path / "t.csv", rows_of(3), leave_out=("laterality",))
+    device = write(tmp_path / "d.csv", [{"participant": "p1", "laterality": "R", "centre_um": "300"}])
+    with pytest.raises(EvaluationError, match=r"expected a column source .*, and no laterality in .*t\.csv"):
+        device_agreement(table, device)
+
+
 def test_rows_of_the_other_eye_and_shifted_rows_are_refused(tmp_path):
     table = write(tmp_path / "t.csv", rows_of(1))
     device = [{"source": f"0{eye}.xml", "laterality": "OD", "centre_um": "400"} for eye in "RL"]

@@ -139,14 +139,15 @@ def _with_device(
     """Rows with the device's zones of another table in place of their own."""
     people = [next((c for c in PARTICIPANT if c in some[0]), None) for some in (rows, others)]
     columns_here = one_line(", ".join(others[0]))[:200]
+    lacking = [*([] if people[0] else ["participant"]), *([] if "laterality" in rows[0] else ["laterality"])]
     if "source" in others[0]:
         keys, wanted = (("source",),) * 2
-    elif all(people) and "laterality" in others[0]:
+    elif not lacking and people[1] and "laterality" in others[0]:
         keys, wanted = ((str(person), "laterality") for person in people)
     else:
         raise EvaluationError(
             f"{device}: expected a column source as in {table}, or participant and laterality in both tables; found "
-            f"{columns_here}{'' if people[0] else f', and no participant in {table}'}"
+            f"{columns_here}{f', and no {lacking[0]} in {table}' if lacking else ''}"
         )
     own = DEVICE_UNIT["centre"] not in others[0]
     if own and UNIT["centre"] not in others[0]:
