@@ -142,6 +142,18 @@ def test_F16_ids_that_one_person_has_on_two_scanners_share_a_fold():
     assert (fold == fold[0]).all() and sorted(np.bincount(fold[0])) == [6] * 5
 
 
+def test_F16_a_person_of_pretraining_is_not_tested_under_the_id_of_another_scanner(tmp_path):
+    """As after pretraining on one scanner only: the other spelling was never seen, the person was."""
+    cohort = Cohort()
+    everyone = sorted({r["participant"] for r in cohort.rows})
+    for r in cohort.rows:
+        if r["laterality"] == "L":
+            r["participant"] = r["participant"].zfill(8)
+    path, labels = cohort.embeddings(tmp_path / "a.parquet"), cohort.labels(tmp_path / "l.tsv")
+    facts = row(probe([path], labels, seen=set(everyone[:20]), design="k-fold", resamples=50), "disease", "auroc")
+    assert (facts["n_test_participants"], facts["n_train_participants"]) == (2 * 40, 2 * (20 + 32))
+
+
 def test_folds_spread_a_rare_class_evenly():
     participant = np.arange(50).astype(str)
     label = (np.arange(50) < 5).astype(int)

@@ -167,7 +167,7 @@ BUGS = (
     Bug(
         "F16-eyes-are-split-not-participants",
         "evaluation/cases.py",
-        "names, member = np.unique([first.get(name, name) for name in ids], return_inverse=True)",
+        "names, member = np.unique(people(participant), return_inverse=True)",
         "names, member = np.arange(len(participant)), np.arange(len(participant))",
         "test_probe.py::test_F16_folds_never_share_a_participant",
     ),

@@ -339,16 +339,16 @@ def make_rounds(
     `seen` bool [N] marks rows of participants used in an encoder's pretraining. Raises EvaluationError on leakage, and
     Skip if too few participants remain.
     """
-    splits = np.array([data.split[i] or "" for i in cases.rows])
-    seen = seen[cases.rows]
+    splits, person = np.array([data.split[i] or "" for i in cases.rows]), people(data.participant)
+    known, seen = np.isin(person, person[seen])[cases.rows], seen[cases.rows]
     if design == "k-fold" and folds < 2:
         raise EvaluationError(f"k-fold: expected at least 2 folds, got {folds}")
     if design == "recommended_split":
         train, tested = np.isin(splits, ("train", "val")), splits == "test"
         _refuse_leakage(cases.participant, train, tested, seen, allow_seen)
     else:
-        # Participants seen in pretraining are in the training part of every round and never tested.
-        train, tested = np.ones(len(seen), bool), np.ones(len(seen), bool) if allow_seen else ~seen
+        # People seen in pretraining are in the training part of every round and never tested.
+        train, tested = np.ones(len(seen), bool), np.ones(len(seen), bool) if allow_seen else ~known
         if not tested.any():
             raise EvaluationError(
                 f"k-fold: all {len(np.unique(cases.participant))} participants were in the encoder's pretraining; "
@@ -409,13 +409,11 @@ def participant_folds(
 ) -> np.ndarray:
     """Fold of every row, int [n]; rows of a participant share a fold, and folds are balanced by class.
 
-    Ids that differ in spelling only share one as well, as they share a split: scanners write one person's id as 1001
-    and as 00001001. With `stratify` False (regression), folds are balanced by fifths of the participants' mean label.
-    Depends on the set of (participant, label) and the seed, not on the order of rows.
+    Ids that differ in spelling only share one as well, as they share a split. With `stratify` False (regression), folds
+    are balanced by fifths of the participants' mean label. Depends on the set of (participant, label) and the seed, not
+    on the order of rows.
     """
-    ids: list[str] = participant.tolist()
-    first = {other: one for one, other in spelt_alike(ids)}
-    names, member = np.unique([first.get(name, name) for name in ids], return_inverse=True)
+    names, member = np.unique(people(participant), return_inverse=True)
     stratum = rarest_class(member, label) if stratify else fifths(member, label)
     # Shuffle, sort by stratum and deal out in turn: every fold gets its share of each stratum.
     shuffled = np.random.default_rng(seed).permutation(len(names))
@@ -423,6 +421,14 @@ def participant_folds(
     fold = np.empty(len(names), dtype=int)
     fold[dealt] = np.arange(len(names)) % folds
     return fold[member]
+
+
+def people(participant: np.ndarray) -> np.ndarray:
+    """The first of the ids that differ from each id [n] in spelling only: scanners write one person's as 1001 and as
+    00001001."""
+    ids: list[str] = participant.tolist()
+    first = {other: one for one, other in spelt_alike(ids)}
+    return np.array([first.get(name, name) for name in ids], dtype=str)
 
 
 def rarest_class(member: np.ndarray, label: np.ndarray) -> np.ndarray:
