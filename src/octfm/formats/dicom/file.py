@@ -49,9 +49,10 @@ ELEMENTS = (
     "ImagePositionPatient", "ImageOrientationPatient", "ReferencedSeriesSequence", "ReferencedImageSequence",
 )  # fmt: skip
 
-MOST_READS, MOST_BYTES = 2**17, 2**21
+MOST_READS, MOST_BYTES = 2**18, 2**21
 """Reads that pydicom may take for a header, one or two per element and item, and bytes of an element. Real headers take
-hundreds of reads; a million empty items, 13 kB deflated, would take 1.4 GB."""
+hundreds of reads, a thousand frames with 60 private elements each would take 120,000; a million empty items, 13 kB
+deflated, would take 1.4 GB."""
 
 # No ELEMENT is a person's name or a date. In a damaged file one can be: a flipped bit turns the tag of the birth date
 # into that of the patient's id.
