@@ -193,7 +193,7 @@ def test_checkpoints_of_before_are_read_without_their_addresses():
 def test_no_folder_is_ever_called_s3(tmp_path, monkeypatch, address):
     """Every option and argument that names a path on a disk, of every verb."""
     monkeypatch.chdir(tmp_path)
-    local = [(verb, option) for verb, option in OPTIONS if parser_of(verb, option) is options._local]
+    local = [(verb, option) for verb, option in OPTIONS if parser_of(verb, option) is local_path]
     assert len(local) > 25
     for verb, option in local:
         words = (
@@ -232,7 +232,7 @@ def test_every_option_that_may_be_a_path_says_so():
     }
     for verb, option in OPTIONS:
         if option.name in places and (verb, option.name) not in {("phantom", "participants")}:
-            parsers = (options._local, options.place, addresses.expect_place)
+            parsers = (local_path, options.place, addresses.expect_place)
             assert inspect.unwrap(parser_of(verb, option)) in parsers, (verb, option.name)
 
 
