@@ -152,6 +152,11 @@ def test_F16_a_person_of_pretraining_is_not_tested_under_the_id_of_another_scann
     path, labels = cohort.embeddings(tmp_path / "a.parquet"), cohort.labels(tmp_path / "l.tsv")
     facts = row(probe([path], labels, seen=set(everyone[:20]), design="k-fold", resamples=50), "disease", "auroc")
     assert (facts["n_test_participants"], facts["n_train_participants"]) == (2 * 40, 2 * (20 + 32))
+    for r in cohort.rows:
+        r["split"] = "test" if r["laterality"] == "L" else "train"
+    path = cohort.embeddings(tmp_path / "b.parquet")
+    with pytest.raises(EvaluationError, match="20 of 60 test participants were in the encoder's pretraining"):
+        probe([path], labels, seen=set(everyone[:20]), design="recommended_split", resamples=50)
 
 
 def test_folds_spread_a_rare_class_evenly():

@@ -340,7 +340,8 @@ def make_rounds(
     Skip if too few participants remain.
     """
     splits, person = np.array([data.split[i] or "" for i in cases.rows]), people(data.participant)
-    known, seen = np.isin(person, person[seen])[cases.rows], seen[cases.rows]
+    # The person was seen, under whatever spelling of the id.
+    seen = np.isin(person, person[seen])[cases.rows]
     if design == "k-fold" and folds < 2:
         raise EvaluationError(f"k-fold: expected at least 2 folds, got {folds}")
     if design == "recommended_split":
@@ -348,7 +349,7 @@ def make_rounds(
         _refuse_leakage(cases.participant, train, tested, seen, allow_seen)
     else:
         # People seen in pretraining are in the training part of every round and never tested.
-        train, tested = np.ones(len(seen), bool), np.ones(len(seen), bool) if allow_seen else ~known
+        train, tested = np.ones(len(seen), bool), np.ones(len(seen), bool) if allow_seen else ~seen
         if not tested.any():
             raise EvaluationError(
                 f"k-fold: all {len(np.unique(cases.participant))} participants were in the encoder's pretraining; "
