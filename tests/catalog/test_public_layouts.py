@@ -202,15 +202,15 @@ def test_folders_of_classes_are_named_where_they_pass_for_volumes(tmp_path):
         read_volume(tmp_path / "raw", spacing_mm=SPACING)
 
 
-def test_tables_beside_scans_are_no_scans_and_matlab_is_named(tmp_path):
+def test_tables_beside_scans_are_no_scans_and_hdf5_is_named(tmp_path):
     write_volume(tmp_path / "patient_1" / "OD", 1)
     for name in ("Demographics.xlsx", "read_me.docx", "load.m", "loader.py"):
         (tmp_path / name).write_bytes(b"PK\3\4")
-    (tmp_path / "Subject_01.mat").write_bytes(b"MATLAB 5.0 MAT-file, Platform: GLNXA64".ljust(400))
+    (tmp_path / "Subject_01.mat").write_bytes(b"MATLAB 7.3 MAT-file, Platform: GLNXA64".ljust(400))
     catalog = scan(tmp_path, nominal_spacing_mm=SPACING, workers=0)
     assert len(catalog.acquisitions) == 1 and catalog.companions == 8
     (reject,) = catalog.rejects
-    assert reject.code == "not_dicom" and "save its volume as [B-scan, axial, lateral]" in reject.sentence
+    assert reject.code == "not_dicom" and "save its volume as .npz" in reject.sentence
     with pytest.raises(CatalogError, match=r"2 other files: \.md, \.parquet"):
         (tmp_path / "hf").mkdir()
         (tmp_path / "hf" / "train.parquet").write_bytes(b"PAR1")

@@ -3,12 +3,14 @@ do."""
 
 import json
 import struct
+import zlib
 
 import numpy as np
 import pytest
+from scipy.io import loadmat, savemat
 
 from octfm.formats import ReadError, read_header, read_volume
-from support.vendor_files import SPACING_MM, write_nifti, write_npy, write_sidecar
+from support.vendor_files import SPACING_MM, write_matlab, write_nifti, write_npy, write_sidecar
 from support.volumes import SHAPE, telling_voxels
 
 
@@ -40,12 +42,13 @@ def test_declared_axes_are_believed(tmp_path, axes):
     stored = voxels.transpose(["DHW".index(axis) for axis in axes.upper()])
     for uri in (
         write_npy(tmp_path / "a.npy", stored),
+        write_matlab(tmp_path / "c.mat", stored.transpose(2, 0, 1)),
         write_nifti(tmp_path / "b.nii.gz", voxels, (0.03, 0.03, 0.03), axes=axes.upper()),
     ):
         write_sidecar(uri, axes=axes)
         volume = read_volume(uri)
         np.testing.assert_array_equal(volume.voxels, voxels)
-        assert volume.spacing_mm == pytest.approx(SPACING_MM if uri.suffix == ".npy" else (0.03, 0.03, 0.03))
+        assert volume.spacing_mm == pytest.approx((0.03, 0.03, 0.03) if uri.suffix == ".gz" else SPACING_MM)
 
 
 @pytest.mark.parametrize("mm", [(0.03, 0.002, 0.03), (0.01, 0.01, 0.01), (1.0, 1.0, 1.0), (0.12, 0.011, 0.0115)])
@@ -168,3 +171,59 @@ def test_a_sidecar_and_a_file_that_name_different_eyes(tmp_path):
     header = read_header(uri)
     assert header.laterality is None and {"laterality_conflict", "spacing_conflict"} <= set(header.flags)
     assert header.spacing_mm == SPACING_MM, "the file is believed"
+
+
+def test_the_images_of_a_matlab_file_are_told_from_its_masks_and_maps(tmp_path):
+    """As in Duke's sets: masks of the images' shape, maps, ages; doubles that hold gray levels."""
+    voxels = telling_voxels().astype(np.float64)
+    masks = np.full(voxels.transpose(1, 2, 0).shape, np.nan)
+    uri = write_matlab(tmp_path / "a.mat", voxels, compressed=True, manualFluid1=masks, layerMaps=masks, Age=71.0)
+    np.testing.assert_array_equal(read_volume(uri, spacing_mm=SPACING_MM).voxels, voxels)
+    savemat(uri, {"oct": voxels.transpose(1, 2, 0), "mask": voxels.transpose(1, 2, 0) > 9})
+    assert read_volume(uri, spacing_mm=SPACING_MM).shape == SHAPE, "a mask is no volume"
+    savemat(uri, {"images": voxels[0], "fluid": masks})
+    assert read_header(uri, layouts=("line",)).shape == (1, *SHAPE[1:]), "MATLAB drops a last axis of one"
+
+
+def test_matlab_files_without_one_volume_say_what_they_hold(tmp_path):
+    volume = telling_voxels()
+    for arrays, found in (({"left": volume, "right": volume}, "left, right"), ({"thickness": volume[0]}, "thickness")):
+        savemat(tmp_path / "a.mat", arrays)
+        with pytest.raises(ReadError, match=found) as caught:
+            read_header(tmp_path / "a.mat")
+        assert caught.value.code == "unknown_axes"
+    write_matlab(tmp_path / "a.mat", volume / 2)
+    assert code_of(tmp_path / "a.mat", spacing_mm=SPACING_MM) == "unsupported_pixels"
+
+
+@pytest.mark.parametrize("head", [b"MATLAB 7.3 MAT-file, Platform: GLNXA64", b"\x89HDF\r\n\x1a\n"])
+def test_hdf5_is_refused_with_what_to_do(tmp_path, head):
+    (tmp_path / "a.mat").write_bytes(head.ljust(512) + b"\x89HDF\r\n\x1a\n" + bytes(100))
+    with pytest.raises(ReadError, match=r"HDF5 file.* save its volume as \.npz") as caught:
+        read_header(tmp_path / "a.mat")
+    assert caught.value.code == "not_dicom"
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("packed", [False, True])
+def test_doubles_that_matlab_stores_as_bytes_in_either_byte_order(tmp_path, order, packed):
+    """scipy writes neither, MATLAB both: an array of class double whose whole numbers take one byte each."""
+
+    def element(kind: int, content: bytes) -> bytes:
+        return struct.pack(f"{order}2I", kind, len(content)) + content + bytes(-len(content) % 8)
+
+    voxels = telling_voxels()
+    stored = voxels.transpose(1, 2, 0)
+    name = struct.pack(f"{order}I", 3 << 16 | 1) + b"oct\0"
+    parts = [
+        element(6, struct.pack(f"{order}2I", 6, 0)), element(5, np.array(stored.shape, f"{order}i4").tobytes()), name,
+        element(2, stored.tobytes(order="F")),
+    ]  # fmt: skip
+    matrix = element(14, b"".join(parts))
+    if packed:
+        content = zlib.compress(matrix)
+        matrix = struct.pack(f"{order}2I", 15, len(content)) + content
+    header = b"MATLAB 5.0 MAT-file".ljust(124) + struct.pack(f"{order}2H", 0x0100, 0x4D49)
+    (tmp_path / "a.mat").write_bytes(header + matrix)
+    np.testing.assert_array_equal(loadmat(tmp_path / "a.mat")["oct"], stored)
+    np.testing.assert_array_equal(read_volume(tmp_path / "a.mat", spacing_mm=SPACING_MM).voxels, voxels)

@@ -48,6 +48,20 @@ def _zip_of_zeros(path: Path, name: bytes, start: bytes, megabytes: int) -> Path
     return path
 
 
+def matlab_of_zeros(path: Path, megabytes: int = 1900) -> Path:
+    """An array of nearly the largest size that a reader takes."""
+    size = megabytes * _MB
+    parts = struct.pack("<4I", 6, 8, 9, 0) + struct.pack("<6I", 5, 12, 1024, 1024, megabytes, 0)
+    parts += struct.pack("<2I", 0x60001, 0) + struct.pack("<2I", 2, size)
+    packer = zlib.compressobj(9)
+    first = packer.compress(struct.pack("<2I", 14, len(parts) + size) + parts) + packer.flush(zlib.Z_FULL_FLUSH)
+    again = packer.compress(bytes(_MB)) + packer.flush(zlib.Z_FULL_FLUSH)
+    body = first + again * megabytes + packer.flush()
+    header = b"MATLAB 5.0 MAT-file".ljust(124) + struct.pack("<2H", 0x0100, 0x4D49)
+    path.write_bytes(header + struct.pack("<2I", 15, len(body)) + body)
+    return path
+
+
 def tiff_of_pages(path: Path, pages: int = 300_000) -> Path:
     """Pages of one pixel, all of which share it."""
     tags = [(256, 1), (257, 1), (258, 8), (259, 1), (262, 1), (273, 8), (277, 1), (278, 1), (279, 1)]
@@ -146,6 +160,7 @@ def _nifti(path: Path, dimensions: tuple[int, int, int], body: bytes) -> Path:
 BOMBS = {
     "more_behind.npz": npz_with_more_behind,
     "zeros.npz": npz_of_zeros,
+    "zeros.mat": matlab_of_zeros,
     "pages.tif": tiff_of_pages,
     "circle.tif": tiff_in_a_circle,
     "frames.dcm": dicom_of_frames,

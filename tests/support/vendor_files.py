@@ -177,6 +177,15 @@ def write_npy(path: Path, gray: np.ndarray, **facts) -> Path:
     return path
 
 
+def write_matlab(path: Path, gray: np.ndarray, compressed: bool = False, **more) -> Path:
+    """Version 5, as `images` [axial, lateral, B-scan]; `more` are other arrays."""
+    from scipy.io import savemat
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    savemat(path, {"images": gray.transpose(1, 2, 0), **more}, do_compression=compressed)
+    return path
+
+
 def write_nifti(
     path: Path, gray: np.ndarray, spacing_mm=SPACING_MM, axes: str = "WHD", version: int = 1, unit: str = "mm"
 ) -> Path:
@@ -493,6 +502,10 @@ FORMATS: dict[str, Format] = {
         lambda at, v: write_npy(at.with_suffix(".npz"), v, spacing_mm=SPACING_MM, laterality="OD"),
         (np.uint8, np.uint16),
         frozenset({"spacing", "laterality"}),
+    ),
+    "matlab": Format(lambda at, v: write_matlab(at.with_suffix(".mat"), v), (np.uint8, np.uint16)),
+    "matlab_compressed": Format(
+        lambda at, v: write_matlab(at.with_suffix(".mat"), v, compressed=True, Age=71.0), (np.uint8, np.uint16)
     ),
     "nifti": Format(
         lambda at, v: write_nifti(at.with_suffix(".nii"), v), (np.uint8, np.uint16), frozenset({"spacing"})

@@ -37,6 +37,9 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"E2EMultipleVolumeFile", "heidelberg_e2e"),
     (0, b"FOCT", "topcon"),
     (0, b"\x93NUMPY", "arrays"),
+    (0, b"MATLAB 5.0 MAT-file", "matlab"),
+    (0, b"MATLAB 7.3 MAT-file", "matlab"),  # HDF5, refused with a hint
+    (0, b"\x89HDF\r\n\x1a\n", "matlab"),
     (0, b"II*\0", "images"),
     (0, b"MM\0*", "images"),
     (0, b"II+\0", "images"),

@@ -48,8 +48,8 @@ _IMAGES = vocabulary("""
 _WORDS = _IMAGES | vocabulary("""
     sdoct ssoct sd ss td angio angiography angiographie fundus slo ir faf af fa icg icga ffa cfp photo photos
     enface ef structural structure thickness segmentation seg mask masks label raw tif tiff tiffs tifs png pngs
-    jpg jpgs jpeg jpegs bmp bmps dicom dicoms dcm nii nifti npy npz numpy e2e fda fds heyex xml 8bit 16bit 2d 3d
-    8bittiffs data dataset datasets daten donnees datos dati dados original originals processed preprocessed
+    jpg jpgs jpeg jpegs bmp bmps dicom dicoms dcm nii nifti npy npz numpy mat matlab e2e fda fds heyex xml 8bit 16bit
+    2d 3d 8bittiffs data dataset datasets daten donnees datos dati dados original originals processed preprocessed
     prepared converted cropped output input results final copy kopie temp tmp new neu old alt archive archiv
     backup folder ordner anonymized anonymised anonymisiert anon deidentified default untitled unnamed retina
     retinal macula macular mac makula macule foveal fovea onh disc disk opticdisc opticnerve optic papille

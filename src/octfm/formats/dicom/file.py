@@ -176,11 +176,6 @@ def _refuse_other_formats(head: bytes, uri: str) -> None:
             found = "a ZIP archive inside another or without the ending .zip; unpack it"
         elif head[:4] == b"GIF8" or head[8:12] == b"WEBP" or head[4:8] == b"jP  ":
             found = "a GIF, WebP or JPEG 2000 image; save it as PNG"
-        elif head.startswith((b"MATLAB 5.0", b"\x89HDF\r\n\x1a\n")):
-            found = (
-                "MATLAB or HDF5; load it (scipy.io.loadmat, h5py) and save its volume as [B-scan, axial, lateral] in "
-                "an .npz with spacing_mm and laterality"
-            )
         else:
             found = (
                 f"no format that octfm reads (first bytes {head[:8].hex(' ')}); fetch it again, or export it as DICOM"
