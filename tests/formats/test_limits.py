@@ -12,7 +12,7 @@ from octfm.catalog.catalog import Catalog
 from octfm.catalog.participants import pseudonyms
 from octfm.catalog.scan import scan
 from octfm.formats import ReadError, read_surfaces, read_volume, within
-from octfm.formats.arrays import named_arrays
+from octfm.formats.arrays.npy import named_arrays
 from octfm.formats.reasons import REASONS
 from octfm.io.isolation import Limits
 from support.bombs import BOMBS, nifti_of_zeros

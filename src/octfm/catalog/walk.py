@@ -8,10 +8,10 @@ from pathlib import Path, PurePosixPath
 
 from octfm.catalog.acquisition import Reject
 from octfm.errors import ReadError
+from octfm.formats.arrays.metaimage import HEAD_BYTES as METAIMAGE_BYTES
+from octfm.formats.arrays.metaimage import data_file
 from octfm.formats.heyex_xml import HEAD_BYTES, MAX_BYTES, fits, named_images, names_of
 from octfm.formats.image_folder import SUFFIXES, is_image
-from octfm.formats.medical.metaimage import HEAD_BYTES as METAIMAGE_BYTES
-from octfm.formats.medical.metaimage import data_file
 from octfm.formats.reasons import REASONS
 from octfm.io.archive import MEMBER, Archive, file_size, open_archive, read_start
 from octfm.io.location import BucketPath, Location, listed

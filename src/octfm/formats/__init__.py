@@ -184,7 +184,7 @@ def read_mask(uri: str | Path, limits: "Limits | None" = None) -> "np.ndarray":
 
     Raises ReadError; not_labels if the file holds an image. `limits`: see `read_volume`.
     """
-    from octfm.formats.medical import metaimage
+    from octfm.formats.arrays import metaimage
 
     return _read(metaimage.read_mask, uri, limits)
 

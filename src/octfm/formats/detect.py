@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from octfm.errors import ConfigError, ReadError, shown
 from octfm.formats import bioptigen, bscans, heidelberg_e2e, heyex_xml, optovue, zeiss_img
+from octfm.formats.arrays import metaimage
 from octfm.formats.bscans import Bscans, Reader
 from octfm.formats.heyex_xml import DeviceGrid
-from octfm.formats.medical import metaimage
 from octfm.formats.reasons import REASONS, Header, cannot_open
 from octfm.io.archive import MEMBER, file_size, is_folder, list_folder, open_file
 from octfm.volume.volume import STRUCTURE_ONLY, Fundus, Layout, Modality, Spacing3, Surfaces, Volume
@@ -36,10 +36,10 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"CMDb", "heidelberg_e2e"),
     (0, b"E2EMultipleVolumeFile", "heidelberg_e2e"),
     (0, b"FOCT", "topcon"),
-    (0, b"\x93NUMPY", "arrays"),
-    (0, b"MATLAB 5.0 MAT-file", "matlab"),
-    (0, b"MATLAB 7.3 MAT-file", "matlab"),  # HDF5, refused with a hint
-    (0, b"\x89HDF\r\n\x1a\n", "matlab"),
+    (0, b"\x93NUMPY", "arrays.npy"),
+    (0, b"MATLAB 5.0 MAT-file", "arrays.matlab"),
+    (0, b"MATLAB 7.3 MAT-file", "arrays.matlab"),  # HDF5, refused with a hint
+    (0, b"\x89HDF\r\n\x1a\n", "arrays.matlab"),
     (0, b"II*\0", "images"),
     (0, b"MM\0*", "images"),
     (0, b"II+\0", "images"),
@@ -240,13 +240,13 @@ def _by_content(uri: str) -> str:
             return name
     # NIfTI has its magic behind other fields, and is often gzipped as a whole.
     if is_nifti(_unzipped(head) if head[:2] == b"\x1f\x8b" else head):
-        return "medical.nifti"
+        return "arrays.nifti"
     if head[:4] == b"PK\x03\x04" and b".npy" in head[30 : 30 + int.from_bytes(head[26:28], "little")]:
-        return "arrays"
+        return "arrays.npy"
     if heyex_xml.fits(head):
         return "heyex_xml"
     if metaimage.fits(head):
-        return "medical.metaimage"
+        return "arrays.metaimage"
     if bioptigen.fits(head):
         return "bioptigen"
     # Formats without magic bytes: known by their name, with a size or a second file that fits.

@@ -9,9 +9,8 @@ import numpy as np
 
 from octfm.errors import ReadError
 from octfm.formats import bscans, detect
-from octfm.formats.arrays import in_order
+from octfm.formats.arrays import in_order, metaimage, nifti
 from octfm.formats.declared import read_declared
-from octfm.formats.medical import metaimage, nifti
 from octfm.volume.volume import Labels, Shape3, Spacing3, Surfaces
 
 

@@ -15,7 +15,7 @@ from octfm.config import load
 from octfm.encoder.encoder import Encoder, as_trained_on, load_encoder, part_of
 from octfm.errors import ConfigError, EvaluationError
 from octfm.formats import within
-from octfm.formats.arrays import named_arrays
+from octfm.formats.arrays.npy import named_arrays
 from octfm.io.isolation import Limits
 from octfm.io.location import Location
 from octfm.layers.corrections import Corrections, read_corrections

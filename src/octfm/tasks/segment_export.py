@@ -10,7 +10,7 @@ import numpy as np
 
 from octfm.catalog.participants.safe_values import is_known_protocol, is_known_scanner
 from octfm.errors import EvaluationError, ExportError
-from octfm.formats.medical.nifti import HEIGHTS
+from octfm.formats.arrays.nifti import HEIGHTS
 from octfm.io.location import is_remote, local_path, replacing, write_whole
 from octfm.version import __version__
 from octfm.volume.pixel_copies import fingerprint
@@ -106,7 +106,7 @@ def _on_grid_of(volume: Volume, labels: np.ndarray) -> tuple[Any, str] | None:
     import nibabel
 
     from octfm.formats import detect
-    from octfm.formats.medical import nifti
+    from octfm.formats.arrays import nifti
 
     if is_remote(volume.source) or not Path(volume.source).is_file() or detect.find_reader(volume.source) is not nifti:
         return None

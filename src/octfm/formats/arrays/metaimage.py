@@ -20,10 +20,10 @@ import numpy as np
 
 from octfm.errors import ReadError, shown
 from octfm.formats.arrays import exact_gray, in_order
+from octfm.formats.arrays.nifti import axes_of_spacing, plausible
 from octfm.formats.bscans import MOST_LABELS, Bscans, check_size, damage_has_a_code, uid_from
 from octfm.formats.declared import read_declared
 from octfm.formats.images import digest_of
-from octfm.formats.medical.nifti import axes_of_spacing, plausible
 from octfm.formats.names import MASKS, last_part
 from octfm.formats.reasons import PADDING, expect_bytes, voxel_labels
 from octfm.io.archive import open_file

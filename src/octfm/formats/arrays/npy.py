@@ -10,19 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 from tokenize import TokenError
-from typing import IO, BinaryIO, TypeVar
+from typing import IO, BinaryIO
 
 import numpy as np
 
 from octfm.errors import ReadError
+from octfm.formats.arrays import exact_gray, in_order
 from octfm.formats.bscans import Bscans, check_size, damage_has_a_code, uid_of
 from octfm.formats.declared import KEYS, read_declared, spacing_from
 from octfm.formats.names import may_be_an_eye
 from octfm.formats.reasons import expect_bytes
 from octfm.io.archive import open_file
 from octfm.volume.volume import Shape3
-
-T = TypeVar("T")
 
 _NAMES = ("volume", "voxels")
 """Names that mark the volume among several arrays."""
@@ -80,29 +79,6 @@ def named_arrays(uri: str) -> dict[str, np.ndarray]:
     """All arrays of an .npz by name. Raises ReadError."""
     with damage_has_a_code(uri), np.load(uri, allow_pickle=False) as file:
         return {name: file[name] for name in file.files}
-
-
-def in_order(values: tuple[T, T, T], axes: str) -> tuple[T, T, T]:
-    """Reorder values, given in the order of the letters of `axes` (such as WHD), to D, H, W."""
-    d, h, w = (values[axes.index(axis)] for axis in "DHW")
-    return d, h, w
-
-
-def exact_gray(array: np.ndarray, uri: str) -> np.ndarray:
-    """The same values as uint8 or uint16.
-
-    Raises ReadError unsupported_pixels where these cannot hold the values: any scale would be a guess.
-    """
-    if array.dtype.newbyteorder("=") in (np.uint8, np.uint16):
-        return np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))
-    if array.dtype.kind in "iuf" and np.isfinite(array).all():
-        low, high = float(array.min()), float(array.max())  # float16 holds no 65,536
-        if low >= 0 and high < 2**16 and (array.dtype.kind != "f" or (array == np.rint(array)).all()):
-            return np.ascontiguousarray(array).astype(np.uint8 if high < 256 else np.uint16)
-    raise ReadError(
-        "unsupported_pixels",
-        f"{uri}: {array.dtype} values are not gray levels from 0 to 65,535; save it as uint8 or uint16",
-    )
 
 
 @contextmanager

@@ -1,1 +1,0 @@
-"""Formats of medical imaging that are not of the eye: NIfTI and MetaImage."""
