@@ -2,6 +2,7 @@
 do."""
 
 import json
+import re
 import struct
 import zlib
 
@@ -9,7 +10,10 @@ import numpy as np
 import pytest
 from scipy.io import loadmat, savemat
 
+from octfm.catalog.scan import scan
 from octfm.formats import ReadError, read_header, read_volume
+from support import ROOT
+from support.command_line import inside
 from support.vendor_files import SPACING_MM, write_matlab, write_nifti, write_npy, write_sidecar
 from support.volumes import SHAPE, telling_voxels
 
@@ -227,3 +231,21 @@ def test_doubles_that_matlab_stores_as_bytes_in_either_byte_order(tmp_path, orde
     (tmp_path / "a.mat").write_bytes(header + matrix)
     np.testing.assert_array_equal(loadmat(tmp_path / "a.mat")["oct"], stored)
     np.testing.assert_array_equal(read_volume(tmp_path / "a.mat", spacing_mm=SPACING_MM).voxels, voxels)
+
+
+def test_the_guide_turns_lines_of_matlab_files_into_truth(tmp_path):
+    """Lines [B-scan, A-scan, line] that count rows from 1, as in Farsiu et al. 2014."""
+    page = (ROOT / "docs" / "guide" / "data-images.md").read_text()
+    (code,) = re.findall(r'^```python title="truth_of_duke.py"\n(.*?)^```', page, re.S | re.M)
+    d, _, w = SHAPE
+    rows = np.arange(3 * d * w, dtype=float).reshape(3, d, w)
+    rows[:, 0] = np.nan
+    write_matlab(tmp_path / "duke" / "1001.mat", telling_voxels(), layerMaps=rows.transpose(1, 2, 0) + 1)
+    catalog = scan(tmp_path / "duke", nominal_spacing_mm=SPACING_MM, participant_from="{participant}.mat", workers=0)
+    catalog.save(tmp_path / "catalog")
+    with inside(tmp_path):
+        exec(compile(code, "truth_of_duke.py", "exec"), {})
+    (row,) = catalog.acquisitions
+    with np.load(tmp_path / "truth" / f"{row.sop_instance_uid}.npz") as file:
+        np.testing.assert_array_equal(file["surfaces"], rows)
+        assert file["surface_names"].tolist() == ["ilm", "rpe", "bm"]
