@@ -227,8 +227,7 @@ class ScanSegmentation(Segmentation):
         """Whether an accepted raster with a foveal pit looks like that of the other eye than stated."""
         if self.volume.laterality is None or self.why_no_zones:
             return False
-        grid = self.etdrs(keep_doubtful=True)
-        lines = self.surfaces["ilm"], self.surfaces["bm"]
+        grid, lines = self.etdrs(), (self.surfaces["ilm"], self.surfaces["bm"])
         return grid.centre in ("pit", "fovea") and looks_like_other_eye(
             self.volume, *lines, self.place(), grid.centre_mm
         )
@@ -244,7 +243,7 @@ class ScanSegmentation(Segmentation):
             return self.why_no_grid
         return self._no_raster() or "no zones: the verdict speaks against this segmentation"
 
-    @property
+    @cached_property
     def why_no_grid(self) -> str:
         """`why_no_zones` whatever the verdict, which corrections may answer."""
         if why := self._no_raster():
@@ -294,6 +293,16 @@ class ScanSegmentation(Segmentation):
         line, circle and radial scans, which do not cover zones, for B-scans whose positions contradict each other and,
         unless `keep_doubtful`, for scans of the optic disc.
         """
+        if (upper, lower, keep_doubtful) == ("ilm", "bm", False):
+            return self._grid
+        return self._etdrs(upper, lower, keep_doubtful)
+
+    @cached_property
+    def _grid(self) -> EtdrsGrid:
+        """`etdrs()`, which a table and a page need several times."""
+        return self._etdrs("ilm", "bm", keep_doubtful=False)
+
+    def _etdrs(self, upper: str, lower: str, keep_doubtful: bool) -> EtdrsGrid:
         # The pit is deepest in the inner retina; drusen, fluid and atrophy below move it in the whole one.
         inner = self.thickness_um("ilm", "ipl_inl")
         thickness, place, laterality = self.thickness_um(upper, lower), self.place(), self.volume.laterality
