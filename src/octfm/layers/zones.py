@@ -52,7 +52,7 @@ def zone_cells(found: ScanSegmentation, grid: EtdrsGrid | None) -> dict[str, str
 
 def range_cells(found: ScanSegmentation, grid: EtdrsGrid | None) -> dict[str, str]:
     """Cells of RANGE_COLUMNS."""
-    ranges = {} if grid is None else found.zone_ranges()
+    ranges = {} if grid is None else found.zone_ranges(grid)
     if not ranges:
         return {}
     return {"range_kind": SYNTHETIC} | {
