@@ -225,9 +225,12 @@ class ScanSegmentation(Segmentation):
     @cached_property
     def looks_like_other_eye(self) -> bool:
         """Whether an accepted raster with a foveal pit looks like that of the other eye than stated."""
-        if self.volume.laterality is None or self.why_no_zones:
+        if self.volume.laterality is None or not self.verdict.accepted:
             return False
-        grid, lines = self._measured(), (self.surfaces["ilm"], self.surfaces["bm"])
+        try:
+            grid, lines = self._measured(), (self.surfaces["ilm"], self.surfaces["bm"])
+        except EvaluationError:
+            return False
         return grid.centre in ("pit", "fovea") and looks_like_other_eye(
             self.volume, *lines, self.place(), grid.centre_mm
         )

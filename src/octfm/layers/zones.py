@@ -62,7 +62,10 @@ def range_cells(found: ScanSegmentation, grid: EtdrsGrid | None) -> dict[str, st
 
 def grid_of(found: ScanSegmentation) -> EtdrsGrid | None:
     """Our zones, None where the scan covers none or is refused by the verdict."""
-    return None if found.why_no_zones else found.etdrs()
+    try:
+        return found.etdrs() if found.verdict.accepted else None
+    except EvaluationError:
+        return None
 
 
 def _unsure(grid: EtdrsGrid) -> list[str]:
