@@ -142,7 +142,7 @@ def build_ours(
     """A function that runs one step of octfm; `checkpointing` recomputes activations instead of keeping them."""
     import torch
 
-    from octfm.models.objectives.jepa import JEPA
+    from octfm.models.objectives.jepa import JEPA, JEPAConfig
     from octfm.models.objectives.objective import View
     from octfm.models.predictor import PredictorConfig
     from octfm.models.vit3d import TokenGrid, TokenIndex, ViTConfig, take_patches
@@ -152,7 +152,7 @@ def build_ours(
     grid = TokenGrid(grid_of(size), (0.375, 0.083, 0.25))
     encoder = ViTConfig(width=WIDTH, depth=DEPTH, heads=HEADS, activation_checkpointing=checkpointing)
     with torch.device(device):
-        model = JEPA(encoder, predictor, grid)
+        model = JEPA(JEPAConfig(), encoder, predictor, grid)
     if compiled:
         from gpu_step import compile_blocks
 

@@ -173,6 +173,15 @@ def test_links_pipes_and_odd_names_do_not_stop_a_scan(tmp_path):
     assert Catalog.load(catalog.save(tmp_path / "out")) == catalog
 
 
+def test_of_a_file_and_a_link_to_it_the_link_is_the_copy_to_remove(tmp_path):
+    """Without the file that it points to, the link is empty."""
+    original = write_oct_dicom(tmp_path / "scans" / "b.dcm", ramp(), SPACING_MM)
+    (tmp_path / "a.dcm").symlink_to(original)
+    catalog = scan(tmp_path)
+    assert [a.uri for a in catalog.acquisitions] == [str(original)]
+    assert [(r.uri, r.code) for r in catalog.rejects] == [(str(tmp_path / "a.dcm"), "duplicate_sop_uid")]
+
+
 def test_no_name_or_birth_date_reaches_the_catalog(tmp_path):
     write_aireadi(tmp_path / "data", ["1001"])
     write_oct_dicom(tmp_path / "data" / "x.dcm", ramp(), SPACING_MM, spacing_in="nowhere")

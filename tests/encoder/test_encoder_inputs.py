@@ -46,6 +46,16 @@ def test_one_scan_gives_a_vector_and_many_a_row_each(encoder, store, tmp_path):
     assert encoder.embed([]).shape == (0, 48)
 
 
+def test_a_volume_of_one_bscan_is_a_line_as_in_a_file(encoder, tmp_path):
+    """It was too thin to fill a voxel, or was smeared over the depth of one."""
+    whole = eye()
+    for dz in (0.01, 0.5):
+        volume = replace(whole, voxels=whole.voxels[:1], spacing_mm=(dz, *whole.spacing_mm[1:]))
+        np.savez(tmp_path / "one.npz", volume=volume.voxels, spacing_mm=volume.spacing_mm)
+        by_path = encoder.embed(tmp_path / "one.npz")
+        np.testing.assert_array_equal(encoder.embed(replace(volume, laterality=None, lines=None)), by_path)
+
+
 def test_a_volume_of_micrometres_or_tensors_is_refused(encoder):
     volume = eye()
     with pytest.raises(ReadError, match=r"expected \(dz, dy, dx\) in millimetres, got rows .* divide micrometres"):
@@ -53,6 +63,22 @@ def test_a_volume_of_micrometres_or_tensors_is_refused(encoder):
     for voxels, kind in ((torch.from_numpy(volume.voxels.copy()), "Tensor"), (volume.voxels.tolist(), "list")):
         with pytest.raises(TypeError, match=f"voxels: expected a NumPy array, got {kind}"):
             replace(volume, voxels=voxels)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int16, np.uint32, bool])
+def test_a_volume_of_other_numbers_than_grey_levels_is_refused(dtype):
+    """Layers were looked for in shares from 0 to 1, and the scan was called too dark."""
+    volume = eye()
+    with pytest.raises(ValueError, match=f"expected grey levels in uint8 or uint16, got {np.dtype(dtype)}; scale"):
+        replace(volume, voxels=(volume.voxels / 255).astype(dtype))
+    assert replace(volume, voxels=volume.voxels.astype(">u2")).white == 65535, "in any order of bytes"
+
+
+@pytest.mark.parametrize("spacing_mm", [(0.1, 0.0, 0.01), (0.1, 1e-9, 0.01), (0.1, np.inf, 0.01), (0.1, np.nan, 0.01)])
+def test_a_volume_of_impossible_millimetres_is_refused(spacing_mm):
+    """With voxels of a picometre, filters of a given length took 14 GB and the machine."""
+    with pytest.raises(ValueError, match="spacing_mm must be 1e-06 mm or more on every axis, got"):
+        replace(eye(), spacing_mm=spacing_mm)
 
 
 @pytest.mark.parametrize("facts", [{"laterality": "OS"}, {"layout": "volume"}, {"modality": "oct"}])

@@ -13,7 +13,7 @@ import octfm
 from octfm.encoder.embed import embed_store
 from octfm.encoder.embed_scans import embed_scans
 from octfm.encoder.embeddings import read_embeddings
-from octfm.encoder.encoder import as_trained_on, load_encoder, seen_by
+from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.encoder.export import export
 from octfm.encoder.packaging import MOST_BYTES, package
 from octfm.errors import BucketError, CheckpointError, EvaluationError
@@ -392,20 +392,6 @@ def test_the_shipped_encoder_is_small_bf16_synthetic_and_begins_a_demo():
             advised = [word for word in check.advice.split() if word.startswith(("model.", "objective.pool"))]
             (check,) = initial_weights(octfm.load_config(preset, [*words, *advised]))
             assert check.status == "PASS", f"{preset}: {check.advice}"
-
-
-def test_heads_on_it_from_before_version_4_of_the_preprocessing_still_open():
-    encoder = octfm.load_encoder(device="cpu")
-    before = encoder.preprocessing.model_copy(update={"algorithm": 3})
-    head = {"fingerprint": before.fingerprint(), "frozen_encoder": encoder.digest}
-    found = as_trained_on(encoder, head, "run", "head")
-    assert found.preprocessing == before and found.fingerprint == before.fingerprint()
-    assert found.preprocess(eye()).voxels.shape == before.image_size
-    for other in (head | {"frozen_encoder": "0"}, head | {"fingerprint": "0"}):
-        with pytest.raises(EvaluationError, match="put the encoder back"):
-            as_trained_on(encoder, other, "run", "head")
-    with pytest.raises(EvaluationError, match="another Preprocessing"):
-        as_trained_on(replace(encoder, source="runs/mine"), head, "run", "head")
 
 
 def test_a_store_from_before_version_4_is_refused_with_both_versions(tmp_path):

@@ -589,6 +589,7 @@ def edits(content: dict) -> dict[str, object]:
         "expected B-scans, rows and A-scans": content | {"shape": [0, 200, 120]},
         "120 rows": with_bscan(surfaces={"ilm": rows[:-1]}),
         "rows from 0 to 199": with_bscan(surfaces={"ilm": [1e6, *rows[1:]]}),
+        "rows from 0 to 199, got 2.0, 1e+300": with_bscan(surfaces={"ilm": [1e300, *[2.0] * (len(rows) - 1)]}),
         "lies above ilm": with_bscan(surfaces={"ilm": rows, "bm": [3.0, *rows[1:]]}),
         "surfaces": with_bscan(surfaces={"choroid": rows}),
         "number": with_bscan(surfaces={"ilm": ["thick", *rows[1:]]}),

@@ -19,6 +19,7 @@ from octfm.errors import ConfigError, EvaluationError
 from octfm.formats import read_volume
 from octfm.formats.dicom.surfaces import read_height_map, surfaces_of_volume
 from octfm.layers.corrections import AXIAL_LENGTH_MM
+from octfm.layers.edges import onto_edges
 from octfm.layers.finder import LARGEST, LayerFinder, network_size
 from octfm.layers.segment import segment
 from octfm.layers.table import describe, read_table, row_of, write_table
@@ -100,6 +101,15 @@ def test_millimetres_that_are_micrometres_or_metres_are_refused_in_words(finder,
     write_table([found.volume], tmp_path / "table.csv", finder=finder)
     [row] = read_table(tmp_path / "table.csv")
     assert "check the lateral millimetres" in row["verdict"] and not row["problem"]
+
+
+def test_lines_of_bscans_in_metres_are_not_smoothed_by_filters_longer_than_they_are():
+    found = found_in(1)
+    lines, row = found.found.rows, np.arange(found.volume.shape[1])[:, None]
+    bright = np.where((row > lines[0]) & (row < lines[-1]), np.uint8(200), found.volume.voxels)
+    assert not np.array_equal(onto_edges(bright, lines, found.spacing_mm), lines)
+    metres = tuple(mm / 1000 for mm in found.spacing_mm)
+    np.testing.assert_array_equal(onto_edges(bright, lines, metres), lines)
 
 
 def test_bscans_of_twenty_by_eight_millimetres_are_seen_whole():
@@ -245,6 +255,16 @@ def test_a_folder_needs_no_participants_and_keeps_every_layout(finder, tmp_path)
     rows = {row["source"].removeprefix(f"{clinic}/"): row for row in read_table(out)}
     assert {"scan1.npz", "scan2.npz", "broken.npz"} < set(rows) and rows["broken.npz"]["problem"]
     assert sum("a line scan" in row["zones_note"] for row in rows.values()) == 1
+
+
+def test_a_scan_has_one_row_however_it_is_named(finder, tmp_path, monkeypatch):
+    """A scan of a folder that was named by itself, too, had two, and counted as two eyes wherever a table is read."""
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "clinic" / "OS" / "scan.npz")
+    for words in (["clinic"], ["clinic/OS/scan.npz", "./clinic/OS/scan.npz"], ["clinic", "clinic/OS/scan.npz"]):
+        assert invoke("segment", *words, "--out", "table.csv").exit_code == 0
+        [row] = read_table(tmp_path / "table.csv")
+        assert row["source"] == str(tmp_path / "clinic" / "OS" / "scan.npz") and row["laterality"] == "L"
 
 
 def test_the_eye_that_a_folder_names_counts_as_in_a_scan(finder, tmp_path):

@@ -484,7 +484,7 @@ def test_zones_and_volumes_across_missing_bscans_are_blank(beside_mm, blank):
 
 def test_bscans_that_all_have_one_position_have_no_volume():
     """As volumes of 0.0 nl they would say that there is no fluid."""
-    found = placed(found_in(25, fluid_in=2), np.zeros(25) + 1e-9 * np.arange(25))
+    found = placed(found_in(25, fluid_in=2), 2e-6 * np.arange(25))
     row = row_of(found)
     assert found.volume_nl("intraretinal_fluid") is None and row["intraretinal_fluid_nl"] == row["volume_mm3"] == ""
     assert "no zones: all B-scans have one and the same position" in row["zones_note"]

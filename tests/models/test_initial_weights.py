@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octfm.errors import CheckpointError
-from octfm.models.objectives.jepa import JEPA
+from octfm.models.objectives.jepa import JEPA, JEPAConfig
 from octfm.models.predictor import PredictorConfig
 from octfm.models.vit3d import ViTConfig, rotary, take_patches
 from octfm.pretraining.initial_weights import begin_with
@@ -42,7 +42,7 @@ def released(peer) -> dict[str, torch.Tensor]:
 
 def objective() -> JEPA:
     torch.manual_seed(0)
-    return JEPA(MODEL, PredictorConfig(width=24, depth=1, heads=2), GRID)
+    return JEPA(JEPAConfig(), MODEL, PredictorConfig(width=24, depth=1, heads=2), GRID)
 
 
 @torch.no_grad()

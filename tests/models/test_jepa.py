@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from octfm.errors import ConfigError, Preempted
-from octfm.models.objectives.jepa import JEPA, nearness
+from octfm.models.objectives.jepa import JEPA, JEPAConfig, nearness
 from octfm.models.objectives.objective import View
 from octfm.models.predictor import PredictorConfig
 from octfm.models.token_map import BACKGROUND, TISSUE
@@ -35,7 +35,7 @@ HOST = Runtime(torch.device("cpu"))
 
 def build(**settings):
     torch.manual_seed(0)
-    return JEPA(MODEL, PREDICTOR, GRID, **settings)
+    return JEPA(JEPAConfig(**settings), MODEL, PREDICTOR, GRID)
 
 
 def random_index(seed=0, context=7, target=9):

@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octfm.models.objectives.jepa import JEPA
+from octfm.models.objectives.jepa import JEPA, JEPAConfig
 from octfm.models.objectives.objective import View
 from octfm.models.predictor import PredictorConfig
 from octfm.models.vit3d import TokenGrid, TokenIndex, ViTConfig
@@ -29,7 +29,7 @@ class Counter(TorchDispatchMode):
 def count_step() -> dict[str, int]:
     """Operators of the second step, forward pass through EMA, of ViT-S/12 in bfloat16 on one volume."""
     torch.manual_seed(0)
-    model = JEPA(ViTConfig(), PredictorConfig(), GRID)
+    model = JEPA(JEPAConfig(), ViTConfig(), PredictorConfig(), GRID)
     decayed, free = optimizer_groups(model)
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": free, "weight_decay": 0.0}], fused=True)
     order = torch.randperm(GRID.size).unsqueeze(0)

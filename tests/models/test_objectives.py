@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from octfm.models import recompute
 from octfm.models.objectives.data2vec import Data2Vec
-from octfm.models.objectives.jepa import JEPA
+from octfm.models.objectives.jepa import JEPA, JEPAConfig
 from octfm.models.objectives.mae import MAE
 from octfm.models.objectives.objective import ObjectiveOutput, View, absolute_error
 from octfm.models.predictor import PredictorConfig
@@ -43,12 +43,12 @@ def build(name, positions="rotary"):
     if name == "mae":
         return MAE(model, PREDICTOR, GRID)
     if name == "voxels":
-        return JEPA(model, PREDICTOR, GRID, voxel_loss=0.3)
+        return JEPA(JEPAConfig(voxel_loss=0.3), model, PREDICTOR, GRID)
     if name == "despeckled":
-        return JEPA(model, PREDICTOR, GRID, voxel_loss=0.3, goal_average=(2, 1, 4))
+        return JEPA(JEPAConfig(voxel_loss=0.3, goal_average=(2, 1, 4)), model, PREDICTOR, GRID)
     if name == "despeckled mae":
         return MAE(model, PREDICTOR, GRID, (2, 1, 4))
-    return JEPA(model, PREDICTOR, GRID) if name == "vjepa2" else Data2Vec(model, GRID)
+    return JEPA(JEPAConfig(), model, PREDICTOR, GRID) if name == "vjepa2" else Data2Vec(model, GRID)
 
 
 def patches(seed=0):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.errors import ConfigError
-from octfm.models.objectives.jepa import JEPA
+from octfm.models.objectives.jepa import JEPA, JEPAConfig
 from octfm.models.objectives.objective import View
 from octfm.models.predictor import PredictorConfig
 from octfm.models.vit3d import TokenGrid, TokenIndex, ViTConfig
@@ -68,11 +68,10 @@ def build() -> tuple[JEPA, torch.Tensor, TokenIndex]:
     torch.manual_seed(0)
     grid = TokenGrid((2, 3, 4), (0.4, 0.08, 0.25))
     model = JEPA(
+        JEPAConfig(target_levels=2, target_norm="whiten"),
         ViTConfig(patch_size=(2, 2, 2), width=24, depth=2, heads=2),
         PredictorConfig(width=24, depth=1, heads=2),
         grid,
-        2,
-        "whiten",
     )
     kept = torch.arange(12).repeat(3, 1)
     index = TokenIndex(kept, torch.arange(5).repeat(3, 1), torch.arange(6, 11).repeat(3, 1))

@@ -259,11 +259,21 @@ def test_two_processes_never_write_one_cohort_together(tmp_path):
 
     left = tmp_path / "cohort.partial" / "retinal_oct" / "of_a_killed_process"
     left.mkdir(parents=True)
-    (tmp_path / "cohort.partial" / "participants.tsv").write_bytes(b"")
+    for name in ("participants.tsv", ".lock"):
+        (tmp_path / "cohort.partial" / name).write_bytes(b"")
     write_phantom(out, 2, 0, size=(4, 64, 32), workers=1, progress=second)
     listed = [row["filepath"].lstrip("/") for row in table(out / "retinal_oct" / "manifest.tsv")]
     assert refused and all((out / path).is_file() for path in listed)
     assert [p.name for p in tmp_path.iterdir()] == ["cohort"] and not list(out.rglob("of_a_killed_process"))
+
+
+def test_a_folder_of_somebody_is_not_emptied_because_its_name_ends_in_partial(tmp_path):
+    kept = tmp_path / "cohort.partial" / "thesis.txt"
+    kept.parent.mkdir()
+    kept.write_text("mine")
+    with pytest.raises(OctfmError, match=r"cohort\.partial: would be emptied, .* name another folder"):
+        write_phantom(tmp_path / "cohort", 1, 0, size=(4, 64, 32), workers=1)
+    assert [p.name for p in tmp_path.rglob("*")] == ["cohort.partial", "thesis.txt"] and kept.read_text() == "mine"
 
 
 @pytest.mark.parametrize("share", ["-0.1", "1.5"])

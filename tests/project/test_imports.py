@@ -113,6 +113,11 @@ def test_nothing_heavy_is_imported_early(what):
     assert not loaded & heavy
 
 
+def test_packaged_networks_are_listed_without_torch():
+    code = "import sys\nfrom octfm.weights.packaged import everything_packaged as all\nall()\nprint('torch' in sys.modules)"
+    assert run_python(code).strip() == "False"
+
+
 def test_every_public_name_has_a_home():
     for name in octfm.__all__:
         assert getattr(octfm, name) is not None

@@ -1,13 +1,14 @@
 """Keep one file per SOP Instance UID, and reject the others as copies or as reused UIDs.
 
-The file that the manifest lists under this UID at its own path is kept, else the first by path, which is the same on
-every machine. Another file with the same voxels is a copy (duplicate_sop_uid), even if it is compressed differently.
-One with other voxels is a second acquisition with the same UID (reused_sop_uid): it is rejected, and the kept one is
-flagged, because tables that refer to the UID may mean either.
+The file that the manifest lists under this UID at its own path is kept, else the first by path that is no symbolic
+link, which is the same on every machine. Another file with the same voxels is a copy (duplicate_sop_uid), even if it is
+compressed differently. One with other voxels is a second acquisition with the same UID (reused_sop_uid): it is
+rejected, and the kept one is flagged, because tables that refer to the UID may mean either.
 """
 
 import functools
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -43,10 +44,11 @@ def without_duplicates(
         row = tables.at_path(header.uri)
         return row is not None and row.sop_instance_uid in ("", header.sop_instance_uid)
 
-    def rank(header: Header) -> tuple[bool, bool, bool, bool, str]:
-        # Prefer the copy that states more: one without millimetres would be rejected, and both would be lost.
-        way_up_unknown = DECLARED.isdisjoint(header.flags)
-        return not listed(header), header.spacing_mm is None, header.laterality is None, way_up_unknown, header.uri
+    def rank(header: Header) -> tuple[bool | str, ...]:
+        # Prefer the copy that states more: one without millimetres would be rejected, and both would be lost. And the
+        # file to a link, since the other is to be removed.
+        states_less = header.spacing_mm is None, header.laterality is None, DECLARED.isdisjoint(header.flags)
+        return not listed(header), *states_less, os.path.islink(header.uri), header.uri  # noqa: PTH114
 
     kept: dict[str, Header] = {}
     # Files that the manifest lists come first, then those that state more, then the order of paths decides.

@@ -205,10 +205,11 @@ def models(
     octfm models
     octfm models layers-2
     """
-    from octfm.weights.card import model_card
     from octfm.weights.packaged import NOTE, everything_packaged, find_packaged
 
     if name is not None:
+        from octfm.weights.card import model_card
+
         typer.echo(model_card(find_packaged(name, everything_packaged())))
         return
     for network in everything_packaged():

@@ -1,6 +1,7 @@
 """`octfm segment` on scans, with the packaged network: into a table, or scan by scan to the terminal and a folder."""
 
 import functools
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ class Scans:
     ) -> None:
         if len(sources) == 1 and isinstance(sources[0], str):
             read_volume(sources[0], raster_only=False, limits=self.limits)  # an error, not a table of one problem
+        sources, eyes = _as_in_table(table, sources, eyes or {})
         sheet = ContactSheet(table)
         with Progress("segment", len(sources), "scans") as progress:
             added = write_table(
@@ -168,6 +170,18 @@ class Scans:
 
 def _name(source: str | Volume) -> str:
     return source.source if isinstance(source, Volume) else source
+
+
+def _as_in_table(
+    table: Path, sources: Sequence[str | Volume], eyes: Mapping[str, Laterality | None]
+) -> tuple[list[str | Volume], dict[str, Laterality | None]]:
+    """Sources and their eyes, each file once and under the name that its row has: a folder gives whole paths, and the
+    same file may be named by itself."""
+    rows = read_table(table) if table.exists() else []
+    names = {os.path.abspath(row["source"]): row["source"] for row in rows}  # noqa: PTH100
+    named = {s: s if isinstance(s, Volume) else names.setdefault(os.path.abspath(s), s) for s in sources}  # noqa: PTH100
+    known_last = sorted(eyes.items(), key=lambda item: item[1] is not None)
+    return list(dict.fromkeys(named.values())), {str(named[source]): eye for source, eye in known_last}
 
 
 def _tell_truth(found: ScanSegmentation, truth: Sequence[Sample], volume: Volume) -> None:

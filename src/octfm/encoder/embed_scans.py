@@ -1,5 +1,6 @@
 """Embed scans one by one, without a store, a catalog or participants: a few files, vectors at once."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -65,9 +66,9 @@ def embed_scans(
     if not rows:
         raise problems[-1] if problems else EvaluationError("embed: expected scans, got none; name files or folders")
     # Two files may state one acquisition, and nobody need know their participants.
-    names = [row["acquisition"] for row in rows]
+    count = Counter(row["acquisition"] for row in rows)
     for row in rows:
-        if names.count(row["acquisition"]) > 1 or row["acquisition"] == "unknown":
+        if count[row["acquisition"]] > 1 or row["acquisition"] == "unknown":
             row["acquisition"] = row["source"]
     listed = hash_text("\n".join(row["acquisition"] for row in rows))[:16]
     facts = encoder_facts(encoder) | {"key": f"{encoder.vector_key}-{listed}", "name": "pretrained", "of": SINGLE_SCANS}

@@ -35,7 +35,6 @@ from octfm.store.store import Store
 from octfm.volume.preprocessing import Prepared, Preprocessing, differences
 from octfm.volume.volume import Volume
 from octfm.weights import exported
-from octfm.weights.packaged import packaged_encoders
 
 Scan = str | Path | Volume | StoredVolume
 """What `Encoder.embed` takes for one scan; a str is a path or an address."""
@@ -213,7 +212,9 @@ class Encoder:
         if not isinstance(scan, str | Path | Volume):
             raise TypeError(f"embed: expected a path, a Volume or a volume of a store, got {type(scan).__name__}")
         if isinstance(scan, Volume):
-            volume = scan
+            # As a file of one B-scan is read: as an array in memory it is a raster, unless somebody says otherwise.
+            single = scan.layout == "raster" and len(scan.voxels) == 1
+            volume = replace(scan, layout="line") if single else scan
         else:
             flow = "octa" in self.config.data.modalities
             volume = read_volume(scan, raster_only=False, structure_only=not flow)
@@ -503,10 +504,6 @@ def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, d
 def as_trained_on(encoder: Encoder, content: dict[str, Any], what: str, part: str) -> Encoder:
     """The encoder as a head or decoder was trained on it. Raises EvaluationError if it is another one: a checkpoint
     only names the path of one, which may hold a later checkpoint by now."""
-    before = encoder.preprocessing.model_copy(update={"algorithm": 3})
-    # Packaged encoders learned from phantoms, of which versions 3 and 4 of the algorithm make the same voxels.
-    if before.fingerprint() == content["fingerprint"] and encoder.source in packaged_encoders():
-        encoder = replace(encoder, preprocessing=before, fingerprint=before.fingerprint())
     other = "another Preprocessing" if encoder.fingerprint != content["fingerprint"] else ""
     # Checkpoints of before it was recorded have no digest.
     if not other and content.get("frozen_encoder", encoder.digest) != encoder.digest:

@@ -148,16 +148,15 @@ def keep_visible(lesions_BHW: np.ndarray, present_BW: np.ndarray) -> None:
 def keep_sure(lesions_BHW: np.ndarray, logit_BHW: np.ndarray, kinds: slice, pixel_mm2: float) -> None:
     """Clear, in place, connected areas of these kinds, taken together, whose largest log-odds are below FLUID_SURE, or
     below FLUID_SUREST if they are smaller than SMALL_FLUID_MM2, and areas smaller than LEAST_FLUID_MM2."""
-    from scipy import ndimage
-
     for bscan, logit in zip(lesions_BHW, logit_BHW, strict=True):
         fluid = _is(bscan, kinds)
         areas, count = _connected(fluid)
         if count:
-            every = np.arange(count + 1)
-            sizes = np.bincount(areas.ravel(), minlength=count + 1) * pixel_mm2
+            sizes = np.bincount(areas.ravel()) * pixel_mm2
             needed = np.where(sizes < SMALL_FLUID_MM2, FLUID_SUREST, FLUID_SURE)
-            kept = (sizes >= LEAST_FLUID_MM2) & (ndimage.maximum(logit, areas, every) > needed)
+            most = np.full(count + 1, -np.inf)
+            np.maximum.at(most, areas[fluid], logit[fluid])
+            kept = (sizes >= LEAST_FLUID_MM2) & (most > needed)
             bscan[fluid & ~kept[areas]] = 0
 
 

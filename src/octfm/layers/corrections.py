@@ -218,10 +218,10 @@ def _lines_of(each: _Bscan, height: int, width: int, source: str) -> dict[str, n
         where = f"B-scan {each.bscan}, {name}"
         if len(values) != width:
             raise _refused(source, where, f"{width} rows", len(values))
-        rows = np.array([np.nan if row is None else row for row in values], np.float32)
+        rows = np.array([np.nan if row is None else row for row in values], np.float64)
         if ((rows < -OUTSIDE_ROWS) | (rows > height + OUTSIDE_ROWS)).any():
             raise _refused(source, where, f"rows from 0 to {height - 1}", f"{np.nanmin(rows)}, {np.nanmax(rows)}")
-        lines[name] = rows
+        lines[name] = rows.astype(np.float32)
     for upper, lower in pairwise([name for name in SURFACES if name in lines]):
         require_order(source, each.bscan, upper, lines[upper], lower, lines[lower])
     return lines

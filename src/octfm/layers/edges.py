@@ -37,6 +37,8 @@ EDGES = {
 }
 DEPTH_UM, ALONG_UM = 3.0, 20.0
 """Standard deviations of the average of brightness, across and along the line."""
+LEAST_MM = 0.2
+"""Narrower B-scans, which have wrong millimetres, are left as they are: filters would be longer than their lines."""
 
 
 def onto_edges(bscans: np.ndarray, rows_SDW: np.ndarray, spacing_mm: Spacing3) -> np.ndarray:
@@ -46,7 +48,7 @@ def onto_edges(bscans: np.ndarray, rows_SDW: np.ndarray, spacing_mm: Spacing3) -
     left as they are.
     """
     found = rows_SDW.copy()
-    if not _brighter_below(bscans, rows_SDW[0], rows_SDW[-1]):
+    if bscans.shape[2] * spacing_mm[2] < LEAST_MM or not _brighter_below(bscans, rows_SDW[0], rows_SDW[-1]):
         return found
     for name, edge in EDGES.items():
         surface = SURFACES.index(name)

@@ -89,7 +89,7 @@ class ScanSegmentation(Segmentation):
         if self.verdict.accepted:
             facts["note"] = "; ".join(filter(None, (self.why_no_zones, self.note_on_scan)))
         means = grid.mean_um if grid is not None else {}
-        ranges = self.zone_ranges() if grid is not None else {}
+        ranges = self.zone_ranges(grid) if grid is not None else {}
         between = {name: f"{low:.0f} to {high:.0f} µm" for name, (low, high) in ranges.items()}
         zones = [
             (name, f"{mean:.0f} µm" if mean is not None else "not given", between.get(name, ""))
@@ -225,10 +225,12 @@ class ScanSegmentation(Segmentation):
     @cached_property
     def looks_like_other_eye(self) -> bool:
         """Whether an accepted raster with a foveal pit looks like that of the other eye than stated."""
-        if self.volume.laterality is None or self.why_no_zones:
+        if self.volume.laterality is None or not self.verdict.accepted:
             return False
-        grid = self.etdrs(keep_doubtful=True)
-        lines = self.surfaces["ilm"], self.surfaces["bm"]
+        try:
+            grid, lines = self._measured(), (self.surfaces["ilm"], self.surfaces["bm"])
+        except EvaluationError:
+            return False
         return grid.centre in ("pit", "fovea") and looks_like_other_eye(
             self.volume, *lines, self.place(), grid.centre_mm
         )
@@ -250,7 +252,7 @@ class ScanSegmentation(Segmentation):
         if why := self._no_raster():
             return why
         try:
-            self.etdrs()
+            self._measured()
         except EvaluationError as error:
             return f"no zones: {str(error).removeprefix(f'{self.volume.source}: ')}"
         return ""
@@ -294,21 +296,10 @@ class ScanSegmentation(Segmentation):
         line, circle and radial scans, which do not cover zones, for B-scans whose positions contradict each other and,
         unless `keep_doubtful`, for scans of the optic disc.
         """
-        # The pit is deepest in the inner retina; drusen, fluid and atrophy below move it in the whole one.
-        inner = self.thickness_um("ilm", "ipl_inl")
-        thickness, place, laterality = self.thickness_um(upper, lower), self.place(), self.volume.laterality
-        if self.corrections is not None and self.corrections.fovea is not None:
-            grid = measure_around(place.to_mm(*self.corrections.fovea), thickness, place, laterality, "fovea")
-        else:
-            grid = measure_grid(thickness, place, laterality, pit_map_um=inner)
+        grid = self._measured(upper, lower, keep_doubtful)
         if keep_doubtful:
             return grid
-        if shows_disc(self.found, place, grid.centre_mm):
-            raise EvaluationError(
-                f"{self.volume.source}: the optic disc lies where the fovea should be; the grid needs a scan of the "
-                "macula"
-            )
-        expected = self._expected(upper, lower, grid)
+        thickness, expected = self.thickness_um(upper, lower), self._expected(upper, lower, grid)
         held = {name for name in grid.mean_um if (expected.mean_um[name] or 0) > ZONE_UM}
         held |= set(grid.too_sparse)
         per_mm3 = 1000 / (np.pi * RINGS_MM[-1] ** 2)
@@ -322,8 +313,25 @@ class ScanSegmentation(Segmentation):
         grid = replace(grid, mean_um=given, volume_mm3=grid.volume_mm3 if trusted else None)
         return replace(grid, place_um=self._place_um(grid, upper, lower))
 
-    def zone_ranges(self) -> dict[str, tuple[float, float]]:
-        """Zone → low and high end in µm of its synthetic-calibrated range, for the zones of `etdrs()` that have a mean.
+    def _measured(self, upper: str = "ilm", lower: str = "bm", keep_doubtful: bool = False) -> EtdrsGrid:
+        """`etdrs` before zones are withheld, which raises in the same cases."""
+        # The pit is deepest in the inner retina; drusen, fluid and atrophy below move it in the whole one.
+        inner = self.thickness_um("ilm", "ipl_inl")
+        thickness, place, laterality = self.thickness_um(upper, lower), self.place(), self.volume.laterality
+        if self.corrections is not None and self.corrections.fovea is not None:
+            grid = measure_around(place.to_mm(*self.corrections.fovea), thickness, place, laterality, "fovea")
+        else:
+            grid = measure_grid(thickness, place, laterality, pit_map_um=inner)
+        if not keep_doubtful and shows_disc(self.found, place, grid.centre_mm):
+            raise EvaluationError(
+                f"{self.volume.source}: the optic disc lies where the fovea should be; the grid needs a scan of the "
+                "macula"
+            )
+        return grid
+
+    def zone_ranges(self, grid: EtdrsGrid | None = None) -> dict[str, tuple[float, float]]:
+        """Zone → low and high end in µm of its synthetic-calibrated range, for the zones of `etdrs()` that have a mean;
+        `grid` is that, if it is known.
 
         Three parts are added in quadrature: that of the lines, within which the mean of the true lines of the same
         B-scans lies in 90 % of a phantom's zones; the most by which the mean changes if the grid moves as far as the
@@ -333,7 +341,7 @@ class ScanSegmentation(Segmentation):
         """
         if self.ranges is None or (self.corrections is not None and self.corrections.touched):
             return {}
-        grid = self.etdrs()
+        grid = self.etdrs() if grid is None else grid
         expected = self._expected("ilm", "bm", grid).mean_um
         fluid = self._means(self.fluid_um(), grid.centre_mm).mean_um
         ranges = {}

@@ -195,8 +195,7 @@ class LayerTraining:
                 f"{path}: begun with seed {content['seed']} for {content['steps']} steps; repeat them, "
                 "or choose another --out"
             )
-        # States from before the code was recorded have no such entry.
-        if (code := content.get("code", self.code)) != self.code:
+        if (code := content["code"]) != self.code:
             raise ValueError(
                 f"{path}: begun with other code of phantoms, network or training ({code[:12]}, this is "
                 f"{self.code[:12]}), so the same seed would make other weights; go back to the octfm that began it, or "

@@ -26,7 +26,6 @@ RANGE = {name: (column.replace("_um", "_low_um"), column.replace("_um", "_high_u
 """Zone → columns of the ends of its range."""
 SAMPLING_UM = 2.0
 """`EtdrsGrid.sampling_um` above which the note says by how much a zone depends on which B-scans were taken."""
-_BY_LENGTH = "lateral millimetres for an axial length of "
 PLAUSIBLE_UM = (10.0, 3000.0)
 """Means of a zone in a table that can be micrometres: thicker than any swelling are nanometres or rows, thinner than
 any atrophy are millimetres or stand for no value."""
@@ -53,7 +52,7 @@ def zone_cells(found: ScanSegmentation, grid: EtdrsGrid | None) -> dict[str, str
 
 def range_cells(found: ScanSegmentation, grid: EtdrsGrid | None) -> dict[str, str]:
     """Cells of RANGE_COLUMNS."""
-    ranges = {} if grid is None else found.zone_ranges()
+    ranges = {} if grid is None else found.zone_ranges(grid)
     if not ranges:
         return {}
     return {"range_kind": SYNTHETIC} | {
@@ -63,7 +62,10 @@ def range_cells(found: ScanSegmentation, grid: EtdrsGrid | None) -> dict[str, st
 
 def grid_of(found: ScanSegmentation) -> EtdrsGrid | None:
     """Our zones, None where the scan covers none or is refused by the verdict."""
-    return None if found.why_no_zones else found.etdrs()
+    try:
+        return found.etdrs() if found.verdict.accepted else None
+    except EvaluationError:
+        return None
 
 
 def _unsure(grid: EtdrsGrid) -> list[str]:
@@ -116,7 +118,7 @@ def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
 
 def _note_on_length(found: ScanSegmentation) -> str:
     length = found.axial_length_mm
-    return "" if length is None else f"{_BY_LENGTH}{length:g} mm"
+    return "" if length is None else f"lateral millimetres for an axial length of {length:g} mm"
 
 
 def same_millimetres(one: dict[str, str], other: dict[str, str]) -> bool:
@@ -132,9 +134,6 @@ def same_millimetres(one: dict[str, str], other: dict[str, str]) -> bool:
 def _axial_length_mm(row: dict[str, str]) -> float | None:
     """By which lateral distances of a row were scaled; None if they are nominal."""
     length = row.get("axial_length_mm", "").strip().replace(",", ".")
-    if "axial_length_mm" not in row:  # a table of before 2026-11-27 says it in words only
-        notes = (note for note in row["zones_note"].split("; ") if note.startswith(_BY_LENGTH))
-        length = next(notes, "").removeprefix(_BY_LENGTH).removesuffix(" mm")
     try:
         return float(length) if length else None
     except ValueError:

@@ -91,7 +91,7 @@ def seen_and_answers(
 ) -> tuple[Tensor, Tensor]:
     """Tokens [B, C, D] of the context patches, the only ones that the encoder receives, and the predictor's answers
     [B, C + T, A] for context and targets, in this order."""
-    table = rotary(encoder.grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
+    table = encoder.table(index.kept)
     seen = encoder(
         take_tokens(patches_BKP, index.context),
         torch.gather(index.kept, 1, index.context),

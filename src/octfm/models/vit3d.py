@@ -261,6 +261,10 @@ class VisionTransformer3D(nn.Module):
         """Channels of a token, under timm's name."""
         return self.config.width
 
+    def table(self, index_BM: Tensor) -> Rotary | None:
+        """The rotary table of tokens at flat grid indices; None if positions are learned."""
+        return rotary(self.grid, index_BM, self.head_width) if self.config.positions == "rotary" else None
+
     def forward_features(
         self, voxels: Tensor, index_BM: Tensor | None = None, lengths: Sequence[int] | None = None
     ) -> Tensor:
@@ -342,8 +346,7 @@ class VisionTransformer3D(nn.Module):
             x_BMD = torch.where(where_BM.unsqueeze(-1), token_D.to(x_BMD.dtype), x_BMD)
         if self.config.positions == "learned":
             x_BMD = x_BMD + take_tokens(self.position.expand(x_BMD.shape[0], -1, -1), index_BM)
-        elif table is None:
-            table = rotary(self.grid, index_BM, self.head_width)
+        table = self.table(index_BM) if table is None else table
         turn = turn_qkv(table) if table is not None else None
         stream = []
         for block in self.blocks:

@@ -162,12 +162,15 @@ def write_phantom(
 def _new_folder(out: Path) -> Iterator[Path]:
     """The folder that becomes `out`, empty and locked while it is written; a killed process may have left one.
 
-    Raises OctfmError if another process is writing it, or has finished since `_check`.
+    Raises OctfmError if another process is writing it, or has finished since `_check`, and for a folder of that name
+    that is none of ours.
     """
     partial = out.with_name(out.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
         try:
+            if any(partial.iterdir()) and not (partial / LOCK).exists():
+                raise OctfmError(f"{partial}: would be emptied, and is not of octfm phantom; name another folder")
             held.enter_context(lock(partial / LOCK))
         except BlockingIOError:
             raise OctfmError(f"{out}: another process is writing this cohort; wait for it, or name another") from None

@@ -168,8 +168,8 @@ class Preprocessing(Config):
         """Prepare one volume; a radial scan (star) is made a raster first. Settings `of_bscans` take single B-scans.
 
         `find_band` finds a band that is not classic; see `expect_finder`. Raises ReadError for other layouts, for a
-        star of too few lines, for rows more than 1 mm apart, for pixels that are not 8 or 16 bit, and for volumes that
-        are blank, or blank in the part that is kept.
+        star of too few lines, for rows more than 1 mm apart, and for volumes that are blank, or blank in the part that
+        is kept.
         """
         self.expect_finder(find_band)
         if volume.layout not in ADMISSIBLE:
@@ -249,12 +249,6 @@ class Preprocessing(Config):
         return volume.white if own else self.uint16_full_scale
 
     def _to_uint8(self, volume: Volume) -> np.ndarray | Planes:
-        if volume.voxels.dtype not in (np.uint8, np.uint16):
-            raise ReadError(
-                "unsupported_pixels",
-                f"{volume.source}: voxels are {volume.voxels.dtype}, expected uint8 or uint16 intensities; "
-                "convert them when reading",
-            )
         # Stores of version 2 scaled all volumes alike, and are continued that way.
         stated = self.uint16_full_scale == 65535 and self.algorithm > 2
         voxels = eight_bit(volume, None if stated else self.uint16_full_scale)

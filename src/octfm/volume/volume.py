@@ -18,6 +18,8 @@ Layout = Literal["raster", "line", "circle", "radial", "repeated"]
 """Arrangement of B-scans on the fundus. Only a raster, of parallel B-scans in a row, is a volume in space."""
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 TWELVE_BITS = 4095
+NANOMETRE_MM = 1e-6
+"""Least distance of voxels: filters of a given length would fill the memory if there were a thousand more of them."""
 RASTER_ONLY: tuple[Literal["raster"]] = ("raster",)
 Admissible = Literal["raster", "radial", "line"]
 """Layouts that a catalog may hold. Only on request: radial scans, which are converted to a raster (radial.to_raster),
@@ -116,8 +118,15 @@ class Volume:
             raise ValueError(
                 f"{self.source}: voxels must have 3 non-empty axes [B-scan, axial, lateral], got {self.voxels.shape}"
             )
-        if len(self.spacing_mm) != 3 or not all(np.isfinite(mm) and mm > 0 for mm in self.spacing_mm):
-            raise ValueError(f"{self.source}: spacing_mm must be positive on every axis, got {self.spacing_mm}")
+        if self.voxels.dtype.kind != "u" or self.voxels.dtype.itemsize > 2:
+            raise ValueError(
+                f"{self.source}: voxels: expected grey levels in uint8 or uint16, got {self.voxels.dtype}; scale them "
+                "to 0 to 255 and convert them to uint8"
+            )
+        if len(self.spacing_mm) != 3 or not all(NANOMETRE_MM <= mm < np.inf for mm in self.spacing_mm):
+            raise ValueError(
+                f"{self.source}: spacing_mm must be {NANOMETRE_MM:g} mm or more on every axis, got {self.spacing_mm}"
+            )
         for name, known in (("laterality", ("R", "L", None)), ("layout", LAYOUTS), ("modality", MODALITIES)):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{self.source}: {name}: expected {', '.join(map(str, known))}, got {value!r}")

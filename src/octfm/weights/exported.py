@@ -15,13 +15,13 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.io.location import BucketPath, Location
+
+if TYPE_CHECKING:  # torch takes two seconds, and `octfm models` lists files
+    from torch import Tensor
 
 CONFIG, WEIGHTS, SEEN, KEY, CARD, ONNX = (
     "config.json", "model.safetensors", "seen_participants.json", "participants.key", "README.md", "octfm.onnx",
@@ -103,13 +103,15 @@ def read_seen(where: Location) -> dict[str, Any]:
     return {"key": key, "hashes": seen["hashes"]}
 
 
-def digest(network: Mapping[str, Tensor]) -> str:
+def digest(network: "Mapping[str, Tensor]") -> str:
     """SHA-256 that identifies the weights of an encoder, in float32 whatever they are stored in."""
     return checksum({f"network.{name}": tensor.float() for name, tensor in network.items()})
 
 
-def checksum(tensors: Mapping[str, Tensor]) -> str:
+def checksum(tensors: "Mapping[str, Tensor]") -> str:
     """SHA-256 over names, shapes and bytes."""
+    import torch
+
     total = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -118,7 +120,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def _read_tensors(where: Location) -> dict[str, Tensor]:
+def _read_tensors(where: Location) -> "dict[str, Tensor]":
     from safetensors import SafetensorError
     from safetensors.torch import load
 

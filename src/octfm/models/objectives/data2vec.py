@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, View, cosine_error
 from octfm.models.predictor import MLPPredictor, PredictorConfig
-from octfm.models.vit3d import TokenGrid, VisionTransformer3D, ViTConfig, rotary, take_tokens
+from octfm.models.vit3d import TokenGrid, VisionTransformer3D, ViTConfig, take_tokens
 
 
 class Data2VecConfig(ObjectiveConfig):
@@ -43,7 +43,7 @@ class Data2Vec(Objective):
         (view,) = views
         patches_BKP, target_patches_BKP, index = view[:3]
         encoder = self.encoder
-        table = rotary(encoder.grid, index.kept, encoder.head_width) if encoder.config.positions == "rotary" else None
+        table = encoder.table(index.kept)
         with torch.no_grad():
             features = self.target_encoder(target_patches_BKP, index.kept, table)
         hidden = torch.ones_like(index.kept, dtype=torch.bool).scatter(1, index.context, False)

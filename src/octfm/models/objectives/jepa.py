@@ -18,14 +18,12 @@ from octfm.models.predictor import Predictor, PredictorConfig, predictor_table
 from octfm.models.products import Linear
 from octfm.models.vit3d import (
     Rotary,
-    Shape3,
     Side,
     TokenGrid,
     TokenIndex,
     VisionTransformer3D,
     ViTConfig,
     init_weights,
-    rotary,
     take_rotary,
     take_tokens,
 )
@@ -60,17 +58,7 @@ class JEPAConfig(ObjectiveConfig):
     voxel."""
 
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "JEPA":
-        return JEPA(
-            model,
-            predictor,
-            grid,
-            self.target_levels,
-            self.target_norm,
-            self.voxel_loss,
-            self.goal_average,
-            self.fuse_levels,
-            self.context_nearness,
-        )
+        return JEPA(self, model, predictor, grid)
 
     @property
     def takes_large_blocks(self) -> bool:
@@ -99,36 +87,25 @@ class JEPA(Objective):
 
     target_encoder: VisionTransformer3D
 
-    def __init__(
-        self,
-        model: ViTConfig,
-        predictor: PredictorConfig,
-        grid: TokenGrid,
-        target_levels: int = 1,
-        target_norm: TargetNorm = "layer",
-        voxel_loss: float = 0.0,
-        goal_average: Shape3 = (1, 1, 1),
-        fuse_levels: bool = False,
-        context_nearness: bool = False,
-    ):
+    def __init__(self, settings: JEPAConfig, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid):
         super().__init__()
         self.encoder = VisionTransformer3D(model, grid)
-        self.voxel_loss, self.goal_width = voxel_loss, model.width * target_levels
-        self.goal_average, self.context_nearness = goal_average, context_nearness
-        answers = self.goal_width + (prod(model.patch_size) // prod(goal_average) if voxel_loss else 0)
+        levels, self.goal_average = settings.target_levels, settings.goal_average
+        self.voxel_loss, self.context_nearness = settings.voxel_loss, settings.context_nearness
+        self.goal_width = model.width * levels
+        answers = self.goal_width + (prod(model.patch_size) // prod(self.goal_average) if self.voxel_loss else 0)
         self.predictor = Predictor(predictor, model.width, answers, model.activation_checkpointing)
-        self.levels = [round(model.depth * (i + 1) / target_levels) - 1 for i in range(target_levels)]
-        self.fusion = Fusion(target_levels, model.width) if fuse_levels else None
+        self.levels = [round(model.depth * (i + 1) / levels) - 1 for i in range(levels)]
+        self.fusion = Fusion(levels, model.width) if settings.fuse_levels else None
         self.target_encoder = deepcopy(self.encoder).requires_grad_(False)
-        self.whitening = Whitening(target_levels, model.width) if target_norm == "whiten" else None
+        self.whitening = Whitening(levels, model.width) if settings.target_norm == "whiten" else None
 
     def forward(self, views: Sequence[View], context_weight: float | Tensor) -> ObjectiveOutput:
         """Losses of one view, or of several with different masks and contexts; every token counts the same. The context
         encoder receives the context patches and nothing else."""
         first, encoder = views[0], self.encoder
         kept_BK, blocks = first.index.kept, (encoder.config.patch_size, self.goal_average)
-        table = rotary(encoder.grid, kept_BK, encoder.head_width) if encoder.config.positions == "rotary" else None
-        learns = torch.is_grad_enabled()
+        table, learns = encoder.table(kept_BK), torch.is_grad_enabled()
         # The goal: the teacher sees every kept token, hidden ones as well, and gets no gradient.
         with torch.no_grad():
             stream = self.target_encoder.hidden(despeckled(first.target_patches_BKP, *blocks), kept_BK, table)

@@ -67,7 +67,7 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
         "parts": list(found.verdict.parts),
         "field": _field(found),
         "whyNoZones": found.why_no_grid,
-        "ranges": {} if grid is None else {name: list(ends) for name, ends in found.zone_ranges().items()},
+        "ranges": {} if grid is None else {name: list(ends) for name, ends in found.zone_ranges(grid).items()},
         "rangeKind": SYNTHETIC,
         "unsteady": [] if grid is None else unsteady(grid),
         "reasons": [
