@@ -125,11 +125,9 @@ def ranks(config: PretrainConfig, store: Store, train_rows: np.ndarray, world: i
         # The last one as well, where large positions could overflow.
         for step in (0, 1, config.steps - 1):
             shares = []
-            # A loader per rank in this process: the positions depend on nothing else.
+            # A loader per rank in this process. It need not balance scanners, which takes long and moves no position.
             for rank in range(count):
-                with Loader(
-                    store, train_rows, batch, config.seed, rank, count, 0, config.data.balance_scanners
-                ) as loader:
+                with Loader(store, train_rows, batch, config.seed, rank, count, prefetch=0) as loader:
                     shares.append(loader.positions(step))
             together = np.sort(np.concatenate(shares))
             if not np.array_equal(together, step * batch + np.arange(batch)):
