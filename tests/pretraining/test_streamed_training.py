@@ -279,20 +279,6 @@ def test_a_run_without_a_store_resumes_bit_for_bit(tmp_path, monkeypatch):
     assert final(whole)["participants"]["hashes"] == [], "nobody is a phantom"
 
 
-def test_a_run_from_before_version_4_of_the_preprocessing_goes_on(tmp_path, monkeypatch):
-    of_now = PhantomConfig.preprocessing
-    monkeypatch.setattr(PhantomConfig, "preprocessing", lambda p: of_now(p).model_copy(update={"algorithm": 3}))
-    whole = quick_pretrain(dense(steps=3, ckpt_every_steps=2), out=tmp_path / "whole", echo=quiet)
-    with monkeypatch.context() as patch:
-        interrupted_after(2, patch)
-        with pytest.raises(Preempted):
-            quick_pretrain(dense(steps=3, ckpt_every_steps=2), out=tmp_path / "run", echo=quiet)
-    monkeypatch.setattr(PhantomConfig, "preprocessing", of_now)
-    quick_pretrain(dense(steps=3, ckpt_every_steps=2), out=tmp_path / "run", echo=quiet)
-    assert_same_run(whole, tmp_path / "run")
-    assert final(tmp_path / "run")["preprocessing"]["algorithm"] == 3
-
-
 def test_phantoms_that_choose_a_checkpoint_are_nobody_either(tmp_path):
     """Hashes of nobody would be published with an export, and count as participants of the encoder in the box."""
     probed = dense(steps=1, probe={"target": "condition"}).model_copy(update={"validation_volumes": 32})

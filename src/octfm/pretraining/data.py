@@ -1,13 +1,11 @@
 """The volumes of a run: its store or streamed phantoms, the rows to train on and the rows to validate on."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from octfm.errors import ConfigError
-from octfm.io.location import Location
 from octfm.pretraining.settings import PretrainConfig
 from octfm.store.exclusion import without_excluded
 from octfm.store.phantoms import MixedStore, PhantomConfig, PhantomStore
@@ -76,19 +74,6 @@ def _with_phantoms(config: PretrainConfig, phantoms: PhantomConfig, store: Store
         return streamed
     phantoms.among(config.data.global_batch_size)
     return MixedStore(store, streamed)
-
-
-def as_begun(store: Store, run: Location) -> Store:
-    """The store for a run folder that may hold a run already: one on streamed phantoms that began with version 3 of
-    the preprocessing, which makes the same voxels of them, goes on with it."""
-    record, before = run / "run.json", store.preprocessing.model_copy(update={"algorithm": 3})
-    if not isinstance(store, PhantomStore) or not record.is_file():
-        return store
-    try:
-        begun = json.loads(record.read_bytes())["fingerprint"] == before.fingerprint()
-    except (ValueError, KeyError, TypeError):  # damaged, as opening the run will say
-        begun = False
-    return PhantomStore(store.config, before, store.held_out, store.threads) if begun else store
 
 
 def training_rows(config: PretrainConfig, store: Store) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ from octfm.errors import Echo
 from octfm.io.location import Location, location
 from octfm.models.objectives.objective import ObjectiveConfig
 from octfm.pretraining import preflight
-from octfm.pretraining.data import Data, as_begun, given_store, training_rows
+from octfm.pretraining.data import Data, given_store, training_rows
 from octfm.pretraining.initial_weights import with_hash
 from octfm.pretraining.inputs import draw
 from octfm.pretraining.learner import Learner
@@ -70,7 +70,7 @@ def pretrain(
         config = config.with_objective(objective)
     config, device = with_hash(config).on_device(device)
     where = location(out)
-    store = as_begun(given_store(config, store), where)
+    store = given_store(config, store)
     runtime = join(config.runtime, config.precision, device)
     echo_first = echo if runtime.leads else lambda _: None
     data = Data(store, *training_rows(config, store))
