@@ -362,7 +362,7 @@ class Runtime:
         padded[: len(tensor)] = tensor
         parts = [torch.empty_like(padded) for _ in range(self.world if self.leads else 0)]
         dist.gather(padded, parts or None)
-        return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=False)]) if parts else tensor[:0]
+        return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)]) if parts else tensor[:0]
 
     def value_of_first(self, value: Any) -> Any:
         """Send rank 0's `value` to every rank, for the threads that write sharded checkpoints."""
