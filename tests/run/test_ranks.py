@@ -364,6 +364,7 @@ def test_a_rank_that_dies_ends_the_others_with_a_message(ranks, store, tmp_path)
 def test_weights_that_drift_apart_between_ranks_stop_the_run(ranks, store, tmp_path):
     ended = ranks(2, store.path, tmp_path / "run", SMALL, fault="drift", at=3, on=1)
     assert codes(ended) == [1, 1] and "ranks apart" in ended[0].said, ended
+    assert ended[1].said.endswith("(elsewhere)\n"), "one of many ranks reports what all of them found"
 
 
 @pytest.mark.slow
