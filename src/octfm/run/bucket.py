@@ -88,8 +88,14 @@ class BucketRun:
         self._surplus = surplus
         last = max(map(step_of, self._sent), default=-1)
         for path in checkpoint_files.steps(self.path / "checkpoints"):
-            if step_of(path) > last:
-                self.offer(path)  # the last process ended before it was sent
+            # The last process ended before it was sent, perhaps after a rollback to a step that had been sent.
+            if step_of(path) > last or (step_of(path) == last and not self._has_sent(path)):
+                self.offer(path)
+
+    def _has_sent(self, path: Path) -> bool:
+        """Whether the bucket has these bytes under the checkpoint's name."""
+        sums = sorted(hash_file(file) for file in _files_of(path))
+        return sums == sorted(entry["sha256"] for entry in self._sent.get(path.name, []))
 
     def fetch_back_to(self, may_return_to: Callable[[Path], bool]) -> None:
         """Fetch older checkpoints, one by one, until the folder has one to roll back to: another machine begins with
@@ -115,7 +121,7 @@ class BucketRun:
         Raises OSError, leaving nothing behind, if the disk has no room for a copy."""
         outbox = self.path / ".outbox" / f"{path.name}.{secrets.token_hex(4)}"
         try:
-            for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+            for file in _files_of(path):
                 target = outbox / ("whole" if path.is_file() else str(file.relative_to(path)))
                 target.parent.mkdir(parents=True, exist_ok=True)
                 # The local retention may delete the file before it is sent: a hard link keeps its bytes.
@@ -225,7 +231,7 @@ class BucketRun:
         self._send_files()
         if name is not None and outbox is not None:
             entries = []
-            for file in sorted(p for p in outbox.rglob("*") if p.is_file()):
+            for file in _files_of(outbox):
                 inside = "" if file.name == "whole" and file.parent == outbox else f"/{file.relative_to(outbox)}"
                 key = f"checkpoints/{name}{inside}"
                 bucket.upload(file, str(self.where / key))
@@ -287,7 +293,8 @@ class BucketRun:
             ours = []
         if pointer is not None:
             self._sent, self._tokens = dict(pointer["checkpoints"]), [pointer["token"]]
-            if pointer["token"] not in ours:
+            # Somebody may have cleared the folder's checkpoints: the run must not begin anew.
+            if pointer["token"] not in ours or not checkpoint_files.steps(self.path / "checkpoints"):
                 _fetch(self.where, pointer, self.path)
         elif ours:
             shutil.rmtree(self.path)  # the run in the bucket was deleted: a new one begins
@@ -415,6 +422,11 @@ def _fetch_checkpoint(where: BucketPath, entries: list[dict[str, Any]], folder: 
     for shards in {file.parent for file in files} - {folder / "checkpoints"}:
         shutil.rmtree(shards)
     return False
+
+
+def _files_of(path: Path) -> list[Path]:
+    """A file itself, or all files below a folder."""
+    return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
 
 
 def _mark(folder: Path, tokens: list[str]) -> None:
