@@ -121,6 +121,13 @@ def test_checking_many_ranks_takes_no_longer_on_a_large_store(store, monkeypatch
     assert data.ranks(settings, store, select(store, "train"), 64).status == "PASS"
 
 
+def test_labels_that_no_probe_uses_are_named(store):
+    rows = select(store, "train"), select(store, "val")
+    (found,) = data.probed(config(probe={"labels": "labels.csv"}), store, *rows)
+    assert found.status == "WARN" and "labels.csv" in found.measured and "probe.target" in found.advice
+    assert data.probed(config(), store, *rows) == []
+
+
 def test_missing_validation_participants_are_named(store):
     rows = select(store, "train"), np.array([], np.int64)
     found = data.splits(store, *rows)

@@ -206,6 +206,9 @@ def probed(config: PretrainConfig, store: Store, train_rows: np.ndarray, validat
         cases = find_cases(config.probe, store, train_rows, validation_rows)
     except OctfmError as error:
         return [fail_with("online probe", error, "set probe.target=null to train without it")]
+    if cases is None and config.probe.labels is not None:
+        advice = "name one of its columns in probe.target, or leave probe.labels out"
+        return [warn("online probe", f"off, although probe.labels is {config.probe.labels}", advice)]
     if cases is None:
         return []
     kind = f"{len(cases.classes)} classes" if cases.classes else "a number"
