@@ -115,6 +115,20 @@ def test_a_run_whose_local_checkpoints_were_cleared_goes_on_from_those_in_the_bu
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_copies_of_a_growing_run_that_nobody_reads_any_more_leave_the_disk(place, store):
+    """Each probe of a run in progress left two checkpoints in the cache for good, beyond its limit."""
+    with pytest.raises(Stop):
+        quick_pretrain(config(), store, place / "run", "cpu", echo=stop_after(5))
+    first = local_run(place / "run")
+    quick_pretrain(config(), store, place / "run", "cpu", echo=lambda _: None)
+    second = local_run(place / "run")
+    assert first.is_dir() and first != second, "somebody may be reading it"
+    os.utime(first, (0, 0))
+    shutil.rmtree(second)
+    assert local_run(place / "run") == second and not first.exists()
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_a_rollback_that_a_kill_kept_from_the_bucket_is_sent_by_the_next_start(place, store, tmp_path, monkeypatch):
     """Another machine went on with what training had gone back from."""
     settings = config(ckpt_every_steps=1, keep_checkpoints=3)

@@ -34,6 +34,8 @@ WAITING = 2
 """Most checkpoints that wait to be sent beside those that the retention keeps; older ones are dropped."""
 PATIENCE_S = 600.0
 """How long a run that has ended tries to send its last checkpoint."""
+UNREAD_S = 24 * 3600.0
+"""Time after which a copy of a run that nobody opens is deleted, once there is a newer one."""
 
 Surplus = Callable[[Sequence[Path]], list[Path]]
 
@@ -327,11 +329,16 @@ def local_run(run: str | Path | BucketPath) -> Path:
     if pointer is None:
         raise CheckpointError(f"{where}: no run here ({POINTER} is missing), or none that has saved a checkpoint yet")
     # One copy per pointer: whoever reads an earlier one is not disturbed by a new checkpoint.
-    copy = mirror_of(where / "copies" / pointer["token"]).parent / where.name
+    copies = mirror_of(where).parent / ".copies"
+    copy = copies / pointer["token"] / where.name
     if (copy / MARK).is_file():
         _fetch_files(where, copy)
-    else:
-        _fetch(where, pointer, copy, anew=False)
+        return copy
+    for old in copies.glob("*/*"):
+        with suppress(OSError):  # another process was faster, or another user made it
+            if time.time() - old.stat().st_mtime > UNREAD_S:
+                shutil.rmtree(old.parent)
+    _fetch(where, pointer, copy, anew=False)
     return copy
 
 
