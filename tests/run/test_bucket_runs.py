@@ -115,6 +115,28 @@ def test_a_run_whose_local_checkpoints_were_cleared_goes_on_from_those_in_the_bu
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_a_file_of_a_tracker_that_vanishes_holds_nothing_up(place, store, monkeypatch):
+    """The metrics after it stayed behind, and the next start waited for a lease that nobody held."""
+    upload = bucket.upload
+
+    def vanishing(file, uri):
+        if file.name == "debug.log":
+            raise FileNotFoundError(file)
+        upload(file, uri)
+
+    def echo(text):
+        if text.startswith("step"):
+            log = mirror_of(place / "run") / "a tracker" / "debug.log"
+            log.parent.mkdir(exist_ok=True)
+            log.write_text(text)
+
+    monkeypatch.setattr(bucket, "upload", vanishing)
+    quick_pretrain(config(steps=1), store, place / "run", "cpu", echo=echo)
+    found = {uri.removeprefix(f"{place}/run/") for uri in bucket.find(f"{place}/run")}
+    assert "checkpoints/step-00000001.pt" in found and "run.lease" not in found
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_copies_of_a_growing_run_that_nobody_reads_any_more_leave_the_disk(place, store):
     """Each probe of a run in progress left two checkpoints in the cache for good, beyond its limit."""
     with pytest.raises(Stop):

@@ -81,7 +81,7 @@ class BucketRun:
         self._closing = True
         self._wake.set()
         self._thread.join()
-        with suppress(BucketError):
+        with suppress(BucketError, OSError):
             self._send_files()
         self._lease.__exit__()
 
@@ -263,7 +263,9 @@ class BucketRun:
         """Send files other than checkpoints that have changed: metrics, settings, run.json, results."""
         for file in sorted(self.path.rglob("*")):
             inside = file.relative_to(self.path)
-            if file.is_file() and not _stays_here(inside):
+            if not file.is_file() or _stays_here(inside):
+                continue
+            with suppress(FileNotFoundError):  # trackers delete files of their own
                 found = file.stat()
                 state = (found.st_mtime_ns, found.st_size)
                 if self._files.get(str(inside)) != state:
