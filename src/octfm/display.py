@@ -58,6 +58,14 @@ def number(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
+def duration(seconds: float) -> str:
+    """`41 ms`, `12 s`, `3.5 h`, `4.2 days`."""
+    for limit, unit, name in ((1, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (48 * 3600, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds / 86400:.3g} days"
+
+
 def readable(name: str) -> str:
     """A scanner or a column of a table as a reader would write it: `Topcon Triton`, `central retinal thickness`; any
     other name without underscores."""

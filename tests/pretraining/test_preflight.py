@@ -18,6 +18,7 @@ from octfm.pretraining import preflight
 from octfm.pretraining.preflight import data, objective, resources, tokens
 from octfm.run import memory
 from octfm.run.runtime import start
+from octfm.store import loader
 from octfm.store.loader import Loader
 from octfm.store.selection import select
 from support.small_store import edit_rows, prepared_eye, small_preprocessing, small_store
@@ -104,6 +105,27 @@ def test_destination_for_full_disks_is_write_tested_too(store, tmp_path):
     assert found.status == "FAIL" and "cannot be written" in found.measured
     found = by_name(resources.destinations(config(ckpt_second_dir=str(tmp_path / "other")), tmp_path / "run"))
     assert found["second destination"].status == "PASS" and not (tmp_path / "other").exists()
+
+
+def test_a_file_in_place_of_the_destination_is_called_one(tmp_path):
+    (tmp_path / "run").write_text("")
+    for out in (tmp_path / "run", tmp_path / "run" / "below"):
+        found = by_name(resources.destinations(config(), out))["destination"]
+        assert found.status == "FAIL" and found.measured == f"{tmp_path / 'run'} is a file, expected a folder"
+
+
+def test_checking_many_ranks_takes_no_longer_on_a_large_store(store, monkeypatch):
+    """Sorting 100,000 volumes by scanner for each of 64 ranks took half a minute at every start."""
+    monkeypatch.setattr(loader, "_by_scanner", lambda *_: pytest.fail("sorts the volumes of the store"))
+    settings = config(data={"global_batch_size": 64, "per_device_batch_size": 1, "balance_scanners": True})
+    assert data.ranks(settings, store, select(store, "train"), 64).status == "PASS"
+
+
+def test_labels_that_no_probe_uses_are_named(store):
+    rows = select(store, "train"), select(store, "val")
+    (found,) = data.probed(config(probe={"labels": "labels.csv"}), store, *rows)
+    assert found.status == "WARN" and "labels.csv" in found.measured and "probe.target" in found.advice
+    assert data.probed(config(), store, *rows) == []
 
 
 def test_missing_validation_participants_are_named(store):

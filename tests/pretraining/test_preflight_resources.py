@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from octfm.config import load
+from octfm.display import duration
 from octfm.pretraining.preflight import data, examine, resources
 from octfm.pretraining.preflight.cost import Speed, step_cost
 from octfm.pretraining.settings import PretrainConfig, load_config
@@ -210,7 +211,7 @@ def test_F8_a_store_that_is_slower_than_the_device_is_named(store, monkeypatch):
 
 
 def test_durations_are_told_as_people_tell_them():
-    assert [resources.duration(s) for s in (0.041, 12, 600, 12600, 400_000)] == [
+    assert [duration(s) for s in (0.041, 12, 600, 12600, 400_000)] == [
         "41 ms",
         "12 s",
         "10 min",

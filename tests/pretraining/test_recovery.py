@@ -190,6 +190,17 @@ def test_a_nan_volume_is_skipped_then_excluded_and_named(store, tmp_path, monkey
     )
 
 
+def test_many_volumes_without_a_finite_loss_are_counted_before_they_stop_the_run():
+    """One bad volume in every batch leaves no update for a whole epoch, in lines that named that volume alone."""
+    said, state = [], RunState()
+    for step, name in enumerate(["a", "b", "c"]):
+        found = Finding("non-finite loss", "the loss of 1 of 4 volumes is not finite", "step", (step,), damaging=False)
+        response = recovery.respond(HealthConfig(), found, step, state, [name], 40)
+        said, state = [*said, response.sentence], response.state
+    assert said[:2] == ["no weight was changed"] * 2, "5 % of the volumes may be bad"
+    assert "3 of 40 volumes was not finite" in said[2] and "stops once more than 2 " in said[2]
+
+
 def test_a_skipped_update_changes_no_weight(store, tmp_path, monkeypatch):
     weights = []
     accumulate = loop.accumulate

@@ -11,10 +11,12 @@ import pytest
 from octfm.config import without_text
 from octfm.errors import ConfigError
 from octfm.pretraining import pretrain as loop
+from octfm.pretraining.monitors.sample_picture import sample_picture
 from octfm.pretraining.preflight.resources import tracker
 from octfm.run import trackers
 from octfm.run.tracking import Metrics, TrackingConfig, read_metrics
 from octfm.run.waiting import Waiting
+from octfm.store.selection import select
 from support.small_store import small_store
 from support.tiny_runs import Killed, config, quick_pretrain, quiet, rows
 from support.waiting import wait_until
@@ -249,9 +251,6 @@ def test_rows_from_two_threads_stay_whole(tmp_path):
 
 
 def test_mask_picture_shows_what_is_seen_and_what_is_predicted(store):
-    from octfm.pretraining.monitors.sample_picture import sample_picture
-    from octfm.store.selection import select
-
     picture = sample_picture(config(), store, select(store, "val")[:3], 0)
     assert picture.shape == (64, 3 * 32, 3) and picture.dtype == np.uint8
     colour = picture.astype(int)
@@ -260,3 +259,10 @@ def test_mask_picture_shows_what_is_seen_and_what_is_predicted(store):
     assert not np.array_equal(picture, sample_picture(config(), store, select(store, "val")[:3], 1)), (
         "masks change from step to step"
     )
+
+
+def test_mask_picture_shows_the_stage_of_its_step(store):
+    staged = config(masks={"budget": 64, "stages": [[0.1, 0.3], [0.6, 0.3]]})
+    first, last = (sample_picture(staged, store, select(store, "val")[:3], step).astype(int) for step in (0, 7))
+    early, late = ((colour[..., 0] - colour[..., 2] > 30).mean() for colour in (first, last))
+    assert late > 3 * early, "10 % of the tokens are targets in the first half of the run, 60 % in the second"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from support.bucket_servers import ENDPOINT, SECRET, FaultyProxy
 from support.command_line import invoke
 from support.probe_cohort import Cohort
 from support.small_store import small_store
-from support.tiny_runs import config, quick_pretrain
+from support.tiny_runs import config, final, quick_pretrain
 
 SLOW = pytest.mark.slow
 buckets = pytest.mark.parametrize("place", ["s3", "gs"], indirect=True)
@@ -100,6 +101,74 @@ def test_another_machine_keeps_the_last_healthy_checkpoint_and_goes_back_to_it(p
     quick_pretrain(settings, store, str(place / "run"), "cpu", echo=lambda _: None)
     assert "step-00000002.pt" in read_pointer(place / "run")["checkpoints"]
     assert (mirror_of(place / "run") / "checkpoints" / "step-00000002.pt").is_file()
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_a_run_whose_local_checkpoints_were_cleared_goes_on_from_those_in_the_bucket(place, store):
+    """It began anew, as if there were none."""
+    with pytest.raises(Stop):
+        quick_pretrain(config(), store, place / "run", "cpu", echo=stop_after(5))
+    shutil.rmtree(mirror_of(place / "run") / "checkpoints")
+    told = []
+    quick_pretrain(config(), store, place / "run", "cpu", echo=told.append)
+    assert any("after 3 updates" in line for line in told)
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_a_file_of_a_tracker_that_vanishes_holds_nothing_up(place, store, monkeypatch):
+    """The metrics after it stayed behind, and the next start waited for a lease that nobody held."""
+    upload = bucket.upload
+
+    def vanishing(file, uri):
+        if file.name == "debug.log":
+            raise FileNotFoundError(file)
+        upload(file, uri)
+
+    def echo(text):
+        if text.startswith("step"):
+            log = mirror_of(place / "run") / "a tracker" / "debug.log"
+            log.parent.mkdir(exist_ok=True)
+            log.write_text(text)
+
+    monkeypatch.setattr(bucket, "upload", vanishing)
+    quick_pretrain(config(steps=1), store, place / "run", "cpu", echo=echo)
+    found = {uri.removeprefix(f"{place}/run/") for uri in bucket.find(f"{place}/run")}
+    assert "checkpoints/step-00000001.pt" in found and "run.lease" not in found
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_copies_of_a_growing_run_that_nobody_reads_any_more_leave_the_disk(place, store):
+    """Each probe of a run in progress left two checkpoints in the cache for good, beyond its limit."""
+    with pytest.raises(Stop):
+        quick_pretrain(config(), store, place / "run", "cpu", echo=stop_after(5))
+    first = local_run(place / "run")
+    quick_pretrain(config(), store, place / "run", "cpu", echo=lambda _: None)
+    second = local_run(place / "run")
+    assert first.is_dir() and first != second, "somebody may be reading it"
+    os.utime(first, (0, 0))
+    shutil.rmtree(second)
+    assert local_run(place / "run") == second and not first.exists()
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_a_rollback_that_a_kill_kept_from_the_bucket_is_sent_by_the_next_start(place, store, tmp_path, monkeypatch):
+    """Another machine went on with what training had gone back from."""
+    settings = config(ckpt_every_steps=1, keep_checkpoints=3)
+    with pytest.raises(Stop):
+        quick_pretrain(settings, store, place / "run", "cpu", echo=stop_after(6))
+    folder = mirror_of(place / "run") / "checkpoints"
+    content = checkpoint.load(folder / name_of(3))
+    # A process goes back to step 3, saves that, and is killed before it sends anything.
+    for step in (4, 5):
+        (folder / name_of(step)).unlink()
+    back = {"rollbacks": [{"at": 4, "to": 3, "what": "loss spike"}], "offset": 2}
+    checkpoint.write(folder, 3, content | {"state": content["state"] | back})
+    with pytest.raises(Stop):
+        quick_pretrain(settings, store, place / "run", "cpu", echo=stop_after(4))
+    assert list(read_pointer(place / "run")["checkpoints"]) == [name_of(3)]
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
+    quick_pretrain(settings, store, str(place / "run"), "cpu", echo=lambda _: None)
+    assert final(local_run(place / "run"))["state"]["offset"] == 2
 
 
 @pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)

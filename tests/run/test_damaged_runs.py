@@ -21,6 +21,7 @@ from octfm.config import load
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import CheckpointError
 from octfm.io import location
+from octfm.io.hashing import hash_text
 from octfm.io.location import BucketPath, write_whole
 from octfm.pretraining.monitors.health import HealthConfig
 from octfm.pretraining.monitors.recovery import healthy_before
@@ -237,7 +238,7 @@ def test_odd_names_are_not_sent_to_a_bucket(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     for name in ("step-00000050 (1).pt", "step-best.pt", "step-00000004.pt", "step-00000002.pt"):
         (folder / name).write_bytes(b"x")
-    remote._sent = {"step-00000002.pt": []}
+    remote._sent = {"step-00000002.pt": [{"sha256": hash_text("x")}]}
     remote.keep(lambda found: [])
     assert remote.waiting() == ["step-00000004.pt"]
 

@@ -4,6 +4,7 @@ import functools
 import json
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -11,9 +12,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from octfm.encoder.encoder import load_encoder
-from octfm.run import checkpoint
+from octfm.errors import TrainingError
+from octfm.run import checkpoint, runtime
 from octfm.store.selection import select
 from support.command_line import octfm_here
 from support.ranks import codes
@@ -342,8 +345,6 @@ def test_F7_what_memory_allowed_fits_another_number_of_ranks(ranks, store, tmp_p
 
 
 def test_a_hung_rank_ends_the_job_within_the_timeout_and_is_named(ranks, store, tmp_path):
-    import time
-
     begun = time.monotonic()
     settings = SMALL | {"runtime": {"timeout_s": 4}, "tracking": {"step_deadline_s": 1}}
     ended = ranks(2, store.path, tmp_path / "run", settings, fault="sleep", at=3, on=1, nap=6)
@@ -356,6 +357,23 @@ def test_a_hung_rank_ends_the_job_within_the_timeout_and_is_named(ranks, store, 
     assert "waiting for the other ranks for" in told, "it spoke up before"
 
 
+def test_a_wait_that_is_long_over_is_not_given_as_a_reason(monkeypatch):
+    """Hours after a slow first step, a rank that was killed was reported as waiting for it."""
+    store, now = dist.HashStore(), time.time()
+    monkeypatch.setattr(runtime, "_store", lambda: store)
+    here, other = (runtime.Runtime(torch.device("cpu"), rank=rank, world=2, timeout_s=60) for rank in (0, 1))
+    other.say("waiting for data for 20 s, in step 3")
+    gone = RuntimeError("gloo: Connection closed by peer")
+    with (
+        pytest.raises(TrainingError, match=r"has gone \(rank 1 was waiting for data for 20 s, in step 3\);"),
+        here.guarded(),
+    ):
+        raise gone
+    monkeypatch.setattr(time, "time", lambda: now + 100)
+    with pytest.raises(TrainingError, match="another rank has gone; torchrun"), here.guarded():
+        raise gone
+
+
 def test_a_rank_that_dies_ends_the_others_with_a_message(ranks, store, tmp_path):
     ended = ranks(2, store.path, tmp_path / "run", SMALL, fault="kill", at=3, on=1)
     assert codes(ended) == [1, -9] and "rank 0 of 2: another rank has gone" in ended[0].said, ended
@@ -364,6 +382,7 @@ def test_a_rank_that_dies_ends_the_others_with_a_message(ranks, store, tmp_path)
 def test_weights_that_drift_apart_between_ranks_stop_the_run(ranks, store, tmp_path):
     ended = ranks(2, store.path, tmp_path / "run", SMALL, fault="drift", at=3, on=1)
     assert codes(ended) == [1, 1] and "ranks apart" in ended[0].said, ended
+    assert ended[1].said.endswith("(elsewhere)\n"), "one of many ranks reports what all of them found"
 
 
 @pytest.mark.slow

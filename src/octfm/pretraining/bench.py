@@ -8,13 +8,14 @@ import numpy as np
 import torch
 
 from octfm.config import load
+from octfm.display import duration
 from octfm.errors import ConfigError, Echo, TrainingError
 from octfm.models.token_map import token_grid
 from octfm.pretraining.data import training_rows
 from octfm.pretraining.inputs import draw
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.preflight.cost import GB, measure_speed
-from octfm.pretraining.preflight.resources import cost_on, duration
+from octfm.pretraining.preflight.resources import cost_on
 from octfm.pretraining.settings import PretrainConfig, in_steps
 from octfm.pretraining.step import accumulate
 from octfm.run.runtime import Runtime, start

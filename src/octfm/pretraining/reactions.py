@@ -92,13 +92,16 @@ class Reactions:
             "sentence": f"{finding.sentence}; {sentence}",
         }
         session.metrics.write("incident", step, **incident, volumes=volumes, **facts)
-        if failure is not None:
-            raise failure
-        session.echo(f"step {step}: {what}; {sentence}")
-        if action == "stop":
+        if failure is None:
+            session.echo(f"step {step}: {what}; {sentence}")
+        if failure is None and action == "stop":
             last = session.run.last_checkpoint()
             kept = f"The last checkpoint is {last}" if last else "No checkpoint was written yet"
-            raise TrainingError(f"step {step}: {what}; {sentence}. {kept}")
+            failure = TrainingError(f"step {step}: {what}; {sentence}. {kept}")
+        if failure is not None:
+            # Every rank raises it, and rank 0 reports it for all of them.
+            failure.elsewhere = not learner.runtime.leads
+            raise failure
         if action == "roll back":
             # After the incident is logged: its row has the rollback's number and is kept.
             session.rewind(len(learner.state.rollbacks))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octfm.display import duration
 from octfm.io import bucket_cache
 from octfm.io.location import BucketPath, Location, location
 from octfm.report.sources import number, require_pretraining, series
@@ -143,7 +144,7 @@ def dashboard(name: str, rows: list[dict[str, Any]], steps: int) -> "RenderableT
     elif not done:
         state = "nothing logged yet"
     else:
-        state = "pace not known yet" if left is None else f"{_duration(left)} to go"
+        state = "pace not known yet" if left is None else f"{duration(left)} to go"
     head, bar = Table.grid(padding=(0, 2)), ProgressBar(total=steps, completed=done, width=30)
     head.add_row(Text(name, style="bold"), bar, f"step {done:,} of {steps:,}", state)
     curves = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
@@ -161,10 +162,3 @@ def dashboard(name: str, rows: list[dict[str, Any]], steps: int) -> "RenderableT
     if advice := checkpoint_advice(rows):
         parts.append(Text(advice, style="bold"))
     return Group(*parts)
-
-
-def _duration(seconds: float) -> str:
-    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (48 * 3600, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds / 86400:.3g} days"

@@ -34,6 +34,8 @@ WAITING = 2
 """Most checkpoints that wait to be sent beside those that the retention keeps; older ones are dropped."""
 PATIENCE_S = 600.0
 """How long a run that has ended tries to send its last checkpoint."""
+UNREAD_S = 24 * 3600.0
+"""Time after which a copy of a run that nobody opens is deleted, once there is a newer one."""
 
 Surplus = Callable[[Sequence[Path]], list[Path]]
 
@@ -79,7 +81,7 @@ class BucketRun:
         self._closing = True
         self._wake.set()
         self._thread.join()
-        with suppress(BucketError):
+        with suppress(BucketError, OSError):
             self._send_files()
         self._lease.__exit__()
 
@@ -88,8 +90,14 @@ class BucketRun:
         self._surplus = surplus
         last = max(map(step_of, self._sent), default=-1)
         for path in checkpoint_files.steps(self.path / "checkpoints"):
-            if step_of(path) > last:
-                self.offer(path)  # the last process ended before it was sent
+            # The last process ended before it was sent, perhaps after a rollback to a step that had been sent.
+            if step_of(path) > last or (step_of(path) == last and not self._has_sent(path)):
+                self.offer(path)
+
+    def _has_sent(self, path: Path) -> bool:
+        """Whether the bucket has these bytes under the checkpoint's name."""
+        sums = sorted(hash_file(file) for file in _files_of(path))
+        return sums == sorted(entry["sha256"] for entry in self._sent.get(path.name, []))
 
     def fetch_back_to(self, may_return_to: Callable[[Path], bool]) -> None:
         """Fetch older checkpoints, one by one, until the folder has one to roll back to: another machine begins with
@@ -115,7 +123,7 @@ class BucketRun:
         Raises OSError, leaving nothing behind, if the disk has no room for a copy."""
         outbox = self.path / ".outbox" / f"{path.name}.{secrets.token_hex(4)}"
         try:
-            for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+            for file in _files_of(path):
                 target = outbox / ("whole" if path.is_file() else str(file.relative_to(path)))
                 target.parent.mkdir(parents=True, exist_ok=True)
                 # The local retention may delete the file before it is sent: a hard link keeps its bytes.
@@ -225,7 +233,7 @@ class BucketRun:
         self._send_files()
         if name is not None and outbox is not None:
             entries = []
-            for file in sorted(p for p in outbox.rglob("*") if p.is_file()):
+            for file in _files_of(outbox):
                 inside = "" if file.name == "whole" and file.parent == outbox else f"/{file.relative_to(outbox)}"
                 key = f"checkpoints/{name}{inside}"
                 bucket.upload(file, str(self.where / key))
@@ -255,7 +263,9 @@ class BucketRun:
         """Send files other than checkpoints that have changed: metrics, settings, run.json, results."""
         for file in sorted(self.path.rglob("*")):
             inside = file.relative_to(self.path)
-            if file.is_file() and not _stays_here(inside):
+            if not file.is_file() or _stays_here(inside):
+                continue
+            with suppress(FileNotFoundError):  # trackers delete files of their own
                 found = file.stat()
                 state = (found.st_mtime_ns, found.st_size)
                 if self._files.get(str(inside)) != state:
@@ -287,7 +297,8 @@ class BucketRun:
             ours = []
         if pointer is not None:
             self._sent, self._tokens = dict(pointer["checkpoints"]), [pointer["token"]]
-            if pointer["token"] not in ours:
+            # Somebody may have cleared the folder's checkpoints: the run must not begin anew.
+            if pointer["token"] not in ours or not checkpoint_files.steps(self.path / "checkpoints"):
                 _fetch(self.where, pointer, self.path)
         elif ours:
             shutil.rmtree(self.path)  # the run in the bucket was deleted: a new one begins
@@ -320,11 +331,16 @@ def local_run(run: str | Path | BucketPath) -> Path:
     if pointer is None:
         raise CheckpointError(f"{where}: no run here ({POINTER} is missing), or none that has saved a checkpoint yet")
     # One copy per pointer: whoever reads an earlier one is not disturbed by a new checkpoint.
-    copy = mirror_of(where / "copies" / pointer["token"]).parent / where.name
+    copies = mirror_of(where).parent / ".copies"
+    copy = copies / pointer["token"] / where.name
     if (copy / MARK).is_file():
         _fetch_files(where, copy)
-    else:
-        _fetch(where, pointer, copy, anew=False)
+        return copy
+    for old in copies.glob("*/*"):
+        with suppress(OSError):  # another process was faster, or another user made it
+            if time.time() - old.stat().st_mtime > UNREAD_S:
+                shutil.rmtree(old.parent)
+    _fetch(where, pointer, copy, anew=False)
     return copy
 
 
@@ -415,6 +431,11 @@ def _fetch_checkpoint(where: BucketPath, entries: list[dict[str, Any]], folder: 
     for shards in {file.parent for file in files} - {folder / "checkpoints"}:
         shutil.rmtree(shards)
     return False
+
+
+def _files_of(path: Path) -> list[Path]:
+    """A file itself, or all files below a folder."""
+    return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
 
 
 def _mark(folder: Path, tokens: list[str]) -> None:

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -362,7 +363,7 @@ class Runtime:
         padded[: len(tensor)] = tensor
         parts = [torch.empty_like(padded) for _ in range(self.world if self.leads else 0)]
         dist.gather(padded, parts or None)
-        return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=False)]) if parts else tensor[:0]
+        return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)]) if parts else tensor[:0]
 
     def value_of_first(self, value: Any) -> Any:
         """Send rank 0's `value` to every rank, for the threads that write sharded checkpoints."""
@@ -411,15 +412,19 @@ class Runtime:
         """Tell the other ranks what this one waits for; they report it if it never answers."""
         if self.world > 1:
             with suppress(RuntimeError):
-                _store().set(f"waiting/{self.rank}", what)
+                _store().set(f"waiting/{self.rank}", f"{time.time()} {what}")
 
     def _last_words(self) -> str:
         words = []
         with suppress(RuntimeError):
             store = _store()
             for other in (r for r in range(self.world) if r != self.rank):
-                if store.check([f"waiting/{other}"]):
-                    words.append(f"rank {other} was {store.get(f'waiting/{other}').decode()}")
+                if not store.check([f"waiting/{other}"]):
+                    continue
+                when, _, what = store.get(f"waiting/{other}").decode().partition(" ")
+                # An older wait is over, or the collective call would have timed out before.
+                if time.time() - float(when) <= self.timeout_s:
+                    words.append(f"rank {other} was {what}")
         return f" ({'; '.join(words)})" if words else ""
 
     def close(self) -> None:

@@ -53,14 +53,21 @@ def respond(
         again = [name for name in names if name in state.suspects and name not in state.excluded]
         suspects = tuple(dict.fromkeys((*state.suspects, *names)))
         state = replace(state, suspects=suspects, excluded=(*state.excluded, *again))
+        most = max(1, config.max_excluded * volumes)
         # So many bad volumes are a fault of the store, and the rest would no longer be the cohort.
-        if len(state.excluded) > max(1, config.max_excluded * volumes):
+        if len(state.excluded) > most:
             return Response(
                 "stop", state, f"{len(state.excluded)} of {volumes} volumes cannot be trained on; prepare them again"
             )
         if again:
             return Response("exclude", state, "no weight was changed; these volumes are excluded from now on")
-        return Response("skip", state, "no weight was changed")
+        sentence = "no weight was changed"
+        if len(suspects) > most:
+            sentence += (
+                f"; so far the loss of {len(suspects)} of {volumes} volumes was not finite: the run stops once more "
+                f"than {most:.0f} have had one twice, so look at them now"
+            )
+        return Response("skip", state, sentence)
     state = replace(state, skips=(*state.skips, step))
     if len(state.skips) < config.max_skips:
         return Response(

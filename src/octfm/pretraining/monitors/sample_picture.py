@@ -3,8 +3,7 @@
 import numpy as np
 
 from octfm.models.token_map import token_map
-from octfm.pretraining.inputs import MASKS, generators
-from octfm.pretraining.masks import sample_masks
+from octfm.pretraining.inputs import draw_masks
 from octfm.pretraining.settings import PretrainConfig
 from octfm.store.store import Store
 
@@ -19,7 +18,7 @@ def sample_picture(config: PretrainConfig, store: Store, rows: np.ndarray, step:
     pd, ph, pw = config.model.patch_size
     tokens = token_map(arrays.band, arrays.valid, store.preprocessing.image_size, config.model.patch_size)
     positions = step * config.data.global_batch_size + np.arange(len(rows))
-    masks = sample_masks(config.masks, tokens, generators(config.seed, MASKS, positions))
+    masks = draw_masks(config, tokens, positions)
     middle = arrays.voxels.shape[1] // 2
     tiles = []
     for volume, context, target in zip(arrays.voxels, masks.context, masks.target, strict=True):

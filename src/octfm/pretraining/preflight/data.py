@@ -125,11 +125,9 @@ def ranks(config: PretrainConfig, store: Store, train_rows: np.ndarray, world: i
         # The last one as well, where large positions could overflow.
         for step in (0, 1, config.steps - 1):
             shares = []
-            # A loader per rank in this process: the positions depend on nothing else.
+            # A loader per rank in this process. It need not balance scanners, which takes long and moves no position.
             for rank in range(count):
-                with Loader(
-                    store, train_rows, batch, config.seed, rank, count, 0, config.data.balance_scanners
-                ) as loader:
+                with Loader(store, train_rows, batch, config.seed, rank, count, prefetch=0) as loader:
                     shares.append(loader.positions(step))
             together = np.sort(np.concatenate(shares))
             if not np.array_equal(together, step * batch + np.arange(batch)):
@@ -208,6 +206,9 @@ def probed(config: PretrainConfig, store: Store, train_rows: np.ndarray, validat
         cases = find_cases(config.probe, store, train_rows, validation_rows)
     except OctfmError as error:
         return [fail_with("online probe", error, "set probe.target=null to train without it")]
+    if cases is None and config.probe.labels is not None:
+        advice = "name one of its columns in probe.target, or leave probe.labels out"
+        return [warn("online probe", f"off, although probe.labels is {config.probe.labels}", advice)]
     if cases is None:
         return []
     kind = f"{len(cases.classes)} classes" if cases.classes else "a number"

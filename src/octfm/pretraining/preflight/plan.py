@@ -7,12 +7,13 @@ from operator import attrgetter
 
 import numpy as np
 
+from octfm.display import duration
 from octfm.errors import StoreError
 from octfm.io.progress import Progress
 from octfm.pretraining.data import training_rows
 from octfm.pretraining.preflight.cost import measure_speed
 from octfm.pretraining.preflight.data import arithmetic, patches_tile
-from octfm.pretraining.preflight.resources import duration, micro_batches, step_time
+from octfm.pretraining.preflight.resources import micro_batches, step_time
 from octfm.pretraining.settings import PretrainConfig, load_config
 from octfm.run.runtime import Precision, Runtime, start
 from octfm.store.store import Store

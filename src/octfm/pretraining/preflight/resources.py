@@ -4,6 +4,7 @@ import secrets
 import shutil
 from pathlib import Path
 
+from octfm.display import duration
 from octfm.errors import BucketError, CheckpointError
 from octfm.io.location import BucketPath, Location, write_whole
 from octfm.models.vit3d import count_parameters
@@ -144,6 +145,8 @@ def destinations(config: PretrainConfig, out: Location) -> list[Check]:
 
 def _write_tested(name: str, out: Location, advice: str) -> Check:
     parent = out if isinstance(out, BucketPath) else _existing(out)
+    if isinstance(parent, Path) and not parent.is_dir():
+        return fail(name, f"{parent} is a file, expected a folder", advice)
     probe = parent / f".octfm-probe-{secrets.token_hex(4)}"
     try:
         write_whole(probe, b"octfm")
@@ -220,11 +223,3 @@ def tracker(config: PretrainConfig, *, resumed: bool = False) -> Check:
             return warn("tracker", why, "the run continues offline; `wandb sync` uploads it later")
         return fail("tracker", why, "set tracking.wandb=offline and `wandb sync` later, or run `wandb login`")
     return passed("tracker", f"{names}; Weights & Biases answers")
-
-
-def duration(seconds: float) -> str:
-    """`41 ms`, `12 s`, `3.5 h`, `4.2 days`."""
-    for limit, unit, name in ((1, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (48 * 3600, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds / 86400:.3g} days"
