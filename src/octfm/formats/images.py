@@ -87,6 +87,7 @@ def _single(file: BinaryIO, size: int, uri: str, image: "Image") -> Bscans:
         uid=uid_of(file, size),
         in_plane_mm=spacing[1:] if spacing else None,
         bits=_stated_bits(image),
+        picture=True,
         alone=ReadError(
             "single_image",
             f"{uri}: one {image.format} image; a volume is a folder of them, or a TIFF of several pages; single "
