@@ -232,7 +232,8 @@ def _gray(image: "Image", uri: str) -> np.ndarray:
     if pixels.ndim != 2 or pixels.dtype.kind != "u" or pixels.dtype.itemsize > 2:
         raise ReadError(
             "unsupported_pixels",
-            f"{uri}: {image.mode} pixels; expected 8- or 16-bit gray, without layer lines drawn into it",
+            f"{uri}: {image.mode} pixels; expected 8- or 16-bit gray, without layer lines drawn into it; export it "
+            "without coloured lines",
         )
     return pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
 
