@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from octfm.report.html import write_report
     from octfm.store.prepare import prepare
     from octfm.store.store import Store
+    from octfm.tasks.segment import load_segmenter
     from octfm.volume.preprocessing import Preprocessing
     from octfm.volume.volume import Volume
 
@@ -51,6 +52,7 @@ _HOME = {
     "load_encoder": "octfm.encoder.encoder",
     "load_prototype_encoder": "octfm.encoder.prototype",
     "load_tuned": "octfm.encoder.tuned",
+    "load_segmenter": "octfm.tasks.segment",
     "TunedModel": "octfm.encoder.tuned",
     "export": "octfm.encoder.export",
     "OctEncoder": "octfm.encoder.hub",

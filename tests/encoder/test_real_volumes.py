@@ -9,6 +9,7 @@ import pytest
 import octfm
 from octfm.encoder.embed import embed_store
 from octfm.encoder.encoder import load_encoder
+from octfm.volume.appearance import holds_two
 from support.dicom_files import write_oct_dicom
 from support.small_store import small_store
 from support.tiny_runs import config, quick_pretrain, quiet
@@ -29,6 +30,16 @@ def clinic(real_data, tmp_path_factory):
     for name, (voxels, spacing) in volumes.items():
         write_oct_dicom(root / f"{name}.dcm", np.ascontiguousarray(voxels), spacing, laterality="R", participant=name)
     return root, volumes
+
+
+def test_no_real_bscan_is_taken_for_two_pictures(clinic, real_data):
+    _, volumes = clinic
+    padded = np.load(real_data / "chiu2015_dme_subjects1to5.npz")["bscans"]  # white above and below
+    assert not any(map(holds_two, padded[::5]))
+    gap = np.full((padded.shape[1], 8), 255, np.uint8)
+    assert holds_two(np.hstack([padded[4], padded[16]])) and holds_two(np.hstack([padded[4], gap, padded[16]]))
+    assert not any(holds_two(bscan) for voxels, _ in volumes.values() for bscan in voxels[::8])
+    assert holds_two(np.hstack([volumes["amd"][0][70], volumes["amd"][0][71]]))
 
 
 def test_real_volumes_go_from_scan_to_embedding(clinic, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.participants.folders import split_folders
@@ -21,15 +22,17 @@ from octfm.encoder.tuned import load_tuned
 from octfm.errors import ConfigError, EvaluationError, ReadError
 from octfm.formats import read_volume
 from octfm.layers.table import describe, read_table, row_of
+from octfm.phantom.native.stream import Stream
 from octfm.pretraining.data import training_rows
 from octfm.store.prepare import prepare
 from octfm.tasks.segment_export import write_nifti
 from octfm.tasks.view import scene_of
+from octfm.volume.appearance import holds_two
 from octfm.volume.estimated import FLAG, WHY, retina_rows
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.volume import Volume
 from support.bscan_set import CONDITIONS, PATTERN, layered, phantom_image, write_image, write_set
-from support.command_line import octfm_here
+from support.command_line import invoke, octfm_here
 from support.segmented import found_in
 from support.small_store import small_store
 from support.tiny_runs import config, quick_pretrain, quiet
@@ -245,6 +248,52 @@ def test_python_is_told_how_it_reads_a_single_image(tmp_path):
     with pytest.raises(ReadError, match="raster_only=False"):
         read_volume(tmp_path / "a.png")
     assert read_volume(tmp_path / "a.png", raster_only=False).layout == "line"
+
+
+def test_view_of_a_folder_of_bscans_names_a_command_that_view_has(tmp_path):
+    for name in ("a 1.png", "b 7.png"):
+        write_image(tmp_path / "set" / name, layered(1))
+    shown = invoke("view", tmp_path / "set", "--out", tmp_path / "set.html")
+    assert str(shown.exception).endswith(f"if each image is a scan of its own: octfm view {tmp_path / 'set'}/IMAGE")
+
+
+def _screenshots() -> dict[str, np.ndarray]:
+    """Two pictures in one, as instruments and figures show them."""
+    left, right, later = (phantom_image(5, place, "dme", (384, 300)) for place in (1, 2, 3))
+    coarse = np.random.default_rng(0).integers(60, 200, (16, 16)).astype(np.uint8)
+    fundus = np.asarray(Image.fromarray(coarse).resize((300, 300)))
+    gap = np.full((300, 10), 255, np.uint8)
+    neighbour = np.roll(left, 1, axis=0) // 2 + left // 2  # almost the same B-scan: they meet without a step
+    return {
+        "fundus": np.hstack([fundus, left]),
+        "framed": np.pad(np.hstack([fundus, gap, right]), 30, constant_values=255),
+        "eyes": np.hstack([right, gap, later]),
+        "neighbours": np.hstack([left, neighbour]),
+    }
+
+
+@pytest.mark.parametrize("shown", ["fundus", "framed", "eyes", "neighbours"])
+def test_a_screenshot_of_two_pictures_is_never_read_as_one_bscan(shown, tmp_path):
+    """Neither an infrared image next to a B-scan, nor two B-scans."""
+    file = write_image(tmp_path / "p1" / "a.png", _screenshots()[shown])
+    for given in (None, (0.1, 0.004, 0.012)):  # millimetres of a whole folder do not say that anyone looked at it
+        with pytest.raises(ReadError, match=r"a\.png: looks like two pictures next to each other.*crop it") as error:
+            read_volume(file, spacing_mm=given, raster_only=False)
+        assert error.value.code == "side_by_side"
+    with pytest.raises(CatalogError, match="1 side_by_side"):
+        scan(tmp_path, layouts=("line",), participant_from="{participant}/*", workers=0)
+    file.with_suffix(".json").write_text('{"spacing_mm": [0.1, 0.004, 0.012]}')
+    assert read_volume(file, raster_only=False).shape[0] == 1
+
+
+def test_no_bscan_is_taken_for_two_pictures():
+    """Whatever it shows, centred on the disc and wide ones among them, also with a reflection over its whole height."""
+    images = [Stream(31, row_um=None, ascan_um=(8, 40))(place).voxels[0] for place in range(40)]
+    streaked = [image.copy() for image in images]
+    for image in streaked:
+        image[:, image.shape[1] // 3 : image.shape[1] // 3 + 2] = 200
+    assert not any(map(holds_two, images))
+    assert sum(map(holds_two, streaked)) <= 1
 
 
 def test_nothing_trains_on_bscans_unless_asked(store):

@@ -138,7 +138,7 @@ def test_bscans_with_coloured_lines_are_rejected_by_the_scan(tmp_path, mode):
     assert [row.uri for row in catalog.acquisitions] == [str(grey)]
     (reject,) = catalog.rejects
     assert (reject.code, reject.uri) == ("unsupported_pixels", str(lines))
-    assert "without layer lines drawn into it" in reject.sentence
+    assert "without layer lines drawn into it; export it without" in reject.sentence
 
 
 def test_coloured_masks_stay_labels(tmp_path):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import octfm
 from octfm.config import load
 from octfm.encoder import embed as embedding
 from octfm.encoder.encoder import load_encoder
@@ -27,7 +28,9 @@ from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
 from octfm.tasks.segment_score import dice, errors_of, mean_height, score_errors, segment, summary_lines
 from octfm.tasks.segment_settings import SegmentConfig
 from octfm.volume.segmentation import Segmentation
+from support import ROOT
 from support.command_line import invoke
+from support.dicom_files import write_oct_dicom
 from support.small_store import SIZE, edit_rows, small_preprocessing, small_store
 from support.tiny_runs import config as pretrain_config
 from support.tiny_runs import quick_pretrain, quiet
@@ -320,6 +323,30 @@ def test_the_command_trains_and_applies(run, store, tmp_path):
     for own in (["export", str(tmp_path / "seg")], ["segment", f"encoder={tmp_path / 'seg'}", *words[1:]]):
         done = invoke(*own, "--out", tmp_path / "no")
         assert "a run of octfm segment, which octfm segment FILE --apply RUN uses" in str(done.exception), done.output
+
+
+def test_the_example_of_the_guide_uses_a_training_and_trains_it_on(run, store, tmp_path, monkeypatch):
+    segment(settings(run, store, steps=3), tmp_path / "runs" / "a_layers", baselines=False, echo=quiet)
+    (tmp_path / "prepared").symlink_to(store[0].path)
+    volume, _ = phantom_volume(7, size=(6, 160, 48))
+    write_oct_dicom(tmp_path / "scan.dcm", volume.voxels, volume.spacing_mm)
+    page = (ROOT / "docs" / "guide" / "evaluate.md").read_text()
+    (code,) = re.findall(r'^```python title="own_segmenter.py"\n(.*?)^```', page, re.S | re.M)
+    monkeypatch.chdir(tmp_path)
+    space: dict = {}
+    exec(compile(code, "own_segmenter.py", "exec"), space)
+    before, model = load_segmenter("runs/a_layers"), space["model"]
+    assert space["found"].surfaces["ilm"].shape == volume.shape[::2]
+
+    def loss_of(segmenter):
+        with torch.no_grad():
+            return float(segmenter.loss(segmenter.decoder(space["tokens"]), [space["truth"][space["k"]]]))
+
+    assert loss_of(model) < loss_of(before)
+    before.load_weights(torch.load("layers.pt"))
+    assert loss_of(before) == loss_of(model)
+    with pytest.raises(CheckpointError, match=r"--apply RUN uses, and octfm\.load_segmenter in Python"):
+        octfm.export("runs/a_layers", "exported")
 
 
 def test_a_training_is_applied_to_a_folder_with_the_eyes_that_its_paths_name(run, store, tmp_path, monkeypatch):

@@ -209,6 +209,7 @@ def view(
 def _read(file: str, spacing_mm: "Spacing3 | None", limits: "Limits") -> "tuple[Volume, Surfaces | None]":
     """A volume and the layers of its file."""
     from octfm.formats import read_surfaces, read_volume
+    from octfm.formats.bscans import OR_SINGLE
 
     try:
         volume = read_volume(file, spacing_mm=spacing_mm, raster_only=False, structure_only=False, limits=limits)
@@ -217,10 +218,10 @@ def _read(file: str, spacing_mm: "Spacing3 | None", limits: "Limits") -> "tuple[
             "missing_spacing": "; octfm view also takes --spacing",
             "layer_heights": f": octfm view SCAN --overlay {file}",
             "voxel_labels": f": octfm view SCAN --overlay {file}",
-        }.get(error.code)
-        if hint is None:
-            raise
-        raise ReadError(error.code, f"{error}{hint}") from None
+        }.get(error.code, "")
+        # A page shows one scan.
+        sentence = str(error).replace(OR_SINGLE, f", or, if each image is a scan of its own: octfm view {file}/IMAGE")
+        raise ReadError(error.code, f"{sentence}{hint}") from None
     try:
         return volume, read_surfaces(file, limits)
     except ReadError as error:

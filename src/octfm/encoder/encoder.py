@@ -474,8 +474,8 @@ def _open(run: str | Location | None) -> tuple[Location, dict[str, Any]]:
     path, content = load_newest(local_run(where))
     if "decoder" in content["config"]:
         raise CheckpointError(
-            f"{run}: a run of octfm segment, which octfm segment FILE --apply RUN uses; expected one of octfm pretrain "
-            "or finetune, or an export"
+            f"{run}: a run of octfm segment, which octfm segment FILE --apply RUN uses, and octfm.load_segmenter in "
+            "Python; expected one of octfm pretrain or finetune, or an export"
         )
     return path, content
 

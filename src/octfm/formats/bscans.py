@@ -23,6 +23,7 @@ from octfm.formats.dicom.pixels import check_size
 from octfm.formats.names import is_flow_beside_structure, lateralities, may_be_labels, slugify
 from octfm.formats.reasons import Header, angiography, blank, cannot_open, voxel_labels
 from octfm.io.archive import is_folder
+from octfm.volume.appearance import holds_two
 from octfm.volume.estimated import axial_mm, retina_rows, spacing_of
 from octfm.volume.radial import expect_a_star
 from octfm.volume.volume import (
@@ -93,6 +94,8 @@ class Bscans:
     flags: tuple[str, ...] = ()
     alone: ReadError | None = None
     """Raised for a single B-scan where only volumes are wanted; by default not_raster."""
+    picture: bool = False
+    """An image of a general format, which may be a screenshot."""
     aside: ReadError | None = None
     """Raised where scans are listed: labels by header or name; `to_volume` knows others by their values."""
 
@@ -159,7 +162,7 @@ def to_volume(
 ) -> Volume:
     """Decode the voxels. `spacing_mm` is used if neither file nor sidecar states one.
 
-    Raises ReadError as `to_header`, and missing_spacing, blank_volume, voxel_labels.
+    Raises ReadError as `to_header`, and missing_spacing, blank_volume, voxel_labels, side_by_side.
     """
     bscans, declared = _with_sidecar(bscans)
     _expect_modality(bscans, declared, modalities)
@@ -188,6 +191,8 @@ def to_volume(
         white = max(white, (1 << bits) - 1)
     voxels = arrangement.ordered(voxels[:, ::-1] if declared.upside_down else voxels, axis=0)
     full_scale = white if voxels.dtype == np.uint16 else 65535
+    if single and bscans.picture and declared.spacing_mm is None:
+        _expect_one_picture(voxels, full_scale, bscans.uri)
     return Volume(
         voxels=voxels,
         full_scale=full_scale,
@@ -226,6 +231,17 @@ def _expect_no_labels(bscans: Bscans) -> None:
         labels = error.code == "unsupported_pixels"
     if labels:
         raise voxel_labels(bscans.uri)
+
+
+def _expect_one_picture(voxels: np.ndarray, full_scale: int, uri: str) -> None:
+    """Raises ReadError side_by_side for a screenshot that holds more than a B-scan."""
+    if holds_two(voxels[0] if voxels.dtype == np.uint8 else Planes(voxels, full_scale)[0]):
+        raise ReadError(
+            "side_by_side",
+            f"{uri}: looks like two pictures next to each other, such as a fundus image and a B-scan, or two B-scans; "
+            f"crop it to one B-scan, or, if it is one, declare spacing_mm, [dz, dy, dx], in {PurePath(uri).stem}.json "
+            "beside it",
+        )
 
 
 def _estimated(voxels: np.ndarray, full_scale: int, uri: str) -> Spacing3:

@@ -87,6 +87,7 @@ def _single(file: BinaryIO, size: int, uri: str, image: "Image") -> Bscans:
         uid=uid_of(file, size),
         in_plane_mm=spacing[1:] if spacing else None,
         bits=_stated_bits(image),
+        picture=True,
         alone=ReadError(
             "single_image",
             f"{uri}: one {image.format} image; a volume is a folder of them, or a TIFF of several pages; single "
@@ -231,7 +232,8 @@ def _gray(image: "Image", uri: str) -> np.ndarray:
     if pixels.ndim != 2 or pixels.dtype.kind != "u" or pixels.dtype.itemsize > 2:
         raise ReadError(
             "unsupported_pixels",
-            f"{uri}: {image.mode} pixels; expected 8- or 16-bit gray, without layer lines drawn into it",
+            f"{uri}: {image.mode} pixels; expected 8- or 16-bit gray, without layer lines drawn into it; export it "
+            "without coloured lines",
         )
     return pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
 

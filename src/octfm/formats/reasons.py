@@ -53,6 +53,10 @@ REASONS: dict[str, Reason] = {
         "one image, not a volume",
         "put the B-scans of a volume, and nothing else, into a folder of their own, numbered in their names",
     ),
+    "side_by_side": Reason(
+        "a screenshot with a fundus image, or a second B-scan, next to the B-scan; found when pixels are read",
+        "crop it to one B-scan; if it is one, declare its spacing_mm in NAME.json",
+    ),
     "mixed_images": Reason(
         "images of one folder that are not the B-scans of one volume: sizes or names differ, or numbers are missing",
         "keep one volume per folder, its B-scans numbered in their names without a gap",

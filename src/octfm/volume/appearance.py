@@ -1,4 +1,5 @@
-"""Checks that need only voxels: is the volume upside down, does it show tissue, does a stored tissue band fit it?
+"""Checks that need only voxels: is the volume upside down, does it show tissue, does a stored tissue band fit it, is a
+picture a screenshot of two?
 
 The thresholds were set on phantoms and a few real scans; the margins that they leave are given with each.
 """
@@ -8,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from octfm.volume.margins import ready_for_search, trimmed
 from octfm.volume.tissue import COARSE_MM as BORDER_MM
 from octfm.volume.tissue import MARGIN_MM, Tissue, find_tissue
 from octfm.volume.volume import Planes, Spacing3
@@ -41,6 +43,19 @@ EDGE_MM, SEEN_WHOLE = 0.06, 0.5
 """A volume may have lost its vitreous to a crop unless tissue begins further than EDGE_MM from the top of the B-scan on
 a share of A-scans above SEEN_WHOLE. That share is .28 or less in real scans cropped or flattened at the ILM, and .59 or
 more in scans turned over, except 0 for one whose choroid fills the frame."""
+SEAM_ROWS, SEAM, SEAM_FLOOR = 8, 6.0, 0.5
+"""Where a second picture begins next to the first one, means over eight rows differ by six times the median step
+between neighbouring A-scans, which counts as half a grey level at least. In 251 real B-scans, 820 phantoms of all
+conditions, discs and wide fields among them, and small JPEGs of 561 of them, no step is higher than 4.5 times; a fundus
+image next to a B-scan has 7 and more, two B-scans mostly."""
+STREAK, APART = 7, 5
+"""A seam is still seen in medians over STREAK A-scans, APART from it; a reflection of three A-scans is not."""
+ALIKE, FAINT_SEAM = 0.5, 1.5
+"""B-scans that were taken close to each other may meet without such a seam. Then their halves correlate by .5 to .98,
+those of one B-scan by up to .42; and a step of this height lies in the middle."""
+LEAST_PICTURE, SEAM_MIDDLE, NO_SEAM = 100, 0.02, 0.15
+"""Fewest rows and A-scans that are looked at, and shares of the A-scans: how far from the middle such a step lies, and
+at either side those where no seam is looked for."""
 
 Up = Literal["up", "down", "unclear"]
 
@@ -164,3 +179,38 @@ def _coarse(voxels_DHW: np.ndarray, spacing_mm: Spacing3) -> tuple[np.ndarray, t
 def _blocks(plane_DW: np.ndarray, block: tuple[int, int, int]) -> np.ndarray:
     d, _, w = block
     return plane_DW.reshape(plane_DW.shape[0] // d, d, plane_DW.shape[1] // w, w)
+
+
+def holds_two(bscan: np.ndarray) -> bool:
+    """Whether uint8 [H, W] holds another picture next to the B-scan."""
+    image = trimmed(bscan[None], 255).bscans[0]  # with its padding: a white gap looks like it
+    height, width = image.shape
+    if min(height, width) < LEAST_PICTURE:
+        return False
+    from scipy.ndimage import median_filter
+
+    blocks = _rows_joined(image)
+    steps = np.abs(np.diff(blocks)).mean(axis=0)
+    wide = median_filter(blocks, (1, STREAK))
+    lasting = np.abs(wide[:, 2 * APART + 1 :] - wide[:, : -2 * APART - 1]).mean(axis=0)
+    place = np.arange(APART, APART + lasting.size)
+    height_of = np.minimum(steps[place], lasting) / (np.median(steps) + SEAM_FLOOR)
+    height_of[(place < NO_SEAM * width) | (place > (1 - NO_SEAM) * width)] = 0
+    middle = np.abs(place + 1 - width / 2) <= max(3, SEAM_MIDDLE * width)
+    faint = height_of[middle].max() > FAINT_SEAM and _likeness(ready_for_search(bscan[None], 255)[0]) > ALIKE
+    return bool(height_of.max() > SEAM or faint)
+
+
+def _rows_joined(image: np.ndarray) -> np.ndarray:
+    """float32 means over SEAM_ROWS rows; the rest at the bottom is dropped."""
+    return image[: len(image) // SEAM_ROWS * SEAM_ROWS].reshape(-1, SEAM_ROWS, image.shape[1]).mean(1, np.float32)
+
+
+def _likeness(image: np.ndarray) -> float:
+    """Correlation of the left and the right half, without what all A-scans of a half share."""
+    blocks = _rows_joined(image)
+    half = blocks.shape[1] // 2 // SEAM_ROWS * SEAM_ROWS
+    halves = blocks[:, :half], blocks[:, -half:]
+    left, right = (part.reshape(len(part), -1, SEAM_ROWS).mean(axis=2) for part in halves)
+    left, right = (part - part.mean(axis=1, keepdims=True) for part in (left, right))
+    return float((left * right).sum() / (np.sqrt((left**2).sum() * (right**2).sum()) + 1e-9))
