@@ -52,7 +52,7 @@ def outcome(function, uri):
     try:
         found = function(uri)
         said, ending = (
-            str(vars(replace(found, voxels=np.zeros((1, 1, 1)))) if isinstance(found, Volume) else found),
+            str(vars(replace(found, voxels=np.zeros((1, 1, 1), np.uint8))) if isinstance(found, Volume) else found),
             tuple(found.shape),
         )
     except ReadError as error:
