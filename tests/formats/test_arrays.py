@@ -200,6 +200,15 @@ def test_matlab_files_without_one_volume_say_what_they_hold(tmp_path):
     assert code_of(tmp_path / "a.mat", spacing_mm=SPACING_MM) == "unsupported_pixels"
 
 
+def test_a_changed_byte_of_a_compressed_matlab_array_is_found(tmp_path):
+    """Few of them end the inflating; the checksum knows all."""
+    noise = np.random.default_rng(0).integers(0, 255, (11, 41, 37), dtype=np.uint8)
+    content = write_matlab(tmp_path / "a.mat", noise, compressed=True).read_bytes()
+    for place in range(len(content) // 2, len(content), 997):
+        (tmp_path / "a.mat").write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert code_of(tmp_path / "a.mat", spacing_mm=SPACING_MM) == "damaged_file"
+
+
 @pytest.mark.parametrize("head", [b"MATLAB 7.3 MAT-file, Platform: GLNXA64", b"\x89HDF\r\n\x1a\n"])
 def test_hdf5_is_refused_with_what_to_do(tmp_path, head):
     (tmp_path / "a.mat").write_bytes(head.ljust(512) + b"\x89HDF\r\n\x1a\n" + bytes(100))

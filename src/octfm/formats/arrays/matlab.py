@@ -68,7 +68,11 @@ def open_bscans(uri: str) -> Bscans:
         with open_file(uri, whole=True) as whole:
             whole.seek(array.at)
             if array.packed:
-                content = zlib.decompressobj().decompress(whole.read(array.size), array.skip + needed)[array.skip :]
+                inflate = zlib.decompressobj()
+                content = inflate.decompress(whole.read(array.size), array.skip + needed)[array.skip :]
+                inflate.decompress(inflate.unconsumed_tail, 8)  # padding, behind which zlib verifies its checksum
+                if not inflate.eof:
+                    raise ValueError("the compressed array has no end")
             else:
                 whole.seek(array.skip, io.SEEK_CUR)
                 content = whole.read(needed)
