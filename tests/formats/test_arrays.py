@@ -191,11 +191,20 @@ def test_the_images_of_a_matlab_file_are_told_from_its_masks_and_maps(tmp_path):
 
 def test_matlab_files_without_one_volume_say_what_they_hold(tmp_path):
     volume = telling_voxels()
-    for arrays, found in (({"left": volume, "right": volume}, "left, right"), ({"thickness": volume[0]}, "thickness")):
+    d, h, w = SHAPE
+    for arrays, found in (
+        ({"left": volume, "right": volume}, f"left {d} x {h} x {w}, right "),
+        ({"thickness": volume[0]}, f"thickness {h} x {w}"),
+        ({"images": volume[..., None]}, f"images {d} x {h} x {w} x 1"),
+        ({"study": {"images": volume}}, "none of numbers"),
+    ):
         savemat(tmp_path / "a.mat", arrays)
         with pytest.raises(ReadError, match=found) as caught:
             read_header(tmp_path / "a.mat")
         assert caught.value.code == "unknown_axes"
+    savemat(tmp_path / "a.mat", {"images": np.zeros((8, 6, 0), np.uint8)})
+    with pytest.raises(ReadError, match="0 B-scans of 8 x 6 pixels"):
+        read_header(tmp_path / "a.mat")
     write_matlab(tmp_path / "a.mat", volume / 2)
     assert code_of(tmp_path / "a.mat", spacing_mm=SPACING_MM) == "unsupported_pixels"
 

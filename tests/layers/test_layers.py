@@ -473,13 +473,13 @@ def test_a_row_names_the_version_and_the_axial_length_by_which_it_was_measured(f
 
 def test_a_renamed_folder_is_found_without_a_look_at_every_other_file(files, tmp_path, small_finder, monkeypatch):
     """With a look at each row, a renamed clinic of 10,000 scans takes 50 million of them."""
-    looked, out, state = list[str](), tmp_path / "table.csv", table._state
+    looked, out, state = list[str](), tmp_path / "table.csv", table.state_of
     write_table([files[0]], out, echo=lambda _: None)
     (row,) = read_table(out)
     others = [row | {"source": f"other{i}.npz", "acquisition": f"{i}"} for i in range(5)]
     save_table([*others, row], out)
     moved = str(Path(files[0]).rename(tmp_path / "moved.npz"))
-    monkeypatch.setattr(table, "_state", lambda source: looked.append(source) or state(source))
+    monkeypatch.setattr(table, "state_of", lambda source: looked.append(source) or state(source))
     write_table([moved], out, echo=lambda _: None)
     assert [each["source"] for each in read_table(out)] == [*(each["source"] for each in others), moved]
     assert looked == [moved, files[0]]

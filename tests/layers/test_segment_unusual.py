@@ -267,6 +267,16 @@ def test_a_scan_has_one_row_however_it_is_named(finder, tmp_path, monkeypatch):
         assert row["source"] == str(tmp_path / "clinic" / "OS" / "scan.npz") and row["laterality"] == "L"
 
 
+def test_a_scan_of_the_same_name_in_another_folder_takes_no_row_away(finder, tmp_path, monkeypatch):
+    """A whole path was taken for the relative one of a row that was written elsewhere, and replaced it."""
+    for name, shape in (("a", (3, 40, 32)), ("b", (4, 40, 32))):
+        saved(tmp_path / name / "scan.npz", shape)
+        monkeypatch.chdir(tmp_path / name)
+        assert invoke("segment", "scan.npz" if name == "a" else ".", "--out", "../table.csv").exit_code == 0
+    rows = read_table(tmp_path / "table.csv")
+    assert {row["source"]: row["bscans"] for row in rows} == {"scan.npz": "3", str(tmp_path / "b" / "scan.npz"): "4"}
+
+
 def test_the_eye_that_a_folder_names_counts_as_in_a_scan(finder, tmp_path):
     """In a table, and, mirrored to a right eye, in vectors; a folder that contradicts the file makes it unknown."""
     for name, eye in (("OD/a.npz", None), ("OS/b.npz", None), ("OS/c.npz", "L"), ("OS/d.npz", "R"), ("e.npz", None)):

@@ -104,14 +104,18 @@ def test_another_machine_keeps_the_last_healthy_checkpoint_and_goes_back_to_it(p
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
-def test_a_run_whose_local_checkpoints_were_cleared_goes_on_from_those_in_the_bucket(place, store):
-    """It began anew, as if there were none."""
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_run_whose_local_checkpoints_were_cleared_goes_on_from_those_in_the_bucket(place, store, kept):
+    """It began anew, as if there were none, or had the bucket forget its newer ones."""
+    settings = config(ckpt_every_steps=1, keep_checkpoints=3)
     with pytest.raises(Stop):
-        quick_pretrain(config(), store, place / "run", "cpu", echo=stop_after(5))
-    shutil.rmtree(mirror_of(place / "run") / "checkpoints")
+        quick_pretrain(settings, store, place / "run", "cpu", echo=stop_after(5))
+    newest = max(read_pointer(place / "run")["checkpoints"])
+    for path in checkpoint.steps(mirror_of(place / "run") / "checkpoints")[kept:]:
+        path.unlink()
     told = []
-    quick_pretrain(config(), store, place / "run", "cpu", echo=told.append)
-    assert any("after 3 updates" in line for line in told)
+    quick_pretrain(settings, store, place / "run", "cpu", echo=told.append)
+    assert any(f"after {int(newest[5:13])} updates" in line for line in told)
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
@@ -145,9 +149,14 @@ def test_copies_of_a_growing_run_that_nobody_reads_any_more_leave_the_disk(place
     quick_pretrain(config(), store, place / "run", "cpu", echo=lambda _: None)
     second = local_run(place / "run")
     assert first.is_dir() and first != second, "somebody may be reading it"
+    left = first.with_name(".run.1")  # by a process that was killed
+    left.mkdir()
+    os.utime(left, (0, 0))
+    shutil.rmtree(second)
+    assert local_run(place / "run") == second and first.is_dir() and not left.exists()
     os.utime(first, (0, 0))
     shutil.rmtree(second)
-    assert local_run(place / "run") == second and not first.exists()
+    assert local_run(place / "run") == second and not first.parent.exists()
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)

@@ -22,7 +22,7 @@ from octfm.layers.corrections import Corrections, find_corrections
 from octfm.layers.sample import Sample, samples
 from octfm.layers.segment import ScanSegmentation
 from octfm.layers.segment import segment as segment_scan
-from octfm.layers.table import describe, only_writer, read_table, save_table, write_table
+from octfm.layers.table import describe, only_writer, read_table, save_table, state_of, write_table
 from octfm.layers.zones import device_grid_of
 from octfm.report.segmented.contact_sheet import ContactSheet
 from octfm.tasks.segment_export import require_own, write_dicom, write_nifti
@@ -178,7 +178,9 @@ def _as_in_table(
     """Sources and their eyes, each file once and under the name that its row has: a folder gives whole paths, and the
     same file may be named by itself."""
     rows = read_table(table) if table.exists() else []
-    names = {os.path.abspath(row["source"]): row["source"] for row in rows}  # noqa: PTH100
+    # A relative path may have been written in another folder, where it names another scan.
+    own = [n for row in rows if os.path.isabs(n := row["source"]) or row["file_state"] == state_of(n)]  # noqa: PTH117
+    names = {os.path.abspath(name): name for name in own}  # noqa: PTH100
     named = {s: s if isinstance(s, Volume) else names.setdefault(os.path.abspath(s), s) for s in sources}  # noqa: PTH100
     known_last = sorted(eyes.items(), key=lambda item: item[1] is not None)
     return list(dict.fromkeys(named.values())), {str(named[source]): eye for source, eye in known_last}

@@ -138,7 +138,7 @@ def write_table(
         table.expect(finder.model, only_corrected)
         for given in sources:
             source = given.source if isinstance(given, Volume) else given
-            state = "" if isinstance(given, Volume) else _state(source)
+            state = "" if isinstance(given, Volume) else state_of(source)
             known = table.knows(source, state)
             if source in done or (known and not corrections):
                 continue
@@ -228,7 +228,7 @@ class _Table:
             return ""
         for place in self._same_scan.get((volume.acquisition, volume.scanner, str(volume.shape[0])), ()):
             old = self.rows[place]["source"]
-            if self.rows[place]["file_state"] and not _state(old):
+            if self.rows[place]["file_state"] and not state_of(old):
                 self._places.pop(old, None)
                 self._places[source] = place
                 return old
@@ -256,7 +256,7 @@ def _report_unused(corrections: Mapping[str, Corrections], used: set[str], echo:
         echo(f"{problem}; {len(unused)} such files were not used" if len(unused) > 1 else problem)
 
 
-def _state(source: str) -> str:
+def state_of(source: str) -> str:
     """A hash of the sizes and dates of a file, or of the images in a folder, and of its sidecars; empty if it is not
     there, or not on a disk."""
     if is_remote(source):

@@ -297,8 +297,7 @@ class BucketRun:
             ours = []
         if pointer is not None:
             self._sent, self._tokens = dict(pointer["checkpoints"]), [pointer["token"]]
-            # Somebody may have cleared the folder's checkpoints: the run must not begin anew.
-            if pointer["token"] not in ours or not checkpoint_files.steps(self.path / "checkpoints"):
+            if pointer["token"] not in ours or self._were_cleared():
                 _fetch(self.where, pointer, self.path)
         elif ours:
             shutil.rmtree(self.path)  # the run in the bucket was deleted: a new one begins
@@ -306,6 +305,12 @@ class BucketRun:
             self._refuse_foreign()
         # Left by a process that was killed. `keep` offers the same checkpoints again, from the folder itself.
         shutil.rmtree(self.path / ".outbox", ignore_errors=True)
+
+    def _were_cleared(self) -> bool:
+        """Whether somebody has deleted all checkpoints of the folder, or its newest: the run goes on from those in the
+        bucket. After a rollback the newest here is one that the bucket does not have."""
+        here, last = checkpoint_files.steps(self.path / "checkpoints"), max(map(step_of, self._sent), default=-1)
+        return not here or (step_of(here[-1]) < last and self._has_sent(here[-1]))
 
     def _refuse_foreign(self) -> None:
         """Raises CheckpointError if the address holds other objects than a run writes before its first pointer."""
@@ -339,7 +344,8 @@ def local_run(run: str | Path | BucketPath) -> Path:
     for old in copies.glob("*/*"):
         with suppress(OSError):  # another process was faster, or another user made it
             if time.time() - old.stat().st_mtime > UNREAD_S:
-                shutil.rmtree(old.parent)
+                shutil.rmtree(old)  # and not what others have fetched for the same pointer since
+                old.parent.rmdir()
     _fetch(where, pointer, copy, anew=False)
     return copy
 

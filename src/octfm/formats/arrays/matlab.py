@@ -59,7 +59,7 @@ def open_bscans(uri: str) -> Bscans:
         array = _volume(file, size, uri)
         height, width, count = (*array.shape, 1)[:3]
         stored: Shape3 = (height, width, count)
-        check_size(stored, uri, array.dtype.itemsize)
+        check_size(in_order(stored, axes), uri, array.dtype.itemsize)
         expect_bytes(uri, size, array.at + array.size)
         uid = uid_of(file, size)
 
@@ -89,10 +89,11 @@ def _volume(file: BinaryIO, size: int, uri: str) -> _Array:
     named = [array for array in arrays if array.name in _NAMES and len(array.shape) in (2, 3)]
     volumes = named or [array for array in arrays if len(array.shape) == 3]
     if len(volumes) != 1:
-        found = one_line(", ".join(sorted(array.name for array in arrays)))[:120] or "none"
+        shapes = sorted(f"{array.name} {' x '.join(map(str, array.shape))}" for array in arrays)
+        found = one_line(", ".join(shapes))[:120] or "none of numbers"
         raise ReadError(
             "unknown_axes",
-            f"{uri}: which of its arrays is the volume? ({found}); name it images, [axial, lateral, B-scan]",
+            f"{uri}: which of its arrays is the volume? ({found}); save it as images, [axial, lateral, B-scan]",
         )
     return volumes[0]
 
