@@ -88,9 +88,13 @@ class BucketRun:
     def keep(self, surplus: Surplus) -> None:
         """Begin to send checkpoints, once the folder's were checked; `surplus`: those to delete in the bucket."""
         self._surplus = surplus
-        last = max(map(step_of, self._sent), default=-1)
-        for path in checkpoint_files.steps(self.path / "checkpoints"):
-            # The last process ended before it was sent, perhaps after a rollback to a step that had been sent.
+        here, last = checkpoint_files.steps(self.path / "checkpoints"), max(map(step_of, self._sent), default=-1)
+        if here and step_of(here[-1]) < last and not self._has_sent(here[-1]):
+            # The last process went back to this step, saved it, and ended before the bucket knew.
+            last = step_of(here[-1])
+            self.forget_after(last)
+        for path in here:
+            # The last process ended before it was sent.
             if step_of(path) > last or (step_of(path) == last and not self._has_sent(path)):
                 self.offer(path)
 

@@ -182,7 +182,6 @@ def open_session(
         writer = CheckpointWriter(places if runtime.leads else [], retention)
     writer.forget_best_after(training.step)  # later checkpoints may have been damaged, and the best among them
     if run.remote is not None and runtime.leads:
-        run.remote.forget_after(training.step)  # as a process that was killed in a rollback had not yet done
         writer.follow(run.remote)
     return Session(training, run, metrics, writer, echo, aloud or echo)
 
