@@ -557,6 +557,18 @@ def test_a_run_leaves_no_checkpoint_behind_on_the_second_disk(store, tmp_path, m
     assert any("after 3 updates" in line for line in said), "it is found there"
 
 
+def test_a_second_disk_that_is_not_mounted_is_noticed(store, tmp_path):
+    """What is newest may lie on it, and the run would go on from an older checkpoint."""
+    settings = config(steps=2, ckpt_second_dir=str(tmp_path / "disk" / "second"))
+    said: list[str] = []
+    run = quick_pretrain(settings, store, tmp_path / "run", echo=said.append)
+    quick_pretrain(settings, store, run, echo=said.append)
+    assert not any("mounted" in line for line in said)
+    (tmp_path / "disk").rename(tmp_path / "elsewhere")
+    quick_pretrain(settings, store, run, echo=said.append)
+    assert any("is not there; is its disk mounted?" in line for line in said)
+
+
 @pytest.fixture
 def one_rank(tmp_path):
     """The runtime of a sharded job of one rank, whose collective calls are real."""

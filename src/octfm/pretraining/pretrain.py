@@ -116,7 +116,7 @@ def pretrain(
 def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, echo: Echo) -> "Pretraining":
     """Networks at their initial weights or at the run's newest checkpoint, and the loader that feeds them."""
     # Before a checkpoint is looked for there.
-    runtime.first(lambda: run.write_record(**second_destination(config, run)))
+    runtime.first(lambda: run.write_record(**second_destination(config, run, echo)))
     # A run that has checkpoints no longer needs the weights that it began with (model.init).
     fresh = runtime.first(lambda: not checkpoint.everywhere(run.path))
     learner = Learner(config, data.store.preprocessing, runtime, fresh=fresh)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from octfm.errors import CheckpointError
+from octfm.errors import CheckpointError, Echo
 from octfm.pretraining.monitors.health import HealthConfig
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import MAY_CHANGE, PretrainConfig, stored_config
@@ -62,9 +62,10 @@ def retention(config: PretrainConfig, steps_per_epoch: float) -> Retention:
     )
 
 
-def second_destination(config: PretrainConfig, run: RunFolder) -> dict[str, str]:
-    """The entry in run.json for a folder of this run's own on the other disk. Raises CheckpointError if its checkpoints
-    lie in another one, which the next start would not look for."""
+def second_destination(config: PretrainConfig, run: RunFolder, echo: Echo) -> dict[str, str]:
+    """The entry in run.json for a folder of this run's own on the other disk, which is made, so that a disk that is not
+    mounted at the next start is noticed. Raises CheckpointError if the run's checkpoints lie in another one, which the
+    next start would not look for."""
     if config.ckpt_second_dir is None:
         return {}
     folder = Path(config.ckpt_second_dir).resolve() / f"{run.path.resolve().name}-{run.key[:8]}"
@@ -74,4 +75,10 @@ def second_destination(config: PretrainConfig, run: RunFolder) -> dict[str, str]
             f"{run.path}: checkpoints of this run lie in {before}, and with ckpt_second_dir {config.ckpt_second_dir} "
             f"and the name of the run's folder they would be looked for in {folder}; move them there, and run again"
         )
+    if before == folder and not folder.is_dir():
+        echo(f"{folder} is not there; is its disk mounted? Newer checkpoints of this run may be on it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        pass  # the check before step 0 has written there; a failure now is reported when a checkpoint needs it
     return {"second_destination": str(folder)}
