@@ -55,8 +55,15 @@ def refuse_credentials(text: str) -> None:
         )
 
 
+def in_home(text: str) -> str:
+    """`text`, or the path in the home folder that it names by ~/. A shell leaves --out=~/runs and data.store=~/prepared
+    as they are, and a folder called ~ would be made, which nobody can delete without danger."""
+    return os.path.expanduser(text) if text == "~" or text.startswith("~/") else text  # noqa: PTH111
+
+
 def expect_place(text: str) -> str:
-    """`text` if it is a path on a disk, s3://bucket/… or gs://bucket/…. Raises ConfigError, which does not quote it."""
+    """`text`, its ~/ replaced, if it is a path on a disk, s3://bucket/… or gs://bucket/…. Raises ConfigError, which
+    does not quote it."""
     refuse_credentials(text)
     scheme, _, rest = text.partition("://")
     if scheme not in SCHEMES:
@@ -67,14 +74,14 @@ def expect_place(text: str) -> str:
 
 
 def expect_local(text: str, expected: str = "expected a path on a disk, not an address") -> str:
-    """`text` if it is a path on a disk. Raises ConfigError, which does not quote it."""
+    """`text`, its ~/ replaced, if it is a path on a disk. Raises ConfigError, which does not quote it."""
     refuse_credentials(text)
     outside = text.split("!/")[0]  # members of archives may have any name
     if _BEGINS_LIKE_ONE.match(outside) or _LOST_A_SLASH.search(outside) or "://" in outside:
         raise ConfigError(f"{shown(outside)}: {expected}")
     if _USER.match(outside) and not os.path.lexists(outside):
         raise ConfigError(f"…@…: {expected}; for a file of that name, create it and write ./ before it")
-    return text
+    return in_home(text)
 
 
 def shown(text: str) -> str:

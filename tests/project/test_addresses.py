@@ -17,6 +17,7 @@ from octfm.cli import options
 from octfm.cli.main import app
 from octfm.config import Config, dump, load
 from octfm.errors import ConfigError, OctfmError
+from octfm.formats import read_volume
 from octfm.io.location import BucketPath, local_path, location
 from octfm.models.vit3d import ViTConfig
 from octfm.pretraining.settings import PretrainConfig, load_config, stored_config
@@ -211,6 +212,22 @@ def test_no_folder_is_ever_called_s3(tmp_path, monkeypatch, address):
         with pytest.raises(ConfigError):
             local_path(name)
     assert not list(tmp_path.iterdir())
+
+
+def test_no_folder_is_ever_called_tilde(tmp_path, monkeypatch):
+    """A shell leaves --out=~/runs and data.store=~/prepared as they are, and so does Python."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    done = invoke("phantom", "~/clinic", "--participants", "1", "--size", "8x64x48")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "home/clinic").is_dir() and not list((tmp_path / "here").iterdir())
+    for parse in (local_path, options.place, addresses.expect_place):
+        assert str(parse("~/x")) == str(tmp_path / "home/x") and str(parse("a/~/x")) == "a/~/x"
+    assert load(PretrainConfig, "vit_s", ["data.store=~/x"]).data.store == str(tmp_path / "home/x")
+    scan = next((tmp_path / "home/clinic").rglob("*.dcm"))
+    read = read_volume(scan.as_posix().replace(str(tmp_path / "home"), "~"), raster_only=False)
+    assert read.source == str(scan)
 
 
 def test_every_option_that_may_be_a_path_says_so():

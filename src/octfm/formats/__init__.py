@@ -7,6 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from octfm.addresses import in_home
 from octfm.errors import ReadError
 from octfm.formats.reasons import REASONS, Header, Reason
 from octfm.io.location import BucketPath
@@ -62,6 +63,7 @@ def read_volume(
             f"expected the path of a scan, got {type(uri).__name__}; octfm.Volume(voxels, spacing_mm) makes a volume "
             "of voxels [B-scan, axial, lateral]"
         )
+    uri = in_home(str(uri))
     detect.require_readers(readers)
     wanted = {
         "layouts": RASTER_ONLY if raster_only else LAYOUTS,

@@ -1,5 +1,6 @@
 """Run folders of pretraining: which settings may change, which checkpoints are kept, loaded and returned to."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,6 @@ def second_destination(config: PretrainConfig, run: RunFolder, echo: Echo) -> di
         )
     if before == folder and not folder.is_dir():
         echo(f"{folder} is not there; is its disk mounted? Newer checkpoints of this run may be on it")
-    try:
+    with suppress(OSError):  # reported when a checkpoint needs it
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        pass  # the check before step 0 has written there; a failure now is reported when a checkpoint needs it
     return {"second_destination": str(folder)}
