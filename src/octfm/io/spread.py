@@ -70,7 +70,7 @@ def _results(
     # Starting a child takes as long as eight chunks of headers.
     most = len(chunks) if chunks and len(chunks[0]) == 1 else -(-len(chunks) // 8)
     work = partial(_isolated, function, limits=limits, deadline=deadline)
-    if most <= 1 and not cluster:
+    if (workers == 1 or most <= 1) and not cluster:
         yield from map(work, chunks)
         return
     if cluster:
