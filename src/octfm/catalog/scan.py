@@ -297,12 +297,10 @@ def _why_nothing(folder: Location, left_out: Sequence[Reject], layouts: Collecti
     """The sentence of an error, with every reason, how often it occurs and what to do."""
     reasons = [(n, code, REASONS[code]) for code, n in count_words(reject.code for reject in left_out).items()]
     counts = ", ".join(f"{n} {code} ({reason.meaning}; {reason.fix})" for n, code, reason in reasons)
-    hint = "" if "line" in layouts or not any(map(_may_be_single, left_out)) else _OF_SINGLE
-    return f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {counts}{hint}"
-
-
-def _may_be_single(reject: Reject) -> bool:
-    """Whether it is an image, or a folder of images, that may be of several eyes."""
-    return reject.code in ("single_image", "mixed_images") or (
-        reject.code == "missing_spacing" and is_folder(reject.uri)
+    # Images, or a folder of them, that may be of several eyes.
+    single = "line" not in layouts and any(
+        reject.code in ("single_image", "mixed_images") or (reject.code == "missing_spacing" and is_folder(reject.uri))
+        for reject in left_out
     )
+    hint = _OF_SINGLE if single else ""
+    return f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {counts}{hint}"

@@ -174,9 +174,10 @@ def read_fundus(uri: str) -> Fundus | None:
 def read_device_grid(uri: str) -> DeviceGrid | None:
     uri = heidelberg_e2e.split_series(uri)[0]
     with bscans.damage_has_a_code(uri):
-        folder = is_folder(uri)
-        places = [place for place in list_folder(uri) if place.lower().endswith(".xml")] if folder else [uri]
-        found = [place for place in places if heyex_xml.fits(_head(place))]
+        if is_folder(uri):
+            found = heyex_xml.exports_in(list_folder(uri))
+        else:
+            found = [uri] if heyex_xml.fits(_head(uri)) else []
         if len(found) > 1:
             raise ReadError("several_volumes", f"{uri}: which of its {len(found)} HEYEX exports? give one of them")
         return heyex_xml.read_device_grid(found[0]) if found else None
