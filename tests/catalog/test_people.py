@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from octfm.catalog.catalog import Catalog, assign_splits
 from octfm.catalog.examination import join_parts
 from octfm.catalog.participants.patterns import Pattern, PeopleError, Place
-from octfm.catalog.participants.people import AmbiguousPeople, Scan, Whose, find_people
+from octfm.catalog.participants.people import AmbiguousPeople, Whose, find_people
 from octfm.catalog.participants.pseudonyms import pseudonymise
 from octfm.catalog.scan import scan
 from octfm.demo import run_demo
@@ -32,7 +32,7 @@ ROOT = Path("/data/clinic")
 
 
 def found_in(paths, patterns=(), known=None) -> dict[str, Whose]:
-    scans = [Scan(str(ROOT / path), (known or {}).get(path, "")) for path in paths]
+    scans = {str(ROOT / path): (known or {}).get(path, "") for path in paths}
     whose = find_people(scans, ROOT, [Pattern.parse(text) for text in patterns])
     return {path: whose[str(ROOT / path)] for path in paths}
 

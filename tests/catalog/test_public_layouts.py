@@ -13,7 +13,7 @@ from octfm.catalog.catalog import CatalogError, NothingAccepted
 from octfm.catalog.columns import TableError
 from octfm.catalog.participants.folders import doubts_about_people
 from octfm.catalog.participants.patterns import Pattern, place_of
-from octfm.catalog.participants.people import AmbiguousPeople, Scan, find_people
+from octfm.catalog.participants.people import AmbiguousPeople, find_people
 from octfm.catalog.scan import scan
 from octfm.errors import ConfigError, ReadError
 from octfm.formats import read_volume
@@ -130,7 +130,7 @@ def test_a_scan_says_that_numbers_may_start_again_in_every_class(tmp_path):
     ],
 )  # fmt: skip
 def test_the_guess_of_a_public_set_keeps_people_together_and_apart(paths, guess, participants, tmp_path):
-    scans = [Scan(str(tmp_path / f"{path}.png"), "") for path in paths]
+    scans = {str(tmp_path / f"{path}.png"): "" for path in paths}
     with pytest.raises(AmbiguousPeople) as stopped:
         find_people(scans, tmp_path)
     assert stopped.value.guess.patterns == guess and stopped.value.guess.participants == participants
@@ -139,7 +139,7 @@ def test_the_guess_of_a_public_set_keeps_people_together_and_apart(paths, guess,
 
 
 def test_whoever_accepts_that_a_number_is_one_person_sees_the_other_reading(tmp_path):
-    scans = [Scan(str(tmp_path / c / f"{c}-{n}-1.png"), "") for c in ("CNV", "DME") for n in (1001, 1002)]
+    scans = {str(tmp_path / c / f"{c}-{n}-1.png"): "" for c in ("CNV", "DME") for n in (1001, 1002)}
     with pytest.raises(
         AmbiguousPeople, match=r"may be one person or two \(if two: --participant-from '\{label\+"
     ) as it:
@@ -310,7 +310,7 @@ def test_a_letter_between_number_and_eye_is_no_part_of_the_id(tmp_path):
 def test_a_guess_that_would_merge_a_surname_says_so(tmp_path):
     names = [f"{person}_19610203_{eye}_1.png" for person in ("Meier_Eva", "Meier_Hans") for eye in ("OD", "OS")]
     with pytest.raises(AmbiguousPeople, match="the pattern reads 'Meier_Eva' as 'Meier', and would merge people"):
-        find_people([Scan(str(tmp_path / name), "") for name in names], tmp_path)
+        find_people({str(tmp_path / name): "" for name in names}, tmp_path)
 
 
 def test_flow_beside_structure_is_found_in_a_bucket_as_well(monkeypatch):
@@ -339,7 +339,7 @@ def test_flow_beside_structure_is_found_in_a_bucket_as_well(monkeypatch):
 )  # fmt: skip
 def test_letters_and_years_next_to_ids_are_not_taken_for_classes_and_people(paths, pattern, participants, tmp_path):
     with pytest.raises(AmbiguousPeople) as stopped:
-        find_people([Scan(str(tmp_path / f"{path}.png"), "") for path in paths], tmp_path)
+        find_people({str(tmp_path / f"{path}.png"): "" for path in paths}, tmp_path)
     assert (stopped.value.guess.patterns, stopped.value.guess.participants) == ([pattern], participants)
 
 
@@ -347,7 +347,7 @@ def test_letters_and_years_next_to_ids_are_not_taken_for_classes_and_people(path
     "people", [["GA1001", "NY1001"], ["AMD1001", "DME1001"], ["(1001)", "(1002)"], ["[1001]", "[1002]"]]
 )
 def test_long_ids_with_letters_or_brackets_are_people(people, tmp_path):
-    scans = [Scan(str(tmp_path / who / f"{eye}.png"), "") for who in people for eye in ("OD", "OS")]
+    scans = {str(tmp_path / who / f"{eye}.png"): "" for who in people for eye in ("OD", "OS")}
     found = {whose.participant for whose in find_people(scans, tmp_path).values()}
     assert found == {who.strip("()[]") for who in people}
 
@@ -356,7 +356,7 @@ def test_long_ids_with_letters_or_brackets_are_people(people, tmp_path):
     ("form", "eyes"), [("patient {}", "OD OS"), ("patient_{}", "left right"), ("patients/{}", "L R")]
 )
 def test_eyes_right_after_a_number_are_not_two_people(form, eyes, tmp_path):
-    scans = [Scan(str(tmp_path / f"{form.format(n)}{eye}.png"), "") for eye in eyes.split() for n in (1, 2, 3)]
+    scans = {str(tmp_path / f"{form.format(n)}{eye}.png"): "" for eye in eyes.split() for n in (1, 2, 3)}
     with pytest.raises(AmbiguousPeople, match=r"may be eyes of one person; \{participant\}\{eye\} reads them so"):
         find_people(scans, tmp_path)
     accepted = find_people(scans, tmp_path, [Pattern.parse(form.format("{participant}{eye}"))])

@@ -366,7 +366,7 @@ def test_decoding_waits_for_the_encoder(run, clinic, tmp_path, monkeypatch):
         return item
 
     monkeypatch.setattr(spread, "_isolated", lambda function, items, **_: [function(items[0])])
-    for result in spread.stream(slow, list(range(50)), lambda item, _: item, workers=2):
+    for result in spread.spread(slow, list(range(50)), lambda item, _: item, workers=2, chunk=1):
         assert result == taken
         taken += 1
         planted_delay(0.002)

@@ -73,11 +73,10 @@ def eye(tmp_path):
 )
 def test_surfaces_lie_where_they_were_in_every_b_scan(eye, refer, syntax):
     path, true, stored = eye
-    found = read_height_map(
-        write_height_map(path.with_name("h.dcm"), true[:, stored], "1.2.3.4", refer=refer, syntax=syntax)
-    )
-    assert found.volume_uids == ("1.2.3.4",) and found.surfaces.names == NAMES
-    surfaces = surfaces_of_volume(path, found)
+    written = write_height_map(path.with_name("h.dcm"), true[:, stored], "1.2.3.4", refer=refer, syntax=syntax)
+    found, uids = read_height_map(written)
+    assert uids == ("1.2.3.4",) and found.names == NAMES
+    surfaces = surfaces_of_volume(path, written)
     volume = read_volume(path)
     order = slice(None, None, 1 if volume.superior_first else -1)
     np.testing.assert_allclose(surfaces.heights_px[:, order], np.where(true < 0, np.nan, true), rtol=1e-6)
@@ -98,7 +97,7 @@ def test_padding_and_impossible_heights_are_no_surface(eye):
     written = write_height_map(
         path.with_name("h"), heights, "1.2.3.4", edit=lambda ds: setattr(ds, "FloatPixelPaddingValue", 999.0)
     )
-    found = read_height_map(written).surfaces.heights_px
+    found = read_height_map(written)[0].heights_px
     assert np.isnan(found[0, 0, :4]).all() and np.isfinite(found[0, 0, 4:]).all()
 
 

@@ -166,6 +166,16 @@ def test_large_objects_come_in_pieces_and_small_parts_alone(place, monkeypatch):
     assert spent.retries == 0
 
 
+def test_a_local_copy_is_whole_although_the_disk_takes_its_bytes_bit_by_bit(tmp_path, monkeypatch):
+    """As a disk does that is nearly full: a write may end early without an error."""
+    data, pwrite = os.urandom(30_000), os.pwrite
+    monkeypatch.setattr(bucket, "_read_piece", lambda uri, start, end: data[start:end])
+    monkeypatch.setattr(bucket, "PIECE", 10_000)
+    monkeypatch.setattr(os, "pwrite", lambda file, part, at: pwrite(file, bytes(part[:999]), at))
+    bucket.download("s3://clinic/scan.dcm", tmp_path / "copy", len(data))
+    assert (tmp_path / "copy").read_bytes() == data
+
+
 @faults
 def test_with_a_tenth_of_requests_spoilt_nothing_is_lost_or_wrong(faulty, tmp_path, monkeypatch):
     place, proxy = faulty

@@ -114,6 +114,7 @@ def test_workers_of_any_start_method_may_have_children(method):
 HOOK = """
 import ctypes, signal
 import octfm.formats as readers
+from octfm.formats import detect
 def spoil(honest):
     def read(uri, *args, **settings):
         if "crash" in str(uri):
@@ -122,8 +123,8 @@ def spoil(honest):
             signal.pause()
         return honest(uri, *args, **settings)
     return read
-for name in ("examine", "read_header", "read_volume"):
-    setattr(readers, name, spoil(getattr(readers, name)))
+for place, name in ((detect, "examine"), (readers, "read_header"), (readers, "read_volume")):
+    setattr(place, name, spoil(getattr(place, name)))
 """
 
 

@@ -17,7 +17,7 @@ from octfm.cli.options import AxialLength
 from octfm.encoder.embeddings import read_embeddings
 from octfm.errors import ConfigError, EvaluationError
 from octfm.formats import read_volume
-from octfm.formats.dicom.surfaces import read_height_map, surfaces_of_volume
+from octfm.formats.dicom.surfaces import surfaces_of_volume
 from octfm.layers.corrections import AXIAL_LENGTH_MM
 from octfm.layers.edges import onto_edges
 from octfm.layers.finder import LARGEST, LayerFinder, network_size
@@ -342,7 +342,7 @@ def test_dicom_results_follow_frames_that_are_stored_out_of_order(tmp_path):
     stored_rows = np.frombuffer(dcmread(heights).FloatPixelData, "<f4").reshape(6, 48)[:, 0]
     assert [bool(frame.any()) for frame in frames] == [row == 0 for row in stored_rows]
     assert list(stored_rows) != sorted(stored_rows)
-    np.testing.assert_array_equal(surfaces_of_volume(file, read_height_map(heights)).heights_px[0], ilm)
+    np.testing.assert_array_equal(surfaces_of_volume(file, heights).heights_px[0], ilm)
     with pytest.raises(EvaluationError, match="6 frames of 48 columns"):
         write_dicom(Segmentation({}, {"fluid": mask[:4]}, volume.spacing_mm), file, tmp_path)
 

@@ -16,6 +16,7 @@ from octfm.tasks.view import scene_of
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Fundus, Lines, Surfaces, Volume
 from support.browser import Browser, needs_chromium
+from support.points import points_to_prepared
 from support.waiting import wait_until
 
 D, H, W = 12, 48, 64
@@ -357,7 +358,7 @@ def test_tokens_are_placed_where_the_transform_says(mirrored, reverse, shown_rev
     file = shown.astype(float)
     if shown_reversed:
         file[:, 0] = native[0] - 1 - file[:, 0]
-    expected = np.floor((transform.points_to_prepared(file) + 0.5) / patch)
+    expected = np.floor((points_to_prepared(transform, file) + 0.5) / patch)
     edges = (placed.bscans, None, placed.columns)
     found = np.empty_like(expected)
     for axis in (0, 2):

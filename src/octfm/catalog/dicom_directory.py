@@ -13,10 +13,9 @@ from octfm.formats.dicom.file import guarded
 from octfm.formats.dicom.header import OPHTHALMIC_TOMOGRAPHY
 from octfm.io.archive import file_size
 from octfm.io.bucket import Account
-from octfm.io.isolation import Limits
 from octfm.io.location import Location
 from octfm.io.ranged import recall
-from octfm.io.spread import spread
+from octfm.io.spread import Spread
 
 
 def listed_files(uri: str | Location) -> list[tuple[str, ...]]:
@@ -37,26 +36,20 @@ def listed_files(uri: str | Location) -> list[tuple[str, ...]]:
 
 
 def left_behind(
-    directories: Sequence[Location],
-    files: Sequence[Location],
-    account: Account,
-    workers: int | None = None,
-    limits: Limits | None = None,
+    directories: Sequence[Location], files: Sequence[Location], account: Account, apart: Spread
 ) -> list[Reject]:
     """A reject for every OCT file that a DICOMDIR lists but `files` lacks, and for a DICOMDIR that cannot be read.
 
-    `account` counts requests to buckets; `workers` and `limits` are as for octfm.scan. Case and version number of names
-    are ignored: ISO 9660 media have upper-case names that may end in ;1.
+    `account` counts requests to buckets. Case and version number of names are ignored: ISO 9660 media have upper-case
+    names that may end in ;1.
     """
     present = {_plain(str(path)) for path in files}
     rejects = []
     # In child processes: a DICOMDIR may be damaged, or inflate to gigabytes, as any other file.
-    contents = spread(
+    contents = apart(
         account.counting(_listed_or_reject),
         directories,
         lambda place, lost: Reject.lost(place, lost, "read it", 0),
-        workers=workers,
-        limits=limits,
         deadline=lambda limits, place: limits.deadline(file_size(place), str(place)),
     )
     for directory, listed in zip(directories, account.counted(contents), strict=True):

@@ -22,8 +22,7 @@ from octfm.formats.bscans import Reader
 from octfm.formats.declared import DECLARED
 from octfm.formats.reasons import Header
 from octfm.io.archive import file_size, is_folder, open_file
-from octfm.io.isolation import Limits
-from octfm.io.spread import spread
+from octfm.io.spread import Spread
 from octfm.volume.pixel_copies import OF_TWO, describe_copy
 
 _PIECE = 2**20
@@ -32,11 +31,7 @@ _OF_COPIES = ("duplicate_pixels", OF_TWO)
 
 
 def without_duplicates(
-    headers: Sequence[Header],
-    tables: Tables,
-    workers: int | None = None,
-    limits: Limits | None = None,
-    readers: Sequence[Reader] = (),
+    headers: Sequence[Header], tables: Tables, apart: Spread, readers: Sequence[Reader] = ()
 ) -> tuple[list[Header], list[tuple[Header, Reject]]]:
     """Headers to keep, in their order, and the others with their rejects. Only files that share a UID are opened."""
 
@@ -57,12 +52,10 @@ def without_duplicates(
     others = [header for header in headers if kept[header.sop_instance_uid] is not header]
     rejects, reused = [], set()
     pairs = [(header, kept[header.sop_instance_uid]) for header in others]
-    same_voxels = spread(
+    same_voxels = apart(
         functools.partial(_same_voxels, readers=readers),
         pairs,
         lambda pair, lost: False,  # a file that cannot be decoded cannot be shown to be a copy
-        workers=workers,
-        limits=limits,
         deadline=lambda limits, pair: sum(limits.deadline(math.prod(header.shape), header.uri) for header in pair),
     )
     for header, same in zip(others, same_voxels, strict=True):

@@ -11,8 +11,7 @@ from octfm.errors import ReadError
 from octfm.formats import read_volume
 from octfm.formats.bscans import Reader
 from octfm.formats.reasons import Header
-from octfm.io.isolation import Limits
-from octfm.io.spread import spread
+from octfm.io.spread import Spread
 from octfm.volume.estimated import axial_mm, retina_rows
 from octfm.volume.volume import eight_bit
 
@@ -21,11 +20,7 @@ SAMPLE = 48
 
 
 def axial_mm_by_height(
-    headers: Sequence[Header],
-    tables: Tables,
-    workers: int | None = None,
-    limits: Limits | None = None,
-    readers: Sequence[Reader] = (),
+    headers: Sequence[Header], tables: Tables, apart: Spread, readers: Sequence[Reader]
 ) -> tuple[dict[int, float], dict[str, Reject]]:
     """Rows of an image → axial millimetres, for the sizes of single B-scans that state none; and uri → the reject of a
     B-scan that was tried and cannot be decoded, which would otherwise count as without millimetres.
@@ -44,12 +39,10 @@ def axial_mm_by_height(
     undecoded: dict[str, Reject] = {}
 
     def search(chosen: Sequence[Header]) -> None:
-        found = spread(
+        found = apart(
             functools.partial(_rows_of, readers=readers),
             chosen,
             lambda header, lost: None,
-            workers=workers,
-            limits=limits,
             deadline=lambda limits, header: limits.deadline(10 * math.prod(header.shape), header.uri),
         )
         for header, own in zip(chosen, found, strict=True):

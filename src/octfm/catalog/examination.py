@@ -6,57 +6,73 @@ Files that form a volume only together have one header, named after the first of
 import functools
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from octfm import formats
 from octfm.catalog.acquisition import Reject
 from octfm.errors import ReadError
+from octfm.formats import detect
 from octfm.formats.bscans import Reader
 from octfm.formats.dicom.parts import Part, in_order
+from octfm.formats.dicom.reader import read_header_of_parts
 from octfm.formats.reasons import Header
 from octfm.io.archive import file_size, links
-from octfm.io.isolation import Limits, Lost
+from octfm.io.bucket import Account
+from octfm.io.isolation import Lost
 from octfm.io.location import Location
 from octfm.io.ranged import recall
-from octfm.io.spread import spread
-from octfm.volume.volume import RASTER_ONLY, STRUCTURE_ONLY, Layout, Modality
+from octfm.io.spread import Spread
+from octfm.volume.volume import STRUCTURE_ONLY, Layout, Modality
 
 
 def examine_files(
     files: Sequence[Location],
-    examine: Callable[[Location], list[Header | Part | Reject]],
-    workers: int | None,
-    limits: Limits | None,
+    apart: Spread,
+    account: Account,
+    layouts: Collection[Layout],
+    modalities: Collection[Modality] = STRUCTURE_ONLY,
+    follow_links: bool = True,
+    readers: Sequence[Reader] = (),
     progress: Callable[[int, int], None] | None = None,
-) -> Iterator[list[Header | Part | Reject]]:
-    """What `examine` yields for each file, in their order, from child processes."""
-    return spread(
-        examine,
+) -> list[Header | Part | Reject]:
+    """Outcomes of all files, in their order. `account` counts requests to buckets."""
+    examine = functools.partial(
+        _examine_file,
+        layouts=tuple(layouts),
+        modalities=tuple(modalities),
+        follow_links=follow_links,
+        readers=readers,
+    )
+    examined = apart(
+        account.counting(examine),
         files,
         lambda path, lost: [Reject.lost(path, lost, "examined it")],
-        workers=workers,
-        limits=limits,
         # A deadline by size, although headers take milliseconds: a volume that may be blank is decoded.
         deadline=lambda limits, path: limits.deadline(file_size(path), str(path)),
         progress=progress,
     )
+    return [outcome for outcomes in account.counted(examined) for outcome in outcomes]
 
 
-def examine_file(
+def _examine_file(
     path: Location,
     layouts: Collection[Layout],
-    follow_links: bool = True,
-    readers: Sequence[Reader] = (),
-    modalities: Collection[Modality] = STRUCTURE_ONLY,
+    modalities: Collection[Modality],
+    follow_links: bool,
+    readers: Sequence[Reader],
 ) -> list[Header | Part | Reject]:
     """Outcomes of a file, or of each volume in it; for a folder, also a reject for each image that is no B-scan."""
+
+    def examine(uri: str) -> Header | Part | Reject:
+        try:
+            return detect.examine(uri, layouts, readers, modalities)
+        except ReadError as error:
+            return Reject.of(uri, error)
+
     recall(path)
     with links(follow=follow_links):
-        found = _examine(path, layouts, readers, modalities)
+        found = examine(str(path))
         if isinstance(found, Reject) and found.code == "several_volumes":
-            return [
-                _examine(uri, layouts, readers, modalities) for uri in formats.volumes_in(str(path), readers=readers)
-            ]
+            return [examine(uri) for uri in detect.volumes_in(str(path), readers)]
         aside = found.set_aside if isinstance(found, Header) else ()
         return [
             found,
@@ -84,23 +100,8 @@ def wanted(outcomes: Sequence[Header | Reject], layouts: Collection[Layout]) -> 
     return headers, rejects
 
 
-def _examine(
-    path: Location | str,
-    layouts: Collection[Layout],
-    readers: Sequence[Reader],
-    modalities: Collection[Modality],
-) -> Header | Part | Reject:
-    try:
-        return formats.examine(str(path), layouts, readers, modalities)
-    except ReadError as error:
-        return Reject.of(path, error)
-
-
 def join_parts(
-    outcomes: Sequence[Header | Part | Reject],
-    workers: int | None = None,
-    limits: Limits | None = None,
-    layouts: Collection[Layout] = RASTER_ONLY,
+    outcomes: Sequence[Header | Part | Reject], apart: Spread, layouts: Collection[Layout]
 ) -> tuple[list[Header | Reject], int]:
     """One outcome per volume or file, and the number of files that are covered by another file's outcome."""
     volumes: dict[tuple[str, str], list[Part]] = defaultdict(list)
@@ -111,12 +112,10 @@ def join_parts(
         else:
             joined.append(outcome)
     groups = [in_order(parts) for parts in volumes.values()]
-    joined += spread(
+    joined += apart(
         functools.partial(_examine_parts, layouts=tuple(layouts)),
         groups,
         _lost,
-        workers=workers,
-        limits=limits,
         deadline=lambda limits, parts: limits.deadline(_bytes(parts), parts[0].uri),
     )
     return joined, sum(len(parts) - 1 for parts in groups)
@@ -124,7 +123,7 @@ def join_parts(
 
 def _examine_parts(parts: Sequence[Part], layouts: Collection[Layout]) -> Header | Reject:
     try:
-        return formats.read_header_of_parts(parts, layouts)
+        return read_header_of_parts(parts, layouts)
     except ReadError as error:
         return Reject.of(parts[0].uri, error, _bytes(parts))
 

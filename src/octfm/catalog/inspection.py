@@ -17,11 +17,10 @@ from octfm.formats import read_volume
 from octfm.formats.bscans import Reader
 from octfm.formats.declared import doubtful_way_up
 from octfm.io.archive import file_size
-from octfm.io.isolation import Limits
-from octfm.io.spread import spread
+from octfm.io.spread import Spread
 from octfm.volume.laterality import CANNOT_TELL, DiscSide, Verdict, disc_side
 from octfm.volume.margins import searchable
-from octfm.volume.pixel_copies import OF_TWO, PixelCopies, describe_copy, fingerprint
+from octfm.volume.pixel_copies import OF_TWO, Owner, describe_copy, fingerprint, first_owner
 from octfm.volume.radial import to_raster
 from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import eight_bit
@@ -38,34 +37,29 @@ class Inspected:
 
 
 def inspect_pixels(
-    acquisitions: Sequence[Acquisition],
-    workers: int | None = None,
-    limits: Limits | None = None,
-    keep_upside_down: bool = False,
-    readers: Sequence[Reader] = (),
+    acquisitions: Sequence[Acquisition], apart: Spread, keep_upside_down: bool, readers: Sequence[Reader]
 ) -> tuple[list[Acquisition], list[Reject], list[tuple[str, str]]]:
     """Acquisitions to keep, rejects, and pairs of participants with voxels in common.
 
     Kept acquisitions get flags if their anatomy contradicts their laterality or does not show it; nothing else changes.
     Rejects are copies, and files that cannot be decoded.
     """
-    outcomes = spread(
+    outcomes = apart(
         functools.partial(_inspect, keep_upside_down=keep_upside_down, readers=readers),
         acquisitions,
         lambda acquisition, lost: Reject.lost(acquisition.uri, lost, "read its pixels"),
-        workers=workers,
-        limits=limits,
         deadline=lambda limits, acquisition: limits.deadline(math.prod(acquisition.shape), acquisition.uri),
         chunk=1,
     )
-    copies, kept, rejects, pairs = PixelCopies(), [], [], []
+    owners: dict[str, Owner] = {}
+    kept, rejects, pairs = [], [], []
     uid_of = {acquisition.uri: acquisition.sop_instance_uid for acquisition in acquisitions}
     for acquisition, outcome in zip(acquisitions, outcomes, strict=True):
         if isinstance(outcome, Reject):
             rejects.append(outcome)
             continue
         owner = acquisition.owner
-        if (first := copies.first_owner(outcome.fingerprint, owner)) is not None:
+        if (first := first_owner(owners, outcome.fingerprint, owner)) is not None:
             code, sentence = describe_copy(owner, first)
             original = uid_of[first.uri] if code == OF_TWO else ""
             rejects.append(Reject(acquisition.uri, code, sentence, file_size(acquisition.uri), original))

@@ -15,10 +15,10 @@ from octfm.catalog.columns import Columns, TableError, composed, lost_zeros
 from octfm.catalog.dicom_directory import left_behind
 from octfm.catalog.duplicates import under_two_ids, without_duplicates, without_lost_originals
 from octfm.catalog.estimation import axial_mm_by_height
-from octfm.catalog.examination import examine_file, examine_files, join_parts, wanted
+from octfm.catalog.examination import examine_files, join_parts, wanted
 from octfm.catalog.inspection import inspect_pixels
 from octfm.catalog.participants.patterns import Pattern
-from octfm.catalog.participants.people import AmbiguousPeople, Scan, find_people, spelt_alike
+from octfm.catalog.participants.people import AmbiguousPeople, find_people, spelt_alike
 from octfm.catalog.walk import Found, walk
 from octfm.display import number
 from octfm.formats.bscans import Reader
@@ -30,6 +30,7 @@ from octfm.io.isolation import Limits
 from octfm.io.location import BucketPath, Location, listed, location
 from octfm.io.progress import say
 from octfm.io.ranged import recall
+from octfm.io.spread import spread
 from octfm.volume.volume import ADMISSIBLE, MODALITIES, RASTER_ONLY, STRUCTURE_ONLY, Layout, Modality, Spacing3
 
 _OF_SINGLE = "; if each image is a scan of its own, as in folders of classes: octfm scan FOLDER --layouts line"
@@ -92,32 +93,24 @@ def scan(
     bscans_only = tuple(layouts) == ("line",)
     # List the files and read the tables.
     folder = existing_root(root)
-    account = Account(folder)
+    account, apart = Account(folder), functools.partial(spread, workers=workers, limits=limits)
     found = walk(folder, follow_links=follow_links, folders_are_volumes=not bscans_only)
     _expect_images(found, folder)
     tables = _tables(folder, found, table, participants, columns)
     directories = [path for path in found.companions if path.name.lower() == "dicomdir"]
-    found.refused += left_behind(directories, found.files, account, workers, limits)
+    found.refused += left_behind(directories, found.files, account, apart)
     if extract is not None:
         found.files = _unpacked(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
     # Examine headers: an outcome per file, then per volume, then without copies.
-    examine = functools.partial(
-        examine_file,
-        layouts=tuple(layouts),
-        follow_links=follow_links,
-        readers=readers,
-        modalities=tuple(modalities),
-    )
-    examined = examine_files(found.files, account.counting(examine), workers, limits, progress)
-    per_file = [outcome for outcomes in account.counted(examined) for outcome in outcomes]
-    per_volume, joined_files = join_parts(per_file, workers, limits, layouts)
+    per_file = examine_files(found.files, apart, account, layouts, modalities, follow_links, readers, progress)
+    per_volume, joined_files = join_parts(per_file, apart, layouts)
     of_layouts, rejects = wanted(per_volume, layouts)
-    headers, duplicates = without_duplicates(of_layouts, tables, workers, limits, readers)
+    headers, duplicates = without_duplicates(of_layouts, tables, apart, readers)
     # Combine headers with tables.
     estimated: dict[int, float] = {}
     undecoded: dict[str, Reject] = {}
     if not nominal_spacing_mm:
-        estimated, undecoded = axial_mm_by_height(headers, tables, workers, limits, readers)
+        estimated, undecoded = axial_mm_by_height(headers, tables, apart, readers)
     rows = [accept(header, tables, nominal_spacing_mm, estimated) for header in headers]
     accepted = [row for row in rows if isinstance(row, Acquisition)]
     left_out = [*found.refused, *rejects, *(undecoded.get(row.uri, row) for row in rows if isinstance(row, Reject))]
@@ -129,7 +122,7 @@ def scan(
     # Find participants and eyes that only paths state.
     for path in found.files:
         recall(path)  # facts of the listing expire during a long scan; each would then cost another request
-    scans = [Scan(a.uri, a.participant) for a in (*accepted, *copies)]
+    scans = {a.uri: a.participant for a in (*accepted, *copies)}
     try:
         whose = find_people(scans, folder, patterns, tables.unpacked_from)
     except AmbiguousPeople as error:
@@ -146,9 +139,7 @@ def scan(
     pixel_pairs: list[tuple[str, str]] = []
     # On request, decode everything and compare voxels and anatomy. In sets of single B-scans copies are common.
     if pixels or bscans_only:
-        acquisitions, pixel_rejects, pixel_pairs = inspect_pixels(
-            acquisitions, workers, limits, keep_upside_down, readers
-        )
+        acquisitions, pixel_rejects, pixel_pairs = inspect_pixels(acquisitions, apart, keep_upside_down, readers)
     copy_rejects, pairs = without_lost_originals(copy_rejects, pair_of, headers, duplicates, pixel_rejects)
     left_out += [*copy_rejects, *pixel_rejects]
     pairs += pixel_pairs
@@ -306,12 +297,10 @@ def _why_nothing(folder: Location, left_out: Sequence[Reject], layouts: Collecti
     """The sentence of an error, with every reason, how often it occurs and what to do."""
     reasons = [(n, code, REASONS[code]) for code, n in count_words(reject.code for reject in left_out).items()]
     counts = ", ".join(f"{n} {code} ({reason.meaning}; {reason.fix})" for n, code, reason in reasons)
-    hint = "" if "line" in layouts or not any(map(_may_be_single, left_out)) else _OF_SINGLE
-    return f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {counts}{hint}"
-
-
-def _may_be_single(reject: Reject) -> bool:
-    """Whether it is an image, or a folder of images, that may be of several eyes."""
-    return reject.code in ("single_image", "mixed_images") or (
-        reject.code == "missing_spacing" and is_folder(reject.uri)
+    # Images, or a folder of them, that may be of several eyes.
+    single = "line" not in layouts and any(
+        reject.code in ("single_image", "mixed_images") or (reject.code == "missing_spacing" and is_folder(reject.uri))
+        for reject in left_out
     )
+    hint = _OF_SINGLE if single else ""
+    return f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {counts}{hint}"

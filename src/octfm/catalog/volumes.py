@@ -7,9 +7,11 @@ from pathlib import Path
 from octfm.catalog.acquisition import Reject
 from octfm.catalog.aireadi import Tables
 from octfm.catalog.duplicates import without_duplicates
-from octfm.catalog.examination import examine_file, examine_files, join_parts, wanted
+from octfm.catalog.examination import examine_files, join_parts, wanted
 from octfm.catalog.walk import walk
+from octfm.io.bucket import Account
 from octfm.io.isolation import Limits
+from octfm.io.spread import spread
 from octfm.volume.volume import LAYOUTS, Layout
 
 
@@ -27,10 +29,10 @@ def volumes_below(
     cannot be read is among the volumes, so that its reader states the reason. `workers`: as for octfm.scan.
     """
     found = walk(folder, folders_are_volumes="raster" in layouts)
-    examined = examine_files(found.files, functools.partial(examine_file, layouts=tuple(layouts)), workers, limits)
-    outcomes, _ = join_parts([each for several in examined for each in several], workers, limits, layouts)
+    apart = functools.partial(spread, workers=workers, limits=limits)
+    outcomes, _ = join_parts(examine_files(found.files, apart, Account(), layouts), apart, layouts)
     of_layouts, rejects = wanted(outcomes, layouts)
-    headers, copies = without_duplicates(of_layouts, Tables(), workers, limits)
+    headers, copies = without_duplicates(of_layouts, Tables(), apart)
     uris, left_out = [header.uri for header in headers], [*found.refused]
     for reject in rejects:
         # A star of too few lines has no header, but can be read as a radial scan.

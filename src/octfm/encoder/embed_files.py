@@ -38,7 +38,7 @@ from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, Location, listed, location, lock, write_whole
 from octfm.io.parquet import from_parquet, to_parquet
 from octfm.io.progress import Progress
-from octfm.io.spread import stream
+from octfm.io.spread import spread
 from octfm.io.versions import listing_of, versions
 from octfm.layers.band import band_finder
 from octfm.models.pooling import VectorPool
@@ -149,7 +149,9 @@ def embed_files(
             echo(f"{out}: {len(tasks) - len(missing):,} of {len(tasks):,} volumes are embedded already")
         embed = functools.partial(_decode, preprocessing=encoder.preprocessing, find_band=find_band)
         preparing = with_finder(limits, find_band)
-        decoded = stream(account.counting(embed), missing, _lost, workers=workers, limits=preparing, deadline=_deadline)
+        decoded = spread(
+            account.counting(embed), missing, _lost, workers=workers, limits=preparing, deadline=_deadline, chunk=1
+        )
         decoded = account.counted(decoded)
         with Progress("embed", len(missing), failure="without a vector", echo=echo, always=True) as progress:
             for number, first in enumerate(range(0, len(missing), SHARD), next_part):

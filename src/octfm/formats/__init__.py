@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from octfm.formats.bscans import Reader
-    from octfm.formats.dicom.parts import Part
     from octfm.formats.heyex_xml import DeviceGrid
     from octfm.io.isolation import Limits
     from octfm.volume.volume import Fundus, Labels
@@ -112,22 +111,7 @@ def read_header(
     """
     from octfm.formats import detect
 
-    return detect.read_header(str(uri), layouts, modalities=modalities)
-
-
-def examine(
-    uri: str | Path,
-    layouts: Collection[Layout] = RASTER_ONLY,
-    readers: "Sequence[Reader]" = (),
-    modalities: Collection[Modality] = STRUCTURE_ONLY,
-) -> "Header | Part":
-    """As `read_header`, but returns a Part for a file that is a volume only together with others.
-
-    Raises ReadError; angiography for flow, unless it is among `modalities`.
-    """
-    from octfm.formats import detect
-
-    return detect.examine(str(uri), layouts, readers, modalities)
+    return detect.read_header(str(uri), layouts, (), modalities)
 
 
 def volumes_in(uri: str | Path, limits: "Limits | None" = None, readers: "Sequence[Reader]" = ()) -> list[str]:
@@ -138,13 +122,6 @@ def volumes_in(uri: str | Path, limits: "Limits | None" = None, readers: "Sequen
     from octfm.formats import detect
 
     return _read(functools.partial(detect.volumes_in, readers=readers), uri, limits)
-
-
-def read_header_of_parts(parts: "Sequence[Part]", layouts: Collection[Layout] = RASTER_ONLY) -> Header:
-    """The header of the volume that these files form together. Raises ReadError with one of REASONS."""
-    from octfm.formats.dicom import reader as dicom
-
-    return dicom.read_header_of_parts(parts, layouts)
 
 
 def read_surfaces(uri: str | Path, limits: "Limits | None" = None) -> Surfaces | None:
@@ -206,11 +183,9 @@ __all__ = [
     "Header",
     "ReadError",
     "Reason",
-    "examine",
     "read_device_grid",
     "read_fundus",
     "read_header",
-    "read_header_of_parts",
     "read_mask",
     "read_overlay",
     "read_surfaces",

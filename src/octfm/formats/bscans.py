@@ -124,7 +124,6 @@ class Arrangement:
     """How the B-scans lie relative to each other."""
 
     layout: Layout
-    between_mm: float | None
     stack: Stack | None
     problem: ReadError | None = None
     """Why it is not a raster."""
@@ -424,10 +423,10 @@ def _spacing(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> tu
         between = None
     if arrangement.layout != "raster" and bscans.in_plane_mm is not None:
         between = bscans.in_plane_mm[1]
-    if arrangement.between_mm is not None:
-        if between is not None and abs(arrangement.between_mm / between - 1) > 0.1:
+    if (stack := arrangement.stack) is not None:
+        if between is not None and abs(stack.step / between - 1) > 0.1:
             flags.append("slice_thickness_contradicts_positions")
-        between, source = arrangement.between_mm, "header+positions"  # positions override a stated distance
+        between, source = stack.step, "header+positions"  # positions override a stated distance
     stated_better = MEAN_EYE in bscans.flags and declared.spacing_mm is not None
     if bscans.in_plane_mm is not None and between is not None and not stated_better:
         stated = (between, *bscans.in_plane_mm)
@@ -442,8 +441,8 @@ def _arrange(bscans: Bscans) -> Arrangement:
     try:
         stack = _stack(bscans)
     except NotRaster as error:
-        return Arrangement(error.layout, None, None, error)
-    return Arrangement("raster", stack and stack.step, stack)
+        return Arrangement(error.layout, None, error)
+    return Arrangement("raster", stack)
 
 
 def _lines_of_volume(bscans: Bscans, arrangement: Arrangement, spacing_mm: Spacing3 | None) -> Lines | None:

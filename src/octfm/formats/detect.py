@@ -16,13 +16,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeGuard
 
 from octfm.errors import ConfigError, ReadError, shown
-from octfm.formats import bioptigen, bscans, heidelberg_e2e, heyex_xml, optovue, zeiss_img
+from octfm.formats import bioptigen, bscans, heidelberg_e2e, heyex_xml, images, optovue, zeiss_img
 from octfm.formats.arrays import metaimage
 from octfm.formats.bscans import Bscans, Reader
 from octfm.formats.heyex_xml import DeviceGrid
 from octfm.formats.reasons import REASONS, Header, cannot_open
 from octfm.io.archive import MEMBER, file_size, is_folder, list_folder, open_file
-from octfm.volume.volume import STRUCTURE_ONLY, Fundus, Layout, Modality, Spacing3, Surfaces, Volume
+from octfm.volume.volume import Fundus, Layout, Modality, Spacing3, Surfaces, Volume
 
 if TYPE_CHECKING:
     from octfm.formats.dicom.parts import Part
@@ -30,25 +30,19 @@ if TYPE_CHECKING:
 _HEAD = 4096
 DICOM = "dicom.reader"
 
-_MAGIC: tuple[tuple[int, bytes, str], ...] = (
-    (0, b"HSF-OCT", "heyex_vol"),
-    (0, b"ep-v", "heyex_vol"),  # written by eyepy
-    (0, b"CMDb", "heidelberg_e2e"),
-    (0, b"E2EMultipleVolumeFile", "heidelberg_e2e"),
-    (0, b"FOCT", "topcon"),
-    (0, b"\x93NUMPY", "arrays.npy"),
-    (0, b"MATLAB 5.0 MAT-file", "arrays.matlab"),
-    (0, b"MATLAB 7.3 MAT-file", "arrays.matlab"),  # HDF5, refused with a hint
-    (0, b"\x89HDF\r\n\x1a\n", "arrays.matlab"),
-    (0, b"II*\0", "images"),
-    (0, b"MM\0*", "images"),
-    (0, b"II+\0", "images"),
-    (0, b"MM\0+", "images"),
-    (0, b"\x89PNG\r\n\x1a\n", "images"),
-    (0, b"BM", "images"),
-    (0, b"\xff\xd8\xff", "images"),
+_MAGIC: tuple[tuple[bytes, str], ...] = (
+    (b"HSF-OCT", "heyex_vol"),
+    (b"ep-v", "heyex_vol"),  # written by eyepy
+    (b"CMDb", "heidelberg_e2e"),
+    (b"E2EMultipleVolumeFile", "heidelberg_e2e"),
+    (b"FOCT", "topcon"),
+    (b"\x93NUMPY", "arrays.npy"),
+    (b"MATLAB 5.0 MAT-file", "arrays.matlab"),
+    (b"MATLAB 7.3 MAT-file", "arrays.matlab"),  # HDF5, refused with a hint
+    (b"\x89HDF\r\n\x1a\n", "arrays.matlab"),
+    *((magic, "images") for magic in images.MAGIC),
 )
-"""Offset, bytes at this offset, module that reads such a file."""
+"""First bytes, and the module that reads such a file."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +121,7 @@ def read_volume(
 
 
 def read_header(
-    uri: str,
-    layouts: Collection[Layout],
-    readers: Sequence[Reader] = (),
-    modalities: Collection[Modality] = STRUCTURE_ONLY,
+    uri: str, layouts: Collection[Layout], readers: Sequence[Reader], modalities: Collection[Modality]
 ) -> Header:
     reader = find_reader(uri, readers)
     if is_dicom(reader):
@@ -140,10 +131,7 @@ def read_header(
 
 
 def examine(
-    uri: str,
-    layouts: Collection[Layout],
-    readers: Sequence[Reader] = (),
-    modalities: Collection[Modality] = STRUCTURE_ONLY,
+    uri: str, layouts: Collection[Layout], readers: Sequence[Reader], modalities: Collection[Modality]
 ) -> "Header | Part":
     reader = find_reader(uri, readers)
     if is_dicom(reader):
@@ -166,7 +154,7 @@ def read_surfaces(uri: str) -> Surfaces | None:
         from octfm.formats.dicom.surfaces import read_height_map
 
         try:
-            return read_height_map(uri).surfaces
+            return read_height_map(uri)[0]
         except ReadError as error:
             if error.code == "not_layer_heights":
                 return None  # a DICOM volume holds none: its height map is a separate file
@@ -186,9 +174,10 @@ def read_fundus(uri: str) -> Fundus | None:
 def read_device_grid(uri: str) -> DeviceGrid | None:
     uri = heidelberg_e2e.split_series(uri)[0]
     with bscans.damage_has_a_code(uri):
-        folder = is_folder(uri)
-        places = [place for place in list_folder(uri) if place.lower().endswith(".xml")] if folder else [uri]
-        found = [place for place in places if heyex_xml.fits(_head(place))]
+        if is_folder(uri):
+            found = heyex_xml.exports_in(list_folder(uri))
+        else:
+            found = [uri] if heyex_xml.fits(_head(uri)) else []
         if len(found) > 1:
             raise ReadError("several_volumes", f"{uri}: which of its {len(found)} HEYEX exports? give one of them")
         return heyex_xml.read_device_grid(found[0]) if found else None
@@ -235,8 +224,8 @@ def _by_content(uri: str) -> str:
     head = _head(uri)
     if head[128:132] == b"DICM":
         return DICOM  # before the magic bytes: the 128-byte preamble may be the header of a TIFF (PS3.10 7.1)
-    for offset, magic, name in _MAGIC:
-        if head[offset : offset + len(magic)] == magic:
+    for magic, name in _MAGIC:
+        if head.startswith(magic):
             return name
     # NIfTI has its magic behind other fields, and is often gzipped as a whole.
     if is_nifti(_unzipped(head) if head[:2] == b"\x1f\x8b" else head):

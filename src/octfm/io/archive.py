@@ -305,8 +305,13 @@ def _listed(path: str, version: int | str, size: int) -> Archive:
         elif entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             found = f"compression method {entry.compress_type}, expected stored or deflated; unpack it"
             problem = "unsupported_member", found
+        elif entry.file_size > MAX_MEMBER_BYTES or (
+            entry.file_size > max(RATIO_FROM_BYTES, MAX_RATIO * max(entry.compress_size, 1))
+        ):
+            grows = f"claims to inflate from {entry.compress_size:,} to {entry.file_size:,} bytes"
+            problem = "decompression_bomb", f"{grows}, more than any OCT volume does; unpack it by hand if you trust it"
         else:
-            problem = _oversized(entry)
+            problem = None
         if problem is not None:
             uri = f"{path}{MEMBER}{_shown(entry.orig_filename)}"
             refused.append(Refused(uri, problem[0], f"{uri}: {problem[1]}", entry.file_size))
@@ -342,15 +347,6 @@ def _overlapping(entries: list[zipfile.ZipInfo]) -> set[int]:
         if own_end > end:
             end, holder = own_end, entry.header_offset
     return found
-
-
-def _oversized(entry: zipfile.ZipInfo) -> tuple[str, str] | None:
-    """Reason code and sentence for a member that claims to inflate beyond any OCT volume."""
-    ratio = entry.file_size / max(entry.compress_size, 1)
-    if entry.file_size > MAX_MEMBER_BYTES or (entry.file_size > RATIO_FROM_BYTES and ratio > MAX_RATIO):
-        grows = f"claims to inflate from {entry.compress_size:,} to {entry.file_size:,} bytes"
-        return "decompression_bomb", f"{grows}, more than any OCT volume does; unpack it by hand if you trust it"
-    return None
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------

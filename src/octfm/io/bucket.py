@@ -102,18 +102,11 @@ class Counted:
     spent: Tally
 
 
-@dataclass(frozen=True)
-class Counting:
-    """A function that returns its result as `Counted`, so that requests made in other processes are not lost."""
-
-    function: Callable[[Any], Any]
-    home: tuple[str, int]
-    """The calling process, whose own requests `tally` counts already."""
-
-    def __call__(self, item: Any) -> Counted:
-        before = tally()
-        result = self.function(item)
-        return Counted(result, tally() - before if _process() != self.home else Tally())
+def _counting(function: Callable[[T], R], home: tuple[str, int], item: T) -> Counted:
+    """`function(item)` as `Counted`. `home`: the calling process, whose own requests `tally` counts already."""
+    before = tally()
+    result = function(item)
+    return Counted(result, tally() - before if _process() != home else Tally())
 
 
 def _process() -> tuple[str, int]:
@@ -129,7 +122,7 @@ class Account:
 
     def counting(self, function: Callable[[T], R]) -> Callable[[T], R]:
         """Wrap a function that will run in other processes; pass its results through `counted`."""
-        return cast(Callable[[T], R], Counting(function, _process())) if self._open else function
+        return cast(Callable[[T], R], functools.partial(_counting, function, _process())) if self._open else function
 
     def counted(self, results: Iterable[R]) -> Iterator[R]:
         """Unwrap the results and add up their requests."""
@@ -189,7 +182,11 @@ def download(uri: str, file: Path, size: int) -> None:
         descriptor = handle.fileno()
 
         def fetch(at: int) -> None:
-            os.pwrite(descriptor, _read_piece(uri, at, min(at + PIECE, size)), at)
+            piece = memoryview(_read_piece(uri, at, min(at + PIECE, size)))
+            # On a disk that fills up, a write may end early without an error; only the next one has one.
+            while piece:
+                written = os.pwrite(descriptor, piece, at)
+                piece, at = piece[written:], at + written
 
         list(pool.map(fetch, range(0, size, PIECE)))
         if size > PIECE:

@@ -5,7 +5,6 @@ import re
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -18,7 +17,7 @@ R = TypeVar("R")
 HEADERS = 32
 """Headers per task: reading one takes milliseconds, so passing them on one by one would be a noticeable overhead."""
 AHEAD = 2
-"""Tasks queued per worker."""
+"""Tasks per worker that are queued or have a result that nobody has taken yet."""
 
 
 def spread(
@@ -37,7 +36,7 @@ def spread(
 
     workers: child processes, None for one per core; 0 for this process, which a crashing decoder then takes down.
     deadline: seconds allowed for an item under these limits, by default `limits.seconds`.
-    chunk: items per task.
+    chunk: items per task; 1 for results as large as volumes, few of which then wait for a slow consumer.
     cluster: address of a dask scheduler (tcp://host:port), all of whose workers are used instead, with children there.
     progress: called with (done, total) items.
     """
@@ -52,24 +51,8 @@ def spread(
             yield lost(item, result) if isinstance(result, Lost) else cast(R, result)
 
 
-def stream(
-    function: Callable[[T], R],
-    items: Sequence[T],
-    lost: Callable[[T, Lost], R],
-    *,
-    workers: int | None = None,
-    limits: Limits | None = None,
-    deadline: Callable[[Limits, T], float] | None = None,
-) -> Iterator[R]:
-    """As `spread`, for results as large as volumes: at most AHEAD per worker wait for a slow consumer."""
-    if workers == 0:
-        yield from map(function, items)
-        return
-    limits, workers = limits or Limits(), workers or os.cpu_count() or 1
-    work = partial(_isolated, function, limits=limits, deadline=deadline)
-    with ThreadPoolExecutor(workers) as pool, closing(_in_order(pool, work, ([i] for i in items), workers)) as results:
-        for item, (result,) in zip(items, results, strict=True):
-            yield lost(item, result) if isinstance(result, Lost) else cast(R, result)
+Spread = Callable[..., Iterator[Any]]
+"""`spread` with its workers and limits, passed on by a function that calls it several times."""
 
 
 def _results(
@@ -80,16 +63,16 @@ def _results(
     deadline: Callable[[Limits, T], float] | None,
     cluster: str | None,
 ) -> Iterator[Sequence[R | Lost]]:
-    """Results of each chunk, in order: in this process, in one child, in several, or on a cluster."""
+    """Results of each chunk, in order: in this process, in children, or on a cluster."""
     if workers == 0 and not cluster:
         yield from ([function(item) for item in chunk] for chunk in chunks)
         return
     # Starting a child takes as long as eight chunks of headers.
     most = len(chunks) if chunks and len(chunks[0]) == 1 else -(-len(chunks) // 8)
-    if (workers == 1 or most <= 1) and not cluster:
-        yield from (_isolated(function, chunk, limits, deadline) for chunk in chunks)
-        return
     work = partial(_isolated, function, limits=limits, deadline=deadline)
+    if (workers == 1 or most <= 1) and not cluster:
+        yield from map(work, chunks)
+        return
     if cluster:
         with _client(cluster) as client:
             yield from _in_order(client.get_executor(pure=False), work, chunks, sum(client.nthreads().values()))

@@ -27,7 +27,7 @@ from octfm.store.layout import Compression, StoreRow, Unprepared, read_unprepare
 from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, stage
 from octfm.volume.estimated import FLAG
-from octfm.volume.pixel_copies import OF_TWO, Owner, PixelCopies, describe_copy, fingerprint
+from octfm.volume.pixel_copies import OF_TWO, Owner, describe_copy, fingerprint, first_owner
 from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.tissue import BandFinder
 from octfm.volume.volume import Volume
@@ -196,12 +196,12 @@ def with_finder(limits: Limits, find_band: BandFinder | None) -> Limits:
 def _write(outcomes: Iterator[StoreRow | Unprepared], tasks: Sequence["_Task"], writer: StoreWriter) -> Iterator[bool]:
     """Write the outcome of every task, and yield whether its volume is now in the store."""
     # Start from the voxels already in the store, so that copies are found across calls as well.
-    copies = PixelCopies()
+    owners: dict[str, Owner] = {}
     for row in writer.rows:
-        copies.first_owner(row.pixels, Owner(row.uri, row.participant, row.laterality))
+        first_owner(owners, row.pixels, Owner(row.uri, row.participant, row.laterality))
     shared: set[str] = set()
     for task, outcome in zip(tasks, outcomes, strict=True):
-        outcome = _unless_copy(outcome, task, copies, writer, shared)
+        outcome = _unless_copy(outcome, task, owners, writer, shared)
         if isinstance(outcome, Unprepared):
             writer.quarantine(outcome)
         elif task.index is None:
@@ -219,7 +219,7 @@ def _write(outcomes: Iterator[StoreRow | Unprepared], tasks: Sequence["_Task"], 
 
 
 def _unless_copy(
-    outcome: StoreRow | Unprepared, task: "_Task", copies: PixelCopies, writer: StoreWriter, shared: set[str]
+    outcome: StoreRow | Unprepared, task: "_Task", owners: dict[str, Owner], writer: StoreWriter, shared: set[str]
 ) -> StoreRow | Unprepared:
     """`outcome`, or an Unprepared if the store already holds the same voxels.
 
@@ -233,7 +233,7 @@ def _unless_copy(
         kept = [flag for flag in before.found if flag == OF_TWO and before.pixels == outcome.pixels]
         return replace(outcome, found=(*outcome.found, *kept))
     owner = Owner(outcome.uri, outcome.participant, outcome.laterality)
-    first = copies.first_owner(outcome.pixels, owner)
+    first = first_owner(owners, outcome.pixels, owner)
     if first is None:
         return outcome
     code, sentence = describe_copy(owner, first)

@@ -16,7 +16,6 @@ import numpy as np
 from octfm.display import box, brief, counted, data_frame, number, readable, times, with_labels
 from octfm.errors import ConfigError, StoreError
 from octfm.io.location import Location, location
-from octfm.store.arrays import open_arrays
 from octfm.store.item import StoredVolume
 from octfm.store.layout import (
     ARRAYS,
@@ -33,6 +32,7 @@ from octfm.store.layout import (
     shard_key,
     summary,
 )
+from octfm.store.shards import ShardArrays
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.volume import STRUCTURE_ONLY, Modality
 
@@ -331,7 +331,7 @@ class Store:
 
     def _opened(self) -> Any:
         if isinstance(self.path, Path):
-            return open_arrays(self.path, self.threads, self.compression, self.checks_shards)
+            return ShardArrays(self.path, self.compression, self.checks_shards, self.threads)
         from octfm.store.bucket import BucketArrays
 
         metadata = {
@@ -343,7 +343,7 @@ class Store:
             self.rows,
             self.image_size,
             metadata,
-            lambda folder: open_arrays(folder, self.threads, self.compression, self.checks_shards),
+            lambda folder: ShardArrays(folder, self.compression, self.checks_shards, self.threads),
         )
 
     def _unreadable(self, index: np.ndarray, name: str, error: Exception) -> "_Damaged":

@@ -87,7 +87,7 @@ def inspect(voxels_DHW: np.ndarray, band: np.ndarray, valid: np.ndarray, spacing
     voxels, band, valid = voxels_DHW[shown], band[:, shown], valid[:, shown]
     if not len(voxels):
         return Look("unclear", 0.0, None)
-    coarse, block = _coarse(voxels, spacing_mm)
+    coarse, block = _coarse(voxels, spacing_mm, ENOUGH_MM)
     dz, dy, dx = (mm * n for mm, n in zip(spacing_mm, block, strict=True))
     spacing = (dz, dy, dx)
     upright = find_tissue(coarse, spacing)
@@ -119,12 +119,7 @@ def native_way_up(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Up:
     """
     picked = np.unique(np.linspace(0, len(voxels_DHW) - 1, min(FEW_BSCANS, len(voxels_DHW))).round().astype(int))
     voxels = np.stack([voxels_DHW[i] for i in picked])
-    h, w = (max(1, round(enough / mm)) for enough, mm in zip(BORDER_MM, spacing_mm[1:], strict=True))
-    h, w = min(h, voxels.shape[1]), min(w, voxels.shape[2])
-    depth, height, width = len(voxels), voxels.shape[1] // h, voxels.shape[2] // w
-    # Rows and columns that fill no whole block are left out.
-    parts = voxels[:, : height * h, : width * w].reshape(depth, height, h, width, w)
-    coarse = np.round(parts.mean((2, 4), dtype=np.float32)).astype(np.uint8)
+    coarse, (_, h, w) = _coarse(voxels, spacing_mm, (0.0, *BORDER_MM))
     apart = max(spacing_mm[0] * (picked[1] - picked[0] if len(picked) > 1 else 1), APART_MM)
     spacing = (float(apart), spacing_mm[1] * h, spacing_mm[2] * w)
     upright, flipped = (find_tissue(np.ascontiguousarray(way), spacing) for way in (coarse, coarse[:, ::-1]))
@@ -165,9 +160,11 @@ def _border(
     return float(np.median(np.abs(stored - found)[seen]) * spacing_mm[1])
 
 
-def _coarse(voxels_DHW: np.ndarray, spacing_mm: Spacing3) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """uint8 means over blocks of about ENOUGH_MM, and the block size; a remainder at the far border is dropped."""
-    target = (max(1, round(enough / mm)) for enough, mm in zip(ENOUGH_MM, spacing_mm, strict=True))
+def _coarse(
+    voxels_DHW: np.ndarray, spacing_mm: Spacing3, block_mm: Spacing3
+) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """uint8 means over blocks of about `block_mm`, and the block size; a remainder at the far border is dropped."""
+    target = (max(1, round(size / mm)) for size, mm in zip(block_mm, spacing_mm, strict=True))
     d, h, w = (min(block, n) for block, n in zip(target, voxels_DHW.shape, strict=True))
     depth, height, width = (n // b * b for n, b in zip(voxels_DHW.shape, (d, h, w), strict=True))
     if (d, h, w) == (1, 1, 1):

@@ -22,16 +22,10 @@ class Owner:
     laterality: str | None
 
 
-class PixelCopies:
-    """Remembers the first owner of voxels, in catalog order: any number of workers keeps the same files."""
-
-    def __init__(self) -> None:
-        self._owners: dict[str, Owner] = {}
-
-    def first_owner(self, fingerprint: str, owner: Owner) -> Owner | None:
-        """The owner of these voxels if they were seen before; else None, and `owner` is recorded."""
-        first = self._owners.setdefault(fingerprint, owner) if fingerprint else owner
-        return None if first is owner else first
+def first_owner(owners: dict[str, Owner], fingerprint: str, owner: Owner) -> Owner | None:
+    """The owner of these voxels among those before, in catalog order; None, and it is added, if there was none."""
+    first = owners.setdefault(fingerprint, owner) if fingerprint else owner
+    return None if first is owner else first
 
 
 def fingerprint(voxels: np.ndarray) -> str:

@@ -30,8 +30,8 @@ from octfm.volume.radial import to_raster
 from octfm.volume.resampling import resample, seen_rows
 from octfm.volume.tissue import MARGIN_MM, BandFinder, Tissue, find_tissue
 from octfm.volume.transform import Transform
-from octfm.volume.volume import ADMISSIBLE, Planes, Shape3, Spacing3, Volume, eight_bit
-from octfm.volume.window import IN_CROP, Coverage, coverage, window
+from octfm.volume.volume import ADMISSIBLE, Planes, Shape3, Volume, eight_bit
+from octfm.volume.window import IN_CROP, window
 
 COARSEST_ROWS_MM = 1.0
 """No OCT has rows farther apart; numbers above are micrometres."""
@@ -143,16 +143,6 @@ class Preprocessing(Config):
         """The same settings for single B-scans, which an encoder of volumes reads with `Encoder.of_bscans`."""
         return self.model_copy(update={"image_size": (1, *self.image_size[1:])})
 
-    def _wrong_layout(self, volume: Volume) -> ReadError:
-        size, what = list(self.image_size), f"{volume.source}: a {volume.layout} scan of {len(volume.voxels)} B-scans"
-        if self.takes_bscans:
-            return ReadError("several_bscans", f"{what}, while image_size {size} is for single ones")
-        return ReadError(
-            "not_raster",
-            f"{volume.source}: is a line scan; only a raster is a volume in space, and single B-scans go into a "
-            "store of their own (octfm scan --layouts line)",
-        )
-
     def expect_finder(self, find_band: BandFinder | None) -> None:
         """Raises ConfigError unless `find_band` is the finder that these settings name: None for a classic band."""
         given = find_band.network if find_band is not None else ""
@@ -172,9 +162,18 @@ class Preprocessing(Config):
         is kept.
         """
         self.expect_finder(find_band)
-        if volume.layout not in ADMISSIBLE:
+        if volume.layout not in ADMISSIBLE or (volume.layout == "line" and not self.takes_bscans):
+            own = ", and single B-scans go into a store of their own (octfm scan --layouts line)"
             raise ReadError(
-                "not_raster", f"{volume.source}: is a {volume.layout} scan; only a raster is a volume in space"
+                "not_raster",
+                f"{volume.source}: is a {volume.layout} scan; only a raster is a volume in space"
+                f"{own if volume.layout == 'line' else ''}",
+            )
+        if self.takes_bscans and len(volume.voxels) > 1:
+            raise ReadError(
+                "several_bscans",
+                f"{volume.source}: a {volume.layout} scan of {len(volume.voxels)} B-scans, while image_size "
+                f"{list(self.image_size)} is for single ones",
             )
         if volume.spacing_mm[1] > COARSEST_ROWS_MM:
             raise ReadError(
@@ -182,8 +181,6 @@ class Preprocessing(Config):
                 f"{volume.source}: spacing_mm {volume.spacing_mm}: expected (dz, dy, dx) in millimetres, got rows "
                 f"{volume.spacing_mm[1]:g} mm apart; divide micrometres by 1000",
             )
-        if len(volume.voxels) > 1 if self.takes_bscans else volume.layout == "line":
-            raise self._wrong_layout(volume)
         trims = self.algorithm > 3 and volume.modality == "structure"
         if volume.layout == "radial":
             if trims:
@@ -239,10 +236,6 @@ class Preprocessing(Config):
         if inner is not None:
             transform = transform.placed(inner, outer)
         return Prepared(out, band, valid, tissue.confident, tissue.confidence, transform, disc)
-
-    def coverage(self, native_shape: Shape3, native_spacing_mm: Spacing3) -> Coverage:
-        """How much of the grid a scan of this size fills and how much of the scan is kept."""
-        return coverage(native_shape, native_spacing_mm, self.image_size, self.target_spacing)
 
     def _white(self, volume: Volume) -> int:
         own = volume.voxels.dtype == np.uint8 or self.uint16_full_scale == 65535

@@ -88,18 +88,14 @@ def median_of_bscans(surface: np.ndarray, dz: float) -> np.ndarray:
 
 def envelope(surface: np.ndarray, spacing_mm: tuple[float, float], side: int) -> np.ndarray:
     """Smooth envelope of a surface: side 1 is the deeper one (BM below drusen), -1 the shallower (rim above pits)."""
-    trend = _quadratic(surface)
+    # A least-squares quadratic: tilt and curvature, which a moving mean would flatten at the borders.
+    basis = _quadratic_basis(surface.shape)
+    trend = (basis @ np.linalg.lstsq(basis, surface.ravel(), rcond=None)[0]).reshape(surface.shape)
     residual = side * (surface - trend)
     for _ in range(3):
         # The mean replaces what lies below it, so that after a few rounds drusen or pits no longer count.
         residual = np.maximum(residual, smooth(residual, spacing_mm, 0.4))
     return (trend + side * np.maximum(residual, smooth(residual, spacing_mm, 0.1))).astype(np.float32)
-
-
-def _quadratic(surface: np.ndarray) -> np.ndarray:
-    """Least-squares quadratic: tilt and curvature, which a moving mean would flatten at the borders."""
-    basis = _quadratic_basis(surface.shape)
-    return (basis @ np.linalg.lstsq(basis, surface.ravel(), rcond=None)[0]).reshape(surface.shape)
 
 
 def _quadratic_basis(shape: tuple[int, ...]) -> np.ndarray:

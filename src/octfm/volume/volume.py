@@ -267,10 +267,6 @@ class Labels:
     def __repr__(self) -> str:
         return brief("Labels", ", ".join(self.names.values()), f"in {number(len(self.values), 'B-scan')}")
 
-    def mask(self, name: str) -> np.ndarray:
-        """bool [D, H, W]"""
-        return np.isin(self.values, [value for value, own in self.names.items() if own == name])
-
 
 @dataclass(frozen=True, eq=False)
 class Fundus:

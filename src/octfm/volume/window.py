@@ -1,5 +1,4 @@
-"""Which part of a scan is prepared: the axial window, which follows a retina that drifts if it would not fit otherwise,
-and how much of a grid and of a scan overlap, from their sizes alone."""
+"""Which rows of a scan are prepared: the axial window, which follows a drifting retina that would not fit otherwise."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +6,6 @@ import numpy as np
 
 from octfm.volume.registration import robust_quadratic
 from octfm.volume.tissue import Tissue
-from octfm.volume.volume import Shape3, Spacing3
 
 IN_CROP = 0.99
 """Smallest share of the retina inside the window at which the tissue band is trusted."""
@@ -69,38 +67,3 @@ def window(tissue: Tissue, height: int) -> Window:
     """Centre a window on the retina, or on the scan if no retina was found."""
     middle = float(np.median((tissue.ilm + tissue.bm) / 2 - tissue.displacement[:, None]))
     return Window(tissue, height, middle if tissue.located else (height - 1) / 2, tissue.displacement)
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """How a target grid and a scan of given size overlap; known before any voxel is read."""
-
-    valid_share: float
-    """Share of the prepared voxels that hold image; the rest is padding."""
-    kept_share: float
-    """Share of the scanned field that is kept; the rest is cropped away."""
-    valid_rows: int
-    """Rows that hold image."""
-    rows: int
-    """Rows of the grid."""
-    retina_rows: float
-    """Rows spanned by a retina of 0.3 mm."""
-
-    def sentence(self) -> str:
-        return (
-            f"{self.valid_rows} of {self.rows} rows hold image, a 0.3 mm retina spans {self.retina_rows:.0f} rows; "
-            f"{1 - self.valid_share:.0%} of the grid is padding, {1 - self.kept_share:.0%} of the scan is cropped away"
-        )
-
-
-def coverage(shape: Shape3, spacing_mm: Spacing3, target_shape: Shape3, target_spacing: Spacing3) -> Coverage:
-    """How a scan of `shape` voxels and a grid of `target_shape` overlap: on each axis by the smaller extent."""
-    native, target = np.multiply(shape, spacing_mm), np.multiply(target_shape, target_spacing)
-    shared = np.minimum(native, target)
-    return Coverage(
-        valid_share=float(np.prod(shared / target)),
-        kept_share=float(np.prod(shared / native)),
-        valid_rows=round(float(shared[1]) / target_spacing[1]),
-        rows=target_shape[1],
-        retina_rows=RETINA_MM / target_spacing[1],
-    )

@@ -32,15 +32,6 @@ class AmbiguousPeople(PeopleError):
 
 
 @dataclass(frozen=True)
-class Scan:
-    """A volume, with what is known of its participant."""
-
-    uri: str
-    participant: str
-    """Empty where neither header nor table names one."""
-
-
-@dataclass(frozen=True)
 class Whose:
     """Participant and eyes of a scan, from its path."""
 
@@ -54,16 +45,20 @@ class Whose:
 
 
 def find_people(
-    scans: Sequence[Scan], root: Location, patterns: Sequence[Pattern] = (), listed_at: Mapping[str, str] | None = None
+    scans: Mapping[str, str],
+    root: Location,
+    patterns: Sequence[Pattern] = (),
+    listed_at: Mapping[str, str] | None = None,
 ) -> dict[str, Whose]:
     """Participant and eyes of scans by uri. Header and table take precedence over the participant that a path names.
 
-    `listed_at`: unpacked file -> archive member that it came from. Raises AmbiguousPeople if there is no pattern and a
-    guess may be wrong, PeopleError for files that no pattern fits.
+    `scans`: uri -> participant, empty where neither header nor table names one. `listed_at`: unpacked file -> archive
+    member that it came from. Raises AmbiguousPeople if there is no pattern and a guess may be wrong, PeopleError for
+    files that no pattern fits.
     """
     # Scans with a participant as well: they show whose a folder is, and one may be the other eye of a nameless scan.
-    places = {scan.uri: place_of((listed_at or {}).get(scan.uri, scan.uri), root) for scan in scans}
-    known = {scan.uri: scan.participant for scan in scans if scan.participant}
+    places = {uri: place_of((listed_at or {}).get(uri, uri), root) for uri in scans}
+    known = {uri: participant for uri, participant in scans.items() if participant}
     nameless = {uri: place for uri, place in places.items() if uri not in known}
     meant = eye_abbreviations({name for place in places.values() for name in place.names})
     eyes = eyes_named(places, meant)

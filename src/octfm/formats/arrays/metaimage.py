@@ -10,11 +10,8 @@ import io
 import math
 import re
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import BinaryIO
 
 import numpy as np
 
@@ -206,25 +203,14 @@ def _voxels(header: _Header, uri: str) -> np.ndarray:
         if offset is None:
             offset = max(0, file.seek(0, io.SEEK_END) - header.bytes)
         file.seek(offset)
-        with _stream(file, header.zipped) as read:
-            content = read(header.bytes)
+        if header.zipped:
+            inflate = zlib.decompressobj()
+            # At most these bytes, so that a small file cannot fill the memory.
+            content = inflate.decompress(file.read(), header.bytes)
+            # One byte more shows whether the stream ends, and makes zlib compare its checksum.
+            inflate.decompress(inflate.unconsumed_tail, 1)
+        else:
+            content = file.read(header.bytes)
     expect_bytes(uri, len(content), header.bytes)
     array = np.frombuffer(content, header.dtype).reshape(header.stored, order="F")
     return array.transpose(in_order((0, 1, 2), header.axes))
-
-
-@contextmanager
-def _stream(file: BinaryIO, zipped: bool) -> Iterator:
-    if not zipped:
-        yield file.read
-        return
-    inflate = zlib.decompressobj()
-
-    def read(count: int) -> bytes:
-        # At most `count` bytes, so that a small file cannot fill the memory.
-        found = inflate.decompress(file.read(), count)
-        # One byte more shows whether the stream ends, and makes zlib compare its checksum.
-        inflate.decompress(inflate.unconsumed_tail, 1)
-        return found
-
-    yield read

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import BinaryIO, NoReturn, cast
+from typing import BinaryIO, cast
 
 import numpy as np
 
@@ -133,7 +133,14 @@ def _directions(uri: str) -> np.ndarray | None:
 
 
 def _axes(header: _Header, uri: str) -> str:
-    return read_declared(uri).axes or axes_of_spacing(header.mm) or _unknown_axes(header.mm, uri)
+    if axes := read_declared(uri).axes or axes_of_spacing(header.mm):
+        return axes
+    mm = header.mm
+    found = "no millimetres stated" if mm is None else f"voxels of {mm[0]:g} x {mm[1]:g} x {mm[2]:g} mm"
+    raise ReadError(
+        "unknown_axes",
+        f'{uri}: {found}, so its axes are unknown; declare them in a .json of the same name, such as "axes": "WHD"',
+    )
 
 
 def read_drawn(uri: str) -> Drawn:
@@ -187,14 +194,6 @@ def _array(stream: BinaryIO, header: _Header, uri: str) -> np.ndarray:
     if (header.slope, header.intercept) not in ((0.0, 0.0), (1.0, 0.0)) and header.slope:
         array = array * header.slope + header.intercept
     return array
-
-
-def _unknown_axes(mm: tuple[float, float, float] | None, uri: str) -> NoReturn:
-    found = "no millimetres stated" if mm is None else f"voxels of {mm[0]:g} x {mm[1]:g} x {mm[2]:g} mm"
-    raise ReadError(
-        "unknown_axes",
-        f'{uri}: {found}, so its axes are unknown; declare them in a .json of the same name, such as "axes": "WHD"',
-    )
 
 
 def _read_header(stream: BinaryIO, uri: str) -> _Header:

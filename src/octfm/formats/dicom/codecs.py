@@ -7,7 +7,6 @@ process.
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,28 +69,26 @@ def _rle(frame: bytes, form: FrameFormat) -> np.ndarray:
 
 class Decoder(NamedTuple):
     package: str
-    """Name of the package for pip."""
-    module: str
     decode: Decode
 
 
 def _imagecodecs(function: str, **options: Any) -> Decoder:
     def decode(frame: bytes, _: FrameFormat) -> np.ndarray:
-        import imagecodecs  # at first use: it is optional, and slow to import
+        import imagecodecs  # at first use: it is slow to import
 
         return getattr(imagecodecs, function)(frame, **options)
 
-    return Decoder("imagecodecs", "imagecodecs", decode)
+    return Decoder("imagecodecs", decode)
 
 
-_JPEG = (_imagecodecs("jpeg8_decode"), Decoder("pillow", "PIL", _jpeg_pillow))
+_JPEG = (_imagecodecs("jpeg8_decode"), Decoder("pillow", _jpeg_pillow))
 _JPEG_LOSSLESS = _JPEG[:1]
 _JPEG_LS = (_imagecodecs("jpegls_decode"),)
 _OPENJPEG = (_imagecodecs("jpeg2k_decode", numthreads=1),)
 _HTJ2K_LOSSLESS = (_imagecodecs("htj2k_decode"), *_OPENJPEG)
 _UID = "1.2.840.10008.1.2.4."
 _DECODERS: dict[str, tuple[str, tuple[Decoder, ...]]] = {
-    RLE: ("RLE Lossless", (Decoder("imagecodecs", "imagecodecs", _rle),)),
+    RLE: ("RLE Lossless", (Decoder("imagecodecs", _rle),)),
     _UID + "50": ("JPEG Baseline", _JPEG),
     _UID + "51": ("JPEG Extended", _JPEG),
     _UID + "57": ("JPEG Lossless", _JPEG_LOSSLESS),
@@ -108,28 +105,16 @@ _DECODERS: dict[str, tuple[str, tuple[Decoder, ...]]] = {
 """Transfer syntax -> name, and decoders in order of preference."""
 
 
-def find_decoders(transfer_syntax: str, uri: str) -> tuple[str, list[Decoder]]:
-    """Name of the compression, and its installed decoders.
-
-    Raises ReadError unsupported_transfer_syntax.
-    """
-    known = _DECODERS.get(transfer_syntax)
-    if known is None:
+def find_decoders(transfer_syntax: str, uri: str) -> tuple[str, tuple[Decoder, ...]]:
+    """Name of the compression, and its decoders. Raises ReadError unsupported_transfer_syntax."""
+    if transfer_syntax not in _DECODERS:
         from pydicom.uid import UID
 
         raise ReadError(
             "unsupported_transfer_syntax",
             f"{uri}: octfm does not read the compression {UID(transfer_syntax).name[:64]}; transcode the file",
         )
-    name, decoders = known
-    installed = [decoder for decoder in decoders if find_spec(decoder.module) is not None]
-    if not installed:
-        packages = " or ".join(dict.fromkeys(decoder.package for decoder in decoders))
-        raise ReadError(
-            "unsupported_transfer_syntax",
-            f"{uri}: no installed decoder reads {name}; install {packages}, or transcode the file",
-        )
-    return name, installed
+    return _DECODERS[transfer_syntax]
 
 
 def decode_frame(frame: bytes, form: FrameFormat, decoders: Sequence[Decoder]) -> np.ndarray | str:
@@ -140,7 +125,7 @@ def decode_frame(frame: bytes, form: FrameFormat, decoders: Sequence[Decoder]) -
     if problem := disagreement(frame, form):
         return problem
     refusals = []
-    for package, _, decode in decoders:
+    for package, decode in decoders:
         try:
             image = decode(frame, form)
         except DAMAGE as error:

@@ -94,7 +94,8 @@ def read_geometry(
         if shape[0] == 1:
             raise NotRaster("line", f"{uri}: a single B-scan; a volume needs a raster of several")
         dz_from_positions, stack, position_flags = _dz_from_positions(frames, shared, shape, dx, uri)
-        between = _values([*_every_measures(shared, frames), dataset], "SpacingBetweenSlices")
+        stated = [_first(group, "PixelMeasuresSequence") for group in (shared, *frames)]
+        between = _values([*filter(None, stated), dataset], "SpacingBetweenSlices")
         if stack is None and between and np.median(between) == 0:
             raise repeats(uri, "SpacingBetweenSlices is 0, so all B-scans show one place")
     except NotRaster as found:
@@ -310,11 +311,6 @@ def _agreed(measures: Iterable[Elements], keyword: str) -> float | None:
     found = _values(measures, keyword)
     agreed = found and max(found) - min(found) <= (ROUNDING - 1) * abs(min(found))
     return float(np.median(found)) if agreed else None
-
-
-def _every_measures(shared: Elements | None, frames: Sequence[Elements]) -> list[Elements]:
-    found = [_first(group, "PixelMeasuresSequence") for group in (shared, *frames)]
-    return [item for item in found if item is not None]
 
 
 def _dz_from_positions(

@@ -160,7 +160,11 @@ def find_frames(
         begins = [head[:3] == b"\xff\xd8\xff" or head[:4] == b"\xff\x4f\xff\x51" or head[:8] == _JP2 for head in heads]
         if not begins[0]:
             if transfer_syntax in JPEG_2000 and "zeiss" in manufacturer.lower():
-                raise scrambled(uri)
+                raise ReadError(
+                    "scrambled_pixels",
+                    f"{uri}: Zeiss pixel data that do not start a codestream: scrambled for Zeiss' own software; "
+                    "export it from FORUM or CIRRUS as unscrambled DICOM, or as .img",
+                )
             raise ReadError(
                 "decode_failed",
                 f"{uri}: the first fragment does not start a codestream; the pixel data are damaged, fetch it again",
@@ -259,14 +263,6 @@ def _decode_encapsulated(stream: BinaryIO, pixels: Pixels, uri: str) -> np.ndarr
             )
         voxels[number] = image
     return voxels
-
-
-def scrambled(uri: str) -> ReadError:
-    return ReadError(
-        "scrambled_pixels",
-        f"{uri}: Zeiss pixel data that do not start a codestream: scrambled for Zeiss' own software; export it from "
-        "FORUM or CIRRUS as unscrambled DICOM, or as .img",
-    )
 
 
 def _content(stream: BinaryIO, frame: Fragments) -> bytes:

@@ -16,28 +16,14 @@ from octfm.formats.dicom.parts import Part, decode_parts, inspect_parts, part_of
 from octfm.formats.dicom.pixels import Pixels, decode, is_blank
 from octfm.formats.reasons import Header, blank
 from octfm.volume.radial import expect_a_star
-from octfm.volume.volume import (
-    LAYOUTS,
-    MODALITIES,
-    RASTER_ONLY,
-    STRUCTURE_ONLY,
-    Layout,
-    Modality,
-    Volume,
-    used_full_scale,
-)
+from octfm.volume.volume import LAYOUTS, MODALITIES, Layout, Modality, Volume, used_full_scale
 
 
-def read_dicom(
-    uri: str | Path,
-    layouts: Collection[Layout] = RASTER_ONLY,
-    modalities: Collection[Modality] = STRUCTURE_ONLY,
-) -> Volume:
+def read_dicom(uri: str, layouts: Collection[Layout], modalities: Collection[Modality]) -> Volume:
     """The Volume of an Ophthalmic Tomography file, or of all files that form one volume with it; white is `full_scale`.
 
     Raises ReadError; not_raster for a layout that is not among `layouts`, angiography for flow likewise.
     """
-    uri = str(uri)
     with parsed(uri, whole=True) as file:
         found = _inspect(file, layouts, modalities)
         if not isinstance(found, Part):
@@ -82,23 +68,14 @@ def read_dicom(
     )
 
 
-def read_header(
-    uri: str | Path,
-    layouts: Collection[Layout] = RASTER_ONLY,
-    modalities: Collection[Modality] = STRUCTURE_ONLY,
-) -> Header:
+def read_header(uri: str, layouts: Collection[Layout], modalities: Collection[Modality]) -> Header:
     """The header without decoding. Truncated, miscounted and blank pixel data raise ReadError all the same."""
     found = examine(uri, layouts, modalities)
     return read_header_of_parts(parts_beside(found), layouts) if isinstance(found, Part) else found
 
 
-def examine(
-    uri: str | Path,
-    layouts: Collection[Layout] = RASTER_ONLY,
-    modalities: Collection[Modality] = STRUCTURE_ONLY,
-) -> Header | Part:
+def examine(uri: str, layouts: Collection[Layout], modalities: Collection[Modality]) -> Header | Part:
     """The header of a file that is a whole volume, else the file as a Part of one; a scan joins the parts itself."""
-    uri = str(uri)
     with parsed(uri) as file:
         found = _inspect(file, layouts, modalities)
         if isinstance(found, Part):
@@ -118,7 +95,7 @@ def read_geometry_of(uri: str | Path) -> tuple[Header, tuple[int, ...] | None]:
     return header, geometry.frame_order
 
 
-def read_header_of_parts(parts: Sequence[Part], layouts: Collection[Layout] = RASTER_ONLY) -> Header:
+def read_header_of_parts(parts: Sequence[Part], layouts: Collection[Layout]) -> Header:
     """The header of the volume that these files form.
 
     Raises ReadError: missing_part, inconsistent_parts, and those of single files.

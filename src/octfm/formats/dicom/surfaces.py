@@ -4,7 +4,7 @@ Standard: DICOM PS3.3 A.89 and C.8.20.5 (Height Map Segmentation). A frame is a 
 referenced volume, its columns the A-scans; a value is the depth below the upper edge of the B-scan, in rows.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -23,18 +23,9 @@ from octfm.volume.volume import Surfaces
 MAX_VALUES = 2**28
 
 
-@dataclass(frozen=True)
-class HeightMap:
-    """The surfaces of a height map file, and the UIDs of the volume that they were drawn in."""
-
-    surfaces: Surfaces
-    """In the order of the volume's stored frames; `surfaces_of_volume` puts them in the order of its B-scans."""
-    volume_uids: tuple[str, ...]
-    """SOP Instance UIDs that it refers to: of the volume, or of the files that form it."""
-
-
-def read_height_map(uri: str | Path) -> HeightMap:
-    """Read a DICOM height map.
+def read_height_map(uri: str | Path) -> tuple[Surfaces, tuple[str, ...]]:
+    """The surfaces of a DICOM height map, in the order of the volume's stored frames, and the SOP Instance UIDs that it
+    refers to: of the volume, or of the files that form it.
 
     Raises ReadError: unreadable, not_layer_heights, absurd_size, missing_pixel_data, truncated_pixel_data,
     frame_count_mismatch.
@@ -66,29 +57,22 @@ def read_height_map(uri: str | Path) -> HeightMap:
         big_endian = not dataset.original_encoding[1]
         heights = np.frombuffer(content, ">f4" if big_endian else "<f4").astype(np.float32).reshape(shape)
         names = [text(item, "SegmentLabel") for item in dataset.get("SegmentSequence") or []]
-        return HeightMap(
-            Surfaces(
-                names=tuple(names if len(names) == shape[0] else (f"surface {n + 1}" for n in range(shape[0]))),
-                heights_px=_without_padding(heights, dataset),
-                axial_mm=_row_mm(dataset),
-                source=uri,
-            ),
-            referenced_uids(dataset),
-        )
+        names = names if len(names) == shape[0] else [f"surface {n + 1}" for n in range(shape[0])]
+        surfaces = Surfaces(tuple(names), _without_padding(heights, dataset), _row_mm(dataset), uri)
+        return surfaces, referenced_uids(dataset)
 
 
-def surfaces_of_volume(volume_uri: str | Path, height_map: HeightMap | str | Path) -> Surfaces:
+def surfaces_of_volume(volume_uri: str | Path, height_map: str | Path) -> Surfaces:
     """The surfaces in the B-scan order of `read_volume(volume_uri)`, with the volume's axial spacing.
 
     Raises ReadError other_volume if the map refers to another volume or differs in size; also those of reading the two.
     """
-    found = height_map if isinstance(height_map, HeightMap) else read_height_map(height_map)
+    surfaces, uids = read_height_map(height_map)
     header, frame_order = read_geometry_of(volume_uri)
-    surfaces, shape = found.surfaces, found.surfaces.heights_px.shape
-    if found.volume_uids and header.sop_instance_uid not in found.volume_uids:
+    shape = surfaces.heights_px.shape
+    if uids and header.sop_instance_uid not in uids:
         raise ReadError(
-            "other_volume",
-            f"{surfaces.source}: its surfaces are of {found.volume_uids[0]}, not of {header.sop_instance_uid}",
+            "other_volume", f"{surfaces.source}: its surfaces are of {uids[0]}, not of {header.sop_instance_uid}"
         )
     if shape[1:] != (header.shape[0], header.shape[2]):
         sizes = f"{shape[1]} B-scans of {shape[2]} A-scans, {header.uri} has {header.shape[0]} of {header.shape[2]}"
