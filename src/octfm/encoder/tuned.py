@@ -5,14 +5,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from octfm.display import box, brief
 from octfm.encoder.encoder import Encoder, content_of, fill, load_encoder, part_of
 from octfm.encoder.tokens import draw_tissue, drawn_places
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.io.location import Location
-from octfm.models.heads import CrossAttentionPool, Pool, TaskHead
+from octfm.models.heads import CrossAttentionPool, TaskHead
 from octfm.models.vit3d import ViTConfig
 from octfm.store.layout import Arrays
 from octfm.volume.volume import Volume
@@ -131,16 +130,9 @@ def load_tuned(run: str | Location, device: str | None = None) -> TunedModel:
             f"{run}: an encoder without a head, which predicts nothing; expected a run of octfm finetune or its export"
         )
     answer = Answer.from_dict(content["answer"])
-    return TunedModel(encoder, build_head(encoder, answer, pool, tensors, run), answer, kept)
-
-
-def build_head(
-    encoder: Encoder, answer: Answer, pool: Pool, tensors: dict[str, Tensor], where: str | Location
-) -> TaskHead:
-    """A head with these weights, on the encoder's device."""
     head = TaskHead(encoder.width, heads_of(encoder.config.model), len(answer.classes) or 1, pool)
-    fill(head, tensors, where)
-    return head.to(encoder.runtime.device).eval().requires_grad_(False)
+    fill(head, tensors, run)
+    return TunedModel(encoder, head.to(encoder.runtime.device).eval().requires_grad_(False), answer, kept)
 
 
 def heads_of(model: ViTConfig) -> int:
