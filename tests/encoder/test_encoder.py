@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from octfm.encoder import embed
 from octfm.encoder.embed import NAMES, WORDS, embed_store, embed_with, embedding_files, write_vectors
 from octfm.encoder.embeddings import align, read_embeddings
 from octfm.encoder.encoder import load_encoder, seen_by
@@ -159,21 +158,20 @@ def test_the_next_volumes_are_read_while_vectors_of_these_are_made(store, tmp_pa
     read, asked, described = store.read, threading.Event(), []
 
     def seen(rows):
-        if rows[-1] >= sum(described[1:]) + 8:
+        if rows[-1] >= sum(described) + 8:
             asked.set()
         return read(rows)
 
     def describe(voxels):
-        # The first volume alone, then batches of 8, the last of which has none after it.
-        assert not 0 < len(described) < 3 or asked.wait(20)
+        # Batches of 8, the last of which has none after it.
+        assert len(described) == 2 or asked.wait(20)
         asked.clear()
         described.append(len(voxels))
         return voxels.reshape(len(voxels), -1)[:, :2].astype(np.float32)
 
-    monkeypatch.setattr(embed, "BATCH", 8)
     monkeypatch.setattr(store, "read", seen)
     embed_with(describe, store, tmp_path, "ahead")
-    assert described == [1, 8, 8, 8]
+    assert described == [8, 8, 8]
 
 
 def test_an_encoder_of_ones_own_gives_one_vector_for_each_volume(store, tmp_path):
@@ -185,9 +183,9 @@ def test_an_encoder_of_ones_own_gives_one_vector_for_each_volume(store, tmp_path
     rows = np.array([place[name] for name in found.acquisition.tolist()])
     np.testing.assert_allclose(found.vectors, means(store.read(rows).voxels), rtol=1e-6)
     wrong = {
-        r"expected vectors \[16, 8\], got \[1, 8\]": lambda voxels: means(voxels).mean(0, keepdims=True),
+        r"expected vectors \[8, 8\], got \[1, 8\]": lambda voxels: means(voxels).mean(0, keepdims=True),
         "expected finite vectors": lambda voxels: means(voxels) * np.nan,
-        r"expected vectors \[1, width\]": lambda voxels: means(voxels)[0],
+        r"expected vectors \[8, 8\], got \[8\]": lambda voxels: means(voxels)[0],
     }
     for message, own in wrong.items():
         with pytest.raises(EvaluationError, match=message):

@@ -1,13 +1,16 @@
 """When memory runs out the micro-batch is halved, and nothing else changes (F7)."""
 
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from octfm.errors import TrainingError
 from octfm.pretraining import step as forward
+from octfm.run import memory
 from support import support_process
 from support.small_store import small_store
 from support.tiny_runs import config, final, quick_pretrain, quiet, rows
@@ -95,3 +98,14 @@ def test_F7_no_room_for_a_single_volume_stops_with_what_to_do(store, tmp_path, m
     no_room_for_more_than(0, monkeypatch)
     with pytest.raises(TrainingError, match=r"memory ran out with one volume at a time .*lower masks\.budget"):
         quick_pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
+
+
+@pytest.mark.parametrize(("system", "unit"), [("darwin", 1), ("freebsd14", 1024)])
+def test_peak_memory_is_in_bytes_on_systems_without_proc(monkeypatch, system, unit):
+    def absent(path):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", absent)
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(memory.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3 * 10**9 // unit))
+    assert memory.host_bytes_at_peak() == pytest.approx(3e9, abs=1024)

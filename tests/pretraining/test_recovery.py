@@ -23,13 +23,13 @@ from octfm.pretraining.monitors import monitors, recovery
 from octfm.pretraining.monitors.health import HealthConfig
 from octfm.pretraining.monitors.leaks import SAMPLED_TOKENS, batch_effect
 from octfm.pretraining.monitors.monitors import Finding
-from octfm.pretraining.monitors.sabotage import NAMES, sabotage
 from octfm.pretraining.run_state import RunState
 from octfm.run import checkpoint
 from octfm.run.runtime import Runtime
 from octfm.run.tracking import read_metrics
 from octfm.store.loader import Loader, batch_of
 from support.command_line import invoke
+from support.planted_faults import NAMES, infinite_gradient, sabotage
 from support.small_store import small_store
 from support.tiny_runs import assert_same_run, config, final, interrupted_after, quick_pretrain, quiet, rows
 from support.waiting import planted_delay
@@ -212,7 +212,7 @@ def test_a_skipped_update_changes_no_weight(store, tmp_path, monkeypatch):
 
     monkeypatch.setattr(loop, "accumulate", watched)
     settings = config(**SMALL | {"steps": 8, "objective": {"target_norm": "whiten"}})
-    with sabotage("inf-gradient", 4, until=5):
+    with infinite_gradient(4, until=5):
         quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
     same = [torch.equal(a, b) for a, b in pairwise(weights) if len(a) == len(b)]
     assert same == [False, False, False, True, False, False], "teacher, optimizer and whitening stay too"
@@ -228,7 +228,7 @@ def _tensors(value):
 
 def test_a_skipped_step_is_told_as_an_incident_and_not_as_training(store, tmp_path):
     settings = config(**SMALL | {"steps": 4, "log_every_steps": 1})
-    with sabotage("inf-gradient", 0, until=2):
+    with infinite_gradient(0, until=2):
         run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
     assert [row["step"] for row in rows(run, "incident")] == [0, 1] and [row["step"] for row in rows(run)] == [2, 3]
 
@@ -243,7 +243,7 @@ def test_bad_batches_roll_the_run_back_and_are_not_repeated(store, tmp_path, mon
 
     monkeypatch.setattr(loop, "accumulate", watched)
     settings = config(**SMALL | {"steps": 40, "health": {"lr_factor": 0.5, "margin": 5}})
-    with sabotage("inf-gradient", 26, until=30):
+    with infinite_gradient(26, until=30):
         run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
     back = next(i for i, (a, b) in enumerate(pairwise(seen)) if b[0] <= a[0])
     assert seen[back][0] == 29 and seen[back + 1][0] == 20, (
@@ -297,7 +297,7 @@ def test_a_run_goes_back_to_a_checkpoint_that_is_still_being_written(store, tmp_
         return write(*args)
 
     monkeypatch.setattr(checkpoint, "write", slow)
-    with sabotage("inf-gradient", 11, until=15):
+    with infinite_gradient(11, until=15):
         run = quick_pretrain(config(**SMALL | {"steps": 16}), store, tmp_path / "run", echo=quiet)
     assert [(back["at"], back["to"]) for back in final(run)["state"]["rollbacks"]] == [(14, 10)]
 
@@ -311,7 +311,7 @@ def test_a_healthy_checkpoint_is_there_to_go_back_to(store, tmp_path, bad, to):
     settings = config(**SMALL | {"steps": bad[-1] + 4, "health": {"margin": 5, "skip_window": 17}})
     with ExitStack() as faults:
         for step in bad:
-            faults.enter_context(sabotage("inf-gradient", step, until=step + 1))
+            faults.enter_context(infinite_gradient(step, until=step + 1))
         run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
     assert [(back["at"], back["to"]) for back in final(run)["state"]["rollbacks"]] == [(bad[-1], to)]
     assert len(checkpoint.steps(run / "checkpoints")) == 2, "it is deleted once there are later ones"
@@ -324,7 +324,7 @@ SLOW_MOMENTS = [pytest.param(stop_at, marks=pytest.mark.slow) for stop_at in (14
 def test_a_run_that_rolled_back_resumes_exactly(store, tmp_path, stop_at, monkeypatch):
     """Wherever it is interrupted: before the bad batches, among them, right after going back, later."""
     settings = config(**SMALL | {"steps": 30, "health": {"margin": 5}})
-    with sabotage("inf-gradient", 16, until=20):
+    with infinite_gradient(16, until=20):
         whole = quick_pretrain(settings, store, tmp_path / "whole", echo=quiet)
         with monkeypatch.context() as patch:
             interrupted_after(stop_at, patch)
@@ -338,7 +338,7 @@ def test_a_run_that_rolled_back_resumes_exactly(store, tmp_path, stop_at, monkey
 def test_without_a_checkpoint_a_young_run_goes_back_to_its_beginning(store, tmp_path):
     settings = config(**SMALL | {"steps": 30, "ckpt_every_steps": 1000})
     said: list[str] = []
-    with sabotage("inf-gradient", 10, until=14):
+    with infinite_gradient(10, until=14):
         run = quick_pretrain(settings, store, tmp_path / "run", echo=said.append)
     assert any("went back to the initial weights (0 updates)" in line for line in said)
     assert final(run)["step"] == 30
@@ -367,7 +367,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_options_that_its_error_names(st
     options = re.search(rf"with ({re.escape(option)}=\S+ --override)", str(error))
     assert options, error
     words = ["pretrain", str(run / "config.yaml"), "--store", str(store.path), "--out", str(run), "--device", "cpu"]
-    with sabotage("inf-gradient", 30, until=until):
+    with infinite_gradient(30, until=until):
         done = invoke(*words, *options[1].split())
     assert done.exit_code == 0, (done.output, done.exception)
     state = final(run)["state"]

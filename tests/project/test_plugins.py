@@ -53,8 +53,6 @@ class BrokenConfig(JEPAConfig):
             return None
         if self.fault == "no encoder":
             del network.encoder
-        if self.fault == "gathers":
-            network.gathers = True
         if self.fault == "baseline":
             network.baseline = lambda goal: best(goal).mean()
 
@@ -87,7 +85,6 @@ class BrokenConfig(JEPAConfig):
         ("at random", "forward draws random numbers, which a resumed run would not repeat; take dropout"),
         ("no networks", "build returned a NoneType, expected an Objective with an encoder"),
         ("no encoder", "build returned a JEPA without one, expected an Objective with an encoder"),
-        ("gathers", "JEPA says `gathers`, which is a property of the settings: move it to BrokenConfig"),
     ],
 )
 def test_an_objective_that_cannot_be_trained_is_one_line_before_step_0(tmp_path, fault, words):

@@ -18,10 +18,11 @@ from octfm.encoder.encoder import load_encoder
 from octfm.errors import TrainingError
 from octfm.run import checkpoint, runtime
 from octfm.store.selection import select
+from octfm.tasks.embed_run import embed_all
 from support.command_line import octfm_here
 from support.ranks import codes
 from support.small_store import small_store
-from support.tiny_runs import TINY, assert_same_weights, final, rows, timeless
+from support.tiny_runs import TINY, assert_same_weights, final, quiet, rows, timeless
 
 SMALL = TINY | {"data": {"global_batch_size": 4, "per_device_batch_size": 1}, "runtime": {"timeout_s": 60}}
 SHARDED = {"runtime": {"parallel": "fsdp", "timeout_s": 60}}
@@ -272,6 +273,8 @@ def test_a_sharded_checkpoint_is_one_like_the_others(ranks, store, whole, tmp_pa
     assert content["step"] == 8 and len(content["optimizer"]["state"]) > 10
     arrays = store.read(select(store, "val")[:2])
     assert np.isfinite(load_encoder(out).embed_arrays(arrays)).all()
+    written = embed_all(str(newest), store.path, baselines=False, echo=quiet)
+    assert written == [out / "embeddings" / "pretrained.parquet"], "beside the checkpoint's folder, not in it"
 
     shard = newest / "__1_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")

@@ -18,6 +18,7 @@ from octfm.config import load
 from octfm.encoder.embeddings import of_store
 from octfm.encoder.encoder import load_encoder
 from octfm.encoder.tokens import token_features
+from octfm.encoder.tuned import load_tuned
 from octfm.errors import CheckpointError, EvaluationError, OctfmError
 from octfm.evaluation.arms import covariates
 from octfm.models.heads import CrossAttentionPool, MeanPool, TaskHead, add_low_rank
@@ -259,7 +260,7 @@ def test_probabilities_take_a_participant_with_two_eyes_for_one(run, store, labe
     people = {str(task.cases.participant[i]): int(task.cases.label[i]) for i in task.train}
     share = np.bincount([*people.values()], minlength=3) / len(people)
     np.testing.assert_allclose(np.exp(read_predictions(out / "predictions.parquet").facts["log_prior"]), share)
-    assert not np.allclose(np.exp(task.log_prior), share)
+    assert not np.allclose(np.exp(load_tuned(out).answer.log_prior), share)
 
 
 def test_F15_a_store_prepared_otherwise_is_refused(run, labels, tmp_path, store):

@@ -107,7 +107,7 @@ def test_occlusion_is_what_leaving_out_a_block_changes(seen, run, attentive):
             vectors = [t[0][c].mean(0) for t, c in ((whole, counts), (rest, counts[~hidden]))]
             expected = np.linalg.norm(vectors[0] - vectors[1]) / basis.spread
         else:
-            before, after = (head.answer(t, c[None])[0] for t, c in ((whole, counts), (rest, counts[~hidden])))
+            before, after = (head.outputs(t, c[None])[0] for t, c in ((whole, counts), (rest, counts[~hidden])))
             p, q = np.exp(before.max()), np.exp(after[before.argmax()])
             expected = np.log(p / (1 - p)) - np.log(q / (1 - q))
         np.testing.assert_allclose(values[chosen[hidden]], expected, rtol=1e-3, atol=1e-5)
@@ -161,7 +161,7 @@ def test_a_head_of_another_encoder_is_refused_and_a_run_brings_its_own(attentive
     with pytest.raises(EvaluationError, match="its head was trained on"):
         load_head(attentive, load_encoder(run, random_init=True))
     encoder, head = load_with_head(attentive)
-    assert head is not None and head.target == "grade" and encoder.key == load_encoder(run).key
+    assert head is not None and head.answer.target == "grade" and encoder.key == load_encoder(run).key
     assert load_with_head(run)[1] is None
 
 

@@ -465,22 +465,23 @@ def test_an_encoder_of_ones_own_is_ten_lines_and_its_mistakes_are_named(tmp_path
     store = cohort.store(tmp_path / "prepared")
     data = small_pictures(store)
     (tmp_path / "own.py").write_text(GOOD)
-    found = embed_external(f"{tmp_path}/own.py:mine", store, data)
+    spec = f"{tmp_path}/own.py:mine"
+    found = embed_external(spec, store, data, load_external(spec))
     place = {row.acquisition: row.index for row in store.rows}
     first = store.read([place[data.acquisition[0]]]).voxels.reshape(1, -1)[0, ::997]
     assert found.name == "mine" and np.array_equal(found.vectors[0], first) and "/" not in found.metadata["encoder"]
     cases = {
         "return 3": "must return a function",
         "raise OSError('no weights')": r"mine\(\) failed: OSError: no weights",
-        "return lambda v: v[0].mean()": r"expected \[8, .*got \(\)",
-        "return lambda v: v.mean(1)": r"expected \[8, .*got \(8, 64, 32\)",
-        "return lambda v: v.reshape(len(v), -1) * float('nan')": "returned NaN",
+        "return lambda v: v[0].mean()": r"expected vectors \[8, .*got \[\]",
+        "return lambda v: v.mean(1)": r"expected vectors \[8, .*got \[8, 64, 32\]",
+        "return lambda v: v.reshape(len(v), -1) * float('nan')": "expected finite vectors, got NaN",
         "return lambda v: v.no_such": "failed on voxels",
     }
     for body, message in cases.items():
         (tmp_path / "own.py").write_text(f"def mine():\n    {body}\n")
         with pytest.raises(EvaluationError, match=message):
-            embed_external(f"{tmp_path}/own.py:mine", store, data)
+            embed_external(spec, store, data, load_external(spec))
     with pytest.raises(EvaluationError, match="has no function yours; functions there: mine"):
         load_external(f"{tmp_path}/own.py:yours")
     for spec, message in {

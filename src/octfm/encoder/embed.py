@@ -22,6 +22,8 @@ from octfm.volume.preprocessing import Preprocessing
 
 L = TypeVar("L", bound=Location)
 BATCH = 16
+OWN_BATCH = 8
+"""Volumes that an encoder of somebody's own gets at a time."""
 HISTOGRAM_BINS = 64
 QUALITY = ("signal", "noise", "contrast", "saturated")
 """Signal: 99th percentile of the grey levels less their median in the vitreous. Noise: standard deviation in the
@@ -108,25 +110,28 @@ def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str
     It gets uint8 voxels [B, D, H, W] and returns vectors [B, width]. Raises EvaluationError if it returns another
     shape, NaN or infinity.
     """
-    # One volume first: it gives the width, and shows an error before hours of embedding.
-    first = np.asarray(embed(store.read([0]).voxels), np.float32)
-    if first.ndim != 2 or len(first) != 1:
-        raise EvaluationError(f"{name}: expected vectors [1, width] for one volume, got {list(first.shape)}")
-
-    def of_batch(arrays: Arrays) -> np.ndarray:
-        found = np.asarray(embed(arrays.voxels), np.float32)
-        if found.shape != (expected := (len(arrays.voxels), first.shape[1])):
-            raise EvaluationError(f"{name}: expected vectors {list(expected)}, got {list(found.shape)}")
-        return found
-
-    vectors = _in_batches(store, of_batch, first.shape[1], name)
-    if (bad := np.flatnonzero(~np.isfinite(vectors).all(1))).size:
-        raise EvaluationError(
-            f"{name}: expected finite vectors, got NaN or infinity for {len(bad)} volumes, "
-            f"such as {store.rows[bad[0]].acquisition}"
-        )
+    vectors = own_vectors(embed, store, np.arange(len(store)), name).astype(np.float32)
     facts = {"key": f"{name}-{_voxels_of(store)}", "encoder": name, "name": name, "precision": "fp32"}
     return write_rows(Path(out) / f"{name}.parquet", store, vectors, facts)
+
+
+def own_vectors(embed: Callable[[np.ndarray], np.ndarray], store: Store, rows: np.ndarray, name: str) -> np.ndarray:
+    """float64 [N, width] of these rows by an encoder of your own. Raises EvaluationError as `embed_with`."""
+    batches, found = [rows[first : first + OWN_BATCH] for first in range(0, len(rows), OWN_BATCH)], []
+    with Progress(f"embed with {name}", len(rows)) as progress:
+        for own, arrays in _read_ahead(store, batches):
+            vectors = np.asarray(embed(arrays.voxels), np.float64)
+            # The first batch sets the width of all others.
+            width = found[0].shape[1] if found else vectors.shape[-1] if vectors.ndim else 0
+            if vectors.shape != (len(own), width) or not width:
+                expected = f"[{len(own)}, {width or 'width'}]"
+                raise EvaluationError(f"{name}: expected vectors {expected}, got {list(vectors.shape)}")
+            if (bad := np.flatnonzero(~np.isfinite(vectors).all(1))).size:
+                which = arrays.acquisition[bad[0]]
+                raise EvaluationError(f"{name}: expected finite vectors, got NaN or infinity for {which}")
+            found.append(vectors)
+            progress.advance(len(own))
+    return np.concatenate(found)
 
 
 def histogram(arrays: Arrays) -> np.ndarray:

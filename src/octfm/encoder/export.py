@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octfm.catalog.participants.safe_values import is_known_name, is_known_scanner, is_plain_word
 from octfm.encoder.encoder import Encoder, content_of, load_encoder, participants_of
-from octfm.encoder.tuned import TunedModel, load_tuned
+from octfm.encoder.tuned import TunedModel, load_with_head
 from octfm.errors import Echo, EvaluationError
 from octfm.io.location import Location, local_path, write_whole
 from octfm.models.heads import MeanPool
@@ -44,8 +44,7 @@ def export(
     if keep_key is not None and Path(keep_key).exists():
         raise EvaluationError(f"{keep_key}: exists already; choose another file for the key")
     content = content_of(run)
-    tuned = load_tuned(run, "cpu") if "encoder_config" in content or content.get("head") else None
-    encoder = tuned.encoder if tuned is not None else load_encoder(run, device="cpu")
+    encoder, tuned = load_with_head(run, "cpu")
     if tuned is not None and not keep_names:
         _expect_known_names(tuned)
     participants = participants_of(run)

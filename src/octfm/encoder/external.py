@@ -22,13 +22,13 @@ from typing import Any, cast
 import numpy as np
 
 from octfm.addresses import refuse_credentials
+from octfm.encoder.embed import own_vectors
 from octfm.encoder.embeddings import Embeddings
 from octfm.errors import EvaluationError
 from octfm.io.location import local_path
 from octfm.store.store import Store
 
 Embed = Callable[[np.ndarray], np.ndarray]
-BATCH = 8
 
 
 def load_external(spec: str) -> tuple[str, Embed]:
@@ -57,38 +57,26 @@ def load_external(spec: str) -> tuple[str, Embed]:
     return function, cast(Embed, embed)
 
 
-def embed_external(spec: str, store: Store, data: Embeddings, loaded: tuple[str, Embed] | None = None) -> Embeddings:
-    """One vector for every row of `data`, in its order, from the volumes of `store`.
+def embed_external(spec: str, store: Store, data: Embeddings, loaded: tuple[str, Embed]) -> Embeddings:
+    """One vector for every row of `data`, in its order, from the volumes of `store`; `loaded`: `load_external(spec)`.
 
-    `loaded`: the result of `load_external(spec)`, if the caller has it. Raises EvaluationError on a wrong shape or NaN.
+    Raises EvaluationError if the code fails, and on a wrong shape or NaN.
     """
-    name, embed = loaded or load_external(spec)
+    name, embed = loaded
     place = {row.acquisition: row.index for row in store.rows}
     rows = np.array([place[acquisition] for acquisition in data.acquisition.tolist()])
-    found: list[np.ndarray] = []
-    for first in range(0, len(rows), BATCH):
-        voxels = store.read(rows[first : first + BATCH]).voxels
+
+    def guarded(voxels: np.ndarray) -> np.ndarray:
         try:
-            vectors = np.asarray(embed(voxels), dtype=np.float64)
+            return embed(voxels)
         except Exception as error:  # as above
             raise EvaluationError(
                 f"--external {spec}: failed on voxels {voxels.shape}: {type(error).__name__}: {error}"
             ) from error
-        # The first batch sets the width of all others.
-        width = found[0].shape[1] if found else vectors.shape[-1] if vectors.ndim else 0
-        if vectors.shape != (len(voxels), width) or not width:
-            raise EvaluationError(
-                f"--external {spec}: expected [{len(voxels)}, {width or 'width'}] for {len(voxels)} volumes, "
-                f"got {vectors.shape}"
-            )
-        if not np.isfinite(vectors).all():
-            raise EvaluationError(
-                f"--external {spec}: returned NaN or infinity for some of the volumes "
-                f"{first} to {first + len(voxels) - 1}"
-            )
-        found.append(vectors)
+
+    vectors = own_vectors(guarded, store, rows, f"--external {spec}")
     metadata = {"encoder": f"external: {re.sub(r'.*/', '', spec)}"}
-    return replace(data, name=name, path=spec, metadata=metadata, vectors=np.concatenate(found))
+    return replace(data, name=name, path=spec, metadata=metadata, vectors=vectors)
 
 
 def _from_file(path: Path, spec: str) -> ModuleType:

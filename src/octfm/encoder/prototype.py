@@ -14,6 +14,7 @@ Pre-norm blocks with an exact GELU, as in ViT. The tensors may be at the top lev
 """
 
 import re
+from math import prod
 from pathlib import Path
 
 from torch import Tensor
@@ -22,7 +23,7 @@ from octfm.config import load
 from octfm.encoder.encoder import Encoder, empty_network
 from octfm.errors import CheckpointError
 from octfm.models.token_map import token_grid
-from octfm.models.vit3d import VisionTransformer3D, ViTConfig
+from octfm.models.vit3d import ViTConfig
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.runtime import start
 from octfm.run.weights_file import read_weights
@@ -73,12 +74,20 @@ def load_prototype_encoder(
     # A convolution whose stride is its kernel is a linear map of the patch, voxels in the same order.
     state["patch_embed.weight"] = kernel.reshape(width, -1)
     if "position" in state:
-        state["position"] = state["position"].reshape(1, *state["position"].shape[-2:])
+        found = state["position"] = state["position"].reshape(1, *state["position"].shape[-2:])
+        if (expected := [1, prod(grid), width]) != list(found.shape):
+            raise CheckpointError(
+                f"{path}: position: expected {expected}, got {list(found.shape)}; volumes of this Preprocessing have "
+                f"{grid[0]} x {grid[1]} x {grid[2]} tokens: another image_size or patch size than it was trained on"
+            )
     masks = {"budget": None, "context_ratio": 0.4}
     config = load(PretrainConfig, {"model": model.model_dump(), "masks": masks, "precision": "fp32"})
     network = empty_network(config, preprocessing)
-    _require_fit(path, network, state, grid)
-    network.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
+    try:
+        network.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
+    except RuntimeError as error:
+        what = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{path}: not the layout of octfm/encoder/prototype.py ({what})") from None
     runtime = start("fp32", device)
     network = network.to(runtime.device).eval().requires_grad_(False)
     return Encoder(network, config, preprocessing, runtime, str(path), preprocessing.fingerprint(), own_zscore=True)
@@ -100,27 +109,3 @@ def _translated(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             "see the layout in octfm/encoder/prototype.py"
         )
     return state
-
-
-def _require_fit(
-    path: Path, network: VisionTransformer3D, state: dict[str, Tensor], grid: tuple[int, int, int]
-) -> None:
-    """Raises CheckpointError naming a tensor that is missing, unknown or of another shape."""
-    expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    got = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    if missing := [name for name in expected if name not in got]:
-        raise CheckpointError(
-            f"{path}: {missing[0]} is missing (and {len(missing) - 1} more); "
-            "see the layout in octfm/encoder/prototype.py"
-        )
-    if unknown := [name for name in got if name not in expected]:
-        raise CheckpointError(
-            f"{path}: {unknown[0]} is not of this layout (and {len(unknown) - 1} more); see octfm/encoder/prototype.py"
-        )
-    for name, shape in expected.items():
-        if got[name] != shape:
-            hint = ": another architecture"
-            if name == "position":
-                hint = f"; volumes of this Preprocessing have {grid[0]} x {grid[1]} x {grid[2]} tokens"
-                hint += ": another image_size or patch size than it was trained on"
-            raise CheckpointError(f"{path}: {name}: expected {list(shape)}, got {list(got[name])}{hint}")

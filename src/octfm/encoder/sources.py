@@ -86,20 +86,6 @@ def from_hub(name: str, offline: bool = False, **options: Any) -> Path:
 
     Raises CheckpointError if it is not there, ConfigError without huggingface_hub.
     """
-    return _snapshot(name, offline, **options)
-
-
-def _cached(name: str) -> Path:
-    try:
-        return _snapshot(name, offline=True)
-    except ConfigError:
-        raise CheckpointError(
-            f"{name}: no run, checkpoint or export here, and huggingface_hub is not installed for a hub id; give the "
-            "path of a run, or: pip install 'octfm[hub]'"
-        ) from None
-
-
-def _snapshot(name: str, offline: bool, **options: Any) -> Path:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -109,11 +95,7 @@ def _snapshot(name: str, offline: bool, **options: Any) -> Path:
     try:
         folder = Path(
             snapshot_download(
-                repository,
-                revision=revision or None,
-                allow_patterns=list(FILES),
-                local_files_only=offline,
-                **options,
+                repository, revision=revision or None, allow_patterns=list(FILES), local_files_only=offline, **options
             )
         )
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
@@ -127,6 +109,16 @@ def _snapshot(name: str, offline: bool, **options: Any) -> Path:
     if not is_export(folder):
         raise CheckpointError(f"{name}: not an export of octfm; expected a config.json of `octfm export` on the hub")
     return folder
+
+
+def _cached(name: str) -> Path:
+    try:
+        return from_hub(name, offline=True)
+    except ConfigError:
+        raise CheckpointError(
+            f"{name}: no run, checkpoint or export here, and huggingface_hub is not installed for a hub id; give the "
+            "path of a run, or: pip install 'octfm[hub]'"
+        ) from None
 
 
 def _named(name: str, weights: Path | None) -> Path:

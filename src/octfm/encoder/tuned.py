@@ -5,14 +5,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from octfm.display import box, brief
 from octfm.encoder.encoder import Encoder, content_of, fill, load_encoder, part_of
 from octfm.encoder.tokens import draw_tissue, drawn_places
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.io.location import Location
-from octfm.models.heads import CrossAttentionPool, Pool, TaskHead
+from octfm.models.heads import CrossAttentionPool, TaskHead
 from octfm.models.vit3d import ViTConfig
 from octfm.store.layout import Arrays
 from octfm.volume.volume import Volume
@@ -107,6 +106,38 @@ class TunedModel:
         p = np.exp(log_p - log_p.max())
         return dict(zip(self.answer.classes, (p / p.sum()).tolist(), strict=True))
 
+    # For maps, which use all kept tissue tokens even if the head was trained on a sample.
+
+    @torch.inference_mode()
+    def outputs(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """float [B, O]: log-probabilities of classes, or a number in standard deviations.
+
+        `tokens` [B, M, width]; `counts` bool [B, M] marks those to use.
+        """
+        tensor = self.encoder.runtime.tensor
+        out = self.head(tensor(tokens), tensor(counts)).float()
+        return (out.log_softmax(-1) if self.answer.classes else out).cpu().numpy()
+
+    @torch.inference_mode()
+    def attention(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray | None:
+        """float [B, M]: attention to each token, averaged over heads, sums to 1; None if the head pools by the mean."""
+        head, tensor = self.head, self.encoder.runtime.tensor
+        if not isinstance(head.pool, CrossAttentionPool):
+            return None
+        return head.pool.attention((tensor(tokens) - head.mean) / head.std, tensor(counts)).mean(1).cpu().numpy()
+
+    @property
+    def loss_unit(self) -> str:
+        """Unit of `lost`."""
+        return "log-odds of its class" if self.answer.classes else "standard deviations of the label"
+
+    def lost(self, before: np.ndarray, after: np.ndarray) -> float:
+        """Decrease from `before` [O] to `after`: in log-odds of the class that `before` predicts, or of the number."""
+        if not self.answer.classes:
+            return float(before[0] - after[0])
+        predicted = int(before.argmax())
+        return _log_odds(before[predicted]) - _log_odds(after[predicted])
+
 
 def load_tuned(run: str | Location, device: str | None = None) -> TunedModel:
     """The model of an `octfm finetune` run or of its export, on a disk or in a bucket.
@@ -131,16 +162,9 @@ def load_tuned(run: str | Location, device: str | None = None) -> TunedModel:
             f"{run}: an encoder without a head, which predicts nothing; expected a run of octfm finetune or its export"
         )
     answer = Answer.from_dict(content["answer"])
-    return TunedModel(encoder, build_head(encoder, answer, pool, tensors, run), answer, kept)
-
-
-def build_head(
-    encoder: Encoder, answer: Answer, pool: Pool, tensors: dict[str, Tensor], where: str | Location
-) -> TaskHead:
-    """A head with these weights, on the encoder's device."""
     head = TaskHead(encoder.width, heads_of(encoder.config.model), len(answer.classes) or 1, pool)
-    fill(head, tensors, where)
-    return head.to(encoder.runtime.device).eval().requires_grad_(False)
+    fill(head, tensors, run)
+    return TunedModel(encoder, head.to(encoder.runtime.device).eval().requires_grad_(False), answer, kept)
 
 
 def heads_of(model: ViTConfig) -> int:
@@ -148,67 +172,24 @@ def heads_of(model: ViTConfig) -> int:
     return next(h for h in (model.heads, 2, 1) if model.width % h == 0)
 
 
-# ---- maps ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class TrainedHead:
-    """The head of a fine-tuned model, for maps, which use all kept tissue tokens even if it was trained on a sample."""
-
-    model: TunedModel
-
-    @property
-    def target(self) -> str:
-        return self.model.answer.target
-
-    @property
-    def loss_unit(self) -> str:
-        return "log-odds of its class" if self.model.answer.classes else "standard deviations of the label"
-
-    @torch.inference_mode()
-    def answer(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """float [B, O]: log-probabilities of classes, or a number in standard deviations.
-
-        `tokens` [B, M, width]; `counts` bool [B, M] marks those to use.
-        """
-        tensor = self.model.encoder.runtime.tensor
-        out = self.model.head(tensor(tokens), tensor(counts)).float()
-        return (out.log_softmax(-1) if self.model.answer.classes else out).cpu().numpy()
-
-    @torch.inference_mode()
-    def attention(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray | None:
-        """float [B, M]: attention to each token, averaged over heads, sums to 1; None if the head pools by the mean."""
-        head, tensor = self.model.head, self.model.encoder.runtime.tensor
-        if not isinstance(head.pool, CrossAttentionPool):
-            return None
-        return head.pool.attention((tensor(tokens) - head.mean) / head.std, tensor(counts)).mean(1).cpu().numpy()
-
-    def lost(self, before: np.ndarray, after: np.ndarray) -> float:
-        """Decrease from `before` [O] to `after`: in log-odds of the class that `before` predicts, or of the number."""
-        if not self.model.answer.classes:
-            return float(before[0] - after[0])
-        predicted = int(before.argmax())
-        return _log_odds(before[predicted]) - _log_odds(after[predicted])
-
-
-def load_head(run: str | Location, encoder: Encoder, device: str | None = None) -> TrainedHead:
-    """The head of an `octfm finetune` run. Raises EvaluationError if it was not trained on `encoder`'s weights."""
+def load_head(run: str | Location, encoder: Encoder, device: str | None = None) -> TunedModel:
+    """The model of an `octfm finetune` run. Raises EvaluationError if it was not trained on `encoder`'s weights."""
     model = load_tuned(run, device)
     if model.encoder.key != encoder.key:
         raise EvaluationError(
             f"{run}: its head was trained on {model.encoder.source}, not on {encoder.source}; "
             "pass the fine-tuned run itself as the run"
         )
-    return TrainedHead(model)
+    return model
 
 
-def load_with_head(run: str | Location, device: str | None = None) -> tuple[Encoder, TrainedHead | None]:
-    """The encoder of any run, checkpoint or export, and its head if it has one."""
+def load_with_head(run: str | Location, device: str | None = None) -> tuple[Encoder, TunedModel | None]:
+    """The encoder of any run, checkpoint or export, and the fine-tuned model that it is part of, if it is."""
     content = content_of(run)
     if "encoder_config" not in content and not content.get("head"):
         return load_encoder(run, device=device), None
     model = load_tuned(run, device)
-    return model.encoder, TrainedHead(model)
+    return model.encoder, model
 
 
 def _log_odds(log_p: float) -> float:

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from octfm.catalog.labels import LabelTable, read_labels
+from octfm.catalog.labels import read_labels
 from octfm.display import box, brief, counted, number
 from octfm.encoder.embeddings import of_store
 from octfm.errors import ConfigError, EvaluationError, shown
-from octfm.evaluation.cases import Cases, Skip, find_target, make_cases
+from octfm.evaluation.cases import Skip, find_target, make_cases
 from octfm.store.selection import select
 from octfm.store.store import Store
 from octfm.volume.volume import ADMISSIBLE, MODALITIES, STRUCTURE_ONLY, Modality
@@ -115,7 +115,14 @@ def dataset_of(
             f"target: expected the name of a label column, got {shown(target)}; "
             f"columns: {', '.join(sorted(columns)) or 'there is none'}"
         )
-    cases = _cases(store, table, _column(table, target))
+    columns = table.columns if table is not None else ()
+    if target is None and len(columns) != 1:
+        raise EvaluationError(f"target: name one of the label columns: {', '.join(columns) or 'there is none'}")
+    name, data = target or columns[0], of_store(store)
+    try:
+        cases = make_cases(find_target(name, data, table), data, table)
+    except Skip as reason:
+        raise reason.refusal(name) from None
     kept = np.isin(cases.rows, rows)
     if not kept.any():
         raise EvaluationError(
@@ -132,20 +139,3 @@ def dataset_of(
         split=split,
         transform=transform,
     )
-
-
-def _column(table: LabelTable | None, target: str | None) -> str:
-    if target is not None:
-        return target
-    columns = table.columns if table is not None else ()
-    if len(columns) != 1:
-        raise EvaluationError(f"target: name one of the label columns: {', '.join(columns) or 'there is none'}")
-    return columns[0]
-
-
-def _cases(store: Store, table: LabelTable | None, target: str) -> Cases:
-    data = of_store(store)
-    try:
-        return make_cases(find_target(target, data, table), data, table)
-    except Skip as reason:
-        raise reason.refusal(target) from None

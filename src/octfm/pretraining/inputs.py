@@ -3,6 +3,7 @@
 Everything random is a function of (seed, position in the run, view).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -84,7 +85,8 @@ def make_inputs(
     drawn = batch.drawn if augmented and batch.drawn is not None else draw(config, preprocessing, batch, augmented)
     views: list[View] = []
     for moves, masks in drawn.views:
-        views.append(_view(config, preprocessing, runtime, voxels, labels, moves, masks))
+        index = token_index(runtime, masks)
+        views.append(view_of(config, preprocessing, runtime.tensor, voxels, labels, moves, index))
         if masks.large is not None:
             # A copy: what one set hides, the other may show, and the gradient of hidden voxels is checked by set.
             index = token_index(runtime, masks.large)
@@ -107,21 +109,22 @@ def _masks(
         raise error.naming(batch.acquisition) from None
 
 
-def _view(
+def view_of(
     config: PretrainConfig,
     preprocessing: Preprocessing,
-    runtime: Runtime,
+    tensor: Callable[[np.ndarray], Tensor],
     voxels: Tensor,
     labels: Tensor | None,
     drawn: Augmentation | None,
-    masks: TokenMasks,
+    index: TokenIndex,
 ) -> View:
-    index, patch = token_index(runtime, masks), config.model.patch_size
+    """Voxels and labels [B, 1, D, H, W] as drawn, at the tokens of `index`; `tensor` moves an array to the device."""
+    patch = config.model.patch_size
     mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
     moves = None
     if drawn is not None:
         *_, height, width = voxels.shape
-        moves = drawn.on_device(runtime.tensor, height, width, preprocessing.target_spacing)
+        moves = drawn.on_device(tensor, height, width, preprocessing.target_spacing)
         voxels = augment.move(voxels, moves)
         labels = augment.move_labels(labels, moves) if labels is not None else None
     raw = take_patches(voxels, index.kept, patch)

@@ -35,18 +35,11 @@ def build_objective(config: PretrainConfig, preprocessing: Preprocessing) -> Obj
     torch.manual_seed(config.seed)
     settings, grid = config.objective, grid_of(preprocessing, config.model.patch_size)
     model = settings.build(config.model, config.predictor, grid)
-    where = f"objective {settings.name}"
     if not isinstance(model, Objective) or not isinstance(getattr(model, "encoder", None), VisionTransformer3D):
         got = f"a {type(model).__name__}" + " without one" * isinstance(model, Objective)
         raise ConfigError(
-            f"{where}: build returned {got}, expected an Objective with an encoder; derive its networks from Objective "
-            "and set self.encoder = VisionTransformer3D(model, grid)"
-        )
-    # Up to version 0.1 networks said it, and steps that must not be compiled would be.
-    if getattr(model, "gathers", False) and not settings.gathers:
-        raise ConfigError(
-            f"{where}: {type(model).__name__} says `gathers`, which is a property of the settings: "
-            f"move it to {type(settings).__name__}, as docs/guide/plug-ins.md shows"
+            f"objective {settings.name}: build returned {got}, expected an Objective with an encoder; derive its "
+            "networks from Objective and set self.encoder = VisionTransformer3D(model, grid)"
         )
     return model
 

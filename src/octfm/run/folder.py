@@ -287,7 +287,10 @@ def claim(out: str | Path, identity: Identity, *, override: bool = False, echo: 
 
 
 def _require_run_or_new(folder: Path) -> None:
-    if folder.exists() and not (folder / "config.yaml").is_file() and not has_only(folder, {"run.json", LOCK}):
+    if not folder.exists() or (folder / "config.yaml").is_file():
+        return
+    first_writes = {"run.json", LOCK}  # all that a run leaves if it is killed during them
+    if not folder.is_dir() or any(p.name not in first_writes and p.suffix != ".partial" for p in folder.iterdir()):
         raise CheckpointError(f"{folder}: exists and is not a run folder (no config.yaml); choose another --out")
 
 
@@ -391,11 +394,6 @@ def volumes_digest(store: Store, rows: Sequence[int] | np.ndarray, labels: Seque
     if store.left_out:
         lines.append("without " + " ".join(store.left_out))
     return hash_text("\n".join([*lines, *map(str, labels)]))
-
-
-def has_only(folder: Path, beginnings: set[str]) -> bool:
-    """Whether a folder contains only the files of a run that was killed during its first writes."""
-    return folder.is_dir() and all(p.name in beginnings or p.suffix == ".partial" for p in folder.iterdir())
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +19,8 @@ def host_bytes_at_peak() -> int:
         # Rather than ru_maxrss, which a process inherits from its parent.
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # In bytes on macOS, in kilobytes elsewhere.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def host_bytes_available() -> int:

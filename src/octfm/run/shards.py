@@ -36,6 +36,8 @@ class DamagedShards(Exception):
 
 def write(folder: Path, step: int, content: dict[str, Any], *, runtime: Runtime) -> Path:
     """Write a sharded checkpoint, each rank in a thread. If one cannot, all raise OSError and nothing is left."""
+    import torch.distributed.checkpoint as dcp
+
     path = folder / name_of(step, SUFFIX)
     partial, former = path.with_name(f"{path.name}.partial"), former_of(path)
 
@@ -62,30 +64,19 @@ def write(folder: Path, step: int, content: dict[str, Any], *, runtime: Runtime)
         shutil.rmtree(former, ignore_errors=True)
 
     try:
-        _save(content, partial, prepare, finish, runtime)
+        _first(prepare, runtime)
+        writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
+        try:
+            dcp.save(_flat(content), storage_writer=writer, process_group=runtime.background)
+        except dcp.CheckpointException as error:
+            reasons = "; ".join(f"rank {rank}: {_reason(e[0])}" for rank, e in error.failures.items())
+            raise OSError(None, reasons) from None
+        _first(finish, runtime)
     except OSError:
         if runtime.leads:  # the next one needs the room
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return path
-
-
-def _save(
-    content: dict[str, Any], partial: Path, prepare: Callable[[], None], finish: Callable[[], None], runtime: Runtime
-) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    _first(prepare, runtime)
-    try:
-        dcp.save(
-            _flat(content),
-            storage_writer=dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True),
-            process_group=runtime.background,
-        )
-    except dcp.CheckpointException as error:
-        reasons = "; ".join(f"rank {rank}: {_reason(e[0])}" for rank, e in error.failures.items())
-        raise OSError(None, reasons) from None
-    _first(finish, runtime)
 
 
 def _reason(error: BaseException) -> str:

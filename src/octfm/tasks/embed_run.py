@@ -10,6 +10,7 @@ from octfm.errors import Echo, EvaluationError
 from octfm.evaluation.tissue_map import tissue_map_baseline
 from octfm.io.location import Location
 from octfm.models.pooling import VectorPool
+from octfm.run.checkpoint_files import SHARDS
 from octfm.store.selection import to_evaluate
 from octfm.store.store import Store
 from octfm.tasks.maps import save_pictures
@@ -54,20 +55,20 @@ def embed_all(
             f"{opened.path}: the store holds no volume, so there is nothing to embed; see its unprepared.jsonl"
         )
     encoder = encoder.reading(opened)
-    if out is None and not isinstance(home, Path):
-        raise EvaluationError(f"{run}: the run is in a bucket; name a folder for its embeddings with --out")
-    folder = out if out is not None else Path(str(home if home.is_dir() else home.parent.parent)) / "embeddings"
+    if out is None:
+        if not isinstance(home, Path):
+            raise EvaluationError(f"{run}: the run is in a bucket; name a folder for its embeddings with --out")
+        is_run = home.is_dir() and home.suffix != SHARDS
+        out = (home if is_run else home.parent.parent) / "embeddings"
     trained = load_head(head, encoder, device) if head is not None else None
     finder = _segmenter(segmenter, opened, device)  # before anything is computed, in case it is refused
-    written = [embed_store(encoder, opened, folder, "pretrained", echo)]
+    written = [embed_store(encoder, opened, out, "pretrained", echo)]
     if baselines:
         for draw, name in enumerate(RANDOM_INIT):
             untrained = load_encoder(run, random_init=True, draw=draw, device=device).pooling(pool).reading(opened)
-            written.append(embed_store(untrained, opened, folder, name, echo))
-        written += [
-            baseline(opened, folder) for baseline in (histogram_baseline, tissue_map_baseline, quality_baseline)
-        ]
-    save_pictures(encoder, opened, folder.parent / "figures", trained, finder)
+            written.append(embed_store(untrained, opened, out, name, echo))
+        written += [baseline(opened, out) for baseline in (histogram_baseline, tissue_map_baseline, quality_baseline)]
+    save_pictures(encoder, opened, out.parent / "figures", trained, finder)
     return written
 
 

@@ -68,12 +68,6 @@ class Task:
     drawn: bool = False
     """Whether participants to validate on were drawn, because val alone cannot choose an epoch."""
 
-    @property
-    def log_prior(self) -> np.ndarray:
-        """[K] log of each class's share of the training volumes, which is what a loss without class weights learns."""
-        share = np.bincount(self.cases.label[self.train], minlength=len(self.cases.classes or ())) / len(self.train)
-        return np.log(np.maximum(share, 1e-6))
-
 
 def finetune(
     config: FinetuneConfig,
@@ -373,19 +367,25 @@ def _agree(runtime: Runtime, loss: float, signal_name: str | None) -> tuple[floa
 
 
 class _Target:
-    """Labels as tensors, and the loss of a target's kind."""
+    """Labels as tensors, the meaning of the head's outputs, and the loss of a target's kind."""
 
     def __init__(self, task: Task, model: TaskModel):
-        self.task, self.runtime, config = task, model.runtime, model.config
-        labels = task.cases.label
+        self.task, self.runtime = task, model.runtime
+        cases, weighted = task.cases, model.config.class_weights
         # From a row of the store to its case; -1 without one.
-        self._case = np.full(int(task.cases.rows.max()) + 1, -1)
-        self._case[task.cases.rows] = np.arange(len(task.cases.rows))
+        self._case = np.full(int(cases.rows.max()) + 1, -1)
+        self._case[cases.rows] = np.arange(len(cases.rows))
         self.weight: Tensor | None = None
-        self.answer = meaning_of_outputs(task, config)
-        if task.cases.classes is not None and config.class_weights:
-            count = np.bincount(labels[task.train], minlength=len(task.cases.classes))
-            self.weight = self.runtime.tensor((len(task.train) / (len(count) * count)).astype(np.float32))
+        name, labels = cases.target.name, cases.label[task.train]
+        if cases.classes is None:
+            self.answer = Answer(name, mean=float(labels.mean()), std=float(max(labels.std(), 1e-9)))
+            return
+        count = np.bincount(labels, minlength=len(cases.classes))
+        # Shares of the training volumes are what a loss without class weights learns.
+        prior = tuple(np.log(np.maximum(count / len(labels), 1e-6)).tolist())
+        self.answer = Answer(name, tuple(cases.classes), cases.kind == "ordinal", weighted=weighted, log_prior=prior)
+        if weighted:
+            self.weight = self.runtime.tensor((len(labels) / (len(count) * count)).astype(np.float32))
 
     @property
     def metric(self) -> str:
@@ -400,17 +400,6 @@ class _Target:
         truth = self.runtime.tensor(label.astype(np.int64))
         each = F.cross_entropy(answers, truth, reduction="none")
         return (each if self.weight is None else each * self.weight[truth]).sum()
-
-
-def meaning_of_outputs(task: Task, config: FinetuneConfig) -> Answer:
-    """What the head's outputs mean: for a number the mean and deviation of training labels, for classes their names."""
-    cases, labels = task.cases, task.cases.label[task.train]
-    if cases.classes is None:
-        return Answer(cases.target.name, mean=float(labels.mean()), std=float(max(labels.std(), 1e-9)))
-    prior = tuple(task.log_prior.tolist())
-    return Answer(
-        cases.target.name, tuple(cases.classes), cases.kind == "ordinal", weighted=config.class_weights, log_prior=prior
-    )
 
 
 def _predictions(training: FineTuning) -> Predictions:

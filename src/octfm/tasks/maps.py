@@ -8,7 +8,7 @@ import numpy as np
 
 from octfm.display import readable
 from octfm.encoder.encoder import Encoder
-from octfm.encoder.tuned import TrainedHead
+from octfm.encoder.tuned import TunedModel
 from octfm.models.token_map import PADDING, TISSUE, token_map
 from octfm.pretraining.masks import sample_masks
 from octfm.store.layout import Arrays
@@ -50,7 +50,7 @@ class Basis:
 
 
 def save_pictures(
-    encoder: Encoder, store: Store, out: Path, head: TrainedHead | None = None, segmenter: Segmenter | None = None
+    encoder: Encoder, store: Store, out: Path, head: TunedModel | None = None, segmenter: Segmenter | None = None
 ) -> Path:
     """Write <out>/scenes.npz: a few volumes of each scanner with maps of the encoder, head and segmenter."""
     chosen = some_of_each_scanner(store)
@@ -94,7 +94,7 @@ def token_overlays(
     tokens: np.ndarray,
     maps: np.ndarray,
     basis: Basis,
-    head: TrainedHead | None,
+    head: TunedModel | None,
     *,
     occlude: bool = True,
 ) -> list[Overlay]:
@@ -102,7 +102,7 @@ def token_overlays(
     overlays = [colours(tokens, maps, basis)]
     if head is not None and (weights := attention(encoder, arrays, head)) is not None:
         about = (
-            f"Where the pooling probe for {head.target} looks; 1 is as much as an even look at all its tokens. "
+            f"Where the pooling probe for {head.answer.target} looks; 1 is as much as an even look at all its tokens. "
             "Not why it answers."
         )
         overlays.append(Overlay("attention", "Attention of the probe", "scalar", weights, about=about, unit="× even"))
@@ -185,7 +185,7 @@ def colours(tokens: np.ndarray, maps: np.ndarray, basis: Basis) -> Overlay:
     return Overlay("pca", "PCA of tokens", "colours", values, about=about)
 
 
-def attention(encoder: Encoder, arrays: Arrays, head: TrainedHead) -> np.ndarray | None:
+def attention(encoder: Encoder, arrays: Arrays, head: TunedModel) -> np.ndarray | None:
     """Attention relative to uniform, float32 [d, h, w], NaN on unseen tokens; None for heads that average tokens."""
     chosen, _ = encoder.select(arrays)
     tokens, counts = encoder.tissue_tokens(arrays)
@@ -199,7 +199,7 @@ def attention(encoder: Encoder, arrays: Arrays, head: TrainedHead) -> np.ndarray
 
 
 def occlusion(
-    encoder: Encoder, arrays: Arrays, basis: Basis, head: TrainedHead | None = None, blocks: int = BLOCKS
+    encoder: Encoder, arrays: Arrays, basis: Basis, head: TunedModel | None = None, blocks: int = BLOCKS
 ) -> Overlay:
     """Overlay of the change when a block of tissue tokens is hidden: of the head's output, or else of the vector.
 
@@ -217,7 +217,7 @@ def occlusion(
     everything = encode_only(np.ones(len(chosen), bool))
     values = np.full(encoder.network.grid.size, np.nan, np.float32)
     whole = encoder.vector_of(everything[0][0], everything[1][0], chosen)
-    answer = None if head is None else head.answer(*everything)[0]
+    answer = None if head is None else head.outputs(*everything)[0]
     # The vector's change is relative to the distance between volumes; for one volume, to that from the mean token.
     size = basis.spread
     if not np.isfinite(size):
@@ -232,7 +232,7 @@ def occlusion(
             change = float(np.linalg.norm(encoder.vector_of(rest[0][0], rest[1][0], chosen[~hidden]) - whole)) / size
         else:
             assert answer is not None
-            change = head.lost(answer, head.answer(*rest)[0])
+            change = head.lost(answer, head.outputs(*rest)[0])
         values[chosen[hidden]] = change
     if head is None:
         single = not np.isfinite(basis.spread)
@@ -241,10 +241,10 @@ def occlusion(
         name, unit = "Occlusion: the volume's vector", "of that distance"
     else:
         about = (
-            f"What the answer for {head.target} loses when the encoder never sees a block ({head.loss_unit}); "
+            f"What the answer for {head.answer.target} loses when the encoder never sees a block ({head.loss_unit}); "
             "below 0 it gains."
         )
-        name, unit = f"Occlusion: {head.target}", head.loss_unit
+        name, unit = f"Occlusion: {head.answer.target}", head.loss_unit
     values = values.reshape(encoder.network.grid.shape)
     return Overlay("occlusion", name, "scalar", values, about=f"{about} {UNSEEN}", unit=unit)
 

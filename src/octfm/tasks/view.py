@@ -18,7 +18,7 @@ from octfm.volume.volume import Fundus, Labels, Surfaces, Volume
 
 if TYPE_CHECKING:
     from octfm.encoder.encoder import Encoder
-    from octfm.encoder.tuned import TrainedHead
+    from octfm.encoder.tuned import TunedModel
     from octfm.tasks.segment import Segmenter
 
 _ACROSS = {"R": ("T", "N"), "L": ("N", "T")}
@@ -30,7 +30,7 @@ def scene_of(
     *,
     surfaces: Surfaces | None = None,
     encoder: "Encoder | None" = None,
-    head: "TrainedHead | None" = None,
+    head: "TunedModel | None" = None,
     segmenter: "Segmenter | None" = None,
     found: Segmentation | None = None,
     fundus: Fundus | None = None,
@@ -96,7 +96,7 @@ def scene_of(
 
 
 def _of_tokens(
-    volume: Volume, encoder: "Encoder", head: "TrainedHead | None", order: slice
+    volume: Volume, encoder: "Encoder", head: "TunedModel | None", order: slice
 ) -> tuple[list[Overlay], dict[str, Any]]:
     """Overlays of an encoder's tokens, and `Scene.placement`, `features` and `about_features`."""
     from octfm.tasks import maps

@@ -29,23 +29,17 @@ class AnchoredConfig(TruthConfig):
     are not predicted."""
     goal_average: tuple[Side, Side, Side] = (1, 1, 1)
     """Voxels of a patch, (B-scan, axial, lateral), that are averaged before they are predicted, as in mae."""
-    answer_average: tuple[Side, Side, Side] = (2, 1, 8)
-    """Voxels of a patch whose composition is one answer, as in dense."""
-    lesion_weight: float = Field(default=4.0, gt=0, le=1e3)
-    """Weight of voxels in lesions over those in layers, as in dense."""
     masked_weight: float = Field(default=1.0, ge=0, le=1e3)
     """Weight of the masked voxels of volumes without labels."""
     truth_weight: float = Field(default=1.0, ge=0, le=1e3)
     """Weight of the truth of phantoms."""
-    summary_weight: float = Field(default=4.0, ge=0, le=1e3)
-    """Weight of the error of model.summary's queries on phantoms, as in dense."""
 
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "Anchored":
         return Anchored(self, model, predictor, grid)
 
     def check(self, model: ViTConfig) -> None:
         check_average(self.goal_average, model.patch_size, predicted=True)
-        check_average(self.answer_average, model.patch_size, predicted=False, name="answer_average")
+        super().check(model)
 
 
 class Anchored(Objective):

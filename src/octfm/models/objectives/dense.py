@@ -22,6 +22,17 @@ from octfm.volume.segmentation import CLASSES, LESION_CLASSES
 class TruthConfig(ObjectiveConfig):
     """Settings of objectives that learn the truth of streamed phantoms, and a summary by it."""
 
+    answer_average: tuple[Side, Side, Side] = (2, 1, 8)
+    """Voxels of a patch, (B-scan, axial, lateral), whose composition is one answer. With one row per answer,
+    composition shows to the row where surfaces cross the patch."""
+    lesion_weight: float = Field(default=4.0, gt=0, le=1e3)
+    """Weight of voxels in lesions, which fill few voxels, over those in layers."""
+    summary_weight: float = Field(default=4.0, ge=0, le=1e3)
+    """Weight of the error of model.summary's queries on phantoms: how thick layers and lesions are, and where."""
+
+    def check(self, model: ViTConfig) -> None:
+        check_average(self.answer_average, model.patch_size, predicted=False, name="answer_average")
+
     @property
     def learns_truth(self) -> bool:
         return True
@@ -37,23 +48,12 @@ class DenseConfig(TruthConfig):
 
     name: Literal["dense"] = "dense"
     """The name chooses the objective and, with it, this table of settings."""
-    answer_average: tuple[Side, Side, Side] = (2, 1, 8)
-    """Voxels of a patch, (B-scan, axial, lateral), whose composition is one answer. With one row per answer,
-    composition shows to the row where surfaces cross the patch."""
-    lesion_weight: float = Field(default=4.0, gt=0, le=1e3)
-    """Weight of voxels in lesions, which fill few voxels, over those in layers."""
     hidden: bool = False
     """Whether the encoder sees the context only and the predictor answers for the hidden tokens, with weight 1 next to
     context_loss. Else it sees all kept tokens, and there is no context loss."""
 
-    summary_weight: float = Field(default=4.0, ge=0, le=1e3)
-    """Weight of the error of model.summary's queries: how thick layers and lesions are, and where."""
-
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "Dense":
         return Dense(self, model, predictor if self.hidden else None, grid)
-
-    def check(self, model: ViTConfig) -> None:
-        check_average(self.answer_average, model.patch_size, predicted=False, name="answer_average")
 
 
 class Dense(Objective):

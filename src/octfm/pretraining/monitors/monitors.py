@@ -46,9 +46,7 @@ def step_findings(config: PretrainConfig, state: RunState, summary: StepSummary,
     # Causes before effects: NaN breaks every later measurement, and a leak or reversed gradient explains a spike.
     return (
         non_finite(summary.masked_loss_B + summary.context_loss_B, summary.grad_norm, index)
-        or context(summary.leak)
-        or ascent(summary.ascent)
-        or batch_statistics(summary.batch_effect)
+        or miscalculated(summary.leak, summary.ascent, summary.batch_effect)
         or spike(config.health, state, summary.loss, summary.grad_norm)
     )
 
@@ -173,34 +171,19 @@ class LearningRate:
         return None
 
 
-def context(leak: float | None) -> Finding | None:
-    """A nonzero gradient from target voxels through the context path (F11); `leak` is None if not measured."""
+def miscalculated(leak: float | None, ascent: float | None, batch_effect: float | None) -> Finding | None:
+    """A nonzero gradient from target voxels through the context path (F11), an objective that falls as a volume's loss
+    rises, or a volume's loss that depends on the rest of its batch. None: not measured."""
     if leak is not None and leak > 0:
         sentence = f"gradient w.r.t. target voxels is {leak:.1e}: the encoder sees the answers (F11)"
         return Finding("context unmasked", sentence, "code")
-    return None
-
-
-def ascent(slope: float | None) -> Finding | None:
-    """An objective that falls as a volume's loss rises; `slope` is None if not measured."""
-    if slope is not None and slope > 0:
-        return Finding(
-            "gradient reversed",
-            "the minimised value falls as a volume's loss rises, so training makes predictions worse; check the sign "
-            "of the loss",
-            "code",
-        )
-    return None
-
-
-def batch_statistics(change: float | None) -> Finding | None:
-    """A volume's loss that depends on the rest of its batch: a norm over the batch leaks between volumes."""
-    # Well above the rounding of float32, in which `batch_effect` computes.
-    if change is not None and change > 1e-3:
-        sentence = (
-            f"a volume's loss changes by {change:.1%} with the rest of its batch: a layer normalises over the batch"
-        )
-        return Finding("batch statistics", sentence, "code")
+    if ascent is not None and ascent > 0:
+        sentence = "the minimised value falls as a volume's loss rises, so training makes predictions worse"
+        return Finding("gradient reversed", f"{sentence}; check the sign of the loss", "code")
+    # Well above the rounding of float32, in which `batch_effect` is computed.
+    if batch_effect is not None and batch_effect > 1e-3:
+        changes = f"a volume's loss changes by {batch_effect:.1%} with the rest of its batch"
+        return Finding("batch statistics", f"{changes}: a layer normalises over the batch", "code")
     return None
 
 

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octfm.models.objectives.objective import Objective, ObjectiveOutput, View
 from octfm.models.token_map import token_grid
-from octfm.models.vit3d import TokenIndex, count_parameters, normalise, take_patches
+from octfm.models.vit3d import TokenIndex, count_parameters
 from octfm.pretraining import augment
+from octfm.pretraining.inputs import view_of
 from octfm.pretraining.learner import blueprint
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.runtime import Runtime
@@ -150,26 +151,17 @@ def _gathered(model: torch.nn.Module) -> int:
 def fake_view(
     config: PretrainConfig, preprocessing: Preprocessing, batch: int, kept: int, num_context: int, num_target: int
 ) -> View:
-    """What `make_inputs` allocates on the device for one view of a micro-batch, call by call."""
+    """What `make_inputs` allocates on the device for one view of a micro-batch."""
     places = (torch.zeros(batch, n, dtype=torch.int64) for n in (kept, num_context, num_target))
     index = TokenIndex(*places, tissue=torch.ones(batch, kept, dtype=torch.bool))
     voxels = torch.zeros(batch, 1, *preprocessing.image_size, dtype=torch.uint8)
+    labels = None if config.data.phantoms is None else torch.zeros_like(voxels)
     drawn = augment.draw(config.augment, [np.random.default_rng(0)] * batch)
-    moves = drawn.on_device(_fake, *preprocessing.image_size[1:], preprocessing.target_spacing)
-    voxels = augment.move(voxels, moves)
-    raw = take_patches(voxels, index.kept, config.model.patch_size)
-    mean, std = preprocessing.intensity_mean, preprocessing.intensity_std
-    target_patches = normalise(raw, mean, std)
-    patches = augment.recoloured(raw, index.kept, moves, mean, std)
-    if config.data.phantoms is None:
-        return View(patches, target_patches, index)
-    labels = torch.zeros(batch, 1, *preprocessing.image_size, dtype=torch.uint8)
-    truth = take_patches(augment.move_labels(labels, moves), index.kept, config.model.patch_size)
-    return View(patches, target_patches, index, truth)
 
+    def fake(array: np.ndarray) -> torch.Tensor:
+        return torch.zeros(array.shape, dtype=torch.from_numpy(array).dtype)
 
-def _fake(array: np.ndarray) -> torch.Tensor:
-    return torch.zeros(array.shape, dtype=torch.from_numpy(array).dtype)
+    return view_of(config, preprocessing, fake, voxels, labels, drawn, index)
 
 
 # Storages instead of tensors, because views share them.
