@@ -14,8 +14,7 @@ from octfm.catalog.scan import scan
 from octfm.display import readable
 from octfm.formats.reasons import REASONS
 from octfm.phantom import write_phantom
-from octfm.report.data_health import AXES, EXTENTS, outliers, write_data_health
-from octfm.report.laterality import SHOWN, by_scanner, laterality_doubts
+from octfm.report.data_health import AXES, EXTENTS, SHOWN, by_scanner, laterality_doubts, outliers, write_data_health
 from support.browser import assert_renders, needs_chromium
 from support.command_line import octfm_here
 from support.dicom_files import write_oct_dicom

@@ -86,7 +86,7 @@ def test_the_whole_path_runs(finished):
 def test_a_stage_is_one_line_and_details_are_in_the_log(finished):
     out, _, said = finished
     begun = [line for line in said if re.match(r"\[ *\d+ s\] \d/6 ", line)]
-    assert len(begun) == 6 and len(said) == 15
+    assert len(begun) == 6 and len(said) == 13
     log = (out / "demo.log").read_text()
     assert all(line in log for line in said)
     assert "preflight: " in log and "pretraining done: 4 updates" in log

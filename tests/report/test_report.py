@@ -124,8 +124,9 @@ def test_a_demonstration_without_pretraining_claims_none(tmp_path):
     (run / "probe.json").write_text(json.dumps(probe))
     said = dict(line.split(": ", 1) for line in summary_lines(run))
     assert said["Health"] == "Nothing was pretrained, so nothing was checked."
-    assert re.search(r"with another: \d better, but not after Holm\.", said["Probe"]), said["Probe"]
-    assert "the packaged network measures reach AUROC" in verdict(probe)[1]
+    assert said["Training"] == "Not pretrained: too few scans."
+    assert "the packaged network measures reach AUROC" in said["Result"]
+    assert "the interval excludes 0, but not after Holm's correction" in said["Result"], said["Result"]
 
 
 def test_page_says_what_happened(page):
@@ -301,20 +302,10 @@ def test_page_stays_small_by_leaving_out_pictures(tmp_path, monkeypatch):
     assert small.stat().st_size < full and "Example volumes" in small.read_text()
 
 
-def test_five_lines_for_a_terminal(tmp_path):
+def test_result_training_and_health_for_a_terminal(tmp_path):
     lines = summary_lines(write_run(tmp_path, figures=False))
-    assert [line.split(":")[0] for line in lines] == ["Data", "Preparation", "Training", "Probe", "Health"]
-
-
-def test_a_probe_without_results_and_a_scanner_without_a_name_are_said_in_words(tmp_path):
-    run = write_run(tmp_path, figures=False)
-    (run / "probe.json").write_text(json.dumps(probe_result() | {"results": [], "comparisons": []}))
-    catalog = Catalog.load(write_catalog(tmp_path))
-    nameless = replace(catalog, acquisitions=tuple(replace(a, scanner="unknown") for a in catalog.acquisitions))
-    data, _, _, probe, _ = summary_lines(run, catalog=nameless.save(tmp_path / "nameless"))
-    assert (
-        f"({len(catalog.acquisitions)} of unknown scanner)" in data and probe == "Probe: No target could be measured."
-    )
+    assert [line.split(":")[0] for line in lines] == ["Result", "Training", "Health"]
+    assert "reaches AUROC 0.91 (0.86 to 0.95)" in lines[0]
 
 
 def decoded(picture) -> np.ndarray:

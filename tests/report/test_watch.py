@@ -9,7 +9,7 @@ from rich.console import Console
 
 from octfm.errors import EvaluationError
 from octfm.report.html import write_report
-from octfm.report.watch import Follower, seconds_left, sparkline, watch
+from octfm.report.watch import follow, seconds_left, sparkline, watch
 from octfm.report.words import checkpoint_advice, checkpoint_taken
 from support.run_folder import write_run
 
@@ -35,29 +35,16 @@ def append(path, *rows):
 
 
 def test_a_growing_file_is_followed_and_a_torn_line_waits(tmp_path):
-    path, follower = tmp_path / "metrics.jsonl", None
-    follower = Follower(path)
-    assert follower.update() == []
+    path = tmp_path / "metrics.jsonl"
+    assert follow(path) == []
     append(path, {"kind": "train", "step": 0})
-    assert [row["step"] for row in follower.update()] == [0]
+    assert [row["step"] for row in follow(path)] == [0]
     with path.open("a") as file:
         file.write('{"kind": "train", "st')
-    assert len(follower.update()) == 1
+    assert len(follow(path)) == 1
     with path.open("a") as file:
         file.write('ep": 1}\n')
-    assert [row["step"] for row in follower.update()] == [0, 1]
-
-
-def test_a_file_that_a_resumed_run_cut_back_is_read_again(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    append(path, *({"kind": "train", "step": i} for i in range(9)))
-    follower = Follower(path)
-    follower.update()
-    partial = tmp_path / "metrics.partial"
-    append(partial, *({"kind": "train", "step": i} for i in range(3)))
-    partial.replace(path)
-    append(path, {"kind": "train", "step": 3})
-    assert [row["step"] for row in follower.update()] == [0, 1, 2, 3]
+    assert [row["step"] for row in follow(path)] == [0, 1]
 
 
 def test_time_to_go_ignores_the_night_between_two_processes():

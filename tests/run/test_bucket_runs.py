@@ -13,7 +13,7 @@ from octfm.io import bucket
 from octfm.io.location import location
 from octfm.pretraining import resume
 from octfm.pretraining.pretrain import pretrain
-from octfm.report.watch import Follower
+from octfm.report.watch import follow
 from octfm.run import bucket as bucket_run
 from octfm.run import checkpoint
 from octfm.run.bucket import local_run, mirror_of, read_pointer
@@ -197,11 +197,11 @@ def test_a_run_in_a_bucket_is_probed_and_watched_from_another_machine(place, sto
         seen.append(next(row["estimate"] for row in results if row["metric"] == "auroc"))
     assert seen[1] > 0.9 > seen[0]
 
-    follower = Follower(place / "run" / "metrics.jsonl")
-    assert [row["step"] for row in follower.update() if row["kind"] == "train"] == [0, 1]
+    metrics = place / "run" / "metrics.jsonl"
+    assert [row["step"] for row in follow(metrics) if row["kind"] == "train"] == [0, 1]
     before = bucket.read(f"{run}/metrics.jsonl")
     bucket.write(f"{run}/metrics.jsonl", before + b'{"kind": "train", "step": 2}\n')
-    assert [row["step"] for row in follower.update() if row["kind"] == "train"] == [0, 1, 2]
+    assert [row["step"] for row in follow(metrics) if row["kind"] == "train"] == [0, 1, 2]
     told = invoke("watch", run, "--once")
     assert told.exit_code == 0 and "step 3 of 2" in told.output and told.output.startswith("run "), told
     told = invoke("watch", f"{place}/nowhere", "--once")

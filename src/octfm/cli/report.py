@@ -263,11 +263,13 @@ def card(
     Examples:
     octfm card runs/vit_s --licence apache-2.0
     """
-    from octfm.report.card.model_card import Statements, write_model_card
-    from octfm.report.card.paper import write_paper
+    from octfm.io.location import write_whole
+    from octfm.report.card.model_card import Statements, model_card
+    from octfm.report.card.paper import paper
 
-    folder = out or run
     statements = Statements(licence, data_agreement, dataset, contact)
     common = {"catalog": catalog, "store": store, "name": name}
-    typer.echo(write_model_card(run, folder / "model_card.md", statements=statements, **common))
-    typer.echo(write_paper(run, folder / "paper.md", **common))
+    texts = {"model_card.md": model_card(run, statements=statements, **common), "paper.md": paper(run, **common)}
+    for file, text in texts.items():
+        write_whole((out or run) / file, text.encode())
+        typer.echo((out or run) / file)

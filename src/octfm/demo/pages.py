@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from octfm.demo.stages import Stages
+from octfm.io.location import write_whole
 from octfm.layers.segment import segment
-from octfm.report.card.model_card import write_model_card
+from octfm.report.card.model_card import model_card
 from octfm.report.html import summary_lines, write_report
 from octfm.report.segmented.pictures import facts_of, thickness_pictures, verdict_of, volumes_of
 from octfm.report.viewer import view_facts, write_view
@@ -25,14 +26,15 @@ def first_picture(volume: Volume, out: Path, detail: str) -> Path:
 
 
 def last_page(stages: Stages, run: Path, out: Path, store: Store, *, card: bool = True) -> Path:
-    """Write OUT/report.html, and the model card of an encoder; print the overview."""
+    """Write OUT/report.html, and the model card of an encoder; print its result."""
     report = out / "report.html"
     with stages.stage("report", "one page"):
         write_report(run, report, catalog=out / "catalog", store_path=store.path)
         if card:
-            write_model_card(run, out / "model_card.md", catalog=out / "catalog", store=store.path)
+            text = model_card(run, catalog=out / "catalog", store=store.path)
+            write_whole(out / "model_card.md", text.encode())
     stages.say(f"took {stages.total:.0f} s: {stages.shares()}")
-    for line in summary_lines(run, catalog=out / "catalog", store_path=store.path):
+    for line in summary_lines(run):
         stages.say(line)
     stages.say(f"report: {report.resolve()}")
     return report

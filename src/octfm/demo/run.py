@@ -1,7 +1,7 @@
 """The demonstration, stage by stage, on a phantom clinic; own_scans.py has that on one's own scans."""
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from octfm.demo.clinic import FULL, QUICK, prepared_clinic
 from octfm.demo.request import DESIGN, Request
@@ -15,38 +15,16 @@ FEW_LABELS = ("pretrained", "random_init", "tissue_map")
 """Encoders that are probed with fewer labels as well."""
 
 
-def run_demo(
-    out: str | Path,
-    *,
-    data: Path | None = None,
-    labels: Path | None = None,
-    targets: Sequence[str] = (),
-    max_samples: int | None = None,
-    participant_from: Sequence[str] = (),
-    seed: int = 100,
-    quick: bool = False,
-    objective: str = "mae",
-    echo: Echo = print,
-) -> Path:
-    """Run or continue a demonstration in `out` and return the path of its report.
+def run_demo(out: str | Path, *, quick: bool = False, echo: Echo = print, **options: Any) -> Path:
+    """Run or continue a demonstration in `out` and return the path of its report; `options` are fields of Request.
 
-    `objective` is a key of PRESETS. Without `data`, a phantom clinic is made; pretraining never uses its validation and
-    test participants, and the probe tests only these. With `data`, the same is done with the user's own scans, and
-    `labels` is a table whose columns, or those named in `targets`, are the questions; scans that are too few to
-    pretrain on (FEWEST) are measured by the packaged network of octfm segment instead. Details go to OUT/demo.log.
-    Raises ConfigError, EvaluationError or AmbiguousPeople before work begins if the request cannot be met.
+    Without `data`, a phantom clinic is made; pretraining never uses its validation and test participants, and the probe
+    tests only these. With `data`, the same is done with the user's own scans, and `labels` is a table whose columns, or
+    those named in `targets`, are the questions; scans that are too few to pretrain on (FEWEST) are measured by the
+    packaged network of octfm segment instead. Details go to OUT/demo.log. Raises ConfigError, EvaluationError or
+    AmbiguousPeople before work begins if the request cannot be met.
     """
-    request = Request(
-        out=local_path(out),
-        data=Path(data) if data is not None else None,
-        labels=labels,
-        targets=tuple(targets),
-        max_samples=max_samples,
-        participant_from=tuple(participant_from),
-        seed=seed,
-        size=QUICK if quick else FULL,
-        objective=objective,
-    )
+    request = Request(local_path(out), size=QUICK if quick else FULL, **options)
     if request.data is None:
         return _phantoms(request, echo)
     from octfm.demo.own_scans import own_scans

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from octfm.layers.verdict import bridged
 from octfm.volume.etdrs import Field
 from octfm.volume.laterality import disc_side
 from octfm.volume.tissue import Tissue
@@ -22,14 +23,8 @@ def looks_like_other_eye(
     if volume.laterality is None or not seen.size or not np.isfinite([bscan, ascan]).all():
         return False
     fovea = float(np.interp(bscan, seen, np.arange(len(seen)))), ascan
-    ilm, bm = (_bridged(rows[seen]) for rows in (ilm_DW, bm_DW))
+    ilm, bm = (bridged(rows[seen]) for rows in (ilm_DW, bm_DW))
     tissue = Tissue(ilm, bm, fovea, np.zeros(len(seen)), confident=True, confidence={}, located=True)
     shown = eight_bit(replace(volume, voxels=volume.voxels[seen], lines=None))
     found = disc_side(shown, volume.spacing_mm, tissue, volume.left_to_right)
     return found.contradicts(volume.laterality)
-
-
-def _bridged(rows_DW: np.ndarray) -> np.ndarray:
-    """Rows of lines that are known somewhere, linear where they are not."""
-    ascan = np.arange(rows_DW.shape[1])
-    return np.stack([np.interp(ascan, ascan[known := np.isfinite(rows)], rows[known]) for rows in rows_DW])

@@ -329,13 +329,18 @@ def waviness_um(rows_DW: np.ndarray, spacing_mm: Spacing3, over_mm: float = WAVE
 
 
 def _depth_um(rows_DW: np.ndarray, spacing_mm: Spacing3) -> np.ndarray:
-    """Rows [D, W] in µm, those that are NaN interpolated along the B-scan; 0 in B-scans without any."""
-    depth_um, ascan = np.zeros(rows_DW.shape), np.arange(rows_DW.shape[1])
-    for line, rows in zip(depth_um, rows_DW, strict=True):
+    """Rows [D, W] in µm, `bridged`."""
+    return bridged(rows_DW) * 1000 * spacing_mm[1]
+
+
+def bridged(rows_DW: np.ndarray) -> np.ndarray:
+    """Rows [D, W], those that are NaN interpolated along the B-scan; 0 in B-scans without any."""
+    found, ascan = np.zeros(rows_DW.shape), np.arange(rows_DW.shape[1])
+    for line, rows in zip(found, rows_DW, strict=True):
         known = np.isfinite(rows)
         if known.any():
-            line[:] = np.interp(ascan, ascan[known], rows[known]) * 1000 * spacing_mm[1]
-    return depth_um
+            line[:] = np.interp(ascan, ascan[known], rows[known])
+    return found
 
 
 def measure(volume: Volume, found: Layers) -> Measures:

@@ -67,9 +67,16 @@ def write_report(
     )
 
 
-def summary_lines(run: Path, *, catalog: Location | None = None, store_path: Location | None = None) -> list[str]:
-    """The five lines of the overview, for a terminal."""
-    return [f"{label}: {sentence}" for label, sentence in words.five_lines(gather(Path(run), catalog, store_path))]
+def summary_lines(run: Path) -> list[str]:
+    """Result, training and health of a run for a terminal."""
+    sources = gather(run)
+    said = {
+        "Result": words.key_result(sources.probe)[1],
+        "Training": words.training_line(sources),
+        "Health": words.health_line(sources),
+        "Checkpoint": words.checkpoint_advice([*sources.online, *sources.validation]),
+    }
+    return [f"{label}: {sentence}" for label, sentence in said.items() if sentence]
 
 
 def _facts(sources: Sources, command: str) -> dict[str, Any]:

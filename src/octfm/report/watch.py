@@ -1,9 +1,7 @@
 """A live dashboard of a run in the terminal, from its metrics.jsonl: curves as sparklines, verdicts, remaining time."""
 
-import json
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +12,7 @@ from octfm.io import bucket_cache
 from octfm.io.location import BucketPath, Location, location
 from octfm.report.sources import number, require_pretraining, series
 from octfm.report.words import checkpoint_advice, latest_health
+from octfm.run.tracking import read_metrics
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -34,42 +33,14 @@ CURVES = (
 COLOURS = {"ok": "green", "watch": "yellow", "bad": "bold red"}
 
 
-@dataclass
-class Follower:
-    """Reads a growing metrics.jsonl: leaves an unfinished line for later, and starts over if the file was cut back."""
-
-    where: Location
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    _read: int = 0
-    _file: tuple[int, int] = (-1, -1)
-
-    def update(self) -> list[dict[str, Any]]:
-        """Read what was added, and return all rows."""
-        # Every version of a bucket's file is a new local file, so it is read from the start.
-        where = self.where
-        source = bucket_cache.local_copy(str(where)) if isinstance(where, BucketPath) else nullcontext(where)
-        try:
-            with source as path:
-                state = path.stat()
-                # Another file under this name, or fewer bytes than were read: the run started over.
-                if (state.st_dev, state.st_ino) != self._file or state.st_size < self._read:
-                    self.rows, self._read, self._file = [], 0, (state.st_dev, state.st_ino)
-                with path.open("rb") as file:
-                    file.seek(self._read)
-                    data = file.read()
-        except FileNotFoundError:
-            return self.rows
-        # Only complete lines; the rest is read again at the next update.
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for line in whole.splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # a line cut by a full disk
-            if isinstance(row, dict) and "kind" in row and "step" in row:
-                self.rows.append(row)
-        return self.rows
+def follow(metrics: Location) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl so far, without a line that is still being written; empty before the first."""
+    copy = bucket_cache.local_copy(str(metrics)) if isinstance(metrics, BucketPath) else nullcontext(metrics)
+    try:
+        with copy as path:
+            return list(read_metrics(path))
+    except FileNotFoundError:
+        return []
 
 
 def watch(run: str | Location, *, once: bool = False, every_s: float = 2.0, console: "Console | None" = None) -> None:
@@ -80,14 +51,14 @@ def watch(run: str | Location, *, once: bool = False, every_s: float = 2.0, cons
 
     run = location(run)
     require_pretraining(run)
-    console, follower, steps = console or Console(), Follower(run / "metrics.jsonl"), planned_steps(run)
+    console, metrics, steps = console or Console(), run / "metrics.jsonl", planned_steps(run)
     name, every_s = (run.name, max(every_s, BUCKET_S)) if isinstance(run, BucketPath) else (run.resolve().name, every_s)
     if once:
-        console.print(dashboard(name, follower.update(), steps))
+        console.print(dashboard(name, follow(metrics), steps))
         return
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            rows = follower.update()
+            rows = follow(metrics)
             live.update(dashboard(name, rows, steps), refresh=True)
             if last_step(rows) + 1 >= steps or stopped(rows):
                 return

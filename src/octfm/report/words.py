@@ -237,18 +237,6 @@ def subtitle(sources: Sources, name: str) -> str:
     return ", ".join(parts) + "."
 
 
-def five_lines(sources: Sources) -> list[tuple[str, str]]:
-    """(label, sentence) of data, preparation, training, probe and health; and of a checkpoint, with an online probe."""
-    return [
-        ("Data", _data(sources)),
-        ("Preparation", _preparation(sources)),
-        ("Training", training_line(sources)),
-        ("Probe", _probe(sources.probe)),
-        ("Health", health_line(sources)),
-        *([("Checkpoint", advice)] if (advice := checkpoint_advice([*sources.online, *sources.validation])) else []),
-    ]
-
-
 def latest_health(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The last verdict on every subject with the run's counts of each verdict, the worst first."""
     latest: dict[str, dict[str, Any]] = {}
@@ -320,34 +308,6 @@ def _best(compared: list[dict[str, Any]]) -> dict[str, Any]:
     return max(compared, key=lambda row: (number(row["score"]), int(row["step"])))
 
 
-def _data(sources: Sources) -> str:
-    if sources.catalog is None:
-        return "No catalog was given to this report, so accepted and rejected files are not counted here."
-    s = sources.catalog.summary()
-    codes = ", ".join(f"{code} {n}" for code, n in s["rejects"].items())
-    scanners = ", ".join(
-        f"{n} {'of unknown scanner' if name == 'unknown' else display.readable(name)}"
-        for name, n in s["scanners"].items()
-    )
-    rejected = "No file was rejected."
-    if s["rejected"]:
-        rejected = f"{s['rejected']} files were rejected, each with a reason ({codes})."
-    return f"{s['accepted']} OCT volumes of {s['participants']} participants were accepted ({scanners}). {rejected}"
-
-
-def _preparation(sources: Sources) -> str:
-    if sources.store is None:
-        return "No prepared store was given to this report."
-    rows = sources.store.rows
-    unsure = sum(not row.confident for row in rows)
-    d, h, w = sources.store.image_size
-    text = f"{len(rows)} volumes were brought to {d} B-scans × {h} rows × {w} A-scans. "
-    if not rows:
-        return text
-    text += f"The tissue band was found with confidence in {1 - unsure / len(rows):.0%}"
-    return text + (f"; in the other {unsure} every row was kept." if unsure else " of them.")
-
-
 def training_line(sources: Sources) -> str:
     """Number of steps and last loss, relative to a constant prediction."""
     if reason := sources.record.get("not_pretrained"):
@@ -362,22 +322,6 @@ def training_line(sources: Sources) -> str:
     else:
         error += "; no validation was logged."
     return f"{steps[-1] + 1:.0f} steps. Hidden tissue is predicted with {error}"
-
-
-def _probe(probe: dict[str, Any] | None) -> str:
-    if probe is None:
-        return "Not run."
-    results = probe["results"]
-    if not results:
-        return "No target could be measured."
-    compared = [c for c in planned(probe) if c["a"] == results[0]["encoder"]]
-    targets, encoders = (len({r[key] for r in results}) for key in ("target", "encoder"))
-    text = f"{display.number(targets, 'target')}, {display.number(encoders, 'encoder')}."
-    counts = Counter(map(_after_holm, compared))
-    if verdicts := ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())):
-        text += f" Of {len(compared)} paired comparisons of {encoder(compared[0]['a'])} with another: {verdicts}."
-    seen = tested_before(results)
-    return text + (f" Caution: {seen} test participants had been seen in pretraining." if seen else "")
 
 
 def health_line(sources: Sources) -> str:

@@ -13,7 +13,7 @@ import yaml
 
 from octfm.display import markdown
 from octfm.evaluation.scoring import HEADLINE, fails_holm
-from octfm.io.location import Location, write_whole
+from octfm.io.location import Location
 from octfm.report import words
 from octfm.report.card.paper import bibtex, setting, shareable_run
 from octfm.report.participants import by_split, characteristics, flow, tested
@@ -98,12 +98,6 @@ def model_card(
         f"## Contact\n\n{markdown(statements.contact) if statements.contact else 'Not stated.'}",
     ]
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
-
-
-def write_model_card(run: str | Path, out: Path, **options: Any) -> Path:
-    """Write `model_card(run, **options)` to `out`."""
-    write_whole(out, model_card(run, **options).encode())
-    return out
 
 
 def _front_matter(sources: Sources, statements: Statements, name: str) -> str:

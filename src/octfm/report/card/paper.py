@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from octfm.display import markdown
-from octfm.io.location import Location, location, write_whole
+from octfm.io.location import Location, location
 from octfm.report.participants import flow, tested
 from octfm.report.shareable import NAME, shareable
 from octfm.report.sources import Sources, gather, lookup
@@ -91,12 +91,6 @@ def paper(
         f"```bibtex\n{bibtex(sources, name)}```",
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def write_paper(run: str | Path, out: Path, **options: Any) -> Path:
-    """Write `paper(run, **options)` to `out`."""
-    write_whole(out, paper(run, **options).encode())
-    return out
 
 
 def methods(sources: Sources) -> str:
