@@ -296,7 +296,7 @@ def test_a_run_goes_back_to_a_checkpoint_that_is_still_being_written(store, tmp_
     write = checkpoint.write
 
     def slow(*args):
-        planted_delay(2)
+        planted_delay(0.7)
         return write(*args)
 
     monkeypatch.setattr(checkpoint, "write", slow)
