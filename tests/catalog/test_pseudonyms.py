@@ -24,7 +24,7 @@ from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
 from support.bscan_set import layered, write_image
 from support.canaries import everything_in
-from support.command_line import octfm_command, octfm_here
+from support.command_line import octfm_here
 
 KEY = b"a key that nobody can guess"
 SMALL = Preprocessing(image_size=(8, 64, 48), target_spacing=(0.9, 0.03, 0.15))
@@ -50,9 +50,9 @@ def secrets_of(catalog: Catalog) -> set[str]:
     )
 
 
-def test_nothing_of_the_original_ids_uids_paths_and_dates_is_left(clinic, catalog, tmp_path):
+def test_nothing_of_the_original_ids_uids_paths_and_dates_is_left(clinic, catalog, tmp_path, capfd):
     one = ("--workers", "1")
-    code, out, err = octfm_command("scan", clinic, "--out", "catalog", "--pseudonymise", "key", *one, cwd=tmp_path)
+    code, out, err = octfm_here("scan", clinic, "--out", "catalog", "--pseudonymise", "key", *one, cwd=tmp_path)
     assert code == 0, err
     command = (
         "prepare",
@@ -64,11 +64,12 @@ def test_nothing_of_the_original_ids_uids_paths_and_dates_is_left(clinic, catalo
         "--root",
         clinic,
     )
-    code, more, err = octfm_command(*command, *one, cwd=tmp_path)
+    code, more, err = octfm_here(*command, *one, cwd=tmp_path)
     assert code == 0, err
     hidden, store = Catalog.load(tmp_path / "catalog"), Store.open(tmp_path / "prepared")
     assert len(hidden.acquisitions) == len(catalog.acquisitions) == len(store)
     found = str(asdict(hidden)) + repr(store.rows) + repr(store.unprepared()) + out + more + err
+    found += "".join(capfd.readouterr())  # of the children that read files
     raw = everything_in(tmp_path / "catalog") + everything_in(tmp_path / "prepared")
     for secret in secrets_of(catalog):
         assert secret not in found and secret.encode() not in raw, secret

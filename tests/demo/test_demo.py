@@ -25,8 +25,11 @@ SMALLER = replace(
     clinic.QUICK,
     participants=16,
     fractions=(0.25, 0.125, 0.625),
-    overrides=("steps=4", "log_every_steps=1", "validate_every_steps=2", "ckpt_every_steps=2", "model.depth=2"),
-)
+    overrides=(
+        "steps=4", "log_every_steps=1", "validate_every_steps=2", "ckpt_every_steps=2",
+        "model.width=24", "model.depth=2", "predictor.width=24", "predictor.depth=1",
+    ),
+)  # fmt: skip
 """A demonstration that takes a fifth as long as that of --quick, which only the slow tests run; its scans are small."""
 
 

@@ -175,7 +175,7 @@ def test_severity_grows_lesions_and_early_disease_has_normal_thickness():
             np.mean(
                 [
                     (phantom_volume(s, diagnosis=diagnosis, severity=severity, size=SMALL)[1].lesions > 0).sum()
-                    for s in range(8)
+                    for s in range(5)
                 ]
             )
         )

@@ -230,7 +230,7 @@ def truth_features(eye: Eye) -> np.ndarray:
 def test_supervised_ceiling_is_at_least_95():
     """From true thickness and lesion maps: any disease, and each of the six. Eyes are scored, participants are
     folds."""
-    people = a_cohort(300)
+    people = a_cohort(200)
     features = np.array([[truth_features(eye_of(person, side, SEEDS[0])) for side in SIDES] for person in people])
     diagnosis = np.array([[person.eye_diagnosis[side] for side in SIDES] for person in people])
     assert ceiling(features, diagnosis != "healthy") >= 0.95

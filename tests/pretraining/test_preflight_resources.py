@@ -117,10 +117,10 @@ def test_F7_the_doctor_tells_what_a_rank_would_need(store):
     """Before a job of many ranks is queued, on one of its machines."""
     settings = load(
         PretrainConfig,
-        sized(384, 16, 4, 64, depth=4)
+        sized(384, 8, 2, 32, depth=2)
         | {
             "runtime": {"parallel": "fsdp"},
-            "data": {"store": str(store.path), "global_batch_size": 16, "per_device_batch_size": 4},
+            "data": {"store": str(store.path), "global_batch_size": 8, "per_device_batch_size": 2},
         },
     )
     alone, shared = (

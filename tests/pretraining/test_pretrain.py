@@ -234,8 +234,9 @@ def test_F7_accumulation_does_not_change_the_maths(store, tmp_path):
     whole = quick_pretrain(
         config(steps=3, data={"global_batch_size": 4, "per_device_batch_size": 4}), store, tmp_path / "b", echo=quiet
     )
+    at_once = final(whole)["model"]
     for name, tensor in final(halves)["model"].items():
-        torch.testing.assert_close(tensor, final(whole)["model"][name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(tensor, at_once[name], rtol=1e-4, atol=1e-5)
 
 
 def test_F7_a_global_batch_that_does_not_divide_is_refused_before_step_0(store, tmp_path):
@@ -322,5 +323,6 @@ def test_stages_of_masking_train_and_resume(store, tmp_path):
         quick_pretrain(settings, store, tmp_path / "halves", echo=stop)
     resumed = quick_pretrain(settings, store, tmp_path / "halves", echo=quiet)
     assert timeless(whole) == timeless(resumed)
+    found = final(resumed)["model"]
     for name, tensor in final(whole)["model"].items():
-        assert torch.equal(tensor, final(resumed)["model"][name]), name
+        assert torch.equal(tensor, found[name]), name

@@ -156,7 +156,14 @@ def test_epochs_train_and_resume(store, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["smoke_test", "pretrain_vjepa_single_domain", "vit_s", "data2vec_prototype", "demo", "demo_vjepa2", "mae"]
+    "name",
+    [
+        "smoke_test",
+        "data2vec_prototype",
+        "demo",
+        "demo_vjepa2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("pretrain_vjepa_single_domain", "vit_s", "mae")),
+    ],
 )
 def test_every_preset_shrinks_and_passes_its_preflight(name, store):
     """What `--smoke` runs; under a minute on two cores, here on 8 small volumes in seconds."""

@@ -35,6 +35,7 @@ from support.tiny_runs import assert_same_run, config, final, interrupted_after,
 from support.waiting import planted_delay
 
 SMALL = {
+    "data": {"global_batch_size": 4, "per_device_batch_size": 4},
     "model": {"patch_size": [2, 8, 8], "width": 24, "depth": 2, "heads": 2},
     "schedule": {"base_lr": 1e-3, "warmup_ratio": 0.1},
     "log_every_steps": 10,
@@ -174,7 +175,8 @@ def test_a_nan_volume_is_skipped_then_excluded_and_named(store, tmp_path, monkey
         return accumulate(learner, batch, *args, **kwargs)
 
     monkeypatch.setattr(loop, "accumulate", watched)
-    said, _ = run_with_fault(store, tmp_path / "run", "nan-volume", "vjepa2", 8, steps=40)
+    halves = {"global_batch_size": 4, "per_device_batch_size": 2}
+    said, _ = run_with_fault(store, tmp_path / "run", "nan-volume", "vjepa2", 8, steps=40, data=halves)
     incidents = rows(tmp_path / "run", "incident")
     assert [row["action"] for row in incidents] == ["skip", "exclude"]
     (uri,) = incidents[0]["volumes"]
@@ -284,7 +286,8 @@ def test_weights_that_spoil_most_volumes_are_rolled_back_and_no_volume_is_blamed
         return inputs
 
     monkeypatch.setattr(passes, "make_inputs", spoiled)
-    run = quick_pretrain(config(**SMALL | {"steps": 18}), store, tmp_path / "run", echo=quiet)
+    halves = {"global_batch_size": 4, "per_device_batch_size": 2}
+    run = quick_pretrain(config(**SMALL | {"steps": 18, "data": halves}), store, tmp_path / "run", echo=quiet)
     state = final(run)["state"]
     assert [(back["at"], back["to"]) for back in state["rollbacks"]] == [(15, 10)] and not state["suspects"]
 
@@ -293,7 +296,7 @@ def test_a_run_goes_back_to_a_checkpoint_that_is_still_being_written(store, tmp_
     write = checkpoint.write
 
     def slow(*args):
-        planted_delay(2)
+        planted_delay(0.7)
         return write(*args)
 
     monkeypatch.setattr(checkpoint, "write", slow)

@@ -21,7 +21,10 @@ from support.tiny_runs import config, quick_pretrain, rows
 
 AT, STEPS = 5, 26
 QUIET = {"log_every_steps": 100, "validate_every_steps": 1000, "ckpt_every_steps": 1000, "steps": STEPS}
-SMALL = QUIET | {"model": {"patch_size": [2, 8, 8], "width": 24, "depth": 2, "heads": 2}}
+SMALL = QUIET | {
+    "model": {"patch_size": [2, 8, 8], "width": 24, "depth": 2, "heads": 2},
+    "data": {"global_batch_size": 4, "per_device_batch_size": 4},
+}
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +236,8 @@ def test_an_order_that_repeats_volumes_is_named_before_step_0(store, monkeypatch
 
 def test_one_rank_with_another_order_is_named(ranks, store, tmp_path):
     """Before step 0 where it begins so, else in the first step where it differs."""
-    settings = config(**SMALL).model_dump(mode="json")
+    halves = {"global_batch_size": 4, "per_device_batch_size": 2}
+    settings = config(**SMALL | {"data": halves}).model_dump(mode="json")
     early = ranks(2, store.path, tmp_path / "early", settings, fault="other-order", on=1)
     assert [end.code for end in early] == [1, 1] and "rank 1 of 2 draws its volumes in another order" in early[0].said
     ranks(2, store.path, tmp_path / "late", settings, fault="other-order", on=1, at=12)

@@ -69,7 +69,8 @@ class Place:
     def config(self, **changes: Any):
         return config(
             steps=4, precision=self.precision, log_every_steps=3, validate_every_steps=2, ckpt_every_steps=2,
-            health={"check_every_steps": 3}, probe={"target": "grade"}, **changes,
+            health={"check_every_steps": 3}, probe={"target": "grade"},
+            **{"model": {"patch_size": [2, 8, 8], "width": 48, "depth": 1, "heads": 2}} | changes,
         )  # fmt: skip
 
     def finetuning(self, **changes: Any):

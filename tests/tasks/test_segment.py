@@ -65,7 +65,7 @@ def run(store, tmp_path_factory):
 def settings(run, made, **changes) -> SegmentConfig:
     base = {
         "encoder": str(run), "store": str(made[0].path), "truth": str(made[1]), "surfaces": ["ilm", "bm"], "mask_values": [1],
-        "steps": 150, "lr": 1e-2,
+        "steps": 100, "lr": 1e-2,
     }  # fmt: skip
     return load(SegmentConfig, base | changes)
 
@@ -74,7 +74,7 @@ def settings(run, made, **changes) -> SegmentConfig:
     "changes", [{}, {"decoder": "light"}, {"lr_encoder": 1e-3}], ids=["linear", "light", "finetuned"]
 )
 def test_surfaces_and_masks_are_found_on_unseen_participants(run, store, tmp_path, changes):
-    fewer = {"steps": 100} if changes else {}  # these learn faster
+    fewer = {"steps": 60} if changes else {}  # these learn faster
     result = segment(settings(run, store, **changes, **fewer), tmp_path / "seg", baselines=not changes, echo=quiet)
     found = {(r["target"], r["encoder"]): r["estimate"] for r in result["results"]}
     row_um = store[0].preprocessing.target_spacing[1] * 1000

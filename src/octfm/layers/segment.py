@@ -39,6 +39,7 @@ from octfm.volume.etdrs import (
     Field,
     field_of_volume,
     lateral_scale,
+    means_around,
     measure_around,
     measure_grid,
 )
@@ -359,7 +360,9 @@ class ScanSegmentation(Segmentation):
         """`EtdrsGrid.place_um` of the zones that have a mean."""
         thickness, (x, y), away = self.thickness_um(upper, lower), grid.centre_mm, FOVEA_MM[grid.centre]
         turns = np.arange(8) * np.pi / 4
-        moved = [self._means(thickness, (x + away * np.cos(turn), y + away * np.sin(turn))).mean_um for turn in turns]
+        place, laterality = self.place(), self.volume.laterality
+        places = ((x + away * np.cos(turn), y + away * np.sin(turn)) for turn in turns)
+        moved = [means_around(centre_mm, thickness, place, laterality) for centre_mm in places]
         return {
             name: max((abs(other - mean) for means in moved if (other := means[name]) is not None), default=0.0)
             for name, mean in grid.mean_um.items()

@@ -22,7 +22,7 @@ from octfm.layers.segment import ScanSegmentation, segment
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.store.store import Store
 from octfm.tasks.segment import transform_of
-from octfm.volume.etdrs import ZONES, measure_around, measure_grid
+from octfm.volume.etdrs import ZONES, means_around, measure_grid
 from octfm.volume.volume import Laterality, Spacing3, Volume
 
 LAYERS = (*pairwise(SURFACES), ("ilm", "bm"), ("rpe_peak", "bm"))
@@ -200,7 +200,7 @@ def _zones(scan: ScanSegmentation, maps: Iterable[np.ndarray]) -> Iterator[float
         yield from np.full(len(maps) * len(ZONES), np.nan)
         return
     for values in maps:
-        means = measure_around(centre, values, place, scan.volume.laterality).mean_um
+        means = means_around(centre, values, place, scan.volume.laterality)
         yield from (np.nan if means.get(zone) is None else float(means[zone] or 0.0) for zone in ZONES)
 
 

@@ -6,6 +6,7 @@ four from 3 to 6 mm.
 
 from dataclasses import dataclass, replace
 from dataclasses import field as with_default
+from functools import cache
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -316,8 +317,9 @@ def sample(values: np.ndarray, field: Field, x_mm: np.ndarray, y_mm: np.ndarray)
     outside = ~(np.isfinite(bscan) & np.isfinite(ascan))
     at = [np.where(outside, 0, bscan), np.where(outside, 0, ascan)]
     found = map_coordinates(np.where(known, values, 0.0), at, order=1, mode="nearest")
-    share = map_coordinates(known.astype(float), at, order=1, mode="nearest")
-    found[outside | (share < 0.999)] = np.nan
+    if not known.all():
+        outside |= map_coordinates(known.astype(float), at, order=1, mode="nearest") < 0.999
+    found[outside] = np.nan
     return found
 
 
@@ -421,23 +423,44 @@ def measure_around(
     rivals_mm: tuple[tuple[float, float], ...] = (),
 ) -> EtdrsGrid:
     """The ETDRS grid of a map [D, W] around a given place, x and y in mm; `centre` says what that place is."""
-    axis = np.arange(-RINGS_MM[-1] + CELL_MM / 2, RINGS_MM[-1], CELL_MM)
-    x, y = np.meshgrid(axis, axis)
+    x, y, zones = _cells(laterality, field.upright)
     values = sample(thickness_um, field, centre_mm[0] + x, centre_mm[1] + y)
-    whole = np.hypot(x, y) < RINGS_MM[-1]
-    covered = float(np.isfinite(values[whole]).mean())
+    covered = float(np.isfinite(values).mean())
     mean, coverage, apart_mm = {}, {}, {}
     between_mm = field.apart_mm(centre_mm[0] + x, centre_mm[1] + y)
-    for name, inside in zones_at(x, y, laterality, field.upright).items():
-        measured = values[inside]
-        known = np.isfinite(measured)
-        coverage[name] = float(known.mean())
-        mean[name] = float(measured[known].mean()) if coverage[name] >= LEAST_COVERED else None
+    for name, inside in zones.items():
+        mean[name], coverage[name] = _mean(values[inside])
         apart_mm[name] = float(np.quantile(between_mm[inside], LEAST_COVERED, method="lower"))
     area = np.pi * RINGS_MM[-1] ** 2
-    volume = float(np.nanmean(values[whole])) / 1000 * area if covered >= LEAST_COVERED else None
+    volume = float(np.nanmean(values)) / 1000 * area if covered >= LEAST_COVERED else None
     sampling_um = _sampling_um(centre_mm, thickness_um, field, laterality)
     return EtdrsGrid(mean, coverage, apart_mm, volume, centre, centre_mm, rivals_mm, field.per_mm, sampling_um)
+
+
+def means_around(
+    centre_mm: tuple[float, float], values_um: np.ndarray, field: Field, laterality: Laterality | None
+) -> dict[str, float | None]:
+    """`EtdrsGrid.mean_um` of a map [D, W] around a given place, faster than the whole grid."""
+    x, y, zones = _cells(laterality, field.upright)
+    values = sample(values_um, field, centre_mm[0] + x, centre_mm[1] + y)
+    return {name: _mean(values[inside])[0] for name, inside in zones.items()}
+
+
+@cache
+def _cells(laterality: Laterality | None, upright: bool) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Positions x and y of the cells of a grid relative to its centre, and the places in them of those of each zone."""
+    axis = np.arange(-RINGS_MM[-1] + CELL_MM / 2, RINGS_MM[-1], CELL_MM)
+    x, y = np.meshgrid(axis, axis)
+    whole = np.hypot(x, y) < RINGS_MM[-1]
+    x, y = x[whole], y[whole]
+    return x, y, {name: np.flatnonzero(inside) for name, inside in zones_at(x, y, laterality, upright).items()}
+
+
+def _mean(values: np.ndarray) -> tuple[float | None, float]:
+    """The mean of a zone, None if less than `LEAST_COVERED` of it was measured, and the measured share."""
+    known = np.isfinite(values)
+    coverage = float(known.mean())
+    return float(values[known].mean()) if coverage >= LEAST_COVERED else None, coverage
 
 
 def _sampling_um(
