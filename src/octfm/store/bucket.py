@@ -18,6 +18,7 @@ from octfm.io import bucket, bucket_cache
 from octfm.io.hashing import hash_text
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, write_whole
+from octfm.store.arrays import TensorStoreArrays
 from octfm.store.layout import ARRAYS, Arrays, Compression, StoreRow, checksum, read_rows, shard_key
 from octfm.store.shards import ShardArrays
 from octfm.store.writer import StoreWriter
@@ -41,7 +42,7 @@ class BucketArrays:
         rows: tuple[StoreRow, ...],
         image_size: tuple[int, int, int],
         metadata: Mapping[str, Any],
-        open_arrays: Callable[[Path], ShardArrays],
+        open_arrays: Callable[[Path], ShardArrays | TensorStoreArrays],
     ):
         """`metadata`: zarr.json of each array; `open_arrays`: a function that opens a local folder of arrays."""
         self._path, self._rows, self._image_size = path, rows, image_size

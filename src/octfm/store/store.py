@@ -16,6 +16,7 @@ import numpy as np
 from octfm.display import box, brief, counted, data_frame, number, readable, times, with_labels
 from octfm.errors import ConfigError, StoreError
 from octfm.io.location import Location, location
+from octfm.store.arrays import open_arrays
 from octfm.store.item import StoredVolume
 from octfm.store.layout import (
     ARRAYS,
@@ -32,7 +33,6 @@ from octfm.store.layout import (
     shard_key,
     summary,
 )
-from octfm.store.shards import ShardArrays
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.volume import STRUCTURE_ONLY, Modality
 
@@ -331,7 +331,7 @@ class Store:
 
     def _opened(self) -> Any:
         if isinstance(self.path, Path):
-            return ShardArrays(self.path, self.compression, self.checks_shards, self.threads)
+            return open_arrays(self.path, self.threads, self.compression, self.checks_shards)
         from octfm.store.bucket import BucketArrays
 
         metadata = {
@@ -343,7 +343,7 @@ class Store:
             self.rows,
             self.image_size,
             metadata,
-            lambda folder: ShardArrays(folder, self.compression, self.checks_shards, self.threads),
+            lambda folder: open_arrays(folder, self.threads, self.compression, self.checks_shards),
         )
 
     def _unreadable(self, index: np.ndarray, name: str, error: Exception) -> "_Damaged":
