@@ -115,10 +115,10 @@ def dataset_of(
             f"target: expected the name of a label column, got {shown(target)}; "
             f"columns: {', '.join(sorted(columns)) or 'there is none'}"
         )
-    own = [*table.columns] if table is not None else []
+    own = table.columns if table is not None else ()
     if target is None and len(own) != 1:
         raise EvaluationError(f"target: name one of the label columns: {', '.join(own) or 'there is none'}")
-    name, data = target or own[0], of_store(store)
+    name, data = target or next(iter(own)), of_store(store)
     try:
         cases = make_cases(find_target(name, data, table), data, table)
     except Skip as reason:

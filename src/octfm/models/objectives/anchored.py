@@ -10,7 +10,6 @@ from pydantic import Field
 from torch import Tensor
 
 from octfm.models.objectives.dense import Composition, TruthConfig
-from octfm.models.objectives.enface import EnFaceGoals
 from octfm.models.objectives.objective import Objective, ObjectiveOutput, View, squared_error
 from octfm.models.predictor import Predictor, PredictorConfig, seen_and_answers
 from octfm.models.products import Linear
@@ -57,10 +56,7 @@ class Anchored(Objective):
         self.predictor = Predictor(
             predictor, model.width, self.voxels + self.composition.answers, model.activation_checkpointing
         )
-        self.enface, self.summary_weight = None, settings.summary_weight
-        if model.summary:
-            parts, rows = self.composition.parts, settings.answer_average[1]
-            self.enface = EnFaceGoals(model.width * model.summary, grid, parts, rows, self.composition.weights)
+        self.enface, self.summary_weight = self.composition.enface(model, grid), settings.summary_weight
 
     def forward(self, views: Sequence[View], context_weight: float | Tensor) -> ObjectiveOutput:
         """Losses of one view. The encoder receives the context patches and nothing else."""

@@ -67,10 +67,7 @@ class Dense(Objective):
         self.predictor = None
         if predictor is not None:
             self.predictor = Predictor(predictor, model.width, self.composition.answers, model.activation_checkpointing)
-        self.enface, self.summary_weight = None, settings.summary_weight
-        if model.summary:
-            parts, rows = self.composition.parts, settings.answer_average[1]
-            self.enface = EnFaceGoals(model.width * model.summary, grid, parts, rows, self.composition.weights)
+        self.enface, self.summary_weight = self.composition.enface(model, grid), settings.summary_weight
 
     def forward(self, views: Sequence[View], context_weight: float | Tensor) -> ObjectiveOutput:
         """Losses of one view whose labels are known."""
@@ -125,6 +122,12 @@ class Composition:
         self.parts = (depth, height, width)
         """Of a patch, along each axis."""
         self.answers = prod(self.parts) * len(CLASSES)
+
+    def enface(self, model: ViTConfig, grid: TokenGrid) -> EnFaceGoals | None:
+        """Goals and heads of a summary; None for an encoder without one."""
+        if not model.summary:
+            return None
+        return EnFaceGoals(model.width * model.summary, grid, self.parts, self.over[1], self.weights)
 
     @torch.no_grad()
     def of(self, labels_BMP: Tensor | None) -> Tensor:
