@@ -19,7 +19,7 @@ from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_ro
 from octfm.phantom import phantom_volume
 from octfm.report.html import write_report
 from octfm.store.layout import Arrays
-from octfm.tasks import embed_run
+from octfm.tasks.embed_run import embed_all
 from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.scene import load_scenes
@@ -521,7 +521,9 @@ def test_the_report_of_a_run_shows_its_head_and_its_segmentation(run, store, tmp
         assert {"attention", "segmentation", "lesions", "pca", "mask", "band"} <= {
             overlay["key"] for overlay in volume["overlays"]
         }
-    with pytest.raises(EvaluationError, match="trained on volumes that were prepared with other settings"):
-        other = small_preprocessing().model_copy(update={"margin_mm": 0.02})
-        changed = small_store(tmp_path / "other", splits=("train",), preprocessing=other)
-        embed_run._segmenter(tmp_path / "seg", changed, None)
+    other = small_preprocessing().model_copy(update={"margin_mm": 0.02})
+    changed = small_store(tmp_path / "other", splits=("train",) * 2, preprocessing=other)
+    unlike = quick_pretrain(pretrain_config(steps=1), changed, tmp_path / "unlike", echo=quiet)
+    with pytest.raises(EvaluationError, match=r"prepared with other settings than .* was trained on \(margin_mm"):
+        embed_all(str(unlike), changed.path, segmenter=tmp_path / "seg", echo=quiet)
+    assert not (unlike / "embeddings").exists()

@@ -65,17 +65,18 @@ def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pr
     """
     encoder = encoder.reading(store)
     target = Path(out) / f"{name}.parquet"
-    if facts_of(target).get("of") == SINGLE_SCANS:
+    before = facts_of(target)
+    if before.get("of") == SINGLE_SCANS:
         raise EvaluationError(f"{target}: holds vectors of single scans; choose another --out, or remove the file")
     key = f"{encoder.vector_key}-{_voxels_of(store)}"
     facts = encoder_facts(encoder) | {"key": key, "name": name}
-    vectors = _existing_vectors(target, key)
-    if vectors is None:
-        threads = torch.get_num_threads() if encoder.runtime.device.type == "cpu" else 1
-        vectors = _in_batches(store, encoder.embed_arrays, encoder.vector_width, name, threads)
-    else:
+    if before.get("key") == key:
         # The file is still written again, because splits and labels may have changed since.
         echo(f"{target}: vectors of these weights and volumes are already there")
+        vectors = np.array(from_parquet(target)["vector"].to_pylist(), np.float32)
+    else:
+        threads = torch.get_num_threads() if encoder.runtime.device.type == "cpu" else 1
+        vectors = _in_batches(store, encoder.embed_arrays, encoder.vector_width, name, threads)
     return write_rows(target, store, vectors, facts)
 
 
@@ -174,11 +175,6 @@ def histogram_facts(fingerprint: str) -> dict[str, str]:
 def _voxels_of(store: Store) -> str:
     """Identifies the volumes of a store and their order."""
     return hash_text("\n".join(f"{row.acquisition} {row.checksum}" for row in store.rows))[:16]
-
-
-def _existing_vectors(path: Path, key: str) -> np.ndarray | None:
-    """The vectors of an embeddings file with this key; None if they must be computed."""
-    return np.array(from_parquet(path)["vector"].to_pylist(), np.float32) if facts_of(path).get("key") == key else None
 
 
 def facts_of(path: Location) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Probe several pretraining runs on identical participants, folds and resamples, so that differences are paired."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from octfm.encoder.embeddings import read_embeddings
 from octfm.encoder.encoder import seen_by
 from octfm.errors import EvaluationError
 from octfm.evaluation.probe import probe
+from octfm.evaluation.results import read_result
 
 
 def probe_together(
@@ -47,11 +47,7 @@ def probe_together(
 
 def _settings(runs: Mapping[str, Path]) -> dict[str, Any]:
     """The settings that all of the runs' own probes have in common."""
-    own = [
-        json.loads((run / "probe.json").read_text())["settings"]
-        for run in runs.values()
-        if (run / "probe.json").is_file()
-    ]
+    own = [read_result(run / "probe.json")["settings"] for run in runs.values() if (run / "probe.json").is_file()]
     # Folds only where they are used: other designs store None or a default.
     designs = {(s["design"], s["folds"] if s["design"] == "k-fold" else None) for s in own}
     found: dict[str, Any] = dict(zip(("design", "folds"), designs.pop(), strict=True)) if len(designs) == 1 else {}

@@ -126,6 +126,6 @@ def curve_lines(rows: Sequence[dict[str, Any]], comparisons: Sequence[dict[str, 
         lines.append(f"{key[0]:<12} {key[1]:<18} {key[2]:<12} {points}")
     for c in comparisons:
         if c["low"] is not None:
-            who = f"{c['n_train_participants']} labelled participants: {c['a']} is {c['verdict']} against {c['b']}"
-            lines.append(f"{c['target']:<12} {c['metric']:<18} {who}: {difference_words(c)}")
+            people = f"{c['n_train_participants']} labelled participants"
+            lines.append(f"{c['target']:<12} {c['metric']:<18} {people}: {difference_words(c)}")
     return lines

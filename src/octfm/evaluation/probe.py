@@ -212,8 +212,7 @@ def summary_lines(result: dict[str, Any], file: str = "probe.json") -> list[str]
         lines.append(f"{target:<12} " + ("" if {*whose} == every else f"{', '.join(dict.fromkeys(whose))}: ") + note)
     for c in result["comparisons"]:
         if c["low"] is not None and c["metric"] in HEADLINE:
-            who = f"{c['a']} is {c['verdict']} against {c['b']}"
-            lines.append(f"{c['target']:<12} {c['metric']:<18} {who}: {difference_words(c)}")
+            lines.append(f"{c['target']:<12} {c['metric']:<18} {difference_words(c)}")
     hidden = sorted({r["metric"] for r in result["results"]} - set(HEADLINE))
     if hidden:
         lines.append(f"{file} also holds {', '.join(hidden)}")

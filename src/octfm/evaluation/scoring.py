@@ -193,12 +193,12 @@ def compare_metrics(a: Sequence[Scored], b: Sequence[Scored], *, leakage: bool) 
 
 
 def difference_words(c: dict[str, Any], digits: int = 3) -> str:
-    """A comparison with an interval for a terminal: `+0.020 (+0.005 to +0.034, p = 0.010, Holm 0.020)`, with `not after
-    Holm: 0.070` where the verdict does not survive that correction."""
+    """A comparison with an interval for a terminal: `a is better against b: +0.020 (+0.005 to +0.034, p = 0.010, Holm
+    0.020)`, with `not after Holm: 0.070` where the verdict does not survive that correction."""
     difference, low, high = (f"{c[name]:+.{digits}f}" for name in ("difference", "low", "high"))
     holm_words = "not after Holm:" if fails_holm(c) else "Holm"
     adjusted = "" if c["p_holm"] is None else f", {holm_words} {c['p_holm']:.3f}"
-    return f"{difference} ({low} to {high}, p = {c['p']:.3f}{adjusted})"
+    return f"{c['a']} is {c['verdict']} against {c['b']}: {difference} ({low} to {high}, p = {c['p']:.3f}{adjusted})"
 
 
 def correct(comparisons: list[dict[str, Any]]) -> list[dict[str, Any]]:

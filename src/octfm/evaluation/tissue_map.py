@@ -10,6 +10,7 @@ import numpy as np
 
 from octfm.encoder.embed import write_rows
 from octfm.encoder.embeddings import Embeddings
+from octfm.evaluation.metrics import ratio
 from octfm.store.store import Store
 
 GRID = 8
@@ -82,5 +83,4 @@ def _cells(surface: np.ndarray) -> np.ndarray:
 def _mean(surface: np.ndarray) -> np.ndarray:
     """Mean of the finite values [B]; NaN if there is none. Unlike np.nanmean, without a warning."""
     known = np.isfinite(surface)
-    count = known.sum((1, 2))
-    return np.divide(np.where(known, surface, 0).sum((1, 2)), count, out=np.full(len(surface), np.nan), where=count > 0)
+    return ratio(np.where(known, surface, 0).sum((1, 2)), known.sum((1, 2)))

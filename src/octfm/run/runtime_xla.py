@@ -110,13 +110,6 @@ class XLARuntime(Runtime):
     def adamw(self, groups: list[dict[str, Any]], lr: Tensor, betas: tuple[float, float]) -> torch.optim.AdamW:
         return CompiledAdamW(groups, lr, betas, self._sent)
 
-    def _hold_whole(self, tensors: Iterable[Tensor]) -> None:
-        """Hold tensors whole on every device, or the compiler may split them and compile the next step anew."""
-        import torch_xla.distributed.spmd as xs
-
-        for tensor in tensors:
-            xs.mark_sharding(tensor, self.mesh, (None,) * tensor.ndim)
-
     def follow(self, parameters: Iterable[Tensor], *inputs: Tensor) -> None:
         import torch_xla.core.xla_model as xm
 
@@ -137,8 +130,12 @@ class XLARuntime(Runtime):
         """Does nothing: the compiler plans all memory."""
 
     def place(self, model: nn.Module) -> None:
+        import torch_xla.distributed.spmd as xs
+
         model.to(self.device)
-        self._hold_whole([*model.parameters(), *model.buffers()])
+        # Whole on every device, or the compiler may split them and compile the next step anew.
+        for tensor in (*model.parameters(), *model.buffers()):
+            xs.mark_sharding(tensor, self.mesh, (None,) * tensor.ndim)
 
     def average_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Does nothing: the loss is the mean over all devices already."""

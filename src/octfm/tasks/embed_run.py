@@ -14,7 +14,7 @@ from octfm.run.checkpoint_files import SHARDS
 from octfm.store.selection import to_evaluate
 from octfm.store.store import Store
 from octfm.tasks.maps import save_pictures
-from octfm.tasks.segment import Segmenter, load_segmenter
+from octfm.tasks.segment import load_segmenter
 from octfm.weights.exported import is_export, refuse_inside_export
 
 
@@ -61,7 +61,9 @@ def embed_all(
         is_run = home.is_dir() and home.suffix != SHARDS
         out = (home if is_run else home.parent.parent) / "embeddings"
     trained = load_head(head, encoder, device) if head is not None else None
-    finder = _segmenter(segmenter, opened, device)  # before anything is computed, in case it is refused
+    finder = load_segmenter(segmenter, device) if segmenter is not None else None
+    if finder is not None:
+        finder.encoder.require_prepared(opened)  # before anything is computed
     written = [embed_store(encoder, opened, out, "pretrained", echo)]
     if baselines:
         for draw, name in enumerate(RANDOM_INIT):
@@ -70,14 +72,3 @@ def embed_all(
         written += [baseline(opened, out) for baseline in (histogram_baseline, tissue_map_baseline, quality_baseline)]
     save_pictures(encoder, opened, out.parent / "figures", trained, finder)
     return written
-
-
-def _segmenter(run: str | Path | None, store: Store, device: str | None) -> Segmenter | None:
-    if run is None:
-        return None
-    found = load_segmenter(run, device)
-    if found.encoder.fingerprint != store.fingerprint:
-        raise EvaluationError(
-            f"{run}: trained on volumes that were prepared with other settings than {store.path} (F15)"
-        )
-    return found

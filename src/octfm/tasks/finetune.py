@@ -5,7 +5,6 @@ import math
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +122,19 @@ def _finetune(
         model = TaskModel(config, encoder, len(task.cases.classes or ()) or 1)
         source: Source = Live(encoder, store, config)
         if config.frozen:
+
+            def leave() -> None:
+                # Several ranks stop together, at a step: one that left here would keep the others waiting.
+                if runtime.world == 1:
+                    interruption.leave("token features were computed")
+
             kept = token_features(
                 encoder,
                 store,
                 run.path,
                 per_volume=config.tokens_per_volume,
                 max_gb=config.max_cache_gb,
-                between=partial(_between_features, interruption, runtime),
+                between=leave,
             )
             source = Features(kept, store, runtime)
         training = FineTuning(task, store, model, source, participants)
@@ -150,12 +155,6 @@ def _finetune(
         predictions = _predictions(training)
         runtime.first(lambda: _write_result(training, predictions, run))
     return run.path
-
-
-def _between_features(interruption: Interruption, runtime: Runtime) -> None:
-    # Several ranks stop together, at a step: one that left here would keep the others waiting.
-    if runtime.world == 1:
-        interruption.leave("token features were computed")
 
 
 def _write_result(training: "FineTuning", predictions: Predictions, run: RunFolder) -> None:

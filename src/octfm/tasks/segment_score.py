@@ -11,7 +11,7 @@ import numpy as np
 from octfm.display import number
 from octfm.encoder.encoder import seen_by
 from octfm.errors import CheckpointError, Echo, EvaluationError
-from octfm.evaluation.metrics import mae
+from octfm.evaluation.metrics import mae, ratio
 from octfm.evaluation.probe import RESAMPLES, write_probe
 from octfm.evaluation.results import Result
 from octfm.evaluation.scoring import Scored, compare_scored, correct, difference_words, finite
@@ -249,7 +249,7 @@ def dice(voxels: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """2 |A ∩ B| / (|A| + |B|) over all volumes, under weights [R, n]; `voxels` [n, 3] holds |A ∩ B|, |A|, |B|. NaN
     where both are empty."""
     both, answer, real = (weights @ column for column in voxels.T)
-    return np.divide(2 * both, answer + real, out=np.full(len(weights), np.nan), where=answer + real > 0)
+    return ratio(2 * both, answer + real)
 
 
 def mean_height(config: SegmentConfig, store: Store, truth: Sequence[Labelled]) -> Predictor:
@@ -282,8 +282,7 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
             lines.append(f"{r['target']:<12} {r['note']}")
     for c in result["comparisons"]:
         if c["low"] is not None:
-            who = f"{c['a']} is {c['verdict']} against {c['b']}"
-            lines.append(f"{c['target']:<12} {c['metric']:<5} {who}: {difference_words(c, digits=2)}")
+            lines.append(f"{c['target']:<12} {c['metric']:<5} {difference_words(c, digits=2)}")
     return lines
 
 
