@@ -18,23 +18,6 @@ from octfm.io.ranged import recall
 from octfm.io.spread import Spread
 
 
-def listed_files(uri: str | Location) -> list[tuple[str, ...]]:
-    """Parts of the path of every listed Ophthalmic Tomography file, from the DICOMDIR's folder. Raises ReadError."""
-    from pydicom import dcmread
-
-    found = []
-    with guarded(str(uri)) as file:
-        if file.read(132)[128:] != b"DICM":
-            return []  # only named like a DICOMDIR
-        file.seek(0)
-        for record in dcmread(file, specific_tags=["DirectoryRecordSequence"]).get("DirectoryRecordSequence") or []:
-            name = record.get("ReferencedFileID")
-            sop_class = str(record.get("ReferencedSOPClassUIDInFile", OPHTHALMIC_TOMOGRAPHY))
-            if name and sop_class == OPHTHALMIC_TOMOGRAPHY:
-                found.append((name,) if isinstance(name, str) else tuple(str(part) for part in name))
-    return found
-
-
 def left_behind(
     directories: Sequence[Location], files: Sequence[Location], account: Account, apart: Spread
 ) -> list[Reject]:
@@ -47,7 +30,7 @@ def left_behind(
     rejects = []
     # In child processes: a DICOMDIR may be damaged, or inflate to gigabytes, as any other file.
     contents = apart(
-        account.counting(_listed_or_reject),
+        account.counting(_listed_files),
         directories,
         lambda place, lost: Reject.lost(place, lost, "read it", 0),
         deadline=lambda limits, place: limits.deadline(file_size(place), str(place)),
@@ -65,12 +48,25 @@ def left_behind(
     return rejects
 
 
-def _listed_or_reject(directory: Location) -> list[tuple[str, ...]] | Reject:
+def _listed_files(directory: Location) -> list[tuple[str, ...]] | Reject:
+    """Parts of the path of every listed Ophthalmic Tomography file, from the DICOMDIR's folder."""
+    from pydicom import dcmread
+
     recall(directory)
+    found = []
     try:
-        return listed_files(directory)
+        with guarded(str(directory)) as file:
+            if file.read(132)[128:] != b"DICM":
+                return []  # only named like a DICOMDIR
+            file.seek(0)
+            for record in dcmread(file, specific_tags=["DirectoryRecordSequence"]).get("DirectoryRecordSequence") or []:
+                name = record.get("ReferencedFileID")
+                sop_class = str(record.get("ReferencedSOPClassUIDInFile", OPHTHALMIC_TOMOGRAPHY))
+                if name and sop_class == OPHTHALMIC_TOMOGRAPHY:
+                    found.append((name,) if isinstance(name, str) else tuple(str(part) for part in name))
     except ReadError as error:
         return Reject.of(directory, error, 0)
+    return found
 
 
 def _plain(path: str) -> str:

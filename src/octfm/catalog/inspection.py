@@ -8,7 +8,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import get_args
 
 from octfm.catalog.acquisition import Acquisition, Reject
@@ -18,22 +18,12 @@ from octfm.formats.bscans import Reader
 from octfm.formats.declared import doubtful_way_up
 from octfm.io.archive import file_size
 from octfm.io.spread import Spread
-from octfm.volume.laterality import CANNOT_TELL, DiscSide, Verdict, disc_side
+from octfm.volume.laterality import CANNOT_TELL, Verdict, disc_side
 from octfm.volume.margins import searchable
 from octfm.volume.pixel_copies import OF_TWO, Owner, describe_copy, fingerprint, first_owner
 from octfm.volume.radial import to_raster
 from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import eight_bit
-
-
-@dataclass(frozen=True)
-class Inspected:
-    """What the pixels of one volume show."""
-
-    fingerprint: str
-    disc: DiscSide | None
-    """None for OCT angiography, which shows neither nerve fibres nor thickness, and for a single B-scan."""
-    way_up_flags: tuple[str, ...]
 
 
 def inspect_pixels(
@@ -58,29 +48,23 @@ def inspect_pixels(
         if isinstance(outcome, Reject):
             rejects.append(outcome)
             continue
-        owner = acquisition.owner
-        if (first := first_owner(owners, outcome.fingerprint, owner)) is not None:
+        (pixels, flags), owner = outcome, acquisition.owner
+        if (first := first_owner(owners, pixels, owner)) is not None:
             code, sentence = describe_copy(owner, first)
             original = uid_of[first.uri] if code == OF_TWO else ""
             rejects.append(Reject(acquisition.uri, code, sentence, file_size(acquisition.uri), original))
             pairs += [(owner, first)] if code == OF_TWO else []
             continue
-        kept.append(
-            replace(
-                acquisition,
-                flags=(
-                    *acquisition.flags,
-                    *outcome.way_up_flags,
-                    *(outcome.disc.flags(acquisition.laterality) if outcome.disc else ()),
-                ),
-            )
-        )
+        kept.append(replace(acquisition, flags=(*acquisition.flags, *flags)))
     shared = {first.uri for _, first in pairs}
     kept = [replace(a, flags=(*a.flags, OF_TWO)) if a.uri in shared else a for a in kept]
     return kept, rejects, [(owner.participant, first.participant) for owner, first in pairs]
 
 
-def _inspect(acquisition: Acquisition, keep_upside_down: bool, readers: Sequence[Reader]) -> Inspected | Reject:
+def _inspect(
+    acquisition: Acquisition, keep_upside_down: bool, readers: Sequence[Reader]
+) -> tuple[str, tuple[str, ...]] | Reject:
+    """Fingerprint of the pixels, and flags for what they show."""
     try:
         volume = read_volume(
             acquisition.uri,
@@ -91,7 +75,7 @@ def _inspect(acquisition: Acquisition, keep_upside_down: bool, readers: Sequence
         )
         native = fingerprint(volume.voxels)  # before resampling or flipping, as `prepare` does
         if volume.modality != "structure":
-            return Inspected(native, None, ())
+            return native, ()  # flow shows neither nerve fibres nor thickness
         volume = replace(volume, spacing_mm=acquisition.spacing_mm)
         volume = to_raster(volume) if volume.layout == "radial" else volume
         # Not mirrored, unlike in preprocessing: the disc is looked for where it lies in the file.
@@ -100,8 +84,10 @@ def _inspect(acquisition: Acquisition, keep_upside_down: bool, readers: Sequence
         way_up = doubtful_way_up(volume, tissue.confidence["ilm_support"], keep_upside_down, acquisition.flags)
     except ReadError as error:
         return Reject.of(acquisition.uri, error)
-    disc = disc_side(voxels, volume.spacing_mm, tissue, volume.left_to_right) if volume.layout == "raster" else None
-    return Inspected(native, disc, way_up)
+    if volume.layout != "raster":
+        return native, way_up
+    disc = disc_side(voxels, volume.spacing_mm, tissue, volume.left_to_right)
+    return native, (*way_up, *disc.flags(acquisition.laterality))
 
 
 def verdict(acquisition: Acquisition) -> Verdict:

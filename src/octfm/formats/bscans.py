@@ -27,10 +27,6 @@ from octfm.volume.appearance import holds_two
 from octfm.volume.estimated import axial_mm, retina_rows, spacing_of
 from octfm.volume.radial import expect_a_star
 from octfm.volume.volume import (
-    LAYOUTS,
-    MODALITIES,
-    RASTER_ONLY,
-    STRUCTURE_ONLY,
     Fundus,
     Layout,
     Lines,
@@ -133,9 +129,7 @@ class Arrangement:
         return array if self.stack is None or self.stack.order is None else np.take(array, self.stack.order, axis)
 
 
-def to_header(
-    bscans: Bscans, layouts: Collection[Layout] = RASTER_ONLY, modalities: Collection[Modality] = STRUCTURE_ONLY
-) -> Header:
+def to_header(bscans: Bscans, layouts: Collection[Layout], modalities: Collection[Modality]) -> Header:
     """The Header. Raises ReadError: angiography for flow unless it is among `modalities`, not_raster, absurd_size,
     absurd_spacing, contradicting_declaration, voxel_labels.
 
@@ -146,26 +140,21 @@ def to_header(
     if may_be_labels(bscans.uri):
         _expect_no_labels(bscans)
     bscans, declared = _with_sidecar(bscans)
-    _expect_modality(bscans, declared, modalities)
-    arrangement = _admissible_arrangement(bscans, layouts)
+    arrangement = _admissible_arrangement(bscans, declared, layouts, modalities)
     if arrangement.layout == "radial":
         expect_a_star(bscans.lines, bscans.uri)
     return _header(bscans, arrangement, declared)
 
 
 def to_volume(
-    bscans: Bscans,
-    spacing_mm: Spacing3 | None,
-    layouts: Collection[Layout] = LAYOUTS,
-    modalities: Collection[Modality] = MODALITIES,
+    bscans: Bscans, spacing_mm: Spacing3 | None, layouts: Collection[Layout], modalities: Collection[Modality]
 ) -> Volume:
     """Decode the voxels. `spacing_mm` is used if neither file nor sidecar states one.
 
     Raises ReadError as `to_header`, and missing_spacing, blank_volume, voxel_labels, side_by_side.
     """
     bscans, declared = _with_sidecar(bscans)
-    _expect_modality(bscans, declared, modalities)
-    arrangement = _admissible_arrangement(bscans, layouts)
+    arrangement = _admissible_arrangement(bscans, declared, layouts, modalities)
     header = _header(bscans, arrangement, declared)
     given, spacing_mm = spacing_mm, header.spacing_mm or spacing_mm
     mean_eye = MEAN_EYE in header.flags
@@ -365,12 +354,11 @@ def _modality(bscans: Bscans, declared: Declared) -> Modality:
     return "octa" if bscans.scanner == "unknown" and is_flow_beside_structure(bscans.uri) else "structure"
 
 
-def _expect_modality(bscans: Bscans, declared: Declared, modalities: Collection[Modality]) -> None:
+def _admissible_arrangement(
+    bscans: Bscans, declared: Declared, layouts: Collection[Layout], modalities: Collection[Modality]
+) -> Arrangement:
     if _modality(bscans, declared) not in modalities:
         raise angiography(bscans.uri)
-
-
-def _admissible_arrangement(bscans: Bscans, layouts: Collection[Layout]) -> Arrangement:
     check_size(bscans.shape, bscans.uri)
     arrangement = _arrange(bscans)
     single = bscans.shape[0] == 1

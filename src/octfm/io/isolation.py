@@ -300,7 +300,11 @@ def serve(parent: int) -> None:
         try:
             function, items = pickle.loads(_read_message(requests))
         except ImportError as error:
-            _answer(replies, _not_importable(error), None)
+            sentence = (
+                f"a child process cannot import the function to run ({error}); children do not import from the current "
+                "folder: put the full path of the folder that has it into PYTHONPATH, or install it"
+            )
+            _answer(replies, ConfigError(sentence), None)
             return
         for item in items:
             error, result = None, None
@@ -309,13 +313,6 @@ def serve(parent: int) -> None:
             except Exception as raised:
                 error = raised
             _answer(replies, error, result)
-
-
-def _not_importable(error: ImportError) -> ConfigError:
-    return ConfigError(
-        f"a child process cannot import the function to run ({error}); children do not import from the current folder: "
-        "put the full path of the folder that has it into PYTHONPATH, or install it"
-    )
 
 
 def _limit(memory: int) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field, field_validator
@@ -111,13 +111,7 @@ class _Rows(Sequence[StoreRow]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, index: int) -> StoreRow: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[StoreRow]: ...
-
-    def __getitem__(self, index: int | slice) -> StoreRow | Sequence[StoreRow]:
+    def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(self._count)[index]]
         row = int(index)

@@ -1,12 +1,12 @@
 """Rows of a store that are used: by split, scanner, layout and modality, at most so many, nobody in two splits."""
 
-import hashlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from octfm.errors import ConfigError, Echo, StoreError
+from octfm.io.hashing import hash_text
 from octfm.store.exclusion import to_stderr, without_excluded
 from octfm.store.layout import StoreRow
 from octfm.store.store import Store
@@ -51,7 +51,7 @@ def select(
         named = sorted(allowed) if scanners or leave_out else []
         raise ConfigError(_why_none(store, split, named, layouts, modalities))
     # By hash rather than at random, so that the sample depends on nothing but the acquisitions.
-    rows = sorted(rows, key=lambda row: hashlib.sha256(row.acquisition.encode()).digest())
+    rows = sorted(rows, key=lambda row: hash_text(row.acquisition))
     chosen = [row for name, limit in limits.items() for row in [r for r in rows if name in (None, r.scanner)][:limit]]
     return np.array(sorted(row.index for row in chosen), dtype=np.int64)
 

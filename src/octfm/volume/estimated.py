@@ -44,24 +44,19 @@ def retina_rows(bscans_DHW: np.ndarray | Planes) -> float | None:
     for frame_mm in FRAMES_MM:
         dy = frame_mm / height
         for _ in range(2):  # once more with the millimetres that the first search gives
-            rows, quality = _searched(bscans_DHW, dy, WIDTH_MM / width)
+            tissue = find_tissue(bscans_DHW, (WIDTH_MM / width, dy, WIDTH_MM / width))
+            rows = float(np.median(tissue.bm - tissue.ilm))
             off = max(RETINA_MM / rows / dy, rows * dy / RETINA_MM) if rows > 0 else np.inf
             if not CONSISTENT < off < CONSISTENT**3:
                 break
             dy = RETINA_MM / rows
+        shares = [tissue.confidence[name] for name in ("ilm_support", "retina_support", "rpe_support")]
+        quality = float(np.prod(shares)) if tissue.located else 0.0
         if off <= CONSISTENT and quality > 0 and (best is None or quality > best[0]):
             best = quality, rows
         if best is not None and best[0] >= GOOD:
             break
     return best and best[1]
-
-
-def _searched(bscans_DHW: np.ndarray, dy: float, dx: float) -> tuple[float, float]:
-    """Rows of the retina and the quality of what was found, 0 if it is not trusted."""
-    tissue = find_tissue(bscans_DHW, (dx, dy, dx))
-    rows = float(np.median(tissue.bm - tissue.ilm))
-    shares = [tissue.confidence[name] for name in ("ilm_support", "retina_support", "rpe_support")]
-    return rows, float(np.prod(shares)) if tissue.located else 0.0
 
 
 def axial_mm(rows: Iterable[float]) -> float:

@@ -32,9 +32,9 @@ from octfm.volume.volume import Shape3
 
 if TYPE_CHECKING:
     from pydicom import Dataset
-    from pydicom.dataset import FileMetaDataset
 
 _IMPLICIT, _BIG_ENDIAN, _DEFLATED = "1.2.840.10008.1.2", "1.2.840.10008.1.2.2", "1.2.840.10008.1.2.1.99"
+_DEFLATED_META = {"TransferSyntaxUID": _DEFLATED}
 _NATIVE = (_IMPLICIT, "1.2.840.10008.1.2.1", _BIG_ENDIAN, _DEFLATED)
 
 _PIXEL_ELEMENTS = {0x7FE00010: "PixelData", 0x7FE00008: "FloatPixelData", 0x7FE00009: "DoubleFloatPixelData"}
@@ -62,7 +62,7 @@ _PERSONAL_VRS = ("PN", "DA")
 class FileHeader:
     """Elements of a file by keyword: functional groups as plain dicts, all others as pydicom converts them."""
 
-    def __init__(self, dataset: "Dataset", groups: Group, file_meta: "FileMetaDataset"):
+    def __init__(self, dataset: "Dataset", groups: Group, file_meta: Elements):
         self._dataset, self._groups, self.file_meta = dataset, groups, file_meta
         self.implicit = bool(dataset.original_encoding[0])  # as found: the transfer syntax may be missing or wrong
 
@@ -154,7 +154,7 @@ def _parse(file: BinaryIO, uri: str) -> tuple[FileHeader, BinaryIO, int]:
     if _DEFLATED.encode() in head:
         body = _inflate(file, head, uri)
         size = body.getbuffer().nbytes
-        return FileHeader(*_header_of(body, size), _deflated_meta()), body, size
+        return FileHeader(*_header_of(body, size), _DEFLATED_META), body, size
     dataset = read_partial(_counted(file), force=True, stop_when=is_behind_header, specific_tags=_tags())
     _expect_small(dataset)
     implicit, little_endian = dataset.original_encoding
@@ -225,7 +225,7 @@ def _declared_bytes(body: io.BytesIO) -> int:
     try:
         body.seek(0)
         dataset, groups = _header_of(body, end)
-        shape, allocated, *_ = _pixel_format(FileHeader(dataset, groups, _deflated_meta()), "PixelData", "")
+        shape, allocated, *_ = _pixel_format(FileHeader(dataset, groups, _DEFLATED_META), "PixelData", "")
         return min(MAX_BYTES, body.tell() + prod(shape) * allocated // 8 + 2**16)
     except (ReadError, *_damage()):
         return 0
@@ -271,15 +271,6 @@ def _tags() -> list[Any]:
     from pydicom.tag import Tag
 
     return [Tag(keyword) for keyword in ELEMENTS]
-
-
-def _deflated_meta() -> "FileMetaDataset":
-    from pydicom.dataset import FileMetaDataset
-    from pydicom.uid import DeflatedExplicitVRLittleEndian
-
-    meta = FileMetaDataset()
-    meta.TransferSyntaxUID = DeflatedExplicitVRLittleEndian
-    return meta
 
 
 def locate_pixels(file: OpenFile) -> Pixels:
