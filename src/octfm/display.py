@@ -72,6 +72,13 @@ def readable(name: str) -> str:
     return READABLE.get(name) or name.replace("_", " ")
 
 
+def p_value(p: float | None) -> str:
+    """`0.012`, `< 0.001`, or a dash if there is none."""
+    if p is None:
+        return "–"
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
 def times(shape: Iterable[float]) -> str:
     """`64 × 384 × 384`, or with one decimal for lengths."""
     return " × ".join(f"{side:.1f}" if isinstance(side, float) else f"{side:,}" for side in shape)
