@@ -104,6 +104,7 @@ def segment(
             "--only-corrected: leaves scans out of a table; add --apply-corrections FOLDER and --out FILE.csv"
         )
     training_only, files_only = ("baselines", "allow_seen"), ("dicom", "layouts", "file_seconds", "file_gb")
+    packaged_only = ("calibrate", "apply_corrections", "axial_length")
     words, limits = words or [], opt.limits_of(file_seconds, file_gb)
     has_settings = store is not None or steps is not None
     are_files = ["=" not in word or Path(word).exists() for word in words]
@@ -124,8 +125,8 @@ def segment(
         opt.refuse(context, others, "--sample segments synthetic scans")
         scans.segment_samples(words)
         return
-    if axial_length is not None and (apply is not None or is_table(out)):
-        raise ConfigError("--axial-length: belongs to one eye; give its scan, without --apply or a table")
+    if axial_length is not None and is_table(out):
+        raise ConfigError("--axial-length: belongs to one eye; give its scan, without a table")
     if not words and not has_settings:
         raise ConfigError(
             "segment: nothing to segment; give scans (octfm segment scan.e2e), or octfm segment --sample without data"
@@ -141,19 +142,12 @@ def segment(
             raise ConfigError(f"--axial-length: belongs to one eye; give one scan instead of {len(volumes)}")
         scans.segment([*volumes], eyes=volumes)
         return
-    if axial_length is not None:
-        raise ConfigError("--axial-length: rescales zones and volumes of a scan; give a scan")
-    if apply_corrections is not None:
-        raise ConfigError(
-            "--apply-corrections: corrects what the packaged network finds; give scans, or truth=FOLDER to train on it"
-        )
-    if calibrate is not None:
-        raise ConfigError("--calibrate: scales the ranges of the packaged network; give scans and --out FILE.csv")
     if apply is not None:
-        opt.refuse(context, (*training_only, "layouts"), "--apply: segments raster scans with a finished training")
+        others = (*training_only, *packaged_only, "layouts")
+        opt.refuse(context, others, "--apply: segments raster scans with a finished training")
         _apply_training(apply, words, folder, dicom, limits, device)
         return
-    opt.refuse(context, files_only, "segment: trains on a store")
+    opt.refuse(context, (*files_only, *packaged_only), "segment: trains on a store")
     _train(opt.with_options(words, {"store": store, "steps": steps}), out, device, baselines, allow_seen)
 
 
