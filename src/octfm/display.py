@@ -84,9 +84,9 @@ def times(shape: Iterable[float]) -> str:
     return " × ".join(f"{side:.1f}" if isinstance(side, float) else f"{side:,}" for side in shape)
 
 
-def counted(counts: Mapping[str, int], most: int = 8) -> str:
+def counted(counts: Mapping[str, int]) -> str:
     """`train 16, val 4`; of many, the first and how many are left out."""
-    named = [f"{readable(name)} {count:,}" for name, count in counts.items()]
+    named, most = [f"{readable(name)} {count:,}" for name, count in counts.items()], 8
     return ", ".join([*named[:most], *([f"and {len(named) - most} more"] if len(named) > most else [])])
 
 
