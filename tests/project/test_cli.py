@@ -75,6 +75,10 @@ WRONG = {
         ["segment", "a.dcm", "--apply", "x", "--layouts", "line"],
         "--apply: segments raster scans with a finished training and does nothing with --layouts;",
     ),
+    "a table of a finished training": (
+        ["segment", "a.dcm", "--apply", "x", "--out", "found.csv"],
+        "--apply: writes files into a folder; give --out FOLDER",
+    ),
     "layouts for a store": (
         ["embed", "--store", "{store}", "--layouts", "line"],
         "--store: embeds what it holds and does nothing with --layouts;",
