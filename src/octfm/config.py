@@ -299,14 +299,11 @@ def _apply(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"{where}: expected a YAML value such as 6, null or [a, b]: {problem}") from None
 
 
-def _first(error: ValidationError) -> Any:
-    """An unknown key first: it is the likely cause of others, such as a missing value."""
-    return min(_problems(error), key=lambda problem: problem["type"] != "extra_forbidden")
-
-
 def _explain(cls: type[Config], error: ValidationError) -> tuple[str, str]:
     """The key of the first problem, and what is wrong; for an unknown key, with the most similar known one."""
-    problems, first = _problems(error), _first(error)
+    problems = _problems(error)
+    # An unknown key first: it is the likely cause of others, such as a missing value.
+    first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
     key = ".".join(str(part) for part in first["loc"])
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":

@@ -72,14 +72,21 @@ def readable(name: str) -> str:
     return READABLE.get(name) or name.replace("_", " ")
 
 
+def p_value(p: float | None) -> str:
+    """`0.012`, `< 0.001`, or a dash if there is none."""
+    if p is None:
+        return "–"
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
 def times(shape: Iterable[float]) -> str:
     """`64 × 384 × 384`, or with one decimal for lengths."""
     return " × ".join(f"{side:.1f}" if isinstance(side, float) else f"{side:,}" for side in shape)
 
 
-def counted(counts: Mapping[str, int], most: int = 8) -> str:
+def counted(counts: Mapping[str, int]) -> str:
     """`train 16, val 4`; of many, the first and how many are left out."""
-    named = [f"{readable(name)} {count:,}" for name, count in counts.items()]
+    named, most = [f"{readable(name)} {count:,}" for name, count in counts.items()], 8
     return ", ".join([*named[:most], *([f"and {len(named) - most} more"] if len(named) > most else [])])
 
 

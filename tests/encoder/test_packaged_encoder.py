@@ -125,7 +125,7 @@ def test_an_encoder_of_ones_own_comes_before_the_scans(shipped, tmp_path):
         (("scan.dcm",), "scans need an output folder; add --out FOLDER"),
         (("empty", "--out", "v"), "empty: no scan in it, and it is no run"),
         (("stored", "--out", "v"), "use octfm embed --store stored"),
-        (("scan.dcm", "--out", "v", "--retry"), "--retry: not for single scans"),
+        (("scan.dcm", "--out", "v", "--retry"), "embed: takes single scans and does nothing with --retry"),
         (("scan.dcm", "other.dcm", "--store", "stored"), "--store: embeds that and no scans"),
     ],
 )

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -140,7 +141,7 @@ def test_view_and_segment_read_in_a_child(planted, elsewhere, monkeypatch, name)
     """Where reading fails, no encoder or segmenter is needed; the child is what has the limit."""
     monkeypatch.chdir(elsewhere)
     monkeypatch.setattr("octfm.formats.detect.find_reader", None)  # of this process
-    monkeypatch.setattr("octfm.tasks.segment.load_segmenter", lambda *_: None)
+    monkeypatch.setattr("octfm.cli.segment_scans.load_segmenter", lambda *_: SimpleNamespace(segment=None))
     few = ["--file-gb", "0.3", "--file-seconds", "60"]
     for words in (
         ["view", str(planted / name), "--spacing", "0.12,0.0039,0.0115"],

@@ -75,6 +75,10 @@ WRONG = {
         ["segment", "a.dcm", "--apply", "x", "--layouts", "line"],
         "--apply: segments raster scans with a finished training and does nothing with --layouts;",
     ),
+    "a table of a finished training": (
+        ["segment", "a.dcm", "--apply", "x", "--out", "found.csv"],
+        "--apply: writes files into a folder; give --out FOLDER",
+    ),
     "layouts for a store": (
         ["embed", "--store", "{store}", "--layouts", "line"],
         "--store: embeds what it holds and does nothing with --layouts;",
@@ -136,6 +140,7 @@ def test_wrong_usage_is_exit_code_2(tmp_path):
         (["pretran", "vit_s"], "pretrain"),
         (["pretrain", "vit_s", "--stoer", "x"], "--store"),
         (["doctor", "vit_s", "--model.depth=6"], "settings are written model.depth=VALUE"),
+        (["segment", ".", "--layouts", "star"], "for '--layouts': 'star' is not one of 'any', 'line'; try"),
     ],
 )
 def test_a_misspelt_verb_or_option_finds_the_one_that_was_meant(words, meant, tmp_path):

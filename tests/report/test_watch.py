@@ -54,7 +54,7 @@ def test_time_to_go_ignores_the_night_between_two_processes():
 
 
 def test_sparklines_have_shape():
-    assert sparkline(np.arange(8.0), 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline(np.arange(8.0)) == "▁▂▃▄▅▆▇█"
     assert sparkline(np.ones(3)) == "▁▁▁" and sparkline(np.array([np.nan])) == ""
     assert len(sparkline(np.random.default_rng(0).normal(size=5000))) == 40
 

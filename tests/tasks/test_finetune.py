@@ -418,10 +418,13 @@ def test_the_leaderboard_is_written_as_csv_markdown_and_one_page(board, tmp_path
     text = to_markdown({**result, "results": few})
     assert "no intervals. Guessing" in text and text.count("No interval: only 2.") == 1 and "95 %" not in text
     typed = "octfm leaderboard /clinic/Meyer_Anna/run --store s3://meyer/prepared --target grade"
-    result = {**result, "commands": [typed]}
+    sure = [{**c, "p": 0.0002, "p_holm": 0.0004} for c in result["comparisons"]]
+    result = {**result, "commands": [typed], "comparisons": sure}
+    assert "| < 0.001 | < 0.001 |" in to_markdown(result), "no p is 0"
     page = write_leaderboard(
         result, list(dict.fromkeys(r["encoder"] for r in result["results"])), tmp_path / "board.html"
     ).read_text()
+    assert "&lt; 0.001" in page and "0.000<" not in page
     assert "<svg" in page and "quadratic kappa" in page and "http" not in page.replace("http-equiv", "")
     assert "octfm leaderboard" in page and "eyer" not in page, "folders are named after people"
 

@@ -246,7 +246,7 @@ def prepare(
         opt.local_option("RUN", "Use the preprocessing settings of this run, checkpoint, export or packaged encoder."),
     ] = None,
     compression: Annotated[
-        str | None,
+        Literal["none", "zstd"] | None,
         opt.option("CODEC", "none (fastest; default on a local disk) or zstd (smaller; default in a bucket)."),
     ] = None,
     key: Annotated[
@@ -283,8 +283,6 @@ def prepare(
     from octfm.store.prepare import prepare as prepare_catalog
     from octfm.volume.preprocessing import Preprocessing
 
-    if compression not in (None, "none", "zstd"):
-        raise ConfigError(f"--compression: expected none or zstd, got {compression!r}")
     base = {}
     if like is not None:
         from octfm.encoder.encoder import preprocessing_of

@@ -78,10 +78,9 @@ def probe(
     files = embedding_files(run, embeddings) if embeddings is not None else embedding_files(local_run(run))
     if exclude is not None:
         # Warnings about unmatched lines of --exclude are the same for every encoder: print them once.
-        echoes = [to_stderr, *[lambda line: None] * (len(files) - 1)]
         files = [
-            without_excluded_vectors(read_embeddings(file), exclude, echo)
-            for file, echo in zip(files, echoes, strict=True)
+            without_excluded_vectors(read_embeddings(file), exclude, (lambda line: None) if i else to_stderr)
+            for i, file in enumerate(files)
         ]
     arms = make_arms(files)
     common = {

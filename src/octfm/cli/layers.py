@@ -1,16 +1,13 @@
 """The verbs of layers and fluid, and of the packaged networks: segment, agree, models."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from octfm.cli import options as opt
-from octfm.errors import ConfigError, ExportError, ReadError, one_line
+from octfm.errors import ConfigError
 from octfm.io.location import Location, local_path
-
-if TYPE_CHECKING:
-    from octfm.io.isolation import Limits
 
 DEFAULT_SEGMENT = Path("runs/segment")
 
@@ -104,15 +101,17 @@ def segment(
             "--only-corrected: leaves scans out of a table; add --apply-corrections FOLDER and --out FILE.csv"
         )
     training_only, files_only = ("baselines", "allow_seen"), ("dicom", "layouts", "file_seconds", "file_gb")
+    packaged_only = ("calibrate", "apply_corrections", "axial_length")
     words, limits = words or [], opt.limits_of(file_seconds, file_gb)
     has_settings = store is not None or steps is not None
     are_files = ["=" not in word or Path(word).exists() for word in words]
     trains = not sample and apply is None and (has_settings or not all(are_files))
     folder = out if trains else local_path(out)
     scans = Scans(
-        None if out == DEFAULT_SEGMENT else folder,
+        None if out == DEFAULT_SEGMENT and apply is None else folder,
         limits,
         device,
+        apply=apply,
         dicom=dicom,
         calibrate=calibrate,
         corrections=apply_corrections,
@@ -124,8 +123,8 @@ def segment(
         opt.refuse(context, others, "--sample segments synthetic scans")
         scans.segment_samples(words)
         return
-    if axial_length is not None and (apply is not None or is_table(out)):
-        raise ConfigError("--axial-length: belongs to one eye; give its scan, without --apply or a table")
+    if axial_length is not None and is_table(out):
+        raise ConfigError("--axial-length: belongs to one eye; give its scan, without a table")
     if not words and not has_settings:
         raise ConfigError(
             "segment: nothing to segment; give scans (octfm segment scan.e2e), or octfm segment --sample without data"
@@ -134,26 +133,18 @@ def segment(
         raise ConfigError(
             "--store and --steps: settings of a training; with --apply or files to segment leave them out"
         )
-    if not trains and apply is None:
-        opt.refuse(context, training_only, "segment: uses the packaged network for scans")
-        volumes = opt.volumes_in(words, limits, layouts)
+    if not trains:
+        if apply is None:
+            opt.refuse(context, training_only, "segment: uses the packaged network for scans")
+        else:
+            others = (*training_only, *packaged_only, "layouts")
+            opt.refuse(context, others, "--apply: segments raster scans with a finished training")
+        volumes = opt.volumes_in(words, limits, layouts if apply is None else "raster")
         if axial_length is not None and len(volumes) > 1:
             raise ConfigError(f"--axial-length: belongs to one eye; give one scan instead of {len(volumes)}")
         scans.segment([*volumes], eyes=volumes)
         return
-    if axial_length is not None:
-        raise ConfigError("--axial-length: rescales zones and volumes of a scan; give a scan")
-    if apply_corrections is not None:
-        raise ConfigError(
-            "--apply-corrections: corrects what the packaged network finds; give scans, or truth=FOLDER to train on it"
-        )
-    if calibrate is not None:
-        raise ConfigError("--calibrate: scales the ranges of the packaged network; give scans and --out FILE.csv")
-    if apply is not None:
-        opt.refuse(context, (*training_only, "layouts"), "--apply: segments raster scans with a finished training")
-        _apply_training(apply, words, folder, dicom, limits, device)
-        return
-    opt.refuse(context, files_only, "segment: trains on a store")
+    opt.refuse(context, (*files_only, *packaged_only), "segment: trains on a store")
     _train(opt.with_options(words, {"store": store, "steps": steps}), out, device, baselines, allow_seen)
 
 
@@ -167,31 +158,6 @@ def _train(settings: list[str], out: "Path | Location", device: str | None, base
     for line in summary_lines(result):
         typer.echo(line)
     typer.echo(out / "segment.json")
-
-
-def _apply_training(
-    run: str, words: list[str], folder: Path, dicom: bool, limits: "Limits", device: str | None
-) -> None:
-    from octfm.cli.segment_scans import stems_of, write_files
-    from octfm.formats import read_volume
-    from octfm.tasks.segment import load_segmenter
-
-    segmenter = load_segmenter(run, device)
-    volumes, failed = opt.volumes_in(words, limits, "raster"), 0
-    for source, stem in stems_of(volumes).items():
-        try:
-            volume = read_volume(source, limits=limits).with_eye(volumes[source])
-            found = segmenter.segment(volume)  # refuses scans without an image, which readers take
-            opt.echo_line(source)
-            write_files(found, volume, source, folder, stem, limits if dicom else None)
-        except (ReadError, ExportError) as error:
-            if len(volumes) == 1:
-                raise
-            typer.echo(one_line(error), err=True)
-            failed += 1
-    if failed:
-        typer.echo(f"{failed} of {len(volumes)} scans could not be read or written", err=True)
-        raise typer.Exit(1)
 
 
 def models(

@@ -112,7 +112,8 @@ def _run() -> tuple[int, str]:
             error.show()  # plain `octfm` prints the help; there is no mistake to explain
             return 2, ""
         verb = sys.argv[1] if sys.argv[1] in {verb.__name__ for verb in VERBS} else ""
-        reason = error.format_message().rstrip(".?")
+        # typer names the class of the error where a choice is wrong.
+        reason = error.format_message().rstrip(".?").replace("Value error, ", "")
         if setting := re.match(r"No such option:? '?--(\w+(\.\w+)+)", reason):
             reason = f"--{setting[1]} is no option; settings are written {setting[1]}=VALUE"
         return 2, f"{verb}: {reason}; try octfm {verb} --help" if verb else f"{reason}; try octfm --help"

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -167,14 +167,8 @@ MAX_SEED = 2**32 - 1
 """Largest seed that NumPy, PyTorch and scikit-learn all accept."""
 
 
-def _any_or_line(layouts: str) -> str:
-    if layouts not in ("any", "line"):
-        raise ConfigError(f"--layouts: expected any or line, got {layouts!r}")
-    return layouts
-
-
 LayoutsBelow = Annotated[
-    str, option("LAYOUTS", "any, or line: every image in a folder is a single B-scan.", callback=_any_or_line)
+    Literal["any", "line"], option("LAYOUTS", "any, or line: every image in a folder is a single B-scan.")
 ]
 
 

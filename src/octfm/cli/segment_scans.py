@@ -1,4 +1,4 @@
-"""`octfm segment` on scans, with the packaged network: into a table, or scan by scan to the terminal and a folder."""
+"""`octfm segment` on scans: into a table, or scan by scan to the terminal and a folder."""
 
 import functools
 import os
@@ -25,6 +25,7 @@ from octfm.layers.segment import segment as segment_scan
 from octfm.layers.table import describe, only_writer, read_table, save_table, state_of, write_table
 from octfm.layers.zones import device_grid_of
 from octfm.report.segmented.contact_sheet import ContactSheet
+from octfm.tasks.segment import load_segmenter
 from octfm.tasks.segment_export import require_own, write_dicom, write_nifti
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.segmentation import Segmentation
@@ -43,6 +44,8 @@ class Scans:
     """A table FILE.csv, a folder for NIfTI and DICOM, or None: only the terminal."""
     limits: Limits
     device: str | None
+    apply: str | None = None
+    """A finished training to use in place of the packaged network."""
     dicom: bool = False
     calibrate: Path | None = None
     corrections: Path | None = None
@@ -72,6 +75,8 @@ class Scans:
         keep_freed_memory()
         if self.out is not None and not self.table and (self.out.is_file() or is_named_as_file(self.out)):
             raise ConfigError(f"--out {self.out}: expected a folder or a table FILE.csv, got another file; choose one")
+        if self.apply is not None and self.table:
+            raise ConfigError("--apply: writes files into a folder; give --out FOLDER")
         if self.dicom and (self.out is None or self.table):
             raise ConfigError("--dicom: writes files into a folder; add --out FOLDER")
         if self.calibrate is not None:
@@ -131,6 +136,9 @@ class Scans:
     ) -> None:
         stems = stems_of(_name(source) for source in sources)
         failed, used = 0, 0
+        find = functools.partial(segment_scan, axial_length_mm=self.axial_length_mm, device=self.device)
+        if self.apply is not None:
+            find = load_segmenter(self.apply, self.device).segment
         with Progress("segment", len(sources), "scans") as progress:
             for source in progress.over(sources):
                 try:
@@ -138,16 +146,18 @@ class Scans:
                     own = by_hand.get(fingerprint(volume.voxels)) if by_hand else None
                     if own is None and len(by_hand) == len(sources) == 1:
                         next(iter(by_hand.values())).require(volume, "")  # says which scan it is of, before segmenting
-                    found = segment_scan(volume, axial_length_mm=self.axial_length_mm, device=self.device)
-                    if own is not None:
-                        found = found.corrected(own)
-                        used += 1
-                    grid = None if isinstance(source, Volume) else device_grid_of(source, self.limits)
-                    for line in describe(found, grid).splitlines():
-                        echo_line(line)
-                    _tell_truth(found, truth, volume)
+                    found, name = find(volume), _name(source)
+                    if not isinstance(found, ScanSegmentation):
+                        echo_line(name)
+                    else:
+                        if own is not None:
+                            found = found.corrected(own)
+                            used += 1
+                        grid = None if isinstance(source, Volume) else device_grid_of(source, self.limits)
+                        for line in describe(found, grid).splitlines():
+                            echo_line(line)
+                        _tell_truth(found, truth, volume)
                     if self.out is not None:
-                        name = _name(source)
                         write_files(found, volume, name, self.out, stems[name], self.limits if self.dicom else None)
                 except (ReadError, ExportError) as error:
                     if len(sources) == 1:
@@ -165,7 +175,7 @@ class Scans:
     def _volume(self, source: str | Volume, eyes: Mapping[str, Laterality | None]) -> Volume:
         if isinstance(source, Volume):
             return source
-        return read_volume(source, raster_only=False, limits=self.limits).with_eye(eyes.get(source))
+        return read_volume(source, raster_only=self.apply is not None, limits=self.limits).with_eye(eyes.get(source))
 
 
 def _name(source: str | Volume) -> str:

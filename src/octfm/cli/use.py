@@ -1,7 +1,7 @@
 """The verbs that use an encoder: embed, export."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -60,7 +60,9 @@ def embed(
         opt.option("POOL", "Pooling over tokens: mean, extremes, tails or summary; default: the run's objective.pool."),
     ] = None,
     layouts: opt.LayoutsBelow = "any",
-    precision: Annotated[str, opt.option("PRECISION", "With --files, --catalog or scans: fp32 or bf16.")] = "fp32",
+    precision: Annotated[
+        Literal["fp32", "bf16"], opt.option("PRECISION", "With --files, --catalog or scans: fp32 or bf16.")
+    ] = "fp32",
     retry: Annotated[
         bool, opt.flag("With --files or --catalog: retry files that could not be read.", "--retry")
     ] = False,
@@ -90,18 +92,10 @@ def embed(
     if not scans:
         what = f"{given[0]}: embeds what it holds" if given else "embed: without scans, takes the store prepared"
         opt.refuse(context, ("layouts",), what)
-    if precision not in ("fp32", "bf16"):
-        raise ConfigError(f"--precision: expected fp32 or bf16, got {precision!r}")
     _echo_encoder(run)
     if scans:
-        only_others = {
-            "--head": head, "--segment": segment, "--exclude": exclude, "--baselines": baselines, "--retry": retry,
-            "--workers": workers,
-        }  # fmt: skip
-        if others := [name for name, value in only_others.items() if value not in (None, False)]:
-            raise ConfigError(
-                f"{', '.join(others)}: not for single scans; give a store (--store) or a folder (--files)"
-            )
+        others = ("head", "segment", "exclude", "baselines", "retry", "workers")
+        opt.refuse(context, others, "embed: takes single scans")
         _embed_scans(run, scans, layouts, out, pool, precision, device, opt.limits_of(file_seconds, file_gb))
         return
     if files is None and catalog is None:

@@ -15,7 +15,7 @@ from octfm.demo.questions import find_questions
 from octfm.demo.request import Request
 from octfm.demo.stages import Stages, gigabytes, require_room
 from octfm.encoder.encoder import seen_by
-from octfm.errors import BAD_INPUT, ConfigError, Echo, EvaluationError
+from octfm.errors import BAD_INPUT, Echo, EvaluationError
 from octfm.evaluation.probe import probe, write_probe
 from octfm.formats import read_volume
 from octfm.io.progress import Progress
@@ -136,8 +136,6 @@ def _bytes_per_volume() -> int:
 
 def _spread(acquisitions: tuple, count: int) -> tuple:
     """About `count` acquisitions, evenly spaced within every split, in proportion to its size, at least one each."""
-    if count < 1:
-        raise ConfigError(f"--max-samples: expected at least 1, got {count}")
     if count >= len(acquisitions):
         return acquisitions
     chosen = set()

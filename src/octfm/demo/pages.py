@@ -33,7 +33,8 @@ def last_page(stages: Stages, run: Path, out: Path, store: Store, *, card: bool 
         if card:
             text = model_card(run, catalog=out / "catalog", store=store.path)
             write_whole(out / "model_card.md", text.encode())
-    stages.say(f"took {stages.total:.0f} s: {stages.shares()}")
+    shares = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in stages.parts)
+    stages.say(f"took {stages.total:.0f} s: {shares}")
     for line in summary_lines(run):
         stages.say(line)
     stages.say(f"report: {report.resolve()}")

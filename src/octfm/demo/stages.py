@@ -55,9 +55,6 @@ class Stages:
         self.parts.append((name, time.perf_counter() - start))
         self._flush()
 
-    def shares(self) -> str:
-        return ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.parts)
-
 
 def require_room(out: Path, needed: float, advice: str) -> float:
     """Bytes that are free where `out` will lie. Raises ConfigError if fewer than `needed` are."""

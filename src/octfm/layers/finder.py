@@ -230,17 +230,14 @@ class LayerFinder:
         spread = (p * (row - found.unsqueeze(2)) ** 2).sum(2).sqrt()
         scale = volume.shape[1] / height
         moved = (found - own).amax(1, keepdim=True).expand_as(found)
-        native = [_columns(values, volume.shape[2]) for values in (found, spread, held, moved, absent)]
-        rows, spread, held, moved, gone = torch.stack(native).transpose(1, 2).cpu().numpy()
+        native = torch.stack([found, spread, held, moved, absent])
+        if width != volume.shape[2]:
+            native = F.interpolate(native.flatten(0, 1), volume.shape[2], mode="linear").unflatten(0, (5, count))
+        rows, spread, held, moved, gone = native.transpose(1, 2).cpu().numpy()
         rows = (rows + 0.5) * scale - 0.5
         um = scale * 1000 * volume.spacing_mm[1]
         present = 1 - np.maximum(gone[0], gone[-1])
         return np.where(gone > 0.5, np.nan, rows), spread * um, held, moved[0] * um, present
-
-
-def _columns(values: Tensor, width: int) -> Tensor:
-    """[B, S, w] to [B, S, width], linear between A-scans."""
-    return values if values.shape[-1] == width else F.interpolate(values, width, mode="linear")
 
 
 def network_size(shape: Shape3, spacing_mm: Spacing3) -> tuple[int, int]:

@@ -15,7 +15,6 @@ from octfm.formats.reasons import angiography
 from octfm.layers.corrections import AXIAL_LENGTH_MM, Corrections, require_order
 from octfm.layers.edges import onto_edges
 from octfm.layers.finder import LayerFinder, Layers, load_finder
-from octfm.layers.other_eye import looks_like_other_eye
 from octfm.layers.ranges import Ranges, packaged_ranges
 from octfm.layers.verdict import (
     ANSWERED,
@@ -26,6 +25,7 @@ from octfm.layers.verdict import (
     dark_bscans,
     expected_error_um,
     judge,
+    looks_like_other_eye,
     shows_disc,
 )
 from octfm.models.layer_net import MASKS, SURFACES

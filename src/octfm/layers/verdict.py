@@ -11,8 +11,10 @@ import numpy as np
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.volume.etdrs import Field, sample
+from octfm.volume.laterality import disc_side
 from octfm.volume.margins import imaged_rows, inside_frame, without_padding
-from octfm.volume.volume import Spacing3, Volume
+from octfm.volume.tissue import Tissue
+from octfm.volume.volume import Spacing3, Volume, eight_bit
 
 SEEN = 0.5
 """Least share of A-scans in which the retina must have been found, in a B-scan and in the whole scan."""
@@ -278,6 +280,25 @@ def shows_disc(found: Layers, place: Field, centre_mm: tuple[float, float]) -> b
     return bool(_is_disc(*map(mean, _disc_signs(found))))
 
 
+def looks_like_other_eye(
+    volume: Volume, ilm_DW: np.ndarray, bm_DW: np.ndarray, place: Field, pit_mm: tuple[float, float]
+) -> bool:
+    """Whether nerve fibres are thicker and brighter on the temporal side of the eye that the volume states.
+
+    ilm_DW, bm_DW: rows, NaN where not found. False where the image does not tell (octfm.volume.laterality).
+    """
+    bscan, ascan = (float(index[0]) for index in place.to_index(*np.array(pit_mm)[:, None]))
+    seen = np.flatnonzero(np.isfinite(ilm_DW).any(axis=1) & np.isfinite(bm_DW).any(axis=1))
+    if volume.laterality is None or not seen.size or not np.isfinite([bscan, ascan]).all():
+        return False
+    fovea = float(np.interp(bscan, seen, np.arange(len(seen)))), ascan
+    ilm, bm = (_bridged(rows[seen]) for rows in (ilm_DW, bm_DW))
+    tissue = Tissue(ilm, bm, fovea, np.zeros(len(seen)), confident=True, confidence={}, located=True)
+    shown = eight_bit(replace(volume, voxels=volume.voxels[seen], lines=None))
+    found = disc_side(shown, volume.spacing_mm, tissue, volume.left_to_right)
+    return found.contradicts(volume.laterality)
+
+
 def _disc_beside_middle(found: Layers, spacing_mm: Spacing3) -> bool:
     """Whether a raster shows the optic disc DISC_FROM_FOVEA_MM from its middle, in any direction."""
     from scipy.ndimage import uniform_filter1d
@@ -329,11 +350,11 @@ def waviness_um(rows_DW: np.ndarray, spacing_mm: Spacing3, over_mm: float = WAVE
 
 
 def _depth_um(rows_DW: np.ndarray, spacing_mm: Spacing3) -> np.ndarray:
-    """Rows [D, W] in µm, `bridged`."""
-    return bridged(rows_DW) * 1000 * spacing_mm[1]
+    """Rows [D, W] in µm, `_bridged`."""
+    return _bridged(rows_DW) * 1000 * spacing_mm[1]
 
 
-def bridged(rows_DW: np.ndarray) -> np.ndarray:
+def _bridged(rows_DW: np.ndarray) -> np.ndarray:
     """Rows [D, W], those that are NaN interpolated along the B-scan; 0 in B-scans without any."""
     found, ascan = np.zeros(rows_DW.shape), np.arange(rows_DW.shape[1])
     for line, rows in zip(found, rows_DW, strict=True):

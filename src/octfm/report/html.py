@@ -90,7 +90,6 @@ def _facts(sources: Sources, command: str) -> dict[str, Any]:
         "forest": figures.overview_forest(sources.probe["results"]) if sources.probe is not None else None,
         "flow": data_flow(sources),
         "not_for": NOT_FOR,
-        "p": words.p_value,
         "about": about(sources),
         "data": _data(sources),
         "charts": figures.training_charts(sources),

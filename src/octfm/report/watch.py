@@ -88,12 +88,12 @@ def seconds_left(rows: list[dict[str, Any]], steps: int) -> float | None:
     return float(np.median(paces)) * max(0, steps - 1 - at[-1][0]) if paces else None
 
 
-def sparkline(values: np.ndarray, width: int = WIDTH) -> str:
+def sparkline(values: np.ndarray) -> str:
     """Finite values as bars on a scale from the lowest to the highest; each bar is the median of its part."""
     values = values[np.isfinite(values)]
     if not len(values):
         return ""
-    parts = np.array([np.median(part) for part in np.array_split(values, min(width, len(values)))])
+    parts = np.array([np.median(part) for part in np.array_split(values, min(WIDTH, len(values)))])
     span = np.ptp(parts) or 1.0
     level = ((parts - parts.min()) / span * (len(BARS) - 1)).round().astype(int)
     return "".join(BARS[i] for i in level)

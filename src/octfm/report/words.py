@@ -104,13 +104,6 @@ def planned(probe: dict[str, Any]) -> list[dict[str, Any]]:
     return [c for c in probe["comparisons"] if c["metric"] in PLANNED and not c.get("leakage")]
 
 
-def p_value(p: float | None) -> str:
-    """`0.012`, `< 0.001`, or a dash if there is none."""
-    if p is None:
-        return "–"
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
 def tested_before(results: Iterable[dict[str, Any]]) -> int:
     """Number of test participants that were used in pretraining."""
     return max((r["seen_test_participants"] for r in results), default=0)

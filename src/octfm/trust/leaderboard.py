@@ -11,7 +11,7 @@ import numpy as np
 
 from octfm.catalog.labels import LabelTable, read_labels
 from octfm.config import load
-from octfm.display import csv_cell, markdown
+from octfm.display import csv_cell, markdown, p_value
 from octfm.encoder.embed import embed_store, histogram_baseline, quality_baseline
 from octfm.encoder.embeddings import Embeddings, align, of_store, read_embeddings, take_rows
 from octfm.encoder.encoder import load_encoder, seen_by
@@ -201,7 +201,7 @@ def to_markdown(result: dict[str, Any]) -> str:
     lines += ["| metric | against | difference | p | Holm | verdict |", "|---|---|---|---|---|---|"]
     for c in result["comparisons"]:
         if c["metric"] in metrics:
-            p, adjusted = ("–" if c[key] is None else f"{c[key]:.3f}" for key in ("p", "p_holm"))
+            p, adjusted = p_value(c["p"]), p_value(c["p_holm"])
             verdict = c["verdict"] + ", not after Holm" * fails_holm(c)
             lines.append(f"| {c['metric']} | {markdown(c['b'])} | {interval_text(c)} | {p} | {adjusted} | {verdict} |")
     return "\n".join(lines) + "\n"

@@ -136,12 +136,10 @@ def _examples(study: Study, labels: dict[str, np.ndarray]) -> list[dict[str, Any
             people.add(str(study.data.participant[i]))
     places = sorted(chosen.values(), key=lambda at: str(kind[at]))
     step = max(1, len(places) // EXAMPLES)
-    return [_example(study, target, labels, int(query[at]), nearest[at].tolist()) for at in places[::step][:EXAMPLES]]
-
-
-def _example(
-    study: Study, target: str | None, labels: dict[str, np.ndarray], query: int, nearest: list[int]
-) -> dict[str, Any]:
-    names = [str(study.data.acquisition[i]) for i in (query, *nearest)]
-    classes = [None if target is None else labels[target][i] for i in (query, *nearest)]
-    return {"query": names[0], "nearest": names[1:], "target": target, "labels": classes}
+    examples = []
+    for at in places[::step][:EXAMPLES]:
+        scans = [int(query[at]), *nearest[at].tolist()]
+        first, *others = (str(study.data.acquisition[i]) for i in scans)
+        classes = [None if target is None else labels[target][i] for i in scans]
+        examples.append({"query": first, "nearest": others, "target": target, "labels": classes})
+    return examples

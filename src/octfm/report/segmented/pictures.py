@@ -122,7 +122,7 @@ def bscan_picture(found: "ScanSegmentation") -> bytes:
     for name, mask in found.masks.items():
         picture[mask[d]] = picture[mask[d]] // 2 + np.array(FOUND_COLOURS[name], np.uint8) // 2
     rows = _around(found.surfaces, d, len(bscan))
-    small = _thumbnail(picture[rows])
+    small = np.array(Image.fromarray(picture[rows]).resize(THUMBNAIL, Image.Resampling.BOX))
     # Drawn into the small picture: in the large one, reduction would mix lines with their surroundings.
     (width, height), columns = THUMBNAIL, np.arange(THUMBNAIL[0])
     for name in LINES:
@@ -142,10 +142,6 @@ def _around(surfaces: dict[str, np.ndarray], d: int, height: int) -> slice:
     # In different A-scans, the ILM found may lie below the BM found.
     both, margin = np.concatenate([ilm, bm]), 0.15 * height
     return slice(max(0, int(np.nanmin(both) - margin)), min(height, int(np.nanmax(both) + margin) + 1))
-
-
-def _thumbnail(picture: np.ndarray) -> np.ndarray:
-    return np.array(Image.fromarray(np.ascontiguousarray(picture)).resize(THUMBNAIL, Image.Resampling.BOX))
 
 
 def _png(picture: np.ndarray) -> bytes:

@@ -94,9 +94,8 @@ def _interval(row: dict[str, Any]) -> str:
 def _compared(c: dict[str, Any]) -> dict[str, Any]:
     """A comparison as cells of a table; `lost` if its verdict does not survive Holm's correction."""
     metric, gap = words.NAMES.get(c["metric"], c["metric"]), _interval(c) if c["difference"] is not None else "–"
-    p, adjusted = ("–" if c.get(k) is None else "<0.001" if c[k] < 0.001 else f"{c[k]:.3f}" for k in ("p", "p_holm"))
     lost = c["verdict"] != c["claim"] and c.get("planned")
-    return {**c, "metric": metric, "gap": gap, "p": p, "holm": adjusted, "lost": lost}
+    return {**c, "metric": metric, "gap": gap, "lost": lost}
 
 
 def _baseline_charts(result: dict[str, Any]) -> list[Chart]:
