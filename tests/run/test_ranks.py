@@ -156,7 +156,7 @@ def test_ranks_train_on_scans_and_phantoms_what_one_process_trains(ranks, store,
         "model": SMALL["model"] | {"summary": 2},
         "objective": {"name": "anchored", "goal_average": [2, 1, 4], "pool": "summary"},
         "data": SMALL["data"] | {"phantoms": {"seed": 1, "volumes": 40, "share": 0.5}},
-        "validation_volumes": 4,
+        "validation_volumes": 2,
     }
     one, two, sharded = (tmp_path / name for name in ("one", "two", "sharded"))
     for out, world, parallel in ((one, 1, "fsdp"), (two, 2, "ddp"), (sharded, 2, "fsdp")):
