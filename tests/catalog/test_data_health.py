@@ -97,6 +97,7 @@ def write_clinic(root: Path, odd_mm=SPACING_MM, count=6, **odd) -> Catalog:
     return scan(root, workers=0)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_volume_unlike_its_kind_is_shown_first(tmp_path):
     assert outliers(write_clinic(tmp_path / "same").acquisitions) == []
     catalog = write_clinic(tmp_path / "odd", (0.48, 0.0039, 0.0115))
@@ -127,6 +128,7 @@ def flagged_clinic(flags: dict[int, tuple[str | None, tuple[str, ...]]], count: 
     return rows
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_laterality_audit_is_a_table_of_its_own(tmp_path):
     """The gravest first, whatever else the page shows; what is stated beside what anatomy says."""
     rows = flagged_clinic({
@@ -162,6 +164,7 @@ def test_the_laterality_audit_is_a_table_of_its_own(tmp_path):
     )
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_outlier_that_cannot_be_decoded_is_said_not_fatal(tmp_path):
     catalog = write_clinic(tmp_path / "odd", (0.48, 0.0039, 0.0115))
     Path(catalog.acquisitions[3].uri).write_bytes(b"")
@@ -169,6 +172,7 @@ def test_an_outlier_that_cannot_be_decoded_is_said_not_fatal(tmp_path):
     assert f"It could not be decoded: {REASONS['empty_file'].meaning}." in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_scan_fails_on_too_many_rejects_but_still_writes_everything(clinic, catalog, tmp_path):
     share = catalog.reject_share
     assert share == len(catalog.rejects) / (len(catalog.rejects) + len(catalog.acquisitions)), (

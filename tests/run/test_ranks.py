@@ -24,7 +24,11 @@ from support.ranks import codes
 from support.small_store import small_store
 from support.tiny_runs import TINY, assert_same_weights, final, quiet, rows, timeless
 
-SMALL = TINY | {"data": {"global_batch_size": 4, "per_device_batch_size": 1}, "runtime": {"timeout_s": 60}}
+SMALL = TINY | {
+    "model": TINY["model"] | {"depth": 1},
+    "data": {"global_batch_size": 4, "per_device_batch_size": 1},
+    "runtime": {"timeout_s": 60},
+}
 SHARDED = {"runtime": {"parallel": "fsdp", "timeout_s": 60}}
 WHITENED = SMALL | {"objective": {"target_norm": "whiten"}}
 NEAR = {"target_levels": 2, "fuse_levels": True, "context_nearness": True}
@@ -102,7 +106,7 @@ def test_thirty_steps_agree_to_1e_5(ranks, store, tmp_path, objective):
     """
     settings = SMALL | {"steps": 30, "validate_every_steps": 10, "objective": objective}
     if objective is NEAR:
-        settings |= {"masks": SMALL["masks"] | {"large_blocks": [0.7, 0.8, 0.2]}}
+        settings |= {"model": TINY["model"], "masks": SMALL["masks"] | {"large_blocks": [0.7, 0.8, 0.2]}}
     assert codes(ranks(1, store.path, tmp_path / "one", settings)) == [0]
     for name, world, parallel in (("two", 2, "ddp"), ("four", 4, "ddp"), ("sharded", 2, "fsdp")):
         out = tmp_path / name
@@ -157,7 +161,7 @@ def test_ranks_train_on_scans_and_phantoms_what_one_process_trains(ranks, store,
         "model": SMALL["model"] | {"summary": 2},
         "objective": {"name": "anchored", "goal_average": [2, 1, 4], "pool": "summary"},
         "data": SMALL["data"] | {"phantoms": {"seed": 1, "volumes": 40, "share": 0.5}},
-        "validation_volumes": 4,
+        "validation_volumes": 2,
     }
     one, two, sharded = (tmp_path / name for name in ("one", "two", "sharded"))
     for out, world, parallel in ((one, 1, "fsdp"), (two, 2, "ddp"), (sharded, 2, "fsdp")):
