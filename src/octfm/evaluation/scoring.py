@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from octfm.display import p_value
 from octfm.evaluation import metrics as m
 from octfm.evaluation.cases import Cases
 from octfm.evaluation.delong import Areas, areas
@@ -197,8 +198,9 @@ def difference_words(c: dict[str, Any], digits: int = 3) -> str:
     0.020)`, with `not after Holm: 0.070` where the verdict does not survive that correction."""
     difference, low, high = (f"{c[name]:+.{digits}f}" for name in ("difference", "low", "high"))
     holm_words = "not after Holm:" if fails_holm(c) else "Holm"
-    adjusted = "" if c["p_holm"] is None else f", {holm_words} {c['p_holm']:.3f}"
-    return f"{c['a']} is {c['verdict']} against {c['b']}: {difference} ({low} to {high}, p = {c['p']:.3f}{adjusted})"
+    adjusted = "" if c["p_holm"] is None else f", {holm_words} {p_value(c['p_holm'])}"
+    p = "p < 0.001" if c["p"] < 0.001 else f"p = {c['p']:.3f}"
+    return f"{c['a']} is {c['verdict']} against {c['b']}: {difference} ({low} to {high}, {p}{adjusted})"
 
 
 def correct(comparisons: list[dict[str, Any]]) -> list[dict[str, Any]]:

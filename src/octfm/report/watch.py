@@ -58,11 +58,12 @@ def watch(run: str | Location, *, once: bool = False, every_s: float = 2.0, cons
         return
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            rows = follow(metrics)
+            began, rows = time.perf_counter(), follow(metrics)
             live.update(dashboard(name, rows, steps), refresh=True)
             if last_step(rows) + 1 >= steps or stopped(rows):
                 return
-            time.sleep(every_s)
+            # The file of a long run takes a second to read: at most a tenth of the time goes into it.
+            time.sleep(max(every_s, 9 * (time.perf_counter() - began)))
 
 
 def planned_steps(run: Location) -> int:
