@@ -185,6 +185,7 @@ def test_an_encoder_of_ones_own_gives_one_vector_for_each_volume(store, tmp_path
     wrong = {
         r"expected vectors \[8, 8\], got \[1, 8\]": lambda voxels: means(voxels).mean(0, keepdims=True),
         "expected finite vectors": lambda voxels: means(voxels) * np.nan,
+        "expected finite vectors, got": lambda voxels: means(voxels).astype(np.float64) * 1e200,
         r"expected vectors \[8, 8\], got \[8\]": lambda voxels: means(voxels)[0],
     }
     for message, own in wrong.items():

@@ -127,7 +127,8 @@ def own_vectors(embed: Callable[[np.ndarray], np.ndarray], store: Store, rows: n
             if vectors.shape != (len(own), width) or not width:
                 expected = f"[{len(own)}, {width or 'width'}]"
                 raise EvaluationError(f"{name}: expected vectors {expected}, got {list(vectors.shape)}")
-            if (bad := np.flatnonzero(~np.isfinite(vectors).all(1))).size:
+            # As float32, in which vectors are stored.
+            if (bad := np.flatnonzero(~(np.abs(vectors) <= np.finfo(np.float32).max).all(1))).size:
                 which = arrays.acquisition[bad[0]]
                 raise EvaluationError(f"{name}: expected finite vectors, got NaN or infinity for {which}")
             found.append(vectors)

@@ -68,7 +68,7 @@ def embed_external(spec: str, store: Store, data: Embeddings, loaded: tuple[str,
 
     def guarded(voxels: np.ndarray) -> np.ndarray:
         try:
-            return embed(voxels)
+            return np.asarray(embed(voxels), np.float64)
         except Exception as error:  # as above
             raise EvaluationError(
                 f"--external {spec}: failed on voxels {voxels.shape}: {type(error).__name__}: {error}"
