@@ -76,8 +76,9 @@ def second_destination(config: PretrainConfig, run: RunFolder, echo: Echo) -> di
             f"{run.path}: checkpoints of this run lie in {before}, and with ckpt_second_dir {config.ckpt_second_dir} "
             f"and the name of the run's folder they would be looked for in {folder}; move them there, and run again"
         )
-    if before == folder and not folder.is_dir():
+    if before != folder:
+        with suppress(OSError):  # reported when a checkpoint needs it
+            folder.mkdir(parents=True, exist_ok=True)
+    elif not folder.is_dir():
         echo(f"{folder} is not there; is its disk mounted? Newer checkpoints of this run may be on it")
-    with suppress(OSError):  # reported when a checkpoint needs it
-        folder.mkdir(parents=True, exist_ok=True)
     return {"second_destination": str(folder)}
