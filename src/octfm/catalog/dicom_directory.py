@@ -19,7 +19,7 @@ from octfm.io.spread import Spread
 
 
 def left_behind(
-    directories: Sequence[Location], files: Sequence[Location], account: Account, apart: Spread
+    directories: Sequence[Location], files: Sequence[Location], account: Account, in_children: Spread
 ) -> list[Reject]:
     """A reject for every OCT file that a DICOMDIR lists but `files` lacks, and for a DICOMDIR that cannot be read.
 
@@ -29,7 +29,7 @@ def left_behind(
     present = {_plain(str(path)) for path in files}
     rejects = []
     # In child processes: a DICOMDIR may be damaged, or inflate to gigabytes, as any other file.
-    contents = apart(
+    contents = in_children(
         account.counting(_listed_files),
         directories,
         lambda place, lost: Reject.lost(place, lost, "read it", 0),

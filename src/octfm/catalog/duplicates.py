@@ -31,7 +31,7 @@ _OF_COPIES = ("duplicate_pixels", OF_TWO)
 
 
 def without_duplicates(
-    headers: Sequence[Header], tables: Tables, apart: Spread, readers: Sequence[Reader] = ()
+    headers: Sequence[Header], tables: Tables, in_children: Spread, readers: Sequence[Reader] = ()
 ) -> tuple[list[Header], list[tuple[Header, Reject]]]:
     """Headers to keep, in their order, and the others with their rejects. Only files that share a UID are opened."""
 
@@ -52,7 +52,7 @@ def without_duplicates(
     others = [header for header in headers if kept[header.sop_instance_uid] is not header]
     rejects, reused = [], set()
     pairs = [(header, kept[header.sop_instance_uid]) for header in others]
-    same_voxels = apart(
+    same_voxels = in_children(
         functools.partial(_same_voxels, readers=readers),
         pairs,
         lambda pair, lost: False,  # a file that cannot be decoded cannot be shown to be a copy

@@ -20,7 +20,7 @@ SAMPLE = 48
 
 
 def axial_mm_by_height(
-    headers: Sequence[Header], tables: Tables, apart: Spread, readers: Sequence[Reader]
+    headers: Sequence[Header], tables: Tables, in_children: Spread, readers: Sequence[Reader]
 ) -> tuple[dict[int, float], dict[str, Reject]]:
     """Rows of an image → axial millimetres, for the sizes of single B-scans that state none; and uri → the reject of a
     B-scan that was tried and cannot be decoded, which would otherwise count as without millimetres.
@@ -39,7 +39,7 @@ def axial_mm_by_height(
     undecoded: dict[str, Reject] = {}
 
     def search(chosen: Sequence[Header]) -> None:
-        found = apart(
+        found = in_children(
             functools.partial(_rows_of, readers=readers),
             chosen,
             lambda header, lost: None,

@@ -26,7 +26,7 @@ from octfm.volume.volume import STRUCTURE_ONLY, Layout, Modality
 
 def examine_files(
     files: Sequence[Location],
-    apart: Spread,
+    in_children: Spread,
     account: Account,
     layouts: Collection[Layout],
     modalities: Collection[Modality] = STRUCTURE_ONLY,
@@ -42,7 +42,7 @@ def examine_files(
         follow_links=follow_links,
         readers=readers,
     )
-    examined = apart(
+    examined = in_children(
         account.counting(examine),
         files,
         lambda path, lost: [Reject.lost(path, lost, "examined it")],
@@ -101,7 +101,7 @@ def wanted(outcomes: Sequence[Header | Reject], layouts: Collection[Layout]) -> 
 
 
 def join_parts(
-    outcomes: Sequence[Header | Part | Reject], apart: Spread, layouts: Collection[Layout]
+    outcomes: Sequence[Header | Part | Reject], in_children: Spread, layouts: Collection[Layout]
 ) -> tuple[list[Header | Reject], int]:
     """One outcome per volume or file, and the number of files that are covered by another file's outcome."""
     volumes: dict[tuple[str, str], list[Part]] = defaultdict(list)
@@ -112,7 +112,7 @@ def join_parts(
         else:
             joined.append(outcome)
     groups = [in_order(parts) for parts in volumes.values()]
-    joined += apart(
+    joined += in_children(
         functools.partial(_examine_parts, layouts=tuple(layouts)),
         groups,
         _lost,

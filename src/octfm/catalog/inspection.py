@@ -27,14 +27,14 @@ from octfm.volume.volume import eight_bit
 
 
 def inspect_pixels(
-    acquisitions: Sequence[Acquisition], apart: Spread, keep_upside_down: bool, readers: Sequence[Reader]
+    acquisitions: Sequence[Acquisition], in_children: Spread, keep_upside_down: bool, readers: Sequence[Reader]
 ) -> tuple[list[Acquisition], list[Reject], list[tuple[str, str]]]:
     """Acquisitions to keep, rejects, and pairs of participants with voxels in common.
 
     Kept acquisitions get flags if their anatomy contradicts their laterality or does not show it; nothing else changes.
     Rejects are copies, and files that cannot be decoded.
     """
-    outcomes = apart(
+    outcomes = in_children(
         functools.partial(_inspect, keep_upside_down=keep_upside_down, readers=readers),
         acquisitions,
         lambda acquisition, lost: Reject.lost(acquisition.uri, lost, "read its pixels"),

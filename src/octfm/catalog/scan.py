@@ -93,24 +93,24 @@ def scan(
     bscans_only = tuple(layouts) == ("line",)
     # List the files and read the tables.
     folder = existing_root(root)
-    account, apart = Account(folder), functools.partial(spread, workers=workers, limits=limits)
+    account, in_children = Account(folder), functools.partial(spread, workers=workers, limits=limits)
     found = walk(folder, follow_links=follow_links, folders_are_volumes=not bscans_only)
     _expect_images(found, folder)
     tables = _tables(folder, found, table, participants, columns)
     directories = [path for path in found.companions if path.name.lower() == "dicomdir"]
-    found.refused += left_behind(directories, found.files, account, apart)
+    found.refused += left_behind(directories, found.files, account, in_children)
     if extract is not None:
         found.files = _unpacked(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
     # Examine headers: an outcome per file, then per volume, then without copies.
-    per_file = examine_files(found.files, apart, account, layouts, modalities, follow_links, readers, progress)
-    per_volume, joined_files = join_parts(per_file, apart, layouts)
+    per_file = examine_files(found.files, in_children, account, layouts, modalities, follow_links, readers, progress)
+    per_volume, joined_files = join_parts(per_file, in_children, layouts)
     of_layouts, rejects = wanted(per_volume, layouts)
-    headers, duplicates = without_duplicates(of_layouts, tables, apart, readers)
+    headers, duplicates = without_duplicates(of_layouts, tables, in_children, readers)
     # Combine headers with tables.
     estimated: dict[int, float] = {}
     undecoded: dict[str, Reject] = {}
     if not nominal_spacing_mm:
-        estimated, undecoded = axial_mm_by_height(headers, tables, apart, readers)
+        estimated, undecoded = axial_mm_by_height(headers, tables, in_children, readers)
     rows = [accept(header, tables, nominal_spacing_mm, estimated) for header in headers]
     accepted = [row for row in rows if isinstance(row, Acquisition)]
     left_out = [*found.refused, *rejects, *(undecoded.get(row.uri, row) for row in rows if isinstance(row, Reject))]
@@ -139,7 +139,7 @@ def scan(
     pixel_pairs: list[tuple[str, str]] = []
     # On request, decode everything and compare voxels and anatomy. In sets of single B-scans copies are common.
     if pixels or bscans_only:
-        acquisitions, pixel_rejects, pixel_pairs = inspect_pixels(acquisitions, apart, keep_upside_down, readers)
+        acquisitions, pixel_rejects, pixel_pairs = inspect_pixels(acquisitions, in_children, keep_upside_down, readers)
     copy_rejects, pairs = without_lost_originals(copy_rejects, pair_of, headers, duplicates, pixel_rejects)
     left_out += [*copy_rejects, *pixel_rejects]
     pairs += pixel_pairs

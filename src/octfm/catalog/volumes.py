@@ -29,10 +29,10 @@ def volumes_below(
     cannot be read is among the volumes, so that its reader states the reason. `workers`: as for octfm.scan.
     """
     found = walk(folder, folders_are_volumes="raster" in layouts)
-    apart = functools.partial(spread, workers=workers, limits=limits)
-    outcomes, _ = join_parts(examine_files(found.files, apart, Account(), layouts), apart, layouts)
+    in_children = functools.partial(spread, workers=workers, limits=limits)
+    outcomes, _ = join_parts(examine_files(found.files, in_children, Account(), layouts), in_children, layouts)
     of_layouts, rejects = wanted(outcomes, layouts)
-    headers, copies = without_duplicates(of_layouts, Tables(), apart)
+    headers, copies = without_duplicates(of_layouts, Tables(), in_children)
     uris, left_out = [header.uri for header in headers], [*found.refused]
     for reject in rejects:
         # A star of too few lines has no header, but can be read as a radial scan.

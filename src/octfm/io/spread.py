@@ -52,7 +52,7 @@ def spread(
 
 
 Spread = Callable[..., Iterator[Any]]
-"""`spread` with its workers and limits, passed on by a function that calls it several times."""
+"""`spread` with its workers and limits, as the steps of a scan are given it: function, items, lost → results."""
 
 
 def _results(

@@ -13,8 +13,9 @@ import numpy as np
 from octfm.volume.margins import ready_for_search
 from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import Planes, Shape3, Spacing3
-from octfm.volume.window import RETINA_MM
 
+RETINA_MM = 0.3
+"""A typical ILM-to-BM thickness."""
 FRAMES_MM = (1.9, 2.8, 1.3, 4.2, 0.9)
 """Heights of a B-scan that are tried, the usual ones first: instruments have 1.9 to 3 mm, crops of their exports less,
 wide fields more."""

@@ -10,9 +10,6 @@ from octfm.volume.tissue import Tissue
 IN_CROP = 0.99
 """Smallest share of the retina inside the window at which the tissue band is trusted."""
 
-RETINA_MM = 0.3
-"""A typical ILM-to-BM thickness."""
-
 Field = tuple[slice, slice]
 """The B-scans and A-scans that are prepared."""
 
