@@ -129,7 +129,7 @@ def leaks(*places: Path) -> list[str]:
 def unpacked(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
     """The bytes of a file, and those of everything inside it: members, compressed texts, columns, embedded pictures."""
     yield name, data
-    if data[:2] == b"PK":
+    if data[:4] in (b"PK\x03\x04", b"PK\x05\x06") and zipfile.is_zipfile(io.BytesIO(data)):
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             for member in archive.infolist():
                 yield f"{name}!{member.filename}", member.filename.encode() + member.comment
