@@ -155,11 +155,14 @@ class LayerTraining:
 
     def update(self) -> float:
         """One update; its loss."""
+        return self.learn(*batch(self.stream, self.step))
+
+    def learn(self, images: Tensor, rows: Tensor, masks: Tensor) -> float:
+        """An update with this batch; its loss."""
         step = self.step
         rate = LR * min(1.0, (step + 1) / 100) * min(1.0, (self.steps - step) / (DECAY * self.steps))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        images, rows, masks = batch(self.stream, step)
         loss = layer_loss(self.network(images), rows, masks)
         self.optimizer.zero_grad()
         loss.backward()
