@@ -123,14 +123,14 @@ def test_an_axial_length_that_is_no_number_is_named(tmp_path):
 def test_the_page_names_no_file_or_folder(tmp_path):
     """Folders and files may be called after people; the row leads to them."""
     rows = rows_of()
-    rows[5] |= {"source": "/clinic/Meier/Eva.xml", UNIT["centre"]: f"{float(rows[5][DEVICE_UNIT['centre']]) + 40}"}
+    rows[5] |= {"source": "/clinic/Meier/Evangelina.xml", UNIT["centre"]: f"{float(rows[5][DEVICE_UNIT['centre']]) + 40}"}
     (tmp_path / "Meier").mkdir()
-    table = write(tmp_path / "Meier" / "Eva.csv", rows)
+    table = write(tmp_path / "Meier" / "Evangelina.csv", rows)
     result = device_agreement(table)
-    assert result["large"][0]["row"] == 7 and result["large"][0]["source"] == "/clinic/Meier/Eva.xml"
-    command = f"octfm agree {table} --out /clinic/Meier/Eva.html"
+    assert result["large"][0]["row"] == 7 and result["large"][0]["source"] == "/clinic/Meier/Evangelina.xml"
+    command = f"octfm agree {table} --out /clinic/Meier/Evangelina.html"
     page = write_agreement(result, tmp_path / "agree.html", [command]).read_text(encoding="utf-8")
-    assert "Meier" not in page and "Eva" not in page and str(tmp_path) not in page
+    assert "Meier" not in page and "Evangelina" not in page and str(tmp_path) not in page
     assert "octfm agree" in page and '<td class="n">7</td><td>centre</td>' in page
 
 
