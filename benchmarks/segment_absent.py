@@ -168,8 +168,8 @@ def row(people: list[Person], absent: str) -> tuple[str, str, str, str]:
         for zone in one["zones"].values()
     ]
     wrong, right = ([hit for off, hit in zones if off is kind] for kind in (True, False))
-    shares = [f"{100 * np.mean(part):.0f} % of {len(part)}" if part else "–" for part in (wrong, right)]
-    return f"{len(some)} of {len(mine)}", percent(held) if len(held) > 1 else "–", *shares
+    caught, withheld = (f"{100 * np.mean(part):.0f} % of {len(part)}" if part else "–" for part in (wrong, right))
+    return f"{len(some)} of {len(mine)}", percent(held) if len(held) > 1 else "–", caught, withheld
 
 
 def main() -> None:

@@ -3,6 +3,7 @@ truth for every voxel."""
 
 import os
 import signal
+import threading
 from dataclasses import replace
 from unittest import mock
 
@@ -34,7 +35,7 @@ from octfm.run.runtime import Runtime
 from octfm.store import phantoms as stores
 from octfm.store.loader import Batch, Loader
 from octfm.store.order import Order
-from octfm.store.phantoms import PhantomConfig, PhantomStore
+from octfm.store.phantoms import MixedStore, PhantomConfig, PhantomStore
 from octfm.store.store import Store
 from octfm.volume.segmentation import CLASSES, LESION_CLASSES, UNKNOWN
 from support.small_store import SIZE, small_preprocessing, small_store
@@ -219,6 +220,33 @@ def test_many_cores_render_in_processes_what_one_thread_renders(phantoms, monkey
     assert in_processes.call_count == 3, "one for each phantom, of the store on many cores alone"
     for name in ("voxels", "band", "valid", "labels", "acquisition"):
         assert np.array_equal(getattr(found, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_batches_are_rendered_together_where_one_leaves_cores_idle(phantoms, store, monkeypatch, mixed):
+    """Four cores render two batches of two, and both come in their order."""
+    four, met = threading.Barrier(4), []
+    rendered = stores._rendered
+
+    def rendering(job):
+        if len(met) < 4:
+            met.append(four.wait(timeout=60))
+        return rendered(job)
+
+    def batches(threads):
+        streamed = PhantomStore(
+            phantoms.config.model_copy(update={"share": 0.5 if mixed else 1.0}), store.preprocessing, threads=threads
+        )
+        read_from = MixedStore(store, streamed) if mixed else streamed
+        with Loader(read_from, np.arange(len(read_from)), 4 if mixed else 2, 7, prefetch=1) as loader:
+            return [loader.batches(step) for step in range(2)]
+
+    expected = batches(1)
+    monkeypatch.setattr(stores, "_rendered_apart", rendering)
+    for found, alone in zip(batches(4), expected, strict=True):
+        for name in ("voxels", "labels", "position"):
+            assert np.array_equal(getattr(found, name), getattr(alone, name))
+    assert sorted(met) == [0, 1, 2, 3]
 
 
 def test_a_phantom_whose_process_is_killed_is_rendered_all_the_same(phantoms, monkeypatch):

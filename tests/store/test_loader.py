@@ -107,7 +107,7 @@ class Broken:
 
     def __init__(self, store):
         self.path, self.rows, self.image_size, self._store = store.path, store.rows, store.image_size, store
-        self.turns = store.turns
+        self.turns, self.reads_at_once = store.turns, store.reads_at_once
 
     def read(self, index, out):
         if 3 in index:

@@ -122,11 +122,11 @@ class Loader:
         if prefetch < 0:
             raise ConfigError(f"data.prefetch: expected 0 or more steps, got {prefetch}")
         accumulation(global_batch_size, 1, world)
-        # One thread is enough: the store reads the volumes of a batch in parallel, and steps are needed in order.
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="octfm-loader")
+        readers = min(prefetch + 1, store.reads_at_once(global_batch_size // world))
+        self._reader = ThreadPoolExecutor(readers, thread_name_prefix="octfm-loader")
         # Two others draw for the batches before, which takes as long as an update on a fast GPU.
         self._drawer = ThreadPoolExecutor(2, thread_name_prefix="octfm-draw")
-        # The caller works on one batch and may still hold the one before; `prefetch` are ready and one is being read.
+        # The caller works on one batch and may still hold the one before; `prefetch` are ready or being read.
         self._memory = BatchMemory(store.image_size, spare=prefetch + 3, allocate=allocate)
         self._ahead: dict[int, Future[Batch]] = {}
         self._closed, self._draw = False, draw

@@ -5,9 +5,11 @@ sequence, and excluded or rolled-back volumes are found again. `MixedStore` join
 """
 
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -144,6 +146,7 @@ class PhantomStore(Store):
         self._spacing, self._margin_mm = preprocessing.target_spacing, preprocessing.margin_mm
         self.rows = _Rows(config.volumes + held_out, self._row)  # pyright: ignore[reportAttributeAccessIssue]
         self._painters: ThreadPoolExecutor | None = None
+        self._starting = threading.Lock()
 
     def __reduce__(self):
         return PhantomStore, (self.config, self.preprocessing, self.held_out, self.threads)
@@ -173,6 +176,10 @@ class PhantomStore(Store):
             checksum=f"version {VERSION}, {len(stream.conditions)} conditions, {name}",
         )
 
+    def reads_at_once(self, count: int) -> int:
+        # Each phantom is rendered on one core; a single one by the reading thread itself.
+        return max(1, (self.threads or os.cpu_count() or 1) // count) if count > 1 else 1
+
     def read(self, indices: Sequence[int] | np.ndarray, out: Arrays | None = None) -> Arrays:
         index = self._numbers(indices)
         out = out or Arrays.empty(len(index), self.image_size)
@@ -190,8 +197,9 @@ class PhantomStore(Store):
 
         if len(index) > 1 and cores > 1:
             # NumPy and SciPy release the interpreter's lock in the loops that take the time.
-            if self._painters is None or self._process != os.getpid():
-                self._painters, self._process = ThreadPoolExecutor(cores, "octfm-phantoms"), os.getpid()
+            with self._starting:
+                if self._painters is None or self._process != os.getpid():
+                    self._painters, self._process = ThreadPoolExecutor(cores, "octfm-phantoms"), os.getpid()
             list(self._painters.map(paint, range(len(index))))
         else:
             for at in range(len(index)):
@@ -236,6 +244,7 @@ class MixedStore(Store):
         self.__dict__.update(store.__dict__)
         self.volumes, self.phantoms, self._ends = store, phantoms, (0, len(store), len(store) + len(phantoms))
         self.rows = _Rows(self._ends[-1], self._row)  # pyright: ignore[reportAttributeAccessIssue]
+        self._one_at_a_time = threading.Lock()
 
     def __reduce__(self):
         return MixedStore, (self.volumes, self.phantoms)
@@ -244,6 +253,9 @@ class MixedStore(Store):
         part, first = (self.volumes, 0) if row < len(self.volumes) else (self.phantoms, len(self.volumes))
         return replace(part.rows[row - first], index=row)
 
+    def reads_at_once(self, count: int) -> int:
+        return self.phantoms.reads_at_once(max(1, round(self.phantoms.config.share * count)))
+
     def read(self, indices: Sequence[int] | np.ndarray, out: Arrays | None = None) -> Arrays:
         index = self._numbers(indices)
         out = out or Arrays.empty(len(index), self.image_size)
@@ -251,7 +263,8 @@ class MixedStore(Store):
         for part, (first, end) in zip((self.volumes, self.phantoms), pairwise(self._ends), strict=True):
             mine = np.flatnonzero((index >= first) & (index < end))
             if len(mine):
-                found = part.read(index[mine] - first)
+                with self._one_at_a_time if part is self.volumes else nullcontext():
+                    found = part.read(index[mine] - first)
                 out.voxels[mine], out.band[mine], out.valid[mine] = found.voxels, found.band, found.valid
                 if found.labels is not None:
                     labels[mine] = found.labels

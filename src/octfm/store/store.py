@@ -195,6 +195,10 @@ class Store:
                 "prepare into a new folder"
             ) from None
 
+    def reads_at_once(self, count: int) -> int:
+        """How many reads of `count` volumes keep all cores busy: one, which reads volumes in parallel."""
+        return 1
+
     def read(self, indices: Sequence[int] | np.ndarray, out: Arrays | None = None) -> Arrays:
         """The volumes of these rows, in this order; rows may repeat. Raises StoreError if one is damaged.
 
