@@ -116,6 +116,16 @@ def test_the_jobs_on_several_ranks_divide_their_batch():
     assert len(jobs) == 4
 
 
+def test_an_external_encoder_is_defined_on_the_page_whose_command_names_it():
+    named = 0
+    for page in GUIDE:
+        text = page.read_text()
+        for function in re.findall(r"--external \w+\.py:(\w+)", text):
+            assert f"\ndef {function}(" in text, f"{page.name}: {function}"
+            named += 1
+    assert named == 2
+
+
 def test_every_call_of_a_module_works_after_importing_octfm_alone():
     """As a reader of a page would type `octfm.formats.read_surfaces(file)`; nothing else has imported its module."""
     pages = "".join(page.read_text() for page in [*GUIDE, DOCS / "phantom.md", DOCS / "index.md"])
