@@ -19,6 +19,7 @@ import yaml
 
 import octfm
 from octfm.config import find_config, known_keys
+from octfm.models.objectives.builtin import BUILT_IN
 from octfm.pretraining.settings import PretrainConfig
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
@@ -208,6 +209,8 @@ def test_the_reference_has_every_verb_option_and_setting_with_its_meaning():
     ours = {key for cls in configs for key in known_keys(cls) if not key.startswith("objective.")}
     assert ours | {"objective.goal_average", "objective.context_loss"} <= rows.keys()
     assert not [key for key, meaning in rows.items() if len(meaning) < 10], "a setting without a docstring"
+    trained_by = {name for name, objective in BUILT_IN.items() if objective().teaches_summary}
+    assert trained_by == set(re.findall(r"`(\w+)`", rows["model.summary"]))
 
 
 @needs_chromium
