@@ -18,7 +18,8 @@ from octfm.config import Config
 COMMANDS = """# Commands
 
 What `octfm VERB --help` prints, for every verb. Words like `model.depth=6` after a config are [settings](settings.md). Every verb ends with 0
-(done), 1 (failed; one line says what to do), 2 (wrong usage) or 75 (stopped and saved; run it again to continue).
+(done), 1 (failed; one line says what to do), 2 (wrong usage), 75 (stopped and saved; run it again to continue) or 130
+(interrupted).
 """
 SETTINGS = """# Settings
 

@@ -19,6 +19,7 @@ import yaml
 
 import octfm
 from octfm.config import find_config, known_keys
+from octfm.models.objectives.builtin import BUILT_IN
 from octfm.pretraining.settings import PretrainConfig
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
@@ -116,6 +117,16 @@ def test_the_jobs_on_several_ranks_divide_their_batch():
     assert len(jobs) == 4
 
 
+def test_an_external_encoder_is_defined_on_the_page_whose_command_names_it():
+    named = 0
+    for page in GUIDE:
+        text = page.read_text()
+        for function in re.findall(r"--external \w+\.py:(\w+)", text):
+            assert f"\ndef {function}(" in text, f"{page.name}: {function}"
+            named += 1
+    assert named == 2
+
+
 def test_every_call_of_a_module_works_after_importing_octfm_alone():
     """As a reader of a page would type `octfm.formats.read_surfaces(file)`; nothing else has imported its module."""
     pages = "".join(page.read_text() for page in [*GUIDE, DOCS / "phantom.md", DOCS / "index.md"])
@@ -198,6 +209,8 @@ def test_the_reference_has_every_verb_option_and_setting_with_its_meaning():
     ours = {key for cls in configs for key in known_keys(cls) if not key.startswith("objective.")}
     assert ours | {"objective.goal_average", "objective.context_loss"} <= rows.keys()
     assert not [key for key, meaning in rows.items() if len(meaning) < 10], "a setting without a docstring"
+    trained_by = {name for name, objective in BUILT_IN.items() if objective().teaches_summary}
+    assert trained_by == set(re.findall(r"`(\w+)`", rows["model.summary"]))
 
 
 @needs_chromium

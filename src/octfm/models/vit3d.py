@@ -48,7 +48,7 @@ class ViTConfig(Config):
     """Rotary positions have no parameters; `learned` is the prototype's position table, kept for comparison (F17)."""
     summary: int = Field(default=0, ge=0, le=1024)
     """Learned queries that read a volume's tokens, with their places, into its vector (objective.pool=summary); 0 for
-    none. Only `dense` trains them."""
+    none. Only `dense` and `anchored` train them."""
     activation_checkpointing: bool = False
     """Keep only the activations between blocks and recompute the rest in the backward pass: the same numbers, less
     memory, more time (arXiv:1604.06174)."""
