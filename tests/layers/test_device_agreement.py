@@ -123,7 +123,10 @@ def test_an_axial_length_that_is_no_number_is_named(tmp_path):
 def test_the_page_names_no_file_or_folder(tmp_path):
     """Folders and files may be called after people; the row leads to them."""
     rows = rows_of()
-    rows[5] |= {"source": "/clinic/Meier/Evangelina.xml", UNIT["centre"]: f"{float(rows[5][DEVICE_UNIT['centre']]) + 40}"}
+    rows[5] |= {
+        "source": "/clinic/Meier/Evangelina.xml",
+        UNIT["centre"]: f"{float(rows[5][DEVICE_UNIT['centre']]) + 40}",
+    }
     (tmp_path / "Meier").mkdir()
     table = write(tmp_path / "Meier" / "Evangelina.csv", rows)
     result = device_agreement(table)
