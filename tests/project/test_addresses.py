@@ -214,6 +214,13 @@ def test_no_folder_is_ever_called_s3(tmp_path, monkeypatch, address):
     assert not list(tmp_path.iterdir())
 
 
+def test_vectors_of_a_store_go_to_no_folder_called_s3(tmp_path, monkeypatch):
+    """The option takes addresses for the vectors of files."""
+    monkeypatch.chdir(tmp_path)
+    done = invoke("embed", "run", "--store", "store", "--out", "s3://bucket/vectors")
+    assert isinstance(done.exception, ConfigError) and "expected a path on a disk" in str(done.exception)
+
+
 def test_no_folder_is_ever_called_tilde(tmp_path, monkeypatch):
     """A shell leaves --out=~/runs and data.store=~/prepared as they are, and so does Python."""
     (tmp_path / "here").mkdir()

@@ -36,8 +36,8 @@ def embed(
         str | None,
         opt.place_option(
             "FOLDER",
-            "Folder for the parquet files (with --files and scans also in a bucket); default: RUN/embeddings. "
-            "Required for scans, and if RUN is an export or left out.",
+            "Folder for the parquet files (with --files, --catalog and scans also in a bucket); default: "
+            "RUN/embeddings. Required for scans, and if RUN is an export or left out.",
             "--out",
         ),
     ] = None,
@@ -104,7 +104,7 @@ def embed(
         for path in embed_all(
             run,
             store or "prepared",
-            Path(out) if out is not None else None,
+            out,
             baselines=baselines is not False,
             head=head,
             segmenter=segment,

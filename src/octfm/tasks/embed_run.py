@@ -8,7 +8,7 @@ from octfm.encoder.sources import display_name, find
 from octfm.encoder.tuned import load_head
 from octfm.errors import Echo, EvaluationError
 from octfm.evaluation.tissue_map import tissue_map_baseline
-from octfm.io.location import Location
+from octfm.io.location import Location, local_path
 from octfm.models.pooling import VectorPool
 from octfm.run.checkpoint_files import SHARDS
 from octfm.store.selection import to_evaluate
@@ -21,7 +21,7 @@ from octfm.weights.exported import is_export, refuse_inside_export
 def embed_all(
     run: str | Location | None,
     store: str | Location,
-    out: Path | None = None,
+    out: str | Path | None = None,
     *,
     baselines: bool = True,
     head: str | Path | None = None,
@@ -40,6 +40,7 @@ def embed_all(
     segment, also the surfaces and masks that it finds. `pool` replaces the run's objective.pool. `exclude` is a file
     that names volumes to leave out.
     """
+    out = None if out is None else local_path(out)
     home = find(run)
     if out is None and is_export(home):
         raise EvaluationError(
