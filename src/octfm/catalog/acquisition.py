@@ -29,23 +29,23 @@ FLAGS: dict[str, str] = {
     "sop_uid_conflict": "the table lists another SOP Instance UID at this path",
     "shape_conflict": "the table lists other rows, columns or frames; the header is believed",
     "spacing_conflict": "the table lists other millimetres; header and positions are believed",
-    "sidecar_states_nothing": "a JSON file of its name lies beside it and has none of the keys that octfm reads",
+    "sidecar_states_nothing": "a JSON file of its name is next to it, but has none of the keys that octfm reads",
     "declared_upright": "its sidecar says that it is not upside down; that was believed and not checked",
     "declared_upside_down": "its sidecar says that it is upside down; its rows are flipped as it is read",
     "axial_direction_assumed": "the format does not say which end of the axial axis is the vitreous; row 0 was taken",
     "bits_from_values": "the file does not say how many of 16 bits it uses; "
-    "8, 10, 12, 14 or 16 were taken, as few as hold its brightest voxel",
-    "looks_upside_down": "the vitreous is at the bottom of its B-scans; kept as it is, as --keep-upside-down says",
-    "way_up_unclear": "neither end of its B-scans looks like the vitreous; taken as it lies in the file",
+    "the fewest of 8, 10, 12, 14 and 16 that hold its brightest voxel were assumed",
+    "looks_upside_down": "the vitreous is at the bottom of its B-scans; kept as it is, because of --keep-upside-down",
+    "way_up_unclear": "neither end of its B-scans looks like the vitreous; kept as stored",
     "intensity_stretched": "the format stores numbers without a scale; lowest to highest became 0 to 65,535",
     "laterality_from_name": "only the name that the instrument gave the file says which eye it is",
-    "nominal_spacing": "nothing states millimetres; those that --nominal-spacing names were taken",
+    "nominal_spacing": "nothing states millimetres; those of --nominal-spacing were used",
     "lateral_mm_of_a_mean_eye": "the file states degrees; the lateral millimetres are those of a mean eye, "
-    "as a rule right within a tenth. Axial ones are stated",
-    "estimated_spacing": "nothing states millimetres; they are estimated from the retina's thickness in all B-scans of "
-    "as many rows, so that no result gives micrometres",
-    "several_splits": "folders or tables put its participant into several splits; all rows count as the one used "
-    "earliest, train before val before test",
+    "usually right within a tenth. Axial ones are stated",
+    "estimated_spacing": "nothing states millimetres; they are estimated from the retina's thickness in B-scans of the "
+    "same height, so no result is in micrometres",
+    "several_splits": "folders or tables put its participant into several splits; all rows count as the first of "
+    "train, val and test among them",
     "laterality_contradicts_anatomy": "its optic disc lies on the side of the other eye; "
     "look at it, nothing was changed",
     "disc_on_the_right": "nothing says which eye it is, and its optic disc lies on the right, "
@@ -59,17 +59,17 @@ FLAGS: dict[str, str] = {
     "so its pixels do not tell which eye it is",
     "pixels_of_two_participants": "another participant's acquisition has the same voxels and was left out; "
     "find out whose they are",
-    "split_with_another_id": "its participant's voxels are there under another id, or another id differs "
-    "in zeros, case or signs only; both ids are in one split",
+    "split_with_another_id": "its participant's voxels also occur under another id, or another id differs only "
+    "in zeros, case or punctuation; both ids are in one split",
     "slice_thickness_contradicts_positions": "SliceThickness differs from the distance of the frames; "
     "positions are believed",
     "slice_thickness_corrected": "SliceThickness repeated the lateral spacing (Cirrus); "
     "taken from the square field of view",
     "slice_thickness_equals_lateral_spacing": "SliceThickness repeats the lateral spacing, and nothing contradicts it",
-    "positions_placeholder": "every B-scan has the position 0, or a running number for one; the stated distance "
-    "is believed, repeats would go unnoticed",
+    "positions_placeholder": "every B-scan has the position 0, or a running number as its position; the stated "
+    "distance is believed, and repeated lines would go unnoticed",
     "bscan_order_unstated": "nothing states where its B-scans lie; "
-    "taken in the order of the file or of the numbers in their names",
+    "the order of the file or of the numbers in their names was assumed",
     "bscans_to_and_fro": "its B-scans run over the fundus in both directions; they are read as stored, "
     "so that some may be mirrored",
     "uneven_positions": "B-scans are not equally far apart",

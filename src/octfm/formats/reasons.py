@@ -66,11 +66,11 @@ REASONS: dict[str, Reason] = {
         "name one of them, such as file.e2e!/series_1_2_3; a scan takes each",
     ),
     "unknown_axes": Reason(
-        "an array without a statement which axis is B-scan, axial and lateral",
+        "an array that does not state which axis is B-scan, axial and lateral",
         "save it as [B-scan, axial, lateral], or declare its axes",
     ),
     "incomplete_export": Reason(
-        "a file that needs another file beside it, which is missing", "copy the whole folder of the export"
+        "a file that needs another file next to it, which is missing", "copy the whole folder of the export"
     ),
     "contradicting_declaration": Reason(
         "a sidecar or a table declares something about the file that cannot be read or is impossible",
@@ -157,7 +157,7 @@ REASONS: dict[str, Reason] = {
         "a huge volume needs a higher limit, or fewer workers; else it is damaged",
     ),
     "missing_spacing": Reason(
-        "neither the file nor anything beside it states millimetres on all three axes",
+        "neither file, sidecar nor table states millimetres on all three axes",
         "DICOM: add PixelSpacing; others: declare spacing_mm in NAME.json or a table, or ask for a nominal spacing",
     ),
     "absurd_spacing": Reason(
