@@ -110,8 +110,8 @@ def scan(
         str,
         opt.option(
             "LAYOUTS",
-            "raster; raster,radial to accept radial (star) scans too, which octfm prepare resamples; or line: "
-            "every image is a single B-scan.",
+            "raster; raster,radial to accept radial (star) scans too, which octfm prepare resamples; raster,line to "
+            "accept images that stand alone as single B-scans; or line: every image is a single B-scan.",
         ),
     ] = "raster",
     modalities: Annotated[
