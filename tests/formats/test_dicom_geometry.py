@@ -257,6 +257,13 @@ def test_frames_of_several_spacings_are_refused():
         read_geometry(whole, SHAPE, "any", "here")
 
 
+def test_a_distance_that_only_frames_state_goes_with_the_pixels_of_the_shared_group():
+    whole = Dataset()
+    whole.SharedFunctionalGroupsSequence = [item(PixelMeasuresSequence=item(PixelSpacing=[0.0039, 0.0115]))]
+    whole.PerFrameFunctionalGroupsSequence = [item(PixelMeasuresSequence=item(SliceThickness=0.2))] * 9
+    assert read_geometry(whole, SHAPE, "any", "here").spacing_mm == (0.2, 0.0039, 0.0115)
+
+
 def test_a_shared_group_that_frames_contradict_is_refused():
     frames = [item(PixelMeasuresSequence=item(PixelSpacing=[0.0039, 0.0115])) for _ in range(9)]
     whole = dataset(frames, (0.1, 0.0039, 0.0115), 0.1)

@@ -275,8 +275,9 @@ def _pixel_measures(dataset: Elements, shared: Elements | None, frames: Sequence
         between = between or _agreed(measures, "SpacingBetweenSlices")
         thickness = thickness or _agreed(measures, "SliceThickness")
         if measures and all(pair is not None and len(pair) == 2 for pair in in_plane):
-            if between is None and thickness is None:
-                between, thickness = _agreed([dataset], "SpacingBetweenSlices"), _agreed([dataset], "SliceThickness")
+            for others in ([dataset], [item for item in per_frame if item is not None]):
+                if between is None and thickness is None:
+                    between, thickness = _agreed(others, "SpacingBetweenSlices"), _agreed(others, "SliceThickness")
             # Also where the shared group holds for all frames: some of them may state another spacing.
             stated = [floats(item.get("PixelSpacing")) for item in per_frame if item is not None]
             pairs = np.array(in_plane)
