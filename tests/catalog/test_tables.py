@@ -507,6 +507,18 @@ def test_an_id_that_a_spreadsheet_made_a_fraction_is_the_id(tmp_path):
     assert not any("participant_conflict" in a.flags for a in found)
 
 
+@pytest.mark.parametrize("rounded", ["1.23457E+11", "1,23457E+11", "1E+11"])
+def test_ids_that_a_spreadsheet_has_rounded_do_not_make_one_person_of_two(tmp_path, rounded):
+    folder = two_people(tmp_path / "scans", "", "")
+    files = f"participant;filepath\n{rounded};P1001/R.dcm\n{rounded};P1002/R.dcm\n"
+    people = f"participant;diagnosis\n{rounded};AMD\n"
+    for name, text in (("table", files), ("participants", people)):
+        with pytest.raises(TableError, match=r"participant 1\S*E\+11 is a number that a spreadsheet has rounded"):
+            scan(folder, **{name: table_of(tmp_path / "t.csv", text)}, workers=0)
+    with pytest.raises(EvaluationError, match=r"participant 1\S*E\+11 is a number that a spreadsheet has rounded"):
+        read_labels(tmp_path / "t.csv").join("diagnosis", [("1", "123456700001", "R")])
+
+
 cells = st.text("ab1 ,;\t\"'.äöüß", max_size=6)
 
 

@@ -227,6 +227,13 @@ def clean_id(text: str) -> str:
     return text[:-2] if text.endswith(".0") and text[:-2].isdigit() else text
 
 
+def rounded(participant: str) -> str:
+    """A remark on an id that a spreadsheet has rounded, so that many people may have it; empty for any other."""
+    if not re.fullmatch(r"\d([.,]\d+)?[eE]\+\d+", participant):
+        return ""
+    return f"{participant} is a number that a spreadsheet has rounded; write the column again, as text"
+
+
 def composed(text: str) -> str:
     """The text with ü as one letter: macOS writes it in names of folders as u and two dots, which look the same."""
     return unicodedata.normalize("NFC", text)
