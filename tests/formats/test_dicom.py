@@ -428,6 +428,10 @@ def test_files_of_other_kinds_have_their_code(tmp_path):
     ):
         (tmp_path / name).write_bytes(content)
         assert code_of(tmp_path / name) == code
+    (tmp_path / "all.zip").write_bytes(b"PK\x03\x04" + bytes(200))
+    for name, found in (("archive.dcm", "without the ending .zip"), ("all.zip", r"one of its files, .*all\.zip!/NAME")):
+        with pytest.raises(ReadError, match=found):
+            read_volume(tmp_path / name)
     assert code_of(tmp_path / "absent.dcm") == "unreadable"
     assert code_of(tmp_path) == "unreadable"
 
