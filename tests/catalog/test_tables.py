@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from octfm.catalog.aireadi import Listed
 from octfm.catalog.catalog import Catalog, CatalogError
-from octfm.catalog.columns import Columns, TableError, is_identifier, read_rows
+from octfm.catalog.columns import Columns, TableError, is_identifier, read_rows, read_table
 from octfm.catalog.labels import read_labels
 from octfm.catalog.participants.people import AmbiguousPeople
 from octfm.catalog.scan import scan
@@ -363,6 +363,12 @@ def test_cells_that_may_be_of_another_column_are_refused(tmp_path, text, problem
         read_rows(table_of(tmp_path / "t.csv", text))
     with pytest.raises(EvaluationError, match=problem):
         read_labels(table_of(tmp_path / "t.csv", text.replace("pid", "participant_id")))
+
+
+def test_the_line_by_which_excel_states_the_separator_is_no_header(tmp_path):
+    text = "\ufeffsep=;\r\nfilepath;label\r\nP1/R, first.dcm;AMD\r\n"
+    names, rows = read_table(table_of(tmp_path / "t.csv", text))
+    assert (names, rows) == (["filepath", "label"], [{"filepath": "P1/R, first.dcm", "label": "AMD"}])
 
 
 def test_blank_rows_and_columns_without_a_name_are_left_out(tmp_path):

@@ -173,6 +173,8 @@ def read_table(path: Location, delimiter: str | None = None) -> tuple[list[str],
         if re.search(r"[\0-\x08\x0e-\x1f]", first):
             raise TableError(f"{path}: expected a CSV or TSV of text, got other bytes; export the table as text")
         lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter or max(",;\t", key=first.count))
+        if re.fullmatch(r"sep=[,;\t]\s*", first):  # Excel's line above the header
+            next(lines)
         header = [name.strip() for name in next(lines, [])]
         names = [name for name in header if name]
         if twice := next((name for name in names if names.count(name) > 1), None):
