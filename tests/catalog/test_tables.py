@@ -387,7 +387,7 @@ def two_people(folder: Path, first: str, second: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("word", ["ANONYMOUS", "anon", "De-identified", "unknown", "N/A", "---"])
+@pytest.mark.parametrize("word", ["ANONYMOUS", "anon", "De-identified", "unknown", "N/A", "---", "ANONYMOUS^PATIENT"])
 def test_a_word_for_nobody_is_no_participant(tmp_path, word):
     """As the id of one person it would merge everybody, and take one person's label for all."""
     catalog = scan(two_people(tmp_path, word, word), workers=0)
