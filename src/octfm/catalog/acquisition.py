@@ -68,6 +68,8 @@ FLAGS: dict[str, str] = {
     "slice_thickness_equals_lateral_spacing": "SliceThickness repeats the lateral spacing, and nothing contradicts it",
     "positions_placeholder": "every B-scan has the position 0, or a running number for one; the stated distance "
     "is believed, repeats would go unnoticed",
+    "positions_of_other_frames": "its header describes more or fewer frames than it has, so that no position is used; "
+    "the stated distance is believed, and a star or repeats would go unnoticed",
     "bscan_order_unstated": "nothing states where its B-scans lie; "
     "taken in the order of the file or of the numbers in their names",
     "bscans_to_and_fro": "its B-scans run over the fundus in both directions; they are read as stored, "
