@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from octfm.catalog.aireadi import Listed
 from octfm.catalog.catalog import Catalog, CatalogError
-from octfm.catalog.columns import Columns, TableError, is_identifier, read_rows
+from octfm.catalog.columns import Columns, TableError, is_identifier, read_rows, read_table
 from octfm.catalog.labels import read_labels
 from octfm.catalog.participants.people import AmbiguousPeople
 from octfm.catalog.scan import scan
@@ -365,6 +365,12 @@ def test_cells_that_may_be_of_another_column_are_refused(tmp_path, text, problem
         read_labels(table_of(tmp_path / "t.csv", text.replace("pid", "participant_id")))
 
 
+def test_the_line_by_which_excel_states_the_separator_is_no_header(tmp_path):
+    text = "\ufeffsep=;\r\nfilepath;label\r\nP1/R, first.dcm;AMD\r\n"
+    names, rows = read_table(table_of(tmp_path / "t.csv", text))
+    assert (names, rows) == (["filepath", "label"], [{"filepath": "P1/R, first.dcm", "label": "AMD"}])
+
+
 def test_blank_rows_and_columns_without_a_name_are_left_out(tmp_path):
     """As spreadsheets write them."""
     table = table_of(tmp_path / "t.csv", "participant_id; diagnosis;;\na;AMD;;\n;;;\n\nb;healthy;;\n")
@@ -381,7 +387,7 @@ def two_people(folder: Path, first: str, second: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("word", ["ANONYMOUS", "anon", "De-identified", "unknown", "N/A", "---"])
+@pytest.mark.parametrize("word", ["ANONYMOUS", "anon", "De-identified", "unknown", "N/A", "---", "ANONYMOUS^PATIENT"])
 def test_a_word_for_nobody_is_no_participant(tmp_path, word):
     """As the id of one person it would merge everybody, and take one person's label for all."""
     catalog = scan(two_people(tmp_path, word, word), workers=0)
@@ -505,6 +511,18 @@ def test_an_id_that_a_spreadsheet_made_a_fraction_is_the_id(tmp_path):
     found = scan(folder, table=files, participants=people, workers=0).acquisitions
     assert {a.participant: a.participant_labels["diagnosis"] for a in found} == {"1001": "AMD", "1002": "healthy"}
     assert not any("participant_conflict" in a.flags for a in found)
+
+
+@pytest.mark.parametrize("rounded", ["1.23457E+11", "1,23457E+11", "1E+11"])
+def test_ids_that_a_spreadsheet_has_rounded_do_not_make_one_person_of_two(tmp_path, rounded):
+    folder = two_people(tmp_path / "scans", "", "")
+    files = f"participant;filepath\n{rounded};P1001/R.dcm\n{rounded};P1002/R.dcm\n"
+    people = f"participant;diagnosis\n{rounded};AMD\n"
+    for name, text in (("table", files), ("participants", people)):
+        with pytest.raises(TableError, match=r"participant 1\S*E\+11 is a number that a spreadsheet has rounded"):
+            scan(folder, **{name: table_of(tmp_path / "t.csv", text)}, workers=0)
+    with pytest.raises(EvaluationError, match=r"participant 1\S*E\+11 is a number that a spreadsheet has rounded"):
+        read_labels(tmp_path / "t.csv").join("diagnosis", [("1", "123456700001", "R")])
 
 
 cells = st.text("ab1 ,;\t\"'.äöüß", max_size=6)

@@ -289,6 +289,19 @@ def test_frames_of_two_eyes_in_one_file_are_flagged(tmp_path):
     assert header.laterality is None and "laterality_conflict" in header.flags
 
 
+@pytest.mark.parametrize("character_set", [None, "ISO_IR 100", "ISO_IR 192", "ISO_IR 13"])
+def test_two_participants_stay_two_whatever_character_set_is_stated(tmp_path, character_set):
+    """Converters state UTF-8 for ids that they copy in Latin-1."""
+    found = set()
+    for name in (b"M\xfcller", b"M\xf6ller"):
+        edit = (lambda ds: setattr(ds, "SpecificCharacterSet", character_set)) if character_set else None
+        path = write_oct_dicom(tmp_path / "a.dcm", ramp(), SPACING_MM, participant="Mxller", edit=edit)
+        path.write_bytes(path.read_bytes().replace(b"Mxller", name))
+        assert read_header(path).participant == read_volume(path).participant
+        found.add(read_header(path).participant)
+    assert found == {"Müller", "Möller"}
+
+
 def test_no_name_or_birth_date_leaves_the_header(tmp_path):
     header = read_header(write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM))
     assert PATIENT_NAME not in repr(header) and BIRTH_DATE not in repr(header)
@@ -428,6 +441,10 @@ def test_files_of_other_kinds_have_their_code(tmp_path):
     ):
         (tmp_path / name).write_bytes(content)
         assert code_of(tmp_path / name) == code
+    (tmp_path / "all.zip").write_bytes(b"PK\x03\x04" + bytes(200))
+    for name, found in (("archive.dcm", "without the ending .zip"), ("all.zip", r"one of its files, .*all\.zip!/NAME")):
+        with pytest.raises(ReadError, match=found):
+            read_volume(tmp_path / name)
     assert code_of(tmp_path / "absent.dcm") == "unreadable"
     assert code_of(tmp_path) == "unreadable"
 

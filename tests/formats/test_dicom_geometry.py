@@ -238,6 +238,15 @@ def test_zero_slice_spacing_is_refused_and_zero_positions_flagged():
         read_geometry(whole, SHAPE, "any", "here")
 
 
+@pytest.mark.parametrize("described", [8, 10])
+def test_positions_of_more_or_fewer_frames_are_flagged(described):
+    """As where a program kept some of the frames and the header of all."""
+    places = 0.1 * np.eye(3)[2] * np.arange(described)[:, None]
+    whole = dataset(planes(places, [(np.eye(3)[0], np.eye(3)[1])] * described), (0.1, 0.0039, 0.0115), thickness=0.05)
+    found = read_geometry(whole, SHAPE, "any", "here")
+    assert (found.spacing_mm[0], found.flags) == (0.05, ("positions_of_other_frames",))
+
+
 def test_frames_of_several_spacings_are_refused():
     def frames(in_plane, distance=0.1):
         return [item(PixelMeasuresSequence=item(PixelSpacing=mm, SpacingBetweenSlices=distance)) for mm in in_plane]
@@ -255,6 +264,13 @@ def test_frames_of_several_spacings_are_refused():
     whole.PerFrameFunctionalGroupsSequence = frames([[0.0039, 0.0115]] * 4) + frames([[0.0039, 0.0115]] * 5, 0.2)
     with pytest.raises(ReadError, match="state one distance between B-scans"):
         read_geometry(whole, SHAPE, "any", "here")
+
+
+def test_a_distance_that_only_frames_state_goes_with_the_pixels_of_the_shared_group():
+    whole = Dataset()
+    whole.SharedFunctionalGroupsSequence = [item(PixelMeasuresSequence=item(PixelSpacing=[0.0039, 0.0115]))]
+    whole.PerFrameFunctionalGroupsSequence = [item(PixelMeasuresSequence=item(SliceThickness=0.2))] * 9
+    assert read_geometry(whole, SHAPE, "any", "here").spacing_mm == (0.2, 0.0039, 0.0115)
 
 
 def test_a_shared_group_that_frames_contradict_is_refused():

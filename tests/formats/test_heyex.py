@@ -229,6 +229,22 @@ def test_a_single_exported_series_is_read(tmp_path):
         read_volume(other)
 
 
+def test_of_two_patients_in_an_export_a_scan_is_of_the_one_it_is_filed_under(tmp_path):
+    uri = write_heyex_xml(tmp_path / "a", telling_voxels(), participant="1001")
+    uri.write_text(uri.read_text().replace("<BODY>", "<BODY><Patient><ID>7</ID><PatientID>9009</PatientID></Patient>"))
+    assert read_header(uri).participant == read_volume(uri).participant == "1001"
+
+
+@pytest.mark.parametrize("of_the_series", [True, False], ids=["series", "last image"])
+def test_an_export_that_names_both_eyes_names_none(tmp_path, of_the_series):
+    uri = write_heyex_xml(tmp_path / "a", telling_voxels(), laterality="R")
+    before, eye, after = (text := uri.read_text()).partition("<Laterality>R")
+    if not of_the_series:
+        before, eye, after = text.rpartition("<Laterality>R")
+    uri.write_text(f"{before}{eye[:-1]}L{after}")
+    assert read_volume(uri).laterality is None and "laterality_unknown" in read_header(uri).flags
+
+
 def test_a_file_without_a_grid_of_1_3_and_6_mm_has_none(tmp_path):
     xml = write_heyex_xml(tmp_path / "a", telling_voxels())
     assert read_device_grid(xml) is None and read_device_grid(xml.parent) is None

@@ -1,6 +1,7 @@
 """A sidecar that is broken or mistyped is an error that names file, line and key: never as good as none."""
 
 import json
+import re
 import string
 
 import numpy as np
@@ -8,10 +9,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from octfm.catalog.catalog import NothingAccepted
+from octfm.catalog.scan import scan
 from octfm.formats import ReadError, read_header, read_surfaces, read_volume
 from octfm.formats.declared import KEYS, read_declared
+from octfm.layers.table import state_of
 from support.dicom_files import write_oct_dicom
-from support.vendor_files import SPACING_MM, ends_of, write_images, write_nifti, write_npy, write_tiff, write_vol
+from support.vendor_files import (
+    SPACING_MM,
+    e2e_codes,
+    ends_of,
+    write_e2e,
+    write_images,
+    write_nifti,
+    write_npy,
+    write_tiff,
+    write_vol,
+)
 from support.volumes import telling_voxels
 
 many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -249,3 +263,45 @@ def test_the_eye_in_an_npz_is_read_or_refused(tmp_path, word, eye):
             read_header(uri)
     else:
         assert read_header(uri).laterality == eye
+
+
+def folder_of_a_date(folder):
+    write_images(folder / "eye.2023.05", telling_voxels())
+    (folder / "eye.json").unlink()
+    return folder / "eye.2023.05"
+
+
+def second_of_two_series(folder):
+    both = {(1, 2, number): e2e_codes(telling_voxels()) for number in (3, 4)}
+    nowhere = np.zeros((len(telling_voxels()), 4))
+    return f"{write_e2e(folder / 'a.e2e', both, eyes='RL', ends=nowhere)}!/series_1_2_4"
+
+
+def nifti_of_known_axes(folder):
+    (folder / "a.json").write_text('{"axes": "WHD"}')
+    return write_nifti(folder / "a.nii.gz", telling_voxels(), (1, 1, 1))
+
+
+@pytest.mark.parametrize("write", [folder_of_a_date, second_of_two_series, nifti_of_known_axes])
+def test_the_sidecar_that_an_error_asks_for_is_the_one_that_is_read(tmp_path, write):
+    uri = write(tmp_path)
+    with pytest.raises(ReadError) as caught:
+        read_volume(uri)
+    assert caught.value.code == "missing_spacing"
+    (name,) = re.findall(r"declare them in (\S+) beside it", str(caught.value))
+    (tmp_path / name).write_text(json.dumps({"spacing_mm": SPACING_MM, "axes": "WHD"}))
+    assert read_volume(uri).spacing_mm == pytest.approx(SPACING_MM)
+
+
+def test_a_table_notices_the_sidecar_of_a_file_with_several_series(tmp_path):
+    uri = second_of_two_series(tmp_path)
+    before = state_of(uri)
+    (tmp_path / "a.json").write_text(json.dumps({"spacing_mm": SPACING_MM}))
+    assert before and state_of(uri) != before
+
+
+def test_a_series_without_millimetres_is_a_reject_of_this_reason(tmp_path):
+    second_of_two_series(tmp_path)
+    with pytest.raises(NothingAccepted) as nothing:
+        scan(tmp_path, workers=0)
+    assert [reject.code for reject in nothing.value.catalog.rejects] == ["missing_spacing"] * 2

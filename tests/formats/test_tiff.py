@@ -9,7 +9,7 @@ from PIL import Image
 
 from octfm.errors import ReadError
 from octfm.formats import read_header, read_volume
-from support.vendor_files import SPACING_MM, write_tiff
+from support.vendor_files import SPACING_MM, write_sidecar, write_tiff
 from support.volumes import telling_voxels
 
 VOXELS = telling_voxels(shape=(5, 24, 20))
@@ -104,3 +104,34 @@ def test_signed_bytes_do_not_wrap_around(tmp_path):
     write_tiff(uri, (gray.astype(np.int16) - 128).astype(np.int8))
     with pytest.raises(ReadError, match="signed 8-bit pixels below 0"):
         read_volume(uri, spacing_mm=SPACING_MM)
+
+
+def test_signed_pixels_that_imagej_saved_are_not_read_as_grey_on_grey(tmp_path):
+    """It stores 32,768 for 0, and says so in its description of the first page alone."""
+    uri = write_tiff(tmp_path / "a.tif", VOXELS.astype(np.uint16) + 32768, SPACING_MM, imagej=True)
+    assert read_volume(uri).voxels.min() >= 32768, "unsigned, as far as it says"
+    text = "ImageJ=1.54f\nimages=5\nslices=5\nunit=mm\ncf=0\nc0=-32768.0\nc1=1.0\nvunit=Gray Value\n"
+    tifffile.imwrite(uri, VOXELS.astype(np.uint16) + 32768, description=text, metadata=None)
+    for read in (read_header, read_volume):
+        with pytest.raises(ReadError, match="ImageJ adds 32,768") as refused:
+            read(uri)
+        assert refused.value.code == "unsupported_pixels"
+
+
+@pytest.mark.parametrize("pixels", ["float", "coloured lines"])
+def test_pixels_of_a_stack_that_no_verb_can_read_are_a_reject_of_the_scan(tmp_path, pixels):
+    stack = VOXELS.astype(np.float32) / 255
+    if pixels == "coloured lines":
+        stack = np.repeat(VOXELS[..., None], 3, axis=3)
+        stack[:, 5, 9] = 255, 0, 0
+    uri = tmp_path / "clinic" / "a.tif"
+    uri.parent.mkdir()
+    tifffile.imwrite(uri, stack, photometric="minisblack" if pixels == "float" else "rgb", metadata=None)
+    write_sidecar(uri, SPACING_MM)
+    with pytest.raises(ReadError) as refused:
+        read_volume(uri)
+    assert refused.value.code == "unsupported_pixels"
+    assert ("coloured lines" in str(refused.value)) == (pixels == "coloured lines")
+    with pytest.raises(ReadError) as refused:
+        read_header(uri)
+    assert refused.value.code == "unsupported_pixels"

@@ -152,6 +152,15 @@ def test_each_series_of_an_e2e_is_a_volume(tmp_path):
     )
 
 
+def test_copies_of_an_e2e_with_several_series_are_known_as_copies(tmp_path):
+    series = {(1, 2, n): e2e_codes(np.roll(telling_voxels(), n, 2)) for n in (3, 4)}
+    for folder in ("a", "b"):
+        write_e2e(tmp_path / folder / "p7.e2e", series, eyes="RL")
+    catalog = scan(tmp_path, nominal_spacing_mm=SPACING_MM, workers=0)
+    assert [a.uri.split("/")[-3] for a in catalog.acquisitions] == ["a", "a"]
+    assert [reject.code for reject in catalog.rejects] == ["duplicate_sop_uid"] * 2
+
+
 def test_series_are_found_in_an_e2e_inside_an_archive(tmp_path):
     uri = write_e2e(
         tmp_path / "p7.e2e", {(1, 2, n): e2e_codes(np.roll(telling_voxels(), n, 2)) for n in (3, 4)}, eyes="RL"

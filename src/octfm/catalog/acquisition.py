@@ -68,6 +68,8 @@ FLAGS: dict[str, str] = {
     "slice_thickness_equals_lateral_spacing": "SliceThickness repeats the lateral spacing, and nothing contradicts it",
     "positions_placeholder": "every B-scan has the position 0, or a running number as its position; the stated "
     "distance is believed, and repeated lines would go unnoticed",
+    "positions_of_other_frames": "its header describes more or fewer frames than it has, so no position is used; "
+    "the stated distance is believed, and a star or repeated lines would go unnoticed",
     "bscan_order_unstated": "nothing states where its B-scans lie; "
     "the order of the file or of the numbers in their names was assumed",
     "bscans_to_and_fro": "its B-scans run over the fundus in both directions; they are read as stored, "

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
 from octfm.addresses import expect_place
-from octfm.catalog.columns import FIELDS, OF_FILES, Columns, TableError, clean_id, composed, read_rows
+from octfm.catalog.columns import FIELDS, OF_FILES, Columns, TableError, clean_id, composed, read_rows, rounded
 from octfm.errors import ConfigError
 from octfm.formats.names import may_be_an_eye, may_be_labels
 from octfm.io.archive import unpacked_paths
@@ -160,6 +160,8 @@ def _add_file(
             f"{table}: line {number}: laterality is {entry.laterality!r}; "
             "expected R, L, OD, OS, right, left, or nothing"
         )
+    if remark := rounded(entry.participant):
+        raise TableError(f"{table}: line {number}: participant {remark}")
     if (stated := columns.value(row, "spacing_mm")) and not (entry.spacing_mm and min(entry.spacing_mm) > 0):
         raise TableError(
             f"{table}: line {number}: spacing_mm is {stated!r}; expected dz dy dx, three numbers in mm, or nothing"
@@ -283,6 +285,8 @@ def _add_participants(rows: Iterable[Mapping[str, str]], columns: Columns, table
                 f"{path}: expected a column {wanted} with a value in every row, got columns {', '.join(row)}; "
                 "name yours with --columns participant=COLUMN"
             )
+        if remark := rounded(participant):
+            raise TableError(f"{path}: participant {remark}")
         labels, known = columns.labels(row), tables.participants.setdefault(participant, {})
         for column, value in labels.items():
             # What one row leaves empty, another may state.

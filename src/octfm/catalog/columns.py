@@ -173,6 +173,8 @@ def read_table(path: Location, delimiter: str | None = None) -> tuple[list[str],
         if re.search(r"[\0-\x08\x0e-\x1f]", first):
             raise TableError(f"{path}: expected a CSV or TSV of text, got other bytes; export the table as text")
         lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter or max(",;\t", key=first.count))
+        if re.fullmatch(r"sep=[,;\t]\s*", first):  # Excel's line above the header
+            next(lines)
         header = [name.strip() for name in next(lines, [])]
         names = [name for name in header if name]
         if twice := next((name for name in names if names.count(name) > 1), None):
@@ -225,6 +227,13 @@ def clean_id(text: str) -> str:
     """An id, `composed`, without what spreadsheets add: 1001 becomes 1001.0 if another cell of the column is empty."""
     text = composed(text.strip())
     return text[:-2] if text.endswith(".0") and text[:-2].isdigit() else text
+
+
+def rounded(participant: str) -> str:
+    """A remark on an id that a spreadsheet has rounded, so that many people may have it; empty for any other."""
+    if not re.fullmatch(r"\d([.,]\d+)?[eE]\+\d+", participant):
+        return ""
+    return f"{participant} is a number that a spreadsheet has rounded; write the column again, as text"
 
 
 def composed(text: str) -> str:

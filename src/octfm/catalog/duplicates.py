@@ -100,7 +100,8 @@ def _voxels(header: Header, readers: Sequence[Reader]) -> np.ndarray:
 
 
 def _same_bytes(one: str, other: str) -> bool:
-    if is_folder(one) or is_folder(other) or file_size(one) != file_size(other):
+    size = file_size(one)  # 0 of one of several volumes in a file
+    if is_folder(one) or is_folder(other) or not size or size != file_size(other):
         return False
     with open_file(one) as first, open_file(other) as second:
         while piece := first.read(_PIECE):

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from octfm.catalog.columns import FIELDS, TableError, clean_id, composed, lost_zeros, read_table
+from octfm.catalog.columns import FIELDS, TableError, clean_id, composed, lost_zeros, read_table, rounded
 from octfm.errors import EvaluationError, one_line
 from octfm.formats.names import BOTH, lateralities, may_be_an_eye
 
@@ -51,6 +51,8 @@ class LabelTable:
             return self._by_acquisition(column, list(acquisitions))
         keyed: dict[tuple[str, str | None], str | None] = {}
         people = [clean_id(row[self.participant_column or ""]) for row in self.rows]
+        if remark := next(filter(None, map(rounded, people)), ""):
+            raise EvaluationError(f"{self.path}: {self.participant_column} {remark}")
         # Rows are numbered as lines of the file, whose first is the header.
         eyes = [self._eyes(row, number) for number, row in enumerate(self.rows, start=2)]
         single = {(person, of[0]) for person, of in zip(people, eyes, strict=True) if len(of) == 1}

@@ -11,13 +11,12 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import PurePath
 from typing import BinaryIO, Protocol
 
 import numpy as np
 
 from octfm.errors import ReadError
-from octfm.formats.declared import Declared, read_declared
+from octfm.formats.declared import Declared, read_declared, sidecars
 from octfm.formats.dicom.geometry import NotRaster, Stack, check_bounds, is_running_number, positions_across, stack_of
 from octfm.formats.dicom.pixels import check_size
 from octfm.formats.names import is_flow_beside_structure, lateralities, may_be_labels, slugify
@@ -227,7 +226,7 @@ def _expect_one_picture(voxels: np.ndarray, full_scale: int, uri: str) -> None:
         raise ReadError(
             "side_by_side",
             f"{uri}: looks like two pictures next to each other, such as a fundus image and a B-scan, or two B-scans; "
-            f"crop it to one B-scan, or, if it is one, declare spacing_mm, [dz, dy, dx], in {PurePath(uri).stem}.json "
+            f"crop it to one B-scan, or, if it is one, declare spacing_mm, [dz, dy, dx], in {_sidecar_name(uri)} "
             "beside it",
         )
 
@@ -239,7 +238,7 @@ def _estimated(voxels: np.ndarray, full_scale: int, uri: str) -> Spacing3:
         raise ReadError(
             "missing_spacing",
             f"{uri}: does not state millimetres, and shows no retina to estimate them from, vitreous on top and bright "
-            f"on dark; export it so, or declare spacing_mm, [dz, dy, dx], in {PurePath(uri).stem}.json beside it",
+            f"on dark; export it so, or declare spacing_mm, [dz, dy, dx], in {_sidecar_name(uri)} beside it",
         )
     return spacing_of(axial_mm([rows]), voxels.shape)
 
@@ -296,10 +295,14 @@ def uid_from(digest: bytes) -> str:
 def missing_spacing(uri: str) -> ReadError:
     return ReadError(
         "missing_spacing",
-        f"{uri}: does not state millimetres on all axes; declare them in {PurePath(uri).stem}.json beside it, "
+        f"{uri}: does not state millimetres on all axes; declare them in {_sidecar_name(uri)} beside it, "
         '{"spacing_mm": [between B-scans, axial, lateral]}; octfm scan also takes --table or --nominal-spacing'
         f"{OR_SINGLE * is_folder(uri)}",
     )
+
+
+def _sidecar_name(uri: str) -> str:
+    return next(iter(sidecars(uri))).name
 
 
 @contextmanager

@@ -110,13 +110,13 @@ def open_bscans(uri: str) -> Bscans:
         in_plane_mm=(float(dy), float(dx)) if dy and dx else None,
         lines=Lines(ends[:, :2], ends[:, 2:]) if np.isfinite(ends).all() else None,
         layout=next((layout for word, layout in _LAYOUTS.items() if word in kind), None),
-        laterality=_text(images[0], "Laterality") or _text(series, "Laterality"),
+        laterality=lateralities([_text(place, "Laterality") for place in (series, *images)])[0] or "",
         scanner=scanner_slug(
             _text(series, "GeneralEquipment/Manufacturer") or "Heidelberg Engineering",
             _text(series, "GeneralEquipment/ManufacturerModelName") or "Spectralis",
         ),
         protocol=" ".join(filter(None, (_text(series, "ModalityProcedure"), kind))),
-        participant=_participant(root),
+        participant=_participant(root, series),
         surfaces=partial(_surfaces, images, shape, dy, uri),
         fundus=partial(_fundus, series, ends, uri),
         bits=significant_bits(files[0]),
@@ -202,10 +202,11 @@ def _series(root: Element, uri: str) -> Element:
     return found[0]
 
 
-def _participant(root: Element) -> str:
-    """The clinic's id, else HEYEX's own; never a name."""
-    patient = root.find(".//Patient")
-    return "" if patient is None else _text(patient, "PatientID") or _text(patient, "ID")
+def _participant(root: Element, series: Element) -> str:
+    """The clinic's id of the patient whose series it is, else HEYEX's own; never a name."""
+    patients = list(root.iter("Patient"))
+    own = [patient for patient in patients if series in patient.iter("Series")] or patients
+    return _text(own[0], "PatientID") or _text(own[0], "ID") if len(own) == 1 else ""
 
 
 def _context(image: Element, uri: str) -> Element:

@@ -14,6 +14,7 @@ import numpy as np
 
 from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, uid_of
+from octfm.formats.names import may_be_labels
 from octfm.io.archive import open_file
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ def open_bscans(uri: str) -> Bscans:
             for page in range(pages):
                 image.seek(page)
                 _check_page(image, (width, height), size, f"{uri}: page {page + 1} of {pages}")
+            image.seek(pages // 2)
+            if not may_be_labels(uri) and not _says_gray(image):
+                _gray(image, f"{uri}: page {pages // 2 + 1}")
         uid = uid_of(file, size)
 
     def decode() -> np.ndarray:
@@ -123,10 +127,10 @@ def read_gray(uri: str) -> np.ndarray:
 
 
 def expect_gray(uri: str) -> None:
-    """Decode an image only if its header says that it has colours. Raises ReadError, as `read_gray`."""
+    """Decode an image only if its header does not say that it is gray. Raises ReadError, as `read_gray`."""
     with open_file(uri) as file, _opened(file, uri) as image:
-        may_have_colours = image.mode in ("P", "RGB", "RGBA", "CMYK")
-    if may_have_colours:
+        gray = _says_gray(image)
+    if not gray:
         read_gray(uri)
 
 
@@ -214,6 +218,10 @@ def _opened(file, uri: str, formats: tuple[str, ...] = ("PNG", "TIFF", "BMP", "J
         ) from None
 
 
+def _says_gray(image: "Image") -> bool:
+    return image.mode in ("1", "L", "LA") or image.mode.startswith("I;16")
+
+
 def _gray(image: "Image", uri: str) -> np.ndarray:
     if image.width * image.height > 2**28:
         raise ReadError("absurd_size", f"{uri}: {image.width} x {image.height} pixels; no B-scan is so large")
@@ -230,10 +238,11 @@ def _gray(image: "Image", uri: str) -> np.ndarray:
     if pixels.dtype == np.int32 and pixels.min() >= 0 and pixels.max() < 2**16:
         pixels = pixels.astype(np.uint16)  # Pillow opens some 16-bit images as int32
     if pixels.ndim != 2 or pixels.dtype.kind != "u" or pixels.dtype.itemsize > 2:
+        fix = "; save it as uint8 or uint16"
+        if pixels.ndim != 2:
+            fix = ", without layer lines drawn into it; export it without coloured lines"
         raise ReadError(
-            "unsupported_pixels",
-            f"{uri}: {image.mode} pixels; expected 8- or 16-bit gray, without layer lines drawn into it; export it "
-            "without coloured lines",
+            "unsupported_pixels", f"{uri}: {image.mode} pixels of {pixels.dtype}; expected 8- or 16-bit gray{fix}"
         )
     return pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
 
@@ -275,8 +284,14 @@ def _expect_one_stack(image: "Image", pages: int, uri: str) -> None:
 
 
 def _check_page(image: "Image", expected: tuple[int, int], size: int, where: str) -> None:
-    """Check that the page has size `expected` (W, H), is upright, and has all its strips or tiles inside the file."""
+    """Check that the page has size `expected` (W, H), is upright, has 0 as black and all its strips or tiles inside the
+    file."""
     _expect_upright(image, where)
+    if re.search(r"^c0=-32768\b", _description(image), re.MULTILINE):
+        raise ReadError(
+            "unsupported_pixels",
+            f"{where}: signed 16-bit pixels, to which ImageJ adds 32,768 as it saves them; save it with 0 as black",
+        )
     if image.size != expected:
         raise ReadError(
             "mixed_images",

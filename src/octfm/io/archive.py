@@ -189,7 +189,8 @@ def is_folder(uri: str | Location) -> bool:
         return is_prefix(str(uri))
     if inside is None:
         return os.path.isdir(str(uri))  # noqa: PTH112
-    return inside[1] in open_archive(inside[0]).folders
+    # In any other file the mark precedes the name of one of several volumes.
+    return inside[0].lower().endswith(".zip") and inside[1] in open_archive(inside[0]).folders
 
 
 def list_folder(uri: str | Location) -> list[str]:

@@ -86,7 +86,8 @@ _GROUPS = _DIAGNOSES | vocabulary("""
 _NOBODY = vocabulary("""
     anonymous anonymized anonymised anonym anon anonymisiert anonyme anonymise anonymisee anonimo anonimizado
     anonimizzato geanonimiseerd deidentified removed redacted masked hidden unknown unbekannt inconnu desconocido
-    sconosciuto onbekend none null na nan undefined unspecified notavailable notgiven noid nopatientid xxx xxxx
+    sconosciuto onbekend none null nil na nan undefined unspecified notavailable notgiven notprovided noid nopatientid
+    noname xxx xxxx deleted empty blank blinded anonymouspatient anonpatient anonymizedpatient unknownpatient
 """)
 
 _PLACES = vocabulary(

@@ -27,7 +27,7 @@ from octfm.formats.dicom.pixels import (
     find_frames,
 )
 from octfm.formats.reasons import cannot_open
-from octfm.io.archive import MAX_RATIO, RATIO_FROM_BYTES, open_file
+from octfm.io.archive import MAX_RATIO, RATIO_FROM_BYTES, open_file, split_uri
 from octfm.volume.volume import Shape3
 
 if TYPE_CHECKING:
@@ -71,8 +71,14 @@ class FileHeader:
             return self._groups[keyword]
         from pydicom.tag import Tag
 
-        element = self._dataset.get(Tag(keyword))
-        return None if element is None or element.VR in _PERSONAL_VRS else element.value
+        stored, element = self._dataset.get_item(keyword), self._dataset.get(Tag(keyword))
+        if element is None or element.VR in _PERSONAL_VRS:
+            return None
+        # Letters that are not of the stated character set, mostly Latin-1 as UTF-8. pydicom makes U+FFFD of each, and
+        # one participant of Müller and Möller.
+        if isinstance(element.value, str) and "\ufffd" in element.value and stored is not None and stored.is_raw:
+            element.value = (stored.value or b"").decode("latin-1").strip(" \0")
+        return element.value
 
 
 @dataclass(frozen=True)
@@ -172,7 +178,9 @@ def _refuse_other_formats(head: bytes, uri: str) -> None:
     group, element = int.from_bytes(first[:2], order), int.from_bytes(first[2:4], order)
     short = len(head) >= 8 and int.from_bytes(head[4:8], "little") < 256  # length of the first value, implicit VR
     if group not in (2, 8) or element > 0x0100 or not (explicit or short):
-        if head[:2] == b"PK":
+        if head[:2] == b"PK" and uri.lower().endswith(".zip") and split_uri(uri) is None:
+            found = f"a ZIP archive; unpack it, or give the folder that it is in, or one of its files, {uri}!/NAME"
+        elif head[:2] == b"PK":
             found = "a ZIP archive inside another or without the ending .zip; unpack it"
         elif head[:4] == b"GIF8" or head[8:12] == b"WEBP" or head[4:8] == b"jP  ":
             found = "a GIF, WebP or JPEG 2000 image; save it as PNG"

@@ -275,8 +275,9 @@ def _pixel_measures(dataset: Elements, shared: Elements | None, frames: Sequence
         between = between or _agreed(measures, "SpacingBetweenSlices")
         thickness = thickness or _agreed(measures, "SliceThickness")
         if measures and all(pair is not None and len(pair) == 2 for pair in in_plane):
-            if between is None and thickness is None:
-                between, thickness = _agreed([dataset], "SpacingBetweenSlices"), _agreed([dataset], "SliceThickness")
+            for others in ([dataset], [item for item in per_frame if item is not None]):
+                if between is None and thickness is None:
+                    between, thickness = _agreed(others, "SpacingBetweenSlices"), _agreed(others, "SliceThickness")
             # Also where the shared group holds for all frames: some of them may state another spacing.
             stated = [floats(item.get("PixelSpacing")) for item in per_frame if item is not None]
             pairs = np.array(in_plane)
@@ -316,11 +317,11 @@ def _agreed(measures: Iterable[Elements], keyword: str) -> float | None:
 def _dz_from_positions(
     frames: Sequence[Elements], shared: Elements | None, shape: Shape3, dx: float, uri: str
 ) -> tuple[float | None, Stack | None, tuple[str, ...]]:
-    """Millimetres between B-scans, their order, and flags; (None, None, flags) for absent or placeholder positions."""
+    """Millimetres between B-scans, their order, and flags; (None, None, flags) for absent or unusable positions."""
     # The shared group holds for every frame (PS3.3 C.7.6.16.1.1), also where there are no per-frame groups.
     frames, everywhere = frames or [{}] * shape[0], shared or {}
     if len(frames) != shape[0]:
-        return None, None, ()
+        return None, None, ("positions_of_other_frames",)
     frames = [
         {name: item for name in _POSITION_GROUPS if (item := frame.get(name) or everywhere.get(name))}
         for frame in frames
