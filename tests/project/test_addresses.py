@@ -16,6 +16,7 @@ from octfm.catalog.columns import TableError
 from octfm.cli import options
 from octfm.cli.main import app
 from octfm.config import Config, dump, load
+from octfm.encoder.embed import embed_with
 from octfm.errors import ConfigError, OctfmError
 from octfm.formats import read_volume
 from octfm.io.location import BucketPath, local_path, location
@@ -25,6 +26,7 @@ from octfm.store.loader import DataConfig
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
 from support.command_line import invoke
+from support.small_store import small_store
 
 VERBS = typer.main.get_command(app).commands
 OPTIONS = [
@@ -219,6 +221,9 @@ def test_vectors_of_a_store_go_to_no_folder_called_s3(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = invoke("embed", "run", "--store", "store", "--out", "s3://bucket/vectors")
     assert isinstance(done.exception, ConfigError) and "expected a path on a disk" in str(done.exception)
+    with pytest.raises(ConfigError, match="expected a path on a disk"):
+        embed_with(lambda voxels: voxels.mean((2, 3)), small_store(tmp_path / "store"), "s3://bucket/x", "mine")
+    assert not (tmp_path / "s3:").exists()
 
 
 def test_no_folder_is_ever_called_tilde(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import torch
 from octfm.encoder.encoder import Encoder
 from octfm.errors import Echo, EvaluationError
 from octfm.io.hashing import hash_text
-from octfm.io.location import Location, location, write_whole
+from octfm.io.location import Location, local_path, location, write_whole
 from octfm.io.parquet import from_parquet, to_parquet
 from octfm.io.progress import Progress
 from octfm.store.layout import Arrays
@@ -64,7 +64,7 @@ def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pr
     file holds vectors of embed_scans.
     """
     encoder = encoder.reading(store)
-    target = Path(out) / f"{name}.parquet"
+    target = local_path(out) / f"{name}.parquet"
     before = facts_of(target)
     if before.get("of") == SINGLE_SCANS:
         raise EvaluationError(f"{target}: holds vectors of single scans; choose another --out, or remove the file")
@@ -111,9 +111,10 @@ def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str
     It gets uint8 voxels [B, D, H, W] and returns vectors [B, width]. Raises EvaluationError if it returns another
     shape, NaN or infinity.
     """
+    target = local_path(out) / f"{name}.parquet"
     vectors = own_vectors(embed, store, np.arange(len(store)), name).astype(np.float32)
     facts = {"key": f"{name}-{_voxels_of(store)}", "encoder": name, "name": name, "precision": "fp32"}
-    return write_rows(Path(out) / f"{name}.parquet", store, vectors, facts)
+    return write_rows(target, store, vectors, facts)
 
 
 def own_vectors(embed: Callable[[np.ndarray], np.ndarray], store: Store, rows: np.ndarray, name: str) -> np.ndarray:
