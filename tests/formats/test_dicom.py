@@ -302,6 +302,25 @@ def test_two_participants_stay_two_whatever_character_set_is_stated(tmp_path, ch
     assert found == {"Müller", "Möller"}
 
 
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ([b"\x8aimek", b"\x8eimek"], ["Šimek", "Žimek"]),
+        (["田中".encode("shift_jis"), "鈴中".encode("shift_jis")], None),
+        (["M\ufffdller".encode(), "N\ufffdller".encode()], ["M\ufffdller", "N\ufffdller"]),
+    ],
+    ids=["Windows", "Shift-JIS", "UTF-8"],
+)
+def test_no_id_is_lost_to_its_letters(tmp_path, stored, expected):
+    found = []
+    for name in stored:
+        place, edit = b"Q" * len(name), lambda ds: setattr(ds, "SpecificCharacterSet", "ISO_IR 192")
+        path = write_oct_dicom(tmp_path / "a.dcm", ramp(), SPACING_MM, participant=place.decode(), edit=edit)
+        path.write_bytes(path.read_bytes().replace(place, name))
+        found.append(read_header(path).participant)
+    assert None not in found and len(set(found)) == 2 and expected in (None, found)
+
+
 def test_no_name_or_birth_date_leaves_the_header(tmp_path):
     header = read_header(write_oct_dicom(tmp_path / "a", ramp(), SPACING_MM))
     assert PATIENT_NAME not in repr(header) and BIRTH_DATE not in repr(header)

@@ -3,6 +3,7 @@
 import json
 import re
 import string
+import zipfile
 
 import numpy as np
 import pytest
@@ -298,6 +299,14 @@ def test_a_table_notices_the_sidecar_of_a_file_with_several_series(tmp_path):
     before = state_of(uri)
     (tmp_path / "a.json").write_text(json.dumps({"spacing_mm": SPACING_MM}))
     assert before and state_of(uri) != before
+
+
+def test_a_folder_whose_name_ends_with_the_mark_keeps_its_sidecars_in_an_archive(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("new!/x.json", '{"laterality": "R"}')
+        archive.writestr("new!/x.npy", b"")
+        archive.writestr("new/y.json", "{}")
+    assert read_declared(f"{tmp_path}/a.zip!/new!/x.npy").laterality == "R"
 
 
 def test_a_series_without_millimetres_is_a_reject_of_this_reason(tmp_path):

@@ -30,6 +30,8 @@ from octfm.store.store import Store
 from support.bucket_servers import ENDPOINT, SECRET, FaultyProxy
 from support.dicom_files import write_oct_dicom
 from support.small_store import small_preprocessing
+from support.vendor_files import e2e_codes, write_e2e
+from support.volumes import telling_voxels
 
 SLOW = pytest.mark.slow
 SPACING = (0.3, 0.005, 0.02)
@@ -312,6 +314,14 @@ def test_a_sidecar_that_is_corrected_is_read_again_soon(place, monkeypatch):
     now = time.monotonic()
     monkeypatch.setattr(ranged, "time", SimpleNamespace(monotonic=lambda: now + 20))
     assert read_declared(str(place / "eye.npz")).spacing_mm == (0.12, 0.0039, 0.0115)
+
+
+@everywhere
+def test_the_sidecar_of_a_file_counts_for_each_of_its_volumes(place, tmp_path):
+    series = {(1, 2, number): e2e_codes(telling_voxels()) for number in (3, 4)}
+    write_whole(place / "p7.e2e", write_e2e(tmp_path / "own.e2e", series, eyes="RL").read_bytes())
+    write_whole(place / "p7.json", b'{"protocol": "macula"}')
+    assert read_declared(f"{place}/p7.e2e!/series_1_2_4").protocol == "macula"
 
 
 def test_a_file_that_another_reader_has_just_made_is_not_deleted(tmp_path, monkeypatch):

@@ -249,6 +249,17 @@ def test_batches_are_rendered_together_where_one_leaves_cores_idle(phantoms, sto
     assert sorted(met) == [0, 1, 2, 3]
 
 
+def test_ranks_of_one_host_render_no_more_batches_at_a_time_than_its_cores_have_room_for(phantoms, monkeypatch):
+    """Each rank took all cores for its own: 8 ranks of 4 rendered 96 phantoms at a time, each in a process."""
+    store = PhantomStore(phantoms.config, phantoms.preprocessing)
+    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+    assert store.reads_at_once(4) == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert store.reads_at_once(4) == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert store.reads_at_once(4) == store.reads_at_once(32) == 1
+
+
 def test_a_phantom_whose_process_is_killed_is_rendered_all_the_same(phantoms, monkeypatch):
     def killing(job):
         os.kill(os.getpid(), signal.SIGKILL)

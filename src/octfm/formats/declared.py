@@ -14,7 +14,7 @@ from typing import NoReturn, cast
 
 from octfm.errors import ReadError
 from octfm.formats.names import may_be_an_eye
-from octfm.io.archive import MEMBER, open_file, split_uri
+from octfm.io.archive import MEMBER, file_size, is_folder, open_file
 from octfm.io.location import Location, listed
 from octfm.volume.appearance import UNDOUBTED, native_way_up
 from octfm.volume.margins import searchable
@@ -110,7 +110,9 @@ def sidecars(uri: str) -> Iterable[Location]:
     """Where the sidecar of a file may be. An ending begins with a letter: that of the folder vol.1 is vol.1.json, and
     vol.json is none of its. That of file!/name, one of several volumes in a file that is no archive, is the file's."""
     file, mark, _ = uri.rpartition(MEMBER)
-    path = listed(file if mark and not file.lower().endswith(".zip") and split_uri(uri) else uri)
+    # The mark may also be the end of an archive's name or, in new!/scan.png, of a folder's.
+    in_file = mark and not file.lower().endswith(".zip") and file_size(file) and not is_folder(file)
+    path = listed(file if in_file else uri)
     plain = re.sub(r"\.[A-Za-z]\w*$", "", path.name.removesuffix(".gz"))
     return dict.fromkeys([path.with_name(f"{plain}.json"), path.with_name(f"{path.name}.json")])
 

@@ -177,8 +177,10 @@ class PhantomStore(Store):
         )
 
     def reads_at_once(self, count: int) -> int:
-        # Each phantom is rendered on one core; a single one by the reading thread itself.
-        return max(1, (self.threads or os.cpu_count() or 1) // count) if count > 1 else 1
+        # Each phantom is rendered on one core, and ranks share those of their host; a single phantom is rendered by the
+        # reading thread itself.
+        cores = self.threads or (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return max(1, cores // count) if count > 1 else 1
 
     def read(self, indices: Sequence[int] | np.ndarray, out: Arrays | None = None) -> Arrays:
         index = self._numbers(indices)

@@ -74,10 +74,14 @@ class FileHeader:
         stored, element = self._dataset.get_item(keyword), self._dataset.get(Tag(keyword))
         if element is None or element.VR in _PERSONAL_VRS:
             return None
-        # Letters that are not of the stated character set, mostly Latin-1 as UTF-8. pydicom makes U+FFFD of each, and
+        # Letters that are not of the stated character set, mostly Windows' as UTF-8. pydicom makes U+FFFD of each, and
         # one participant of Müller and Möller.
         if isinstance(element.value, str) and "\ufffd" in element.value and stored is not None and stored.is_raw:
-            element.value = (stored.value or b"").decode("latin-1").strip(" \0")
+            content = stored.value or b""
+            if "\ufffd".encode() not in content:
+                # Escapes for the bytes that have no letter: an id that is not printable would not count.
+                letters = content.decode("cp1252", "backslashreplace").replace("\\", "%")
+                element.value = letters.strip(" \0")
         return element.value
 
 
