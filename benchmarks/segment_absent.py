@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -53,13 +53,8 @@ def left_out(absent: str) -> set[str]:
 
 def places_of(absent: str, steps: int, seed: int) -> list[int]:
     """The places of the stream whose images this network is trained on, in order."""
-    stream, skipped, found = stream_of(seed), left_out(absent), []
-    for place in count():
-        if stream.condition(place) not in skipped:
-            found.append(place)
-            if len(found) == IMAGES * steps:
-                return found
-    raise AssertionError
+    stream, skipped = stream_of(seed), left_out(absent)
+    return list(islice((place for place in count() if stream.condition(place) not in skipped), IMAGES * steps))
 
 
 # ---- training ----------------------------------------------------------------------------------------------------
@@ -75,7 +70,7 @@ def render(block: int, folder: Path, seed: int) -> None:
         image = stream(place)
         crops += [crop(image, np.random.default_rng([seed, 5, place, use])) for use in range(CROPS)]
     voxels, rows, lesions = (np.stack(parts) for parts in zip(*crops, strict=True))
-    with replacing(file) as partial, partial.open("wb") as out:
+    with replacing(file) as unfinished, unfinished.open("wb") as out:
         np.savez(out, voxels=voxels.astype(np.uint8), rows=rows, lesions=lesions)
 
 
@@ -116,8 +111,8 @@ def train(absent: str, out: Path, steps: int, seed: int, blocks: int, device: st
         if training.step % 200 == 0:
             training.save(state)
             print(f"{absent:16} step {training.step}/{steps}  loss {np.mean(losses[-200:]):.3f}", flush=True)
-    with replacing(final) as partial:
-        torch.save({"average": training.average.cpu().state_dict(), "step": steps}, partial)
+    with replacing(final) as unfinished:
+        torch.save({"average": training.average.cpu().state_dict(), "step": steps}, unfinished)
     state.unlink(missing_ok=True)
     return f"{absent}: {steps} steps, loss {np.mean(losses[-200:]):.3f}"
 
