@@ -49,7 +49,7 @@ cohorts = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(cohorts, st.integers(0, 2**31))
 def test_F16_one_participant_is_never_in_two_splits(acquisitions, seed):
     splits: dict[str, set] = {}
@@ -63,7 +63,7 @@ def test_F16_a_participant_in_two_splits_is_refused_by_name():
         assert_participant_level([acquisition("p7", "R", split="train"), acquisition("p7", "L", split="test")])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(cohorts, st.integers(0, 2**31), st.randoms())
 def test_splits_depend_on_the_seed_and_on_nothing_else(acquisitions, seed, random):
     def by_participant(rows):

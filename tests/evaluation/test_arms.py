@@ -127,7 +127,7 @@ def test_trees_without_scikit_learn_say_what_to_install(files, monkeypatch):
         probe([files[0]], targets=["disease"], readout="trees", resamples=50)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 3), st.integers(0, 16), st.integers(0, 255))
 def test_image_quality_is_finite_for_any_volume(first, upper, grey):
     """No vitreous, no image, one grey level: a number in every column."""
