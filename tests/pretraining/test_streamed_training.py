@@ -253,6 +253,7 @@ def test_ranks_of_one_host_render_no_more_batches_at_a_time_than_its_cores_have_
     """Each rank took all cores for its own: 8 ranks of 4 rendered 96 phantoms at a time, each in a process."""
     store = PhantomStore(phantoms.config, phantoms.preprocessing)
     monkeypatch.setattr(os, "cpu_count", lambda: 32)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)), raising=False)
     assert store.reads_at_once(4) == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert store.reads_at_once(4) == 4

@@ -565,10 +565,11 @@ def test_a_second_disk_that_is_not_mounted_is_noticed(store, tmp_path):
     quick_pretrain(settings, store, run, echo=said.append)
     assert not any("mounted" in line for line in said)
     (tmp_path / "disk").rename(tmp_path / "elsewhere")
-    for _ in range(2):
+    other = config(steps=2, ckpt_second_dir=str(tmp_path / "other"))
+    for again in (settings, settings, config(steps=2), other):
         said.clear()
-        quick_pretrain(settings, store, run, echo=said.append)
-        assert any("is not there; is its disk mounted?" in line for line in said)
+        quick_pretrain(again, store, run, echo=said.append)
+        assert any(f"{tmp_path / 'disk'}" in line and "is its disk mounted?" in line for line in said)
 
 
 @pytest.fixture
