@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
+from octfm.catalog.labels import read_labels
 from octfm.encoder.embeddings import of_store
 from octfm.encoder.external import embed_external, load_external
 from octfm.errors import EvaluationError
@@ -176,12 +177,18 @@ def test_an_effect_is_claimed_after_holm_and_only_for_planned_comparisons(study)
     assert {r["encoder"] for r in found["results"]} == {"run", "random_init", "covariates"}
 
 
-def test_a_label_that_the_site_predicts_is_found_by_the_covariates():
+@pytest.mark.parametrize("where", ["scans", "label table"])
+def test_a_label_that_the_site_predicts_is_found_by_the_covariates(where, tmp_path):
     cohort = Cohort(120, TWO)
+    site = {r["participant"]: "UW" if r["ill"] else "UAB" for r in cohort.rows}
     for r in cohort.rows:
-        r["labels"]["clinical_site"] = "UW" if r["ill"] else "UAB"
-    run = cohort.embeddings("run", signal=0.1, noise=1.0)
-    found = baselines(study_of(cohort, run, covariates(run), targets=["disease"]))
+        r["labels"]["clinical_site"] = site[r["participant"]] if where == "scans" else ""
+    run, table = cohort.embeddings("run", signal=0.1, noise=1.0), None
+    if where == "label table":
+        lines = ["participant_id,clinical_site", *(f"{who},{name}" for who, name in site.items())]
+        (tmp_path / "labels.csv").write_text("\n".join(lines))
+        table = read_labels(tmp_path / "labels.csv")
+    found = baselines(study_of(cohort, run, covariates(run), targets=["disease"], table=table))
     assert row(found, encoder="covariates", metric="auroc")["estimate"] == 1.0
     assert next(c for c in found["comparisons"] if c["metric"] == "auroc")["claim"] == "worse"
 

@@ -28,7 +28,7 @@ ENCODERS = {
     "histogram": "a plain intensity histogram",
     "tissue_map": "the tissue map (thickness and height of the tissue band, no voxel)",
     "map_and_encoder": "tissue map and encoder together",
-    "covariates": "age, sex, site, scanner and image quality",
+    "covariates": "age, sex, site, scanner and image quality, as far as known",
     "layers": "the layers and fluid that the packaged network measures",
 }
 SHORT = {

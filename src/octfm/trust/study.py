@@ -9,7 +9,7 @@ import numpy as np
 from octfm.catalog.labels import LabelTable
 from octfm.encoder.embeddings import Embeddings, align
 from octfm.errors import EvaluationError
-from octfm.evaluation.arms import MAP_AND_ENCODER, NO_VOXELS
+from octfm.evaluation.arms import MAP_AND_ENCODER, NO_VOXELS, with_table
 from octfm.evaluation.cases import Cases, Design, Round, Skip, Target, find_targets, make_cases, make_rounds
 from octfm.evaluation.probe import FOLDS, choose_design, describe, predict, predict_draws
 from octfm.evaluation.scoring import Predictions, correct, count_participants, finite, metrics_of, to_units
@@ -153,7 +153,7 @@ def make_study(
             "any target; hold them out of pretraining, leave them out (--exclude), or pass --allow-seen"
         )
     return Study(
-        encoders=tuple(encoders),
+        encoders=tuple(with_table(e, table) for e in encoders),
         kinds=dict(kinds),
         tasks=tuple(tasks),
         skipped=tuple(skipped),
