@@ -80,7 +80,7 @@ class Cases:
     classes: tuple[str, ...] | None
     """None for regression."""
     participant: np.ndarray
-    """[n]"""
+    """[n] one id per person (`people`), for folds and resamples"""
     unit: np.ndarray
     """[n] id of the participant, eye or acquisition; rows of one unit are scored as one case."""
     unit_name: Unit
@@ -207,7 +207,8 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
     if rows.size == 0:
         raise Skip(f"No acquisition has a label in column {target.column}.")
     kept = [str(values[i]) for i in rows]
-    participant, unlabelled = data.participant[rows], len(values) - len(rows)
+    # Two ids that are spelt alike stay two units, in case that they are two people.
+    named, participant, unlabelled = data.participant[rows], people(data.participant)[rows], len(values) - len(rows)
     if _is_disease(target):
         healthy = [all(part.lower() in HEALTHY for part in _parts(v)) for v in kept]
         if all(healthy) or not any(healthy):
@@ -217,9 +218,7 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
             )
         # Training uses each eye's label; scoring is per participant, who counts as diseased if either eye is.
         ill, eye = 1 - np.array(healthy, dtype=int), data.eye_id[rows]
-        return Cases(
-            target, rows, ill, ("healthy", "disease"), participant, participant, "participant", unlabelled, eye=eye
-        )
+        return Cases(target, rows, ill, ("healthy", "disease"), participant, named, "participant", unlabelled, eye=eye)
     # Few distinct numbers are grades, such as a severity of 0 to 4, and handled as classes below.
     numbers = [as_number(v) for v in kept]
     numeric = target.label is None and None not in numbers
