@@ -111,6 +111,16 @@ def test_a_participant_is_diseased_when_one_eye_is(tmp_path):
     assert row(result, "disease", "auroc")["estimate"] > 0.8
 
 
+@pytest.mark.parametrize("design", ["recommended_split", "k-fold"])
+def test_participants_who_all_have_one_ill_eye_cannot_be_scored(tmp_path, design):
+    cohort = Cohort(participants=60)
+    for r in cohort.rows:
+        r["diagnosis"] = "dme" if r["laterality"] == "L" else "healthy"
+    labels = cohort.labels(tmp_path / "l.tsv")
+    with pytest.raises(EvaluationError, match="The test participants have disease of the classes"):
+        probe([cohort.embeddings(tmp_path / "a.parquet")], labels, targets=["disease"], design=design)
+
+
 def test_recommended_split_scores_only_test_participants(cohort, tmp_path):
     result = probe([cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), resamples=50)
     tested = {r["participant"] for r in cohort.rows if r["split"] == "test"}

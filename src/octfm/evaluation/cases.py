@@ -104,11 +104,17 @@ def log_share(cases: Cases, rows: np.ndarray) -> np.ndarray:
     """[K] log of each class's share of the units of these rows. A unit counts once, however many scans it has, because
     probabilities are given for units; of a unit with several labels the highest counts, as where it is scored."""
     assert cases.classes is not None
+    label = _unit_labels(cases, rows)
+    # The floor avoids −inf for a class that is absent from a small training subset.
+    return np.log(np.maximum(np.bincount(label, minlength=len(cases.classes)) / len(label), 1e-6))
+
+
+def _unit_labels(cases: Cases, rows: np.ndarray) -> np.ndarray:
+    """The class of every unit that these rows are of."""
     _, member = np.unique(cases.unit[rows], return_inverse=True)
     label = np.zeros(member.max() + 1, dtype=int)
     np.maximum.at(label, member, cases.label[rows])
-    # The floor avoids −inf for a class that is absent from a small training subset.
-    return np.log(np.maximum(np.bincount(label, minlength=len(cases.classes)) / len(label), 1e-6))
+    return label
 
 
 @dataclass(frozen=True, eq=False)
@@ -373,9 +379,11 @@ def make_rounds(
             )
         keep = np.isin(cases.label, enough)
         cases, train, tested = _only_classes(cases, enough), train[keep], tested[keep]
-        if len(np.unique(cases.label[tested])) < 2:
+        # With one ill eye each, all participants are ill.
+        present = np.unique(_unit_labels(cases, tested)) if tested.any() else np.zeros(0, int)
+        if len(present) < 2:
             names = cases.classes or ()
-            known, found = ", ".join(names), "".join(names[int(k)] for k in np.unique(cases.label[tested])) or "none"
+            known, found = ", ".join(names), "".join(names[int(k)] for k in present) or "none"
             raise Skip(
                 f"The test participants have {found} of the classes of {cases.target.column} that can be learned "
                 f"({known}); a score needs two of them.",
