@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.catalog.aireadi import Listed
@@ -365,10 +365,25 @@ def test_cells_that_may_be_of_another_column_are_refused(tmp_path, text, problem
         read_labels(table_of(tmp_path / "t.csv", text.replace("pid", "participant_id")))
 
 
-def test_the_line_by_which_excel_states_the_separator_is_no_header(tmp_path):
-    text = "\ufeffsep=;\r\nfilepath;label\r\nP1/R, first.dcm;AMD\r\n"
+@pytest.mark.parametrize("line", ["sep=;", "SEP=;", '"sep=;"', "sep=;;"])
+def test_the_line_by_which_excel_states_the_separator_is_no_header(tmp_path, line):
+    text = f"\ufeff{line}\r\nfilepath;label\r\nP1/R, first.dcm;AMD\r\n"
     names, rows = read_table(table_of(tmp_path / "t.csv", text))
     assert (names, rows) == (["filepath", "label"], [{"filepath": "P1/R, first.dcm", "label": "AMD"}])
+
+
+@pytest.mark.parametrize("above", ["", "sep=;\n"])
+def test_an_error_names_the_line_of_the_file(tmp_path, above):
+    """Whatever is above it: Excel's line, blank rows, a cell of two lines."""
+    text = f'{above}participant_id;laterality;label\n\na;R;"two\nlines"\nb;both eyes;AMD\n'
+    line = text.count("\n")
+    with pytest.raises(EvaluationError, match=f"line {line}: laterality is both eyes"):
+        read_labels(table_of(tmp_path / "t.csv", text)).join("label", [("1", "a", "R")])
+    for eye in ("R", "L"):
+        write_npy(tmp_path / "scans" / "a" / f"{eye}.npy", telling_voxels())
+    table = table_of(tmp_path / "t.csv", text.replace("participant_id", "filepath"))
+    with pytest.raises(TableError, match=f"line {line}: laterality is 'both eyes'"):
+        scan(tmp_path / "scans", table=table)
 
 
 def test_blank_rows_and_columns_without_a_name_are_left_out(tmp_path):
@@ -528,7 +543,7 @@ def test_ids_that_a_spreadsheet_has_rounded_do_not_make_one_person_of_two(tmp_pa
 cells = st.text("ab1 ,;\t\"'.äöüß", max_size=6)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(
     rows=st.lists(st.tuples(cells, cells, cells), max_size=5),
     delimiter=st.sampled_from(",;\t"),

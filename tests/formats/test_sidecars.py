@@ -7,7 +7,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.catalog.catalog import NothingAccepted
@@ -29,7 +29,7 @@ from support.vendor_files import (
 )
 from support.volumes import telling_voxels
 
-many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=60)
 GOOD = {
     "spacing_mm": [0.12, 0.0039, 0.0115],
     "laterality": "OS",
@@ -216,6 +216,56 @@ def test_the_way_up_of_a_dicom_may_be_declared_as_windows_writes_it(tmp_path):
     uri = write_oct_dicom(tmp_path / "a.dcm", telling_voxels()[:, ::-1], SPACING_MM)
     (tmp_path / "a.json").write_text('{"upside_down": true}', encoding="utf-16")
     np.testing.assert_array_equal(read_volume(uri).voxels, telling_voxels())
+
+
+def test_a_dicom_takes_from_its_sidecar_what_its_header_lacks(tmp_path):
+    """Alone and in a scan; the header's own statements are believed, and contradictions are flagged."""
+
+    def read(name, header, **stated):
+        (tmp_path / name).mkdir()
+        uri = write_oct_dicom(tmp_path / name / "a.dcm", telling_voxels(), SPACING_MM, **header)
+        uri.with_suffix(".json").write_text(json.dumps(stated))
+        (row,) = scan(uri.parent, workers=0).acquisitions
+        alone, volume = read_header(uri), read_volume(uri)
+        assert row.laterality == alone.laterality == volume.laterality
+        assert row.participant == alone.participant == volume.participant and set(alone.flags) <= set(row.flags)
+        assert row.scanner == alone.scanner == volume.scanner
+        return row
+
+    nameless = {"laterality": None, "participant": None, "manufacturer": "", "model": ""}
+    row = read("lacks", nameless, laterality="OS", participant="p7", scanner="Maestro 2", upside_down=False)
+    assert (row.laterality, row.participant, row.scanner) == ("L", "p7", "maestro_2")
+    assert "declared_upright" in row.flags and "laterality_unknown" not in row.flags
+    row = read("agrees", {}, laterality="right", participant="p7", spacing_mm=SPACING_MM)
+    assert (row.laterality, row.participant, row.flags) == ("R", "1001", ())
+    row = read("differs", {}, laterality="L", spacing_mm=[0.24, *SPACING_MM[1:]], axes="DHW")
+    assert row.laterality is None and row.spacing_mm == SPACING_MM
+    assert {"laterality_conflict", "spacing_conflict", "sidecar_key_unused"} <= set(row.flags)
+
+
+def test_a_dicom_is_as_bright_as_the_bits_of_its_sidecar_say(tmp_path):
+    uri = write_oct_dicom(tmp_path / "a.dcm", telling_voxels().astype(np.uint16), SPACING_MM)
+    assert read_volume(uri).full_scale < 4095 and "bits_from_values" in read_header(uri).flags
+    uri.with_suffix(".json").write_text('{"bits": 12}')
+    assert read_volume(uri).full_scale == 4095 and "bits_from_values" not in read_header(uri).flags
+
+
+def test_a_mistyped_sidecar_of_a_dicom_is_refused_and_that_of_another_program_ignored(tmp_path):
+    uri = write_oct_dicom(tmp_path / "a.dcm", telling_voxels(), SPACING_MM)
+    uri.with_suffix(".json").write_text('{"device": "x", "patient": "y", "nested": {"laterality": "L"}}')
+    assert read_header(uri).flags == () and read_volume(uri).laterality == "R"
+    uri.with_suffix(".json").write_text('{"laterality": "L", "spacing": [1, 1, 1]}')
+    for read in (read_header, read_volume):
+        with pytest.raises(ReadError, match="did you mean spacing_mm"):
+            read(uri)
+    assert [reject.code for reject in nothing(tmp_path).rejects] == ["contradicting_declaration"]
+
+
+def nothing(folder):
+    """The catalog of a folder without an acceptable file."""
+    with pytest.raises(NothingAccepted) as refused:
+        scan(folder, workers=0)
+    return refused.value.catalog
 
 
 def test_a_huge_file_of_another_program_beside_a_dicom_is_not_read(tmp_path):

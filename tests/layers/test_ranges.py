@@ -214,12 +214,14 @@ def test_a_wrong_table_of_corrections_is_refused_for_what_is_wrong_in_it(tmp_pat
 
 
 def test_tables_of_corrections_from_a_spreadsheet_are_read(tmp_path):
-    """Excel's Unicode text, spaces in the header, rows of nothing but separators."""
+    """Excel's Unicode text and its line sep=;, spaces in the header, rows of nothing but separators."""
     rows = table(60)
     corrected(tmp_path / "c.csv", rows, lambda i, _: i / 10)
     header, *lines = (tmp_path / "c.csv").read_text().splitlines()
     lines = [" " + header.replace(",", " , "), *lines, "," * header.count(",")]
     (tmp_path / "again.csv").write_text("\r\n".join(lines).replace(",", "\t"), encoding="utf-16")
+    assert calibrate_rows(rows, tmp_path / "again.csv") == calibrate_rows(rows, tmp_path / "c.csv")
+    (tmp_path / "again.csv").write_text("\r\n".join(["sep=;", *lines]).replace(",", ";"))
     assert calibrate_rows(rows, tmp_path / "again.csv") == calibrate_rows(rows, tmp_path / "c.csv")
 
 

@@ -67,7 +67,12 @@ def test_a_setting_given_both_ways_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="--store and store= are the same setting"):
         with_options(["store=a"], {"store": "b"})
     code, _, err = octfm_here("pretrain", "vit_s", "--steps=3", "--epochs=2", cwd=tmp_path)
-    assert code == 1 and "--steps and --epochs both say" in err and err.count("\n") == 1
+    assert code == 1 and "steps and epochs both say" in err and err.count("\n") == 1
+    both = ["steps=100000", "epochs=2"]
+    for words, steps, epochs in ((both, None, None), (both[1:], 100000, None), (both[:1], None, 2.0)):
+        with pytest.raises(ConfigError, match="steps and epochs both say"):
+            pretraining_words(words, None, steps, epochs)
+    assert load_config("vit_s", pretraining_words(["steps=100000", "epochs=null"], None, None, None)).epochs is None
     code, _, err = octfm_here("segment", "scan.dcm", "--steps=3", cwd=tmp_path)
     assert code == 1 and "--store and --steps: settings of a training" in err and err.count("\n") == 1
 

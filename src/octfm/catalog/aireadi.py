@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
 from octfm.addresses import expect_place
-from octfm.catalog.columns import FIELDS, OF_FILES, Columns, TableError, clean_id, composed, read_rows, rounded
+from octfm.catalog.columns import FIELDS, OF_FILES, Columns, Row, TableError, clean_id, composed, read_rows, rounded
 from octfm.errors import ConfigError
 from octfm.formats.names import may_be_an_eye, may_be_labels
 from octfm.io.archive import unpacked_paths
@@ -137,40 +137,32 @@ def read_own_tables(
                 f"{perhaps}; --participants TABLE takes all that is known about a person"
             )
         listed = Listed.of(root, found)
-        for number, row in enumerate(files, start=2):
-            _add_file(row, columns, tables, root, table, number, listed)
+        for row in files:
+            _add_file(row, columns, tables, root, table, listed)
     if participants is not None:
         _add_participants(people, columns, tables, participants)
     return tables
 
 
-def _add_file(
-    row: Mapping[str, str],
-    columns: Columns,
-    tables: Tables,
-    root: Location,
-    table: Location,
-    number: int,
-    present: "Listed",
-) -> None:
+def _add_file(row: Row, columns: Columns, tables: Tables, root: Location, table: Location, present: "Listed") -> None:
     labels = {FIELDS[name][0]: value for name in OF_FILES if (value := columns.value(row, name))}
     entry = replace(_manifest_row(row, columns), labels=labels)
     if not may_be_an_eye(entry.laterality):
         raise TableError(
-            f"{table}: line {number}: laterality is {entry.laterality!r}; "
+            f"{table}: line {row.line}: laterality is {entry.laterality!r}; "
             "expected R, L, OD, OS, right, left, or nothing"
         )
     if remark := rounded(entry.participant):
-        raise TableError(f"{table}: line {number}: participant {remark}")
+        raise TableError(f"{table}: line {row.line}: participant {remark}")
     if (stated := columns.value(row, "spacing_mm")) and not (entry.spacing_mm and min(entry.spacing_mm) > 0):
         raise TableError(
-            f"{table}: line {number}: spacing_mm is {stated!r}; expected dz dy dx, three numbers in mm, or nothing"
+            f"{table}: line {row.line}: spacing_mm is {stated!r}; expected dz dy dx, three numbers in mm, or nothing"
         )
     listed = columns.value(row, "file")
     try:
         expect_place(listed)
     except ConfigError as error:
-        raise TableError(f"{table}: line {number}: {error}") from None
+        raise TableError(f"{table}: line {row.line}: {error}") from None
     places = [str(location(listed))] if listed.startswith("/") or is_remote(listed) else []
     beside = table if isinstance(table, BucketPath) else Path(os.path.abspath(table))  # noqa: PTH100
     places += [str(base / listed.lstrip("/")) for base in (root, beside.parent)] if listed else []
@@ -182,7 +174,9 @@ def _add_file(
             tables.unfound[listed] = entry.sop_instance_uid
     for known, key in [(tables.by_path, place) for place in places] + [(tables.by_uid, entry.sop_instance_uid)]:
         if key and known.setdefault(key, entry) != entry:
-            raise TableError(f"{table}: line {number}: contradicts an earlier line about {key}; keep one row per file")
+            raise TableError(
+                f"{table}: line {row.line}: contradicts an earlier line about {key}; keep one row per file"
+            )
 
 
 @dataclass(frozen=True)

@@ -155,12 +155,20 @@ def is_identifier(column: str) -> bool:
     return bool(_IDENTIFIER.search(re.sub(r"[\W_]+", "_", words)))
 
 
-def read_rows(path: Location, delimiter: str | None = None) -> list[dict[str, str]]:
+class Row(dict[str, str]):
+    """Cells by column, and the last line of the file that they are on."""
+
+    def __init__(self, cells: Iterable[tuple[str, str]], line: int):
+        super().__init__(cells)
+        self.line = line
+
+
+def read_rows(path: Location, delimiter: str | None = None) -> list[Row]:
     """The rows of a CSV or TSV. Raises TableError."""
     return read_table(path, delimiter)[1]
 
 
-def read_table(path: Location, delimiter: str | None = None) -> tuple[list[str], list[dict[str, str]]]:
+def read_table(path: Location, delimiter: str | None = None) -> tuple[list[str], list[Row]]:
     """The columns and the rows of a CSV or TSV, stripped of spaces, without blank rows and columns without a name.
 
     Default delimiter: comma, semicolon or tab, whichever the header line has most of. Raises TableError, also for a row
@@ -172,8 +180,10 @@ def read_table(path: Location, delimiter: str | None = None) -> tuple[list[str],
         first = text.partition("\n")[0]
         if re.search(r"[\0-\x08\x0e-\x1f]", first):
             raise TableError(f"{path}: expected a CSV or TSV of text, got other bytes; export the table as text")
-        lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter or max(",;\t", key=first.count))
-        if re.fullmatch(r"sep=[,;\t]\s*", first):  # Excel's line above the header
+        above = separator_above(first)
+        delimiter = delimiter or above or max(",;\t", key=first.count)
+        lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+        if above:
             next(lines)
         header = [name.strip() for name in next(lines, [])]
         names = [name for name in header if name]
@@ -197,11 +207,18 @@ def read_table(path: Location, delimiter: str | None = None) -> tuple[list[str],
                 )
             if len(rows) == MOST_ROWS:
                 raise TableError(f"{path}: more than {MOST_ROWS:,} rows; split the table, or move it away")
-            rows.append({name: cell.strip() for name, cell in zip(header, cells, strict=True) if name})
+            pairs = zip(header, cells, strict=True)
+            rows.append(Row(((name, cell.strip()) for name, cell in pairs if name), lines.line_num))
     except (OSError, ReadError, csv.Error) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error
         raise TableError(f"{path}: cannot be read as a table: {reason}; check the path, or fetch it again") from error
     return names, rows
+
+
+def separator_above(first: str) -> str:
+    """The separator that Excel states in a line of its own above the header; empty if this first line is no such."""
+    found = re.fullmatch(r'(?:sep=([,;\t])|"sep=([,;\t])")[,;\s]*', first.strip("\ufeff"), re.IGNORECASE)
+    return (found[1] or found[2]) if found else ""
 
 
 def _never_closed(text: str, begin: int, delimiter: str) -> bool:

@@ -12,6 +12,8 @@ from octfm.catalog.acquisition import Reject
 from octfm.errors import ReadError
 from octfm.formats import detect
 from octfm.formats.bscans import Reader
+from octfm.formats.declared import declared_for_dicom, sidecars
+from octfm.formats.dicom.header import with_sidecar
 from octfm.formats.dicom.parts import Part, in_order
 from octfm.formats.dicom.reader import read_header_of_parts
 from octfm.formats.reasons import Header
@@ -78,6 +80,26 @@ def _examine_file(
             found,
             *(Reject(uri, "not_a_bscan", f"{uri}: {why}; left out", file_size(uri)) for uri, why in aside),
         ]
+
+
+def with_sidecars(outcomes: Sequence[Header | Reject], companions: Collection[Location]) -> list[Header | Reject]:
+    """Add what sidecars state to headers of DICOM files; other readers have added it.
+
+    Only those among the companions are opened: a bucket would answer two requests for each file without one.
+    """
+    present = {str(path) for path in companions if path.suffix == ".json"}
+
+    def added(outcome: Header | Reject) -> Header | Reject:
+        if isinstance(outcome, Reject) or not outcome.spacing_source.startswith(("shared", "per_frame", "top_level")):
+            return outcome
+        if present.isdisjoint(map(str, sidecars(outcome.uri))):
+            return outcome
+        try:
+            return with_sidecar(outcome, declared_for_dicom(outcome.uri))
+        except ReadError as error:
+            return Reject.of(outcome.uri, error)
+
+    return [added(outcome) for outcome in outcomes]
 
 
 def wanted(outcomes: Sequence[Header | Reject], layouts: Collection[Layout]) -> tuple[list[Header], list[Reject]]:

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from octfm.catalog.columns import FIELDS, TableError, clean_id, composed, lost_zeros, read_table, rounded
+from octfm.catalog.columns import FIELDS, Row, TableError, clean_id, composed, lost_zeros, read_table, rounded
 from octfm.errors import EvaluationError, one_line
 from octfm.formats.names import BOTH, lateralities, may_be_an_eye
 
@@ -32,7 +32,7 @@ class LabelTable:
     path: str
     columns: tuple[str, ...]
     """Label columns, without the ids that the table is joined by."""
-    rows: tuple[Mapping[str, str], ...]
+    rows: tuple[Row, ...]
     participant_column: str | None
     laterality_column: str | None
     acquisition_column: str | None
@@ -53,8 +53,7 @@ class LabelTable:
         people = [clean_id(row[self.participant_column or ""]) for row in self.rows]
         if remark := next(filter(None, map(rounded, people)), ""):
             raise EvaluationError(f"{self.path}: {self.participant_column} {remark}")
-        # Rows are numbered as lines of the file, whose first is the header.
-        eyes = [self._eyes(row, number) for number, row in enumerate(self.rows, start=2)]
+        eyes = [self._eyes(row) for row in self.rows]
         single = {(person, of[0]) for person, of in zip(people, eyes, strict=True) if len(of) == 1}
         for place, (row, value) in enumerate(zip(self.rows, self._cells(column), strict=True)):
             person, of = people[place], eyes[place]
@@ -64,7 +63,7 @@ class LabelTable:
             for key in [(person, eye) for eye in of] if person else ():
                 if keyed.setdefault(key, value) != value:
                     raise EvaluationError(
-                        f"{self.path}: line {place + 2}: {column} is {value or 'nothing'} for "
+                        f"{self.path}: line {row.line}: {column} is {value or 'nothing'} for "
                         f"{' '.join(filter(None, key))}, an earlier line says {keyed[key] or 'nothing'}; "
                         f"{self._one_row_each(row)}"
                     )
@@ -99,12 +98,12 @@ class LabelTable:
 
     def _by_acquisition(self, column: str, acquisitions: list[tuple[str, str, str | None]]) -> list[str | None]:
         keyed: dict[str, tuple[str | None, str | None]] = {}
-        for number, (row, value) in enumerate(zip(self.rows, self._cells(column), strict=True), start=2):
+        for row, value in zip(self.rows, self._cells(column), strict=True):
             uid = row[self.acquisition_column or ""].strip()
             participant = clean_id(row[self.participant_column]) if self.participant_column else None
             if uid and keyed.setdefault(uid, (value, participant)) != (value, participant):
                 raise EvaluationError(
-                    f"{self.path}: line {number}: {column} of {uid} contradicts an earlier line; keep one row per UID"
+                    f"{self.path}: line {row.line}: {column} of {uid} contradicts an earlier line; keep one row per UID"
                 )
         self._expect_a_match([a for a, _, _ in acquisitions], set(keyed), self.acquisition_column or "")
         values: list[str | None] = []
@@ -118,12 +117,12 @@ class LabelTable:
             values.append(value)
         return values
 
-    def _eyes(self, row: Mapping[str, str], number: int) -> tuple[str | None, ...]:
+    def _eyes(self, row: Row) -> tuple[str | None, ...]:
         """The eyes that a row is about, None for one that is not known; of OU both, and those that are not known."""
         eye = row[self.laterality_column] if self.laterality_column else ""
         if not may_be_an_eye(eye):
             raise EvaluationError(
-                f"{self.path}: line {number}: {self.laterality_column} is {eye}; expected R, L, OD, OS, right, left, "
+                f"{self.path}: line {row.line}: {self.laterality_column} is {eye}; expected R, L, OD, OS, right, left, "
                 "OU, or nothing"
             )
         return ("R", "L", None) if eye.strip().upper() in BOTH else lateralities([eye])[:1]
@@ -158,7 +157,9 @@ def read_labels(table: Any) -> LabelTable:
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise EvaluationError(f"DataFrame: two columns are called {twice}; rename one of them")
         cells = [[_text(cell) for cell in row] for row in table.itertuples(index=False, name=None)]
-        return _label_table("DataFrame", names, [dict(zip(names, row, strict=True)) for row in cells])
+        # Numbered as in a CSV file of it.
+        rows = [Row(zip(names, row, strict=True), number) for number, row in enumerate(cells, start=2)]
+        return _label_table("DataFrame", names, rows)
     if not isinstance(table, str | PathLike):
         raise EvaluationError(
             f"labels: expected a CSV, a TSV or a DataFrame with a column participant_id, got a {type(table).__name__}"
@@ -173,7 +174,7 @@ def read_labels(table: Any) -> LabelTable:
     return _label_table(str(path), tuple(names), rows)
 
 
-def _label_table(path: str, names: tuple[str, ...], rows: list[dict[str, str]]) -> LabelTable:
+def _label_table(path: str, names: tuple[str, ...], rows: list[Row]) -> LabelTable:
     written = {name.lower(): name for name in names} | {name: name for name in names}
     participant, acquisition = (
         next((written[c] for c in wanted if c in written), None)

@@ -15,7 +15,7 @@ from octfm.catalog.columns import Columns, TableError, composed, lost_zeros
 from octfm.catalog.dicom_directory import left_behind
 from octfm.catalog.duplicates import under_two_ids, without_duplicates, without_lost_originals
 from octfm.catalog.estimation import axial_mm_by_height
-from octfm.catalog.examination import examine_files, join_parts, wanted
+from octfm.catalog.examination import examine_files, join_parts, wanted, with_sidecars
 from octfm.catalog.inspection import inspect_pixels
 from octfm.catalog.participants.patterns import Pattern
 from octfm.catalog.participants.people import AmbiguousPeople, find_people, spelt_alike
@@ -104,7 +104,7 @@ def scan(
     # Examine headers: an outcome per file, then per volume, then without copies.
     per_file = examine_files(found.files, in_children, account, layouts, modalities, follow_links, readers, progress)
     per_volume, joined_files = join_parts(per_file, in_children, layouts)
-    of_layouts, rejects = wanted(per_volume, layouts)
+    of_layouts, rejects = wanted(with_sidecars(per_volume, found.companions), layouts)
     headers, duplicates = without_duplicates(of_layouts, tables, in_children, readers)
     # Combine headers with tables.
     estimated: dict[int, float] = {}

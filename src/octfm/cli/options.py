@@ -275,9 +275,10 @@ def pretraining_words(
     """Overrides of a pretraining config with the options --store, --steps and --epochs. Raises ConfigError."""
     from octfm.pretraining.settings import DEFAULT_STEPS
 
-    if steps is not None and epochs is not None:
-        raise ConfigError("--steps and --epochs both say how long the run is; give one of them")
     words = with_options(overrides, {"data.store": store, "steps": steps, "epochs": epochs})
+    # Also where steps is the default's number, which the settings cannot tell from the default.
+    if {"steps", "epochs"} <= {word.partition("=")[0].strip() for word in words if not word.endswith("=null")}:
+        raise ConfigError("steps and epochs both say how long the run is; give one of them")
     # The length in the config gives way to the option.
     other = {"epochs=null": steps, f"steps={DEFAULT_STEPS}": epochs}
     return [*(word for word, option in other.items() if option is not None), *words]

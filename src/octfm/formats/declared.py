@@ -93,17 +93,19 @@ def read_declared(uri: str) -> Declared:
     return Declared()
 
 
-def declared_way_up(uri: str) -> bool | None:
-    """`Declared.upside_down` alone, for a file whose header states all else; a JSON without this key is not parsed."""
+def declared_for_dicom(uri: str) -> Declared:
+    """The sidecar of a file whose header states most facts: a JSON with none of the keys is another program's, and
+    ignored. Raises ReadError contradicting_declaration."""
     for place in sidecars(uri):
         try:
             with open_file(str(place)) as file:
                 content = file.read(_MAX_BYTES + 1)
         except (OSError, ReadError, ValueError):
             continue
-        if len(content) <= _MAX_BYTES and b"upside_down" in content.replace(b"\0", b""):  # it may be UTF-16
-            return _parsed(content, str(place)).upside_down
-    return None
+        words = content.replace(b"\0", b"")  # it may be UTF-16
+        if len(content) <= _MAX_BYTES and any(f'"{key}"'.encode() in words for key in (*KEYS, *_ALSO)):
+            return _parsed(content, str(place), others=True)
+    return Declared()
 
 
 def sidecars(uri: str) -> Iterable[Location]:
@@ -126,14 +128,17 @@ def spacing_from(value: object, where: str) -> Spacing3:
     _refuse(f"{where}: spacing_mm is {shown}; expected {KEYS['spacing_mm']}")
 
 
-def _parsed(content: bytes, place: str) -> Declared:
+def _parsed(content: bytes, place: str, others: bool = False) -> Declared:
+    """`others`: without any of the keys, similar ones are another program's, not mistyped."""
     text = _decoded(content, place)
     lines = _Lines(text, place)
     facts = lines.facts()
+    known = {name for name in facts if name in KEYS or name in _ALSO}
+    if others and not known:
+        return Declared()
     for name in facts:
         if name not in KEYS and name not in _ALSO and (meant := _nearest(name)):
             _refuse(f"{lines.at(name)}: unknown key {name[:40]!r}; did you mean {meant}? It is {KEYS[meant]}")
-    known = {name for name in facts if name in KEYS or name in _ALSO}
     if not known:
         return Declared(flags=("sidecar_states_nothing",))
     stated = {name: value for name, value in facts.items() if name in known and value is not None}
@@ -275,7 +280,7 @@ def doubtful_way_up(
     if ilm_support >= UNDOUBTED or not DECLARED.isdisjoint(flags):
         return ()
     up = native_way_up(eight_bit(searchable(volume)), volume.spacing_mm)
-    if up == "up" or declared_way_up(volume.source) is not None:
+    if up == "up" or declared_for_dicom(volume.source).upside_down is not None:
         return ()
     if up == "unclear":
         return ("way_up_unclear",)

@@ -1,6 +1,5 @@
 """Apply a function to many files in parallel child processes; results come in the order of the files."""
 
-import os
 import re
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -9,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from octfm.errors import ConfigError
+from octfm.io.cores import available_cores
 from octfm.io.isolation import Limits, Lost, each
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ def _results(
         with _client(cluster) as client:
             yield from _in_order(client.get_executor(pure=False), work, chunks, sum(client.nthreads().values()))
         return
-    workers = min(workers or os.cpu_count() or 1, most)
+    workers = min(workers or available_cores(), most)
     with ThreadPoolExecutor(workers) as pool:  # each thread waits for a child of its own
         yield from _in_order(pool, work, chunks, workers)
 

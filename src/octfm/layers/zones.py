@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from octfm.catalog.columns import separator_above
 from octfm.display import from_csv_cell
 from octfm.errors import EvaluationError, ReadError, one_line
 from octfm.formats import read_device_grid
@@ -212,8 +213,11 @@ def read_rows(path: Path, needed: Sequence[str], expected: str = "a table of oct
     header = text.partition("\n")[0]
     if re.search(r"[\0-\x08\x0e-\x1f]", header):
         raise EvaluationError(f"{path}: expected {expected}, got other bytes; export the table as CSV")
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=header.count))
+    above = separator_above(header)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=above or max(",;\t", key=header.count))
     try:
+        if above:
+            next(reader.reader)
         reader.fieldnames = names = [name.strip() for name in reader.fieldnames or ()]
         if missing := [column for column in needed if column not in names]:
             found = one_line(", ".join(names))[:200] or "an empty first line"

@@ -65,12 +65,14 @@ def retention(config: PretrainConfig, steps_per_epoch: float) -> Retention:
 
 def second_destination(config: PretrainConfig, run: RunFolder, echo: Echo) -> dict[str, str]:
     """The entry in run.json for a folder of this run's own on the other disk, which is made, so that a disk that is not
-    mounted at the next start is noticed. Raises CheckpointError if the run's checkpoints lie in another one, which the
-    next start would not look for."""
+    mounted at the next start is noticed, whatever the settings name by then. Raises CheckpointError if the run's
+    checkpoints lie in another one, which the next start would not look for."""
+    before = checkpoint.second_destination(run.path)
+    if before is not None and not before.is_dir():
+        echo(f"{before} is not there; is its disk mounted? Newer checkpoints of this run may be on it")
     if config.ckpt_second_dir is None:
         return {}
     folder = Path(config.ckpt_second_dir).resolve() / f"{run.path.resolve().name}-{run.key[:8]}"
-    before = checkpoint.second_destination(run.path)
     if before is not None and before != folder and checkpoint_files.steps(before):
         raise CheckpointError(
             f"{run.path}: checkpoints of this run lie in {before}, and with ckpt_second_dir {config.ckpt_second_dir} "
@@ -79,6 +81,4 @@ def second_destination(config: PretrainConfig, run: RunFolder, echo: Echo) -> di
     if before != folder:
         with suppress(OSError):  # reported when a checkpoint needs it
             folder.mkdir(parents=True, exist_ok=True)
-    elif not folder.is_dir():
-        echo(f"{folder} is not there; is its disk mounted? Newer checkpoints of this run may be on it")
     return {"second_destination": str(folder)}

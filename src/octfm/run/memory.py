@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-GROUP = Path("/sys/fs/cgroup")
-"""Control group of the container that this process is in."""
+from octfm.io.cores import GROUP
 
 
 def host_bytes_at_peak() -> int:

@@ -20,6 +20,7 @@ from pydantic import Field, field_validator
 
 from octfm.config import Config, Seed
 from octfm.errors import ConfigError, StoreError
+from octfm.io.cores import available_cores
 from octfm.io.isolation import UNLIMITED, Lost, each
 from octfm.store.layout import Arrays, StoreRow, Unprepared, checksum
 from octfm.store.store import Store
@@ -179,7 +180,7 @@ class PhantomStore(Store):
     def reads_at_once(self, count: int) -> int:
         # Each phantom is rendered on one core, and ranks share those of their host; a single phantom is rendered by the
         # reading thread itself.
-        cores = self.threads or (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        cores = self.threads or available_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         return max(1, cores // count) if count > 1 else 1
 
     def read(self, indices: Sequence[int] | np.ndarray, out: Arrays | None = None) -> Arrays:
@@ -187,7 +188,7 @@ class PhantomStore(Store):
         out = out or Arrays.empty(len(index), self.image_size)
         labels = np.empty((len(index), *self.image_size), np.uint8)
 
-        cores = self.threads or os.cpu_count() or 1
+        cores = self.threads or available_cores()
         apart = len(index) > 1 and cores > MOST_THREADS
 
         def paint(at: int) -> None:

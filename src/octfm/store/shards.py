@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from octfm.io.cores import available_cores
 from octfm.store.layout import ARRAYS, Compression, array_metadata, bscans_per_chunk, shapes, shard_key
 
 CRC_BYTES = 4
@@ -83,7 +84,7 @@ class ShardArrays:
 
     def __init__(self, path: Path, compression: Compression, crc: bool, threads: int | None):
         self._path, self._compression, self._crc = path, compression, crc
-        self._pool = ThreadPoolExecutor(threads or os.cpu_count(), "octfm-read")
+        self._pool = ThreadPoolExecutor(threads or available_cores(), "octfm-read")
 
     def read_into(self, name: str, index: np.ndarray, out: np.ndarray) -> None:
         """Fill `out`, one array per row. Raises OSError if a shard is absent or damaged."""

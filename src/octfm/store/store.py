@@ -15,6 +15,7 @@ import numpy as np
 
 from octfm.display import box, brief, counted, data_frame, number, readable, times, with_labels
 from octfm.errors import ConfigError, StoreError
+from octfm.io.cores import available_cores
 from octfm.io.location import Location, location
 from octfm.store.arrays import open_arrays
 from octfm.store.item import StoredVolume
@@ -243,7 +244,7 @@ class Store:
             return None
 
         self._arrays = self._arrays or self._opened()  # before the threads start, or each would open its own
-        with ThreadPoolExecutor(self.threads or os.cpu_count()) as pool:
+        with ThreadPoolExecutor(self.threads or available_cores()) as pool:
             found = zip(checked.tolist(), pool.map(one, checked.tolist()), strict=True)
             return {row: sentence for row, sentence in found if sentence is not None}
 
@@ -310,7 +311,7 @@ class Store:
             return checksum(out.voxels[place], out.band[place], out.valid[place])
 
         if len(places) > 1:
-            self._hashers = self._hashers or ThreadPoolExecutor(self.threads or os.cpu_count(), "octfm-checksum")
+            self._hashers = self._hashers or ThreadPoolExecutor(self.threads or available_cores(), "octfm-checksum")
             hashes = self._hashers.map(hash_of, places)
         else:
             hashes = map(hash_of, places)

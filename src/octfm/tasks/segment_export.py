@@ -155,7 +155,7 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
         from pydicom.errors import InvalidDicomError
     except ImportError:
         raise EvaluationError("DICOM export needs highdicom: pip install 'octfm[export]'") from None
-    from octfm.formats.declared import declared_way_up
+    from octfm.formats.declared import declared_for_dicom
     from octfm.formats.dicom.reader import read_geometry_of
 
     source, folder = Path(source), local_path(folder)
@@ -175,7 +175,7 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
     # A volume has its B-scans in the order of position, a file perhaps in that of acquisition; and the vitreous on top,
     # which a file may have at the bottom.
     order = list(read_geometry_of(source)[1] or range(frames))
-    flipped = bool(declared_way_up(str(source)))
+    flipped = bool(declared_for_dicom(str(source)).upside_down)
     whole = np.zeros((frames, rows, columns), np.uint8)
     whole[order, : labels.shape[1]] = labels[:, :rows]
     whole = whole[:, ::-1] if flipped else whole

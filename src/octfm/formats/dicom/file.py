@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from octfm.errors import ReadError
 from octfm.formats.dicom.codecs import DAMAGE, find_decoders
-from octfm.formats.dicom.gray import read_gray
+from octfm.formats.dicom.gray import lowest_is_white, padding, read_gray
 from octfm.formats.dicom.groups import Elements, Group, is_behind_header, read_groups
 from octfm.formats.dicom.pixels import (
     MAX_BYTES,
@@ -44,7 +44,8 @@ ELEMENTS = (
     "Laterality", "ImageLaterality",
     "PixelSpacing", "SliceThickness", "SpacingBetweenSlices", "NumberOfFrames", "Rows", "Columns", "SamplesPerPixel",
     "PhotometricInterpretation", "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "SeriesInstanceUID",
-    "InstanceNumber", "RescaleSlope", "RescaleIntercept", "WindowCenter", "WindowWidth",
+    "InstanceNumber", "RescaleSlope", "RescaleIntercept", "WindowCenter", "WindowWidth", "PresentationLUTShape",
+    "PixelPaddingValue", "PixelPaddingRangeLimit",
     "ConcatenationUID", "InConcatenationNumber", "InConcatenationTotalNumber", "SOPInstanceUIDOfConcatenationSource",
     "ImagePositionPatient", "ImageOrientationPatient", "ReferencedSeriesSequence", "ReferencedImageSequence",
 )  # fmt: skip
@@ -76,12 +77,12 @@ class FileHeader:
             return None
         # Letters that are not of the stated character set, mostly Windows' as UTF-8. pydicom makes U+FFFD of each, and
         # one participant of Müller and Möller.
-        if isinstance(element.value, str) and "\ufffd" in element.value and stored is not None and stored.is_raw:
+        if "\ufffd" in str(element.value) and stored is not None and stored.is_raw:
             content = stored.value or b""
             if "\ufffd".encode() not in content:
                 # Escapes for the bytes that have no letter: an id that is not printable would not count.
-                letters = content.decode("cp1252", "backslashreplace").replace("\\", "%")
-                element.value = letters.strip(" \0")
+                pieces = [piece.decode("cp1252", "backslashreplace") for piece in content.split(b"\\")]
+                element.value = " ".join(pieces).replace("\\", "%").strip(" \0")
         return element.value
 
 
@@ -296,7 +297,7 @@ def locate_pixels(file: OpenFile) -> Pixels:
             "missing_pixel_data",
             f"{uri}: the file ends at byte {file.size:,} without pixel data; fetch or export it again",
         )
-    shape, bits_allocated, bits_stored, inverted, signed = _pixel_format(dataset, keyword, uri)
+    shape, bits_allocated, bits_stored, signed = _pixel_format(dataset, keyword, uri)
     if length == 0:
         raise ReadError("missing_pixel_data", f"{uri}: pixel data of 0 bytes; export it again with images")
     native = not transfer_syntax or transfer_syntax in _NATIVE
@@ -311,9 +312,19 @@ def locate_pixels(file: OpenFile) -> Pixels:
     if not native:
         fragments, length = find_fragments(stream, offset, file.size, uri)
         frames = find_frames(stream, fragments, transfer_syntax, shape[0], text(dataset, "Manufacturer"), uri)
-    gray = read_gray(dataset, uri) if signed else None
     pixels = Pixels(
-        shape, bits_allocated, bits_stored, inverted, transfer_syntax, big_endian, vr, offset, length, frames, gray
+        shape=shape,
+        bits_allocated=bits_allocated,
+        bits_stored=bits_stored,
+        inverted=lowest_is_white(dataset, signed, uri),
+        transfer_syntax=transfer_syntax,
+        big_endian=big_endian,
+        vr=vr,
+        offset=offset,
+        length=length,
+        frames=frames,
+        gray=read_gray(dataset, uri) if signed else None,
+        padding=None if signed else padding(dataset),
     )
     if native:
         check_native(pixels, file.size, uri)
@@ -336,8 +347,8 @@ def _pixel_element(stream: BinaryIO, offset: int, implicit: bool, big_endian: bo
     return keyword, head[4:6].decode("latin-1"), offset + 12, int.from_bytes(head[8:12], order)
 
 
-def _pixel_format(dataset: Elements, keyword: str, uri: str) -> tuple[Shape3, int, int, bool, bool]:
-    """Shape, bits allocated, bits stored, whether the lowest value is white, whether values are signed."""
+def _pixel_format(dataset: Elements, keyword: str, uri: str) -> tuple[Shape3, int, int, bool]:
+    """Shape, bits allocated, bits stored, whether values are signed."""
     shape = (integer(dataset, "NumberOfFrames", 1), integer(dataset, "Rows", 0), integer(dataset, "Columns", 0))
     allocated = integer(dataset, "BitsAllocated", 0)
     stored = integer(dataset, "BitsStored", allocated)
@@ -358,7 +369,7 @@ def _pixel_format(dataset: Elements, keyword: str, uri: str) -> tuple[Shape3, in
             "export it again",
         )
     check_size(shape, uri, allocated // 8)
-    return shape, allocated, stored, photometric == "MONOCHROME1", signed == 1
+    return shape, allocated, stored, signed == 1
 
 
 def text(dataset: Elements, keyword: str) -> str:

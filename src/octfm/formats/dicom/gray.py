@@ -1,7 +1,8 @@
-"""Signed pixels to gray values. The Modality LUT and the window state which number is black; it is never guessed.
+"""Stored values to gray values. The Modality LUT and the window state which number is black; it is never guessed.
 
-Standard: DICOM PS3.3 C.11.1 (Modality LUT), C.11.2.1.2 (linear VOI), C.7.6.16.2.9 and .10 (their functional groups).
-PS3.3 C.8.17.7 requires unsigned OCT images, which are read as they are; signed ones come from conversion software.
+Standard: DICOM PS3.3 C.11.1 (Modality LUT), C.11.2.1.2 (linear VOI), C.7.6.16.2.9 and .10 (their functional groups),
+C.11.6 (Presentation LUT Shape). PS3.3 C.8.17.7 requires unsigned OCT images, of which only white's end can be another;
+signed ones come from conversion software.
 """
 
 from dataclasses import dataclass, replace
@@ -40,6 +41,29 @@ def read_gray(dataset: Elements, uri: str) -> Gray:
     return Gray(slope, intercept, window if window is not None and window[1] > 1 else None)
 
 
+def lowest_is_white(dataset: Elements, signed: bool, uri: str) -> bool:
+    """Whether the lowest stored value is white: MONOCHROME1, which INVERSE repeats, or a falling rescale.
+
+    `unsigned` applies the rescale of signed values itself. Raises ReadError unsupported_pixels where frames differ.
+    """
+    inverted = "MONOCHROME1" in str(dataset.get("PhotometricInterpretation"))
+    inverted |= "INVERSE" in str(dataset.get("PresentationLUTShape"))
+    slopes = [] if signed else _places(dataset, "PixelValueTransformationSequence")
+    falling = {slope < 0 for place in slopes if (slope := _number(place, "RescaleSlope"))}
+    if len(falling) > 1:
+        raise ReadError("unsupported_pixels", f"{uri}: RescaleSlope has both signs; export it again")
+    return inverted != (True in falling)
+
+
+def padding(dataset: Elements) -> tuple[int, int] | None:
+    """Lowest and highest value of unsigned pixels outside the image (PS3.3 C.7.5.1.1.2); None if not stated."""
+    # pydicom leaves bytes where the encoding states no type; a value stated as signed has the same bits.
+    found = (dataset.get(keyword) for keyword in ("PixelPaddingValue", "PixelPaddingRangeLimit"))
+    stated = [value for value in found if value not in (None, "", b"")]
+    ends = [int.from_bytes(v[:2], "little") if isinstance(v, bytes) else int(v) & 0xFFFF for v in stated]
+    return (min(ends), max(ends)) if ends else None
+
+
 def needed(gray: Gray, bits_stored: int) -> Gray:
     """Without the window, if no value below 0 can be stored: then black is 0."""
     return gray if _ends(gray, bits_stored)[0] < 0 else replace(gray, window=None)
@@ -56,9 +80,9 @@ def unsigned(stored: np.ndarray, bits_stored: int, gray: Gray, inverted: bool, u
     """Convert two's complement `stored` [D, H, W] in place to unsigned values of the same width, white at full scale.
 
     Black is modality value 0 if `bits_stored` and the rescale allow no value below it. Otherwise the window defines
-    black and white; without a window, black is 0 if no voxel of this volume lies below it. `inverted` is MONOCHROME1.
-    Raises ReadError unsupported_pixels where black would be a guess. In place, because a second volume would not fit
-    into a worker's memory.
+    black and white; without a window, black is 0 if no voxel of this volume lies below it. `inverted`: see
+    `lowest_is_white`. Raises ReadError unsupported_pixels where black would be a guess. In place, because a second
+    volume would not fit into a worker's memory.
     """
     unused = 8 * stored.dtype.itemsize - bits_stored
     # Shifting left and back extends the sign from BitsStored to the whole word; bits above it may hold anything.
@@ -86,13 +110,7 @@ def unsigned(stored: np.ndarray, bits_stored: int, gray: Gray, inverted: bool, u
 
 def _stated(dataset: Elements, sequence: str, keywords: tuple[str, str], uri: str) -> tuple[float, float] | None:
     """The two numbers from the top level or the functional groups; None if they are in neither."""
-    groups = [
-        item
-        for name in ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence")
-        for group in dataset.get(name) or []
-        for item in group.get(sequence) or []
-    ]
-    found = {pair for place in (dataset, *groups) if (pair := _pair(place, keywords)) is not None}
+    found = {pair for place in _places(dataset, sequence) if (pair := _pair(place, keywords)) is not None}
     if len(found) > 1 or not all(map(isfinite, next(iter(found), ()))):
         raise ReadError(
             "unsupported_pixels",
@@ -101,13 +119,24 @@ def _stated(dataset: Elements, sequence: str, keywords: tuple[str, str], uri: st
     return next(iter(found), None)
 
 
+def _places(dataset: Elements, sequence: str) -> list[Elements]:
+    """The top level, and the items of `sequence` in the functional groups."""
+    groups = [
+        item
+        for name in ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence")
+        for group in dataset.get(name) or []
+        for item in group.get(sequence) or []
+    ]
+    return [dataset, *groups]
+
+
 def _pair(place: Elements, keywords: tuple[str, str]) -> tuple[float, float] | None:
-    values = []
-    for keyword in keywords:
-        value: Any = place.get(keyword)
-        if not isinstance(value, str) and hasattr(value, "__iter__"):
-            value = next(iter(value), None)  # the first of several windows
-        if value is None or value == "":
-            return None
-        values.append(float(value))
-    return values[0], values[1]
+    first, second = (_number(place, keyword) for keyword in keywords)
+    return None if first is None or second is None else (first, second)
+
+
+def _number(place: Elements, keyword: str) -> float | None:
+    value: Any = place.get(keyword)
+    if not isinstance(value, str) and hasattr(value, "__iter__"):
+        value = next(iter(value), None)  # the first of several windows
+    return None if value is None or value == "" else float(value)

@@ -1,8 +1,10 @@
 """From the elements of a DICOM header to the facts of a volume, or to the reason why it is none."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from octfm.errors import ReadError
+from octfm.formats.declared import Declared
 from octfm.formats.dicom.file import OpenFile, referenced_uids, text
 from octfm.formats.dicom.geometry import Geometry, read_geometry
 from octfm.formats.dicom.groups import Elements
@@ -94,6 +96,30 @@ def describe(
         modality=_MODALITIES.get(_sop_class(dataset), "structure"),
     )
     return header, geometry
+
+
+def with_sidecar(header: Header, declared: Declared) -> Header:
+    """The header with facts of its sidecar that it lacks; it is believed where they differ, except about the eye, which
+    is then unknown."""
+    laterality, conflict = lateralities([header.laterality or "", declared.laterality])
+    conflict = conflict or "laterality_conflict" in header.flags
+    answered = {"laterality_unknown": laterality, "bits_from_values": declared.bits}
+    flags = [flag for flag in header.flags if not answered.get(flag)]
+    flags += ["laterality_conflict"] * (conflict and "laterality_conflict" not in flags)
+    if declared.spacing_mm and header.spacing_mm:
+        pairs = zip(declared.spacing_mm, header.spacing_mm, strict=True)
+        differ = [abs(mm / own - 1) > 0.05 for mm, own in pairs]
+        flags += ["spacing_conflict"] * any(differ if header.layout == "raster" else differ[1:])
+    flags += ["sidecar_key_unused"] * bool(declared.axes or declared.modality or declared.bscan_lines_mm)
+    return replace(
+        header,
+        laterality=None if conflict else laterality,
+        scanner=header.scanner if header.scanner != "unknown" else slugify(declared.scanner) or "unknown",
+        protocol=header.protocol if header.protocol != "unknown" else slugify(declared.protocol) or "unknown",
+        participant=header.participant or declared.participant or None,
+        superior_first=declared.superior_first if header.superior_first is None else header.superior_first,
+        flags=(*flags, *declared.flags),
+    )
 
 
 def _stated_lateralities(dataset: Elements) -> list[str]:

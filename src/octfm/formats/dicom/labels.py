@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from octfm.errors import ReadError, shown
-from octfm.formats.declared import declared_way_up
+from octfm.formats.declared import declared_for_dicom
 from octfm.formats.dicom.file import guarded, integer, referenced_uids, text
 from octfm.formats.dicom.groups import Elements
 from octfm.formats.dicom.header import LABEL_MAP, SEGMENTATION
@@ -51,7 +51,7 @@ def labels_of_volume(volume_uri: str | Path, seg_uri: str | Path) -> Labels:
         names = _names(dataset, uri)
         stored = _stored_labels(dataset, kind == LABEL_MAP, header.shape, names, uri)
     values = stored if order is None else stored[list(order)]
-    if declared_way_up(str(volume_uri)):
+    if declared_for_dicom(str(volume_uri)).upside_down:
         values = values[:, ::-1]
     return Labels(np.ascontiguousarray(values), names, uri)
 

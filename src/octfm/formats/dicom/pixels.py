@@ -50,7 +50,7 @@ class Pixels:
     bits_allocated: int
     bits_stored: int
     inverted: bool
-    """MONOCHROME1: the lowest value is white."""
+    """The lowest value is white."""
     transfer_syntax: str
     big_endian: bool
     vr: str
@@ -62,6 +62,8 @@ class Pixels:
     """Position of each compressed frame, None when not encapsulated."""
     gray: Gray | None = None
     """Meaning of signed values, whose black and white must be stated; None for unsigned ones."""
+    padding: tuple[int, int] | None = None
+    """Lowest and highest value outside the image, which become black; None for signed values, clipped at black."""
 
     @property
     def bytes_expected(self) -> int:
@@ -223,6 +225,8 @@ def decode(stream: BinaryIO, pixels: Pixels, uri: str) -> np.ndarray:
     stored = _decode_native(stream, pixels) if pixels.frames is None else _decode_encapsulated(stream, pixels, uri)
     if pixels.gray is not None:
         return unsigned(stored, pixels.bits_stored, pixels.gray, pixels.inverted, uri)
+    if pixels.padding is not None:
+        _blacken(stored, pixels.padding, pixels.inverted)
     unused = pixels.bits_allocated - pixels.bits_stored
     if unused and int(stored.max()) >> pixels.bits_stored:
         raise ReadError(
@@ -234,6 +238,18 @@ def decode(stream: BinaryIO, pixels: Pixels, uri: str) -> np.ndarray:
         np.invert(stored, out=stored)
     # Shifting left makes 2^bits_stored - 1 white.
     return np.left_shift(stored, np.array(unused, stored.dtype), out=stored) if unused else stored
+
+
+def _blacken(stored: np.ndarray, padding: tuple[int, int], inverted: bool) -> None:
+    """Make padding as dark as the darkest voxel of the image, plane by plane: a mask of all would take a byte each."""
+    low, high = padding
+
+    def outside(plane: np.ndarray) -> np.ndarray:
+        return (plane >= low) & (plane <= high)
+
+    black = max((int(plane[~outside(plane)].max(initial=0)) for plane in stored), default=0) if inverted else 0
+    for plane in stored:
+        plane[outside(plane)] = black
 
 
 def _decode_native(stream: BinaryIO, pixels: Pixels) -> np.ndarray:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from octfm.formats.declared import declared_way_up
+from octfm.formats.declared import declared_for_dicom
 from octfm.formats.dicom.file import OpenFile, locate_pixels, parsed, refusing_damage
 from octfm.formats.dicom.geometry import Geometry
-from octfm.formats.dicom.header import describe, expect_oct
+from octfm.formats.dicom.header import describe, expect_oct, with_sidecar
 from octfm.formats.dicom.parts import Part, decode_parts, inspect_parts, part_of, parts_beside
 from octfm.formats.dicom.pixels import Pixels, decode, is_blank
 from octfm.formats.reasons import Header, blank
@@ -43,14 +43,17 @@ def read_dicom(uri: str, layouts: Collection[Layout], modalities: Collection[Mod
         _reorder(voxels, geometry.frame_order)
     # Converters state 16 bits whatever number is used: white then comes from the values, or volumes would be dark.
     white = 65535
+    declared = declared_for_dicom(uri)
     if "bits_from_values" in header.flags:
         # `decode` inverts MONOCHROME1 against 65,535: the brightest stored value is then the smallest voxel.
         white = used_full_scale(65535 - voxels.min(keepdims=True) if pixels.inverted else voxels)
+        white = max(white, (1 << (declared.bits or 0)) - 1)
         if pixels.inverted:
             np.subtract(voxels, np.uint16(65535 - white), out=voxels)
-    if declared_way_up(uri):
+    if declared.upside_down:
         for plane in voxels:  # in place: a second volume would not fit into a worker's memory
             plane[:] = plane[::-1].copy()
+    header = with_sidecar(header, declared)
     return Volume(
         voxels=voxels,
         full_scale=white,
@@ -71,11 +74,13 @@ def read_dicom(uri: str, layouts: Collection[Layout], modalities: Collection[Mod
 def read_header(uri: str, layouts: Collection[Layout], modalities: Collection[Modality]) -> Header:
     """The header without decoding. Truncated, miscounted and blank pixel data raise ReadError all the same."""
     found = examine(uri, layouts, modalities)
-    return read_header_of_parts(parts_beside(found), layouts) if isinstance(found, Part) else found
+    header = read_header_of_parts(parts_beside(found), layouts) if isinstance(found, Part) else found
+    return with_sidecar(header, declared_for_dicom(uri))
 
 
 def examine(uri: str, layouts: Collection[Layout], modalities: Collection[Modality]) -> Header | Part:
-    """The header of a file that is a whole volume, else the file as a Part of one; a scan joins the parts itself."""
+    """The header of a file that is a whole volume, else the file as a Part of one; a scan joins the parts, and adds
+    what sidecars state, itself."""
     with parsed(uri) as file:
         found = _inspect(file, layouts, modalities)
         if isinstance(found, Part):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from octfm.errors import ReadError
-from octfm.formats.declared import declared_way_up
+from octfm.formats.declared import declared_for_dicom
 from octfm.formats.dicom.file import guarded, integer, referenced_uids, text
 from octfm.formats.dicom.geometry import floats
 from octfm.formats.dicom.groups import Elements
@@ -78,7 +78,7 @@ def surfaces_of_volume(volume_uri: str | Path, height_map: str | Path) -> Surfac
         sizes = f"{shape[1]} B-scans of {shape[2]} A-scans, {header.uri} has {header.shape[0]} of {header.shape[2]}"
         raise ReadError("other_volume", f"{surfaces.source}: surfaces of {sizes}")
     heights = surfaces.heights_px if frame_order is None else surfaces.heights_px[:, list(frame_order)]
-    if declared_way_up(str(volume_uri)):
+    if declared_for_dicom(str(volume_uri)).upside_down:
         heights = header.shape[1] - 1 - heights
     return replace(
         surfaces, heights_px=heights, axial_mm=header.spacing_mm[1] if header.spacing_mm else surfaces.axial_mm
