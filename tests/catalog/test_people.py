@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from octfm.catalog.catalog import Catalog, assign_splits
 from octfm.catalog.examination import join_parts
-from octfm.catalog.participants.patterns import Pattern, PeopleError, Place
+from octfm.catalog.participants.patterns import Pattern, PeopleError, Place, eye_in_path
 from octfm.catalog.participants.people import AmbiguousPeople, Whose, find_people
 from octfm.catalog.participants.pseudonyms import pseudonymise
 from octfm.catalog.scan import scan
@@ -467,3 +467,23 @@ def test_ids_that_differ_in_zeros_or_case_are_in_one_split(tmp_path):
         assert split["1001"] == split["00001001"] and split["MRN-7a"] == split["mrn7A"] and len(split) == 20
     flagged = {a.participant for a in catalog.acquisitions if "split_with_another_id" in a.flags}
     assert flagged == {"1001", "00001001", "MRN-7a", "mrn7A"}
+
+
+@pytest.mark.parametrize(
+    ("path", "neighbours", "eye"),
+    [
+        ("os/clinic/1001/right/scan.npz", [], "R"),  # os: a disk
+        ("1001/left/visit2/scan.npz", [], "L"),
+        ("1001/R/scan.npz", ["1001/L/scan.npz"], "R"),
+        ("1001/R/scan.npz", [], None),
+        ("1001/macula_OD.npz", [], None),
+        ("1001/macula_OD.npz", ["1001/macula_OS.npz"], "R"),
+        ("left/right.npz", [], None),
+        ("export.zip!/1001/right/scan.npz", [], "R"),
+    ],
+)
+def test_the_path_of_one_file_names_its_eye_as_if_its_folder_were_given(tmp_path, path, neighbours, eye):
+    for place in (tmp_path / name for name in [path, *neighbours]):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()
+    assert eye_in_path(tmp_path / path) == eye

@@ -295,6 +295,9 @@ def test_the_eye_that_a_folder_names_counts_as_in_a_scan(finder, tmp_path):
     assert by_name(read_table(tmp_path / "table.csv")) == expected
     printed = invoke("segment", tmp_path / "in").output
     assert "OD/a.npz: 3 B-scans, scanner unknown, eye R" in printed
+    run = invoke("segment", *(tmp_path / "in" / name for name in expected), "--out", tmp_path / "named.csv")
+    assert run.exit_code == 0, run.output
+    assert by_name(read_table(tmp_path / "named.csv")) == expected
     run = invoke("embed", tmp_path / "in", "--out", tmp_path / "vectors")
     assert run.exit_code == 0, run.output
     data = read_embeddings(tmp_path / "vectors" / "pretrained.parquet")

@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from octfm.addresses import expect_place, refuse_credentials
 from octfm.errors import ConfigError, one_line, shown
-from octfm.io.location import local_path, location
+from octfm.io.location import is_remote, local_path, location
 
 if TYPE_CHECKING:
     from octfm.io.isolation import Limits
@@ -312,9 +312,9 @@ def limits_of(file_seconds: float, file_gb: float) -> "Limits":
 def volumes_in(
     words: list[str], limits: "Limits", layouts: str = "any", nor: str = ""
 ) -> "dict[str, Laterality | None]":
-    """The files named, and every volume in the folders named, with the eye that its path below the folder names;
-    prints how many files there are left out. `layouts`: any, line or raster. ConfigError if there are none, `nor`."""
-    from octfm.catalog.participants.patterns import eyes_in_paths
+    """The files named, and every volume in the folders named, with the eye that its path names; prints how many files
+    there are left out. `layouts`: any, line or raster. ConfigError if there are none, `nor`."""
+    from octfm.catalog.participants.patterns import eye_in_path, eyes_in_paths
     from octfm.catalog.volumes import volumes_below
     from octfm.volume.volume import LAYOUTS, Layout
 
@@ -323,7 +323,7 @@ def volumes_in(
     for word in words:
         place = expect_place(word)
         if not Path(place).is_dir():
-            sources.setdefault(place)
+            sources.setdefault(place, None if is_remote(place) else eye_in_path(Path(place)))
             continue
         if (Path(place) / "store.json").is_file():
             raise ConfigError(f"{place}: a prepared store; expected scans, give the files that it was made from")

@@ -1,10 +1,13 @@
 """Patterns of paths, such as {participant}/{eye}/*, and what the path of a scan below the scanned folder is."""
 
+import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from octfm.catalog.participants.path_words import eye_abbreviations, eye_of, segments
@@ -167,6 +170,21 @@ def eyes_in_paths(uris: Iterable[str], root: Location) -> dict[str, Laterality]:
     places = {uri: place_of(uri, root) for uri in uris}
     meant = eye_abbreviations({name for place in places.values() for name in place.names})
     return {uri: next(iter(eyes)) for uri, eyes in eyes_named(places, meant).items() if len(eyes) == 1}
+
+
+def eye_in_path(path: Path) -> Laterality | None:
+    """The eye that a file's name or one of the two folders above it names; names further up are of disks and users.
+
+    Names of its neighbours show whether abbreviations mean eyes, as in a folder that is given whole.
+    """
+    path = Path(os.path.abspath(path))  # noqa: PTH100
+    names = set[str]()
+    for folder in path.parents[:2]:
+        with suppress(OSError):
+            names |= {entry.name for entry in folder.iterdir()}
+    place = place_of(str(path), [*path.parents[:3]][-1])
+    eyes = eyes_named({"": place}, eye_abbreviations(names.union(place.names)))[""]
+    return next(iter(eyes)) if len(eyes) == 1 else None
 
 
 def eyes_named(places: Mapping[str, Place], meant: Iterable[str]) -> dict[str, frozenset[Laterality]]:
