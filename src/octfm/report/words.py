@@ -123,8 +123,8 @@ def interval(row: dict[str, Any], *, digits: int = 2) -> str:
         return "not measurable"
     numbers = [value] if row.get("low") is None else [value, row["low"], row["high"]]
     digits += any(abs(n) < 10**-digits for n in numbers)
-    # Nor is .997 a perfect 1.
-    digits += value < 1 and float(f"{value:.{digits}f}") == 1
+    # Nor is a score of .997 a perfect 1; a micrometre is none.
+    digits += digits > 1 and value < 1 and float(f"{value:.{digits}f}") == 1
     excludes_zero = signed and len(numbers) > 1 and row["low"] * row["high"] > 0
     while excludes_zero and digits < 8 and min(map(abs, numbers[1:])) < 0.5 * 10**-digits:
         digits += 1
