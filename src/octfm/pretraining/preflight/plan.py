@@ -146,7 +146,7 @@ class Plan:
             )
         return [
             *found,
-            f"first:   octfm prepare CATALOG --like {CURRENT_ENCODER} --out packaged && octfm embed --store packaged    "
+            f"first:   octfm prepare CATALOG --like {CURRENT_ENCODER} --out packaged && octfm embed --store packaged   "
             "(the packaged encoder, without training)",
             f"check:   {self.command('doctor')}",
             f"run:     {self.command('pretrain', '--out', f'runs/{chosen.preset}')}",
