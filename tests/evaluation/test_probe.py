@@ -151,12 +151,31 @@ def test_F16_a_person_of_pretraining_is_not_tested_under_the_id_of_another_scann
             r["participant"] = r["participant"].zfill(8)
     path, labels = cohort.embeddings(tmp_path / "a.parquet"), cohort.labels(tmp_path / "l.tsv")
     facts = row(probe([path], labels, seen=set(everyone[:20]), design="k-fold", resamples=50), "disease", "auroc")
-    assert (facts["n_test_participants"], facts["n_train_participants"]) == (2 * 40, 2 * (20 + 32))
+    assert (facts["n_test_participants"], facts["n_train_participants"]) == (40, 20 + 32)
+    for r in cohort.rows:
+        r["split"] = "test" if r["participant"][-8:].lstrip("0") in {p.lstrip("0") for p in everyone[:30]} else "train"
+    path = cohort.embeddings(tmp_path / "b.parquet")
+    with pytest.raises(EvaluationError, match="20 of 30 test participants were in the encoder's pretraining"):
+        probe([path], labels, seen=set(everyone[:20]), design="recommended_split", resamples=50)
     for r in cohort.rows:
         r["split"] = "test" if r["laterality"] == "L" else "train"
-    path = cohort.embeddings(tmp_path / "b.parquet")
-    with pytest.raises(EvaluationError, match="20 of 60 test participants were in the encoder's pretraining"):
-        probe([path], labels, seen=set(everyone[:20]), design="recommended_split", resamples=50)
+    with pytest.raises(EvaluationError, match="both in the test split and in train or val"):
+        probe([cohort.embeddings(tmp_path / "c.parquet")], labels, design="recommended_split", resamples=50)
+
+
+def test_a_person_under_two_spellings_counts_once(tmp_path):
+    """In every count and interval: as two, the same eyes would seem to be twice the evidence."""
+    one, two = Cohort(), Cohort()
+    for r in two.rows:
+        if r["laterality"] == "L":
+            r["participant"] = r["participant"].zfill(8)
+    results = []
+    for name, cohort in (("one", one), ("two", two)):
+        labels = cohort.labels(tmp_path / f"{name}.tsv")
+        found = probe([cohort.embeddings(tmp_path / f"{name}.parquet")], labels, design="k-fold", resamples=50)
+        results.append(row(found, "disease", "auroc"))
+    keys = ("n_test_participants", "estimate", "low", "high")
+    assert [results[0][key] for key in keys] == [results[1][key] for key in keys]
 
 
 def test_folds_spread_a_rare_class_evenly():

@@ -11,7 +11,7 @@ import numpy as np
 
 from octfm.catalog.columns import nearest
 from octfm.catalog.labels import LabelTable, as_number, one_spelling, stated
-from octfm.catalog.participants.people import spelt_alike
+from octfm.catalog.participants.people import under_one_id
 from octfm.encoder.embeddings import Embeddings
 from octfm.errors import EvaluationError
 
@@ -203,6 +203,7 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
     label of a multi-label column) in two spellings.
     """
     values = column_values(target.column, data, table)
+    data = with_one_id(data)  # only now: a table may have either spelling
     rows = np.array([i for i, value in enumerate(values) if value is not None], dtype=int)
     if rows.size == 0:
         raise Skip(f"No acquisition has a label in column {target.column}.")
@@ -425,11 +426,16 @@ def participant_folds(
 
 
 def people(participant: np.ndarray) -> np.ndarray:
-    """The first of the ids that differ from each id [n] in spelling only: scanners write one person's as 1001 and as
-    00001001."""
-    ids: list[str] = participant.tolist()
-    first = {other: one for one, other in spelt_alike(ids)}
-    return np.array([first.get(name, name) for name in ids], dtype=str)
+    """The ids [n], those that differ in spelling only as one."""
+    return np.array(under_one_id(participant.tolist()), dtype=str)
+
+
+def with_one_id(data: Embeddings) -> Embeddings:
+    """The vectors with one id for each person, and for each eye, whatever the spelling."""
+    persons = people(data.participant)
+    renamed = persons != data.participant
+    eyes = [f"{person}_{eye or 'unknown'}" for person, eye in zip(persons, data.laterality, strict=True)]
+    return replace(data, participant=persons, eye_id=np.where(renamed, np.array(eyes, dtype=str), data.eye_id))
 
 
 def rarest_class(member: np.ndarray, label: np.ndarray) -> np.ndarray:
@@ -452,8 +458,8 @@ def _refuse_leakage(
     crossing = set(participant[tested].tolist()) & set(participant[train].tolist())
     if crossing:
         raise EvaluationError(
-            f"participant {min(crossing)} is both in the test split and in train or val; split by participant and "
-            "embed again",
+            f"participant {min(crossing)} is both in the test split and in train or val (ids that differ in zeros, "
+            "case or punctuation are one); split by participant and embed again",
             public="A participant is both in the test split and in train or val.",
         )
     leaked = set(participant[tested & seen].tolist())

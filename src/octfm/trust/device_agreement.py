@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from octfm.catalog.columns import clean_id
+from octfm.catalog.participants.people import under_one_id
 from octfm.errors import EvaluationError, one_line
 from octfm.evaluation import agreement
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap
@@ -60,6 +61,8 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
         counted = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
         remedy = "give --device TABLE.csv" if device is None else f"check that {device} names the rows in the same way"
         raise EvaluationError(f"{table}: no eye has zones of ours and of the device ({counted}); {remedy}")
+    for each, person in zip(used, under_one_id([each["participant"] for each in used]), strict=True):
+        each["participant"] = person
     eyes = [(each["participant"], each["row"].get("laterality", "")) for each in used]
     return {
         "rows": len(rows),

@@ -10,7 +10,17 @@ from octfm.catalog.labels import LabelTable
 from octfm.encoder.embeddings import Embeddings, align
 from octfm.errors import EvaluationError
 from octfm.evaluation.arms import MAP_AND_ENCODER, NO_VOXELS
-from octfm.evaluation.cases import Cases, Design, Round, Skip, Target, find_targets, make_cases, make_rounds
+from octfm.evaluation.cases import (
+    Cases,
+    Design,
+    Round,
+    Skip,
+    Target,
+    find_targets,
+    make_cases,
+    make_rounds,
+    with_one_id,
+)
 from octfm.evaluation.probe import FOLDS, choose_design, describe, predict, predict_draws
 from octfm.evaluation.scoring import Predictions, correct, count_participants, finite, metrics_of, to_units
 from octfm.evaluation.statistics import Bootstrap, Metric, bootstrap, bootstrap_together, compare, interval
@@ -41,7 +51,7 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """Encoders on identical acquisitions, the one under evaluation first."""
+    """Encoders on identical acquisitions, the one under evaluation first; ids that differ in spelling only are one."""
 
     encoders: tuple[Embeddings, ...]
     kinds: dict[str, Kind]
@@ -58,6 +68,8 @@ class Study:
     allow_seen: bool = False
     resamples: int = 4000
     seed: int = 0
+    as_spelt: Embeddings | None = None
+    """The first encoder with ids as the scans spell them, by which tables are joined; None: as in `data`."""
     scratch: dict[str, Predictions] = field(default_factory=dict)
     """Test predictions of the network trained from scratch, by target."""
     _predictions: dict[tuple[str, str], Predictions] = field(default_factory=dict)
@@ -153,7 +165,7 @@ def make_study(
             "any target; hold them out of pretraining, leave them out (--exclude), or pass --allow-seen"
         )
     return Study(
-        encoders=tuple(encoders),
+        encoders=tuple(map(with_one_id, encoders)),
         kinds=dict(kinds),
         tasks=tuple(tasks),
         skipped=tuple(skipped),
@@ -165,6 +177,7 @@ def make_study(
         allow_seen=allow_seen,
         resamples=resamples,
         seed=seed,
+        as_spelt=data,
     )
 
 
