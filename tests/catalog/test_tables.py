@@ -223,7 +223,10 @@ def test_tables_that_fit_none_of_the_files_are_refused(clinic):
     arrays = clinic.parent / "arrays"
     write_npy(arrays / "a.npy", telling_voxels())
     table.write_text("path,pid,spacing_mm\nb.npy,p1,0.12 0.02 0.05\n")
-    with pytest.raises(TableError, match=r"no row fits any of 1 files, for example .*b\.npy against .*a\.npy; give"):
+    refused = (
+        r"no row fits any of 1 files, for example .*b\.npy against .*a\.npy; give .* without it: 1 missing_spacing \("
+    )
+    with pytest.raises(TableError, match=refused):
         scan(arrays, table=table, columns={"participant": "pid", "file": "path"}, workers=0)
     table.write_text("path,pid\nx/1.dcm,p1\n")
     people = clinic.parent / "others.csv"

@@ -213,6 +213,15 @@ def test_a_wrong_table_of_corrections_is_refused_for_what_is_wrong_in_it(tmp_pat
         expect_enough(tmp_path / "wrong.csv", {row["source"] for row in rows})
 
 
+def test_a_person_of_two_spellings_is_one_of_those_that_an_interval_needs(tmp_path):
+    rows = table(60)
+    corrected(tmp_path / "c.csv", rows, lambda i, _: i / 10)
+    text = (tmp_path / "c.csv").read_text().replace(",P1,", ",p0002,")
+    (tmp_path / "c.csv").write_text(text)
+    _, summary = calibrate_rows(rows, tmp_path / "c.csv")
+    assert "59 participants" in summary[0]
+
+
 def test_tables_of_corrections_from_a_spreadsheet_are_read(tmp_path):
     """Excel's Unicode text and its line sep=;, spaces in the header, rows of nothing but separators."""
     rows = table(60)

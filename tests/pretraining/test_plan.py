@@ -90,9 +90,9 @@ def test_too_few_hours_shorten_the_run_and_are_said():
     assert "no preset makes its whole length in 0.5 hours" in text and "--steps 1800" in text
 
 
-def test_a_run_of_minutes_is_set_beside_the_encoder_in_the_box():
+def test_a_run_of_minutes_is_set_next_to_the_packaged_encoder():
     short, long = (made(hours, candidate("demo", 3600, 1.0)) for hours in (0.25, 2))
-    said = "worth less than those of the encoder in the box"
+    said = "worth less than those of the packaged encoder"
     assert said in "\n".join(short.lines()) and said not in "\n".join(long.lines())
 
 

@@ -320,7 +320,7 @@ def test_a_run_without_a_store_resumes_bit_for_bit(tmp_path, monkeypatch):
 
 
 def test_phantoms_that_choose_a_checkpoint_are_nobody_either(tmp_path):
-    """Hashes of nobody would be published with an export, and count as participants of the encoder in the box."""
+    """Hashes of nobody would be published with an export, and count as participants of the packaged encoder."""
     probed = dense(steps=1, probe={"target": "condition"}).model_copy(update={"validation_volumes": 32})
     assert final(quick_pretrain(probed, out=tmp_path / "run", echo=quiet))["participants"]["hashes"] == []
 

@@ -1,6 +1,8 @@
 """The command line as a user meets it: one line per mistake, exit codes, nothing half-written."""
 
 import errno
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -189,3 +191,12 @@ def test_version_is_told_once():
 def test_a_folder_that_is_there_may_be_named_like_a_table(tmp_path):
     (tmp_path / "run.json").mkdir()
     assert not is_named_as_file(tmp_path / "run.json") and is_named_as_file(tmp_path / "other.json")
+
+
+def test_a_verb_that_is_terminated_ends_as_by_ctrl_c():
+    """Schedulers send SIGTERM at the end of the hours: exit code -15 and no word say nothing about the results."""
+    body = "main.app = lambda **_: signal.raise_signal(signal.SIGTERM); main.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import signal; from octfm.cli import main; {body}"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (130, "octfm: interrupted; the same command continues\n")

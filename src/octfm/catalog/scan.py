@@ -226,10 +226,12 @@ def _expect_rows_to_fit(acquisitions: Sequence[Acquisition], rejects: Sequence[R
     tried = [f"{a.uri} ({a.sop_instance_uid})" for a in acquisitions] or [r.uri for r in rejects if tables.by_path]
     if tried and tables.own is not None and fits_none:
         example = next(iter({**tables.by_path, **tables.by_uid}))
-        what = "acquisitions" if acquisitions else "files"
+        what, also = "acquisitions", ""
+        if not acquisitions:
+            what, also = "files", f"; not accepted without it: {_reasons(rejects)}"
         raise TableError(
             f"{tables.own}: no row fits any of {len(tried)} {what}, for example {example} against {tried[0]}; give "
-            "paths relative to the root or to the table, or SOP Instance UIDs"
+            f"paths relative to the root or to the table, or SOP Instance UIDs{also}"
         )
 
 
@@ -295,12 +297,15 @@ def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> list[
 
 def _why_nothing(folder: Location, left_out: Sequence[Reject], layouts: Collection[Layout]) -> str:
     """The sentence of an error, with every reason, how often it occurs and what to do."""
-    reasons = [(n, code, REASONS[code]) for code, n in count_words(reject.code for reject in left_out).items()]
-    counts = ", ".join(f"{n} {code} ({reason.meaning}; {reason.fix})" for n, code, reason in reasons)
     # Images, or a folder of them, that may be of several eyes.
     single = "line" not in layouts and any(
         reject.code in ("single_image", "mixed_images") or (reject.code == "missing_spacing" and is_folder(reject.uri))
         for reject in left_out
     )
     hint = _OF_SINGLE if single else ""
-    return f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {counts}{hint}"
+    return f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {_reasons(left_out)}{hint}"
+
+
+def _reasons(left_out: Sequence[Reject]) -> str:
+    counts = count_words(reject.code for reject in left_out)
+    return ", ".join(f"{n} {code} ({REASONS[code].meaning}; {REASONS[code].fix})" for code, n in counts.items())

@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -76,6 +77,9 @@ def main() -> None:
     exit_file = os.environ.get("OCTFM_EXIT_FILE") if os.environ.get("LOCAL_RANK", "0") == "0" else None
     if exit_file:
         Path(exit_file).unlink(missing_ok=True)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun sends it to the other ranks, which have nothing to add
+        # As Ctrl-C, which leaves nothing half-written; a training remembers the signal instead, and saves.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # file names need not be valid text

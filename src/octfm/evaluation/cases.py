@@ -11,7 +11,7 @@ import numpy as np
 
 from octfm.catalog.columns import nearest
 from octfm.catalog.labels import LabelTable, as_number, one_spelling, stated
-from octfm.catalog.participants.people import spelt_alike
+from octfm.catalog.participants.people import under_one_id
 from octfm.encoder.embeddings import Embeddings
 from octfm.errors import EvaluationError
 
@@ -432,11 +432,8 @@ def participant_folds(
 
 
 def people(participant: np.ndarray) -> np.ndarray:
-    """The first of the ids that differ from each id [n] in spelling only: scanners write one person's as 1001 and as
-    00001001."""
-    ids: list[str] = participant.tolist()
-    first = {other: one for one, other in spelt_alike(ids)}
-    return np.array([first.get(name, name) for name in ids], dtype=str)
+    """The ids [n], each as the first of those that differ from it in spelling only."""
+    return np.array(under_one_id(participant.tolist()), dtype=str)
 
 
 def rarest_class(member: np.ndarray, label: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Set
 from pathlib import Path
 
+from octfm.catalog.participants.people import under_one_id
 from octfm.display import number
 from octfm.errors import EvaluationError, one_line
 from octfm.layers.ranges import conformal_quantile
@@ -114,7 +115,7 @@ def read_corrected(path: Path) -> tuple[list[dict[str, str]], list[str]]:
         if row["source"] in seen:
             raise EvaluationError(f"{path}: {row['source']} stands in two rows; keep the one that was corrected last")
         seen.add(row["source"])
-    people = [(row.get("participant") or row.get("corrected_participant", "")).strip() for row in rows]
+    people = under_one_id([(row.get("participant") or row.get("corrected_participant", "")).strip() for row in rows])
     named = [row | {"participant": person} for row, person in zip(rows, people, strict=True) if person]
     left_out = {
         "not every B-scan was checked or had ILM or Bruch's membrane corrected": in_part,

@@ -153,6 +153,13 @@ def spelt_alike(participants: Iterable[str]) -> list[tuple[str, str]]:
     return pairs
 
 
+def under_one_id(participants: Sequence[str]) -> list[str]:
+    """The ids, each as the first of those that differ from it in spelling only: scanners write one person's as 1001 and
+    as 00001001."""
+    first = {other: one for one, other in spelt_alike(filter(None, participants))}
+    return [first.get(name, name) for name in participants]
+
+
 def _ambiguous(root: Location, nameless: int, scans: int, guess: Guess) -> AmbiguousPeople:
     of = f"{nameless:,} of {scans:,} scans" if nameless < scans else f"{scans:,} scans"
     options = " ".join(f"--participant-from '{pattern}'" for pattern in guess.patterns)

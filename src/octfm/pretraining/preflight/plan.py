@@ -31,7 +31,7 @@ SMALLEST_BATCH = 4
 SAMPLE = 16
 """Volumes read to measure the store's speed."""
 WORTH_LESS_H = 0.5
-"""Hours of a run below which the plan says that the encoder in the box is likely to be worth more: runs of a quarter of
+"""Hours of a run below which the plan says that the packaged encoder is likely to be worth more: runs of a quarter of
 an hour were worth less (docs/results.md), longer ones were not compared with it."""
 FEW_PARTICIPANTS = 100
 """Training participants below which the plan says that little is to be expected."""
@@ -136,18 +136,18 @@ class Plan:
             )
         if self.participants < FEW_PARTICIPANTS:
             found.append(
-                f"{self.participants} participants are few to learn from: expect less than from the encoder in the "
-                "box, and compare with the untrained network as well (octfm embed, octfm probe)"
+                f"{self.participants} participants are few to learn from: expect less than from the packaged "
+                "encoder, and compare with the untrained network as well (octfm embed, octfm probe)"
             )
         if chosen.hours < WORTH_LESS_H:
             found.append(
                 "runs of minutes, on 500 as on 5,000 phantom volumes, gave vectors that were worth less than those of "
-                "the encoder in the box, which needs no training"
+                "the packaged encoder, which needs no training"
             )
         return [
             *found,
-            f"first:   octfm prepare CATALOG --like {CURRENT_ENCODER} --out boxed && octfm embed --store boxed    "
-            "(the encoder in the box, without training)",
+            f"first:   octfm prepare CATALOG --like {CURRENT_ENCODER} --out packaged && octfm embed --store packaged   "
+            "(the packaged encoder, without training)",
             f"check:   {self.command('doctor')}",
             f"run:     {self.command('pretrain', '--out', f'runs/{chosen.preset}')}",
         ]
