@@ -578,6 +578,10 @@ def test_a_summary_says_what_guessing_gives_and_which_file_holds_the_rest(cohort
     assert any("--design k-fold" in line for line in lines)
     tuned = "\n".join(summary_lines(result, "finetune.json"))
     assert "finetune.json also holds" in tuned and "--design" not in tuned and "probe.json" not in tuned
+    arms = [cohort.embeddings(tmp_path / "a.parquet"), cohort.embeddings(tmp_path / "b.parquet", "other")]
+    options = {"targets": ["disease"], "resamples": 50}
+    folds = "\n".join(summary_lines(probe(arms, cohort.labels(tmp_path / "l.tsv"), design="k-fold", **options)))
+    assert "against other" in folds and "up to a third too narrow" in folds and "too narrow" not in "\n".join(lines)
 
 
 def test_a_finding_that_training_rows_hardly_have_does_not_outweigh_the_rest():

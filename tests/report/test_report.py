@@ -235,6 +235,19 @@ def test_a_tissue_map_that_is_ahead_is_said_first(p_holm, tone):
     assert "excludes 0, but not after Holm's correction" in text and text.count(". ") <= 2
 
 
+def test_a_verdict_says_where_intervals_of_folds_are_too_narrow():
+    """Simulated: 40 participants, or 120 at AUROC .68, call equal encoders different in 15 to 21 % of cohorts."""
+    result = probe_result()
+    row = next(r for r in result["results"] if (r["target"], r["metric"]) == ("disease", "auroc"))
+    for design, people, estimate, said in (
+        ("k-fold", 60, 0.9, True), ("k-fold", 400, 0.65, True), ("k-fold", 400, 0.9, False),
+        ("recommended_split", 60, 0.65, False),
+    ):  # fmt: skip
+        row.update(design=design, n_test_participants=people, estimate=estimate)
+        tone, text = verdict(result)
+        assert tone == "better" and ("a third too narrow" in text) == said, text
+
+
 def test_telling_scanners_apart_is_never_the_key_result():
     """Leakage has no place in Holm's family, and a page would open with "better than its baseline"."""
     result = probe_result()

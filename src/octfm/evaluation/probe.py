@@ -183,8 +183,9 @@ def write_probe(path: str | Location, result: dict[str, Any]) -> Location:
 
 
 def summary_lines(result: dict[str, Any], file: str = "probe.json") -> list[str]:
-    """Lines for a terminal: one per target, encoder and headline metric, one on guessing per target, one per note,
-    then one per comparison. `file` holds the result; of a probe, a note on few participants names the other design."""
+    """Lines for a terminal: one per target, encoder and headline metric, one on guessing per target, one per note, one
+    per comparison, then what intervals leave out. `file` holds the result; of a probe, a note on few participants names
+    the other design."""
     lines: list[str] = []
     noted: dict[tuple[str, str], list[str]] = {}
     guessing: dict[str, dict[str, str]] = {}
@@ -215,6 +216,8 @@ def summary_lines(result: dict[str, Any], file: str = "probe.json") -> list[str]
     for c in result["comparisons"]:
         if c["low"] is not None and c["metric"] in HEADLINE:
             lines.append(f"{c['target']:<12} {c['metric']:<18} {difference_words(c)}")
+    if "interval_meaning" in result and any(c["low"] is not None for c in result["comparisons"]):
+        lines.append(result["interval_meaning"])
     hidden = sorted({r["metric"] for r in result["results"]} - set(HEADLINE))
     if hidden:
         lines.append(f"{file} also holds {', '.join(hidden)}")

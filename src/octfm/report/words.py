@@ -175,6 +175,10 @@ def verdict(probe: dict[str, Any] | None) -> tuple[str, str]:
         if fails_holm(compared):
             text += ", but not after Holm's correction"
             tone = "inconclusive"
+        elif row["design"] == "k-fold" and (
+            row["n_test_participants"] < 100 or (row["metric"] == "auroc" and row["estimate"] < 0.7)
+        ):
+            text += ", but may be a third too narrow, as other folds would have given other probes"
     ahead = _key_comparison(probe, row, "tissue_map")
     if ahead is not None and ahead is not compared and ahead["verdict"] == "worse" and not fails_holm(ahead):
         tone = "worse"
