@@ -59,9 +59,8 @@ class _Header:
 
 def fits(head: bytes) -> bool:
     """Whether a file starts as MetaImage: lines of tag = value, the object type or the number of dimensions first."""
-    return (
-        re.match(rb"(?:\xef\xbb\xbf)?\s*(Comment *=[^\n]*\n\s*)?(ObjectType *= *Image|NDims *= *\d)", head) is not None
-    )
+    text = head.removeprefix(codecs.BOM_UTF8)
+    return re.match(rb"\s*(Comment *=[^\n]*\n\s*)?(ObjectType *= *Image|NDims *= *\d)", text) is not None
 
 
 def data_file(head: bytes) -> str:
