@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.catalog.catalog import Catalog, CatalogError
@@ -182,7 +182,7 @@ names = st.lists(
 ).map("".join) | st.text(min_size=1, max_size=40)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(given_names=st.lists(names.filter(lambda name: not name.endswith(("/", "\\"))), min_size=1, max_size=4))
 def test_no_name_whatever_writes_outside_or_is_lost(tmp_path_factory, given_names):
     """Each member is either refused with a known code or unpacked below the folder, and readable under its uri."""

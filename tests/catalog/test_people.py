@@ -137,7 +137,7 @@ def trees(draw):
     return tree
 
 
-@settings(max_examples=int(os.environ.get("OCTFM_TREES", "250")), deadline=None)
+@settings(max_examples=int(os.environ.get("OCTFM_TREES", "250")))
 @given(trees())
 def test_two_people_never_become_one_nor_one_person_two_or_it_stops(tree):
     if not tree:

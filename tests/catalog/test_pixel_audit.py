@@ -164,7 +164,7 @@ def wide():
     return volume, find_tissue(volume.voxels, volume.spacing_mm)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_cut_of_a_field_has_a_side_or_a_reason(wide, data):
     """Wherever the field ends: the true side, or a flag that says why not, and too narrow exactly where there is too

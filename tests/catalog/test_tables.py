@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.catalog.aireadi import Listed
@@ -559,7 +559,7 @@ def test_ids_that_a_spreadsheet_has_rounded_do_not_make_one_person_of_two(tmp_pa
 cells = st.text("ab1 ,;\t\"'.äöüß", max_size=6)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(
     rows=st.lists(st.tuples(cells, cells, cells), max_size=5),
     delimiter=st.sampled_from(",;\t"),

@@ -19,7 +19,7 @@ from support.tiny_runs import config, quick_pretrain, quiet
 
 
 @given(seed=st.integers(0, 2**31), volumes=st.integers(1, 4), tokens=st.integers(1, 40), width=st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_extremes_are_means_of_the_sorted_ends_of_valid_tokens(seed, volumes, tokens, width):
     rng = np.random.default_rng(seed)
     x, counts = rng.normal(size=(volumes, tokens, width)), rng.random((volumes, tokens)) < 0.6
@@ -33,7 +33,7 @@ def test_extremes_are_means_of_the_sorted_ends_of_valid_tokens(seed, volumes, to
 
 
 @given(seed=st.integers(0, 2**31), pool=st.sampled_from(get_args(TokenPool)))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_order_and_what_does_not_count_change_nothing(seed, pool):
     rng = np.random.default_rng(seed)
     x, counts = torch.from_numpy(rng.normal(size=(2, 20, 3))), torch.from_numpy(rng.random((2, 20)) < 0.5)
@@ -47,7 +47,7 @@ def test_order_and_what_does_not_count_change_nothing(seed, pool):
 
 
 @given(seed=st.integers(0, 2**31), tokens=st.integers(1, 250))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_tails_are_the_mean_and_extremes_of_several_shares(seed, tokens):
     rng = np.random.default_rng(seed)
     x, counts = torch.from_numpy(rng.normal(size=(2, tokens, 3))), torch.from_numpy(rng.random((2, tokens)) < 0.6)

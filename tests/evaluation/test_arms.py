@@ -12,6 +12,7 @@ from octfm.encoder.embed import QUALITY, image_quality
 from octfm.encoder.embeddings import joined, take_rows
 from octfm.errors import EvaluationError
 from octfm.evaluation.arms import covariates, make_arms
+from octfm.evaluation.efficiency import label_efficiency
 from octfm.evaluation.probe import probe, summary_lines
 from octfm.evaluation.readouts import fit_predict
 from octfm.report.words import score_rows
@@ -78,6 +79,28 @@ def test_covariates_never_hold_the_answer(cohort, files):
     assert score["estimate"] < 0.2, "age is among the covariates, but not where age is asked for"
 
 
+def test_covariates_know_the_ages_and_sexes_of_the_label_table(files, tmp_path):
+    """A label that age and sex explain entirely; in the scans' own table nobody's sex is stated, and other ages are."""
+    people = {who: int(who[1:]) % 2 for who in files[0].participant.tolist()}
+    lines = [f"{who},{('well', 'ill')[ill]},{50 + 20 * ill},{'MF'[ill]}" for who, ill in people.items()]
+    table = tmp_path / "labels.csv"
+    table.write_text("\n".join(["participant_id,state,Age,sex", *lines]))
+    arms = [files[0], covariates(files[0])]
+    result = probe(arms, table, targets=["state"], resamples=100)
+    rows = {r["encoder"]: r["estimate"] for r in result["results"] if r["metric"] == "auroc"}
+    assert rows["pretrained"] < rows["covariates"] == 1
+    assert result["embeddings"][1]["encoder"] == "scanner, site, age, sex; no retina"
+    curve, _ = label_efficiency(arms, table, targets=["state"], resamples=100, fractions=[1.0], seeds=1)
+    assert next(r["estimate"] for r in curve if r["encoder"] == "covariates") == 1
+    table.write_text("\n".join(["participant_id,Age", *(f"{who},{int(who[1:]) * 37 % 50 + 40}" for who in people)]))
+    ages = probe(arms, table, targets=["Age"], resamples=100)["results"]
+    assert next(r["estimate"] for r in ages if (r["encoder"], r["metric"]) == ("covariates", "r2")) < 0.2
+    twice = [f"{who},{'ab'[ill]},{sex}" for who, ill in people.items() for sex in "MF"]
+    table.write_text("\n".join(["participant_id,state,sex", *twice]))
+    of_visits = probe(arms, table, targets=["state"], resamples=100)["embeddings"]
+    assert of_visits[1]["encoder"] == "scanner, age, site; no retina", "which of two values is it?"
+
+
 def test_an_age_that_is_not_stated_is_left_to_the_probe(files):
     labels = [dict(each) for each in files[0].participant_labels]
     labels[0]["age"] = labels[1]["age"] = ""
@@ -127,7 +150,7 @@ def test_trees_without_scikit_learn_say_what_to_install(files, monkeypatch):
         probe([files[0]], targets=["disease"], readout="trees", resamples=50)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 3), st.integers(0, 16), st.integers(0, 255))
 def test_image_quality_is_finite_for_any_volume(first, upper, grey):
     """No vitreous, no image, one grey level: a number in every column."""

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from octfm.evaluation.cases import Cases, Round, Target, find_targets, make_case
 from octfm.evaluation.efficiency import label_efficiency, subset
 from octfm.evaluation.linear import logistic, ridge
 from octfm.evaluation.probe import probe, summary_lines, write_probe
-from octfm.evaluation.scoring import Predictions, difference_words, to_units
+from octfm.evaluation.scoring import Predictions, difference_words, score, to_units
 from support.probe_cohort import Cohort
 
 
@@ -110,6 +111,16 @@ def test_a_participant_is_diseased_when_one_eye_is(tmp_path):
     assert row(result, "disease", "auroc")["estimate"] > 0.8
 
 
+@pytest.mark.parametrize("design", ["recommended_split", "k-fold"])
+def test_participants_who_all_have_one_ill_eye_cannot_be_scored(tmp_path, design):
+    cohort = Cohort(participants=60)
+    for r in cohort.rows:
+        r["diagnosis"] = "dme" if r["laterality"] == "L" else "healthy"
+    labels = cohort.labels(tmp_path / "l.tsv")
+    with pytest.raises(EvaluationError, match="The test participants have disease of the classes"):
+        probe([cohort.embeddings(tmp_path / "a.parquet")], labels, targets=["disease"], design=design)
+
+
 def test_recommended_split_scores_only_test_participants(cohort, tmp_path):
     result = probe([cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), resamples=50)
     tested = {r["participant"] for r in cohort.rows if r["split"] == "test"}
@@ -153,29 +164,43 @@ def test_F16_a_person_of_pretraining_is_not_tested_under_the_id_of_another_scann
     facts = row(probe([path], labels, seen=set(everyone[:20]), design="k-fold", resamples=50), "disease", "auroc")
     assert (facts["n_test_participants"], facts["n_train_participants"]) == (40, 20 + 32)
     for r in cohort.rows:
-        r["split"] = "test" if r["participant"][-8:].lstrip("0") in {p.lstrip("0") for p in everyone[:30]} else "train"
+        tested = "test" if r["laterality"] == "L" else None
+        r["split"] = tested if r["participant"].lstrip("0") in everyone[:30] else "train"
     path = cohort.embeddings(tmp_path / "b.parquet")
     with pytest.raises(EvaluationError, match="20 of 30 test participants were in the encoder's pretraining"):
         probe([path], labels, seen=set(everyone[:20]), design="recommended_split", resamples=50)
+
+
+def test_F16_a_person_is_not_tested_under_one_id_and_trained_on_under_another(tmp_path):
+    cohort = Cohort()
     for r in cohort.rows:
         r["split"] = "test" if r["laterality"] == "L" else "train"
-    with pytest.raises(EvaluationError, match="both in the test split and in train or val"):
-        probe([cohort.embeddings(tmp_path / "c.parquet")], labels, design="recommended_split", resamples=50)
+        r["participant"] = r["participant"].zfill(8 if r["laterality"] == "L" else 4)
+    with pytest.raises(EvaluationError, match="participant 00001000 is both in the test split and in train"):
+        probe([cohort.embeddings(tmp_path / "a.parquet")], cohort.labels(tmp_path / "l.tsv"), resamples=50)
 
 
-def test_a_person_under_two_spellings_counts_once(tmp_path):
-    """In every count and interval: as two, the same eyes would seem to be twice the evidence."""
-    one, two = Cohort(), Cohort()
-    for r in two.rows:
-        if r["laterality"] == "L":
-            r["participant"] = r["participant"].zfill(8)
-    results = []
-    for name, cohort in (("one", one), ("two", two)):
-        labels = cohort.labels(tmp_path / f"{name}.tsv")
-        found = probe([cohort.embeddings(tmp_path / f"{name}.parquet")], labels, design="k-fold", resamples=50)
-        results.append(row(found, "disease", "auroc"))
-    keys = ("n_test_participants", "estimate", "low", "high")
-    assert [results[0][key] for key in keys] == [results[1][key] for key in keys]
+def test_intervals_are_over_people_whose_ids_two_scanners_spell_differently():
+    """Both scans of a person are right, or both wrong: as certain as one scan of each, however the ids are spelt."""
+    right = np.random.default_rng(0).random(60) < 0.7
+    numbers = np.arange(1000, 1060).astype(str)
+    data = SimpleNamespace(
+        participant=np.r_[numbers, np.char.zfill(numbers, 8)], acquisition=np.arange(120).astype(str),
+        eye_id=np.arange(120).astype(str), laterality=("R",) * 120,
+        participant_labels=[{"label": "ab"[i % 2]} for i in range(60)] * 2,
+    )  # fmt: skip
+    cases = make_cases(Target("label", "label", "participant"), data, None)
+    said = np.tile(np.where(right, cases.label[:60], 1 - cases.label[:60]), 2)
+    row = next(
+        s.row
+        for s in score(cases, "a", [Predictions(np.arange(120), np.log(np.eye(2)[said] + 0.01))], {}, 2000, 0)
+        if s.metric == "balanced_accuracy"
+    )
+    assert row["test_participants_per_class"] == {"a": 30, "b": 30}
+    once = replace(cases, **{n: getattr(cases, n)[:60] for n in ("rows", "label", "participant", "unit")})
+    alone = score(once, "a", [Predictions(np.arange(60), np.log(np.eye(2)[said[:60]] + 0.01))], {}, 2000, 0)
+    of_one = next(s.row for s in alone if s.metric == "balanced_accuracy")
+    assert (row["low"], row["high"]) == pytest.approx((of_one["low"], of_one["high"]))
 
 
 def test_folds_spread_a_rare_class_evenly():

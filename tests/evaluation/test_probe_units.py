@@ -43,7 +43,7 @@ def with_scans(scans_of_ill: int, seed: int, signal: float = 0.0) -> Embeddings:
     return embeddings(row, ["R"] * len(row), labels, vectors[row] + 0.3 * rng.normal(size=(len(row), 4)))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(st.integers(1, 6), min_size=12, max_size=30), st.integers(0, 1000))
 def test_a_class_is_as_common_as_its_participants_however_often_they_were_scanned(scans, seed):
     ill = np.arange(len(scans)) % 3 == 0
@@ -83,7 +83,7 @@ def test_follow_up_scans_of_the_ill_do_not_make_probabilities_wrong(signal):
     assert found[4]["ece"] < found[1]["ece"] + 0.05
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(12, 40), st.floats(0.01, 1), st.integers(0, 1000))
 def test_a_subset_keeps_two_participants_of_every_class_whichever_eye_is_ill(people, fraction, seed):
     """Disease of one eye only: the fellow eye, which may come first in the table, is healthy."""

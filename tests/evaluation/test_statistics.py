@@ -56,7 +56,7 @@ def scored_cases(draw):
     return label, score, weights
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(scored_cases())
 def test_auroc_with_ties_and_weights_equals_scikit_learn(cases):
     label, score, weights = cases
@@ -65,7 +65,7 @@ def test_auroc_with_ties_and_weights_equals_scikit_learn(cases):
     np.testing.assert_allclose(auroc(label == 1, score, weights), expected)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(scored_cases(), st.integers(0, 1000))
 def test_multiclass_metrics_equal_scikit_learn(cases, seed):
     label, _, weights = cases
@@ -80,7 +80,7 @@ def test_multiclass_metrics_equal_scikit_learn(cases, seed):
     assert balanced_accuracy(label, predicted) == pytest.approx(balanced_accuracy_score(label, predicted))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(scored_cases(), st.floats(0, 1000))
 def test_r_squared_equals_scikit_learn_wherever_the_origin_is(cases, offset):
     label, score, weights = cases
@@ -175,7 +175,7 @@ def test_the_verdict_says_whether_the_paired_interval_excludes_zero(gain, verdic
     assert (result.low > 0 or result.high < 0) == (verdict != "inconclusive") == (result.p < 0.05)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.integers(1, 400), st.floats(-3, 3), st.integers(0, 2**31), st.sampled_from([0.0, 0.1, 0.9]), st.booleans())
 def test_interval_p_and_verdict_never_contradict_each_other(resamples, shift, seed, undefined, rounded):
     """However few resamples there are or remain defined, and with many differences of exactly 0."""
@@ -210,7 +210,7 @@ def test_equal_encoders_are_called_inconclusive_most_of_the_time():
     assert called <= 12
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(scored_cases(), st.integers(0, 1000))
 def test_average_precision_f1_and_kappa_equal_scikit_learn(cases, seed):
     label, score, weights = cases
@@ -232,7 +232,7 @@ def test_average_precision_f1_and_kappa_equal_scikit_learn(cases, seed):
     np.testing.assert_allclose(weighted_kappa(label, predicted, weights), expected, atol=1e-9)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(scored_cases(), st.integers(0, 1000))
 def test_brier_calibration_error_and_mae_equal_their_references(cases, seed):
     label, score, weights = cases

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from pydicom import uid
@@ -21,11 +21,7 @@ from support.fuzz_files import deflated_bomb
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
 
-lenient = settings(
-    deadline=None,
-    max_examples=40,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
-)
+lenient = settings(max_examples=40)
 
 
 def ramp(d=5, h=40, w=36, dtype=np.uint8) -> np.ndarray:

@@ -3,7 +3,7 @@ is no raster is told."""
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydicom.dataset import Dataset
 
@@ -13,7 +13,7 @@ from octfm.volume.volume import LAYOUTS
 from support.dicom_files import item, write_oct_dicom
 
 SHAPE = (9, 300, 400)
-many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=60)
 
 
 def dataset(frames: list[Dataset], spacing_mm, thickness: float | None = None) -> Dataset:

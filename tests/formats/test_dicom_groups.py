@@ -6,7 +6,7 @@ import io
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydicom import dcmread, uid
 from pydicom.dataset import Dataset
@@ -135,7 +135,7 @@ def test_sequences_nested_without_end_are_refused(tmp_path):
         read_groups(io.BytesIO(head + deep), len(head + deep), False, False)
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(data=st.data(), undefined=st.integers(0, 7))
 def test_damaged_groups_are_read_or_refused_with_a_code(tmp_path, data, undefined):
     path = write_oct_dicom(

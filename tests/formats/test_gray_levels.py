@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.formats import ReadError, read_header, read_volume
@@ -165,7 +165,7 @@ UNITS = {
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(
     units=st.tuples(*[st.sampled_from([*UNITS, None])] * 3),
     quote=st.sampled_from("\"'"),

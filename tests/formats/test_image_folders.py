@@ -3,7 +3,7 @@ and named where not."""
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -14,7 +14,7 @@ from support.vendor_files import SPACING_MM, write_images, write_npy, write_side
 from support.volumes import telling_voxels
 
 VOXELS = telling_voxels(shape=(24, 40, 36))
-many = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=25)
 
 
 def picture(height: int = 50, width: int = 60) -> Image.Image:

@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.catalog.scan import scan
@@ -100,7 +100,7 @@ def test_a_tree_of_cases_becomes_one_row_per_case(tmp_path):
         assert catalog.companions == 6, "the files of voxels belong to their headers"
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(
     axes=st.permutations("WHD").map("".join),
     kind=st.sampled_from(["u1", "u2", "i2", "f4"]),

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pydicom
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.catalog.scan import scan
@@ -48,7 +48,7 @@ def stacked(found: Segmentation) -> np.ndarray:
     return np.stack(list(found.surfaces.values()))
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8)
 @given(seed=st.integers(0, 10**6))
 def test_heights_and_labels_come_back_from_nifti(tmp_path, monkeypatch, seed):
     nibabel = pytest.importorskip("nibabel")
@@ -178,7 +178,7 @@ def test_positions_for_another_number_of_bscans_are_refused(tmp_path):
 shapes = st.tuples(st.integers(1, 7), st.integers(20, 31), st.integers(10, 17))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12)
 @given(
     shape=shapes,
     eye=st.sampled_from(["R", "L", None]),
@@ -212,7 +212,7 @@ def test_dicom_layers_come_back_on_the_scan_they_were_found_in(tmp_path, shape, 
     np.testing.assert_array_equal(labels.values == of["fluid"], found.masks["fluid"])
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12)
 @given(shape=shapes, eye=st.sampled_from(["R", "L"]), reverse=st.booleans(), seed=st.integers(0, 99))
 def test_nifti_layers_come_back_on_the_scan_they_were_found_in(tmp_path, shape, eye, reverse, seed):
     pytest.importorskip("nibabel")

@@ -7,7 +7,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.catalog.catalog import NothingAccepted
@@ -29,7 +29,7 @@ from support.vendor_files import (
 )
 from support.volumes import telling_voxels
 
-many = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=60)
 GOOD = {
     "spacing_mm": [0.12, 0.0039, 0.0115],
     "laterality": "OS",

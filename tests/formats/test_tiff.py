@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tifffile
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -32,7 +32,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(at=st.floats(0, 1, exclude_max=True))
 @example(0.999)
 @example(0.998)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydicom import uid
 from pydicom.encaps import encapsulate_extended
@@ -28,11 +28,7 @@ from support.dicom_files import NATIVE, write_oct_dicom
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
 
-lenient = settings(
-    deadline=None,
-    max_examples=40,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
-)
+lenient = settings(max_examples=40)
 
 
 @dataclass(frozen=True)

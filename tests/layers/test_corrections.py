@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow.parquet import read_table as read_table_of_predictions
 
@@ -625,7 +625,7 @@ PATHS = st.lists(st.integers(0, 10**6), min_size=1, max_size=5)
 ODD = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just([]), st.just({}))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 @given(path=PATHS, value=ODD)
 def test_any_edit_is_read_or_refused_in_one_line(tmp_path, path, value):
     found = found_in(3)

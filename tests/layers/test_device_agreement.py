@@ -98,6 +98,15 @@ def test_two_eyes_of_a_participant_do_not_count_as_two_participants(tmp_path):
     assert again["repeated"] == 1
 
 
+def test_ids_that_differ_in_zeros_are_one_participant(tmp_path):
+    """As two scanners write them: the eyes of one person are no more certain than under one id."""
+    rows = [row | {"participant": row["participant"].replace("p", "10")} for row in rows_of(12)]
+    one = device_agreement(write(tmp_path / "a.csv", rows))
+    padded = [row | {"participant": row["participant"].zfill(8 * (i % 2))} for i, row in enumerate(rows)]
+    two = device_agreement(write(tmp_path / "b.csv", padded))
+    assert two["participants"] == 12 and two["zones"][0]["bland_altman"]["sd"] == one["zones"][0]["bland_altman"]["sd"]
+
+
 def test_what_cannot_be_compared_is_left_out_and_counted(tmp_path):
     rows = rows_of()
     rows[0]["problem"], rows[1]["verdict"] = "damaged_file: x", "dark"

@@ -52,7 +52,7 @@ def labels_of(rows):
     return LabelTable("labels.tsv", columns, cells, *ids)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.tuples(

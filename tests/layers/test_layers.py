@@ -766,7 +766,7 @@ def band_image(width: int, row_um: float, tilt: float) -> tuple[np.ndarray, np.n
     return np.clip(grey + rng.normal(0, 6, grey.shape), 0, 255).astype(np.uint8), peak, fall
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     off_um=st.floats(-5, 5),
     row_um=st.floats(2, 4.5),

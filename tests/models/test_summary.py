@@ -50,7 +50,7 @@ def some_tokens(seed, count):
     return torch.randn(2, count, SMALL.width, generator=rng), index
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 999), count=st.integers(2, 30))
 def test_a_summary_depends_on_what_counts_and_where_it_lies_and_on_nothing_else(seed, count):
     own, (tokens, index) = network(), some_tokens(seed, count)
@@ -81,7 +81,7 @@ def test_the_same_tokens_elsewhere_are_another_volume():
         )
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 999),
     weight=st.sampled_from([1.0, 4.0]),

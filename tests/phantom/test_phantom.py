@@ -38,7 +38,7 @@ def an_eye(seed: int, laterality="R", diagnosis="healthy", severity=0.5, age=60.
     return sample_eye((seed, 0), laterality, participant="x", age=age, diagnosis=diagnosis, severity=severity)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(0, 500),
     st.sampled_from(DIAGNOSES),

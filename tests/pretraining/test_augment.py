@@ -32,7 +32,7 @@ def rngs(count, seed=0):
     return [np.random.default_rng((seed, i)) for i in range(count)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), reach=st.integers(0, 20))
 def test_F13_augmentation_never_flips_an_axis(seed, reach):
     """The prototype flipped D, H and W together. Order along every axis is kept, whatever is drawn."""
@@ -52,7 +52,7 @@ def test_F13_augmentation_never_flips_an_axis(seed, reach):
             assert (step[both] >= 0).all(), f"axis {number} was turned round"
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10_000))
 def test_surfaces_follow_the_voxels(seed):
     """The token map after a shift equals the map of the shifted picture."""
@@ -105,7 +105,7 @@ def tilted_band(rng, d=3, h=96, w=32):
     return band.astype(np.float32), valid, np.round(200 * inside).astype(np.uint8)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), scale=st.floats(0, 0.5), tilt=st.floats(0, 20))
 def test_F13_no_setting_flips_the_retina_or_an_eye_of_known_side(seed, scale, tilt):
     """Vitreous stays above choroid in every A-scan, nasal stays where it is; an eye of unknown laterality alone may
@@ -133,7 +133,7 @@ def test_half_of_the_unknown_eyes_are_mirrored_and_only_on_request():
     assert not augment.draw(AugmentConfig(), rngs(200), unknown).mirrored.any()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10_000))
 def test_the_token_map_follows_an_affine_too(seed):
     """Tissue by the moved surfaces is tissue in the moved picture, padding by the moved field is where nothing was

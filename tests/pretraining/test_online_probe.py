@@ -130,7 +130,7 @@ def test_ridge_equals_the_textbook_form():
     assert min(np.abs(found - answer).max() for answer in answers) < 1e-9
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.sampled_from(["number", "classes"]), st.integers(0, 1000), st.integers(2, 40))
 def test_the_penalty_is_the_one_that_is_best_for_participants_left_out(kind, seed, people):
     """As refitting without each participant finds it, all other things equal."""

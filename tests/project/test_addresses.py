@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from octfm import addresses
@@ -63,7 +63,7 @@ def secretive(draw) -> tuple[str, str]:
 
 
 @given(secretive())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_no_secret_passes_in_any_form(given_one):
     address, secret = given_one
     for check in (addresses.refuse_credentials, addresses.expect_place, addresses.expect_local, location, local_path):
@@ -82,7 +82,7 @@ def test_no_query_of_a_web_address_is_shown_whatever_it_is_called(name):
 
 
 @given(st.sampled_from(OPTIONS), secretive())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 def test_no_option_of_any_verb_repeats_or_writes_a_secret(tmp_path_factory, option, given_one):
     """The real parser of the real command, with the address as the value of every option and argument there is."""
     (verb, parameter), (address, secret) = option, given_one
@@ -266,7 +266,7 @@ def test_every_option_that_may_be_a_path_says_so():
 
 
 @given(secretive())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @example(("s3://AKIA:kE7yx@b", "kE7yx"))
 def test_messages_of_libraries_are_masked(given_one):
     address, secret = given_one

@@ -146,6 +146,18 @@ def test_every_test_that_a_guarantee_names_exists():
             assert re.search(rf"^def {name}", source, re.M), f"{file}::{name}: no such test"
 
 
+def test_the_figures_of_readme_and_model_cards_are_those_of_the_results():
+    """Numbers have one home; a result that is measured again is corrected wherever it is repeated."""
+    from octfm.weights.card import MEASURED
+
+    results, readme = (DOCS / "results.md").read_text(), (ROOT / "README.md").read_text()
+    repeated = [readme[readme.index("## On your first scan") : readme.index("## Install")], *MEASURED.values()]
+    for text in repeated:
+        figures = re.findall(r"(?<![\d.])[+−]?\.\d{2,3}\b|\d\.\d+(?= µm)|\d+ %", text)
+        assert len(figures) >= 5
+        assert not [n for n in figures if not re.search(rf"(?<![\d.]){re.escape(n)}(?!\d)", results)]
+
+
 def test_every_page_is_in_the_navigation():
     """`make docs` fails otherwise, and that takes longer to find out."""
     listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.config import load
@@ -86,7 +86,7 @@ def _line(parameter, odd, world, out):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400)
 @given(parameter=st.sampled_from(EVERY), odd=ANYTHING, number=st.integers(0, 10**9))
 def test_anything_for_any_option_ends_in_one_line(parameter, odd, number, world, tmp_path):
     words = _line(parameter, odd, world, tmp_path / str(number))

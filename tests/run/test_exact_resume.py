@@ -327,7 +327,7 @@ def test_the_best_checkpoint_is_never_deleted(tmp_path):
     assert [checkpoint.step_of(p) for p in checkpoint.steps(tmp_path)] == [2, 5]
 
 
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12))
 def test_the_best_checkpoint_that_was_written_is_there_whatever_the_disk_refused(course):
     """Each step is (best so far, taken by the disk): one that was refused must not cost the best before it."""
@@ -681,7 +681,7 @@ def test_metrics_wait_for_a_full_disk(tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(
     st.lists(st.tuples(st.sampled_from(["train", "incident", "back"]), st.none() | st.integers(0, 300)), max_size=14)
 )

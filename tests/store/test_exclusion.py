@@ -176,7 +176,7 @@ NAMES = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S")), m
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(names=st.lists(NAMES, min_size=2, max_size=6, unique=True), absent=NAMES)
 def test_any_name_can_be_listed(tmp_path_factory, names, absent):
     file = tmp_path_factory.getbasetemp() / "names.txt"

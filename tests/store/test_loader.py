@@ -43,7 +43,7 @@ def test_a_batch_holds_the_volumes_it_names(store):
         assert batch.acquisition == tuple(store.rows[i].acquisition for i in batch.index)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**31), prefetch=st.integers(0, 4), steps=st.lists(st.integers(0, 30), max_size=6))
 def test_a_step_gives_the_same_batch_however_it_is_reached(store, seed, prefetch, steps):
     """Read ahead or not, resumed, repeated, rolled back: the step alone decides."""
@@ -51,7 +51,7 @@ def test_a_step_gives_the_same_batch_however_it_is_reached(store, seed, prefetch
     assert indices(sequence(store, steps, seed=seed, prefetch=prefetch)) == [expected[step] for step in steps]
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     world=st.sampled_from([1, 2, 3, 4, 6]), share=st.integers(1, 4), step=st.integers(0, 20), seed=st.integers(0, 1000)
 )
@@ -67,7 +67,7 @@ def test_F10_ranks_see_disjoint_data(store, world, share, step, seed):
     assert np.concatenate([part.index for part in parts]).tolist() == whole.index.tolist()
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(count=st.integers(1, VOLUMES), size=st.integers(1, 10), seed=st.integers(0, 100))
 def test_every_epoch_covers_every_volume_once(store, count, size, seed):
     rows = np.arange(VOLUMES)[-count:]
@@ -181,7 +181,7 @@ def test_waiting_is_measured_and_reading_ahead_hides_it(store):
         assert loader.batches(1).wait_s < 0.1
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     held=st.lists(st.sampled_from(["batch", "slice", "tensor", "nothing"]), min_size=6, max_size=20),
     prefetch=st.integers(0, 3),
@@ -287,7 +287,7 @@ def test_F7_accumulation_must_divide():
         accumulation(0, 1, 1)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(size=st.integers(1, 200), per_device=st.integers(1, 40), world=st.integers(1, 16))
 def test_F7_what_the_refusal_proposes_works(size, per_device, world):
     assume(size % (per_device * world))
@@ -368,7 +368,7 @@ def test_balanced_scanners_are_seen_equally_often_and_each_volume_in_turn(tmp_pa
             loader.exclude([18, 19])
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(world=st.sampled_from([1, 2, 3]), seed=st.integers(0, 100), balance=st.booleans())
 def test_F10_sequence_of_volumes_is_independent_of_the_number_of_ranks(store, world, seed, balance):
     def run(world):

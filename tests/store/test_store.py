@@ -57,7 +57,7 @@ def assert_equals_samples(arrays: Arrays, numbers, image_size=SMALL.image_size):
             np.testing.assert_array_equal(found, wanted)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 6), max_size=9))
 def test_reading_returns_what_was_written_in_the_order_asked(store, indices):
     arrays = store.read(indices)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.errors import StoreError
@@ -28,7 +28,7 @@ from support.store_samples import SMALL, acquisition, catalog, prepared, read_sa
 OLD = FIXTURES / "store_v1"
 """Written before shards carried checksums of their data."""
 KINDS = ("none", "zstd", "old")
-MANY = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(max_examples=25)
 
 
 @pytest.fixture(scope="module")

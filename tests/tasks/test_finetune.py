@@ -345,7 +345,8 @@ def board(large, run, labels, tmp_path_factory):
     folder = tmp_path_factory.mktemp("board")
     table = folder / "labels.tsv"
     table.write_text(
-        "participant_id\tgrade\tage\n" + "".join(f"P{i:03d}\t{GRADES[i % 3]}\t{40 + i}\n" for i in range(60))
+        "participant_id\tgrade\tage\tclinical_site\n"
+        + "".join(f"P{i:03d}\t{GRADES[i % 3]}\t{40 + i}\tsite {i % 3}\n" for i in range(60))
     )
     tuned = []
     for seed in (0, 1):
@@ -369,6 +370,7 @@ def test_the_leaderboard_judges_all_entries_on_the_same_participants(board):
         "frozen",
         "baseline",
     )
+    assert entries["covariates"]["estimate"] > 0.99, "each grade comes from a site of its own, says the label table"
     assert entries["tuned0"]["seeds"] == 2, "runs that differ in their seed and machine are one entry"
     # The worse the grade, the darker the image: a matter of image quality, not of the retina's shape.
     assert min(entries[name]["estimate"] for name in ("histogram", "covariates")) > 0.9

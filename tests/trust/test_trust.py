@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
+from octfm.catalog.labels import read_labels
 from octfm.encoder.embeddings import of_store
 from octfm.encoder.external import embed_external, load_external
 from octfm.errors import EvaluationError
@@ -23,7 +24,7 @@ from octfm.trust import scanners as scanners_module
 from octfm.trust.calibration import _curve, calibration, calibration_line, wilson
 from octfm.trust.copies import copies
 from octfm.trust.failures import failures
-from octfm.trust.neighbours import chance_of, neighbours, scanner_leakage
+from octfm.trust.neighbours import chance_of, nearest_scans, neighbours, scanner_leakage
 from octfm.trust.report import _what, baselines, claimed, trust
 from octfm.trust.same_eye import same_eye
 from octfm.trust.scanners import domains, leave_one_scanner_out, training_sets
@@ -176,12 +177,18 @@ def test_an_effect_is_claimed_after_holm_and_only_for_planned_comparisons(study)
     assert {r["encoder"] for r in found["results"]} == {"run", "random_init", "covariates"}
 
 
-def test_a_label_that_the_site_predicts_is_found_by_the_covariates():
+@pytest.mark.parametrize("where", ["scans", "label table"])
+def test_a_label_that_the_site_predicts_is_found_by_the_covariates(where, tmp_path):
     cohort = Cohort(120, TWO)
+    site = {r["participant"]: "UW" if r["ill"] else "UAB" for r in cohort.rows}
     for r in cohort.rows:
-        r["labels"]["clinical_site"] = "UW" if r["ill"] else "UAB"
-    run = cohort.embeddings("run", signal=0.1, noise=1.0)
-    found = baselines(study_of(cohort, run, covariates(run), targets=["disease"]))
+        r["labels"]["clinical_site"] = site[r["participant"]] if where == "scans" else ""
+    run, table = cohort.embeddings("run", signal=0.1, noise=1.0), None
+    if where == "label table":
+        lines = ["participant_id,clinical_site", *(f"{who},{name}" for who, name in site.items())]
+        (tmp_path / "labels.csv").write_text("\n".join(lines))
+        table = read_labels(tmp_path / "labels.csv")
+    found = baselines(study_of(cohort, run, covariates(run), targets=["disease"], table=table))
     assert row(found, encoder="covariates", metric="auroc")["estimate"] == 1.0
     assert next(c for c in found["comparisons"] if c["metric"] == "auroc")["claim"] == "worse"
 
@@ -198,6 +205,18 @@ def test_the_chance_of_neighbours_is_that_of_scans_of_other_participants():
             others = gallery[person[gallery] != person[i]]
             shares.append((label[others] == label[i]).mean())
         assert chance_of(label, person.astype(str), query, gallery) == pytest.approx(np.mean(shares))
+
+
+def test_scans_of_a_person_are_no_neighbours_under_the_id_of_another_scanner():
+    """Scans of one person are alike; ids are P0001 on one scanner and p1 on the other."""
+    cohort = Cohort(60, TWO, test=1.0)
+    for r in cohort.rows:
+        r["split"] = None
+        r["participant"] = r["participant"] if r["scanner"] == TWO[0] else f"p{int(r['participant'][1:])}"
+    study = study_of(cohort, cohort.embeddings("run", signal=0.1, scanner=0.0, identity=5.0), targets=["disease"])
+    number = np.array([int(name[1:]) for name in study.data.participant.tolist()])
+    query, nearest, _ = nearest_scans(study, study.encoders[0])
+    assert (number[query][:, None] != number[nearest]).all()
 
 
 def test_a_scanner_in_the_vectors_is_found(cohort):

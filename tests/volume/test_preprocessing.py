@@ -49,7 +49,7 @@ def exactly(volume: Volume, **more) -> Preprocessing:
 # Geometry
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(
     laterality=st.sampled_from(["R", "L", None]),
     superior_first=st.sampled_from([True, False, None]),
@@ -91,7 +91,7 @@ transforms = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(transform=transforms, seed=st.integers(0, 1000))
 def test_points_and_flat_surfaces_survive_the_round_trip(transform, seed):
     points = np.random.default_rng(seed).uniform(-10, 50, (20, 3))
@@ -108,7 +108,7 @@ def test_points_and_flat_surfaces_survive_the_round_trip(transform, seed):
     assert np.allclose(back[inner][np.isfinite(back[inner])], surface[inner][np.isfinite(back[inner])])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(transform=transforms)
 def test_surfaces_points_and_volumes_agree(transform):
     """A surface, its points and its painted rows are the same thing in three notations."""
@@ -219,7 +219,7 @@ def test_same_grid_gives_the_same_voxels():
     assert np.array_equal(exactly(volume)(volume).voxels, volume.voxels)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(factor=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3)), seed=st.integers(0, 100))
 def test_downsampling_is_the_area_average(factor, seed):
     shape = tuple(n * f for n, f in zip((5, 12, 6), factor, strict=True))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.catalog.catalog import Catalog, CatalogError, NothingAccepted
@@ -135,7 +135,7 @@ def test_a_catalog_of_before_there_were_layouts_is_still_read(eye, tmp_path):
 # ----------------------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12)
 @given(
     turn=st.floats(-4, 4),
     seed=st.integers(0, 99),

@@ -9,9 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from octfm.catalog.labels import as_number
+from octfm.catalog.labels import LabelTable, as_number
 from octfm.encoder.embed import RANDOM_INIT
 from octfm.encoder.embeddings import Embeddings, align, joined, read_embeddings
+from octfm.errors import EvaluationError
+from octfm.evaluation.cases import column_values
 from octfm.io.location import Location
 
 COVARIATES = "covariates"
@@ -20,6 +22,8 @@ OF_PARTICIPANT = ("age", "sex", "clinical_site")
 """Participant columns among the covariates; those that a cohort lacks are left out."""
 NO_VOXELS = (COVARIATES, MAP)
 """Arms that see no voxel of the retina."""
+Channels = list[tuple[str, np.ndarray]]
+"""The column that each channel [N] was made from, and the channel."""
 
 
 def make_arms(files: Sequence[str | Location | Embeddings]) -> list[Embeddings]:
@@ -49,28 +53,48 @@ def covariates(data: Embeddings, quality: np.ndarray | None = None) -> Embedding
     """What is known without looking at the retina: age, sex, site, scanner, and image quality [N, 4] if given.
 
     `data` gives the rows; its vectors are not used. An age that is not stated is NaN, which a probe takes for the mean
-    of its training rows. A probe of one of these columns leaves that column out.
+    of its training rows. A probe of one of these columns leaves that column out, and adds those of its label table.
     """
-    columns: list[tuple[str, np.ndarray]] = [("scanner", column) for column in _one_hot(data.scanner.tolist())]
+    channels: Channels = [("scanner", column) for column in _one_hot(data.scanner.tolist())]
     for name in OF_PARTICIPANT:
-        values = [labels.get(name) for labels in data.participant_labels]
-        if name != "age":
-            columns += [(name, column) for column in _one_hot(values)]
-            continue
-        ages = [as_number(v) for v in values]
-        if any(age is not None for age in ages):
-            columns.append((name, np.array(ages, float)))  # None becomes NaN
+        channels += _channels(name, [labels.get(name) for labels in data.participant_labels])
     if quality is not None:
-        columns += [("image quality", column) for column in quality.T]
+        channels += [("image quality", column) for column in quality.T]
+    return _of_channels(data, channels)
+
+
+def with_table(arm: Embeddings, table: LabelTable | None) -> Embeddings:
+    """Covariates with the age, sex and site that a label table states; every other arm as it is."""
+    if table is None or arm.name != COVARIATES or not arm.columns:
+        return arm
+    channels: Channels = list(zip(arm.columns, arm.vectors.T, strict=True))
+    for name in (column for column in table.columns if column.lower() in OF_PARTICIPANT):
+        try:
+            values = column_values(name, arm, table)
+        except EvaluationError:  # of a table with a row per visit, whose age is not that of any one scan
+            continue
+        if stated := _channels(name, values):
+            channels = [each for each in channels if each[0].lower() != name.lower()] + stated
+    return _of_channels(arm, channels)
+
+
+def _channels(name: str, values: Sequence[str | None]) -> Channels:
+    if name.lower() != "age":
+        return [(name, column) for column in _one_hot(values)]
+    ages = [as_number(v) for v in values]
+    return [(name, np.array(ages, float))] if any(age is not None for age in ages) else []  # None becomes NaN
+
+
+def _of_channels(data: Embeddings, channels: Channels) -> Embeddings:
     return replace(
-        data, name=COVARIATES, path=COVARIATES, metadata={"encoder": _words([name for name, _ in columns])},
-        vectors=np.stack([values for _, values in columns], axis=1), columns=tuple(name for name, _ in columns),
+        data, name=COVARIATES, path=COVARIATES, metadata={"encoder": _words([name for name, _ in channels])},
+        vectors=np.stack([values for _, values in channels], axis=1), columns=tuple(name for name, _ in channels),
         parts=(), draws=(),
     )  # fmt: skip
 
 
 def _words(columns: Sequence[str]) -> str:
-    names = [name.replace("clinical_", "") for name in dict.fromkeys(columns)]
+    names = [name.lower().replace("clinical_", "") for name in dict.fromkeys(columns)]
     return f"{', '.join(names)}; no retina"
 
 

@@ -80,7 +80,7 @@ class Cases:
     classes: tuple[str, ...] | None
     """None for regression."""
     participant: np.ndarray
-    """[n]"""
+    """[n] one id per person (`people`), for folds and resamples"""
     unit: np.ndarray
     """[n] id of the participant, eye or acquisition; rows of one unit are scored as one case."""
     unit_name: Unit
@@ -104,11 +104,17 @@ def log_share(cases: Cases, rows: np.ndarray) -> np.ndarray:
     """[K] log of each class's share of the units of these rows. A unit counts once, however many scans it has, because
     probabilities are given for units; of a unit with several labels the highest counts, as where it is scored."""
     assert cases.classes is not None
+    label = _unit_labels(cases, rows)
+    # The floor avoids −inf for a class that is absent from a small training subset.
+    return np.log(np.maximum(np.bincount(label, minlength=len(cases.classes)) / len(label), 1e-6))
+
+
+def _unit_labels(cases: Cases, rows: np.ndarray) -> np.ndarray:
+    """The class of every unit that these rows are of."""
     _, member = np.unique(cases.unit[rows], return_inverse=True)
     label = np.zeros(member.max() + 1, dtype=int)
     np.maximum.at(label, member, cases.label[rows])
-    # The floor avoids −inf for a class that is absent from a small training subset.
-    return np.log(np.maximum(np.bincount(label, minlength=len(cases.classes)) / len(label), 1e-6))
+    return label
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,12 +209,12 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
     label of a multi-label column) in two spellings.
     """
     values = column_values(target.column, data, table)
-    data = with_one_id(data)  # only now: a table may have either spelling
     rows = np.array([i for i, value in enumerate(values) if value is not None], dtype=int)
     if rows.size == 0:
         raise Skip(f"No acquisition has a label in column {target.column}.")
     kept = [str(values[i]) for i in rows]
-    participant, unlabelled = data.participant[rows], len(values) - len(rows)
+    # Two ids that are spelt alike stay two units, in case that they are two people.
+    named, participant, unlabelled = data.participant[rows], people(data.participant)[rows], len(values) - len(rows)
     if _is_disease(target):
         healthy = [all(part.lower() in HEALTHY for part in _parts(v)) for v in kept]
         if all(healthy) or not any(healthy):
@@ -218,9 +224,7 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
             )
         # Training uses each eye's label; scoring is per participant, who counts as diseased if either eye is.
         ill, eye = 1 - np.array(healthy, dtype=int), data.eye_id[rows]
-        return Cases(
-            target, rows, ill, ("healthy", "disease"), participant, participant, "participant", unlabelled, eye=eye
-        )
+        return Cases(target, rows, ill, ("healthy", "disease"), participant, named, "participant", unlabelled, eye=eye)
     # Few distinct numbers are grades, such as a severity of 0 to 4, and handled as classes below.
     numbers = [as_number(v) for v in kept]
     numeric = target.label is None and None not in numbers
@@ -375,9 +379,11 @@ def make_rounds(
             )
         keep = np.isin(cases.label, enough)
         cases, train, tested = _only_classes(cases, enough), train[keep], tested[keep]
-        if len(np.unique(cases.label[tested])) < 2:
+        # With one ill eye each, all participants are ill.
+        present = np.unique(_unit_labels(cases, tested)) if tested.any() else np.zeros(0, int)
+        if len(present) < 2:
             names = cases.classes or ()
-            known, found = ", ".join(names), "".join(names[int(k)] for k in np.unique(cases.label[tested])) or "none"
+            known, found = ", ".join(names), "".join(names[int(k)] for k in present) or "none"
             raise Skip(
                 f"The test participants have {found} of the classes of {cases.target.column} that can be learned "
                 f"({known}); a score needs two of them.",
@@ -426,16 +432,8 @@ def participant_folds(
 
 
 def people(participant: np.ndarray) -> np.ndarray:
-    """The ids [n], those that differ in spelling only as one."""
+    """The ids [n], each as the first of those that differ from it in spelling only."""
     return np.array(under_one_id(participant.tolist()), dtype=str)
-
-
-def with_one_id(data: Embeddings) -> Embeddings:
-    """The vectors with one id for each person, and for each eye, whatever the spelling."""
-    persons = people(data.participant)
-    renamed = persons != data.participant
-    eyes = [f"{person}_{eye or 'unknown'}" for person, eye in zip(persons, data.laterality, strict=True)]
-    return replace(data, participant=persons, eye_id=np.where(renamed, np.array(eyes, dtype=str), data.eye_id))
 
 
 def rarest_class(member: np.ndarray, label: np.ndarray) -> np.ndarray:
@@ -458,8 +456,8 @@ def _refuse_leakage(
     crossing = set(participant[tested].tolist()) & set(participant[train].tolist())
     if crossing:
         raise EvaluationError(
-            f"participant {min(crossing)} is both in the test split and in train or val (ids that differ in zeros, "
-            "case or punctuation are one); split by participant and embed again",
+            f"participant {min(crossing)} is both in the test split and in train or val; split by participant and "
+            "embed again",
             public="A participant is both in the test split and in train or val.",
         )
     leaked = set(participant[tested & seen].tolist())

@@ -8,6 +8,7 @@ import numpy as np
 
 from octfm.catalog.labels import read_labels
 from octfm.encoder.embeddings import Embeddings, align, read_embeddings
+from octfm.evaluation.arms import with_table
 from octfm.evaluation.cases import (
     Cases,
     Design,
@@ -57,6 +58,7 @@ def label_efficiency(
     expect_counts(seeds, resamples)
     encoders = align([e if isinstance(e, Embeddings) else read_embeddings(e) for e in embeddings])
     first, table = encoders[0], read_labels(labels) if labels is not None else None
+    encoders = [with_table(e, table) for e in encoders]
     seen_rows, (chosen, folds) = rows_seen(first, seen), choose_design(first, design, folds)
     rows: list[dict[str, Any]] = []
     comparisons: list[dict[str, Any]] = []

@@ -10,6 +10,7 @@ import numpy as np
 from octfm.catalog.labels import read_labels
 from octfm.encoder.embeddings import Embeddings, align, read_embeddings
 from octfm.errors import EvaluationError
+from octfm.evaluation.arms import with_table
 from octfm.evaluation.cases import (
     Cases,
     Design,
@@ -94,6 +95,7 @@ def probe(
     encoders = align([e if isinstance(e, Embeddings) else read_embeddings(e) for e in embeddings])
     first = encoders[0]
     table = read_labels(labels) if labels is not None else None
+    encoders = [with_table(e, table) for e in encoders]
     seen_rows = rows_seen(first, seen)
     chosen, folds = choose_design(first, design, folds)
     scored: list[list[Scored]] = []
@@ -274,7 +276,7 @@ def predict(cases: Cases, rounds: Sequence[Round], encoder: Embeddings, readout:
     vectors, num_classes = encoder.vectors[cases.rows], len(cases.classes or ())
     widths = [width for _, width in encoder.parts]
     if encoder.columns:
-        kept = np.array([column != cases.target.column for column in encoder.columns])
+        kept = np.array([column.lower() != cases.target.column.lower() for column in encoder.columns])
         ends = np.cumsum(widths)
         left = [int(kept[end - width : end].sum()) for end, width in zip(ends, widths, strict=True)]
         widths = [width for width in left if width]

@@ -231,8 +231,7 @@ class FineTuning:
         """`participants`: the key of hashes, and the hashes of participants that the encoder was trained on."""
         self.task, self.store, self.model, self.source = task, store, model, source
         self.config, self.runtime, self.target = model.config, model.runtime, _Target(task, model)
-        # As the scans spell them: another spelling has another hash.
-        people = [store.rows[task.cases.rows[i]].participant for i in np.r_[task.train, task.validation]]
+        people = [store.rows[row].participant for row in task.cases.rows[np.r_[task.train, task.validation]]]
         hashes = {*participants["hashes"], *checkpoint.participant_hashes(people, participants["key"])}
         self.participants = {"key": participants["key"], "hashes": sorted(hashes)}
         batches = len(task.train) / self.config.batch_size

@@ -11,6 +11,7 @@ import numpy as np
 from octfm.display import number
 from octfm.encoder.encoder import seen_by
 from octfm.errors import CheckpointError, Echo, EvaluationError
+from octfm.evaluation.cases import people
 from octfm.evaluation.metrics import mae, ratio
 from octfm.evaluation.probe import RESAMPLES, write_probe
 from octfm.evaluation.results import Result
@@ -148,7 +149,7 @@ def _judge(
     facts: dict[str, int],
 ) -> Result:
     """What segment.json holds: errors of every predictor on the test volumes, and comparisons with the encoder's."""
-    who = np.array([store.rows[i].participant for i in test_rows])
+    who = people(np.array([store.rows[i].participant for i in test_rows]))
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in predictors}
     for i in test_rows:
         truth, transform = read_truth(config, store.rows[i]), transform_of(store.rows[i])

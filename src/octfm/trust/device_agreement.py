@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from octfm.catalog.columns import clean_id
-from octfm.catalog.participants.people import under_one_id
 from octfm.errors import EvaluationError, one_line
 from octfm.evaluation import agreement
+from octfm.evaluation.cases import people
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap
 from octfm.formats.names import lateralities, may_be_an_eye
 from octfm.layers.table import ACCEPTED
@@ -61,8 +61,8 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
         counted = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
         remedy = "give --device TABLE.csv" if device is None else f"check that {device} names the rows in the same way"
         raise EvaluationError(f"{table}: no eye has zones of ours and of the device ({counted}); {remedy}")
-    for each, person in zip(used, under_one_id([each["participant"] for each in used]), strict=True):
-        each["participant"] = person
+    for each, person in zip(used, people(np.array([each["participant"] for each in used])), strict=True):
+        each["participant"] = str(person)
     eyes = [(each["participant"], each["row"].get("laterality", "")) for each in used]
     return {
         "rows": len(rows),

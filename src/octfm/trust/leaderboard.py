@@ -17,7 +17,7 @@ from octfm.encoder.embeddings import Embeddings, align, of_store, read_embedding
 from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.encoder.sources import find as found
 from octfm.errors import Echo, EvaluationError
-from octfm.evaluation.arms import covariates
+from octfm.evaluation.arms import covariates, with_table
 from octfm.evaluation.cases import Cases, Round, Skip, find_target, make_cases, make_rounds
 from octfm.evaluation.probe import RESAMPLES, describe, predict, rows_seen
 from octfm.evaluation.scoring import HEADLINE, Predictions, compare_metrics, correct, fails_holm, planned_metrics, score
@@ -93,7 +93,8 @@ def leaderboard(
     vectors = _embed_entries(frozen, opened, out / "embeddings", echo)
     # Behind the vectors of the checkpoints are those of the first one's random initialisation.
     quality = read_embeddings(quality_baseline(opened[0], out / "embeddings"))
-    baselines = [*vectors[len(frozen) :], base, tissue_map(opened[0], base), covariates(base, quality.vectors)]
+    known = with_table(covariates(base, quality.vectors), table)
+    baselines = [*vectors[len(frozen) :], base, tissue_map(opened[0], base), known]
     align([volumes, base, *vectors])
     facts = describe(cases, rounds, "recommended_split", seen_rows)
     runs: dict[str, tuple[str, list[Predictions]]] = {}

@@ -6,7 +6,7 @@ import numpy as np
 
 from octfm.encoder.embeddings import Embeddings
 from octfm.evaluation.arms import COVARIATES, MAP_AND_ENCODER
-from octfm.evaluation.cases import Skip, Target
+from octfm.evaluation.cases import Skip, Target, people
 from octfm.evaluation.scoring import compare_scored, score
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap
 from octfm.trust.same_eye import unit_vectors
@@ -50,10 +50,11 @@ def neighbours(study: Study) -> dict[str, Any]:
     comparisons: list[dict[str, Any]] = []
     labels = {task.name: _labels(task, study) for task in study.tasks if task.cases.classes is not None}
     boots: dict[tuple[str, str], Bootstrap] = {}
+    person = people(study.data.participant)
     for encoder in [e for e in study.encoders if e.name not in (COVARIATES, MAP_AND_ENCODER)]:
         query, nearest, gallery = nearest_scans(study, encoder)
-        people = study.data.participant[query]
-        if len(np.unique(people)) < MIN_PARTICIPANTS or len(gallery) <= NEAREST:
+        tested = person[query]
+        if len(np.unique(tested)) < MIN_PARTICIPANTS or len(gallery) <= NEAREST:
             return {
                 "results": [],
                 "comparisons": [],
@@ -65,12 +66,12 @@ def neighbours(study: Study) -> dict[str, Any]:
             labelled = known[query]
             # Neighbours without a label count as not sharing it.
             share = (label[nearest[labelled]] == label[query[labelled]][:, None]).mean(1)
-            chance = chance_of(label, study.data.participant, query[labelled], gallery)
-            boot = study.bootstrap(lambda W, x=share: W @ x / W.sum(1), people[labelled])
+            chance = chance_of(label, person, query[labelled], gallery)
+            boot = study.bootstrap(lambda W, x=share: W @ x / W.sum(1), tested[labelled])
             boots[encoder.name, name] = boot
             row = {"target": name, "encoder": encoder.name, "k": NEAREST, "chance": chance}
             row |= {"leakage": name == "scanner", **estimate(boot), "n_queries": int(labelled.sum())}
-            results.append(row | {"n_participants": len(np.unique(people[labelled]))})
+            results.append(row | {"n_participants": len(np.unique(tested[labelled]))})
     for name in [*labels, "scanner"]:
         for other in [e.name for e in study.encoders if (e.name, name) in boots and e.name != study.reference]:
             pair = boots[study.reference, name], boots[other, name]
@@ -105,7 +106,7 @@ def nearest_scans(study: Study, encoder: Embeddings, k: int = NEAREST) -> tuple[
     unit = unit_vectors(encoder, study)
     query = np.flatnonzero(study.tested)
     gallery = np.flatnonzero(~study.tested) if (~study.tested).any() else query
-    names = np.unique(study.data.participant, return_inverse=True)[1]
+    names = np.unique(people(study.data.participant), return_inverse=True)[1]
     found = []
     # In parts, so that the similarity matrix stays small.
     for part in np.array_split(query, max(1, len(query) // 256)):
@@ -128,12 +129,12 @@ def _examples(study: Study, labels: dict[str, np.ndarray]) -> list[dict[str, Any
     query, nearest, _ = nearest_scans(study, study.encoders[0], SHOWN)
     target = next(iter(labels), None)
     kind = [(labels[target][i] if target else None, study.data.scanner[i]) for i in query]
-    people: set[str] = set()
+    shown: set[str] = set()
     chosen: dict[Any, int] = {}
     for at, i in enumerate(query):
-        if kind[at] not in chosen and study.data.participant[i] not in people:
+        if kind[at] not in chosen and study.data.participant[i] not in shown:
             chosen[kind[at]] = at
-            people.add(str(study.data.participant[i]))
+            shown.add(str(study.data.participant[i]))
     places = sorted(chosen.values(), key=lambda at: str(kind[at]))
     step = max(1, len(places) // EXAMPLES)
     examples = []

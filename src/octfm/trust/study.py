@@ -9,18 +9,8 @@ import numpy as np
 from octfm.catalog.labels import LabelTable
 from octfm.encoder.embeddings import Embeddings, align
 from octfm.errors import EvaluationError
-from octfm.evaluation.arms import MAP_AND_ENCODER, NO_VOXELS
-from octfm.evaluation.cases import (
-    Cases,
-    Design,
-    Round,
-    Skip,
-    Target,
-    find_targets,
-    make_cases,
-    make_rounds,
-    with_one_id,
-)
+from octfm.evaluation.arms import MAP_AND_ENCODER, NO_VOXELS, with_table
+from octfm.evaluation.cases import Cases, Design, Round, Skip, Target, find_targets, make_cases, make_rounds, people
 from octfm.evaluation.probe import FOLDS, choose_design, describe, predict, predict_draws
 from octfm.evaluation.scoring import Predictions, correct, count_participants, finite, metrics_of, to_units
 from octfm.evaluation.statistics import Bootstrap, Metric, bootstrap, bootstrap_together, compare, interval
@@ -51,7 +41,7 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """Encoders on identical acquisitions, the one under evaluation first; ids that differ in spelling only are one."""
+    """Encoders on identical acquisitions, the one under evaluation first."""
 
     encoders: tuple[Embeddings, ...]
     kinds: dict[str, Kind]
@@ -68,8 +58,6 @@ class Study:
     allow_seen: bool = False
     resamples: int = 4000
     seed: int = 0
-    as_spelt: Embeddings | None = None
-    """The first encoder with ids as the scans spell them, by which tables are joined; None: as in `data`."""
     scratch: dict[str, Predictions] = field(default_factory=dict)
     """Test predictions of the network trained from scratch, by target."""
     _predictions: dict[tuple[str, str], Predictions] = field(default_factory=dict)
@@ -137,7 +125,8 @@ def make_study(
     """Find targets and rounds. EvaluationError if none remains, or a test participant was seen without `allow_seen`."""
     align(list(encoders))
     data = encoders[0]
-    seen = np.zeros(len(data.acquisition), bool) if seen is None else seen
+    person = people(data.participant)
+    seen = np.isin(person, [] if seen is None else person[seen])
     design, _ = choose_design(data)
     # Without a recommended split, every participant that pretraining has not seen is tested in some fold.
     tasks, skipped = [], []
@@ -165,7 +154,7 @@ def make_study(
             "any target; hold them out of pretraining, leave them out (--exclude), or pass --allow-seen"
         )
     return Study(
-        encoders=tuple(map(with_one_id, encoders)),
+        encoders=tuple(with_table(e, table) for e in encoders),
         kinds=dict(kinds),
         tasks=tuple(tasks),
         skipped=tuple(skipped),
@@ -177,7 +166,6 @@ def make_study(
         allow_seen=allow_seen,
         resamples=resamples,
         seed=seed,
-        as_spelt=data,
     )
 
 

@@ -64,7 +64,7 @@ def subgroups(study: Study, columns: Sequence[str] = (), age_bands: Sequence[flo
 def group_columns(study: Study, columns: Sequence[str], age_bands: Sequence[float]) -> dict[str, list[str | None]]:
     """The group of every row, by dimension; dimensions with one group are left out. Raises EvaluationError for age
     bands that do not ascend, and for a name in `columns` without any value."""
-    data, table = study.as_spelt or study.data, study.table
+    data, table = study.data, study.table
     bands = tuple(age_bands)
     if list(bands) != sorted(set(bands)) or not bands or not all(0 < band < 200 for band in bands):
         raise EvaluationError(

@@ -11,12 +11,29 @@ treatment or monitoring of any person. It was trained on synthetic images only."
 
 SHOWN = "Show its results together with its verdict and the B-scans."
 
-TESTED = """Measured on six real eyes, all by a Spectralis, which also set the phantoms' appearance: one with AMD, five
-with diabetic macular oedema. Not tested in children, in high myopia and staphyloma, in the periphery, in eyes filled
+TESTED = """Not tested in children, in high myopia and staphyloma, in the periphery, in eyes filled
 with oil or gas; hardly tested on real scans of other instruments.
 
 Thickness is ILM to the outer edge of the RPE band (BM), as Heidelberg defines it; numbers of other makers are measured
 between other boundaries and must not be pooled with it. The spread that the network reports is not calibrated."""
+
+
+MEASURED = {
+    "layers-2": """Mean absolute error on one real eye with AMD, 70 B-scans: RPE 4.88 µm, Bruch's membrane 3.94 µm.
+Fluid of five real eyes with diabetic oedema: Dice .57 and .53 with two graders, who agree with each other at .71; in
+one eye none is found. These six eyes, all by a Spectralis, also set the phantoms' appearance. All results:
+docs/results.md of the repository.""",
+    "encoder-2": """AUROC of frozen vectors, linear readout.
+
+| | `encoder-2` | tissue map | untrained |
+|---|---|---|---|
+| 4,200 phantom participants, healthy or ill | .872 | .852 | .610 |
+| the same, seven diagnoses | .898 | .857 | .651 |
+| 946 real Cirrus B-scans of 47 patient groups, four classes | .825 | .674 | .633 |
+
+On these B-scans thickness and fluid as measured by `layers-2` reach .892, and vectors add nothing to them.""",
+}
+"""By name, from docs/results.md."""
 
 
 def model_card(network: Packaged) -> str:
@@ -38,6 +55,7 @@ def model_card(network: Packaged) -> str:
             ),
             INTENDED_USE,
             specific,
+            *([f"## What was measured\n\n{MEASURED[network.name]}"] if network.name in MEASURED else []),
             f"## What it was trained on\n\n{_sentence(facts['trained_on'])}",
             f"## How it was made\n\n{_sentence(facts['made'])}",
             f"## Limits\n\n{_sentence(facts['limits'])}" + ("" if network.is_encoder else f"\n\n{TESTED}"),
@@ -68,7 +86,7 @@ resampled to it
 - network: vision transformer of {model["depth"]} blocks × {model["width"]} channels, \
 {facts["parameters"] / 1e6:.2g} M parameters, stored in bfloat16, computed in float32
 - vector: {facts["embedding_width"]} numbers
-- measured results: docs/results.md
+- all results: docs/results.md of the repository
 
 ```python
 encoder = octfm.load_encoder("{network.name}")

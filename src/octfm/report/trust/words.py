@@ -21,7 +21,7 @@ BASELINES = {
     "histogram": "the intensity histogram",
     "tissue_map": "the tissue map alone",
     "map_and_encoder": "the tissue map and the run together",
-    "covariates": "age, sex, site, scanner and image quality alone",
+    "covariates": "age, sex, site, scanner and image quality alone, as far as known",
     "from_scratch": "the same network trained from scratch",
 }
 WORDS: dict[str, str] = {
