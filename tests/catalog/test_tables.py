@@ -189,7 +189,7 @@ def test_columns_that_nothing_reads_are_named_with_the_fields_they_may_hold(clin
     table = clinic.parent / "own.csv"
     header = "File Name,Patient,eye,disease,split,age"
     table.write_text(header + "".join(f"\n{n}.dcm,p{n},OD,dme,train,70" for n in range(4)) + "\n")
-    likely = "--columns 'file=File Name,participant=Patient,laterality=eye,label=disease,split=split'"
+    likely = "--columns 'file=File Name,participant=Patient,laterality=eye,label=disease'"
     with pytest.raises(TableError, match=f"SOP Instance UIDs; .*perhaps {likely}; columns: File Name"):
         scan(clinic, table=table)
     rows = read_rows(clinic.parent / "files.csv")
@@ -213,6 +213,19 @@ def test_a_guess_of_people_names_the_table_that_may_know_better(tmp_path):
     table.write_text("\n".join(lines) + "\n")
     with pytest.raises(AmbiguousPeople, match=r"if a column of .*own\.csv names people, say which: --columns partic"):
         scan(tmp_path / "images", table=table, columns={"file": "file"}, nominal_spacing_mm=SPACING_MM, workers=0)
+
+
+def test_the_names_of_fields_are_columns_without_a_map(clinic, capsys):
+    """As --columns and the guide call them."""
+    table = clinic.parent / "own.csv"
+    text = (clinic.parent / "files.csv").read_text(encoding="utf-8-sig")
+    lines = text.replace("path,pid,eye,room", "file,participant,laterality,split").splitlines()
+    splits = ["split", *("train" if ",p1," in line else "test" for line in lines[1:])]
+    cells = [line.rpartition(",")[0] for line in lines]
+    table.write_text("\n".join(f"{own},{split}" for own, split in zip(cells, splits, strict=True)))
+    found = {(a.participant, a.laterality, a.split) for a in scan(clinic, table=table, workers=0).acquisitions}
+    assert found == {(p, e, s) for p, s in (("p1", "train"), ("p2", "test")) for e in "RL"}
+    assert "not read" not in capsys.readouterr().err
 
 
 def test_tables_that_fit_none_of_the_files_are_refused(clinic):

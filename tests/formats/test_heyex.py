@@ -100,6 +100,17 @@ def test_a_scan_is_the_same_as_vol_xml_and_dicom(tmp_path, real_data, superior_f
             assert getattr(vol, fact) == getattr(other, fact), fact
 
 
+@pytest.mark.parametrize("encoding", ["GB2312", "Big5", "Shift_JIS", "EUC-KR", "utf-16", "ISO-8859-1"])
+def test_an_xml_is_read_in_the_encoding_that_it_states(tmp_path, encoding):
+    """The parser knows none of several bytes per letter except Unicode's."""
+    uri = write_heyex_xml(tmp_path / "a", telling_voxels())
+    name = {"GB2312": "张", "Big5": "張", "Shift_JIS": "山田", "EUC-KR": "김"}.get(encoding, "Müller")
+    text = re.sub(r"<\?xml[^>]*\?>", "", uri.read_text()).replace("1001", name)
+    uri.write_bytes(f'<?xml version="1.0" encoding="{encoding}"?>{text}'.encode(encoding))
+    assert read_volume(uri).participant == name
+    np.testing.assert_array_equal(read_volume(uri).voxels, telling_voxels())
+
+
 def test_display_is_the_fourth_root():
     """HEYEX: gray = 255 * reflectivity^(1/4); the largest float32 means outside."""
     raw = np.array([[0, (64 / 255) ** 4, 1 / 16, 1, 3.4028235e38, 1.5]], np.float32)

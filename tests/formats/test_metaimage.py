@@ -61,6 +61,14 @@ def test_a_header_of_simpleitk_gives_each_axis_its_millimetres(tmp_path, end):
     np.testing.assert_array_equal(read_mask(tmp_path / "TRAIN001" / "reference.mhd"), mask)
 
 
+def test_a_header_that_an_editor_saved_with_a_byte_order_mark_is_read(tmp_path):
+    uri = write_metaimage(tmp_path / "a.mhd", telling_voxels())
+    uri.write_bytes(b"\xef\xbb\xbf" + uri.read_bytes())
+    np.testing.assert_array_equal(read_volume(uri).voxels, telling_voxels())
+    (row,) = scan(tmp_path, nominal_spacing_mm=SPACING_MM, participant_from="{participant}", workers=0).acquisitions
+    assert row.uri == str(uri)
+
+
 def test_the_guide_turns_masks_into_truth(tmp_path):
     page = (ROOT / "docs" / "guide" / "data-images.md").read_text()
     (code,) = re.findall(r'^```python title="truth_of_masks.py"\n(.*?)^```', page, re.S | re.M)

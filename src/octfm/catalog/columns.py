@@ -18,7 +18,7 @@ from octfm.io.location import Location
 FIELDS: dict[str, tuple[str, ...]] = {
     # AI-READI v3, v2; octfm's own tables; common names
     "participant": ("person_id", "participant_id", "participant", "patient_id", "subject_id"),
-    "file": ("filepath",),
+    "file": ("filepath", "file"),
     "sop_instance_uid": ("sop_instance_uid",),
     "laterality": ("laterality",),
     "manufacturer": ("manufacturer",),
@@ -31,7 +31,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "slice_thickness": ("slice_thickness",),
     "spacing_mm": ("spacing_mm",),
     "label": ("label",),
-    "split": ("recommended_split",),
+    "split": ("recommended_split", "split"),
     "site": ("clinical_site",),
     "study_group": ("study_group",),
     "diagnosis": ("diagnosis",),
@@ -44,11 +44,11 @@ kB may inflate to six million rows, which take 1.3 GB."""
 _COMMON_IDS = ("patient_id", "subject_id")
 """Read only in tables without a better column: one id per person must not come from several."""
 LIKELY: dict[str, tuple[str, ...]] = {
-    "file": ("file", "filename", "path", "image", "imagepath", "imagename", "img", "scan"),
+    "file": ("filename", "path", "image", "imagepath", "imagename", "img", "scan"),
     "participant": ("patient", "participant", "subject", "person", "pid", "patientid", "patno", "case"),
     "laterality": ("eye", "side", "eyeside", "odos", "lat"),
     "label": ("labels", "class", "classes", "disease", "category", "condition", "grade"),
-    "split": ("split", "set", "subset", "partition"),
+    "split": ("set", "subset", "partition"),
 }
 """Field -> other column names that may well hold it. octfm proposes them, and does not read them unasked."""
 OF_FILES = ("label", "split", "study_group", "diagnosis")

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +43,8 @@ VERBS = (
     *(probe, finetune, leaderboard, trust, segment, models, agree),
     *(report, compare, view, card),
 )
+REPEATS_AFTER_S = 10.0
+"""Seconds after which other ranks of a host report an error, in case that it is theirs alone."""
 RANKED = (pretrain, finetune)
 """Verbs whose ranks share the work."""
 for verb in VERBS:
@@ -77,13 +80,17 @@ def main() -> None:
     exit_file = os.environ.get("OCTFM_EXIT_FILE") if os.environ.get("LOCAL_RANK", "0") == "0" else None
     if exit_file:
         Path(exit_file).unlink(missing_ok=True)
-    if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun sends it to the other ranks, which have nothing to add
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if not by_torchrun:  # it sends the signal to the other ranks when one fails, and they have nothing to add
         # As Ctrl-C, which leaves nothing half-written; a training remembers the signal instead, and saves.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # file names need not be valid text
     code, message = _run()
+    if message and code in (1, 2) and by_torchrun and os.environ.get("LOCAL_RANK", "0") != "0":
+        # The first rank of this host most likely says the same, and torchrun then ends this one before it repeats it.
+        time.sleep(REPEATS_AFTER_S)
     if code == 75 and exit_file:
         Path(exit_file).write_text("75\n")
     if message:

@@ -159,6 +159,20 @@ def read_device_grid(uri: str) -> DeviceGrid | None:
     )
 
 
+_OF_SEVERAL_BYTES = {
+    **dict.fromkeys(("gb2312", "gbk", "gb18030"), "gb18030"),
+    **{"big5": "big5hkscs", "shift_jis": "cp932", "euc-jp": "euc_jp", "euc-kr": "cp949"},
+}
+"""Encoding of an XML whose letters take several bytes -> codec; the parser knows no others than Unicode's."""
+
+
+def _decoded(content: bytes) -> bytes | str:
+    """Text where the parser does not know the encoding that the XML states. Raises UnicodeDecodeError."""
+    stated = re.match(rb"<\?xml[^>]*encoding=[\"']([\w-]+)", content)
+    codec = _OF_SEVERAL_BYTES.get(stated[1].decode().lower()) if stated else None
+    return content if codec is None else content.decode(codec)
+
+
 def named_images(content: bytes) -> set[str]:
     """Lower-case names of all images in a HEYEX XML, B-scans and others.
 
@@ -185,7 +199,7 @@ def _root(uri: str) -> Element:
         plain = content.replace(b"\0", b"")
         if b"<!DOCTYPE" in plain or b"<!ENTITY" in plain:
             raise ValueError("a document type or an entity, which HEYEX never writes")
-        return ElementTree.fromstring(content)
+        return ElementTree.fromstring(_decoded(content))
     except (ElementTree.ParseError, ValueError) as error:
         raise ReadError(
             "damaged_file", f"{uri}: the XML cannot be parsed ({type(error).__name__}); fetch it again"

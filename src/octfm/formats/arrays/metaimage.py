@@ -6,6 +6,7 @@ The file of masks in such a folder (reference.mhd) has the same structure and ho
 Structure: MetaIO's documentation of its tags. Verified on headers as SimpleITK writes them, not on RETOUCH's own files.
 """
 
+import codecs
 import io
 import math
 import re
@@ -58,7 +59,8 @@ class _Header:
 
 def fits(head: bytes) -> bool:
     """Whether a file starts as MetaImage: lines of tag = value, the object type or the number of dimensions first."""
-    return re.match(rb"\s*(Comment *=[^\n]*\n\s*)?(ObjectType *= *Image|NDims *= *\d)", head) is not None
+    text = head.removeprefix(codecs.BOM_UTF8)
+    return re.match(rb"\s*(Comment *=[^\n]*\n\s*)?(ObjectType *= *Image|NDims *= *\d)", text) is not None
 
 
 def data_file(head: bytes) -> str:
@@ -171,7 +173,7 @@ def _expect_data(header: _Header, uri: str, size: int) -> None:
 def _tags(head: bytes, uri: str) -> tuple[dict[str, str], int]:
     """The tags of a header and its length in bytes. ElementDataFile is always its last line."""
     tags: dict[str, str] = {}
-    at = 0
+    at = len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0
     while (end := head.find(b"\n", at)) >= 0:
         name, equals, value = head[at:end].decode("latin-1").partition("=")
         at = end + 1
