@@ -231,6 +231,7 @@ def labels_of(catalog: Catalog, own: dict[str, str], keep: tuple[str, ...] = ())
         ("diagnosis", "A.B."),
         ("diagnosis", "03 12 58"),
         ("diagnosis", "aged 95"),
+        ("diagnosis", "dme 0045"),
         ("diagnosis", "Patient 12"),
         ("case", "17"),
         ("diabetes_duration", "95"),
