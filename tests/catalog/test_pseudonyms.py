@@ -159,6 +159,9 @@ def test_single_bscans_of_one_folder_are_found_again(tmp_path):
     assert sorted(places.values()) == sorted(map(str, images))
     store = prepare(hidden, tmp_path / "store", SMALL, locations=places, progress=False)
     assert {row.layout for row in store.rows} == {"line"} and len(store) == 4
+    (tmp_path / "set" / "broken.e2e").write_bytes(b"CMDb" + bytes(40))
+    with pytest.raises(CatalogError, match="4 of 4 acquisitions of the catalog are not below it"):
+        locate(hidden, tmp_path / "set", KEY + b"!")
 
 
 def test_the_store_is_the_same_but_for_the_names(catalog, clinic, tmp_path):
@@ -182,12 +185,13 @@ def test_keys_that_can_be_guessed_and_half_given_options_are_refused(clinic, tmp
     (tmp_path / "short").write_text("secret\n")
     with pytest.raises(CatalogError, match="a key of 6 bytes can be guessed"):
         read_key(tmp_path / "short")
-    assert read_key(tmp_path / "new") == read_key(tmp_path / "new") and len(read_key(tmp_path / "new")) == 64
+    new = tmp_path / "keys" / "new"
+    assert read_key(new) == read_key(new) and len(read_key(new)) == 64
     with pytest.raises(CatalogError, match="no such key file"):
         read_key(tmp_path / "absent", make=False)
     code, _, err = octfm_here("scan", tmp_path / "absent", "--pseudonymise", "short", cwd=tmp_path)
     assert code == 1 and "a key of 6 bytes can be guessed" in err, "before a scan of hours"
-    code, _, err = octfm_here("scan", clinic, "--pseudonymise", "new", "--extract", "x", cwd=tmp_path)
+    code, _, err = octfm_here("scan", clinic, "--pseudonymise", new, "--extract", "x", cwd=tmp_path)
     assert code == 1 and "read the archives without unpacking" in err and err.count("\n") == 1
 
 
@@ -227,6 +231,7 @@ def labels_of(catalog: Catalog, own: dict[str, str], keep: tuple[str, ...] = ())
         ("diagnosis", "A.B."),
         ("diagnosis", "03 12 58"),
         ("diagnosis", "aged 95"),
+        ("diagnosis", "dme 0045"),
         ("diagnosis", "Patient 12"),
         ("case", "17"),
         ("diabetes_duration", "95"),
@@ -407,6 +412,8 @@ def test_a_kept_column_of_measurements_loses_no_number_that_could_be_a_month(cat
         shown = [a.participant_labels.get("seen") for a in pseudonymise(rows, KEY, ("seen",)).acquisitions]
         assert ("7.1957" in shown) == passes
         assert ("7.1957" not in str(withheld(rows, ["seen"]))) and ("seen" in withheld(rows, ["seen"])) != passes
+    remark = labelled(catalog, *({"seen": value} for value in ["5.0003, born 3.12.1957", *measured]))
+    assert withheld(remark, ["seen"]) == {"seen": (1, 31)}, "a number with a date behind it is no measurement"
 
 
 def test_what_only_some_files_of_a_person_state_is_kept_and_counted(catalog):

@@ -813,7 +813,9 @@ def test_planned_comparisons_are_corrected_for_their_number(tmp_path):
     # Less error is better.
     mae = next(c for c in result["comparisons"] if c["metric"] == "mae" and c["b"] == "histogram")
     assert mae["difference"] < 0 and mae["verdict"] == "better"
-    disease = row(result, "disease", "auroc")
+    assert {r["metric"] for r in result["results"] if r["lower_is_better"]} == {"brier", "ece", "mae"}
+    precision, disease = (row(result, "disease", metric) for metric in ("auprc", "auroc"))
+    assert precision["low"] > precision["chance"]
     assert disease["delong"]["method"] == "DeLong 1988"
     assert disease["delong"]["low"] == pytest.approx(disease["low"], abs=0.06)
 

@@ -95,6 +95,9 @@ def test_a_resample_without_one_class_is_undefined_not_wrong():
     weights = np.array([[1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
     values = auroc(np.array([False, False, True, True]), np.array([0.1, 0.2, 0.3, 0.4]), weights)
     assert np.isnan(values[0]) and values[1] == 1.0
+    grade = np.array([0, 0, 2, 2])
+    kappa = weighted_kappa(grade, grade, weights)
+    assert np.isnan(kappa[0]) and kappa[1] == 1.0, "one grade throughout is no agreement beyond chance"
 
 
 def cohort(rng, participants=60, eyes=2, effect=1.0):

@@ -228,6 +228,23 @@ def test_a_line_scanned_again_and_again_is_never_a_raster(count, place, jitter_m
     assert read_geometry(whole, (count, *SHAPE[1:]), "any", "here", LAYOUTS).layout == "repeated"
 
 
+@pytest.mark.parametrize("extent_mm, layout", [(0.08, "repeated"), (0.12, "raster")])
+def test_a_line_is_no_raster_because_the_eye_drifts_one_way(extent_mm, layout):
+    """Below 2 % of the B-scans' 4.6 mm."""
+    at = extent_mm * np.array([0, 2, 3, 5, 9, 11, 12, 17, 20]) / 20
+    frames = planes(np.outer(-at, (0, 0, 1)), [(np.eye(3)[0], np.eye(3)[1])] * 9)
+    assert read_geometry(dataset(frames, (0.1, 0.0039, 0.0115)), SHAPE, "any", "here", LAYOUTS).layout == layout
+
+
+def test_the_distance_of_bscans_is_not_their_thickness():
+    """Where both are stated and no positions are."""
+    for own in ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"):
+        whole = Dataset()
+        measures = item(PixelSpacing=[0.0039, 0.0115], SliceThickness=0.01, SpacingBetweenSlices=0.12)
+        setattr(whole, own, [item(PixelMeasuresSequence=measures)] * (1 if own.startswith("Shared") else 9))
+        assert read_geometry(whole, SHAPE, "any", "here").spacing_mm == (0.12, 0.0039, 0.0115)
+
+
 def test_zero_slice_spacing_is_refused_and_zero_positions_flagged():
     zeros = planes(np.zeros((9, 3)), [(np.eye(3)[0], np.eye(3)[1])] * 9)
     whole = dataset(zeros, (0.1, 0.0039, 0.0115), thickness=0.05)

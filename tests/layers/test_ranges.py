@@ -57,6 +57,7 @@ def test_a_conformal_quantile_covers_nine_participants_in_ten(scores):
 
 def test_too_few_participants_have_no_finite_quantile():
     assert np.isinf(conformal_quantile([[1.0]] * 8)) and conformal_quantile([[1.0]] * 9) == 1.0
+    assert conformal_quantile([*[[1.0]] * 9, []]) == 1.0, "somebody without any zone does not count"
 
 
 def test_conformal_ranges_cover_new_participants_as_promised():

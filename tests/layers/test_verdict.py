@@ -143,7 +143,7 @@ def test_dark_images_and_images_without_contrast_are_refused(scan):
     volume, found = scan
     assert "dark" in codes(replace(volume, voxels=volume.voxels // 16), found)
     noise = np.random.default_rng(1).integers(0, 120, volume.shape, dtype=np.uint8)
-    assert "dark" in codes(replace(volume, voxels=noise), found)
+    assert codes(replace(volume, voxels=noise), found) == ("dark",), "not inverted as well"
     deep = replace(volume, voxels=volume.voxels.astype(np.uint16) * 16, full_scale=16 * 255)
     assert codes(deep, found) == ()
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from octfm.errors import StoreError
 from octfm.models.token_map import BACKGROUND, PADDING, TISSUE, dropped_by, tissue_dropped, token_grid, token_map
-from octfm.pretraining.masks import MaskConfig, sample_masks, select_tokens
+from octfm.pretraining.masks import MaskConfig, same_tokens, sample_masks, select_tokens
 
 GRID = (8, 12, 10)
 
@@ -81,6 +81,16 @@ def test_every_bscan_is_equally_likely_to_be_target(plane):
     masks = sample_masks(MaskConfig(budget=None, plane=plane), maps, rngs(300))
     frequency = np.bincount(masks.target.ravel() // (12 * 12), minlength=16) / masks.target.size
     np.testing.assert_allclose(frequency, 1 / 16, rtol=0.1)
+
+
+@pytest.mark.parametrize("plane, through", [("bscan", 0), ("enface", 1)])
+def test_a_target_is_hidden_through_the_whole_axis_that_its_plane_leaves_out(plane, through):
+    """So that it cannot be copied from its neighbours of the next B-scan, or above and below it."""
+    maps = np.full((20, *GRID), TISSUE, np.uint8)
+    masks = sample_masks(MaskConfig(budget=None, mask_ratio=0.3, context_ratio=0.2, plane=plane), maps, rngs(20))
+    for context, target in zip(masks.context, masks.target, strict=True):
+        seen, hidden = (np.isin(np.arange(maps[0].size), own).reshape(GRID) for own in (context, target))
+        assert not (seen.any(through) & hidden.any(through)).any()
 
 
 def test_tissue_comes_first_and_surplus_is_dropped_at_random():
@@ -173,6 +183,8 @@ def test_a_scan_narrower_than_a_token_has_tokens_and_changes_no_other(bscans, co
 def test_a_volume_without_image_is_one_clear_error():
     with pytest.raises(StoreError, match="two or more tokens that hold image, found none"):
         sample_masks(MaskConfig(budget=40), np.zeros((1, 4, 4, 4), np.uint8), rngs(1))
+    with pytest.raises(StoreError, match=r"acquisition second: .* found none"):
+        same_tokens(np.stack([retina(1)[0], np.full(GRID, PADDING, np.uint8)]), 40, ("first", "second"))
 
 
 def test_indivisible_volume_is_refused():
@@ -214,5 +226,6 @@ def test_stages_follow_each_other_with_shapes_of_their_own():
     ]  # fmt: skip
     assert config.heaviest.counts(GRID) == (100, 25, 75)
     assert MaskConfig().at(0.5) == MaskConfig().heaviest == MaskConfig()
-    with pytest.raises(ValueError, match="whose sum is at most 1"):
-        MaskConfig(stages=((0.4, 0.7),))
+    for wrong in ((0.4, 0.7), (0.0, 0.3), (0.4, 0.0)):
+        with pytest.raises(ValueError, match="above 0 whose sum is at most 1"):
+            MaskConfig(stages=(wrong,))

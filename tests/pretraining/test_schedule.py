@@ -35,6 +35,14 @@ def test_F2_learning_rate_is_never_zero(config, steps):
     assert all(Schedule(config, steps).lr(step) > 0 for step in range(steps))
 
 
+@given(config=settings, steps=st.integers(10, 3000))
+def test_the_first_update_after_the_warm_up_has_the_peak_rate_and_the_last_the_final_one(config, steps):
+    schedule = Schedule(config, steps)
+    final = config.base_lr * (config.min_lr_ratio if config.lr_shape == "cosine" else 1)
+    assert schedule.lr(schedule.warmup_steps) == pytest.approx(config.base_lr)
+    assert schedule.lr(steps - 1) == pytest.approx(final)
+
+
 class Restarting(Schedule):
     """The prototype's fault: the schedule counts epochs, but is asked once per batch."""
 
@@ -77,6 +85,7 @@ def test_teacher_forgets_its_initial_weights_within_the_first_quarter(steps):
     schedule = Schedule(ScheduleConfig(), steps)
     left = np.prod([schedule.ema(step) for step in range(ceil(steps / 4))])
     assert left <= 0.05 + 1e-9 and 0 <= schedule.ema(0) < 1 and schedule.ema(steps) == 1
+    assert Schedule(ScheduleConfig(), 1000 * steps + 100_000).ema(0) == 0.999, "never slower, however long the run"
 
 
 def test_preflight_names_a_teacher_that_hardly_moves():

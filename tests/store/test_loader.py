@@ -13,6 +13,7 @@ from octfm.errors import ConfigError, StoreError
 from octfm.models.token_map import TooFewTokens
 from octfm.store.batch_sizes import accumulation
 from octfm.store.loader import DataConfig, Loader, microbatches
+from octfm.store.order import Order
 from octfm.store.selection import select
 from octfm.store.store import Store
 from support.store_samples import SCANNERS, write_store
@@ -90,6 +91,18 @@ def test_the_order_is_the_one_it_has_always_been(store):
     with Loader(store, range(VOLUMES), 8, seed=42) as loader:
         assert loader.indices(loader.positions(0)).tolist() == [16, 9, 8, 6, 14, 21, 11, 1]
         assert loader.indices(loader.positions(7)).tolist() == [15, 7, 3, 5, 20, 16, 23, 11]
+
+
+def test_the_order_of_groups_is_the_one_it_has_always_been():
+    groups = [np.arange(3), 3 + np.arange(5)]
+    assert Order(groups, 42).rows_at(np.arange(12)).tolist() == [4, 1, 3, 0, 5, 2, 1, 6, 0, 7, 2, 6]
+    assert Order(groups, 42, (1, 2)).rows_at(np.arange(12)).tolist() == [3, 4, 1, 5, 6, 0, 6, 7, 2, 4, 1, 3]
+
+
+def test_an_excluded_volume_is_replaced_by_the_next_of_its_epoch():
+    order, every = Order([np.arange(6)], 42), np.arange(12)
+    assert order.rows_at(every).tolist() == [1, 5, 0, 4, 2, 3, 5, 4, 1, 0, 2, 3]
+    assert order.rows_at(every, frozenset({1, 4})).tolist() == [5, 5, 0, 2, 2, 3, 5, 0, 0, 0, 2, 3]
 
 
 def test_all_volumes_are_equally_likely_first(store):

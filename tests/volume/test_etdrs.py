@@ -138,6 +138,16 @@ def test_a_gap_of_bscans_changes_nothing_or_blanks_the_zones_that_it_crosses(fir
         assert found.mean_um["centre"] == pytest.approx(whole.mean_um["centre"], abs=0.01)
 
 
+def test_a_zone_is_too_sparse_where_its_own_bscans_are_too_far_apart():
+    """B-scans .1 mm apart, but the last one, below the fovea, 2.8 mm from the one before."""
+    y = np.r_[np.arange(-3.5, 2.25, 0.1), 5.0]
+    lines = Lines(np.stack([0 * y - 3.5, y], axis=1), np.stack([0 * y + 3.5, y], axis=1))
+    field = field_of((len(y), 256), (0.1, 0.004, 7 / 255), None, lines)
+    grid = measure_around((0.0, 0.0), thickness_on(lines, 256), field, "R")
+    assert grid.too_sparse == ["outer inferior"] and grid.furthest_mm == pytest.approx(2.8)
+    assert grid.bscans_per_mm == pytest.approx(58 / 8.5)
+
+
 def test_a_flat_retina_is_measured_around_the_devices_centre_or_the_scans():
     thickness, field = horizontal()
     flat = np.full_like(thickness, 300.0)

@@ -183,8 +183,6 @@ class Loader:
 
         Raises StoreError naming the step, whose cause is the error of the reader; errors of `draw` as they are.
         """
-        if step < 0:
-            raise ValueError(f"step must be 0 or more, got {step}")
         if self._closed:
             raise RuntimeError("the loader is closed")
         start = time.perf_counter()
