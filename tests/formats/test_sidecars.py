@@ -254,6 +254,14 @@ def test_a_mistyped_sidecar_of_a_dicom_is_refused_and_that_of_another_program_ig
     uri = write_oct_dicom(tmp_path / "a.dcm", telling_voxels(), SPACING_MM)
     uri.with_suffix(".json").write_text('{"device": "x", "patient": "y", "nested": {"laterality": "L"}}')
     assert read_header(uri).flags == () and read_volume(uri).laterality == "R"
+    for text in (
+        '[{"laterality": "L"}]',
+        '"laterality"',
+        '{"axis": "x", "axis": "y", "seen": ["modality"]}',
+        "{laterality",
+    ):
+        uri.with_suffix(".json").write_text(text)
+        assert read_header(uri).flags == () and read_volume(uri).laterality == "R", text
     uri.with_suffix(".json").write_text('{"laterality": "L", "spacing": [1, 1, 1]}')
     for read in (read_header, read_volume):
         with pytest.raises(ReadError, match="did you mean spacing_mm"):

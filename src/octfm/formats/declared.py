@@ -38,6 +38,8 @@ KEYS = {
 }
 """Every key that is read -> description of its value."""
 _ALSO = {"spacing_mm_zyx": "spacing_mm"}
+_WITH_A_KEY = re.compile(rf'[^"\[{{]*\{{.*"({"|".join((*KEYS, *_ALSO))})"\s*:'.encode(), re.DOTALL)
+"""An object, not a list, with one of the keys."""
 _SYNONYMS = {
     "spacing_mm": "pixelspacing voxelspacing voxelsize pixelsize resolution resolutionmm zooms pixdim scale scalemm mm "
     "spacingzyx",
@@ -103,7 +105,7 @@ def declared_for_dicom(uri: str) -> Declared:
         except (OSError, ReadError, ValueError):
             continue
         words = content.replace(b"\0", b"")  # it may be UTF-16
-        if len(content) <= _MAX_BYTES and any(f'"{key}"'.encode() in words for key in (*KEYS, *_ALSO)):
+        if len(content) <= _MAX_BYTES and _WITH_A_KEY.match(words):
             return _parsed(content, str(place), others=True)
     return Declared()
 
