@@ -483,6 +483,7 @@ def test_numbers_near_0_have_three_decimals():
     assert interval({"difference": -0.0001, "low": None, "high": None}) == "+0.000"
     assert interval({"estimate": 0.004, "low": None, "high": None}) == "0.004"
     assert interval({"estimate": 0.997, "low": 0.99, "high": 1.0}) == "0.997 (0.990 to 1.000)", "no perfect score"
+    assert interval({"estimate": 0.9996, "low": None, "high": None}) == "0.9996"
     assert interval({"estimate": 0.97, "low": 0.4, "high": 1.6}, digits=1) == "1.0 (0.4 to 1.6)", "µm"
     assert interval({"estimate": 1.0, "low": 1.0, "high": 1.0}) == "1.00 (1.00 to 1.00)"
     assert interval({"difference": 0.03, "low": 0.0004, "high": 0.06}) == "+0.0300 (+0.0004 to +0.0600)"
