@@ -34,6 +34,7 @@ _EYES: dict[str, Laterality] = {word: eye for eye, words in _EYE_WORDS.items() f
 _PAIRED: dict[str, str] = {"r": "l", "re": "le", "ra": "la", "rt": "lt", "op": "ol", "dx": "sx"}
 """Right -> left abbreviations that often mean something else: eyes only in a tree that has both of a pair."""
 _LEFT_OF_PAIR = {left: right for right, left in _PAIRED.items()}
+_FOVEAL = vocabulary("macula macular mac makula fovea")
 
 _PEOPLE = vocabulary("""
     patient patients patienten patienten pat pats pt participant participants teilnehmer subject subjects subj
@@ -161,18 +162,24 @@ def eye_of(word: str) -> Laterality | None:
     return "R" if bare in _PAIRED else "L" if bare in _LEFT_OF_PAIR else None
 
 
+def telling_words(names: Iterable[str]) -> frozenset[str]:
+    """The words of these names by which `eye_abbreviations` decides."""
+    seen = {plain(text) for name in names for kind, text, _ in _pieces(name) if not kind}
+    # 123R counts as R.
+    seen |= {plain(match["eye"] or match["eye2"]) for match in map(_SPLIT_EYE.fullmatch, seen) if match}
+    return frozenset(seen & {*_EYES, *_PAIRED, *_LEFT_OF_PAIR, *_FOVEAL})
+
+
 def eye_abbreviations(names: Iterable[str]) -> frozenset[str]:
     """Abbreviations that mean eyes in a tree of these folder and file names.
 
     R and others count if their left counterpart occurs as well. OD, which may also be the optic disc, counts unless
     there are words such as `macula` and no left eye is named anywhere.
     """
-    seen = {plain(text) for name in names for kind, text, _ in _pieces(name) if not kind}
-    # 123R counts as R.
-    seen |= {plain(match["eye"] or match["eye2"]) for match in map(_SPLIT_EYE.fullmatch, seen) if match}
+    seen = telling_words(names)
     meant = {word for word in seen if _PAIRED.get(word, _LEFT_OF_PAIR.get(word, "")) in seen}
     named_left = any(_EYES.get(word) == "L" for word in seen)
-    if named_left or not seen & {"macula", "macular", "mac", "makula", "fovea"}:
+    if named_left or not seen & _FOVEAL:
         meant.add("od")
     return frozenset(meant)
 

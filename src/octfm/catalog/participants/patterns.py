@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octfm.catalog.participants.path_words import eye_abbreviations, eye_of, segments
+from octfm.catalog.participants.path_words import eye_abbreviations, eye_of, segments, telling_words
 from octfm.catalog.participants.splits import parse_split
 from octfm.errors import ConfigError, OctfmError
 from octfm.io.archive import MEMBER, is_folder, list_folder
@@ -178,13 +178,18 @@ def eye_in_path(path: Path) -> Laterality | None:
     Names of its neighbours show whether abbreviations mean eyes, as in a folder that is given whole.
     """
     path = Path(os.path.abspath(path))  # noqa: PTH100
-    names = set[str]()
-    for folder in path.parents[:2]:
-        with suppress(OSError):
-            names |= {entry.name for entry in folder.iterdir()}
     place = place_of(str(path), [*path.parents[:3]][-1])
-    eyes = eyes_named({"": place}, eye_abbreviations(names.union(place.names)))[""]
+    names = frozenset(place.names).union(*map(_telling_words_in, path.parents[:2]))
+    eyes = eyes_named({"": place}, eye_abbreviations(names))[""]
     return next(iter(eyes)) if len(eyes) == 1 else None
+
+
+@lru_cache
+def _telling_words_in(folder: Path) -> frozenset[str]:
+    """Kept, since thousands of files may be named in one folder."""
+    with suppress(OSError):
+        return telling_words(entry.name for entry in folder.iterdir())
+    return frozenset()
 
 
 def eyes_named(places: Mapping[str, Place], meant: Iterable[str]) -> dict[str, frozenset[Laterality]]:
