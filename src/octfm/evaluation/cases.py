@@ -351,7 +351,7 @@ def make_rounds(
         raise EvaluationError(f"k-fold: expected at least 2 folds, got {folds}")
     if design == "recommended_split":
         train, tested = np.isin(splits, ("train", "val")), splits == "test"
-        _refuse_leakage(cases.participant, train, tested, seen, allow_seen)
+        _refuse_leakage(cases.participant, data.participant[cases.rows], train, tested, seen, allow_seen)
     else:
         # People seen in pretraining are in the training part of every round and never tested.
         train, tested = np.ones(len(seen), bool), np.ones(len(seen), bool) if allow_seen else ~seen
@@ -451,12 +451,19 @@ def fifths(member: np.ndarray, label: np.ndarray) -> np.ndarray:
 
 
 def _refuse_leakage(
-    participant: np.ndarray, train: np.ndarray, tested: np.ndarray, seen: np.ndarray, allow_seen: bool
+    participant: np.ndarray,
+    named: np.ndarray,
+    train: np.ndarray,
+    tested: np.ndarray,
+    seen: np.ndarray,
+    allow_seen: bool,
 ) -> None:
+    """`named` [n]: the ids as they are spelt."""
     crossing = set(participant[tested].tolist()) & set(participant[train].tolist())
     if crossing:
+        spelt = np.unique(named[(participant == min(crossing)) & (train | tested)])
         raise EvaluationError(
-            f"participant {min(crossing)} is both in the test split and in train or val; split by participant and "
+            f"participant {' or '.join(spelt)} is both in the test split and in train or val; split by participant and "
             "embed again",
             public="A participant is both in the test split and in train or val.",
         )
