@@ -25,6 +25,7 @@ from octfm.volume.preprocessing import Preprocessing
 from support.command_line import octfm_here
 from support.dicom_files import write_oct_dicom
 from support.vendor_files import write_images
+from support.volumes import telling_voxels
 
 SIZE = (8, 64, 48)
 SPACING_MM = (0.12, 0.0039, 0.0115)
@@ -371,6 +372,17 @@ def test_bscans_at_the_top_of_an_archive_are_a_volume(tmp_path):
         (found,) = catalog.acquisitions
         assert (found.participant, found.laterality, catalog.rejects) == ("P1001", "R", ())
         assert np.array_equal(read_volume(found.uri, spacing_mm=SPACING_MM).voxels, voxels)
+
+
+def test_the_sidecar_of_a_dicom_in_an_archive_counts_in_place_and_unpacked(tmp_path):
+    path = write_oct_dicom(tmp_path / "a.dcm", telling_voxels(), SPACING_MM, laterality=None, participant=None)
+    stated = b'{"laterality": "OS", "participant": "p7"}'
+    (tmp_path / "data").mkdir()
+    write_zip(tmp_path / "data" / "x.zip", {"a.dcm": path.read_bytes(), "a.json": stated})
+    for extract in (None, tmp_path / "out"):
+        (found,) = scan(tmp_path / "data", extract=extract, workers=0).acquisitions
+        assert (found.participant, found.laterality, found.flags) == ("p7", "L", ())
+        assert read_volume(found.uri).laterality == "L"
 
 
 def test_an_archive_made_again_is_unpacked_again(tmp_path):

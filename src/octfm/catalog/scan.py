@@ -100,7 +100,10 @@ def scan(
     directories = [path for path in found.companions if path.name.lower() == "dicomdir"]
     found.refused += left_behind(directories, found.files, account, in_children)
     if extract is not None:
-        found.files = _unpacked(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
+        unpacked = _unpacked(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
+        found.files, found.companions = (
+            [unpacked.get(str(path), path) for path in paths] for paths in (found.files, found.companions)
+        )
     # Examine headers: an outcome per file, then per volume, then without copies.
     per_file = examine_files(found.files, in_children, account, layouts, modalities, follow_links, readers, progress)
     per_volume, joined_files = join_parts(per_file, in_children, layouts)
@@ -261,8 +264,8 @@ def _expect_people_to_fit(
         )
 
 
-def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> list[Location]:
-    """Unpack every archive below `into`, at its path below `root`; returns the files to examine."""
+def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> dict[str, Path]:
+    """Unpack every archive below `into`, at its path below `root`; returns member or folder of one -> its path."""
     if isinstance(root, Path) and into.is_relative_to(root):
         raise CatalogError(
             f"--extract {into}: expected a folder outside {root}: the next scan would find every file twice"
@@ -292,7 +295,7 @@ def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> list[
         # Folders as well: `files` of a scan may hold a folder of images.
         files |= {str(listed(f"{archive.path}{MEMBER}{folder}")): target / folder for folder in archive.folders}
     tables.unpacked_from.update((str(path), uri) for uri, path in files.items())
-    return [files.get(str(path), path) for path in found.files]
+    return files
 
 
 def _why_nothing(folder: Location, left_out: Sequence[Reject], layouts: Collection[Layout]) -> str:
