@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octfm.catalog.labels import read_labels
 from octfm.encoder.embed import QUALITY, image_quality
 from octfm.encoder.embeddings import joined, take_rows
 from octfm.errors import EvaluationError
-from octfm.evaluation.arms import covariates, make_arms
+from octfm.evaluation.arms import covariates, make_arms, with_table
 from octfm.evaluation.efficiency import label_efficiency
 from octfm.evaluation.probe import probe, summary_lines
 from octfm.evaluation.readouts import fit_predict
@@ -95,6 +96,13 @@ def test_covariates_know_the_ages_and_sexes_of_the_label_table(files, tmp_path):
     table.write_text("\n".join(["participant_id,Age", *(f"{who},{int(who[1:]) * 37 % 50 + 40}" for who in people)]))
     ages = probe(arms, table, targets=["Age"], resamples=100)["results"]
     assert next(r["estimate"] for r in ages if (r["encoder"], r["metric"]) == ("covariates", "r2")) < 0.2
+    first = min(people)
+    table.write_text(f"participant_id,age\n{first},33\n")
+    some = with_table(arms[1], read_labels(table))
+    age, before = (arm.vectors[:, arm.columns.index("age")] for arm in (some, arms[1]))
+    of_first = files[0].participant == first
+    assert set(age[of_first]) == {33}, "others have no row"
+    np.testing.assert_array_equal(age[~of_first], before[~of_first])
     twice = [f"{who},{'ab'[ill]},{sex}" for who, ill in people.items() for sex in "MF"]
     table.write_text("\n".join(["participant_id,state,sex", *twice]))
     of_visits = probe(arms, table, targets=["state"], resamples=100)["embeddings"]

@@ -70,10 +70,11 @@ def with_table(arm: Embeddings, table: LabelTable | None) -> Embeddings:
     channels: Channels = list(zip(arm.columns, arm.vectors.T, strict=True))
     for name in (column for column in table.columns if column.lower() in OF_PARTICIPANT):
         try:
-            values = column_values(name, arm, table)
+            own = column_values(name, arm, table)
         except EvaluationError:  # of a table with a row per visit, whose age is not that of any one scan
             continue
-        if stated := _channels(name, values):
+        pairs = zip(own, arm.participant_labels, strict=True)
+        if stated := _channels(name, [labels.get(name.lower()) if value is None else value for value, labels in pairs]):
             channels = [each for each in channels if each[0].lower() != name.lower()] + stated
     return _of_channels(arm, channels)
 
