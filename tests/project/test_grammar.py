@@ -72,7 +72,9 @@ def test_a_setting_given_both_ways_is_refused(tmp_path):
     for words, steps, epochs in ((both, None, None), (both[1:], 100000, None), (both[:1], None, 2.0)):
         with pytest.raises(ConfigError, match="steps and epochs both say"):
             pretraining_words(words, None, steps, epochs)
-    assert load_config("vit_s", pretraining_words(["steps=100000", "epochs=null"], None, None, None)).epochs is None
+    for null in ("null", "~", " NULL"):
+        words = pretraining_words(["steps=100000", f"epochs={null}"], None, None, None)
+        assert load_config("vit_s", words).epochs is None
     code, _, err = octfm_here("segment", "scan.dcm", "--steps=3", cwd=tmp_path)
     assert code == 1 and "--store and --steps: settings of a training" in err and err.count("\n") == 1
 

@@ -277,7 +277,8 @@ def pretraining_words(
 
     words = with_options(overrides, {"data.store": store, "steps": steps, "epochs": epochs})
     # Also where steps is the default's number, which the settings cannot tell from the default.
-    if {"steps", "epochs"} <= {word.partition("=")[0].strip() for word in words if not word.endswith("=null")}:
+    pairs = [word.partition("=") for word in words]
+    if {"steps", "epochs"} <= {name.strip() for name, _, value in pairs if value.strip().lower() not in ("null", "~")}:
         raise ConfigError("steps and epochs both say how long the run is; give one of them")
     # The length in the config gives way to the option.
     other = {"epochs=null": steps, f"steps={DEFAULT_STEPS}": epochs}
