@@ -25,7 +25,7 @@ from octfm.trust.calibration import _curve, calibration, calibration_line, wilso
 from octfm.trust.copies import copies
 from octfm.trust.failures import failures
 from octfm.trust.neighbours import chance_of, nearest_scans, neighbours, scanner_leakage
-from octfm.trust.report import _what, baselines, claimed, trust
+from octfm.trust.report import _cohort, _what, baselines, claimed, trust
 from octfm.trust.same_eye import same_eye
 from octfm.trust.scanners import domains, leave_one_scanner_out, training_sets
 from octfm.trust.study import LEVEL, make_study
@@ -217,6 +217,7 @@ def test_scans_of_a_person_are_no_neighbours_under_the_id_of_another_scanner():
     number = np.array([int(name[1:]) for name in study.data.participant.tolist()])
     query, nearest, _ = nearest_scans(study, study.encoders[0])
     assert (number[query][:, None] != number[nearest]).all()
+    assert _cohort(study)["participants"] == _cohort(study)["tested_participants"] == 60, "as in the results"
 
 
 def test_a_scanner_in_the_vectors_is_found(cohort):

@@ -18,6 +18,7 @@ from octfm.encoder.external import Embed, embed_external, load_external
 from octfm.encoder.sources import display_name, find
 from octfm.errors import Echo, EvaluationError, one_line
 from octfm.evaluation.arms import COVARIATES, MAP_AND_ENCODER, make_arms
+from octfm.evaluation.cases import people
 from octfm.evaluation.probe import INTERVAL_MEANING, rows_seen
 from octfm.evaluation.scoring import PLANNED, Scored, compare_metrics, score
 from octfm.evaluation.statistics import enough_resamples
@@ -310,21 +311,21 @@ def _file_name(name: str) -> str:
 
 def _cohort(study: Study) -> dict[str, Any]:
     """Numbers of acquisitions and participants, all and tested, overall and per scanner."""
-    data, tested = study.data, study.tested
+    data, tested, person = study.data, study.tested, people(study.data.participant)
 
-    def people(keep: np.ndarray) -> int:
-        return len(np.unique(data.participant[keep]))
+    def count(keep: np.ndarray) -> int:
+        return len(np.unique(person[keep]))
 
     return {
         "acquisitions": len(data.acquisition),
-        "participants": people(np.ones(len(tested), bool)),
+        "participants": count(np.ones(len(tested), bool)),
         "tested_acquisitions": int(tested.sum()),
-        "tested_participants": people(tested),
-        "tested_seen_in_pretraining": people(tested & study.seen),
+        "tested_participants": count(tested),
+        "tested_seen_in_pretraining": count(tested & study.seen),
         "by_scanner": {
             scanner: {
                 "acquisitions": int((data.scanner == scanner).sum()),
-                "tested_participants": people(tested & (data.scanner == scanner)),
+                "tested_participants": count(tested & (data.scanner == scanner)),
             }
             for scanner in sorted(set(data.scanner.tolist()))
         },
