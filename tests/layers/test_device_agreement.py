@@ -321,6 +321,8 @@ def test_rows_of_the_other_eye_and_shifted_rows_are_refused(tmp_path):
     (tmp_path / "d.csv").write_text("source,centre_um,inner_superior_um\n0R.xml,250,330,\n0L.xml,Müller, 250,330\n")
     with pytest.raises(EvaluationError, match=r"d\.csv: line 3: more cells than the header has columns"):
         device_agreement(table, tmp_path / "d.csv")
+    (tmp_path / "d.csv").write_text("source,centre_um,inner_superior_um\n0R.xml,250\n,\n0L.xml,250,330\n")
+    assert device_agreement(table, tmp_path / "d.csv")["used"] == 2, "short and blank rows lack cells at their end"
 
 
 @pytest.mark.parametrize("cell", ["0.268", "0", "-9999", "268000"])

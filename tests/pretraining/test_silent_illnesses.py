@@ -11,6 +11,7 @@ from octfm.errors import CheckpointError, TrainingError
 from octfm.pretraining import inputs
 from octfm.pretraining import pretrain as loop
 from octfm.pretraining.monitors import feed, monitors
+from octfm.pretraining.monitors.health import HealthConfig
 from octfm.pretraining.preflight import data, objective
 from octfm.pretraining.run_state import RunState
 from octfm.run import checkpoint
@@ -330,6 +331,17 @@ def test_a_loss_that_grows_beyond_that_of_a_constant_answer_is_named():
     assert found is not None and found.what == "rising loss" and "lower schedule.base_lr" in found.sentence
     assert monitors.rising_loss(grown, 1.2) is None, "still better than it sounds"
     assert monitors.rising_loss(RunState(losses=tuple(np.linspace(2.4, 1.6, 24))), 1.6) is None
+
+
+@pytest.mark.parametrize(
+    "audit, named",
+    [({}, True), ({"gradient_taken": 0.9, "update_size": 1e-3}, True), ({"gradient_taken": 0.9}, False)],
+    ids=["compiled, without an audit", "an update of some size", "an update below rounding"],
+)
+def test_weights_that_should_have_moved_are_named(audit, named):
+    row = {"weights_stuck": 0.5, "effective_rank": 32.0, "feature_std": 1.0, "masked_over_baseline": 0.5}
+    found = monitors.row_findings(HealthConfig(), RunState(), row | audit, 32)
+    assert (found is not None and found.what == "underflow") == named
 
 
 SOUND = {
