@@ -229,6 +229,14 @@ def test_the_names_of_fields_are_columns_without_a_map(clinic, capsys):
     assert "not read" not in capsys.readouterr().err
 
 
+def test_a_column_called_file_is_no_place_where_uids_say_which_file_is_meant(clinic):
+    table, volumes = clinic.parent / "own.csv", scan(clinic, workers=0).acquisitions
+    rows = [f"{a.sop_instance_uid},oct.dcm,q{n}" for n, a in enumerate(volumes)]
+    table.write_text("\n".join(["sop_instance_uid,file,participant", *rows]))
+    found = {a.sop_instance_uid: a.participant for a in scan(clinic, table=table, workers=0).acquisitions}
+    assert found == {a.sop_instance_uid: f"q{n}" for n, a in enumerate(volumes)}
+
+
 def test_tables_that_fit_none_of_the_files_are_refused(clinic):
     table = clinic.parent / "elsewhere.csv"
     table.write_text("path,pid\nx/1.dcm,p1\n")

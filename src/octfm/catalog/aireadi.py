@@ -159,6 +159,8 @@ def _add_file(row: Row, columns: Columns, tables: Tables, root: Location, table:
             f"{table}: line {row.line}: spacing_mm is {stated!r}; expected dz dy dx, three numbers in mm, or nothing"
         )
     listed = columns.value(row, "file")
+    if entry.sop_instance_uid and "file" not in columns.of_field and not row.get("filepath"):
+        listed = ""  # the UID says it; a column that happens to be called file may name all alike
     try:
         expect_place(listed)
     except ConfigError as error:
