@@ -29,3 +29,15 @@ def test_a_container_and_a_scheduler_may_leave_a_process_fewer_cores_than_the_ho
     if limit:
         (tmp_path / "cpu.max").write_text(f"{limit}\n")
     assert cores.available_cores(ranks) == expected
+
+
+@pytest.mark.parametrize(("quota", "expected"), [(400_000, 4), (-1, 64)])
+def test_older_hosts_state_the_cores_of_a_container_elsewhere(tmp_path, monkeypatch, quota, expected):
+    """Version 1 of control groups, as on Red Hat 8."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(cores, "GROUP", tmp_path)
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert cores.available_cores() == expected
