@@ -255,6 +255,7 @@ def test_a_mistyped_sidecar_of_a_dicom_is_refused_and_that_of_another_program_ig
     uri.with_suffix(".json").write_text('{"device": "x", "patient": "y", "nested": {"laterality": "L"}}')
     assert read_header(uri).flags == () and read_volume(uri).laterality == "R"
     for text in (
+        '{"modality": "OPT"}',
         '[{"laterality": "L"}]',
         '"laterality"',
         '{"axis": "x", "axis": "y", "seen": ["modality"]}',

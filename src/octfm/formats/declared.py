@@ -131,7 +131,7 @@ def spacing_from(value: object, where: str) -> Spacing3:
 
 
 def _parsed(content: bytes, place: str, others: bool = False) -> Declared:
-    """`others`: without any of the keys, similar ones are another program's, not mistyped."""
+    """`others`: without any of the keys, similar ones are another program's, not mistyped, and any modality passes."""
     text = _decoded(content, place)
     lines = _Lines(text, place)
     facts = lines.facts()
@@ -149,7 +149,7 @@ def _parsed(content: bytes, place: str, others: bool = False) -> Declared:
         _refuse(f"{lines.at('spacing_mm')}: spacing_mm and spacing_mm_zyx differ; keep one of them")
     words = {name: _text(stated.get(name), name, lines) for name in ("laterality", "scanner", "protocol")}
     modality, axes = (_text(stated.get(name), name, lines) for name in ("modality", "axes"))
-    if modality and modality.lower() not in _MODALITIES:
+    if modality and modality.lower() not in _MODALITIES and not others:  # of a DICOM its header says it, as OPT
         _refuse(f"{lines.at('modality')}: modality is {modality[:40]!r}; expected {KEYS['modality']}")
     if not may_be_an_eye(words["laterality"]):
         _refuse(f"{lines.at('laterality')}: laterality is {words['laterality'][:40]!r}; expected {KEYS['laterality']}")
