@@ -122,6 +122,16 @@ def test_white_is_the_end_that_the_header_states(tmp_path, stated, inverted, gro
     np.testing.assert_array_equal(read_volume(path).voxels, (4095 - image if inverted else image) << 4)
 
 
+def test_what_unsigned_pixels_do_not_need_may_be_malformed(tmp_path):
+    def edit(dataset):
+        dataset.add_new("RescaleSlope", "LO", "1,0")
+        dataset.PixelPaddingValue = [65535, 0]
+
+    image = with_12_bits()
+    path = write_oct_dicom(tmp_path / "a", image, SPACING_MM, bits_stored=12, edit=edit)
+    np.testing.assert_array_equal(read_volume(path).voxels, image << 4)
+
+
 def test_frames_that_fall_and_rise_in_gray_are_refused(tmp_path):
     def edit(dataset):
         for number, frame in enumerate(dataset.PerFrameFunctionalGroupsSequence):

@@ -5,6 +5,7 @@ C.11.6 (Presentation LUT Shape). PS3.3 C.8.17.7 requires unsigned OCT images, of
 signed ones come from conversion software.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
@@ -49,7 +50,11 @@ def lowest_is_white(dataset: Elements, signed: bool, uri: str) -> bool:
     inverted = "MONOCHROME1" in str(dataset.get("PhotometricInterpretation"))
     inverted |= "INVERSE" in str(dataset.get("PresentationLUTShape"))
     slopes = [] if signed else _places(dataset, "PixelValueTransformationSequence")
-    falling = {slope < 0 for place in slopes if (slope := _number(place, "RescaleSlope"))}
+    falling = set[bool]()
+    for place in slopes:
+        with suppress(ValueError):  # such as "1,0": unsigned values are read without it
+            if slope := _number(place, "RescaleSlope"):
+                falling.add(slope < 0)
     if len(falling) > 1:
         raise ReadError("unsupported_pixels", f"{uri}: RescaleSlope has both signs; export it again")
     return inverted != (True in falling)
@@ -59,9 +64,13 @@ def padding(dataset: Elements) -> tuple[int, int] | None:
     """Lowest and highest value of unsigned pixels outside the image (PS3.3 C.7.5.1.1.2); None if not stated."""
     # pydicom leaves bytes where the encoding states no type; a value stated as signed has the same bits.
     found = (dataset.get(keyword) for keyword in ("PixelPaddingValue", "PixelPaddingRangeLimit"))
-    stated = [value for value in found if value not in (None, "", b"")]
-    ends = [int.from_bytes(v[:2], "little") if isinstance(v, bytes) else int(v) & 0xFFFF for v in stated]
+    ends = [int.from_bytes(v[:2], "little") if isinstance(v, bytes) else v & 0xFFFF for v in found if _is_one(v)]
     return (min(ends), max(ends)) if ends else None
+
+
+def _is_one(value: Any) -> bool:
+    """Whether it is one value; a list of them states no padding."""
+    return isinstance(value, int) or (isinstance(value, bytes) and value != b"")
 
 
 def needed(gray: Gray, bits_stored: int) -> Gray:
