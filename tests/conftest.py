@@ -4,6 +4,7 @@ for."""
 import gc
 import os
 import pickle
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,7 +32,7 @@ if find_spec("hypothesis"):
     settings.register_profile("repeatable", lenient, derandomize=True, max_examples=50)
     settings.register_profile("exploring", lenient)
     settings.load_profile("exploring" if os.environ.get("OCTFM_EXPLORE") else "repeatable")
-SAFE_PATH = os.environ.get("PYTHONSAFEPATH")
+SAFE_PATH, SIGTERM = os.environ.get("PYTHONSAFEPATH"), signal.getsignal(signal.SIGTERM)
 # Importing 130 files and torch makes half a million objects that stay. Going through them again and again took a third
 # of the time that collecting the tests takes.
 gc.disable()
@@ -63,15 +64,16 @@ def real_data() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def safe_path_ends_with_the_test():
-    """The command sets PYTHONSAFEPATH for what it starts; run inside this process, by a fixture even, it would do so
-    for every later test."""
+def what_the_command_sets_ends_with_the_test():
+    """The command sets PYTHONSAFEPATH for what it starts, and how SIGTERM ends it; run inside this process, by a
+    fixture even, it would do so for every later test."""
     _as_it_was()
     yield
     _as_it_was()
 
 
 def _as_it_was() -> None:
+    signal.signal(signal.SIGTERM, SIGTERM)
     os.environ.pop("PYTHONSAFEPATH", None)
     if SAFE_PATH is not None:
         os.environ["PYTHONSAFEPATH"] = SAFE_PATH

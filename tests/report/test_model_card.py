@@ -12,6 +12,7 @@ from octfm.errors import EvaluationError
 from octfm.report.card.model_card import Statements, model_card
 from octfm.report.card.paper import CLAIM, OPEN, paper
 from octfm.report.participants import guarded
+from octfm.report.words import interval
 from support.command_line import invoke
 from support.run_folder import probe_result, write_catalog, write_run, write_store
 
@@ -46,9 +47,8 @@ def test_the_hub_reads_the_card_and_gets_the_numbers_of_the_probe(card):
 
 def test_every_estimate_with_its_interval_and_every_verdict_is_in_the_card(card):
     for row in probe_result()["results"]:
-        assert f"{row['estimate']:.2f}" in card and (
-            row["low"] is None or f"({row['low']:.2f} to {row['high']:.2f})" in card
-        )
+        assert interval(row) in card
+    assert "0.999 (0.990 to 1.000)" in card, "is not shown as perfect"
     assert "| disease | AUROC | pretrained − random_init | +0.11 (+0.06 to +0.16) | better |" in card
     assert "inconclusive" in card and "tell scanner apart with AUROC 0.97" in card
     assert "not a medical device" in card
