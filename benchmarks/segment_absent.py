@@ -184,7 +184,7 @@ def main() -> None:
     chosen = parser.parse_args()
     crops = chosen.out / "crops"
     crops.mkdir(parents=True, exist_ok=True)
-    last = max(places_of(absent, chosen.steps, chosen.seed)[-1] for absent in ABSENT)
+    last = max(places_of(absent, chosen.steps, chosen.seed)[-1] for absent in chosen.absent)
     blocks = last // BLOCK + 1
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(chosen.jobs, spawn) as pool:
