@@ -1,6 +1,7 @@
 """The command line as a user meets it: one line per mistake, exit codes, nothing half-written."""
 
 import errno
+import os
 import subprocess
 import sys
 from unittest import mock
@@ -200,3 +201,16 @@ def test_a_verb_that_is_terminated_ends_as_by_ctrl_c():
         [sys.executable, "-c", f"import signal; from octfm.cli import main; {body}"], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (130, "octfm: interrupted; the same command continues\n")
+
+
+def test_names_of_files_and_what_is_printed_are_utf8_in_every_locale(tmp_path):
+    """In ASCII or Latin-1 the folder Müller had other letters: all of its files were rejected as not UTF-8."""
+    (tmp_path / "Müller").touch()
+    body = "main.app = lambda **_: print(sys.argv, [path.name for path in Path().iterdir()], '\\xb5m'); main.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; from pathlib import Path; from octfm.cli import main; {body}", "Müller"],
+        env=os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        capture_output=True,
+        cwd=tmp_path,
+    )
+    assert done.stdout.decode() == "['-c', 'Müller'] ['Müller'] µm\n"

@@ -105,7 +105,7 @@ def _make_room(size: int) -> None:
             "raise OCTFM_CACHE_GB"
         )
     folder().mkdir(parents=True, exist_ok=True)
-    with (folder() / "used").open("a+") as book:
+    with (folder() / "used").open("a+", encoding="utf-8") as book:
         fcntl.flock(book, fcntl.LOCK_EX)
         book.seek(0)
         text = book.read()

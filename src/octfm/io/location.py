@@ -85,7 +85,7 @@ def lock(path: Path) -> TextIO:
     """
     import fcntl
 
-    file = path.open("a+")
+    file = path.open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -154,7 +154,7 @@ def write_phantom(
             "volumes": len(labels),
             "synthetic": True,
         }
-        (partial / "ground_truth" / "phantom.json").write_text(json.dumps(settings, indent=1) + "\n")
+        (partial / "ground_truth" / "phantom.json").write_text(json.dumps(settings, indent=1) + "\n", "utf-8")
     return out
 
 
