@@ -10,7 +10,12 @@ import pytest
 
 import octfm
 from octfm.cli.options import is_named_as_file
+from octfm.encoder import embed_files
+from octfm.layers.table import only_writer
+from octfm.phantom import write
 from octfm.pretraining import preflight
+from octfm.run.folder import locked
+from octfm.store import writer
 from support.command_line import octfm_command, octfm_here
 from support.small_store import small_store
 from support.tiny_runs import tiny
@@ -214,3 +219,23 @@ def test_names_of_files_and_what_is_printed_are_utf8_in_every_locale(tmp_path):
         cwd=tmp_path,
     )
     assert done.stdout.decode() == "['-c', 'Müller'] ['Müller'] µm\n"
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        writer.exclusive,
+        embed_files._exclusive,
+        lambda folder: only_writer(folder / "table.csv"),
+        lambda folder: write._new_folder(folder / "clinic"),
+        lambda folder: locked(folder, lambda line: print(line, file=sys.stderr)),
+    ],
+    ids=["prepare", "embed", "segment", "phantom", "pretrain"],
+)
+def test_a_file_system_without_locks_is_written_to_with_a_warning(hold, tmp_path, monkeypatch, capsys):
+    """As NFS without a lock daemon, or Lustre mounted without flock: prepare and embed ended in an error there."""
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with hold(tmp_path):
+        pass
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot be locked here (No locks available)" in line

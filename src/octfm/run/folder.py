@@ -401,15 +401,12 @@ def locked(folder: Path, echo: Echo) -> Iterator[None]:
     """Hold the lock of a run folder, at most until this process ends. CheckpointError if another process holds it."""
     path = folder / LOCK
     try:
-        file = lock(path)
+        file = lock(path, echo)
     except BlockingIOError:
         raise CheckpointError(
             f"{folder}: another process ({path.read_text('utf-8').strip() or 'unknown'}) is training into this folder; "
             "wait for it, stop it, or choose another --out"
         ) from None
-    except OSError as error:
-        echo(f"{folder} cannot be locked on this file system ({error.strerror}): let no other process train into it")
-        file = path.open("a+", encoding="utf-8")
     with file:
         for partial in folder.glob(".*.partial"):  # of a process that was killed while it wrote
             partial.unlink()
