@@ -239,3 +239,22 @@ def test_a_file_system_without_locks_is_written_to_with_a_warning(hold, tmp_path
         pass
     (line,) = capsys.readouterr().err.splitlines()
     assert "cannot be locked here (No locks available)" in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["scan", "C:\\Users\\anna\\oct"],
+        ["scan", ".", "--out", "C:\\Users\\anna\\catalog"],
+        ["segment", "C:/Users/anna/a.e2e"],
+        ["segment", "a.e2e", "--out", "C:Usersannatable.csv"],
+        ["view", "C:\\a.e2e"],
+        ["report", "run", "--out", "c:report.html"],
+    ],
+    ids=" ".join,
+)
+def test_a_path_of_windows_is_refused_with_that_of_wsl(words, tmp_path):
+    """A shell may leave the backslashes or not; the output was a new folder called C:… in the current one."""
+    code, out, err = octfm_here(*words, cwd=tmp_path)
+    assert (code, out) == (1, "") and "a path of Windows; in WSL write /mnt/c/… instead" in err
+    assert not any(tmp_path.iterdir())
