@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import octfm
 from octfm.cli.options import is_named_as_file
 from octfm.encoder import embed_files
+from octfm.io.location import write_whole
 from octfm.layers.table import only_writer
 from octfm.phantom import write
 from octfm.pretraining import preflight
@@ -160,13 +162,26 @@ def test_a_suggestion_ends_with_one_mark(tmp_path):
     assert "Did you mean 'segment'; try octfm --help" in octfm_here("segmnt", cwd=tmp_path)[2]
 
 
-@pytest.mark.parametrize("hidden", [".t.csv.lock", ".t.csv.19248.99b5208d.partial"])
+@pytest.mark.parametrize("hidden", [".t.csv.lock", ".t.csv.19248.99b5208d.partial", ".t.csv.partial"])
 def test_a_folder_that_cannot_be_written_is_reported_by_the_name_that_was_given(hidden):
     """root may write anywhere, so the system's error is made here."""
     from octfm.cli.main import _system_error
 
     problem = _system_error(PermissionError(errno.EACCES, "Permission denied", f"found/{hidden}"))
     assert problem == "found/t.csv: permission denied; change the permissions, or choose another path"
+
+
+def test_a_disk_that_cannot_be_written_is_reported_by_the_whole_name(tmp_path, monkeypatch):
+    """On a read-only disk even deleting what is not there fails; long names were reported without their end."""
+
+    def refuse(path, *_, **__):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    for name in ("write_bytes", "unlink"):
+        monkeypatch.setattr(Path, name, refuse)
+    with pytest.raises(OSError) as caught:
+        write_whole(tmp_path / f"{'long' * 20}.html", b"")
+    assert caught.value.filename == str(tmp_path / f"{'long' * 20}.html")
 
 
 def test_doctor_then_pretrain_then_resume(store, tmp_path):

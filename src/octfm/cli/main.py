@@ -105,7 +105,7 @@ def main() -> None:
 
 def _system_error(error: OSError) -> str:
     # What is written appears under its name when it is whole; a person knows that name alone.
-    name = re.sub(r"(^|/)\.([^/]+?)(\.\d+\.[0-9a-f]{8}\.partial|\.lock)$", r"\1\2", str(error.filename or ""))
+    name = re.sub(r"(^|/)\.([^/]+?)((\.\d+\.[0-9a-f]{8})?\.partial|\.lock)$", r"\1\2", str(error.filename or ""))
     path = f"{name}: " if name else ""
     if isinstance(error, FileNotFoundError):
         return f"{path}no such file or folder; check the path"

@@ -4,7 +4,7 @@ import errno
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TextIO
@@ -58,8 +58,9 @@ def replacing(where: Path) -> Iterator[Path]:
         flush(partial)
         partial.replace(where)
     except BaseException as error:
-        partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
+        with suppress(OSError):  # on a read-only disk, also of a file that is not there
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(partial)):
             error.filename = str(where)
         raise
     # A power cut may undo the rename until the folder is on the disk as well.
