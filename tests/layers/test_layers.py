@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -434,6 +435,27 @@ def test_a_table_resumes_and_keeps_a_row_for_what_cannot_be_read(files, tmp_path
         (tmp_path / "damaged.csv").write_text(f"{','.join(COLUMNS)}\n{damaged}\n")
         with pytest.raises(EvaluationError, match=rf"damaged.csv: line 2: expected {len(COLUMNS)} columns"):
             write_table([], tmp_path / "damaged.csv")
+
+
+def test_a_large_table_is_not_written_once_per_scan_and_loses_nothing_where_it_is_stopped(tmp_path, monkeypatch):
+    """Writing 50,000 rows after each of them would take 20 hours and a terabyte."""
+    written = []
+
+    def save(rows, out):
+        time.sleep(0.02)
+        written.append(len(rows))
+        save_table(rows, out)
+
+    def stop(line):
+        if "no300.npz" in line:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("octfm.layers.table.save_table", save)
+    out = tmp_path / "table.csv"
+    with pytest.raises(KeyboardInterrupt):
+        write_table([str(tmp_path / f"no{i}.npz") for i in range(400)], out, echo=stop)
+    assert written[0] == 1 and written[-1] == len(read_table(out)) == 301
+    assert len(written) < 100
 
 
 def test_a_row_of_a_scan_that_has_changed_is_made_anew(files, tmp_path, small_finder):

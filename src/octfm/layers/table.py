@@ -2,9 +2,10 @@
 
 import csv
 import io
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from octfm.display import csv_cell, from_csv_cell, number
@@ -113,7 +114,7 @@ def write_table(
     also: Callable[[str, ScanSegmentation], None] | None = None,
     echo: Echo = print,
 ) -> int:
-    """Segment each source that `out` does not hold yet, and add its row, the file replaced whole after every scan.
+    """Segment each source that `out` does not hold yet, and add its row; the file is replaced whole.
 
     A file that cannot be read or segmented gets a row with its problem, and is tried again by the next call; one that
     is named twice has one row. A scan on a disk that has changed since, or whose sidecar has, is segmented again:
@@ -133,8 +134,7 @@ def write_table(
     finder, corrections, eyes = finder or load_finder(device=device), corrections or {}, eyes or {}
     done: set[str] = set()
     used: set[str] = set()
-    with only_writer(out):
-        table = _Table(out)
+    with only_writer(out), closing(_Table(out)) as table:
         table.expect(finder.model, only_corrected)
         for given in sources:
             source = given.source if isinstance(given, Volume) else given
@@ -190,10 +190,14 @@ def write_table(
 
 
 class _Table:
-    """The rows of a table, which is written again whenever one changes."""
+    """The rows of a table, which is written again as they change, and always at the end. A large one, which takes long
+    to write, waits for several rows: a kill loses work of at most WAIT times what writing takes."""
+
+    WAIT = 30
 
     def __init__(self, out: Location):
         self.out, self.changed = out, 0
+        self._unsaved, self._next = False, 0.0
         self.rows = read_table(out) if out.exists() else []
         # What could not be read is tried again: a share may have been away.
         self._states = {row["source"]: row["file_state"] for row in self.rows if not row["problem"]}
@@ -242,9 +246,18 @@ class _Table:
             return False
         else:
             self.rows[place] = row
-        save_table(self.rows, self.out)
         self.changed += 1
+        self._unsaved = True
+        if time.monotonic() >= self._next:
+            self.close()
         return True
+
+    def close(self) -> None:
+        """Write the rows that the file lacks."""
+        if self._unsaved:
+            begun = time.monotonic()
+            save_table(self.rows, self.out)
+            self._unsaved, self._next = False, time.monotonic() + self.WAIT * (time.monotonic() - begun)
 
 
 def _report_unused(corrections: Mapping[str, Corrections], used: set[str], echo: Echo) -> None:
