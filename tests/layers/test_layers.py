@@ -437,6 +437,22 @@ def test_a_table_resumes_and_keeps_a_row_for_what_cannot_be_read(files, tmp_path
             write_table([], tmp_path / "damaged.csv")
 
 
+def die_of_eye1(source, found):
+    if "eye1" in source:
+        os.abort()
+
+
+def test_several_processes_make_the_same_table_and_one_that_dies_costs_one_row(files, tmp_path):
+    whole, spread, died = (tmp_path / f"{name}.csv" for name in ("whole", "spread", "died"))
+    eyes = {files[0]: "R"}
+    assert write_table(files, whole, eyes=eyes, echo=lambda _: None) == 3
+    assert write_table([*files, files[0]], spread, eyes=eyes, workers=2, echo=lambda _: None) == 3
+    assert spread.read_bytes() == whole.read_bytes()
+    assert write_table(files, died, also=die_of_eye1, workers=2, echo=lambda _: None) == 3
+    assert [row["problem"].partition(":")[0] for row in read_table(died)][2] == "decoder_crashed"
+    assert write_table(files, died, eyes=eyes, workers=2, echo=lambda _: None) == 1, "tried again, and only that"
+
+
 def test_a_large_table_is_not_written_once_per_scan_and_loses_nothing_where_it_is_stopped(tmp_path, monkeypatch):
     """Writing 50,000 rows after each of them would take 20 hours and a terabyte."""
     written = []
