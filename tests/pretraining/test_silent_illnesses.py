@@ -358,7 +358,10 @@ SOUND = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", SOUND)
+RARELY = ("mae bf16", "a batch of all volumes", "two in turn", "balanced")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in RARELY)) for kind in SOUND])
 def test_sound_runs_raise_no_alarm(store, tmp_path, kind):
     assert trained(store, tmp_path / "run", **{"log_every_steps": 5} | SOUND[kind]) == ([], None)
 
