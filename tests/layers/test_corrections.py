@@ -207,6 +207,7 @@ def test_a_page_shows_ranges_and_compares_once_there_is_a_correction(browser, tm
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_tools_stand_right_above_the_bscan(browser, tmp_path):
     open_page(browser, found_in(), tmp_path)
     browser.key("e")
@@ -361,7 +362,7 @@ def test_a_page_gives_no_volume_that_another_fovea_would_change(browser, tmp_pat
 
 
 @needs_chromium
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("turned", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_fovea_set_in_the_page_is_the_centre_of_the_zones(browser, tmp_path, turned):
     found = found_eye(25, 3, **({"lines": tilted(25, 20.0, 1)} if turned else {}))
     depth = found.volume.shape[0]

@@ -126,7 +126,7 @@ def test_batch_statistics_are_seen_in_a_few_of_many_tokens(store, tmp_path, obje
     assert named(said, 0)[0] == (20, "batch statistics") and error is not None
 
 
-@pytest.mark.parametrize("budget", [64, None])
+@pytest.mark.parametrize("budget", [64, pytest.param(None, marks=pytest.mark.slow)])
 def test_sound_statistics_are_seen_whatever_two_sets_of_masks_hide(store, budget):
     """Few tokens are compared, among which one set may have no context and the other some."""
     small = SMALL["model"] | {"positions": "learned"}

@@ -82,7 +82,7 @@ def uphill_optimizer(learner):
 
 
 @pytest.mark.parametrize("ill", [negative_loss, negative_gradients, uphill_optimizer])
-@pytest.mark.parametrize("name", ["vjepa2", "mae"])
+@pytest.mark.parametrize("name", ["vjepa2", pytest.param("mae", marks=pytest.mark.slow)])
 def test_a_gradient_with_the_wrong_sign_is_named(store, tmp_path, monkeypatch, ill, name):
     plant(monkeypatch, ill)
     assert_named(*trained(store, tmp_path / "run", objective={"name": name}), "gradient reversed")
