@@ -217,7 +217,9 @@ def begun(objective: str, **changes):
     return config(objective=settings, model=model, **({"data": data} if data else {}), **changes)
 
 
-@pytest.mark.parametrize("objective", ["mae", "vjepa2", pytest.param("dense", marks=pytest.mark.slow), "anchored"])
+@pytest.mark.parametrize(
+    "objective", ["mae", "vjepa2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "anchored"))]
+)
 def test_a_run_begins_with_it_whatever_the_objective(objective, shipped, store, tmp_path):
     settings = begun(objective, steps=1, validation_volumes=2, schedule={"base_lr": 1e-6, "warmup_ratio": 0.1})
     run = quick_pretrain(settings, store, tmp_path / "run", "cpu", echo=quiet)

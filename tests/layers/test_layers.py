@@ -605,7 +605,7 @@ def test_no_cell_of_a_table_is_a_formula_and_names_come_back(files, tmp_path, mo
         assert [row["source"] for row in rows] == names
 
 
-def test_one_scan_that_cannot_be_read_is_an_error_and_of_several_a_row(files, tmp_path):
+def test_one_scan_that_cannot_be_read_is_an_error_and_of_several_a_row(files, tmp_path, small_finder):
     code, out, err = octfm_here("segment", files[1], "--out", "t.csv", cwd=tmp_path)
     assert (code, out, err.count("\n")) == (1, "", 1) and not (tmp_path / "t.csv").exists()
     code, out, _ = octfm_here("segment", *files[:2], "--out", "t.csv", cwd=tmp_path)
@@ -762,8 +762,8 @@ def test_written_weights_are_those_that_load(tmp_path):
 def test_lines_of_a_real_eye_with_drusen_lie_near_the_experts(real_data):
     """Targets: 5 µm at the RPE, 4 µm at Bruch's membrane. One development eye, for regressions only."""
     file = np.load(real_data / "medvisbonn_amd_spectralis_145.npz")
-    voxels, labels = file["volume"][75::6], file["labels"][75::6]
-    found = octfm.segment(Volume(voxels, (0.09, 0.003872, 0.011182)))
+    voxels, labels = file["volume"][75::9], file["labels"][75::9]
+    found = octfm.segment(Volume(voxels, (0.135, 0.003872, 0.011182)))
     rows = np.arange(labels.shape[1])[None, :, None]
     for name, drawn_as, most in (("rpe_peak", 255, 5.0), ("bm", 127, 4.0)):
         hit = (labels == drawn_as) | (labels == 170)

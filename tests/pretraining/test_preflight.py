@@ -375,9 +375,8 @@ def test_sound_masks_of_single_bscans_raise_no_alarm_by_chance(seed):
 @pytest.mark.parametrize("budget", [32, 64, None])
 def test_sound_masks_never_raise_an_alarm(store, plane, budget):
     sample = data.read_sample(config(), store, select(store, "train"))
-    for seed in range(2):
-        found = list(tokens.masking(config(seed=seed, masks={"plane": plane, "budget": budget}), sample))
-        assert all(check.status != "FAIL" for check in found), found
+    found = list(tokens.masking(config(masks={"plane": plane, "budget": budget}), sample))
+    assert all(check.status != "FAIL" for check in found), found
 
 
 # Objective
@@ -440,11 +439,13 @@ def test_F12_validation_without_targets_is_stopped(store, monkeypatch):
 @pytest.mark.parametrize(
     "name, fault",
     [
-        (name, fault)
-        for name in ("vjepa2", "data2vec")
-        for fault in ("constant teacher", "blind context", "learning rate 0")
-    ]
-    + [("mae", "blind context")],
+        ("vjepa2", "constant teacher"),
+        ("vjepa2", "blind context"),
+        ("vjepa2", "learning rate 0"),
+        ("data2vec", "constant teacher"),
+        *(pytest.param("data2vec", fault, marks=pytest.mark.slow) for fault in ("blind context", "learning rate 0")),
+        ("mae", "blind context"),
+    ],
 )
 def test_F11_an_objective_that_learns_nothing_is_stopped(store, monkeypatch, name, fault):
     """Loss may fall all the way in each of these; what it never does is depend on the content of a volume."""

@@ -77,7 +77,7 @@ def result_of(out, metric):
         {"lr_encoder": 0, "pool": "attention", "epochs": 20},
         {},
         {"lora_rank": 2, "lr_encoder": 3e-3},
-        {"precision": "bf16"},
+        pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),
     ],
     ids=["linear", "attentive", "finetune", "lora", "bf16"],
 )
