@@ -1,5 +1,6 @@
 """Local disk, a real S3 server and a real GCS emulator behave alike, also when a tenth of the requests goes wrong."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -263,6 +265,19 @@ def test_an_object_is_fetched_once_and_again_when_it_changed(place):
     bucket.write(uri, b"other")
     with bucket_cache.local_copy(uri) as file:
         assert file.read_bytes() == b"other"
+
+
+def test_a_cache_that_cannot_be_locked_or_written_is_named(tmp_path, monkeypatch):
+    """Home folders on network file systems may lack locks, those of containers may be read-only."""
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "cache"))
+    remedy = "cannot be written or locked .*; set OCTFM_CACHE"
+    with monkeypatch.context() as without_locks:
+        without_locks.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
+        with pytest.raises(BucketError, match=remedy), bucket_cache.kept("ab", 1, lambda file: None):
+            pass
+    monkeypatch.setattr(Path, "mkdir", mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    with pytest.raises(BucketError, match=remedy), bucket_cache.kept("ab", 1, lambda file: None):
+        pass
 
 
 def test_the_cache_keeps_to_its_limit_and_keeps_what_was_used_last(tmp_path, monkeypatch):

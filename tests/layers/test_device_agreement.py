@@ -2,6 +2,7 @@
 
 import csv
 import re
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -357,3 +358,16 @@ def test_a_plot_of_many_scans_shows_the_largest_difference_and_says_how_many_it_
     chart = bland_altman(pair | {"bland_altman": dict.fromkeys(("lower", "bias", "upper"), line)}, "Centre", "")
     assert "Of 600 points 500 are drawn" in chart.caption
     assert ">80</text>" in chart.svg, "the axis reaches the largest difference"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "cp1252", "utf-16"])
+def test_umlauts_match_however_a_table_writes_them(tmp_path, encoding):
+    """Folders of macOS have u and two dots for ü, and Excel saves CSV in Windows' code: these eyes were left out as
+    without the device's zones."""
+    rows = [row | {"source": f"Mu\u0308ller/{row['source']}"} for row in rows_of(3)]
+    rows[0]["source"] = "M\udcfcller/raw.xml"
+    device = [{"source": unicodedata.normalize("NFC", row["source"]), "centre_um": "300"} for row in rows]
+    device[0]["source"] = "Müller/raw.xml"
+    path = write(tmp_path / "d.csv", device)
+    path.write_text(path.read_text("utf-8"), encoding)
+    assert device_agreement(write(tmp_path / "t.csv", rows), path)["used"] == len(rows)

@@ -235,6 +235,20 @@ def test_tables_of_corrections_from_a_spreadsheet_are_read(tmp_path):
     assert calibrate_rows(rows, tmp_path / "again.csv") == calibrate_rows(rows, tmp_path / "c.csv")
 
 
+@pytest.mark.parametrize("name", ["M\udcfcller", "Mu\u0308ller", "Müller"])
+def test_scans_with_umlauts_count_in_tables_from_a_spreadsheet(tmp_path, name):
+    """Excel saves CSV in Windows' code; names of files may be in it as well, or have two dots of their own on macOS."""
+    rows = [row | {"source": f"{name}/{row['source']}"} for row in table(60)]
+    corrected(
+        tmp_path / "c.csv",
+        [row | {"source": row["source"].replace(name, "Müller")} for row in rows],
+        lambda i, _: i / 10,
+    )
+    content = (tmp_path / "c.csv").read_text("utf-8")
+    (tmp_path / "c.csv").write_text(content, "cp1252")
+    assert "60 participants" in calibrate_rows(rows, tmp_path / "c.csv")[1][0]
+
+
 def test_the_command_calibrates_a_table(tmp_path, monkeypatch):
     rows, out = table(55), tmp_path / "table.csv"
     for i, row in enumerate(rows):  # readable places, so that the table is complete and nothing is segmented

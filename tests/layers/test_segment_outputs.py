@@ -1,11 +1,13 @@
 """What octfm segment says about zones: why they are blank, and the device's own beside them."""
 
 import json
+import unicodedata
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from octfm.cli.segment_scans import stems_of
 from octfm.formats import read_device_grid, read_volume
 from octfm.layers.corrections import Corrections
 from octfm.layers.finder import LayerFinder, Layers
@@ -208,3 +210,11 @@ def test_a_table_of_an_export_has_the_devices_zones(tmp_path, monkeypatch):
     assert set(DEVICE_UNIT) == set(ZONES)
     uri.write_text(uri.read_text().replace("</HEDX>", ""))
     assert "cannot be read: damaged_file" in device_grid_of(uri)
+
+
+def test_results_of_two_scans_have_two_names_on_macos_too():
+    """There A1 is a1, and ü is u with two dots: results of the second scan met those of the first."""
+    sources = ["p/A1.dcm", "q/a1.dcm", "p/M\u00fcller.nii.gz", "q/Mu\u0308ller.dcm", "p/b.dcm"]
+    names = stems_of(sources)
+    assert len({unicodedata.normalize("NFC", name).casefold() for name in names.values()}) == len(sources)
+    assert names["p/b.dcm"] == "b"

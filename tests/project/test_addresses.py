@@ -112,10 +112,12 @@ def _refused_and_nothing_written(folder: Path, words: list[str], secret: str) ->
 
 
 def parser_of(verb: str, option) -> object:
-    """What the verb's function declares to parse the value, or None."""
+    """What the verb's function declares to parse the value, without what every place is checked for; or None."""
     function = inspect.unwrap(VERBS[verb].callback)
     annotation = inspect.signature(function, eval_str=True).parameters[option.name].annotation
-    return next((extra.parser for extra in getattr(annotation, "__metadata__", ()) if hasattr(extra, "parser")), None)
+    declared = (extra.parser for extra in getattr(annotation, "__metadata__", ()) if hasattr(extra, "parser"))
+    parser = next(declared, None)
+    return getattr(parser, "__wrapped__", parser)
 
 
 def _settings(cls: type[Config], prefix: str = "") -> list[str]:

@@ -32,13 +32,18 @@ name any."""
 
 
 @cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text("utf-8")) for path in sorted((SOURCE / "octfm").rglob("*.py"))}
+
+
+@cache
 def imports() -> dict[str, set[str]]:
     """Module -> modules of octfm that it imports, inside functions and for types only as well."""
-    paths = {name_of(path): path for path in sorted((SOURCE / "octfm").rglob("*.py"))}
+    paths = {name_of(path): path for path in trees()}
     found: dict[str, set[str]] = {}
     for module, path in paths.items():
         named = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(trees()[path]):
             if isinstance(node, ast.Import):
                 named |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -93,9 +98,7 @@ def test_only_named_doors_open_what_stands_later():
     found = {}
     for module in imports():
         path = SOURCE / Path(*module.split(".")).with_suffix(".py")
-        if not path.is_file():
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(trees()[path]) if path in trees() else ():
             named = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args
             if named and isinstance(node.args[0], ast.Constant) and node.args[0].value.startswith("octfm."):
                 found[module] = node.args[0].value
@@ -106,3 +109,22 @@ def test_folders_hold_at_most_16_modules():
     for folder in {path.parent for path in (SOURCE / "octfm").rglob("*.py")}:
         modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
         assert len(modules) <= 16, f"{folder.relative_to(SOURCE)} holds {len(modules)} modules"
+
+
+def test_text_is_utf8_whatever_the_locale():
+    """A folder is written on one machine and read on another: text needs an encoding, or a `b` in its mode."""
+    for path, tree in trees().items():
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                names = {word.arg for word in call.keywords}
+                words = [word.value for word in call.args if isinstance(word, ast.Constant)]
+                without = {
+                    "read_text": not call.args,
+                    "write_text": len(call.args) < 2,
+                    "open": bool(words) and str(words[0]) in ("r", "w", "a", "x", "r+", "w+", "a+"),
+                    "run": "text" in names,
+                    "Popen": "text" in names,
+                    "NamedTemporaryFile": "w" in words,
+                }
+                left_to_the_locale = without.get(call.func.attr, False) and "encoding" not in names
+                assert not left_to_the_locale, f"{path}:{call.lineno}: {ast.unparse(call)}"

@@ -1,15 +1,23 @@
 """The command line as a user meets it: one line per mistake, exit codes, nothing half-written."""
 
 import errno
+import os
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 import octfm
 from octfm.cli.options import is_named_as_file
+from octfm.encoder import embed_files
+from octfm.io.location import write_whole
+from octfm.layers.table import only_writer
+from octfm.phantom import write
 from octfm.pretraining import preflight
+from octfm.run.folder import locked
+from octfm.store import writer
 from support.command_line import octfm_command, octfm_here
 from support.small_store import small_store
 from support.tiny_runs import tiny
@@ -154,13 +162,26 @@ def test_a_suggestion_ends_with_one_mark(tmp_path):
     assert "Did you mean 'segment'; try octfm --help" in octfm_here("segmnt", cwd=tmp_path)[2]
 
 
-@pytest.mark.parametrize("hidden", [".t.csv.lock", ".t.csv.19248.99b5208d.partial"])
+@pytest.mark.parametrize("hidden", [".t.csv.lock", ".t.csv.19248.99b5208d.partial", ".t.csv.partial"])
 def test_a_folder_that_cannot_be_written_is_reported_by_the_name_that_was_given(hidden):
     """root may write anywhere, so the system's error is made here."""
     from octfm.cli.main import _system_error
 
     problem = _system_error(PermissionError(errno.EACCES, "Permission denied", f"found/{hidden}"))
     assert problem == "found/t.csv: permission denied; change the permissions, or choose another path"
+
+
+def test_a_disk_that_cannot_be_written_is_reported_by_the_whole_name(tmp_path, monkeypatch):
+    """On a read-only disk even deleting what is not there fails; long names were reported without their end."""
+
+    def refuse(path, *_, **__):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    for name in ("write_bytes", "unlink"):
+        monkeypatch.setattr(Path, name, refuse)
+    with pytest.raises(OSError) as caught:
+        write_whole(tmp_path / f"{'long' * 20}.html", b"")
+    assert caught.value.filename == str(tmp_path / f"{'long' * 20}.html")
 
 
 def test_doctor_then_pretrain_then_resume(store, tmp_path):
@@ -200,3 +221,55 @@ def test_a_verb_that_is_terminated_ends_as_by_ctrl_c():
         [sys.executable, "-c", f"import signal; from octfm.cli import main; {body}"], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (130, "octfm: interrupted; the same command continues\n")
+
+
+def test_names_of_files_and_what_is_printed_are_utf8_in_every_locale(tmp_path):
+    """In ASCII or Latin-1 the folder Müller had other letters: all of its files were rejected as not UTF-8."""
+    (tmp_path / "Müller").touch()
+    body = "main.app = lambda **_: print(sys.argv, [path.name for path in Path().iterdir()], '\\xb5m'); main.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; from pathlib import Path; from octfm.cli import main; {body}", "Müller"],
+        env=os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        capture_output=True,
+        cwd=tmp_path,
+    )
+    assert done.stdout.decode() == "['-c', 'Müller'] ['Müller'] µm\n"
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        writer.exclusive,
+        embed_files._exclusive,
+        lambda folder: only_writer(folder / "table.csv"),
+        lambda folder: write._new_folder(folder / "clinic"),
+        lambda folder: locked(folder, lambda line: print(line, file=sys.stderr)),
+    ],
+    ids=["prepare", "embed", "segment", "phantom", "pretrain"],
+)
+def test_a_file_system_without_locks_is_written_to_with_a_warning(hold, tmp_path, monkeypatch, capsys):
+    """As NFS without a lock daemon, or Lustre mounted without flock: prepare and embed ended in an error there."""
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with hold(tmp_path):
+        pass
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot be locked here (No locks available)" in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["scan", "C:\\Users\\anna\\oct"],
+        ["scan", ".", "--out", "C:\\Users\\anna\\catalog"],
+        ["segment", "C:/Users/anna/a.e2e"],
+        ["segment", "a.e2e", "--out", "C:Usersannatable.csv"],
+        ["view", "C:\\a.e2e"],
+        ["report", "run", "--out", "c:report.html"],
+    ],
+    ids=" ".join,
+)
+def test_a_path_of_windows_is_refused_with_that_of_wsl(words, tmp_path):
+    """A shell may leave the backslashes or not; the output was a new folder called C:… in the current one."""
+    code, out, err = octfm_here(*words, cwd=tmp_path)
+    assert (code, out) == (1, "") and "a path of Windows; in WSL write /mnt/c/… instead" in err
+    assert not any(tmp_path.iterdir())

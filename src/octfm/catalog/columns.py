@@ -176,7 +176,7 @@ def read_table(path: Location, delimiter: str | None = None) -> tuple[list[str],
     """
     try:
         with open_file(path, whole=True) as file:
-            text = _decoded(file.read())
+            text = decoded(file.read())
         first = text.partition("\n")[0]
         if re.search(r"[\0-\x08\x0e-\x1f]", first):
             raise TableError(f"{path}: expected a CSV or TSV of text, got other bytes; export the table as text")
@@ -231,7 +231,7 @@ def _never_closed(text: str, begin: int, delimiter: str) -> bool:
     return False
 
 
-def _decoded(content: bytes) -> str:
+def decoded(content: bytes) -> str:
     """Text in UTF-8, in UTF-16 with a byte order mark, as Excel's Unicode text, or else in Windows' Western European
     code. Nothing is replaced: Müller and Möller must not become one participant."""
     for encoding in ("utf-16",) if content[:2] in (b"\xff\xfe", b"\xfe\xff") else ("utf-8-sig", "cp1252"):

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -115,7 +116,9 @@ def _sort(entry: Path, root: Path, found: Found, pending: list[Path]) -> str:
     elif not stat.S_ISREG(mode):
         return "a device, socket or pipe, not a file; remove it"
     elif _text(entry) != str(entry):
-        return "the name is not UTF-8; rename it"
+        encoding = sys.getfilesystemencoding()
+        known = encoding == "utf-8"
+        return "the name is not UTF-8; rename it" if known else f"names are read as {encoding}; set PYTHONUTF8=1"
     elif _is_companion(entry, entry.relative_to(root).parts):
         found.companions.append(entry)
     # The ending counts as well: .npz, .docx and others are ZIP archives but no folders of files.

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import locale
 import os
 import re
 import signal
@@ -75,6 +76,10 @@ def main() -> None:
     torchrun turns every exit code but 0 into 1. Therefore one rank per host also writes 75 to the file that
     OCTFM_EXIT_FILE names, for launch/torchrun.sh.
     """
+    if not sys.flags.utf8_mode and locale.getencoding().lower() != "utf-8":
+        # Start again as in a UTF-8 locale: in another one, names of files that are not ASCII have other letters.
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     # Processes started by libraries must not import modules from the current folder, which may hold anyone's files.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     exit_file = os.environ.get("OCTFM_EXIT_FILE") if os.environ.get("LOCAL_RANK", "0") == "0" else None
@@ -92,7 +97,7 @@ def main() -> None:
         # The first rank of this host most likely says the same, and torchrun then ends this one before it repeats it.
         time.sleep(REPEATS_AFTER_S)
     if code == 75 and exit_file:
-        Path(exit_file).write_text("75\n")
+        Path(exit_file).write_text("75\n", "utf-8")
     if message:
         sys.stderr.write(f"octfm: {one_line(mask(message))}\n")
     sys.exit(code)
@@ -100,7 +105,7 @@ def main() -> None:
 
 def _system_error(error: OSError) -> str:
     # What is written appears under its name when it is whole; a person knows that name alone.
-    name = re.sub(r"(^|/)\.([^/]+?)(\.\d+\.[0-9a-f]{8}\.partial|\.lock)$", r"\1\2", str(error.filename or ""))
+    name = re.sub(r"(^|/)\.([^/]+?)((\.\d+\.[0-9a-f]{8})?\.partial|\.lock)$", r"\1\2", str(error.filename or ""))
     path = f"{name}: " if name else ""
     if isinstance(error, FileNotFoundError):
         return f"{path}no such file or folder; check the path"

@@ -125,13 +125,25 @@ def _folder(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return parse_folder
 
 
-def option(metavar: str, about: str, *names: str, **settings: Any) -> Any:
-    """An option with a value; named after its parameter if it has no `names`."""
-    return typer.Option(*names, metavar=metavar, help=about, **settings)
+def _here(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`parse`, which also refuses a path of Windows: as an output it would be a new file in the current folder."""
+
+    @functools.wraps(parse)
+    def parse_here(text: Any) -> Any:
+        if (drive := re.match(r"([A-Za-z]):", str(text))) and not os.path.lexists(text):
+            raise ConfigError(f"{text}: a path of Windows; in WSL write /mnt/{drive[1].lower()}/… instead")
+        return parse(text)
+
+    return parse_here
 
 
-def argument(metavar: str, about: str, **settings: Any) -> Any:
-    return typer.Argument(metavar=metavar, help=about, **settings)
+def option(metavar: str, about: str, *names: str, parser: Callable[[Any], Any] | None = None, **settings: Any) -> Any:
+    """An option with a value; named after its parameter if it has no `names`. `parser`: of a place."""
+    return typer.Option(*names, metavar=metavar, help=about, parser=parser and _here(parser), **settings)
+
+
+def argument(metavar: str, about: str, *, parser: Callable[[Any], Any] | None = None, **settings: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=about, parser=parser and _here(parser), **settings)
 
 
 def flag(about: str, *names: str) -> Any:
@@ -322,7 +334,7 @@ def volumes_in(
     taken: list[Layout] = [each for each in LAYOUTS if layouts in ("any", each)]
     sources: dict[str, Laterality | None] = {}
     for word in words:
-        place = expect_place(word)
+        place = _here(expect_place)(word)
         if not Path(place).is_dir():
             sources.setdefault(place, None if is_remote(place) else eye_in_path(Path(place)))
             continue

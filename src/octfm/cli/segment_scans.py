@@ -9,6 +9,7 @@ from pathlib import Path
 
 import typer
 
+from octfm.catalog.columns import composed
 from octfm.cli.options import echo_line, is_named_as_file
 from octfm.errors import ConfigError, CorrectionsError, ExportError, ReadError, one_line
 from octfm.formats import read_volume, within
@@ -222,8 +223,12 @@ def write_files(
 
 
 def stems_of(sources: Iterable[str]) -> dict[str, str]:
-    """Source → the stem of its results. If files in several folders share a name, a part of the path's hash is
-    appended, so that none overwrites another."""
+    """Source → the stem of its results. If files in several folders share a name, also but for case or the code of an
+    umlaut, which are the same on macOS, a part of the path's hash is appended, so that none overwrites another."""
     stems = {source: Path(source).stem.removesuffix(".nii") for source in sources}
-    count = Counter(stems.values())
-    return {source: stem if count[stem] == 1 else f"{stem}-{hash_text(source)[:8]}" for source, stem in stems.items()}
+    same = {source: composed(stem).casefold() for source, stem in stems.items()}
+    count = Counter(same.values())
+    return {
+        source: stem if count[same[source]] == 1 else f"{stem}-{hash_text(source)[:8]}"
+        for source, stem in stems.items()
+    }

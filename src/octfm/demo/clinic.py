@@ -125,7 +125,7 @@ def cohort(
 def _require_same(facts: Path, size: Size, seed: int) -> None:
     if not facts.is_file():
         return
-    known = json.loads(facts.read_text())
+    known = json.loads(facts.read_text("utf-8"))
     if (known["participants"], known["seed"]) != (size.participants, seed):
         raise ConfigError(
             f"{facts.parent.parent}: holds a cohort of {known['participants']} participants with seed {known['seed']}, "
@@ -153,7 +153,7 @@ def _join_tables(clinic: Path, parts: list[Path]) -> None:
         # A participant with two scanners is in two parts.
         rows = dict.fromkeys(line for lines in texts for line in lines[1:])
         write_whole(clinic / name, "".join([texts[0][0], *rows]).encode())
-    facts = [json.loads((part / "ground_truth" / "phantom.json").read_text()) for part in parts]
+    facts = [json.loads((part / "ground_truth" / "phantom.json").read_text("utf-8")) for part in parts]
     whole = {name: value for name, value in facts[0].items() if name != "only"}
     whole["volumes"] = sum(part["volumes"] for part in facts)
     write_whole(clinic / "ground_truth" / "phantom.json", f"{json.dumps(whole, indent=1)}\n".encode())

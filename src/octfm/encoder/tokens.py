@@ -70,7 +70,7 @@ def token_features(
     _require_shared_folder(exists == exists[0], path.parent)
     if not exists[0]:
         _compute(encoder, store, path, record, per_volume, between)
-    facts = json.loads(record.read_text())
+    facts = json.loads(record.read_text("utf-8"))
     counts = np.arange(per_volume)[None, :] < np.array(facts["counts"])[:, None]
     place = {name: i for i, name in enumerate(facts["acquisitions"])}
     return TokenFeatures(place, np.load(path, mmap_mode="r"), counts)

@@ -104,18 +104,24 @@ def _make_room(size: int) -> None:
             f"{folder()}: an object of {size / 1e9:.2f} GB does not fit into the cache of {limit / 1e9:.2f} GB; "
             "raise OCTFM_CACHE_GB"
         )
-    folder().mkdir(parents=True, exist_ok=True)
-    with (folder() / "used").open("a+") as book:
-        fcntl.flock(book, fcntl.LOCK_EX)
-        book.seek(0)
-        text = book.read()
-        # A running total: adding up all files for each new one would take longer than fetching it.
-        # Without a valid total the cache counts as full, so that `_shrink` adds up all files.
-        used = int(text) if text.isdigit() else limit
-        if used + size > limit:
-            used = _shrink(int(limit * KEEP) - size)
-        book.truncate(0)
-        book.write(str(used + size))
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        with (folder() / "used").open("a+", encoding="utf-8") as book:
+            fcntl.flock(book, fcntl.LOCK_EX)
+            book.seek(0)
+            text = book.read()
+            # A running total: adding up all files for each new one would take longer than fetching it.
+            # Without a valid total the cache counts as full, so that `_shrink` adds up all files.
+            used = int(text) if text.isdigit() else limit
+            if used + size > limit:
+                used = _shrink(int(limit * KEEP) - size)
+            book.truncate(0)
+            book.write(str(used + size))
+    except OSError as error:
+        raise BucketError(
+            f"{folder()}: the cache of buckets cannot be written or locked ({error.strerror}); set OCTFM_CACHE to a "
+            "folder on a local disk"
+        ) from None
 
 
 def _shrink(target: int) -> int:

@@ -15,7 +15,7 @@ def available_cores(ranks: int = 1) -> int:
     host = os.cpu_count() or 1
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # version 2 of control groups, 1
         with suppress(OSError, ValueError):  # "max", or -1, if a control group sets no limit
-            quota, period = map(int, " ".join((GROUP / name).read_text() for name in names).split())
+            quota, period = map(int, " ".join((GROUP / name).read_text("utf-8") for name in names).split())
             host = min(host, ceil(quota / period)) if quota > 0 else host
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else host
     return max(1, min(bound, host // ranks))

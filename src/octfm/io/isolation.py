@@ -185,7 +185,7 @@ class _Child:
         """Seconds that the child was ready to run while others had the cores; 0 if the system does not report it."""
         try:
             # CPU time, time on a run queue (ns), time slices: Documentation/scheduler/sched-stats.rst of Linux
-            return int(Path(f"/proc/{self._process.pid}/schedstat").read_text().split()[1]) / 1e9
+            return int(Path(f"/proc/{self._process.pid}/schedstat").read_text("utf-8").split()[1]) / 1e9
         except (OSError, IndexError, ValueError):
             return 0.0
 

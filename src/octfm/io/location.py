@@ -4,13 +4,14 @@ import errno
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TextIO
 
 from octfm.addresses import SCHEMES, expect_local, expect_place, is_bucket, refuse_credentials
-from octfm.errors import BucketError
+from octfm.errors import BucketError, Echo
+from octfm.io.progress import say
 
 
 def is_remote(where: Any) -> bool:
@@ -57,8 +58,9 @@ def replacing(where: Path) -> Iterator[Path]:
         flush(partial)
         partial.replace(where)
     except BaseException as error:
-        partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
+        with suppress(OSError):  # on a read-only disk, also of a file that is not there
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(partial)):
             error.filename = str(where)
         raise
     # A power cut may undo the rename until the folder is on the disk as well.
@@ -78,19 +80,19 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def lock(path: Path) -> TextIO:
-    """Open and lock a file, until it is closed or the process ends, however it ends.
-
-    Raises BlockingIOError if another process holds the lock, and OSError if the file system has no locks.
-    """
+def lock(path: Path, echo: Echo = say) -> TextIO:
+    """Open and lock a file, until it is closed or the process ends, however it ends; where the file system has no
+    locks, `echo` says so. Raises BlockingIOError if another process holds the lock."""
     import fcntl
 
-    file = path.open("a+")
+    file = path.open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         file.close()
         raise
+    except OSError as error:  # as on some network file systems
+        echo(f"{path.parent}: cannot be locked here ({error.strerror}); let no other process write into it meanwhile")
     return file
 
 

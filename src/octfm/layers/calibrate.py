@@ -7,7 +7,7 @@ from octfm.catalog.participants.people import under_one_id
 from octfm.display import number
 from octfm.errors import EvaluationError, one_line
 from octfm.layers.ranges import conformal_quantile
-from octfm.layers.zones import RANGE, UNIT, read_rows, same_millimetres, zones_in
+from octfm.layers.zones import RANGE, UNIT, as_read, read_rows, same_millimetres, zones_in
 
 LEAST_PARTICIPANTS = 50
 """Participants with corrected zones that a range needs to be called a 90 % interval."""
@@ -28,7 +28,7 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
     none, or nothing was corrected.
     """
     fixed, left_out = read_corrected(corrected)
-    known = {row["source"]: row for row in rows if not row["problem"]}
+    known = {as_read(row["source"]): row for row in rows if not row["problem"]}
     scores: dict[str, dict[str, list[float]]] = {}
     of_other_length = 0
     for other in fixed:
@@ -75,6 +75,7 @@ def expect_enough(corrected: Path, sources: Set[str]) -> None:
     """Raise EvaluationError, before scans are segmented, if a CSV as for `calibrate_rows` is something else, or has
     corrected zones of fewer than LEAST_PARTICIPANTS participants whose scans are among `sources`."""
     fixed, left_out = read_corrected(corrected)
+    sources = {as_read(source) for source in sources}
     if fixed and sources.isdisjoint(row["source"] for row in fixed):
         raise EvaluationError(
             f"{corrected}: expected source as in the table, such as {min(sources)}, got {fixed[0]['source']} and none "

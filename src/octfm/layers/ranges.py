@@ -46,7 +46,7 @@ def packaged_ranges(name: str, digest: str) -> Ranges | None:
     file = files("octfm.weights") / f"{name}.ranges.json"
     if not file.is_file():
         return None
-    facts = json.loads(file.read_text())
+    facts = json.loads(file.read_text("utf-8"))
     if facts["sha256"] != digest:
         return None
     return Ranges(tuple(facts["below"]), tuple(facts["above"]), facts["participants"])

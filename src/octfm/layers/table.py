@@ -6,7 +6,7 @@ import io
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -389,16 +389,13 @@ def only_writer(table: Location) -> Iterator[None]:
             yield
         return
     table.parent.mkdir(parents=True, exist_ok=True)
-    (table.parent / name).touch()  # fails before hours of work if the folder cannot be written
-    with ExitStack() as held:
-        try:
-            held.enter_context(lock(table.parent / name))
-        except BlockingIOError:
-            raise EvaluationError(
-                f"{table}: another process is writing this table; wait for it, or choose another --out"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+    try:
+        held = lock(table.parent / name)
+    except BlockingIOError:
+        raise EvaluationError(
+            f"{table}: another process is writing this table; wait for it, or choose another --out"
+        ) from None
+    with held:
         yield
 
 

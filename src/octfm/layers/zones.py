@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from octfm.catalog.columns import separator_above
+from octfm.catalog.columns import composed, decoded, separator_above
 from octfm.display import from_csv_cell
 from octfm.errors import EvaluationError, ReadError, one_line
 from octfm.formats import read_device_grid
@@ -205,11 +205,13 @@ def read_rows(path: Path, needed: Sequence[str], expected: str = "a table of oct
     `expected`, in words.
 
     Its separator is the comma, the semicolon (of spreadsheets in languages with a decimal comma) or the tab; it is in
-    UTF-8, or in UTF-16 as Excel's Unicode text. Spaces around the names of columns do not count, nor do blank rows.
+    UTF-8, in UTF-16 as Excel's Unicode text, or in Windows' Western European code. Letters are `composed`, so that
+    names match. Spaces around the names of columns do not count, nor do blank rows.
     """
     content = path.read_bytes()
     utf16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
-    text = content.decode(*("utf-16", "replace") if utf16 else ("utf-8-sig", "surrogateescape"))
+    # By line: in a table of octfm segment, names of files keep bytes that are not UTF-8.
+    text = composed("".join(map(decoded, [content] if utf16 else content.splitlines(keepends=True))))
     header = text.partition("\n")[0]
     if re.search(r"[\0-\x08\x0e-\x1f]", header):
         raise EvaluationError(f"{path}: expected {expected}, got other bytes; export the table as CSV")
@@ -238,6 +240,11 @@ def read_rows(path: Path, needed: Sequence[str], expected: str = "a table of oct
     if not rows:
         raise EvaluationError(f"{path}: holds no row")
     return rows
+
+
+def as_read(source: str) -> str:
+    """The name of a file as `read_rows` gives it, whatever table it is in."""
+    return composed(decoded(source.encode("utf-8", "surrogateescape")))
 
 
 def zones_in(row: dict[str, str], columns: dict[str, str], path: Path, of: str = "") -> dict[str, float]:

@@ -10,7 +10,7 @@ import math
 import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -154,7 +154,7 @@ def write_phantom(
             "volumes": len(labels),
             "synthetic": True,
         }
-        (partial / "ground_truth" / "phantom.json").write_text(json.dumps(settings, indent=1) + "\n")
+        (partial / "ground_truth" / "phantom.json").write_text(json.dumps(settings, indent=1) + "\n", "utf-8")
     return out
 
 
@@ -167,15 +167,13 @@ def _new_folder(out: Path) -> Iterator[Path]:
     """
     partial = out.with_name(out.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as held:
-        try:
-            if any(partial.iterdir()) and not (partial / LOCK).exists():
-                raise OctfmError(f"{partial}: would be emptied, and is not of octfm phantom; name another folder")
-            held.enter_context(lock(partial / LOCK))
-        except BlockingIOError:
-            raise OctfmError(f"{out}: another process is writing this cohort; wait for it, or name another") from None
-        except OSError:
-            pass  # a file system without locks
+    if any(partial.iterdir()) and not (partial / LOCK).exists():
+        raise OctfmError(f"{partial}: would be emptied, and is not of octfm phantom; name another folder")
+    try:
+        held = lock(partial / LOCK)
+    except BlockingIOError:
+        raise OctfmError(f"{out}: another process is writing this cohort; wait for it, or name another") from None
+    with held:
         _expect_new(out)
         for left in partial.iterdir():
             if left.is_dir():

@@ -56,7 +56,7 @@ def is_pretraining(run: Location) -> bool:
 def _verb(run: Location) -> str | None:
     """The verb that made a run folder; None without a run.json."""
     try:
-        record = json.loads((run / "run.json").read_text())
+        record = json.loads((run / "run.json").read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError):  # the latter of a checkpoint's file
         return None
     except ValueError:
@@ -87,7 +87,7 @@ def gather(run: Path, catalog: Location | None = None, store: Location | None = 
     return Sources(
         run=run,
         record=_json(run / "run.json"),
-        config=config.read_text() if config.is_file() else None,
+        config=config.read_text("utf-8") if config.is_file() else None,
         train=[row for row in rows if row.get("kind") == "train"],
         validation=[row for row in rows if row.get("kind") == "validation"],
         health=[row for row in rows if row.get("kind") in ("health", "incident", "checkpoint", "bucket")],
@@ -131,7 +131,7 @@ def series(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarra
 
 def _json(path: Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise EvaluationError(
             f"{path}: not valid JSON ({error}); the file was edited or cut off, create it again"

@@ -70,7 +70,7 @@ def planned_steps(run: Location) -> int:
     """Length of the run, from its config.yaml."""
     import yaml
 
-    return int(yaml.safe_load((run / "config.yaml").read_text())["steps"])
+    return int(yaml.safe_load((run / "config.yaml").read_text("utf-8"))["steps"])
 
 
 def last_step(rows: list[dict[str, Any]]) -> int:

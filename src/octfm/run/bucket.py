@@ -296,7 +296,7 @@ class BucketRun:
         """Fetch the run, unless this folder wrote the bucket's pointer and may be ahead of it."""
         pointer = read_pointer(self.where)
         try:
-            ours = json.loads((self.path / MARK).read_text())["tokens"]
+            ours = json.loads((self.path / MARK).read_text("utf-8"))["tokens"]
         except (OSError, ValueError, KeyError):
             ours = []
         if pointer is not None:
@@ -356,7 +356,7 @@ def local_run(run: str | Path | BucketPath) -> Path:
 
 def read_pointer(where: BucketPath) -> dict[str, Any] | None:
     try:
-        pointer = json.loads((where / POINTER).read_text())
+        pointer = json.loads((where / POINTER).read_text("utf-8"))
     except FileNotFoundError:
         return None
     except ValueError:
@@ -404,7 +404,7 @@ def _fetch(where: BucketPath, pointer: dict[str, Any], folder: Path, *, anew: bo
 def _fetch_files(where: BucketPath, folder: Path) -> None:
     """Fetch files other than checkpoints that are not here yet or have changed since."""
     try:
-        known = json.loads((folder / VERSIONS).read_text())
+        known = json.loads((folder / VERSIONS).read_text("utf-8"))
     except (OSError, ValueError):
         known = {}
     for uri, found in bucket.find(str(where)).items():

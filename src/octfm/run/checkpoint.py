@@ -135,7 +135,7 @@ def everywhere(run: Path) -> list[Path]:
 def second_destination(run: Path) -> Path | None:
     """Folder for checkpoints that the run's own disk had no room for, as run.json says."""
     try:
-        name = json.loads((run / "run.json").read_text()).get("second_destination")
+        name = json.loads((run / "run.json").read_text("utf-8")).get("second_destination")
     except (OSError, ValueError):
         return None
     return Path(name) if name else None

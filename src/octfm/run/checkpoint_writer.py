@@ -50,7 +50,7 @@ def best_step(folder: Path) -> int | None:
 def _best_steps(folder: Path) -> list[int]:
     """The steps that were named the best, in order; the last one is the best now."""
     try:
-        named = json.loads((folder / BEST).read_text())
+        named = json.loads((folder / BEST).read_text("utf-8"))
         return [int(step) for step in (*named.get("before", ()), named["step"])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none yet, or damaged
         return []

@@ -86,7 +86,7 @@ class RunFolder:
         """run.json: what was run, on what, with which code."""
         path = self.path / "run.json"
         try:
-            facts = json.loads(path.read_text())
+            facts = json.loads(path.read_text("utf-8"))
             if not isinstance(facts, dict) or not isinstance(facts.get("participant_key"), str):
                 raise ValueError("it lacks participant_key")
             return facts
@@ -193,7 +193,7 @@ class RunFolder:
     def noted_memory(self) -> int | None:
         """What `note_memory` wrote last; None if memory never ran out between checkpoints."""
         try:
-            return int(json.loads((self.path / "memory.json").read_text())["micro_batch"])
+            return int(json.loads((self.path / "memory.json").read_text("utf-8"))["micro_batch"])
         except FileNotFoundError:
             return None
         except (OSError, ValueError, LookupError, TypeError) as error:
@@ -401,15 +401,12 @@ def locked(folder: Path, echo: Echo) -> Iterator[None]:
     """Hold the lock of a run folder, at most until this process ends. CheckpointError if another process holds it."""
     path = folder / LOCK
     try:
-        file = lock(path)
+        file = lock(path, echo)
     except BlockingIOError:
         raise CheckpointError(
-            f"{folder}: another process ({path.read_text().strip() or 'unknown'}) is training into this folder; "
+            f"{folder}: another process ({path.read_text('utf-8').strip() or 'unknown'}) is training into this folder; "
             "wait for it, stop it, or choose another --out"
         ) from None
-    except OSError as error:
-        echo(f"{folder} cannot be locked on this file system ({error.strerror}): let no other process train into it")
-        file = path.open("a+")
     with file:
         for partial in folder.glob(".*.partial"):  # of a process that was killed while it wrote
             partial.unlink()
@@ -430,7 +427,8 @@ def git_state() -> dict[str, Any]:
 
     def git(*words: str) -> str | None:
         try:
-            ended = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10)
+            command = ["git", "-C", str(folder), *words]
+            ended = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=10)
         except (OSError, subprocess.TimeoutExpired):
             return None
         return ended.stdout.strip() if ended.returncode == 0 else None

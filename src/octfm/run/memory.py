@@ -16,7 +16,7 @@ def host_bytes_at_peak() -> int:
     """Peak resident memory of this process."""
     with suppress(OSError, ValueError, StopIteration):
         # Rather than ru_maxrss, which a process inherits from its parent.
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text("utf-8").splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
     # In bytes on macOS, in kilobytes elsewhere.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -26,11 +26,11 @@ def host_bytes_available() -> int:
     """Memory available without swapping, as the system estimates it, or less inside a container."""
     bounds = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
         bounds.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
     with suppress(OSError, ValueError, LookupError):  # "max" if a control group sets no limit
-        most, current = (int((GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        parts = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
+        most, current = (int((GROUP / name).read_text("utf-8")) for name in ("memory.max", "memory.current"))
+        parts = dict(line.split() for line in (GROUP / "memory.stat").read_text("utf-8").splitlines())
         # Cached files count as used there, such as a store that has just been prepared.
         bounds.append(most - current + int(parts["active_file"]) + int(parts["inactive_file"]))
     return max(0, min(bounds))

@@ -53,7 +53,7 @@ def write(folder: Path, step: int, content: dict[str, Any], *, runtime: Runtime)
         rest = {"format": FORMAT, "version": VERSION, "step": step, **content, **tensorless, "checksum": ""}
         write_torch(partial / REST, rest)
         names = sorted(p.name for p in partial.iterdir())
-        (partial / MANIFEST).write_text(json.dumps({name: hash_file(partial / name) for name in names}))
+        (partial / MANIFEST).write_text(json.dumps({name: hash_file(partial / name) for name in names}), "utf-8")
         for name in (REST, INDEX, MANIFEST):
             flush(partial / name)
         if path.exists():
@@ -104,7 +104,7 @@ def load(path: Path) -> dict[str, Any]:
 def verify(path: Path) -> None:
     """Raises DamagedShards if a file is missing or is not what was written."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads((path / MANIFEST).read_text("utf-8"))
         for name, stated in manifest.items():
             if (found := hash_file(path / name)) != stated:
                 raise DamagedShards(f"{name}: its checksum is {found[:12]} and should be {stated[:12]}")

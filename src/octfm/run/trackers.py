@@ -98,7 +98,7 @@ class WeightsAndBiases:
         import wandb
 
         self._file = run / STATE
-        known = json.loads(self._file.read_text()) if self._file.is_file() else {}
+        known = json.loads(self._file.read_text("utf-8")) if self._file.is_file() else {}
         self._id: str = known.get("wandb_id") or secrets.token_hex(8)
         self._logged: int = known.get("told", -1)
         self._first_new = self._logged + 1

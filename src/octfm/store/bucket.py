@@ -53,7 +53,7 @@ class BucketArrays:
         for name in ARRAYS:
             folder = Path(self._links.name) / name
             folder.mkdir()
-            (folder / "zarr.json").write_text(json.dumps(metadata[name]))
+            (folder / "zarr.json").write_text(json.dumps(metadata[name]), "utf-8")
         self._arrays = open_arrays(Path(self._links.name))
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="octfm-bucket")
 

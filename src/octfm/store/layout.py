@@ -136,7 +136,7 @@ def read_header(path: Location) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        header = json.loads(file.read_text())
+        header = json.loads(file.read_text("utf-8"))
     except ValueError as error:
         raise StoreError(f"{file}: not valid JSON ({error}); the store is damaged, prepare into a new folder") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:

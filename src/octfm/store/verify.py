@@ -97,7 +97,7 @@ def _repair_metadata(store: Store, echo: Echo) -> tuple[str, ...]:
         file = store.path / name / "zarr.json"
         expected = array_metadata(name, len(store), store.image_size, store.compression, store.checks_shards)
         try:
-            found = json.loads(file.read_text())
+            found = json.loads(file.read_text("utf-8"))
             # Longer is fine: a writer killed before it added the row has already announced that volume.
             intact = found["shape"][0] >= len(store) and found | {"shape": expected["shape"]} == expected
         except (OSError, ValueError, LookupError, TypeError):

@@ -168,7 +168,7 @@ class StoreWriter:
             metadata = array_metadata(name, volumes, self._header["image_size"], self.compression, self.crc)
             # Replaced rather than rewritten, so that a concurrent reader never sees half a file.
             temporary = self.path / name / ".zarr.json.tmp"
-            temporary.write_text(json.dumps(metadata))
+            temporary.write_text(json.dumps(metadata), "utf-8")
             temporary.replace(self.path / name / "zarr.json")
 
     def _move(self, staged: str, index: int) -> None:

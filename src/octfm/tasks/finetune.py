@@ -427,7 +427,7 @@ def _answers(model: TaskModel, source: Source, rows: np.ndarray) -> np.ndarray:
 
 def summary(out: str | Path) -> list[str]:
     """One line per metric of a finished run, for a terminal."""
-    result = json.loads((Path(out) / "finetune.json").read_text())
+    result = json.loads((Path(out) / "finetune.json").read_text("utf-8"))
     drawn = ", drawn from train and val: val alone has too few labels" * result.get("validation_drawn", False)
     chosen = f"best epoch {result['best_epoch']} by {result['validation_participants']} validation participants{drawn}"
     return [chosen, *summary_lines({**result, "skipped": []}, "finetune.json")]

@@ -76,7 +76,7 @@ def weights_of(name: str) -> bytes:
 
 
 def _described(name: str) -> Packaged:
-    facts = json.loads((files("octfm.weights") / f"{name}.json").read_text())
+    facts = json.loads((files("octfm.weights") / f"{name}.json").read_text("utf-8"))
     return Packaged(name, facts["sha256"], facts, len(weights_of(name)))
 
 

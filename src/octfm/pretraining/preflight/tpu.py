@@ -151,7 +151,7 @@ def compile_step(config: PretrainConfig, preprocessing: Preprocessing, topology:
             "devices": devices_in(topology),
         }
         place = Path(folder)
-        (place / "job.json").write_text(json.dumps(job))
+        (place / "job.json").write_text(json.dumps(job), "utf-8")
         run("tpu_record", place, "arguments.json", {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"})
         # libtpu locks out other processes of the machine unless these say that no TPU is used.
         no_tpu = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -170,13 +170,13 @@ def run(program: str, folder: Path, answer: str, environment: dict[str, str], *w
     environment = os.environ | environment | paths
     try:
         ended = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace"
         )
     except OSError as error:
         raise ConfigError(f"--tpu: {TASKS[program]} could not be started: {error}; {_remedy('', str(error))}") from None
     if ended.returncode or not (folder / answer).is_file():
         raise failure(program, ended.returncode, ended.stderr)
-    return (folder / answer).read_text()
+    return (folder / answer).read_text("utf-8")
 
 
 def failure(program: str, status: int, stderr: str) -> ConfigError:
@@ -189,8 +189,8 @@ def failure(program: str, status: int, stderr: str) -> ConfigError:
     how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
     reasons = (line for reason in REASONS for line in reversed(lines) if reason.match(line))
     why = next(reasons, lines[-1] if lines else "it printed nothing")
-    with tempfile.NamedTemporaryFile("w", prefix=f"octfm-{program}-", suffix=".log", delete=False) as log:
-        log.write(stderr)
+    with tempfile.NamedTemporaryFile("wb", prefix=f"octfm-{program}-", suffix=".log", delete=False) as log:
+        log.write(stderr.encode())
     wording = f"--tpu: {TASKS[program]} ended with {how} and no result: {why.strip()[:300]}"
     return ConfigError(f"{wording}; {_remedy(how, stderr)}; its output is in {log.name}")
 

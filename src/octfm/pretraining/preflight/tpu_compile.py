@@ -57,7 +57,7 @@ def compile_for(folder: Path, topology: str) -> dict[str, Any]:
     from jax.experimental import topologies
     from jaxlib.mlir import ir
 
-    arguments = json.loads((folder / "arguments.json").read_text())
+    arguments = json.loads((folder / "arguments.json").read_text("utf-8"))
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, chip_config_name="megacore").devices
     count = len(devices)
     if count != arguments["devices"]:
@@ -71,7 +71,7 @@ def compile_for(folder: Path, topology: str) -> dict[str, Any]:
     build.device_assignment = xla_client.DeviceAssignment.create(np.array([d.id for d in devices]).reshape(1, count))
     begun = time.perf_counter()
     with mlir.make_ir_context():
-        module = ir.Module.parse(unpack_truths((folder / "step.mlir").read_text()))
+        module = ir.Module.parse(unpack_truths((folder / "step.mlir").read_text("utf-8")))
         annotate(module.body.operations[0], arguments["split"], count, ir)
         module.operation.write_bytecode(io.BytesIO())
         try:
@@ -98,4 +98,4 @@ def _too_large(message: str) -> str:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    (folder / "compiled.json").write_text(json.dumps(compile_for(folder, sys.argv[2])))
+    (folder / "compiled.json").write_text(json.dumps(compile_for(folder, sys.argv[2])), "utf-8")

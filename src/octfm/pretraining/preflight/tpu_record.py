@@ -68,14 +68,14 @@ def record(config: PretrainConfig, preprocessing: Preprocessing, devices: int) -
 
 
 def main(folder: Path) -> None:
-    job = json.loads((folder / "job.json").read_text())
+    job = json.loads((folder / "job.json").read_text("utf-8"))
     config, preprocessing = (
         PretrainConfig.model_validate(job["config"]),
         Preprocessing.model_validate(job["preprocessing"]),
     )
     program, arguments = record(config, preprocessing, job["devices"])
-    (folder / "step.mlir").write_text(program)
-    (folder / "arguments.json").write_text(json.dumps(arguments | {"devices": job["devices"]}))
+    (folder / "step.mlir").write_text(program, "utf-8")
+    (folder / "arguments.json").write_text(json.dumps(arguments | {"devices": job["devices"]}), "utf-8")
 
 
 if __name__ == "__main__":
