@@ -432,6 +432,8 @@ def test_the_leaderboard_is_written_as_csv_markdown_and_one_page(board, tmp_path
     text = to_markdown(result)
     assert "| covariates | baseline |" in text and "36 test participants" in text
     assert "95 % intervals over participants. Guessing gives auroc 0.5, balanced_accuracy 0.333" in text
+    near = [{**r, "estimate": 0.9996, "low": 0.99, "high": 1.0} for r in result["results"]]
+    assert "| 0.9996 (0.9900 to 1.0000) |" in to_markdown({**result, "results": near}), "no perfect score"
     few = [{**r, "low": None, "high": None, "note": "No interval: only 2."} for r in result["results"]]
     text = to_markdown({**result, "results": few})
     assert "no intervals. Guessing" in text and text.count("No interval: only 2.") == 1 and "95 %" not in text

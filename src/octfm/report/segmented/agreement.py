@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from octfm.display import number
+from octfm.display import interval, number
 from octfm.report.page import html_file, render, write_page
 from octfm.report.shareable import shareable_command
 from octfm.report.trust.figures import bland_altman
-from octfm.report.words import interval
 
 MOST_LISTED = 200
 CAPTION = (
