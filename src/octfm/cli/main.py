@@ -96,7 +96,7 @@ def main() -> None:
         while time.monotonic() < last and not _is_settled(exit_file):
             time.sleep(0.1)
     if code == 75 and first and exit_file:
-        Path(exit_file).write_text("75\n")
+        Path(exit_file).write_text("75\n", "utf-8")
     if _is_settled(exit_file):
         code, message = 0, message if first else ""
     if message:
@@ -108,13 +108,13 @@ def _settle(code: int) -> int:
     """Leave the code of a mistake in the settings to the launcher; on several hosts others may not have made it."""
     exit_file = os.environ.get("OCTFM_EXIT_FILE")
     if exit_file and os.environ.get("LOCAL_RANK") == "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
-        Path(exit_file).write_text(f"{code}\n")
+        Path(exit_file).write_text(f"{code}\n", "utf-8")
     return code
 
 
 def _is_settled(exit_file: str | None) -> bool:
     with suppress(OSError):
-        return exit_file is not None and Path(exit_file).read_text().strip() in ("1", "2")
+        return exit_file is not None and Path(exit_file).read_text("utf-8").strip() in ("1", "2")
     return False
 
 

@@ -42,4 +42,4 @@ def memory_left() -> int | None:
 
 
 def _text(name: str) -> str:
-    return (GROUP / name).read_text(encoding="ascii").strip()
+    return (GROUP / name).read_text("utf-8").strip()
