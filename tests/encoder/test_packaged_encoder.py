@@ -188,6 +188,8 @@ def test_models_lists_it_and_prints_its_card(shipped, tmp_path):
     _, listed, _ = octfm_here("models", cwd=tmp_path)
     assert f"{NAME}: untrained, used by load_encoder() and octfm embed" in listed and digest[:12] in listed
     assert "layers-2: " in listed
+    _, finder, _ = octfm_here("models", "layers-2", cwd=tmp_path)
+    assert "Trained by `make weights`, 3,400 steps with seed 11 on one thread." in finder
     _, card, _ = octfm_here("models", NAME, cwd=tmp_path)
     for needed in (
         digest,
