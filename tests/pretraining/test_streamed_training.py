@@ -436,7 +436,6 @@ def test_an_anchored_run_says_what_phantoms_do_for_scans(tmp_path, store):
     assert len(final(whole)["participants"]["hashes"]) == len(people), "whoever was trained on is known"
 
 
-@pytest.mark.slow
 def test_a_run_without_a_disease_says_how_well_it_is_told_from_health(tmp_path):
     some = {"phantoms": PHANTOMS | {"conditions": [c for c in CONDITIONS if c not in ("macular_hole", "dme")]}}
     run = quick_pretrain(dense(data=some, steps=1), None, tmp_path / "some", echo=quiet)
