@@ -5,7 +5,8 @@
 #   launch/torchrun.sh --standalone --nproc-per-node 8 --max-restarts 3 -- \
 #       pretrain vit_s data.store=prepared/ data.per_device_batch_size=4 --out runs/a
 #
-# Ends with 75 when the run was stopped and saved (run again to continue), which torchrun alone turns into 1.
+# Ends with 75 when the run was stopped and saved (run again to continue), which torchrun alone turns into 1. A mistake
+# in the settings ends the job at once, on one host; torchrun alone starts it --max-restarts times, to the same error.
 # PYTHON names the interpreter; TORCHRUN the launcher, should `$PYTHON -m torch.distributed.run` not be it.
 set -euo pipefail
 
@@ -41,7 +42,9 @@ while kill -0 "$agent" 2>/dev/null; do # a signal ended `wait`, not the job
     code=0
     wait "$agent" || code=$?
 done
-if [ "$code" -ne 0 ] && [ "$(cat "$OCTFM_EXIT_FILE" 2>/dev/null)" = 75 ]; then
-    code=75
-fi
+case $code:$(cat "$OCTFM_EXIT_FILE" 2>/dev/null) in
+    0:75) ;;
+    *:75) code=75 ;;
+    *:[12]) code=$(cat "$OCTFM_EXIT_FILE") ;; # ended as if done, not to be started again
+esac
 exit "$code"

@@ -79,6 +79,28 @@ def p_value(p: float | None) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
+def interval(row: dict[str, Any], *, digits: int = 2) -> str:
+    """`0.91 (0.87 to 0.95)`, the estimate alone without an interval, or a signed difference; with one more digit if
+    `digits` would show only zeros, and as many as show that a score is below 1 and that the interval of a difference
+    excludes 0."""
+    signed = "difference" in row
+    value = row["difference"] if signed else row.get("estimate")
+    if value is None:
+        return "not measurable"
+    numbers = [value] if row.get("low") is None else [value, row["low"], row["high"]]
+    digits += any(abs(n) < 10**-digits for n in numbers)
+    # Nor is a score of .997 a perfect 1; a micrometre is none.
+    while 1 < digits < 8 and value < 1 and float(f"{value:.{digits}f}") == 1:
+        digits += 1
+    excludes_zero = signed and len(numbers) > 1 and row["low"] * row["high"] > 0
+    while excludes_zero and digits < 8 and min(map(abs, numbers[1:])) < 0.5 * 10**-digits:
+        digits += 1
+    # z: no sign before a number that is rounded to 0.
+    form = f"{'+' if signed else ''}z.{digits}f"
+    estimate, *ends = (format(n, form) for n in numbers)
+    return f"{estimate} ({' to '.join(ends)})" if ends else estimate
+
+
 def times(shape: Iterable[float]) -> str:
     """`64 × 384 × 384`, or with one decimal for lengths."""
     return " × ".join(f"{side:.1f}" if isinstance(side, float) else f"{side:,}" for side in shape)

@@ -162,12 +162,14 @@ def test_a_path_that_fits_no_file_or_several_is_not_guessed(clinic, name):
     assert "v" in {a.participant for a in catalog.acquisitions}
 
 
-def test_own_tables_take_the_place_of_those_in_the_tree(tmp_path):
+@pytest.mark.parametrize("column", ["recommended_split", "split"])
+def test_own_tables_take_the_place_of_those_in_the_tree(tmp_path, column):
+    """`split` is a split in a table of people as it is in one of files."""
     root = write_phantom(tmp_path / "cohort", 4, 6, size=(8, 64, 48), workers=1)
     people = tmp_path / "people.csv"
     with (root / "participants.tsv").open() as file:
         ids = [row["person_id"] for row in csv.DictReader(file, delimiter="\t")]
-    people.write_text("participant_id,recommended_split\n" + "".join(f"{pid},test\n" for pid in ids))
+    people.write_text(f"participant_id,{column}\n" + "".join(f"{pid},test\n" for pid in ids))
     catalog = scan(root, participants=people)
     assert {a.split for a in catalog.acquisitions} == {"test"}
     assert all(a.participant_labels == {"recommended_split": "test"} and a.flags == () for a in catalog.acquisitions)

@@ -27,15 +27,17 @@ SMALLER = replace(
     fractions=(0.25, 0.125, 0.625),
     overrides=(
         "steps=4", "log_every_steps=1", "validate_every_steps=2", "ckpt_every_steps=2",
-        "model.width=24", "model.depth=2", "predictor.width=24", "predictor.depth=1",
+        "model.width=24", "model.depth=2", "predictor.width=24", "predictor.depth=1", "masks.budget=100",
     ),
 )  # fmt: skip
-"""A demonstration that takes a fifth as long as that of --quick, which only the slow tests run; its scans are small."""
+"""A demonstration that takes a tenth as long as that of --quick, which only the slow tests run; its scans and its
+prepared volumes are small."""
 
 
 def run_smaller(out, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "QUICK", SMALLER)
+        patch.setattr(clinic, "PREPROCESSING", {"image_size": [16, 96, 64], "target_spacing": [0.1875, 0.0208, 0.062]})
         patch.setattr("octfm.phantom.write_phantom", partial(write_phantom, size=(16, 128, 96), workers=1))
         patch.setattr(run, "DRAWS", 1)
         patch.setattr(run, "LABELLED", (0.3, 1.0))
@@ -48,7 +50,7 @@ def few_bscans(conditions, samples=sample.samples):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(light_checks, tmp_path_factory):
     out, said = tmp_path_factory.mktemp("demo") / "demo", []
     report = run_smaller(out, seed=1, echo=said.append)
     return out, report, said

@@ -196,7 +196,7 @@ def test_what_octfm_segment_measures_may_be_published_as_a_target():
     [
         {"lr_encoder": 0},
         {"pool": "attention"},
-        {"lora_rank": 2, "lr_encoder": 3e-3},
+        pytest.param({"lora_rank": 2, "lr_encoder": 3e-3}, marks=pytest.mark.slow),
         {"target": "age", "order": [], "head_epochs": 0},
     ],
     ids=["head only", "attentive", "low rank", "number"],

@@ -188,6 +188,8 @@ def test_models_lists_it_and_prints_its_card(shipped, tmp_path):
     _, listed, _ = octfm_here("models", cwd=tmp_path)
     assert f"{NAME}: untrained, used by load_encoder() and octfm embed" in listed and digest[:12] in listed
     assert "layers-2: " in listed
+    _, finder, _ = octfm_here("models", "layers-2", cwd=tmp_path)
+    assert "Trained by `make weights`, 3,400 steps with seed 11 on one thread." in finder
     _, card, _ = octfm_here("models", NAME, cwd=tmp_path)
     for needed in (
         digest,
@@ -217,7 +219,9 @@ def begun(objective: str, **changes):
     return config(objective=settings, model=model, **({"data": data} if data else {}), **changes)
 
 
-@pytest.mark.parametrize("objective", ["mae", "vjepa2", pytest.param("dense", marks=pytest.mark.slow), "anchored"])
+@pytest.mark.parametrize(
+    "objective", ["mae", "vjepa2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "anchored"))]
+)
 def test_a_run_begins_with_it_whatever_the_objective(objective, shipped, store, tmp_path):
     settings = begun(objective, steps=1, validation_volumes=2, schedule={"base_lr": 1e-6, "warmup_ratio": 0.1})
     run = quick_pretrain(settings, store, tmp_path / "run", "cpu", echo=quiet)

@@ -25,7 +25,7 @@ from octfm.evaluation.cases import Cases, Round, Target, find_targets, make_case
 from octfm.evaluation.efficiency import label_efficiency, subset
 from octfm.evaluation.linear import logistic, ridge
 from octfm.evaluation.probe import probe, summary_lines, write_probe
-from octfm.evaluation.scoring import Predictions, difference_words, score, to_units
+from octfm.evaluation.scoring import Predictions, difference_words, odd_numbers, score, to_units
 from support.probe_cohort import Cohort
 
 
@@ -553,13 +553,37 @@ def test_an_interval_below_guessing_by_folds_is_called_no_finding(cohort, tmp_pa
 
 def test_a_code_for_a_missing_number_is_pointed_out(cohort, tmp_path):
     files, numbers = [cohort.embeddings(tmp_path / "a.parquet")], [f"{300 + i % 37}" for i in range(60)]
-    table = relabelled(cohort, tmp_path / "l.csv", "um", numbers)
-    assert row(probe(files, table, targets=["um"], resamples=50, design="k-fold"), "um", "r2")["note"] is None
-    table = relabelled(cohort, tmp_path / "l.csv", "um", ["9999", *numbers[1:]])
-    note = row(probe(files, table, targets=["um"], resamples=50, design="k-fold"), "um", "r2")["note"]
-    assert note.startswith("2 of 120 labels lie more than 20 interquartile ranges from the others")
-    mostly = relabelled(cohort, tmp_path / "l.csv", "um", ["0"] * 47 + numbers[:13])
-    assert "ranges" not in (row(probe(files, mostly, targets=["um"], resamples=50), "um", "r2")["note"] or "")
+
+    def note(*cells):
+        table = relabelled(cohort, tmp_path / "l.csv", "um", [*cells, *numbers[len(cells) :]])
+        result = probe(files, table, targets=["um"], resamples=50, design="k-fold")
+        found = row(result, "um", "r2")["note"]
+        assert sum(found in line for line in summary_lines(result)) == 1 if found else True
+        return found
+
+    assert note() is None
+    remedy = "; if that stands for a missing value, leave those cells empty."
+    assert note("999").startswith("Of 120 labels in column um, 2 are 999, unlike the others (300 to 336)" + remedy)
+    assert "2 are -1, unlike" in note("-1") and "2 are -9 and 4 are 9999, unlike" in note("-9", "9999", "9999")
+    assert note("5000").startswith("2 of 120 labels lie more than 20 interquartile ranges from the others")
+    assert "ranges" not in (note(*["0"] * 47) or "")
+
+
+def test_a_real_number_is_no_code_for_a_missing_one():
+    """In a cohort with oedema 999 µm is a thickness, and a change of -1 has others around it."""
+    oedema = np.r_[np.linspace(210, 480, 60), 560, 640, 760, 880, 980, 1010]
+
+    def remark(*values):
+        label = np.array(values, float)
+        unit = np.arange(len(label)).astype(str)
+        target = Target("um", "um", "eye")
+        return odd_numbers(Cases(target, np.arange(len(label)), label, None, unit, unit, "eye", 0))
+
+    assert remark(*oedema, 999) is None and remark(*oedema, 999, 999, 999) is None
+    assert remark(*oedema[:-2], 999) is None, "120 µm above another"
+    assert "4 are 999" in remark(*oedema[:-2], *[999] * 4), "no thickness is so frequent"
+    assert remark(*range(-20, 21)) is None and remark(*np.linspace(40, 95, 56), 99) is None, "changes, and ages"
+    assert remark(*np.linspace(-3, 2, 51)) is None and remark(*[-1] * 5, *range(-30, 20)) is None
 
 
 def replaced_rows(cohort, rows):

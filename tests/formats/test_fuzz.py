@@ -158,7 +158,7 @@ def test_a_clinic_of_damaged_files_is_scanned_and_prepared(tmp_path, whole):
     assert all(u.code in REASONS | PREPARE_REASONS for u in store.unprepared())
 
 
-@pytest.mark.parametrize("megabytes", [300, 3000])
+@pytest.mark.parametrize("megabytes", [300, pytest.param(3000, marks=pytest.mark.slow)])
 def test_a_deflated_bomb_is_refused(tmp_path, megabytes):
     """Gigabytes of zeros in megabytes: refused at a quarter of a gigabyte, long before a child runs out of memory."""
     size = deflated_bomb(tmp_path / "bomb.dcm", megabytes).stat().st_size

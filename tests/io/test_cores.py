@@ -41,3 +41,16 @@ def test_older_hosts_state_the_cores_of_a_container_elsewhere(tmp_path, monkeypa
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
     (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
     assert cores.available_cores() == expected
+
+
+@pytest.mark.parametrize("name", ["cpuset.cpus.effective", "cpuset/cpuset.effective_cpus"])
+def test_ranks_in_one_set_of_cores_share_it(tmp_path, monkeypatch, name):
+    """As docker run --cpuset-cpus: each of four ranks took all eight cores, as if they were its own."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(cores, "GROUP", tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("0-3,8,10-12\n")
+    assert (cores.available_cores(), cores.available_cores(4), cores.available_cores(16)) == (8, 2, 1)
+    (tmp_path / name).write_text("0-63\n")
+    assert cores.available_cores(4) == 8, "bound to its own by a launcher"

@@ -212,6 +212,7 @@ def test_phantoms_are_rendered_without_modules_of_the_current_folder(tmp_path, m
     assert executed(Path.cwd()) == []
 
 
+@pytest.mark.slow
 def test_the_tpu_programs_import_nothing_from_the_current_folder(tmp_path, monkeypatch):
     from octfm.pretraining.preflight import tpu
 

@@ -207,6 +207,7 @@ def test_a_page_shows_ranges_and_compares_once_there_is_a_correction(browser, tm
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_tools_stand_right_above_the_bscan(browser, tmp_path):
     open_page(browser, found_in(), tmp_path)
     browser.key("e")
@@ -361,7 +362,7 @@ def test_a_page_gives_no_volume_that_another_fovea_would_change(browser, tmp_pat
 
 
 @needs_chromium
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("turned", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_fovea_set_in_the_page_is_the_centre_of_the_zones(browser, tmp_path, turned):
     found = found_eye(25, 3, **({"lines": tilted(25, 20.0, 1)} if turned else {}))
     depth = found.volume.shape[0]
@@ -440,6 +441,7 @@ def test_a_page_measures_any_raster_as_python_does(browser, tmp_path, seed):
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_corrections_of_a_page_with_an_axial_length_are_measured_by_it(browser, tmp_path):
     found = found_eye()
     open_page(browser, replace(found, axial_length_mm=27.5), tmp_path)
@@ -517,6 +519,7 @@ def test_control_s_saves_from_the_box_of_the_name(browser, tmp_path):
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_a_page_measures_uneven_and_missing_bscans_as_python_does(browser, tmp_path):
     found = found_eye(25)
     at = np.r_[np.linspace(-3, -0.5, 15), np.linspace(0.7, 3, 10)]
@@ -814,12 +817,12 @@ def test_calibration_counts_no_scan_that_was_measured_by_another_axial_length(tm
 
 
 def clinic_of(folder: Path, participants: int) -> list[Path]:
-    """One scan per participant, 4 × 6 mm, with a bright retina."""
+    """One scan per participant, 2.5 × 3 mm, with a bright retina."""
     rng, files = np.random.default_rng(5), []
     for number in range(participants):
-        voxels = rng.integers(0, 40, (8, 96, 64)).astype(np.uint8)
+        voxels = rng.integers(0, 40, (5, 96, 64)).astype(np.uint8)
         voxels[:, 36 : 60 + number] += np.uint8(150)
-        files.append(write_oct_dicom(folder / f"{number}.dcm", voxels, (0.5, 0.01, 0.09), participant=f"P{number}"))
+        files.append(write_oct_dicom(folder / f"{number}.dcm", voxels, (0.5, 0.01, 0.045), participant=f"P{number}"))
     return files
 
 
@@ -835,9 +838,9 @@ def test_corrected_numbers_are_labels_that_finetune_learns(tmp_path, monkeypatch
     for number, path in enumerate(files[:-1]):
         volume = octfm.read_volume(path)
         lines = {name: [36 + i * (24 + number) / 8] * 64 for i, name in enumerate(SURFACES)}
-        bscans = [{"bscan": d, "checked": True, "surfaces": lines, "areas": {}} for d in range(8)]
+        bscans = [{"bscan": d, "checked": True, "surfaces": lines, "areas": {}} for d in range(5)]
         content = stated(
-            found_in(), scan=fingerprint(volume.voxels), network=finder.model, shape=[8, 96, 64], bscans=bscans
+            found_in(), scan=fingerprint(volume.voxels), network=finder.model, shape=[5, 96, 64], bscans=bscans
         )
         written(content, hand / f"{number}.json")
     cut = tmp_path / "clinic" / "cut.dcm"

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from octfm.errors import EvaluationError
+from octfm.evaluation import agreement
+from octfm.evaluation.statistics import bootstrap
 from octfm.layers.table import ACCEPTED, COLUMNS
 from octfm.layers.zones import DEVICE_UNIT, UNIT
 from octfm.report.segmented.agreement import sentence, summary_lines, write_agreement
@@ -54,6 +56,41 @@ def test_bias_and_limits_are_those_of_bland_and_altman(tmp_path):
     assert found["bias"]["estimate"] == pytest.approx(np.mean(apart))
     assert found["upper"]["estimate"] == pytest.approx(np.mean(apart) + 1.96 * np.std(apart, ddof=1))
     assert found["lower"]["low"] < found["lower"]["estimate"] < found["lower"]["high"]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_differences_that_grow_with_thickness_are_named(tmp_path):
+    """octfm measures 20 % more than the device in the outer superior zone: its limits hold in the middle only."""
+    rows = rows_of(20)
+    plain = device_agreement(write(tmp_path / "a.csv", rows))
+    for row in rows:
+        row[UNIT["outer superior"]] = f"{1.2 * float(row[UNIT['outer superior']]) - 60:.2f}"
+    grown = device_agreement(write(tmp_path / "b.csv", rows))
+    found = next(z for z in grown["zones"] if z["target"] == "outer superior")
+    slope, points = found["slope_per_100_um"], np.array(found["points"])
+    assert slope["estimate"] == pytest.approx(100 * np.polyfit(*points.T, 1)[0]) and 5 < slope["low"] < slope["high"]
+    words = "The difference changes with thickness in outer superior (slope not 0, after correction for 9 zones)"
+    page = write_agreement(grown, tmp_path / "agree.html", []).read_text(encoding="utf-8")
+    assert page.count(words) == 1 and sum(words in line for line in summary_lines(grown)) == 1
+    assert "changes with thickness" not in " ".join(summary_lines(plain))
+    assert all(z["slope_per_100_um"] is None for z in device_agreement(write(tmp_path / "c.csv", rows[:8]))["zones"])
+
+
+def test_two_eyes_alike_narrow_no_slope():
+    """Their slope is that of one eye of each participant, and as uncertain."""
+    rng = np.random.default_rng(0)
+    level, person = rng.normal(300, 20, 40), np.arange(40).astype(str)
+    difference = 0.05 * level + rng.normal(0, 5, 40)
+    one, two = (
+        agreement.slope(
+            np.tile(difference, n),
+            np.tile(level, n),
+            who,
+            lambda metric, who=who: bootstrap(metric, who, resamples=500),
+        )
+        for n, who in ((1, person), (2, np.tile(person, 2)))
+    )
+    assert two == pytest.approx(one) and one["high"] - one["low"] > 0.1
 
 
 def test_follow_up_scans_of_one_participant_do_not_narrow_the_limits(tmp_path):

@@ -152,7 +152,7 @@ def test_two_cohorts_are_pooled_and_each_is_shown(asked):
 @pytest.fixture(scope="module")
 def scan():
     volume = samples(["dme"])[0].volume
-    return spaced(volume, 5)
+    return spaced(volume, 3)
 
 
 def test_layers_are_measured_once_and_go_on_after_a_kill(scan, tmp_path):
@@ -208,6 +208,7 @@ def test_layers_of_a_store_are_those_of_its_files(tmp_path):
     np.testing.assert_array_equal(arm.vectors[0], np.round(own, 4))
 
 
+@pytest.mark.slow
 def test_layers_of_files_without_millimetres_are_in_those_of_the_store(tmp_path):
     """And are measured again once others are declared beside a file, which changes no voxel."""
     eye, _ = phantom_volume(2, size=(6, 64, 48))
@@ -240,6 +241,7 @@ def test_thinned_scans_keep_their_place(scan):
     assert spaced(volume, None) is volume and spaced(volume, 100) is volume
 
 
+@pytest.mark.slow
 def test_a_cohort_is_made_once_and_its_truth_is_a_ceiling(tmp_path, monkeypatch):
     monkeypatch.setattr(yardstick, "write_phantom", partial(write_phantom, size=(16, 128, 96), workers=1))
     folder = yardstick.make_cohort(tmp_path / "cohort-5", 5, 2)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -436,6 +437,43 @@ def test_a_table_resumes_and_keeps_a_row_for_what_cannot_be_read(files, tmp_path
             write_table([], tmp_path / "damaged.csv")
 
 
+def die_of_eye1(source, found):
+    if "eye1" in source:
+        os.abort()
+
+
+def test_several_processes_make_the_same_table_and_one_that_dies_costs_one_row(files, tmp_path):
+    whole, spread, died = (tmp_path / f"{name}.csv" for name in ("whole", "spread", "died"))
+    eyes = {files[0]: "R"}
+    assert write_table(files, whole, eyes=eyes, echo=lambda _: None) == 3
+    assert write_table([*files, files[0]], spread, eyes=eyes, workers=2, echo=lambda _: None) == 3
+    assert spread.read_bytes() == whole.read_bytes()
+    assert write_table(files, died, also=die_of_eye1, workers=2, echo=lambda _: None) == 3
+    assert [row["problem"].partition(":")[0] for row in read_table(died)][2] == "decoder_crashed"
+    assert write_table(files, died, eyes=eyes, workers=2, echo=lambda _: None) == 1, "tried again, and only that"
+
+
+def test_a_large_table_is_not_written_once_per_scan_and_loses_nothing_where_it_is_stopped(tmp_path, monkeypatch):
+    """Writing 50,000 rows after each of them would take 20 hours and a terabyte."""
+    written = []
+
+    def save(rows, out):
+        time.sleep(0.02)
+        written.append(len(rows))
+        save_table(rows, out)
+
+    def stop(line):
+        if "no300.npz" in line:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("octfm.layers.table.save_table", save)
+    out = tmp_path / "table.csv"
+    with pytest.raises(KeyboardInterrupt):
+        write_table([str(tmp_path / f"no{i}.npz") for i in range(400)], out, echo=stop)
+    assert written[0] == 1 and written[-1] == len(read_table(out)) == 301
+    assert len(written) < 100
+
+
 def test_a_row_of_a_scan_that_has_changed_is_made_anew(files, tmp_path, small_finder):
     out, (eye, _, other) = tmp_path / "table.csv", files
     sidecar = tmp_path / "eye0.json"
@@ -567,7 +605,7 @@ def test_no_cell_of_a_table_is_a_formula_and_names_come_back(files, tmp_path, mo
         assert [row["source"] for row in rows] == names
 
 
-def test_one_scan_that_cannot_be_read_is_an_error_and_of_several_a_row(files, tmp_path):
+def test_one_scan_that_cannot_be_read_is_an_error_and_of_several_a_row(files, tmp_path, small_finder):
     code, out, err = octfm_here("segment", files[1], "--out", "t.csv", cwd=tmp_path)
     assert (code, out, err.count("\n")) == (1, "", 1) and not (tmp_path / "t.csv").exists()
     code, out, _ = octfm_here("segment", *files[:2], "--out", "t.csv", cwd=tmp_path)
@@ -724,8 +762,8 @@ def test_written_weights_are_those_that_load(tmp_path):
 def test_lines_of_a_real_eye_with_drusen_lie_near_the_experts(real_data):
     """Targets: 5 µm at the RPE, 4 µm at Bruch's membrane. One development eye, for regressions only."""
     file = np.load(real_data / "medvisbonn_amd_spectralis_145.npz")
-    voxels, labels = file["volume"][75::6], file["labels"][75::6]
-    found = octfm.segment(Volume(voxels, (0.09, 0.003872, 0.011182)))
+    voxels, labels = file["volume"][75::9], file["labels"][75::9]
+    found = octfm.segment(Volume(voxels, (0.135, 0.003872, 0.011182)))
     rows = np.arange(labels.shape[1])[None, :, None]
     for name, drawn_as, most in (("rpe_peak", 255, 5.0), ("bm", 127, 4.0)):
         hit = (labels == drawn_as) | (labels == 170)

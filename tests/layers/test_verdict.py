@@ -105,7 +105,7 @@ def test_a_retina_that_leaves_the_frame_is_noted_with_its_share_and_refused_wher
     assert verdict.codes[0] == "clipped" and "62%" in verdict.reasons[0] and not verdict.parts
 
 
-@pytest.mark.parametrize("level", [0, 128, 255])
+@pytest.mark.parametrize("level", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (128, 255))])
 def test_a_retina_that_a_margin_cuts_off_is_clipped_there(scan, level, monkeypatch):
     """Where a margin cut it off, the ILM of a real eye was given at the cut, 130 µm too deep, without a word."""
     volume, found = scan
@@ -315,7 +315,7 @@ def test_a_scan_of_the_optic_disc_has_no_zones_and_says_why():
     """The same eye, scanned around its disc and around its fovea."""
     stream = Stream(
         205,
-        bscans=13,
+        bscans=9,
         randomised=0.0,
         conditions=("healthy",),
         scanners=("zeiss_cirrus",),

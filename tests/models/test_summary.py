@@ -188,6 +188,7 @@ def test_a_run_with_a_summary_resumes_embeds_and_exports_alike(tmp_path):
     assert encoder.vector_key != encoder.pooling("mean").vector_key
 
 
+@pytest.mark.slow
 def test_an_onnx_graph_reads_a_summary_as_torch_does(tmp_path):
     pytest.importorskip("onnxruntime")
     run = quick_pretrain(dense(steps=1, model={"depth": 1}), out=tmp_path / "run", echo=quiet)

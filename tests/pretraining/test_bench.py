@@ -34,6 +34,7 @@ def test_every_variant_of_a_config_is_timed_on_its_own_store(tmp_path):
     assert measured.lines()[-1].startswith("change first: ")
 
 
+@pytest.mark.slow
 def test_a_share_of_phantoms_is_one_of_the_global_batch(tmp_path):
     """Micro-batches of one volume have no half."""
     data = {"global_batch_size": 2, "per_device_batch_size": 1, "phantoms": {"seed": 1, "volumes": 4, "share": 0.5}}
@@ -66,6 +67,7 @@ def test_objectives_that_gather_statistics_are_timed_uncompiled_as_they_run(monk
     assert lines and all(line.startswith("timing ") and line.endswith(" ...") for line in lines)
 
 
+@pytest.mark.slow
 def test_without_a_store_nothing_is_said_about_reading():
     small = config(steps=10, masks={"budget": 64}, objective={"target_norm": "whiten"})
     measured = bench(small, None, "cpu", steps=1, echo=quiet)

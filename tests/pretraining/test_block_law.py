@@ -47,8 +47,17 @@ def test_one_block_covers_each_place_as_often_as_was_counted(slanted, aspect):
     assert np.all(np.abs(hits / draws - expected) <= 5 * np.sqrt(expected * (1 - expected) / draws) + 1e-12)
 
 
-@pytest.mark.parametrize("budget", [150, pytest.param(500, marks=pytest.mark.slow), None])
-@pytest.mark.parametrize("centres", ["tissue", "inner"])
+@pytest.mark.parametrize(
+    "budget, centres",
+    [
+        (150, "tissue"),
+        (None, "inner"),
+        *(
+            pytest.param(budget, centres, marks=pytest.mark.slow)
+            for budget, centres in ((150, "inner"), (500, "tissue"), (500, "inner"), (None, "tissue"))
+        ),
+    ],
+)
 def test_rows_are_targets_as_often_as_the_law_says(slanted, budget, centres):
     """Also where blocks around tissue run out of places and go to the background that is kept."""
     settings, draws = MaskConfig(plane="bscan", budget=budget, centres=centres), 300
@@ -94,6 +103,6 @@ def test_a_row_that_is_hardly_ever_kept_is_no_alarm():
     lonely[:, :, 9:11] = BACKGROUND
     lonely[:, 0, 15, 0] = BACKGROUND
     sample = Sample(np.arange(1), lonely, 40.0, 100.0)
-    for plane, seed in product(("bscan", "enface"), range(2)):
+    for plane, seed in product(("bscan", "enface"), range(1)):
         settings = config(seed=seed, masks={"plane": plane, "budget": int((lonely == TISSUE).sum()) + 1})
         assert all(check.status != "FAIL" for check in tokens.masking(settings, sample)), (plane, seed)

@@ -224,6 +224,7 @@ def test_graphs_are_in_the_estimate_of_what_is_compiled(tmp_path):
     assert graphs.peak_bytes > plain.peak_bytes and graphs.kernels == 0
 
 
+@pytest.mark.slow
 def test_more_stages_of_masks_than_programs_that_torch_keeps_by_itself(traced):
     """Eight, of all runs of a process together."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 2))

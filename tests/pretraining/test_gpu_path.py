@@ -24,6 +24,7 @@ import gpu as bench
 import roofline
 
 
+@pytest.mark.slow
 def test_the_roofline_counts_the_arithmetic_that_the_doctor_counts():
     settings, pre = config(precision="fp32"), small_preprocessing()
     works = roofline.micro_batch_work(settings, pre, 5)

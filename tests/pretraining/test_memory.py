@@ -69,24 +69,24 @@ def no_room_for_more_than(volumes, monkeypatch, error=None):
     return sizes
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), MemoryError()])
-def test_F7_a_failed_pass_leaves_nothing_behind(store, tmp_path, monkeypatch, error):
+def test_F7_a_failed_pass_leaves_nothing_behind(store, tmp_path, monkeypatch):
     """Gradients and moments of the passes before the failure are not counted twice; the size is kept after a
     restart."""
-    settings = config(
-        steps=2, data={"global_batch_size": 4, "per_device_batch_size": 2}, objective={"target_norm": "whiten"}
-    )
-    with monkeypatch.context() as patch:
-        sizes = no_room_for_more_than(1, patch, error)
-        short = quick_pretrain(settings, store, tmp_path / "short", echo=quiet)
-        assert sizes[:6] == [2, 2, 1, 1, 1, 1] and final(short)["state"]["micro_batch"] == 1
-    ones = config(
-        steps=2, data={"global_batch_size": 4, "per_device_batch_size": 1}, objective={"target_norm": "whiten"}
-    )
-    single = quick_pretrain(ones, store, tmp_path / "single", echo=quiet)
-    one_by_one = final(single)["model"]
-    for name, tensor in final(short)["model"].items():
-        assert torch.equal(tensor, one_by_one[name]), name
+    shallow = {
+        "steps": 2,
+        "objective": {"target_norm": "whiten"},
+        "model": {"patch_size": [2, 8, 8], "width": 48, "depth": 1, "heads": 2},
+    }
+    ones = config(**shallow, data={"global_batch_size": 4, "per_device_batch_size": 1})
+    one_by_one = final(quick_pretrain(ones, store, tmp_path / "single", echo=quiet))["model"]
+    settings = config(**shallow, data={"global_batch_size": 4, "per_device_batch_size": 2})
+    for error in (torch.OutOfMemoryError("CUDA"), MemoryError()):
+        with monkeypatch.context() as patch:
+            sizes = no_room_for_more_than(1, patch, error)
+            short = quick_pretrain(settings, store, tmp_path / type(error).__name__, echo=quiet)
+            assert sizes[:6] == [2, 2, 1, 1, 1, 1] and final(short)["state"]["micro_batch"] == 1
+        for name, tensor in final(short)["model"].items():
+            assert torch.equal(tensor, one_by_one[name]), name
 
 
 def test_F7_other_errors_are_not_taken_for_memory(store, tmp_path, monkeypatch):

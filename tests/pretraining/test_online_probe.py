@@ -208,8 +208,16 @@ def scored(monkeypatch, *scores):
     monkeypatch.setattr(probe, "_score", score)
 
 
+@pytest.fixture(scope="module")
+def plain(store, tmp_path_factory):
+    """The weights of a run that is not probed."""
+    return final(quick_pretrain(config(), store, tmp_path_factory.mktemp("plain") / "run", echo=quiet))["model"]
+
+
 @pytest.mark.parametrize("every", [3, 100], ids=["a checkpoint with every probe", "checkpoints elsewhere"])
-def test_probing_writes_rows_keeps_the_best_and_leaves_training_unchanged(store, labels, tmp_path, monkeypatch, every):
+def test_probing_writes_rows_keeps_the_best_and_leaves_training_unchanged(
+    store, labels, plain, tmp_path, monkeypatch, every
+):
     scored(monkeypatch, 0.1, 0.6, 0.3)
     settings = config(
         keep_checkpoints=1, ckpt_every_steps=every, probe={"target": "depth", "labels": str(labels), "every_steps": 3}
@@ -220,10 +228,7 @@ def test_probing_writes_rows_keeps_the_best_and_leaves_training_unchanged(store,
     assert found[0]["metric"] == "r2" and found[0]["train_volumes"] == 16
     assert best_step(run / "checkpoints") == 6
     assert sorted(p.name for p in (run / "checkpoints").glob("*.pt")) == ["step-00000006.pt", "step-00000008.pt"]
-    plain = quick_pretrain(config(keep_checkpoints=1), store, tmp_path / "plain", echo=quiet)
-    assert all(
-        torch.equal(a, b) for a, b in zip(final(run)["model"].values(), final(plain)["model"].values(), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(final(run)["model"].values(), plain.values(), strict=True))
 
 
 def test_F12_whoever_chose_a_checkpoint_is_no_test_participant_of_it(store, labels, tmp_path):

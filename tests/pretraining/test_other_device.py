@@ -45,11 +45,9 @@ def assert_never_waits(waits: list[list[str]]) -> None:
 
 
 def test_pretraining_on_another_device_mixes_none_and_never_waits(tmp_path):
-    found = traced(tmp_path, "other:fp32:vjepa2", "other:bf16:mae")
-    assert_agrees(found["other:fp32:vjepa2"], metrics_of(tmp_path / "made" / "run"), "fp32")
-    assert "error" not in found["other:bf16:mae"], found
-    for result in found.values():
-        assert_never_waits(result["waits"])
+    found = traced(tmp_path, "other:fp32:vjepa2")["other:fp32:vjepa2"]
+    assert_agrees(found, metrics_of(tmp_path / "made" / "run"), "fp32")
+    assert_never_waits(found["waits"])
 
 
 @pytest.mark.slow

@@ -59,6 +59,7 @@ def test_a_store_of_single_bscans_is_refused_with_a_command_that_takes_it(tmp_pa
         plan(Store.open(made.path), "cpu")
 
 
+@pytest.mark.slow
 def test_the_plan_counts_compiled_steps_where_the_run_compiles_them(store, one_preset, monkeypatch):
     """Their graphs need memory: the largest micro-batch without them would not pass the doctor."""
     lengths, counted, cost = [], [], resources.step_cost

@@ -13,6 +13,7 @@ import torch
 
 from octfm.config import load
 from octfm.errors import ConfigError
+from octfm.io import cores
 from octfm.models.objectives.jepa import JEPA
 from octfm.pretraining import preflight
 from octfm.pretraining.preflight import data, objective, resources, tokens
@@ -254,13 +255,27 @@ def test_F7_no_more_batches_are_in_memory_than_were_counted(store, monkeypatch, 
     assert max(alive) <= prefetch + 2
 
 
-def test_files_that_were_read_are_no_memory_that_a_container_lacks(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "GROUP", tmp_path)
+@pytest.mark.parametrize(
+    ("limit", "used", "parts"),
+    [
+        ("memory.max", "memory.current", "active_file 500000\ninactive_file 1500000\n"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "active_file 0\ninactive_file 7\ntotal_active_file 500000\ntotal_inactive_file 1500000\n",
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_a_container_leaves_less_memory_but_files_that_were_read_take_none(tmp_path, monkeypatch, limit, used, parts):
+    """Version 1 of control groups, as on Red Hat 8, names its files otherwise."""
+    monkeypatch.setattr(cores, "GROUP", tmp_path)
     for name, text in (
-        ("memory.max", "3000000\n"),
-        ("memory.current", "2900000\n"),
-        ("memory.stat", "anon 900000\nfile 2000000\nactive_file 500000\ninactive_file 1500000\nshmem 0\n"),
+        (limit, "3000000\n"),
+        (used, "2900000\n"),
+        (limit.rpartition("memory.")[0] + "memory.stat", parts),
     ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert memory.host_bytes_available() == 2_100_000
 
@@ -375,9 +390,8 @@ def test_sound_masks_of_single_bscans_raise_no_alarm_by_chance(seed):
 @pytest.mark.parametrize("budget", [32, 64, None])
 def test_sound_masks_never_raise_an_alarm(store, plane, budget):
     sample = data.read_sample(config(), store, select(store, "train"))
-    for seed in range(2):
-        found = list(tokens.masking(config(seed=seed, masks={"plane": plane, "budget": budget}), sample))
-        assert all(check.status != "FAIL" for check in found), found
+    found = list(tokens.masking(config(masks={"plane": plane, "budget": budget}), sample))
+    assert all(check.status != "FAIL" for check in found), found
 
 
 # Objective
@@ -440,11 +454,13 @@ def test_F12_validation_without_targets_is_stopped(store, monkeypatch):
 @pytest.mark.parametrize(
     "name, fault",
     [
-        (name, fault)
-        for name in ("vjepa2", "data2vec")
-        for fault in ("constant teacher", "blind context", "learning rate 0")
-    ]
-    + [("mae", "blind context")],
+        ("vjepa2", "constant teacher"),
+        ("vjepa2", "blind context"),
+        ("vjepa2", "learning rate 0"),
+        ("data2vec", "constant teacher"),
+        *(pytest.param("data2vec", fault, marks=pytest.mark.slow) for fault in ("blind context", "learning rate 0")),
+        ("mae", "blind context"),
+    ],
 )
 def test_F11_an_objective_that_learns_nothing_is_stopped(store, monkeypatch, name, fault):
     """Loss may fall all the way in each of these; what it never does is depend on the content of a volume."""

@@ -109,7 +109,7 @@ def test_every_planted_fault_is_named_within_20_steps(store, sound, tmp_path, fa
 
 
 @pytest.mark.parametrize("objective", ["vjepa2", *OTHER])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_batch_statistics_are_seen_when_every_volume_is_alone(store, tmp_path, objective, precision):
     """As large models train: a norm over the batch then looks like one over tokens. At steps 0 and 10 nothing is
     said."""
@@ -118,7 +118,7 @@ def test_batch_statistics_are_seen_when_every_volume_is_alone(store, tmp_path, o
     assert named(said, 0)[0] == (20, "batch statistics") and error is not None
 
 
-@pytest.mark.parametrize("objective", ["vjepa2", "mae", *OTHER])
+@pytest.mark.parametrize("objective", ["mae", pytest.param("vjepa2", marks=pytest.mark.slow), *OTHER])
 def test_batch_statistics_are_seen_in_a_few_of_many_tokens(store, tmp_path, objective):
     """Twice as many tokens as are looked at; without the fault nothing is said of them."""
     assert 2 * SAMPLED_TOKENS == 4 * 8 * 4
@@ -126,7 +126,7 @@ def test_batch_statistics_are_seen_in_a_few_of_many_tokens(store, tmp_path, obje
     assert named(said, 0)[0] == (20, "batch statistics") and error is not None
 
 
-@pytest.mark.parametrize("budget", [64, None])
+@pytest.mark.parametrize("budget", [64, pytest.param(None, marks=pytest.mark.slow)])
 def test_sound_statistics_are_seen_whatever_two_sets_of_masks_hide(store, budget):
     """Few tokens are compared, among which one set may have no context and the other some."""
     small = SMALL["model"] | {"positions": "learned"}
@@ -264,7 +264,7 @@ def test_bad_batches_roll_the_run_back_and_are_not_repeated(store, tmp_path, mon
     assert final(run)["state"]["offset"] == 10 and final(run)["step"] == 40
 
 
-@pytest.mark.parametrize("objective", ["mae", "vjepa2"])
+@pytest.mark.parametrize("objective", [pytest.param("mae", marks=pytest.mark.slow), "vjepa2"])
 def test_the_few_tokens_of_a_tiny_batch_are_no_collapse(store, tmp_path, objective):
     """Two tokens have a rank of one, whatever the features; an encoder of width 384 was taken for collapsed at 4.8."""
     alone = {"data": {"global_batch_size": 1, "per_device_batch_size": 1}, "masks": {"budget": 8}}

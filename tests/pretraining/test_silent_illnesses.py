@@ -82,7 +82,7 @@ def uphill_optimizer(learner):
 
 
 @pytest.mark.parametrize("ill", [negative_loss, negative_gradients, uphill_optimizer])
-@pytest.mark.parametrize("name", ["vjepa2", "mae"])
+@pytest.mark.parametrize("name", ["vjepa2", pytest.param("mae", marks=pytest.mark.slow)])
 def test_a_gradient_with_the_wrong_sign_is_named(store, tmp_path, monkeypatch, ill, name):
     plant(monkeypatch, ill)
     assert_named(*trained(store, tmp_path / "run", objective={"name": name}), "gradient reversed")
@@ -358,7 +358,10 @@ SOUND = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", SOUND)
+RARELY = ("mae bf16", "a batch of all volumes", "two in turn", "balanced")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in RARELY)) for kind in SOUND])
 def test_sound_runs_raise_no_alarm(store, tmp_path, kind):
     assert trained(store, tmp_path / "run", **{"log_every_steps": 5} | SOUND[kind]) == ([], None)
 

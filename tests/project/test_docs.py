@@ -226,6 +226,7 @@ def test_the_reference_has_every_verb_option_and_setting_with_its_meaning():
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_search_works_from_a_disk_and_ranks_the_guide_first(tmp_path):
     """Pages opened as files: no server, no worker, no fetch. The log says the word more often, and in its title; the
     guide has it behind a dot only, and whoever searches writes it as an option."""

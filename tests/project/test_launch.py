@@ -78,7 +78,7 @@ def test_torchrun_is_given_the_ranks_and_the_verb(machine):
     assert script("torchrun.sh", "pretrain", "vit_s").returncode == 2
 
 
-@pytest.mark.parametrize("left, code, expected", [("75", 1, 75), ("", 1, 1), ("75", 0, 0)])
+@pytest.mark.parametrize("left, code, expected", [("75", 1, 75), ("", 1, 1), ("75", 0, 0), ("2", 0, 2)])
 def test_a_run_that_was_stopped_and_saved_ends_with_75(machine, left, code, expected):
     """torchrun makes 1 of it."""
     machine.fake("torchrun", f'[ -z "{left}" ] || echo {left} > "$OCTFM_EXIT_FILE"\nexit {code}')

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -72,19 +73,22 @@ class BrokenConfig(JEPAConfig):
         return network
 
 
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
         ("loss alone", "its forward returned a Tensor, expected an ObjectiveOutput"),
         ("detached", "expected a loss that is one number with a gradient, got one without a gradient"),
-        ("per volume", r"one number with a gradient, got one of shape \[1\]"),
+        SLOW("per volume", r"one number with a gradient, got one of shape \[1\]"),
         ("one number", r"masked_loss_B of one volume: expected a tensor of shape \[1\], got one of shape \[\]"),
-        ("no context", r"context_loss_B of one volume: expected a tensor of shape \[1\], got NoneType"),
-        ("baseline", r"baseline\(masked_goal_BTD\) of one volume: expected a tensor of shape \[1\]"),
-        ("below 0", r"masked_loss_B is -\d+.*; expected 0 or more"),
+        SLOW("no context", r"context_loss_B of one volume: expected a tensor of shape \[1\], got NoneType"),
+        SLOW("baseline", r"baseline\(masked_goal_BTD\) of one volume: expected a tensor of shape \[1\]"),
+        SLOW("below 0", r"masked_loss_B is -\d+.*; expected 0 or more"),
         ("at random", "forward draws random numbers, which a resumed run would not repeat; take dropout"),
         ("no networks", "build returned a NoneType, expected an Objective with an encoder"),
-        ("no encoder", "build returned a JEPA without one, expected an Objective with an encoder"),
+        SLOW("no encoder", "build returned a JEPA without one, expected an Objective with an encoder"),
     ],
 )
 def test_an_objective_that_cannot_be_trained_is_one_line_before_step_0(tmp_path, fault, words):
@@ -219,9 +223,10 @@ def store(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(store, tmp_path_factory):
     out = tmp_path_factory.mktemp("plugins") / "run"
-    return quick_pretrain(config(steps=40), store, out, echo=quiet, objective=DINOConfig())
+    return quick_pretrain(config(steps=24), store, out, echo=quiet, objective=DINOConfig())
 
 
+@pytest.mark.slow
 def test_an_objective_of_ones_own_is_examined_before_step_0(store, tmp_path):
     settings = config(steps=40).with_objective(DINOConfig())
     found = {c.name: c for c in checks(settings, store, HOST, *training_rows(settings, store), tmp_path)}

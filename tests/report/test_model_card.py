@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from octfm.catalog.catalog import Catalog
+from octfm.display import interval
 from octfm.errors import EvaluationError
 from octfm.report.card.model_card import Statements, model_card
 from octfm.report.card.paper import CLAIM, OPEN, paper
 from octfm.report.participants import guarded
-from octfm.report.words import interval
 from support.command_line import invoke
 from support.run_folder import probe_result, write_catalog, write_run, write_store
 

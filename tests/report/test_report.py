@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 
 from octfm.catalog.acquisition import Reject
 from octfm.catalog.catalog import Catalog
+from octfm.display import interval
 from octfm.errors import EvaluationError
 from octfm.report.figures import efficiency_plots, overview_forest, training_charts
 from octfm.report.html import summary_lines, write_report
 from octfm.report.images import example_pictures
 from octfm.report.overview import data_flow, next_step
 from octfm.report.sources import gather
-from octfm.report.words import interval, key_result, verdict
+from octfm.report.words import key_result, verdict
 from octfm.tasks.scene import Overlay, Placement, Scene
 from support.browser import Browser, assert_renders, needs_chromium
 from support.run_folder import SCANNERS, probe_result, write_catalog, write_run, write_store

@@ -93,9 +93,9 @@ def test_another_machine_keeps_the_last_healthy_checkpoint_and_goes_back_to_it(p
     """It fetches the two newest; trouble since an older one must not lose that one."""
     healthy = {2}
     monkeypatch.setattr(resume, "_healthy", lambda content, config: content["step"] in healthy)
-    settings = config(ckpt_every_steps=1, keep_checkpoints=2)
+    settings = config(steps=7, ckpt_every_steps=1, keep_checkpoints=2)
     with pytest.raises(Stop):
-        quick_pretrain(settings, store, place / "run", "cpu", echo=stop_after(6))
+        quick_pretrain(settings, store, place / "run", "cpu", echo=stop_after(5))
     assert "step-00000002.pt" in read_pointer(place / "run")["checkpoints"]
     monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
     quick_pretrain(settings, store, str(place / "run"), "cpu", echo=lambda _: None)
@@ -107,9 +107,9 @@ def test_another_machine_keeps_the_last_healthy_checkpoint_and_goes_back_to_it(p
 @pytest.mark.parametrize("kept", [0, 1])
 def test_a_run_whose_local_checkpoints_were_cleared_goes_on_from_those_in_the_bucket(place, store, kept):
     """It began anew, as if there were none, or had the bucket forget its newer ones."""
-    settings = config(ckpt_every_steps=1, keep_checkpoints=3)
+    settings = config(steps=4, ckpt_every_steps=1, keep_checkpoints=3)
     with pytest.raises(Stop):
-        quick_pretrain(settings, store, place / "run", "cpu", echo=stop_after(5))
+        quick_pretrain(settings, store, place / "run", "cpu", echo=stop_after(3))
     newest = max(read_pointer(place / "run")["checkpoints"])
     for path in checkpoint.steps(mirror_of(place / "run") / "checkpoints")[kept:]:
         path.unlink()
@@ -382,8 +382,8 @@ def test_a_destination_that_cannot_be_written_stops_before_step_0(place, store, 
 
 
 @pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)
-def test_no_credential_reaches_a_run(place, store, tmp_path, capfd):
-    pretrain(config(), store, place / "run", "cpu")
+def test_no_credential_reaches_a_run(light_checks, place, store, tmp_path, capfd):
+    pretrain(config(steps=2, ckpt_every_steps=1), store, place / "run", "cpu")
     told = capfd.readouterr()
     texts = [file.read_bytes() for file in (tmp_path / "cache").rglob("*") if file.is_file()]
     texts += [bucket.read(uri) for uri in bucket.find(str(place / "run"))] + [told.out.encode(), told.err.encode()]

@@ -43,7 +43,7 @@ from support.tiny_runs import config as tiny
 from support.tiny_runs import quick_pretrain, quiet, timeless
 
 GIB = 2**30
-STRIDE = 7
+STRIDE = 11
 """Of the operations that a fast test is killed at; the slow ones try those in between."""
 
 

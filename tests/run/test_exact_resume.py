@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from octfm.encoder.encoder import load_encoder
 from octfm.errors import CheckpointError, Preempted
 from octfm.pretraining.resume import PRETRAINING, retention
 from octfm.pretraining.run_state import Rollback, RunState
@@ -570,6 +571,18 @@ def test_a_second_disk_that_is_not_mounted_is_noticed(store, tmp_path):
         said.clear()
         quick_pretrain(again, store, run, echo=said.append)
         assert any(f"{tmp_path / 'disk'}" in line and "is its disk mounted?" in line for line in said)
+
+
+def test_an_encoder_says_that_its_newest_checkpoint_may_lie_on_a_disk_that_is_not_mounted(store, tmp_path, capsys):
+    run = quick_pretrain(config(steps=2, ckpt_second_dir=str(tmp_path / "disk")), store, tmp_path / "run", echo=quiet)
+    capsys.readouterr()
+    load_encoder(run)
+    assert capsys.readouterr().err == ""
+    (tmp_path / "disk").rename(tmp_path / "elsewhere")
+    load_encoder(run)
+    assert capsys.readouterr().err.count("is its disk mounted? Newer checkpoints of this run may be on it") == 1
+    load_encoder(run / "checkpoints" / "step-00000002.pt")
+    assert capsys.readouterr().err == "", "this file was meant"
 
 
 @pytest.fixture

@@ -201,7 +201,7 @@ def test_variables_that_a_template_of_a_job_leaves_empty_are_as_unset(tmp_path, 
         join(RuntimeConfig(), "fp32", "cpu")
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_an_inf_gradient_on_one_rank_is_skipped_by_all(ranks, store, tmp_path, parallel):
     out = tmp_path / "run"
     settings = SMALL | {"steps": 3, "runtime": {"parallel": parallel}}

@@ -80,7 +80,7 @@ def test_an_empty_volume_of_an_old_store_is_named(run_and_old_store, tmp_path):
         examine(config(data={**config().data.model_dump(), "store": str(store.path)}), tmp_path / "run")
 
 
-def test_exclude_leaves_it_out_of_embed_doctor_and_pretrain(run_and_old_store, tmp_path, capsys):
+def test_exclude_leaves_it_out_of_embed_doctor_and_pretrain(light_checks, run_and_old_store, tmp_path, capsys):
     run, store = run_and_old_store
     listed = tmp_path / "exclude.txt"
     listed.write_text("# blank export\n1.2.3.3 # left eye\nP0001\n")

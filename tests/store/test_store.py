@@ -15,6 +15,8 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ from zarr.storage import MemoryStore
 
 from octfm.errors import StoreError
 from octfm.store.arrays import TensorStoreArrays
-from octfm.store.layout import ARRAYS, Arrays, array_metadata, checksum, shapes, shard_key
+from octfm.store.layout import ARRAYS, Arrays, array_metadata, checksum, read_rows, shapes, shard_key
 from octfm.store.shards import ShardArrays, encode
 from octfm.store.store import Store
 from octfm.store.writer import StoreWriter
@@ -292,6 +294,19 @@ def test_a_damaged_row_is_named_by_its_line(own):
     file.write_text(lines[0] + "{}\n" + lines[2])
     with pytest.raises(StoreError, match="line 2 is not a valid row"):
         Store.open(own.path)
+
+
+def test_rows_of_a_large_store_take_little_more_memory_than_their_file(own):
+    first = replace(own.rows[0], participant_labels={f"column {k}": f"value {k}" for k in range(12)})
+    first.transform["displacement"] = [k / 7 for k in range(64)]
+    written = "".join(replace(first, index=i, acquisition=f"1.2.{i}").to_line() for i in range(400))
+    (own.path / "rows.jsonl").write_text(written)
+    tracemalloc.start()
+    rows, length = read_rows(own.path)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert length == len(written) and "".join(row.to_line() for row in rows) == written
+    assert held < 1.8 * len(written)
 
 
 def test_two_writers_cannot_share_a_store(own):

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,15 @@ class Ended:
 
 
 def serve() -> None:
-    # Imported once, before forking.
+    # Imported once, before forking: also what only sharded checkpoints and tables need, for which every rank would take
+    # a second.
+    import pyarrow.parquet  # noqa: F401
+    import torch.distributed.checkpoint  # noqa: F401
 
+    with suppress(ImportError):  # by pyarrow, where it is installed
+        import pandas  # noqa: F401
     from octfm.pretraining import pretrain  # noqa: F401
+    from octfm.store import phantoms  # noqa: F401
     from octfm.tasks import finetune, segment_score  # noqa: F401
 
     import_all_of_a_step()

@@ -74,10 +74,10 @@ def result_of(out, metric):
     "changes",
     [
         {"lr_encoder": 0, "epochs": 20},
-        {"lr_encoder": 0, "pool": "attention", "epochs": 20},
+        pytest.param({"lr_encoder": 0, "pool": "attention", "epochs": 20}, marks=pytest.mark.slow),
         {},
         {"lora_rank": 2, "lr_encoder": 3e-3},
-        {"precision": "bf16"},
+        pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),
     ],
     ids=["linear", "attentive", "finetune", "lora", "bf16"],
 )
@@ -136,6 +136,22 @@ def test_participants_drawn_to_validate_on_have_two_classes(run, tmp_path, healt
     config = settings(run, store, tmp_path / "labels.tsv", target="diagnosis", order=[])
     task = find_task(config, store, lambda _: False, False)
     assert task.drawn and set(task.cases.label[task.validation]) == {0, 1} == set(task.cases.label[task.train])
+
+
+def test_a_code_for_a_missing_number_is_named_before_hours_of_training(run, tmp_path):
+    store = small_store(tmp_path / "prepared", splits=("train",) * 10 + ("val",) * 2 + ("test",) * 2)
+    people = dict.fromkeys(row.participant for row in store.rows)
+    cells = [f"{who}\t{999 if i == 3 else 300 + 4 * i}" for i, who in enumerate(people)]
+    (tmp_path / "labels.tsv").write_text("\n".join(["participant_id\tcst_um", *cells]))
+    config = settings(run, store, tmp_path / "labels.tsv", target="cst_um", order=[], epochs=1)
+
+    def echo(line):
+        if "unlike the others (300 to 352); if that stands for a missing value, leave those cells empty" in line:
+            raise Killed
+
+    with pytest.raises(Killed):
+        finetune(config, tmp_path / "out", echo=echo)
+    assert not (tmp_path / "out").exists()
 
 
 def test_labels_that_cannot_be_learned_are_refused_with_the_class_and_the_counts(run, tmp_path):
@@ -416,6 +432,8 @@ def test_the_leaderboard_is_written_as_csv_markdown_and_one_page(board, tmp_path
     text = to_markdown(result)
     assert "| covariates | baseline |" in text and "36 test participants" in text
     assert "95 % intervals over participants. Guessing gives auroc 0.5, balanced_accuracy 0.333" in text
+    near = [{**r, "estimate": 0.9996, "low": 0.99, "high": 1.0} for r in result["results"]]
+    assert "| 0.9996 (0.9900 to 1.0000) |" in to_markdown({**result, "results": near}), "no perfect score"
     few = [{**r, "low": None, "high": None, "note": "No interval: only 2."} for r in result["results"]]
     text = to_markdown({**result, "results": few})
     assert "no intervals. Guessing" in text and text.count("No interval: only 2.") == 1 and "95 %" not in text

@@ -47,7 +47,9 @@ def told(out, *names):
     return [[row[name] for name in names if name in row] for row in read_metrics(out / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("way", ["finetune", "frozen", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "way", ["finetune", *(pytest.param(name, marks=pytest.mark.slow) for name in ("frozen", "lora"))]
+)
 def test_ranks_fine_tune_what_one_process_fine_tunes(ranks, run, store, labels, tmp_path, way):
     config = settings(run, store, labels, **SHORT, **WAYS[way])
     finetune(config, tmp_path / "one", echo=quiet)

@@ -71,7 +71,9 @@ def settings(run, made, **changes) -> SegmentConfig:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"decoder": "light"}, {"lr_encoder": 1e-3}], ids=["linear", "light", "finetuned"]
+    "changes",
+    [{}, pytest.param({"decoder": "light"}, marks=pytest.mark.slow), {"lr_encoder": 1e-3}],
+    ids=["linear", "light", "finetuned"],
 )
 def test_surfaces_and_masks_are_found_on_unseen_participants(run, store, tmp_path, changes):
     fewer = {"steps": 60} if changes else {}  # these learn faster

@@ -34,6 +34,8 @@ from support.tiny_runs import config, quick_pretrain, quiet
 SLOW = pytest.mark.slow
 SHORT = {"epochs": 3, "batch_size": 4, "per_device_batch_size": 2}
 VERBS = ("finetune", "segment")
+EITHER = ["finetune", pytest.param("segment", marks=pytest.mark.slow)]
+"""Where both do the same."""
 
 
 class Clinic:
@@ -140,7 +142,7 @@ def test_a_task_that_was_killed_and_stopped_equals_one_that_was_not(ranks, clini
     assert len(checkpoint.steps(out / "checkpoints")) == 1
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", EITHER)
 def test_a_task_with_other_settings_or_of_another_verb_is_refused(clinic, tmp_path, verb):
     stop_at(2, clinic, verb, tmp_path / "run")
     with pytest.raises(
@@ -211,7 +213,7 @@ def test_a_run_json_that_another_verb_left_before_it_began_is_not_of_the_run(cli
     assert_same(tmp_path / "run", clinic.whole["finetune"], "finetune")
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", EITHER)
 def test_a_loss_without_a_gradient_leaves_the_last_checkpoint_as_it_was(clinic, tmp_path, monkeypatch, verb):
     """The loss is finite, its slope is not: an update would put NaN into the only checkpoint, and no resume helps."""
     owner = finetuning._Target if verb == "finetune" else Segmenter
@@ -230,7 +232,7 @@ def test_a_loss_without_a_gradient_leaves_the_last_checkpoint_as_it_was(clinic, 
     assert_same(tmp_path / "run", clinic.whole[verb], verb)
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", EITHER)
 def test_a_frozen_encoder_that_was_replaced_since_is_refused(clinic, tmp_path, verb):
     """Its place is the same; a checkpoint of the task does not hold it, and the head would go on with other tokens."""
     encoder = tmp_path / "encoder"

@@ -255,6 +255,17 @@ def test_the_same_eye_is_found_and_agrees_as_far_as_the_vectors_know_it(cohort):
     )
 
 
+def test_the_same_eye_is_found_under_the_id_of_another_scanner(cohort):
+    """Ids are P0001 on one scanner and p1 on the other, as where each has its own register."""
+    encoder = cohort.embeddings("run", identity=3.0)
+    second = encoder.scanner == TWO[1]
+    person = np.where(second, [f"p{int(name[1:])}" for name in encoder.participant], encoder.participant)
+    eye = np.array([f"{who}_{side}" for who, side in zip(person, encoder.laterality, strict=True)])
+    one, two = (same_eye(study_of(cohort, e)) for e in (encoder, replace(encoder, participant=person, eye_id=eye)))
+    assert two["agreement"] == one["agreement"] and two["pairs"] == one["pairs"] and one["pairs"]
+    assert two["retrieval"] == one["retrieval"] != []
+
+
 def only(scanner, *encoders):
     keep = encoders[0].scanner == scanner
     names = ("acquisition", "participant", "eye_id", "scanner", "vectors")

@@ -51,7 +51,7 @@ def test_truth_of_a_lift_is_in_the_voxels():
 
 
 @pytest.mark.parametrize("kind", bands.DRIFTS)
-@pytest.mark.parametrize("scanner", ["heidelberg_spectralis", "topcon_triton"])
+@pytest.mark.parametrize("scanner", ["heidelberg_spectralis", pytest.param("topcon_triton", marks=pytest.mark.slow)])
 def test_the_crop_follows_a_drifting_retina(scanner, kind):
     scan = bands.drifted(bands.phantom(5, scanner, "healthy", 0.5), 600, kind, np.random.default_rng(0))
     prepared = DRIFTING(scan.volume)

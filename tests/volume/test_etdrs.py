@@ -222,7 +222,7 @@ def test_a_zone_between_missing_bscans_may_be_off_as_if_the_file_had_only_the_ot
     assert min(found.sampling_um.values()) > 3
 
 
-@pytest.mark.parametrize("apart_mm", [0.25, 0.5])
+@pytest.mark.parametrize("apart_mm", [pytest.param(0.25, marks=pytest.mark.slow), 0.5])
 def test_a_zone_is_off_by_about_what_its_sampling_says(apart_mm):
     """A cyst .8 mm wide anywhere within the inner ring, B-scans that begin anywhere."""
     rng, x = np.random.default_rng(0), np.linspace(-3.2, 3.2, 129)

@@ -250,7 +250,15 @@ def test_what_cannot_be_prepared_says_why():
     assert caught.value.code == "blank_volume"
 
 
-@pytest.mark.parametrize("level", [np.uint8(255), np.uint16(4095), np.uint8(156), np.uint8(128), np.uint8(0)])
+@pytest.mark.parametrize(
+    "level",
+    [
+        np.uint8(255),
+        np.uint16(4095),
+        *(pytest.param(np.uint8(n), marks=pytest.mark.slow) for n in (156, 128)),
+        np.uint8(0),
+    ],
+)
 def test_padding_of_exports_is_no_image_and_does_not_hide_the_retina(level):
     """All five real eyes with oedema of a public set had no confident band for white, and none where it was no longer
     white because their contrast was reduced."""

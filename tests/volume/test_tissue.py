@@ -14,6 +14,7 @@ from octfm.volume.tissue import MARGIN_MM, Tissue, find_tissue
 from octfm.volume.volume import Volume
 
 SCANNERS = ("heidelberg_spectralis", "topcon_triton")
+FIRST = [SCANNERS[0], pytest.param(SCANNERS[1], marks=pytest.mark.slow)]
 
 
 def band(tissue: Tissue, volume: Volume) -> tuple[np.ndarray, np.ndarray]:
@@ -178,7 +179,7 @@ def test_band_holds_the_retina_of_every_phantom_and_is_tight(scanner, diagnosis,
         assert tight(tissue, volume, ilm, bm) >= 0.95
 
 
-@pytest.mark.parametrize("scanner", SCANNERS)
+@pytest.mark.parametrize("scanner", FIRST)
 @pytest.mark.parametrize("case", CASES)
 def test_band_survives(case, scanner):
     volume, ilm, bm = case(*phantom(scanner, seed=3))
@@ -196,7 +197,7 @@ def test_hole_and_everything_above_its_floor_stay_inside(scanner):
     assert (upper[hole] < ilm[hole] + 0.04 / volume.spacing_mm[1]).all()
 
 
-@pytest.mark.parametrize("scanner", SCANNERS)
+@pytest.mark.parametrize("scanner", FIRST)
 @pytest.mark.parametrize("share", [0.2, 0.1, 0.05, 0.02])
 def test_fading_signal_never_gives_a_confident_wrong_band(scanner, share):
     volume, ilm, bm = dim(*phantom(scanner, "drusen", 0.6, seed=2), share=share)
@@ -227,7 +228,7 @@ def no_retina(volume: Volume, what: str) -> np.ndarray:
 @pytest.mark.parametrize(
     "what", ["noise", "vitreous", "constant", "ramp", "upside_down", "axes_swapped", "shuffled_bscans", "crumb"]
 )
-@pytest.mark.parametrize("scanner", SCANNERS)
+@pytest.mark.parametrize("scanner", FIRST)
 def test_no_retina_no_confidence(scanner, what):
     volume, _, _ = phantom(scanner)
     tissue = find_tissue(np.ascontiguousarray(no_retina(volume, what)), volume.spacing_mm)

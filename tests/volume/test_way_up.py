@@ -38,7 +38,12 @@ def eyes() -> list[Volume]:
     return [phantom_volume(n, size=SIZE, scanner="heidelberg_spectralis")[0] for n in range(3)]
 
 
-@pytest.mark.parametrize("scanner", SCANNERS)
+FIRST = ("heidelberg_spectralis", "topcon_maestro2")
+
+
+@pytest.mark.parametrize(
+    "scanner", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FIRST)) for name in SCANNERS]
+)
 def test_every_scanner_and_diagnosis_is_known_both_ways_up(scanner):
     for seed, diagnosis in enumerate(DIAGNOSES):
         volume, _ = phantom_volume(seed, size=SIZE, scanner=scanner, diagnosis=diagnosis, severity=1.0)

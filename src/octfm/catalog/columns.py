@@ -140,6 +140,8 @@ class Columns:
     def labels(self, row: Mapping[str, str]) -> dict[str, str]:
         """All other columns of a person's row, under AI-READI's names, without direct identifiers."""
         names = {column: FIELDS[name][0] for name, column in self.of_field.items()}
+        if "split" not in self.of_field and row.get("split") and not row.get("recommended_split"):
+            row = {c: v for c, v in row.items() if c != "split"} | {"recommended_split": row["split"]}
         ids = {self.of_field["participant"]} if "participant" in self.of_field else set(FIELDS["participant"])
         return {
             names.get(column, column): value

@@ -92,13 +92,13 @@ def probe(
         "design": design,
         "folds": folds,
     }
-    result = run_probe(arms, labels, seeds=seeds, commands=[opt.command_line()], **common)
-    for line in summary_lines(result):
-        typer.echo(line)
     if labels is not None and not target:
         probed = {known.column for known in TARGETS}
         if others := [column for column in read_labels(labels).columns if column not in probed]:
             opt.echo_line(f"{labels}: not probed: {', '.join(others)}; name a column with --target")
+    result = run_probe(arms, labels, seeds=seeds, commands=[opt.command_line()], **common)
+    for line in summary_lines(result):
+        typer.echo(line)
     if label_efficiency:
         # A single draw of a few participants says little: intervals must also cover other draws.
         rows, compared = curve(arms, labels, seeds=max(3, seeds), **common)

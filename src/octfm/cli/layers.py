@@ -74,6 +74,16 @@ def segment(
         bool,
         opt.flag("Segment synthetic scans (healthy, drusen, dme; default: all), to try it without data.", "--sample"),
     ] = False,
+    workers: Annotated[
+        int,
+        opt.option(
+            "N",
+            "With --out FILE.csv: segment N scans at a time, in processes of one thread and 1 to 2 GB each; by default "
+            "one scan, with all cores.",
+            min=0,
+            max=1024,
+        ),
+    ] = 0,
     baselines: Annotated[
         bool, opt.flag("Also score baselines: random initialisation, raw voxels, mean height.")
     ] = True,
@@ -89,7 +99,7 @@ def segment(
 
     Examples:
     octfm segment scan.e2e
-    octfm segment my_scans/ --out eyes.csv
+    octfm segment my_scans/ --out eyes.csv --workers 8
     octfm segment scan.e2e --apply-corrections corrections-1f2e3d4c.json
     octfm segment my_bscans/ --layouts line --out bscans.csv
     octfm segment encoder=runs/vit_s --store prepared truth=clinic/ground_truth --steps 400 --out runs/segment
@@ -100,7 +110,9 @@ def segment(
         raise ConfigError(
             "--only-corrected: leaves scans out of a table; add --apply-corrections FOLDER and --out FILE.csv"
         )
-    training_only, files_only = ("baselines", "allow_seen"), ("dicom", "layouts", "file_seconds", "file_gb")
+    if workers and not (is_table(out) and apply_corrections is None):
+        raise ConfigError("--workers: segments scans for a table; add --out FILE.csv, without --apply-corrections")
+    training_only, files_only = ("baselines", "allow_seen"), ("dicom", "layouts", "workers", "file_seconds", "file_gb")
     packaged_only = ("calibrate", "apply_corrections", "axial_length")
     words, limits = words or [], opt.limits_of(file_seconds, file_gb)
     has_settings = store is not None or steps is not None
@@ -117,6 +129,7 @@ def segment(
         corrections=apply_corrections,
         only_corrected=only_corrected,
         axial_length_mm=axial_length,
+        workers=workers,
     )
     if sample:
         others = ("store", "steps", "apply", "calibrate", "axial_length", *training_only, *files_only)

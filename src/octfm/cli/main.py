@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ from octfm.cli.options import Alone, Verb, Verbs
 from octfm.cli.report import card, compare, report, view
 from octfm.cli.training import bench, demo, doctor, plan, pretrain, watch
 from octfm.cli.use import embed, export
-from octfm.errors import OctfmError, Preempted, one_line, shown
+from octfm.errors import ConfigError, OctfmError, Preempted, one_line, shown
 from octfm.io.ranks import rank
 from octfm.version import __version__
 
@@ -74,7 +75,8 @@ def main() -> None:
     other exception is a bug of octfm and keeps its traceback.
 
     torchrun turns every exit code but 0 into 1. Therefore one rank per host also writes 75 to the file that
-    OCTFM_EXIT_FILE names, for launch/torchrun.sh.
+    OCTFM_EXIT_FILE names, for launch/torchrun.sh; and the code of a mistake in the settings, with which ranks then end
+    as if they were done, because torchrun would start them again (--max-restarts), to the same error.
     """
     if not sys.flags.utf8_mode and locale.getencoding().lower() != "utf-8":
         # Start again as in a UTF-8 locale: in another one, names of files that are not ASCII have other letters.
@@ -82,8 +84,8 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     # Processes started by libraries must not import modules from the current folder, which may hold anyone's files.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
-    exit_file = os.environ.get("OCTFM_EXIT_FILE") if os.environ.get("LOCAL_RANK", "0") == "0" else None
-    if exit_file:
+    first, exit_file = os.environ.get("LOCAL_RANK", "0") == "0", os.environ.get("OCTFM_EXIT_FILE")
+    if first and exit_file:
         Path(exit_file).unlink(missing_ok=True)
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if not by_torchrun:  # it sends the signal to the other ranks when one fails, and they have nothing to add
@@ -93,14 +95,32 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # file names need not be valid text
     code, message = _run()
-    if message and code in (1, 2) and by_torchrun and os.environ.get("LOCAL_RANK", "0") != "0":
+    if message and code in (1, 2) and by_torchrun and not first:
         # The first rank of this host most likely says the same, and torchrun then ends this one before it repeats it.
-        time.sleep(REPEATS_AFTER_S)
-    if code == 75 and exit_file:
+        last = time.monotonic() + REPEATS_AFTER_S
+        while time.monotonic() < last and not _is_settled(exit_file):
+            time.sleep(0.1)
+    if code == 75 and first and exit_file:
         Path(exit_file).write_text("75\n", "utf-8")
+    if _is_settled(exit_file):
+        code, message = 0, message if first else ""
     if message:
         sys.stderr.write(f"octfm: {one_line(mask(message))}\n")
     sys.exit(code)
+
+
+def _settle(code: int) -> int:
+    """Leave the code of a mistake in the settings to the launcher; on several hosts others may not have made it."""
+    exit_file = os.environ.get("OCTFM_EXIT_FILE")
+    if exit_file and os.environ.get("LOCAL_RANK") == "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        Path(exit_file).write_text(f"{code}\n", "utf-8")
+    return code
+
+
+def _is_settled(exit_file: str | None) -> bool:
+    with suppress(OSError):
+        return exit_file is not None and Path(exit_file).read_text("utf-8").strip() in ("1", "2")
+    return False
 
 
 def _system_error(error: OSError) -> str:
@@ -132,9 +152,11 @@ def _run() -> tuple[int, str]:
         reason = error.format_message().rstrip(".?").replace("Value error, ", "")
         if setting := re.match(r"No such option:? '?--(\w+(\.\w+)+)", reason):
             reason = f"--{setting[1]} is no option; settings are written {setting[1]}=VALUE"
-        return 2, f"{verb}: {reason}; try octfm {verb} --help" if verb else f"{reason}; try octfm --help"
+        return _settle(2), f"{verb}: {reason}; try octfm {verb} --help" if verb else f"{reason}; try octfm --help"
     except Preempted as error:
         return 75, str(error) if rank() == 0 else ""
+    except ConfigError as error:
+        return _settle(1), "" if error.elsewhere else str(error)
     except OctfmError as error:
         return 1, "" if error.elsewhere else str(error)
     except OSError as error:

@@ -52,6 +52,8 @@ class Scans:
     corrections: Path | None = None
     only_corrected: bool = False
     axial_length_mm: float | None = None
+    workers: int = 0
+    """Child processes that segment scans for a table; see `write_table`."""
 
     @property
     def table(self) -> Path | None:
@@ -105,7 +107,7 @@ class Scans:
         sheet = ContactSheet(table)
         with Progress("segment", len(sources), "scans") as progress:
             added = write_table(
-                progress.over(sources),
+                sources,
                 table,
                 limits=self.limits,
                 device=self.device,
@@ -113,6 +115,8 @@ class Scans:
                 only_corrected=self.only_corrected,
                 eyes=eyes,
                 also=sheet.add,
+                workers=self.workers,
+                progress=progress.over,
                 echo=echo_line,
             )
         failed = sum(bool(row["problem"]) and row["source"] in sources for row in read_table(table))

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from octfm.display import box, brief, times
 from octfm.encoder.sources import display_name, find
-from octfm.errors import CheckpointError, ConfigError, EvaluationError
+from octfm.errors import CheckpointError, ConfigError, Echo, EvaluationError
 from octfm.formats import read_volume
 from octfm.io.location import Location
+from octfm.io.progress import say
 from octfm.layers.band import band_finder
 from octfm.models.heads import merged
 from octfm.models.objectives.objective import ObjectiveConfig
@@ -368,7 +369,8 @@ def load_encoder(
     low-rank updates of a fine-tuned encoder are merged into its weights.
     """
     runtime = runtime or alone("fp32", device)
-    path, content = _open(run)
+    # Weights before the first update are the same in every checkpoint.
+    path, content = _open(run, say if runtime.leads and not random_init else None)
     if "encoder_config" in content:
         return _tuned_encoder(path, content, random_init, draw, runtime)
     settings = stored_config(content["settings" if "network" in content else "config"], objective)
@@ -467,11 +469,12 @@ def seen_by(run: str | Location) -> Callable[[str], bool]:
     return lambda participant: checkpoint.participant_hashes([participant], participants["key"])[0] in known
 
 
-def _open(run: str | Location | None) -> tuple[Location, dict[str, Any]]:
+def _open(run: str | Location | None, echo: Echo | None = None) -> tuple[Location, dict[str, Any]]:
     where = find(run)
     if exported.is_export(where):
         return where, exported.read_export(where)
-    path, content = load_newest(local_run(where))
+    # A bucket has every checkpoint of its run.
+    path, content = load_newest(local_run(where), echo if isinstance(where, Path) else None)
     if "decoder" in content["config"]:
         raise CheckpointError(
             f"{run}: a run of octfm segment, which octfm segment FILE --apply RUN uses, and octfm.load_segmenter in "

@@ -1,6 +1,7 @@
 """Agreement between scanners on the same eyes: three forms of intraclass correlation, and Bland-Altman limits."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -81,7 +82,7 @@ def spread(difference: np.ndarray, weights: np.ndarray | None = None, subject: n
 def limits(
     difference: np.ndarray, subject: np.ndarray, boot: Callable[[Metric], Bootstrap] | None
 ) -> dict[str, dict[str, float | None] | float | None]:
-    """Bland-Altman: bias and both limits, each with estimate, low and high, and standard deviation; None if unknown.
+    """Bland-Altman: bias and both limits, each with estimate, low, high and p, and standard deviation; None if unknown.
 
     `subject` [n]: the participant of each difference. Intervals are studentised (Davison & Hinkley 1997, §5.2) over the
     resamples of participants that `boot` draws; None: there are none. In simulated cohorts of 10 to 40 participants
@@ -89,29 +90,43 @@ def limits(
     """
     sd = float(spread(difference, None, subject)[0])
     sides = {"bias": 0, "lower": -1, "upper": 1}
-    return {name: _with_interval(difference, subject, side, boot) for name, side in sides.items()} | {
-        "sd": sd if np.isfinite(sd) else None
-    }
+    return {
+        name: _with_interval(partial(_limit_and_error, difference, subject, side), len(difference), boot)
+        for name, side in sides.items()
+    } | {"sd": sd if np.isfinite(sd) else None}
+
+
+def slope(
+    difference: np.ndarray, level: np.ndarray, subject: np.ndarray, boot: Callable[[Metric], Bootstrap]
+) -> dict[str, float | None]:
+    """Slope of the regression of the difference on the mean of both, with an interval as in `limits`. Unless it is 0,
+    limits are too high at one end of the range and too low at the other (Bland & Altman, Statistical Methods in Medical
+    Research 1999, §3.2)."""
+    return _with_interval(partial(_slope_and_error, difference, level, subject), len(difference), boot)
 
 
 def _with_interval(
-    difference: np.ndarray, subject: np.ndarray, side: int, boot: Callable[[Metric], Bootstrap] | None
+    measure: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
+    count: int,
+    boot: Callable[[Metric], Bootstrap] | None,
 ) -> dict[str, float | None]:
-    values, errors = _limit_and_error(difference, subject, side, np.ones((1, len(difference))))
+    """`measure`: from case weights [R, count] to an estimate and its standard error, each [R]. p: of a value of 0."""
+    values, errors = measure(np.ones((1, count)))
     estimate, error = float(values[0]), float(errors[0])
     if not np.isfinite(estimate):
-        return dict.fromkeys(("estimate", "low", "high"))
+        return dict.fromkeys(("estimate", "low", "high", "p"))
 
     def studentised(W: np.ndarray) -> np.ndarray:
-        values, errors = _limit_and_error(difference, subject, side, W)
+        values, errors = measure(W)
         return ratio(values - estimate, errors)
 
     t = boot(studentised).resampled if boot is not None else np.zeros(0)
     t = t[np.isfinite(t)]
     if not t.size:
-        return {"estimate": estimate, "low": None, "high": None}
+        return {"estimate": estimate, "low": None, "high": None, "p": None}
     low, high = (float(estimate - q * error) for q in np.quantile(t, TAILS[::-1]))
-    return {"estimate": estimate, "low": low, "high": high}
+    p = float(1 + (np.abs(t) >= abs(estimate) / error).sum()) / (1 + t.size)
+    return {"estimate": estimate, "low": low, "high": high, "p": p}
 
 
 def _limit_and_error(
@@ -134,6 +149,26 @@ def _limit_and_error(
     subjects = W.sum(1)
     error = np.sqrt(ratio(subjects, subjects - 1) * (W * influence**2).sum(1)) / (W @ size)
     return value + origin, error
+
+
+def _slope_and_error(
+    difference: np.ndarray, level: np.ndarray, subject: np.ndarray, W: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The slope and its standard error by the influence of every subject. Each [R]."""
+    _, first, member = np.unique(subject, return_index=True, return_inverse=True)
+    x, y = level - level.mean(), difference - difference.mean()
+    size, sx, sy, sxx, sxy = (np.bincount(member, weights=v) for v in (np.ones(len(x)), x, y, x**2, x * y))
+    W = W[:, first]
+    n = W @ size
+    mx, my = ratio(W @ sx, n)[:, None], ratio(W @ sy, n)[:, None]
+    # Of each subject, around the means of the resample.
+    across = sxx - 2 * mx * sx + mx**2 * size
+    along = sxy - mx * sy - my * sx + mx * my * size
+    total = (W * across).sum(1)
+    value = ratio((W * along).sum(1), total)
+    influence = along - value[:, None] * across
+    subjects = W.sum(1)
+    return value, ratio(np.sqrt(ratio(subjects, subjects - 1) * (W * influence**2).sum(1)), total)
 
 
 def _one_way(subject: np.ndarray, values: np.ndarray, W: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from octfm.catalog.labels import read_labels
+from octfm.display import interval
 from octfm.encoder.embeddings import Embeddings, align, read_embeddings
 from octfm.errors import EvaluationError
 from octfm.evaluation.arms import with_table
@@ -193,17 +194,16 @@ def summary_lines(result: dict[str, Any], file: str = "probe.json") -> list[str]
         if r["metric"] not in HEADLINE:
             continue
         guessing.setdefault(r["target"], {})[r["metric"]] = f"{r['metric']} {r['chance']:.3g}"
-        between = f" ({r['low']:.3f} to {r['high']:.3f})" if r["low"] is not None else ""
-        estimate = "undefined" if r["estimate"] is None else f"{r['estimate']:.3f}"
+        shown = interval(r, digits=3)
         flag = f"; {r['seen_test_participants']} of them seen in pretraining" if r["seen_test_participants"] else ""
         if r["note"]:
             few = "fewer than" in r["note"] and r["design"] == "recommended_split" and file == "probe.json"
             note = r["note"] + few * " --design k-fold tests every participant."
             noted.setdefault((r["target"], note), []).append(r["encoder"])
         if draws := [value for value in r.get("per_draw", ()) if value is not None]:
-            between += f", {len(draws)} draws from {min(draws):.3f} to {max(draws):.3f}"
+            shown += f", {len(draws)} draws from {min(draws):.3f} to {max(draws):.3f}"
         who = f"{r['n_test_participants']} participants{flag}"
-        lines.append(f"{r['target']:<12} {r['metric']:<18} {r['encoder']:<12} {estimate}{between}, {who}")
+        lines.append(f"{r['target']:<12} {r['metric']:<18} {r['encoder']:<12} {shown}, {who}")
     for target, each in guessing.items():
         r = next(r for r in result["results"] if r["target"] == target)
         unlabelled = f", {r['unlabelled_acquisitions']} volumes have no label" if r["unlabelled_acquisitions"] else ""

@@ -1,5 +1,6 @@
 """Metrics with intervals from predictions, at the unit of the target, and paired comparisons of encoders."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,8 @@ BELOW = (
 FAR = 20
 """Interquartile ranges from the middle half of the labels: beyond them lies no normal number, and one log-normal
 number in some 3,000."""
+_CODE = re.compile(r"-[19]|-?9{2,}(\.9+)?")
+"""What a number looks like that may stand for a missing value."""
 LOWER_IS_BETTER = ("brier", "ece", "mae")
 CONFOUNDED = 0.02
 """Distance of a guess's AUROC from 0.5 at which a note warns that numbers of eyes differ between classes."""
@@ -120,7 +123,7 @@ def score(
         high = around["high"]
         below = name in HEADLINE and facts.get("design") == "k-fold" and high is not None and high < chance
         notes = [
-            _far(cases),
+            odd_numbers(cases),
             _note(rare, boot) or (BELOW if below else None),
             _eyes_note(first) if name == "auroc" else None,
         ]
@@ -364,10 +367,36 @@ def _eyes_note(u: Units) -> str | None:
     )
 
 
-def _far(cases: Cases) -> str | None:
-    """A remark on numbers so far from the others that they alone decide R², as 9999 for a missing value does."""
+def odd_numbers(cases: Cases) -> str | None:
+    """A remark on codes for missing values (999, -1) among the numbers, and on numbers so far from the others that they
+    alone decide R²; else None.
+
+    A number that looks like a code is one if no other is negative, or if it lies farther from all others than nine in
+    ten of them span, or if it ends their range and is the most frequent. 999 µm between 980 and 1010 is none.
+    """
     if cases.classes is not None:
         return None
+    # One of each unit: several scans of an eye repeat its number.
+    own = [value for _, value in set(zip(cases.unit.tolist(), cases.label.tolist(), strict=True))]
+    values, counts = np.unique(own, return_counts=True)
+    coded = np.array([_CODE.fullmatch(f"{value:.10g}") is not None for value in values])
+    if coded.all():
+        return None
+    usual, most = values[~coded], max(2, *counts[~coded])
+    middle = np.ptp(np.quantile(np.repeat(usual, counts[~coded]), (0.05, 0.95)))
+
+    def is_code(value: float, count: int) -> bool:
+        inside = usual[0] < value < usual[-1]
+        alone = np.abs(usual - value).min() > middle > 0
+        return value < 0 <= usual[0] or alone or (not inside and count > most)
+
+    if codes := [v for v, count in zip(values[coded], counts[coded], strict=True) if is_code(v, count)]:
+        often = [int((cases.label == code).sum()) for code in codes]
+        found = " and ".join(f"{n} {'is' if n == 1 else 'are'} {c:.10g}" for n, c in zip(often, codes, strict=True))
+        return (
+            f"Of {len(cases.label)} labels in column {cases.target.column}, {found}, unlike the others ({usual[0]:g} "
+            f"to {usual[-1]:g}); if that stands for a missing value, leave those cells empty."
+        )
     low, high = np.quantile(cases.label, (0.25, 0.75))
     far = (cases.label < low - FAR * (high - low)) | (cases.label > high + FAR * (high - low))
     if low == high or not far.any():

@@ -1,10 +1,13 @@
 """A table of many scans: one row per eye scan with ETDRS zones, fluid and verdict; the same call resumes."""
 
 import csv
+import functools
 import io
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from octfm.display import csv_cell, from_csv_cell, number
@@ -13,11 +16,13 @@ from octfm.formats import read_volume
 from octfm.formats.declared import sidecars
 from octfm.formats.heyex_xml import DeviceGrid
 from octfm.formats.image_folder import SUFFIXES
-from octfm.io.archive import list_folder
+from octfm.formats.reasons import REASONS
+from octfm.io.archive import file_size, list_folder
 from octfm.io.hashing import hash_text
-from octfm.io.isolation import Limits
+from octfm.io.isolation import Limits, Lost
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, Location, is_remote, lock, write_whole
+from octfm.io.spread import spread
 from octfm.io.versions import GONE, versions
 from octfm.layers.corrections import Corrections
 from octfm.layers.finder import LayerFinder, load_finder
@@ -39,6 +44,9 @@ from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.volume import Laterality, Volume
 from octfm.weights.packaged import NOTE
 
+CHILD_MEMORY, CHILD_SECONDS = 2 * 10**9, 120.0
+"""Of a child process, beyond what reading may take: bytes for PyTorch and the network, and seconds per file and per
+megabyte, ten times what a core needs for uncompressed B-scans."""
 ACCEPTED = "nothing speaks against it"
 """The verdict on a scan without a reason to doubt it."""
 COLUMNS = (
@@ -65,19 +73,18 @@ _CORRECTED_BEFORE = (
 def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> dict[str, str]:
     """One row of the table; what the scan does not allow stays empty. `device`: see `device_grid_of`."""
     volume = found.volume
-    row = _row(volume.source) | {
-        # Labels are joined by it: octfm finetune and octfm probe take the table as it is.
-        "acquisition": "" if volume.acquisition == "unknown" else volume.acquisition,
-        "laterality": volume.laterality or "",
-        "scanner": volume.scanner,
-        "bscans": str(volume.shape[0]),
-        "verdict": "; ".join(found.verdict.reasons) or ACCEPTED,
-        "doubt": f"{found.verdict.doubt:.3f}",
-        "doubtful_ascans": f"{found.doubtful.mean():.3f}",
-        "model": found.model,
-        "note": NOTE,
-        "axial_length_mm": "" if found.axial_length_mm is None else f"{found.axial_length_mm:g}",
-    }
+    row = (
+        _row(volume.source)
+        | _facts(volume, "")
+        | {
+            "verdict": "; ".join(found.verdict.reasons) or ACCEPTED,
+            "doubt": f"{found.verdict.doubt:.3f}",
+            "doubtful_ascans": f"{found.doubtful.mean():.3f}",
+            "model": found.model,
+            "note": NOTE,
+            "axial_length_mm": "" if found.axial_length_mm is None else f"{found.axial_length_mm:g}",
+        }
+    )
     if found.corrections is not None:
         row["corrected_bscans"] = str(len(found.corrections.touched))
         # Zones are a person's only where somebody has looked at both of their lines.
@@ -101,7 +108,7 @@ def _row(source: str) -> dict[str, str]:
 
 
 def write_table(
-    sources: Iterable[str | Volume],
+    sources: Sequence[str | Volume],
     out: Location,
     *,
     limits: Limits | None = None,
@@ -111,9 +118,11 @@ def write_table(
     only_corrected: bool = False,
     eyes: Mapping[str, Laterality | None] | None = None,
     also: Callable[[str, ScanSegmentation], None] | None = None,
+    workers: int = 0,
+    progress: Callable[[Iterable[str | Volume]], Iterable[str | Volume]] = iter,
     echo: Echo = print,
 ) -> int:
-    """Segment each source that `out` does not hold yet, and add its row, the file replaced whole after every scan.
+    """Segment each source that `out` does not hold yet, and add its row; the file is replaced whole.
 
     A file that cannot be read or segmented gets a row with its problem, and is tried again by the next call; one that
     is named twice has one row. A scan on a disk that has changed since, or whose sidecar has, is segmented again:
@@ -124,6 +133,9 @@ def write_table(
     corrections: fingerprint of a scan → what somebody has corrected in it; its row is written anew, marked as
     corrected.
     eyes: scan → the eye that its path names; see Volume.with_eye.
+    workers: child processes of one thread each that read and segment files with the packaged network, 0 for this
+    process alone. Volumes, and everything where there are `corrections`, are segmented in this process.
+    progress: wraps the loop over the sources.
     only_corrected: read every scan, but segment and add only those with corrections; `echo` gets the problem of a file
     that cannot be read, which gets no row. Returns the number of new or changed rows. Raises EvaluationError if `out`
     is something else than such a table, has rows of another network or, with `only_corrected`, of scans that nobody has
@@ -133,14 +145,26 @@ def write_table(
     finder, corrections, eyes = finder or load_finder(device=device), corrections or {}, eyes or {}
     done: set[str] = set()
     used: set[str] = set()
-    with only_writer(out):
-        table = _Table(out)
+    with only_writer(out), closing(_Table(out)) as table:
         table.expect(finder.model, only_corrected)
-        for given in sources:
+        new: list[str] = []
+        if workers and not corrections:
+            new = [s for s in dict.fromkeys(sources) if isinstance(s, str) and not table.knows(s, state_of(s))]
+        from_children = _rows_of(new, eyes, device, also, limits or Limits(), workers)
+        waiting = set(new)
+        for given in progress(sources):
             source = given.source if isinstance(given, Volume) else given
+            if source in done:
+                continue
+            if source in waiting:
+                done.add(source)
+                row = next(from_children)
+                if row["problem"] or not table.keeps(row, source, echo):
+                    table.put(row, echo)
+                continue
             state = "" if isinstance(given, Volume) else state_of(source)
             known = table.knows(source, state)
-            if source in done or (known and not corrections):
+            if known and not corrections:
                 continue
             try:
                 volume = given
@@ -149,13 +173,7 @@ def write_table(
                 by_hand = corrections.get(fingerprint(volume.voxels)) if corrections else None
                 if by_hand is None and (known or only_corrected):
                     continue
-                if old := table.move(volume, source):
-                    echo(f"{old}: is not there any more, and its row is that of {source} now")
-                before = table.row(source)
-                if by_hand is None and before["corrected_bscans"]:
-                    if (before["file_state"], before["laterality"]) != (state, volume.laterality or ""):
-                        echo(f"{source}: {_CORRECTED_BEFORE}")
-                    table.put(before | {"source": source})
+                if table.keeps(_facts(volume, state), source, echo, despite=by_hand):
                     done.add(source)
                     continue
                 found = segment(volume, finder=finder)
@@ -164,17 +182,12 @@ def write_table(
                     found = found.corrected(by_hand)
                 grid = None if isinstance(given, Volume) else device_grid_of(given, limits)
                 row = row_of(found, grid) | {"source": source, "file_state": state}
-            except ReadError as error:
-                if known:  # it was read once; a share may be away
-                    continue
-                row = _row(source) | {"problem": f"{error.code}: {error}"}
             except (BucketError, CorrectionsError):
                 raise  # neither an unreachable bucket nor a wrong file of corrections says anything about the scan
             except BAD_INPUT as error:
-                # One scan must not end a table of thousands; the message may hold anything, so only its kind is kept.
-                kind = type(error).__name__
-                problem = f"segmentation_failed: {source}: {kind}; please report it with the file's format"
-                row = _row(source) | {"problem": problem}
+                if known and isinstance(error, ReadError):  # it was read once; a share may be away
+                    continue
+                row = _row(source) | {"problem": _problem(source, error)}
             else:
                 if also:
                     also(source, found)
@@ -183,17 +196,83 @@ def write_table(
             if row["problem"] and only_corrected:
                 echo(row["problem"])
                 continue
-            if table.put(row):
-                echo(f"{source}: {row['problem'] or row['verdict']}")
+            table.put(row, echo)
     _report_unused(corrections, used, echo)
     return table.changed
 
 
+def _rows_of(
+    sources: Sequence[str],
+    eyes: Mapping[str, Laterality | None],
+    device: str | None,
+    also: Callable[[str, ScanSegmentation], None] | None,
+    limits: Limits,
+    workers: int,
+) -> Iterator[dict[str, str]]:
+    """The rows of these files, in their order, made in child processes."""
+    makes = functools.partial(_row_in_child, device=device, also=also)
+    within = replace(limits, memory=limits.memory + CHILD_MEMORY)
+    items: list[tuple[str, Laterality | None]] = [(source, eyes.get(source)) for source in sources]
+    return spread(makes, items, _lost, workers=workers, limits=within, deadline=_deadline, chunk=1)
+
+
+def _row_in_child(
+    item: tuple[str, Laterality | None], device: str | None, also: Callable[[str, ScanSegmentation], None] | None
+) -> dict[str, str]:
+    source, eye = item
+    state = state_of(source)
+    try:
+        found = segment(read_volume(source, raster_only=False).with_eye(eye), finder=load_finder(device=device))
+        row = row_of(found, device_grid_of(source)) | {"source": source, "file_state": state}
+    except BucketError:
+        raise
+    except BAD_INPUT as error:
+        return _row(source) | {"problem": _problem(source, error)}
+    if also:
+        also(source, found)
+    return row
+
+
+def _lost(item: tuple[str, Laterality | None], what: Lost) -> dict[str, str]:
+    source, _ = item
+    problem = f"{what.code}: {source}: the process that segmented it {what.what}; {REASONS[what.code].fix}"
+    return _row(source) | {"problem": problem}
+
+
+def _deadline(limits: Limits, item: tuple[str, Laterality | None]) -> float:
+    source, _ = item
+    size = file_size(source)
+    return limits.deadline(size, source) + CHILD_SECONDS * (1 + size / 1e6)
+
+
+def _problem(source: str, error: Exception) -> str:
+    if isinstance(error, ReadError):
+        return f"{error.code}: {error}"
+    # One scan must not end a table of thousands; the message may hold anything, so only its kind is kept.
+    return f"segmentation_failed: {source}: {type(error).__name__}; please report it with the file's format"
+
+
+def _facts(volume: Volume, state: str) -> dict[str, str]:
+    """The cells of a row that are known before anything is measured."""
+    return {
+        # Labels are joined by it: octfm finetune and octfm probe take the table as it is.
+        "acquisition": "" if volume.acquisition == "unknown" else volume.acquisition,
+        "laterality": volume.laterality or "",
+        "scanner": volume.scanner,
+        "bscans": str(volume.shape[0]),
+        "file_state": state,
+    }
+
+
 class _Table:
-    """The rows of a table, which is written again whenever one changes."""
+    """The rows of a table, which is written again as they change, and always at the end. A large one, which takes long
+    to write, waits for several rows: a kill loses work of at most WAIT times what writing takes."""
+
+    WAIT = 30
 
     def __init__(self, out: Location):
         self.out, self.changed = out, 0
+        self._unsaved, self._next = False, 0.0
         self.rows = read_table(out) if out.exists() else []
         # What could not be read is tried again: a share may have been away.
         self._states = {row["source"]: row["file_state"] for row in self.rows if not row["problem"]}
@@ -221,12 +300,25 @@ class _Table:
         place = self._places.get(source)
         return _row(source) if place is None else self.rows[place]
 
-    def move(self, volume: Volume, source: str) -> str:
+    def keeps(self, facts: Mapping[str, str], source: str, echo: Echo, despite: Corrections | None = None) -> bool:
+        """Whether the row of this scan stays as it is, since somebody corrected it, `despite` being new corrections.
+        `facts`: cells of its new row. A row of the same acquisition whose file has gone becomes that of `source`."""
+        if old := self._move(facts, source):
+            echo(f"{old}: is not there any more, and its row is that of {source} now")
+        before = self.row(source)
+        if despite is not None or not before["corrected_bscans"]:
+            return False
+        if any(before[name] != facts[name] for name in ("file_state", "laterality")):
+            echo(f"{source}: {_CORRECTED_BEFORE}")
+        self.put(before | {"source": source})
+        return True
+
+    def _move(self, facts: Mapping[str, str], source: str) -> str:
         """If the row of this acquisition has lost its file, as after a folder was renamed, make it that of `source`;
         returns the old source, empty if there is no such row."""
-        if source in self._places or volume.acquisition == "unknown":
+        if source in self._places or not facts["acquisition"]:
             return ""
-        for place in self._same_scan.get((volume.acquisition, volume.scanner, str(volume.shape[0])), ()):
+        for place in self._same_scan.get(tuple(facts[name] for name in _OF_AN_ACQUISITION), ()):
             old = self.rows[place]["source"]
             if self.rows[place]["file_state"] and not state_of(old):
                 self._places.pop(old, None)
@@ -234,17 +326,27 @@ class _Table:
                 return old
         return ""
 
-    def put(self, row: dict[str, str]) -> bool:
-        """Write a row in place of the one that the table had of its source; False if they are the same."""
+    def put(self, row: dict[str, str], echo: Echo | None = None) -> None:
+        """Set a row in place of the one that the table had of its source; if they differ, `echo` gets what it says."""
         if (place := self._places.pop(row["source"], None)) is None:
             self.rows.append(row)
         elif self.rows[place] == row:
-            return False
+            return
         else:
             self.rows[place] = row
-        save_table(self.rows, self.out)
         self.changed += 1
-        return True
+        self._unsaved = True
+        if time.monotonic() >= self._next:
+            self.close()
+        if echo is not None:
+            echo(f"{row['source']}: {row['problem'] or row['verdict']}")
+
+    def close(self) -> None:
+        """Write the rows that the file lacks."""
+        if self._unsaved:
+            begun = time.monotonic()
+            save_table(self.rows, self.out)
+            self._unsaved, self._next = False, time.monotonic() + self.WAIT * (time.monotonic() - begun)
 
 
 def _report_unused(corrections: Mapping[str, Corrections], used: set[str], echo: Echo) -> None:

@@ -250,7 +250,7 @@ def main() -> None:
         if training.step % 50 == 0 or training.step == training.steps:
             training.save(state)
             print(f"step {training.step}/{training.steps}  loss {np.mean(losses[-50:]):.3f}", flush=True)
-    made = f"make weights: {training.steps:,} steps with seed {arguments.seed} on one thread"
+    made = f"trained by `make weights`, {training.steps:,} steps with seed {arguments.seed} on one thread"
     facts = FACTS | {"masks": list(MASKS), "made": made}
     print(write_weights(training.average, arguments.out, "layers", facts))
 

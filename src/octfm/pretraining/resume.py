@@ -20,8 +20,11 @@ def _parse(settings: dict[str, Any], like: PretrainConfig | None) -> PretrainCon
 PRETRAINING = Kind("pretrain", frozenset(MAY_CHANGE), _parse, own_key=True)
 
 
-def load_newest(run: Path) -> tuple[Path, dict[str, Any]]:
-    """The last checkpoint of a run folder, which must be that run's own, or this checkpoint file; and its content."""
+def load_newest(run: Path, echo: Echo | None = None) -> tuple[Path, dict[str, Any]]:
+    """The last checkpoint of a run folder, which must be that run's own, or this checkpoint file; and its content.
+    `echo` gets a line if newer ones may lie on a disk that is not there."""
+    if echo is not None:
+        _say_if_missing(checkpoint.second_destination(run), echo)
     path = checkpoint.newest(run)
     content = checkpoint.load(path)
     if path != run and (run / "run.json").is_file():
@@ -29,6 +32,11 @@ def load_newest(run: Path) -> tuple[Path, dict[str, Any]]:
         if folder.record.get("kind", PRETRAINING.name) == PRETRAINING.name:
             folder.require_own(path, content)
     return path, content
+
+
+def _say_if_missing(folder: Path | None, echo: Echo) -> None:
+    if folder is not None and not folder.is_dir():
+        echo(f"{folder} is not there; is its disk mounted? Newer checkpoints of this run may be on it")
 
 
 def healthy_before(run: RunFolder, step: int, config: HealthConfig) -> tuple[Path, dict[str, Any]] | None:
@@ -68,8 +76,7 @@ def second_destination(config: PretrainConfig, run: RunFolder, echo: Echo) -> di
     mounted at the next start is noticed, whatever the settings name by then. Raises CheckpointError if the run's
     checkpoints lie in another one, which the next start would not look for."""
     before = checkpoint.second_destination(run.path)
-    if before is not None and not before.is_dir():
-        echo(f"{before} is not there; is its disk mounted? Newer checkpoints of this run may be on it")
+    _say_if_missing(before, echo)
     if config.ckpt_second_dir is None:
         return {}
     folder = Path(config.ckpt_second_dir).resolve() / f"{run.path.resolve().name}-{run.key[:8]}"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from octfm.config import flat
-from octfm.display import readable
+from octfm.display import interval, readable
 from octfm.errors import EvaluationError
 from octfm.evaluation.scoring import HEADLINE, fails_holm
 from octfm.io.location import Location
@@ -127,7 +127,7 @@ def _own_probes(sources: Mapping[str, Sources]) -> list[dict[str, Any]]:
             "target": target,
             "metric": words.METRICS[metric],
             "leakage": next(iter(cells.values()))["leakage"],
-            "cells": [words.interval(cells[n]) if n in cells else ABSENT for n in sources],
+            "cells": [interval(cells[n]) if n in cells else ABSENT for n in sources],
             "people": ", ".join(dict.fromkeys(str(r["n_test_participants"]) for r in cells.values())),
         }
         for (target, metric), cells in found.items()

@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from octfm.display import readable
+from octfm.display import interval, readable
 from octfm.report.sources import Sources, lookup, number, series
-from octfm.report.words import METRICS, interval, probed, short
+from octfm.report.words import METRICS, probed, short
 
 # Okabe & Ito's colour-blind-safe palette; the page's style sheet brightens it on dark backgrounds.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")

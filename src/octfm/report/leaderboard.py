@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from octfm.display import interval
 from octfm.evaluation.scoring import HEADLINE
 from octfm.report import figures, words
 from octfm.report.page import render, write_page
@@ -36,7 +37,7 @@ def write_leaderboard(result: dict[str, Any], order: list[str], out: str | Path)
                 "name": name,
                 "kind": KINDS[rows[name, metrics[0]]["what"]],
                 "seeds": rows[name, metrics[0]]["seeds"],
-                "cells": [words.interval(rows[name, m]) if (name, m) in rows else "" for m in metrics],
+                "cells": [interval(rows[name, m]) if (name, m) in rows else "" for m in metrics],
             }
             for name in order
         ],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from octfm.io.cores import GROUP
+from octfm.io.cores import memory_left
 
 
 def host_bytes_at_peak() -> int:
@@ -28,11 +28,8 @@ def host_bytes_available() -> int:
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
         bounds.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
-    with suppress(OSError, ValueError, LookupError):  # "max" if a control group sets no limit
-        most, current = (int((GROUP / name).read_text("utf-8")) for name in ("memory.max", "memory.current"))
-        parts = dict(line.split() for line in (GROUP / "memory.stat").read_text("utf-8").splitlines())
-        # Cached files count as used there, such as a store that has just been prepared.
-        bounds.append(most - current + int(parts["active_file"]) + int(parts["inactive_file"]))
+    if (left := memory_left()) is not None:
+        bounds.append(left)
     return max(0, min(bounds))
 
 

@@ -4,9 +4,12 @@ import hashlib
 import json
 import math
 import re
+import sys
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from io import BytesIO
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +28,8 @@ SHARD_CHECKSUM = "shard_checksum"
 """Key in store.json of stores whose shards contain checksums; absent from older stores."""
 _DIGEST = ',"digest":"'
 _DIGEST_AT_END = re.compile(rb',"digest":"([0-9a-f]{16})"}$')
+_OF_MANY = ("laterality", "scanner", "protocol", "split", "layout", "modality")
+"""Fields of a row that many rows share."""
 ARRAYS = {"voxels": "uint8", "band": "float32", "valid": "int16"}
 
 Compression = Literal["none", "zstd"]
@@ -109,8 +114,8 @@ class Arrays:
 def checksum(voxels: np.ndarray, band: np.ndarray, valid: np.ndarray) -> str:
     """The checksum of one volume, as rows.jsonl records it (see CHECKSUM)."""
     digest = hashlib.sha256()
-    for name, array in (("voxels", voxels), ("band", band), ("valid", valid)):
-        digest.update(np.ascontiguousarray(array, np.dtype(ARRAYS[name]).newbyteorder("<")).data)
+    for name, part in (("voxels", voxels), ("band", band), ("valid", valid)):
+        digest.update(np.ascontiguousarray(part, np.dtype(ARRAYS[name]).newbyteorder("<")).data)
     return f"sha256:{digest.hexdigest()}"
 
 
@@ -160,16 +165,14 @@ def header_digest(header: Mapping[str, Any]) -> str:
 def read_rows(path: Location) -> tuple[tuple[StoreRow, ...], int]:
     """The rows of all volumes in the store, and the length of their lines in bytes."""
     file = path / "rows.jsonl"
-    data = file.read_bytes() if file.is_file() else b""
-    # A last line without its newline was cut off while it was written: that volume does not exist yet.
-    whole = data[: data.rfind(b"\n") + 1]
-    rows = []
-    for number, line in enumerate(whole.splitlines()):
+    rows, length = [], 0
+    for number, line in enumerate(BytesIO(file.read_bytes() if file.is_file() else b"")):
+        # A last line without its newline was cut off while it was written: that volume does not exist yet.
+        if not line.endswith(b"\n"):
+            break
+        length += len(line)
         try:
-            values = _row(line)
-            rows.append(
-                StoreRow(**{**values, "flags": tuple(values["flags"]), "found": tuple(values.get("found", ()))})
-            )
+            rows.append(StoreRow(**_compact(_row(line.rstrip(b"\r\n")))))
         except (ValueError, TypeError, KeyError) as error:
             raise StoreError(
                 f"{file}: line {number + 1} is not a valid row ({error}); restore the file from a copy, "
@@ -180,7 +183,7 @@ def read_rows(path: Location) -> tuple[tuple[StoreRow, ...], int]:
                 f"{file}: line {number + 1} holds row {rows[-1].index}, expected row {number}; the store is damaged, "
                 "prepare into a new folder"
             )
-    return tuple(rows), len(whole)
+    return tuple(rows), length
 
 
 def _row(line: bytes) -> dict[str, Any]:
@@ -196,6 +199,27 @@ def _row(line: bytes) -> dict[str, Any]:
     if "digest" in values:
         raise ValueError("it was edited by hand; to change splits or labels, run octfm prepare with a new catalog")
     return values
+
+
+def _compact(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a row in a third of the memory, since every process that opens a store holds all rows: text that
+    rows share is held once, and long lists of numbers become arrays."""
+    for name, value in values.items():
+        if isinstance(value, list):
+            values[name] = tuple(value)
+        elif isinstance(value, dict):
+            values[name] = {sys.intern(key): _dense(field) for key, field in value.items()}
+        elif name in _OF_MANY:
+            values[name] = _dense(value)
+    return values
+
+
+def _dense(value: Any) -> Any:
+    if isinstance(value, str):
+        return sys.intern(value)
+    if isinstance(value, list) and len(value) > 8 and all(isinstance(number, float) for number in value):
+        return array("d", value)
+    return value
 
 
 def read_unprepared(path: Location) -> tuple[Unprepared, ...]:
@@ -273,7 +297,7 @@ def to_line(values: Mapping[str, Any]) -> str:
 
 def _plain(value: Any) -> Any:
     """`value` in types that JSON has: numpy values become Python's, NaN and infinity become null."""
-    if isinstance(value, np.generic | np.ndarray):
+    if isinstance(value, np.generic | np.ndarray | array):
         value = value.tolist()
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}

@@ -32,7 +32,7 @@ from octfm.evaluation.cases import (
 )
 from octfm.evaluation.metrics import balanced_accuracy, r_squared
 from octfm.evaluation.probe import RESAMPLES, describe, rows_seen, summary_lines, write_probe
-from octfm.evaluation.scoring import Predictions, finite, score, to_units
+from octfm.evaluation.scoring import Predictions, finite, odd_numbers, score, to_units
 from octfm.io.location import Location, location
 from octfm.pretraining.preflight.ranks import require_disjoint
 from octfm.run import checkpoint
@@ -109,6 +109,8 @@ def _finetune(
     encoder = encoder.reading(store)
     seen = (lambda _: False) if config.from_scratch else seen_by(str(config.encoder))
     task = find_task(config, store, seen, allow_seen)
+    if remark := odd_numbers(task.cases):
+        echo(remark)
     known = {"key": "", "hashes": []} if config.from_scratch else participants_of(str(config.encoder))
     # Without pretraining there is no key of a run; any fixed one serves.
     participants = {"key": known["key"] or "octfm-finetune", "hashes": known["hashes"]}

@@ -10,10 +10,11 @@ from octfm.catalog.columns import clean_id
 from octfm.errors import EvaluationError, one_line
 from octfm.evaluation import agreement
 from octfm.evaluation.cases import people
-from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap
+from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap, holm
 from octfm.formats.names import lateralities, may_be_an_eye
 from octfm.layers.table import ACCEPTED
 from octfm.layers.zones import DEVICE_UNIT, UNIT, read_rows, same_millimetres, zones_in
+from octfm.trust.study import LEVEL
 from octfm.volume.etdrs import ZONES
 
 LARGE_UM = 10.0
@@ -40,7 +41,7 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
     participant and laterality; default: the columns device_<zone>_um of the table. Rows that could not be read, were
     refused by the verdict, lack one side or were measured by an axial length are left out and counted. Intervals are
     studentised bootstraps over participants where a column names them, else over rows; none with fewer than
-    MIN_PARTICIPANTS.
+    MIN_PARTICIPANTS. `changing`: zones in which differences change with thickness, after Holm's correction over zones.
     Raises EvaluationError.
     """
     rows = read_rows(table, ("source", "verdict", "problem", UNIT["centre"]))
@@ -64,6 +65,8 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
     for each, person in zip(used, people(np.array([each["participant"] for each in used])), strict=True):
         each["participant"] = str(person)
     eyes = [(each["participant"], each["row"].get("laterality", "")) for each in used]
+    zones = [zone for name in ZONES if (zone := _zone(name, used))["points"] or zone["without_ours"]]
+    slopes = {zone["target"]: p for zone in zones if (p := (zone["slope_per_100_um"] or {}).get("p")) is not None}
     return {
         "rows": len(rows),
         "used": len(used),
@@ -77,7 +80,8 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
         "corrected": sum(bool(each["row"].get("corrected_bscans")) for each in used),
         "models": sorted({each["row"]["model"] for each in used if each["row"].get("model")}),
         "large_um": LARGE_UM,
-        "zones": [zone for name in ZONES if (zone := _zone(name, used))["points"] or zone["without_ours"]],
+        "zones": zones,
+        "changing": [name for name, p in zip(slopes, holm([*slopes.values()]), strict=True) if p <= LEVEL],
         "large": _large(used),
     }
 
@@ -99,7 +103,7 @@ def _zone(name: str, used: Sequence[dict[str, Any]]) -> dict[str, Any]:
     both = [each for each in used if name in each["ours"] and name in each["device"]]
     ours, theirs = (np.array([each[side][name] for each in both]) for side in ("ours", "device"))
     people = np.array([each["participant"] for each in both])
-    apart, count = ours - theirs, len(set(people))
+    apart, level, count = ours - theirs, (ours + theirs) / 2, len(set(people))
     boot = (lambda metric: bootstrap(metric, people, resamples=RESAMPLES)) if count >= MIN_PARTICIPANTS else None
 
     return {
@@ -113,7 +117,8 @@ def _zone(name: str, used: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "n_large": int((np.abs(apart) > LARGE_UM).sum()),
         # Without two participants nothing is known of how they differ, so there are no limits.
         "bland_altman": agreement.limits(apart, people, boot) if count > 1 else None,
-        "points": [[float(m), float(d)] for m, d in zip((ours + theirs) / 2, apart, strict=True)],
+        "slope_per_100_um": agreement.slope(apart, level / 100, people, boot) if boot else None,
+        "points": [[float(m), float(d)] for m, d in zip(level, apart, strict=True)],
     }
 
 

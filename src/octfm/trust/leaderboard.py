@@ -11,7 +11,7 @@ import numpy as np
 
 from octfm.catalog.labels import LabelTable, read_labels
 from octfm.config import load
-from octfm.display import csv_cell, markdown, p_value
+from octfm.display import csv_cell, interval, markdown, p_value
 from octfm.encoder.embed import embed_store, histogram_baseline, quality_baseline
 from octfm.encoder.embeddings import Embeddings, align, of_store, read_embeddings, take_rows
 from octfm.encoder.encoder import load_encoder, seen_by
@@ -190,7 +190,7 @@ def to_markdown(result: dict[str, Any]) -> str:
     ]
     for row in ranked(result):
         cells = [
-            interval_text(next(x for x in result["results"] if (x["encoder"], x["metric"]) == (row["encoder"], m)))
+            interval(next(x for x in result["results"] if (x["encoder"], x["metric"]) == (row["encoder"], m)), digits=3)
             for m in metrics
         ]
         lines.append(f"| {markdown(row['encoder'])} | {row['what']} | " + " | ".join(cells) + " |")
@@ -204,7 +204,9 @@ def to_markdown(result: dict[str, Any]) -> str:
         if c["metric"] in metrics:
             p, adjusted = p_value(c["p"]), p_value(c["p_holm"])
             verdict = c["verdict"] + ", not after Holm" * fails_holm(c)
-            lines.append(f"| {c['metric']} | {markdown(c['b'])} | {interval_text(c)} | {p} | {adjusted} | {verdict} |")
+            lines.append(
+                f"| {c['metric']} | {markdown(c['b'])} | {interval(c, digits=3)} | {p} | {adjusted} | {verdict} |"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -213,16 +215,6 @@ def ranked(result: dict[str, Any]) -> list[dict[str, Any]]:
     metric = next(m for m in HEADLINE if any(r["metric"] == m for r in result["results"]))
     rows = [r for r in result["results"] if r["metric"] == metric]
     return sorted(rows, key=lambda r: -(r["estimate"] if r["estimate"] is not None else -np.inf))
-
-
-def interval_text(row: dict[str, Any]) -> str:
-    """`0.91 (0.87 to 0.95)`, or `+0.05 (-0.01 to +0.11)` for a difference."""
-    sign = "+" if "difference" in row else ""
-    value = row["difference"] if sign else row["estimate"]
-    if value is None:
-        return "undefined"
-    text = f"{value:{sign}.3f}"
-    return text if row["low"] is None else f"{text} ({row['low']:{sign}.3f} to {row['high']:{sign}.3f})"
 
 
 def _difference(result: dict[str, Any], entry: str, metric: str) -> dict[str, Any]:

@@ -129,12 +129,12 @@ def _examples(study: Study, labels: dict[str, np.ndarray]) -> list[dict[str, Any
     query, nearest, _ = nearest_scans(study, study.encoders[0], SHOWN)
     target = next(iter(labels), None)
     kind = [(labels[target][i] if target else None, study.data.scanner[i]) for i in query]
-    shown: set[str] = set()
+    person, shown = people(study.data.participant), set[str]()
     chosen: dict[Any, int] = {}
     for at, i in enumerate(query):
-        if kind[at] not in chosen and study.data.participant[i] not in shown:
+        if kind[at] not in chosen and person[i] not in shown:
             chosen[kind[at]] = at
-            shown.add(str(study.data.participant[i]))
+            shown.add(str(person[i]))
     places = sorted(chosen.values(), key=lambda at: str(kind[at]))
     step = max(1, len(places) // EXAMPLES)
     examples = []

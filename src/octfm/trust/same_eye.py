@@ -1,7 +1,7 @@
 """The same eye on several scanners: agreement of the probe's outputs, and retrieval of the eye by its vectors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from octfm.encoder.embeddings import Embeddings
 from octfm.evaluation import agreement
 from octfm.evaluation.arms import COVARIATES
+from octfm.evaluation.cases import people
 from octfm.evaluation.readouts import standardised
 from octfm.evaluation.scoring import Predictions
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap, Metric
@@ -46,6 +47,7 @@ class Readings:
 
 def same_eye(study: Study) -> dict[str, Any]:
     """ICC and Bland-Altman limits of the probe's output for every target, and retrieval of the same eye by vectors."""
+    study = _by_person(study)
     agreements, pairs, comparisons, skipped = [], [], [], []
     for task in study.tasks:
         quantity = QUANTITY.get(task.cases.kind)
@@ -58,13 +60,13 @@ def same_eye(study: Study) -> dict[str, Any]:
         }
         of_reference = readings[study.reference]
         several = _on_several_scanners(of_reference)
-        people = len(np.unique(of_reference.participant[several]))
-        if people < MIN_PARTICIPANTS:
-            text = f"{people} tested participants have an eye that several scanners saw, fewer than {MIN_PARTICIPANTS}."
+        count = len(np.unique(of_reference.participant[several]))
+        if count < MIN_PARTICIPANTS:
+            text = f"{count} tested participants have an eye that several scanners saw, fewer than {MIN_PARTICIPANTS}."
             skipped.append({"target": task.name, "sentence": text})
             continue
         boots = {name: _one_way(r, several, study) for name, r in readings.items()}
-        counts = {"n_eyes": len(np.unique(of_reference.eye[several])), "n_participants": people}
+        counts = {"n_eyes": len(np.unique(of_reference.eye[several])), "n_participants": count}
         for name, boot in boots.items():
             row = {"target": task.name, "quantity": quantity, "encoder": name, "form": OVERALL, **estimate(boot)}
             agreements.append(row | counts)
@@ -88,6 +90,14 @@ def same_eye(study: Study) -> dict[str, Any]:
         "skipped": skipped,
         "sentence": None if agreements or retrieval else "No tested eye was seen by several scanners.",
     }
+
+
+def _by_person(study: Study) -> Study:
+    """The study with one id for each person and each eye: scanners may spell an id differently."""
+    data = study.data
+    person = people(data.participant)
+    eye = np.array([f"{who}_{side}" for who, side in zip(person, data.laterality, strict=True)], dtype=str)
+    return replace(study, encoders=(replace(data, participant=person, eye_id=eye), *study.encoders[1:]))
 
 
 def _readings(study: Study, task: Task, predictions: Predictions) -> Readings:
@@ -134,8 +144,8 @@ def _one_way(readings: Readings, several: np.ndarray, study: Study) -> Bootstrap
 
 def _pair(study: Study, task: Task, quantity: str, readings: Readings, a: str, b: str) -> dict[str, Any]:
     """Agreement between two scanners, with the points of the Bland-Altman plot."""
-    values, people = readings.on(a, b)
-    count = len(np.unique(people))
+    values, person = readings.on(a, b)
+    count = len(np.unique(person))
     facts = {"target": task.name, "quantity": quantity, "a": a, "b": b, "n_eyes": len(values), "n_participants": count}
     if count < MIN_PARTICIPANTS:
         return facts | {
@@ -147,12 +157,12 @@ def _pair(study: Study, task: Task, quantity: str, readings: Readings, a: str, b
     apart = values[:, 0] - values[:, 1]
 
     def boot(metric: Metric) -> dict[str, float | None]:
-        return estimate(study.bootstrap(metric, people))
+        return estimate(study.bootstrap(metric, person))
 
     forms: tuple[agreement.Form, ...] = (PAIRWISE, "ICC(3,1)")
     return facts | {
         "icc": [{"form": f, **boot(lambda W, f=f: agreement.icc(values, f, W))} for f in forms],
-        "bland_altman": agreement.limits(apart, people, lambda metric: study.bootstrap(metric, people)),
+        "bland_altman": agreement.limits(apart, person, lambda metric: study.bootstrap(metric, person)),
         "points": [[float(m), float(d)] for m, d in zip(values.mean(1), apart, strict=True)],
         "note": None,
     }
@@ -170,8 +180,8 @@ def _retrieval(study: Study) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
         for scanner in study.scanners
         if scanner != data.scanner[i] and (str(data.eye_id[i]), scanner) in scanned
     ]
-    people = np.array([data.participant[i] for i, _ in queries], dtype=str)
-    if len(np.unique(people)) < MIN_PARTICIPANTS:
+    person = np.array([data.participant[i] for i, _ in queries], dtype=str)
+    if len(np.unique(person)) < MIN_PARTICIPANTS:
         return [], []
     results, boots = [], {}
     images = [*study.images(), *(e for e in study.encoders if e.name == "tissue_map")]
@@ -180,14 +190,14 @@ def _retrieval(study: Study) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
         row = {
             "encoder": encoder.name,
             "n_queries": len(queries),
-            "n_participants": len(np.unique(people)),
+            "n_participants": len(np.unique(person)),
             "median_gallery": float(np.median(sizes)),
             "median_rank": float(np.median(ranks)),
         }
         measures = {"reciprocal_rank": 1 / ranks, "first": ranks == 1, "same_participant_first": participant_ranks == 1}
         for name, values in measures.items():
             values = values.astype(float)
-            boot = study.bootstrap(lambda W, x=values: W @ x / W.sum(1), people)
+            boot = study.bootstrap(lambda W, x=values: W @ x / W.sum(1), person)
             row[name] = estimate(boot)
             if name == "reciprocal_rank":
                 boots[encoder.name] = boot

@@ -1,5 +1,6 @@
 """Transform: the map between a prepared volume and its native frame, to show results on the original scan."""
 
+from array import array
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -78,7 +79,7 @@ class Transform:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Transform":
         fields: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+            key: tuple(value) if isinstance(value, list | array) else value for key, value in values.items()
         }
         try:
             return cls(**fields)

@@ -236,8 +236,11 @@ def _person_in(
     # A name that occurs in every path below the people does not distinguish anybody.
     several = [at for at in order if at < order[0] or at == order[0] or not set(columns[at]) <= everywhere]
     if len(several) > 1:
-        shown = " or ".join(repr(columns[at][0]) for at in several[:2])
-        return order[0], f"in {'/'.join(names[0])} the person may be {shown}", False
+        # A path in which the two differ; there is one, as names that are the same everywhere count once.
+        path, *shown = next(
+            each for each in zip(names, *(columns[at] for at in several[:2]), strict=True) if each[1] != each[2]
+        )
+        return order[0], f"in {'/'.join(path)} the person may be {shown[0]!r} or {shown[1]!r}", False
     if not strong:
         return order[0], f"{columns[order[0]][0]!r} may be a person, a visit, a clinic or a number of scans", False
     return order[0], "", False

@@ -142,15 +142,35 @@ def _joined_with(known: Mapping[str, str], found: Mapping[str, str], ids: dict[s
 
 
 def spelt_alike(participants: Iterable[str]) -> list[tuple[str, str]]:
-    """Pairs of ids that differ in spelling only: P01 and p1 are more often one person than two."""
+    """Pairs of ids that differ in spelling only: P01 and p1 are more often one person than two.
+
+    A separator between digits counts where it tells two ids apart, as in 1-11 and 11-1, numbers of two sites.
+    """
+    ids, readings = sorted(set(participants)), defaultdict[str, set[str]](set)
+    for participant in ids:
+        apart, joined = _bare(participant)
+        if apart != joined:
+            readings[joined].add(apart)
     first: dict[str, str] = {}
     pairs = []
-    for participant in sorted(set(participants)):
-        text = re.sub(r"[\s_\-.]+", "", plain(participant))
-        text = re.sub(r"(?<!\d)0+(?=\d)", "", re.sub(r"^(?:patient|participant|subject|pat|sub|p)(?=\d)", "", text))
-        if first.setdefault(text, participant) != participant:
-            pairs.append((first[text], participant))
+    for participant in ids:
+        apart, joined = _bare(participant)
+        keys = (apart, joined) if len(readings[joined]) < 2 else (apart,)
+        one = next((first[key] for key in keys if key in first), participant)
+        first |= {key: first.get(key, one) for key in keys}
+        if one != participant:
+            pairs.append((one, participant))
     return pairs
+
+
+def _bare(participant: str) -> tuple[str, str]:
+    """An id without case, leading zeros, a word for patient and separators: with those between digits (1-11), without
+    any (111)."""
+    text = re.sub(r"[\s_\-.]+", "-", plain(participant))
+    text = re.sub(r"(?<!\d)-|-(?!\d)", "", text)
+    text = re.sub(r"^(?:patient|participant|subject|pat|sub|p)(?=\d)", "", text)
+    apart, joined = (re.sub(r"(?<!\d)0+(?=\d)", "", each) for each in (text, text.replace("-", "")))
+    return apart, joined
 
 
 def under_one_id(participants: Sequence[str]) -> list[str]:

@@ -3,9 +3,10 @@
 import functools
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,7 +103,7 @@ def _fake_pass(
     floating-point operations, and what the objective returned."""
     # Imported here: it takes a second, and resumed runs and embedding never need it.
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
     grid = token_grid(preprocessing.image_size, config.model.patch_size)
     sets = [config.masks.heaviest] + ([config.masks.large] if config.masks.large is not None else [])
@@ -117,12 +118,11 @@ def _fake_pass(
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         fused = {
-            flash: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-            backward: lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v),
+            flash: lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),
+            backward: lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape),
         }
-        ledger = _Ledger(model.parameters() if sharded else ())
-        counter = FlopCounterMode(display=False, custom_mapping=fused)
-        with ledger, counter:
+        ledger = _Ledger(flop_registry | fused, model.parameters() if sharded else ())
+        with ledger:
             views = [
                 fake_view(config, preprocessing, micro_batch, *own.counts(grid))
                 for _ in range(config.objective.num_views)
@@ -131,7 +131,7 @@ def _fake_pass(
             with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16"):
                 output = model(views, config.objective.context_loss)
             output.loss.backward()
-    return ledger, float(counter.get_total_flops()), output
+    return ledger, float(ledger.flops), output
 
 
 def _give_away(parameter: torch.Tensor) -> None:
@@ -166,16 +166,22 @@ def fake_view(
 
 # Storages instead of tensors, because views share them.
 class _Ledger(TorchDispatchMode):
-    """Counts live bytes: a storage is added when an operator first returns it and removed when its last tensor dies."""
+    """Counts operations, and live bytes: a storage is added when an operator first returns it and removed when its last
+    tensor dies."""
 
-    def __init__(self, elsewhere: Iterable[torch.Tensor] = ()):
-        """`elsewhere`: tensors that are counted by others."""
+    def __init__(self, flops_of: dict[Any, Callable[..., int]], elsewhere: Iterable[torch.Tensor] = ()):
+        """`flops_of`: floating-point operations by operator, from its arguments and result; FlopCounterMode, which also
+        counts by module, would double the time. `elsewhere`: tensors that are counted by others."""
         super().__init__()
-        self.live = self.peak = self.total = self.kernels = 0
+        self._flops_of = flops_of
+        self.live = self.peak = self.total = self.kernels = self.flops = 0
         self._known: set[int] = {tensor.untyped_storage()._cdata for tensor in elsewhere}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if (flops := self._flops_of.get(func.overloadpacket)) is not None:
+            self.flops += flops(*args, **kwargs, out_val=result)
         new = False
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if not isinstance(tensor, torch.Tensor):

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from octfm.display import markdown
+from octfm.display import interval, markdown
 from octfm.evaluation.scoring import HEADLINE, fails_holm
 from octfm.io.location import Location
 from octfm.report import words
@@ -304,7 +304,7 @@ def _limits(sources: Sources) -> str:
         results = sources.probe["results"]
         if leak := words.leakage(results):
             found.append(
-                f"Frozen features tell {leak['target']} apart with AUROC {words.interval(leak)}: a shortcut for any "
+                f"Frozen features tell {leak['target']} apart with AUROC {interval(leak)}: a shortcut for any "
                 "model built on them."
             )
         few = sorted({r["target"] for r in results if r["low"] is None})

@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from octfm.display import number
+from octfm.display import interval, number
 from octfm.report.page import html_file, render, write_page
 from octfm.report.shareable import shareable_command
 from octfm.report.trust.figures import bland_altman
-from octfm.report.words import interval
 
 MOST_LISTED = 200
 CAPTION = (
@@ -26,11 +25,12 @@ def write_agreement(result: dict[str, Any], out: str | Path, commands: list[str]
         cells = dict.fromkeys(("bias", "lower", "upper"), "")
         if limits := zone["bland_altman"]:
             cells = {name: interval(limits[name], digits=1) for name in cells}
-        zones.append(zone | cells)
+        slope = zone["slope_per_100_um"]
+        zones.append(zone | cells | {"slope": interval(slope, digits=1) if slope else ""})
     facts = {
         **result,
         "zones": zones,
-        "sentence": sentence(result),
+        "sentence": f"{sentence(result)} {_changing(result)}".strip(),
         "plots": [bland_altman(z, z["target"].capitalize(), CAPTION) for z in result["zones"] if z["bland_altman"]],
         "listed": result["large"][:MOST_LISTED],
         "note": NOTE,
@@ -64,6 +64,16 @@ def sentence(result: dict[str, Any]) -> str:
     )
 
 
+def _changing(result: dict[str, Any]) -> str:
+    """The zones whose limits do not hold at every thickness, in one sentence; empty if there is none."""
+    if not result["changing"]:
+        return ""
+    return (
+        f"The difference changes with thickness in {', '.join(result['changing'])} (slope not 0, after correction for "
+        f"{len(result['zones'])} zones): there the limits do not hold over the whole range (Bland & Altman 1999)."
+    )
+
+
 def _mean_um(zone: dict[str, Any]) -> float:
     """The mean difference in a zone that has no limits of agreement."""
     return sum(difference for _, difference in zone["points"]) / len(zone["points"])
@@ -82,6 +92,8 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
             lines.append(f"{counted}  {_mean_um(zone):+.1f} µm on average, too few for limits of agreement")
         else:
             lines.append(f"{counted}  octfm lacks it in {number(zone['without_ours'], 'scan')}")
+    if changing := _changing(result):
+        lines.append(f"  {changing}")
     if result["corrected"]:
         lines.append(f"  {result['corrected']} of them corrected by hand: there the device is compared with a person")
     if result["participant_column"] is None:

@@ -4,13 +4,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from octfm.display import readable
+from octfm.display import interval, readable
 from octfm.report.figures import Chart
 from octfm.report.images import prepared_picture
 from octfm.report.page import render, write_page
 from octfm.report.shareable import shareable_command
 from octfm.report.trust import figures, words
-from octfm.report.words import interval, spread
+from octfm.report.words import spread
 from octfm.store.store import Store
 
 PAIRS = 6

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from octfm.display import readable
-from octfm.report.words import METRICS, TARGETS, encoder, interval
+from octfm.display import interval, readable
+from octfm.report.words import METRICS, TARGETS, encoder
 
 Tone = Literal["better", "worse", "inconclusive", "measured", "none", "ok", "bad"]
 NAMES = {
