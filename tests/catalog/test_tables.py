@@ -175,6 +175,11 @@ def test_own_tables_take_the_place_of_those_in_the_tree(tmp_path, column):
     assert all(a.participant_labels == {"recommended_split": "test"} and a.flags == () for a in catalog.acquisitions)
 
 
+def test_a_column_split_that_names_no_splits_is_a_label_of_its_name():
+    """As of the folds of a cross-validation."""
+    assert Columns().labels({"participant_id": "7", "split": "fold 2"}) == {"split": "fold 2"}
+
+
 @pytest.mark.parametrize(
     ("columns", "error", "words"),
     [

@@ -93,6 +93,13 @@ def test_two_eyes_alike_narrow_no_slope():
     assert two == pytest.approx(one) and one["high"] - one["low"] > 0.1
 
 
+def test_two_tables_that_differ_in_one_scan_have_a_slope_of_no_astronomical_interval():
+    """As before and after a correction: most resamples then hold no difference, and their error was one of rounding."""
+    level, person = np.random.default_rng(1).normal(3, 0.2, 20), np.arange(20).astype(str)
+    found = agreement.slope(np.eye(20)[0], level, person, lambda metric: bootstrap(metric, person, resamples=200))
+    assert all(abs(found[name]) < 100 for name in ("estimate", "low", "high"))
+
+
 def test_follow_up_scans_of_one_participant_do_not_narrow_the_limits(tmp_path):
     """Twenty visits of one of twelve participants look alike: others differ as much as before."""
     rows = rows_of()

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -451,6 +452,27 @@ def test_several_processes_make_the_same_table_and_one_that_dies_costs_one_row(f
     assert write_table(files, died, also=die_of_eye1, workers=2, echo=lambda _: None) == 3
     assert [row["problem"].partition(":")[0] for row in read_table(died)][2] == "decoder_crashed"
     assert write_table(files, died, eyes=eyes, workers=2, echo=lambda _: None) == 1, "tried again, and only that"
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_a_scan_for_which_memory_does_not_suffice_is_no_fault_of_its_format(files, tmp_path, monkeypatch, error):
+    """Its row asked to report the format; a child process has a limit that large scans may reach."""
+    monkeypatch.setattr(table, "segment", mock.Mock(side_effect=error))
+    write_table(files[:1], tmp_path / "table.csv", echo=lambda _: None)
+    (row,) = read_table(tmp_path / "table.csv")
+    assert row["problem"].startswith(f"decoder_memory: {files[0]}: memory ran out while it was segmented; a huge")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_corrected_row_outlives_a_file_that_cannot_be_read(files, tmp_path, small_finder, workers):
+    """As while a newer copy arrives: the work of hours was replaced by the problem."""
+    out, said = tmp_path / "table.csv", list[str]()
+    write_table(files[:1], out, echo=lambda _: None)
+    rows = [row | {"corrected_bscans": "2"} for row in read_table(out)]
+    save_table(rows, out)
+    Path(files[0]).write_bytes(Path(files[1]).read_bytes())
+    assert write_table(files[:1], out, workers=workers, echo=said.append) == 0
+    assert read_table(out) == rows and len(said) == 1 and "eye0.npz" in said[0]
 
 
 def test_a_large_table_is_not_written_once_per_scan_and_loses_nothing_where_it_is_stopped(tmp_path, monkeypatch):

@@ -4,12 +4,13 @@ nothing happens."""
 import importlib.util
 import json
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from octfm.config import without_text
-from octfm.errors import ConfigError
+from octfm.errors import ConfigError, TrainingError
 from octfm.pretraining import pretrain as loop
 from octfm.pretraining.monitors.sample_picture import sample_picture
 from octfm.pretraining.preflight.resources import tracker
@@ -98,6 +99,16 @@ def test_wandb_gets_nothing_about_the_machine_the_command_or_the_folders(tmp_pat
     (file,) = (run / "wandb").glob("offline-run-*/run-*.wandb")
     wait_until(lambda: wandb_records(file)[-1].HasField("exit"), "the file, which W&B's own process writes")
     assert b"zqx" not in file.read_bytes() and not list(file.parent.rglob("requirements.txt"))
+
+
+@needs_wandb
+def test_a_server_that_refuses_the_run_is_no_mistake_in_the_settings(tmp_path, monkeypatch):
+    """Else rank 0 ended as if it were done: other GPUs waited ten minutes for it, and nothing started them again."""
+    import wandb
+
+    monkeypatch.setattr(wandb, "init", mock.Mock(side_effect=wandb.Error("timed out")))
+    with pytest.raises(TrainingError, match=r"Weights & Biases refused the run \(timed out\)"):
+        trackers.open_trackers(TrackingConfig(wandb="offline"), tmp_path, {}, 0)
 
 
 def test_settings_without_text_keep_numbers_switches_and_choices():

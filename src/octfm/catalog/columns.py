@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from octfm.catalog.participants.path_words import plain
+from octfm.catalog.participants.splits import parse_split
 from octfm.errors import ConfigError, OctfmError, ReadError
 from octfm.io.archive import open_file
 from octfm.io.location import Location
@@ -140,7 +141,7 @@ class Columns:
     def labels(self, row: Mapping[str, str]) -> dict[str, str]:
         """All other columns of a person's row, under AI-READI's names, without direct identifiers."""
         names = {column: FIELDS[name][0] for name, column in self.of_field.items()}
-        if "split" not in self.of_field and row.get("split") and not row.get("recommended_split"):
+        if "split" not in self.of_field and parse_split(row.get("split", "")) and not row.get("recommended_split"):
             row = {c: v for c, v in row.items() if c != "split"} | {"recommended_split": row["split"]}
         ids = {self.of_field["participant"]} if "participant" in self.of_field else set(FIELDS["participant"])
         return {

@@ -156,7 +156,8 @@ def _slope_and_error(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The slope and its standard error by the influence of every subject. Each [R]."""
     _, first, member = np.unique(subject, return_index=True, return_inverse=True)
-    x, y = level - level.mean(), difference - difference.mean()
+    # From the median, so that a resample of differences that are all alike has an error of 0, not of rounding.
+    x, y = level - level.mean(), difference - np.median(difference)
     size, sx, sy, sxx, sxy = (np.bincount(member, weights=v) for v in (np.ones(len(x)), x, y, x**2, x * y))
     W = W[:, first]
     n = W @ size

@@ -39,6 +39,7 @@ from octfm.layers.zones import (
     zone_lines,
 )
 from octfm.models.layer_net import MASKS
+from octfm.run.memory import ran_out_of_memory
 from octfm.version import __version__
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.volume import Laterality, Volume
@@ -159,7 +160,9 @@ def write_table(
             if source in waiting:
                 done.add(source)
                 row = next(from_children)
-                if row["problem"] or not table.keeps(row, source, echo):
+                if row["problem"] and table.row(source)["corrected_bscans"]:
+                    echo(row["problem"])
+                elif row["problem"] or not table.keeps(row, source, echo):
                     table.put(row, echo)
                 continue
             state = "" if isinstance(given, Volume) else state_of(source)
@@ -193,7 +196,7 @@ def write_table(
                     also(source, found)
             if not isinstance(given, Volume):  # volumes in memory may share a source
                 done.add(source)
-            if row["problem"] and only_corrected:
+            if row["problem"] and (only_corrected or table.row(source)["corrected_bscans"]):
                 echo(row["problem"])
                 continue
             table.put(row, echo)
@@ -248,6 +251,8 @@ def _deadline(limits: Limits, item: tuple[str, Laterality | None]) -> float:
 def _problem(source: str, error: Exception) -> str:
     if isinstance(error, ReadError):
         return f"{error.code}: {error}"
+    if ran_out_of_memory(error):
+        return f"decoder_memory: {source}: memory ran out while it was segmented; {REASONS['decoder_memory'].fix}"
     # One scan must not end a table of thousands; the message may hold anything, so only its kind is kept.
     return f"segmentation_failed: {source}: {type(error).__name__}; please report it with the file's format"
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from octfm.errors import ConfigError
+from octfm.errors import ConfigError, TrainingError
 from octfm.io.location import write_whole
 from octfm.run.tracking import Listener, TrackingConfig
 
@@ -117,7 +117,8 @@ class WeightsAndBiases:
             )  # fmt: skip
         except wandb.Error as error:
             reason = " ".join(str(error).split())[:200]
-            raise ConfigError(
+            # Not ConfigError: only rank 0 meets it, it may pass, and the launcher must end the ranks that wait for it.
+            raise TrainingError(
                 f"tracking.wandb={how}: Weights & Biases refused the run ({reason}); "
                 "see tracking.project and `wandb login`, or set tracking.wandb=offline"
             ) from None
