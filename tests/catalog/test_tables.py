@@ -139,6 +139,18 @@ def test_paths_that_another_computer_wrote_find_their_files(clinic, how):
     assert "not_in_manifest" in next(a.flags for a in catalog.acquisitions if a.uri.endswith("1.dcm"))
 
 
+def test_paths_that_another_computer_wrote_find_members_of_archives(clinic, tmp_path):
+    """A member has three paths, which were taken for three files; macOS has u and two dots for \u00fc in its archives."""
+    (tmp_path / "zipped").mkdir()
+    with zipfile.ZipFile(tmp_path / "zipped" / "scans.zip", "w") as archive:
+        archive.write(clinic / "p1" / "0.dcm", "p1/0.dcm")
+        archive.write(clinic / "p2" / "2.dcm", "Mu\u0308ller/2.dcm")
+    table = tmp_path / "files.csv"
+    table.write_text('path,pid,eye\n"D:\\zipped\\P1\\0.DCM",w0,OD\nM\u00fcller/2.dcm,w1,OD\n', "utf-8")
+    catalog = scan(tmp_path / "zipped", table=table, columns=COLUMNS, workers=0)
+    assert [a.participant for a in sorted(catalog.acquisitions, key=lambda a: a.participant)] == ["w0", "w1"]
+
+
 @pytest.mark.parametrize("name", ["0.DCM", "D:\\other\\0.dcm", "x\\p1\\0.dcm", "D:\\p3\\0.dcm"])
 def test_a_path_that_fits_no_file_or_several_is_not_guessed(clinic, name):
     for folder in ("p1", "p2"):  # the same name in both, and once in two cases

@@ -50,7 +50,7 @@ def few_bscans(conditions, samples=sample.samples):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(light_checks, tmp_path_factory):
     out, said = tmp_path_factory.mktemp("demo") / "demo", []
     report = run_smaller(out, seed=1, echo=said.append)
     return out, report, said

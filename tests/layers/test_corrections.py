@@ -441,6 +441,7 @@ def test_a_page_measures_any_raster_as_python_does(browser, tmp_path, seed):
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_corrections_of_a_page_with_an_axial_length_are_measured_by_it(browser, tmp_path):
     found = found_eye()
     open_page(browser, replace(found, axial_length_mm=27.5), tmp_path)
@@ -518,6 +519,7 @@ def test_control_s_saves_from_the_box_of_the_name(browser, tmp_path):
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_a_page_measures_uneven_and_missing_bscans_as_python_does(browser, tmp_path):
     found = found_eye(25)
     at = np.r_[np.linspace(-3, -0.5, 15), np.linspace(0.7, 3, 10)]

@@ -103,7 +103,7 @@ def test_F7_no_room_for_a_single_volume_stops_with_what_to_do(store, tmp_path, m
 
 @pytest.mark.parametrize(("system", "unit"), [("darwin", 1), ("freebsd14", 1024)])
 def test_peak_memory_is_in_bytes_on_systems_without_proc(monkeypatch, system, unit):
-    def absent(path):
+    def absent(path, encoding=None):
         raise FileNotFoundError
 
     monkeypatch.setattr(Path, "read_text", absent)

@@ -312,11 +312,11 @@ def test_stages_of_masking_train_and_resume(store, tmp_path):
     """Each stage is another shape; a run that is stopped in the second goes on as if it had not been."""
     from octfm.errors import Preempted
 
-    settings = config(steps=8, masks={"budget": 64, "stages": [[0.4, 0.5], [0.6, 0.35]]})
+    settings = config(steps=6, masks={"budget": 64, "stages": [[0.4, 0.5], [0.6, 0.35]]})
     whole = quick_pretrain(settings, store, tmp_path / "whole", echo=quiet)
 
     def stop(line):
-        if line.startswith("step ") and "5/8" in line:
+        if line.startswith("step ") and "4/6" in line:
             signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(Preempted):

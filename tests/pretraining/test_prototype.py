@@ -158,11 +158,10 @@ def test_epochs_train_and_resume(store, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "smoke_test",
         "demo_vjepa2",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("pretrain_vjepa_single_domain", "data2vec_prototype", "demo", "vit_s", "mae")
+            for name in ("smoke_test", "pretrain_vjepa_single_domain", "data2vec_prototype", "demo", "vit_s", "mae")
         ),
     ],
 )

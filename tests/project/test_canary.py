@@ -82,7 +82,7 @@ def run_all(clinic: Path, work: Path, key: Path | None) -> tuple[Path, str]:
 
 
 @pytest.fixture(scope="module")
-def pseudonymous(clinic, tmp_path_factory) -> tuple[Path, str]:
+def pseudonymous(clinic, light_checks, tmp_path_factory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("written")
     return run_all(clinic, folder / "out", folder / "key")
 

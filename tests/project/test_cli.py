@@ -236,6 +236,24 @@ def test_names_of_files_and_what_is_printed_are_utf8_in_every_locale(tmp_path):
     assert done.stdout.decode() == "['-c', 'Müller'] ['Müller'] µm\n"
 
 
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES])
+def test_a_folder_that_cannot_be_synced_or_listed_is_written_to(tmp_path, monkeypatch, number):
+    """As on network file systems, and in a folder to drop files into; the file itself is on the disk by then."""
+    opened = os.open
+
+    def refuse_folders(path, *flags):
+        if Path(path).is_dir():
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *flags)
+
+    monkeypatch.setattr(os, "open", refuse_folders)
+    write_whole(tmp_path / "a.csv", b"whole")
+    assert (tmp_path / "a.csv").read_bytes() == b"whole"
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(number, "no")))
+    with pytest.raises(OSError, match="no"):
+        write_whole(tmp_path / "b.csv", b"lost")
+
+
 @pytest.mark.parametrize(
     "hold",
     [

@@ -35,7 +35,7 @@ ODD_YAML = (
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
+def world(light_checks, tmp_path_factory):
     return make_world(tmp_path_factory.mktemp("world"))
 
 

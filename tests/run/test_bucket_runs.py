@@ -382,7 +382,7 @@ def test_a_destination_that_cannot_be_written_stops_before_step_0(place, store, 
 
 
 @pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)
-def test_no_credential_reaches_a_run(place, store, tmp_path, capfd):
+def test_no_credential_reaches_a_run(light_checks, place, store, tmp_path, capfd):
     pretrain(config(steps=2, ckpt_every_steps=1), store, place / "run", "cpu")
     told = capfd.readouterr()
     texts = [file.read_bytes() for file in (tmp_path / "cache").rglob("*") if file.is_file()]

@@ -43,7 +43,7 @@ from support.tiny_runs import config as tiny
 from support.tiny_runs import quick_pretrain, quiet, timeless
 
 GIB = 2**30
-STRIDE = 7
+STRIDE = 11
 """Of the operations that a fast test is killed at; the slow ones try those in between."""
 
 
@@ -268,7 +268,7 @@ def test_a_checkpoint_that_waits_for_the_bucket_does_not_hide_that_the_last_one_
 def test_a_damaged_pointer_of_a_bucket_is_named(monkeypatch, text):
     good = {"format": bucket_run.FORMAT, "version": bucket_run.VERSION, "token": "t", "checkpoints": {}}
     text = json.dumps(good | text) if isinstance(text, dict) else text
-    monkeypatch.setattr(BucketPath, "read_text", lambda self: text)
+    monkeypatch.setattr(BucketPath, "read_text", lambda self, encoding=None: text)
     with pytest.raises(CheckpointError, match=r"checkpoints\.json: damaged"):
         bucket_run.read_pointer(BucketPath.of("s3://bucket/run"))
 

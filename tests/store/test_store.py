@@ -342,3 +342,11 @@ def test_opening_the_store_module_loads_no_heavy_package():
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )
+
+
+def test_a_store_is_read_where_checksums_have_no_code_in_c(store, monkeypatch):
+    """google-crc32c falls back to Python where it has no wheel: no volume could be read there."""
+    from google_crc32c import python
+
+    monkeypatch.setattr("google_crc32c.value", python.value)
+    assert_equals_samples(Store.open(store.path).read([1]), [1])

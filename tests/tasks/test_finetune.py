@@ -74,7 +74,7 @@ def result_of(out, metric):
     "changes",
     [
         {"lr_encoder": 0, "epochs": 20},
-        {"lr_encoder": 0, "pool": "attention", "epochs": 20},
+        pytest.param({"lr_encoder": 0, "pool": "attention", "epochs": 20}, marks=pytest.mark.slow),
         {},
         {"lora_rank": 2, "lr_encoder": 3e-3},
         pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),

@@ -186,22 +186,23 @@ class Listed:
     """The files that a scan has found, for lookup by paths that another computer wrote."""
 
     places: frozenset[str]
-    below_root: tuple[tuple[tuple[str, ...], bool, str], ...]
+    below_root: tuple[tuple[tuple[str, ...], bool, str, str], ...]
     """Sorted: the case-folded parts of a path below the root, composed, last first; whether they are whole, or the last
-    is without its ending; the full path. Each file once so and once so: paths that end alike are neighbours."""
+    is without its ending; the full path; the file's own uri, as a member of an archive has three paths. Each path once
+    so and once so: paths that end alike are neighbours."""
 
     @staticmethod
     def of(root: Location, found: Iterable[str]) -> "Listed":
-        places = frozenset(place for uri in found for place in unpacked_paths(uri))
+        own = {place: uri for uri in found for place in unpacked_paths(uri)}
         below = []
-        for place in places:
+        for place, uri in own.items():
             inside = composed(place.removeprefix(str(root))).casefold()
             parts = tuple(part for part in inside.split("/") if part)
             if place.startswith(str(root)) and parts:
-                below.append((parts[::-1], True, place))
+                below.append((parts[::-1], True, place, uri))
                 if (stem := PurePath(parts[-1]).stem) != parts[-1]:
-                    below.append(((stem, *parts[-2::-1]), False, place))
-        return Listed(places, tuple(sorted(below)))
+                    below.append(((stem, *parts[-2::-1]), False, place, uri))
+        return Listed(frozenset(own), tuple(sorted(below)))
 
     def fitting(self, listed: str) -> list[str]:
         """The only file that `listed` can mean; empty if none fits, or several fit equally well.
@@ -217,23 +218,23 @@ class Listed:
         while not found and common > 1 and _ELSEWHERE.match(listed):
             common -= 1
             found = self._beginning_with(wanted[:common], whole=True)
-        fits: dict[tuple[bool, bool], list[str]] = defaultdict(list)
-        for whole, place in found:
+        fits: dict[tuple[bool, bool], dict[str, None]] = defaultdict(dict)
+        for whole, place, uri in found:
             # Of files that differ in case only, the one written exactly so is preferred.
-            fits[whole, place.endswith("/".join(parts[-common:]))].append(place)
-        best = fits[max(fits)] if fits else []
+            fits[whole, place.endswith("/".join(parts[-common:]))][uri] = None
+        best = list(fits[max(fits)]) if fits else []
         if len(best) > 1:
-            best = [place for place in best if not may_be_labels(place)]
+            best = [uri for uri in best if not may_be_labels(uri)]
         return best if len(best) == 1 else []
 
-    def _beginning_with(self, wanted: tuple[str, ...], whole: bool = False) -> list[tuple[bool, str]]:
+    def _beginning_with(self, wanted: tuple[str, ...], whole: bool = False) -> list[tuple[bool, str, str]]:
         """Files with these parts, last first; `whole`: and no others."""
         found = []
         for at in range(bisect_left(self.below_root, (wanted,)), len(self.below_root)):
-            own, is_whole, place = self.below_root[at]
+            own, is_whole, place, uri = self.below_root[at]
             if own[: len(wanted)] != wanted or (whole and own != wanted):
                 break
-            found.append((is_whole, place))
+            found.append((is_whole, place, uri))
         return found
 
 

@@ -13,6 +13,8 @@ from octfm.addresses import SCHEMES, expect_local, expect_place, is_bucket, refu
 from octfm.errors import BucketError, Echo
 from octfm.io.progress import say
 
+_NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES)
+
 
 def is_remote(where: Any) -> bool:
     """Whether this is an address in a bucket, s3:// or gs://."""
@@ -69,15 +71,16 @@ def replacing(where: Path) -> Iterator[Path]:
 
 def flush(path: Path) -> None:
     """Force a file's bytes, or the names in a folder, to the disk (fsync)."""
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        # Some network file systems cannot sync a folder, and keep its names by other means.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+        # Some file systems cannot sync a folder, and keep its names by other means; one may be write-only, too.
+        if error.errno not in _NOT_FOR_FOLDERS or not path.is_dir():
             raise
-    finally:
-        os.close(descriptor)
 
 
 def lock(path: Path, echo: Echo = say) -> TextIO:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from octfm.catalog.acquisition import Acquisition
+from octfm.catalog.columns import composed
 from octfm.errors import ConfigError, Echo, one_line
 from octfm.store.store import Store
 
@@ -22,7 +23,7 @@ def to_stderr(line: str) -> None:
 
 
 def named_lines(file: str | Path) -> dict[str, int]:
-    """Name -> number of the first line with it. Raises ConfigError if the file is unreadable or names nothing."""
+    """Composed name -> first line with it. Raises ConfigError if the file is unreadable or names nothing."""
     try:
         # utf-8-sig: Windows editors begin text files with a byte order mark.
         lines = Path(file).read_text("utf-8-sig").splitlines()
@@ -36,7 +37,7 @@ def named_lines(file: str | Path) -> dict[str, int]:
         # A uri may contain `#`; a comment after a name starts with white space.
         name = "" if line.lstrip().startswith("#") else line.replace("\t#", " #").split(" #")[0].strip()
         if name:
-            found.setdefault(name, number)
+            found.setdefault(composed(name), number)
     if not found:
         raise ConfigError(f"exclude {file}: it names nothing; write an acquisition, uri or participant per line")
     return found
@@ -51,7 +52,8 @@ def excluded(
     name, unless they are in `known`: names of volumes that are left out already. Raises ConfigError if no volume would
     remain.
     """
-    lines, volumes, known = named_lines(file), list(volumes), set(known)
+    lines, known = named_lines(file), set(map(composed, known))
+    volumes = [tuple(map(composed, names)) for names in volumes]
     out = np.array([any(name in lines for name in names) for names in volumes], bool)
     all_names = {name for names in volumes for name in names}
     unknown = [name for name in lines if name not in all_names and name not in known]

@@ -124,7 +124,7 @@ def _take(stream: RawIOBase, out: np.ndarray, crc: bool, file: Path) -> np.ndarr
             if not (count := stream.readinto(rest)):
                 raise OSError(f"{file}: the file ends {len(rest)} bytes too early")
             rest = rest[count:]
-    if crc and _crc(out) != stored.tobytes():
+    if crc and _crc(out.reshape(-1).view(np.uint8)) != stored.tobytes():
         raise OSError(f"{file}: a checksum does not match")
     return out
 
