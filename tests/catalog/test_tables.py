@@ -162,6 +162,16 @@ def test_a_path_that_fits_no_file_or_several_is_not_guessed(clinic, name):
     assert "v" in {a.participant for a in catalog.acquisitions}
 
 
+def test_a_path_of_another_computer_means_the_file_and_not_its_copy_in_an_archive(tmp_path):
+    """The copy took the row, and the unpacked file was nobody's."""
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("x.dcm", b"")
+    file, member = str(tmp_path / "a" / "x.dcm"), f"{tmp_path}/a.zip!/x.dcm"
+    for found in ([file, member], [member, file]):
+        listed = Listed.of(tmp_path, found)
+        assert listed.fitting("D:\\export\\a\\x.dcm") == [file] and listed.fitting("x.dcm") == []
+
+
 @pytest.mark.parametrize("column", ["recommended_split", "split"])
 def test_own_tables_take_the_place_of_those_in_the_tree(tmp_path, column):
     """`split` is a split in a table of people as it is in one of files."""

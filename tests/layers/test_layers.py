@@ -475,6 +475,16 @@ def test_a_corrected_row_outlives_a_file_that_cannot_be_read(files, tmp_path, sm
     assert read_table(out) == rows and len(said) == 1 and "eye0.npz" in said[0]
 
 
+def test_a_corrected_scan_that_has_changed_keeps_its_picture_where_children_draw(files, tmp_path, small_finder):
+    out, said = tmp_path / "table.csv", list[str]()
+    write_table(files[2:], out, echo=lambda _: None)
+    rows = [row | {"corrected_bscans": "2"} for row in read_table(out)]
+    save_table(rows, out)
+    os.utime(files[2], ns=(0, 0))
+    assert write_table(files[2:], out, workers=1, also=die_of_eye1, echo=said.append) == 0
+    assert read_table(out) == rows and "has changed since somebody corrected it" in said[0]
+
+
 def test_a_large_table_is_not_written_once_per_scan_and_loses_nothing_where_it_is_stopped(tmp_path, monkeypatch):
     """Writing 50,000 rows after each of them would take 20 hours and a terabyte."""
     written = []

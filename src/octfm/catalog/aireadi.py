@@ -193,7 +193,9 @@ class Listed:
 
     @staticmethod
     def of(root: Location, found: Iterable[str]) -> "Listed":
-        own = {place: uri for uri in found for place in unpacked_paths(uri)}
+        found = list(found)
+        # A file that was unpacked next to its archive stands for itself.
+        own = {place: uri for uri in found for place in unpacked_paths(uri)} | {uri: uri for uri in found}
         below = []
         for place, uri in own.items():
             inside = composed(place.removeprefix(str(root))).casefold()

@@ -150,7 +150,9 @@ def write_table(
         table.expect(finder.model, only_corrected)
         new: list[str] = []
         if workers and not corrections:
-            new = [s for s in dict.fromkeys(sources) if isinstance(s, str) and not table.knows(s, state_of(s))]
+            # Where somebody corrected a row, the scan is not segmented, and its picture stays.
+            files = [s for s in dict.fromkeys(sources) if isinstance(s, str) and not table.row(s)["corrected_bscans"]]
+            new = [s for s in files if not table.knows(s, state_of(s))]
         from_children = _rows_of(new, eyes, device, also, limits or Limits(), workers)
         waiting = set(new)
         for given in progress(sources):
@@ -160,9 +162,7 @@ def write_table(
             if source in waiting:
                 done.add(source)
                 row = next(from_children)
-                if row["problem"] and table.row(source)["corrected_bscans"]:
-                    echo(row["problem"])
-                elif row["problem"] or not table.keeps(row, source, echo):
+                if row["problem"] or not table.keeps(row, source, echo):
                     table.put(row, echo)
                 continue
             state = "" if isinstance(given, Volume) else state_of(source)
