@@ -394,8 +394,8 @@ def odd_numbers(cases: Cases) -> str | None:
         often = [int((cases.label == code).sum()) for code in codes]
         found = " and ".join(f"{n} {'is' if n == 1 else 'are'} {c:.10g}" for n, c in zip(often, codes, strict=True))
         return (
-            f"Of {len(cases.label)} labels in column {cases.target.column}, {found}, unlike the others ({usual[0]:g} "
-            f"to {usual[-1]:g}); if that stands for a missing value, leave those cells empty."
+            f"Of {len(cases.label)} labels in column {cases.target.column}, {found}, unlike the others; if that stands "
+            "for a missing value, leave those cells empty."
         )
     low, high = np.quantile(cases.label, (0.25, 0.75))
     far = (cases.label < low - FAR * (high - low)) | (cases.label > high + FAR * (high - low))

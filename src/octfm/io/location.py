@@ -78,7 +78,7 @@ def flush(path: Path) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        # Some file systems cannot sync a folder, and keep its names by other means; one may be write-only, too.
+        # Some file systems cannot sync a folder, and keep its names by other means; one may be write-only too.
         if error.errno not in _NOT_FOR_FOLDERS or not path.is_dir():
             raise
 
