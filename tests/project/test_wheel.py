@@ -36,6 +36,7 @@ def wheel(dist) -> Path:
     return next(dist.glob("*.whl"))
 
 
+@pytest.mark.slow
 def test_source_distribution_has_the_package_and_no_tests_or_data(dist):
     with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
@@ -56,6 +57,7 @@ def test_every_dependency_is_explained_once():
     assert set(re.findall(r"^\| `([\w-]+)` \|", extras, re.M)) == set(project["optional-dependencies"])
 
 
+@pytest.mark.slow
 def test_wheel_carries_configs_and_templates_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     for needed in ("octfm/configs/demo.yaml", "octfm/configs/vit_s.yaml", "octfm/cli/main.py", "octfm/py.typed"):
@@ -68,6 +70,7 @@ def test_wheel_carries_configs_and_templates_and_nothing_else(wheel):
     assert not [n for n in names if n.startswith(("tests", "shared")) or n.endswith((".npz", ".dcm", ".vol"))]
 
 
+@pytest.mark.slow
 def test_command_runs_from_the_wheel_outside_the_clone(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
