@@ -288,10 +288,11 @@ def test_a_damaged_quarantine_list_is_named(own):
         own.unprepared()
 
 
-def test_a_damaged_row_is_named_by_its_line(own):
+@pytest.mark.parametrize("damaged", ["{}", "[1]", '"text"', "7", ""])
+def test_a_damaged_row_is_named_by_its_line(own, damaged):
     file = own.path / "rows.jsonl"
     lines = file.read_text().splitlines(keepends=True)
-    file.write_text(lines[0] + "{}\n" + lines[2])
+    file.write_text(lines[0] + damaged + "\n" + lines[2])
     with pytest.raises(StoreError, match="line 2 is not a valid row"):
         Store.open(own.path)
 

@@ -78,8 +78,8 @@ def segment(
         int,
         opt.option(
             "N",
-            "With --out FILE.csv: segment N scans at a time, in processes of one thread and 1 to 2 GB each; by default "
-            "one scan, with all cores.",
+            "With --out FILE.csv: segment N scans at a time, in processes of one thread and some .6 GB each; by "
+            "default one scan, with all cores.",
             min=0,
             max=1024,
         ),

@@ -46,8 +46,8 @@ from octfm.volume.volume import Laterality, Volume
 from octfm.weights.packaged import NOTE
 
 CHILD_MEMORY, CHILD_SECONDS = 2 * 10**9, 120.0
-"""Of a child process, beyond what reading may take: bytes for PyTorch and the network, and seconds per file and per
-megabyte, ten times what a core needs for uncompressed B-scans."""
+"""Of a child process, beyond what reading may take: bytes for PyTorch and the network (with 49 B-scans of 496 x 512 it
+holds .6 GB), and seconds per file and per megabyte of it, of which a core needs one, or ten if they are compressed."""
 ACCEPTED = "nothing speaks against it"
 """The verdict on a scan without a reason to doubt it."""
 COLUMNS = (
@@ -149,7 +149,7 @@ def write_table(
     with only_writer(out), closing(_Table(out)) as table:
         table.expect(finder.model, only_corrected)
         new: list[str] = []
-        if workers and not corrections:
+        if workers and not (corrections or only_corrected):
             # Where somebody corrected a row, the scan is not segmented, and its picture stays.
             files = [s for s in dict.fromkeys(sources) if isinstance(s, str) and not table.row(s)["corrected_bscans"]]
             new = [s for s in files if not table.knows(s, state_of(s))]

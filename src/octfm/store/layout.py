@@ -195,6 +195,8 @@ def _row(line: bytes) -> dict[str, Any]:
             raise ValueError("it does not match its digest")
         line += b"}"
     values = json.loads(line)
+    if not isinstance(values, dict):
+        raise ValueError(f"expected an object, got {type(values).__name__}")
     # A digest anywhere but at the end of the line: the row was reformatted, so it can no longer be verified.
     if "digest" in values:
         raise ValueError("it was edited by hand; to change splits or labels, run octfm prepare with a new catalog")
