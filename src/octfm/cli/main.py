@@ -47,6 +47,10 @@ VERBS = (
 )
 REPEATS_AFTER_S = 10.0
 """Seconds after which other ranks of a host report an error, in case that it is theirs alone."""
+SPINS = "3000"
+"""How often a thread of torch looks for the others before it sleeps. libgomp's own 300,000 hold a core that another
+process could use: beside a busy one `octfm segment` took 35 s instead of 25, alone 14 instead of 15
+(benchmarks/waiting.py)."""
 RANKED = (pretrain, finetune)
 """Verbs whose ranks share the work."""
 for verb in VERBS:
@@ -84,6 +88,8 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     # Processes started by libraries must not import modules from the current folder, which may hold anyone's files.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
+    if "OMP_WAIT_POLICY" not in os.environ:  # read by libgomp when torch is imported
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     first, exit_file = os.environ.get("LOCAL_RANK", "0") == "0", os.environ.get("OCTFM_EXIT_FILE")
     if first and exit_file:
         Path(exit_file).unlink(missing_ok=True)
