@@ -483,6 +483,10 @@ def test_a_corrected_scan_that_has_changed_keeps_its_picture_where_children_draw
     os.utime(files[2], ns=(0, 0))
     assert write_table(files[2:], out, workers=1, also=die_of_eye1, echo=said.append) == 0
     assert read_table(out) == rows and "has changed since somebody corrected it" in said[0]
+    (tmp_path / "renamed").mkdir()
+    moved = str(Path(files[2]).rename(tmp_path / "renamed" / Path(files[2]).name))
+    assert write_table([moved], out, workers=1, also=die_of_eye1, echo=said.append) == 1
+    assert read_table(out) == [rows[0] | {"source": moved}], "no picture of other lines"
 
 
 def test_a_large_table_is_not_written_once_per_scan_and_loses_nothing_where_it_is_stopped(tmp_path, monkeypatch):
