@@ -698,6 +698,15 @@ def test_a_table_is_known_by_its_ending_and_another_file_is_refused_at_once(file
     assert isinstance(refused, ConfigError) and "expected a folder or a table FILE.csv" in str(refused)
 
 
+@pytest.mark.parametrize(("scan", "out"), [(f"{'ü' * 120}.npz", "found"), ("eye.npz", f"{'t' * 245}.csv")])
+def test_a_name_that_no_disk_takes_is_refused_before_a_scan_is_read(scan, out, tmp_path, monkeypatch):
+    """The results of a scan, and the pictures of a table, have longer names than it."""
+    (tmp_path / scan).touch()
+    monkeypatch.setattr("octfm.cli.segment_scans.read_volume", lambda *_, **__: pytest.fail("read a scan first"))
+    refused = invoke("segment", tmp_path / scan, "--out", tmp_path / out).exception
+    assert isinstance(refused, ConfigError) and "expected at most 255; give it a shorter name" in str(refused)
+
+
 @pytest.fixture
 def small_finder(monkeypatch):
     """An untrained network in place of the packaged one, where only the plumbing is tested."""
