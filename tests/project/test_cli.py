@@ -300,6 +300,8 @@ def test_a_file_system_without_locks_is_written_to_with_a_warning(hold, tmp_path
         ["segment", "a.e2e", "--out", "C:Usersannatable.csv"],
         ["view", "C:\\a.e2e"],
         ["report", "run", "--out", "c:report.html"],
+        ["doctor", "vit_s", "data.store=C:\\Users\\anna\\prepared"],
+        ["finetune", "study_group_linear", "--out", "tuned", "labels=C:/Users/anna/labels.csv"],
     ],
     ids=" ".join,
 )

@@ -79,7 +79,7 @@ def main() -> None:
     other exception is a bug of octfm and keeps its traceback.
 
     torchrun turns every exit code but 0 into 1. Therefore one rank per host also writes 75 to the file that
-    OCTFM_EXIT_FILE names, for launch/torchrun.sh; and the code of a mistake in the settings, with which ranks then end
+    OCTFM_EXIT_FILE names; and under launch/torchrun.sh the code of a mistake in the settings, with which ranks then end
     as if they were done, because torchrun would start them again (--max-restarts), to the same error.
     """
     if not sys.flags.utf8_mode and locale.getencoding().lower() != "utf-8":
@@ -117,7 +117,8 @@ def main() -> None:
 
 def _settle(code: int) -> int:
     """Leave the code of a mistake in the settings to the launcher; on several hosts others may not have made it."""
-    exit_file = os.environ.get("OCTFM_EXIT_FILE")
+    # Another launcher with such a file would take the run for done.
+    exit_file = os.environ.get("OCTFM_EXIT_FILE") if "OCTFM_LAUNCHER" in os.environ else None
     if exit_file and os.environ.get("LOCAL_RANK") == "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
         Path(exit_file).write_text(f"{code}\n", "utf-8")
     return code

@@ -24,6 +24,7 @@ from octfm.evaluation.cases import (
     log_share,
     make_cases,
     make_rounds,
+    people,
 )
 from octfm.evaluation.metrics import ExtraMetric
 from octfm.evaluation.readouts import Readout, fit_predict
@@ -246,8 +247,11 @@ def rows_seen(data: Embeddings, seen: Collection[str] | Callable[[str], bool]) -
     """bool [N]: rows of participants that an encoder was pretrained on."""
     if isinstance(seen, str):
         raise TypeError("seen must be a collection of participant ids or a predicate, got one string")
-    is_seen = seen if callable(seen) else frozenset(seen).__contains__
-    return np.array([bool(is_seen(p)) for p in data.participant.tolist()])
+    named = data.participant.tolist()
+    if callable(seen):
+        return np.array([bool(seen(p)) for p in named])
+    person = people(np.array([*named, *seen]))
+    return np.isin(person[: len(named)], person[len(named) :])
 
 
 def describe(cases: Cases, rounds: list[Round], design: Design, seen_rows: np.ndarray) -> dict[str, Any]:
