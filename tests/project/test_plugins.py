@@ -436,6 +436,36 @@ def test_a_metric_of_ones_own_appears_with_its_interval(tmp_path):
         probe([one], metrics=[ExtraMetric("auroc", sensitivity_at_half, chance=0.5)])
 
 
+@pytest.mark.parametrize(
+    ("measure", "got"),
+    [
+        (lambda truth, probability, weights: 0.8, "float"),
+        (lambda truth, probability, weights: None, "NoneType"),
+        (lambda truth, probability, weights: (probability.argmax(1) == truth).astype(float), r"shape \[12\]"),
+        (lambda truth, probability, weights: ["high"] * len(weights), "list"),
+    ],
+)
+def test_a_metric_that_does_not_score_every_resample_is_one_line(tmp_path, measure, got):
+    file = Cohort().embeddings(tmp_path / "one.parquet")
+    with pytest.raises(EvaluationError, match=f"metric mine: expected an array of 1 numbers, one for .*, got {got}$"):
+        probe([file], targets=["study_group"], metrics=[ExtraMetric("mine", measure, chance=0.5)])
+
+
+def test_a_metric_cannot_change_the_others_and_has_known_kinds(tmp_path):
+    def spoils(truth, probability, weights):
+        truth[:], probability[:] = 0, 0.5
+        return np.full(len(weights), 0.5)
+
+    file = Cohort().embeddings(tmp_path / "one.parquet")
+    own = [ExtraMetric("spoils", spoils, chance=0.5), ExtraMetric("own", sensitivity_at_half, chance=0.5)]
+    after, alone = (probe([file], targets=["study_group"], resamples=50, metrics=m)["results"] for m in (own, own[1:]))
+    assert [row for row in after if row["metric"] != "spoils"] == alone
+    with pytest.raises(EvaluationError, match=r"metric own: kinds: expected a tuple of binary, .* got 'binary'"):
+        ExtraMetric("own", sensitivity_at_half, chance=0.5, kinds="binary")
+    with pytest.raises(TypeError, match=r"metrics: expected ExtraMetric\(name, function, chance=…\), got <function"):
+        probe([file], metrics=[sensitivity_at_half])
+
+
 # The guide
 # ---------------------------------------------------------------------------------------------------------------------------
 
