@@ -71,7 +71,7 @@ class Task:
 def finetune(
     config: FinetuneConfig,
     out: str | Location,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     *,
     allow_seen: bool = False,
     echo: Echo = print,
