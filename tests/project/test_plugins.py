@@ -411,6 +411,22 @@ def test_a_format_of_ones_own_is_scanned_and_prepared_volume_by_volume(tmp_path,
     assert len(prepared) == 4 and {row.scanner for row in prepared.rows} == {"pairs"}
 
 
+@pytest.mark.parametrize(
+    ("method", "found", "says"),
+    [
+        ("open_bscans", np.zeros((4, 8, 8), np.uint8), "open_bscans: expected Bscans, got ndarray"),
+        ("open_bscans", None, "open_bscans: expected Bscans, got NoneType"),
+        ("volumes", "right", "volumes: expected a list of names, got str"),
+        ("volumes", [0, 1], "volumes: expected a list of names, got list"),
+    ],
+)
+def test_a_reader_that_returns_something_else_is_named(tmp_path, monkeypatch, method, found, says):
+    write_pairs(tmp_path / "P0.pairs", 0)
+    monkeypatch.setattr(PairsReader, method, lambda *_: found)
+    with pytest.raises(ConfigError, match=f"^reader PairsReader: {says}$"):
+        octfm.read_volume(tmp_path / f"P0.pairs{'!/left' * (method == 'open_bscans')}", readers=[PairsReader()])
+
+
 # A metric
 # ----------------------------------------------------------------------------------------------------------------------------
 
