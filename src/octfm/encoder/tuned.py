@@ -162,7 +162,8 @@ def load_tuned(run: str | Location, device: str | torch.device | None = None) ->
             f"{run}: an encoder without a head, which predicts nothing; expected a run of octfm finetune or its export"
         )
     answer = Answer.from_dict(content["answer"])
-    head = TaskHead(encoder.width, heads_of(encoder.config.model), len(answer.classes) or 1, pool)
+    with torch.device("meta"):
+        head = TaskHead(encoder.width, heads_of(encoder.config.model), len(answer.classes) or 1, pool)
     fill(head, tensors, run)
     return TunedModel(encoder, head.to(encoder.runtime.device).eval().requires_grad_(False), answer, kept)
 
