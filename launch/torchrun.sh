@@ -29,7 +29,7 @@ read -r -a launcher <<<"${TORCHRUN:-$python -m torch.distributed.run}"
 # More threads than one make CPU ranks of one host wait for each other.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 OCTFM_EXIT_FILE=$(mktemp)
-export OCTFM_EXIT_FILE
+export OCTFM_EXIT_FILE OCTFM_LAUNCHER=torchrun.sh # which takes every code from the file
 trap 'rm -f "$OCTFM_EXIT_FILE"' EXIT
 
 # Long enough to finish a step and to save it, once somebody asked to stop.

@@ -61,6 +61,12 @@ def in_home(text: str) -> str:
     return os.path.expanduser(text) if text == "~" or text.startswith("~/") else text  # noqa: PTH111
 
 
+def refuse_windows(text: str) -> None:
+    """Raises ConfigError for a path of Windows: here it would name a file in the current folder."""
+    if (drive := re.match(r"([A-Za-z]):", text)) and not os.path.lexists(text):
+        raise ConfigError(f"{text}: a path of Windows; in WSL write /mnt/{drive[1].lower()}/… instead")
+
+
 def expect_place(text: str) -> str:
     """`text`, its ~/ replaced, if it is a path on a disk, s3://bucket/… or gs://bucket/…. Raises ConfigError, which
     does not quote it."""

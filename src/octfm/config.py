@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from octfm.addresses import expect_local, expect_place, in_home, mask, refuse_credentials
+from octfm.addresses import expect_local, expect_place, in_home, mask, refuse_credentials, refuse_windows
 from octfm.errors import ConfigError, shown
 
 MAX_BYTES = 1_000_000
@@ -51,6 +51,7 @@ class Config(BaseModel):
 def _checked(expect: Callable[[str], str]) -> AfterValidator:
     def check(text: str) -> str:
         try:
+            refuse_windows(text)
             return expect(text)
         except ConfigError as error:
             raise ValueError(str(error)) from None  # pydantic names the key

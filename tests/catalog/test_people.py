@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from octfm.catalog.catalog import Catalog, assign_splits
 from octfm.catalog.examination import join_parts
 from octfm.catalog.participants.patterns import Pattern, PeopleError, Place, eye_in_path
-from octfm.catalog.participants.people import AmbiguousPeople, Whose, find_people, under_one_id
+from octfm.catalog.participants.people import AmbiguousPeople, Whose, find_people, remembered, sought, under_one_id
 from octfm.catalog.participants.pseudonyms import pseudonymise
 from octfm.catalog.scan import scan
 from octfm.demo import run_demo
@@ -485,6 +485,14 @@ def test_a_separator_counts_where_only_it_tells_two_people_apart(ids, people):
     for order in (ids, ids[::-1]):
         assert len(set(under_one_id(order))) == people
     assert len(set(under_one_id(["7", *ids, "8"]))) == people + 2
+
+
+@given(st.lists(st.from_regex(r"(P|sub-|MRN)?[01]{1,3}([-_. ][01]{1,2}){0,2}", fullmatch=True), min_size=2, max_size=2))
+def test_a_person_is_found_again_by_what_is_kept_of_an_id_and_nobody_else_is(ids):
+    one, other = ids
+    alike = len(set(under_one_id(ids))) == 1
+    event("alike" if alike else "two people")
+    assert one in remembered([one]) and (not remembered([one]).isdisjoint(sought(other))) == alike
 
 
 def test_a_doubt_between_two_names_shows_a_path_in_which_they_differ():

@@ -135,6 +135,29 @@ def test_the_key_decides_and_dates_keep_their_intervals(catalog):
     assert labels["hba1c"] == "6.1"
 
 
+def test_an_id_in_two_spellings_has_one_pseudonym_and_every_other_id_keeps_its_own(catalog):
+    """Under two, nothing would show that folds test a person whom they have learned from."""
+
+    def pseudonyms(*ids):
+        """By place of the file: rows of a pseudonymous catalog are in another order."""
+        labels = {"visit": "2024-03-01"}
+        rows = [
+            replace(
+                catalog.acquisitions[0], uri=name, sop_instance_uid=name, participant=name, participant_labels=labels
+            )
+            for name in ids
+        ]
+        hidden = pseudonymise(replace(catalog, acquisitions=tuple(rows)), KEY).acquisitions
+        places = {pseudonymise(replace(catalog, acquisitions=(row,)), KEY).acquisitions[0].uri: row.uri for row in rows}
+        return {places[a.uri]: (a.participant, a.participant_labels["visit"]) for a in hidden}
+
+    alone = {name: pseudonyms(name)[name] for name in ("1001", "MRN-12", "P0007", "1-11", "11-1")}
+    found = pseudonyms(*alone)
+    assert found == alone and len(set(found.values())) == 5
+    found = pseudonyms(*alone, "00001001", "mrn_0012")
+    assert found == alone | {"00001001": alone["1001"], "mrn_0012": alone["MRN-12"]}
+
+
 def test_files_are_found_again_by_key_and_root_only_even_after_a_move(clinic, catalog, tmp_path):
     hidden = pseudonymise(catalog, KEY)
     moved = tmp_path / "moved"

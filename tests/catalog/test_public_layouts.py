@@ -2,6 +2,8 @@
 
 import csv
 import json
+import shutil
+import zipfile
 from dataclasses import replace
 
 import numpy as np
@@ -81,6 +83,22 @@ def test_masks_of_volumes_are_skipped_by_a_scan_of_headers(tmp_path):
 def test_numbers_that_start_again_in_every_class(pattern, path, participant, label, tmp_path):
     found = Pattern.parse(pattern).match(place_of(str(tmp_path / path), tmp_path))
     assert (found.participant, found.labels) == (participant, {"label": label})
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_folder_whose_name_ends_with_an_exclamation_mark_is_a_folder(tmp_path, packed):
+    """All people below S12! were taken for one, S12, and the right pattern was refused."""
+    pattern = "*/{participant}/*_{eye}"
+    for person in ("P001", "P002"):
+        write_image(tmp_path / "S12!" / person / f"{person}_OD.png", layered(int(person[1:])))
+    if packed:
+        with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+            for path in sorted((tmp_path / "S12!").rglob("*.png")):
+                archive.write(path, path.relative_to(tmp_path).as_posix())
+        shutil.rmtree(tmp_path / "S12!")
+        pattern = f"*/{pattern}"
+    catalog = line_scan(tmp_path, pattern)
+    assert {(a.participant, a.laterality) for a in catalog.acquisitions} == {("P001", "R"), ("P002", "R")}
 
 
 def test_a_label_is_given_once(tmp_path):

@@ -10,8 +10,9 @@ import torch
 
 from octfm.encoder.embed import NAMES, WORDS, embed_store, embed_with, embedding_files, write_vectors
 from octfm.encoder.embeddings import align, read_embeddings
-from octfm.encoder.encoder import load_encoder, seen_by
+from octfm.encoder.encoder import content_of, load_encoder, seen_by
 from octfm.errors import CheckpointError, EvaluationError
+from octfm.io.hashing import keyed_hash
 from octfm.models.token_map import TISSUE, TooFewTokens, tissue_index, token_map
 from octfm.run import checkpoint
 from octfm.tasks.embed_run import embed_all
@@ -244,6 +245,18 @@ def test_embeddings_follow_splits_that_changed(run, store, tmp_path):
 def test_whom_the_encoder_has_seen(run):
     seen = seen_by(run)
     assert seen("P000") and not seen("P011") and not seen("nobody")
+
+
+def test_whom_the_encoder_has_seen_is_known_under_the_id_of_another_scanner(run, monkeypatch):
+    """As where the pretraining's files write P001 and those of the evaluation p-1."""
+    content = content_of(run)
+    assert all(map(seen_by(run), ("p-1", "0001", "sub-001"))) and not seen_by(run)("p-11")
+    # As checkpoints were before: hashes of the ids alone.
+    people, key = ["P001", "MRN-12", "1001", "1-11"], content["participants"]["key"]
+    before = content | {"participants": {"key": key, "hashes": [keyed_hash(name, key) for name in people]}}
+    monkeypatch.setattr("octfm.encoder.encoder.content_of", lambda _: before)
+    assert all(map(seen_by(run), [*people, "00001001"]))
+    assert not any(map(seen_by(run), ("P011", "MRN-21", "10010", "11-1")))
 
 
 def test_no_checkpoint_is_one_clear_error(tmp_path):

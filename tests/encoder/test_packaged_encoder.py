@@ -110,8 +110,10 @@ def test_scans_are_embedded_without_a_run(shipped, tmp_path):
 def test_an_encoder_of_ones_own_comes_before_the_scans(shipped, tmp_path):
     write_oct_dicom(tmp_path / "a.dcm", eye().voxels, eye().spacing_mm)
     shutil.copytree(shipped, tmp_path / "exported")
-    code, out, err = octfm_here("embed", "exported", "a.dcm", "--out", "vectors", cwd=tmp_path)
-    assert code == 0 and "1 vector of width 48 by exported" in out and "research" not in out, err
+    shutil.copytree(shipped, tmp_path / "new!" / "exported")
+    for name in ("exported", "new!/exported"):  # the second looks like a member of an archive
+        code, out, err = octfm_here("embed", name, "a.dcm", "--out", "vectors", cwd=tmp_path)
+        assert code == 0 and f"1 vector of width 48 by {name}" in out and "research" not in out, err
     (tmp_path / "exported" / "participants.key").unlink(missing_ok=True)
     code, out, err = octfm_here("export", "exported", "--out", "again", cwd=tmp_path)
     assert code == 0 and "participants.key" not in out, "there is no such file"

@@ -11,8 +11,7 @@ import yaml
 from octfm.encoder.embed import embed_store
 from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.errors import EvaluationError
-from octfm.evaluation.compare import probe_together
-from octfm.evaluation.probe import probe, write_probe
+from octfm.evaluation.probe import probe, probe_together, write_probe
 from octfm.evaluation.results import Result
 from octfm.report.compare import labels_of, names_of, settings_that_differ, write_compare
 from octfm.report.sources import gather

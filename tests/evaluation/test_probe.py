@@ -163,6 +163,8 @@ def test_F16_a_person_of_pretraining_is_not_tested_under_the_id_of_another_scann
     path, labels = cohort.embeddings(tmp_path / "a.parquet"), cohort.labels(tmp_path / "l.tsv")
     facts = row(probe([path], labels, seen=set(everyone[:20]), design="k-fold", resamples=50), "disease", "auroc")
     assert (facts["n_test_participants"], facts["n_train_participants"]) == (40, 20 + 32)
+    elsewhere = {f"MRN-{name}" for name in everyone} | {f"P{name}" for name in everyone[:20]}
+    assert row(probe([path], labels, seen=elsewhere, design="k-fold", resamples=50), "disease", "auroc") == facts
     for r in cohort.rows:
         tested = "test" if r["laterality"] == "L" else None
         r["split"] = tested if r["participant"].lstrip("0") in everyone[:30] else "train"

@@ -19,6 +19,7 @@ from sklearn.metrics import (
 )
 
 from octfm.evaluation.delong import areas
+from octfm.evaluation.linear import grade_probability, proportional_odds
 from octfm.evaluation.metrics import (
     auprc,
     auroc,
@@ -32,7 +33,6 @@ from octfm.evaluation.metrics import (
     r_squared,
     weighted_kappa,
 )
-from octfm.evaluation.ordinal import grade_probability, proportional_odds
 from octfm.evaluation.statistics import (
     Bootstrap,
     bootstrap,

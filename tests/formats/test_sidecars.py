@@ -155,7 +155,7 @@ def test_no_value_is_read_as_something_else(tmp_path, key, value):
         ('{"spacing_mm": [1e999, 0.01, 0.1]}', "expected [dz, dy, dx]"),
         ('{"laterality": "R",\n"laterality": "L"}', "line 2: 'laterality' occurs twice"),
         ("spacing_mm: [0.1, 0.1, 0.1]\nlaterality: OD", "line 1, column 1: not JSON"),
-        ('{"laterality": "R",\n "axes": "DHW",\n}', "line 3, column 1: not JSON"),
+        ('{"laterality": "R",\n "axes": "DHW"\n]', "line 3, column 1: not JSON"),
         ("{'laterality': 'R'}", "not JSON"),
         ('{"laterality": "R"', "not JSON"),
         ("", "not JSON"),

@@ -54,3 +54,13 @@ def test_ranks_in_one_set_of_cores_share_it(tmp_path, monkeypatch, name):
     assert (cores.available_cores(), cores.available_cores(4), cores.available_cores(16)) == (8, 2, 1)
     (tmp_path / name).write_text("0-63\n")
     assert cores.available_cores(4) == 8, "bound to its own by a launcher"
+
+
+@pytest.mark.parametrize(("allotted", "bound", "ranks", "expected"), [("8", 64, 1, 8), ("8", 64, 4, 2), ("8", 4, 1, 4)])
+def test_a_job_of_slurm_takes_no_more_cores_than_it_was_given(monkeypatch, tmp_path, allotted, bound, ranks, expected):
+    """Where SLURM binds no job to its cores, as without task/affinity, it took those of the other jobs on its node."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(bound)), raising=False)
+    monkeypatch.setattr(cores, "GROUP", tmp_path)
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", allotted)
+    assert cores.available_cores(ranks) == expected

@@ -492,6 +492,10 @@ def test_a_corrected_scan_that_has_changed_keeps_its_picture_where_children_draw
     os.utime(files[2], ns=(0, 0))
     assert write_table(files[2:], out, workers=1, also=die_of_eye1, echo=said.append) == 0
     assert read_table(out) == rows and "has changed since somebody corrected it" in said[0]
+    (tmp_path / "renamed").mkdir()
+    moved = str(Path(files[2]).rename(tmp_path / "renamed" / Path(files[2]).name))
+    assert write_table([moved], out, workers=1, also=die_of_eye1, echo=said.append) == 1
+    assert read_table(out) == [rows[0] | {"source": moved}], "no picture of other lines"
 
 
 def test_a_large_table_is_not_written_once_per_scan_and_loses_nothing_where_it_is_stopped(tmp_path, monkeypatch):
@@ -701,6 +705,15 @@ def test_a_table_is_known_by_its_ending_and_another_file_is_refused_at_once(file
     (tmp_path / "notes.txt").write_text("mine")
     refused = invoke("segment", files[0], "--out", tmp_path / "notes.txt").exception
     assert isinstance(refused, ConfigError) and "expected a folder or a table FILE.csv" in str(refused)
+
+
+@pytest.mark.parametrize(("scan", "out"), [(f"{'ü' * 120}.npz", "found"), ("eye.npz", f"{'t' * 245}.csv")])
+def test_a_name_that_no_disk_takes_is_refused_before_a_scan_is_read(scan, out, tmp_path, monkeypatch):
+    """The results of a scan, and the pictures of a table, have longer names than it."""
+    (tmp_path / scan).touch()
+    monkeypatch.setattr("octfm.cli.segment_scans.read_volume", lambda *_, **__: pytest.fail("read a scan first"))
+    refused = invoke("segment", tmp_path / scan, "--out", tmp_path / out).exception
+    assert isinstance(refused, ConfigError) and "expected at most 255; give it a shorter name" in str(refused)
 
 
 @pytest.fixture

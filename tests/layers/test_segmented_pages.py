@@ -89,6 +89,12 @@ def test_a_contact_sheet_names_no_folder_above_the_scans(tmp_path):
     assert "<br>\ny.zip!/deep/z.dcm<" in ContactSheet(table).write(rows[1:2]).read_text()
     elsewhere = [*rows, unread | {"source": "s3://bucket/x.dcm", "problem": "unreadable"}]
     assert "<br>\ns3://bucket/x.dcm<" in ContactSheet(table).write(elsewhere).read_text()
+    there = [tmp_path / "Meier!" / "scans" / name for name in ("x.dcm", "y.dcm")]  # that folder is no archive
+    there[0].parent.mkdir(parents=True)
+    for file in there:
+        file.touch()
+    page = ContactSheet(table).write([unread | {"source": str(file)} for file in there]).read_text()
+    assert "Meier" not in page and "<br>\ny.dcm<" in page
 
 
 def test_view_shows_layers_and_table_has_a_contact_sheet(tmp_path):

@@ -165,13 +165,11 @@ PLACES = [
 @pytest.mark.parametrize(("cls", "key"), LOCAL + PLACES)
 def test_settings_that_name_places_know_which(cls, key):
     """F6: ckpt_second_dir=s3://… was a folder called s3:, and passed for write-tested."""
-    for wrong in ("s3:/bucket", "ftp://host/x", "file:///data", "S3://bucket", "gs:bucket"):
+    for wrong in ("s3:/bucket", "ftp://host/x", "file:///data", "S3://bucket", "gs:bucket", "C:\\data"):
         with pytest.raises(ConfigError, match=key):
             load(cls, {}, [f"{key}={wrong}"])
-    for right in ("runs/a", "/data/user@host/a:b", "./s3", "C:\\data"):
-        assert right.replace("\\", "\\\\") in dump(load(cls, {}, [f"{key}='{right}'"])) or right in dump(
-            load(cls, {}, [f"{key}='{right}'"])
-        )
+    for right in ("runs/a", "/data/user@host/a:b", "./s3"):
+        assert right in dump(load(cls, {}, [f"{key}='{right}'"]))
     if (cls, key) in PLACES:
         assert "s3://bucket/a@b" in dump(load(cls, {}, [f"{key}=s3://bucket/a@b"]))
     else:
@@ -190,8 +188,9 @@ def test_checkpoints_of_before_are_read_without_their_addresses():
     old = PretrainConfig().model_dump(mode="json")
     old |= {"ckpt_second_dir": "s3://AKIA:wJalr@bucket"}
     old["data"] |= {"store": "prepared"}
+    old["model"] |= {"init": "C:\\weights.pt"}
     read = stored_config(old)
-    assert read.ckpt_second_dir is None and read.data.store == "prepared"
+    assert read.ckpt_second_dir is None and read.model.init is None and read.data.store == "prepared"
 
 
 @pytest.mark.parametrize("address", ["s3://bucket/x", "gs://bucket", "s3:/bucket", "https://host/x", "file:///x"])

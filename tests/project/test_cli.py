@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 import octfm
+from octfm.cli.main import SPINS
 from octfm.cli.options import is_named_as_file
 from octfm.encoder import embed_files
 from octfm.io.location import write_whole
@@ -223,6 +224,22 @@ def test_a_verb_that_is_terminated_ends_as_by_ctrl_c():
     assert (done.returncode, done.stderr) == (130, "octfm: interrupted; the same command continues\n")
 
 
+@pytest.mark.parametrize(
+    ("chosen", "spins"), [({}, SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")]
+)
+def test_threads_that_wait_leave_their_core_to_others_before_torch_is_imported(chosen, spins):
+    """Beside other programs the threads of one verb waited so busily for each other that it took up to four times as long."""
+    body = "main.app = lambda **_: print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT')); main.main()"
+    clean = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import os, sys; from octfm.cli import main; {body}"],
+        env=clean | chosen,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["False", spins]
+
+
 def test_names_of_files_and_what_is_printed_are_utf8_in_every_locale(tmp_path):
     """In ASCII or Latin-1 the folder Müller had other letters: all of its files were rejected as not UTF-8."""
     (tmp_path / "Müller").touch()
@@ -283,6 +300,8 @@ def test_a_file_system_without_locks_is_written_to_with_a_warning(hold, tmp_path
         ["segment", "a.e2e", "--out", "C:Usersannatable.csv"],
         ["view", "C:\\a.e2e"],
         ["report", "run", "--out", "c:report.html"],
+        ["doctor", "vit_s", "data.store=C:\\Users\\anna\\prepared"],
+        ["finetune", "study_group_linear", "--out", "tuned", "labels=C:/Users/anna/labels.csv"],
     ],
     ids=" ".join,
 )

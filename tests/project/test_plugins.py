@@ -235,10 +235,9 @@ def test_an_objective_of_ones_own_is_examined_before_step_0(store, tmp_path):
 
 
 def test_an_objective_of_ones_own_learns_and_is_judged_by_its_own_baseline(run):
-    curve = [row["masked_over_baseline"] for row in rows(run)]
-    assert curve[-1] < 0.9 * curve[0] and rows(run, "incident") == []
+    assert rows(run, "validation")[-1]["masked_over_baseline"] < 0.4, "0.26; at a learning rate of 0 it is 0.52"
+    assert rows(run, "incident") == []
     assert all(row["target_gradient"] == 0 for row in rows(run))
-    assert rows(run, "validation")[-1]["masked_over_baseline"] < 1
     assert final(run)["model"]["centre"].abs().sum() > 0
 
 
@@ -496,8 +495,7 @@ def test_the_plug_ins_of_the_guide_work(tmp_path, store, monkeypatch):
     from sensitivity import SENSITIVITY
 
     run = pretrain(config(steps=20), store, tmp_path / "run", echo=quiet, objective=GreyConfig())
-    curve = [row["masked_over_baseline"] for row in rows(run)]
-    assert curve[-1] < curve[0]
+    assert rows(run, "validation")[-1]["masked_over_baseline"] < 0.7, "0.39; at a learning rate of 0 it is 0.93"
     octfm.load_encoder(run)
 
     (tmp_path / "clinic").mkdir()

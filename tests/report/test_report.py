@@ -18,15 +18,19 @@ from octfm.catalog.acquisition import Reject
 from octfm.catalog.catalog import Catalog
 from octfm.display import interval
 from octfm.errors import EvaluationError
+from octfm.report.data_health import write_data_health
 from octfm.report.figures import efficiency_plots, overview_forest, training_charts
 from octfm.report.html import summary_lines, write_report
 from octfm.report.images import example_pictures
 from octfm.report.overview import data_flow, next_step
+from octfm.report.participants import characteristics
 from octfm.report.sources import gather
 from octfm.report.words import key_result, verdict
+from octfm.store.store import Store
 from octfm.tasks.scene import Overlay, Placement, Scene
 from support.browser import Browser, assert_renders, needs_chromium
 from support.run_folder import SCANNERS, probe_result, write_catalog, write_run, write_store
+from support.small_store import edit_rows
 
 pytestmark = pytest.mark.usefixtures("remembered_charts")
 
@@ -433,6 +437,32 @@ def test_counts_of_the_data_flow_agree(tmp_path):
     assert prepared.label == "Prepared" and accepted.lost == "1 not prepared"
     volumes = [int(box.counts[1].split()[0]) for box in (prepared, *found.splits)]
     assert volumes[0] == sum(volumes[1:])
+
+
+def test_an_id_in_two_spellings_is_one_participant_on_the_whole_page(tmp_path):
+    """As in results, whose counts are on the same page; a table of labels may have one of the two only."""
+    run, catalog, store = write_run(tmp_path), write_catalog(tmp_path), write_store(tmp_path)
+    plain, counts, prepared = gather(run, catalog, store), Catalog.load(catalog), Store.open(store).summary()
+    assert prepared["participants"] > 1
+
+    def respelt(row):
+        if row.laterality == "R":
+            return {}
+        name = f"sub-00{row.participant[1:]}"
+        return {"participant": name, "eye_id": f"{name}_L", "participant_labels": {}}
+
+    mixed = [{name: v for name, v in respelt(a).items() if name != "eye_id"} for a in counts.acquisitions]
+    mixed = tuple(replace(a, **new) for a, new in zip(counts.acquisitions, mixed, strict=True))
+    assert len({a.participant for a in mixed}) > len({a.participant for a in counts.acquisitions})
+    mixed = replace(counts, acquisitions=mixed)
+    assert mixed.summary() == counts.summary() and repr(mixed) == repr(counts)
+    edit_rows(store, respelt)
+    assert Store.open(store).summary()["participants"] == prepared["participants"]
+    again = gather(run, mixed.save(tmp_path / "mixed"), store)
+    assert data_flow(again) == data_flow(plain) and characteristics(again) == characteristics(plain)
+    for found in (counts, mixed):
+        write_data_health(found, tmp_path / f"{found is mixed}.html", images=False)
+    assert (tmp_path / "True.html").read_text() == (tmp_path / "False.html").read_text()
 
 
 def test_next_step_follows_from_the_result(tmp_path):

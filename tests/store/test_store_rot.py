@@ -250,3 +250,16 @@ def test_verify_reads_old_stores_without_changing_them(tmp_path):
     assert list(found.damaged) == [1] and not found.to_prepare
     with pytest.raises(StoreError, match="the source of 1 was not found: restore these shards from a copy"):
         store_verify.require_whole(found, path)
+
+
+def test_verify_finds_a_source_in_a_folder_whose_name_ends_like_an_archive(tmp_path):
+    path = Path(shutil.copytree(OLD, tmp_path / "store"))
+    flip(path / "voxels" / shard_key(1), 8 * 200)
+    scan = tmp_path / "new!" / "scan.dcm"
+    scan.parent.mkdir()
+    scan.write_bytes(b"a scan")
+    name = Store.open(path).rows[1].acquisition
+    source = replace(acquisition(1), uri=str(scan), sop_instance_uid=name)
+    gone = replace(source, uri=f"{tmp_path / 'gone!' / 'scan.dcm'}")
+    assert store_verify.verify(path, [gone], echo=lambda _: None).to_prepare == ()
+    assert store_verify.verify(path, [source], echo=lambda _: None).to_prepare == (1,)

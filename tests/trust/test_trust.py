@@ -471,6 +471,17 @@ def test_planted_copies_are_found_by_voxels_and_by_speckle(tmp_path):
     assert not part["exact"] and not part["near"] and part["highest_correlation"] < 0.2
 
 
+def test_scans_of_a_person_are_no_copies_under_two_ids_when_scanners_spell_the_id_differently(tmp_path):
+    cohort = Cohort(30, TWO)
+    tested = [i for i, r in enumerate(cohort.rows) if r["split"] == "test"]
+    of_one = [i for i in tested if cohort.rows[i]["participant"] == cohort.rows[tested[0]]["participant"]]
+    cohort.rows[of_one[1]]["participant"] = cohort.rows[of_one[1]]["participant"].lower()
+    for pair, found in ((of_one[:2], 0), ((of_one[0], tested[-1]), 1)):
+        store = cohort.store(tmp_path / f"{found}", pixels=lambda i, pair=pair: "same" if i in pair else f"own-{i}")
+        part = copies(study_of(cohort, small_pictures(store), targets=["disease"]), store)
+        assert [p["same_participant"] for p in part["exact"]] == [False] * found
+
+
 GOOD = "def mine():\n    return lambda voxels: voxels.reshape(len(voxels), -1)[:, ::997].astype(float)\n"
 
 

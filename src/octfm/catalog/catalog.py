@@ -10,6 +10,7 @@ from typing import Any
 
 from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.inspection import verdicts
+from octfm.catalog.participants.people import under_one_id
 from octfm.catalog.participants.splits import SPLITS, Split, assign, diagnosis_of, parse_split
 from octfm.display import box, brief, counted, data_frame, number, with_labels
 from octfm.errors import OctfmError
@@ -53,7 +54,7 @@ class Catalog:
     agrees with the laterality tag."""
 
     def __repr__(self) -> str:
-        people = number(len({a.participant for a in self.acquisitions}), "participant")
+        people = number(len(set(self._people())), "participant")
         left_out = f"{number(len(self.rejects), 'file')} rejected, {len(self.skipped):,} skipped"
         return brief("Catalog", f"{number(len(self.acquisitions), 'volume')} of {people}", left_out)
 
@@ -160,11 +161,13 @@ class Catalog:
             )
 
     def summary(self) -> dict[str, Any]:
-        """Counts for reports and the terminal; rejects most frequent first, splits in participants.
+        """Counts for reports and the terminal; rejects most frequent first, splits in participants. Ids that differ in
+        spelling only are one participant.
 
         `disc_sides`, by scanner, only if the scan has checked pixels.
         """
-        participants = {a.participant: a.split for a in self.acquisitions}
+        owned = list(zip(self._people(), self.acquisitions, strict=True))
+        participants = {person: a.split for person, a in owned}
         measured: dict[str, Any] = {"bucket": dict(self.requests)} if self.requests else {}
         measured |= {"disc_sides": verdicts(self.acquisitions)} if self.pixels else {}
         return measured | {
@@ -173,7 +176,7 @@ class Catalog:
             "skipped": len(self.skipped),
             "companions": self.companions,
             "participants": len(participants),
-            "eyes": len({a.eye_id for a in self.acquisitions if a.laterality}),
+            "eyes": len({(person, a.laterality) for person, a in owned if a.laterality}),
             "scanners": count_words(a.scanner for a in self.acquisitions),
             "protocols": count_words(a.protocol for a in self.acquisitions),
             "layouts": count_words(a.layout for a in self.acquisitions),
@@ -185,6 +188,10 @@ class Catalog:
             "skips": count_words(reject.code for reject in self.skipped),
             "flags": count_words(flag for a in self.acquisitions for flag in a.flags),
         }
+
+    def _people(self) -> list[str]:
+        """The person of every acquisition, under one id."""
+        return under_one_id([a.participant for a in self.acquisitions])
 
     def _rows(self) -> list[dict[str, Any]]:
         return [

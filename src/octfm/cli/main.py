@@ -47,6 +47,10 @@ VERBS = (
 )
 REPEATS_AFTER_S = 10.0
 """Seconds after which other ranks of a host report an error, in case that it is theirs alone."""
+SPINS = "3000"
+"""How often a thread of torch looks for the others before it sleeps. libgomp's own 300,000 hold a core that another
+process could use: beside a busy one `octfm segment` took 35 s instead of 25, alone 14 instead of 15
+(benchmarks/waiting.py)."""
 RANKED = (pretrain, finetune)
 """Verbs whose ranks share the work."""
 for verb in VERBS:
@@ -75,7 +79,7 @@ def main() -> None:
     other exception is a bug of octfm and keeps its traceback.
 
     torchrun turns every exit code but 0 into 1. Therefore one rank per host also writes 75 to the file that
-    OCTFM_EXIT_FILE names, for launch/torchrun.sh; and the code of a mistake in the settings, with which ranks then end
+    OCTFM_EXIT_FILE names; and under launch/torchrun.sh the code of a mistake in the settings, with which ranks then end
     as if they were done, because torchrun would start them again (--max-restarts), to the same error.
     """
     if not sys.flags.utf8_mode and locale.getencoding().lower() != "utf-8":
@@ -84,6 +88,8 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     # Processes started by libraries must not import modules from the current folder, which may hold anyone's files.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
+    if "OMP_WAIT_POLICY" not in os.environ:  # read by libgomp when torch is imported
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     first, exit_file = os.environ.get("LOCAL_RANK", "0") == "0", os.environ.get("OCTFM_EXIT_FILE")
     if first and exit_file:
         Path(exit_file).unlink(missing_ok=True)
@@ -111,7 +117,8 @@ def main() -> None:
 
 def _settle(code: int) -> int:
     """Leave the code of a mistake in the settings to the launcher; on several hosts others may not have made it."""
-    exit_file = os.environ.get("OCTFM_EXIT_FILE")
+    # Another launcher with such a file would take the run for done.
+    exit_file = os.environ.get("OCTFM_EXIT_FILE") if "OCTFM_LAUNCHER" in os.environ else None
     if exit_file and os.environ.get("LOCAL_RANK") == "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
         Path(exit_file).write_text(f"{code}\n", "utf-8")
     return code

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from octfm.addresses import expect_place, refuse_credentials
+from octfm.addresses import expect_place, refuse_credentials, refuse_windows
 from octfm.errors import ConfigError, one_line, shown
 from octfm.io.location import is_remote, local_path, location
 
@@ -126,12 +126,11 @@ def _folder(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _here(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`parse`, which also refuses a path of Windows: as an output it would be a new file in the current folder."""
+    """`parse`, which also refuses a path of Windows."""
 
     @functools.wraps(parse)
     def parse_here(text: Any) -> Any:
-        if (drive := re.match(r"([A-Za-z]):", str(text))) and not os.path.lexists(text):
-            raise ConfigError(f"{text}: a path of Windows; in WSL write /mnt/{drive[1].lower()}/… instead")
+        refuse_windows(str(text))
         return parse(text)
 
     return parse_here

@@ -77,7 +77,7 @@ def compare(
     named, result, reason = names_of(runs), None, "They were not requested (--no-pairs)."
     table = labels or labels_of(named)
     if pairs:
-        from octfm.evaluation.compare import probe_together
+        from octfm.evaluation.probe import probe_together
 
         try:
             result, reason = probe_together(named, table, targets=target, orders=orders, allow_seen=allow_seen), ""

@@ -101,10 +101,11 @@ class Scans:
         by_hand: dict[str, Corrections],
         eyes: Mapping[str, Laterality | None] | None,
     ) -> None:
+        sheet = ContactSheet(table)
+        _expect_short(sheet.page.name, f"--out {table}")
         if len(sources) == 1 and isinstance(sources[0], str):
             read_volume(sources[0], raster_only=False, limits=self.limits)  # an error, not a table of one problem
         sources, eyes = _as_in_table(table, sources, eyes or {})
-        sheet = ContactSheet(table)
         with Progress("segment", len(sources), "scans") as progress:
             added = write_table(
                 sources,
@@ -140,6 +141,8 @@ class Scans:
         truth: Sequence[Sample],
     ) -> None:
         stems = stems_of(_name(source) for source in sources)
+        for name, stem in stems.items() if self.out is not None else ():
+            _expect_short(f"{stem}_heights_rows.nii.gz", name)
         failed, used = 0, 0
         find = functools.partial(segment_scan, axial_length_mm=self.axial_length_mm, device=self.device)
         if self.apply is not None:
@@ -185,6 +188,15 @@ class Scans:
 
 def _name(source: str | Volume) -> str:
     return source.source if isinstance(source, Volume) else source
+
+
+def _expect_short(result: str, source: str) -> None:
+    """Raises ConfigError, before hours of work, if no disk takes the longest name of the results."""
+    if (length := len(os.fsencode(result))) > 255:
+        raise ConfigError(
+            f"{source}: a result would have a name of {length} bytes, {result[:20]}…{result[-20:]}, expected at most "
+            "255; give it a shorter name"
+        )
 
 
 def _as_in_table(

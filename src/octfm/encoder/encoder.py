@@ -466,12 +466,13 @@ def participants_of(run: str | Location) -> dict[str, Any]:
 
 
 def seen_by(run: str | Location) -> Callable[[str], bool]:
-    """A function that says whether the run's newest checkpoint was trained on a participant, or chosen by one."""
+    """A function that says whether the run's newest checkpoint was trained on a participant, or chosen by one, under
+    whatever spelling of the id."""
     participants = participants_of(run)
     known = set(participants["hashes"])
     if not known:
         return lambda _: False
-    return lambda participant: checkpoint.participant_hashes([participant], participants["key"])[0] in known
+    return lambda participant: checkpoint.is_among(participant, known, participants["key"])
 
 
 def _open(run: str | Location | None, echo: Echo | None = None) -> tuple[Location, dict[str, Any]]:

@@ -56,10 +56,8 @@ def package(
     content = content_of(run)
     if "encoder_config" in content or content.get("head"):
         raise EvaluationError(f"{run}: fine-tuned; a packaged encoder has no head, name a run of octfm pretrain")
-    if people := len(content["participants"]["hashes"]):
-        raise EvaluationError(
-            f"{run}: trained on scans of {people} participants; packaged encoders are trained on phantoms only"
-        )
+    if content["participants"]["hashes"]:
+        raise EvaluationError(f"{run}: trained on scans of people; packaged encoders are trained on phantoms only")
     encoder = load_encoder(run, device="cpu").pooling(pool)
     stored = {name: tensor.to(torch.bfloat16) for name, tensor in tensors_of(encoder).items()}
     objective, commit = encoder.config.objective.name, (content.get("git") or {}).get("commit")

@@ -59,9 +59,9 @@ def names_encoder(word: str) -> bool:
     """
     if word.startswith(HUB) or is_remote(word):
         return True
-    if "!/" in word:
-        return False  # a member of an archive
     path = Path(word)
+    if "!/" in word and not path.exists():
+        return False  # a member of an archive
     if path.exists() and path.suffix in (FILE, SHARDS):
         return True
     if path.is_file():

@@ -8,8 +8,7 @@ import numpy as np
 
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import participant_folds
-from octfm.evaluation.linear import logistic, ridge
-from octfm.evaluation.ordinal import grade_probability, proportional_odds
+from octfm.evaluation.linear import grade_probability, logistic, proportional_odds, ridge
 
 SMALL = 1 << 22
 """Elements of a matrix up to which BLAS gets one thread: more lose more time waiting than they save (docs/log)."""

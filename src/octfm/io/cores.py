@@ -11,7 +11,7 @@ GROUP = Path("/sys/fs/cgroup")
 
 def available_cores(ranks: int = 1) -> int:
     """Cores of this process, or of one of this many ranks on the host: at most those that the process is bound to, and
-    its share of what the container may use."""
+    its share of what the container or the SLURM job may use."""
     host = os.cpu_count() or 1
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         with suppress(OSError, ValueError):  # "max", or -1, if a control group sets no limit
@@ -21,6 +21,8 @@ def available_cores(ranks: int = 1) -> int:
         with suppress(OSError, ValueError):  # as 0-3,8
             spans = [span.partition("-") for span in _text(name).split(",")]
             host = min(host, sum(int(last or first) - int(first) + 1 for first, _, last in spans))
+    with suppress(LookupError, ValueError):  # SLURM binds a job to its cores only where it is configured to
+        host = min(host, int(os.environ["SLURM_CPUS_ON_NODE"]))
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else host
     return max(1, min(bound, host // ranks))
 

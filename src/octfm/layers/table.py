@@ -5,7 +5,7 @@ import functools
 import io
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -153,7 +153,9 @@ def write_table(
             # Where somebody corrected a row, the scan is not segmented, and its picture stays.
             files = [s for s in dict.fromkeys(sources) if isinstance(s, str) and not table.row(s)["corrected_bscans"]]
             new = [s for s in files if not table.knows(s, state_of(s))]
-        from_children = _rows_of(new, eyes, device, also, limits or Limits(), workers)
+        from_children = _rows_of(
+            new, eyes, device, also, limits or Limits(), workers, table.corrected_and_gone() if new else ()
+        )
         waiting = set(new)
         for given in progress(sources):
             source = given.source if isinstance(given, Volume) else given
@@ -211,16 +213,20 @@ def _rows_of(
     also: Callable[[str, ScanSegmentation], None] | None,
     limits: Limits,
     workers: int,
+    by_hand: Collection[tuple[str, ...]],
 ) -> Iterator[dict[str, str]]:
-    """The rows of these files, in their order, made in child processes."""
-    makes = functools.partial(_row_in_child, device=device, also=also)
+    """The rows of these files, in their order, made in child processes. `by_hand`: see `corrected_and_gone`."""
+    makes = functools.partial(_row_in_child, device=device, also=also, by_hand=by_hand)
     within = replace(limits, memory=limits.memory + CHILD_MEMORY)
     items: list[tuple[str, Laterality | None]] = [(source, eyes.get(source)) for source in sources]
     return spread(makes, items, _lost, workers=workers, limits=within, deadline=_deadline, chunk=1)
 
 
 def _row_in_child(
-    item: tuple[str, Laterality | None], device: str | None, also: Callable[[str, ScanSegmentation], None] | None
+    item: tuple[str, Laterality | None],
+    device: str | None,
+    also: Callable[[str, ScanSegmentation], None] | None,
+    by_hand: Collection[tuple[str, ...]],
 ) -> dict[str, str]:
     source, eye = item
     state = state_of(source)
@@ -231,7 +237,7 @@ def _row_in_child(
         raise
     except BAD_INPUT as error:
         return _row(source) | {"problem": _problem(source, error)}
-    if also:
+    if also and _scan_of(row) not in by_hand:
         also(source, found)
     return row
 
@@ -269,6 +275,10 @@ def _facts(volume: Volume, state: str) -> dict[str, str]:
     }
 
 
+def _scan_of(facts: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(facts[name] for name in _OF_AN_ACQUISITION)
+
+
 class _Table:
     """The rows of a table, which is written again as they change, and always at the end. A large one, which takes long
     to write, waits for several rows: a kill loses work of at most WAIT times what writing takes."""
@@ -284,7 +294,7 @@ class _Table:
         self._places = {row["source"]: i for i, row in enumerate(self.rows)}
         self._same_scan = defaultdict[tuple[str, ...], list[int]](list)
         for i, row in enumerate(self.rows):
-            self._same_scan[tuple(row[name] for name in _OF_AN_ACQUISITION)].append(i)
+            self._same_scan[_scan_of(row)].append(i)
 
     def expect(self, model: str, only_corrected: bool) -> None:
         """Raises EvaluationError for rows of another network, or of scans that nobody has corrected."""
@@ -305,6 +315,11 @@ class _Table:
         place = self._places.get(source)
         return _row(source) if place is None else self.rows[place]
 
+    def corrected_and_gone(self) -> set[tuple[str, ...]]:
+        """Scans that somebody corrected and whose file has gone: where it is now, automatic lines are not theirs."""
+        corrected = [row for row in self.rows if row["corrected_bscans"] and row["acquisition"]]
+        return {_scan_of(row) for row in corrected if row["file_state"] and not state_of(row["source"])}
+
     def keeps(self, facts: Mapping[str, str], source: str, echo: Echo, despite: Corrections | None = None) -> bool:
         """Whether the row of this scan stays as it is, since somebody corrected it, `despite` being new corrections.
         `facts`: cells of its new row. A row of the same acquisition whose file has gone becomes that of `source`."""
@@ -323,7 +338,7 @@ class _Table:
         returns the old source, empty if there is no such row."""
         if source in self._places or not facts["acquisition"]:
             return ""
-        for place in self._same_scan.get(tuple(facts[name] for name in _OF_AN_ACQUISITION), ()):
+        for place in self._same_scan.get(_scan_of(facts), ()):
             old = self.rows[place]["source"]
             if self.rows[place]["file_state"] and not state_of(old):
                 self._places.pop(old, None)

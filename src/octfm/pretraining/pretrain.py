@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from octfm.catalog.participants.people import under_one_id
 from octfm.config import load, without_text
 from octfm.errors import Echo
 from octfm.io.location import Location, location
@@ -125,10 +126,11 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
     resume(run, learner, echo)
     # Nobody can be evaluated on a phantom of a stream.
     names = sorted({data.store.rows[row].participant for row in data.store.recorded(data.train_rows)})
+    people = len(set(under_one_id(names)))
     facts = {
         "parameters": learner.model.parameters_by_part(),
         "environment": environment(runtime),
-        "store": {"volumes": len(data.store), "train_participants": len(names)},
+        "store": {"volumes": len(data.store), "train_participants": people},
         "octfm": __version__,
         "precision": config.precision,
     }
@@ -140,7 +142,7 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
     judges = {data.store.rows[row].participant for row in judging}
     # Hashes, so that an evaluation can refuse these participants, and no checkpoint names any.
     hashes = checkpoint.participant_hashes(sorted({*names} | judges), key)
-    participants = {"key": key, "hashes": hashes, "trained_on": len(names)}
+    participants = {"key": key, "hashes": hashes, "trained_on": people}
     loader = Loader(
         data.store,
         data.train_rows,

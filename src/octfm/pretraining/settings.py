@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, ValidationInfo, model_validator
 
-from octfm.addresses import expect_local, expect_place
+from octfm.addresses import expect_local, expect_place, refuse_windows
 from octfm.config import Config, LocalPlace, Seed, load
 from octfm.errors import ConfigError, shown
 from octfm.models.objectives.builtin import AnyObjective
@@ -179,6 +179,7 @@ def stored_config(settings: dict[str, Any], objective: type[ObjectiveConfig] | N
     for section, name, expect in places:
         if isinstance(section, dict) and isinstance(value := section.get(name), str):
             try:
+                refuse_windows(value)
                 expect(value)
             except ConfigError:
                 section[name] = None

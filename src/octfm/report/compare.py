@@ -21,7 +21,7 @@ def write_compare(
     runs: Mapping[str, Path], out: str | Location, result: dict[str, Any] | None = None, reason: str = ""
 ) -> Location:
     """Render the comparison of run folders, by name, and return its location; under 25 MB and without scans. `result`
-    is what `octfm.evaluation.compare.probe_together` returned, or `reason` says why there is none."""
+    is what `octfm.evaluation.probe.probe_together` returned, or `reason` says why there is none."""
     out = html_file(out, "compare.html")
     sources = {name: gather(run) for name, run in runs.items()}
     facts = {

@@ -26,6 +26,7 @@ from octfm.report.figures import MARKERS, SERIES, Chart, canvas, plain, to_svg
 from octfm.report.images import Picture, native_pictures
 from octfm.report.page import render, write_page
 from octfm.report.shareable import shareable_catalog
+from octfm.report.sources import by_person
 from octfm.volume.estimated import FLAG
 from octfm.volume.laterality import CANNOT_TELL, NEEDS
 from octfm.volume.radial import to_raster
@@ -83,7 +84,7 @@ def write_data_health(
 ) -> Location:
     """Write counts, distributions, reasons, the laterality audit, and the volumes least like their kind. With `images`,
     those and doubtful eyes are decoded and shown. `locations` maps the uris of a catalog with pseudonyms to files."""
-    catalog = shareable_catalog(catalog)
+    catalog = shareable_catalog(replace(catalog, acquisitions=by_person(catalog.acquisitions)[0]))
     doubts = laterality_doubts(catalog.acquisitions)
     facts = {
         "summary": catalog.summary(),

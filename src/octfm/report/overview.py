@@ -66,9 +66,8 @@ def data_flow(sources: Sources) -> DataFlow:
         boxes.append(Box(step.label, _counts(step)))
     parts = [step for step in steps if step.kind == "part" and step.label.endswith("split")]
     splits = tuple(Box(step.label.removesuffix(" split"), _counts(step)) for step in parts)
-    return DataFlow(
-        tuple(boxes), splits, " ".join(filter(None, (_whose(sources), _trained(sources), _tested(sources))))
-    )
+    whose = "Synthetic eyes, no patients: results in the generator." if sources.is_phantom else ""
+    return DataFlow(tuple(boxes), splits, " ".join(filter(None, (whose, _trained(sources), _tested(sources)))))
 
 
 def _why_lost(step: Step) -> str:
@@ -82,10 +81,6 @@ def _counts(step: Step) -> tuple[str, ...]:
         return (number(step.volumes or 0, "file"),)
     volumes = () if step.volumes is None else (number(step.volumes, "volume"),)
     return (number(step.participants, "participant"), *volumes)
-
-
-def _whose(sources: Sources) -> str:
-    return "Synthetic eyes, no patients: results in the generator." if sources.is_phantom else ""
 
 
 def _trained(sources: Sources) -> str:

@@ -79,7 +79,7 @@ def characteristics(sources: Sources) -> list[tuple[str, list[str]]]:
     splits = by_split(sources)
     if not splits:
         return []
-    people = [{a.participant: a.participant_labels for a in own} for own in splits.values()]
+    people = [_labels(own) for own in splits.values()]
     table: list[tuple[str, list[str]]] = [
         ("Participants", [f"{len(p):,}" for p in people]),
         ("Eyes of known side", [f"{len({a.eye_id for a in own if a.laterality}):,}" for own in splits.values()]),
@@ -102,6 +102,15 @@ def characteristics(sources: Sources) -> list[tuple[str, list[str]]]:
             cells = [text[value] for text in counted]
             table.append((f"{readable(column)}: {readable(value)}", cells))
     return table
+
+
+def _labels(rows: Sequence[StoreRow | Acquisition]) -> dict[str, dict[str, str]]:
+    """The labels of each participant; a table may have them under one of two ids only."""
+    found: dict[str, dict[str, str]] = {}
+    for row in rows:
+        own = found.setdefault(row.participant, {})
+        own |= {column: value for column, value in row.participant_labels.items() if value or column not in own}
+    return found
 
 
 def tested(probe: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -1,7 +1,9 @@
 """Everything that reports and cards are made of, read from a run folder, its catalog and its store."""
 
+import copy
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,13 @@ from typing import Any
 import numpy as np
 import yaml
 
+from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.catalog import Catalog
+from octfm.catalog.participants.people import under_one_id
 from octfm.errors import EvaluationError
 from octfm.io.location import Location
 from octfm.run.tracking import read_metrics
-from octfm.store.layout import Unprepared
+from octfm.store.layout import StoreRow, Unprepared
 from octfm.store.store import Store
 from octfm.tasks.scene import Scene, load_scenes
 
@@ -84,6 +88,12 @@ def gather(run: Path, catalog: Location | None = None, store: Location | None = 
     config = run / "config.yaml"
     scanned = Catalog.load(catalog) if catalog is not None else None
     prepared = Store.open(store) if store is not None else None
+    accepted, volumes = by_person(scanned.acquisitions if scanned else (), prepared.rows if prepared else ())
+    if scanned is not None:
+        scanned = replace(scanned, acquisitions=accepted)
+    if prepared is not None:
+        prepared = copy.copy(prepared)
+        prepared.rows = volumes
     return Sources(
         run=run,
         record=_json(run / "run.json"),
@@ -98,6 +108,18 @@ def gather(run: Path, catalog: Location | None = None, store: Location | None = 
         unprepared=prepared.unprepared() if prepared is not None else (),
         is_phantom=scanned is not None and (Path(scanned.root) / "ground_truth" / "phantom.json").is_file(),
         scenes=load_scenes(run / "figures" / "scenes.npz") if (run / "figures" / "scenes.npz").is_file() else (),
+    )
+
+
+def by_person(
+    acquisitions: Sequence[Acquisition], rows: Sequence[StoreRow] = ()
+) -> tuple[tuple[Acquisition, ...], tuple[StoreRow, ...]]:
+    """Both with one id for each person, as results count them: scanners may spell an id differently."""
+    ids = [row.participant for row in (*acquisitions, *rows)]
+    one = dict(zip(ids, under_one_id(ids), strict=True))
+    return tuple(replace(a, participant=one[a.participant]) for a in acquisitions), tuple(
+        replace(row, participant=one[row.participant], eye_id=f"{one[row.participant]}_{row.laterality or 'unknown'}")
+        for row in rows
     )
 
 

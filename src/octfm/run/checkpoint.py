@@ -5,12 +5,14 @@ import json
 import pickle
 import struct
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from octfm.catalog.participants.people import remembered, sought
 from octfm.errors import CheckpointError
 from octfm.io.hashing import keyed_hash
 from octfm.io.location import replacing
@@ -142,8 +144,13 @@ def second_destination(run: Path) -> Path | None:
 
 
 def participant_hashes(participants: list[str], key: str) -> list[str]:
-    """Keyed hashes of participant ids, sorted."""
-    return sorted(keyed_hash(p, key) for p in set(participants))
+    """Keyed hashes of participant ids, and of what is common to their spellings; sorted."""
+    return sorted(keyed_hash(text, key) for text in remembered(participants))
+
+
+def is_among(participant: str, hashes: Collection[str], key: str) -> bool:
+    """Whether the participant, under this or another spelling of the id, is among those of `participant_hashes`."""
+    return any(keyed_hash(text, key) in hashes for text in sought(participant))
 
 
 def _feed(digest: Any, value: Any) -> None:

@@ -192,6 +192,8 @@ class _PlainUnpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # as Python 3.13 writes it
+            module = "pathlib"
         # Only classes, whose names are capitalised, of these two modules: no functions, nothing that opens files.
         plain = (
             module in self.MODULES and name.lstrip("_")[:1].isupper() and "Reader" not in name and "Writer" not in name

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from octfm.catalog.participants.people import under_one_id
 from octfm.catalog.participants.splits import diagnosis_of
 from octfm.display import fields_line
 from octfm.errors import StoreError
@@ -320,7 +321,7 @@ def summary(rows: Sequence[StoreRow], unprepared: Sequence[Unprepared]) -> dict[
                 counts["low_confidence"] += not row.confident
     return {
         "volumes": len(rows),
-        "participants": len({row.participant for row in rows}),
+        "participants": len(set(under_one_id([row.participant for row in rows]))),
         "low_confidence": sum(not row.confident for row in rows),
         "by_scanner": dict(sorted(by_scanner.items())),
         "by_diagnosis": dict(sorted(by_diagnosis.items())),

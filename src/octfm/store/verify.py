@@ -7,7 +7,8 @@ from pathlib import Path
 
 from octfm.catalog.acquisition import Acquisition
 from octfm.errors import BucketError, Echo, StoreError
-from octfm.io.location import Location, listed, write_whole
+from octfm.io.archive import MEMBER, split_uri
+from octfm.io.location import Location, is_remote, listed, write_whole
 from octfm.store.layout import ARRAYS, array_metadata, shard_key
 from octfm.store.store import Store
 from octfm.store.writer import exclusive
@@ -115,6 +116,8 @@ def _exists(where: str | None) -> bool:
     if where is None:
         return False
     try:
-        return listed(where.split("!/")[0]).exists()
+        if is_remote(where):
+            return listed(where.partition(MEMBER)[0]).exists()
+        return Path(where).exists() or split_uri(where) is not None
     except (BucketError, OSError):
         return False

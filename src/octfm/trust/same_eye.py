@@ -47,7 +47,7 @@ class Readings:
 
 def same_eye(study: Study) -> dict[str, Any]:
     """ICC and Bland-Altman limits of the probe's output for every target, and retrieval of the same eye by vectors."""
-    study = _by_person(study)
+    study = by_person(study)
     agreements, pairs, comparisons, skipped = [], [], [], []
     for task in study.tasks:
         quantity = QUANTITY.get(task.cases.kind)
@@ -92,7 +92,7 @@ def same_eye(study: Study) -> dict[str, Any]:
     }
 
 
-def _by_person(study: Study) -> Study:
+def by_person(study: Study) -> Study:
     """The study with one id for each person and each eye: scanners may spell an id differently."""
     data = study.data
     person = people(data.participant)

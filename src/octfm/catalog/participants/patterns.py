@@ -14,7 +14,7 @@ from octfm.catalog.participants.path_words import eye_abbreviations, eye_of, seg
 from octfm.catalog.participants.splits import parse_split
 from octfm.errors import ConfigError, OctfmError
 from octfm.io.archive import MEMBER, is_folder, list_folder
-from octfm.io.location import Location, listed
+from octfm.io.location import Location, is_remote, listed
 from octfm.volume.volume import Laterality
 
 PLACEHOLDERS = ("participant", "eye", "visit", "label", "split")
@@ -204,11 +204,22 @@ def place_of(uri: str, root: Location) -> Place:
     path: Any = listed(uri)
     inside = str(path.relative_to(root)) if path.is_relative_to(root) else str(path).lstrip("/")
     # The top folder of an archive is x.zip!
-    head, mark, tail = (f"{inside}/" if inside.lower().endswith(".zip!") else inside).partition(MEMBER)
+    above = str(path).removesuffix(inside)
+    head, mark, tail = _parted(f"{inside}/" if inside.lower().endswith(".zip!") else inside, above)
     if mark and head.lower().endswith(".zip"):
-        inner, mark, _ = tail.partition(MEMBER)
+        inner, mark, _ = _parted(tail, f"{above}{head}{mark}")
         head = f"{head[:-4]}/{inner}".rstrip("/")
     if not mark and is_folder(uri):  # a second mark precedes the name of one of several volumes in a file
         first = next(iter(list_folder(uri)), "x.png").rpartition("/")[2]
         return Place((head, f"{head}/{_ENDING.sub('', first)}"), (head, f"{head}/{first}"))
     return Place((_ENDING.sub("", head),), (head,))
+
+
+def _parted(text: str, above: str) -> tuple[str, str, str]:
+    """`text` before and after the mark that follows a file; in new!/scan.png the mark is the end of a folder's name."""
+    for found in re.finditer(MEMBER, text):
+        head = text[: found.start()]
+        trusted = head.lower().endswith(".zip") or (is_remote(above) and _ENDING.search(head))
+        if trusted or not is_folder(f"{above}{head}!"):
+            return head, MEMBER, text[found.end() :]
+    return text, "", ""

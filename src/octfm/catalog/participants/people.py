@@ -18,6 +18,9 @@ from octfm.catalog.participants.patterns import Pattern, PeopleError, Place, eye
 from octfm.io.location import Location
 from octfm.volume.volume import Laterality
 
+_JOINED = "-"
+"""Marks a reading without the separators between digits; no reading ends in it."""
+
 Source = Literal["header", "table", "folder", "pattern", ""]
 """What named a participant: the header or its sidecar, a table of files, folders and file names by a guess that nothing
 contradicts, or by --participant-from."""
@@ -171,6 +174,22 @@ def _bare(participant: str) -> tuple[str, str]:
     text = re.sub(r"^(?:patient|participant|subject|pat|sub|p)(?=\d)", "", text)
     apart, joined = (re.sub(r"(?<!\d)0+(?=\d)", "", each) for each in (text, text.replace("-", "")))
     return apart, joined
+
+
+def remembered(participants: Iterable[str]) -> set[str]:
+    """Texts to keep of ids, so that `sought` finds a person again under another spelling; the ids are among them."""
+    found = set(participants)
+    for participant in list(found):
+        apart, joined = _bare(participant)
+        # Marked, or 11-1 would be found as 1-11, since both may be 111.
+        found |= {apart} if apart == joined else {apart, joined + _JOINED}
+    return found
+
+
+def sought(participant: str) -> set[str]:
+    """Texts of which `remembered` keeps at least one for ids that are spelt alike with this one."""
+    apart, joined = _bare(participant)
+    return {participant, apart, joined, apart + _JOINED}
 
 
 def under_one_id(participants: Sequence[str]) -> list[str]:

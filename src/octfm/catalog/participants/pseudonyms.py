@@ -10,7 +10,7 @@ days, which preserves intervals. Values from tables and headers pass only if the
 import re
 import secrets
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -20,6 +20,7 @@ from octfm.catalog.acquisition import PSEUDONYM, Acquisition, Reject
 from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.labels import MISSING
 from octfm.catalog.participants.path_words import MONTH
+from octfm.catalog.participants.people import under_one_id
 from octfm.catalog.participants.safe_values import (
     DATES,
     SITES,
@@ -94,11 +95,12 @@ def pseudonymise(catalog: Catalog, key: bytes, keep_columns: Collection[str] = (
 
     `keep_columns` of participants pass as they are, except that dates are shifted. Of other columns only values known
     to be safe pass; `withheld` counts the rest. Unknown sites, scanners and protocols become keyed codes, which
-    preserves groups.
+    preserves groups. Ids that differ in spelling only get one pseudonym, since pseudonyms do not show that they do.
     """
     root = location(catalog.root)
     measured = _measured(catalog, keep_columns)
-    accepted = [_hidden(a, root, key, keep_columns, measured) for a in catalog.acquisitions]
+    named = _under_shortest_id(catalog.acquisitions)
+    accepted = [_hidden(a, root, key, keep_columns, measured) for a in named]
     rejects, skipped = (
         [_hidden_reject(r, root, key) for r in left_out] for left_out in (catalog.rejects, catalog.skipped)
     )
@@ -118,7 +120,7 @@ def withheld(catalog: Catalog, keep_columns: Collection[str] = ()) -> dict[str, 
     Show it only to the holder of the key: even the name of a column may be private. Raises ConfigError for a column in
     `keep_columns` that no table has.
     """
-    rows = catalog.acquisitions
+    rows = _under_shortest_id(catalog.acquisitions)
     columns = sorted({column for a in rows for column in a.participant_labels})
     if rows and (absent := sorted(set(keep_columns) - set(columns))):
         raise ConfigError(
@@ -183,6 +185,14 @@ def _measured(catalog: Catalog, keep_columns: Collection[str]) -> set[str]:
         if len(sure) >= max(_LEAST_MEASURED, 0.75 * len(values)):
             found.add(column)
     return found
+
+
+def _under_shortest_id(acquisitions: Sequence[Acquisition]) -> list[Acquisition]:
+    """Each under the shortest spelling of its participant's id; one with zeros may join in a later scan."""
+    ids = sorted({a.participant for a in acquisitions}, key=lambda name: (len(name), name))
+    one: dict[str, str] = {}
+    shortest = {name: one.setdefault(person, name) for name, person in zip(ids, under_one_id(ids), strict=True)}
+    return [replace(a, participant=shortest[a.participant]) for a in acquisitions]
 
 
 def _hidden(

@@ -1,13 +1,14 @@
 """A contact sheet of the scans in a table of octfm segment, the most doubtful first."""
 
 import base64
+import os
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from octfm.errors import one_line
-from octfm.io.archive import MEMBER
+from octfm.io.archive import MEMBER, split_uri
 from octfm.io.hashing import hash_text
 from octfm.io.location import write_whole
 from octfm.report.page import MAX_BYTES, render, write_page
@@ -75,6 +76,12 @@ class ContactSheet:
 def _below(sources: Iterable[str]) -> dict[str, str]:
     """Source → its path below the folder that holds all of them: folders further up may be called after people."""
     sources = list(sources)
-    levels = zip(*(PurePath(source.partition(MEMBER)[0]).parts[:-1] for source in sources), strict=False)
+    levels = zip(*(PurePath(_file(source)).parts[:-1] for source in sources), strict=False)
     shared = sum(1 for _ in takewhile(lambda names: len(set(names)) == 1, levels))
     return {source: str(PurePath(*PurePath(source).parts[shared:])) if shared else source for source in sources}
+
+
+def _file(source: str) -> str:
+    """The file of a scan, or the archive that it is a member of, wherever it was."""
+    there = os.path.exists(source)  # noqa: PTH110  (False for what is no file name)
+    return source if there else (split_uri(source) or source.partition(MEMBER))[0]
