@@ -195,6 +195,16 @@ def test_an_encoder_of_ones_own_gives_one_vector_for_each_volume(store, tmp_path
     assert not (tmp_path / "wrong.parquet").exists()
 
 
+@pytest.mark.parametrize("as_torch_gives_it", [lambda x: x.requires_grad_(), lambda x: x.bfloat16()])
+def test_an_encoder_of_ones_own_may_return_a_tensor(store, tmp_path, as_torch_gives_it):
+    def brightness(voxels):
+        return torch.from_numpy(voxels.max((2, 3)).astype(np.float32))
+
+    file = embed_with(lambda voxels: as_torch_gives_it(brightness(voxels)), store, tmp_path, "own")
+    exact = read_embeddings(embed_with(lambda voxels: brightness(voxels).numpy(), store, tmp_path, "exact"))
+    np.testing.assert_allclose(read_embeddings(file).vectors, exact.vectors, rtol=0.01)
+
+
 def test_draws_of_random_initialisation_differ_and_come_again(run):
     draws = [load_encoder(run, random_init=True, draw=draw) for draw in (0, 1, 2, 1)]
     assert draws[0].key == load_encoder(run, random_init=True).key and draws[1].key == draws[3].key

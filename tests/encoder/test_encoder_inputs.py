@@ -13,6 +13,7 @@ from octfm.encoder.encoder import load_encoder
 from octfm.encoder.sources import find, packaged_encoders
 from octfm.errors import CheckpointError, ConfigError, EvaluationError, ReadError
 from octfm.formats import read_volume
+from octfm.layers.finder import load_finder
 from octfm.store.layout import Arrays
 from octfm.volume.preprocessing import Preprocessing
 from support.dicom_files import write_oct_dicom
@@ -74,10 +75,13 @@ def test_a_volume_of_other_numbers_than_grey_levels_is_refused(dtype):
     assert replace(volume, voxels=volume.voxels.astype(">u2")).white == 65535, "in any order of bytes"
 
 
-@pytest.mark.parametrize("spacing_mm", [(0.1, 0.0, 0.01), (0.1, 1e-9, 0.01), (0.1, np.inf, 0.01), (0.1, np.nan, 0.01)])
+@pytest.mark.parametrize(
+    "spacing_mm",
+    [(0.1, 0.0, 0.01), (0.1, 1e-9, 0.01), (0.1, np.inf, 0.01), (0.1, np.nan, 0.01), (0.1, 0.01), 0.01, None],
+)
 def test_a_volume_of_impossible_millimetres_is_refused(spacing_mm):
     """With voxels of a picometre, filters of a given length took 14 GB and the machine."""
-    with pytest.raises(ValueError, match="spacing_mm must be 1e-06 mm or more on every axis, got"):
+    with pytest.raises(ValueError, match=r"spacing_mm must be \(dz, dy, dx\) of 1e-06 mm or more, got"):
         replace(eye(), spacing_mm=spacing_mm)
 
 
@@ -191,8 +195,52 @@ def test_arrays_that_are_no_batch_are_refused(encoder, store):
     for read in (encoder.select, encoder.read_tokens, encoder.embed_arrays, encoder.tissue_tokens):
         with pytest.raises(ConfigError, match=r"band\[None\]"):
             read(bare)
+        with pytest.raises(
+            TypeError, match=r"expected Arrays\(voxels, band, valid\), as Encoder.prepare .* got ndarray"
+        ):
+            read(batch.voxels)
     with pytest.raises(ConfigError, match=r"expected band of \[1, 2, 8, 32\] for 1 volumes, got \[2, 8, 32\]"):
         encoder.select(Arrays(batch.voxels, batch.band[0], batch.valid[0]))
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x.short() * 257, lambda x: x > 100, lambda x: x.float() * 16])
+def test_voxels_of_sixteen_bits_and_masks_are_refused(encoder, store, wrong):
+    grey = torch.from_numpy(store.read([0]).voxels)
+    grey[0, 0, 0, 0] = 255
+    with pytest.raises(ConfigError, match=r"expected voxels from 0 to 255.*without a scaling of your own"):
+        encoder.network.forward_features(wrong(grey))
+    as_bytes = encoder.network.forward_features(grey)
+    torch.testing.assert_close(encoder.network.forward_features(grey.int()), as_bytes)
+    encoder.network.forward_features(grey.float() * 1.5)  # brightened
+
+
+def test_a_mask_of_tokens_is_not_taken_for_their_places(encoder, store):
+    arrays = store.read([0, 1])
+    places, tissue = map(torch.from_numpy, encoder.select(arrays))
+    voxels = torch.from_numpy(arrays.voxels)
+    assert encoder.network.forward_features(voxels, places).shape[1] == places.shape[1]
+    for wrong in (tissue, places[0], places.float()):
+        with pytest.raises(ConfigError, match=r"expected places, flat grid indices int64 \[B, M\], got torch"):
+            encoder.network.forward_features(voxels, wrong)
+
+
+def test_a_device_of_torch_is_a_device(tmp_path):
+    write_export(tmp_path / "export", untrained_encoder())
+    assert load_encoder(tmp_path / "export", device=torch.device("cpu")).runtime.device == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"device: expected auto, cpu, .* got 'meta'"):
+        load_encoder(tmp_path / "export", device=torch.device("meta"))
+
+
+def test_loading_a_network_draws_none_of_the_callers_random_numbers(tmp_path):
+    """Else every head that is drawn afterwards starts from the same weights, whatever seed its author chose."""
+    write_export(tmp_path / "export", untrained_encoder())
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    load_encoder(tmp_path / "export", random_init=True).of_bscans()
+    octfm.OctEncoder.from_pretrained(tmp_path / "export")
+    load_finder.__wrapped__()
+    assert torch.equal(torch.rand(3), expected)
 
 
 @pytest.mark.parametrize("scaled", ["0 to 1", "standardised"])

@@ -18,7 +18,7 @@ import pytest
 
 import octfm
 from octfm.catalog.labels import read_labels
-from octfm.encoder.embeddings import joined, read_embeddings
+from octfm.encoder.embeddings import joined, read_embeddings, take_rows
 from octfm.errors import EvaluationError
 from octfm.evaluation import linear, readouts
 from octfm.evaluation.cases import Cases, Round, Target, find_targets, make_cases, participant_folds
@@ -297,6 +297,30 @@ def test_encoders_embedded_from_different_cohorts_are_refused(cohort, tmp_path):
     b = cohort.embeddings(tmp_path / "b.parquet", "random_init", order=np.arange(len(cohort.rows) - 1))
     with pytest.raises(EvaluationError, match="1 are in only one of the two"):
         probe([a, b], cohort.labels(tmp_path / "l.tsv"))
+
+
+def test_a_matrix_of_ones_own_is_compared_in_whatever_order_its_rows_are(cohort, tmp_path):
+    file = cohort.embeddings(tmp_path / "a.parquet", "one")
+    first = read_embeddings(file)
+    mine = replace(take_rows(first, np.random.default_rng(1).permutation(len(first.acquisition))), name="two")
+    result = probe([file, mine], targets=["study_group"], design="k-fold", resamples=100)
+    assert (
+        row(result, "study_group", "auroc", "one")["estimate"] == row(result, "study_group", "auroc", "two")["estimate"]
+    )
+    with pytest.raises(EvaluationError, match=r"two: expected .* vectors \[120, width\], got ndarray \[3, 16\]"):
+        replace(mine, vectors=mine.vectors[:3])
+    with pytest.raises(
+        TypeError, match=r"expected files of octfm embed or Embeddings, got ndarray; .*of_store\(store\)"
+    ):
+        probe([mine.vectors])
+    alone = probe(file, targets=["study_group"], design="k-fold", resamples=100)
+    assert row(alone, "study_group", "auroc", "one") == row(result, "study_group", "auroc", "one")
+
+
+def test_a_readout_that_does_not_exist_is_not_reported_as_one(cohort, tmp_path):
+    for function in (probe, label_efficiency):
+        with pytest.raises(EvaluationError, match="readout: expected one of linear, knn, trees; got 'svm'"):
+            function([cohort.embeddings(tmp_path / "a.parquet")], targets=["study_group"], readout="svm")
 
 
 def test_few_participants_get_words_instead_of_an_interval(tmp_path):

@@ -85,6 +85,15 @@ def test_surfaces_of_unseen_phantoms_lie_within_rows_of_the_truth():
     assert all(median < most[name] for name, median in medians.items()), medians
 
 
+def test_a_surface_or_mask_that_does_not_exist_is_named_with_those_that_do():
+    found = octfm.segment(as_volume(drawn(1)[0]))
+    for ask in (found.heights_um, lambda name: found.thickness_um("ilm", name), found.etdrs):
+        with pytest.raises(EvaluationError, match=r"no surface 'rpe'; surfaces: ilm, .*rpe_peak, bm"):
+            ask("rpe")
+    with pytest.raises(EvaluationError, match="no mask 'fluid'; masks: intraretinal_fluid, "):
+        found.volume_nl("fluid")
+
+
 def test_a_bscan_has_the_same_layers_whatever_else_is_in_the_volume():
     finder, sample = load_finder(), samples(["drusen"])[0].volume
     volume = replace(sample, voxels=sample.voxels[[3, 10]], lines=None)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from octfm.catalog.catalog import Catalog
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import CheckpointError, ConfigError
 from octfm.pretraining import step as forward
@@ -89,6 +90,33 @@ def test_a_finished_run_is_left_as_it_is(store, tmp_path):
     before = (run / "metrics.jsonl").read_bytes()
     quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
     assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_draws_none_of_the_callers_random_numbers(store, tmp_path):
+    """A head that is drawn afterwards would start from the same weights, whatever seed its author chose."""
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(
+    ("update", "says"),
+    [
+        ({"stepz": 6}, "unknown key stepz; did you mean steps"),
+        ({"steps": "six"}, "steps: expected a whole number, got .six."),
+    ],
+)
+def test_settings_that_model_copy_let_pass_are_refused(store, tmp_path, update, says):
+    with pytest.raises(ConfigError, match=says):
+        pretrain(config(steps=1).model_copy(update=update), store, tmp_path / "run", echo=quiet)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_catalog_is_not_taken_for_a_store(tmp_path):
+    with pytest.raises(TypeError, match=r"store: expected a Store, got Catalog; octfm\.prepare\(.*\) makes one"):
+        pretrain(config(steps=1), Catalog("x", (), ()), tmp_path / "run", echo=quiet)
 
 
 def test_F18_a_damaged_checkpoint_stops_with_the_reason(store, tmp_path):

@@ -1,5 +1,6 @@
 """Config files: overrides win, every key is known, every error names where and what to do."""
 
+import ast
 from contextlib import suppress
 
 import pytest
@@ -10,6 +11,7 @@ from octfm.config import dump, find_config, load
 from octfm.errors import ConfigError
 from octfm.pretraining.settings import PretrainConfig, load_config
 from octfm.tasks.finetune_settings import FinetuneConfig
+from support import ROOT
 
 
 @pytest.fixture
@@ -221,3 +223,12 @@ def test_a_wrong_value_is_said_in_plain_words_and_laid_to_its_override(word, mes
 def test_an_unknown_key_is_laid_to_the_override_and_not_to_the_file():
     with pytest.raises(ConfigError, match=r"^override 'modle\.depth': unknown key modle\.depth; did you mean model\."):
         load_config("vit_s", ["steps=3", "modle.depth=2"])
+
+
+def test_type_checkers_see_the_default_of_every_setting():
+    """They know defaults by the keyword alone: a call such as Preprocessing() was an error in a user's editor."""
+    texts = {path: path.read_text() for path in (ROOT / "src" / "octfm").rglob("*.py")}
+    for path, text in texts.items():
+        for node in ast.walk(ast.parse(text)) if "from pydantic import" in text else ():
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Field":
+                assert not node.args, f"{path}, line {node.lineno}: write Field(default=…)"

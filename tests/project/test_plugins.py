@@ -410,6 +410,22 @@ def test_a_format_of_ones_own_is_scanned_and_prepared_volume_by_volume(tmp_path,
     assert len(prepared) == 4 and {row.scanner for row in prepared.rows} == {"pairs"}
 
 
+@pytest.mark.parametrize(
+    ("method", "found", "says"),
+    [
+        ("open_bscans", np.zeros((4, 8, 8), np.uint8), "open_bscans: expected Bscans, got ndarray"),
+        ("open_bscans", None, "open_bscans: expected Bscans, got NoneType"),
+        ("volumes", "right", "volumes: expected a list of names, got str"),
+        ("volumes", [0, 1], "volumes: expected a list of names, got list"),
+    ],
+)
+def test_a_reader_that_returns_something_else_is_named(tmp_path, monkeypatch, method, found, says):
+    write_pairs(tmp_path / "P0.pairs", 0)
+    monkeypatch.setattr(PairsReader, method, lambda *_: found)
+    with pytest.raises(ConfigError, match=f"^reader PairsReader: {says}$"):
+        octfm.read_volume(tmp_path / f"P0.pairs{'!/left' * (method == 'open_bscans')}", readers=[PairsReader()])
+
+
 # A metric
 # ----------------------------------------------------------------------------------------------------------------------------
 
@@ -433,6 +449,36 @@ def test_a_metric_of_ones_own_appears_with_its_interval(tmp_path):
     assert compared["low"] < compared["high"] and not compared["planned"]
     with pytest.raises(EvaluationError, match="auroc is a built-in metric"):
         probe([one], metrics=[ExtraMetric("auroc", sensitivity_at_half, chance=0.5)])
+
+
+@pytest.mark.parametrize(
+    ("measure", "got"),
+    [
+        (lambda truth, probability, weights: 0.8, "float"),
+        (lambda truth, probability, weights: None, "NoneType"),
+        (lambda truth, probability, weights: (probability.argmax(1) == truth).astype(float), r"shape \[12\]"),
+        (lambda truth, probability, weights: ["high"] * len(weights), "list"),
+    ],
+)
+def test_a_metric_that_does_not_score_every_resample_is_one_line(tmp_path, measure, got):
+    file = Cohort().embeddings(tmp_path / "one.parquet")
+    with pytest.raises(EvaluationError, match=f"metric mine: expected an array of 1 numbers, one for .*, got {got}$"):
+        probe([file], targets=["study_group"], metrics=[ExtraMetric("mine", measure, chance=0.5)])
+
+
+def test_a_metric_cannot_change_the_others_and_has_known_kinds(tmp_path):
+    def spoils(truth, probability, weights):
+        truth[:], probability[:] = 0, 0.5
+        return np.full(len(weights), 0.5)
+
+    file = Cohort().embeddings(tmp_path / "one.parquet")
+    own = [ExtraMetric("spoils", spoils, chance=0.5), ExtraMetric("own", sensitivity_at_half, chance=0.5)]
+    after, alone = (probe([file], targets=["study_group"], resamples=50, metrics=m)["results"] for m in (own, own[1:]))
+    assert [row for row in after if row["metric"] != "spoils"] == alone
+    with pytest.raises(EvaluationError, match=r"metric own: kinds: expected a tuple of binary, .* got 'binary'"):
+        ExtraMetric("own", sensitivity_at_half, chance=0.5, kinds="binary")
+    with pytest.raises(TypeError, match=r"metrics: expected ExtraMetric\(name, function, chance=…\), got <function"):
+        probe([file], metrics=[sensitivity_at_half])
 
 
 # The guide

@@ -104,6 +104,18 @@ def test_labels_may_be_a_data_frame_and_numbers_are_float32(store, tmp_path):
         store.as_torch(frame[["cst_um"]])
 
 
+def test_labels_may_be_a_series_or_a_table_of_another_library(store):
+    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    people = [f"P{n:03d}" for n in range(12)]
+    frame = pandas.DataFrame({"participant_id": people, "months": [10.5 + n for n in range(12)]})
+    expected = store.as_torch(frame)
+    for labels in (frame.set_index("participant_id").months, pyarrow.Table.from_pandas(frame)):
+        data = store.as_torch(labels)
+        assert data.target == "months" and data.labels.tolist() == expected.labels.tolist()
+    with pytest.raises(EvaluationError, match=r"got months; rename the column or index that says whose labels"):
+        store.as_torch(frame.set_index("participant_id", drop=True).rename_axis(None).months)
+
+
 @pytest.mark.parametrize(
     "wrong, error, says",
     [

@@ -19,7 +19,7 @@ from octfm.encoder.embeddings import of_store
 from octfm.encoder.encoder import load_encoder
 from octfm.encoder.tokens import token_features
 from octfm.encoder.tuned import load_tuned
-from octfm.errors import CheckpointError, EvaluationError, OctfmError
+from octfm.errors import CheckpointError, ConfigError, EvaluationError, OctfmError
 from octfm.evaluation.arms import covariates
 from octfm.models.heads import CrossAttentionPool, MeanPool, TaskHead, add_low_rank
 from octfm.report.leaderboard import write_leaderboard
@@ -82,8 +82,10 @@ def result_of(out, metric):
     ids=["linear", "attentive", "finetune", "lora", "bf16"],
 )
 def test_every_way_learns_and_moves_only_what_it_may(run, store, labels, tmp_path, changes):
-    config = settings(run, store, labels, **changes)
+    config, random = settings(run, store, labels, **changes), torch.get_rng_state()
     out = finetune(config, tmp_path / "run", echo=quiet)
+    load_tuned(out)
+    assert torch.equal(random, torch.get_rng_state()), "the caller's random numbers go on as they were"
     losses = [row["loss"] for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "train"]
     assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4])
     saved = checkpoint.load(checkpoint.newest(out))["model"]
@@ -103,6 +105,13 @@ def test_every_way_learns_and_moves_only_what_it_may(run, store, labels, tmp_pat
     facts = result_of(out, "balanced_accuracy")
     assert (facts["kind"], facts["n_test_participants"], facts["unit"]) == ("ordinal", 2, "participant")
     assert result_of(out, "kappa")["low"] is None, "two test participants are no interval"
+
+
+def test_settings_that_are_none_are_refused(run, store, labels, tmp_path):
+    with pytest.raises(TypeError, match="config: expected a FinetuneConfig, got str"):
+        finetune("study_group_linear", tmp_path / "run", echo=quiet)
+    with pytest.raises(ConfigError, match="unknown key epoch; did you mean epochs"):
+        finetune(settings(run, store, labels).model_copy(update={"epoch": 1}), tmp_path / "run", echo=quiet)
 
 
 def test_an_epoch_is_not_chosen_by_participants_of_one_class(run, store, tmp_path):

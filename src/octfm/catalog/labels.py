@@ -145,11 +145,16 @@ class LabelTable:
 
 
 def read_labels(table: Any) -> LabelTable:
-    """Read a CSV or TSV with a header line, or take a pandas DataFrame, whose index may hold the ids.
+    """Read a CSV or TSV with a header line, or take a DataFrame or Series of pandas, whose index may hold the ids, or a
+    table of polars or pyarrow.
 
     It needs a column participant_id (or person_id, patient_id, subject_id) or sop_instance_uid, in capitals or not; a
     column laterality, or eye if it names eyes, is optional. Raises EvaluationError.
     """
+    if hasattr(table, "columns") and hasattr(table, "to_pandas"):
+        table = table.to_pandas()
+    if hasattr(table, "index") and hasattr(table, "to_frame"):
+        table = table.to_frame()
     if hasattr(table, "columns") and hasattr(table, "to_dict"):
         if {str(name).strip().lower() for name in table.index.names} & {*PARTICIPANT_COLUMNS, *ACQUISITION_COLUMNS}:
             table = table.reset_index()
@@ -189,7 +194,8 @@ def _label_table(path: str, names: tuple[str, ...], rows: list[Row]) -> LabelTab
         got = one_line(", ".join(names) or "no header")
         raise EvaluationError(
             f"{path}: expected a column participant_id, person_id or sop_instance_uid, got "
-            f"{got if len(got) <= 300 else got[:300] + ' …'}; rename the column that says whose labels these are"
+            f"{got if len(got) <= 300 else got[:300] + ' …'}; rename the column{' or index' * (path == 'DataFrame')} "
+            "that says whose labels these are"
         )
     if not rows:
         raise EvaluationError(f"{path}: a header without rows; nothing to join")

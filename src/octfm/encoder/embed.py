@@ -108,8 +108,8 @@ def quality_baseline(store: Store, out: str | Path) -> Path:
 def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str | Path, name: str) -> Path:
     """Write <out>/<name>.parquet with your own encoder, a function from voxels to vectors.
 
-    It gets uint8 voxels [B, D, H, W] and returns vectors [B, width]. Raises EvaluationError if it returns another
-    shape, NaN or infinity.
+    It gets uint8 voxels [B, D, H, W] and returns vectors [B, width], an array or a tensor. Raises EvaluationError if it
+    returns another shape, NaN or infinity.
     """
     target = local_path(out) / f"{name}.parquet"
     vectors = own_vectors(embed, store, np.arange(len(store)), name).astype(np.float32)
@@ -122,7 +122,7 @@ def own_vectors(embed: Callable[[np.ndarray], np.ndarray], store: Store, rows: n
     batches, found = [rows[first : first + OWN_BATCH] for first in range(0, len(rows), OWN_BATCH)], []
     with Progress(f"embed with {name}", len(rows)) as progress:
         for own, arrays in _read_ahead(store, batches):
-            vectors = np.asarray(embed(arrays.voxels), np.float64)
+            vectors = as_array(embed(arrays.voxels))
             # The first batch sets the width of all others.
             width = found[0].shape[1] if found else vectors.shape[-1] if vectors.ndim else 0
             if vectors.shape != (len(own), width) or not width:
@@ -135,6 +135,11 @@ def own_vectors(embed: Callable[[np.ndarray], np.ndarray], store: Store, rows: n
             found.append(vectors)
             progress.advance(len(own))
     return np.concatenate(found)
+
+
+def as_array(numbers: Any) -> np.ndarray:
+    """float64: an array or a tensor of any device, with or without a gradient."""
+    return np.asarray(numbers.detach().cpu().double() if isinstance(numbers, torch.Tensor) else numbers, np.float64)
 
 
 def histogram(arrays: Arrays) -> np.ndarray:

@@ -48,6 +48,13 @@ class Embeddings:
     draws: tuple[np.ndarray, ...] = ()
     """Vectors [N, width] of other random draws of the same arm. A probe reports the mean over all, with its spread."""
 
+    def __post_init__(self):
+        count, shape, kind = len(self.acquisition), [*np.shape(self.vectors)], type(self.vectors).__name__
+        if not isinstance(self.vectors, np.ndarray) or len(shape) != 2 or shape[0] != count:
+            raise EvaluationError(
+                f"{self.name}: expected a NumPy array of vectors [{count}, width], got {kind} {shape}"
+            )
+
     def __repr__(self) -> str:
         people = number(len(set(self.participant.tolist())), "participant")
         count, width = self.vectors.shape
@@ -153,11 +160,17 @@ def of_store(store: Store) -> Embeddings:
     return _from_columns(str(store.path), store.path, {}, columns, np.zeros((len(store), 0)))
 
 
-def align(encoders: list[Embeddings]) -> list[Embeddings]:
-    """The same embeddings, checked: different names, one readout, and the same acquisitions and participants in order.
-
-    Raises EvaluationError otherwise.
+def align(given: str | Location | Embeddings | Sequence[str | Location | Embeddings]) -> list[Embeddings]:
+    """Embeddings with different names, one readout, and the same acquisitions and participants, in the order of the
+    first. Files are read. Raises EvaluationError otherwise.
     """
+    given = [given] if isinstance(given, str | Location | Embeddings) else given
+    if odd := [type(each).__name__ for each in given if not isinstance(each, str | Location | Embeddings)]:
+        raise TypeError(
+            f"expected files of octfm embed or Embeddings, got {odd[0]}; of vectors [N, width] in a store's order, "
+            'replace(of_store(store), name="mine", vectors=vectors) makes Embeddings (octfm.encoder.embeddings)'
+        )
+    encoders = [each if isinstance(each, Embeddings) else read_embeddings(each) for each in given]
     if not encoders:
         raise EvaluationError("expected at least one embeddings file, got none")
     names = [e.name for e in encoders]
@@ -165,14 +178,18 @@ def align(encoders: list[Embeddings]) -> list[Embeddings]:
         raise EvaluationError(f"expected differently named embeddings, got {', '.join(names)}; pass each encoder once")
     first = encoders[0]
     _expect_one_readout(encoders)
-    for other in encoders[1:]:
-        if not np.array_equal(first.acquisition, other.acquisition):
-            odd = sorted(set(first.acquisition.tolist()) ^ set(other.acquisition.tolist()))
+    for place, other in enumerate(encoders[1:], 1):
+        row_of = {acquisition: row for row, acquisition in enumerate(other.acquisition.tolist())}
+        if odd := sorted(row_of.keys() ^ set(first.acquisition.tolist())):
             raise EvaluationError(
                 f"{other.path}: expected the acquisitions of {first.path}, but {len(odd)} are in only one of the two "
                 f"({odd[0]} …); embed both from the same store",
                 public="The embeddings are not of the same acquisitions: embed all runs from the same store.",
             )
+        if not np.array_equal(first.acquisition, other.acquisition):
+            # Those of a store are in its order, those of a file are sorted.
+            rows = np.array([row_of[acquisition] for acquisition in first.acquisition.tolist()])
+            encoders[place] = other = take_rows(other, rows)
         if not np.array_equal(first.participant, other.participant):
             raise EvaluationError(
                 f"{other.path}: participants differ from {first.path} for the same acquisitions; "

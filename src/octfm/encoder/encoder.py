@@ -157,9 +157,9 @@ class Encoder:
             return self
         config, preprocessing = self.config, self.preprocessing.of_bscans()
         model = config.model.model_copy(update={"patch_size": (1, *config.model.patch_size[1:])})
-        network = VisionTransformer3D(model, grid_of(preprocessing, model.patch_size))
-        fill(network, bscan_weights(self.network), self.source)
         config = config.model_copy(update={"model": model})
+        network = empty_network(config, preprocessing)
+        fill(network, bscan_weights(self.network), self.source)
         old = self.preprocessing.fingerprint() == self.fingerprint
         fingerprint = preprocessing.fingerprint() if old else self.fingerprint
         found = assemble(network, config, preprocessing, self.source, fingerprint, self.runtime)
@@ -190,7 +190,7 @@ class Encoder:
         if not isinstance(scans, Iterable) or isinstance(scans, np.ndarray | Tensor | dict | bytes):
             raise TypeError(
                 f"embed: expected a path, a Volume, a volume of a store, a list of these or a Store, got "
-                f"{type(scans).__name__}; voxels that are prepared already go to embed_arrays"
+                f"{type(scans).__name__}; voxels that are prepared go to embed_arrays, as Arrays with their band"
             )
         of_bscans = cache(self.of_bscans)
         return self._stacked([self._embed_scan(scan, of_bscans) for scan in scans])
@@ -263,6 +263,11 @@ class Encoder:
     def _maps(self, arrays: Arrays) -> np.ndarray:
         """uint8 [B, d, h, w], the token maps of B volumes. Raises ConfigError for a band of another shape, such as one
         without the batch axis, whose axes would be misread."""
+        if not isinstance(arrays, Arrays):
+            raise TypeError(
+                f"expected Arrays(voxels, band, valid), as Encoder.prepare and Store.read return them, got "
+                f"{type(arrays).__name__}"
+            )
         count, expected = len(arrays.voxels), shapes(self.preprocessing.image_size)
         for name in ("band", "valid"):
             if (got := getattr(arrays, name).shape) != (count, *(one := expected[name])):
@@ -355,7 +360,7 @@ def load_encoder(
     *,
     random_init: bool = False,
     draw: int = 0,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     runtime: Runtime | None = None,
     objective: type[ObjectiveConfig] | None = None,
 ) -> Encoder:

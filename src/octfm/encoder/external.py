@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 
 from octfm.addresses import refuse_credentials
-from octfm.encoder.embed import own_vectors
+from octfm.encoder.embed import as_array, own_vectors
 from octfm.encoder.embeddings import Embeddings
 from octfm.errors import EvaluationError
 from octfm.io.location import local_path
@@ -68,7 +68,7 @@ def embed_external(spec: str, store: Store, data: Embeddings, loaded: tuple[str,
 
     def guarded(voxels: np.ndarray) -> np.ndarray:
         try:
-            return np.asarray(embed(voxels), np.float64)
+            return as_array(embed(voxels))
         except Exception as error:  # as above
             raise EvaluationError(
                 f"--external {spec}: failed on voxels {voxels.shape}: {type(error).__name__}: {error}"

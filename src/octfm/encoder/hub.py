@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from octfm.encoder.encoder import Encoder
@@ -114,7 +115,8 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
     def _from_pretrained(cls, *, model_id: str, map_location: str = "cpu", **facts: Any) -> "OctEncoder":
         content = exported.read_export(Path(model_id))
         facts = {name: facts[name] for name in facts.keys() - _HUB_OPTIONS}
-        model = cls(**facts)
+        with torch.random.fork_rng(devices=[]):  # weights are drawn, and replaced at once
+            model = cls(**facts)
         parts = {f"{part}.{name}": tensor for part in ("network", "head") for name, tensor in content[part].items()}
         model.load_state_dict(parts)
         model.seen = content["participants"]

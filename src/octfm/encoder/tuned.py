@@ -139,7 +139,7 @@ class TunedModel:
         return _log_odds(before[predicted]) - _log_odds(after[predicted])
 
 
-def load_tuned(run: str | Location, device: str | None = None) -> TunedModel:
+def load_tuned(run: str | Location, device: str | torch.device | None = None) -> TunedModel:
     """The model of an `octfm finetune` run or of its export, on a disk or in a bucket.
 
     Raises CheckpointError if it has no head.
@@ -162,7 +162,8 @@ def load_tuned(run: str | Location, device: str | None = None) -> TunedModel:
             f"{run}: an encoder without a head, which predicts nothing; expected a run of octfm finetune or its export"
         )
     answer = Answer.from_dict(content["answer"])
-    head = TaskHead(encoder.width, heads_of(encoder.config.model), len(answer.classes) or 1, pool)
+    with torch.device("meta"):
+        head = TaskHead(encoder.width, heads_of(encoder.config.model), len(answer.classes) or 1, pool)
     fill(head, tensors, run)
     return TunedModel(encoder, head.to(encoder.runtime.device).eval().requires_grad_(False), answer, kept)
 
@@ -172,7 +173,7 @@ def heads_of(model: ViTConfig) -> int:
     return next(h for h in (model.heads, 2, 1) if model.width % h == 0)
 
 
-def load_head(run: str | Location, encoder: Encoder, device: str | None = None) -> TunedModel:
+def load_head(run: str | Location, encoder: Encoder, device: str | torch.device | None = None) -> TunedModel:
     """The model of an `octfm finetune` run. Raises EvaluationError if it was not trained on `encoder`'s weights."""
     model = load_tuned(run, device)
     if model.encoder.key != encoder.key:
@@ -183,7 +184,7 @@ def load_head(run: str | Location, encoder: Encoder, device: str | None = None) 
     return model
 
 
-def load_with_head(run: str | Location, device: str | None = None) -> tuple[Encoder, TunedModel | None]:
+def load_with_head(run: str | Location, device: str | torch.device | None = None) -> tuple[Encoder, TunedModel | None]:
     """The encoder of any run, checkpoint or export, and the fine-tuned model that it is part of, if it is."""
     content = content_of(run)
     if "encoder_config" not in content and not content.get("head"):

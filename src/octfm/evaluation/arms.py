@@ -11,7 +11,7 @@ import numpy as np
 
 from octfm.catalog.labels import LabelTable, as_number
 from octfm.encoder.embed import RANDOM_INIT
-from octfm.encoder.embeddings import Embeddings, align, joined, read_embeddings
+from octfm.encoder.embeddings import Embeddings, align, joined
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import column_values
 from octfm.io.location import Location
@@ -33,7 +33,7 @@ def make_arms(files: Sequence[str | Location | Embeddings]) -> list[Embeddings]:
     with the first one; where the image quality is, `covariates` joins it with age, sex, site and scanner. Files of any
     other name stay as they are.
     """
-    found = align([e if isinstance(e, Embeddings) else read_embeddings(e) for e in files])
+    found = align(files)
     named = {e.name: e for e in found}
     arms = []
     for e in found:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from octfm.catalog.labels import read_labels
-from octfm.encoder.embeddings import Embeddings, align, read_embeddings
+from octfm.encoder.embeddings import Embeddings, align
 from octfm.evaluation.arms import with_table
 from octfm.evaluation.cases import (
     Cases,
@@ -21,7 +21,7 @@ from octfm.evaluation.cases import (
     rarest_class,
 )
 from octfm.evaluation.probe import RESAMPLES, choose_design, describe, drawn, expect_counts, predict, rows_seen
-from octfm.evaluation.readouts import Readout
+from octfm.evaluation.readouts import Readout, choose_readout
 from octfm.evaluation.scoring import PLANNED, compare_metrics, correct, difference_words, planned_metrics, score
 from octfm.evaluation.statistics import enough_resamples
 from octfm.io.location import Location
@@ -56,7 +56,8 @@ def label_efficiency(
     arm with several draws, of the network: seeds take them in turn. `resamples` None: as in `probe`.
     """
     expect_counts(seeds, resamples)
-    encoders = align([e if isinstance(e, Embeddings) else read_embeddings(e) for e in embeddings])
+    choose_readout(readout)
+    encoders = align(embeddings)
     first, table = encoders[0], read_labels(labels) if labels is not None else None
     encoders = [with_table(e, table) for e in encoders]
     seen_rows, (chosen, folds) = rows_seen(first, seen), choose_design(first, design, folds)

@@ -8,13 +8,16 @@ NaN.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Literal, Protocol, overload
+from typing import Literal, Protocol, get_args, overload
 
 import numpy as np
+
+from octfm.errors import EvaluationError, shown
 
 Array = np.ndarray
 
 ECE_BINS = 10
+Kind = Literal["binary", "multiclass", "ordinal", "regression"]
 
 
 class Weighted(Protocol):
@@ -36,9 +39,31 @@ class ExtraMetric:
     [n] and predicted the probabilities [n, K] as if classes were equally common; for numbers, both are [n]."""
     chance: float
     """Score of guessing."""
-    kinds: tuple[Literal["binary", "multiclass", "ordinal", "regression"], ...] = ("binary",)
+    kinds: tuple[Kind, ...] = ("binary",)
     """Kinds of targets that it is computed for."""
     lower_is_better: bool = False
+
+    def __post_init__(self):
+        if isinstance(self.kinds, str) or not {*self.kinds} <= {*get_args(Kind)}:
+            raise EvaluationError(
+                f"metric {self.name}: kinds: expected a tuple of {', '.join(get_args(Kind))}, got {shown(self.kinds)}"
+            )
+
+    def __call__(self, truth: Array, predicted: Array, weights: Array) -> Array:
+        """float64 [R]. Raises EvaluationError if `measure` returns anything else."""
+        # Copies: what it changes in them must not reach the metrics that follow.
+        found = self.measure(truth.copy(), predicted.copy(), weights)
+        try:
+            values = np.asarray(found, np.float64)
+        except (TypeError, ValueError):
+            values = None
+        if values is None or values.shape != (len(weights),):
+            got = type(found).__name__ if values is None or not values.ndim else f"shape {list(values.shape)}"
+            raise EvaluationError(
+                f"metric {self.name}: expected an array of {len(weights)} numbers, one for each row of weights "
+                f"{list(weights.shape)}, got {got}"
+            )
+        return values
 
 
 def _weighted(metric: Callable[[Array, Array, Array], Array]) -> Weighted:

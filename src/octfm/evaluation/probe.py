@@ -12,7 +12,7 @@ from octfm.catalog.labels import read_labels
 from octfm.display import interval
 from octfm.encoder.embeddings import Embeddings, align, read_embeddings
 from octfm.encoder.encoder import seen_by
-from octfm.errors import EvaluationError
+from octfm.errors import EvaluationError, shown
 from octfm.evaluation.arms import with_table
 from octfm.evaluation.cases import (
     Cases,
@@ -27,7 +27,7 @@ from octfm.evaluation.cases import (
     people,
 )
 from octfm.evaluation.metrics import ExtraMetric
-from octfm.evaluation.readouts import Readout, fit_predict
+from octfm.evaluation.readouts import Readout, choose_readout, fit_predict
 from octfm.evaluation.results import Result, read_result
 from octfm.evaluation.scoring import (
     BUILT_IN,
@@ -60,7 +60,7 @@ the other way (0–3 %)."""
 
 
 def probe(
-    embeddings: Sequence[str | Location | Embeddings],
+    embeddings: str | Location | Embeddings | Sequence[str | Location | Embeddings],
     labels: Any = None,
     *,
     targets: Sequence[str] | None = None,
@@ -94,9 +94,12 @@ def probe(
     metrics: metrics of your own, computed next to the built-in ones with intervals from the same resamples.
     """
     expect_counts(seeds, resamples)
+    choose_readout(readout)
+    if odd := next((metric for metric in metrics if not isinstance(metric, ExtraMetric)), None):
+        raise TypeError(f"metrics: expected ExtraMetric(name, function, chance=…), got {shown(odd)}")
     if taken := {metric.name for metric in metrics} & {*BUILT_IN}:
         raise EvaluationError(f"metrics: {', '.join(sorted(taken))} is a built-in metric; choose another name")
-    encoders = align([e if isinstance(e, Embeddings) else read_embeddings(e) for e in embeddings])
+    encoders = align(embeddings)
     first = encoders[0]
     table = read_labels(labels) if labels is not None else None
     encoders = [with_table(e, table) for e in encoders]

@@ -40,7 +40,7 @@ NEIGHBOURS it has several minima (docs/log)."""
 def choose_readout(name: str) -> Readout:
     """Check the name of a readout. Raises EvaluationError."""
     if name not in get_args(Readout):
-        raise EvaluationError(f"--readout: expected one of {', '.join(get_args(Readout))}; got {name!r}")
+        raise EvaluationError(f"readout: expected one of {', '.join(get_args(Readout))}; got {name!r}")
     return name  # pyright: ignore[reportReturnType]
 
 

@@ -280,7 +280,7 @@ def metrics_of(cases: Cases, u: Units, more: Sequence[m.ExtraMetric] = ()) -> li
     """(name, metric as a function of weights [R, n], score of guessing). `more`: metrics of the caller's own."""
     # Every metric is called with weights [R, n] alone; partial binds truth and predictions.
     predicted = u.value[:, 0] if cases.classes is None else softmax(u.value)
-    own = [(x.name, partial(x.measure, u.truth, predicted), x.chance) for x in more if cases.kind in x.kinds]
+    own = [(x.name, partial(x, u.truth, predicted), x.chance) for x in more if cases.kind in x.kinds]
     return [*_built_in(cases, u), *own]
 
 

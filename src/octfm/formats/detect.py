@@ -55,7 +55,7 @@ class _PlugIn:
     """Name of the volume; empty if the uri names the whole file."""
 
     def open_bscans(self, uri: str) -> Bscans:
-        if not self.name and len(names := self.reader.volumes(self.file)) > 1:
+        if not self.name and len(names := self._names()) > 1:
             listed = ", ".join(names)[:200]
             raise ReadError(
                 "several_volumes",
@@ -63,6 +63,8 @@ class _PlugIn:
             )
         with _bugs_have_a_place(self.reader, uri):
             found = self.reader.open_bscans(self.file, self.name)
+        if not isinstance(found, Bscans):
+            raise self._returned("open_bscans", "Bscans", found)
         if self.name:
             # Volumes of one file are different acquisitions, even if the reader takes the UID from the whole file.
             digest = hashlib.blake2b(f"{found.uid} {self.name}".encode(), digest_size=16).digest()
@@ -70,8 +72,19 @@ class _PlugIn:
         return replace(found, uri=uri, beside=found.beside or self.file)
 
     def volumes(self, uri: str) -> list[str]:
-        names = [] if self.name else self.reader.volumes(self.file)
+        names = [] if self.name else self._names()
         return [f"{uri}{MEMBER}{name}" for name in names] if len(names) > 1 else [uri]
+
+    def _names(self) -> Sequence[str]:
+        names = self.reader.volumes(self.file)
+        if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(n, str) for n in names):
+            raise self._returned("volumes", "a list of names", names)
+        return names
+
+    def _returned(self, method: str, expected: str, got: object) -> ConfigError:
+        return ConfigError(
+            f"reader {type(self.reader).__name__}: {method}: expected {expected}, got {type(got).__name__}"
+        )
 
 
 @contextmanager

@@ -251,7 +251,7 @@ def network_size(shape: Shape3, spacing_mm: Spacing3) -> tuple[int, int]:
 
 
 @functools.cache
-def load_finder(name: str = CURRENT, device: str | None = None) -> LayerFinder:
+def load_finder(name: str = CURRENT, device: str | torch.device | None = None) -> LayerFinder:
     """The packaged network of this name on a device. Raises CheckpointError if its file is damaged or missing."""
     from safetensors.torch import load
 
@@ -263,7 +263,8 @@ def load_finder(name: str = CURRENT, device: str | None = None) -> LayerFinder:
             f"octfm/weights/{name}.safetensors: damaged (SHA-256 {digest[:12]}, expected "
             f"{about.digest[:12]}); install octfm again"
         )
-    network = LayerNet(LayerNetConfig(tuple(about.facts["channels"])))
+    with torch.random.fork_rng(devices=[]):  # weights are drawn, and replaced at once
+        network = LayerNet(LayerNetConfig(tuple(about.facts["channels"])))
     network.load_state_dict({key: tensor.float() for key, tensor in load(content).items()})
     # Not `start`, which refuses ranks: each may segment scans of its own, as a validation of anchored does.
     return LayerFinder(network, name, digest, about.masks, Runtime(device_named(device), "fp32"))

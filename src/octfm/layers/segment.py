@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import torch
 
 from octfm.display import Picture, box, brief, number, picture
 from octfm.errors import ConfigError, CorrectionsError, EvaluationError, shown
@@ -425,6 +426,8 @@ class ScanSegmentation(Segmentation):
         """Volume of a mask in nanolitres over the scan; None where B-scans have no distance (not a raster), if the
         network does not report this mask, where a part of the scan was not seen (`verdict.parts`), and where B-scans
         are too far apart."""
+        if mask not in MASKS:
+            raise EvaluationError(f"no mask {shown(mask)}; masks: {', '.join(self.masks)}")
         if mask not in self.masks or self.bscan_nl is None or self.verdict.parts:
             return None
         return float(self.masks[mask].sum(axis=(1, 2)) @ self.bscan_nl)
@@ -443,7 +446,7 @@ def segment(
     spacing_mm: Spacing3 | None = None,
     axial_length_mm: float | None = None,
     finder: LayerFinder | None = None,
-    device: str | None = None,
+    device: str | torch.device | None = None,
 ) -> ScanSegmentation:
     """Segment a scan of any layout and format, even a single B-scan, with the packaged network.
 

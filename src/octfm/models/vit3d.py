@@ -27,6 +27,8 @@ Intensity = tuple[float, float] | Literal["own"]
 """Mean and standard deviation of grey values from 0 to 1; `own`: those of each volume, as in the prototype."""
 STANDARDISED = 16.0
 """Floats with values below 0 and none above this are standardised, not grey values from 0 to 255."""
+WHITEST = 1023.0
+"""Most that a grey value may be: 255, and what brightening makes of it; above it, voxels have 12 or 16 bits."""
 Side = Annotated[int, Field(ge=1, le=1024)]
 """Voxels along one axis of a patch."""
 
@@ -288,6 +290,12 @@ class VisionTransformer3D(nn.Module):
             )
         if self.intensity is None:
             raise ConfigError("this network does not know its intensities; take the one of an octfm.Encoder")
+        if index_BM is not None and (index_BM.ndim != 2 or index_BM.dtype not in (torch.int64, torch.int32)):
+            # A mask would be taken for the numbers 0 and 1.
+            raise ConfigError(
+                f"expected places, flat grid indices int64 [B, M], got {index_BM.dtype} {list(index_BM.shape)}; "
+                "encoder.select(arrays) returns them first, then which of them are tissue"
+            )
         if index_BM is None:
             index_BM = torch.arange(self.grid.size, device=voxels.device).expand(voxels.shape[0], -1)
         volume_BM = torch.arange(voxels.shape[0], device=voxels.device).unsqueeze(1)
@@ -298,7 +306,7 @@ class VisionTransformer3D(nn.Module):
             whole = voxels.flatten(1).float()
             mean, std = (of_B[volume_BM].unsqueeze(-1) for of_B in (whole.mean(1), whole.std(1).clamp_min(1e-6)))
             return self(((patches_BMP.float() - mean) / std).to(self.norm.weight.dtype), index_BM, lengths=lengths)
-        if voxels.is_floating_point() and not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+        if voxels.dtype != torch.uint8 and not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
             _require_grey_values(voxels)
         return self(normalise(patches_BMP, *self.intensity).to(self.norm.weight.dtype), index_BM, lengths=lengths)
 
@@ -359,13 +367,13 @@ class VisionTransformer3D(nn.Module):
 
 
 def _require_grey_values(voxels: Tensor) -> None:
-    """Raises ConfigError for floats that are not grey values from 0 to 255: normalised twice, all scans look alike."""
+    """Raises ConfigError for numbers that are not grey values from 0 to 255: normalised twice, all scans look alike."""
     if not voxels.numel():
         return
-    least, most = torch.stack(voxels.detach().aminmax()).tolist()
+    least, most = torch.stack(voxels.detach().float().aminmax()).tolist()
     if not (isfinite(least) and isfinite(most)):
         raise ConfigError("expected voxels from 0 to 255, got some that are NaN or infinite; set padding to 0")
-    if 0 < most <= 1 or (least < 0 and most < STANDARDISED):
+    if 0 < most <= 1 or (least < 0 and most < STANDARDISED) or most > WHITEST:
         raise ConfigError(
             f"expected voxels from 0 to 255, which are normalised here, got {least:.3g} to {most:.3g}; give them as "
             "the store has them, without a scaling of your own"

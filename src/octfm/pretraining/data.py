@@ -42,6 +42,9 @@ def given_store(config: PretrainConfig, store: Store | None = None) -> Store:
         )
     if isinstance(store, str | Path):
         raise TypeError(f"store: expected a Store, got a path; give octfm.Store.open({str(store)!r})")
+    if store is not None and not hasattr(store, "rows"):
+        kind = type(store).__name__
+        raise TypeError(f"store: expected a Store, got {kind}; octfm.prepare(catalog, folder, preprocessing) makes one")
     if store is not None and config.data.store is not None:
         raise ConfigError(f"a store was given ({store.path}) and data.store is {config.data.store}; give one of them")
     if store is None and config.data.store is None and phantoms is not None:

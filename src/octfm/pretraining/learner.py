@@ -31,10 +31,12 @@ def grid_of(preprocessing: Preprocessing, patch_size: tuple[int, int, int]) -> T
 
 
 def build_objective(config: PretrainConfig, preprocessing: Preprocessing) -> Objective:
-    """The networks of a run at the weights that its seed draws. ConfigError if the objective builds none."""
-    torch.manual_seed(config.seed)
+    """The networks of a run at the weights that its seed draws; leaves torch's generator as it was. ConfigError if the
+    objective builds none."""
     settings, grid = config.objective, grid_of(preprocessing, config.model.patch_size)
-    model = settings.build(config.model, config.predictor, grid)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = settings.build(config.model, config.predictor, grid)
     if not isinstance(model, Objective) or not isinstance(getattr(model, "encoder", None), VisionTransformer3D):
         got = f"a {type(model).__name__}" + " without one" * isinstance(model, Objective)
         raise ConfigError(
@@ -45,12 +47,9 @@ def build_objective(config: PretrainConfig, preprocessing: Preprocessing) -> Obj
 
 
 def blueprint(config: PretrainConfig, preprocessing: Preprocessing) -> Objective:
-    """The networks of a run without memory for their weights; leaves torch's generator as it was."""
-    state = torch.get_rng_state()
+    """The networks of a run without memory for their weights."""
     with torch.device("meta"):
-        model = build_objective(config, preprocessing)
-    torch.set_rng_state(state)
-    return model
+        return build_objective(config, preprocessing)
 
 
 def optimizer_groups(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
@@ -133,9 +132,7 @@ class Learner:
         """The networks with all weights on this rank, copied if they are sharded; all ranks must call it."""
         if not self.runtime.sharded:
             return self.model
-        # build_objective seeds torch's generator, which must stay as it was.
-        with torch.random.fork_rng():
-            copy = build_objective(self.config, self.preprocessing).to(self.runtime.device)
+        copy = build_objective(self.config, self.preprocessing).to(self.runtime.device)
         copy.load_state_dict({name: self.runtime.whole(tensor) for name, tensor in self.model.state_dict().items()})
         return copy
 

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from octfm.catalog.participants.people import under_one_id
-from octfm.config import without_text
+from octfm.config import load, without_text
 from octfm.errors import Echo
 from octfm.io.location import Location, location
 from octfm.models.objectives.objective import ObjectiveConfig
@@ -50,7 +51,7 @@ def pretrain(
     config: PretrainConfig,
     store: Store | None = None,
     out: str | Location = "runs/run",
-    device: str | None = None,
+    device: str | torch.device | None = None,
     echo: Echo = print,
     *,
     override: bool = False,
@@ -69,7 +70,8 @@ def pretrain(
         raise TypeError(f"config: expected a PretrainConfig, got {type(config).__name__}; octfm.load_config makes one")
     if objective is not None:
         config = config.with_objective(objective)
-    config, device = with_hash(config).on_device(device)
+    # model_copy(update=…) of a caller checks nothing.
+    config, device = with_hash(load(PretrainConfig, dict(config))).on_device(device)
     where = location(out)
     store = given_store(config, store)
     runtime = join(config.runtime, config.precision, device)

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from pydantic import Field, ValidationInfo, model_validator
 
 from octfm.addresses import expect_local, expect_place, refuse_windows
@@ -92,7 +93,7 @@ class PretrainConfig(Config):
         # Through `load` and not model_copy, so that validators compare it with the other settings.
         return load(PretrainConfig, dict(self) | {"objective": objective})
 
-    def on_device(self, device: str | None) -> tuple["PretrainConfig", str | None]:
+    def on_device(self, device: str | torch.device | None) -> tuple["PretrainConfig", str | torch.device | None]:
         """The same run on this device, and the device to name to the runtime: `xla` is an engine (runtime.parallel).
         Raises ConfigError if the run cannot be compiled for XLA, or if its settings name another engine."""
         if device != "xla" or self.runtime.parallel == "xla_spmd":

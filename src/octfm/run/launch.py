@@ -11,7 +11,7 @@ from octfm.io.ranks import world_size
 from octfm.run.runtime import Precision, Runtime, RuntimeConfig, device_named, precision_on
 
 
-def join(config: RuntimeConfig, precision: Precision, device: str | None = None) -> Runtime:
+def join(config: RuntimeConfig, precision: Precision, device: str | torch.device | None = None) -> Runtime:
     """The runtime of this process: a single device or, under torchrun, this rank's own."""
     if config.parallel in ("xla_spmd", "tpu"):
         from octfm.run import runtime_xla  # torch_xla needs an environment of its own

@@ -443,7 +443,7 @@ def _failed_together(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or re.search(words, str(error)) is not None
 
 
-def start(precision: Precision = "fp32", device: str | None = None) -> Runtime:
+def start(precision: Precision = "fp32", device: str | torch.device | None = None) -> Runtime:
     """A single device (see `device_named`). Raises ConfigError under torchrun (F10)."""
     world = world_size()
     if world > 1:
@@ -454,17 +454,17 @@ def start(precision: Precision = "fp32", device: str | None = None) -> Runtime:
     return alone(precision, device)
 
 
-def alone(precision: Precision = "fp32", device: str | None = None) -> Runtime:
+def alone(precision: Precision = "fp32", device: str | torch.device | None = None) -> Runtime:
     """This process's device (see `device_named`), which it uses alone, also in a job of several ranks."""
     chosen = device_named(device)
     return Runtime(chosen, precision_on(chosen, precision))
 
 
-def device_named(name: str | None, local_rank: int | None = None) -> torch.device:
+def device_named(name: str | torch.device | None, local_rank: int | None = None) -> torch.device:
     """The device of this name; None and `auto` are CUDA if there is one, which ROCm counts as, else the CPU. `mps` and
     other accelerators that torch finds are never chosen by themselves: octfm is not tested on them. With a
     `local_rank`, that rank's own CUDA device. Raises ConfigError if there is no such device."""
-    name = name if name not in (None, "auto") else "cuda" if torch.cuda.is_available() else "cpu"
+    name = str(name) if name not in (None, "auto") else "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, number = name.partition(":")
     found = torch.accelerator.current_accelerator(check_available=True)
     if kind == "xla":

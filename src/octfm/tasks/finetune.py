@@ -71,7 +71,7 @@ class Task:
 def finetune(
     config: FinetuneConfig,
     out: str | Location,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     *,
     allow_seen: bool = False,
     echo: Echo = print,
@@ -83,6 +83,9 @@ def finetune(
     encoder's pretraining (unless `allow_seen`), and Preempted after SIGTERM or SIGINT. Under torchrun every rank
     makes this call and takes its share of every batch; only rank 0 prints and writes.
     """
+    if not isinstance(config, FinetuneConfig):
+        raise TypeError(f"config: expected a FinetuneConfig, got {type(config).__name__}; octfm.config.load makes one")
+    config = load(FinetuneConfig, dict(config))  # model_copy(update=…) of a caller checks nothing
     if config.encoder is None or config.store is None:
         raise ConfigError(
             "encoder and store: name a pretraining run and a prepared store, encoder=runs/a store=prepared/"

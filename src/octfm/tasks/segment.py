@@ -59,12 +59,12 @@ class Segmenter:
     def __init__(self, config: SegmentConfig, encoder: Encoder, tokens: Tokens = "encoder"):
         self.config, self.encoder, self.tokens = config, encoder, tokens
         # Every source begins with the same decoder weights.
-        torch.manual_seed(config.seed)
         patch = encoder.config.model.patch_size
         width = math.prod(patch) if tokens == "voxels" else encoder.width
-        self.decoder = DenseDecoder(width, config.channels, patch, config.decoder, bool(config.mask_values)).to(
-            self.runtime.device
-        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            self.decoder = DenseDecoder(width, config.channels, patch, config.decoder, bool(config.mask_values))
+        self.decoder.to(self.runtime.device)
         learns = bool(config.lr_encoder) and tokens == "encoder"
         if tokens == "encoder":  # the baseline of bare voxels shares its encoder with one that may be learning
             encoder.network.requires_grad_(learns)
@@ -212,7 +212,7 @@ class Fit:
         return value
 
 
-def load_segmenter(out: str | Location, device: str | None = None) -> Segmenter:
+def load_segmenter(out: str | Location, device: str | torch.device | None = None) -> Segmenter:
     """The segmenter that `octfm segment` trained into this folder, or into this address in a bucket."""
     content = checkpoint.load(checkpoint.newest(local_run(out)))
     if "decoder" not in content["config"]:
@@ -229,7 +229,7 @@ def load_segmenter(out: str | Location, device: str | None = None) -> Segmenter:
     return segmenter
 
 
-def open_encoder(config: SegmentConfig, device: str | None = None, *, random_init: bool = False) -> Encoder:
+def open_encoder(config: SegmentConfig, device: str | torch.device | None = None, *, random_init=False) -> Encoder:
     """The encoder and the precision that the settings name."""
     if config.encoder is None:
         raise ConfigError("encoder: name a pretraining run or checkpoint, encoder=runs/a")

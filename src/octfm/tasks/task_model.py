@@ -74,13 +74,14 @@ class TaskModel:
 
     def __init__(self, config: FinetuneConfig, encoder: Encoder, outputs: int):
         self.config, self.encoder, self.runtime, self.outputs = config, encoder, encoder.runtime, outputs
-        torch.manual_seed(config.seed)
-        self.head = TaskHead(encoder.width, heads_of(encoder.config.model), outputs, config.pool).to(
-            self.runtime.device
-        )
         network = encoder.network.requires_grad_(not config.frozen)
-        if config.lora_rank is not None:
-            add_low_rank(network, config.lora_rank).to(self.runtime.device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            self.head = TaskHead(encoder.width, heads_of(encoder.config.model), outputs, config.pool)
+            if config.lora_rank is not None:
+                add_low_rank(network, config.lora_rank)
+        self.head.to(self.runtime.device)
+        network.to(self.runtime.device)
         # A frozen encoder is not saved: its run has it.
         self.module = nn.ModuleDict({"head": self.head} if config.frozen else {"head": self.head, "encoder": network})
         self.learning = [p for p in network.parameters() if p.requires_grad]

@@ -73,18 +73,18 @@ class Preprocessing(Config):
     """Prepared voxels [D, H, W]."""
     target_spacing: tuple[Millimetres, Millimetres, Millimetres] = (0.094, 0.0052, 0.0156)
     """Millimetres per prepared voxel (z, y, x). Fixed: scans are cropped or padded, never stretched."""
-    margin_mm: float = Field(MARGIN_MM, ge=0, le=10)
+    margin_mm: float = Field(default=MARGIN_MM, ge=0, le=10)
     """The tissue band extends this far above ILM and below BM."""
     center: Literal["fovea", "field"] = "fovea"
     """Centre of the crop of a larger scan: `fovea` is the foveal pit if found, else the middle of the field."""
     band: Literal["classic", "learned", "either"] = "classic"
     """What finds ILM and BM: `classic` follows borders and brightness, `learned` is a network trained on phantoms,
     `either` asks the network only where the classic band is unsure."""
-    band_network: str = Field("", pattern=r"^(\S+ [0-9a-f]{64})?$")
+    band_network: str = Field(default="", pattern=r"^(\S+ [0-9a-f]{64})?$")
     """Name and SHA-256 of the network behind a band that is not classic; `octfm prepare` fills it in."""
     register_bscans: bool = True
     """Undo axial eye motion before anything is averaged across B-scans."""
-    uint16_full_scale: int = Field(65535, gt=0, le=65535)
+    uint16_full_scale: int = Field(default=65535, gt=0, le=65535)
     """The uint16 value that becomes 255. At the default, 65535, each volume's own white is used (`Volume.full_scale`);
     any other value replaces it."""
     algorithm: Literal[2, 3, 4] = 4
@@ -94,9 +94,9 @@ class Preprocessing(Config):
     scale bars and icons, and bright rows across. Version 2 also trusts a band that runs along the tops of lesions, and
     its crop does not follow a drifting retina. Stores and checkpoints made with either can still be continued and used.
     Left eyes in vertical B-scans are mirrored by the order of their B-scans in all."""
-    intensity_mean: float = Field(0.2, ge=-100, le=100)
+    intensity_mean: float = Field(default=0.2, ge=-100, le=100)
     """Subtracted from voxels / 255 on the device."""
-    intensity_std: float = Field(0.2, ge=1e-4, le=100)
+    intensity_std: float = Field(default=0.2, ge=1e-4, le=100)
     """Divides voxels / 255 - intensity_mean on the device."""
 
     @classmethod

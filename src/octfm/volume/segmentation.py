@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from octfm.display import box, brief, number
-from octfm.errors import EvaluationError
+from octfm.errors import EvaluationError, shown
 from octfm.volume.volume import Spacing3
 
 LAYERS = ("vitreous", "nfl", "gcl_ipl", "inl", "opl", "onl", "photoreceptors", "rpe", "choroid")
@@ -83,13 +83,18 @@ class Segmentation:
         if self.why_no_um:
             raise EvaluationError(f"no micrometres: {self.why_no_um}; surfaces and thickness_rows are in rows")
 
+    def _rows_of(self, name: str) -> np.ndarray:
+        if name not in self.surfaces:
+            raise EvaluationError(f"no surface {shown(name)}; surfaces: {', '.join(self.surfaces)}")
+        return self.surfaces[name]
+
     def heights_um(self, name: str) -> np.ndarray:
         """float [D, W]: depth of a surface below the upper edge of the image, in µm per A-scan.
 
         Raises EvaluationError, as all in micrometres does, where `why_no_um`.
         """
         self._expect_um()
-        return (self.surfaces[name] + 0.5) * self.spacing_mm[1] * 1000
+        return (self._rows_of(name) + 0.5) * self.spacing_mm[1] * 1000
 
     def thickness_um(self, upper: str, lower: str) -> np.ndarray:
         """float [D, W]"""
@@ -98,4 +103,4 @@ class Segmentation:
 
     def thickness_rows(self, upper: str, lower: str) -> np.ndarray:
         """float [D, W]: rows of the image between two surfaces."""
-        return self.surfaces[lower] - self.surfaces[upper]
+        return self._rows_of(lower) - self._rows_of(upper)

@@ -123,9 +123,9 @@ class Volume:
                 f"{self.source}: voxels: expected grey levels in uint8 or uint16, got {self.voxels.dtype}; scale them "
                 "to 0 to 255 and convert them to uint8"
             )
-        if len(self.spacing_mm) != 3 or not all(NANOMETRE_MM <= mm < np.inf for mm in self.spacing_mm):
+        if np.shape(self.spacing_mm) != (3,) or not all(NANOMETRE_MM <= mm < np.inf for mm in self.spacing_mm):
             raise ValueError(
-                f"{self.source}: spacing_mm must be {NANOMETRE_MM:g} mm or more on every axis, got {self.spacing_mm}"
+                f"{self.source}: spacing_mm must be (dz, dy, dx) of {NANOMETRE_MM:g} mm or more, got {self.spacing_mm}"
             )
         for name, known in (("laterality", ("R", "L", None)), ("layout", LAYOUTS), ("modality", MODALITIES)):
             if (value := getattr(self, name)) not in known:

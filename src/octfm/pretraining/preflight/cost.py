@@ -228,8 +228,9 @@ def measure_speed(runtime: Runtime, config: PretrainConfig, preprocessing: Prepr
     width, tokens = config.model.width, config.masks.counts(grid)[0] * config.data.per_device_batch_size
     dtype = torch.bfloat16 if runtime.precision == "bf16" else torch.float32
     rows = max(256, min(4096, tokens))
-    a = torch.randn(rows, width, device=runtime.device, dtype=dtype)
-    b = torch.randn(width, 4 * width, device=runtime.device, dtype=dtype)
+    random = torch.Generator().manual_seed(0)
+    shapes = (rows, width), (width, 4 * width)
+    a, b = (torch.randn(shape, generator=random).to(runtime.device, dtype) for shape in shapes)
     block = torch.zeros(4_000_000, device=runtime.device)
     one = torch.zeros(1, device=runtime.device)
     return Speed(
