@@ -561,7 +561,9 @@ def test_a_frame_may_hold_ids_in_its_index_and_no_column_twice():
         assert read_labels(frame.set_index(ids)).join("grade", [("1", "a", "R"), ("2", "b", "R")]) == ["1", None]
     with pytest.raises(EvaluationError, match="DataFrame: two columns are called grade"):
         read_labels(pd.concat([frame, frame.grade + 1], axis=1))
-    for other in (frame.grade, {"a": 1}, None, 3):
+    with pytest.raises(EvaluationError, match="got grade; rename the column or index that says whose labels these are"):
+        read_labels(frame.grade)
+    for other in ({"a": 1}, None, 3):
         with pytest.raises(
             EvaluationError, match=f"expected a CSV, a TSV or a DataFrame .* got a {type(other).__name__}"
         ):
