@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Self
 
 import torch
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,6 +20,8 @@ class ObjectiveConfig(Config):
     An objective of your own is passed as an object, `octfm.pretrain(config, store, objective=MyConfig())`; see
     docs/guide/plug-ins.md.
     """
+
+    model_config = ConfigDict(revalidate_instances="never")  # read_objective does it, by the class that it is of
 
     name: str
     """Name of the objective in config.yaml and checkpoints."""
