@@ -38,7 +38,7 @@ class ObjectiveConfig(Config):
     """Share of the run over which the context loss is ramped in."""
 
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "Objective":
-        """The networks at their initial weights, drawn from torch's global generator, seeded before the call."""
+        """The networks at their initial weights, drawn from torch's generator of the CPU, seeded before the call."""
         raise NotImplementedError(f"{type(self).__name__} has no build(model, predictor, grid)")
 
     @property
