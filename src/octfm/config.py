@@ -32,7 +32,12 @@ class Config(BaseModel):
     """Base of every settings model: immutable, without unknown keys, NaN or infinity."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, hide_input_in_errors=True
+        frozen=True,
+        extra="forbid",
+        revalidate_instances="always",  # model_copy(update=…) of a caller checks nothing
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
     )
 
     @model_validator(mode="before")

@@ -21,6 +21,8 @@ from octfm.errors import ConfigError, ReadError
 from octfm.formats import read_volume
 from octfm.formats.images import read_gray
 from octfm.formats.names import is_flow_beside_structure
+from octfm.io import bucket, ranged
+from octfm.io.location import BucketPath
 from support.bscan_set import layered, write_image
 
 SPACING = (0.12, 0.02, 0.05)
@@ -99,6 +101,17 @@ def test_a_folder_whose_name_ends_with_an_exclamation_mark_is_a_folder(tmp_path,
         pattern = f"*/{pattern}"
     catalog = line_scan(tmp_path, pattern)
     assert {(a.participant, a.laterality) for a in catalog.acquisitions} == {("P001", "R"), ("P002", "R")}
+
+
+def test_nor_is_it_a_file_in_a_bucket_and_no_request_finds_that_out(monkeypatch):
+    monkeypatch.setattr(bucket, "stat", lambda uri: pytest.fail(f"a request for {uri}"))
+    monkeypatch.setattr(bucket, "find", lambda uri: pytest.fail(f"a listing of {uri}"))
+    uris = [f"s3://b/root/S12!/{person}/{person}_OD.png" for person in ("P001", "P002")]
+    for uri in uris:  # as listed
+        ranged.remember(uri, bucket.Object(1, "1"))
+    places = [place_of(uri, BucketPath.of("s3://b/root")) for uri in [*uris, "s3://b/root/S12!/P003/P003_OS.e2e!/1"]]
+    found = [Pattern.parse("*/{participant}/*_{eye}").match(place) for place in places]
+    assert [match and match.participant for match in found] == ["P001", "P002", "P003"]
 
 
 def test_a_label_is_given_once(tmp_path):

@@ -231,12 +231,13 @@ def test_a_device_of_torch_is_a_device(tmp_path):
         load_encoder(tmp_path / "export", device=torch.device("meta"))
 
 
-def test_loading_a_network_draws_none_of_the_callers_random_numbers(tmp_path):
+def test_loading_a_network_draws_none_of_the_callers_random_numbers(tmp_path, monkeypatch):
     """Else every head that is drawn afterwards starts from the same weights, whatever seed its author chose."""
     write_export(tmp_path / "export", untrained_encoder())
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("seeded the caller's GPU"))
     load_encoder(tmp_path / "export", random_init=True).of_bscans()
     octfm.OctEncoder.from_pretrained(tmp_path / "export")
     load_finder.__wrapped__()

@@ -117,7 +117,7 @@ def test_most_bands_of_a_scanner_unsure_are_named(tmp_path, eyes):
 
 def test_one_participant_in_a_fifth_of_all_rows_is_named(tmp_path, eyes):
     many = eyes * 2
-    store = written(tmp_path / "store", many, lambda n: "OD" if n < 4 else f"P{n:02d}")
+    store = written(tmp_path / "store", many, lambda n: ("OD", "od")[n % 2] if n < 4 else f"P{n:02d}")
     check = found(store)["participants"]
     assert check.status == "WARN" and "participant OD has 4 of 20 volumes" in check.measured
     twice = written(tmp_path / "twice", many, lambda n: f"P{n // 2}")

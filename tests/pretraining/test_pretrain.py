@@ -11,8 +11,10 @@ import torch
 from octfm.catalog.catalog import Catalog
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import CheckpointError, ConfigError
+from octfm.models.objectives.jepa import JEPAConfig
 from octfm.pretraining import step as forward
 from octfm.pretraining.learner import Learner
+from octfm.pretraining.masks import MaskConfig
 from octfm.pretraining.monitors.measure import validate
 from octfm.pretraining.pretrain import pretrain
 from octfm.run import checkpoint
@@ -106,6 +108,8 @@ def test_a_run_draws_none_of_the_callers_random_numbers(store, tmp_path):
     [
         ({"stepz": 6}, "unknown key stepz; did you mean steps"),
         ({"steps": "six"}, "steps: expected a whole number, got .six."),
+        ({"masks": MaskConfig().model_copy(update={"num_block": 3})}, "unknown key masks.num_block"),
+        ({"objective": JEPAConfig().model_copy(update={"frozen": "both"})}, "objective.frozen: expected "),
     ],
 )
 def test_settings_that_model_copy_let_pass_are_refused(store, tmp_path, update, says):

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+import shutil
 import sys
 from html.parser import HTMLParser
 
@@ -16,7 +17,7 @@ import octfm
 from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.catalog import Catalog
 from octfm.display import csv_cell, from_csv_cell, readable
-from octfm.encoder.embeddings import read_embeddings
+from octfm.encoder.embeddings import of_store, read_embeddings
 from octfm.errors import ConfigError, EvaluationError
 from octfm.evaluation.probe import probe, write_probe
 from octfm.evaluation.results import Result, read_result
@@ -232,6 +233,14 @@ def test_tables_for_pandas_have_a_row_for_everything(objects, store, result, tmp
     vectors = data.to_pandas()
     np.testing.assert_array_equal(vectors.filter(regex=r"^v\d+$"), data.vectors)
     assert vectors.index.tolist() == data.acquisition.tolist() and len(repr(data)) < 100
+
+
+def test_an_id_in_two_spellings_is_one_participant_in_every_representation(store, tmp_path):
+    folder = shutil.copytree(store.path, tmp_path / "spelt")
+    edit_rows(folder, lambda row: {"participant": row.participant.swapcase()} if row.laterality == "L" else {})
+    spelt = Store.open(folder)
+    assert {row.participant for row in spelt.rows} > {row.participant for row in store.rows}
+    assert all("3 participants" in repr(thing) for thing in (of_store(spelt), spelt.as_torch()))
 
 
 def test_without_pandas_one_line_says_what_to_install(store, monkeypatch):

@@ -468,7 +468,7 @@ def test_a_metric_that_does_not_score_every_resample_is_one_line(tmp_path, measu
 
 def test_a_metric_cannot_change_the_others_and_has_known_kinds(tmp_path):
     def spoils(truth, probability, weights):
-        truth[:], probability[:] = 0, 0.5
+        truth[:], probability[:], weights[:] = 0, 0.5, 0
         return np.full(len(weights), 0.5)
 
     file = Cohort().embeddings(tmp_path / "one.parquet")

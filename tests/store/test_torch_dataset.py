@@ -112,6 +112,8 @@ def test_labels_may_be_a_series_or_a_table_of_another_library(store):
     for labels in (frame.set_index("participant_id").months, pyarrow.Table.from_pandas(frame)):
         data = store.as_torch(labels)
         assert data.target == "months" and data.labels.tolist() == expected.labels.tolist()
+    grades = {"participant_id": people, "grade": [n % 3 if n else None for n in range(12)]}
+    assert store.as_torch(pyarrow.table(grades)).classes == ("0", "1", "2"), "as in a file"
     with pytest.raises(EvaluationError, match=r"got months; rename the column or index that says whose labels"):
         store.as_torch(frame.set_index("participant_id", drop=True).rename_axis(None).months)
 

@@ -81,7 +81,8 @@ def result_of(out, metric):
     ],
     ids=["linear", "attentive", "finetune", "lora", "bf16"],
 )
-def test_every_way_learns_and_moves_only_what_it_may(run, store, labels, tmp_path, changes):
+def test_every_way_learns_and_moves_only_what_it_may(run, store, labels, tmp_path, changes, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("seeded the caller's GPU"))
     config, random = settings(run, store, labels, **changes), torch.get_rng_state()
     out = finetune(config, tmp_path / "run", echo=quiet)
     load_tuned(out)

@@ -19,6 +19,7 @@ from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_ro
 from octfm.phantom import phantom_volume
 from octfm.report.html import write_report
 from octfm.store.layout import Arrays
+from octfm.store.store import Store
 from octfm.tasks.embed_run import embed_all
 from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
@@ -252,6 +253,15 @@ def test_seen_participants_and_absent_truth_are_refused(run, store, tmp_path):
     edit_rows(moved, lambda row: {"split": swap.get(row.participant, row.split)})
     with pytest.raises(EvaluationError, match="1 test participants were in the encoder's pretraining"):
         segment(settings(run, store, store=str(moved)), tmp_path / "c", echo=quiet)
+
+
+def test_results_count_an_id_in_two_spellings_as_one_participant(run, store, tmp_path):
+    folder = shutil.copytree(store[0].path, tmp_path / "spelt")
+    edit_rows(folder, lambda row: {"participant": row.participant.lower()} if row.laterality == "L" else {})
+    made = settings(run, store, store=str(folder), surfaces=["ilm"], mask_values=[], steps=1)
+    rows = segment(made, tmp_path / "seg", baselines=False, echo=quiet)["results"]
+    counts = [(row["n_train_participants"], row["n_test_participants"]) for row in rows]
+    assert counts == [(10, 2)] and len({row.participant for row in Store.open(folder).rows}) == 24
 
 
 WRONG_TRUTH = {

@@ -152,7 +152,7 @@ def read_labels(table: Any) -> LabelTable:
     column laterality, or eye if it names eyes, is optional. Raises EvaluationError.
     """
     if hasattr(table, "columns") and hasattr(table, "to_pandas"):
-        table = table.to_pandas()
+        table = table.to_pandas(integer_object_nulls=True)  # else 1 is 1.0 where another cell is missing
     if hasattr(table, "index") and hasattr(table, "to_frame"):
         table = table.to_frame()
     if hasattr(table, "columns") and hasattr(table, "to_dict"):

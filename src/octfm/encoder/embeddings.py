@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from octfm.catalog.participants.people import under_one_id
 from octfm.display import brief, data_frame, number, with_labels
 from octfm.errors import Echo, EvaluationError
 from octfm.io.location import Location, location
@@ -56,7 +57,7 @@ class Embeddings:
             )
 
     def __repr__(self) -> str:
-        people = number(len(set(self.participant.tolist())), "participant")
+        people = number(len(set(under_one_id(self.participant.tolist()))), "participant")
         count, width = self.vectors.shape
         return brief("Embeddings", self.name, f"{number(count, 'vector')} of {width}", people)
 

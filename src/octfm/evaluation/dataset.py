@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from octfm.catalog.labels import read_labels
+from octfm.catalog.participants.people import under_one_id
 from octfm.display import box, brief, counted, number
 from octfm.encoder.embeddings import of_store
 from octfm.errors import ConfigError, EvaluationError, shown
@@ -80,7 +81,7 @@ class VolumeDataset(Dataset):
         return box("Dataset of a store", self._described())
 
     def _described(self) -> dict[str, str]:
-        people = number(len(set(self.participants)), "participant")
+        people = number(len(set(under_one_id(self.participants))), "participant")
         label = ""
         if self.labels is not None and self.classes is None:
             label = f"{self.target} from {self.labels.min():g} to {self.labels.max():g}"

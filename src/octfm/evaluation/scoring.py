@@ -107,13 +107,13 @@ def score(
     named = [metrics_of(cases, u, more) for u in units]
     lower_is_better = {*LOWER_IS_BETTER, *(metric.name for metric in more if metric.lower_is_better)}
     counts, rare = count_participants(cases, first)
-    everyone = np.ones((1, len(first.truth)))
     scored = []
     for i, (name, _, chance) in enumerate(named[0]):
         if only and name not in only:
             continue
         measures = [metrics[i][1] for metrics in named]
-        whole = [float(measure(everyone)[0]) for measure in measures]
+        # Each its own weights, which a metric of the caller's may change.
+        whole = [float(measure(np.ones((1, len(first.truth))))[0]) for measure in measures]
         boot = None
         if not rare:
             per_run = [bootstrap(measure, first.participant, resamples=resamples, seed=seed) for measure in measures]

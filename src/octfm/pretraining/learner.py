@@ -35,7 +35,7 @@ def build_objective(config: PretrainConfig, preprocessing: Preprocessing) -> Obj
     objective builds none."""
     settings, grid = config.objective, grid_of(preprocessing, config.model.patch_size)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+        torch.default_generator.manual_seed(config.seed)
         model = settings.build(config.model, config.predictor, grid)
     if not isinstance(model, Objective) or not isinstance(getattr(model, "encoder", None), VisionTransformer3D):
         got = f"a {type(model).__name__}" + " without one" * isinstance(model, Objective)

@@ -62,7 +62,7 @@ class Segmenter:
         patch = encoder.config.model.patch_size
         width = math.prod(patch) if tokens == "voxels" else encoder.width
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
+            torch.default_generator.manual_seed(config.seed)
             self.decoder = DenseDecoder(width, config.channels, patch, config.decoder, bool(config.mask_values))
         self.decoder.to(self.runtime.device)
         learns = bool(config.lr_encoder) and tokens == "encoder"

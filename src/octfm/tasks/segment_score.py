@@ -105,8 +105,8 @@ def segment(
         }
         if baselines and config.surfaces:
             predictors["mean_height"] = mean_height(config, store, truth)
-        participants = {split: {store.rows[i].participant for i in rows} for split, rows in splits.items()}
-        facts = {"n_train_participants": len(participants["train"]), "seen_test_participants": len(known)}
+        learned_from = {*people(np.array([store.rows[i].participant for i in train_rows]))}
+        facts = {"n_train_participants": len(learned_from), "seen_test_participants": len(known)}
         result = _judge(config, store, test_rows, predictors, facts)
         write_probe(run.path / "segment.json", result)
         run.publish()

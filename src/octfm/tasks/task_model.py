@@ -76,7 +76,7 @@ class TaskModel:
         self.config, self.encoder, self.runtime, self.outputs = config, encoder, encoder.runtime, outputs
         network = encoder.network.requires_grad_(not config.frozen)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
+            torch.default_generator.manual_seed(config.seed)
             self.head = TaskHead(encoder.width, heads_of(encoder.config.model), outputs, config.pool)
             if config.lora_rank is not None:
                 add_low_rank(network, config.lora_rank)

@@ -33,7 +33,7 @@ class UnknownObjective(ObjectiveConfig):
 
 
 def read_objective(value: Any, info: ValidationInfo) -> Any:
-    """Settings of the objective that a mapping names; settings given as an object stay as they are.
+    """Settings of the objective that a mapping names; settings given as an object are checked.
 
     The name chooses among the built-in objectives and `objective` of the validation context. It never causes an import:
     a config or a checkpoint must not choose code to run. `stored` in the context: a checkpoint's settings, which may be
@@ -44,7 +44,7 @@ def read_objective(value: Any, info: ValidationInfo) -> Any:
     if isinstance(value, ObjectiveConfig):
         if value.name in BUILT_IN and type(value) is not BUILT_IN[value.name]:
             raise ValueError(f"name {value.name} is that of a built-in objective; give {type(value).__name__} another")
-        return value
+        return type(value).model_validate(dict(value))
     if not isinstance(value, dict):
         return value
     name = value.get("name", "vjepa2")

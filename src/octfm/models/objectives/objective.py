@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Self
 
 import torch
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,6 +21,8 @@ class ObjectiveConfig(Config):
     docs/guide/plug-ins.md.
     """
 
+    model_config = ConfigDict(revalidate_instances="never")  # read_objective does it, by the class that it is of
+
     name: str
     """Name of the objective in config.yaml and checkpoints."""
     context_loss: float = Field(default=0.5, ge=0, le=1e3)
@@ -36,7 +38,7 @@ class ObjectiveConfig(Config):
     """Share of the run over which the context loss is ramped in."""
 
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "Objective":
-        """The networks at their initial weights, drawn from torch's global generator, seeded before the call."""
+        """The networks at their initial weights, drawn from torch's generator of the CPU, seeded before the call."""
         raise NotImplementedError(f"{type(self).__name__} has no build(model, predictor, grid)")
 
     @property

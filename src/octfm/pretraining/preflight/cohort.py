@@ -6,6 +6,7 @@ from statistics import median
 
 import numpy as np
 
+from octfm.catalog.participants.people import under_one_id
 from octfm.pretraining.preflight.check import Check, fail, passed, warn
 from octfm.store.layout import StoreRow
 from octfm.store.store import Store
@@ -51,7 +52,7 @@ def confidence(store: Store, rows: np.ndarray) -> Check:
 
 def participants(store: Store, rows: np.ndarray) -> Check:
     """Warn if one participant has far more volumes than the others: a test object, or a folder name taken for an id."""
-    name, count = "participants", Counter(store.rows[row].participant for row in rows)
+    name, count = "participants", Counter(under_one_id([store.rows[row].participant for row in rows]))
     (who, most), *others = count.most_common()
     usual = median(n for _, n in others) if others else most
     if others and most >= max(MOST_OF_ONE * len(rows), TIMES_THE_MEDIAN * usual):

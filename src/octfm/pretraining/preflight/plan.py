@@ -7,6 +7,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from octfm.catalog.participants.people import under_one_id
 from octfm.display import duration
 from octfm.errors import StoreError
 from octfm.io.progress import Progress
@@ -172,7 +173,7 @@ def plan(store: Store, device: str | None = None, hours: float = 24.0) -> Plan:
     return Plan(
         store=str(store.path),
         volumes=len(train),
-        participants=len({store.rows[row].participant for row in train}),
+        participants=len(set(under_one_id([store.rows[row].participant for row in train]))),
         validation_volumes=len(validation),
         machine=f"{runtime.hardware()}, {runtime.free_memory_gb():.1f} GB of memory free",
         hours=hours,
