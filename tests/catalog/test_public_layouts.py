@@ -106,10 +106,13 @@ def test_a_folder_whose_name_ends_with_an_exclamation_mark_is_a_folder(tmp_path,
 def test_nor_is_it_a_file_in_a_bucket_and_no_request_finds_that_out(monkeypatch):
     monkeypatch.setattr(bucket, "stat", lambda uri: pytest.fail(f"a request for {uri}"))
     monkeypatch.setattr(bucket, "find", lambda uri: pytest.fail(f"a listing of {uri}"))
-    uris = [f"s3://b/root/S12!/{person}/{person}_OD.png" for person in ("P001", "P002")]
+    uris = [f"s3://clinic/scans/S12!/{person}/{person}_OD.png" for person in ("P001", "P002")]
     for uri in uris:  # as listed
         ranged.remember(uri, bucket.Object(1, "1"))
-    places = [place_of(uri, BucketPath.of("s3://b/root")) for uri in [*uris, "s3://b/root/S12!/P003/P003_OS.e2e!/1"]]
+    places = [
+        place_of(uri, BucketPath.of("s3://clinic/scans"))
+        for uri in [*uris, "s3://clinic/scans/S12!/P003/P003_OS.e2e!/1"]
+    ]
     found = [Pattern.parse("*/{participant}/*_{eye}").match(place) for place in places]
     assert [match and match.participant for match in found] == ["P001", "P002", "P003"]
 

@@ -10,8 +10,8 @@ from octfm.models.token_map import BACKGROUND, PADDING, TISSUE
 from octfm.pretraining import masks
 from octfm.pretraining.masks import MaskConfig, sample_masks
 from octfm.pretraining.preflight import tokens
+from octfm.pretraining.preflight.block_law import block_sizes, expected_targets, first_rows
 from octfm.pretraining.preflight.data import Sample
-from octfm.pretraining.preflight.tokens import block_sizes, expected_targets, first_rows
 from support.tiny_runs import config
 
 GRID = (6, 16, 12)

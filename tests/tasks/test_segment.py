@@ -97,7 +97,9 @@ def test_surfaces_and_masks_are_found_on_unseen_participants(run, store, tmp_pat
 
 
 def test_the_statistics_of_tokens_keep_no_graph_of_an_encoder_that_learns(run, store, monkeypatch):
+    random = torch.get_rng_state()
     segmenter = Segmenter(settings(run, store, lr_encoder=1e-3), load_encoder(run))
+    assert torch.equal(random, torch.get_rng_state()), "the caller's random numbers go on as they were"
     with_graph, grid = [], segmenter.grid
 
     def watched(voxels):

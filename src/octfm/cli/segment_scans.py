@@ -141,8 +141,9 @@ class Scans:
         truth: Sequence[Sample],
     ) -> None:
         stems = stems_of(_name(source) for source in sources)
-        for name, stem in stems.items() if self.out is not None else ():
-            _expect_short(f"{stem}_heights_rows.nii.gz", name)
+        if self.out is not None:
+            for name, stem in stems.items():
+                _expect_short(f"{stem}_heights_rows.nii.gz", name)
         failed, used = 0, 0
         find = functools.partial(segment_scan, axial_length_mm=self.axial_length_mm, device=self.device)
         if self.apply is not None:

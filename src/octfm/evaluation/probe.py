@@ -404,13 +404,13 @@ def probe_together(
             )
         encoders.append(replace(read_embeddings(path), name=name))
     seen = [seen_by(run) for run in runs.values()]
-    settings = _settings(runs)
+    settings = _shared_settings(runs)
     options: dict[str, Any] = {"targets": targets, "allow_seen": allow_seen, "resamples": resamples, **settings}
     options["orders"] = {**settings.get("orders", {}), **(orders or {})}
     return probe(encoders, labels, seen=lambda p: any(is_seen(p) for is_seen in seen), **options)
 
 
-def _settings(runs: Mapping[str, Path]) -> dict[str, Any]:
+def _shared_settings(runs: Mapping[str, Path]) -> dict[str, Any]:
     """The settings that all of the runs' own probes have in common."""
     own = [read_result(run / "probe.json")["settings"] for run in runs.values() if (run / "probe.json").is_file()]
     # Folds only where they are used: other designs store None or a default.

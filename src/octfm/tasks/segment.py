@@ -229,7 +229,9 @@ def load_segmenter(out: str | Location, device: str | torch.device | None = None
     return segmenter
 
 
-def open_encoder(config: SegmentConfig, device: str | torch.device | None = None, *, random_init=False) -> Encoder:
+def open_encoder(
+    config: SegmentConfig, device: str | torch.device | None = None, *, random_init: bool = False
+) -> Encoder:
     """The encoder and the precision that the settings name."""
     if config.encoder is None:
         raise ConfigError("encoder: name a pretraining run or checkpoint, encoder=runs/a")

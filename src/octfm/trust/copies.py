@@ -10,7 +10,6 @@ import numpy as np
 from octfm.store.layout import StoreRow
 from octfm.store.store import Store
 from octfm.trust.neighbours import nearest_scans
-from octfm.trust.same_eye import by_person
 from octfm.trust.study import Study
 
 SUSPECTS = 3
@@ -27,7 +26,7 @@ SHIFT = (4, 4)
 
 def copies(study: Study, store: Store) -> dict[str, Any]:
     """Find pairs with the same voxels or speckle that cross the split or belong to two participants."""
-    study = by_person(study)
+    study = study.by_person()
     data = study.data
     row_of = {row.acquisition: row for row in store.rows}
     rows = [row_of[name] for name in data.acquisition.tolist()]

@@ -1,7 +1,7 @@
 """The same eye on several scanners: agreement of the probe's outputs, and retrieval of the eye by its vectors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -10,7 +10,6 @@ import numpy as np
 from octfm.encoder.embeddings import Embeddings
 from octfm.evaluation import agreement
 from octfm.evaluation.arms import COVARIATES
-from octfm.evaluation.cases import people
 from octfm.evaluation.readouts import standardised
 from octfm.evaluation.scoring import Predictions
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap, Metric
@@ -47,7 +46,7 @@ class Readings:
 
 def same_eye(study: Study) -> dict[str, Any]:
     """ICC and Bland-Altman limits of the probe's output for every target, and retrieval of the same eye by vectors."""
-    study = by_person(study)
+    study = study.by_person()
     agreements, pairs, comparisons, skipped = [], [], [], []
     for task in study.tasks:
         quantity = QUANTITY.get(task.cases.kind)
@@ -90,14 +89,6 @@ def same_eye(study: Study) -> dict[str, Any]:
         "skipped": skipped,
         "sentence": None if agreements or retrieval else "No tested eye was seen by several scanners.",
     }
-
-
-def by_person(study: Study) -> Study:
-    """The study with one id for each person and each eye: scanners may spell an id differently."""
-    data = study.data
-    person = people(data.participant)
-    eye = np.array([f"{who}_{side}" for who, side in zip(person, data.laterality, strict=True)], dtype=str)
-    return replace(study, encoders=(replace(data, participant=person, eye_id=eye), *study.encoders[1:]))
 
 
 def _readings(study: Study, task: Task, predictions: Predictions) -> Readings:

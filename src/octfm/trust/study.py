@@ -1,7 +1,7 @@
 """The common data of all analyses of a trust report: encoders on identical rows, targets, training and test rows."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -75,6 +75,12 @@ class Study:
     def scanners(self) -> list[str]:
         """Scanners with test acquisitions."""
         return sorted(set(self.data.scanner[self.tested].tolist()))
+
+    def by_person(self) -> "Study":
+        """The study with one id for each person and each eye: scanners may spell an id differently."""
+        person = people(self.data.participant)
+        eye = np.array([f"{who}_{side}" for who, side in zip(person, self.data.laterality, strict=True)], dtype=str)
+        return replace(self, encoders=(replace(self.data, participant=person, eye_id=eye), *self.encoders[1:]))
 
     def images(self) -> list[Embeddings]:
         """The encoders that use voxels, without the joint arm, whose distances have no meaning."""
