@@ -126,6 +126,7 @@ def test_native_bscans_are_neither_registered_nor_averaged_with_another():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_a_killed_comparison_goes_on_and_gives_every_arm_the_same_compute(tmp_path):
     """The whole benchmark at a size of seconds, stopped in the middle of an arm."""
     command = [
