@@ -49,6 +49,19 @@ class LabelTable:
             raise EvaluationError(f"{self.path}: no column {column}; label columns: {', '.join(self.columns)}")
         if self.acquisition_column is not None:
             return self._by_acquisition(column, list(acquisitions))
+        keyed = self.by_eye(column)
+        wanted = [
+            (clean_id(participant), laterality if self.laterality_column else None)
+            for _, participant, laterality in acquisitions
+        ]
+        self._expect_a_match([p for p, _ in wanted], {p for p, _ in keyed}, self.participant_column or "")
+        return [keyed.get(key) for key in wanted]
+
+    def by_eye(self, column: str) -> dict[tuple[str, str | None], str | None]:
+        """(Participant, eye) → label; the eye is None where it is not known, and in a table without a column of eyes.
+
+        Raises EvaluationError if rows of one eye contradict each other.
+        """
         keyed: dict[tuple[str, str | None], str | None] = {}
         people = [clean_id(row[self.participant_column or ""]) for row in self.rows]
         if remark := next(filter(None, map(rounded, people)), ""):
@@ -67,12 +80,7 @@ class LabelTable:
                         f"{' '.join(filter(None, key))}, an earlier line says {keyed[key] or 'nothing'}; "
                         f"{self._one_row_each(row)}"
                     )
-        wanted = [
-            (clean_id(participant), laterality if self.laterality_column else None)
-            for _, participant, laterality in acquisitions
-        ]
-        self._expect_a_match([p for p, _ in wanted], {p for p, _ in keyed}, self.participant_column or "")
-        return [keyed.get(key) for key in wanted]
+        return keyed
 
     def _one_row_each(self, row: Mapping[str, str]) -> str:
         """What to do about rows of one id that contradict each other."""
@@ -97,14 +105,7 @@ class LabelTable:
         return points
 
     def _by_acquisition(self, column: str, acquisitions: list[tuple[str, str, str | None]]) -> list[str | None]:
-        keyed: dict[str, tuple[str | None, str | None]] = {}
-        for row, value in zip(self.rows, self._cells(column), strict=True):
-            uid = row[self.acquisition_column or ""].strip()
-            participant = clean_id(row[self.participant_column]) if self.participant_column else None
-            if uid and keyed.setdefault(uid, (value, participant)) != (value, participant):
-                raise EvaluationError(
-                    f"{self.path}: line {row.line}: {column} of {uid} contradicts an earlier line; keep one row per UID"
-                )
+        keyed = self.by_uid(column)
         self._expect_a_match([a for a, _, _ in acquisitions], set(keyed), self.acquisition_column or "")
         values: list[str | None] = []
         for acquisition, participant, _ in acquisitions:
@@ -116,6 +117,21 @@ class LabelTable:
                 )
             values.append(value)
         return values
+
+    def by_uid(self, column: str) -> dict[str, tuple[str | None, str | None]]:
+        """SOP Instance UID → label and participant, None where the table has none.
+
+        Raises EvaluationError if rows of one UID contradict each other.
+        """
+        keyed: dict[str, tuple[str | None, str | None]] = {}
+        for row, value in zip(self.rows, self._cells(column), strict=True):
+            uid = row[self.acquisition_column or ""].strip()
+            participant = clean_id(row[self.participant_column]) if self.participant_column else None
+            if uid and keyed.setdefault(uid, (value, participant)) != (value, participant):
+                raise EvaluationError(
+                    f"{self.path}: line {row.line}: {column} of {uid} contradicts an earlier line; keep one row per UID"
+                )
+        return keyed
 
     def _eyes(self, row: Row) -> tuple[str | None, ...]:
         """The eyes that a row is about, None for one that is not known; of OU both, and those that are not known."""

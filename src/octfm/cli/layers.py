@@ -69,7 +69,7 @@ def segment(
         ),
     ] = False,
     layouts: opt.LayoutsBelow = "any",
-    axial_length: opt.AxialLength = None,
+    axial_length: opt.AxialLengths = None,
     sample: Annotated[
         bool,
         opt.flag("Segment synthetic scans (healthy, drusen, dme; default: all), to try it without data.", "--sample"),
@@ -100,6 +100,7 @@ def segment(
     Examples:
     octfm segment scan.e2e
     octfm segment my_scans/ --out eyes.csv --workers 8
+    octfm segment my_scans/ --out eyes.csv --axial-length biometry.csv
     octfm segment scan.e2e --apply-corrections corrections-1f2e3d4c.json
     octfm segment my_bscans/ --layouts line --out bscans.csv
     octfm segment encoder=runs/vit_s --store prepared truth=clinic/ground_truth --steps 400 --out runs/segment
@@ -128,7 +129,7 @@ def segment(
         calibrate=calibrate,
         corrections=apply_corrections,
         only_corrected=only_corrected,
-        axial_length_mm=axial_length,
+        axial_length=axial_length,
         workers=workers,
     )
     if sample:
@@ -136,8 +137,6 @@ def segment(
         opt.refuse(context, others, "--sample segments synthetic scans")
         scans.segment_samples(words)
         return
-    if axial_length is not None and is_table(out):
-        raise ConfigError("--axial-length: belongs to one eye; give its scan, without a table")
     if not words and not has_settings:
         raise ConfigError(
             "segment: nothing to segment; give scans (octfm segment scan.e2e), or octfm segment --sample without data"
@@ -153,8 +152,11 @@ def segment(
             others = (*training_only, *packaged_only, "layouts")
             opt.refuse(context, others, "--apply: segments raster scans with a finished training")
         volumes = opt.volumes_in(words, limits, layouts if apply is None else "raster")
-        if axial_length is not None and len(volumes) > 1:
-            raise ConfigError(f"--axial-length: belongs to one eye; give one scan instead of {len(volumes)}")
+        if isinstance(axial_length, float) and (is_table(out) or len(volumes) > 1):
+            raise ConfigError(
+                f"--axial-length {axial_length:g}: belongs to one eye; give its scan without a table, or a CSV with "
+                "the axial length of each"
+            )
         scans.segment([*volumes], eyes=volumes)
         return
     opt.refuse(context, (*files_only, *packaged_only), "segment: trains on a store")

@@ -215,13 +215,36 @@ Workers = Annotated[int | None, option("N", "Parallel processes; default: one pe
 Device = Annotated[
     str | None, option("DEVICE", "auto, cpu, cuda, mps or (pretrain) xla; default: cuda if available, else cpu.")
 ]
+_LENGTHS = {"min": 14, "max": 40}
+"""octfm.layers.corrections.AXIAL_LENGTH_MM, which a command line need not import."""
 AxialLength = Annotated[
     float | None,
     option(
         "MM",
         "Axial length of this eye: rescales lateral millimetres, otherwise the instrument's nominal ones.",
-        min=14,  # octfm.layers.corrections.AXIAL_LENGTH_MM, which a command line need not import
-        max=40,
+        **_LENGTHS,
+    ),
+]
+
+
+def _length_or_table(text: Any) -> Any:
+    """A length in mm, or the path of a table."""
+    try:
+        length = float(text)
+    except ValueError:
+        return local_path(text)
+    if not _LENGTHS["min"] <= length <= _LENGTHS["max"]:
+        raise typer.BadParameter(f"{text} is not in the range {_LENGTHS['min']} to {_LENGTHS['max']}.")
+    return length
+
+
+AxialLengths = Annotated[
+    Any,
+    option(
+        "MM|TABLE",
+        "Axial length of this eye, or of many: a CSV with axial_length_mm and source, or participant_id and "
+        "laterality. Rescales lateral millimetres, otherwise the instrument's nominal ones.",
+        parser=_length_or_table,
     ),
 ]
 ParticipantFrom = Annotated[

@@ -18,6 +18,7 @@ from octfm.io.heap import keep_freed_memory
 from octfm.io.isolation import Limits
 from octfm.io.location import Location
 from octfm.io.progress import Progress
+from octfm.layers.axial_lengths import AxialLengths, read_axial_lengths
 from octfm.layers.calibrate import calibrate_rows, expect_enough
 from octfm.layers.corrections import Corrections, find_corrections
 from octfm.layers.sample import Sample, samples
@@ -51,7 +52,8 @@ class Scans:
     calibrate: Path | None = None
     corrections: Path | None = None
     only_corrected: bool = False
-    axial_length_mm: float | None = None
+    axial_length: float | Path | None = None
+    """In mm of the one eye, or a table of many."""
     workers: int = 0
     """Child processes that segment scans for a table; see `write_table`."""
 
@@ -89,10 +91,11 @@ class Scans:
             named = {*map(_name, sources), *(row["source"] for row in before)}
             expect_enough(self.calibrate, named)  # before hours of work
         by_hand = find_corrections(self.corrections) if self.corrections is not None else {}
+        lengths = read_axial_lengths(self.axial_length) if isinstance(self.axial_length, Path) else None
         if self.table is not None:
-            self._into_table(self.table, sources, by_hand, eyes)
+            self._into_table(self.table, sources, by_hand, eyes, lengths)
         else:
-            self._one_by_one(sources, by_hand, eyes or {}, truth)
+            self._one_by_one(sources, by_hand, eyes or {}, lengths, truth)
 
     def _into_table(
         self,
@@ -100,6 +103,7 @@ class Scans:
         sources: Sequence[str | Volume],
         by_hand: dict[str, Corrections],
         eyes: Mapping[str, Laterality | None] | None,
+        lengths: AxialLengths | None,
     ) -> None:
         sheet = ContactSheet(table)
         _expect_short(sheet.page.name, f"--out {table}")
@@ -115,21 +119,27 @@ class Scans:
                 corrections=by_hand,
                 only_corrected=self.only_corrected,
                 eyes=eyes,
+                axial_lengths=lengths,
                 also=sheet.add,
                 workers=self.workers,
                 progress=progress.over,
                 echo=echo_line,
             )
-        failed = sum(bool(row["problem"]) and row["source"] in sources for row in read_table(table))
+        named = {*map(_name, sources)}
+        rows = [row for row in read_table(table) if row["source"] in named]
+        failed = sum(bool(row["problem"]) for row in rows)
         problems = f"; {failed} could not be read or segmented, see the column problem" if failed else ""
         typer.echo(f"{table}: {added} new of {len(sources)} scans{problems}")
         if self.calibrate is not None:
             with only_writer(table):
-                rows, summary = calibrate_rows(read_table(table), self.calibrate)
-                save_table(rows, table)
+                calibrated, summary = calibrate_rows(read_table(table), self.calibrate)
+                save_table(calibrated, table)
             for line in summary:
                 echo_line(line)
         typer.echo(sheet.write(read_table(table)))
+        if lengths is not None:
+            read = [row for row in rows if not row["problem"]]
+            _report_nominal(lengths, [row["source"] for row in read if not row["axial_length_mm"]], len(read))
         if failed == len(sources):
             raise typer.Exit(1)
 
@@ -138,6 +148,7 @@ class Scans:
         sources: Sequence[str | Volume],
         by_hand: dict[str, Corrections],
         eyes: Mapping[str, Laterality | None],
+        lengths: AxialLengths | None,
         truth: Sequence[Sample],
     ) -> None:
         stems = stems_of(_name(source) for source in sources)
@@ -145,7 +156,13 @@ class Scans:
             for name, stem in stems.items():
                 _expect_short(f"{stem}_heights_rows.nii.gz", name)
         failed, used = 0, 0
-        find = functools.partial(segment_scan, axial_length_mm=self.axial_length_mm, device=self.device)
+        nominal: list[str] = []
+
+        def find(volume: Volume) -> ScanSegmentation:
+            length = self.axial_length if isinstance(self.axial_length, float) else lengths and lengths.of(volume)
+            nominal.extend([] if length else [volume.source])
+            return segment_scan(volume, axial_length_mm=length, device=self.device)
+
         if self.apply is not None:
             find = load_segmenter(self.apply, self.device).segment
         with Progress("segment", len(sources), "scans") as progress:
@@ -177,6 +194,8 @@ class Scans:
             raise CorrectionsError(
                 f"{self.corrections}: corrections of none of these scans; give the scan that was corrected"
             )
+        if lengths is not None:
+            _report_nominal(lengths, nominal, len(sources) - failed)
         if failed:
             typer.echo(f"{failed} of {len(sources)} scans could not be read or written", err=True)
             raise typer.Exit(1)
@@ -189,6 +208,17 @@ class Scans:
 
 def _name(source: str | Volume) -> str:
     return source.source if isinstance(source, Volume) else source
+
+
+def _report_nominal(lengths: AxialLengths, nominal: Sequence[str], scans: int) -> None:
+    """Name scans without an axial length; raises ConfigError if all are."""
+    if scans and len(nominal) == scans:
+        raise ConfigError(
+            f"{lengths.path}: names none of these scans ({lengths.example} there, {nominal[0]} here), "
+            "so all millimetres are nominal; name scans as in the column source, or people as the scans do"
+        )
+    if nominal:
+        echo_line(f"{lengths.path}: no axial length for {len(nominal)} of {scans} scans, such as {nominal[0]}")
 
 
 def _expect_short(result: str, source: str) -> None:

@@ -24,6 +24,7 @@ from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, Location, is_remote, lock, write_whole
 from octfm.io.spread import spread
 from octfm.io.versions import GONE, versions
+from octfm.layers.axial_lengths import AxialLengths, read_axial_lengths
 from octfm.layers.corrections import Corrections
 from octfm.layers.finder import LayerFinder, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
@@ -83,7 +84,7 @@ def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> d
             "doubtful_ascans": f"{found.doubtful.mean():.3f}",
             "model": found.model,
             "note": NOTE,
-            "axial_length_mm": "" if found.axial_length_mm is None else f"{found.axial_length_mm:g}",
+            "axial_length_mm": cell_of(found.axial_length_mm),
         }
     )
     if found.corrections is not None:
@@ -104,6 +105,11 @@ def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> d
     return row | zone_cells(found, grid) | range_cells(found, grid) | device_cells(device, found, grid)
 
 
+def cell_of(axial_length_mm: float | None) -> str:
+    """The cell `axial_length_mm`; empty where millimetres are nominal."""
+    return "" if axial_length_mm is None else f"{axial_length_mm:g}"
+
+
 def _row(source: str) -> dict[str, str]:
     return dict.fromkeys(COLUMNS, "") | {"source": source, "octfm": __version__}
 
@@ -118,6 +124,7 @@ def write_table(
     corrections: Mapping[str, Corrections] | None = None,
     only_corrected: bool = False,
     eyes: Mapping[str, Laterality | None] | None = None,
+    axial_lengths: AxialLengths | None = None,
     also: Callable[[str, ScanSegmentation], None] | None = None,
     workers: int = 0,
     progress: Callable[[Iterable[str | Volume]], Iterable[str | Volume]] = iter,
@@ -134,27 +141,36 @@ def write_table(
     corrections: fingerprint of a scan → what somebody has corrected in it; its row is written anew, marked as
     corrected.
     eyes: scan → the eye that its path names; see Volume.with_eye.
+    axial_lengths: rescale lateral millimetres; then every scan is read, and segmented again where its row goes by
+    another length. Scans that the table does not name keep nominal millimetres.
     workers: child processes of one thread each that read and segment files with the packaged network, 0 for this
     process alone. Volumes, and everything where there are `corrections`, are segmented in this process.
     progress: wraps the loop over the sources.
     only_corrected: read every scan, but segment and add only those with corrections; `echo` gets the problem of a file
     that cannot be read, which gets no row. Returns the number of new or changed rows. Raises EvaluationError if `out`
-    is something else than such a table, has rows of another network or, with `only_corrected`, of scans that nobody has
-    corrected, or is being written by another process, and CorrectionsError if `corrections` do not fit a scan, or fit
-    none of them.
+    is something else than such a table, has rows of another network, of axial lengths that are not given now or, with
+    `only_corrected`, of scans that nobody has corrected, or is being written by another process, and CorrectionsError
+    if `corrections` do not fit a scan, or fit none of them.
     """
     finder, corrections, eyes = finder or load_finder(device=device), corrections or {}, eyes or {}
     done: set[str] = set()
     used: set[str] = set()
     with only_writer(out), closing(_Table(out)) as table:
-        table.expect(finder.model, only_corrected)
+        table.expect(finder.model, only_corrected, axial_lengths is not None)
         new: list[str] = []
         if workers and not (corrections or only_corrected):
             # Where somebody corrected a row, the scan is not segmented, and its picture stays.
             files = [s for s in dict.fromkeys(sources) if isinstance(s, str) and not table.row(s)["corrected_bscans"]]
             new = [s for s in files if not table.knows(s, state_of(s))]
         from_children = _rows_of(
-            new, eyes, device, also, limits or Limits(), workers, table.corrected_and_gone() if new else ()
+            new,
+            eyes,
+            axial_lengths,
+            device,
+            also,
+            limits or Limits(),
+            workers,
+            table.corrected_and_gone() if new else (),
         )
         waiting = set(new)
         for given in progress(sources):
@@ -169,19 +185,21 @@ def write_table(
                 continue
             state = "" if isinstance(given, Volume) else state_of(source)
             known = table.knows(source, state)
-            if known and not corrections:
+            if known and not corrections and axial_lengths is None:
                 continue
             try:
                 volume = given
                 if not isinstance(volume, Volume):
                     volume = read_volume(volume, raster_only=False, limits=limits).with_eye(eyes.get(source))
                 by_hand = corrections.get(fingerprint(volume.voxels)) if corrections else None
-                if by_hand is None and (known or only_corrected):
+                length = axial_lengths.of(volume) if axial_lengths else None
+                as_before = known and (axial_lengths is None or table.row(source)["axial_length_mm"] == cell_of(length))
+                if by_hand is None and (as_before or only_corrected):
                     continue
                 if table.keeps(_facts(volume, state), source, echo, despite=by_hand):
                     done.add(source)
                     continue
-                found = segment(volume, finder=finder)
+                found = segment(volume, axial_length_mm=length, finder=finder)
                 if by_hand is not None:
                     used.add(by_hand.source)
                     found = found.corrected(by_hand)
@@ -209,6 +227,7 @@ def write_table(
 def _rows_of(
     sources: Sequence[str],
     eyes: Mapping[str, Laterality | None],
+    axial_lengths: AxialLengths | None,
     device: str | None,
     also: Callable[[str, ScanSegmentation], None] | None,
     limits: Limits,
@@ -216,7 +235,8 @@ def _rows_of(
     by_hand: Collection[tuple[str, ...]],
 ) -> Iterator[dict[str, str]]:
     """The rows of these files, in their order, made in child processes. `by_hand`: see `corrected_and_gone`."""
-    makes = functools.partial(_row_in_child, device=device, also=also, by_hand=by_hand)
+    lengths = axial_lengths.path if axial_lengths else None  # not the lengths: they would be sent with every scan
+    makes = functools.partial(_row_in_child, lengths=lengths, device=device, also=also, by_hand=by_hand)
     within = replace(limits, memory=limits.memory + CHILD_MEMORY)
     items: list[tuple[str, Laterality | None]] = [(source, eyes.get(source)) for source in sources]
     return spread(makes, items, _lost, workers=workers, limits=within, deadline=_deadline, chunk=1)
@@ -224,6 +244,7 @@ def _rows_of(
 
 def _row_in_child(
     item: tuple[str, Laterality | None],
+    lengths: Path | None,
     device: str | None,
     also: Callable[[str, ScanSegmentation], None] | None,
     by_hand: Collection[tuple[str, ...]],
@@ -231,7 +252,9 @@ def _row_in_child(
     source, eye = item
     state = state_of(source)
     try:
-        found = segment(read_volume(source, raster_only=False).with_eye(eye), finder=load_finder(device=device))
+        volume = read_volume(source, raster_only=False).with_eye(eye)
+        length = _read_once(lengths, state_of(str(lengths))).of(volume) if lengths else None
+        found = segment(volume, axial_length_mm=length, finder=load_finder(device=device))
         row = row_of(found, device_grid_of(source)) | {"source": source, "file_state": state}
     except BucketError:
         raise
@@ -240,6 +263,12 @@ def _row_in_child(
     if also and _scan_of(row) not in by_hand:
         also(source, found)
     return row
+
+
+@functools.lru_cache(maxsize=1)
+def _read_once(lengths: Path, state: str) -> AxialLengths:
+    """`state`: that of the file, which may change between two tables of one process."""
+    return read_axial_lengths(lengths)
 
 
 def _lost(item: tuple[str, Laterality | None], what: Lost) -> dict[str, str]:
@@ -296,8 +325,9 @@ class _Table:
         for i, row in enumerate(self.rows):
             self._same_scan[_scan_of(row)].append(i)
 
-    def expect(self, model: str, only_corrected: bool) -> None:
-        """Raises EvaluationError for rows of another network, or of scans that nobody has corrected."""
+    def expect(self, model: str, only_corrected: bool, by_lengths: bool) -> None:
+        """Raises EvaluationError for rows of another network, of scans that nobody has corrected, and by axial lengths
+        that are not given now."""
         if others := {row["model"] for row in self.rows} - {"", model}:
             raise EvaluationError(
                 f"{self.out}: has rows of another network ({', '.join(sorted(others))}; this is {model}), whose "
@@ -305,6 +335,12 @@ class _Table:
             )
         if only_corrected and any(not row["problem"] and not row["corrected_bscans"] for row in self.rows):
             raise EvaluationError(f"{self.out}: has rows of scans that nobody has corrected; choose another --out")
+        # A row of corrections may go by the length of their page.
+        if not by_lengths and any(row["axial_length_mm"] and not row["corrected_bscans"] for row in self.rows):
+            raise EvaluationError(
+                f"{self.out}: has rows by axial lengths, which nominal millimetres must not be mixed with; give "
+                "--axial-length with their table again, or another --out"
+            )
 
     def knows(self, source: str, state: str) -> bool:
         """Whether the table was read with a row of this source, whose file has not changed since."""
