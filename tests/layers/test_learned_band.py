@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import octfm
 from octfm.catalog.scan import scan
@@ -18,13 +20,13 @@ from octfm.encoder.encoder import load_encoder
 from octfm.encoder.export import export
 from octfm.errors import CheckpointError, ConfigError, StoreError
 from octfm.io.isolation import Limits, Lost, each
-from octfm.layers.band import LearnedBand, band_finder, with_network
+from octfm.layers.band import Found, LearnedBand, band_finder, retina as retina_in, with_network
 from octfm.phantom import phantom_volume
 from octfm.run import checkpoint
 from octfm.store.layout import read_header
 from octfm.store.prepare import with_finder
 from octfm.volume.preprocessing import Preprocessing
-from octfm.volume.tissue import MARGIN_MM, find_tissue
+from octfm.volume.tissue import MARGIN_MM, Tissue, find_tissue
 from octfm.volume.volume import Volume
 from octfm.weights.packaged import find_packaged
 from support import FIXTURES
@@ -94,6 +96,44 @@ def test_the_learned_band_holds_the_retina_and_is_tight(retina):
     assert (found.ilm - margin < ilm).mean() > 0.99 and (found.bm + margin > bm).mean() > 0.99
     thick = {name: (t.bm - t.ilm).mean() for name, t in (("classic", classic), ("learned", found))}
     assert abs(thick["learned"] - (bm - ilm).mean()) < 0.02 / volume.spacing_mm[1], thick
+
+
+@pytest.mark.parametrize("dz", [0.03, 0.24])
+@given(seed=st.integers(0, 2**32 - 1), spoilt=st.integers(0, 7))
+def test_the_band_is_the_networks_or_doubted_whatever_it_found(dz, seed, spoilt):
+    """Seven B-scans that the network was given, registered; with many B-scans between them where they lie close."""
+    rng, step, depth, width, height = np.random.default_rng(seed), round(0.24 / dz), 61, 60, 300
+    at = np.arange(step // 2, depth, step)[:7]
+    depth = at[-1] + 1 + rng.integers(0, step)
+    across, along = np.linspace(-1, 1, width), np.arange(depth)[:, None] * dz
+    displacement = rng.normal(0, 6, depth)
+    bm = 200 + rng.uniform(-5, 5) * along + rng.uniform(-20, 20) * across + rng.uniform(0, 20) * across**2
+    truth = np.stack([bm - rng.uniform(30, 100), bm]) + displacement[:, None]
+    rows, error, present = truth[:, at].copy(), np.full((len(at), width), 5.0), np.ones((len(at), width))
+    classic = Tissue(0 * bm, 0 * bm + height, None, displacement, True, {"rpe": 1.0}, True)
+    some = slice(0, 20) if spoilt else slice(0, 0)
+    if spoilt == 1:
+        present[:2] = 0.1
+    elif spoilt == 2:
+        rows[0, :, some] = np.nan
+    elif spoilt == 3:
+        error[:, some] = 1000 * MARGIN_MM + 1
+    elif spoilt == 4:
+        rows[:, :, some] += np.where(np.arange(len(at)) % 2, 60, -60)[:, None]
+    elif spoilt == 5:
+        rows[0, :, some] = rows[1, :, some] - 10
+    elif spoilt == 6:
+        rows[1, :, some] -= 25
+    elif spoilt == 7:
+        rows[0, :, some] = rows[1, :, some] - 500
+    found = retina_in(Found(rows.astype(np.float32), present, error), at, height, (dz, 0.004, 0.05), classic)
+    assert found.confidence.items() >= classic.confidence.items() and found.displacement is displacement
+    if spoilt:
+        assert not found.confident and found.bm is classic.bm and found.ilm is classic.ilm
+    else:
+        inside = slice(at[0], at[-1] + 1)
+        assert found.confident and found.located, found.confidence
+        assert np.allclose(np.stack([found.ilm, found.bm])[:, inside], truth[:, inside], atol=0.7)
 
 
 def test_either_asks_the_network_only_where_the_classic_band_is_unsure(retina, monkeypatch):
