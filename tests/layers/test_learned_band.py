@@ -20,7 +20,8 @@ from octfm.encoder.encoder import load_encoder
 from octfm.encoder.export import export
 from octfm.errors import CheckpointError, ConfigError, StoreError
 from octfm.io.isolation import Limits, Lost, each
-from octfm.layers.band import Found, LearnedBand, band_finder, retina as retina_in, with_network
+from octfm.layers.band import Found, LearnedBand, band_finder, with_network
+from octfm.layers.band import retina as retina_in
 from octfm.phantom import phantom_volume
 from octfm.run import checkpoint
 from octfm.store.layout import read_header
@@ -134,6 +135,20 @@ def test_the_band_is_the_networks_or_doubted_whatever_it_found(dz, seed, spoilt)
         inside = slice(at[0], at[-1] + 1)
         assert found.confident and found.located, found.confidence
         assert np.allclose(np.stack([found.ilm, found.bm])[:, inside], truth[:, inside], atol=0.7)
+
+
+@pytest.mark.parametrize(("dz", "slope", "trusted"), [(0.03, 0.2, True), (0.03, 0.3, False), (0.3, 0.4, True)])
+def test_a_retina_that_drifts_is_trusted_where_every_bscan_was_asked_or_it_drifts_little(dz, slope, trusted):
+    """Between two B-scans that the network was given, others may lie deeper than a line that joins both."""
+    step, width, height = round(0.24 / dz), 60, 300
+    at = np.arange(0, 6 * step + 1, step) if step > 1 else np.arange(7)
+    ways = np.array([1, -1, -1, 1, 1, -1]) if dz > 0.24 else np.ones(at[-1])
+    drift = np.concatenate([[0], np.cumsum(slope * dz / 0.004 * ways)])[:, None] * np.ones(width)
+    rows = np.stack([60 + drift, 130 + drift])[:, at].astype(np.float32)
+    classic = Tissue(0 * drift, 0 * drift, None, np.zeros(len(drift)), True, {}, True)
+    sure = Found(rows, np.ones((len(at), width)), np.full((len(at), width), 5.0))
+    found = retina_in(sure, at, height, (dz, 0.004, 0.05), classic)
+    assert found.confident == trusted, found.confidence
 
 
 def test_either_asks_the_network_only_where_the_classic_band_is_unsure(retina, monkeypatch):
