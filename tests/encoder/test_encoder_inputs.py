@@ -123,7 +123,7 @@ def test_volumes_that_were_prepared_otherwise_are_refused(encoder, tmp_path):
 
 @pytest.mark.parametrize("scans", [np.zeros((8, 64, 32)), 7, None, {"a": 1}, [np.zeros(3)], b"scan.dcm"])
 def test_what_is_no_scan_is_named(encoder, scans):
-    with pytest.raises(TypeError, match=r"embed: expected a path, a Volume.*got \w+"):
+    with pytest.raises(TypeError, match=r"expected a path, a Volume.*got \w+"):
         encoder.embed(scans)
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -215,7 +216,14 @@ def test_a_fine_tuned_model_answers_as_it_did_when_it_was_tested(run, store, lab
     assert np.array_equal(load_encoder(out).embed(volume), load_encoder(run).embed(volume)) == (
         changes.get("lr_encoder") == 0
     )
-    predicted = load_tuned(written).predict(volume)
+    model = load_tuned(written)
+    predicted = model.predict(volume)
+    assert model.predict([volume, store[rows[0]]]) == [predicted, *model.predict(store[rows[:1]])]
+    file = tmp_path / "scan.npz"
+    np.savez(file, volume=volume.voxels, spacing_mm=volume.spacing_mm)
+    assert model.predict(file) == model.predict(octfm.read_volume(file))
+    single = replace(volume, voxels=volume.voxels[:1])
+    assert model.predict(single) != predicted
     if changes.get("target") == "age":
         assert set(predicted) == {"age"} and 30 < predicted["age"] < 100
     else:

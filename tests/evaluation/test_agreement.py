@@ -1,8 +1,12 @@
 """ICC and limits of agreement are those of the papers, under case weights too, and their bootstrap covers what it
 says."""
 
+from functools import partial
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from octfm.errors import EvaluationError
 from octfm.evaluation import agreement
@@ -71,6 +75,18 @@ def test_intervals_of_bias_and_limits_move_with_the_unit_and_the_origin():
     assert agreement.limits(apart, person, None)["bias"]["low"] is None
 
 
+def test_a_difference_or_a_slope_downwards_is_as_certain_as_one_upwards():
+    rng, person = np.random.default_rng(2), np.repeat(np.arange(20), 2)
+    level, boot = rng.normal(size=40), lambda m: bootstrap(m, person, resamples=200)
+    apart = 0.5 * level + rng.normal(0.5, 0.4, 40)
+    for found in (
+        lambda side: agreement.limits(side * apart, person, boot)["bias"],
+        lambda side: agreement.slope(side * apart, level, person, boot),
+    ):
+        up, down = found(1), found(-1)
+        assert up["low"] > 0 > down["high"] and up["p"] == down["p"] < 0.05
+
+
 def test_the_spread_of_one_subject_is_not_known():
     assert np.isnan(agreement.spread(np.array([1.0, 2.0, 4.0]), None, np.zeros(3))[0])
 
@@ -99,6 +115,29 @@ def test_a_subject_that_counts_twice_is_two_subjects():
     assert agreement.spread(apart, weights[None].astype(float))[0] == pytest.approx(
         np.std(np.repeat(apart, weights), ddof=1)
     )
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.lists(st.integers(0, 3), min_size=4, max_size=9).filter(lambda n: sum(map(bool, n)) > 2),
+)
+def test_a_bias_a_limit_and_a_slope_of_a_resample_are_those_of_its_subjects_written_out(seed, times):
+    """With their standard errors, from which the intervals come. A resample need not have the mean of the cohort."""
+    rng = np.random.default_rng(seed)
+    subject = np.repeat(np.arange(len(times)), rng.integers(1, 4, len(times)))
+    apart, level = 5 + 3 * rng.normal(size=(2, len(subject)))
+    weights = np.array(times, float)[subject][None]
+    drawn = [np.flatnonzero(subject == who) for who, n in enumerate(times) for _ in range(n)]
+    rows, copy = np.concatenate(drawn), np.repeat(np.arange(len(drawn)), [len(own) for own in drawn])
+    each = [partial(agreement._limit_and_error, apart), partial(agreement._limit_and_error, apart[rows])]
+    for side in (-1, 0, 1):
+        found, expected = each[0](subject, side, weights), each[1](copy, side, np.ones((1, len(rows))))
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    found = agreement._slope_and_error(apart, level, subject, weights)
+    np.testing.assert_allclose(
+        found, agreement._slope_and_error(apart[rows], level[rows], copy, np.ones((1, len(rows)))), rtol=1e-6
+    )
+    assert found[0][0] == pytest.approx(np.polyfit(level[rows], apart[rows], 1)[0])
 
 
 def test_incomplete_one_way_icc_equals_the_complete_one_without_gaps():

@@ -681,6 +681,11 @@ def test_grades_are_scored_in_their_order(tmp_path):
     assert row(result, "stage", "kappa")["classes"] == ["0", "1", "2", "12"]
     unordered = probe(files, table, design="k-fold", resamples=100, targets=["severity"])
     assert "kappa" not in {r["metric"] for r in unordered["results"]}
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.read_csv(table, sep="\t", dtype=str, keep_default_na=False)
+    frame["severity"] = pandas.Categorical(frame["severity"], reversed(GRADES), ordered=True)
+    stated = probe(files, frame, design="k-fold", resamples=100, targets=["severity"])
+    assert row(stated, "severity", "kappa") == kappa and stated["settings"]["orders"] == result["settings"]["orders"]
     with pytest.raises(EvaluationError, match="severe is not among the grades"):
         probe(files, table, targets=["severity"], orders={"severity": GRADES[:3]})
 

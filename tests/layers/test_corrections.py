@@ -650,6 +650,27 @@ def test_any_edit_is_read_or_refused_in_one_line(tmp_path, path, value):
         assert all(rows.shape == (3, 120) for rows in corrected.surfaces.values())
 
 
+@given(seed=st.integers(0, 2**32 - 1), parts=st.integers(2, 30))
+def test_areas_come_back_voxel_for_voxel_and_none_may_overlap(tmp_path, seed, parts):
+    """In any order, as run lengths of neighbouring areas of four kinds."""
+    rng, found = np.random.default_rng(seed), found_in(3)
+    height, width = found.volume.shape[1:]
+    ends = np.unique([0, *rng.integers(0, height * width, parts), height * width])
+    kinds, labels = rng.integers(0, 1 + len(MASKS), len(ends) - 1), np.zeros(height * width, np.uint8)
+    runs = {name: list[int]() for name in MASKS}
+    for i in rng.permutation(len(kinds)):
+        labels[ends[i] : ends[i + 1]] = kinds[i]
+        if kinds[i]:
+            runs[MASKS[kinds[i] - 1]] += [int(ends[i]), int(ends[i + 1] - ends[i])]
+    file = written(stated(found, areas={1: runs}), tmp_path / "areas.json")
+    corrected = read_corrections(file)
+    assert np.array_equal(corrected.labels(1), labels.reshape(height, width)) and corrected.touched == {1}
+    if taken := np.flatnonzero(labels).tolist():
+        runs[MASKS[seed % len(MASKS)]] += [taken[seed % len(taken)], 1]
+        with pytest.raises(CorrectionsError, match="runs within the B-scan that do not overlap"):
+            read_corrections(written(stated(found, areas={1: runs}), file))
+
+
 def test_corrections_of_another_scan_or_network_are_refused(tmp_path):
     found = found_in()
     own = read_corrections(
@@ -660,6 +681,9 @@ def test_corrections_of_another_scan_or_network_are_refused(tmp_path):
         other.corrected(own)
     with pytest.raises(CorrectionsError, match="corrects lines of 'test 000000000000', this is newer"):
         replace(found, model="newer").corrected(own)
+    with pytest.raises(CorrectionsError, match=r"shape \(200, 25, 120\), expected the scan's \(25, 200, 120\)"):
+        found.corrected(read_corrections(written(stated(found, shape=[200, 25, 120]), tmp_path / "turned.json")))
+    (tmp_path / "turned.json").unlink()
     across = stated(found, lines={(3, "ilm"): found.surfaces["bm"][3] + 1})
     with pytest.raises(CorrectionsError, match=r"B-scan 3, A-scan 0: nfl_gcl at row .* lies above ilm"):
         found.corrected(read_corrections(written(across, tmp_path / "across.json")))

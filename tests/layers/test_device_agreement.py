@@ -124,10 +124,13 @@ def test_few_participants_are_not_said_to_hold_95_percent_of_scans(tmp_path):
     )
 
 
-def test_scans_without_a_pit_are_counted(tmp_path):
+def test_scans_in_which_a_grid_lies_beside_the_fovea_are_counted(tmp_path):
     rows = rows_of()
     rows[0]["grid_centre"], rows[1]["grid_centre"] = "scan", "pit"
-    assert device_agreement(write(tmp_path / "t.csv", rows))["ours_not_on_fovea"] == 1
+    for row in rows[2:5]:
+        row["device_note"] = "the device's grid lies in the middle of the fundus image, where nobody has moved it"
+    found = device_agreement(write(tmp_path / "t.csv", rows))
+    assert (found["ours_not_on_fovea"], found["not_on_fovea"]) == (1, 3)
 
 
 def test_two_eyes_of_a_participant_do_not_count_as_two_participants(tmp_path):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import octfm
 from octfm.catalog.scan import scan
@@ -18,13 +20,14 @@ from octfm.encoder.encoder import load_encoder
 from octfm.encoder.export import export
 from octfm.errors import CheckpointError, ConfigError, StoreError
 from octfm.io.isolation import Limits, Lost, each
-from octfm.layers.band import LearnedBand, band_finder, with_network
+from octfm.layers.band import Found, LearnedBand, band_finder, with_network
+from octfm.layers.band import retina as retina_in
 from octfm.phantom import phantom_volume
 from octfm.run import checkpoint
 from octfm.store.layout import read_header
 from octfm.store.prepare import with_finder
 from octfm.volume.preprocessing import Preprocessing
-from octfm.volume.tissue import MARGIN_MM, find_tissue
+from octfm.volume.tissue import MARGIN_MM, Tissue, find_tissue
 from octfm.volume.volume import Volume
 from octfm.weights.packaged import find_packaged
 from support import FIXTURES
@@ -94,6 +97,58 @@ def test_the_learned_band_holds_the_retina_and_is_tight(retina):
     assert (found.ilm - margin < ilm).mean() > 0.99 and (found.bm + margin > bm).mean() > 0.99
     thick = {name: (t.bm - t.ilm).mean() for name, t in (("classic", classic), ("learned", found))}
     assert abs(thick["learned"] - (bm - ilm).mean()) < 0.02 / volume.spacing_mm[1], thick
+
+
+@pytest.mark.parametrize("dz", [0.03, 0.24])
+@given(seed=st.integers(0, 2**32 - 1), spoilt=st.integers(0, 7))
+def test_the_band_is_the_networks_or_doubted_whatever_it_found(dz, seed, spoilt):
+    """Seven B-scans that the network was given, registered; with many B-scans between them where they lie close."""
+    rng, step, depth, width, height = np.random.default_rng(seed), round(0.24 / dz), 61, 60, 300
+    at = np.arange(step // 2, depth, step)[:7]
+    depth = at[-1] + 1 + rng.integers(0, step)
+    across, along = np.linspace(-1, 1, width), np.arange(depth)[:, None] * dz
+    displacement = rng.normal(0, 6, depth)
+    bm = 200 + rng.uniform(-5, 5) * along + rng.uniform(-20, 20) * across + rng.uniform(0, 20) * across**2
+    truth = np.stack([bm - rng.uniform(30, 100), bm]) + displacement[:, None]
+    rows, error, present = truth[:, at].copy(), np.full((len(at), width), 5.0), np.ones((len(at), width))
+    classic = Tissue(0 * bm, 0 * bm + height, None, displacement, True, {"rpe": 1.0}, True)
+    some = slice(0, 20) if spoilt else slice(0, 0)
+    if spoilt == 1:
+        present[:2] = 0.1
+    elif spoilt == 2:
+        rows[0, :, some] = np.nan
+    elif spoilt == 3:
+        error[:, some] = 1000 * MARGIN_MM + 1
+    elif spoilt == 4:
+        rows[:, :, some] += np.where(np.arange(len(at)) % 2, 60, -60)[:, None]
+    elif spoilt == 5:
+        rows[0, :, some] = rows[1, :, some] - 10
+    elif spoilt == 6:
+        rows[1, :, some] -= 25
+    elif spoilt == 7:
+        rows[0, :, some] = rows[1, :, some] - 500
+    found = retina_in(Found(rows.astype(np.float32), present, error), at, height, (dz, 0.004, 0.05), classic)
+    assert found.confidence.items() >= classic.confidence.items() and found.displacement is displacement
+    if spoilt:
+        assert not found.confident and found.bm is classic.bm and found.ilm is classic.ilm
+    else:
+        inside = slice(at[0], at[-1] + 1)
+        assert found.confident and found.located, found.confidence
+        assert np.allclose(np.stack([found.ilm, found.bm])[:, inside], truth[:, inside], atol=0.7)
+
+
+@pytest.mark.parametrize(("dz", "slope", "trusted"), [(0.03, 0.2, True), (0.03, 0.3, False), (0.3, 0.4, True)])
+def test_a_retina_that_drifts_is_trusted_where_every_bscan_was_asked_or_it_drifts_little(dz, slope, trusted):
+    """Between two B-scans that the network was given, others may lie deeper than a line that joins both."""
+    step, width, height = round(0.24 / dz), 60, 300
+    at = np.arange(0, 6 * step + 1, step) if step > 1 else np.arange(7)
+    ways = np.array([1, -1, -1, 1, 1, -1]) if dz > 0.24 else np.ones(at[-1])
+    drift = np.concatenate([[0], np.cumsum(slope * dz / 0.004 * ways)])[:, None] * np.ones(width)
+    rows = np.stack([60 + drift, 130 + drift])[:, at].astype(np.float32)
+    classic = Tissue(0 * drift, 0 * drift, None, np.zeros(len(drift)), True, {}, True)
+    sure = Found(rows, np.ones((len(at), width)), np.full((len(at), width), 5.0))
+    found = retina_in(sure, at, height, (dz, 0.004, 0.05), classic)
+    assert found.confident == trusted, found.confidence
 
 
 def test_either_asks_the_network_only_where_the_classic_band_is_unsure(retina, monkeypatch):

@@ -202,6 +202,7 @@ def test_intervals_need_enough_participants_and_corrections(tmp_path):
         (lambda lines: [lines[0], *(",".join([(c := line.split(","))[0], "", *c[2:]]) for line in lines[1:21]), *lines[21:]],
          r"got 40 \(20 scans left out: the table names no participant"),
         (lambda lines: ["PK\x03\x04\0", *lines], "got other bytes; export the table as CSV"),
+        (lambda lines: [], "found no column source but an empty first line"),
     ],
 )  # fmt: skip
 def test_a_wrong_table_of_corrections_is_refused_for_what_is_wrong_in_it(tmp_path, edit, problem):

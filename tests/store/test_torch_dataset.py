@@ -118,6 +118,19 @@ def test_labels_may_be_a_series_or_a_table_of_another_library(store):
         store.as_torch(frame.set_index("participant_id", drop=True).rename_axis(None).months)
 
 
+def test_ordered_categories_are_numbered_in_their_order(store):
+    """By name, advanced would be graded below early."""
+    pandas = pytest.importorskip("pandas")
+    grades = ["early", "middle", "advanced"]
+    frame = pandas.DataFrame({"participant_id": [f"P{n:03d}" for n in range(12)], "stage": [*grades] * 4})
+    kind = pandas.CategoricalDtype([*grades, "blind", "unknown"], ordered=True)
+    assert store.as_torch(frame).classes == ("advanced", "early", "middle")
+    assert store.as_torch(frame.astype({"stage": kind})).classes == ("early", "middle", "advanced")
+    assert store.as_torch(frame.astype({"stage": "category"})).classes == ("advanced", "early", "middle"), "not ordered"
+    numbers = frame.assign(stage=pandas.Categorical([2, 3, 1] * 4, [3, 2, 1], ordered=True))
+    assert store.as_torch(numbers.set_index("participant_id").stage).classes == ("3", "2", "1")
+
+
 @pytest.mark.parametrize(
     "wrong, error, says",
     [

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class LabelTable:
     participant_column: str | None
     laterality_column: str | None
     acquisition_column: str | None
+    orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Grades, lowest first, of columns whose type states them: ordered categories of pandas."""
 
     def join(self, column: str, acquisitions: Iterable[tuple[str, str, str | None]]) -> list[str | None]:
         """The label of each (acquisition, participant, laterality); None if the table has none.
@@ -180,7 +182,9 @@ def read_labels(table: Any) -> LabelTable:
         cells = [[_text(cell) for cell in row] for row in table.itertuples(index=False, name=None)]
         # Numbered as in a CSV file of it.
         rows = [Row(zip(names, row, strict=True), number) for number, row in enumerate(cells, start=2)]
-        return _label_table("DataFrame", names, rows)
+        graded = {n: t.categories for n, t in zip(names, table.dtypes, strict=True) if getattr(t, "ordered", False)}
+        orders = {name: tuple(filter(None, (stated(_text(c)) for c in grades))) for name, grades in graded.items()}
+        return replace(_label_table("DataFrame", names, rows), orders=orders)
     if not isinstance(table, str | PathLike):
         raise EvaluationError(
             f"labels: expected a CSV, a TSV or a DataFrame with a column participant_id, got a {type(table).__name__}"

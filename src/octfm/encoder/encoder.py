@@ -187,23 +187,18 @@ class Encoder:
             return self._stacked([encoder.embed_arrays(scans.read(part)) for part in rows])
         if isinstance(scans, Scan):
             return self._embed_scan(scans, self.of_bscans)[0]
-        if not isinstance(scans, Iterable) or isinstance(scans, np.ndarray | Tensor | dict | bytes):
-            raise TypeError(
-                f"embed: expected a path, a Volume, a volume of a store, a list of these or a Store, got "
-                f"{type(scans).__name__}; voxels that are prepared go to embed_arrays, as Arrays with their band"
-            )
         of_bscans = cache(self.of_bscans)
-        return self._stacked([self._embed_scan(scan, of_bscans) for scan in scans])
+        return self._stacked([self._embed_scan(scan, of_bscans) for scan in several(scans, "embed_arrays")])
 
     def _stacked(self, parts: list[np.ndarray]) -> np.ndarray:
         return np.concatenate([*parts, np.zeros((0, self.vector_width), np.float32)])
 
     def _embed_scan(self, scan: "Scan", of_bscans: Callable[[], "Encoder"]) -> np.ndarray:
         """float32 [1, vector_width]"""
-        encoder, arrays = self._prepared(scan, of_bscans)
+        encoder, arrays = self.prepared(scan, of_bscans)
         return encoder.embed_arrays(arrays)
 
-    def _prepared(self, scan: "Scan", of_bscans: Callable[[], "Encoder"]) -> tuple["Encoder", Arrays]:
+    def prepared(self, scan: "Scan", of_bscans: Callable[[], "Encoder"]) -> tuple["Encoder", Arrays]:
         """A scan as a batch of one, and the encoder that reads it: `of_bscans` of a single B-scan."""
         if isinstance(scan, StoredVolume):
             encoder = of_bscans() if scan.shape[0] == 1 else self
@@ -211,7 +206,7 @@ class Encoder:
                 raise EvaluationError(_prepared_otherwise("this volume", self.source))
             return encoder, scan.arrays
         if not isinstance(scan, str | Path | Volume):
-            raise TypeError(f"embed: expected a path, a Volume or a volume of a store, got {type(scan).__name__}")
+            raise TypeError(f"expected a path, a Volume or a volume of a store, got {type(scan).__name__}")
         if isinstance(scan, Volume):
             # As a file of one B-scan is read: as an array in memory it is a raster, unless somebody says otherwise.
             single = scan.layout == "raster" and len(scan.voxels) == 1
@@ -225,7 +220,7 @@ class Encoder:
     def embed_tokens(self, scan: Scan) -> np.ndarray:
         """float32 [d, h, w, width]: every token of the full grid, padding included, of one scan as `embed` takes it; d
         is 1 for a single B-scan."""
-        encoder, arrays = self._prepared(scan, self.of_bscans)
+        encoder, arrays = self.prepared(scan, self.of_bscans)
         return encoder.encode_grid(arrays.voxels)[0]
 
     @torch.inference_mode()
@@ -340,6 +335,16 @@ class Encoder:
                 f"{' and '.join(trained)}; its vectors and maps would mean nothing"
             )
         return self.preprocessing(volume, band_finder(self.preprocessing, self.source))
+
+
+def several(scans: Any, for_arrays: str) -> "Iterable[Scan]":
+    """Scans to go through one by one. Raises TypeError for anything else; `for_arrays` takes prepared voxels."""
+    if not isinstance(scans, Iterable) or isinstance(scans, np.ndarray | Tensor | dict | bytes):
+        raise TypeError(
+            f"expected a path, a Volume, a volume of a store, a list of these or a Store, got {type(scans).__name__}; "
+            f"voxels that are prepared go to {for_arrays}, as Arrays with their band"
+        )
+    return scans
 
 
 def packed(counts: Sequence[int], most: int) -> list[slice]:

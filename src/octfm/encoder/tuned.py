@@ -1,20 +1,22 @@
 """A fine-tuned model: the encoder and head of an `octfm finetune` run or its export, for predictions and maps."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any, overload
 
 import numpy as np
 import torch
 
 from octfm.display import box, brief
-from octfm.encoder.encoder import Encoder, content_of, fill, load_encoder, part_of
+from octfm.encoder.encoder import Encoder, Scan, content_of, fill, load_encoder, part_of, several
 from octfm.encoder.tokens import draw_tissue, drawn_places
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.io.location import Location
 from octfm.models.heads import CrossAttentionPool, TaskHead
 from octfm.models.vit3d import ViTConfig
 from octfm.store.layout import Arrays
-from octfm.volume.volume import Volume
+from octfm.store.store import Store
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,26 @@ class TunedModel:
             own[drawn_places(which, self.tokens_per_volume)] = True
         return index, counts
 
-    def predict(self, volume: Volume) -> dict[str, float]:
+    @overload
+    def predict(self, scans: Scan) -> dict[str, float]: ...
+
+    @overload
+    def predict(self, scans: Store | Iterable[Scan]) -> list[dict[str, float]]: ...
+
+    def predict(self, scans: Scan | Store | Iterable[Scan]) -> dict[str, float] | list[dict[str, float]]:
         """Predict one acquisition: the probability of every class for a population like that of training, or a number.
 
-        The number comes under the name of its target.
+        The number comes under the name of its target. scans: what `Encoder.embed` takes; several give a list, in their
+        order.
         """
-        value = self.answers(self.encoder.prepare(volume))[0].astype(float)
+        of_bscans = cache(self.encoder.of_bscans)
+        if isinstance(scans, Scan):
+            return self._predict(scans, of_bscans)
+        return [self._predict(scan, of_bscans) for scan in several(scans, "answers")]
+
+    def _predict(self, scan: Scan, of_bscans: Callable[[], Encoder]) -> dict[str, float]:
+        encoder, arrays = self.encoder.prepared(scan, of_bscans)
+        value = replace(self, encoder=encoder).answers(arrays)[0].astype(float)
         if not self.answer.classes:
             return {self.answer.target: float(value[0])}
         # `value` is for equally common classes; Bayes' rule brings back how common they were in training.

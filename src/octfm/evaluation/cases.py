@@ -147,8 +147,8 @@ def find_targets(
     """The targets of these names, or those of TARGETS whose column exists; multi-label columns give a target per label.
 
     Any label column can be a target; a column named `disease` is used as it is, not derived from the diagnosis.
-    `orders` adds to ORDERS. Raises EvaluationError for a name without a column, and for `scanner` if the table has such
-    a column, because this target is the scanner that scans name.
+    `orders` adds to ORDERS and to those of the table. Raises EvaluationError for a name without a column, and for
+    `scanner` if the table has such a column, because this target is the scanner that scans name.
     """
     columns = {
         "scanner",
@@ -159,7 +159,7 @@ def find_targets(
         targets = [target for target in TARGETS if target.column in columns]
     else:
         targets = _named_targets(names, table)
-    grades, found = {**ORDERS, **(orders or {})}, []
+    grades, found = {**ORDERS, **(table.orders if table else {}), **(orders or {})}, []
     for target in targets:
         if target.column not in columns:
             hint = nearest(target.column, sorted(columns), "columns")

@@ -15,6 +15,7 @@ from octfm.encoder.encoder import seen_by
 from octfm.errors import EvaluationError, shown
 from octfm.evaluation.arms import with_table
 from octfm.evaluation.cases import (
+    ORDERS,
     Cases,
     Design,
     Round,
@@ -88,7 +89,7 @@ def probe(
     resamples: of participants; None: RESAMPLES, or more if so many differences are planned that Holm's correction would
         reject none of them.
     seeds: repeat folds with this many seeds; intervals then resample seeds as well as participants.
-    orders: columns whose classes are grades, lowest first.
+    orders: columns whose classes are grades, lowest first; ordered categories of a DataFrame are known to be.
     targets: label columns; one that cannot be probed raises EvaluationError. None takes every known column that is
         present and lists those that cannot be probed under "skipped".
     metrics: metrics of your own, computed next to the built-in ones with intervals from the same resamples.
@@ -110,7 +111,9 @@ def probe(
     skipped: list[dict[str, str]] = []
     by_label: dict[str, list[list[list[Scored]]]] = {}
     probed: list[tuple[Target, list[tuple[Cases, list[Round]]]]] = []
-    for target in find_targets(targets, first, table, orders):
+    found = find_targets(targets, first, table, orders)
+    stated = {target.column: target.order for target in found if target.order != ORDERS.get(target.column, ())}
+    for target in found:
         try:
             cases = make_cases(target, first, table)
             rounds = [make_rounds(cases, first, chosen, seen_rows, allow_seen, folds, seed + s) for s in range(seeds)]
@@ -159,7 +162,7 @@ def probe(
                 "readout": readout,
                 "folds": folds if chosen == "k-fold" else None,
                 "seeds": seeds,
-                "orders": {column: list(grades) for column, grades in (orders or {}).items()},
+                "orders": {column: list(grades) for column, grades in {**stated, **(orders or {})}.items()},
                 "resamples": resamples,
                 "seed": seed,
                 "allow_seen": allow_seen,
