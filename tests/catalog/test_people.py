@@ -528,4 +528,4 @@ def test_a_folder_is_listed_once_however_many_of_its_files_are_named(tmp_path, m
     listed = []
     monkeypatch.setattr(Path, "iterdir", lambda path, own=Path.iterdir: (listed.append(path), own(path))[1])
     assert [eye_in_path(tmp_path / name) for name in files] == ["R", "L"] * 20
-    assert listed == [tmp_path, tmp_path.parent]
+    assert listed in ([tmp_path, tmp_path.parent], [tmp_path]), "an earlier test may have listed the parent"

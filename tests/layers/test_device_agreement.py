@@ -314,13 +314,13 @@ def test_tables_of_a_spreadsheet_with_decimal_commas_are_read(tmp_path):
         (tmp_path / name).write_text("\r\n".join(lines) + "\r\n", encoding="utf-8-sig")
         return tmp_path / name
 
-    again = saved("again.csv", [*COLUMNS, "participant"])
+    again = saved("again.csv", [*COLUMNS])
     assert device_agreement(again)["zones"] == whole["zones"]
     device = saved("device.csv", ["participant", "laterality", *DEVICE_UNIT.values()])
     assert device_agreement(again, device)["zones"] == whole["zones"]
     rows[0][UNIT["centre"]] = "1.234"  # saved as 1,234, which may be in thousands
     with pytest.raises(EvaluationError, match=r"again\.csv: .*centre_um expected µm, got '1,234'"):
-        device_agreement(saved("again.csv", [*COLUMNS, "participant"]))
+        device_agreement(saved("again.csv", [*COLUMNS]))
 
 
 def test_a_devices_table_that_names_eyes_otherwise_is_refused_for_it(tmp_path):

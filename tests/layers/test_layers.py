@@ -455,12 +455,12 @@ def die_of_eye1(source, found):
 def test_several_processes_make_the_same_table_and_one_that_dies_costs_one_row(files, tmp_path):
     whole, spread, died = (tmp_path / f"{name}.csv" for name in ("whole", "spread", "died"))
     eyes = {files[0]: "R"}
-    assert write_table(files, whole, eyes=eyes, echo=lambda _: None) == 3
-    assert write_table([*files, files[0]], spread, eyes=eyes, workers=2, echo=lambda _: None) == 3
+    assert write_table(files, whole, known=eyes, echo=lambda _: None) == 3
+    assert write_table([*files, files[0]], spread, known=eyes, workers=2, echo=lambda _: None) == 3
     assert spread.read_bytes() == whole.read_bytes()
     assert write_table(files, died, also=die_of_eye1, workers=2, echo=lambda _: None) == 3
     assert [row["problem"].partition(":")[0] for row in read_table(died)][2] == "decoder_crashed"
-    assert write_table(files, died, eyes=eyes, workers=2, echo=lambda _: None) == 1, "tried again, and only that"
+    assert write_table(files, died, known=eyes, workers=2, echo=lambda _: None) == 1, "tried again, and only that"
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
@@ -562,7 +562,7 @@ def test_a_renamed_folder_is_found_without_a_look_at_every_other_file(files, tmp
     others = [row | {"source": f"other{i}.npz", "acquisition": f"{i}"} for i in range(5)]
     save_table([*others, row], out)
     moved = str(Path(files[0]).rename(tmp_path / "moved.npz"))
-    monkeypatch.setattr(table, "state_of", lambda source: looked.append(source) or state(source))
+    monkeypatch.setattr(table, "state_of", lambda source, *known: looked.append(source) or state(source, *known))
     write_table([moved], out, echo=lambda _: None)
     assert [each["source"] for each in read_table(out)] == [*(each["source"] for each in others), moved]
     assert looked == [moved, files[0]]
@@ -597,7 +597,7 @@ def test_a_corrected_scan_that_was_renamed_and_changed_is_not_taken_for_the_same
     sidecar.write_text('{"laterality": "R"}' if changed != "path" else '{"scanner": "zeiss_cirrus"}')
     said: list[str] = []
     eyes = {files[0]: "R"}
-    assert write_table(files[:1], out, eyes=eyes, echo=said.append) == 1
+    assert write_table(files[:1], out, known=eyes, echo=said.append) == 1
     (row,) = read_table(out)
     save_table([row | {"corrected_bscans": "2", "volume_mm3": "8.765"}], out)
     (tmp_path / "clinic").mkdir()
@@ -606,7 +606,7 @@ def test_a_corrected_scan_that_was_renamed_and_changed_is_not_taken_for_the_same
     if changed == "sidecar":
         sidecar.write_text('{"laterality": "R", "protocol": "volume"}')
     said.clear()
-    assert write_table([moved], out, eyes={moved: "L" if changed == "path" else None}, echo=said.append) == 1
+    assert write_table([moved], out, known={moved: "L" if changed == "path" else None}, echo=said.append) == 1
     (kept,) = read_table(out)
     assert kept["source"] == moved and kept["volume_mm3"] == "8.765" and kept["laterality"] == "R"
     warning = f"{moved}: has changed since somebody corrected it"

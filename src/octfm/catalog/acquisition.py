@@ -1,6 +1,6 @@
 """The two outcomes of a scan for a file: an accepted acquisition, or a reject with a reason."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from octfm.catalog.participants.splits import Split
 from octfm.errors import ReadError
@@ -8,8 +8,9 @@ from octfm.formats.reasons import REASONS
 from octfm.io.archive import file_size
 from octfm.io.isolation import Lost
 from octfm.io.location import Location
+from octfm.volume.estimated import FLAG
 from octfm.volume.pixel_copies import Owner
-from octfm.volume.volume import Laterality, Layout, Modality, Shape3, Spacing3
+from octfm.volume.volume import Laterality, Layout, Modality, Shape3, Spacing3, Volume
 
 PSEUDONYM = "pseudonym:"
 """Prefix of uris that only the holder of the key can resolve (octfm.catalog.participants.pseudonyms)."""
@@ -119,6 +120,33 @@ class Acquisition:
     @property
     def eye_id(self) -> str:
         return f"{self.participant}_{self.laterality or 'unknown'}"
+
+    def described(self, volume: Volume, same_uid: bool = True) -> Volume:
+        """The volume of this file with what the catalog says of it: the scan has compared header, tables and positions.
+
+        same_uid: its SOP Instance UID must be this one's. Raises ReadError changed_since_scan for another volume.
+        """
+        if volume.shape != tuple(self.shape):
+            raise ReadError(
+                "changed_since_scan",
+                f"{self.uri}: expected shape {tuple(self.shape)} as in the catalog, got {volume.shape}; scan again",
+            )
+        if same_uid and volume.acquisition != self.sop_instance_uid:
+            raise ReadError(
+                "changed_since_scan", f"{self.uri}: holds another acquisition than the catalog says; scan again"
+            )
+        return replace(
+            volume,
+            spacing_mm=tuple(self.spacing_mm),
+            spacing_estimated=FLAG in self.flags,
+            laterality=self.laterality,
+            scanner=self.scanner,
+            protocol=self.protocol,
+            participant=self.participant,
+            acquisition=self.sop_instance_uid,
+            modality=self.modality,
+            source=self.uri,
+        )
 
     @property
     def owner(self) -> Owner:

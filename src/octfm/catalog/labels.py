@@ -128,7 +128,7 @@ class LabelTable:
         keyed: dict[str, tuple[str | None, str | None]] = {}
         for row, value in zip(self.rows, self._cells(column), strict=True):
             uid = row[self.acquisition_column or ""].strip()
-            participant = clean_id(row[self.participant_column]) if self.participant_column else None
+            participant = clean_id(row[self.participant_column]) or None if self.participant_column else None
             if uid and keyed.setdefault(uid, (value, participant)) != (value, participant):
                 raise EvaluationError(
                     f"{self.path}: line {row.line}: {column} of {uid} contradicts an earlier line; keep one row per UID"

@@ -18,8 +18,8 @@ def segment(
         list[str] | None,
         opt.argument(
             "FILE|KEY=VALUE",
-            "Files or folders to segment, with the packaged network or --apply; or settings of a training, such "
-            "as encoder=runs/a store=prepared/ truth=clinic/ground_truth.",
+            "Files, folders or a catalog to segment, with the packaged network or --apply; or settings of a training, "
+            "such as encoder=runs/a store=prepared/ truth=clinic/ground_truth.",
         ),
     ] = None,
     store: opt.Store = None,
@@ -100,12 +100,12 @@ def segment(
     Examples:
     octfm segment scan.e2e
     octfm segment my_scans/ --out eyes.csv --workers 8
-    octfm segment my_scans/ --out eyes.csv --axial-length biometry.csv
+    octfm segment catalog --out eyes.csv --axial-length biometry.csv
     octfm segment scan.e2e --apply-corrections corrections-1f2e3d4c.json
     octfm segment my_bscans/ --layouts line --out bscans.csv
     octfm segment encoder=runs/vit_s --store prepared truth=clinic/ground_truth --steps 400 --out runs/segment
     """
-    from octfm.cli.segment_scans import Scans, is_table
+    from octfm.cli.segment_scans import Scans, in_catalogs, is_table
 
     if only_corrected and (apply_corrections is None or not is_table(out)):
         raise ConfigError(
@@ -151,13 +151,17 @@ def segment(
         else:
             others = (*training_only, *packaged_only, "layouts")
             opt.refuse(context, others, "--apply: segments raster scans with a finished training")
-        volumes = opt.volumes_in(words, limits, layouts if apply is None else "raster")
+        words, catalogued = in_catalogs(words, raster_only=apply is not None)
+        if catalogued and layouts != "any":
+            raise ConfigError("--layouts: a catalog says of each scan what it is; leave it out, or give the folder")
+        volumes = opt.volumes_in(words, limits, layouts if apply is None else "raster") if words else {}
+        volumes |= catalogued
         if isinstance(axial_length, float) and (is_table(out) or len(volumes) > 1):
             raise ConfigError(
                 f"--axial-length {axial_length:g}: belongs to one eye; give its scan without a table, or a CSV with "
                 "the axial length of each"
             )
-        scans.segment([*volumes], eyes=volumes)
+        scans.segment([*volumes], known=volumes)
         return
     opt.refuse(context, (*files_only, *packaged_only), "segment: trains on a store")
     _train(opt.with_options(words, {"store": store, "steps": steps}), out, device, baselines, allow_seen)

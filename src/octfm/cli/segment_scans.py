@@ -3,20 +3,24 @@
 import functools
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 
+from octfm.catalog.acquisition import Acquisition
+from octfm.catalog.catalog import Catalog
 from octfm.catalog.columns import composed
+from octfm.catalog.participants.pseudonyms import is_pseudonymous
 from octfm.cli.options import echo_line, is_named_as_file
+from octfm.display import number
 from octfm.errors import ConfigError, CorrectionsError, ExportError, ReadError, one_line
 from octfm.formats import read_volume, within
 from octfm.io.hashing import hash_text
 from octfm.io.heap import keep_freed_memory
 from octfm.io.isolation import Limits
-from octfm.io.location import Location
+from octfm.io.location import Location, is_remote
 from octfm.io.progress import Progress
 from octfm.layers.axial_lengths import AxialLengths, read_axial_lengths
 from octfm.layers.calibrate import calibrate_rows, expect_enough
@@ -24,18 +28,51 @@ from octfm.layers.corrections import Corrections, find_corrections
 from octfm.layers.sample import Sample, samples
 from octfm.layers.segment import ScanSegmentation
 from octfm.layers.segment import segment as segment_scan
-from octfm.layers.table import describe, only_writer, read_table, save_table, state_of, write_table
+from octfm.layers.table import (
+    Known,
+    describe,
+    only_writer,
+    read_known,
+    read_table,
+    save_table,
+    state_of,
+    write_table,
+)
 from octfm.layers.zones import device_grid_of
 from octfm.report.segmented.contact_sheet import ContactSheet
 from octfm.tasks.segment import load_segmenter
 from octfm.tasks.segment_export import require_own, write_dicom, write_nifti
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.segmentation import Segmentation
-from octfm.volume.volume import Laterality, Volume
+from octfm.volume.volume import Volume
 
 
 def is_table(out: Location) -> bool:
     return out.suffix.lower() == ".csv"
+
+
+def in_catalogs(words: Iterable[str], raster_only: bool = False) -> tuple[list[str], dict[str, Acquisition]]:
+    """The words that are no catalog, and the scans of those that are, without angiography.
+
+    Raises ConfigError for a pseudonymised catalog, whose names of files are pseudonyms, too, and CatalogError.
+    """
+    others, found = [], dict[str, Acquisition]()
+    for word in words:
+        if is_remote(word) or not (Path(word) / "catalog.parquet").is_file():
+            others.append(word)
+            continue
+        catalog = Catalog.load(word)
+        if is_pseudonymous(catalog):
+            raise ConfigError(f"{word}: a pseudonymised catalog does not say where its files are; give their folder")
+        taken = [
+            a for a in catalog.acquisitions if a.modality == "structure" and (a.layout == "raster" or not raster_only)
+        ]
+        if left_out := len(catalog.acquisitions) - len(taken):
+            echo_line(f"{word}: {number(left_out, 'scan')} left out that cannot be segmented so, such as angiography")
+        found |= {a.uri: a for a in taken}
+    if not others and not found:
+        raise ConfigError(f"{', '.join(words)}: no scan to segment in it; see octfm scan")
+    return others, found
 
 
 @dataclass(frozen=True)
@@ -72,11 +109,10 @@ class Scans:
     def segment(
         self,
         sources: Sequence[str | Volume],
-        eyes: Mapping[str, Laterality | None] | None = None,
+        known: Known | None = None,
         truth: Sequence[Sample] = (),
     ) -> None:
-        """Segment files or volumes. `eyes`: file → the eye that its path names; `truth`: of volumes, printed where
-        zones were found."""
+        """Segment files or volumes. `known`: see `read_known`; `truth`: of volumes, printed where zones were found."""
         keep_freed_memory()
         if self.out is not None and not self.table and (self.out.is_file() or is_named_as_file(self.out)):
             raise ConfigError(f"--out {self.out}: expected a folder or a table FILE.csv, got another file; choose one")
@@ -93,23 +129,23 @@ class Scans:
         by_hand = find_corrections(self.corrections) if self.corrections is not None else {}
         lengths = read_axial_lengths(self.axial_length) if isinstance(self.axial_length, Path) else None
         if self.table is not None:
-            self._into_table(self.table, sources, by_hand, eyes, lengths)
+            self._into_table(self.table, sources, by_hand, known or {}, lengths)
         else:
-            self._one_by_one(sources, by_hand, eyes or {}, lengths, truth)
+            self._one_by_one(sources, by_hand, known or {}, lengths, truth)
 
     def _into_table(
         self,
         table: Path,
         sources: Sequence[str | Volume],
         by_hand: dict[str, Corrections],
-        eyes: Mapping[str, Laterality | None] | None,
+        known: Known,
         lengths: AxialLengths | None,
     ) -> None:
         sheet = ContactSheet(table)
         _expect_short(sheet.page.name, f"--out {table}")
         if len(sources) == 1 and isinstance(sources[0], str):
             read_volume(sources[0], raster_only=False, limits=self.limits)  # an error, not a table of one problem
-        sources, eyes = _as_in_table(table, sources, eyes or {})
+        sources, known = _as_in_table(table, sources, known)
         with Progress("segment", len(sources), "scans") as progress:
             added = write_table(
                 sources,
@@ -118,7 +154,7 @@ class Scans:
                 device=self.device,
                 corrections=by_hand,
                 only_corrected=self.only_corrected,
-                eyes=eyes,
+                known=known,
                 axial_lengths=lengths,
                 also=sheet.add,
                 workers=self.workers,
@@ -147,7 +183,7 @@ class Scans:
         self,
         sources: Sequence[str | Volume],
         by_hand: dict[str, Corrections],
-        eyes: Mapping[str, Laterality | None],
+        known: Known,
         lengths: AxialLengths | None,
         truth: Sequence[Sample],
     ) -> None:
@@ -168,7 +204,7 @@ class Scans:
         with Progress("segment", len(sources), "scans") as progress:
             for source in progress.over(sources):
                 try:
-                    volume = self._volume(source, eyes)
+                    volume = self._volume(source, known)
                     own = by_hand.get(fingerprint(volume.voxels)) if by_hand else None
                     if own is None and len(by_hand) == len(sources) == 1:
                         next(iter(by_hand.values())).require(volume, "")  # says which scan it is of, before segmenting
@@ -200,10 +236,10 @@ class Scans:
             typer.echo(f"{failed} of {len(sources)} scans could not be read or written", err=True)
             raise typer.Exit(1)
 
-    def _volume(self, source: str | Volume, eyes: Mapping[str, Laterality | None]) -> Volume:
+    def _volume(self, source: str | Volume, known: Known) -> Volume:
         if isinstance(source, Volume):
             return source
-        return read_volume(source, raster_only=self.apply is not None, limits=self.limits).with_eye(eyes.get(source))
+        return read_known(source, known.get(source), self.limits, raster_only=self.apply is not None)
 
 
 def _name(source: str | Volume) -> str:
@@ -230,18 +266,16 @@ def _expect_short(result: str, source: str) -> None:
         )
 
 
-def _as_in_table(
-    table: Path, sources: Sequence[str | Volume], eyes: Mapping[str, Laterality | None]
-) -> tuple[list[str | Volume], dict[str, Laterality | None]]:
-    """Sources and their eyes, each file once and under the name that its row has: a folder gives whole paths, and the
-    same file may be named by itself."""
+def _as_in_table(table: Path, sources: Sequence[str | Volume], known: Known) -> tuple[list[str | Volume], Known]:
+    """Sources and what is known of them, each file once and under the name that its row has: a folder gives whole
+    paths, and the same file may be named by itself."""
     rows = read_table(table) if table.exists() else []
     # A relative path may have been written in another folder, where it names another scan.
-    own = [n for row in rows if os.path.isabs(n := row["source"]) or row["file_state"] == state_of(n)]  # noqa: PTH117
-    names = {os.path.abspath(name): name for name in own}  # noqa: PTH100
+    here = [n for row in rows if os.path.isabs(n := row["source"]) or row["file_state"] == state_of(n)]  # noqa: PTH117
+    names = {os.path.abspath(name): name for name in here}  # noqa: PTH100
     named = {s: s if isinstance(s, Volume) else names.setdefault(os.path.abspath(s), s) for s in sources}  # noqa: PTH100
-    known_last = sorted(eyes.items(), key=lambda item: item[1] is not None)
-    return list(dict.fromkeys(named.values())), {str(named[source]): eye for source, eye in known_last}
+    most_last = sorted(known.items(), key=lambda item: item[1] is not None)
+    return list(dict.fromkeys(named.values())), {str(named[source]): facts for source, facts in most_last}
 
 
 def _tell_truth(found: ScanSegmentation, truth: Sequence[Sample], volume: Volume) -> None:

@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from octfm.catalog.acquisition import Acquisition
 from octfm.display import csv_cell, from_csv_cell, number
 from octfm.errors import BAD_INPUT, BucketError, CorrectionsError, Echo, EvaluationError, ReadError
 from octfm.formats import read_volume
@@ -52,7 +53,7 @@ holds .6 GB), and seconds per file and per megabyte of it, of which a core needs
 ACCEPTED = "nothing speaks against it"
 """The verdict on a scan without a reason to doubt it."""
 COLUMNS = (
-    *("source", "acquisition", "laterality", "scanner", "bscans", *ZONE_COLUMNS),
+    *("source", "participant", "acquisition", "laterality", "scanner", "bscans", *ZONE_COLUMNS),
     *(f"{name}_nl" for name in MASKS),
     *("verdict", "doubt", "doubtful_ascans", "model", "note", "problem"),
     *("corrected_bscans", "checked_bscans", "corrected_participant"),
@@ -61,7 +62,8 @@ COLUMNS = (
     *("retina_rows", *(f"{name}_pixels" for name in MASKS)),
     *("axial_length_mm", "octfm", "file_state"),
 )
-"""`axial_length_mm` is empty where lateral millimetres are nominal; `octfm` is the version that wrote the row."""
+"""`participant` is that of a catalog, else empty; `axial_length_mm` is empty where lateral millimetres are nominal;
+`octfm` is the version that wrote the row."""
 OF_A_SCAN = (*SUFFIXES, ".xml")
 """Endings of the files in a folder that are its scan; others may be this table."""
 _OF_AN_ACQUISITION = ("acquisition", "scanner", "bscans")
@@ -70,6 +72,26 @@ _CORRECTED_BEFORE = (
     "has changed since somebody corrected it, and its row is left as it was; give --apply-corrections with its "
     "corrections, or another --out"
 )
+
+
+Known = Mapping[str, Laterality | Acquisition | None]
+"""Scan → its row in a catalog, or the eye that its path names."""
+
+
+def read_known(
+    source: str, known: Laterality | Acquisition | None, limits: Limits | None = None, *, raster_only: bool = False
+) -> Volume:
+    """The scan with what is known of it besides its file: all that the row of a catalog says, or the eye that its path
+    names (see Volume.with_eye). Raises ReadError."""
+    if isinstance(known, Acquisition):
+        volume = read_volume(source, spacing_mm=known.spacing_mm, raster_only=raster_only, limits=limits)
+        return known.described(volume)
+    return read_volume(source, raster_only=raster_only, limits=limits).with_eye(known)
+
+
+def person_of(known: Laterality | Acquisition | None) -> str:
+    """The participant in the catalog. What only a file says may be a hospital's number, and stays there."""
+    return known.participant if isinstance(known, Acquisition) else ""
 
 
 def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> dict[str, str]:
@@ -123,7 +145,7 @@ def write_table(
     device: str | None = None,
     corrections: Mapping[str, Corrections] | None = None,
     only_corrected: bool = False,
-    eyes: Mapping[str, Laterality | None] | None = None,
+    known: Known | None = None,
     axial_lengths: AxialLengths | None = None,
     also: Callable[[str, ScanSegmentation], None] | None = None,
     workers: int = 0,
@@ -140,7 +162,7 @@ def write_table(
     was found in it, before its row is written.
     corrections: fingerprint of a scan → what somebody has corrected in it; its row is written anew, marked as
     corrected.
-    eyes: scan → the eye that its path names; see Volume.with_eye.
+    known: what is known of scans besides their files; see `read_known`.
     axial_lengths: rescale lateral millimetres; then every scan is read, and segmented again where its row goes by
     another length. Scans that the table does not name keep nominal millimetres.
     workers: child processes of one thread each that read and segment files with the packaged network, 0 for this
@@ -152,7 +174,7 @@ def write_table(
     `only_corrected`, of scans that nobody has corrected, or is being written by another process, and CorrectionsError
     if `corrections` do not fit a scan, or fit none of them.
     """
-    finder, corrections, eyes = finder or load_finder(device=device), corrections or {}, eyes or {}
+    finder, corrections, known = finder or load_finder(device=device), corrections or {}, known or {}
     done: set[str] = set()
     used: set[str] = set()
     with only_writer(out), closing(_Table(out)) as table:
@@ -161,10 +183,10 @@ def write_table(
         if workers and not (corrections or only_corrected):
             # Where somebody corrected a row, the scan is not segmented, and its picture stays.
             files = [s for s in dict.fromkeys(sources) if isinstance(s, str) and not table.row(s)["corrected_bscans"]]
-            new = [s for s in files if not table.knows(s, state_of(s))]
+            new = [s for s in files if not table.has(s, state_of(s, known.get(s)))]
         from_children = _rows_of(
             new,
-            eyes,
+            known,
             axial_lengths,
             device,
             also,
@@ -183,17 +205,20 @@ def write_table(
                 if row["problem"] or not table.keeps(row, source, echo):
                     table.put(row, echo)
                 continue
-            state = "" if isinstance(given, Volume) else state_of(source)
-            known = table.knows(source, state)
-            if known and not corrections and axial_lengths is None:
+            besides = known.get(source)
+            state = "" if isinstance(given, Volume) else state_of(source, besides)
+            has_row = table.has(source, state)
+            if has_row and not corrections and axial_lengths is None:
                 continue
             try:
                 volume = given
                 if not isinstance(volume, Volume):
-                    volume = read_volume(volume, raster_only=False, limits=limits).with_eye(eyes.get(source))
+                    volume = read_known(volume, besides, limits)
                 by_hand = corrections.get(fingerprint(volume.voxels)) if corrections else None
                 length = axial_lengths.of(volume) if axial_lengths else None
-                as_before = known and (axial_lengths is None or table.row(source)["axial_length_mm"] == cell_of(length))
+                as_before = has_row and (
+                    axial_lengths is None or table.row(source)["axial_length_mm"] == cell_of(length)
+                )
                 if by_hand is None and (as_before or only_corrected):
                     continue
                 if table.keeps(_facts(volume, state), source, echo, despite=by_hand):
@@ -204,11 +229,11 @@ def write_table(
                     used.add(by_hand.source)
                     found = found.corrected(by_hand)
                 grid = None if isinstance(given, Volume) else device_grid_of(given, limits)
-                row = row_of(found, grid) | {"source": source, "file_state": state}
+                row = row_of(found, grid) | {"source": source, "file_state": state, "participant": person_of(besides)}
             except (BucketError, CorrectionsError):
                 raise  # neither an unreachable bucket nor a wrong file of corrections says anything about the scan
             except BAD_INPUT as error:
-                if known and isinstance(error, ReadError):  # it was read once; a share may be away
+                if has_row and isinstance(error, ReadError):  # it was read once; a share may be away
                     continue
                 row = _row(source) | {"problem": _problem(source, error)}
             else:
@@ -226,7 +251,7 @@ def write_table(
 
 def _rows_of(
     sources: Sequence[str],
-    eyes: Mapping[str, Laterality | None],
+    known: Known,
     axial_lengths: AxialLengths | None,
     device: str | None,
     also: Callable[[str, ScanSegmentation], None] | None,
@@ -238,24 +263,25 @@ def _rows_of(
     lengths = axial_lengths.path if axial_lengths else None  # not the lengths: they would be sent with every scan
     makes = functools.partial(_row_in_child, lengths=lengths, device=device, also=also, by_hand=by_hand)
     within = replace(limits, memory=limits.memory + CHILD_MEMORY)
-    items: list[tuple[str, Laterality | None]] = [(source, eyes.get(source)) for source in sources]
+    items = [(source, known.get(source)) for source in sources]
     return spread(makes, items, _lost, workers=workers, limits=within, deadline=_deadline, chunk=1)
 
 
 def _row_in_child(
-    item: tuple[str, Laterality | None],
+    item: tuple[str, Laterality | Acquisition | None],
     lengths: Path | None,
     device: str | None,
     also: Callable[[str, ScanSegmentation], None] | None,
     by_hand: Collection[tuple[str, ...]],
 ) -> dict[str, str]:
-    source, eye = item
-    state = state_of(source)
+    source, besides = item
+    state = state_of(source, besides)
     try:
-        volume = read_volume(source, raster_only=False).with_eye(eye)
+        volume = read_known(source, besides)
         length = _read_once(lengths, state_of(str(lengths))).of(volume) if lengths else None
         found = segment(volume, axial_length_mm=length, finder=load_finder(device=device))
-        row = row_of(found, device_grid_of(source)) | {"source": source, "file_state": state}
+        row = row_of(found, device_grid_of(source))
+        row |= {"source": source, "file_state": state, "participant": person_of(besides)}
     except BucketError:
         raise
     except BAD_INPUT as error:
@@ -271,13 +297,13 @@ def _read_once(lengths: Path, state: str) -> AxialLengths:
     return read_axial_lengths(lengths)
 
 
-def _lost(item: tuple[str, Laterality | None], what: Lost) -> dict[str, str]:
+def _lost(item: tuple[str, Laterality | Acquisition | None], what: Lost) -> dict[str, str]:
     source, _ = item
     problem = f"{what.code}: {source}: the process that segmented it {what.what}; {REASONS[what.code].fix}"
     return _row(source) | {"problem": problem}
 
 
-def _deadline(limits: Limits, item: tuple[str, Laterality | None]) -> float:
+def _deadline(limits: Limits, item: tuple[str, Laterality | Acquisition | None]) -> float:
     source, _ = item
     size = file_size(source)
     return limits.deadline(size, source) + CHILD_SECONDS * (1 + size / 1e6)
@@ -342,7 +368,7 @@ class _Table:
                 "--axial-length with their table again, or another --out"
             )
 
-    def knows(self, source: str, state: str) -> bool:
+    def has(self, source: str, state: str) -> bool:
         """Whether the table was read with a row of this source, whose file has not changed since."""
         before = self._states.get(source)
         return before is not None and (not before or not state or before == state)
@@ -414,9 +440,9 @@ def _report_unused(corrections: Mapping[str, Corrections], used: set[str], echo:
         echo(f"{problem}; {len(unused)} such files were not used" if len(unused) > 1 else problem)
 
 
-def state_of(source: str) -> str:
-    """A hash of the sizes and dates of a file, or of the images in a folder, and of its sidecars; empty if it is not
-    there, or not on a disk."""
+def state_of(source: str, known: Laterality | Acquisition | None = None) -> str:
+    """A hash of the sizes and dates of a file, or of the images in a folder, and of its sidecars, and of what the row
+    of a catalog changes in it; empty if it is not there, or not on a disk."""
     if is_remote(source):
         return ""
     own = [source]
@@ -429,7 +455,10 @@ def state_of(source: str) -> str:
     found = [version_of(file) for file in own]
     if not found or GONE in found:
         return ""
-    return hash_text(" ".join([*found, *(version_of(str(place)) for place in sidecars(source))]))[:16]
+    found += [version_of(str(place)) for place in sidecars(source)]
+    if isinstance(known, Acquisition):
+        found += [str(fact) for fact in (known.participant, known.laterality, known.scanner, *known.spacing_mm)]
+    return hash_text(" ".join(found))[:16]
 
 
 @contextmanager

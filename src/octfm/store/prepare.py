@@ -427,29 +427,7 @@ def prepare_acquisition(
             readers=readers,
         )
     volume = read(where)
-    if volume.shape != tuple(acquisition.shape):
-        raise ReadError(
-            "changed_since_scan",
-            f"{acquisition.uri}: expected shape {tuple(acquisition.shape)} as in the catalog, got {volume.shape}; "
-            "scan again",
-        )
-    if not without_uid and volume.acquisition != acquisition.sop_instance_uid:
-        raise ReadError(
-            "changed_since_scan", f"{acquisition.uri}: holds another acquisition than the catalog says; scan again"
-        )
-    # The catalog knows better than the file: the scan has cross-checked header, manifest and positions.
-    known = replace(
-        volume,
-        spacing_mm=tuple(acquisition.spacing_mm),
-        spacing_estimated=FLAG in acquisition.flags,
-        laterality=acquisition.laterality,
-        scanner=acquisition.scanner,
-        protocol=acquisition.protocol,
-        participant=acquisition.participant,
-        acquisition=acquisition.sop_instance_uid,
-        modality=acquisition.modality,
-        source=acquisition.uri,
-    )
+    known = acquisition.described(volume, same_uid=not without_uid)
     prepared = preprocessing(known, find_band)
     if known.modality != "structure":
         return prepared, fingerprint(volume.voxels), ()  # flow has no border to the vitreous that shows the way up

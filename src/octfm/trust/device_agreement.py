@@ -31,7 +31,7 @@ _NOMINAL = {"zones_note": ""}
 """A row whose lateral millimetres are nominal, like the device's: its note names no axial length."""
 OURS = {name: UNIT[name] for name in ZONES}
 PARTICIPANT = ("participant", "participant_id")
-"""Columns that may name the participant of a row; the first that exists does."""
+"""Columns that may name the participant of a row."""
 
 
 def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
     rows = read_rows(table, ("source", "verdict", "problem", UNIT["centre"]))
     if device is not None:
         rows = _with_device(rows, read_rows(device, (), "the device's zones"), table, device)
-    named = next((column for column in PARTICIPANT if column in rows[0]), None)
+    named = _participants_of(rows)
     left_out = dict.fromkeys(LEFT_OUT, 0)
     used = []
     for line, row in enumerate(rows, 2):  # as a spreadsheet counts them: the header is 1
@@ -84,6 +84,11 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
         "changing": [name for name, p in zip(slopes, holm([*slopes.values()]), strict=True) if p <= LEVEL],
         "large": _large(used),
     }
+
+
+def _participants_of(rows: Sequence[dict[str, str]]) -> str | None:
+    """The first column that names participants; a table made from files has an empty one."""
+    return next((name for name in PARTICIPANT if any(row.get(name, "").strip() for row in rows)), None)
 
 
 def _why_left_out(row: dict[str, str], ours: dict[str, float], theirs: dict[str, float]) -> str:
@@ -145,7 +150,7 @@ def _with_device(
     rows: list[dict[str, str]], others: list[dict[str, str]], table: Path, device: Path
 ) -> list[dict[str, str]]:
     """Rows with the device's zones of another table in place of their own."""
-    people = [next((c for c in PARTICIPANT if c in some[0]), None) for some in (rows, others)]
+    people = [_participants_of(some) for some in (rows, others)]
     columns_here = one_line(", ".join(others[0]))[:200]
     lacking = [*([] if people[0] else ["participant"]), *([] if "laterality" in rows[0] else ["laterality"])]
     if "source" in others[0]:

@@ -1,0 +1,137 @@
+"""`octfm segment CATALOG`: scans with the participant, eye and millimetres that the catalog states."""
+
+import csv
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from octfm.catalog.catalog import Catalog
+from octfm.catalog.labels import read_labels
+from octfm.errors import ConfigError
+from octfm.layers.finder import LayerFinder
+from octfm.layers.table import read_table
+from octfm.models.layer_net import LayerNet, LayerNetConfig
+from octfm.trust.device_agreement import device_agreement
+from support.command_line import invoke
+from support.volumes import telling_voxels
+
+COLUMNS = ("participant", "laterality", "scanner")
+
+
+@pytest.fixture
+def small_finder(monkeypatch):
+    """An untrained network in place of the packaged one: only the plumbing is tested."""
+    finder = LayerFinder(LayerNet(LayerNetConfig((8, 8))))
+    for module in ("octfm.layers.segment", "octfm.layers.table"):
+        monkeypatch.setattr(f"{module}.load_finder", lambda **_: finder)
+
+
+@pytest.fixture
+def clinic(tmp_path):
+    """Three scans in a format that states nothing: whose they are, and all else, is in a table."""
+    (tmp_path / "scans").mkdir()
+    rows = [("a.npy", "7", "OD"), ("b.npy", "7", "OS"), ("c.npy", "8", "OD")]
+    for i, (name, _, _) in enumerate(rows):
+        np.save(tmp_path / "scans" / name, np.roll(telling_voxels(), i, 2))
+    write_files(tmp_path, rows)
+    return tmp_path
+
+
+def write_files(folder, rows, spacing="0.4 0.0078 0.023"):
+    with (folder / "files.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(
+            [("file", "participant", "laterality", "spacing_mm"), *((*r, spacing) for r in rows)]
+        )
+
+
+def scanned(folder):
+    assert invoke("scan", folder / "scans", "--table", folder / "files.csv", "--out", folder / "catalog").exit_code == 0
+    return folder / "catalog"
+
+
+def stated(out):
+    return [tuple(row[name] for name in COLUMNS[:2]) for row in read_table(out)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rows_have_what_the_catalog_knows_and_files_do_not(clinic, workers, request):
+    out = clinic / "table.csv"
+    if not workers:  # child processes have the packaged network
+        request.getfixturevalue("small_finder")
+    alone = invoke("segment", clinic / "scans", "--out", out)
+    assert (alone.exit_code == 1 and not out.exists()) or all(row["problem"] for row in read_table(out))
+    out.unlink(missing_ok=True)
+    shown = invoke("segment", scanned(clinic), "--out", out, *(["--workers", "1"] if workers else []))
+    assert shown.exit_code == 0, (shown.output, shown.exception)
+    assert stated(out) == [("7", "R"), ("7", "L"), ("8", "R")]
+    assert not any(row["problem"] for row in read_table(out))
+    assert "0 new of 3 scans" in invoke("segment", clinic / "catalog", "--out", out).output
+
+
+def test_only_scans_of_which_a_new_catalog_says_something_else_are_segmented_again(clinic, small_finder):
+    out = clinic / "table.csv"
+    assert "3 new of 3" in invoke("segment", scanned(clinic), "--out", out).output
+    write_files(clinic, [("a.npy", "7", "OD"), ("b.npy", "9", "OS"), ("c.npy", "8", "OS")])
+    assert "2 new of 3" in invoke("segment", scanned(clinic), "--out", out).output
+    assert stated(out) == [("7", "R"), ("9", "L"), ("8", "L")]
+    write_files(clinic, [("a.npy", "7", "OD"), ("b.npy", "9", "OS"), ("c.npy", "8", "OS")], "0.4 0.0078 0.02")
+    assert "3 new of 3" in invoke("segment", scanned(clinic), "--out", out).output
+
+
+def test_a_file_that_is_not_the_one_of_the_catalog_is_named(clinic, small_finder):
+    out, catalog = clinic / "table.csv", scanned(clinic)
+    np.save(clinic / "scans" / "b.npy", np.load(clinic / "scans" / "b.npy")[1:])
+    shown = invoke("segment", catalog, "--out", out)
+    assert shown.exit_code == 0 and "; 1 could not be read" in shown.output
+    assert [row["problem"].split(":")[0] for row in read_table(out)] == ["", "changed_since_scan", ""]
+
+
+def test_axial_lengths_are_those_of_the_catalogs_participants(clinic, small_finder):
+    out, lengths = clinic / "table.csv", clinic / "lengths.csv"
+    lengths.write_text("participant_id,eye,axial_length_mm\n7,OD,26\n7,OS,27\n")
+    assert invoke("segment", scanned(clinic), "--out", out, "--axial-length", lengths).exit_code == 0
+    assert [row["axial_length_mm"] for row in read_table(out)] == ["26", "27", ""]
+
+
+def test_what_a_catalog_cannot_give_is_refused(clinic, small_finder):
+    catalog = scanned(clinic)
+    assert "a catalog says of each scan" in str(invoke("segment", catalog, "--layouts", "line").exception)
+    loaded = Catalog.load(catalog)
+    rows = [replace(a, modality="octa") for a in loaded.acquisitions]
+    replace(loaded, acquisitions=tuple(rows)).save(clinic / "flow")
+    refused = invoke("segment", clinic / "flow", "--out", clinic / "t.csv")
+    assert isinstance(refused.exception, ConfigError) and "3 scans left out" in refused.output
+    key = clinic / "key" / "key.json"
+    key.parent.mkdir()
+    hidden = ["scan", clinic / "scans", "--table", clinic / "files.csv", "--out", clinic / "hidden"]
+    assert invoke(*hidden, "--pseudonymise", key).exit_code == 0
+    refused = invoke("segment", clinic / "hidden", "--out", clinic / "t.csv")
+    assert isinstance(refused.exception, ConfigError) and "pseudonymised" in str(refused.exception)
+
+
+def test_agreement_resamples_the_participants_of_the_catalog(clinic, small_finder):
+    out = clinic / "table.csv"
+    invoke("segment", scanned(clinic), "--out", out)
+    rows = [
+        row | {"verdict": "nothing speaks against it", "centre_um": "250", "device_centre_um": "251"}
+        for row in read_table(out)
+    ]
+    named = [row | {"source": f"{i}-{row['source']}"} for i, row in enumerate(rows * 4)]
+
+    def agreement(changes):
+        with (clinic / "agree.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows([row | changes for row in named])
+        return device_agreement(clinic / "agree.csv")
+
+    assert (agreement({})["participant_column"], agreement({})["participants"]) == ("participant", 2)
+    assert agreement({"participant": ""})["participant_column"] is None, "as of a table of files"
+
+
+def test_labels_by_acquisition_need_no_participant(tmp_path):
+    """A table that was made from files has the column, empty."""
+    (tmp_path / "t.csv").write_text("participant,acquisition,centre_um\n,1.2,250\n7,1.3,260\n")
+    wanted = [("1.2", "somebody", "R"), ("1.3", "7", "L")]
+    assert read_labels(tmp_path / "t.csv").join("centre_um", wanted) == ["250", "260"]
