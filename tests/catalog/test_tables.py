@@ -559,6 +559,10 @@ def test_a_frame_may_hold_ids_in_its_index_and_no_column_twice():
     frame = pd.DataFrame({"participant_id": ["a", "b"], "laterality": ["R", "L"], "grade": [1, 2]})
     for ids in (["participant_id"], ["participant_id", "laterality"]):
         assert read_labels(frame.set_index(ids)).join("grade", [("1", "a", "R"), ("2", "b", "R")]) == ["1", None]
+    named = frame.rename(columns={"participant_id": "Participant_ID "}).set_index("Participant_ID ")
+    assert read_labels(named).join("grade", [("1", "b", "L")]) == ["2"]
+    dated = frame.assign(since=[pd.NaT, pd.Timestamp("2026-01-02")])
+    assert read_labels(dated).join("since", [("1", "a", "R"), ("2", "b", "L")]) == [None, "2026-01-02 00:00:00"]
     with pytest.raises(EvaluationError, match="DataFrame: two columns are called grade"):
         read_labels(pd.concat([frame, frame.grade + 1], axis=1))
     with pytest.raises(EvaluationError, match="got grade; rename the column or index that says whose labels these are"):

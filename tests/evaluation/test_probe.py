@@ -18,7 +18,7 @@ import pytest
 
 import octfm
 from octfm.catalog.labels import read_labels
-from octfm.encoder.embeddings import joined, read_embeddings, take_rows
+from octfm.encoder.embeddings import align, joined, read_embeddings, take_rows
 from octfm.errors import EvaluationError
 from octfm.evaluation import linear, readouts
 from octfm.evaluation.cases import Cases, Round, Target, find_targets, make_cases, participant_folds
@@ -428,6 +428,33 @@ def test_a_damaged_or_foreign_embeddings_file_is_named(tmp_path):
     pq.write_table(pa.table({"acquisition": ["1"]}), tmp_path / "other.parquet")
     with pytest.raises(EvaluationError, match=r"participant, eye_id, .* missing"):
         read_embeddings(tmp_path / "other.parquet")
+    with pytest.raises(EvaluationError, match=r"absent\.parquet: no such embeddings file; make it with octfm embed"):
+        read_embeddings(tmp_path / "absent.parquet")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: [*rows, rows[3]], r"acquisition 1\S+ occurs more than once; embed again into a new file"),
+        (lambda rows: [], "holds no acquisition"),
+        *(
+            (
+                lambda rows, odd=odd: [*rows[:5], rows[5] | {"vector": odd}, *rows[6:]],
+                "one finite vector of equal width",
+            )
+            for odd in ([1.0] * 3, [1.0] * 17, [], None, [float("nan")] * 16)
+        ),
+        (lambda rows: [row | {"vector": []} for row in rows], "one finite vector of equal width"),
+    ],
+)
+def test_an_embeddings_file_of_other_rows_is_refused(cohort, tmp_path, change, message):
+    """Vectors that are joined to the wrong scans would be scored without a sign of it."""
+    file = cohort.embeddings(tmp_path / "a.parquet", "one")
+    assert [data.name for data in align(str(file))] == ["one"], "a file's name alone is one file"
+    table = pq.read_table(file)
+    pq.write_table(pa.Table.from_pylist(change(table.to_pylist()), schema=table.schema), file)
+    with pytest.raises(EvaluationError, match=message):
+        read_embeddings(file)
 
 
 def test_label_table_forgives_spelling_of_laterality_and_numbers(tmp_path):

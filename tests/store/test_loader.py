@@ -357,6 +357,17 @@ def test_F16_participants_are_disjoint_between_splits(tmp_path):
             select(store, split)
 
 
+def test_F16_a_participant_whose_id_two_scanners_spell_differently_is_in_one_split(tmp_path):
+    """As in a store that was prepared from two catalogs, one of each scanner."""
+    spelt = ("1001", "00001001", "1002", "1003")
+    store = write_store(
+        tmp_path / "leaky", 4, change=lambda n: {"participant": spelt[n], "split": ("train", "test", "val", "val")[n]}
+    )
+    for split in ("train", "val", "test", None):
+        with pytest.raises(StoreError, match="participant 1001 is in split train and, as 00001001, in test"):
+            select(store, split)
+
+
 def test_balanced_scanners_are_seen_equally_often_and_each_volume_in_turn(tmp_path):
     """Twelve, six and two volumes: a third of every run each, and a scanner's volumes once per walk through them."""
     sizes = {"a": 12, "b": 6, "c": 2}

@@ -13,7 +13,7 @@ import octfm
 from octfm.config import load
 from octfm.encoder import embed as embedding
 from octfm.encoder.encoder import load_encoder
-from octfm.errors import CheckpointError, ConfigError, EvaluationError
+from octfm.errors import CheckpointError, ConfigError, EvaluationError, StoreError
 from octfm.evaluation.scoring import compare_scored
 from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_rows
 from octfm.phantom import phantom_volume
@@ -26,7 +26,7 @@ from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.scene import load_scenes
 from octfm.tasks.segment import Fit, Labelled, Segmenter, load_segmenter, to_prepared
 from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
-from octfm.tasks.segment_score import dice, errors_of, mean_height, score_errors, segment, summary_lines
+from octfm.tasks.segment_score import _rows, dice, errors_of, mean_height, score_errors, segment, summary_lines
 from octfm.tasks.segment_settings import SegmentConfig
 from octfm.volume.segmentation import Segmentation
 from support import ROOT
@@ -255,6 +255,22 @@ def test_seen_participants_and_absent_truth_are_refused(run, store, tmp_path):
     edit_rows(moved, lambda row: {"split": swap.get(row.participant, row.split)})
     with pytest.raises(EvaluationError, match="1 test participants were in the encoder's pretraining"):
         segment(settings(run, store, store=str(moved)), tmp_path / "c", echo=quiet)
+
+
+def test_a_person_in_two_splits_is_refused_and_fewer_volumes_to_learn_from_are_the_same_every_time(
+    run, store, tmp_path
+):
+    folder = shutil.copytree(store[0].path, tmp_path / "leaky")
+    first = next(row for row in store[0].rows if row.split == "test")
+    edit_rows(folder, lambda row: {"split": "train"} if row.index == first.index else {})
+    with pytest.raises(StoreError, match=f"{first.participant} is in split train and in test"):
+        segment(settings(run, store, store=str(folder)), tmp_path / "seg", echo=quiet)
+    whole = _rows(store[0], settings(run, store))
+    for most in (1, 2, 5, 10**6):
+        some = _rows(store[0], settings(run, store, max_volumes=most))
+        assert some["test"] == whole["test"] and len(some["train"]) == min(most, len(whole["train"]))
+        assert sorted(set(some["train"]) & set(whole["train"])) == some["train"]
+        assert most == 1 or (some["train"][0], some["train"][-1]) == (whole["train"][0], whole["train"][-1])
 
 
 def test_results_count_an_id_in_two_spellings_as_one_participant(run, store, tmp_path):

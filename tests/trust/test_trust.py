@@ -350,11 +350,15 @@ def test_overconfident_probabilities_are_named_and_calibrated_ones_not():
         np.maximum.at(ill, member, task.cases.label[tested])
         # Log-odds whose distribution given the label makes them true: N(±d²/2, d²) and the prevalence.
         odds = rng.normal(np.where(ill, 0.5, -0.5), 1.0) + np.log(ill.mean() / (1 - ill.mean()))
-        value = np.stack([np.zeros(len(member)), sharpness * odds[member]], axis=1)
-        study._predictions[task.name, "run"] = Predictions(tested, value, np.zeros_like(value))
+        # In two parts, of which only their sum is probabilities: what a fit found, and how common it took each class for.
+        prior = np.tile(np.log([0.3, 0.7]), (len(member), 1))
+        value = sharpness / 2 * odds[member, None] * np.array([-1, 1]) - prior
+        study._predictions[task.name, "run"] = Predictions(tested, value, prior)
         found = calibration(study)["results"][0]
         verdicts.append(found["verdict"])
         assert found["line"]["slope"]["estimate"] == pytest.approx(1 / sharpness, rel=0.25)
+        assert (found["mean_confidence"] - found["accuracy"] > 0.05) == (sharpness > 1)
+        assert found["line"]["intercept"]["low"] < 0 < found["line"]["intercept"]["high"]
     assert verdicts == ["no miscalibration shown", "overconfident"]
 
 
@@ -400,6 +404,10 @@ def test_the_calibration_line_is_logistic_regression_and_wilson_is_wilson():
     for got, w in zip(found, (np.ones(300), weights), strict=True):
         fitted = LogisticRegression(C=1e8, tol=1e-8).fit(odds[:, None], outcome, sample_weight=w)
         assert got == pytest.approx([fitted.intercept_[0], fitted.coef_[0, 0]], abs=1e-3)
+    # A resample of few cases is nearly separable and takes more steps than others; it is no less exact for it.
+    drawn = rng.multinomial(300, rng.dirichlet(np.full(300, 0.02), 30)).astype(float)
+    alone = np.concatenate([calibration_line(outcome, odds, w[None]) for w in drawn])
+    np.testing.assert_allclose(calibration_line(outcome, odds, drawn), alone, rtol=1e-6)
     separated = calibration_line((odds > 0).astype(float), odds, np.ones((1, 300)))
     assert np.isnan(separated).all(), "no line through separated classes"
     assert wilson(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)

@@ -17,6 +17,7 @@ from octfm.errors import ConfigError, ReadError, StoreError
 from octfm.phantom import phantom_volume
 from octfm.volume.margins import imaged_rows, inside_frame, ready_for_search, without_marks
 from octfm.volume.preprocessing import Prepared, Preprocessing
+from octfm.volume.resampling import resample, seen_rows
 from octfm.volume.tissue import find_tissue
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Lines, Volume
@@ -228,6 +229,59 @@ def test_downsampling_is_the_area_average(factor, seed):
     prepared = Preprocessing(image_size=(5, 12, 6), target_spacing=target, register_bscans=False)(volume)
     blocks = volume.voxels.reshape(5, factor[0], 12, factor[1], 6, factor[2]).mean(axis=(1, 3, 5))
     assert np.abs(prepared.voxels - blocks).max() <= 0.501
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 5), st.integers(0, 5), st.integers(0, 3))
+def test_rows_and_a_scans_without_image_are_found_whatever_their_grey(seed, top, bottom, blank):
+    rng, (height, width) = np.random.default_rng(seed), (18, 9)
+    grey = int(rng.integers(0, 256))
+    bscan = rng.choice([grey, (grey + 1) % 256], (height, width)).astype(np.uint8)
+    bscan[top : height - bottom, -2:] = np.array([[grey, grey ^ 1], [grey ^ 1, grey]])[
+        np.arange(top, height - bottom) % 2
+    ]
+    bscan[:top] = bscan[height - bottom :] = grey
+    bscan[:, :blank] = grey
+    shown = (bscan != grey).any(axis=0)
+    found = seen_rows(np.stack([np.full_like(bscan, grey), bscan]))
+    assert not found[:, 0].any(), "a B-scan without image"
+    assert np.array_equal(found[:, 1], np.where(shown, np.array([[top], [height - bottom]]), 0))
+
+
+def shares(origin: float, scale: float, count: int, length: int) -> np.ndarray:
+    """[count, length]: share of a prepared voxel, at least one native voxel wide, that each native voxel covers."""
+    width, native = max(scale, 1), np.arange(length)
+    start = (origin + scale * np.arange(count) - width / 2)[:, None]
+    return np.maximum(np.minimum(native + 0.5, start + width) - np.maximum(native - 0.5, start), 0) / width
+
+
+@given(transform=transforms, seed=st.integers(0, 2**32 - 1), mirrored=st.booleans())
+def test_prepared_voxels_are_the_means_over_their_boxes_of_what_was_imaged(transform, seed, mirrored):
+    rng, (depth, height, width) = np.random.default_rng(seed), transform.native_shape
+    voxels = rng.integers(0, 256, (depth, height, width)).astype(np.uint8)
+    shown = rng.random((depth, width)) < rng.choice([0.5, 0.9, 1])
+    seen = np.where(shown, np.stack([rng.integers(0, 9, (depth, 1)), rng.integers(25, 41, (depth, 1))]), 0)
+    view = np.ascontiguousarray(voxels[:, :, ::-1])[:, :, ::-1] if mirrored else voxels
+    found, valid = resample(view, seen, transform)
+    (z, y, x), (sz, sy, sx) = transform.origin, transform.scale
+    across, lateral = shares(z, sz, transform.shape[0], depth), shares(x, sx, transform.shape[2], width)
+    weight = across @ shown @ lateral.T
+    total, edges = np.zeros(transform.shape), np.zeros((2, *weight.shape))
+    for n, shift in enumerate(transform.displacement):
+        axial = shares(y + shift, sy, transform.shape[1], height)
+        axial /= np.maximum(axial.sum(axis=1, keepdims=True), 1e-9)
+        total += across[:, n, None, None] * (axial @ (voxels[n] * shown[n]) @ lateral.T)
+        edges += (
+            across[:, n, None]
+            * ((seen[:, n] * shown[n] - (y + shift + 0.5 - sy / 2) * shown[n]) @ lateral.T / sy)[:, None]
+        )
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means, edges = total / weight[:, None], edges / weight
+    clear = (np.abs(weight - 0.5) > 1e-3) & (np.abs(edges % 1 - 0.5) > 1e-3).all(axis=0)
+    edges = np.rint(np.nan_to_num(edges)).clip(0, transform.shape[1])
+    expected = np.where((weight > 0.5) & (edges[1] > edges[0]), edges, 0)
+    assert np.array_equal(valid[:, clear], expected[:, clear])
+    means = np.where(inside(valid, transform.shape[1]), means, 0)
+    assert np.abs(found - means).transpose(0, 2, 1)[clear].max() < 0.51
 
 
 def test_uint16_has_one_fixed_mapping():

@@ -155,7 +155,10 @@ def shareable_command(command: str) -> str:
         words = shlex.split(command)
     except ValueError:
         words = command.split()
-    return " ".join([*words[:1], *(_word(word, before) for before, word in pairwise(words))])
+    shown = [_word(word, before) for before, word in pairwise(words)]
+    if words[:1] == ["octfm"] and re.fullmatch(r"[a-z]{3,12}", "".join(words[1:2])):
+        shown[0] = words[1]
+    return " ".join([*words[:1], *shown])
 
 
 def shareable_setting(value: Any) -> Any:
@@ -269,7 +272,7 @@ def _word(word: str, before: str) -> str:
     number = _NUMBER.fullmatch(value)
     if _OPTION.fullmatch(name) and equals:
         return f"{name}={value if number and name in NUMBERED else WITHHELD}"
-    if _OPTION.fullmatch(word) or (before == "octfm" and re.fullmatch(r"[a-z]{3,12}", word)):
+    if _OPTION.fullmatch(word):
         return word
     if _NUMBER.fullmatch(word) and before in NUMBERED:
         return word

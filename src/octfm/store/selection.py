@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from octfm.catalog.participants.people import under_one_id
 from octfm.errors import ConfigError, Echo, StoreError
 from octfm.io.hashing import hash_text
 from octfm.store.exclusion import to_stderr, without_excluded
@@ -120,12 +121,14 @@ def to_evaluate(
 
 
 def assert_disjoint_splits(store: Store) -> None:
-    """Raises StoreError if a participant is in two splits."""
-    split_of: dict[str, str | None] = {}
-    for row in store.rows:
-        if split_of.setdefault(row.participant, row.split) != row.split:
+    """Raises StoreError if a participant is in two splits, under one id or under two that differ in spelling only."""
+    first: dict[str, StoreRow] = {}
+    for row, person in zip(store.rows, under_one_id([row.participant for row in store.rows]), strict=True):
+        earlier = first.setdefault(person, row)
+        if earlier.split != row.split:
+            other = "" if row.participant == earlier.participant else f", as {row.participant},"
             raise StoreError(
-                f"{store.path}: participant {row.participant} is in split {split_of[row.participant]} and in "
+                f"{store.path}: participant {earlier.participant} is in split {earlier.split} and{other} in "
                 f"{row.split}, which would leak test data; run `octfm scan` on all the data and `octfm prepare` again, "
                 "which updates the splits and keeps the voxels"
             )
