@@ -215,14 +215,15 @@ Workers = Annotated[int | None, option("N", "Parallel processes; default: one pe
 Device = Annotated[
     str | None, option("DEVICE", "auto, cpu, cuda, mps or (pretrain) xla; default: cuda if available, else cpu.")
 ]
-_LENGTHS = {"min": 14, "max": 40}
+_LENGTHS = (14, 40)
 """octfm.layers.corrections.AXIAL_LENGTH_MM, which a command line need not import."""
 AxialLength = Annotated[
     float | None,
     option(
         "MM",
         "Axial length of this eye: rescales lateral millimetres, otherwise the instrument's nominal ones.",
-        **_LENGTHS,
+        min=_LENGTHS[0],
+        max=_LENGTHS[1],
     ),
 ]
 
@@ -233,8 +234,9 @@ def _length_or_table(text: Any) -> Any:
         length = float(text)
     except ValueError:
         return local_path(text)
-    if not _LENGTHS["min"] <= length <= _LENGTHS["max"]:
-        raise typer.BadParameter(f"{text} is not in the range {_LENGTHS['min']} to {_LENGTHS['max']}.")
+    low, high = _LENGTHS
+    if not low <= length <= high:
+        raise typer.BadParameter(f"{text} is not in the range {low} to {high}.")
     return length
 
 

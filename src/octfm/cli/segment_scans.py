@@ -194,13 +194,12 @@ class Scans:
         failed, used = 0, 0
         nominal: list[str] = []
 
-        def find(volume: Volume) -> ScanSegmentation:
+        def find(volume: Volume) -> Segmentation:
             length = self.axial_length if isinstance(self.axial_length, float) else lengths and lengths.of(volume)
             nominal.extend([] if length else [volume.source])
             return segment_scan(volume, axial_length_mm=length, device=self.device)
 
-        if self.apply is not None:
-            find = load_segmenter(self.apply, self.device).segment
+        trained = load_segmenter(self.apply, self.device).segment if self.apply is not None else None
         with Progress("segment", len(sources), "scans") as progress:
             for source in progress.over(sources):
                 try:
@@ -208,7 +207,7 @@ class Scans:
                     own = by_hand.get(fingerprint(volume.voxels)) if by_hand else None
                     if own is None and len(by_hand) == len(sources) == 1:
                         next(iter(by_hand.values())).require(volume, "")  # says which scan it is of, before segmenting
-                    found, name = find(volume), _name(source)
+                    found, name = (trained or find)(volume), _name(source)
                     if not isinstance(found, ScanSegmentation):
                         echo_line(name)
                     else:

@@ -74,22 +74,22 @@ _CORRECTED_BEFORE = (
 )
 
 
-Known = Mapping[str, Laterality | Acquisition | None]
-"""Scan → its row in a catalog, or the eye that its path names."""
+Besides = Laterality | Acquisition | None
+"""What is known of a scan besides its file: its row in a catalog, or the eye that its path names."""
+Known = Mapping[str, Besides]
+Item = tuple[str, Besides]
 
 
-def read_known(
-    source: str, known: Laterality | Acquisition | None, limits: Limits | None = None, *, raster_only: bool = False
-) -> Volume:
-    """The scan with what is known of it besides its file: all that the row of a catalog says, or the eye that its path
-    names (see Volume.with_eye). Raises ReadError."""
+def read_known(source: str, known: Besides, limits: Limits | None = None, *, raster_only: bool = False) -> Volume:
+    """The scan with all that the row of a catalog says of it, or with the eye that its path names (see
+    Volume.with_eye). Raises ReadError."""
     if isinstance(known, Acquisition):
         volume = read_volume(source, spacing_mm=known.spacing_mm, raster_only=raster_only, limits=limits)
         return known.described(volume)
     return read_volume(source, raster_only=raster_only, limits=limits).with_eye(known)
 
 
-def person_of(known: Laterality | Acquisition | None) -> str:
+def person_of(known: Besides) -> str:
     """The participant in the catalog. What only a file says may be a hospital's number, and stays there."""
     return known.participant if isinstance(known, Acquisition) else ""
 
@@ -263,12 +263,12 @@ def _rows_of(
     lengths = axial_lengths.path if axial_lengths else None  # not the lengths: they would be sent with every scan
     makes = functools.partial(_row_in_child, lengths=lengths, device=device, also=also, by_hand=by_hand)
     within = replace(limits, memory=limits.memory + CHILD_MEMORY)
-    items = [(source, known.get(source)) for source in sources]
+    items: list[Item] = [(source, known.get(source)) for source in sources]
     return spread(makes, items, _lost, workers=workers, limits=within, deadline=_deadline, chunk=1)
 
 
 def _row_in_child(
-    item: tuple[str, Laterality | Acquisition | None],
+    item: Item,
     lengths: Path | None,
     device: str | None,
     also: Callable[[str, ScanSegmentation], None] | None,
@@ -297,13 +297,13 @@ def _read_once(lengths: Path, state: str) -> AxialLengths:
     return read_axial_lengths(lengths)
 
 
-def _lost(item: tuple[str, Laterality | Acquisition | None], what: Lost) -> dict[str, str]:
+def _lost(item: Item, what: Lost) -> dict[str, str]:
     source, _ = item
     problem = f"{what.code}: {source}: the process that segmented it {what.what}; {REASONS[what.code].fix}"
     return _row(source) | {"problem": problem}
 
 
-def _deadline(limits: Limits, item: tuple[str, Laterality | Acquisition | None]) -> float:
+def _deadline(limits: Limits, item: Item) -> float:
     source, _ = item
     size = file_size(source)
     return limits.deadline(size, source) + CHILD_SECONDS * (1 + size / 1e6)
@@ -440,7 +440,7 @@ def _report_unused(corrections: Mapping[str, Corrections], used: set[str], echo:
         echo(f"{problem}; {len(unused)} such files were not used" if len(unused) > 1 else problem)
 
 
-def state_of(source: str, known: Laterality | Acquisition | None = None) -> str:
+def state_of(source: str, known: Besides = None) -> str:
     """A hash of the sizes and dates of a file, or of the images in a folder, and of its sidecars, and of what the row
     of a catalog changes in it; empty if it is not there, or not on a disk."""
     if is_remote(source):
