@@ -12,7 +12,7 @@ from octfm.config import Config, dump
 from octfm.models.objectives.builtin import BUILT_IN
 from octfm.pretraining.settings import PretrainConfig
 from octfm.report.html import write_report
-from octfm.report.shareable import CHOICES, NAMED, NUMBERED, WITHHELD, shareable, shareable_command
+from octfm.report.shareable import CHOICES, NAMED, NUMBERED, WITHHELD, Words, shareable, shareable_command
 from octfm.report.sources import gather
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
@@ -135,12 +135,29 @@ def test_a_health_row_never_quotes(tmp_path_factory, rows):
         shown = _health({"kind": "incident", "step": 1, "verdict": "bad", **row, "volumes": [SECRET]})
         assert shown["sentence"] == "The run's metrics.jsonl says more."
         assert shown["what"] == row["what"] or shown["what"] == "another check"
+        assert shown["verdict"] == "bad"
         assert SECRET not in repr(shown)
+
+
+def test_a_site_has_a_number_and_no_other_word_of_a_participants_columns_is_shown():
+    words = Words()
+    texts = {
+        "clinical_site": SECRET,
+        "diagnosis": SECRET,
+        "age": "57",
+        "seen_on": "2026-11-28",
+        SECRET: "healthy",
+        "sex": "",
+    }
+    for site in (SECRET, f"{SECRET} 2", SECRET):
+        shown = words.labels(texts | {"clinical_site": site, "diagnosis": "healthy"})
+        assert shown == {"clinical_site": f"other_site_{1 + (site != SECRET)}", "diagnosis": "healthy", "age": "57"}
+    assert not any(SECRET in text for text in words_of(words.labels(texts)))
 
 
 def test_a_page_without_pictures_names_no_file_run_or_day(tmp_path, monkeypatch):
     (tmp_path / SECRET).mkdir()
-    run = write_run(tmp_path / SECRET)
+    run = write_run(tmp_path / SECRET).rename(tmp_path / f"{SECRET} 2026-11-28")
     catalog = write_catalog(tmp_path, sentence=f"{SECRET}.dcm: PatientName is {SECRET}")
     shared = write_report(run, tmp_path / "a.html", catalog=catalog, images=False).read_text()
     assert SECRET not in shared and str(tmp_path) not in shared

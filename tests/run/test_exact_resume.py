@@ -609,6 +609,17 @@ def test_a_full_disk_refuses_shards_with_an_error_that_every_rank_gets(one_rank,
     assert not list((tmp_path / "checkpoints").iterdir()), "nothing is left behind"
 
 
+def test_what_a_killed_job_of_more_ranks_left_is_no_part_of_the_checkpoint_that_is_written_anew(one_rank, tmp_path):
+    folder = tmp_path / "checkpoints"
+    (folder / "step-00000004.dcp.partial").mkdir(parents=True)
+    (folder / "step-00000004.dcp.partial" / "__7_0.distcp").write_bytes(b"of a rank that is no more")
+    for offset in (0, 3):  # the second time after a rollback, in place of the first
+        path = shards.write(folder, 4, SHARDS | {"state": {"offset": offset}}, runtime=one_rank)
+        assert [*folder.iterdir()] == [path] and not (path / "__7_0.distcp").exists()
+        found = shards.load(path)
+        assert found["state"] == {"offset": offset} and torch.equal(found["model"]["w"], SHARDS["model"]["w"])
+
+
 @pytest.mark.parametrize("killed_at", range(6))
 def test_a_kill_while_shards_take_the_place_of_older_ones_leaves_one_of_them(
     one_rank, tmp_path, monkeypatch, killed_at

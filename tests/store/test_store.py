@@ -297,6 +297,25 @@ def test_a_damaged_row_is_named_by_its_line(own, damaged):
         Store.open(own.path)
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda line: line.replace('"confident":true', '"confident":false'), "it does not match its digest"),
+        (lambda line: json.dumps(json.loads(line)), "it was edited by hand"),
+        (lambda line: json.dumps({"digest": "0" * 16} | json.loads(line)), "it was edited by hand"),
+    ],
+)
+def test_a_row_that_somebody_has_edited_is_refused(own, change, reason):
+    """With its digest anywhere but at the end it can no longer be verified."""
+    file = own.path / "rows.jsonl"
+    lines = file.read_text().splitlines()
+    changed = change(lines[1])
+    assert changed != lines[1]
+    file.write_text("\n".join([lines[0], changed, lines[2]]) + "\n")
+    with pytest.raises(StoreError, match=rf"line 2 is not a valid row \({reason}"):
+        Store.open(own.path)
+
+
 def test_rows_of_a_large_store_take_little_more_memory_than_their_file(own):
     first = replace(own.rows[0], participant_labels={f"column {k}": f"value {k}" for k in range(12)})
     first.transform["displacement"] = [k / 7 for k in range(64)]
