@@ -602,6 +602,8 @@ def edits(content: dict) -> dict[str, object]:
         "pairs of first voxel and count": with_bscan(areas={"drusen": [1, 2, 3]}),
         "do not overlap": with_bscan(areas={"drusen": [10, 5], "detachment": [12, 2]}),
         "runs within the B-scan": with_bscan(areas={"drusen": [200 * 120 - 1, 2]}),
+        "runs within the B-scan that": with_bscan(areas={"drusen": [-3, 5]}),
+        "rows from 0 to 199, got -40.0": with_bscan(surfaces={"ilm": [-40.0, *rows[1:]]}),
         "larger numbers": with_bscan(areas={"drusen": [10**30, 2]}),
         "JSON": "",
     }
