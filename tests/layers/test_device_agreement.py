@@ -220,6 +220,11 @@ def test_the_devices_zones_may_come_from_another_table(tmp_path):
     for left_out in ((), ("source",)):
         device = write(tmp_path / "device.csv", others, leave_out=left_out)
         assert device_agreement(bare, device)["zones"] == whole["zones"]
+    nameless = write(tmp_path / "nameless.csv", rows, leave_out=("participant", *DEVICE_UNIT.values()))
+    found = device_agreement(nameless, write(tmp_path / "device.csv", others))
+    assert found["participants"] == 12 and found["zones"] == whole["zones"], (
+        "the device's table says whose eyes they are"
+    )
     with pytest.raises(EvaluationError, match="stands in two rows"):
         device_agreement(bare, write(tmp_path / "twice.csv", [*others, others[0]]))
     with pytest.raises(EvaluationError, match="no eye has zones"):
