@@ -609,6 +609,13 @@ def edits(content: dict) -> dict[str, object]:
     }
 
 
+def test_a_file_too_large_for_corrections_is_not_read(tmp_path, monkeypatch):
+    path = written(stated(found_in(), checked=[1]), tmp_path / "large.json")
+    monkeypatch.setattr("octfm.layers.corrections.MOST_BYTES", path.stat().st_size - 1)
+    with pytest.raises(CorrectionsError, match=r"large\.json: [\d,]+ bytes, expected at most"):
+        read_corrections(path)
+
+
 def test_a_file_edited_wrongly_is_refused_in_one_line(tmp_path):
     found = found_in()
     content = stated(found, lines={(3, "ilm"): found.surfaces["ilm"][3] - 2})

@@ -79,6 +79,7 @@ def test_a_learned_band_is_named_with_its_hash():
     assert named == LEARNED == Preprocessing.recorded(named.model_dump(mode="json"))
     assert named.band_network == f"{BAND.name} {find_packaged(BAND.name).digest}"
     other = named.model_copy(update={"band_network": LOST_NETWORK})
+    assert with_network(small_preprocessing()) == small_preprocessing(), "a classic band needs none"
     assert with_network(other) == other, "a network that is named is never exchanged"
     assert len({p.fingerprint() for p in (named, other, small_preprocessing())}) == 3
     with pytest.raises(ConfigError, match="learned needs algorithm 3"):
