@@ -75,6 +75,22 @@ def test_intervals_of_bias_and_limits_move_with_the_unit_and_the_origin():
     assert agreement.limits(apart, person, None)["bias"]["low"] is None
 
 
+@pytest.mark.parametrize("name", ["lower", "bias", "upper", "slope"])
+def test_a_standard_error_is_that_of_what_every_subject_moves(name):
+    """The infinitesimal jackknife (Efron 1982): by how much the value changes with each subject's weight."""
+    rng, count = np.random.default_rng(3), 300
+    level = rng.normal(size=count)
+    apart = 0.3 * level + (1 + 0.5 * (level > 0)) * rng.standard_t(8, count)
+    if name == "slope":
+        measure = partial(agreement._slope_and_error, apart, level, np.arange(count))
+    else:
+        side = {"lower": -1, "bias": 0, "upper": 1}[name]
+        measure = partial(agreement._limit_and_error, apart, np.arange(count), side)
+    values, errors = measure(1 + 1e-4 * np.vstack([np.zeros(count), np.eye(count)]))
+    moved = (values[1:] - values[0]) / 1e-4
+    assert errors[0] == pytest.approx(np.sqrt(count / (count - 1) * (moved**2).sum()), rel=0.006)
+
+
 def test_a_difference_or_a_slope_downwards_is_as_certain_as_one_upwards():
     rng, person = np.random.default_rng(2), np.repeat(np.arange(20), 2)
     level, boot = rng.normal(size=40), lambda m: bootstrap(m, person, resamples=200)

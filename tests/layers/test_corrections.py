@@ -602,9 +602,18 @@ def edits(content: dict) -> dict[str, object]:
         "pairs of first voxel and count": with_bscan(areas={"drusen": [1, 2, 3]}),
         "do not overlap": with_bscan(areas={"drusen": [10, 5], "detachment": [12, 2]}),
         "runs within the B-scan": with_bscan(areas={"drusen": [200 * 120 - 1, 2]}),
+        "runs within the B-scan that": with_bscan(areas={"drusen": [-3, 5]}),
+        "rows from 0 to 199, got -40.0": with_bscan(surfaces={"ilm": [-40.0, *rows[1:]]}),
         "larger numbers": with_bscan(areas={"drusen": [10**30, 2]}),
         "JSON": "",
     }
+
+
+def test_a_file_too_large_for_corrections_is_not_read(tmp_path, monkeypatch):
+    path = written(stated(found_in(), checked=[1]), tmp_path / "large.json")
+    monkeypatch.setattr("octfm.layers.corrections.MOST_BYTES", path.stat().st_size - 1)
+    with pytest.raises(CorrectionsError, match=r"large\.json: [\d,]+ bytes, expected at most"):
+        read_corrections(path)
 
 
 def test_a_file_edited_wrongly_is_refused_in_one_line(tmp_path):

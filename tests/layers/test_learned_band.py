@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from octfm.errors import CheckpointError, ConfigError, StoreError
 from octfm.io.isolation import Limits, Lost, each
 from octfm.layers.band import Found, LearnedBand, band_finder, with_network
 from octfm.layers.band import retina as retina_in
+from octfm.layers.finder import load_finder
 from octfm.phantom import phantom_volume
 from octfm.run import checkpoint
 from octfm.store.layout import read_header
@@ -77,6 +79,7 @@ def test_a_learned_band_is_named_with_its_hash():
     assert named == LEARNED == Preprocessing.recorded(named.model_dump(mode="json"))
     assert named.band_network == f"{BAND.name} {find_packaged(BAND.name).digest}"
     other = named.model_copy(update={"band_network": LOST_NETWORK})
+    assert with_network(small_preprocessing()) == small_preprocessing(), "a classic band needs none"
     assert with_network(other) == other, "a network that is named is never exchanged"
     assert len({p.fingerprint() for p in (named, other, small_preprocessing())}) == 3
     with pytest.raises(ConfigError, match="learned needs algorithm 3"):
@@ -128,7 +131,8 @@ def test_the_band_is_the_networks_or_doubted_whatever_it_found(dz, seed, spoilt)
     elif spoilt == 7:
         rows[0, :, some] = rows[1, :, some] - 500
     found = retina_in(Found(rows.astype(np.float32), present, error), at, height, (dz, 0.004, 0.05), classic)
-    assert found.confidence.items() >= classic.confidence.items() and found.displacement is displacement
+    assert found.confidence.items() >= classic.confidence.items() and "learned_bscans" in found.confidence
+    assert found.displacement is displacement
     if spoilt:
         assert not found.confident and found.bm is classic.bm and found.ilm is classic.ilm
     else:
@@ -149,6 +153,40 @@ def test_a_retina_that_drifts_is_trusted_where_every_bscan_was_asked_or_it_drift
     sure = Found(rows, np.ones((len(at), width)), np.full((len(at), width), 5.0))
     found = retina_in(sure, at, height, (dz, 0.004, 0.05), classic)
     assert found.confident == trusted, found.confidence
+
+
+@pytest.mark.parametrize("dz", [0.03, 0.12, 0.24])
+@pytest.mark.parametrize("at_mm", [(0.33, -0.42), (-0.5, 0.21)])
+def test_the_fovea_of_a_learned_band_is_where_the_pit_is(dz, at_mm):
+    depth, width, height, step = round(6 / dz) + 1, 240, 300, max(1, round(0.24 / dz))
+    at = np.arange(depth)[(depth - 1) % step // 2 :: step]
+    z, x = np.meshgrid(dz * np.arange(depth) - 3, 0.025 * np.arange(width) - 2.9875, indexing="ij")
+    pit = 30 * np.exp(-((z - at_mm[0]) ** 2 + (x - at_mm[1]) ** 2) / 0.2)
+    rows = np.stack([120 + pit, np.full_like(pit, 200)])[:, at].astype(np.float32)
+    classic = Tissue(0 * pit, 0 * pit, None, np.zeros(depth), True, {}, True)
+    sure = Found(rows, np.ones((len(at), width)), np.full((len(at), width), 5.0))
+    found = retina_in(sure, at, height, (dz, 0.004, 0.025), classic)
+    assert found.confident and found.fovea is not None
+    assert found.fovea[0] * dz - 3 == pytest.approx(at_mm[0], abs=0.2)
+    assert found.fovea[1] * 0.025 - 2.9875 == pytest.approx(at_mm[1], abs=0.06)
+    mirrored = retina_in(replace(sure, rows=rows[:, :, ::-1]), at, height, (dz, 0.004, 0.025), classic).fovea
+    assert mirrored == pytest.approx((found.fovea[0], width - 1 - found.fovea[1]))
+
+
+def test_the_network_is_asked_with_one_thread_whatever_is_set():
+    """Sums of other threads differ in their last digit, and with them a store's checksums."""
+    used, before = [], torch.get_num_threads()
+    hook = load_finder(BAND.name, "cpu").network.register_forward_pre_hook(
+        lambda *_: used.append(torch.get_num_threads())
+    )
+    voxels, none = np.random.default_rng(0).integers(0, 90, (2, 96, 64)).astype(np.uint8), np.zeros((2, 64))
+    try:
+        torch.set_num_threads(2)
+        BAND(voxels, (0.3, 0.004, 0.012), Tissue(none, none, None, none[:, 0], True, {}, True))
+        assert set(used) == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+        hook.remove()
 
 
 def test_either_asks_the_network_only_where_the_classic_band_is_unsure(retina, monkeypatch):

@@ -28,14 +28,15 @@ def table(participants: int, scanner: str = "heidelberg_spectralis") -> list[dic
     return [row | {"source": f"{scanner}-{i}.e2e", "scanner": scanner} for i in range(participants)]
 
 
-def corrected(path, rows: list[dict[str, str]], off_um) -> None:
-    """A user's corrections: every zone `off_um(i, reach)` µm off ours in scan i, whose range reaches that far up."""
+def corrected(path, rows: list[dict[str, str]], off_um, end: int = 1) -> None:
+    """A user's corrections: every zone `off_um(i, reach)` µm off ours in scan i, whose range reaches that far up (or,
+    with `end` 0, -reach down)."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, ["source", "participant", *UNIT.values()])
         writer.writeheader()
         for i, row in enumerate(rows):
             reach = {
-                UNIT[zone]: float(row[RANGE[zone][1]] or "nan") - float(row[UNIT[zone]])
+                UNIT[zone]: float(row[RANGE[zone][end]] or "nan") - float(row[UNIT[zone]])
                 for zone in UNIT
                 if row[UNIT[zone]]
             }
@@ -159,6 +160,17 @@ def test_own_corrections_turn_ranges_into_intervals(tmp_path):
     assert float(again[0][low]) == pytest.approx(float(found[0][low]), abs=0.3)
 
 
+def test_intervals_hold_nine_in_ten_corrections_whichever_way_they_go(tmp_path):
+    """A zone that is corrected downwards is compared with how far its range reaches down."""
+    rows = table(60)
+    for name, end in (("down", 0), ("up", 1)):
+        corrected(tmp_path / f"{name}.csv", rows, lambda i, reach: reach * i / 120, end)
+        found, _ = calibrate_rows(rows, tmp_path / f"{name}.csv")
+        assert float(found[0]["range_factor"]) == pytest.approx(54 / 120, rel=0.03)
+    ends = [abs(float(rows[0][column]) - float(rows[0]["centre_um"])) for column in RANGE["centre"]]
+    assert abs(ends[0] - ends[1]) > 0.5, "else the test could not tell"
+
+
 def test_a_column_of_biometry_beside_own_corrections_leaves_no_scan_out(tmp_path):
     """How long an eye is does not say that its zones were scaled by it."""
     rows = table(60)
@@ -203,6 +215,7 @@ def test_intervals_need_enough_participants_and_corrections(tmp_path):
          r"got 40 \(20 scans left out: the table names no participant"),
         (lambda lines: ["PK\x03\x04\0", *lines], "got other bytes; export the table as CSV"),
         (lambda lines: [], "found no column source but an empty first line"),
+        (lambda lines: [lines[0].replace("participant", "person"), *lines[1:]], "expected a column participant, found source, "),
     ],
 )  # fmt: skip
 def test_a_wrong_table_of_corrections_is_refused_for_what_is_wrong_in_it(tmp_path, edit, problem):

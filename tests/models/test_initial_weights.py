@@ -108,6 +108,15 @@ def test_other_patches_and_colours_give_an_even_patch_the_same_answer(peer, tmp_
 
 
 @pytest.mark.parametrize(
+    "kernel", [torch.zeros(48, 3, 16, 16), torch.zeros(32, 3, 2, 16, 16)], ids=["images", "narrow"]
+)
+def test_a_kernel_of_other_patches_than_of_video_is_refused_by_name(peer, tmp_path, kernel):
+    torch.save(released(peer) | {"module.backbone.patch_embed.proj.weight": kernel}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"patch_embed\.proj\.weight: expected \[48, C, t, h, w\], got"):
+        begin_with(tmp_path / "a.pt", objective(), MODEL)
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         (

@@ -209,6 +209,8 @@ def test_a_deeper_encoder_with_a_summary_begins_as_the_packaged_one(tmp_path, mo
     with torch.inference_mode():
         assert torch.equal(begun.encoder(patches, index), packaged.network(patches, index))
     assert torch.equal(begun.encoder.summary.query, random_query)
+    silent = [name for name, p in begun.encoder.blocks[-1].named_parameters() if "weight" in name and not p.any()]
+    assert silent == ["attn.out.weight", "mlp.2.weight"], "with others at zero the block could not learn"
 
 
 WRONG = {

@@ -1,5 +1,6 @@
 """What a page to share is made of passes by form: no text that a user, a header or a table wrote gets through."""
 
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -16,7 +17,7 @@ from octfm.report.shareable import CHOICES, NAMED, NUMBERED, WITHHELD, Words, sh
 from octfm.report.sources import gather
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
-from support.run_folder import write_catalog, write_run
+from support.run_folder import write_catalog, write_run, write_store
 
 SECRET = "Zqxanna"
 
@@ -58,6 +59,7 @@ def test_a_command_keeps_no_name_and_no_place(words):
     shown = shareable_command(" ".join(["octfm", "embed", *words]))
     assert "zqx" not in shown.lower() and "/" not in shown
     assert shown.startswith("octfm embed")
+    assert "zqx" not in shareable_command(" ".join(["zqxanna.sh", "octfm", *words])).lower(), "of one's own, in Python"
 
 
 def test_a_command_keeps_its_verb_options_and_numbers():
@@ -125,6 +127,73 @@ def test_settings_and_record_keep_numbers_and_choices_only(tmp_path):
     assert settings["data"]["store"] == settings["ckpt_second_dir"] == WITHHELD
     assert not any(SECRET in word for word in words_of([shown.record, settings]))
     assert shown.record["parameters"] == found.record["parameters"] and len(shown.record["started"]) in (0, 4)
+
+
+def spoilt(value: Any) -> Any:
+    """The same with a name in every text that comes from a user, a header or a table, and in the keys of mappings."""
+    names = (
+        "uri",
+        "participant",
+        "sop_instance_uid",
+        "acquisition",
+        "eye_id",
+        "scanner",
+        "protocol",
+        "sentence",
+        "refers_to",
+    )
+    if is_dataclass(value) and not isinstance(value, type):
+        labels = {"participant_labels": {SECRET: SECRET}} if hasattr(value, "participant_labels") else {}
+        texts = {f.name: f"{SECRET} {getattr(value, f.name)}" for f in fields(value) if f.name in names}
+        return replace(value, **texts, **labels)
+    if isinstance(value, dict):
+        return {key: spoilt_of(key, inner) for key, inner in value.items()}
+    return type(value)(map(spoilt, value)) if isinstance(value, list | tuple) else value
+
+
+def spoilt_of(key: str, value: Any) -> Any:
+    if key in ("by_scanner", "test_participants_per_class"):
+        return {f"{SECRET} {name}": inner for name, inner in (value or {}).items()}
+    if key in ("classes", "left_out_classes", "commands"):
+        return [SECRET, *(f"{word} {SECRET}" for word in value or ())]
+    if key in ("target", "column", "encoder", "a", "b", "note", "sentence", "labels"):
+        return f"{SECRET} {value}"
+    return spoilt(value)
+
+
+def test_whatever_holds_a_name_no_part_of_a_shared_run_does(tmp_path):
+    found = gather(write_run(tmp_path), write_catalog(tmp_path), write_store(tmp_path))
+    assert found.catalog and found.store and found.unprepared and found.probe
+    catalog = replace(
+        found.catalog, root=SECRET, acquisitions=spoilt(found.catalog.acquisitions), rejects=spoilt(found.catalog.rejects),
+        skipped=spoilt(found.catalog.rejects),
+    )  # fmt: skip
+    found.store.rows = spoilt(found.store.rows)
+    online = [{"kind": "online", "step": 1, "target": SECRET, "score": 0.5}]
+    probe = spoilt(found.probe | {"embeddings": [{"name": SECRET}], "labels": SECRET})
+    shown = shareable(
+        replace(
+            found,
+            run=Path(SECRET),
+            catalog=catalog,
+            unprepared=spoilt(found.unprepared),
+            probe=probe,
+            online=online,
+            **{name: spoilt(getattr(found, name)) for name in ("train", "validation")},
+        )
+    )
+    assert shown.catalog and shown.store and shown.probe and not shown.scenes
+    parts = {f.name: getattr(shown, f.name) for f in fields(shown) if f.name not in ("catalog", "store", "unprepared")}
+    parts |= {"store": [asdict(row) for row in shown.store.rows], "unprepared": [asdict(u) for u in shown.unprepared]}
+    for name in ("acquisitions", "rejects", "skipped"):
+        parts[name] = [asdict(each) for each in getattr(shown.catalog, name)]
+    parts["root"] = shown.catalog.root
+    for name, part in parts.items():
+        assert not [text for text in words_of(part) if SECRET in text or "/clinic" in text], name
+    assert SECRET not in str(shown.run) and len(shown.catalog.acquisitions) == len(catalog.acquisitions)
+    for before, after in ((catalog.acquisitions, shown.catalog.acquisitions), (found.store.rows, shown.store.rows)):
+        assert len({row.eye_id for row in after}) == len({row.eye_id for row in before}), "counted as before"
+        assert len({row.participant for row in after}) == len({row.participant for row in before})
 
 
 @given(rows=st.lists(st.fixed_dictionaries({"what": st.text(), "sentence": st.text()})))

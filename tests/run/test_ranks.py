@@ -298,6 +298,31 @@ def test_an_index_is_read_whichever_python_wrote_it(module):
     assert shards._PlainUnpickler(io.BytesIO(content)).load() == Path("__0_0.distcp")
 
 
+DCP = "torch.distributed.checkpoint"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os system", "builtins eval", "torch load", "torch nn", "torch.serialization load", "pathlib Path.unlink",
+        "pathlib PosixPath.write_bytes", f"{DCP}.filesystem Path.unlink", f"{DCP}.filesystem Path",
+        f"{DCP}.filesystem os.remove", f"{DCP}.filesystem FileSystem.rm_file", f"{DCP}.filesystem FileSystemReader",
+        f"{DCP}.filesystem FileSystemWriter", f"{DCP}.metadata os", f"{DCP}.metadata Metadata.__init__", f"{DCP}.metadata Absent", f"{DCP} FileSystemReader",
+    ],
+)  # fmt: skip
+def test_an_index_of_a_stranger_can_call_nothing(name):
+    """An index is a pickle, which may name anything that can be imported, and call it."""
+
+    def reference(module: str, name: str) -> io.BytesIO:
+        words = (b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name))
+        return io.BytesIO(b"\x80\x04" + b"".join(words) + b"\x93.")
+
+    with pytest.raises(pickle.UnpicklingError, match="does not belong into an index of tensors"):
+        shards._PlainUnpickler(reference(*name.split())).load()
+    assert shards._PlainUnpickler(reference(f"{DCP}.metadata", "Metadata")).load().__name__ == "Metadata"
+    assert shards._PlainUnpickler(reference("torch", "bfloat16")).load() is torch.bfloat16
+
+
 def test_an_index_that_would_run_code_is_refused(whole, tmp_path):
     import hashlib
 

@@ -130,6 +130,21 @@ def test_a_line_names_an_acquisition_a_uri_or_a_participant(tmp_path, name):
     assert len(lines) == 1 and "are left out" in lines[0]
 
 
+def test_a_participant_who_is_listed_is_left_out_under_the_id_of_another_scanner_too(tmp_path):
+    """As whoever withdraws consent would expect; a uri or acquisition that looks like an id is nobody."""
+    (tmp_path / "list").write_text("1001\n7\n")
+    volumes = [
+        ("1.2.3", "a", "1001"),
+        ("1.2.4", "b", "00001001"),
+        ("1.2.5", "c", "1002"),
+        ("7", "d", "8"),
+        ("1.2.6", "e", "007"),
+    ]
+    lines = []
+    out = excluded(tmp_path / "list", volumes, "here", echo=lines.append)
+    assert out.tolist() == [True, True, False, True, False] and not lines
+
+
 def test_prepare_leaves_out_what_is_listed(tmp_path):
     listed = tmp_path / "list"
     listed.write_text("P000\nsample:3:truncated\nP7\n")
@@ -197,7 +212,7 @@ def test_any_name_can_be_listed(tmp_path_factory, names, absent):
     lines = []
     if absent == names[-1]:
         return
-    out = excluded(file, [(name,) for name in names], "the store", echo=lines.append)
+    out = excluded(file, [(name, "nobody") for name in names], "the store", echo=lines.append)
     assert out.tolist() == [True] * (len(names) - 1) + [False]
     assert len(lines) == (absent not in names)
 

@@ -155,10 +155,11 @@ def shareable_command(command: str) -> str:
         words = shlex.split(command)
     except ValueError:
         words = command.split()
-    shown = [_word(word, before) for before, word in pairwise(words)]
-    if words[:1] == ["octfm"] and re.fullmatch(r"[a-z]{3,12}", "".join(words[1:2])):
-        shown[0] = words[1]
-    return " ".join([*words[:1], *shown])
+    shown = [_word(word, before) for before, word in pairwise(["", *words])]
+    if words[:1] == ["octfm"]:
+        verb = [word for word in words[1:2] if re.fullmatch(r"[a-z]{3,12}", word)]
+        shown[: 1 + len(verb)] = ["octfm", *verb]
+    return " ".join(shown)
 
 
 def shareable_setting(value: Any) -> Any:

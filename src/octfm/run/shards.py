@@ -10,6 +10,7 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -194,13 +195,16 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "pathlib._local":  # as Python 3.13 writes it
             module = "pathlib"
-        # Only classes, whose names are capitalised, of these two modules: no functions, nothing that opens files.
-        plain = (
-            module in self.MODULES and name.lstrip("_")[:1].isupper() and "Reader" not in name and "Writer" not in name
-        )
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if plain or dtype or (module, name) in self.NAMES:
+        if dtype or (module, name) in self.NAMES:
             return super().find_class(module, name)
+        # Only these two modules' own classes: no functions, no methods of what they import (Path.unlink), nothing that
+        # opens files.
+        if module in self.MODULES and "Reader" not in name and "Writer" not in name:
+            with suppress(AttributeError):
+                found = super().find_class(module, name)
+                if isinstance(found, type) and found.__module__ == module:
+                    return found
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into an index of tensors")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.columns import composed
+from octfm.catalog.participants.people import under_one_id
 from octfm.errors import ConfigError, Echo, one_line
 from octfm.store.store import Store
 
@@ -46,7 +47,8 @@ def named_lines(file: str | Path) -> dict[str, int]:
 def excluded(
     file: str | Path, volumes: Iterable[tuple[str, ...]], of: str, known: Iterable[str] = (), echo: Echo = to_stderr
 ) -> np.ndarray:
-    """bool [n]: True for each of `volumes` (given by all its names) that the file lists.
+    """bool [n]: True for each of `volumes` (given by all its names, the participant last) that the file lists, and for
+    those of a participant whom it lists under another spelling of the id.
 
     `of` describes the whole in messages. Lines that match no volume are reported, the first HINTS with the nearest
     name, unless they are in `known`: names of volumes that are left out already. Raises ConfigError if no volume would
@@ -54,7 +56,15 @@ def excluded(
     """
     lines, known = named_lines(file), set(map(composed, known))
     volumes = [tuple(map(composed, names)) for names in volumes]
-    out = np.array([any(name in lines for name in names) for names in volumes], bool)
+    people = under_one_id([names[-1] for names in volumes])
+    listed = {person for names, person in zip(volumes, people, strict=True) if names[-1] in lines}
+    out = np.array(
+        [
+            person in listed or any(name in lines for name in names)
+            for names, person in zip(volumes, people, strict=True)
+        ],
+        bool,
+    )
     all_names = {name for names in volumes for name in names}
     unknown = [name for name in lines if name not in all_names and name not in known]
     for place, name in enumerate(unknown):
