@@ -253,6 +253,7 @@ def test_seen_participants_and_absent_truth_are_refused(run, store, tmp_path):
     swap = {"P000": "test", "P010": "train", "P011": "train"}
     shutil.copy(store[0].path / "rows.jsonl", moved)
     edit_rows(moved, lambda row: {"split": swap.get(row.participant, row.split)})
+    edit_rows(moved, lambda row: {"participant": row.participant.lower()} if row.laterality == "L" else {})
     with pytest.raises(EvaluationError, match="1 test participants were in the encoder's pretraining"):
         segment(settings(run, store, store=str(moved)), tmp_path / "c", echo=quiet)
 

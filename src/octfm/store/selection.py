@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from octfm.catalog.participants.people import under_one_id
 from octfm.errors import ConfigError, Echo, StoreError
 from octfm.io.hashing import hash_text
 from octfm.store.exclusion import to_stderr, without_excluded
@@ -120,12 +121,14 @@ def to_evaluate(
 
 
 def assert_disjoint_splits(store: Store) -> None:
-    """Raises StoreError if a participant is in two splits."""
-    split_of: dict[str, str | None] = {}
-    for row in store.rows:
-        if split_of.setdefault(row.participant, row.split) != row.split:
+    """Raises StoreError if a participant is in two splits, under whatever spelling of the id."""
+    first: dict[str, StoreRow] = {}
+    for row, person in zip(store.rows, under_one_id([row.participant for row in store.rows]), strict=True):
+        one = first.setdefault(person, row)
+        if one.split != row.split:
+            other = f" as {row.participant}" if row.participant != one.participant else ""
             raise StoreError(
-                f"{store.path}: participant {row.participant} is in split {split_of[row.participant]} and in "
-                f"{row.split}, which would leak test data; run `octfm scan` on all the data and `octfm prepare` again, "
-                "which updates the splits and keeps the voxels"
+                f"{store.path}: participant {one.participant} is in split {one.split} and{other} in {row.split}, "
+                "which would leak test data; run `octfm scan` on all the data and `octfm prepare` again, which updates "
+                "the splits and keeps the voxels"
             )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from octfm.catalog.participants.people import under_one_id
 from octfm.errors import ConfigError, OctfmError, StoreError
 from octfm.models.token_map import PADDING, TooFewTokens, token_grid, token_map
 from octfm.pretraining.monitors.online_probe import find_cases
@@ -183,9 +184,10 @@ def prepared(store: Store) -> Check:
 
 def splits(store: Store, train_rows: np.ndarray, validation_rows: np.ndarray) -> Check:
     """Fail if a participant is in two splits (F16), warn if nobody is left for validation (F12)."""
-    both = train_rows, validation_rows
-    train, validation = ({store.rows[row].participant for row in store.recorded(rows)} for rows in both)
-    streamed = [len(rows) - len(store.recorded(rows)) for rows in both]
+    recorded = [store.recorded(rows) for rows in (train_rows, validation_rows)]
+    people = under_one_id([store.rows[row].participant for rows in recorded for row in rows])
+    train, validation = set(people[: len(recorded[0])]), set(people[len(recorded[0]) :])
+    streamed = [len(train_rows) - len(recorded[0]), len(validation_rows) - len(recorded[1])]
     if any(streamed) and not train:
         return passed("splits", f"{streamed[0]:,} streamed phantoms to train on, {streamed[1]} others to validate on")
     if shared := train & validation:
