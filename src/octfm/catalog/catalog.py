@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -52,6 +52,12 @@ class Catalog:
     pixels: bool = False
     """Whether pixels were checked (octfm.catalog.inspection). If so, the optic disc of a row without a flag about it
     agrees with the laterality tag."""
+
+    def __len__(self) -> int:
+        return len(self.acquisitions)
+
+    def __iter__(self) -> Iterator[Acquisition]:
+        return iter(self.acquisitions)
 
     def __repr__(self) -> str:
         people = number(len(set(self._people())), "participant")
