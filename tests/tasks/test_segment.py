@@ -15,6 +15,7 @@ from octfm.encoder import embed as embedding
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
 from octfm.evaluation.scoring import compare_scored
+from octfm.layers.export import label_map, write_dicom, write_nifti
 from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_rows
 from octfm.phantom import phantom_volume
 from octfm.report.html import write_report
@@ -25,7 +26,6 @@ from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.scene import load_scenes
 from octfm.tasks.segment import Fit, Labelled, Segmenter, load_segmenter, to_prepared
-from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
 from octfm.tasks.segment_score import dice, errors_of, mean_height, score_errors, segment, summary_lines
 from octfm.tasks.segment_settings import SegmentConfig
 from octfm.volume.segmentation import Segmentation
