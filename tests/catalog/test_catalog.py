@@ -211,7 +211,8 @@ def test_a_catalog_is_loaded_as_it_was_saved(phantom, tmp_path):
     assert Catalog.load(catalog.save(tmp_path)) == catalog
     assert sorted(path.name for path in tmp_path.iterdir()) == ["catalog.parquet", "rejects.parquet"]
     summary = catalog.summary()
-    assert summary["accepted"] == len(catalog.acquisitions) == sum(summary["scanners"].values())
+    assert tuple(catalog) == catalog.acquisitions
+    assert summary["accepted"] == len(catalog) == sum(summary["scanners"].values())
     assert summary["rejected"] == sum(summary["rejects"].values())
     assert summary["participants"] == sum(summary["participants_per_split"].values())
 

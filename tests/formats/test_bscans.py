@@ -21,11 +21,11 @@ from octfm.encoder.export import settings_of, tensors_of, write_files
 from octfm.encoder.tuned import load_tuned
 from octfm.errors import ConfigError, EvaluationError, ReadError
 from octfm.formats import read_volume
+from octfm.layers.export import write_nifti
 from octfm.layers.table import describe, read_table, row_of
 from octfm.phantom.native.stream import Stream
 from octfm.pretraining.data import training_rows
 from octfm.store.prepare import prepare
-from octfm.tasks.segment_export import write_nifti
 from octfm.tasks.view import scene_of
 from octfm.volume.appearance import holds_two
 from octfm.volume.estimated import FLAG, WHY, retina_rows

@@ -346,6 +346,9 @@ def test_lateralities_that_contradict_each_other_are_unknown_and_flagged(tmp_pat
     assert (
         "laterality_unknown" in read_header(write_oct_dicom(tmp_path / "b", ramp(), SPACING_MM, laterality=None)).flags
     )
+    odd = read_header(write_oct_dicom(tmp_path / "c", ramp(), SPACING_MM, laterality="RECHTS"))
+    assert odd.laterality is None and {"laterality_unknown", "laterality_not_read"} <= {*odd.flags}
+    assert "laterality_not_read" not in (*header.flags, *read_header(tmp_path / "b").flags)
 
 
 def test_frames_of_two_eyes_in_one_file_are_flagged(tmp_path):

@@ -18,9 +18,9 @@ from octfm.catalog.scan import scan
 from octfm.formats import ReadError, read_header, read_overlay, read_volume
 from octfm.formats.reasons import REASONS
 from octfm.io.isolation import Limits, Lost, each
+from octfm.layers.export import write_dicom, write_nifti
 from octfm.store.prepare import REASONS as PREPARE_REASONS
 from octfm.store.prepare import prepare
-from octfm.tasks.segment_export import write_dicom, write_nifti
 from octfm.volume.volume import Surfaces, Volume
 from support.dicom_files import write_oct_dicom
 from support.fuzz_files import DAMAGES, Seed, damaged, deflated_bomb, seeds

@@ -246,6 +246,15 @@ def test_of_two_patients_in_an_export_a_scan_is_of_the_one_it_is_filed_under(tmp
     assert read_header(uri).participant == read_volume(uri).participant == "1001"
 
 
+@pytest.mark.parametrize("write", [write_vol, write_heyex_xml])
+@pytest.mark.parametrize(
+    "word, flags", [("Re", {"laterality_unknown", "laterality_not_read"}), ("L", set()), ("U", {"laterality_unknown"})]
+)
+def test_a_word_for_the_eye_that_is_not_known_is_flagged(tmp_path, write, word, flags):
+    header = read_header(write(tmp_path / "a", telling_voxels(), laterality=word))
+    assert {flag for flag in header.flags if flag.startswith("laterality")} == flags
+
+
 @pytest.mark.parametrize("of_the_series", [True, False], ids=["series", "last image"])
 def test_an_export_that_names_both_eyes_names_none(tmp_path, of_the_series):
     uri = write_heyex_xml(tmp_path / "a", telling_voxels(), laterality="R")

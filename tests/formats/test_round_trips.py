@@ -15,7 +15,7 @@ from octfm.formats import ReadError, read_overlay, read_surfaces, read_volume
 from octfm.formats.dicom.labels import LABEL_MAP
 from octfm.formats.dicom.surfaces import surfaces_of_volume
 from octfm.formats.overlay import _names_of_labels
-from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
+from octfm.layers.export import label_map, write_dicom, write_nifti
 from octfm.tasks.view import scene_of
 from octfm.volume.segmentation import Segmentation
 from support.command_line import invoke

@@ -6,23 +6,27 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from pydicom import dcmread
 
+import octfm
 from octfm.cli.segment_scans import stems_of
+from octfm.errors import ExportError
 from octfm.formats import read_device_grid, read_volume
 from octfm.layers.corrections import Corrections
+from octfm.layers.export import write_dicom, write_nifti
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.table import describe, read_table, row_of
 from octfm.layers.zones import DEVICE_UNIT, UNIT, device_grid_of
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig
 from octfm.phantom import phantom_volume, write_phantom
-from octfm.tasks.segment_export import write_dicom, write_nifti
 from octfm.volume.etdrs import ZONES
 from octfm.volume.segmentation import Segmentation, words_of
 from octfm.volume.volume import Lines
 from octfm.weights.packaged import NOTE, SHORT_NOTE
 from support.command_line import invoke
-from support.segmented import found_in
-from support.vendor_files import with_grid, write_heyex_xml
+from support.dicom_files import write_oct_dicom
+from support.segmented import for_segmentation, found_in
+from support.vendor_files import SPACING_MM, with_grid, write_heyex_xml
 from support.volumes import telling_voxels
 
 
@@ -210,6 +214,28 @@ def test_a_table_of_an_export_has_the_devices_zones(tmp_path, monkeypatch):
     assert set(DEVICE_UNIT) == set(ZONES)
     uri.write_text(uri.read_text().replace("</HEDX>", ""))
     assert "cannot be read: damaged_file" in device_grid_of(uri)
+
+
+def test_a_segmentation_in_python_saves_what_the_command_writes(tmp_path):
+    pytest.importorskip("highdicom")
+    scan = write_oct_dicom(
+        tmp_path / "scan 1.dcm", telling_voxels(), SPACING_MM, superior_first=True, edit=for_segmentation
+    )
+    done = invoke("segment", scan, "--out", tmp_path / "command", "--dicom")
+    assert done.exit_code == 0, done.output
+    found = octfm.segment(scan)
+    saved = found.save(tmp_path / "python", dicom=True)
+    assert [f"{path.name}" for path in saved] == [line.rpartition("/")[2] for line in done.output.splitlines()[-4:]]
+    for name in ("heights_um.nii.gz", "labels.nii.gz", "labels.json"):
+        one, other = (tmp_path / folder / f"scan 1_{name}" for folder in ("python", "command"))
+        assert one.read_bytes() == other.read_bytes()
+    one, other = (dcmread(tmp_path / folder / "scan 1_seg.dcm") for folder in ("python", "command"))
+    assert one.PixelData == other.PixelData
+    assert found.save(tmp_path / "python", "mine")[0].name == "mine_heights_um.nii.gz"
+    with pytest.raises(ExportError, match="results of a scan other than memory"):
+        changed(found, voxels=found.volume.voxels[::-1], source="memory").save(tmp_path / "python", "mine")
+    with pytest.raises(ExportError, match="memory: no DICOM file on this disk"):
+        changed(found, source="memory").save(tmp_path / "python", "own", dicom=True)
 
 
 def test_results_of_two_scans_have_two_names_on_macos_too():

@@ -20,6 +20,7 @@ from octfm.formats import read_volume
 from octfm.formats.dicom.surfaces import surfaces_of_volume
 from octfm.layers.corrections import AXIAL_LENGTH_MM
 from octfm.layers.edges import onto_edges
+from octfm.layers.export import label_map, write_dicom, write_nifti
 from octfm.layers.finder import LARGEST, LayerFinder, network_size
 from octfm.layers.segment import segment
 from octfm.layers.table import describe, read_table, row_of, write_table
@@ -30,7 +31,6 @@ from octfm.report.segmented.contact_sheet import ContactSheet
 from octfm.report.segmented.correct import correction_facts
 from octfm.report.segmented.pictures import bscan_picture, thickness_pictures
 from octfm.report.viewer import view_facts, viewer
-from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
 from octfm.tasks.view import scene_of
 from octfm.volume.margins import NEARLY_WHITE
 from octfm.volume.segmentation import Segmentation

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from octfm.errors import ConfigError, EvaluationError, StoreError
+from octfm.pretraining.preflight import data as preflight
 from octfm.store.store import Store
 from support import ROOT
 from support.dicom_files import write_oct_dicom
@@ -90,6 +91,15 @@ def test_a_participant_in_two_splits_is_refused(tmp_path):
     edit_rows(tmp_path / "s", lambda row: {"split": "test" if row.index == 0 else row.split})
     with pytest.raises(StoreError, match="P000 is in split test and in train"):
         Store.open(tmp_path / "s").as_torch(split="train")
+    names = {"P000": "1001", "P001": "00001001"}
+    edit_rows(tmp_path / "s", lambda row: {"participant": names[row.participant], "split": "train"})
+    assert len(Store.open(tmp_path / "s").as_torch(split="train")) == 4, "one person"
+    edit_rows(tmp_path / "s", lambda row: {"split": "test" if row.participant == "1001" else "train"})
+    with pytest.raises(StoreError, match="1001 is in split test and as 00001001 in train"):
+        Store.open(tmp_path / "s").as_torch(split="train")
+    store = Store.open(tmp_path / "s")
+    check = preflight.splits(store, np.array([0, 1]), np.array([2, 3]))
+    assert (check.status, check.measured) == ("FAIL", "1 participants are in training and validation")
 
 
 def test_labels_may_be_a_data_frame_and_numbers_are_float32(store, tmp_path):

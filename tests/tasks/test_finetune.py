@@ -503,7 +503,8 @@ def test_the_leaderboard_refuses_entries_that_have_seen_the_test(board, large, r
         if item.name != "rows.jsonl" and not (moved / item.name).exists():
             (moved / item.name).symlink_to(item)
     shutil.copy(large.path / "rows.jsonl", moved)
-    edit_rows(moved, lambda row: {"split": "test" if row.participant == "P003" else row.split})
+    edit_rows(moved, lambda row: {"split": "test"} if row.participant == "P003" else {})
+    edit_rows(moved, lambda row: {"participant": "3"} if row.eye_id == "P003_L" else {})  # one person in two spellings
     with pytest.raises(EvaluationError, match="1 test participants were in its training"):
         leaderboard([tuned[0]], [moved], "grade", folder / "refused", labels=table, echo=quiet)
 

@@ -15,6 +15,7 @@ from octfm.encoder import embed as embedding
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import CheckpointError, ConfigError, EvaluationError, StoreError
 from octfm.evaluation.scoring import compare_scored
+from octfm.layers.export import label_map, write_dicom, write_nifti
 from octfm.models.dense import DenseDecoder, mask_loss, surface_loss, surface_rows
 from octfm.phantom import phantom_volume
 from octfm.report.html import write_report
@@ -25,7 +26,6 @@ from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.scene import load_scenes
 from octfm.tasks.segment import Fit, Labelled, Segmenter, load_segmenter, to_prepared
-from octfm.tasks.segment_export import label_map, write_dicom, write_nifti
 from octfm.tasks.segment_score import _rows, dice, errors_of, mean_height, score_errors, segment, summary_lines
 from octfm.tasks.segment_settings import SegmentConfig
 from octfm.volume.segmentation import Segmentation
@@ -253,6 +253,7 @@ def test_seen_participants_and_absent_truth_are_refused(run, store, tmp_path):
     swap = {"P000": "test", "P010": "train", "P011": "train"}
     shutil.copy(store[0].path / "rows.jsonl", moved)
     edit_rows(moved, lambda row: {"split": swap.get(row.participant, row.split)})
+    edit_rows(moved, lambda row: {"participant": row.participant.lower()} if row.laterality == "L" else {})
     with pytest.raises(EvaluationError, match="1 test participants were in the encoder's pretraining"):
         segment(settings(run, store, store=str(moved)), tmp_path / "c", echo=quiet)
 

@@ -17,6 +17,7 @@ PSEUDONYM = "pseudonym:"
 FLAGS: dict[str, str] = {
     "laterality_conflict": "header, table or folders name different eyes; counted as unknown, never mirrored",
     "laterality_unknown": "nothing says which eye it is; never mirrored",
+    "laterality_not_read": "its header has a word for the eye that octfm does not know; it was not used",
     "laterality_from_manifest": "only the table says which eye it is",
     "laterality_from_path": "only a folder or the file's name says which eye it is",
     "reused_sop_uid": "another file has its SOP Instance UID and other voxels; "

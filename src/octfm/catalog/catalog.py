@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.inspection import verdicts
-from octfm.catalog.participants.people import under_one_id
+from octfm.catalog.participants.people import spelt_alike, under_one_id
 from octfm.catalog.participants.splits import SPLITS, Split, assign, diagnosis_of, parse_split
 from octfm.display import box, brief, counted, data_frame, number, with_labels
 from octfm.errors import OctfmError
@@ -52,6 +52,12 @@ class Catalog:
     pixels: bool = False
     """Whether pixels were checked (octfm.catalog.inspection). If so, the optic disc of a row without a flag about it
     agrees with the laterality tag."""
+
+    def __len__(self) -> int:
+        return len(self.acquisitions)
+
+    def __iter__(self) -> Iterator[Acquisition]:
+        return iter(self.acquisitions)
 
     def __repr__(self) -> str:
         people = number(len(set(self._people())), "participant")
@@ -226,10 +232,11 @@ def assign_splits(
     """Assign splits: recommended_split where participants.tsv has one, else stratified by participant.
 
     Strata are of scanners, diagnosis (`diagnosis_of`) and number of eyes. `one_person`: pairs of participants that may
-    be one person, because both ids have the same voxels or are spelt alike. They get the same split; if tables or
-    folders recommend several, train goes first: nobody in the test split may have been seen in training.
+    be one person, because both ids have the same voxels; so may ids that are spelt alike, such as 1001 and 00001001.
+    They get the same split; if tables or folders recommend several, train goes first: nobody in the test split may have
+    been seen in training.
     """
-    same = _leaders(one_person)
+    same = _leaders([*one_person, *spelt_alike(a.participant for a in acquisitions)])
     recommended: dict[str, Split] = {}
     several: set[str] = set()
     scanners: dict[str, set[str]] = {}

@@ -18,7 +18,7 @@ from octfm.catalog.estimation import axial_mm_by_height
 from octfm.catalog.examination import examine_files, join_parts, wanted, with_sidecars
 from octfm.catalog.inspection import inspect_pixels
 from octfm.catalog.participants.patterns import Pattern
-from octfm.catalog.participants.people import AmbiguousPeople, find_people, spelt_alike
+from octfm.catalog.participants.people import AmbiguousPeople, find_people
 from octfm.catalog.walk import Found, walk
 from octfm.display import number
 from octfm.formats.bscans import Reader
@@ -146,8 +146,6 @@ def scan(
     copy_rejects, pairs = without_lost_originals(copy_rejects, pair_of, headers, duplicates, pixel_rejects)
     left_out += [*copy_rejects, *pixel_rejects]
     pairs += pixel_pairs
-    # Scanners write one person's id as 1001 and as 00001001.
-    pairs += spelt_alike(a.participant for a in acquisitions)
     left_out.sort(key=lambda reject: reject.uri)
     catalog = Catalog(
         root=str(folder),

@@ -1,6 +1,5 @@
 """`octfm segment` on scans: into a table, or scan by scan to the terminal and a folder."""
 
-import functools
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,7 +15,7 @@ from octfm.catalog.participants.pseudonyms import is_pseudonymous
 from octfm.cli.options import echo_line, is_named_as_file
 from octfm.display import number
 from octfm.errors import ConfigError, CorrectionsError, ExportError, ReadError, one_line
-from octfm.formats import read_volume, within
+from octfm.formats import read_volume
 from octfm.io.hashing import hash_text
 from octfm.io.heap import keep_freed_memory
 from octfm.io.isolation import Limits
@@ -25,6 +24,7 @@ from octfm.io.progress import Progress
 from octfm.layers.axial_lengths import AxialLengths, read_axial_lengths
 from octfm.layers.calibrate import calibrate_rows, expect_enough
 from octfm.layers.corrections import Corrections, find_corrections
+from octfm.layers.export import stem_of, write_files
 from octfm.layers.sample import Sample, samples
 from octfm.layers.segment import ScanSegmentation
 from octfm.layers.segment import segment as segment_scan
@@ -41,7 +41,6 @@ from octfm.layers.table import (
 from octfm.layers.zones import device_grid_of
 from octfm.report.segmented.contact_sheet import ContactSheet
 from octfm.tasks.segment import load_segmenter
-from octfm.tasks.segment_export import require_own, write_dicom, write_nifti
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Volume
@@ -219,7 +218,11 @@ class Scans:
                             echo_line(line)
                         _tell_truth(found, truth, volume)
                     if self.out is not None:
-                        write_files(found, volume, name, self.out, stems[name], self.limits if self.dicom else None)
+                        written = write_files(
+                            found, volume, self.out, stems[name], dicom=self.dicom, limits=self.limits
+                        )
+                        for path in written:
+                            typer.echo(path)
                 except (ReadError, ExportError) as error:
                     if len(sources) == 1:
                         raise
@@ -284,24 +287,10 @@ def _tell_truth(found: ScanSegmentation, truth: Sequence[Sample], volume: Volume
         typer.echo(f"  true central thickness where the zones lie: {true:.1f} µm")
 
 
-def write_files(
-    found: Segmentation, volume: Volume, source: str, folder: Path, stem: str, dicom: Limits | None
-) -> None:
-    """Write NIfTI, and within the limits `dicom` also DICOM; print the paths. Raises ExportError if results of another
-    scan would be overwritten, and if DICOM files cannot refer to this one."""
-    require_own(folder, stem, volume)
-    for path in write_nifti(found, folder, stem, volume):
-        typer.echo(path)
-    if dicom is not None:
-        write = functools.partial(write_dicom, found, folder=folder, stem=stem)
-        for path in within(dicom, write, source):
-            typer.echo(path)
-
-
 def stems_of(sources: Iterable[str]) -> dict[str, str]:
     """Source → the stem of its results. If files in several folders share a name, also but for case or the code of an
     umlaut, which are the same on macOS, a part of the path's hash is appended, so that none overwrites another."""
-    stems = {source: Path(source).stem.removesuffix(".nii") for source in sources}
+    stems = {source: stem_of(source) for source in sources}
     same = {source: composed(stem).casefold() for source, stem in stems.items()}
     count = Counter(same.values())
     return {

@@ -19,7 +19,7 @@ from octfm.errors import ReadError
 from octfm.formats.declared import Declared, read_declared, sidecars
 from octfm.formats.dicom.geometry import NotRaster, Stack, check_bounds, is_running_number, positions_across, stack_of
 from octfm.formats.dicom.pixels import check_size
-from octfm.formats.names import is_flow_beside_structure, lateralities, may_be_labels, slugify
+from octfm.formats.names import is_flow_beside_structure, lateralities, may_be_an_eye, may_be_labels, slugify
 from octfm.formats.reasons import Header, angiography, blank, cannot_open, voxel_labels
 from octfm.io.archive import is_folder
 from octfm.volume.appearance import holds_two
@@ -377,6 +377,7 @@ def _header(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> Hea
     laterality, conflict = lateralities([bscans.laterality, declared.laterality])
     own = tuple(flag for flag in bscans.flags if flag != MEAN_EYE or source.startswith("header"))
     flags += ["laterality_conflict"] * conflict + ["laterality_unknown"] * (laterality is None and not conflict)
+    flags += ["laterality_not_read"] * (not may_be_an_eye(bscans.laterality))
     flags += ["bits_from_values"] * (bscans.bits is None and declared.bits is None)
     # Lines that gave no stack are placeholders; without any, the order is that of the file.
     stack = arrangement.stack

@@ -18,7 +18,7 @@ from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, uid_from
 from octfm.formats.heyex_vol import FUNDUS, NO_VALUE
 from octfm.formats.images import digest_of, image_size, read_gray, significant_bits, stack_gray
-from octfm.formats.names import last_part, lateralities, scanner_slug
+from octfm.formats.names import last_part, lateralities, may_be_an_eye, scanner_slug
 from octfm.io.archive import list_folder, open_file
 from octfm.io.location import listed
 from octfm.volume.etdrs import RINGS_MM, ZONES
@@ -102,6 +102,7 @@ def open_bscans(uri: str) -> Bscans:
     dy, dx = np.median(scales, axis=0) if np.isfinite(scales).all() else (None, None)
     dy = ROW_MM if dy == ROUNDED_MM else dy
     kind = _text(series, "Type").lower()
+    eyes = [_text(place, "Laterality") for place in (series, *images)]
     return Bscans(
         uri=uri,
         shape=shape,
@@ -110,7 +111,7 @@ def open_bscans(uri: str) -> Bscans:
         in_plane_mm=(float(dy), float(dx)) if dy and dx else None,
         lines=Lines(ends[:, :2], ends[:, 2:]) if np.isfinite(ends).all() else None,
         layout=next((layout for word, layout in _LAYOUTS.items() if word in kind), None),
-        laterality=lateralities([_text(place, "Laterality") for place in (series, *images)])[0] or "",
+        laterality=lateralities(eyes)[0] or next((eye for eye in eyes if not may_be_an_eye(eye)), ""),
         scanner=scanner_slug(
             _text(series, "GeneralEquipment/Manufacturer") or "Heidelberg Engineering",
             _text(series, "GeneralEquipment/ManufacturerModelName") or "Spectralis",

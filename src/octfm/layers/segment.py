@@ -13,8 +13,10 @@ from octfm.display import Picture, box, brief, number, picture
 from octfm.errors import ConfigError, CorrectionsError, EvaluationError, shown
 from octfm.formats import read_volume
 from octfm.formats.reasons import angiography
+from octfm.io.location import local_path
 from octfm.layers.corrections import AXIAL_LENGTH_MM, Corrections, require_order
 from octfm.layers.edges import onto_edges
+from octfm.layers.export import stem_of, write_files
 from octfm.layers.finder import LayerFinder, Layers, load_finder
 from octfm.layers.ranges import Ranges, packaged_ranges
 from octfm.layers.verdict import (
@@ -156,6 +158,16 @@ class ScanSegmentation(Segmentation):
             self, surfaces=surfaces, masks=masks, verdict=verdict, corrections=corrections,
             axial_length_mm=self.axial_length_mm or corrections.axial_length_mm,
         )  # fmt: skip
+
+    def save(self, folder: str | Path, stem: str | None = None, *, dicom: bool = False) -> list[Path]:
+        """Write what `octfm segment --out FOLDER` writes: NIfTI heights and labels, a JSON with facts of the scan, and
+        with `dicom` also DICOM SEG and height map, as `--dicom` does. Returns the paths of the images.
+
+        stem: what their names begin with, by default the name of the scan's file. Raises ExportError if the folder has
+        results of another scan under that name, and if DICOM files cannot refer to this one.
+        """
+        stem = stem_of(self.volume.source) if stem is None else stem
+        return list(write_files(self, self.volume, local_path(folder), stem, dicom=dicom))
 
     def expected_error_um(self, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
         """octfm.layers.verdict.expected_error_um of this scan, float32 [D, W]: NaN in B-scans without the lines, 0

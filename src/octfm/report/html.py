@@ -133,13 +133,13 @@ def _viewer(sources: Sources, room: int) -> Viewer | None:
 def _data(sources: Sources) -> dict[str, Any]:
     """Tables of data health; the page shows an empty table as a sentence."""
     catalog, store = sources.catalog, sources.store
-    accepted = catalog.acquisitions if catalog else ()
+    accepted = catalog.acquisitions if catalog is not None else ()
     prepared = store.rows if store else ()
     scanners = [_scanner_row(sources, name) for name in sorted({each.scanner for each in (*accepted, *prepared)})]
     members = {split: {a.participant for a in own} for split, own in by_split(sources).items()}
     order = list(members)
-    summary = catalog.summary() if catalog else {}
-    first_of_code = _first_sentences(catalog) if catalog else {}
+    summary = catalog.summary() if catalog is not None else {}
+    first_of_code = _first_sentences(catalog) if catalog is not None else {}
     unprepared = Counter(f"{u.code}: {u.sentence.replace(u.uri, Path(u.uri).name)}" for u in sources.unprepared)
     rejected = (
         "" if catalog is None else f"{len(catalog.rejects) or 'no'} file{'s' * (len(catalog.rejects) != 1)} rejected"
@@ -164,12 +164,12 @@ def _data(sources: Sources) -> dict[str, Any]:
 def _scanner_row(sources: Sources, name: str) -> dict[str, Any]:
     """Counts of one scanner, None where catalog or store are missing."""
     catalog, store = sources.catalog, sources.store
-    accepted = [a for a in catalog.acquisitions if a.scanner == name] if catalog else []
+    accepted = [a for a in catalog.acquisitions if a.scanner == name] if catalog is not None else []
     prepared = [row for row in store.rows if row.scanner == name] if store else []
     unsure = sum(not row.confident for row in prepared)
     return {
         "name": name,
-        "accepted": len(accepted) if catalog else None,
+        "accepted": len(accepted) if catalog is not None else None,
         "participants": len({each.participant for each in (*accepted, *prepared)}),
         "prepared": len(prepared) if store else None,
         "unsure": f"{unsure / len(prepared):.0%} ({unsure})" if prepared else None,

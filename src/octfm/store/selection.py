@@ -121,14 +121,14 @@ def to_evaluate(
 
 
 def assert_disjoint_splits(store: Store) -> None:
-    """Raises StoreError if a participant is in two splits, under one id or under two that differ in spelling only."""
+    """Raises StoreError if a participant is in two splits, under whatever spelling of the id."""
     first: dict[str, StoreRow] = {}
     for row, person in zip(store.rows, under_one_id([row.participant for row in store.rows]), strict=True):
-        earlier = first.setdefault(person, row)
-        if earlier.split != row.split:
-            other = "" if row.participant == earlier.participant else f", as {row.participant},"
+        one = first.setdefault(person, row)
+        if one.split != row.split:
+            other = f" as {row.participant}" if row.participant != one.participant else ""
             raise StoreError(
-                f"{store.path}: participant {earlier.participant} is in split {earlier.split} and{other} in "
-                f"{row.split}, which would leak test data; run `octfm scan` on all the data and `octfm prepare` again, "
-                "which updates the splits and keeps the voxels"
+                f"{store.path}: participant {one.participant} is in split {one.split} and{other} in {row.split}, "
+                "which would leak test data; run `octfm scan` on all the data and `octfm prepare` again, which updates "
+                "the splits and keeps the voxels"
             )

@@ -66,7 +66,7 @@ def segment(
     splits = _rows(store, config)
     train_rows, test_rows = splits["train"], splits["test"]
     seen = seen_by(str(config.encoder))
-    known = {store.rows[i].participant for i in test_rows if seen(store.rows[i].participant)}
+    known = {*people(np.array([who for i in test_rows if seen(who := store.rows[i].participant)], str)).tolist()}
     if known and not allow_seen:
         raise EvaluationError(
             f"{len(known)} test participants were in the encoder's pretraining ({min(known)} …); hold them out of "

@@ -18,7 +18,7 @@ from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.encoder.sources import find as found
 from octfm.errors import Echo, EvaluationError
 from octfm.evaluation.arms import covariates, with_table
-from octfm.evaluation.cases import Cases, Round, Skip, find_target, make_cases, make_rounds
+from octfm.evaluation.cases import Cases, Round, Skip, find_target, make_cases, make_rounds, people
 from octfm.evaluation.probe import RESAMPLES, describe, predict, rows_seen
 from octfm.evaluation.scoring import HEADLINE, Predictions, compare_metrics, correct, fails_holm, planned_metrics, score
 from octfm.evaluation.statistics import enough_resamples
@@ -144,9 +144,9 @@ def _tested(
     for path in paths:
         own = rows_seen(data, seen_by(path))
         if (own & tested).any() and not allow_seen:
-            who = data.participant[own & tested]
+            who = np.unique(people(data.participant[own & tested]))
             raise EvaluationError(
-                f"{path}: {len(set(who.tolist()))} test participants were in its training ({min(who)} …); "
+                f"{path}: {len(who)} test participants were in its training ({who[0]} …); "
                 "hold them out of training, or pass --allow-seen"
             )
         seen_rows |= own

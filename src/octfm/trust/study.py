@@ -154,7 +154,7 @@ def make_study(
         np.array([split == "test" for split in data.split]) if design == "recommended_split" else allow_seen | ~seen
     )
     # Retrieval, neighbours and copies test scans without a label as well.
-    if not allow_seen and (leaked := np.unique(data.participant[tested & seen])).size:
+    if not allow_seen and (leaked := np.unique(people(data.participant[tested & seen]))).size:
         raise EvaluationError(
             f"{len(leaked)} test participants were in the encoder's pretraining ({leaked[0]} …), without a label of "
             "any target; hold them out of pretraining, leave them out (--exclude), or pass --allow-seen"

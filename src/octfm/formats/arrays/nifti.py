@@ -144,7 +144,7 @@ def _axes(header: _Header, uri: str) -> str:
 
 
 def read_drawn(uri: str) -> Drawn:
-    """An image of heights or labels, as octfm.tasks.segment_export writes them. Raises ReadError."""
+    """An image of heights or labels, as octfm.layers.export writes them. Raises ReadError."""
     with open_file(uri, whole=True) as file, _stream(file) as stream:
         header = _read_header(stream, uri)
         check_size(header.shape, uri, header.dtype.itemsize)

@@ -9,7 +9,7 @@ from octfm.formats.dicom.file import OpenFile, referenced_uids, text
 from octfm.formats.dicom.geometry import Geometry, read_geometry
 from octfm.formats.dicom.groups import Elements
 from octfm.formats.dicom.pixels import Pixels
-from octfm.formats.names import lateralities, scanner_slug, slugify
+from octfm.formats.names import lateralities, may_be_an_eye, scanner_slug, slugify
 from octfm.formats.reasons import REASONS, Header, angiography
 from octfm.volume.volume import STRUCTURE_ONLY, Layout, Modality, Shape3
 
@@ -72,11 +72,13 @@ def describe(
     """The facts of a volume of `shape`. `dataset` may be merged from several files, `pixels` those of one of them."""
     scanner = scanner_slug(text(dataset, "Manufacturer"), text(dataset, "ManufacturerModelName"))
     geometry = read_geometry(dataset, shape, scanner, uri, layouts)
-    laterality, conflict = lateralities(_stated_lateralities(dataset))
+    eyes = _stated_lateralities(dataset)
+    laterality, conflict = lateralities(eyes)
     flags = (
         *geometry.flags,
         *(("laterality_conflict",) if conflict else ()),
         *(() if laterality or conflict else ("laterality_unknown",)),
+        *(() if all(map(may_be_an_eye, eyes)) else ("laterality_not_read",)),
         # Converters write BitsStored 16 whatever the number of bits in use. Signed pixels state their white.
         *(("bits_from_values",) if pixels.bits_stored == 16 and pixels.gray is None else ()),
     )

@@ -184,11 +184,10 @@ def prepared(store: Store) -> Check:
 
 def splits(store: Store, train_rows: np.ndarray, validation_rows: np.ndarray) -> Check:
     """Fail if a participant is in two splits (F16), warn if nobody is left for validation (F12)."""
-    both = train_rows, validation_rows
-    recorded = [store.recorded(rows) for rows in both]
+    recorded = [store.recorded(rows) for rows in (train_rows, validation_rows)]
     people = under_one_id([store.rows[row].participant for rows in recorded for row in rows])
     train, validation = set(people[: len(recorded[0])]), set(people[len(recorded[0]) :])
-    streamed = [len(rows) - len(own) for rows, own in zip(both, recorded, strict=True)]
+    streamed = [len(train_rows) - len(recorded[0]), len(validation_rows) - len(recorded[1])]
     if any(streamed) and not train:
         return passed("splits", f"{streamed[0]:,} streamed phantoms to train on, {streamed[1]} others to validate on")
     if shared := train & validation:

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ import numpy as np
 
 from octfm.catalog.participants.safe_values import is_known_protocol, is_known_scanner
 from octfm.errors import EvaluationError, ExportError
+from octfm.formats import within
 from octfm.formats.arrays.nifti import HEIGHTS
+from octfm.io.isolation import Limits
 from octfm.io.location import is_remote, local_path, replacing, write_whole
 from octfm.version import __version__
 from octfm.volume.pixel_copies import fingerprint
@@ -82,6 +86,25 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str, volume: Volu
         facts = _sidecar(volume) | {"axes": axes, "scan": fingerprint(volume.voxels)}
         write_whole(folder / f"{stem}_labels.json", json.dumps(facts).encode())
     return [*written, _nifti(image, folder / f"{stem}_labels.nii.gz")]
+
+
+def stem_of(source: str) -> str:
+    """The name that results of a scan begin with, unless several scans share it."""
+    return Path(source).stem.removesuffix(".nii")
+
+
+def write_files(
+    found: Segmentation, volume: Volume, folder: Path, stem: str, *, dicom: bool = False, limits: Limits | None = None
+) -> Iterator[Path]:
+    """Write NIfTI, and DICOM as well if `dicom`, within `limits` if there are any; the files, as they are written.
+
+    Raises ExportError if results of another scan would be overwritten, and if DICOM files cannot refer to this one.
+    """
+    require_own(folder, stem, volume)
+    yield from write_nifti(found, folder, stem, volume)
+    if dicom:
+        write = partial(write_dicom, found, folder=folder, stem=stem)
+        yield from within(limits, write, volume.source) if limits is not None else write(volume.source)
 
 
 def require_own(folder: Path, stem: str, volume: Volume) -> None:
