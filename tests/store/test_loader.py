@@ -364,7 +364,7 @@ def test_F16_a_participant_whose_id_two_scanners_spell_differently_is_in_one_spl
         tmp_path / "leaky", 4, change=lambda n: {"participant": spelt[n], "split": ("train", "test", "val", "val")[n]}
     )
     for split in ("train", "val", "test", None):
-        with pytest.raises(StoreError, match="participant 1001 is in split train and, as 00001001, in test"):
+        with pytest.raises(StoreError, match="participant 1001 is in split train and as 00001001 in test"):
             select(store, split)
 
 
