@@ -755,6 +755,14 @@ def test_grades_are_the_same_however_their_numbers_are_spelt(cohort, tmp_path):
     assert one == two and one[0]["classes"] == ["0", "1", "2"]
 
 
+@pytest.mark.parametrize("groups", [2, 12], ids=["a few", "as many as measurements"])
+def test_groups_between_two_numbers_are_classes_and_no_numbers(cohort, tmp_path, groups):
+    data = read_embeddings(cohort.embeddings(tmp_path / "a.parquet"))
+    labels = tuple({"group": f"{(low := 40 + 4 * (int(p) % groups))}_{low + 3}"} for p in data.participant)
+    cases = make_cases(Target("group", "group", "participant"), replace(data, participant_labels=labels), None)
+    assert cases.classes is not None and len(cases.classes) == groups and not cases.ordered
+
+
 @pytest.mark.parametrize("word", ["NA", "n/a", "NaN", " ", ".", "Unknown"])
 def test_a_missing_value_of_the_participants_own_table_is_no_class(cohort, tmp_path, word):
     data = read_embeddings(cohort.embeddings(tmp_path / "a.parquet"))
