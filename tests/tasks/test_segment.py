@@ -252,6 +252,9 @@ def test_segmenters_are_compared_on_the_volumes_that_all_of_them_measured():
     found = score_errors(load(SegmentConfig, {"surfaces": ["ilm"]}), errors, people, {}, 500)
     a, b = (found[name][0] for name in errors)
     assert a.row["n_test_participants"] == b.row["n_test_participants"] == 19
+    assert 10 < a.row["low"] < a.row["estimate"] < a.row["high"] < 30
+    (line,) = summary_lines({"results": [a.row], "comparisons": []})
+    assert line.endswith(f"({a.row['low']:.2f} to {a.row['high']:.2f}) µm, 19 participants")
     compared = compare_scored(a, b, leakage=False)
     assert compared["low"] == pytest.approx(-0.5) == compared["high"] and compared["verdict"] == "better"
 
