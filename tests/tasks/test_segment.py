@@ -89,6 +89,8 @@ def test_surfaces_and_masks_are_found_on_unseen_participants(run, store, tmp_pat
     if not changes:
         assert {e for _, e in found} == {"pretrained", "random_init", "voxels", "mean_height"}
         assert found["ilm", "mean_height"] > 2 * found["ilm", "pretrained"]
+        for name in ("random_init", "voxels"):
+            assert found["ilm", name] != found["ilm", "pretrained"], "an encoder of its own"
         assert all(c["low"] is None for c in result["comparisons"]), "two test participants are no interval"
         assert any("fluid" in line for line in summary_lines(result))
         with pytest.raises(CheckpointError, match="holds a finished segmentation"):
