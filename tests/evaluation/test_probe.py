@@ -297,6 +297,10 @@ def test_encoders_embedded_from_different_cohorts_are_refused(cohort, tmp_path):
     b = cohort.embeddings(tmp_path / "b.parquet", "random_init", order=np.arange(len(cohort.rows) - 1))
     with pytest.raises(EvaluationError, match="1 are in only one of the two"):
         probe([a, b], cohort.labels(tmp_path / "l.tsv"))
+    first = read_embeddings(a)
+    other = replace(first, name="other", path="other", participant=np.roll(first.participant, 2))
+    with pytest.raises(EvaluationError, match="other: participants differ from .* for the same acquisitions"):
+        align([first, other])
 
 
 def test_a_matrix_of_ones_own_is_compared_in_whatever_order_its_rows_are(cohort, tmp_path):
