@@ -21,7 +21,7 @@ from octfm.catalog.labels import read_labels
 from octfm.encoder.embeddings import align, joined, read_embeddings, take_rows
 from octfm.errors import EvaluationError
 from octfm.evaluation import linear, readouts
-from octfm.evaluation.cases import Cases, Round, Target, find_targets, make_cases, participant_folds
+from octfm.evaluation.cases import Cases, Round, Skip, Target, find_targets, make_cases, make_rounds, participant_folds
 from octfm.evaluation.efficiency import label_efficiency, subset
 from octfm.evaluation.linear import logistic, ridge
 from octfm.evaluation.probe import probe, summary_lines, write_probe
@@ -297,6 +297,10 @@ def test_encoders_embedded_from_different_cohorts_are_refused(cohort, tmp_path):
     b = cohort.embeddings(tmp_path / "b.parquet", "random_init", order=np.arange(len(cohort.rows) - 1))
     with pytest.raises(EvaluationError, match="1 are in only one of the two"):
         probe([a, b], cohort.labels(tmp_path / "l.tsv"))
+    first = read_embeddings(a)
+    other = replace(first, name="other", path="other", participant=np.roll(first.participant, 2))
+    with pytest.raises(EvaluationError, match="other: participants differ from .* for the same acquisitions"):
+        align([first, other])
 
 
 def test_a_matrix_of_ones_own_is_compared_in_whatever_order_its_rows_are(cohort, tmp_path):
@@ -758,6 +762,41 @@ def test_grades_are_the_same_however_their_numbers_are_spelt(cohort, tmp_path):
     files = [cohort.embeddings(tmp_path / "e.parquet")]
     one, two = (probe(files, table, targets=["grade"], resamples=50)["results"] for table in tables)
     assert one == two and one[0]["classes"] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("healthy", ["Healthy", "NORMAL", "Control", "None", "No disease"])
+def test_the_class_of_no_disease_comes_first_however_it_is_written(cohort, tmp_path, healthy):
+    """The other one of two is then what scores ask about: an AUROC of .9 would be .1."""
+    data = read_embeddings(cohort.embeddings(tmp_path / "a.parquet"))
+    labels = tuple({"group": (healthy, "AMD")[int(p) % 2]} for p in data.participant)
+    cases = make_cases(Target("group", "group", "participant"), replace(data, participant_labels=labels), None)
+    assert cases.classes == (healthy, "AMD")
+
+
+@pytest.mark.parametrize(("learn", "test"), [(5, 4), (6, 1), (6, 2)])
+def test_too_few_participants_to_learn_from_or_to_test_are_refused(cohort, tmp_path, learn, test):
+    data = read_embeddings(cohort.embeddings(tmp_path / "a.parquet"))
+    people = np.unique(data.participant)[: learn + test].tolist()
+    data = take_rows(data, np.flatnonzero(np.isin(data.participant, people)))
+    split = tuple("train" if people.index(p) < learn else "test" for p in data.participant)
+    labels = tuple({"x": str(20.5 + people.index(p) + n / 99)} for n, p in enumerate(data.participant))
+    data = replace(data, split=split, participant_labels=labels)
+    cases, seen = make_cases(Target("x", "x", "eye"), data, None), np.zeros(len(split), bool)
+    if (learn, test) == (6, 2):
+        assert len(make_rounds(cases, data, "recommended_split", seen, False, 5, 0)[1]) == 1
+    else:
+        with pytest.raises(
+            Skip, match=f"{learn} participants with x to learn from and {test} to test, expected at least 6"
+        ):
+            make_rounds(cases, data, "recommended_split", seen, False, 5, 0)
+
+
+@pytest.mark.parametrize("groups", [2, 12], ids=["a few", "as many as measurements"])
+def test_groups_between_two_numbers_are_classes_and_no_numbers(cohort, tmp_path, groups):
+    data = read_embeddings(cohort.embeddings(tmp_path / "a.parquet"))
+    labels = tuple({"group": f"{(low := 40 + 4 * (int(p) % groups))}_{low + 3}"} for p in data.participant)
+    cases = make_cases(Target("group", "group", "participant"), replace(data, participant_labels=labels), None)
+    assert cases.classes is not None and len(cases.classes) == groups and not cases.ordered
 
 
 @pytest.mark.parametrize("word", ["NA", "n/a", "NaN", " ", ".", "Unknown"])

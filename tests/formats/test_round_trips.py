@@ -97,6 +97,14 @@ def test_heights_and_labels_come_back_from_dicom(tmp_path, order):
     assert back.names == NAMES and back.heights_px.shape[1:] == (volume.shape[0], volume.shape[2])
     np.testing.assert_array_equal(back.heights_px, stacked(found))
     file = dcmread(seg)
+    kinds = {
+        segment.SegmentLabel: tuple(
+            segment[f"SegmentedProperty{part}CodeSequence"][0].CodeMeaning for part in ("Category", "Type")
+        )
+        for segment in file.SegmentSequence
+    }
+    assert kinds["fluid"] == ("Morphologically Abnormal Structure", "Lesion"), "not a part of the healthy retina"
+    assert kinds["ilm to rpe"] == ("Anatomical Structure", "Retina")
     frames = {}
     for group, plane in zip(file.PerFrameFunctionalGroupsSequence, file.pixel_array, strict=True):
         segment = group.SegmentIdentificationSequence[0].ReferencedSegmentNumber

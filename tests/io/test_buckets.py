@@ -8,12 +8,14 @@ import tempfile
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.scan import scan
@@ -138,6 +140,34 @@ def test_a_name_that_grows_in_lower_case_is_cut_where_the_archive_ends():
     remembered = bucket.Object(1, "v")
     ranged.recall(replace(BucketPath.of("s3://bucket/İzmir.zip!/b.dcm"), facts=remembered))
     assert ranged.known("s3://bucket/İzmir.zip") == remembered
+
+
+KEYS = st.lists(st.text("ab.", min_size=1, max_size=3).filter(lambda part: part.strip(".")), max_size=3)
+
+
+@given(one=KEYS, other=KEYS, schemes=st.tuples(st.sampled_from(["s3", "gs"]), st.sampled_from(["s3", "gs"])))
+def test_an_address_in_a_bucket_has_the_parts_of_a_path_and_never_leaves_its_bucket(one, other, schemes):
+    a, b = (
+        BucketPath.of(f"{scheme}://bucket/{'/'.join(key)}") for scheme, key in zip(schemes, (one, other), strict=True)
+    )
+    path = PurePosixPath("bucket", *one)
+    assert str(a).rstrip("/") == f"{schemes[0]}://{path}" and BucketPath.of(str(a)) == a
+    assert (a.name, a.stem, a.suffix, a.parts) == (path.name, path.stem, path.suffix, path.parts)
+    assert [str(parent) for parent in a.parents] == [f"{schemes[0]}://{p}" for p in path.parents][: len(one)]
+    below = a.is_relative_to(b)
+    assert below == (schemes[0] == schemes[1] and one[: len(other)] == other)
+    assert not a.is_relative_to(path) and not a.is_relative_to(str(a))
+    if below:
+        assert b / a.relative_to(b) == a
+    if one:
+        assert a.parent / a.name == a == a.with_name("x").with_name(a.name) and a.with_suffix(".y").stem == a.stem
+    assert (a / "/c").name == "c" and (a / "/c").parent == a, "an absolute name does not lead elsewhere"
+
+
+@pytest.mark.parametrize("address", ["s3://", "gs://a b/key"])
+def test_an_address_without_the_name_of_a_bucket_is_refused(address):
+    with pytest.raises(BucketError, match=f"expected the name of a bucket, {address[:2]}://bucket/…"):
+        BucketPath.of(address)
 
 
 def test_an_address_in_a_bucket_is_never_taken_for_a_file():

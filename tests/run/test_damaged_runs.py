@@ -424,7 +424,11 @@ def test_fine_tuning_refuses_a_foreign_checkpoint_too(store, tmp_path):
         checkpoint.write(run.checkpoints, 4, content(ours))
         found = run.newest_whole(quiet)
         assert found is not None and found[1]["step"] == 4
-        for foreign in (content(other), content(ours, "k"), CONTENT | {"participants": {"key": "k", "hashes": []}}):
+        prepared_otherwise, keyless = (
+            content(ours) | {"fingerprint": "0" * 16},
+            CONTENT | {"participants": {"key": "k", "hashes": []}},
+        )
+        for foreign in (content(other), content(ours, "k"), prepared_otherwise, keyless):
             for step in (2, 9):
                 path = checkpoint.write(run.checkpoints, step, foreign)
                 with pytest.raises(CheckpointError, match=rf"{path.name}: a checkpoint of another run"):

@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import octfm
 from octfm.config import load
@@ -29,6 +31,7 @@ from octfm.tasks.segment import Fit, Labelled, Segmenter, load_segmenter, to_pre
 from octfm.tasks.segment_score import _rows, dice, errors_of, mean_height, score_errors, segment, summary_lines
 from octfm.tasks.segment_settings import SegmentConfig
 from octfm.volume.segmentation import Segmentation
+from octfm.volume.transform import Transform
 from support import ROOT
 from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
@@ -86,6 +89,8 @@ def test_surfaces_and_masks_are_found_on_unseen_participants(run, store, tmp_pat
     if not changes:
         assert {e for _, e in found} == {"pretrained", "random_init", "voxels", "mean_height"}
         assert found["ilm", "mean_height"] > 2 * found["ilm", "pretrained"]
+        for name in ("random_init", "voxels"):
+            assert found["ilm", name] != found["ilm", "pretrained"], "an encoder of its own"
         assert all(c["low"] is None for c in result["comparisons"]), "two test participants are no interval"
         assert any("fluid" in line for line in summary_lines(result))
         with pytest.raises(CheckpointError, match="holds a finished segmentation"):
@@ -198,6 +203,30 @@ def test_results_come_back_to_the_native_frame(run, store, laterality, superior_
     assert 100 < np.nanmean(found.thickness_um("ilm", "bm")) < 600
 
 
+@given(seed=st.integers(0, 2**32 - 1), shown=st.sampled_from([0.0, 0.2, 0.9]))
+def test_errors_count_where_truth_is_in_the_image_and_something_was_found(seed, shown):
+    """In µm of the scan, and of masks only the voxels that the encoder saw."""
+    rng, (depth, height, width) = np.random.default_rng(seed), (4, 30, 10)
+    # The prepared field holds rows 6 to 25 and A-scans 2 to 9.
+    transform = Transform(
+        (depth, height, width), (0.1, 0.004, 0.01), (4, 20, 8), (0.0, 6.0, 2.0), (1.0, 1.0, 1.0), (0.0,) * 4, False, False
+    )  # fmt: skip
+    rows = rng.choice([-4.0, -0.6, 0.0, 12.5, height - 1, height + 2, np.nan], (depth, width))
+    answer = np.where(rng.random((depth, width)) < shown, rng.uniform(0, height, (depth, width)), np.nan)
+    masks = rng.random((2, depth, height, width)) < 0.3
+    config = load(SegmentConfig, {"surfaces": ["ilm"], "mask_values": [1]})
+    found = Segmentation({"ilm": answer}, {config.mask_name: masks[0]}, (0.1, 0.004, 0.01))
+    errors = errors_of(config, found, {"rows": rows[None], "mask": masks[1]}, transform)
+    apart = [
+        4 * abs(answer[z, x] - rows[z, x])
+        for z, x in np.ndindex(depth, width)
+        if 0 <= rows[z, x] <= height - 1 and np.isfinite(answer[z, x])
+    ]
+    assert errors["ilm"] == pytest.approx(np.mean(apart) if apart else np.nan, nan_ok=True)
+    seen = masks[:, :, 6:26, 2:]
+    assert errors[config.mask_name] == ((seen[0] & seen[1]).sum(), seen[0].sum(), seen[1].sum())
+
+
 def test_dice_is_of_all_voxels_together_under_weights():
     counts = np.array([[5.0, 10.0, 8.0], [0.0, 0.0, 4.0], [0.0, 0.0, 0.0]])
     weights = np.array([[1.0, 1, 1], [2, 0, 1], [0, 0, 3]])
@@ -225,6 +254,9 @@ def test_segmenters_are_compared_on_the_volumes_that_all_of_them_measured():
     found = score_errors(load(SegmentConfig, {"surfaces": ["ilm"]}), errors, people, {}, 500)
     a, b = (found[name][0] for name in errors)
     assert a.row["n_test_participants"] == b.row["n_test_participants"] == 19
+    assert 10 < a.row["low"] < a.row["estimate"] < a.row["high"] < 30
+    (line,) = summary_lines({"results": [a.row], "comparisons": []})
+    assert line.endswith(f"({a.row['low']:.2f} to {a.row['high']:.2f}) µm, 19 participants")
     compared = compare_scored(a, b, leakage=False)
     assert compared["low"] == pytest.approx(-0.5) == compared["high"] and compared["verdict"] == "better"
 
@@ -256,6 +288,9 @@ def test_seen_participants_and_absent_truth_are_refused(run, store, tmp_path):
     edit_rows(moved, lambda row: {"participant": row.participant.lower()} if row.laterality == "L" else {})
     with pytest.raises(EvaluationError, match="1 test participants were in the encoder's pretraining"):
         segment(settings(run, store, store=str(moved)), tmp_path / "c", echo=quiet)
+    quick = settings(run, store, store=str(moved), surfaces=["ilm"], mask_values=[], steps=1)
+    allowed = segment(quick, tmp_path / "d", baselines=False, allow_seen=True, echo=quiet)
+    assert [row["seen_test_participants"] for row in allowed["results"]] == [1], "and says so"
 
 
 def test_a_person_in_two_splits_is_refused_and_fewer_volumes_to_learn_from_are_the_same_every_time(

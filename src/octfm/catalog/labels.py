@@ -226,7 +226,8 @@ def _label_table(path: str, names: tuple[str, ...], rows: list[Row]) -> LabelTab
 def as_number(value: str | None) -> float | None:
     """The text as a finite number; None if it is not one."""
     try:
-        number = float(value) if value is not None else math.nan
+        # Python reads 40_49, as an age group may be called, as 4049.
+        number = float(value) if value is not None and "_" not in value else math.nan
     except ValueError:
         return None
     return number if math.isfinite(number) else None

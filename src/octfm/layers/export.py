@@ -244,11 +244,14 @@ def _segment(highdicom: Any, found: Segmentation, number: int, name: str) -> Any
     algorithm = highdicom.AlgorithmIdentificationSequence(
         name="octfm", family=codes.DCM.ArtificialIntelligence, version=__version__, source="octfm"
     )
+    # An area of fluid or drusen is nothing that a healthy retina consists of; which one it is, only the label says.
+    lesion, sct = name in found.masks, codes.SCT
     return highdicom.seg.SegmentDescription(
         segment_number=number,
         segment_label=name[:64],
-        segmented_property_category=codes.SCT.AnatomicalStructure,
-        segmented_property_type=codes.SCT.Retina,
+        segmented_property_category=sct.MorphologicallyAbnormalStructure if lesion else sct.AnatomicalStructure,
+        segmented_property_type=sct.Lesion if lesion else sct.Retina,
+        anatomic_regions=[sct.Retina] if lesion else None,
         algorithm_type=_algorithm_type(found, *name.split(" to ")),  # a layer lies between two surfaces
         algorithm_identification=algorithm,
     )

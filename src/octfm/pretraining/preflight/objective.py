@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octfm.display import number
 from octfm.errors import ConfigError
 from octfm.models.objectives.objective import Objective, ObjectiveOutput, View
 from octfm.models.token_map import token_map
@@ -128,8 +129,10 @@ def overfit(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Che
     weight = config.objective.context_loss
     optimizer = torch.optim.AdamW(_trained(model), lr=OVERFIT_LR, weight_decay=0.0, fused=True)
     with torch.no_grad():
-        first = float(model(views, weight).loss)
-    own, rise, steps = first, 0.0, 0
+        output = model(views, weight)
+    _require_one_each(config.objective.name, model, output, len(rows))
+    first = own = float(output.loss)
+    rise, steps = 0.0, 0
     # `not >` instead of `<=`: a rise of NaN must not end the loop as a clear one.
     while steps < OVERFIT_STEPS and not rise > CLEAR_RISE:
         # Looks at the losses eight times at most, because each look takes two forward passes.
@@ -164,6 +167,12 @@ def _require_output(name: str, model: Objective, output: object) -> None:
             f"objective {name}: expected a loss that is one number with a gradient, got {got}; compute it from "
             "masked_loss_B, and detach goals only (F3)"
         )
+    _require_one_each(name, model, output, 1)
+    _require_positive(name, float(output.masked_loss_B.detach()))
+
+
+def _require_one_each(name: str, model: Objective, output: ObjectiveOutput, count: int) -> None:
+    """Raise ConfigError unless losses and baselines are of each of `count` volumes."""
     per_volume = {
         "masked_loss_B": output.masked_loss_B,
         "context_loss_B": output.context_loss_B,
@@ -171,13 +180,12 @@ def _require_output(name: str, model: Objective, output: object) -> None:
         "baseline(context_goal_BCD)": model.baseline(output.context_goal_BCD),
     }
     for what, value in per_volume.items():
-        if not isinstance(value, Tensor) or value.shape != (1,):
+        if not isinstance(value, Tensor) or value.shape != (count,):
             got = f"one of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ConfigError(
-                f"objective {name}: {what} of one volume: expected a tensor of shape [1], got {got}; return a loss for "
-                "each volume"
+                f"objective {name}: {what} of {number(count, 'volume')}: expected a tensor of shape [{count}], got "
+                f"{got}; return a loss for each volume"
             )
-    _require_positive(name, float(output.masked_loss_B.detach()))
 
 
 def _require_positive(name: str, loss: float) -> None:
