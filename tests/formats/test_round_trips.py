@@ -372,6 +372,10 @@ def test_labels_of_a_metaimage_lie_on_it_in_other_programs(tmp_path, axes):
         for affine in (image.get_sform(), image.get_qform()):
             np.testing.assert_allclose(affine @ [*index, 1], [-at[0], -at[1], at[2], 1], atol=1e-4)
     np.testing.assert_array_equal(read_overlay(labels, volume).values, expected)
+    for odd in ("0 0 0 0 0 0 0 0 0", "1 0 0 1", "nan 0 0 0 1 0 0 0 1"):
+        other = write_metaimage(tmp_path / "b.mha", telling_voxels(), tags={"TransformMatrix": odd})
+        _, labels = write_nifti(found, tmp_path / "odd", "b", read_volume(other))
+        assert nibabel.load(labels).header.get_zooms() == pytest.approx(SPACING_MM[::-1]), "as of other files"
     tmp_json(source, {"axes": axes, "upside_down": True})
     turned = read_volume(source)
     _, labels = write_nifti(found, tmp_path / "turned", "a", turned)
