@@ -144,12 +144,20 @@ def test_runs_are_named_by_what_tells_them_apart():
 
 
 def test_labels_are_those_of_the_probes(runs, tmp_path):
-    assert labels_of(runs) is None
+    said = []
+    assert labels_of(runs, said.append) is None and not said
     table = tmp_path / "labels.tsv"
     table.write_text("participant_id\n")
     run = write_run(tmp_path / "c", figures=False)
     (run / "probe.json").write_text(json.dumps(probe_result() | {"labels": str(table)}))
-    assert labels_of({"c": run, "b": runs["b"]}) == table
+    assert labels_of({"c": run, "b": runs["b"]}, said.append) == table and not said
+    other = write_run(tmp_path / "d", figures=False)
+    for labels, what in (("DataFrame", f"{table} and DataFrame, not one table"), (str(table), f"{table}, which is no")):
+        (other / "probe.json").write_text(json.dumps(probe_result() | {"labels": labels}))
+        if labels == str(table):
+            table.unlink()
+        assert labels_of({"c": run, "d": other}, said.append) is None
+        assert what in said.pop() and not said, "the labels of the scans may be others"
 
 
 @needs_chromium

@@ -350,6 +350,38 @@ def test_labels_of_a_single_bscan_in_nifti_lie_on_it_in_other_programs(tmp_path,
     np.testing.assert_allclose(image.affine, affine, atol=1e-5)
 
 
+@pytest.mark.parametrize("axes", ["WHD", "HWD", "DWH"])
+def test_labels_of_a_metaimage_lie_on_it_in_other_programs(tmp_path, axes):
+    """ITK: point = Offset + directions (TransformMatrix, axis by axis) * spacing * index, x to the left, y to the back;
+    NIfTI's x and y run the other way."""
+    nibabel = pytest.importorskip("nibabel")
+    stored = ["DHW".index(axis) for axis in axes]
+    tags = {"TransformMatrix": "0 0 1 0.6 -0.8 0 0.8 0.6 0", "Offset": "3 -4 5"}
+    source = write_metaimage(tmp_path / "a.mha", telling_voxels(), axes=axes, tags=tags)
+    tmp_json(source, {"axes": axes})
+    volume = read_volume(source)
+    found = segmentation(3, volume.shape, spacing_mm=volume.spacing_mm)
+    _, labels = write_nifti(found, tmp_path / "out", "a", volume)
+    image = nibabel.load(labels)
+    expected = label_map(found)[0]
+    np.testing.assert_array_equal(np.asarray(image.dataobj), expected.transpose(stored))
+    directions = np.array([[0, 0, 1], [0.6, -0.8, 0], [0.8, 0.6, 0]])
+    for index in ([0, 0, 0], [2, 5, 7]):
+        steps = np.array([SPACING_MM[stored[i]] * index[i] for i in range(3)])
+        at = np.array([3, -4, 5]) + steps @ directions
+        for affine in (image.get_sform(), image.get_qform()):
+            np.testing.assert_allclose(affine @ [*index, 1], [-at[0], -at[1], at[2], 1], atol=1e-4)
+    np.testing.assert_array_equal(read_overlay(labels, volume).values, expected)
+    for odd in ("0 0 0 0 0 0 0 0 0", "1 0 0 1", "nan 0 0 0 1 0 0 0 1"):
+        other = write_metaimage(tmp_path / "b.mha", telling_voxels(), tags={"TransformMatrix": odd})
+        _, labels = write_nifti(found, tmp_path / "odd", "b", read_volume(other))
+        assert nibabel.load(labels).header.get_zooms() == pytest.approx(SPACING_MM[::-1]), "as of other files"
+    tmp_json(source, {"axes": axes, "upside_down": True})
+    turned = read_volume(source)
+    _, labels = write_nifti(found, tmp_path / "turned", "a", turned)
+    assert nibabel.load(labels).shape == turned.shape[::-1], "rows of the image, no longer of the file"
+
+
 @pytest.fixture
 def exported(tmp_path):
     """A scan and the files that its segmentation is exported to."""

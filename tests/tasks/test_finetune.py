@@ -274,6 +274,10 @@ def test_F16_test_participants_are_never_trained_on_seen_ones_refused(run, store
         EvaluationError, match="a run of octfm finetune or segment; octfm trust needs one of octfm pretr"
     ):
         trust(out, [store.path], tmp_path / "trust", labels=labels, targets=["grade"], echo=quiet)
+    frame = pytest.importorskip("pandas").read_csv(labels, sep="\t")
+    with pytest.raises(EvaluationError, match=r"labels: networks that are trained .* this is a DataFrame"):
+        trust(run, [store.path], tmp_path / "trust", labels=frame, targets=["grade"], echo=quiet)
+    assert not (tmp_path / "trust").exists(), "before anything is embedded"
 
 
 def test_probabilities_take_a_participant_with_two_eyes_for_one(run, store, labels, tmp_path):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octfm.cli import options as opt
-from octfm.errors import ConfigError, EvaluationError, ReadError
+from octfm.errors import ConfigError, EvaluationError, ReadError, one_line
 
 if TYPE_CHECKING:
     from octfm.io.isolation import Limits
@@ -75,10 +75,10 @@ def compare(
         read_labels(labels)  # a wrong table stops here and not as a page without intervals
     orders = opt.parse_orders(order)
     named, result, reason = names_of(runs), None, "They were not requested (--no-pairs)."
-    table = labels or labels_of(named)
     if pairs:
         from octfm.evaluation.probe import probe_together
 
+        table = labels or labels_of(named, lambda line: typer.echo(one_line(line), err=True))
         try:
             result, reason = probe_together(named, table, targets=target, orders=orders, allow_seen=allow_seen), ""
         except EvaluationError as error:

@@ -51,8 +51,8 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str, volume: Volu
     A header extension (comment) has the names of surfaces or values; the description has the note of the segmentation,
     if there is one, else as many names as fit. Spacing is in mm, in the frame of the image (x along A-scans, y
     downwards, z along B-scans), not of the patient. Where millimetres are only estimated, heights are rows,
-    <stem>_heights_rows.nii.gz, and spacing is 1 without a unit. Labels of a scan that is a NIfTI file have its axes,
-    affine and unit instead.
+    <stem>_heights_rows.nii.gz, and spacing is 1 without a unit. Labels of a scan that is a NIfTI or
+    MetaImage file have its axes, affine and unit instead.
     volume: the scan, whose eye, scanner, positions of B-scans and fingerprint go into <stem>_labels.json, since NIfTI
     cannot state them; octfm.read_volume reads them with the labels.
     """
@@ -124,14 +124,26 @@ def require_own(folder: Path, stem: str, volume: Volume) -> None:
 
 
 def _on_grid_of(volume: Volume, labels: np.ndarray) -> tuple[Any, str] | None:
-    """Labels [D, H, W] as an image with axes, affine and units of the NIfTI file of the scan, so that other programs
-    put them on it, and the letters of its axes; None for other files, and where voxels do not lie as in the file."""
+    """Labels [D, H, W] as an image with axes, affine and units of the scan's NIfTI or MetaImage file, so that other
+    programs put them on it, and the letters of its axes; None for other files, and where voxels do not lie as in the
+    file."""
     import nibabel
 
     from octfm.formats import detect
-    from octfm.formats.arrays import nifti
+    from octfm.formats.arrays import metaimage, nifti
 
-    if is_remote(volume.source) or not Path(volume.source).is_file() or detect.find_reader(volume.source) is not nifti:
+    if is_remote(volume.source) or not Path(volume.source).is_file():
+        return None
+    reader = detect.find_reader(volume.source)
+    if reader is metaimage and (place := metaimage.place_of(volume.source)) is not None:
+        affine, axes = place
+        if not np.array_equal(volume.voxels, metaimage.open_bscans(volume.source).decode()):
+            return None
+        image = nibabel.Nifti1Image(labels.transpose(["DHW".index(letter) for letter in axes]), affine)
+        image.set_qform(affine, 1)
+        image.header.set_xyzt_units("mm")
+        return image, axes
+    if reader is not nifti:
         return None
     scan: Any = nibabel.load(volume.source)
     axes = nifti.stored_axes(volume.source)

@@ -6,7 +6,7 @@ from typing import Any
 
 from octfm.config import flat
 from octfm.display import interval, readable
-from octfm.errors import EvaluationError
+from octfm.errors import Echo, EvaluationError
 from octfm.evaluation.scoring import HEADLINE, fails_holm
 from octfm.io.location import Location
 from octfm.report import figures, words
@@ -54,12 +54,20 @@ def names_of(runs: Sequence[Path]) -> dict[str, Path]:
     raise AssertionError("different paths have different ends")
 
 
-def labels_of(runs: Mapping[str, Path]) -> Path | None:
-    """The label table that the runs were probed with, if they share one and it still exists."""
+def labels_of(runs: Mapping[str, Path], echo: Echo) -> Path | None:
+    """The label table that the runs were probed with; None, with a line to `echo`, if they do not share one or it is
+    not a file."""
     probed = [s.probe for run in runs.values() if (s := gather(run)).probe is not None]
     found = {table for probe in probed if (table := probe.get("labels")) is not None}
-    path = Path(found.pop()) if len(found) == 1 else None
-    return path if path is not None and path.is_file() else None
+    if len(found) == 1 and (path := Path(next(iter(found)))).is_file():
+        return path
+    if found:
+        what = "which is no file here" if len(found) == 1 else "not one table"
+        echo(
+            f"the runs were probed with the labels of {' and '.join(sorted(found))}, {what}: compared by the labels "
+            "that came with the scans; --labels TABLE names others"
+        )
+    return None
 
 
 def settings_that_differ(sources: Mapping[str, Sources]) -> list[tuple[str, list[str]]]:

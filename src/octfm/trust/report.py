@@ -53,7 +53,7 @@ def trust(
     stores: Sequence[str | Path],
     out: str | Path,
     *,
-    labels: str | Path | None = None,
+    labels: Any = None,
     targets: Sequence[str] | None = None,
     orders: Mapping[str, tuple[str, ...]] | None = None,
     others: Sequence[str | Path] = (),
@@ -71,6 +71,7 @@ def trust(
     """Evaluate a run against its baselines, other runs and external encoders; returns trust.json's content.
 
     stores: one per preprocessing among the runs, all of the same acquisitions.
+    labels: a CSV or TSV; without networks trained from scratch also a DataFrame.
     external: FILE.py:FUNCTION of your own encoders, see octfm.encoder.external.
     groups: columns of subgroups, besides site, age, eye and scanner.
     exclude: a file of volumes to leave out.
@@ -83,6 +84,11 @@ def trust(
         raise EvaluationError("expected a prepared store that holds volumes; give --store")
     # Check all inputs before hours of embedding.
     table = read_labels(labels) if labels is not None else None
+    if from_scratch_epochs > 0 and not isinstance(labels, str | Path | None):
+        raise EvaluationError(
+            "labels: networks that are trained from scratch record the path of their table, and this is a "
+            f"{type(labels).__name__}; save it as CSV and give its path, or from_scratch_epochs=0"
+        )
     runs = _named([Path(path) for path in (run, *others)])
     pretraining = {name: _pretraining(path, opened[0]) for name, path in runs.items()}
     own = {spec: load_external(spec) for spec in external}

@@ -87,6 +87,25 @@ def open_bscans(uri: str) -> Bscans:
     )
 
 
+def place_of(uri: str) -> tuple[np.ndarray, str] | None:
+    """Affine [4, 4] of the stored axes as NIfTI has it, x to the right and y to the front (in MetaImage they run the
+    other way), and the letters of the axes; None without millimetres or three directions. Raises ReadError."""
+    with damage_has_a_code(uri):
+        header = _read_header(uri)
+        with open_file(uri) as file:
+            tags, _ = _tags(file.read(HEAD_BYTES), uri)
+        # The direction of one axis after the other.
+        directions = np.array(tags.get("TransformMatrix", "1 0 0 0 1 0 0 0 1").split(), float)
+        origin = np.array(tags.get("Offset", tags.get("Position", "0 0 0")).split(), float)
+    if header.mm is None or directions.size != 9 or origin.size != 3:
+        return None
+    affine = np.eye(4)
+    affine[:3, :3], affine[:3, 3] = directions.reshape(3, 3).T * header.mm, origin
+    if not (np.isfinite(affine).all() and abs(np.linalg.det(directions.reshape(3, 3))) > 1e-3):
+        return None
+    return np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine, header.axes
+
+
 def read_mask(uri: str) -> np.ndarray:
     """uint8 [B-scan, axial, lateral]: the label of every voxel, as it lies in the file.
 
