@@ -162,7 +162,7 @@ def spoilt_of(key: str, value: Any) -> Any:
 
 
 def test_whatever_holds_a_name_no_part_of_a_shared_run_does(tmp_path):
-    found = gather(write_run(tmp_path), write_catalog(tmp_path), write_store(tmp_path))
+    found = gather(write_run(tmp_path, figures=False, steps=120), write_catalog(tmp_path), write_store(tmp_path))
     assert found.catalog and found.store and found.unprepared and found.probe
     catalog = replace(
         found.catalog, root=SECRET, acquisitions=spoilt(found.catalog.acquisitions), rejects=spoilt(found.catalog.rejects),
