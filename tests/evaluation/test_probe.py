@@ -299,7 +299,7 @@ def test_encoders_embedded_from_different_cohorts_are_refused(cohort, tmp_path):
         probe([a, b], cohort.labels(tmp_path / "l.tsv"))
     first = read_embeddings(a)
     other = replace(first, name="other", path="other", participant=np.roll(first.participant, 2))
-    with pytest.raises(EvaluationError, match="other: participants differ from .* for the same acquisitions"):
+    with pytest.raises(EvaluationError, match=r"other: participants differ from .* for the same acquisitions"):
         align([first, other])
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from octfm.cli.main import VERBS
 from octfm.config import Config, dump
-from octfm.models.objectives.builtin import BUILT_IN
+from octfm.evaluation.scoring import BUILT_IN
+from octfm.models.objectives import builtin
 from octfm.pretraining.settings import PretrainConfig
 from octfm.report.html import write_report
 from octfm.report.shareable import CHOICES, NAMED, NUMBERED, WITHHELD, Words, shareable, shareable_command
@@ -41,7 +42,7 @@ def choices_of(annotation) -> set[str]:
 
 
 def test_every_choice_of_a_setting_is_known():
-    assert choices_of(PretrainConfig).union(*map(choices_of, BUILT_IN.values())) == CHOICES
+    assert choices_of(PretrainConfig).union(*map(choices_of, builtin.BUILT_IN.values())) == CHOICES
 
 
 @given(
@@ -156,7 +157,7 @@ def spoilt_of(key: str, value: Any) -> Any:
         return {f"{SECRET} {name}": inner for name, inner in (value or {}).items()}
     if key in ("classes", "left_out_classes", "commands"):
         return [SECRET, *(f"{word} {SECRET}" for word in value or ())]
-    if key in ("target", "column", "encoder", "a", "b", "note", "sentence", "labels"):
+    if key in ("target", "column", "encoder", "a", "b", "metric", "note", "sentence", "labels"):
         return f"{SECRET} {value}"
     return spoilt(value)
 
@@ -190,6 +191,9 @@ def test_whatever_holds_a_name_no_part_of_a_shared_run_does(tmp_path):
     parts["root"] = shown.catalog.root
     for name, part in parts.items():
         assert not [text for text in words_of(part) if SECRET in text or "/clinic" in text], name
+    own = [found.probe["results"][0] | {"metric": name} for name in (*BUILT_IN, SECRET)]
+    kept = shareable(replace(found, probe=found.probe | {"results": own})).probe
+    assert kept and [row["metric"] for row in kept["results"]] == [*BUILT_IN, "other_metric_1"]
     assert SECRET not in str(shown.run) and len(shown.catalog.acquisitions) == len(catalog.acquisitions)
     for before, after in ((catalog.acquisitions, shown.catalog.acquisitions), (found.store.rows, shown.store.rows)):
         assert len({row.eye_id for row in after}) == len({row.eye_id for row in before}), "counted as before"
