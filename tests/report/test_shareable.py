@@ -14,7 +14,7 @@ from octfm.evaluation.scoring import BUILT_IN
 from octfm.models.objectives import builtin
 from octfm.pretraining.settings import PretrainConfig
 from octfm.report.html import write_report
-from octfm.report.shareable import CHOICES, NAMED, NUMBERED, WITHHELD, Words, shareable, shareable_command
+from octfm.report.shareable import BY_NUMBERS, CHOICES, NAMED, NUMBERED, WITHHELD, Words, shareable, shareable_command
 from octfm.report.sources import gather
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
@@ -209,6 +209,8 @@ def test_a_health_row_never_quotes(tmp_path_factory, rows):
         assert shown["sentence"] == "The run's metrics.jsonl says more."
         assert shown["what"] == row["what"] or shown["what"] == "another check"
         assert shown["verdict"] == "bad"
+        inspected = _health({"kind": "health", "step": 1, "verdict": "bad", **row})
+        assert inspected["sentence"] == shown["sentence"] or row["what"] in BY_NUMBERS
         assert SECRET not in repr(shown)
 
 
