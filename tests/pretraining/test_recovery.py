@@ -431,6 +431,21 @@ def test_features_are_acted_upon_when_seen_twice_in_a_row():
     assert act(first.state, lost, 200).action == "watch", "long after is not in a row"
 
 
+def test_a_fault_of_the_code_is_no_reason_to_go_back_and_advice_is_none_to_do_anything():
+    fault, lost = Finding("reversed gradient", "", "code"), Finding("collapse", "", "features")
+    first = act(RunState(), fault, 100)
+    assert first.action == "watch" and act(first.state, fault, 110).action == "stop"
+    assert act(first.state, fault, 110, on_fault="warn").action == "watch"
+    assert act(first.state, fault, 200).action == "watch", "long after is not in a row"
+    state = first.state
+    for step in (105, 110, 115):
+        response = act(state, lost, step)
+        state = response.state
+        assert response.action == "watch" and "an older checkpoint does not fix the fault" in response.sentence
+    advised = act(state, Finding("rising loss", "", "advice"), 116)
+    assert advised.action == "watch" and advised.state == state
+
+
 def history(values):
     state = RunState()
     for loss, norm in values:

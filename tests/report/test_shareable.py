@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from octfm.cli.main import VERBS
 from octfm.config import Config, dump
-from octfm.models.objectives.builtin import BUILT_IN
+from octfm.evaluation.scoring import BUILT_IN
+from octfm.models.objectives import builtin
 from octfm.pretraining.settings import PretrainConfig
 from octfm.report.html import write_report
-from octfm.report.shareable import CHOICES, NAMED, NUMBERED, WITHHELD, Words, shareable, shareable_command
+from octfm.report.shareable import BY_NUMBERS, CHOICES, NAMED, NUMBERED, WITHHELD, Words, shareable, shareable_command
 from octfm.report.sources import gather
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
@@ -41,7 +42,7 @@ def choices_of(annotation) -> set[str]:
 
 
 def test_every_choice_of_a_setting_is_known():
-    assert choices_of(PretrainConfig).union(*map(choices_of, BUILT_IN.values())) == CHOICES
+    assert choices_of(PretrainConfig).union(*map(choices_of, builtin.BUILT_IN.values())) == CHOICES
 
 
 @given(
@@ -156,13 +157,13 @@ def spoilt_of(key: str, value: Any) -> Any:
         return {f"{SECRET} {name}": inner for name, inner in (value or {}).items()}
     if key in ("classes", "left_out_classes", "commands"):
         return [SECRET, *(f"{word} {SECRET}" for word in value or ())]
-    if key in ("target", "column", "encoder", "a", "b", "note", "sentence", "labels"):
+    if key in ("target", "column", "encoder", "a", "b", "metric", "note", "sentence", "labels"):
         return f"{SECRET} {value}"
     return spoilt(value)
 
 
 def test_whatever_holds_a_name_no_part_of_a_shared_run_does(tmp_path):
-    found = gather(write_run(tmp_path), write_catalog(tmp_path), write_store(tmp_path))
+    found = gather(write_run(tmp_path, figures=False, steps=120), write_catalog(tmp_path), write_store(tmp_path))
     assert found.catalog and found.store and found.unprepared and found.probe
     catalog = replace(
         found.catalog, root=SECRET, acquisitions=spoilt(found.catalog.acquisitions), rejects=spoilt(found.catalog.rejects),
@@ -190,6 +191,9 @@ def test_whatever_holds_a_name_no_part_of_a_shared_run_does(tmp_path):
     parts["root"] = shown.catalog.root
     for name, part in parts.items():
         assert not [text for text in words_of(part) if SECRET in text or "/clinic" in text], name
+    own = [found.probe["results"][0] | {"metric": name} for name in (*BUILT_IN, SECRET)]
+    kept = shareable(replace(found, probe=found.probe | {"results": own})).probe
+    assert kept and [row["metric"] for row in kept["results"]] == [*BUILT_IN, "other_metric_1"]
     assert SECRET not in str(shown.run) and len(shown.catalog.acquisitions) == len(catalog.acquisitions)
     for before, after in ((catalog.acquisitions, shown.catalog.acquisitions), (found.store.rows, shown.store.rows)):
         assert len({row.eye_id for row in after}) == len({row.eye_id for row in before}), "counted as before"
@@ -205,6 +209,8 @@ def test_a_health_row_never_quotes(tmp_path_factory, rows):
         assert shown["sentence"] == "The run's metrics.jsonl says more."
         assert shown["what"] == row["what"] or shown["what"] == "another check"
         assert shown["verdict"] == "bad"
+        inspected = _health({"kind": "health", "step": 1, "verdict": "bad", **row})
+        assert inspected["sentence"] == shown["sentence"] or row["what"] in BY_NUMBERS
         assert SECRET not in repr(shown)
 
 

@@ -620,6 +620,21 @@ def test_what_a_killed_job_of_more_ranks_left_is_no_part_of_the_checkpoint_that_
         assert found["state"] == {"offset": offset} and torch.equal(found["model"]["w"], SHARDS["model"]["w"])
 
 
+def test_no_file_of_shards_may_be_lost_cut_or_changed(one_rank, tmp_path):
+    path = shards.write(tmp_path, 4, SHARDS, runtime=one_rank)
+    for file in sorted(path.iterdir()):
+        whole = file.read_bytes()
+        for spoilt in (None, b"", whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
+            if spoilt is None:
+                file.unlink()
+            else:
+                file.write_bytes(spoilt)
+            with pytest.raises(shards.DamagedShards):
+                shards.verify(path)
+        file.write_bytes(whole)
+    shards.verify(path)
+
+
 @pytest.mark.parametrize("killed_at", range(6))
 def test_a_kill_while_shards_take_the_place_of_older_ones_leaves_one_of_them(
     one_rank, tmp_path, monkeypatch, killed_at

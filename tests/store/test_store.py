@@ -10,12 +10,14 @@ readable:
 """
 
 import json
+import math
 import os
 import pickle
 import shutil
 import subprocess
 import sys
 import tracemalloc
+from array import array
 from dataclasses import replace
 
 import numpy as np
@@ -28,7 +30,7 @@ from zarr.storage import MemoryStore
 
 from octfm.errors import StoreError
 from octfm.store.arrays import TensorStoreArrays
-from octfm.store.layout import ARRAYS, Arrays, array_metadata, checksum, read_rows, shapes, shard_key
+from octfm.store.layout import ARRAYS, Arrays, array_metadata, checksum, read_rows, shapes, shard_key, to_line
 from octfm.store.shards import ShardArrays, encode
 from octfm.store.store import Store
 from octfm.store.writer import StoreWriter
@@ -314,6 +316,49 @@ def test_a_row_that_somebody_has_edited_is_refused(own, change, reason):
     file.write_text("\n".join([lines[0], changed, lines[2]]) + "\n")
     with pytest.raises(StoreError, match=rf"line 2 is not a valid row \({reason}"):
         Store.open(own.path)
+
+
+NUMBERS = (
+    st.sampled_from([math.inf, -math.inf, math.nan])
+    | st.floats()
+    | st.integers(-(2**62), 2**62)
+    | st.booleans()
+    | st.none()
+    | st.text(max_size=3)
+)
+VALUES = st.recursive(
+    NUMBERS
+    | st.lists(st.floats(), max_size=4).map(np.array)
+    | st.lists(st.floats(), max_size=4).map(lambda values: array("d", values))
+    | st.floats(width=32).map(np.float32),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(value=VALUES)
+def test_a_line_is_json_that_any_reader_takes_and_holds_what_was_given(value):
+    """NaN and infinity, for which JSON has no word, are null."""
+
+    def plain(given):
+        if isinstance(given, np.ndarray | array | list | tuple):
+            return [plain(each) for each in given]
+        if isinstance(given, dict):
+            return {key: plain(each) for key, each in given.items()}
+        number = float(given) if isinstance(given, np.floating) else given
+        return None if isinstance(number, float) and not math.isfinite(number) else number
+
+    line = to_line({"value": value})
+    assert line.endswith("\n") and line.count("\n") == 1
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    assert json.loads(line, parse_constant=refuse) == {"value": plain(value)}
 
 
 def test_rows_of_a_large_store_take_little_more_memory_than_their_file(own):

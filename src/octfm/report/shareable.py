@@ -30,7 +30,7 @@ from octfm.catalog.participants.safe_values import (
     vocabulary,
 )
 from octfm.report.sources import Sources
-from octfm.report.words import ENCODERS
+from octfm.report.words import ENCODERS, METRICS
 from octfm.store.layout import StoreRow
 from octfm.store.prepare import meaning_of
 
@@ -71,7 +71,7 @@ class Words:
     """The names on one page: known ones pass, others become "scanner 1", "scanner 2" in order of appearance."""
 
     def __init__(self) -> None:
-        kinds = ("scanner", "protocol", "site", "target", "class", "encoder")
+        kinds = ("scanner", "protocol", "site", "target", "class", "encoder", "metric")
         self._numbered = {kind: numbered(kind) for kind in kinds}
 
     def scanner(self, name: str) -> str:
@@ -89,6 +89,10 @@ class Words:
 
     def encoder(self, name: str) -> str:
         return name if name in ENCODERS or is_plain_word(name) else self._numbered["encoder"](name)
+
+    def metric(self, name: str) -> str:
+        """One's own metric may be called after a clinic."""
+        return name if name in METRICS or is_plain_word(name) else self._numbered["metric"](name)
 
     def labels(self, labels: Mapping[str, str]) -> dict[str, str]:
         """A participant's columns with values that may be shown, without dates."""
@@ -253,6 +257,8 @@ def _result(row: dict[str, Any], words: Words) -> dict[str, Any]:
     shown = dict(row)
     if "target" in row:
         shown["target"] = words.target(str(row["target"]))
+    if "metric" in row:
+        shown["metric"] = words.metric(str(row["metric"]))
     if "column" in row:
         shown["column"] = words.target(str(row["column"]))
     shown |= {name: words.encoder(str(row[name])) for name in ("encoder", "a", "b") if name in row}
