@@ -69,8 +69,8 @@ OF_A_SCAN = (*SUFFIXES, ".xml")
 _OF_AN_ACQUISITION = ("acquisition", "scanner", "bscans")
 """Columns that are the same wherever the file of a scan lies."""
 _CORRECTED_BEFORE = (
-    "has changed since somebody corrected it, and its row is left as it was; give --apply-corrections with its "
-    "corrections, or another --out"
+    "has changed since somebody corrected it, or a catalog says something else of it, and its row is left as it was; "
+    "give --apply-corrections with its corrections, or another --out"
 )
 
 
@@ -441,8 +441,8 @@ def _report_unused(corrections: Mapping[str, Corrections], used: set[str], echo:
 
 
 def state_of(source: str, known: Besides = None) -> str:
-    """A hash of the sizes and dates of a file, or of the images in a folder, and of its sidecars, and of what the row
-    of a catalog changes in it; empty if it is not there, or not on a disk."""
+    """A hash of the sizes and dates of a file, or of the images in a folder, and of its sidecars, then one of what the
+    row of a catalog changes in it; empty if it is not there, or not on a disk."""
     if is_remote(source):
         return ""
     own = [source]
@@ -456,9 +456,16 @@ def state_of(source: str, known: Besides = None) -> str:
     if not found or GONE in found:
         return ""
     found += [version_of(str(place)) for place in sidecars(source)]
+    state = hash_text(" ".join(found))[:16]
     if isinstance(known, Acquisition):
-        found += [str(fact) for fact in (known.participant, known.laterality, known.scanner, *known.spacing_mm)]
-    return hash_text(" ".join(found))[:16]
+        facts = (known.participant, known.laterality, known.scanner, *known.spacing_mm)
+        state += f"-{hash_text(' '.join(map(str, facts)))[:8]}"
+    return state
+
+
+def is_of(row: Mapping[str, str], source: str) -> bool:
+    """Whether a row was made from this file as it is now, whatever a catalog says of it."""
+    return row["file_state"].partition("-")[0] == state_of(source)
 
 
 @contextmanager
