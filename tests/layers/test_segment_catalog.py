@@ -97,6 +97,25 @@ def test_a_row_begun_by_a_relative_path_stays_one_row(clinic, small_finder, monk
     assert [row["participant"] for row in read_table(clinic / "table.csv")] == ["7", "7", "8"]
 
 
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_catalogs_and_scans_may_lie_in_a_bucket(clinic, place, small_finder):
+    for file in (clinic / "scans").iterdir():
+        (place / "scans" / file.name).write_bytes(file.read_bytes())
+
+    def scanned_again():
+        scan = ("scan", str(place / "scans"), "--table", clinic / "files.csv", "--out", str(place / "catalog"))
+        assert invoke(*scan).exit_code == 0
+        return invoke("segment", str(place / "catalog"), "--out", out).output
+
+    out = clinic / "table.csv"
+    assert "3 new of 3" in scanned_again() and stated(out) == [("7", "R"), ("7", "L"), ("8", "R")]
+    assert "0 new of 3" in scanned_again()
+    write_files(clinic, [("a.npy", "7", "OD"), ("b.npy", "9", "OS"), ("c.npy", "8", "OD")])
+    assert "1 new of 3" in scanned_again() and stated(out) == [("7", "R"), ("9", "L"), ("8", "R")]
+    files = [str(place / "scans" / name) for name in ("a.npy", "b.npy", "c.npy")]
+    assert "0 new of 3" in invoke("segment", *files, "--out", out).output, "what the catalog says is kept"
+
+
 def test_a_scan_given_in_every_way_is_that_of_the_catalog(clinic, small_finder, monkeypatch):
     (clinic / "scans" / "c.npy").rename(clinic / "scans" / "left_c.npy")
     write_files(clinic, [("left_c.npy", "8", "OD")])

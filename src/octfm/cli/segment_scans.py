@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 
+from octfm.addresses import refuse_windows
 from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.columns import composed
@@ -18,7 +19,7 @@ from octfm.errors import ConfigError, CorrectionsError, ExportError, ReadError, 
 from octfm.io.hashing import hash_text
 from octfm.io.heap import keep_freed_memory
 from octfm.io.isolation import Limits
-from octfm.io.location import Location, is_remote
+from octfm.io.location import Location, location
 from octfm.io.progress import Progress
 from octfm.layers.axial_lengths import AxialLengths, read_axial_lengths
 from octfm.layers.calibrate import calibrate_rows, expect_enough
@@ -56,10 +57,12 @@ def in_catalogs(words: Iterable[str], raster_only: bool = False) -> tuple[list[s
     """
     others, found = [], dict[str, Acquisition]()
     for word in words:
-        if is_remote(word) or not (Path(word) / "catalog.parquet").is_file():
+        refuse_windows(word)
+        place = location(word)
+        if not (place / "catalog.parquet").is_file():
             others.append(word)
             continue
-        catalog = Catalog.load(word)
+        catalog = Catalog.load(place)
         if is_pseudonymous(catalog):
             raise ConfigError(f"{word}: a pseudonymised catalog does not say where its files are; give their folder")
         taken = [
