@@ -701,7 +701,7 @@ def test_a_table_is_known_by_its_ending_and_another_file_is_refused_at_once(file
     upper = tmp_path / "TABLE.CSV"
     assert invoke("segment", files[0], "--out", upper).exit_code == 0
     assert len(read_table(upper)) == 1
-    monkeypatch.setattr("octfm.cli.segment_scans.read_volume", lambda *_, **__: pytest.fail("read a scan first"))
+    monkeypatch.setattr("octfm.cli.segment_scans.read_known", lambda *_, **__: pytest.fail("read a scan first"))
     (tmp_path / "notes.txt").write_text("mine")
     refused = invoke("segment", files[0], "--out", tmp_path / "notes.txt").exception
     assert isinstance(refused, ConfigError) and "expected a folder or a table FILE.csv" in str(refused)
@@ -711,7 +711,7 @@ def test_a_table_is_known_by_its_ending_and_another_file_is_refused_at_once(file
 def test_a_name_that_no_disk_takes_is_refused_before_a_scan_is_read(scan, out, tmp_path, monkeypatch):
     """The results of a scan, and the pictures of a table, have longer names than it."""
     (tmp_path / scan).touch()
-    monkeypatch.setattr("octfm.cli.segment_scans.read_volume", lambda *_, **__: pytest.fail("read a scan first"))
+    monkeypatch.setattr("octfm.cli.segment_scans.read_known", lambda *_, **__: pytest.fail("read a scan first"))
     refused = invoke("segment", tmp_path / scan, "--out", tmp_path / out).exception
     assert isinstance(refused, ConfigError) and "expected at most 255; give it a shorter name" in str(refused)
 

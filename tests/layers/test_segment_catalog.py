@@ -79,6 +79,52 @@ def test_only_scans_of_which_a_new_catalog_says_something_else_are_segmented_aga
     assert "3 new of 3" in invoke("segment", scanned(clinic), "--out", out).output
 
 
+def test_the_only_scan_of_a_catalog_is_read_as_the_catalog_says(clinic, small_finder):
+    for name in ("b.npy", "c.npy"):
+        (clinic / "scans" / name).unlink()
+    shown = invoke("segment", scanned(clinic), "--out", clinic / "table.csv")
+    assert "1 new of 1 scans" in shown.output, (shown.output, shown.exception)
+
+
+def test_a_row_begun_by_a_relative_path_stays_one_row(clinic, small_finder, monkeypatch):
+    monkeypatch.chdir(clinic)
+    invoke("segment", "scans/a.npy", "scans/b.npy", "--out", "table.csv")
+    for name in ("a", "b", "c"):
+        (clinic / "scans" / f"{name}.json").write_text('{"spacing_mm": [0.4, 0.0078, 0.023]}')
+    assert "2 new of 2" in invoke("segment", "scans/a.npy", "scans/b.npy", "--out", "table.csv").output
+    assert "3 new of 3" in invoke("segment", scanned(clinic), "--out", "table.csv").output
+    assert "0 new of 3" in invoke("segment", clinic / "catalog", "--out", "table.csv").output
+    assert [row["participant"] for row in read_table(clinic / "table.csv")] == ["7", "7", "8"]
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_catalogs_and_scans_may_lie_in_a_bucket(clinic, place, small_finder):
+    for file in (clinic / "scans").iterdir():
+        (place / "scans" / file.name).write_bytes(file.read_bytes())
+
+    def scanned_again():
+        scan = ("scan", str(place / "scans"), "--table", clinic / "files.csv", "--out", str(place / "catalog"))
+        assert invoke(*scan).exit_code == 0
+        return invoke("segment", str(place / "catalog"), "--out", out).output
+
+    out = clinic / "table.csv"
+    assert "3 new of 3" in scanned_again() and stated(out) == [("7", "R"), ("7", "L"), ("8", "R")]
+    assert "0 new of 3" in scanned_again()
+    write_files(clinic, [("a.npy", "7", "OD"), ("b.npy", "9", "OS"), ("c.npy", "8", "OD")])
+    assert "1 new of 3" in scanned_again() and stated(out) == [("7", "R"), ("9", "L"), ("8", "R")]
+    files = [str(place / "scans" / name) for name in ("a.npy", "b.npy", "c.npy")]
+    assert "0 new of 3" in invoke("segment", *files, "--out", out).output, "what the catalog says is kept"
+
+
+def test_a_scan_given_in_every_way_is_that_of_the_catalog(clinic, small_finder, monkeypatch):
+    (clinic / "scans" / "c.npy").rename(clinic / "scans" / "left_c.npy")
+    write_files(clinic, [("left_c.npy", "8", "OD")])
+    monkeypatch.chdir(clinic)
+    given = (clinic / "scans", "scans/left_c.npy", scanned(clinic))
+    invoke("segment", *given, "--out", "table.csv")
+    assert ("8", "") in stated(clinic / "table.csv"), "table and name contradict each other"
+
+
 def test_a_file_that_is_not_the_one_of_the_catalog_is_named(clinic, small_finder):
     out, catalog = clinic / "table.csv", scanned(clinic)
     np.save(clinic / "scans" / "b.npy", np.load(clinic / "scans" / "b.npy")[1:])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 
+from octfm.addresses import refuse_windows
 from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.columns import composed
@@ -15,11 +16,10 @@ from octfm.catalog.participants.pseudonyms import is_pseudonymous
 from octfm.cli.options import echo_line, is_named_as_file
 from octfm.display import number
 from octfm.errors import ConfigError, CorrectionsError, ExportError, ReadError, one_line
-from octfm.formats import read_volume
 from octfm.io.hashing import hash_text
 from octfm.io.heap import keep_freed_memory
 from octfm.io.isolation import Limits
-from octfm.io.location import Location, is_remote
+from octfm.io.location import Location, location
 from octfm.io.progress import Progress
 from octfm.layers.axial_lengths import AxialLengths, read_axial_lengths
 from octfm.layers.calibrate import calibrate_rows, expect_enough
@@ -31,11 +31,11 @@ from octfm.layers.segment import segment as segment_scan
 from octfm.layers.table import (
     Known,
     describe,
+    is_of,
     only_writer,
     read_known,
     read_table,
     save_table,
-    state_of,
     write_table,
 )
 from octfm.layers.zones import device_grid_of
@@ -57,10 +57,12 @@ def in_catalogs(words: Iterable[str], raster_only: bool = False) -> tuple[list[s
     """
     others, found = [], dict[str, Acquisition]()
     for word in words:
-        if is_remote(word) or not (Path(word) / "catalog.parquet").is_file():
+        refuse_windows(word)
+        place = location(word)
+        if not (place / "catalog.parquet").is_file():
             others.append(word)
             continue
-        catalog = Catalog.load(word)
+        catalog = Catalog.load(place)
         if is_pseudonymous(catalog):
             raise ConfigError(f"{word}: a pseudonymised catalog does not say where its files are; give their folder")
         taken = [
@@ -143,7 +145,7 @@ class Scans:
         sheet = ContactSheet(table)
         _expect_short(sheet.page.name, f"--out {table}")
         if len(sources) == 1 and isinstance(sources[0], str):
-            read_volume(sources[0], raster_only=False, limits=self.limits)  # an error, not a table of one problem
+            self._volume(sources[0], known)  # an error, not a table of one problem
         sources, known = _as_in_table(table, sources, known)
         with Progress("segment", len(sources), "scans") as progress:
             added = write_table(
@@ -273,10 +275,10 @@ def _as_in_table(table: Path, sources: Sequence[str | Volume], known: Known) -> 
     paths, and the same file may be named by itself."""
     rows = read_table(table) if table.exists() else []
     # A relative path may have been written in another folder, where it names another scan.
-    here = [n for row in rows if os.path.isabs(n := row["source"]) or row["file_state"] == state_of(n)]  # noqa: PTH117
+    here = [n for row in rows if os.path.isabs(n := row["source"]) or is_of(row, n)]  # noqa: PTH117
     names = {os.path.abspath(name): name for name in here}  # noqa: PTH100
     named = {s: s if isinstance(s, Volume) else names.setdefault(os.path.abspath(s), s) for s in sources}  # noqa: PTH100
-    most_last = sorted(known.items(), key=lambda item: item[1] is not None)
+    most_last = sorted(known.items(), key=lambda item: (isinstance(item[1], Acquisition), item[1] is not None))
     return list(dict.fromkeys(named.values())), {str(named[source]): facts for source, facts in most_last}
 
 

@@ -69,8 +69,8 @@ OF_A_SCAN = (*SUFFIXES, ".xml")
 _OF_AN_ACQUISITION = ("acquisition", "scanner", "bscans")
 """Columns that are the same wherever the file of a scan lies."""
 _CORRECTED_BEFORE = (
-    "has changed since somebody corrected it, and its row is left as it was; give --apply-corrections with its "
-    "corrections, or another --out"
+    "has changed since somebody corrected it, or a catalog says something else of it, and its row is left as it was; "
+    "give --apply-corrections with its corrections, or another --out"
 )
 
 
@@ -371,7 +371,7 @@ class _Table:
     def has(self, source: str, state: str) -> bool:
         """Whether the table was read with a row of this source, whose file has not changed since."""
         before = self._states.get(source)
-        return before is not None and (not before or not state or before == state)
+        return before is not None and (not state or before == state or not (before or is_remote(source)))
 
     def row(self, source: str) -> dict[str, str]:
         place = self._places.get(source)
@@ -380,7 +380,7 @@ class _Table:
     def corrected_and_gone(self) -> set[tuple[str, ...]]:
         """Scans that somebody corrected and whose file has gone: where it is now, automatic lines are not theirs."""
         corrected = [row for row in self.rows if row["corrected_bscans"] and row["acquisition"]]
-        return {_scan_of(row) for row in corrected if row["file_state"] and not state_of(row["source"])}
+        return {_scan_of(row) for row in corrected if _has_gone(row)}
 
     def keeps(self, facts: Mapping[str, str], source: str, echo: Echo, despite: Corrections | None = None) -> bool:
         """Whether the row of this scan stays as it is, since somebody corrected it, `despite` being new corrections.
@@ -402,7 +402,7 @@ class _Table:
             return ""
         for place in self._same_scan.get(_scan_of(facts), ()):
             old = self.rows[place]["source"]
-            if self.rows[place]["file_state"] and not state_of(old):
+            if _has_gone(self.rows[place]):
                 self._places.pop(old, None)
                 self._places[source] = place
                 return old
@@ -441,10 +441,16 @@ def _report_unused(corrections: Mapping[str, Corrections], used: set[str], echo:
 
 
 def state_of(source: str, known: Besides = None) -> str:
-    """A hash of the sizes and dates of a file, or of the images in a folder, and of its sidecars, and of what the row
-    of a catalog changes in it; empty if it is not there, or not on a disk."""
-    if is_remote(source):
-        return ""
+    """A hash of the sizes and dates of a file, or of the images in a folder, and of its sidecars, then one of what the
+    row of a catalog changes in it. The first is empty for a file in a bucket; both are, if it is not there."""
+    state = "" if is_remote(source) else _state_of_files(source)
+    if isinstance(known, Acquisition) and (state or is_remote(source)):
+        facts = (known.participant, known.laterality, known.scanner, *known.spacing_mm)
+        return f"{state}-{hash_text(' '.join(map(str, facts)))[:8]}".lstrip("-")
+    return state
+
+
+def _state_of_files(source: str) -> str:
     own = [source]
     if Path(source).is_dir():
         try:
@@ -456,9 +462,17 @@ def state_of(source: str, known: Besides = None) -> str:
     if not found or GONE in found:
         return ""
     found += [version_of(str(place)) for place in sidecars(source)]
-    if isinstance(known, Acquisition):
-        found += [str(fact) for fact in (known.participant, known.laterality, known.scanner, *known.spacing_mm)]
     return hash_text(" ".join(found))[:16]
+
+
+def _has_gone(row: Mapping[str, str]) -> bool:
+    """Whether the file of a row was on this disk, and is not there any more."""
+    return bool(row["file_state"]) and not is_remote(row["source"]) and not state_of(row["source"])
+
+
+def is_of(row: Mapping[str, str], source: str) -> bool:
+    """Whether a row was made from this file as it is now, whatever a catalog says of it."""
+    return row["file_state"].partition("-")[0] == state_of(source)
 
 
 @contextmanager

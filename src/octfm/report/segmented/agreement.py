@@ -97,5 +97,5 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     if result["corrected"]:
         lines.append(f"  {result['corrected']} of them corrected by hand: there the device is compared with a person")
     if result["participant_column"] is None:
-        lines.append("  no participant column: intervals take every row for an independent eye")
+        lines.append("  the table names no participants: intervals take every row for an independent eye")
     return lines
