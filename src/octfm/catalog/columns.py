@@ -219,7 +219,7 @@ def read_table(path: Location, delimiter: str | None = None) -> tuple[list[str],
 
 
 def separator_above(first: str) -> str:
-    """The separator that Excel states in a line of its own above the header; empty if this first line is no such."""
+    """The separator that Excel states in a line of its own above the header; empty if the first line states none."""
     found = re.fullmatch(r'(?:sep=([,;\t])|"sep=([,;\t])")[,;\s]*', first.strip("\ufeff"), re.IGNORECASE)
     return (found[1] or found[2]) if found else ""
 

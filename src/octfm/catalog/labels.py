@@ -43,7 +43,7 @@ class LabelTable:
         """The label of each (acquisition, participant, laterality); None if the table has none.
 
         Joined by the finest id in the table: SOP Instance UID, else participant and laterality, else participant. Rows
-        without it are of nobody.
+        without it are ignored.
         Raises EvaluationError if rows of one id contradict each other, if a UID's row names another participant, or if
         no id of the table matches.
         """

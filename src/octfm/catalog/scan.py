@@ -249,7 +249,7 @@ def _say_what_is_unfound(folder: Location, tables: Tables, uids: Collection[str]
 def _expect_people_to_fit(
     acquisitions: Sequence[Acquisition], tables: Tables, participants: str | Path | BucketPath | None
 ) -> None:
-    """Raises TableError if a user's table of people names nobody of the scan."""
+    """Raises TableError if a user's table of people names no participant of the scan."""
     people = {composed(a.participant) for a in acquisitions}
     if participants is not None and (remark := lost_zeros(people, tables.participants)):
         raise TableError(f"{participants}: participant {remark}")

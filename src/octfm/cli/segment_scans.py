@@ -100,7 +100,7 @@ class Scans:
         return self.out if self.out is not None and is_table(self.out) else None
 
     def segment_samples(self, names: list[str]) -> None:
-        """Segment synthetic scans; what is known of them is printed beside what was found."""
+        """Segment synthetic scans; the true values are printed next to those found."""
         made = samples(names)
         for each in made:
             true = f"a true central thickness of {each.centre_um:.1f} µm around its pit"

@@ -201,7 +201,7 @@ def align(given: str | Location | Embeddings | Sequence[str | Location | Embeddi
 
 
 def _expect_one_readout(encoders: Sequence[Embeddings]) -> None:
-    """Other tokens or another pooling change what a vector is worth by more than training does."""
+    """Other tokens or another pooling change the score of a vector more than training does."""
     read = [(e, e.metadata["readout"]) for e in encoders if e.metadata.get("readout")]
     for other, readout in read[1:]:
         first, expected = read[0]

@@ -44,8 +44,8 @@ MOST_PACKED = 32_768 * 384
 """Most values, tokens times channels, of volumes that are encoded together: 32,768 tokens of a ViT-S. Enough for a GPU
 to compute about as long as the host needs to launch the operators, which takes the same time for any number."""
 READ = "all tissue tokens"
-"""The tokens that vectors are read from. Not those of the training objective: background tokens alone would change what
-a vector is worth, even of an untrained network."""
+"""The tokens that vectors are read from. Not those of the training objective: background tokens alone would change
+the score of a vector, even of an untrained network."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,7 +228,7 @@ class Encoder:
         """float32 [B, vector_width] of prepared volumes: all tissue tokens, encoded without any others and pooled.
 
         On other devices than the CPU, volumes share every operator but attention: the same vectors but for rounding,
-        whatever the volumes beside them.
+        whatever other volumes are in the batch.
         """
         read = self.read_tokens(arrays)
         packs = packed([len(index) for index in read], self._most_tokens())

@@ -21,7 +21,7 @@ FILES = (CONFIG, WEIGHTS, SEEN, KEY)
 
 
 def find(run: str | Location | None, weights: Path | None = None) -> Location:
-    """The folder, file or address that a user's name stands for, None for the packaged encoder; `weights` is the folder
+    """The folder, file or address that a user's word names, or for None the packaged encoder; `weights` is the folder
     of packaged encoders.
 
     Raises CheckpointError for a hub id that is not there, ConfigError for hf:// without huggingface_hub.

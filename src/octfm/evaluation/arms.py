@@ -1,4 +1,4 @@
-"""The arms of every result: the encoder, and what has to be beaten before it is worth anything.
+"""The arms of every result: the encoder, and the baselines that it has to beat.
 
 An arm is a name and a matrix of features with a row per volume: Embeddings. `make_arms` makes all of them from the
 files of `octfm embed`; any other Embeddings of the same volumes can be probed with them.

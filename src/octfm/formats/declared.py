@@ -111,8 +111,9 @@ def declared_for_dicom(uri: str) -> Declared:
 
 
 def sidecars(uri: str) -> Iterable[Location]:
-    """Where the sidecar of a file may be. An ending begins with a letter: that of the folder vol.1 is vol.1.json, and
-    vol.json is none of its. That of file!/name, one of several volumes in a file that is no archive, is the file's."""
+    """Where the sidecar of a file may be. The ending of a file begins with a letter, so the sidecar of the
+    folder vol.1 is vol.1.json, never vol.json. A volume file!/name, one of several in a file that is not an archive,
+    has the sidecar of its file."""
     file, mark, _ = uri.rpartition(MEMBER)
     # The mark may also be the end of an archive's name or, in new!/scan.png, of a folder's.
     in_file = mark and not file.lower().endswith(".zip") and file_size(file) and not is_folder(file)

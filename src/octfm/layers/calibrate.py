@@ -21,9 +21,9 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
 
     corrected: a CSV with `source`, `participant` and corrected zones in the table's columns (`centre_um` …); or a table
     of `octfm segment --apply-corrections`, with `corrected_participant` where there is no `participant`. Of that table
-    only scans count whose every B-scan was checked or had ILM or Bruch's membrane corrected (`checked_bscans`): other
-    lines would be right because nobody has looked. Scans that it measured by another axial length do not count: their
-    zones differ by more than lines. Each scanner of which at least LEAST_PARTICIPANTS participants were corrected has
+    only scans count whose every B-scan was checked or had ILM or Bruch's membrane corrected (`checked_bscans`):
+    unchecked lines would count as correct. Scans that it measured by another axial length do not count: their zones
+    differ by more than lines. Each scanner of which at least LEAST_PARTICIPANTS participants were corrected has
     its ranges scaled by one factor, the smallest that covers 90 % (`range_factor`). Raises EvaluationError if there is
     none, or nothing was corrected.
     """
@@ -97,8 +97,8 @@ def _too_few(corrected: Path, found: str, left_out: list[str]) -> EvaluationErro
 
 def read_corrected(path: Path) -> tuple[list[dict[str, str]], list[str]]:
     """Rows of a CSV with corrected zones, each with `participant`, and a sentence for each reason why scans do not
-    count: they were corrected in part, or are nobody's. Raises EvaluationError if it is something else, or has two rows
-    of a scan: with one as it was found, ranges would be too narrow."""
+    count: they were corrected in part, or have no participant. Raises EvaluationError if it is something else, or has
+    two rows of a scan: with one as it was found, ranges would be too narrow."""
     rows = read_rows(path, ("source",), "corrected zones of scans")
     found = f"found {one_line(', '.join(rows[0]))[:200]}"
     if not rows[0].keys() & {"participant", "corrected_participant"}:

@@ -87,7 +87,7 @@ class Corrections:
 
     @property
     def and_fovea(self) -> str:
-        """In words, after the number of B-scans that were corrected."""
+        """The words " and the fovea" if it was set by hand, else empty; they follow the number of corrected B-scans."""
         return "" if self.fovea is None else " and the fovea"
 
     def trusted(self, *names: str) -> np.ndarray:

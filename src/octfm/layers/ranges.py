@@ -42,7 +42,7 @@ class Ranges:
 
 
 def packaged_ranges(name: str, digest: str) -> Ranges | None:
-    """The ranges of a packaged network; None for other networks, and if they are of other weights."""
+    """The ranges of a packaged network; None for other networks, and for other weights."""
     file = files("octfm.weights") / f"{name}.ranges.json"
     if not file.is_file():
         return None

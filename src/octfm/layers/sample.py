@@ -27,7 +27,7 @@ class Sample:
     """Its mean in the central ETDRS zone around the true pit."""
 
     def centre_at(self, place_mm: tuple[float, float]) -> float:
-        """Its mean in the central zone around another place on the fundus."""
+        """True mean thickness of the central zone around another place on the fundus; NaN if it was not measured."""
         grid = measure_around(place_mm, self.retina_um, field_of_volume(self.volume), self.volume.laterality)
         return grid.mean_um["centre"] or np.nan
 

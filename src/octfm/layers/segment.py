@@ -59,7 +59,7 @@ tenths of phantom zones (docs/log)."""
 
 @dataclass(frozen=True, eq=False)
 class ScanSegmentation(Segmentation):
-    """Surfaces and masks of one scan, with what they are worth."""
+    """Surfaces and masks of one scan, with a verdict on how far they can be believed."""
 
     volume: Volume
     """The scan, as the file has it."""

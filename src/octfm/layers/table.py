@@ -90,7 +90,7 @@ def read_known(source: str, known: Besides, limits: Limits | None = None, *, ras
 
 
 def person_of(known: Besides) -> str:
-    """The participant in the catalog. What only a file says may be a hospital's number, and stays there."""
+    """The participant in the catalog. An id that only the file states may be a hospital's number, and is left out."""
     return known.participant if isinstance(known, Acquisition) else ""
 
 

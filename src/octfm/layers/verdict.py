@@ -408,7 +408,7 @@ def believed_rows(volume: Volume) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dark_bscans(volume: Volume) -> np.ndarray:
-    """bool [D]: B-scans of a blink. Padding is none."""
+    """bool [D]: B-scans of a blink; padding does not count as one."""
     varied = without_padding(volume.voxels[:, :, ::3], volume.white)[:, ::3].std(axis=(1, 2), dtype=np.float64)
     return varied < DARK * np.median(varied)
 

@@ -33,7 +33,7 @@ any atrophy are millimetres or stand for no value."""
 DEVICE_UNIT = {name: f"device_{UNIT[name]}" for name in ZONES}
 ZONE_COLUMNS = ("grid_centre", *UNIT.values(), "volume_mm3", "withheld", "zones_note")
 RANGE_COLUMNS = (*(column for pair in RANGE.values() for column in pair), "range_kind", "range_factor")
-"""`range_kind` says what the ranges are worth; `range_factor` is by how much `--calibrate` has scaled them."""
+"""`range_kind` says how far ranges can be trusted; `range_factor` is the factor by which `--calibrate` scaled them."""
 DEVICE_COLUMNS = (*DEVICE_UNIT.values(), "device_volume_mm3", "device_note")
 
 

@@ -82,7 +82,7 @@ def require_pretraining(run: Location) -> None:
 
 
 def gather(run: Path, catalog: Location | None = None, store: Location | None = None) -> Sources:
-    """Read a run folder. Raises EvaluationError if it is none; a given catalog or store must be readable."""
+    """Read a run folder. Raises EvaluationError if it is not one; a given catalog or store must be readable."""
     require_pretraining(run)
     rows = metric_rows(run)
     config = run / "config.yaml"

@@ -31,7 +31,7 @@ FORMAT, VERSION = "octfm-bucket-run", 1
 FETCHED = 2
 """Checkpoints that another machine fetches: the newest, and an older one in case it is damaged."""
 WAITING = 2
-"""Most checkpoints that wait to be sent beside those that the retention keeps; older ones are dropped."""
+"""Most checkpoints that wait to be sent in addition to those that the retention keeps; older ones are dropped."""
 PATIENCE_S = 600.0
 """How long a run that has ended tries to send its last checkpoint."""
 UNREAD_S = 24 * 3600.0

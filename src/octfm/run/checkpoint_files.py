@@ -1,4 +1,4 @@
-"""Which files of a folder are checkpoints: those with exactly such a name, and none that only look like one."""
+"""Decide which files of a folder are checkpoints: only those with exactly the name of one."""
 
 import re
 import shutil
@@ -37,7 +37,7 @@ def steps(folder: Path) -> list[Path]:
 
 
 def strangers(folder: Path) -> list[str]:
-    """Entries in a folder of checkpoints that are none, and are neither read nor deleted: copies, other spellings."""
+    """Entries in a folder of checkpoints that are not checkpoints, and are neither read nor deleted, such as copies."""
     if not folder.is_dir():
         return []
     return sorted(p.name for p in folder.iterdir() if not (_KNOWN.fullmatch(p.name) or is_checkpoint(p)))

@@ -127,7 +127,7 @@ class Runtime:
         return host.pin_memory() if self.device.type == "cuda" and not host.is_pinned() else host
 
     def scalar(self) -> Tensor:
-        """A number on the device, for `set`: what changes from step to step must be no constant of a compiled step."""
+        """A number on the device, for `set`: what changes between steps must not be a constant of a compiled step."""
         # float64 on CPU, where kernels accept it and give the same bits as a Python number.
         return torch.zeros((), dtype=torch.float64 if self.device.type == "cpu" else torch.float32, device=self.device)
 
@@ -188,7 +188,7 @@ class Runtime:
         return f"{self.device.type} ({platform.processor() or platform.machine()})"
 
     def measures(self, inspected: bool) -> bool:
-        """Whether a step computes what an inspection needs: if it is `inspected`, and always if all are alike."""
+        """Whether a step computes what an inspection needs: if it is `inspected`, or all steps are the same program."""
         return inspected or self.steady
 
     # The model on its devices.

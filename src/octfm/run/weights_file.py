@@ -1,4 +1,5 @@
-"""torch's files: read tensors of others, whose code is never run; write, with the system's reason if that fails."""
+"""Read tensors from other people's torch files without running their code; write torch files, with the system's reason
+if that fails."""
 
 import pickle
 import zipfile

@@ -48,7 +48,7 @@ def excluded(
     file: str | Path, volumes: Iterable[tuple[str, ...]], of: str, known: Iterable[str] = (), echo: Echo = to_stderr
 ) -> np.ndarray:
     """bool [n]: True for each of `volumes` (given by all its names, the participant last) that the file lists, and for
-    those of a participant whom it lists under another spelling of the id.
+    those of a participant that it lists under another spelling of the id.
 
     `of` describes the whole in messages. Lines that match no volume are reported, the first HINTS with the nearest
     name, unless they are in `known`: names of volumes that are left out already. Raises ConfigError if no volume would

@@ -83,7 +83,7 @@ class Batch:
         return len(self.index)
 
     def one(self, place: int) -> Arrays:
-        """One volume of it, as a batch of one of the store."""
+        """One of its volumes, as the arrays of a batch of one."""
         own = slice(place, place + 1)
         labels = self.labels[own] if self.labels is not None else None
         return Arrays(self.voxels[own], self.band[own], self.valid[own], self.acquisition[own], labels)
@@ -252,7 +252,7 @@ def batch_of_voxels(voxels: np.ndarray) -> Batch:
 
 
 def epoch_volumes(store: Store, rows: np.ndarray, batch: int) -> float:
-    """Volumes per epoch: all `rows`, or as many as pass, phantoms among them, with each of the store's volumes once."""
+    """Volumes per epoch: all `rows`; with phantoms mixed in, as many as pass while each stored volume is used once."""
     groups, counts = store.turns(rows, batch)
     return len(groups[0]) * sum(counts) / counts[0]
 

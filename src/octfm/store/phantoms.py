@@ -71,12 +71,12 @@ class PhantomConfig(Config):
         return conditions
 
     def preprocessing(self) -> Preprocessing:
-        """Of phantoms without a store: what real scans must go through before an encoder trained on them."""
+        """Preprocessing of phantoms if no store is named; an encoder trained on them expects scans prepared alike."""
         given = {"image_size": self.image_size, "target_spacing": self.target_spacing}
         return Preprocessing.model_validate({name: value for name, value in given.items() if value is not None})
 
     def among(self, batch: int) -> int:
-        """Phantoms in a global batch of this size. Raises ConfigError if the share is none of whole volumes."""
+        """Phantoms in a global batch of this size. Raises ConfigError unless that is a whole number."""
         count = round(self.share * batch)
         if abs(count - self.share * batch) > 1e-6 or (self.share < 1 and not 0 < count < batch):
             choices = [f"{n / batch:g}" for n in range(max(1, count - 1), min(batch, count + 2))]
@@ -211,7 +211,7 @@ class PhantomStore(Store):
         return replace(out, labels=labels, acquisition=names)
 
     def holds(self, row: int, arrays: Arrays) -> bool:
-        """Rendered once more: also the truth must be that of the voxels."""
+        """Render the phantom again: voxels and truth must both be the same."""
         own = self.read([row])
         return _digest(own) == _digest(arrays) and np.array_equal(_truth(own), _truth(arrays))
 

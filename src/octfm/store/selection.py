@@ -1,4 +1,4 @@
-"""Rows of a store that are used: by split, scanner, layout and modality, at most so many, nobody in two splits."""
+"""Select rows of a store by split, scanner, layout, modality and number; check that no participant is in two splits."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path

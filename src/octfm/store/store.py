@@ -258,7 +258,7 @@ class Store:
         return rows
 
     def turns(self, rows: np.ndarray, batch: int) -> tuple[list[np.ndarray], list[int]]:
-        """Groups of `rows`, and how many volumes of each are in every global batch; one group has all of it."""
+        """Groups of `rows`, and how many volumes of each are in every global batch; a single group fills all of it."""
         return [rows], [batch]
 
     def verify(self, sample: int | None = None, seed: int = 0) -> int:

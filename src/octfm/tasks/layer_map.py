@@ -53,7 +53,7 @@ class Source:
 
     @property
     def key(self) -> str:
-        """All that the numbers depend on: what was measured of another eye or in other millimetres is not its own."""
+        """Everything that the numbers depend on: those of another eye or in other millimetres are not reused."""
         return json.dumps([self.acquisition, self.laterality, self.spacing_mm, self.pixels])
 
 

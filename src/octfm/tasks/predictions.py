@@ -83,7 +83,7 @@ def write_predictions(
 
 
 def read_predictions(path: Path) -> PredictionTable:
-    """Read a predictions.parquet. Raises EvaluationError if it is none."""
+    """Read a predictions.parquet. Raises EvaluationError if it is not one."""
     import pyarrow as pa
 
     try:

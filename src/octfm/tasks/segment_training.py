@@ -69,7 +69,7 @@ class Segmentations:
         return step % max(1, self.config.steps // 5) == 0 or step == self.config.steps
 
     def content(self) -> dict[str, Any]:
-        """All that `load_segmenter` needs but the pretraining run; to resume, also the baselines and the optimizer."""
+        """All that `load_segmenter` needs except the pretraining run; to resume, also baselines and optimizer."""
         # Rounded up, so that the segmenter in training counts.
         begun = -(-self.step // self.config.steps)
         current = None if self.step % self.config.steps == 0 else self.fits[self.names[begun - 1]].segmenter

@@ -148,7 +148,7 @@ class Field:
 
 
 def lateral_scale(axial_length_mm: float | None) -> float:
-    """By what lateral distances must be multiplied; 1, the instrument's nominal ones, if the length is not known.
+    """Factor for lateral distances; 1, for the instrument's nominal ones, if the axial length is not known.
 
     By the formula of Bennett, Rudnicka and Edgar (Graefes Arch 1994;232:361-367) a length on the retina is proportional
     to the axial length less 1.82 mm.

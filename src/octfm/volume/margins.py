@@ -1,4 +1,4 @@
-"""What around and on B-scans is no image, and B-scans without it: padding, bars and frames, burnt-in marks."""
+"""Find and remove what is not image around and on B-scans: padding, bars and frames, burnt-in marks."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -66,7 +66,7 @@ the instrument. In 1,360 B-scans the row of most has .1, of an icon; a retina fl
 
 
 class Trimmed(NamedTuple):
-    """B-scans without what is around and on them."""
+    """B-scans without frame, marks and padding."""
 
     bscans: np.ndarray
     """[B, h, w]: inside a frame and without burnt-in marks, those given if there is neither; padding is still there."""
@@ -234,7 +234,8 @@ def _half_white_strips(bscan: np.ndarray, white: int) -> dict[int, int]:
 
 def inside_frame(bscans: np.ndarray, white: int) -> tuple[slice, slice] | None:
     """Rows and A-scans inside bars of one grey level around all B-scans [B, H, W], as of a figure or of a picture made
-    square; None if there are none. A black vitreous is none: behind a bar the image begins at once."""
+    square; None if there are none. A black vitreous is not one: behind a bar
+    the image begins at once."""
     rows = _between_bars(bscans, white, DIMMEST)
     columns = _between_bars(bscans.swapaxes(1, 2), white, np.inf)
     columns = slice(

@@ -23,7 +23,7 @@ class Owner:
 
 
 def first_owner(owners: dict[str, Owner], fingerprint: str, owner: Owner) -> Owner | None:
-    """The owner of these voxels among those before, in catalog order; None, and it is added, if there was none."""
+    """The earlier owner of these voxels, in catalog order; if there is none, this one is recorded and None returned."""
     first = owners.setdefault(fingerprint, owner) if fingerprint else owner
     return None if first is owner else first
 

@@ -61,7 +61,7 @@ class Segmentation:
 
     @property
     def comments(self) -> str:
-        """The same at length, with what made it; empty if there is no note."""
+        """The note at length, with the name of what made the segmentation; empty if there is no note."""
         return ""
 
     @property

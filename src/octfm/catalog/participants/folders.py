@@ -1,4 +1,4 @@
-"""What the names of folders say beyond people: splits, whose scans they hold on both sides, and classes."""
+"""Read splits and classes from folder names, and count participants with scans in several splits."""
 
 import re
 from collections import defaultdict
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SplitFolders:
-    """Splits that folders name, and whether they hold people apart."""
+    """Splits that folders name, and how many participants have scans in several of them."""
 
     splits: tuple[Split, ...]
     participants: int

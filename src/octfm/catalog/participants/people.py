@@ -177,7 +177,7 @@ def _bare(participant: str) -> tuple[str, str]:
 
 
 def remembered(participants: Iterable[str]) -> set[str]:
-    """Texts to keep of ids, so that `sought` finds a person again under another spelling; the ids are among them."""
+    """Texts to store for ids, themselves included, so that `sought` finds a person under another spelling."""
     found = set(participants)
     for participant in list(found):
         apart, joined = _bare(participant)

@@ -1,4 +1,4 @@
-"""From the elements of a DICOM header to the facts of a volume, or to the reason why it is none."""
+"""Turn the elements of a DICOM header into the facts of a volume, or into the reason why it is not one."""
 
 from collections.abc import Collection
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""DICOM segmentations (SEG): which voxels of a volume are what.
+"""DICOM segmentations (SEG): the class of each voxel of a volume.
 
 Standard: DICOM PS3.3 A.51 and C.8.20.2. In a binary segmentation a frame is the mask of one segment in one frame of the
 volume, one bit per voxel; in a label map its bytes are numbers of segments.
@@ -109,7 +109,7 @@ def _stored_labels(dataset: Elements, is_map: bool, shape: Shape3, names: dict[i
 
 
 def _frame_of(group: Elements, depth: int, uri: str) -> int:
-    """The stored frame of the volume, from 0, that a frame of the segmentation is of."""
+    """The stored frame of the volume, from 0, to which a frame of the segmentation belongs."""
     sources = [s for d in group.get("DerivationImageSequence") or [] for s in d.get("SourceImageSequence") or []]
     number = integer(sources[0], "ReferencedFrameNumber", 1 if depth == 1 else 0) if len(sources) == 1 else 0
     if not 0 < number <= depth:

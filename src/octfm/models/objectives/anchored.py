@@ -1,5 +1,5 @@
-"""Anchored: the user's own volumes, without labels, trained by masked voxels; streamed phantoms among them, trained by
-their truth."""
+"""Anchored: learn from the user's own volumes by predicting masked voxels, without labels, and from streamed phantoms
+by their truth."""
 
 from collections.abc import Sequence
 from math import prod

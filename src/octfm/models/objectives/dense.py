@@ -20,7 +20,7 @@ from octfm.volume.segmentation import CLASSES, LESION_CLASSES
 
 
 class TruthConfig(ObjectiveConfig):
-    """Settings of objectives that learn the truth of streamed phantoms, and a summary by it."""
+    """Settings of objectives that learn the truth of streamed phantoms, and train a summary by it."""
 
     answer_average: tuple[Side, Side, Side] = (2, 1, 8)
     """Voxels of a patch, (B-scan, axial, lateral), whose composition is one answer. With one row per answer,
@@ -43,7 +43,7 @@ class TruthConfig(ObjectiveConfig):
 
 
 class DenseConfig(TruthConfig):
-    """Name the shares of layers and lesions in the parts of every token. Synthetic-supervised: it needs
+    """Predict the shares of layers and lesions in the parts of every token. Synthetic-supervised: it needs
     data.phantoms."""
 
     name: Literal["dense"] = "dense"

@@ -27,8 +27,8 @@ ALLOCATOR = {"cpu": 1.15, "cuda": 1.0}
 """What allocators keep beyond live tensors. Measured on CPU (glibc): 1.05 to 1.3, shrinking as tensors grow; without
 its heap, 1.02. On an H200 torch's took .78 (float32) and .85 (bfloat16) of what the CPU's factor says."""
 GRAPHS = 0.6
-"""Memory of the CUDA graphs of compiled passes over that of uncompiled ones, which inspected steps need beside it: on
-an H200 2.5 and 4.2 GB (ViT-S, 8 volumes of 3,072 tokens)."""
+"""Memory of the CUDA graphs of compiled passes over that of uncompiled ones, which inspected steps need as well: on an
+H200 2.5 and 4.2 GB (ViT-S, 8 volumes of 3,072 tokens)."""
 
 
 @dataclass(frozen=True)

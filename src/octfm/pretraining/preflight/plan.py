@@ -21,7 +21,7 @@ from octfm.store.store import Store
 from octfm.weights.packaged import CURRENT_ENCODER
 
 PRESETS = ("mae", "vit_s", "demo")
-"""In order of preference: in short runs masked voxels were worth more than a teacher's features (docs/results.md)."""
+"""By preference: short runs learn more from masked voxels than from a teacher's features (docs/results.md)."""
 EPOCHS = 300
 """Passes over the volumes that are proposed: three times the 100 until which the prototype's features improved."""
 MOST_STEPS = 60_000
