@@ -566,6 +566,8 @@ def test_a_frame_may_hold_ids_in_its_index_and_no_column_twice():
     assert read_labels(dated).join("since", [("1", "a", "R"), ("2", "b", "L")]) == [None, "2026-01-02 00:00:00"]
     arrow = pyarrow.table({"participant_id": ["a", "b"], "grade": [1, None]})
     assert read_labels(arrow).join("grade", [("1", "a", "R"), ("2", "b", "L")]) == ["1", None], "not 1.0"
+    with pytest.raises(EvaluationError, match="DataFrame: no column stage; label columns: grade"):
+        read_labels(frame).join("stage", [("1", "a", "R")])
     with pytest.raises(EvaluationError, match="DataFrame: two columns are called grade"):
         read_labels(pd.concat([frame, frame.grade + 1], axis=1))
     with pytest.raises(EvaluationError, match="got grade; rename the column or index that says whose labels these are"):

@@ -627,6 +627,10 @@ def test_a_file_edited_wrongly_is_refused_in_one_line(tmp_path):
         with pytest.raises(CorrectionsError) as refused:
             read_corrections(path)
         assert said in str(refused.value) and str(path) in str(refused.value) and "\n" not in str(refused.value)
+    whole = stated(found, checked=[3])
+    whole["bscans"][0]["areas"] = None
+    with pytest.raises(CorrectionsError, match="B-scan 3: expected the areas of a checked B-scan, got none"):
+        read_corrections(written(whole, tmp_path / "without_areas.json"))
     for place in (tmp_path / "missing.json", tmp_path / "empty", Path("x" * 5000), Path("a\0b")):
         (tmp_path / "empty").mkdir(exist_ok=True)
         with pytest.raises(CorrectionsError):

@@ -160,7 +160,7 @@ def test_what_cannot_be_compared_is_left_out_and_counted(tmp_path):
     rows[0]["problem"], rows[1]["verdict"] = "damaged_file: x", "dark"
     rows[2] |= dict.fromkeys(DEVICE_UNIT.values(), "")
     rows[3] |= dict.fromkeys(UNIT.values(), "")
-    rows[4][UNIT["centre"]] = ""
+    rows[4][UNIT["centre"]] = " "  # as a spreadsheet may leave a blank
     rows[5][UNIT["centre"]] = f"{float(rows[5][DEVICE_UNIT['centre']]) + 40}"
     rows[7][UNIT["centre"]] = f"{float(rows[7][DEVICE_UNIT['centre']]) - 30}"
     # Corrections of a page with an axial length: zones of another size than the device's.

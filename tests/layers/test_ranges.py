@@ -185,6 +185,9 @@ def test_intervals_need_enough_participants_and_corrections(tmp_path):
     corrected(tmp_path / "few.csv", rows[: LEAST_PARTICIPANTS - 1], lambda i, _: 1.0)
     with pytest.raises(EvaluationError, match=r"at least 50 participants of one scanner.* got 49 of heidelberg"):
         calibrate_rows(rows, tmp_path / "few.csv")
+    corrected(tmp_path / "enough.csv", rows[:LEAST_PARTICIPANTS], lambda i, _: 1.0)
+    assert "50 participants" in calibrate_rows(rows, tmp_path / "enough.csv")[0][0]["range_kind"]
+    expect_enough(tmp_path / "enough.csv", {row["source"] for row in rows})
     corrected(tmp_path / "none.csv", table(60, "other"), lambda i, _: 1.0)
     with pytest.raises(EvaluationError, match="got none"):
         calibrate_rows(rows, tmp_path / "none.csv")

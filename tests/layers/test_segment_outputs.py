@@ -115,6 +115,8 @@ def test_the_devices_grid_stands_beside_ours(tmp_path):
     assert row_of(longer, device)["device_note"] == placed["device_note"], "the device's millimetres are nominal"
     untouched = row_of(found, replace(device, centre_moved=False))
     assert "nobody has moved it to the fovea" in untouched["device_note"]
+    unread = row_of(found, "the device's grid cannot be read: damaged_file")
+    assert unread["device_note"] == "the device's grid cannot be read: damaged_file"
 
 
 def test_exported_files_say_what_they_are_not_for(tmp_path):
