@@ -15,6 +15,7 @@ from pyarrow.parquet import read_table as read_table_of_predictions
 
 import octfm
 from octfm.errors import ConfigError, CorrectionsError, EvaluationError
+from octfm.layers.axial_lengths import read_axial_lengths
 from octfm.layers.calibrate import calibrate_rows
 from octfm.layers.corrections import FORMAT, find_corrections, read_corrections
 from octfm.layers.finder import LayerFinder
@@ -790,6 +791,22 @@ def test_a_corrected_row_says_so_and_stays(tmp_path):
     os.utime(scan, ns=(now, now))
     with pytest.raises(CorrectionsError, match="corrections of none of these scans"):
         write_table([str(other)], table, corrections=find_corrections(path), echo=said.append)
+
+
+def test_a_corrected_row_that_another_axial_length_leaves_as_it_was_is_named(tmp_path):
+    scan, table, lengths, said = layered_scan(tmp_path / "a.npz"), tmp_path / "t.csv", tmp_path / "lengths.csv", []
+    hand = find_corrections(corrections_of(scan, tmp_path / "corrections.json"))
+
+    def measured(length, **corrections):
+        lengths.write_text(f"source,axial_length_mm\n{scan},{length}\n")
+        known = {"axial_lengths": read_axial_lengths(lengths), "echo": said.append}
+        return write_table([str(scan)], table, **known, **corrections)
+
+    assert measured(25, corrections=hand) == 1 and measured(25) == 0 and len(said) == 1
+    assert measured("") == 0 and len(said) == 1, "it may go by the length of its page"
+    assert measured(26) == 0 and read_table(table)[0]["axial_length_mm"] == "25"
+    assert "another axial length" in said[1] and "left as it was; give --apply-corrections" in said[1]
+    assert measured(26, corrections=hand) == 1 and read_table(table)[0]["axial_length_mm"] == "26"
 
 
 def test_calibration_counts_scans_that_were_corrected_whole(tmp_path):

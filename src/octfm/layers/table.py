@@ -69,8 +69,8 @@ OF_A_SCAN = (*SUFFIXES, ".xml")
 _OF_AN_ACQUISITION = ("acquisition", "scanner", "bscans")
 """Columns that are the same wherever the file of a scan lies."""
 _CORRECTED_BEFORE = (
-    "has changed since somebody corrected it, or a catalog says something else of it, and its row is left as it was; "
-    "give --apply-corrections with its corrections, or another --out"
+    "has changed since somebody corrected it, or has another axial length or other facts in a catalog now, and its row "
+    "is left as it was; give --apply-corrections with its corrections, or another --out"
 )
 
 
@@ -221,7 +221,8 @@ def write_table(
                 )
                 if by_hand is None and (as_before or only_corrected):
                     continue
-                if table.keeps(_facts(volume, state), source, echo, despite=by_hand):
+                facts = _facts(volume, state) | {"axial_length_mm": cell_of(length)}
+                if table.keeps(facts, source, echo, despite=by_hand):
                     done.add(source)
                     continue
                 found = segment(volume, axial_length_mm=length, finder=finder)
@@ -390,7 +391,10 @@ class _Table:
         before = self.row(source)
         if despite is not None or not before["corrected_bscans"]:
             return False
-        if any(before[name] != facts[name] for name in ("file_state", "laterality")):
+        # Without a length now, the row may go by that of the page where it was corrected.
+        length = facts["axial_length_mm"] or before["axial_length_mm"]
+        now = facts["file_state"], facts["laterality"], length
+        if now != (before["file_state"], before["laterality"], before["axial_length_mm"]):
             echo(f"{source}: {_CORRECTED_BEFORE}")
         self.put(before | {"source": source})
         return True
