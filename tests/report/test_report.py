@@ -260,7 +260,7 @@ def test_telling_scanners_apart_is_never_the_key_result():
         result[part] = [row for row in result[part] if row["target"] == "scanner"]
     assert result["results"] and verdict(result) == (
         "none",
-        "Only the scanner was probed, which measures leakage and not what the features are worth.",
+        "Only the scanner was probed, which measures leakage, not how good the features are.",
     )
 
 

@@ -231,7 +231,7 @@ def assign_splits(
 ) -> tuple[Acquisition, ...]:
     """Assign splits: recommended_split where participants.tsv has one, else stratified by participant.
 
-    Strata are of scanners, diagnosis (`diagnosis_of`) and number of eyes. `one_person`: pairs of participants that may
+    Strata are by scanners, diagnosis (`diagnosis_of`) and number of eyes. `one_person`: pairs of participants that may
     be one person, because both ids have the same voxels; so may ids that are spelt alike, such as 1001 and 00001001.
     They get the same split; if tables or folders recommend several, train goes first: nobody in the test split may have
     been seen in training.

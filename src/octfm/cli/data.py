@@ -104,7 +104,10 @@ def scan(
     participant_from: opt.ParticipantFrom = None,
     nominal_spacing: Annotated[
         str | None,
-        opt.option("DZ,DY,DX", "dz,dy,dx in mm for images and arrays without spacing, for example 0.12,0.0039,0.0115."),
+        opt.option(
+            "DZ,DY,DX",
+            "Millimetres between B-scans, rows and A-scans, for images and arrays that state none: 0.12,0.0039,0.0115.",
+        ),
     ] = None,
     layouts: Annotated[
         str,

@@ -184,7 +184,7 @@ def models(
         str | None, opt.argument("NAME", "Print the model card of this network, in Markdown; default: list all.")
     ] = None,
 ) -> None:
-    """List the packaged networks, those of segment and the encoder: size, hash, licence; or print a model card.
+    """List the packaged networks (for segment, and the encoder): size, hash, licence; or print a model card.
 
     Examples:
     octfm models

@@ -280,10 +280,15 @@ Order = Annotated[
 StoreLabels = Annotated[
     Path | None, local_option("TABLE", "Labels (CSV or TSV); default: the participant data in the store.")
 ]
-Store = Annotated[str | None, place_option("STORE", "Prepared store, also s3:// or gs://; the same as the setting.")]
-Steps = Annotated[int | None, option("N", "Length in optimizer steps; the same as the setting.", min=1, max=10_000_000)]
+Store = Annotated[
+    str | None,
+    place_option(
+        "STORE", "Prepared store, also s3:// or gs://; short for data.store=STORE, in finetune and segment store=STORE."
+    ),
+]
+Steps = Annotated[int | None, option("N", "Length in optimizer steps; short for steps=N.", min=1, max=10_000_000)]
 Epochs = Annotated[
-    float | None, option("N", "Length in passes over the training volumes; the same as the setting.", min=1e-6, max=1e6)
+    float | None, option("N", "Length in passes over the training volumes; short for epochs=N.", min=1e-6, max=1e6)
 ]
 AllowSeen = Annotated[
     bool, flag("If test participants were used in training, flag them in the result instead of stopping.")

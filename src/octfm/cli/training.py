@@ -118,8 +118,8 @@ def doctor(
         str | None,
         opt.option(
             "SLICE",
-            "Instead: compile the step for this TPU slice (v4-32), without a TPU, and print the memory per "
-            "device. Takes minutes.",
+            "Instead of the checks, compile the step for this TPU slice (v4-32), without a TPU, and print the "
+            "memory per device. Takes minutes.",
         ),
     ] = None,
 ) -> None:

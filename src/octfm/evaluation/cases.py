@@ -134,7 +134,7 @@ class Skip(Exception):
         self.public = public or message
 
     def refusal(self, target: str) -> EvaluationError:
-        """The error for a target that was asked for by name."""
+        """The error for a target that the caller named."""
         return EvaluationError(f"target {target}: {self}", public=self.public)
 
 

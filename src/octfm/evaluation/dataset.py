@@ -1,4 +1,4 @@
-"""The volumes of a store as a dataset of PyTorch, with labels joined and participants kept apart as evaluation does."""
+"""The volumes of a store as a PyTorch dataset, with labels joined and each participant in one split, as evaluated."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

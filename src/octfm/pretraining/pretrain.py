@@ -199,7 +199,7 @@ class Pretraining:
         return self.step >= self.steps
 
     def update(self, session: Session, interruption: Interruption) -> str | None:
-        """One step: read a batch, compute gradients, judge them, update or not, inspect what was done."""
+        """One step: read a batch, compute gradients, decide whether to apply the update, inspect the result."""
         config, learner, runtime, step = self.config, self.learner, self.runtime, self.step
         size = config.data.global_batch_size
         # A rollback passes over batches: from then on data are ahead of updates.

@@ -1,4 +1,4 @@
-"""State that is no function of the step and is saved: rollbacks, excluded volumes, micro-batch size."""
+"""Run state that must be saved, as it does not follow from the step: rollbacks, excluded volumes, micro-batch size."""
 
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -60,7 +60,7 @@ class RunState:
         return replace(self, ranks=(*self.ranks, rank)[-8:])
 
     def forget_before(self, step: int, config: HealthConfig) -> "RunState":
-        """The state without what happened too long before `step` to count."""
+        """The state without events that happened too long before `step` to count."""
         looks = 2 * config.check_every_steps
         recent = {
             "skips": tuple(s for s in self.skips if s > step - config.skip_window),

@@ -42,7 +42,7 @@ class Schedule:
 
     @property
     def ema_base(self) -> float:
-        """As configured; else at most 0.999, and so low that a quarter of the run leaves 5 % of the first teacher."""
+        """As configured; else at most 0.999, so low that a quarter of the run leaves 5 % of the first teacher."""
         if self.config.ema_base is not None:
             return self.config.ema_base
         # 4.22, not 4: momentum rises along its cosine, by 5 % of (1 - base) on average over the first quarter.

@@ -112,7 +112,7 @@ def next_step(sources: Sources, run: str, store: str | None) -> tuple[str, tuple
     probe = sources.probe
     if probe is None:
         commands = (["embed", run, "--store", store], ["probe", run, "--labels", "LABELS.csv"])
-        return "Measure what the features are worth, with a table of labels per participant:", _shell(*commands)
+        return "Measure how good the features are, with a table of labels per participant:", _shell(*commands)
     if words.tested_before(probe["results"]):
         text = "Tested participants had been seen in pretraining. Probe again on others:"
         return text, _shell(["probe", run, "--design", "k-fold"])

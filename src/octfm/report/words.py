@@ -129,7 +129,7 @@ def verdict(probe: dict[str, Any] | None) -> tuple[str, str]:
     row = _key_row(probe)
     if row is None:
         if leakage(probe["results"]):
-            return "none", "Only the scanner was probed, which measures leakage and not what the features are worth."
+            return "none", "Only the scanner was probed, which measures leakage, not how good the features are."
         return "none", "The probe found no target that could be measured; its results below give the reasons."
     what = TARGETS.get(row["target"], f"predicting {display.readable(row['target'])}")
     metric = METRICS.get(row["metric"], row["metric"])

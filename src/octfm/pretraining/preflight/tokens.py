@@ -59,7 +59,7 @@ class Coverage:
     """Share of targets that are background."""
 
     def worst(self, axis: str) -> tuple[int, float]:
-        """(slice, relative departure) of the largest beyond chance, less SURE standard errors; (-1, 0) without any."""
+        """(slice, relative departure) that exceeds chance most, less SURE standard errors; (-1, 0) if none does."""
         difference, error = self.observed[axis] - self.expected[axis], self.standard_error[axis]
         # Comparisons with NaN are false, so slices without kept tokens do not count.
         counts = np.abs(difference) > SIGNIFICANT * error
@@ -127,7 +127,7 @@ def moved(config: PretrainConfig, store: Store, sample: Sample) -> list[Check]:
 
 
 def masking(config: PretrainConfig, sample: Sample) -> Iterator[Check]:
-    """In DRAWS masks, context and target are disjoint and no padding, few targets dead, and places hidden alike."""
+    """Check DRAWS masks: context and target disjoint, without padding, few targets dead, places hidden as promised."""
     coverage, counts = draw_coverage(config, sample.tokens), config.masks.counts(sample.tokens.shape[1:])
     if coverage.overlap or coverage.padded:
         measured = f"{coverage.overlap} tokens are context and target, {coverage.padded} kept tokens are padding"

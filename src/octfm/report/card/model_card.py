@@ -253,7 +253,7 @@ def _training(sources: Sources) -> str:
 
 def _evaluation(probe: dict[str, Any] | None) -> str:
     if probe is None:
-        unknown = "No probe has been run on this encoder: nothing is known about what its features are worth."
+        unknown = "No probe has been run on this encoder: it is not known how good its features are."
         return f"## Evaluation\n\n{unknown}"
     encoders = list(dict.fromkeys(r["encoder"] for r in probe["results"]))
     text = "## Evaluation\n\nLinear models on frozen features; estimate and 95 % interval over participants. "
