@@ -121,6 +121,8 @@ def test_lengths_of_nobody_here_end_the_command(eyes, tmp_path, small_finder):
         ("sop_instance_uid,axial_length_mm\n1.2,25\n1.2,26\n", "axial_length_mm of 1.2 contradicts an earlier line"),
         ("source,axial_length_mm\na.vol,25\n./a.vol,26\n", "./a.vol has two axial lengths"),
         ("\n", "holds no row"),
+        ("participant_id,axial_length_mm\n1,\n,25\n", "states no axial length"),
+        ("source,axial_length_mm\na.vol,\n", "states no axial length"),
     ],
 )
 def test_a_wrong_table_of_axial_lengths_ends_before_any_work(text, said, eyes, tmp_path):

@@ -140,6 +140,16 @@ def test_axial_lengths_are_those_of_the_catalogs_participants(clinic, small_find
     assert [row["axial_length_mm"] for row in read_table(out)] == ["26", "27", ""]
 
 
+@pytest.mark.parametrize("row", ["participant_id,axial_length_mm\n0007,26", "source,axial_length_mm\nb/a.npy,26"])
+def test_lengths_of_nobody_are_refused_before_hours_of_work(clinic, small_finder, monkeypatch, row):
+    (clinic / "lengths.csv").write_text(row)
+    catalog = scanned(clinic)
+    monkeypatch.setattr("octfm.layers.table.read_known", lambda *_, **__: pytest.fail("read a scan first"))
+    refused = invoke("segment", catalog, "--out", clinic / "t.csv", "--axial-length", clinic / "lengths.csv")
+    assert isinstance(refused.exception, ConfigError) and "names none of these scans" in str(refused.exception)
+    assert not (clinic / "t.csv").exists()
+
+
 def test_what_a_catalog_cannot_give_is_refused(clinic, small_finder):
     catalog = scanned(clinic)
     assert "a catalog says of each scan" in str(invoke("segment", catalog, "--layouts", "line").exception)
