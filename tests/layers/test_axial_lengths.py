@@ -17,6 +17,7 @@ from octfm.layers.zones import ZONE_COLUMNS
 from octfm.models.layer_net import LayerNet, LayerNetConfig
 from octfm.phantom.native.stream import Stream
 from support.command_line import invoke
+from support.volumes import telling_voxels
 
 
 @pytest.fixture
@@ -132,3 +133,10 @@ def test_a_wrong_table_of_axial_lengths_ends_before_any_work(text, said, eyes, t
     out = tmp_path / "table.csv"
     shown = invoke("segment", *eyes, "--out", out, "--axial-length", given)
     assert isinstance(shown.exception, EvaluationError) and not out.exists()
+
+
+def test_no_axial_length_is_said_to_scale_millimetres_that_are_estimated():
+    finder = LayerFinder(LayerNet(LayerNetConfig((8, 8))))
+    bscan = octfm.Volume(telling_voxels()[:1], (0.02, 0.0078, 0.023), layout="line", spacing_estimated=True)
+    note = row_of(octfm.segment(bscan, axial_length_mm=26, finder=finder))["zones_note"]
+    assert "millimetres are estimated" in note and "axial length" not in note
