@@ -17,6 +17,7 @@ from octfm.layers.zones import ZONE_COLUMNS
 from octfm.models.layer_net import LayerNet, LayerNetConfig
 from octfm.phantom.native.stream import Stream
 from support.command_line import invoke
+from support.volumes import telling_voxels
 
 
 @pytest.fixture
@@ -121,6 +122,8 @@ def test_lengths_of_nobody_here_end_the_command(eyes, tmp_path, small_finder):
         ("sop_instance_uid,axial_length_mm\n1.2,25\n1.2,26\n", "axial_length_mm of 1.2 contradicts an earlier line"),
         ("source,axial_length_mm\na.vol,25\n./a.vol,26\n", "./a.vol has two axial lengths"),
         ("\n", "holds no row"),
+        ("participant_id,axial_length_mm\n1,\n,25\n", "states no axial length"),
+        ("source,axial_length_mm\na.vol,\n", "states no axial length"),
     ],
 )
 def test_a_wrong_table_of_axial_lengths_ends_before_any_work(text, said, eyes, tmp_path):
@@ -130,3 +133,10 @@ def test_a_wrong_table_of_axial_lengths_ends_before_any_work(text, said, eyes, t
     out = tmp_path / "table.csv"
     shown = invoke("segment", *eyes, "--out", out, "--axial-length", given)
     assert isinstance(shown.exception, EvaluationError) and not out.exists()
+
+
+def test_no_axial_length_is_said_to_scale_millimetres_that_are_estimated():
+    finder = LayerFinder(LayerNet(LayerNetConfig((8, 8))))
+    bscan = octfm.Volume(telling_voxels()[:1], (0.02, 0.0078, 0.023), layout="line", spacing_estimated=True)
+    note = row_of(octfm.segment(bscan, axial_length_mm=26, finder=finder))["zones_note"]
+    assert "millimetres are estimated" in note and "axial length" not in note

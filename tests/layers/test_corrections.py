@@ -798,7 +798,7 @@ def test_a_corrected_row_that_another_axial_length_leaves_as_it_was_is_named(tmp
     hand = find_corrections(corrections_of(scan, tmp_path / "corrections.json"))
 
     def measured(length, **corrections):
-        lengths.write_text(f"source,axial_length_mm\n{scan},{length}\n")
+        lengths.write_text(f"source,axial_length_mm\n{scan},{length}\nanother.npz,25\n")
         known = {"axial_lengths": read_axial_lengths(lengths), "echo": said.append}
         return write_table([str(scan)], table, **known, **corrections)
 

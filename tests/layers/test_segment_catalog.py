@@ -1,6 +1,7 @@
 """`octfm segment CATALOG`: scans with the participant, eye and millimetres that the catalog states."""
 
 import csv
+import zipfile
 from dataclasses import replace
 
 import numpy as np
@@ -10,10 +11,15 @@ from octfm.catalog.catalog import Catalog
 from octfm.catalog.labels import read_labels
 from octfm.errors import ConfigError
 from octfm.layers.finder import LayerFinder
+from octfm.layers.sample import samples
 from octfm.layers.table import read_table
 from octfm.models.layer_net import LayerNet, LayerNetConfig
 from octfm.trust.device_agreement import device_agreement
 from support.command_line import invoke
+from support.multifile_dicom import series
+from support.stars import lines_of, write_star
+from support.stars import scanned as scanned_star
+from support.vendor_files import e2e_codes, ends_of, write_e2e, write_vol
 from support.volumes import telling_voxels
 
 COLUMNS = ("participant", "laterality", "scanner")
@@ -140,6 +146,16 @@ def test_axial_lengths_are_those_of_the_catalogs_participants(clinic, small_find
     assert [row["axial_length_mm"] for row in read_table(out)] == ["26", "27", ""]
 
 
+@pytest.mark.parametrize("row", ["participant_id,axial_length_mm\n0007,26", "source,axial_length_mm\nb/a.npy,26"])
+def test_lengths_of_nobody_are_refused_before_hours_of_work(clinic, small_finder, monkeypatch, row):
+    (clinic / "lengths.csv").write_text(row)
+    catalog = scanned(clinic)
+    monkeypatch.setattr("octfm.layers.table.read_known", lambda *_, **__: pytest.fail("read a scan first"))
+    refused = invoke("segment", catalog, "--out", clinic / "t.csv", "--axial-length", clinic / "lengths.csv")
+    assert isinstance(refused.exception, ConfigError) and "names none of these scans" in str(refused.exception)
+    assert not (clinic / "t.csv").exists()
+
+
 def test_what_a_catalog_cannot_give_is_refused(clinic, small_finder):
     catalog = scanned(clinic)
     assert "a catalog says of each scan" in str(invoke("segment", catalog, "--layouts", "line").exception)
@@ -181,3 +197,48 @@ def test_labels_by_acquisition_need_no_participant(tmp_path):
     (tmp_path / "t.csv").write_text("participant,acquisition,centre_um\n,1.2,250\n7,1.3,260\n")
     wanted = [("1.2", "somebody", "R"), ("1.3", "7", "L")]
     assert read_labels(tmp_path / "t.csv").join("centre_um", wanted) == ["250", "260"]
+
+
+def two_eyes(folder):
+    voxels = telling_voxels()
+    write_e2e(folder / "p7.e2e", {(1, 2, 3): e2e_codes(voxels), (1, 2, 4): e2e_codes(voxels[:, :, ::-1])}, eyes="RL")
+
+
+def vertical(folder):
+    voxels = telling_voxels()
+    ends = ends_of(len(voxels), voxels.shape[2])[:, ::-1]
+    write_vol(folder / "a.vol", voxels, ends=ends, laterality="OS")
+
+
+def archived(folder):
+    write_vol(folder.parent / "a.vol", telling_voxels(), laterality="OS")
+    with zipfile.ZipFile(folder / "scans.zip", "w") as archive:
+        archive.write(folder.parent / "a.vol", "OS/a.vol")
+
+
+def in_parts(folder):
+    series(folder, telling_voxels(), order=[3, 0, 2, 1, *range(4, len(telling_voxels()))])
+
+
+def star(folder):
+    made = samples(["healthy"])[0].volume
+    write_star(folder / "star.dcm", scanned_star(made, lines_of(12), columns=128))
+
+
+@pytest.mark.parametrize("made", [two_eyes, vertical, archived, in_parts, star])
+def test_a_catalog_that_adds_nothing_changes_no_number(made, tmp_path, small_finder):
+    (folder := tmp_path / "scans").mkdir()
+    made(folder)
+    layouts = ("--layouts", "raster,radial") if made is star else ()
+    assert invoke("scan", folder, "--out", tmp_path / "catalog", *layouts).exit_code == 0
+    tables = []
+    for source in (folder, tmp_path / "catalog"):
+        assert invoke("segment", source, "--out", tmp_path / f"{source.name}.csv").exit_code == 0
+        tables.append(read_table(tmp_path / f"{source.name}.csv"))
+    plain, known = tables
+    assert not any(row["problem"] for row in plain) and [row["participant"] for row in plain] == [""] * len(plain)
+    assert known == [
+        row | {name: other[name] for name in ("participant", "file_state")}
+        for row, other in zip(plain, known, strict=True)
+    ]
+    assert len({(row["source"], row["laterality"]) for row in known}) == len(known) == (2 if made is two_eyes else 1)

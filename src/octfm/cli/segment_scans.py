@@ -33,6 +33,7 @@ from octfm.layers.table import (
     describe,
     is_of,
     only_writer,
+    person_of,
     read_known,
     read_table,
     save_table,
@@ -129,6 +130,9 @@ class Scans:
             expect_enough(self.calibrate, named)  # before hours of work
         by_hand = find_corrections(self.corrections) if self.corrections is not None else {}
         lengths = read_axial_lengths(self.axial_length) if isinstance(self.axial_length, Path) else None
+        people = {_name(source): person_of((known or {}).get(_name(source))) for source in sources}
+        if lengths is not None and lengths.names_none(people):  # before hours of work
+            raise _names_none(lengths, _name(sources[0]))
         if self.table is not None:
             self._into_table(self.table, sources, by_hand, known or {}, lengths)
         else:
@@ -253,12 +257,16 @@ def _name(source: str | Volume) -> str:
 def _report_nominal(lengths: AxialLengths, nominal: Sequence[str], scans: int) -> None:
     """Name scans without an axial length; raises ConfigError if all are."""
     if scans and len(nominal) == scans:
-        raise ConfigError(
-            f"{lengths.path}: names none of these scans ({lengths.example} there, {nominal[0]} here), "
-            "so all millimetres are nominal; name scans as in the column source, or people as the scans do"
-        )
+        raise _names_none(lengths, nominal[0])
     if nominal:
         echo_line(f"{lengths.path}: no axial length for {len(nominal)} of {scans} scans, such as {nominal[0]}")
+
+
+def _names_none(lengths: AxialLengths, scan: str) -> ConfigError:
+    return ConfigError(
+        f"{lengths.path}: names none of these scans ({lengths.example} there, {scan} here), so all millimetres are "
+        "nominal; name scans as in the column source, or people as the scans do, with leading zeros"
+    )
 
 
 def _expect_short(result: str, source: str) -> None:

@@ -31,6 +31,10 @@ class AxialLengths:
     has_eyes: bool = False
     """Whether the table has a column of eyes; without one, the eye is None throughout `by_eye`."""
 
+    def __post_init__(self) -> None:
+        if not (self.by_source or self.by_uid or self.by_eye):
+            raise EvaluationError(f"{self.path}: states no axial length of a scan, an eye or a person; fill it in")
+
     def of(self, volume: Volume) -> float | None:
         """The length for this scan; None if the table states none."""
         person = clean_id(volume.participant)
@@ -39,18 +43,26 @@ class AxialLengths:
             return own
         return self.by_eye.get((person, volume.laterality if self.has_eyes else None))
 
+    def names_none(self, scans: Mapping[str, str]) -> bool:
+        """Whether none of these scans (source → participant, empty if only its file says) can have a length, as far as
+        that is known before they are read."""
+        if self.by_source:
+            return self.by_source.keys().isdisjoint(map(_place, scans))
+        people = {person for person, _ in self.by_eye}
+        return bool(people) and all(who and clean_id(who) not in people for who in scans.values())
+
     @property
     def example(self) -> str:
         """The first scan or person with a length."""
-        people = (person for person, _ in self.by_eye)
-        return one_line(next(chain(self.by_source, self.by_uid, people), "nobody"))
+        return one_line(next(chain(self.by_source, self.by_uid, (person for person, _ in self.by_eye))))
 
 
 def read_axial_lengths(path: Path) -> AxialLengths:
     """Read a CSV with `axial_length_mm` (or `axial_length`), and `source` as in a table of octfm segment, else a SOP
     Instance UID, else a participant, with `laterality` if eyes differ. A length may be missing.
 
-    Raises EvaluationError for a table without such columns, a length of no eye, and rows that contradict each other.
+    Raises EvaluationError for a table without such columns or any length, a length of no eye, and rows that contradict
+    each other.
     """
     rows = read_rows(path, (), "a table of axial lengths")
     column = next((name for name in COLUMNS if name in rows[0]), None)

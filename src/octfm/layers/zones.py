@@ -119,7 +119,7 @@ def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
 
 def _note_on_length(found: ScanSegmentation) -> str:
     length = found.axial_length_mm
-    return "" if length is None else f"lateral millimetres for an axial length of {length:g} mm"
+    return "" if length is None or found.why_no_um else f"lateral millimetres for an axial length of {length:g} mm"
 
 
 def same_millimetres(one: dict[str, str], other: dict[str, str]) -> bool:
