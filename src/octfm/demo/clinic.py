@@ -35,7 +35,10 @@ class Size:
 
 
 FULL = Size(
-    600, (0.31, 0.02, 0.67), 1.3e9, "6 to 9 minutes (measured: 350 s on an Intel Xeon, 512 s on an older AMD EPYC)"
+    600,
+    (0.31, 0.02, 0.67),
+    1.3e9,
+    "5 to 9 minutes (measured: 350 s on an Intel Xeon, 273 and 512 s on a newer and an older AMD EPYC)",
 )
 """As many as fit into nine minutes. Leaves 414 participants that pretraining has not seen: the standard error of a
 paired AUROC difference is then about .02, half of the gain for disease (docs/log)."""
