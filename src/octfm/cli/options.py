@@ -261,7 +261,13 @@ KeepUpsideDown = Annotated[
     bool, flag("Keep scans that appear upside down; default: reject them.", "--keep-upside-down")
 ]
 FileSeconds = Annotated[
-    float, option("SECONDS", "Time limit for reading one file; one second is added per megabyte.", min=0.1, max=1e6)
+    float,
+    option(
+        "SECONDS",
+        "Time limit for reading one file; one second is added per megabyte, and two minutes in a bucket.",
+        min=0.1,
+        max=1e6,
+    ),
 ]
 FileGB = Annotated[float, option("GB", "Memory limit for reading one file.", min=0.3, max=1e5)]
 Exclude = Annotated[
