@@ -109,6 +109,16 @@ def test_lengths_of_nobody_here_end_the_command(eyes, tmp_path, small_finder):
     assert alone.exit_code == 0 and "for an axial length of 25 mm" in alone.output
 
 
+def test_a_scan_that_was_measured_but_not_written_is_not_all_of_them(eyes, tmp_path, small_finder):
+    """Of two scans the one without a length is refused as it is written; the other has its own length."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / f"{Path(eyes[2]).stem}_labels.json").write_text("{}")  # of another scan
+    given = biometry(tmp_path, "participant_id,axial_length_mm\n1001,25\n")
+    shown = invoke("segment", eyes[0], eyes[2], "--out", tmp_path / "out", "--axial-length", given)
+    assert shown.exit_code == 1 and "1 of 2 scans could not be read or written" in shown.output
+    assert f"no axial length for 1 of 2 scans, such as {eyes[2]}" in shown.output
+
+
 @pytest.mark.parametrize(
     "text, said",
     [

@@ -122,7 +122,7 @@ class Acquisition:
     def eye_id(self) -> str:
         return f"{self.participant}_{self.laterality or 'unknown'}"
 
-    def described(self, volume: Volume, same_uid: bool = True) -> Volume:
+    def apply_to(self, volume: Volume, same_uid: bool = True) -> Volume:
         """The volume of this file with what the catalog says of it: the scan has compared header, tables and positions.
 
         same_uid: its SOP Instance UID must be this one's. Raises ReadError changed_since_scan for another volume.

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from octfm.layers.sample import Sample, samples
 from octfm.layers.segment import ScanSegmentation
 from octfm.layers.segment import segment as segment_scan
 from octfm.layers.table import (
-    Known,
+    KnownScans,
     describe,
     is_of,
     only_writer,
@@ -52,9 +52,10 @@ def is_table(out: Location) -> bool:
 
 
 def in_catalogs(words: Iterable[str], raster_only: bool = False) -> tuple[list[str], dict[str, Acquisition]]:
-    """The words that are no catalog, and the scans of those that are, without angiography.
+    """The words that do not name a catalog, and the scans of those that do, without angiography.
 
-    Raises ConfigError for a pseudonymised catalog, whose names of files are pseudonyms, too, and CatalogError.
+    Raises ConfigError for a pseudonymised catalog, which does not say where its files are, and if there is no scan at
+    all; CatalogError for a damaged catalog.
     """
     others, found = [], dict[str, Acquisition]()
     for word in words:
@@ -70,7 +71,8 @@ def in_catalogs(words: Iterable[str], raster_only: bool = False) -> tuple[list[s
             a for a in catalog.acquisitions if a.modality == "structure" and (a.layout == "raster" or not raster_only)
         ]
         if left_out := len(catalog.acquisitions) - len(taken):
-            echo_line(f"{word}: {number(left_out, 'scan')} left out that cannot be segmented so, such as angiography")
+            kind = "rasters of structural OCT" if raster_only else "structural OCT"
+            echo_line(f"{word}: {number(left_out, 'scan')} left out: only {kind} can be segmented")
         found |= {a.uri: a for a in taken}
     if not others and not found:
         raise ConfigError(f"{', '.join(words)}: no scan to segment in it; see octfm scan")
@@ -111,7 +113,7 @@ class Scans:
     def segment(
         self,
         sources: Sequence[str | Volume],
-        known: Known | None = None,
+        known: KnownScans | None = None,
         truth: Sequence[Sample] = (),
     ) -> None:
         """Segment files or volumes. `known`: see `read_known`; `truth`: of volumes, printed where zones were found."""
@@ -143,7 +145,7 @@ class Scans:
         table: Path,
         sources: Sequence[str | Volume],
         by_hand: dict[str, Corrections],
-        known: Known,
+        known: KnownScans,
         lengths: AxialLengths | None,
     ) -> None:
         sheet = ContactSheet(table)
@@ -179,8 +181,7 @@ class Scans:
                 echo_line(line)
         typer.echo(sheet.write(read_table(table)))
         if lengths is not None:
-            read = [row for row in rows if not row["problem"]]
-            _report_nominal(lengths, [row["source"] for row in read if not row["axial_length_mm"]], len(read))
+            _report_nominal(lengths, {row["source"]: row["axial_length_mm"] for row in rows if not row["problem"]})
         if failed == len(sources):
             raise typer.Exit(1)
 
@@ -188,7 +189,7 @@ class Scans:
         self,
         sources: Sequence[str | Volume],
         by_hand: dict[str, Corrections],
-        known: Known,
+        known: KnownScans,
         lengths: AxialLengths | None,
         truth: Sequence[Sample],
     ) -> None:
@@ -197,11 +198,11 @@ class Scans:
             for name, stem in stems.items():
                 _expect_short(f"{stem}_heights_rows.nii.gz", name)
         failed, used = 0, 0
-        nominal: list[str] = []
+        measured_by: dict[str, float | None] = {}
 
         def find(volume: Volume) -> Segmentation:
             length = self.axial_length if isinstance(self.axial_length, float) else lengths and lengths.of(volume)
-            nominal.extend([] if length else [volume.source])
+            measured_by[volume.source] = length
             return segment_scan(volume, axial_length_mm=length, device=self.device)
 
         trained = load_segmenter(self.apply, self.device).segment if self.apply is not None else None
@@ -239,12 +240,12 @@ class Scans:
                 f"{self.corrections}: corrections of none of these scans; give the scan that was corrected"
             )
         if lengths is not None:
-            _report_nominal(lengths, nominal, len(sources) - failed)
+            _report_nominal(lengths, measured_by)
         if failed:
             typer.echo(f"{failed} of {len(sources)} scans could not be read or written", err=True)
             raise typer.Exit(1)
 
-    def _volume(self, source: str | Volume, known: Known) -> Volume:
+    def _volume(self, source: str | Volume, known: KnownScans) -> Volume:
         if isinstance(source, Volume):
             return source
         return read_known(source, known.get(source), self.limits, raster_only=self.apply is not None)
@@ -254,12 +255,15 @@ def _name(source: str | Volume) -> str:
     return source.source if isinstance(source, Volume) else source
 
 
-def _report_nominal(lengths: AxialLengths, nominal: Sequence[str], scans: int) -> None:
-    """Name scans without an axial length; raises ConfigError if all are."""
-    if scans and len(nominal) == scans:
+def _report_nominal(lengths: AxialLengths, measured_by: Mapping[str, object]) -> None:
+    """`measured_by`: scan → its axial length, empty or None if its millimetres are nominal. Names a scan without one;
+    raises ConfigError if all are."""
+    nominal = [scan for scan, length in measured_by.items() if not length]
+    if nominal and len(nominal) == len(measured_by):
         raise _names_none(lengths, nominal[0])
     if nominal:
-        echo_line(f"{lengths.path}: no axial length for {len(nominal)} of {scans} scans, such as {nominal[0]}")
+        scans = number(len(measured_by), "scan")
+        echo_line(f"{lengths.path}: no axial length for {len(nominal)} of {scans}, such as {nominal[0]}")
 
 
 def _names_none(lengths: AxialLengths, scan: str) -> ConfigError:
@@ -278,7 +282,9 @@ def _expect_short(result: str, source: str) -> None:
         )
 
 
-def _as_in_table(table: Path, sources: Sequence[str | Volume], known: Known) -> tuple[list[str | Volume], Known]:
+def _as_in_table(
+    table: Path, sources: Sequence[str | Volume], known: KnownScans
+) -> tuple[list[str | Volume], KnownScans]:
     """Sources and what is known of them, each file once and under the name that its row has: a folder gives whole
     paths, and the same file may be named by itself."""
     rows = read_table(table) if table.exists() else []

@@ -74,22 +74,22 @@ _CORRECTED_BEFORE = (
 )
 
 
-Besides = Laterality | Acquisition | None
-"""What is known of a scan besides its file: its row in a catalog, or the eye that its path names."""
-Known = Mapping[str, Besides]
-Item = tuple[str, Besides]
+Known = Laterality | Acquisition | None
+"""What is known of a scan apart from its file: its row in a catalog, or the eye that its path names."""
+KnownScans = Mapping[str, Known]
+Item = tuple[str, Known]
 
 
-def read_known(source: str, known: Besides, limits: Limits | None = None, *, raster_only: bool = False) -> Volume:
+def read_known(source: str, known: Known, limits: Limits | None = None, *, raster_only: bool = False) -> Volume:
     """The scan with all that the row of a catalog says of it, or with the eye that its path names (see
     Volume.with_eye). Raises ReadError."""
     if isinstance(known, Acquisition):
         volume = read_volume(source, spacing_mm=known.spacing_mm, raster_only=raster_only, limits=limits)
-        return known.described(volume)
+        return known.apply_to(volume)
     return read_volume(source, raster_only=raster_only, limits=limits).with_eye(known)
 
 
-def person_of(known: Besides) -> str:
+def person_of(known: Known) -> str:
     """The participant in the catalog. An id that only the file states may be a hospital's number, and is left out."""
     return known.participant if isinstance(known, Acquisition) else ""
 
@@ -145,7 +145,7 @@ def write_table(
     device: str | None = None,
     corrections: Mapping[str, Corrections] | None = None,
     only_corrected: bool = False,
-    known: Known | None = None,
+    known: KnownScans | None = None,
     axial_lengths: AxialLengths | None = None,
     also: Callable[[str, ScanSegmentation], None] | None = None,
     workers: int = 0,
@@ -162,7 +162,7 @@ def write_table(
     was found in it, before its row is written.
     corrections: fingerprint of a scan → what somebody has corrected in it; its row is written anew, marked as
     corrected.
-    known: what is known of scans besides their files; see `read_known`.
+    known: scan → what is known of it apart from its file; see `read_known`.
     axial_lengths: rescale lateral millimetres; then every scan is read, and segmented again where its row goes by
     another length. Scans that the table does not name keep nominal millimetres.
     workers: child processes of one thread each that read and segment files with the packaged network, 0 for this
@@ -205,15 +205,15 @@ def write_table(
                 if row["problem"] or not table.keeps(row, source, echo):
                     table.put(row, echo)
                 continue
-            besides = known.get(source)
-            state = "" if isinstance(given, Volume) else state_of(source, besides)
+            own = known.get(source)
+            state = "" if isinstance(given, Volume) else state_of(source, own)
             has_row = table.has(source, state)
             if has_row and not corrections and axial_lengths is None:
                 continue
             try:
                 volume = given
                 if not isinstance(volume, Volume):
-                    volume = read_known(volume, besides, limits)
+                    volume = read_known(volume, own, limits)
                 by_hand = corrections.get(fingerprint(volume.voxels)) if corrections else None
                 length = axial_lengths.of(volume) if axial_lengths else None
                 as_before = has_row and (
@@ -230,7 +230,7 @@ def write_table(
                     used.add(by_hand.source)
                     found = found.corrected(by_hand)
                 grid = None if isinstance(given, Volume) else device_grid_of(given, limits)
-                row = row_of(found, grid) | {"source": source, "file_state": state, "participant": person_of(besides)}
+                row = row_of(found, grid) | {"source": source, "file_state": state, "participant": person_of(own)}
             except (BucketError, CorrectionsError):
                 raise  # neither an unreachable bucket nor a wrong file of corrections says anything about the scan
             except BAD_INPUT as error:
@@ -252,7 +252,7 @@ def write_table(
 
 def _rows_of(
     sources: Sequence[str],
-    known: Known,
+    known: KnownScans,
     axial_lengths: AxialLengths | None,
     device: str | None,
     also: Callable[[str, ScanSegmentation], None] | None,
@@ -275,14 +275,14 @@ def _row_in_child(
     also: Callable[[str, ScanSegmentation], None] | None,
     by_hand: Collection[tuple[str, ...]],
 ) -> dict[str, str]:
-    source, besides = item
-    state = state_of(source, besides)
+    source, own = item
+    state = state_of(source, own)
     try:
-        volume = read_known(source, besides)
+        volume = read_known(source, own)
         length = _read_once(lengths, state_of(str(lengths))).of(volume) if lengths else None
         found = segment(volume, axial_length_mm=length, finder=load_finder(device=device))
         row = row_of(found, device_grid_of(source))
-        row |= {"source": source, "file_state": state, "participant": person_of(besides)}
+        row |= {"source": source, "file_state": state, "participant": person_of(own)}
     except BucketError:
         raise
     except BAD_INPUT as error:
@@ -444,7 +444,7 @@ def _report_unused(corrections: Mapping[str, Corrections], used: set[str], echo:
         echo(f"{problem}; {len(unused)} such files were not used" if len(unused) > 1 else problem)
 
 
-def state_of(source: str, known: Besides = None) -> str:
+def state_of(source: str, known: Known = None) -> str:
     """A hash of the sizes and dates of a file, or of the images in a folder, and of its sidecars, then one of what the
     row of a catalog changes in it. The first is empty for a file in a bucket; both are, if it is not there."""
     state = "" if is_remote(source) else _state_of_files(source)

@@ -427,7 +427,7 @@ def prepare_acquisition(
             readers=readers,
         )
     volume = read(where)
-    known = acquisition.described(volume, same_uid=not without_uid)
+    known = acquisition.apply_to(volume, same_uid=not without_uid)
     prepared = preprocessing(known, find_band)
     if known.modality != "structure":
         return prepared, fingerprint(volume.voxels), ()  # flow has no border to the vitreous that shows the way up
