@@ -227,7 +227,7 @@ def test_a_segmentation_in_python_saves_what_the_command_writes(tmp_path):
     assert done.exit_code == 0, done.output
     found = octfm.segment(scan)
     saved = found.save(tmp_path / "python", dicom=True)
-    assert [f"{path.name}" for path in saved] == [line.rpartition("/")[2] for line in done.output.splitlines()[-4:]]
+    assert [f"{path.name}" for path in saved] == [line.rpartition("/")[2] for line in done.stdout.splitlines()[-4:]]
     for name in ("heights_um.nii.gz", "labels.nii.gz", "labels.json"):
         one, other = (tmp_path / folder / f"scan 1_{name}" for folder in ("python", "command"))
         assert one.read_bytes() == other.read_bytes()
