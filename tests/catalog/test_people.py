@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from octfm.catalog.catalog import Catalog, assign_splits
 from octfm.catalog.examination import join_parts
 from octfm.catalog.participants.patterns import Pattern, PeopleError, Place, eye_in_path
-from octfm.catalog.participants.people import AmbiguousPeople, Whose, find_people, remembered, sought, under_one_id
+from octfm.catalog.participants.people import AmbiguousPeople, Whose, find_people
 from octfm.catalog.participants.pseudonyms import pseudonymise
 from octfm.catalog.scan import scan
 from octfm.demo import run_demo
@@ -467,32 +467,6 @@ def test_ids_that_differ_in_zeros_or_case_are_in_one_split(tmp_path):
         assert split["1001"] == split["00001001"] and split["MRN-7a"] == split["mrn7A"] and len(split) == 20
     flagged = {a.participant for a in catalog.acquisitions if "split_with_another_id" in a.flags}
     assert flagged == {"1001", "00001001", "MRN-7a", "mrn7A"}
-
-
-@pytest.mark.parametrize(
-    ("ids", "people"),
-    [
-        (["1-11", "11-1", "1-1-1", "111"], 4),  # numbers of several sites, and one without a site
-        (["1-011", "01-11", "1_11", "11-01"], 2),
-        (["OCT-001", "OCT001", "oct_001"], 1),
-        (["01-0234", "010234", "1-234", "01-0235", "10235"], 2),
-        (["P-01-0234", "sub-01.0234", "01 0234"], 1),
-    ],
-)
-def test_a_separator_counts_where_only_it_tells_two_people_apart(ids, people):
-    """11-1 is participant 1 of site 11, 1-11 is participant 11 of site 1: as one person, one would lose a fold and an
-    interval would be too wide."""
-    for order in (ids, ids[::-1]):
-        assert len(set(under_one_id(order))) == people
-    assert len(set(under_one_id(["7", *ids, "8"]))) == people + 2
-
-
-@given(st.lists(st.from_regex(r"(P|sub-|MRN)?[01]{1,3}([-_. ][01]{1,2}){0,2}", fullmatch=True), min_size=2, max_size=2))
-def test_a_person_is_found_again_by_what_is_kept_of_an_id_and_nobody_else_is(ids):
-    one, other = ids
-    alike = len(set(under_one_id(ids))) == 1
-    event("alike" if alike else "two people")
-    assert one in remembered([one]) and (not remembered([one]).isdisjoint(sought(other))) == alike
 
 
 def test_a_doubt_between_two_names_shows_a_path_in_which_they_differ():

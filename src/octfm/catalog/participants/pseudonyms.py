@@ -19,8 +19,8 @@ from typing import Any
 from octfm.catalog.acquisition import PSEUDONYM, Acquisition, Reject
 from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.labels import MISSING
+from octfm.catalog.participants.ids import under_one_id
 from octfm.catalog.participants.path_words import MONTH
-from octfm.catalog.participants.people import under_one_id
 from octfm.catalog.participants.safe_values import (
     DATES,
     SITES,
