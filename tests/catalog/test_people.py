@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from octfm.catalog.catalog import Catalog, assign_splits
 from octfm.catalog.examination import join_parts
+from octfm.catalog.participants.folders import doubts_about_people
 from octfm.catalog.participants.patterns import Pattern, PeopleError, Place, eye_in_path
 from octfm.catalog.participants.people import AmbiguousPeople, Whose, find_people
 from octfm.catalog.participants.pseudonyms import pseudonymise
@@ -467,6 +468,30 @@ def test_ids_that_differ_in_zeros_or_case_are_in_one_split(tmp_path):
         assert split["1001"] == split["00001001"] and split["MRN-7a"] == split["mrn7A"] and len(split) == 20
     flagged = {a.participant for a in catalog.acquisitions if "split_with_another_id" in a.flags}
     assert flagged == {"1001", "00001001", "MRN-7a", "mrn7A"}
+
+
+def test_ids_that_may_be_one_person_share_a_split_and_are_named(tmp_path):
+    """A scanner that takes no hyphen: in two splits the person would leak, and nothing else would show it."""
+    for number, participant in enumerate(["01-0234", "010234", "1-235", *map(str, range(2000, 2016))]):
+        voxels = np.random.default_rng(number).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+        write_oct_dicom(tmp_path / f"{number}.dcm", voxels, (0.12, 0.0039, 0.0115), participant=participant)
+    for seed in range(4):
+        catalog = scan(tmp_path, workers=0, seed=seed)
+        split = {a.participant: a.split for a in catalog.acquisitions}
+        assert split["01-0234"] == split["010234"] and catalog.summary()["participants"] == 19
+    assert {a.participant for a in catalog.acquisitions if "split_with_another_id" in a.flags} == {"01-0234", "010234"}
+    (doubt,) = doubts_about_people(catalog.acquisitions)
+    assert doubt.startswith("1 pair of ids such as 010234 and 01-0234 count as two people; if they are one, write")
+
+
+def test_a_copy_with_the_same_uid_under_another_spelling_is_a_copy_of_one_person(tmp_path):
+    voxels = np.random.default_rng(0).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+    for name, participant in (("a", "1001"), ("b", "P-00001001"), ("c", "10010")):
+        write_oct_dicom(
+            tmp_path / f"{name}.dcm", voxels, (0.12, 0.0039, 0.0115), participant=participant, sop_instance_uid="1.2.3"
+        )
+    codes = {Path(r.uri).name: r.code for r in scan(tmp_path, workers=0).rejects}
+    assert codes == {"b.dcm": "duplicate_sop_uid", "c.dcm": "pixels_of_two_participants"}
 
 
 def test_a_doubt_between_two_names_shows_a_path_in_which_they_differ():
