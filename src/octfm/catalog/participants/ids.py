@@ -3,8 +3,8 @@
 Scanners, tables and spreadsheets write one id as 1001, 00001001, P-1001 or 1001.0. Two ids are one person's if they
 have the same words and numbers in the same order. Capitals, leading zeros, a word for patient at the beginning and
 separators do not count, except a separator between two numbers: 1-11 and 11-1 are participants of two sites. Therefore
-01-0234 and 010234 are two people. By a rule that drops both zeros and separators, 111 and 1011 would be one, since 1-11
-and 1-011 are.
+01-0234 and 010234 are two people: by a rule that drops both zeros and separators, 111 and 1011 would be one, since 1-11
+and 1-011 are. So are Müller and Muller, as Hà and Hạ are.
 """
 
 import re
@@ -12,6 +12,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 
 from octfm.catalog.columns import clean_id
+from octfm.catalog.participants.path_words import plain
 
 _SEPARATORS = re.compile(r"[\s_./\\\-\u2010-\u2015\u2212]+")
 _BESIDE_A_WORD = re.compile(r"(?<!\d)-|-(?!\d)")
@@ -36,12 +37,13 @@ def under_one_id(participants: Sequence[str]) -> list[str]:
 
 def may_be_one_person(participants: Iterable[str]) -> list[tuple[str, str]]:
     """Pairs of ids that are one person's, or would be if one did not lack a separator between two numbers (010234 and
-    01-0234): for splits and questions, where it is safe to take two people for one."""
+    01-0234) or an accent: for splits and questions, where it is safe to take two people for one."""
     names = sorted({*participants} - {""})
     first = _first_of_person(names)
     pairs = []
     for name in names:
-        keys = {person_key(name), person_key(_SEPARATORS.sub("", clean_id(name)))}
+        spellings = (clean_id(name), plain(clean_id(name)))
+        keys = {person_key(text) for own in spellings for text in (own, _SEPARATORS.sub("", own))}
         pairs += [(first[key], name) for key in sorted(keys) if first.get(key, name) != name]
     return pairs
 
