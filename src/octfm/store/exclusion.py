@@ -57,7 +57,7 @@ def excluded(
     lines, known = named_lines(file), set(map(composed, known))
     volumes = [tuple(map(composed, names)) for names in volumes]
     people, scans = [person_key(names[-1]) for names in volumes], {name for names in volumes for name in names[:-1]}
-    # Not the name of a scan: that may differ from somebody's id in zeros only.
+    # Not by the name of a scan, which may differ from somebody's id in zeros only.
     listed = {person_key(name) for name in lines if name not in scans}
     out = np.array(
         [
@@ -66,8 +66,9 @@ def excluded(
         ],
         bool,
     )
-    all_names, all_people = scans | {names[-1] for names in volumes}, set(people)
-    unknown = [name for name in lines if name not in scans | known and person_key(name) not in all_people]
+    all_names, known_people = scans.union(names[-1] for names in volumes), set(people)
+    known |= scans
+    unknown = [name for name in lines if name not in known and person_key(name) not in known_people]
     for place, name in enumerate(unknown):
         near = get_close_matches(name, all_names, n=1) if place < HINTS else ()
         hint = f"; did you mean {near[0]}?" if near else ""

@@ -195,9 +195,8 @@ def _with_device(
             raise EvaluationError(
                 f"{device}: {row['source']} is eye {eyes[1]}, in {table} eye {eyes[0]}; zones of two eyes are no pair"
             )
-        zones_in(
-            other, {name: columns[name] for name in ZONES}, device, ", ".join(row[name].strip() for name in keys)
-        )  # names the other table
+        named = ", ".join(row[name].strip() for name in keys)
+        zones_in(other, {name: columns[name] for name in ZONES}, device, named)  # names the other table
         zones = {DEVICE_UNIT[name]: other.get(columns[name], "") for name in ZONES}
         person = {people[1]: other.get(people[1], "")} if people[1] and not people[0] else {}
         joined.append(row | zones | person | {"device_note": other.get("device_note", "")})
