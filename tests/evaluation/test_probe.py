@@ -305,6 +305,8 @@ def test_encoders_embedded_from_different_cohorts_are_refused(cohort, tmp_path):
     other = replace(first, name="other", path="other", participant=np.roll(first.participant, 2))
     with pytest.raises(EvaluationError, match=r"other: participants differ from .* for the same acquisitions"):
         align([first, other])
+    respelt = replace(first, name="other", path="other", participant=np.char.zfill(first.participant, 8))
+    assert len(align([first, respelt])) == 2, "two scanners, or two tables of participants"
 
 
 def test_a_matrix_of_ones_own_is_compared_in_whatever_order_its_rows_are(cohort, tmp_path):
