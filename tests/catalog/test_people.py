@@ -470,6 +470,19 @@ def test_ids_that_differ_in_zeros_or_case_are_in_one_split(tmp_path):
     assert flagged == {"1001", "00001001", "MRN-7a", "mrn7A"}
 
 
+def test_spellings_that_headers_state_are_no_doubt_about_a_guess():
+    """Two scanners write 1001 and 00001001, which is one person by the rule; what folders hold is another question."""
+    paths = [f"{person}/{eye}.npz" for person in ("P2001", "P2002") for eye in ("OD", "OS")]
+    known = {"a/1.npz": "1001", "b/2.npz": "00001001"}
+    assert people([*paths, *known], known=known) == [
+        *[(p, e) for p in ("P2001", "P2002") for e in "RL"],
+        ("1001", ""),
+        ("00001001", ""),
+    ]
+    with pytest.raises(AmbiguousPeople, match="'002001' and 'P2001' may be one person"):
+        people([*paths, *known], known=known | {"b/2.npz": "002001"})
+
+
 def test_ids_that_may_be_one_person_share_a_split_and_are_named(tmp_path):
     """A scanner that takes no hyphen: in two splits the person would leak, and nothing else would show it."""
     for number, participant in enumerate(["01-0234", "010234", "1-235", *map(str, range(2000, 2016))]):
