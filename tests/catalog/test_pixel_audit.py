@@ -80,6 +80,13 @@ def test_F16_voxels_of_two_participants_are_named_and_never_in_two_splits(tmp_pa
     assert run(files, tmp_path / "b", read).unprepared() == (copy,)
 
 
+def test_a_copy_under_another_spelling_of_the_id_is_a_copy_of_one_person(tmp_path):
+    files = [acquisition(n) for n in range(4)]
+    files[2] = replace(files[2], participant="p-0", laterality=files[0].laterality)
+    (copy,) = run(files, tmp_path / "a", same_as({"2": "0"})).unprepared()
+    assert copy.code == "duplicate_pixels" and "remove the copy" in copy.sentence
+
+
 def test_a_cohort_exported_under_two_ids_does_not_rewrite_all_rows_for_each_copy(tmp_path, monkeypatch):
     """With 10,000 copies of 10,000 volumes that would be a hundred gigabytes."""
     from octfm.store.writer import StoreWriter

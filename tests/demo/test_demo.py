@@ -225,6 +225,9 @@ def test_who_is_pretrained_on_is_said_where_too_few_are_left(tmp_path):
     assert find_questions(cohort_of(16), table, trains=False).targets == ("ill",)
     with pytest.raises(EvaluationError, match="8 of 16 participants are pretrained on, so they cannot be tested"):
         find_questions(cohort_of(16), table, trains=True)
+    other_scanner = [replace(a, participant=a.participant.replace("p", "P-0")) for a in cohort_of(16)]
+    with pytest.raises(EvaluationError, match="8 of 16 participants are pretrained on, so they cannot be tested"):
+        find_questions([*cohort_of(16), *other_scanner], table, trains=True)
 
 
 def test_a_table_of_many_questions_wants_them_named(tmp_path):

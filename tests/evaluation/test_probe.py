@@ -8,7 +8,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import pytest
 
 import octfm
 from octfm.catalog.labels import read_labels
-from octfm.encoder.embeddings import align, joined, read_embeddings, take_rows
+from octfm.encoder.embeddings import Embeddings, align, joined, read_embeddings, take_rows
 from octfm.errors import EvaluationError
 from octfm.evaluation import linear, readouts
 from octfm.evaluation.cases import Cases, Round, Skip, Target, find_targets, make_cases, make_rounds, participant_folds
@@ -186,10 +185,12 @@ def test_intervals_are_over_people_whose_ids_two_scanners_spell_differently():
     """Both scans of a person are right, or both wrong: as certain as one scan of each, however the ids are spelt."""
     right = np.random.default_rng(0).random(60) < 0.7
     numbers = np.arange(1000, 1060).astype(str)
-    data = SimpleNamespace(
-        participant=np.r_[numbers, np.char.zfill(numbers, 8)], acquisition=np.arange(120).astype(str),
-        eye_id=np.arange(120).astype(str), laterality=("R",) * 120,
-        participant_labels=[{"label": "ab"[i % 2]} for i in range(60)] * 2,
+    participant = np.r_[numbers, np.char.zfill(numbers, 8)]
+    data = Embeddings(
+        name="a", path="a", metadata={}, acquisition=np.arange(120).astype(str), participant=participant,
+        eye_id=np.array([f"{who}_R" for who in participant]), laterality=("R",) * 120, scanner=np.full(120, "one"),
+        split=(None,) * 120, participant_labels=tuple({"label": "ab"[i % 2]} for i in range(60)) * 2,
+        vectors=np.zeros((120, 1)),
     )  # fmt: skip
     cases = make_cases(Target("label", "label", "participant"), data, None)
     said = np.tile(np.where(right, cases.label[:60], 1 - cases.label[:60]), 2)
@@ -198,7 +199,10 @@ def test_intervals_are_over_people_whose_ids_two_scanners_spell_differently():
         for s in score(cases, "a", [Predictions(np.arange(120), np.log(np.eye(2)[said] + 0.01))], {}, 2000, 0)
         if s.metric == "balanced_accuracy"
     )
-    assert row["test_participants_per_class"] == {"a": 30, "b": 30}
+    assert row["test_participants_per_class"] == {"a": 30, "b": 30} and len(set(cases.unit)) == 60
+    of_eyes = replace(data, participant_labels=tuple({"um": f"{i % 60}"} for i in range(120)))
+    measured = make_cases(Target("um", "um", "eye"), of_eyes, None)
+    assert measured.unit_name == "eye" and len(set(measured.unit)) == 60
     once = replace(cases, **{n: getattr(cases, n)[:60] for n in ("rows", "label", "participant", "unit")})
     alone = score(once, "a", [Predictions(np.arange(60), np.log(np.eye(2)[said[:60]] + 0.01))], {}, 2000, 0)
     of_one = next(s.row for s in alone if s.metric == "balanced_accuracy")
@@ -301,6 +305,8 @@ def test_encoders_embedded_from_different_cohorts_are_refused(cohort, tmp_path):
     other = replace(first, name="other", path="other", participant=np.roll(first.participant, 2))
     with pytest.raises(EvaluationError, match=r"other: participants differ from .* for the same acquisitions"):
         align([first, other])
+    respelt = replace(first, name="other", path="other", participant=np.char.zfill(first.participant, 8))
+    assert len(align([first, respelt])) == 2, "two scanners, or two tables of participants"
 
 
 def test_a_matrix_of_ones_own_is_compared_in_whatever_order_its_rows_are(cohort, tmp_path):

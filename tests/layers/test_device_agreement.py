@@ -398,8 +398,11 @@ def test_eyes_of_another_table_may_be_spelt_otherwise(tmp_path):
     assert device_agreement(table, write(tmp_path / "d.csv", device))["used"] == 6
     with pytest.raises(EvaluationError, match=r"p0, R stands in two rows"):
         device_agreement(table, write(tmp_path / "d.csv", [*device, device[0] | {"laterality": "R"}]))
-    others = write(tmp_path / "d.csv", [row | {"participant": row["participant"].upper()} for row in device])
-    with pytest.raises(EvaluationError, match=r"names none of the eyes of .*participant P0, laterality R here"):
+    for spelling in ("P-{}", "{}.0", "000{}"):
+        others = [row | {"participant": spelling.format(row["participant"][1:])} for row in device]
+        assert device_agreement(table, write(tmp_path / "d.csv", others))["used"] == 6
+    others = write(tmp_path / "d.csv", [row | {"participant": f"Q{row['participant']}"} for row in device])
+    with pytest.raises(EvaluationError, match=r"names none of the eyes of .*participant Qp0, laterality OD here"):
         device_agreement(table, others)
 
 

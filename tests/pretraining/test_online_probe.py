@@ -2,6 +2,7 @@
 feel it."""
 
 import errno
+import shutil
 from dataclasses import replace
 
 import hypothesis
@@ -20,7 +21,8 @@ from octfm.pretraining.monitors.online_probe import Cases, OnlineProbeConfig, fi
 from octfm.run import checkpoint, checkpoint_writer
 from octfm.run.checkpoint_writer import best_step
 from octfm.store.selection import select
-from support.small_store import prepared_eye, small_preprocessing, small_store
+from octfm.store.store import Store
+from support.small_store import edit_rows, prepared_eye, small_preprocessing, small_store
 from support.tiny_runs import config, final, quick_pretrain, quiet, rows
 
 
@@ -63,6 +65,15 @@ def test_1_and_1_point_0_are_one_class(store, tmp_path):
     assert found.classes == ("0", "1") and found.chance == 0.5
     np.testing.assert_array_equal(found.train_label, found.train % 2)
     np.testing.assert_array_equal(found.held_out_label, found.held_out % 2)
+
+
+def test_the_penalty_is_chosen_without_all_scans_of_a_person_whose_id_has_two_spellings(store, labels, tmp_path):
+    """Left in by one spelling, the other eye would make too weak a penalty seem best."""
+    folder = shutil.copytree(store.path, tmp_path / "spelt")
+    edit_rows(folder, lambda row: {"participant": row.participant.lower()} if row.laterality == "L" else {})
+    member = cases_of(Store.open(folder), target="depth", labels=str(labels)).train_participant
+    as_before = cases_of(store, target="depth", labels=str(labels)).train_participant
+    assert np.array_equal(*(np.unique(people, return_inverse=True)[1] for people in (member, as_before)))
 
 
 def test_no_target_no_probe(store):

@@ -3,6 +3,7 @@ belong to."""
 
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from octfm.models.heads import CrossAttentionPool
 from octfm.models.token_map import TISSUE
 from octfm.phantom import phantom_volume
 from octfm.store.layout import Arrays
+from octfm.store.store import Store
 from octfm.tasks import maps
 from octfm.tasks.embed_run import embed_all
 from octfm.tasks.finetune import finetune
@@ -26,7 +28,7 @@ from octfm.tasks.scene import NONE, load_scenes
 from octfm.tasks.view import scene_of
 from octfm.volume.radial import to_raster
 from support.command_line import invoke
-from support.small_store import GRADES, darkened, prepared_eye, small_preprocessing, small_store
+from support.small_store import GRADES, darkened, edit_rows, prepared_eye, small_preprocessing, small_store
 from support.stars import lines_of, scanned, write_star
 from support.tiny_runs import config, quick_pretrain, quiet
 
@@ -34,6 +36,12 @@ from support.tiny_runs import config, quick_pretrain, quiet
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     return small_store(tmp_path_factory.mktemp("store") / "prepared", darkened)
+
+
+def test_the_two_volumes_that_are_drawn_are_of_two_people_whatever_their_ids(store, tmp_path):
+    folder = shutil.copytree(store.path, tmp_path / "spelt")
+    edit_rows(folder, lambda row: {"scanner": "one"} | ({"participant": "p-0"} if row.index == 1 else {}))
+    assert maps.some_of_each_scanner(Store.open(folder)).tolist() == [0, 3], "a right eye, and another's left eye"
 
 
 @pytest.fixture(scope="module")

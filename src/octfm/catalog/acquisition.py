@@ -9,7 +9,6 @@ from octfm.io.archive import file_size
 from octfm.io.isolation import Lost
 from octfm.io.location import Location
 from octfm.volume.estimated import FLAG
-from octfm.volume.pixel_copies import Owner
 from octfm.volume.volume import Laterality, Layout, Modality, Shape3, Spacing3, Volume
 
 PSEUDONYM = "pseudonym:"
@@ -82,6 +81,15 @@ FLAGS: dict[str, str] = {
     "frames_reordered": "frames are not stored in the order of their positions",
 }
 """Flag of an accepted row -> what is doubtful about it, and how it was decided."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The file and participant under which voxels were found."""
+
+    uri: str
+    participant: str
+    laterality: str | None
 
 
 @dataclass(frozen=True)

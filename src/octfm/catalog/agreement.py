@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.aireadi import ManifestRow, Tables
-from octfm.catalog.columns import composed
+from octfm.catalog.participants.ids import person_key
 from octfm.catalog.participants.path_words import names_nobody
 from octfm.catalog.participants.people import Whose
 from octfm.errors import ReadError
@@ -129,7 +129,7 @@ def _people(header: Header, row: ManifestRow) -> list[str]:
 def _contradictions(header: Header, row: ManifestRow) -> list[str]:
     """Flags for facts on which header and table differ, except laterality, which `accept` compares."""
     flags = []
-    if len({composed(name) for name in _people(header, row)}) > 1:
+    if len(set(map(person_key, _people(header, row)))) > 1:
         flags.append("participant_conflict")
     listed = scanner_slug(row.manufacturer, row.model)
     if "unknown" not in (listed, header.scanner) and listed != header.scanner:

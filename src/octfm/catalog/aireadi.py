@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 
 from octfm.addresses import expect_place
 from octfm.catalog.columns import FIELDS, OF_FILES, Columns, Row, TableError, clean_id, composed, read_rows, rounded
+from octfm.catalog.participants.ids import person_key
 from octfm.errors import ConfigError
 from octfm.formats.names import may_be_an_eye, may_be_labels
 from octfm.io.archive import unpacked_paths
@@ -56,7 +57,7 @@ class Tables:
     by_uid: dict[str, ManifestRow] = field(default_factory=dict)
     by_path: dict[str, ManifestRow] = field(default_factory=dict)
     participants: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Columns of participants.tsv by participant (`clean_id`), without direct identifiers."""
+    """Columns of participants.tsv by `person_key`, without direct identifiers."""
     unpacked_from: dict[str, str] = field(default_factory=dict)
     """Unpacked file -> member of the archive it came from: tables list files by the archive's location."""
     own: Location | None = None
@@ -77,7 +78,7 @@ class Tables:
         return next((self.by_path[path] for path in paths if path in self.by_path), None)
 
     def labels_of(self, participant: str) -> dict[str, str]:
-        return self.participants.get(composed(participant), {})
+        return self.participants.get(person_key(participant), {})
 
 
 def read_tables(root: Location, companions: Iterable[Location], skip: Iterable[str] = ()) -> Tables:
@@ -286,7 +287,7 @@ def _add_participants(rows: Iterable[Mapping[str, str]], columns: Columns, table
             )
         if remark := rounded(participant):
             raise TableError(f"{path}: participant {remark}")
-        labels, known = columns.labels(row), tables.participants.setdefault(participant, {})
+        labels, known = columns.labels(row), tables.participants.setdefault(person_key(participant), {})
         for column, value in labels.items():
             # What one row leaves empty, another may state.
             if value and known.get(column) and known[column] != value:

@@ -10,7 +10,7 @@ from typing import Any
 
 from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.inspection import verdicts
-from octfm.catalog.participants.people import spelt_alike, under_one_id
+from octfm.catalog.participants.ids import may_be_one_person, person_key, under_one_id
 from octfm.catalog.participants.splits import SPLITS, Split, assign, diagnosis_of, parse_split
 from octfm.display import box, brief, counted, data_frame, number, with_labels
 from octfm.errors import OctfmError
@@ -18,6 +18,7 @@ from octfm.formats.reasons import REASONS
 from octfm.io.hashing import hash_text
 from octfm.io.location import BucketPath, Location, location, replacing
 from octfm.io.parquet import from_parquet, to_parquet
+from octfm.volume.volume import Laterality
 
 FORMAT, VERSION = "octfm-catalog", 3
 _ADDED = ("layout", "participant_source", "modality")
@@ -232,19 +233,19 @@ def assign_splits(
     """Assign splits: recommended_split where participants.tsv has one, else stratified by participant.
 
     Strata are by scanners, diagnosis (`diagnosis_of`) and number of eyes. `one_person`: pairs of participants that may
-    be one person, because both ids have the same voxels; so may ids that are spelt alike, such as 1001 and 00001001.
+    be one person, because both ids have the same voxels; so may ids of `may_be_one_person`, such as 1001 and 00001001.
     They get the same split; if tables or folders recommend several, train goes first: nobody in the test split may have
     been seen in training.
     """
-    same = _leaders([*one_person, *spelt_alike(a.participant for a in acquisitions)])
+    same = _leaders([*one_person, *may_be_one_person(a.participant for a in acquisitions)])
     recommended: dict[str, Split] = {}
     several: set[str] = set()
     scanners: dict[str, set[str]] = {}
-    eyes: dict[str, set[str]] = {}
+    eyes: dict[str, set[Laterality | None]] = {}
     for a in acquisitions:
         person = same.get(a.participant, a.participant)
         scanners.setdefault(person, set()).add(a.scanner)
-        eyes.setdefault(person, set()).add(a.eye_id)
+        eyes.setdefault(person, set()).add(a.laterality)
         if split := parse_split(a.participant_labels.get("recommended_split", "")):
             # SPLITS is in this order: train before val before test.
             earlier = recommended.get(person, split)
@@ -278,10 +279,9 @@ def assert_participant_level(acquisitions: Iterable[Acquisition]) -> None:
     """Raises CatalogError if a participant is in two splits: training would see the fellow eye of a test eye."""
     splits: dict[str, Split | None] = {}
     for a in acquisitions:
-        if splits.setdefault(a.participant, a.split) != a.split:
+        if (split := splits.setdefault(person_key(a.participant), a.split)) != a.split:
             raise CatalogError(
-                f"{a.uri}: participant {a.participant} is in {splits[a.participant]} and in {a.split}; "
-                "assign splits by participant"
+                f"{a.uri}: participant {a.participant} is in {split} and in {a.split}; assign splits by participant"
             )
 
 

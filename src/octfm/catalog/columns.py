@@ -6,7 +6,7 @@ import io
 import re
 import shlex
 import unicodedata
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
@@ -259,17 +259,6 @@ def rounded(participant: str) -> str:
 def composed(text: str) -> str:
     """The text with ü as one letter: macOS writes it in names of folders as u and two dots, which look the same."""
     return unicodedata.normalize("NFC", text)
-
-
-def lost_zeros(images: Collection[str], table: Collection[str]) -> str:
-    """A remark on the first id that lacks zeros in the table (7 instead of 007), as spreadsheets drop them; empty if
-    there is none, or if some ids in the table have theirs."""
-    if any(name.startswith("0") and name != "0" for name in table):
-        return ""
-    for name in sorted(set(images) - set(table)):
-        if (short := name.lstrip("0")) not in ("", name) and short in table and short not in images:
-            return f"{short} may be {name} of the images: spreadsheets drop leading zeros; save the column as text"
-    return ""
 
 
 def nearest(word: str, known: list[str], kind: str) -> str:

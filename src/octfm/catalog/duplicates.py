@@ -14,8 +14,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from octfm.catalog.acquisition import Acquisition, Reject
+from octfm.catalog.acquisition import Acquisition, Owner, Reject
 from octfm.catalog.aireadi import Tables
+from octfm.catalog.participants.ids import person_key
 from octfm.errors import ReadError
 from octfm.formats import read_volume
 from octfm.formats.bscans import Reader
@@ -23,8 +24,9 @@ from octfm.formats.declared import DECLARED
 from octfm.formats.reasons import Header
 from octfm.io.archive import file_size, is_folder, open_file
 from octfm.io.spread import Spread
-from octfm.volume.pixel_copies import OF_TWO, describe_copy
 
+OF_TWO = "pixels_of_two_participants"
+"""Reason code of a copy under another participant's id, and flag of the one that is kept."""
 _PIECE = 2**20
 _OF_COPIES = ("duplicate_pixels", OF_TWO)
 """Codes of rejects whose pixels show that they are copies of another scan."""
@@ -77,6 +79,27 @@ def without_duplicates(
     return flagged, rejects
 
 
+def first_owner(owners: dict[str, Owner], fingerprint: str, owner: Owner) -> Owner | None:
+    """The earlier owner of these voxels, in catalog order; if there is none, this one is recorded and None returned."""
+    first = owners.setdefault(fingerprint, owner) if fingerprint else owner
+    return None if first is owner else first
+
+
+def describe_copy(owner: Owner, first: Owner) -> tuple[str, str]:
+    """Reason code and sentence for the later of two files with the same voxels."""
+    if person_key(owner.participant) != person_key(first.participant):
+        return (
+            OF_TWO,
+            f"{owner.uri}: the same voxels as {first.uri}, which is participant {first.participant}'s and not "
+            f"{owner.participant}'s; two ids of one person, or a copy filed under another's name: "
+            "find out whose they are, and remove the other file",
+        )
+    filed = f", filed as eye {first.laterality or '?'} and as {owner.laterality or '?'}"
+    eyes = "" if owner.laterality == first.laterality else filed
+    sentence = f"{owner.uri}: the same voxels as {first.uri} under another SOP Instance UID{eyes}; remove the copy"
+    return "duplicate_pixels", sentence
+
+
 def _same_voxels(pair: tuple[Header, Header], readers: Sequence[Reader]) -> bool:
     one, other = pair
     if one.shape != other.shape:
@@ -123,11 +146,12 @@ def under_two_ids(
     for reject in rejects:
         copy = copy_of.get(reject.uri)
         first = kept.get(copy.sop_instance_uid) if copy else None
-        if copy and first and reject.code == "duplicate_sop_uid" and copy.participant != first.participant:
+        if copy and first and reject.code == "duplicate_sop_uid":
             code, sentence = describe_copy(copy.owner, first.owner)
-            reject = replace(reject, code=code, sentence=sentence, refers_to=first.sop_instance_uid)
-            shared.add(first.uri)
-            pairs[copy.uri] = (copy.participant, first.participant)
+            if code == OF_TWO:
+                reject = replace(reject, code=code, sentence=sentence, refers_to=first.sop_instance_uid)
+                shared.add(first.uri)
+                pairs[copy.uri] = (copy.participant, first.participant)
         out.append(reject)
     marked = [replace(a, flags=(*a.flags, OF_TWO)) if a.uri in shared else a for a in acquisitions]
     return marked, out, pairs

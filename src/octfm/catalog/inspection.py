@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from octfm.catalog.acquisition import Acquisition, Reject
+from octfm.catalog.acquisition import Acquisition, Owner, Reject
+from octfm.catalog.duplicates import OF_TWO, describe_copy, first_owner
 from octfm.errors import ReadError
 from octfm.formats import read_volume
 from octfm.formats.bscans import Reader
@@ -20,7 +21,7 @@ from octfm.io.archive import file_size
 from octfm.io.spread import Spread
 from octfm.volume.laterality import CANNOT_TELL, Verdict, disc_side
 from octfm.volume.margins import searchable
-from octfm.volume.pixel_copies import OF_TWO, Owner, describe_copy, fingerprint, first_owner
+from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.radial import to_raster
 from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import eight_bit

@@ -2,13 +2,14 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from octfm.catalog.columns import FIELDS, Row, TableError, clean_id, composed, lost_zeros, read_table, rounded
+from octfm.catalog.columns import FIELDS, Row, TableError, clean_id, composed, read_table, rounded
+from octfm.catalog.participants.ids import person_key
 from octfm.errors import EvaluationError, one_line
 from octfm.formats.names import BOTH, lateralities, may_be_an_eye
 
@@ -42,36 +43,36 @@ class LabelTable:
     def join(self, column: str, acquisitions: Iterable[tuple[str, str, str | None]]) -> list[str | None]:
         """The label of each (acquisition, participant, laterality); None if the table has none.
 
-        Joined by the finest id in the table: SOP Instance UID, else participant and laterality, else participant. Rows
-        without it are ignored.
+        Joined by the finest id in the table: SOP Instance UID, else participant (in any spelling of the id) and
+        laterality, else participant. Rows without it are ignored.
         Raises EvaluationError if rows of one id contradict each other, if a UID's row names another participant, or if
         no id of the table matches.
         """
         if column not in self.columns:
             raise EvaluationError(f"{self.path}: no column {column}; label columns: {', '.join(self.columns)}")
+        acquisitions = list(acquisitions)
         if self.acquisition_column is not None:
-            return self._by_acquisition(column, list(acquisitions))
-        keyed = self.by_eye(column)
-        wanted = [
-            (clean_id(participant), laterality if self.laterality_column else None)
-            for _, participant, laterality in acquisitions
-        ]
-        self._expect_a_match([p for p, _ in wanted], {p for p, _ in keyed}, self.participant_column or "")
-        return [keyed.get(key) for key in wanted]
+            return self._by_acquisition(column, acquisitions)
+        keyed, key_of = self.by_eye(column), {who: person_key(who) for _, who, _ in acquisitions}
+        self._expect_a_match(key_of, {key for key, _ in keyed}, self.participant_column or "")
+        return [keyed.get((key_of[who], eye if self.laterality_column else None)) for _, who, eye in acquisitions]
 
     def by_eye(self, column: str) -> dict[tuple[str, str | None], str | None]:
-        """(Participant, eye) → label; the eye is None where it is not known, and in a table without a column of eyes.
+        """(`person_key`, eye) → label; the eye is None where it is not known, and in a table without a column of eyes.
 
         Raises EvaluationError if rows of one eye contradict each other.
         """
         keyed: dict[tuple[str, str | None], str | None] = {}
-        people = [clean_id(row[self.participant_column or ""]) for row in self.rows]
-        if remark := next(filter(None, map(rounded, people)), ""):
+        named = [clean_id(row[self.participant_column or ""]) for row in self.rows]
+        if remark := next(filter(None, map(rounded, named)), ""):
             raise EvaluationError(f"{self.path}: {self.participant_column} {remark}")
+        people, spelt = [person_key(name) for name in named], dict[str, str]()
         eyes = [self._eyes(row) for row in self.rows]
         single = {(person, of[0]) for person, of in zip(people, eyes, strict=True) if len(of) == 1}
         for place, (row, value) in enumerate(zip(self.rows, self._cells(column), strict=True)):
             person, of = people[place], eyes[place]
+            first = spelt.setdefault(person, named[place])
+            also = "" if named[place] == first else f", the same participant as {first}"
             # Beside a row for each eye, one for both is a third finding, such as the visus with both eyes open.
             if value is None or {(person, "R"), (person, "L")} <= single:
                 of = of[-1:]
@@ -79,7 +80,8 @@ class LabelTable:
                 if keyed.setdefault(key, value) != value:
                     raise EvaluationError(
                         f"{self.path}: line {row.line}: {column} is {value or 'nothing'} for "
-                        f"{' '.join(filter(None, key))}, an earlier line says {keyed[key] or 'nothing'}; "
+                        f"{' '.join(filter(None, (named[place], key[1])))}{also}, an earlier line says "
+                        f"{keyed[key] or 'nothing'}; "
                         f"{self._one_row_each(row)}"
                     )
         return keyed
@@ -108,11 +110,11 @@ class LabelTable:
 
     def _by_acquisition(self, column: str, acquisitions: list[tuple[str, str, str | None]]) -> list[str | None]:
         keyed = self.by_uid(column)
-        self._expect_a_match([a for a, _, _ in acquisitions], set(keyed), self.acquisition_column or "")
+        self._expect_a_match({uid: uid for uid, _, _ in acquisitions}, set(keyed), self.acquisition_column or "")
         values: list[str | None] = []
         for acquisition, participant, _ in acquisitions:
             value, named = keyed.get(acquisition, (None, None))
-            if named is not None and named != clean_id(participant):
+            if named is not None and person_key(named) != person_key(participant):
                 raise EvaluationError(
                     f"{self.path}: {acquisition} is participant {named}'s here, {participant}'s in the embeddings; "
                     "the two were made from different cohorts"
@@ -129,7 +131,8 @@ class LabelTable:
         for row, value in zip(self.rows, self._cells(column), strict=True):
             uid = row[self.acquisition_column or ""].strip()
             participant = clean_id(row[self.participant_column]) or None if self.participant_column else None
-            if uid and keyed.setdefault(uid, (value, participant)) != (value, participant):
+            first, owner = keyed.setdefault(uid, (value, participant)) if uid else (value, participant)
+            if (first, person_key(owner or "")) != (value, person_key(participant or "")):
                 raise EvaluationError(
                     f"{self.path}: line {row.line}: {column} of {uid} contradicts an earlier line; keep one row per UID"
                 )
@@ -145,21 +148,15 @@ class LabelTable:
             )
         return ("R", "L", None) if eye.strip().upper() in BOTH else lateralities([eye])[:1]
 
-    def _expect_a_match(self, wanted: list[str], known: set[str], column: str) -> None:
-        if wanted and known.isdisjoint(wanted):
-            example = next(iter(sorted(known)), "nothing")
-            zeros = not {name.lstrip("0") for name in known}.isdisjoint(name.lstrip("0") for name in wanted)
-            advice = (
-                "they differ in leading zeros: write the ids as the scans have them"
-                if zeros
-                else "is this the label table of the same cohort?"
-            )
+    def _expect_a_match(self, wanted: Mapping[str, str], known: Collection[str], column: str) -> None:
+        """`wanted`: id of the scans → the key that `known` would hold."""
+        if wanted and set(known).isdisjoint(wanted.values()):
+            example = min(filter(None, (row[column].strip() for row in self.rows)), default="nothing")
             raise EvaluationError(
-                f"{self.path}: no {column} matches these scans (table: {example} …, scans: {min(wanted)} …); {advice}",
+                f"{self.path}: no {column} matches these scans (table: {example} …, scans: {min(wanted)} …); "
+                "is this the label table of the same cohort?",
                 public="No row of the label table is about a participant of these embeddings.",
             )
-        if remark := lost_zeros(wanted, known):
-            raise EvaluationError(f"{self.path}: {column} {remark}")
 
 
 def read_labels(table: Any) -> LabelTable:

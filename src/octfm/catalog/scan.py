@@ -11,12 +11,13 @@ from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.agreement import accept, with_person
 from octfm.catalog.aireadi import Tables, read_own_tables, read_tables
 from octfm.catalog.catalog import Catalog, CatalogError, NothingAccepted, assign_splits, count_words
-from octfm.catalog.columns import Columns, TableError, composed, lost_zeros
+from octfm.catalog.columns import Columns, TableError
 from octfm.catalog.dicom_directory import left_behind
 from octfm.catalog.duplicates import under_two_ids, without_duplicates, without_lost_originals
 from octfm.catalog.estimation import axial_mm_by_height
 from octfm.catalog.examination import examine_files, join_parts, wanted, with_sidecars
 from octfm.catalog.inspection import inspect_pixels
+from octfm.catalog.participants.ids import person_key
 from octfm.catalog.participants.patterns import Pattern
 from octfm.catalog.participants.people import AmbiguousPeople, find_people
 from octfm.catalog.walk import Found, walk
@@ -250,14 +251,11 @@ def _expect_people_to_fit(
     acquisitions: Sequence[Acquisition], tables: Tables, participants: str | Path | BucketPath | None
 ) -> None:
     """Raises TableError if a user's table of people names no participant of the scan."""
-    people = {composed(a.participant) for a in acquisitions}
-    if participants is not None and (remark := lost_zeros(people, tables.participants)):
-        raise TableError(f"{participants}: participant {remark}")
+    people = {person_key(a.participant) for a in acquisitions}
     if participants is not None and people.isdisjoint(tables.participants):
-        example = next(iter(tables.participants))
         raise TableError(
-            f"{participants}: none of its {len(tables.participants)} participants is among the images, for example "
-            f"{example!r} against {acquisitions[0].participant!r}; map the column with --columns participant=COLUMN, "
+            f"{participants}: none of its {len(tables.participants)} participants is among the images, whose ids look "
+            f"like {acquisitions[0].participant!r}; map the column with --columns participant=COLUMN, "
             "or join ids by --table"
         )
 

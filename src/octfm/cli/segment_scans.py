@@ -269,7 +269,7 @@ def _report_nominal(lengths: AxialLengths, measured_by: Mapping[str, object]) ->
 def _names_none(lengths: AxialLengths, scan: str) -> ConfigError:
     return ConfigError(
         f"{lengths.path}: names none of these scans ({lengths.example} there, {scan} here), so all millimetres are "
-        "nominal; name scans as in the column source, or people as the scans do, with leading zeros"
+        "nominal; name scans as in the column source, or people as the scans do"
     )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.labels import LabelTable
+from octfm.catalog.participants.ids import under_one_id
 from octfm.encoder.embeddings import Embeddings
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import HEALTHY, Skip, column_values, find_targets, make_cases, make_rounds
@@ -52,8 +53,9 @@ def find_questions(
             targets.append(name)
     if not targets:
         why = " ".join(f"{s['target']}: {s['sentence']}" for s in skipped) or "It has no label column."
-        if used := {a.participant for a, was in zip(acquisitions, seen, strict=True) if was}:
-            everyone = {a.participant for a in acquisitions}
+        people = under_one_id([a.participant for a in acquisitions])
+        if used := {person for person, was in zip(people, seen, strict=True) if was}:
+            everyone = set(people)
             why += f" {len(used)} of {len(everyone)} participants are pretrained on, so they cannot be tested."
         raise EvaluationError(
             f"{table.path}: these scans cannot answer any question of the table. {why} A probe needs two classes of at "

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from octfm.catalog.participants.people import under_one_id
+from octfm.catalog.participants.ids import person_key, under_one_id
 from octfm.display import brief, data_frame, number, with_labels
 from octfm.errors import Echo, EvaluationError
 from octfm.io.location import Location, location
@@ -60,6 +60,15 @@ class Embeddings:
         people = number(len(set(under_one_id(self.participant.tolist()))), "participant")
         count, width = self.vectors.shape
         return brief("Embeddings", self.name, f"{number(count, 'vector')} of {width}", people)
+
+    def by_person(self) -> "Embeddings":
+        """The same with one id for each person and each eye: scanners may spell an id differently."""
+        person = np.array(under_one_id(self.participant.tolist()), dtype=str)
+        eye = [
+            own if who == named else f"{who}_{side or 'unknown'}"
+            for own, who, named, side in zip(self.eye_id, person, self.participant, self.laterality, strict=True)
+        ]
+        return replace(self, participant=person, eye_id=np.array(eye, dtype=str))
 
     def to_pandas(self) -> Any:
         """A DataFrame with one row per acquisition, which is its index: participant, eye, scanner, split, a column for
@@ -191,7 +200,8 @@ def align(given: str | Location | Embeddings | Sequence[str | Location | Embeddi
             # Those of a store are in its order, those of a file are sorted.
             rows = np.array([row_of[acquisition] for acquisition in first.acquisition.tolist()])
             encoders[place] = other = take_rows(other, rows)
-        if not np.array_equal(first.participant, other.participant):
+        people, others = (list(map(person_key, each.participant.tolist())) for each in (first, other))
+        if people != others:
             raise EvaluationError(
                 f"{other.path}: participants differ from {first.path} for the same acquisitions; "
                 "embed both from the same store",

@@ -11,7 +11,7 @@ import numpy as np
 
 from octfm.catalog.columns import nearest
 from octfm.catalog.labels import LabelTable, as_number, one_spelling, stated
-from octfm.catalog.participants.people import under_one_id
+from octfm.catalog.participants.ids import under_one_id
 from octfm.encoder.embeddings import Embeddings
 from octfm.errors import EvaluationError
 
@@ -213,8 +213,8 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
     if rows.size == 0:
         raise Skip(f"No acquisition has a label in column {target.column}.")
     kept = [str(values[i]) for i in rows]
-    # Two ids that are spelt alike stay two units, in case that they are two people.
-    named, participant, unlabelled = data.participant[rows], people(data.participant)[rows], len(values) - len(rows)
+    data = data.by_person()
+    participant, unlabelled = data.participant[rows], len(values) - len(rows)
     if _is_disease(target):
         healthy = [all(part.lower() in HEALTHY for part in _parts(v)) for v in kept]
         if all(healthy) or not any(healthy):
@@ -224,7 +224,9 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
             )
         # Training uses each eye's label; scoring is per participant, who counts as diseased if either eye is.
         ill, eye = 1 - np.array(healthy, dtype=int), data.eye_id[rows]
-        return Cases(target, rows, ill, ("healthy", "disease"), participant, named, "participant", unlabelled, eye=eye)
+        return Cases(
+            target, rows, ill, ("healthy", "disease"), participant, participant, "participant", unlabelled, eye=eye
+        )
     # Few distinct numbers are grades, such as a severity of 0 to 4, and handled as classes below.
     numbers = [as_number(v) for v in kept]
     numeric = target.label is None and None not in numbers

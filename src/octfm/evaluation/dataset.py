@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from octfm.catalog.labels import read_labels
-from octfm.catalog.participants.people import under_one_id
+from octfm.catalog.participants.ids import under_one_id
 from octfm.display import box, brief, counted, number
 from octfm.encoder.embeddings import of_store
 from octfm.errors import ConfigError, EvaluationError, shown

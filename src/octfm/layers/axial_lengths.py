@@ -7,8 +7,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
-from octfm.catalog.columns import clean_id
 from octfm.catalog.labels import as_number, read_labels, stated
+from octfm.catalog.participants.ids import person_key
 from octfm.errors import EvaluationError, one_line
 from octfm.layers.corrections import AXIAL_LENGTH_MM
 from octfm.layers.zones import as_read, read_rows
@@ -27,9 +27,11 @@ class AxialLengths:
     """Absolute path of a scan → length."""
     by_uid: Mapping[str, float] = field(default_factory=dict)
     by_eye: Mapping[tuple[str, str | None], float] = field(default_factory=dict)
-    """(Participant, eye) → length."""
+    """(`person_key`, eye) → length."""
     has_eyes: bool = False
     """Whether the table has a column of eyes; without one, the eye is None throughout `by_eye`."""
+    first_person: str = ""
+    """The id in the first row that names a participant, as it is spelt there."""
 
     def __post_init__(self) -> None:
         if not (self.by_source or self.by_uid or self.by_eye):
@@ -37,11 +39,10 @@ class AxialLengths:
 
     def of(self, volume: Volume) -> float | None:
         """The length for this scan; None if the table states none."""
-        person = clean_id(volume.participant)
         own = self.by_source.get(_place(volume.source), self.by_uid.get(volume.acquisition))
-        if own is not None or person == "unknown":
+        if own is not None or volume.participant == "unknown":
             return own
-        return self.by_eye.get((person, volume.laterality if self.has_eyes else None))
+        return self.by_eye.get((person_key(volume.participant), volume.laterality if self.has_eyes else None))
 
     def names_none(self, scans: Mapping[str, str]) -> bool:
         """Whether none of these scans (source → participant, empty if only its file says) can have a length, as far as
@@ -49,12 +50,12 @@ class AxialLengths:
         if self.by_source:
             return self.by_source.keys().isdisjoint(map(_place, scans))
         people = {person for person, _ in self.by_eye}
-        return bool(people) and all(who and clean_id(who) not in people for who in scans.values())
+        return bool(people) and all(who and person_key(who) not in people for who in scans.values())
 
     @property
     def example(self) -> str:
-        """The first scan or person with a length."""
-        return one_line(next(chain(self.by_source, self.by_uid, (person for person, _ in self.by_eye))))
+        """The first scan with a length, or the first participant."""
+        return one_line(next(chain(self.by_source, self.by_uid), self.first_person))
 
 
 def read_axial_lengths(path: Path) -> AxialLengths:
@@ -83,7 +84,8 @@ def read_axial_lengths(path: Path) -> AxialLengths:
         labels = {uid: label for uid, (label, _) in table.by_uid(column).items()}
         return AxialLengths(path, by_uid=_lengths(labels, path, column))
     by_eye = _lengths(table.by_eye(column), path, column)
-    return AxialLengths(path, by_eye=by_eye, has_eyes=table.laterality_column is not None)
+    first = next((name for row in table.rows if (name := row[table.participant_column or ""].strip())), "")
+    return AxialLengths(path, by_eye=by_eye, has_eyes=table.laterality_column is not None, first_person=first)
 
 
 def _lengths(labels: Mapping[K, str | None], path: Path, column: str) -> dict[K, float]:

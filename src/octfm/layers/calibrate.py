@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Set
 from pathlib import Path
 
-from octfm.catalog.participants.people import under_one_id
+from octfm.catalog.participants.ids import under_one_id
 from octfm.display import number
 from octfm.errors import EvaluationError, one_line
 from octfm.layers.ranges import conformal_quantile

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from octfm.catalog.participants.people import under_one_id
+from octfm.catalog.participants.ids import under_one_id
 from octfm.config import load, without_text
 from octfm.errors import Echo
 from octfm.io.location import Location, location

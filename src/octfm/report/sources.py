@@ -13,7 +13,7 @@ import yaml
 
 from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.catalog import Catalog
-from octfm.catalog.participants.people import under_one_id
+from octfm.catalog.participants.ids import under_one_id
 from octfm.errors import EvaluationError
 from octfm.io.location import Location
 from octfm.run.tracking import read_metrics

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octfm.catalog.participants.people import remembered, sought
+from octfm.catalog.participants.ids import person_key
 from octfm.errors import CheckpointError
 from octfm.io.hashing import keyed_hash
 from octfm.io.location import replacing
@@ -144,13 +144,14 @@ def second_destination(run: Path) -> Path | None:
 
 
 def participant_hashes(participants: list[str], key: str) -> list[str]:
-    """Keyed hashes of participant ids, and of what is common to their spellings; sorted."""
-    return sorted(keyed_hash(text, key) for text in remembered(participants))
+    """Keyed hashes of people, which are those of all spellings of their ids; sorted."""
+    return sorted({keyed_hash(person_key(participant), key) for participant in participants})
 
 
 def is_among(participant: str, hashes: Collection[str], key: str) -> bool:
     """Whether the participant, under this or another spelling of the id, is among those of `participant_hashes`."""
-    return any(keyed_hash(text, key) in hashes for text in sought(participant))
+    # Checkpoints of octfm before person_key hold hashes of ids as they are spelt.
+    return any(keyed_hash(text, key) in hashes for text in (person_key(participant), participant))
 
 
 def _feed(digest: Any, value: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.columns import composed
-from octfm.catalog.participants.people import under_one_id
+from octfm.catalog.participants.ids import person_key
 from octfm.errors import ConfigError, Echo, one_line
 from octfm.store.store import Store
 
@@ -47,8 +47,8 @@ def named_lines(file: str | Path) -> dict[str, int]:
 def excluded(
     file: str | Path, volumes: Iterable[tuple[str, ...]], of: str, known: Iterable[str] = (), echo: Echo = to_stderr
 ) -> np.ndarray:
-    """bool [n]: True for each of `volumes` (given by all its names, the participant last) that the file lists, and for
-    those of a participant that it lists under another spelling of the id.
+    """bool [n]: True for each of `volumes` (given by all its names, the participant last) that the file lists, a
+    participant in any spelling of the id.
 
     `of` describes the whole in messages. Lines that match no volume are reported, the first HINTS with the nearest
     name, unless they are in `known`: names of volumes that are left out already. Raises ConfigError if no volume would
@@ -56,8 +56,9 @@ def excluded(
     """
     lines, known = named_lines(file), set(map(composed, known))
     volumes = [tuple(map(composed, names)) for names in volumes]
-    people = under_one_id([names[-1] for names in volumes])
-    listed = {person for names, person in zip(volumes, people, strict=True) if names[-1] in lines}
+    people, scans = [person_key(names[-1]) for names in volumes], {name for names in volumes for name in names[:-1]}
+    # Not by the name of a scan, which may differ from somebody's id in zeros only.
+    listed = {person_key(name) for name in lines if name not in scans}
     out = np.array(
         [
             person in listed or any(name in lines for name in names)
@@ -65,8 +66,9 @@ def excluded(
         ],
         bool,
     )
-    all_names = {name for names in volumes for name in names}
-    unknown = [name for name in lines if name not in all_names and name not in known]
+    all_names, known_people = scans.union(names[-1] for names in volumes), set(people)
+    known |= scans
+    unknown = [name for name in lines if name not in known and person_key(name) not in known_people]
     for place, name in enumerate(unknown):
         near = get_close_matches(name, all_names, n=1) if place < HINTS else ()
         hint = f"; did you mean {near[0]}?" if near else ""

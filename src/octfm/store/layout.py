@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from octfm.catalog.participants.people import under_one_id
+from octfm.catalog.participants.ids import under_one_id
 from octfm.catalog.participants.splits import diagnosis_of
 from octfm.display import fields_line
 from octfm.errors import StoreError

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from octfm.catalog.acquisition import FLAGS, PSEUDONYM, Acquisition
+from octfm.catalog.acquisition import FLAGS, PSEUDONYM, Acquisition, Owner
 from octfm.catalog.catalog import Catalog
+from octfm.catalog.duplicates import OF_TWO, describe_copy, first_owner
 from octfm.catalog.participants.pseudonyms import is_pseudonymous
 from octfm.display import number
 from octfm.errors import BAD_INPUT, BucketError, ReadError, StoreError
@@ -27,7 +28,7 @@ from octfm.store.layout import Compression, StoreRow, Unprepared, read_unprepare
 from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, stage
 from octfm.volume.estimated import FLAG
-from octfm.volume.pixel_copies import OF_TWO, Owner, describe_copy, fingerprint, first_owner
+from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.tissue import BandFinder
 from octfm.volume.volume import Volume

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from octfm.catalog.participants.people import under_one_id
+from octfm.catalog.participants.ids import under_one_id
 from octfm.errors import ConfigError, Echo, StoreError
 from octfm.io.hashing import hash_text
 from octfm.store.exclusion import to_stderr, without_excluded

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from octfm.catalog.participants.ids import person_key
 from octfm.display import readable
 from octfm.encoder.encoder import Encoder
 from octfm.encoder.tuned import TunedModel
@@ -278,7 +279,7 @@ def some_of_each_scanner(store: Store) -> np.ndarray:
             own = chosen.setdefault(row.scanner, {})
             sides = {store.rows[j].laterality for j in own.values()}
             if len(own) < PER_SCANNER and (wanted is None or (row.laterality == wanted and wanted not in sides)):
-                own.setdefault(row.participant, i)
+                own.setdefault(person_key(row.participant), i)
     return np.array([i for own in chosen.values() for i in own.values()])
 
 

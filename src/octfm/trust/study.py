@@ -78,9 +78,7 @@ class Study:
 
     def by_person(self) -> "Study":
         """The study with one id for each person and each eye: scanners may spell an id differently."""
-        person = people(self.data.participant)
-        eye = np.array([f"{who}_{side}" for who, side in zip(person, self.data.laterality, strict=True)], dtype=str)
-        return replace(self, encoders=(replace(self.data, participant=person, eye_id=eye), *self.encoders[1:]))
+        return replace(self, encoders=(self.data.by_person(), *self.encoders[1:]))
 
     def images(self) -> list[Embeddings]:
         """The encoders that use voxels, without the joint arm, whose distances have no meaning."""

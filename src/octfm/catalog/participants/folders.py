@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from octfm.catalog.participants.ids import may_be_one_person, person_key, under_one_id
 from octfm.catalog.participants.path_words import names_classes
 from octfm.catalog.participants.splits import SPLITS, Split, parse_split
+from octfm.display import number
 
 if TYPE_CHECKING:
     from octfm.catalog.acquisition import Acquisition
@@ -41,15 +43,15 @@ def split_folders(root: str, acquisitions: Iterable["Acquisition"]) -> SplitFold
     sides: dict[str, set[Split]] = defaultdict(set)
     leaking, used = set(), False
     for a in acquisitions:
-        folders = a.uri.removeprefix(root).split("/")[:-1]
-        sides[a.participant] |= {split for folder in folders if (split := parse_split(folder))}
+        folders, person = a.uri.removeprefix(root).split("/")[:-1], person_key(a.participant)
+        sides[person] |= {split for folder in folders if (split := parse_split(folder))}
         used |= "recommended_split" in a.participant_labels
         # A rejected copy is not in the catalog; the row that is kept says that another id has its pixels.
-        leaking |= {a.participant} if "several_splits" in a.flags else set()
+        leaking |= {person} if "several_splits" in a.flags else set()
     named = set().union(*sides.values())
     if len(named) < 2:
         return None
-    leaking |= {participant for participant, own in sides.items() if len(own) > 1}
+    leaking |= {person for person, own in sides.items() if len(own) > 1}
     return SplitFolders(tuple(split for split in SPLITS if split in named), len(sides), len(leaking), used)
 
 
@@ -57,8 +59,8 @@ def doubts_about_people(acquisitions: Sequence["Acquisition"]) -> list[str]:
     """Sentences on ids and volumes that may be of several people, or of none; mostly empty."""
     labels: dict[str, set[str]] = defaultdict(set)
     own = [a for a in acquisitions if a.participant_source in ("pattern", "table") and "label" in a.participant_labels]
-    for a in own:
-        labels[a.participant].add(a.participant_labels["label"])
+    for a, person in zip(own, under_one_id([a.participant for a in own]), strict=True):
+        labels[person].add(a.participant_labels["label"])
     sentences = []
     # Numbers of four digits do not start again in every class: such a person has scans of several labels.
     short = {participant for participant in labels if not re.search(r"\d{4}", participant)}
@@ -73,6 +75,13 @@ def doubts_about_people(acquisitions: Sequence["Acquisition"]) -> list[str]:
         sentences.append(
             f"each of {len(own)} B-scans is a participant of its own; if their names hold no patient, splits may "
             "divide an eye, and no result is about new patients"
+        )
+    pairs = may_be_one_person(a.participant for a in acquisitions)
+    if apart := [pair for pair in pairs if len(set(map(person_key, pair))) == 2]:
+        one, other = apart[0]
+        sentences.append(
+            f"{number(len(apart), 'pair')} of ids such as {one} and {other} count as two people; if they are one, "
+            "write one of them for both in a table (--table)"
         )
     folders = [a.uri for a in acquisitions if a.layout == "raster" and not PurePath(a.uri).suffix]
     if classes := [uri for uri in folders if names_classes([PurePath(uri).name])]:

@@ -6,20 +6,17 @@ than a person. Otherwise the guess is shown and the scan stops: merging two peop
 between train and test, would corrupt every result unnoticed.
 """
 
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from octfm.catalog.participants.guess import EXAMPLES, Guess, guess_people
-from octfm.catalog.participants.path_words import eye_abbreviations, plain, segments
+from octfm.catalog.participants.ids import may_be_one_person, person_key
+from octfm.catalog.participants.path_words import eye_abbreviations, segments
 from octfm.catalog.participants.patterns import Pattern, PeopleError, Place, eyes_named, place_of
 from octfm.io.location import Location
 from octfm.volume.volume import Laterality
-
-_JOINED = "-"
-"""Marks a reading without the separators between digits; no reading ends in it."""
 
 Source = Literal["header", "table", "folder", "pattern", ""]
 """What named a participant: the header or its sidecar, a table of files, folders and file names by a guess that nothing
@@ -83,7 +80,8 @@ def find_people(
     ids = {found[uri]: found[uri] for uri in nameless if uri in found}
     contradiction = _joined_with(known, found, ids)
     if source == "folder":
-        alike = [f"{a!r} and {b!r} may be one person" for a, b in spelt_alike([*ids.values(), *known.values()])]
+        guessed, pairs = {*ids.values()} - {*known.values()}, may_be_one_person([*ids.values(), *known.values()])
+        alike = [f"{a!r} and {b!r} may be one person" for a, b in pairs if guessed.intersection((a, b))]
         doubt = doubt or contradiction or next(iter(alike), "")
         if doubt:
             raise _ambiguous(root, len(nameless), len(scans), Guess(guess.lines, guess.participants, doubt))
@@ -133,70 +131,15 @@ def _joined_with(known: Mapping[str, str], found: Mapping[str, str], ids: dict[s
         if found.get(uri) in ids:
             named[found[uri]].add(participant)
     for name, participants in sorted(named.items()):
-        if len(participants) > 1:
+        if (count := len(set(map(person_key, participants)))) > 1:
             some = ", ".join(sorted(participants)[:EXAMPLES])
-            return f"other files of {name!r} name {len(participants)} participants ({some})"
-        ids[name] = next(iter(participants))
+            return f"other files of {name!r} name {count} participants ({some})"
+        ids[name] = min(participants)
     owners: dict[str, str] = {}
     for name in named:
-        if owners.setdefault(ids[name], name) != name:
-            return f"{owners[ids[name]]!r} and {name!r} hold files of one participant, {ids[name]}"
+        if (first := owners.setdefault(person_key(ids[name]), name)) != name:
+            return f"{first!r} and {name!r} hold files of one participant, {ids[name]}"
     return ""
-
-
-def spelt_alike(participants: Iterable[str]) -> list[tuple[str, str]]:
-    """Pairs of ids that differ in spelling only: P01 and p1 are more often one person than two.
-
-    A separator between digits counts where it tells two ids apart, as in 1-11 and 11-1, numbers of two sites.
-    """
-    ids, readings = sorted(set(participants)), defaultdict[str, set[str]](set)
-    for participant in ids:
-        apart, joined = _bare(participant)
-        if apart != joined:
-            readings[joined].add(apart)
-    first: dict[str, str] = {}
-    pairs = []
-    for participant in ids:
-        apart, joined = _bare(participant)
-        keys = (apart, joined) if len(readings[joined]) < 2 else (apart,)
-        one = next((first[key] for key in keys if key in first), participant)
-        first |= {key: first.get(key, one) for key in keys}
-        if one != participant:
-            pairs.append((one, participant))
-    return pairs
-
-
-def _bare(participant: str) -> tuple[str, str]:
-    """An id without case, leading zeros, a word for patient and separators: with those between digits (1-11), without
-    any (111)."""
-    text = re.sub(r"[\s_\-.]+", "-", plain(participant))
-    text = re.sub(r"(?<!\d)-|-(?!\d)", "", text)
-    text = re.sub(r"^(?:patient|participant|subject|pat|sub|p)(?=\d)", "", text)
-    apart, joined = (re.sub(r"(?<!\d)0+(?=\d)", "", each) for each in (text, text.replace("-", "")))
-    return apart, joined
-
-
-def remembered(participants: Iterable[str]) -> set[str]:
-    """Texts to store for ids, themselves included, so that `sought` finds a person under another spelling."""
-    found = set(participants)
-    for participant in list(found):
-        apart, joined = _bare(participant)
-        # Marked, or 11-1 would be found as 1-11, since both may be 111.
-        found |= {apart} if apart == joined else {apart, joined + _JOINED}
-    return found
-
-
-def sought(participant: str) -> set[str]:
-    """Texts of which `remembered` keeps at least one for ids that are spelt alike with this one."""
-    apart, joined = _bare(participant)
-    return {participant, apart, joined, apart + _JOINED}
-
-
-def under_one_id(participants: Sequence[str]) -> list[str]:
-    """The ids, each as the first of those that differ from it in spelling only: scanners write one person's as 1001 and
-    as 00001001."""
-    first = {other: one for one, other in spelt_alike(filter(None, participants))}
-    return [first.get(name, name) for name in participants]
 
 
 def _ambiguous(root: Location, nameless: int, scans: int, guess: Guess) -> AmbiguousPeople:

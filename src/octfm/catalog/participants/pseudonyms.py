@@ -2,9 +2,9 @@
 
 Keyed hashes (HMAC-SHA-256, RFC 2104) need no table, so nothing that re-identifies is ever written. With the key and the
 files, each file is found again by hashing its path below the root: `prepare` can read a pseudonymous catalog. A key
-gives a participant the same pseudonym in every data set, and shifts all of a participant's dates by the same number of
-days, which preserves intervals. Values from tables and headers pass only if they are known to be safe
-(octfm.catalog.participants.safe_values), or if the user names their column.
+gives an id the same pseudonym in every data set, and all its spellings in a catalog that of the shortest; it shifts all
+of a participant's dates by the same number of days, which preserves intervals. Values from tables and headers pass only
+if they are known to be safe (octfm.catalog.participants.safe_values), or if the user names their column.
 """
 
 import re
@@ -19,8 +19,8 @@ from typing import Any
 from octfm.catalog.acquisition import PSEUDONYM, Acquisition, Reject
 from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.labels import MISSING
+from octfm.catalog.participants.ids import under_one_id
 from octfm.catalog.participants.path_words import MONTH
-from octfm.catalog.participants.people import under_one_id
 from octfm.catalog.participants.safe_values import (
     DATES,
     SITES,

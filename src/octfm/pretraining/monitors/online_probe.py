@@ -12,6 +12,7 @@ import torch
 from pydantic import Field
 
 from octfm.catalog.labels import as_number, one_spelling, read_labels, stated
+from octfm.catalog.participants.ids import under_one_id
 from octfm.config import Config, LocalPlace
 from octfm.errors import ConfigError
 from octfm.run.runtime import Runtime
@@ -86,7 +87,7 @@ def find_cases(
             f"label, expected {MIN_VOLUMES} or more; set probe.labels, or choose a label of the store: "
             f"{', '.join(known) or 'it has none'}"
         )
-    people = np.array([store.rows[row].participant for row in train])
+    people = np.array(under_one_id([store.rows[row].participant for row in train]))
     # Up to ten different numbers are taken for classes, such as grades.
     numbers = [as_number(text) for text in texts]
     if None not in numbers and len(set(numbers)) > 10:

@@ -6,7 +6,7 @@ from statistics import median
 
 import numpy as np
 
-from octfm.catalog.participants.people import under_one_id
+from octfm.catalog.participants.ids import under_one_id
 from octfm.pretraining.preflight.check import Check, fail, passed, warn
 from octfm.store.layout import StoreRow
 from octfm.store.store import Store

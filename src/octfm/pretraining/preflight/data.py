@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octfm.catalog.participants.people import under_one_id
+from octfm.catalog.participants.ids import under_one_id
 from octfm.errors import ConfigError, OctfmError, StoreError
 from octfm.models.token_map import PADDING, TooFewTokens, token_grid, token_map
 from octfm.pretraining.monitors.online_probe import find_cases

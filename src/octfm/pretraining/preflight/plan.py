@@ -7,7 +7,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from octfm.catalog.participants.people import under_one_id
+from octfm.catalog.participants.ids import under_one_id
 from octfm.display import duration
 from octfm.errors import StoreError
 from octfm.io.progress import Progress
