@@ -1,5 +1,6 @@
 """Agreement of octfm segment with the device over many eyes: Bland-Altman limits of every ETDRS zone."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
         "repeated": len(eyes) - len(set(eyes)) if named else None,
         "not_on_fovea": sum("nobody has moved it" in each["row"].get("device_note", "") for each in used),
         "ours_not_on_fovea": sum(each["row"].get("grid_centre") == "scan" for each in used),
+        "scanners": dict(Counter(name for each in used if (name := each["row"].get("scanner", "").strip()))),
         "corrected": sum(bool(each["row"].get("corrected_bscans")) for each in used),
         "models": sorted({each["row"]["model"] for each in used if each["row"].get("model")}),
         "large_um": LARGE_UM,
@@ -181,6 +183,12 @@ def _with_device(
             raise EvaluationError(f"{device}: {', '.join(key)} stands in two rows; which of them is meant?")
         known[key] = other
     ours = [key for row in rows if all(key := _key(row, keys))]
+    scans = Counter(ours)
+    if repeated := next((key for key in known if scans[key] > 1 and "laterality" in wanted), None):
+        raise EvaluationError(
+            f"{device}: one row for {_named(wanted, repeated)}, of whom {table} has {scans[repeated]} scans; which of "
+            f"them did the device measure? give {device} a column source as in {table} instead"
+        )
     if known.keys().isdisjoint(ours):
         raise EvaluationError(
             f"{device}: names none of the eyes of {table}: {_first(wanted, known)} here, {_first(keys, ours)} there; "
@@ -203,8 +211,11 @@ def _with_device(
 
 def _first(columns: Sequence[str], keys: Iterable[tuple[str, ...]]) -> str:
     """The first of these keys of rows, in words."""
-    first = next(iter(keys), ("nothing",) * len(columns))
-    return ", ".join(f"{column} {one_line(cell)}" for column, cell in zip(columns, first, strict=True))
+    return _named(columns, next(iter(keys), ("nothing",) * len(columns)))
+
+
+def _named(columns: Sequence[str], key: Sequence[str]) -> str:
+    return ", ".join(f"{column} {one_line(cell)}" for column, cell in zip(columns, key, strict=True))
 
 
 def _key(row: dict[str, str], columns: Sequence[str]) -> tuple[str, ...]:
