@@ -236,6 +236,9 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
         by_eye = np.array([data.laterality[i] is not None for i in rows]) & (target.unit != "acquisition")
         unit = np.where(by_eye, data.eye_id[rows], data.acquisition[rows])
         unit_name: Unit = "eye" if by_eye.any() else "acquisition"
+        # Nor over visits that found different ones: the mean is easier to predict, and no visit's.
+        if len(set(zip(unit.tolist(), numbers, strict=True))) > len(np.unique(unit)):
+            unit, unit_name = data.acquisition[rows], "acquisition"
         return Cases(target, rows, np.array(numbers, dtype=float), None, participant, unit, unit_name, unlabelled)
     if target.label is not None:
         parts = [_parts(v) for v in kept]

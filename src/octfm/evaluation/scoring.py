@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from octfm.catalog.labels import as_number
 from octfm.display import p_value
 from octfm.evaluation import metrics as m
 from octfm.evaluation.cases import Cases
@@ -368,14 +369,14 @@ def _eyes_note(u: Units) -> str | None:
 
 
 def odd_numbers(cases: Cases) -> str | None:
-    """A remark on codes for missing values (999, -1) among the numbers, and on numbers so far from the others that they
-    alone decide R²; else None.
+    """A remark on codes for missing values (999, -1) among numbers or classes, and on numbers so far from the others
+    that they alone decide R²; else None.
 
     A number that looks like a code is one if no other is negative, or if it lies farther from all others than nine in
     ten of them span, or if it ends their range and is the most frequent. 999 µm between 980 and 1010 is none.
     """
     if cases.classes is not None:
-        return None
+        return _coded_classes(cases, cases.classes)
     # One of each unit: several scans of an eye repeat its number.
     own = [value for _, value in set(zip(cases.unit.tolist(), cases.label.tolist(), strict=True))]
     values, counts = np.unique(own, return_counts=True)
@@ -391,12 +392,7 @@ def odd_numbers(cases: Cases) -> str | None:
         return value < 0 <= usual[0] or alone or (not inside and count > most)
 
     if codes := [v for v, count in zip(values[coded], counts[coded], strict=True) if is_code(v, count)]:
-        often = [int((cases.label == code).sum()) for code in codes]
-        found = " and ".join(f"{n} {'is' if n == 1 else 'are'} {c:.10g}" for n, c in zip(often, codes, strict=True))
-        return (
-            f"Of {len(cases.label)} labels in column {cases.target.column}, {found}, unlike the others; if that stands "
-            "for a missing value, leave those cells empty."
-        )
+        return _name_codes(cases, {f"{code:.10g}": int((cases.label == code).sum()) for code in codes})
     low, high = np.quantile(cases.label, (0.25, 0.75))
     far = (cases.label < low - FAR * (high - low)) | (cases.label > high + FAR * (high - low))
     if low == high or not far.any():
@@ -404,6 +400,30 @@ def odd_numbers(cases: Cases) -> str | None:
     return (
         f"{far.sum()} of {len(far)} labels lie more than {FAR} interquartile ranges from the others and decide the "
         "result; is it a code for a missing value?"
+    )
+
+
+def _coded_classes(cases: Cases, classes: Sequence[str]) -> str | None:
+    """A class that looks like a code is one among words, and among numbers if it lies farther from all of them than any
+    two neighbours: 9 beside the grades 0 to 3, but not 4, nor -1 beside 0 and 1."""
+    values = {name: number for name in classes if (number := as_number(name)) is not None}
+    coded = {name for name in values if _CODE.fullmatch(name) or name == "9"}
+    usual = np.sort([number for name, number in values.items() if name not in coded])
+    step = np.diff(usual).max(initial=0)
+    if len(values) < len(classes):
+        found = coded if not usual.size else set[str]()
+    else:
+        found = {name for name in coded if step and np.abs(usual - values[name]).min() > step}
+    often = {name: int((cases.label == classes.index(name)).sum()) for name in sorted(found)}
+    return _name_codes(cases, often) if often else None
+
+
+def _name_codes(cases: Cases, often: dict[str, int]) -> str:
+    """`often`: code → how many labels it is."""
+    found = " and ".join(f"{n} {'is' if n == 1 else 'are'} {code}" for code, n in often.items())
+    return (
+        f"Of {len(cases.label)} labels in column {cases.target.column}, {found}, unlike the others; if that stands for "
+        "a missing value, leave those cells empty."
     )
 
 

@@ -1,5 +1,6 @@
 """Agreement of octfm segment with the device over many eyes: Bland-Altman limits of every ETDRS zone."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
         "repeated": len(eyes) - len(set(eyes)) if named else None,
         "not_on_fovea": sum("nobody has moved it" in each["row"].get("device_note", "") for each in used),
         "ours_not_on_fovea": sum(each["row"].get("grid_centre") == "scan" for each in used),
+        "scanners": dict(Counter(name for each in used if (name := each["row"].get("scanner", "").strip()))),
         "corrected": sum(bool(each["row"].get("corrected_bscans")) for each in used),
         "models": sorted({each["row"]["model"] for each in used if each["row"].get("model")}),
         "large_um": LARGE_UM,
@@ -182,7 +184,13 @@ def _with_device(
             raise EvaluationError(f"{device}: {named} stands in two rows; which of them is meant?")
         known[key] = other
     ours = [row for row in rows if all(_key(row, keys))]
-    if known.keys().isdisjoint(_key(row, keys) for row in ours):
+    scans = Counter(_key(row, keys) for row in ours)
+    if repeated := next((key for key in known if scans[key] > 1 and "laterality" in wanted), None):
+        raise EvaluationError(
+            f"{device}: one row for {_named(wanted, known[repeated])}, of whom {table} has {scans[repeated]} scans; "
+            f"which of them did the device measure? give {device} a column source as in {table} instead"
+        )
+    if known.keys().isdisjoint(scans):
         raise EvaluationError(
             f"{device}: names none of the eyes of {table}: {_first(wanted, known.values())} here, "
             f"{_first(keys, ours)} there; write both alike"
@@ -205,8 +213,11 @@ def _with_device(
 
 def _first(columns: Sequence[str], rows: Iterable[dict[str, str]]) -> str:
     """What the first of these rows is matched by, in words."""
-    first = next(iter(rows), dict.fromkeys(columns, "nothing"))
-    return ", ".join(f"{column} {one_line(first[column].strip())}" for column in columns)
+    return _named(columns, next(iter(rows), dict.fromkeys(columns, "nothing")))
+
+
+def _named(columns: Sequence[str], row: dict[str, str]) -> str:
+    return ", ".join(f"{column} {one_line(row[column].strip())}" for column in columns)
 
 
 def _key(row: dict[str, str], columns: Sequence[str]) -> tuple[str, ...]:
