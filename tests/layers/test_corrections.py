@@ -717,7 +717,7 @@ def test_a_fovea_set_by_hand_is_in_rows_and_takes_no_part_of_the_range(tmp_path)
     assert not any(grid.place_um.values()) and own.place_um["centre"] > 1
     (low, high), (narrow, upper) = (each.zone_ranges()["centre"] for each in (found, corrected))
     assert low < narrow < grid.mean_um["centre"] < upper < high
-    assert row["grid_centre"] == "fovea" and "set the fovea by hand" in row["zones_note"]
+    assert row["grid_centre"] == "fovea" and "the fovea was set by hand" in row["zones_note"]
     assert row["corrected_bscans"] == row["checked_bscans"] == "0"
     assert "0 of 25 B-scans and the fovea" in describe(corrected)
     elsewhere = found.corrected(read_corrections(written(stated(found, fovea=[2.5, 30]), tmp_path / "b.json")))
