@@ -464,7 +464,7 @@ def test_corrections_of_a_page_with_an_axial_length_are_measured_by_it(browser, 
     nominal.mkdir()
     open_page(browser, found, nominal)
     choose_file(browser, path)
-    browser.wait(f"{STATUS}.startsWith('Not loaded: corrected by an axial length of 27.5 mm; make this page with')")
+    browser.wait(f"{STATUS}.startsWith('Not loaded: corrected with an axial length of 27.5 mm; make this page with')")
 
 
 @needs_chromium
@@ -921,7 +921,7 @@ def test_corrected_numbers_are_labels_that_finetune_learns(tmp_path, monkeypatch
     write_table([str(files[-1])], found, echo=quiet)
     with pytest.raises(EvaluationError, match="rows of scans that nobody has corrected"):
         write_table(map(str, files), found, corrections=find_corrections(hand), only_corrected=True, echo=quiet)
-    with pytest.raises(ConfigError, match="--only-corrected: leaves scans out of a table"):
+    with pytest.raises(ConfigError, match="--only-corrected: limits a table to corrected scans"):
         invoke("segment", files[0], "--only-corrected", catch_exceptions=False)
 
 

@@ -277,7 +277,7 @@ def test_leaked_participants_are_said_in_the_key_result():
     result = probe_result()
     for r in result["results"]:
         r["seen_test_participants"] = 4
-    assert "4 of whom the encoder had seen" in key_result(result)[1]
+    assert "(4 of them seen in pretraining), the" in key_result(result)[1]
 
 
 def test_not_a_run_folder_is_one_clear_error_and_nothing_is_written(tmp_path):

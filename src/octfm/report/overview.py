@@ -1,4 +1,4 @@
-"""What the report shows before anything is unfolded: how scans became results, what to do next, and the limits."""
+"""The part of the report that is not folded: how scans became results, what to do next, and the limits."""
 
 import shlex
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from octfm.report.sources import Sources
 
 NOT_FOR = (
     "Not for diagnosis, screening, triage or any decision about a patient: this is research software, not a medical "
-    "device. Test it anew before you use it with other scanners, protocols or populations. A good number says that "
+    "device. Test it again before you use it with other scanners, protocols or populations. A good number says that "
     "features hold information, not that a model built on them is safe."
 )
 
 WHAT = (
     "A program that turns a 3-D OCT scan into a list of numbers (features). It learned without any label, by "
-    "predicting hidden parts of the retina. It answers no clinical question by itself: small models are fitted on its "
+    "predicting hidden parts of the retina. Alone it answers no clinical question: small models are fitted on its "
     "features, and this page shows how well they do."
 )
 
@@ -34,15 +34,17 @@ class Box:
     label: str
     counts: tuple[str, ...]
     lost: str = ""
-    """What does not reach the next box."""
+    """What is lost before the next box, in words."""
 
 
 @dataclass(frozen=True)
 class DataFlow:
+    """The flow from files to results, as boxes and a sentence."""
+
     boxes: tuple[Box, ...]
-    """One after the other: files, accepted, prepared."""
+    """In order: files, accepted, prepared."""
     splits: tuple[Box, ...]
-    """Parts of the last of them."""
+    """The splits of the last box."""
     sentence: str
 
 
@@ -59,7 +61,7 @@ def data_flow(sources: Sources) -> DataFlow:
             last = boxes[-1]
             boxes[-1] = Box(last.label, last.counts, ", ".join(lost))
             lost = []
-        # Nothing was lost since the box before, and its counts are the same.
+        # Nothing was lost since the previous box, and its counts are the same.
         if boxes and step.label == "Prepared" and _counts(step) == boxes[-1].counts and not boxes[-1].lost:
             boxes[-1] = Box("Accepted and prepared", boxes[-1].counts)
             continue
@@ -102,12 +104,12 @@ def _tested(sources: Sources) -> str:
     people = number(counts[-1], "participant")
     people = people if len(counts) == 1 else f"{counts[0]:,} to {people}, by target"
     if probe.get("settings", {}).get("design") == "k-fold":
-        return f"The probe tested {people}, each by a model that had learned from others."
-    return f"The probe tested {people}; none of them was learned from."
+        return f"The probe tested {people}, each by a model fitted on others."
+    return f"The probe tested {people} that it was not fitted on."
 
 
 def next_step(sources: Sources, run: str, store: str | None) -> tuple[str, tuple[str, ...]]:
-    """(sentence, commands): what to do with this result; `run` and `store` are where they lie."""
+    """(sentence, commands): what to do with this result; `run` and `store` are their locations."""
     store = store or "STORE"
     probe = sources.probe
     if probe is None:
@@ -158,12 +160,13 @@ def _sure(sources: Sources) -> str:
     leak = words.leakage(probe["results"])
     if leak is not None and leak["estimate"] > 0.6:
         parts.append(
-            "The features also tell scanners apart, which a model may mistake for disease where clinics differ in both."
+            "The features also tell scanners apart. Where clinics differ in scanners and diseases, a model may mistake "
+            "one for the other."
         )
     settings = probe.get("settings", {})
     one = " with one set of folds" if settings.get("design") == "k-fold" and settings.get("seeds", 1) == 1 else ""
     parts.append(
-        f"It is one training run{one}; another would give somewhat other numbers, and no other hospital's data were "
-        "tested."
+        f"This is one training run{one}; another would give somewhat different numbers, and no other hospital's data "
+        "were tested."
     )
     return " ".join(parts)
