@@ -31,6 +31,8 @@ taken."""
 PLAUSIBLE_UM = (10.0, 3000.0)
 """Means of a zone that can be micrometres. Larger numbers are nanometres or rows, smaller ones are millimetres or codes
 for a missing value."""
+NOT_MOVED = "nobody has moved it"
+"""Words of a device's note by which octfm agree counts grids that are not on the fovea."""
 DEVICE_UNIT = {name: f"device_{UNIT[name]}" for name in ZONES}
 ZONE_COLUMNS = ("grid_centre", *UNIT.values(), "volume_mm3", "withheld", "zones_note")
 RANGE_COLUMNS = (*(column for pair in RANGE.values() for column in pair), "range_kind", "range_factor")
@@ -159,7 +161,7 @@ def device_cells(device: DeviceGrid | str | None, found: ScanSegmentation, grid:
         return {"device_note": device or ""}
     notes = []
     if not device.centre_moved:
-        notes.append("the device's grid lies in the middle of the fundus image, where nobody has moved it to the fovea")
+        notes.append(f"the device's grid lies in the middle of the fundus image, where {NOT_MOVED} to the fovea")
     if grid is not None and found.volume.lines is not None and device.centre_mm is not None:
         ours = np.divide(grid.centre_mm, lateral_scale(found.axial_length_mm))  # the device's millimetres are nominal
         apart = float(np.hypot(*np.subtract(device.centre_mm, ours)))
