@@ -14,11 +14,17 @@ NOT_FOR = (
     "features hold information, not that a model built on them is safe."
 )
 
-WHAT = (
-    "A program that turns a 3-D OCT scan into a list of numbers (features). It learned without any label, by "
-    "predicting hidden parts of the retina. Alone it answers no clinical question: small models are fitted on its "
-    "features, and this page shows how well they do."
+WHAT = "A program that turns a 3-D OCT scan into a list of numbers (features)."
+FOR_WHAT = (
+    "Alone it answers no clinical question: small models are fitted on its features, and this page shows how well they "
+    "do."
 )
+HIDDEN = "It learned without any label, by predicting hidden parts of the retina."
+LEARNED = dict.fromkeys(("vjepa2", "data2vec", "mae"), HIDDEN) | {
+    "dense": "It learned from the ground truth of synthetic scans: which layers and lesions are where.",
+    "anchored": "It learned by predicting hidden parts of the retina, and from the ground truth of synthetic scans.",
+}
+"""How encoders of the built-in objectives learned; nothing is said about other objectives."""
 
 UNTRAINED = (
     "Numbers of each 3-D OCT scan (features): thickness and fluid as the packaged network measures them, and those of "
@@ -141,7 +147,9 @@ def _shell(*commands: list[str]) -> tuple[str, ...]:
 
 def about(sources: Sources) -> list[tuple[str, str]]:
     """Questions and answers on what was measured and how certain it is."""
-    what = UNTRAINED if sources.record.get("not_pretrained") else WHAT
+    what = UNTRAINED
+    if not sources.record.get("not_pretrained"):
+        what = " ".join(filter(None, (WHAT, LEARNED.get(words.objective(sources)), FOR_WHAT)))
     return [("What is it?", what), ("How sure?", _sure(sources))]
 
 

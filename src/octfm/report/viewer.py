@@ -132,6 +132,7 @@ def view_facts(volume: Volume, scene: Scene, axial_length_mm: float | None = Non
 
 
 def eye_of(scene: Scene) -> str:
+    """Which eye a scene shows, as a sentence."""
     return {"R": "Right eye.", "L": "Left eye, shown as it is."}.get(scene.laterality or "", "Which eye is not known.")
 
 

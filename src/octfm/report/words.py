@@ -10,7 +10,7 @@ import numpy as np
 from octfm import display
 from octfm.display import interval
 from octfm.evaluation.scoring import HEADLINE, PLANNED, fails_holm
-from octfm.report.sources import Sources, number, series
+from octfm.report.sources import Sources, lookup, number, series
 
 METRICS = {
     "auroc": "AUROC",
@@ -51,6 +51,8 @@ TARGETS = {
 }
 MAIN = (("disease", "auroc"), ("diagnosis", "auroc"), ("label", "auroc"), ("cst_um", "r2"))
 """The key result is the first of these that was measured."""
+PREDICTED = dict.fromkeys(("vjepa2", "data2vec", "mae", "anchored"), "hidden tissue") | {"dense": "what tokens show"}
+"""What the built-in objectives predict: the subject of their loss."""
 POOLS = {
     "mean": "mean over tissue tokens",
     "extremes": "for each channel the means of the highest and of the lowest fifth of tissue tokens",
@@ -61,6 +63,7 @@ POOLS = {
 
 
 def encoder(name: str) -> str:
+    """The name of an encoder in a sentence."""
     return ENCODERS.get(name, name)
 
 
@@ -288,6 +291,16 @@ def _best(compared: list[dict[str, Any]]) -> dict[str, Any]:
     return max(compared, key=lambda row: (number(row["score"]), int(row["step"])))
 
 
+def objective(sources: Sources) -> str:
+    """Name of the run's objective; that of the default if its config names none."""
+    return str(lookup(sources.settings, "objective", "name") or "vjepa2")
+
+
+def predicted(sources: Sources) -> str:
+    """What the run learned to predict, for a sentence about its loss."""
+    return PREDICTED.get(objective(sources), "the goal of its objective")
+
+
 def training_line(sources: Sources) -> str:
     """Number of steps and last loss, relative to a constant prediction."""
     if reason := sources.record.get("not_pretrained"):
@@ -301,7 +314,8 @@ def training_line(sources: Sources) -> str:
         error += f", {100 * held_out[-1]:.0f}\u00a0% on held-out participants."
     else:
         error += "; no validation was logged."
-    return f"{steps[-1] + 1:.0f} steps. Hidden tissue is predicted with {error}"
+    what = predicted(sources)
+    return f"{steps[-1] + 1:.0f} steps. {what[0].upper()}{what[1:]} is predicted with {error}"
 
 
 def health_line(sources: Sources) -> str:

@@ -29,6 +29,7 @@ class ContactSheet:
         self.folder = table.with_suffix(".pictures")
 
     def add(self, source: str, found: "ScanSegmentation") -> None:
+        """Write the picture of a scan, replacing an earlier one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self._path(source), bscan_picture(found))
 

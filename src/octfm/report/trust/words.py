@@ -62,10 +62,12 @@ def findings(result: dict[str, Any]) -> list[Finding]:
 
 
 def named(name: str) -> str:
+    """The name of an encoder or baseline in a sentence."""
     return BASELINES.get(name, encoder(name))
 
 
 def target(name: str) -> str:
+    """What a probe of this target does, for a sentence that begins with "In"."""
     return TARGETS.get(name, f"predicting {readable(name)}").removesuffix(" (leakage: less is better)")
 
 
