@@ -90,7 +90,7 @@ def test_only_eyes_with_another_axial_length_are_segmented_again(eyes, tmp_path,
     again = read_axial_lengths(biometry(tmp_path, f"source,axial_length_mm\n{eyes[1]},25\n{eyes[2]},NA\n"))
     assert given(axial_lengths=again) == 1 and lengths_in(out) == ["", "25", ""]
     with pytest.raises(
-        EvaluationError, match=r"table.csv: has rows by axial lengths.* --axial-length with their table"
+        EvaluationError, match=r"table.csv: has rows measured with axial lengths.* --axial-length with their table"
     ):
         given()
 

@@ -240,4 +240,4 @@ def test_a_star_is_viewed_as_the_raster_that_its_encoder_gets(run, laterality, t
         for p in pages.values()
     ]
     assert [bool(one["front"]) for one in facts] == [True, False] and facts[0]["shape"] == list(raster.shape)
-    assert ["As it lies in its file." in page.read_text() for page in pages.values()] == [False, True]
+    assert ["As it is in its file." in page.read_text() for page in pages.values()] == [False, True]

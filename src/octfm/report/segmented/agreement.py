@@ -17,7 +17,8 @@ CAPTION = (
 
 
 def write_agreement(result: dict[str, Any], out: str | Path, commands: list[str]) -> Path:
-    """Render what `device_agreement` returned, without paths, which may name people. EvaluationError for a folder."""
+    """Render what `device_agreement` returned, without paths, which may name people; returns the page's path. Raises
+    EvaluationError if `out` is a folder."""
     from octfm.weights.packaged import NOTE
 
     zones = []
@@ -41,7 +42,7 @@ def write_agreement(result: dict[str, Any], out: str | Path, commands: list[str]
 
 
 def sentence(result: dict[str, Any]) -> str:
-    """The centre in one sentence, in plain words."""
+    """The agreement in the central zone, in one sentence."""
     centre = next((zone for zone in result["zones"] if zone["target"] == "centre"), None)
     if centre is None or not centre["n_eyes"]:
         lacking = f": octfm lacks it in {number(centre['without_ours'], 'scan')}" if centre else ""
