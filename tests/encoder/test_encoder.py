@@ -111,7 +111,7 @@ def test_embed_all_writes_the_encoder_and_every_baseline(run, store):
         embedding_files(written[0].parent)
 
 
-def test_vectors_do_not_depend_on_the_tokens_of_training(run, store, tmp_path):
+def test_vectors_do_not_depend_on_the_tokens_of_training(run, store):
     """All tissue and nothing else, whatever budget a run was trained with, so that two objectives can be compared."""
     encoder, arrays = load_encoder(run), store.read([0, 3, 7])
     expected = encoder.embed_arrays(arrays)

@@ -110,16 +110,16 @@ def test_lines_on_the_fundus_image_tell_the_same_at_any_scale_and_tilt(
         assert found.superior_first is rising  # place 0 is the uppermost row
 
 
-def location(ends, orientation="LINEAR") -> Dataset:
+def location(ends) -> Dataset:
     coordinates = [float(np.float32(value)) for end in ends for value in end]
     return item(
-        OphthalmicFrameLocationSequence=item(ReferenceCoordinates=coordinates, OphthalmicImageOrientation=orientation)
+        OphthalmicFrameLocationSequence=item(ReferenceCoordinates=coordinates, OphthalmicImageOrientation="LINEAR")
     )
 
 
-def star(count: int, turn: float, radius=150.0) -> list[list[np.ndarray]]:
+def star(count: int, turn: float) -> list[list[np.ndarray]]:
     directions = [np.array([np.sin(a), np.cos(a)]) for a in turn + np.pi * np.arange(count) / count]
-    return [[np.array([300.0, 300.0]) - radius * d, np.array([300.0, 300.0]) + radius * d] for d in directions]
+    return [[np.array([300.0, 300.0]) - 150 * d, np.array([300.0, 300.0]) + 150 * d] for d in directions]
 
 
 def circle(radius: float) -> list[np.ndarray]:

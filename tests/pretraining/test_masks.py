@@ -12,12 +12,12 @@ from octfm.pretraining.masks import MaskConfig, same_tokens, sample_masks, selec
 GRID = (8, 12, 10)
 
 
-def retina(volumes=4, grid=GRID, seed=0):
+def retina(volumes=4, seed=0):
     """Token maps with a band of tissue, background around it and a padded edge."""
     rng = np.random.default_rng(seed)
-    maps = np.full((volumes, *grid), BACKGROUND, np.uint8)
+    maps = np.full((volumes, *GRID), BACKGROUND, np.uint8)
     for m in maps:
-        top = int(rng.integers(1, grid[1] - 4))
+        top = int(rng.integers(1, GRID[1] - 4))
         m[:, top : top + 3] = TISSUE
     maps[:, :, :, -1] = PADDING
     return maps

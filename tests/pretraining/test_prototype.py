@@ -308,7 +308,7 @@ def test_full_size_prototype_has_the_parameters_that_were_counted():
         assert count_parameters(OldEncoder(9216)) == pytest.approx(14.58e6, rel=0.001)
 
 
-def test_prototype_files_that_do_not_fit_are_named(old, store, tmp_path):
+def test_prototype_files_that_do_not_fit_are_named(old, tmp_path):
     def saved(content):
         torch.save(content, tmp_path / "x.pt")
         return tmp_path / "x.pt"

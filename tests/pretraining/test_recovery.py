@@ -387,8 +387,8 @@ def test_an_unknown_fault_is_refused():
         pass
 
 
-def act(state, finding, step, names=(), volumes=100, **settings):
-    return recovery.respond(HealthConfig(**settings), finding, step, state, names, volumes)
+def act(state, finding, step, names=(), **settings):
+    return recovery.respond(HealthConfig(**settings), finding, step, state, names, volumes=100)
 
 
 STEP = Finding("loss spike", "it is high", "step")

@@ -36,13 +36,13 @@ def store(tmp_path_factory):
     return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
-def killed_and_resumed(settings, store, out, monkeypatch, kill_at=5):
-    """A run that dies in step `kill_at` (its checkpoints are after 3 and 6), then is run again to its end."""
+def killed_and_resumed(settings, store, out, monkeypatch):
+    """A run that dies in step 5 (its checkpoints are after 3 and 6), then is run again to its end."""
     accumulate, calls = loop.accumulate, []
 
     def deadly(*words, **more):
         calls.append(1)
-        if len(calls) > kill_at:
+        if len(calls) > 5:
             raise Killed
         return accumulate(*words, **more)
 

@@ -458,14 +458,14 @@ class FullDisk:
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
 
-def disk_full_from(step, monkeypatch, limit=50_000):
+def disk_full_from(step, monkeypatch):
     """The disk is full while this process writes checkpoints after `step` updates and later."""
     write = checkpoint.write
 
     def limited(folder, at, content):
         if at < step or "second" in str(folder):
             return write(folder, at, content)
-        with FullDisk(limit):
+        with FullDisk(50_000):
             return write(folder, at, content)
 
     monkeypatch.setattr(checkpoint, "write", limited)

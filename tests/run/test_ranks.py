@@ -141,7 +141,7 @@ def test_F10_ranks_that_would_read_the_same_volumes_are_stopped(ranks, store, tm
     assert not (tmp_path / "run2").exists()
 
 
-def test_F10_slurm_tasks_that_do_not_know_their_rank_are_refused(store, tmp_path, monkeypatch):
+def test_F10_slurm_tasks_that_do_not_know_their_rank_are_refused(monkeypatch):
     from octfm.errors import ConfigError
     from octfm.run.launch import join
     from octfm.run.runtime import RuntimeConfig

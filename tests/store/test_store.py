@@ -383,7 +383,7 @@ def test_two_writers_cannot_share_a_store(own):
         pass
 
 
-def test_confidence_that_is_not_a_number_becomes_null(tmp_path):
+def test_confidence_that_is_not_a_number_becomes_null():
     from dataclasses import replace
 
     from octfm.store.prepare import row_of

@@ -499,7 +499,7 @@ def test_the_commands_write_what_they_say(board, run, large, tmp_path):
     assert isinstance(done.exception, OctfmError) and "three or more grades" in str(done.exception)
 
 
-def test_the_leaderboard_refuses_entries_that_have_seen_the_test(board, large, run, labels):
+def test_the_leaderboard_refuses_entries_that_have_seen_the_test(board, large):
     _, tuned, table, folder = board
     moved = folder / "moved"
     moved.mkdir(exist_ok=True)

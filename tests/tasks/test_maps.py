@@ -90,7 +90,7 @@ def test_reduced_features_keep_similarities_as_far_as_they_say(seen):
     )
 
 
-def test_occlusion_is_what_leaving_out_a_block_changes(seen, run, attentive):
+def test_occlusion_is_what_leaving_out_a_block_changes(seen, attentive):
     encoder, one, _, _, basis = seen
     head = load_head(attentive, encoder)
     chosen, counts = (part[0] for part in encoder.select(one))
@@ -148,7 +148,7 @@ def test_one_volume_of_equal_tokens_has_a_basis(seen, tissue):
     assert np.nanmax(np.abs(maps.occlusion(encoder, one, basis).values)) < 1e3
 
 
-def test_attention_lies_on_tissue_and_is_one_on_average(seen, run, attentive):
+def test_attention_lies_on_tissue_and_is_one_on_average(seen, attentive):
     encoder, one, *_ = seen
     values = maps.attention(encoder, one, load_head(attentive, encoder))
     assert values is not None
