@@ -56,13 +56,6 @@ def test_F4_masks_are_token_indices_never_voxels():
     assert masks.target.ndim == 2 and masks.target.dtype == np.int64 and masks.target.max() < np.prod(GRID)
 
 
-def test_same_generators_same_masks():
-    a, b = (sample_masks(MaskConfig(budget=200), retina(), rngs(4, 7)) for _ in range(2))
-    np.testing.assert_array_equal(a.target, b.target)
-    c = sample_masks(MaskConfig(budget=200), retina(), rngs(4, 8))
-    assert not np.array_equal(a.target, c.target)
-
-
 def test_a_volume_has_the_same_masks_in_any_batch():
     """So that any number of ranks trains on the same masks."""
     maps = retina()

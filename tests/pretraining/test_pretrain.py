@@ -150,14 +150,6 @@ def test_a_resume_names_the_settings_that_changed_and_their_values(store, tmp_pa
         quick_pretrain(other, store, run, echo=quiet)
 
 
-def test_F18_a_config_that_contradicts_the_run_is_refused(store, tmp_path):
-    quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
-    with pytest.raises(CheckpointError, match=r"other values of schedule\.base_lr \(.*\), steps"):
-        quick_pretrain(
-            config(steps=5, schedule={"base_lr": 1e-3, "warmup_ratio": 0.1}), store, tmp_path / "run", echo=quiet
-        )
-
-
 def test_a_resume_may_inspect_more_or_less_often(store, tmp_path):
     """Presets do so from one version to the next, and what is trained stays the same."""
     quick_pretrain(config(steps=2), store, tmp_path / "run", echo=quiet)
@@ -327,11 +319,6 @@ def test_checkpoint_of_a_newer_version_is_refused(tmp_path):
     torch.save({"format": checkpoint.FORMAT, "version": 99, "step": 1}, tmp_path / "step-00000001.pt")
     with pytest.raises(CheckpointError, match="version 99, this octfm reads up to 2; upgrade"):
         checkpoint.load(tmp_path / "step-00000001.pt")
-
-
-def test_only_the_newest_checkpoints_are_kept(store, tmp_path):
-    run = quick_pretrain(config(keep_checkpoints=1), store, tmp_path / "run", echo=quiet)
-    assert [p.name for p in checkpoint.steps(run / "checkpoints")] == ["step-00000008.pt"]
 
 
 def test_a_step_in_which_a_stage_of_masking_would_end_has_one_shape(store, tmp_path):
