@@ -16,14 +16,9 @@ from octfm.io.hashing import keyed_hash
 from octfm.models.token_map import TISSUE, TooFewTokens, tissue_index, token_map
 from octfm.run import checkpoint
 from octfm.tasks.embed_run import embed_all
-from support.small_store import SIZE, edit_rows, small_preprocessing, small_store
+from support.small_store import SIZE, edit_rows, small_preprocessing
 from support.tiny_runs import config, quick_pretrain, quiet
 from support.volumes import eye
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
 @pytest.fixture(scope="module")

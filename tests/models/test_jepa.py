@@ -23,7 +23,6 @@ from octfm.run import checkpoint
 from octfm.run.runtime import Runtime
 from octfm.store.loader import Loader
 from octfm.store.selection import select
-from support.small_store import small_store
 from support.tiny_runs import assert_same_run, config, interrupted_after, quick_pretrain, quiet
 
 GRID = TokenGrid((4, 5, 6), (0.4, 0.1, 0.3))
@@ -211,11 +210,6 @@ RUN = {
     "masks": {"budget": 64, "large_blocks": [0.7, 0.8, 0.2]},
     "schedule": {"base_lr": 3e-3, "warmup_ratio": 0.1, "ema_base": 0.999},
 }
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
 def test_resumed_run_equals_uninterrupted_run(store, tmp_path, monkeypatch):

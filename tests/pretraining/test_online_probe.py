@@ -20,13 +20,8 @@ from octfm.pretraining.monitors.online_probe import Cases, OnlineProbeConfig, fi
 from octfm.run import checkpoint, checkpoint_writer
 from octfm.run.checkpoint_writer import best_step
 from octfm.store.selection import select
-from support.small_store import prepared_eye, small_preprocessing, small_store
+from support.small_store import prepared_eye, small_preprocessing
 from support.tiny_runs import config, final, quick_pretrain, quiet, rows
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
 @pytest.fixture(scope="module")

@@ -26,11 +26,6 @@ from support.tiny_runs import config
 from support.waiting import wait_until
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
-
-
 def table(settings, store, out):
     rows = select(store, "train"), select(store, "val")
     return by_name(preflight.checks(settings, store, start("fp32", "cpu"), *rows, out))

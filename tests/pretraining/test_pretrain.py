@@ -23,11 +23,6 @@ from support.small_store import SIZE, edit_rows, small_store
 from support.tiny_runs import TINY, Killed, config, final, quick_pretrain, quiet, rows, timeless
 
 
-@pytest.fixture(scope="session")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["vjepa2", "data2vec"])
 def test_loss_falls_in_bf16_in_training_and_on_held_out_participants(store, tmp_path, objective):
@@ -53,11 +48,6 @@ def test_a_run_shortened_after_its_end_says_how_many_updates_it_made(store, tmp_
     quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
     quick_pretrain(config(steps=2), store, tmp_path / "run", echo=said.append, override=True)
     assert said[-1].startswith("pretraining done: 3 updates, ") and said[-1].endswith("step-00000003.pt")
-
-
-@pytest.fixture(scope="module")
-def whole(store, tmp_path_factory):
-    return quick_pretrain(config(), store, tmp_path_factory.mktemp("whole") / "run", echo=quiet)
 
 
 @pytest.mark.parametrize("stop_at", [1, 4, 7])

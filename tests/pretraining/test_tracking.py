@@ -18,7 +18,6 @@ from octfm.run import trackers
 from octfm.run.tracking import Metrics, TrackingConfig, read_metrics
 from octfm.run.waiting import Waiting
 from octfm.store.selection import select
-from support.small_store import small_store
 from support.tiny_runs import Killed, config, quick_pretrain, quiet, rows
 from support.waiting import wait_until
 
@@ -29,11 +28,6 @@ needs_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None,
     reason="tensorboard is not installed: pip install octfm[tensorboard]",
 )
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
 def killed_and_resumed(settings, store, out, monkeypatch):

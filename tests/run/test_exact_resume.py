@@ -32,7 +32,6 @@ from octfm.run.folder import Identity, claim
 from octfm.run.loop import Interruption, Session
 from octfm.run.runtime import Runtime
 from octfm.run.tracking import Metrics, read_metrics
-from support.small_store import small_store
 from support.tiny_runs import (
     TINY,
     Killed,
@@ -45,17 +44,6 @@ from support.tiny_runs import (
     rows,
     tiny,
 )
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
-
-
-@pytest.fixture(scope="module")
-def whole(store, tmp_path_factory):
-    """A run of config() that nothing disturbed."""
-    return quick_pretrain(config(), store, tmp_path_factory.mktemp("whole") / "run", echo=quiet)
 
 
 class KilledRun:

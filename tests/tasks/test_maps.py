@@ -26,19 +26,9 @@ from octfm.tasks.scene import NONE, load_scenes
 from octfm.tasks.view import scene_of
 from octfm.volume.radial import to_raster
 from support.command_line import invoke
-from support.small_store import GRADES, darkened, prepared_eye, small_preprocessing, small_store
+from support.small_store import GRADES, prepared_eye, small_preprocessing, small_store
 from support.stars import lines_of, scanned, write_star
-from support.tiny_runs import config, quick_pretrain, quiet
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared", darkened)
-
-
-@pytest.fixture(scope="module")
-def run(store, tmp_path_factory):
-    return quick_pretrain(config(steps=3), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
+from support.tiny_runs import quiet
 
 
 @pytest.fixture(scope="module")
