@@ -18,14 +18,14 @@ class Cohort:
     """`participants` people, 40 % of them in the test, both eyes on every scanner named; every third is ill, and ill
     eyes are thicker."""
 
-    def __init__(self, participants=120, scanners=SCANNERS, seed=0):
+    def __init__(self, participants=120, scanners=SCANNERS, seed=0, effect=True, test=0.4):
         rng = np.random.default_rng(seed)
         self.seed, self.rows = seed, []
         for i in range(participants):
             ill, age, site = i % 3 == 0, int(rng.integers(45, 90)), ("UW", "UAB", "UCSD")[rng.integers(3)]
-            split = "test" if (i // 3) % 10 < 4 else "val" if (i // 3) % 10 == 9 else "train"
+            split = "test" if (i // 3) % 10 < 10 * test else "val" if (i // 3) % 10 == 9 else "train"
             for side in "RL":
-                thickness = 270 + 15 * rng.normal() + 60 * ill
+                thickness = 270 + 15 * rng.normal() + 60 * (ill and effect)
                 identity = rng.normal(size=WIDTH)
                 for scanner in scanners:
                     self.rows.append(

@@ -688,7 +688,6 @@ def test_words_say_inconclusive_wherever_a_claim_does_not_stand(judged):
 
 @pytest.mark.usefixtures("undrawn")
 def test_the_command_takes_what_is_there_again_and_refuses_bad_options(judged):
-
     _, store, folder, run = judged
     base = [
         "trust",
