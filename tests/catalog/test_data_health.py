@@ -114,10 +114,10 @@ def test_the_volume_unlike_its_kind_is_shown_first(tmp_path):
     assert outliers(flagged.acquisitions) == [] and [d.row for d in laterality_doubts(flagged.acquisitions)] == [3]
 
 
-def flagged_clinic(flags: dict[int, tuple[str | None, tuple[str, ...]]], count: int = 30) -> list[Acquisition]:
+def flagged_clinic(flags: dict[int, tuple[str | None, tuple[str, ...]]]) -> list[Acquisition]:
     """Rows of two scanners; `flags` gives some another side and flags."""
     rows = []
-    for i in range(count):
+    for i in range(30):
         side, own = flags.get(i, ("RL"[i % 2], ()))
         scanner = ("heidelberg_spectralis", "zeiss_cirrus")[i % 2]
         rows.append(

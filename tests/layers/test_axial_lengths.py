@@ -22,14 +22,6 @@ from support.command_line import invoke
 from support.volumes import telling_voxels
 
 
-@pytest.fixture
-def small_finder(monkeypatch):
-    """An untrained network in place of the packaged one: only the plumbing is tested."""
-    finder = LayerFinder(LayerNet(LayerNetConfig((8, 8))))
-    for module in ("octfm.layers.segment", "octfm.layers.table"):
-        monkeypatch.setattr(f"{module}.load_finder", lambda **_: finder)
-
-
 def biometry(folder, text):
     path = folder / "biometry.csv"
     path.write_text(text, encoding="utf-8")

@@ -93,12 +93,6 @@ def written(content: object, path: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with Browser(tmp_path_factory.mktemp("chromium")) as opened:
-        yield opened
-
-
 def open_page(browser: Browser, found: ScanSegmentation, folder: Path) -> None:
     scene, facts = scene_of(found.volume, found=found), correction_facts(found)
     page = write_view(scene, folder / "page.html", corrections=facts, verdict=verdict_of(found))

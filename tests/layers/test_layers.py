@@ -716,14 +716,6 @@ def test_a_name_that_no_disk_takes_is_refused_before_a_scan_is_read(scan, out, t
     assert isinstance(refused, ConfigError) and "expected at most 255; give it a shorter name" in str(refused)
 
 
-@pytest.fixture
-def small_finder(monkeypatch):
-    """An untrained network in place of the packaged one, where only the plumbing is tested."""
-    finder = LayerFinder(LayerNet(SMALL))
-    for module in ("octfm.layers.segment", "octfm.layers.table"):
-        monkeypatch.setattr(f"{module}.load_finder", lambda **_: finder)
-
-
 def test_a_new_user_gets_a_result_without_a_scan(monkeypatch):
     """The whole path with the packaged network; its central thickness is known to be up to 20 µm too large."""
     monkeypatch.setattr("octfm.layers.sample.SIZE", (16, 256, 192))

@@ -22,13 +22,8 @@ from octfm.run import checkpoint, checkpoint_writer
 from octfm.run.checkpoint_writer import best_step
 from octfm.store.selection import select
 from octfm.store.store import Store
-from support.small_store import edit_rows, prepared_eye, small_preprocessing, small_store
+from support.small_store import edit_rows, prepared_eye, small_preprocessing
 from support.tiny_runs import config, final, quick_pretrain, quiet, rows
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
 @pytest.fixture(scope="module")
@@ -171,14 +166,14 @@ def test_more_scans_of_the_same_people_do_not_loosen_the_penalty():
     """A number of each of 60 participants, four scans of each, vectors wider than there are participants."""
     rng = np.random.default_rng(0)
 
-    def scanned(scans):
+    def scanned():
         number = rng.normal(size=60)
         vectors = rng.normal(size=(60, 128)) + 0.6 * number[:, None] * (np.arange(128) < 5)
-        return np.repeat(vectors, scans, 0) + 0.1 * rng.normal(size=(60 * scans, 128)), np.repeat(number, scans)
+        return np.repeat(vectors, 4, 0) + 0.1 * rng.normal(size=(240, 128)), np.repeat(number, 4)
 
     scores = []
     for _ in range(5):
-        (x, y), (x_new, y_new) = scanned(4), scanned(4)
+        (x, y), (x_new, y_new) = scanned(), scanned()
         rows = np.arange(240)
         cases = Cases("y", rows, rows, y, y_new, (), np.repeat(np.arange(60), 4))
         alone = replace(cases, train_participant=rows)

@@ -88,7 +88,7 @@ def test_a_target_that_cannot_be_evaluated_is_refused_without_its_values_in_publ
     assert refused.value.public and "ild" not in refused.value.public
 
 
-def test_a_tested_participant_in_pretraining_or_training_is_refused(cohort, study, monkeypatch):
+def test_a_tested_participant_in_pretraining_or_training_is_refused(cohort, study):
     encoder = study.encoders[0]
     seen = encoder.participant == encoder.participant[np.flatnonzero(study.tested)[0]]
     with pytest.raises(EvaluationError, match="in the encoder's pretraining"):
@@ -687,8 +687,7 @@ def test_words_say_inconclusive_wherever_a_claim_does_not_stand(judged):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_the_command_takes_what_is_there_again_and_refuses_bad_options(judged, monkeypatch):
-
+def test_the_command_takes_what_is_there_again_and_refuses_bad_options(judged):
     _, store, folder, run = judged
     base = [
         "trust",

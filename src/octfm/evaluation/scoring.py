@@ -372,8 +372,8 @@ def _eyes_note(u: Units) -> str | None:
 
 
 def odd_numbers(cases: Cases) -> str | None:
-    """A remark on codes for missing values (999, -1) among numbers or classes, or on numbers so far from the others that
-    they alone decide R²; None if there are none.
+    """A remark on codes for missing values (999, -1) among numbers or classes, or on numbers so far from the others
+    that they alone decide R²; None if there are none.
 
     A number that looks like a code is taken for one if it is negative and no other number is, if it is farther from all
     others than the range of nine in ten of them, or if it is outside the range of the others and the most frequent.

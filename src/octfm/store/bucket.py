@@ -1,15 +1,14 @@
 """Stores in a bucket: written shard by shard, visible row by row, read through verified copies on local disk."""
 
-import json
 import shutil
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -18,7 +17,6 @@ from octfm.io import bucket, bucket_cache
 from octfm.io.hashing import hash_text
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, write_whole
-from octfm.store.arrays import TensorStoreArrays
 from octfm.store.layout import ARRAYS, Arrays, Compression, StoreRow, checksum, read_rows, shard_key
 from octfm.store.shards import ShardArrays
 from octfm.store.writer import StoreWriter
@@ -41,19 +39,16 @@ class BucketArrays:
         path: BucketPath,
         rows: tuple[StoreRow, ...],
         image_size: tuple[int, int, int],
-        metadata: Mapping[str, Any],
-        open_arrays: Callable[[Path], ShardArrays | TensorStoreArrays],
+        open_arrays: Callable[[Path], ShardArrays],
     ):
-        """`metadata`: zarr.json of each array; `open_arrays`: a function that opens a local folder of arrays."""
+        """`open_arrays` opens a local folder of arrays."""
         self._path, self._rows, self._image_size = path, rows, image_size
         self._listing: dict[str, bucket.Object] = {}
         self._lock = threading.Lock()
-        # Symbolic links to cached shards, under the names that zarr expects.
+        # Symbolic links to cached shards, under the names that they have in a folder.
         self._links = tempfile.TemporaryDirectory(prefix="octfm-store-", ignore_cleanup_errors=True)
         for name in ARRAYS:
-            folder = Path(self._links.name) / name
-            folder.mkdir()
-            (folder / "zarr.json").write_text(json.dumps(metadata[name]), "utf-8")
+            (Path(self._links.name) / name).mkdir()
         self._arrays = open_arrays(Path(self._links.name))
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="octfm-bucket")
 

@@ -223,8 +223,8 @@ def _named(columns: Sequence[str], row: dict[str, str]) -> str:
 
 
 def _key(row: dict[str, str], columns: Sequence[str]) -> tuple[str, ...]:
-    """The cells by which rows are matched: an eye is R or L however its table spells it (OD, left), a participant is one
-    under every spelling of the id."""
+    """The cells by which rows are matched: an eye is R or L however its table spells it (OD, left), a participant is
+    one under every spelling of the id."""
     cells = ((column, row[column].strip()) for column in columns)
     return tuple(
         cell if column == "source" else lateralities([cell])[0] or cell if column == "laterality" else person_key(cell)
