@@ -35,7 +35,7 @@ TRAINING_PATH = [
     "octfm.encoder.encoder",
     "octfm.tasks.finetune",
 ]
-LIGHT = {"torch", "numpy", "yaml", "pydantic"}
+LIGHT = {"torch", "numpy", "yaml", "pydantic", "tensorstore"}
 
 
 def name_of(path: Path) -> str:
@@ -108,7 +108,7 @@ def test_training_path_imports_only_the_light_libraries():
     ],
 )
 def test_nothing_heavy_is_imported_early(what):
-    heavy = {"torch", "numpy", "pydicom", "zarr", "matplotlib", "sklearn", "pyarrow", "pydantic"}
+    heavy = {"torch", "numpy", "pydicom", "zarr", "matplotlib", "sklearn", "pyarrow", "pydantic", "tensorstore"}
     loaded = set(run_python(f"{what}\nimport sys\nprint(*{{m.split('.')[0] for m in sys.modules}})").split())
     assert not loaded & heavy
 

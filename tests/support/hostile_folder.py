@@ -6,7 +6,7 @@ from pathlib import Path
 
 LIBRARIES = {
     "octfm", "numpy", "scipy", "pydicom", "PIL", "yaml", "joblib", "cloudpickle", "pandas", "pyarrow", "torch", "typer", "click", "rich",
-    "pydantic", "zarr", "google_crc32c", "fsspec", "s3fs", "gcsfs", "nibabel", "highdicom", "imagecodecs", "pylibjpeg", "openjpeg", "libjpeg",
+    "pydantic", "zarr", "tensorstore", "google_crc32c", "fsspec", "s3fs", "gcsfs", "nibabel", "highdicom", "imagecodecs", "pylibjpeg", "openjpeg", "libjpeg",
     "rle", "gdcm", "jpeg_ls", "pyjpegls", "jinja2", "matplotlib", "distributed", "dask", "loky", "setproctitle", "psutil", "sitecustomize",
     "usercustomize",
 }  # fmt: skip

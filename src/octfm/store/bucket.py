@@ -1,14 +1,15 @@
 """Stores in a bucket: written shard by shard, visible row by row, read through verified copies on local disk."""
 
+import json
 import shutil
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from octfm.io import bucket, bucket_cache
 from octfm.io.hashing import hash_text
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, write_whole
+from octfm.store.arrays import TensorStoreArrays
 from octfm.store.layout import ARRAYS, Arrays, Compression, StoreRow, checksum, read_rows, shard_key
 from octfm.store.shards import ShardArrays
 from octfm.store.writer import StoreWriter
@@ -39,16 +41,19 @@ class BucketArrays:
         path: BucketPath,
         rows: tuple[StoreRow, ...],
         image_size: tuple[int, int, int],
-        open_arrays: Callable[[Path], ShardArrays],
+        metadata: Mapping[str, Any],
+        open_arrays: Callable[[Path], ShardArrays | TensorStoreArrays],
     ):
-        """`open_arrays` opens a local folder of arrays."""
+        """`metadata`: zarr.json of each array; `open_arrays`: a function that opens a local folder of arrays."""
         self._path, self._rows, self._image_size = path, rows, image_size
         self._listing: dict[str, bucket.Object] = {}
         self._lock = threading.Lock()
-        # Symbolic links to cached shards, under the names that they have in a folder.
+        # Symbolic links to cached shards, under the names that zarr expects.
         self._links = tempfile.TemporaryDirectory(prefix="octfm-store-", ignore_cleanup_errors=True)
         for name in ARRAYS:
-            (Path(self._links.name) / name).mkdir()
+            folder = Path(self._links.name) / name
+            folder.mkdir()
+            (folder / "zarr.json").write_text(json.dumps(metadata[name]), "utf-8")
         self._arrays = open_arrays(Path(self._links.name))
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="octfm-bucket")
 

@@ -245,7 +245,7 @@ def shapes(image_size: Sequence[int]) -> dict[str, tuple[int, ...]]:
 
 
 def array_metadata(
-    name: str, volumes: int, image_size: Sequence[int], compression: Compression, crc: bool
+    name: str, volumes: int, image_size: Sequence[int], compression: Compression, crc: bool = True
 ) -> dict[str, Any]:
     """zarr.json of one array, after the zarr v3 core and sharding-codec specifications.
 

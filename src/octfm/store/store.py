@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, overload
@@ -18,6 +17,7 @@ from octfm.display import box, brief, counted, data_frame, number, readable, tim
 from octfm.errors import ConfigError, StoreError
 from octfm.io.cores import available_cores
 from octfm.io.location import Location, location
+from octfm.store.arrays import open_arrays
 from octfm.store.item import StoredVolume
 from octfm.store.layout import (
     ARRAYS,
@@ -26,6 +26,7 @@ from octfm.store.layout import (
     Compression,
     StoreRow,
     Unprepared,
+    array_metadata,
     checksum,
     read_header,
     read_rows,
@@ -33,7 +34,6 @@ from octfm.store.layout import (
     shard_key,
     summary,
 )
-from octfm.store.shards import ShardArrays
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.volume import STRUCTURE_ONLY, Modality
 
@@ -336,11 +336,20 @@ class Store:
 
     def _opened(self) -> Any:
         if isinstance(self.path, Path):
-            return ShardArrays(self.path, self.compression, self.checks_shards, self.threads)
+            return open_arrays(self.path, self.threads, self.compression, self.checks_shards)
         from octfm.store.bucket import BucketArrays
 
-        opened = partial(ShardArrays, compression=self.compression, crc=self.checks_shards, threads=self.threads)
-        return BucketArrays(self.path, self.rows, self.image_size, opened)
+        metadata = {
+            name: array_metadata(name, len(self), self.image_size, self.compression, self.checks_shards)
+            for name in ARRAYS
+        }
+        return BucketArrays(
+            self.path,
+            self.rows,
+            self.image_size,
+            metadata,
+            lambda folder: open_arrays(folder, self.threads, self.compression, self.checks_shards),
+        )
 
     def _unreadable(self, index: np.ndarray, name: str, error: Exception) -> "_Damaged":
         """The error for an unreadable shard."""
