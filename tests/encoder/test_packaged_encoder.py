@@ -400,5 +400,5 @@ def test_a_store_from_before_version_4_is_refused_with_both_versions(tmp_path):
     store = small_store(
         tmp_path / "old", splits=("train",), preprocessing=encoder.preprocessing.model_copy(update={"algorithm": 3})
     )
-    with pytest.raises(EvaluationError, match=r"\(algorithm is 3, expected 4\); prepare the volumes anew .*--like"):
+    with pytest.raises(EvaluationError, match=r"\(algorithm is 3, expected 4\); prepare the volumes again .*--like"):
         encoder.embed(store)

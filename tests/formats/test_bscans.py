@@ -254,7 +254,7 @@ def test_view_of_a_folder_of_bscans_names_a_command_that_view_has(tmp_path):
     for name in ("a 1.png", "b 7.png"):
         write_image(tmp_path / "set" / name, layered(1))
     shown = invoke("view", tmp_path / "set", "--out", tmp_path / "set.html")
-    assert str(shown.exception).endswith(f"if each image is a scan of its own: octfm view {tmp_path / 'set'}/IMAGE")
+    assert str(shown.exception).endswith(f"if each image is a separate scan: octfm view {tmp_path / 'set'}/IMAGE")
 
 
 def _screenshots() -> dict[str, np.ndarray]:

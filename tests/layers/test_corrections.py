@@ -259,7 +259,7 @@ def test_what_is_dragged_and_painted_is_measured_saved_and_applied(browser, tmp_
     assert numbers(browser)["intraretinal_fluid"] > as_found["intraretinal_fluid"]
 
     browser.js("document.querySelector('[data-part=\"save\"]').click()")
-    assert "who corrects" in browser.js(STATUS)
+    assert "Enter your name" in browser.js(STATUS)
     browser.js("document.querySelector('[data-part=\"author\"]').value = 'A. Grader'")
     path = save(browser, tmp_path)
     content = json.loads(path.read_text())

@@ -45,7 +45,8 @@ def phantom(
         Literal["3", "4"],
         opt.option(
             "3|4",
-            "4: outer retina, choroid and looks of the streamed phantoms that the packaged networks learned from.",
+            "4: outer retina, choroid and appearance of the streamed phantoms that the packaged networks were trained "
+            "on.",
             "--phantom-version",
         ),
     ] = "3",
@@ -114,15 +115,15 @@ def scan(
         str,
         opt.option(
             "LAYOUTS",
-            "raster; raster,radial to accept radial (star) scans too, which octfm prepare resamples; raster,line to "
-            "accept images that stand alone as single B-scans; or line: every image is a single B-scan.",
+            "raster; raster,radial to accept radial (star) scans as well, which octfm prepare resamples; raster,line "
+            "to accept single images as B-scans as well; or line: every image is a single B-scan.",
         ),
     ] = "raster",
     modalities: Annotated[
         str,
         opt.option(
             "MODALITIES",
-            "structure, or structure,octa to accept OCT angiography too; training takes it on request only.",
+            "structure, or structure,octa to accept OCT angiography as well; training uses it only on request.",
         ),
     ] = "structure",
     extract: Annotated[
@@ -218,7 +219,7 @@ def scan(
             typer.echo(f"if the guess is right: {shlex.join(['octfm', *sys.argv[1:], *accept])}")
         raise
     except NothingAccepted as nothing:
-        # Write catalog and page all the same: they hold the reason of every reject.
+        # Write catalog and page nevertheless: they have the reason of every reject.
         catalog, failure = nothing.catalog, nothing
     locations = {}
     if key is not None:
@@ -387,7 +388,7 @@ def _print_summary(catalog: "Catalog", out: opt.Place) -> None:
 
 
 def _print_disc_sides(of_scanner: dict[str, dict[str, int]]) -> None:
-    """Print verdicts per scanner; if some eyes could not be checked, also what a scan must show for the check."""
+    """Print verdicts per scanner and, if some eyes could not be checked, what the check needs."""
     from octfm.volume.laterality import CANNOT_TELL, NEEDS
 
     for scanner, counts in of_scanner.items():

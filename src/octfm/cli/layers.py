@@ -18,8 +18,8 @@ def segment(
         list[str] | None,
         opt.argument(
             "FILE|KEY=VALUE",
-            "Files, folders or a catalog to segment, with the packaged network or --apply; or settings of a training, "
-            "such as encoder=runs/a store=prepared/ truth=clinic/ground_truth.",
+            "Files, folders or a catalog to segment, with the packaged network or --apply; or settings to train a "
+            "segmenter, such as encoder=runs/a store=prepared/ truth=clinic/ground_truth.",
         ),
     ] = None,
     store: opt.Store = None,
@@ -28,7 +28,7 @@ def segment(
         opt.Place,
         opt.option(
             "FOLDER|TABLE",
-            "Output folder, or with scans a table FILE.csv; of a training also an s3:// or gs:// address.",
+            "Output folder, or with scans a table FILE.csv; for a training also an s3:// or gs:// address.",
             "--out",
             parser=opt.place,
         ),
@@ -109,7 +109,7 @@ def segment(
 
     if only_corrected and (apply_corrections is None or not is_table(out)):
         raise ConfigError(
-            "--only-corrected: leaves scans out of a table; add --apply-corrections FOLDER and --out FILE.csv"
+            "--only-corrected: limits a table to corrected scans; add --apply-corrections FOLDER and --out FILE.csv"
         )
     if workers and not (is_table(out) and apply_corrections is None):
         raise ConfigError("--workers: segments scans for a table; add --out FILE.csv, without --apply-corrections")

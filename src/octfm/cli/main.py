@@ -46,11 +46,11 @@ VERBS = (
     *(report, compare, view, card),
 )
 REPEATS_AFTER_S = 10.0
-"""Seconds after which other ranks of a host report an error, in case that it is theirs alone."""
+"""Seconds after which other ranks of a host report an error, in case only they have it."""
 SPINS = "3000"
-"""How often a thread of torch looks for the others before it sleeps. libgomp's own 300,000 hold a core that another
-process could use: beside a busy one `octfm segment` took 35 s instead of 25, alone 14 instead of 15
-(benchmarks/waiting.py)."""
+"""How often a thread of torch looks for work before it sleeps. libgomp's default of 300,000 occupies a core that
+another process could use: next to a busy process `octfm segment` took 35 s with it instead of 25, alone 14 instead of
+15 (benchmarks/waiting.py)."""
 RANKED = (pretrain, finetune)
 """Verbs whose ranks share the work."""
 for verb in VERBS:
@@ -79,11 +79,11 @@ def main() -> None:
     other exception is a bug of octfm and keeps its traceback.
 
     torchrun turns every exit code but 0 into 1. Therefore one rank per host also writes 75 to the file that
-    OCTFM_EXIT_FILE names; and under launch/torchrun.sh the code of a mistake in the settings, with which ranks then end
-    as if they were done, because torchrun would start them again (--max-restarts), to the same error.
+    OCTFM_EXIT_FILE names. Under launch/torchrun.sh it writes the code of a mistake in the settings as well, and ranks
+    then exit with 0, because torchrun would otherwise start them again (--max-restarts), to the same error.
     """
     if not sys.flags.utf8_mode and locale.getencoding().lower() != "utf-8":
-        # Start again as in a UTF-8 locale: in another one, names of files that are not ASCII have other letters.
+        # Start again as in a UTF-8 locale; in others, file names that are not ASCII would be decoded wrongly.
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     # Processes started by libraries must not import modules from the current folder, which may hold anyone's files.
@@ -94,15 +94,15 @@ def main() -> None:
     if first and exit_file:
         Path(exit_file).unlink(missing_ok=True)
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    if not by_torchrun:  # it sends the signal to the other ranks when one fails, and they have nothing to add
-        # As Ctrl-C, which leaves nothing half-written; a training remembers the signal instead, and saves.
+    if not by_torchrun:  # torchrun sends this signal to the other ranks when one fails; they have nothing to add
+        # Like Ctrl-C, which leaves nothing half-written; a training notes the signal instead, and saves.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # file names need not be valid text
     code, message = _run()
     if message and code in (1, 2) and by_torchrun and not first:
-        # The first rank of this host most likely says the same, and torchrun then ends this one before it repeats it.
+        # The first rank of this host most likely reports the same; torchrun then ends this rank before it repeats it.
         last = time.monotonic() + REPEATS_AFTER_S
         while time.monotonic() < last and not _is_settled(exit_file):
             time.sleep(0.1)
@@ -116,8 +116,9 @@ def main() -> None:
 
 
 def _settle(code: int) -> int:
-    """Leave the code of a mistake in the settings to the launcher; on several hosts others may not have made it."""
-    # Another launcher with such a file would take the run for done.
+    """Pass the code of a mistake in the settings to the launcher; only on a single host, because others may not have
+    it."""
+    # Only to launch/torchrun.sh: another launcher would take the run for finished.
     exit_file = os.environ.get("OCTFM_EXIT_FILE") if "OCTFM_LAUNCHER" in os.environ else None
     if exit_file and os.environ.get("LOCAL_RANK") == "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
         Path(exit_file).write_text(f"{code}\n", "utf-8")
@@ -131,7 +132,7 @@ def _is_settled(exit_file: str | None) -> bool:
 
 
 def _system_error(error: OSError) -> str:
-    # What is written appears under its name when it is whole; a person knows that name alone.
+    # Files are written under a temporary name; users know only the final one.
     name = re.sub(r"(^|/)\.([^/]+?)((\.\d+\.[0-9a-f]{8})?\.partial|\.lock)$", r"\1\2", str(error.filename or ""))
     path = f"{name}: " if name else ""
     if isinstance(error, FileNotFoundError):
@@ -155,7 +156,7 @@ def _run() -> tuple[int, str]:
             error.show()  # plain `octfm` prints the help; there is no mistake to explain
             return 2, ""
         verb = sys.argv[1] if sys.argv[1] in {verb.__name__ for verb in VERBS} else ""
-        # typer names the class of the error where a choice is wrong.
+        # For a wrong choice, typer prints the class of the error.
         reason = error.format_message().rstrip(".?").replace("Value error, ", "")
         if setting := re.match(r"No such option:? '?--(\w+(\.\w+)+)", reason):
             reason = f"--{setting[1]} is no option; settings are written {setting[1]}=VALUE"

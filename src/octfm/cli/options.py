@@ -78,7 +78,7 @@ class Verb(TyperCommand):
 
 
 class Alone(Verb):
-    """A verb that ranks cannot share: each would do all of the work, and write the same files."""
+    """A verb whose work ranks cannot share: each would do all of it and write the same files."""
 
     def invoke(self, ctx: Any) -> Any:
         from octfm.io.ranks import world_size
@@ -108,12 +108,12 @@ _OF_FILES = (".csv", ".tsv", ".txt", ".xlsx", ".xls", ".ods", ".parquet", ".json
 
 
 def is_named_as_file(out: Any) -> bool:
-    """Whether an output has a name that only a table or a document would have, and is no folder yet."""
+    """Whether an output has a name that only a table or a document would have, and is not an existing folder."""
     return Path(str(out)).suffix.lower() in _OF_FILES and not Path(str(out)).is_dir()
 
 
 def _folder(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`parse`, which also refuses the name of a file: before hours of work, not when the first result is written."""
+    """`parse` that also refuses the name of a file: before hours of work, not when the first result is written."""
 
     @functools.wraps(parse)
     def parse_folder(text: Any) -> Any:
@@ -126,7 +126,7 @@ def _folder(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _here(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`parse`, which also refuses a path of Windows."""
+    """`parse` that also refuses a Windows path."""
 
     @functools.wraps(parse)
     def parse_here(text: Any) -> Any:
@@ -137,7 +137,7 @@ def _here(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def option(metavar: str, about: str, *names: str, parser: Callable[[Any], Any] | None = None, **settings: Any) -> Any:
-    """An option with a value; named after its parameter if it has no `names`. `parser`: of a place."""
+    """An option with a value; named after its parameter if it has no `names`. `parser`: for a path or an address."""
     return typer.Option(*names, metavar=metavar, help=about, parser=parser and _here(parser), **settings)
 
 
@@ -184,7 +184,7 @@ LayoutsBelow = Annotated[
 
 
 def _settings_of(verb: str) -> Callable[[str], str]:
-    """A check of CONFIG that names the verb whose settings a file holds, where this is another."""
+    """A check of CONFIG that raises ConfigError if a file holds the settings of another verb, and names that verb."""
 
     def check(config: str) -> str:
         from octfm.config import find_config, read_yaml
@@ -216,7 +216,7 @@ Device = Annotated[
     str | None, option("DEVICE", "auto, cpu, cuda, mps or (pretrain) xla; default: cuda if available, else cpu.")
 ]
 _LENGTHS = (14, 40)
-"""octfm.layers.corrections.AXIAL_LENGTH_MM, which a command line need not import."""
+"""octfm.layers.corrections.AXIAL_LENGTH_MM, without its slow import."""
 AxialLength = Annotated[
     float | None,
     option(
@@ -323,7 +323,7 @@ def pretraining_words(
     from octfm.pretraining.settings import DEFAULT_STEPS
 
     words = with_options(overrides, {"data.store": store, "steps": steps, "epochs": epochs})
-    # Also where steps is the default's number, which the settings cannot tell from the default.
+    # Checked here, because the settings cannot tell a given number of steps from an equal default.
     pairs = [word.partition("=") for word in words]
     if {"steps", "epochs"} <= {name.strip() for name, _, value in pairs if value.strip().lower() not in ("null", "~")}:
         raise ConfigError("steps and epochs both say how long the run is; give one of them")
@@ -333,7 +333,7 @@ def pretraining_words(
 
 
 def refuse(context: typer.Context, options: Iterable[str], what: str) -> None:
-    """Raise ConfigError if one of these parameters was typed, which `what` would ignore; defaults do not conflict."""
+    """Raise ConfigError if one of these parameters was given, because `what` would ignore it; defaults do not count."""
     sources = {name: context.get_parameter_source(name) for name in options}
     given = [f"--{name.replace('_', '-')}" for name, source in sources.items() if source and source.name != "DEFAULT"]
     if given:
@@ -351,7 +351,7 @@ def command_line() -> str:
 
 
 def limits_of(file_seconds: float, file_gb: float) -> "Limits":
-    """Time and memory after which the process that reads a file is ended."""
+    """Limits of time and memory above which the process that reads a file is ended."""
     from octfm.io.isolation import Limits
 
     return Limits(seconds=file_seconds, memory=int(file_gb * 1e9))
@@ -360,8 +360,9 @@ def limits_of(file_seconds: float, file_gb: float) -> "Limits":
 def volumes_in(
     words: list[str], limits: "Limits", layouts: str = "any", nor: str = ""
 ) -> "dict[str, Laterality | None]":
-    """The files named, and every volume in the folders named, with the eye that its path names; prints how many files
-    there are left out. `layouts`: any, line or raster. ConfigError if there are none, `nor`."""
+    """Every file named and every volume in the folders named → the eye that its path names. Prints how many files in
+    folders are left out, and why. `layouts`: any, line or raster. Raises ConfigError, with `nor` in its text, if there
+    are none."""
     from octfm.catalog.participants.patterns import eye_in_path, eyes_in_paths
     from octfm.catalog.volumes import volumes_below
     from octfm.volume.volume import LAYOUTS, Layout

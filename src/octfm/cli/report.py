@@ -72,7 +72,7 @@ def compare(
     if len(runs) < 2:
         raise ConfigError("compare: expected two or more run folders; for one run there is octfm report")
     if labels is not None:
-        read_labels(labels)  # a wrong table stops here and not as a page without intervals
+        read_labels(labels)  # a wrong table is an error, not a page without intervals
     orders = opt.parse_orders(order)
     named, result, reason = names_of(runs), None, "They were not requested (--no-pairs)."
     if pairs:
@@ -82,7 +82,7 @@ def compare(
         try:
             result, reason = probe_together(named, table, targets=target, orders=orders, allow_seen=allow_seen), ""
         except EvaluationError as error:
-            # The whole error is not for the page, which may be passed around: it names paths and acquisitions.
+            # Not the whole error, which names paths and acquisitions: the page may be passed on.
             reason = error.public or "The runs could not be probed together."
             typer.echo(f"without paired intervals: {error}", err=True)
     typer.echo(write_compare(named, out, result, reason))
@@ -117,8 +117,8 @@ def view(
         list[str] | None,
         opt.place_option(
             "FILE",
-            "Lines or labels of this scan in a file of their own, such as the DICOM SEG, height map and NIfTI of "
-            "octfm segment --out; repeatable.",
+            "Lines or labels of this scan in another file, such as the DICOM SEG, height map and NIfTI of octfm "
+            "segment --out; repeatable.",
         ),
     ] = None,
     sample: Annotated[
@@ -197,9 +197,9 @@ def view(
         fundus=fundus,
         beside=beside,
     )
-    detail = "As it lies in its file."
+    detail = "As it is in its file."
     if scene.is_raster != (volume.layout == "raster"):
-        detail = "A raster made of the star in its file."
+        detail = "A raster made from the radial scan in its file."
     if sample:
         detail = "Synthetic: no patient's scan."
     facts = [*layer_facts, *view_facts(volume, scene, axial_length)]
@@ -220,7 +220,7 @@ def _read(file: str, spacing_mm: "Spacing3 | None", limits: "Limits") -> "tuple[
             "voxel_labels": f": octfm view SCAN --overlay {file}",
         }.get(error.code, "")
         # A page shows one scan.
-        sentence = str(error).replace(OR_SINGLE, f", or, if each image is a scan of its own: octfm view {file}/IMAGE")
+        sentence = str(error).replace(OR_SINGLE, f", or, if each image is a separate scan: octfm view {file}/IMAGE")
         raise ReadError(error.code, f"{sentence}{hint}") from None
     try:
         return volume, read_surfaces(file, limits)

@@ -81,20 +81,20 @@ def in_catalogs(words: Iterable[str], raster_only: bool = False) -> tuple[list[s
 
 @dataclass(frozen=True)
 class Scans:
-    """What is wanted of scans: the options of the verb."""
+    """The options of `octfm segment` for scans, and what it does with them."""
 
     out: Path | None
     """A table FILE.csv, a folder for NIfTI and DICOM, or None: only the terminal."""
     limits: Limits
     device: str | None
     apply: str | None = None
-    """A finished training to use in place of the packaged network."""
+    """A finished training, used instead of the packaged network."""
     dicom: bool = False
     calibrate: Path | None = None
     corrections: Path | None = None
     only_corrected: bool = False
     axial_length: float | Path | None = None
-    """In mm of the one eye, or a table of many."""
+    """Axial length of the only eye, in mm, or a table of many."""
     workers: int = 0
     """Child processes that segment scans for a table; see `write_table`."""
 
@@ -103,7 +103,7 @@ class Scans:
         return self.out if self.out is not None and is_table(self.out) else None
 
     def segment_samples(self, names: list[str]) -> None:
-        """Segment synthetic scans; the true values are printed next to those found."""
+        """Segment synthetic scans, and print the true thickness next to the one found."""
         made = samples(names)
         for each in made:
             true = f"a true central thickness of {each.centre_um:.1f} µm around its pit"
@@ -116,7 +116,8 @@ class Scans:
         known: KnownScans | None = None,
         truth: Sequence[Sample] = (),
     ) -> None:
-        """Segment files or volumes. `known`: see `read_known`; `truth`: of volumes, printed where zones were found."""
+        """Segment files or volumes. `known`: see `read_known`; `truth`: the samples of volumes, whose true thickness is
+        printed."""
         keep_freed_memory()
         if self.out is not None and not self.table and (self.out.is_file() or is_named_as_file(self.out)):
             raise ConfigError(f"--out {self.out}: expected a folder or a table FILE.csv, got another file; choose one")
@@ -256,8 +257,8 @@ def _name(source: str | Volume) -> str:
 
 
 def _report_nominal(lengths: AxialLengths, measured_by: Mapping[str, object]) -> None:
-    """`measured_by`: scan → its axial length, empty or None if its millimetres are nominal. Names a scan without one;
-    raises ConfigError if all are."""
+    """Name a scan without an axial length; raise ConfigError if no scan has one. `measured_by`: scan → its length,
+    empty or None if its millimetres are nominal."""
     nominal = [scan for scan, length in measured_by.items() if not length]
     if nominal and len(nominal) == len(measured_by):
         raise _names_none(lengths, nominal[0])
@@ -274,7 +275,7 @@ def _names_none(lengths: AxialLengths, scan: str) -> ConfigError:
 
 
 def _expect_short(result: str, source: str) -> None:
-    """Raises ConfigError, before hours of work, if no disk takes the longest name of the results."""
+    """Raise ConfigError, before hours of work, if the longest name of the results is too long for a file system."""
     if (length := len(os.fsencode(result))) > 255:
         raise ConfigError(
             f"{source}: a result would have a name of {length} bytes, {result[:20]}…{result[-20:]}, expected at most "
@@ -285,8 +286,8 @@ def _expect_short(result: str, source: str) -> None:
 def _as_in_table(
     table: Path, sources: Sequence[str | Volume], known: KnownScans
 ) -> tuple[list[str | Volume], KnownScans]:
-    """Sources and what is known of them, each file once and under the name that its row has: a folder gives whole
-    paths, and the same file may be named by itself."""
+    """Sources and what is known about them, each file once and under the name that its row has: a folder gives full
+    paths, while the same file may be given by a relative one."""
     rows = read_table(table) if table.exists() else []
     # A relative path may have been written in another folder, where it names another scan.
     here = [n for row in rows if os.path.isabs(n := row["source"]) or is_of(row, n)]  # noqa: PTH117
@@ -304,8 +305,8 @@ def _tell_truth(found: ScanSegmentation, truth: Sequence[Sample], volume: Volume
 
 
 def stems_of(sources: Iterable[str]) -> dict[str, str]:
-    """Source → the stem of its results. If files in several folders share a name, also but for case or the code of an
-    umlaut, which are the same on macOS, a part of the path's hash is appended, so that none overwrites another."""
+    """Source → the stem of its results. If files in several folders share a name (on macOS also if names differ only in
+    case or in the encoding of an umlaut), a part of the path's hash is appended, so that none overwrites another."""
     stems = {source: stem_of(source) for source in sources}
     same = {source: composed(stem).casefold() for source, stem in stems.items()}
     count = Counter(same.values())

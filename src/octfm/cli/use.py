@@ -150,8 +150,8 @@ def embed(
 
 
 def _encoder_and_scans(words: list[str], sources: list[str]) -> tuple[str | None, list[str]]:
-    """RUN, None for the packaged encoder, and scans, of the words of `octfm embed`; `sources`: options that name what
-    to embed instead of scans."""
+    """RUN (None: the packaged encoder) and scans from the words of `octfm embed`; `sources`: options that name what to
+    embed instead of scans. Raises ConfigError."""
     from octfm.encoder.sources import names_encoder
 
     if sources:
@@ -172,7 +172,7 @@ def _encoder_and_scans(words: list[str], sources: list[str]) -> tuple[str | None
     for scan in scans:
         for name, option in (("store.json", "--store"), ("catalog.parquet", "--catalog")):
             if (Path(scan) / name).is_file():
-                raise ConfigError(f"{scan}: no scans but what {option} takes; use octfm embed {option} {scan}")
+                raise ConfigError(f"{scan}: expected scans, got what {option} takes; use octfm embed {option} {scan}")
     return run, scans
 
 
@@ -262,7 +262,7 @@ def export(
 
 
 def _echo_encoder(run: str | None) -> None:
-    """Say which encoder is used: the packaged one, by its hash, or a checkpoint of a run."""
+    """Print which encoder is used: the packaged one, by its hash, or a checkpoint of a run."""
     from octfm.weights.packaged import CURRENT_ENCODER, NOTE, everything_packaged, find_packaged, packaged_encoder
 
     if run is not None:
@@ -274,7 +274,7 @@ def _echo_encoder(run: str | None) -> None:
 
 
 def _echo_checkpoint(run: str) -> None:
-    """Say which checkpoint the folder of a pretraining run on disk stands for."""
+    """Print which checkpoint the folder of a pretraining run on disk stands for."""
     from octfm.report.sources import is_pretraining, metric_rows
     from octfm.report.words import checkpoint_taken
     from octfm.run.checkpoint import everywhere

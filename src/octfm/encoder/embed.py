@@ -22,8 +22,9 @@ from octfm.volume.preprocessing import Preprocessing
 
 L = TypeVar("L", bound=Location)
 BATCH = 16
+"""Volumes per batch, shared by the threads."""
 OWN_BATCH = 8
-"""Volumes that an encoder of somebody's own gets at a time."""
+"""Volumes that a user's own encoder gets at a time."""
 HISTOGRAM_BINS = 64
 QUALITY = ("signal", "noise", "contrast", "saturated")
 """Signal: 99th percentile of the grey levels less their median in the vitreous. Noise: standard deviation in the
@@ -33,15 +34,16 @@ ABOVE = 8
 WORDS = ("acquisition", "participant", "eye_id", "laterality", "scanner", "protocol", "split")
 """Columns of an embeddings file that describe the acquisition."""
 RANDOM_INIT = ("random_init", "random_init_2", "random_init_3")
-"""The same network before its first update: as the run drew it, and as two other seeds draw it."""
+"""The same network before its first update: as drawn by the run's seed, and by two other seeds."""
 NAMES = ("pretrained", *RANDOM_INIT, "histogram", "tissue_map", "image_quality")
-"""Files that the arms of every result are made of (octfm.evaluation.arms), the encoder of interest first."""
+"""Files from which the arms of every result are made (octfm.evaluation.arms), the encoder of interest first."""
 SINGLE_SCANS = "single scans"
-"""Value of `of` in the metadata of vectors of embed_scans, which a store's vectors must not replace, nor they them."""
+"""Value of `of` in the metadata of embed_scans' files: these and a store's vectors must not replace each other."""
 
 
 def embedding_files(run: str | Location, folder: str | Location | None = None) -> list[Location]:
-    """The embeddings files of a run, in RUN/embeddings or in `folder` (also in a bucket), in the order of NAMES."""
+    """The embeddings files of a run, in RUN/embeddings or in `folder` (also in a bucket), in the order of NAMES. Raises
+    EvaluationError if there are none."""
     where = location(folder) if folder is not None else location(run) / "embeddings"
     found = [where / f"{name}.parquet" for name in NAMES if (where / f"{name}.parquet").is_file()]
     own = location(run) / f"{NAMES[0]}.parquet"
@@ -60,7 +62,7 @@ def embedding_files(run: str | Location, folder: str | Location | None = None) -
 def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pretrained", echo: Echo = print) -> Path:
     """Write <out>/<name>.parquet: one float32 vector for every volume of the store.
 
-    Raises EvaluationError if the store was prepared with other settings than the encoder was trained on, and where the
+    Raises EvaluationError if the store was prepared with other settings than the encoder was trained on, and if the
     file holds vectors of embed_scans.
     """
     encoder = encoder.reading(store)
@@ -93,13 +95,13 @@ def encoder_facts(encoder: Encoder) -> dict[str, str]:
 
 
 def histogram_baseline(store: Store, out: str | Path) -> Path:
-    """Write <out>/histogram.parquet, the baseline of every result: a 64-bin histogram of the image voxels."""
+    """Write <out>/histogram.parquet, a baseline of every result: a 64-bin histogram of the image voxels."""
     vectors = _in_batches(store, histogram, HISTOGRAM_BINS, "histogram")
     return write_rows(Path(out) / "histogram.parquet", store, vectors, histogram_facts(store.fingerprint))
 
 
 def quality_baseline(store: Store, out: str | Path) -> Path:
-    """Write <out>/image_quality.parquet: signal, noise and contrast of every volume, for the arm of covariates."""
+    """Write <out>/image_quality.parquet: the numbers of QUALITY for every volume, for the arm of covariates."""
     vectors = _in_batches(store, image_quality, len(QUALITY), "image quality")
     facts = {"key": f"image_quality-{store.fingerprint}", "encoder": "image quality", "name": "image_quality"}
     return write_rows(Path(out) / "image_quality.parquet", store, vectors, facts | {"precision": "fp32"})
@@ -118,7 +120,7 @@ def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str
 
 
 def own_vectors(embed: Callable[[np.ndarray], np.ndarray], store: Store, rows: np.ndarray, name: str) -> np.ndarray:
-    """float64 [N, width] of these rows by an encoder of your own. Raises EvaluationError as `embed_with`."""
+    """float64 [N, width]: vectors of these rows by a user's own encoder. Raises EvaluationError as `embed_with`."""
     batches, found = [rows[first : first + OWN_BATCH] for first in range(0, len(rows), OWN_BATCH)], []
     with Progress(f"embed with {name}", len(rows)) as progress:
         for own, arrays in _read_ahead(store, batches):
@@ -138,7 +140,7 @@ def own_vectors(embed: Callable[[np.ndarray], np.ndarray], store: Store, rows: n
 
 
 def as_array(numbers: Any) -> np.ndarray:
-    """float64: an array or a tensor of any device, with or without a gradient."""
+    """A float64 array of an array or a tensor, on any device, with or without a gradient."""
     return np.asarray(numbers.detach().cpu().double() if isinstance(numbers, torch.Tensor) else numbers, np.float64)
 
 
@@ -152,7 +154,8 @@ def histogram(arrays: Arrays) -> np.ndarray:
 
 
 def image_quality(arrays: Arrays) -> np.ndarray:
-    """float32 [B, 4], see QUALITY, of image voxels (`Arrays.valid`); without vitreous, all of them stand for it."""
+    """float32 [B, 4], see QUALITY, of image voxels (`Arrays.valid`); without vitreous, all image voxels stand in for
+    it."""
     rows = np.arange(arrays.voxels.shape[2])[:, None]
     found = []
     for voxels, band, image in zip(arrays.voxels, arrays.band, _image(arrays), strict=True):
@@ -199,10 +202,10 @@ def facts_of(path: Location) -> dict[str, Any]:
 def _in_batches(
     store: Store, describe: Callable[[Arrays], np.ndarray], width: int, name: str, threads: int = 1
 ) -> np.ndarray:
-    """float32 [N, width]: `describe` applied to all volumes of a store; `name` is the encoder's, for the progress.
+    """float32 [N, width]: `describe` applied to all volumes of a store; `name` of the encoder is shown as progress.
 
-    With several threads, which `describe` must allow, each has volumes of its own and torch computes with its share of
-    the cores: the products of small networks are too small to be divided.
+    With several threads, which `describe` must allow, each works on different volumes with its share of the cores,
+    because the matrix products of small networks are too small to be divided.
     """
     vectors, size = np.empty((len(store), width), np.float32), max(1, BATCH // threads)
     batches = [np.arange(first, min(first + size, len(store))) for first in range(0, len(store), size)]
@@ -212,7 +215,7 @@ def _in_batches(
         return len(rows)
 
     with Progress(f"embed with {name}", len(store)) as progress:
-        if threads == 1:  # in the caller's own thread, whose settings of torch are not those of others
+        if threads == 1:  # in the caller's thread, because some of torch's settings are per thread
             for rows, arrays in _read_ahead(store, batches):
                 progress.advance(fill(rows, arrays))
             return vectors

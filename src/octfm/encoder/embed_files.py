@@ -1,4 +1,4 @@
-"""Embed files in a folder or a bucket directly, without a store: decoded in parallel, written and resumed by shards.
+"""Embed files in a folder or a bucket directly, without a store: decoded in parallel, written and resumed in shards.
 
 OUT/job.json             keys of the vectors; continuing with another encoder is refused
 OUT/catalog/             the catalog of the files, reused until a file changes
@@ -54,7 +54,7 @@ from octfm.weights.exported import refuse_inside_export
 
 FORMAT, VERSION = "octfm-embedding-job", 1
 SHARD = 32
-"""Volumes whose vectors are written together, so at most these are lost by a kill."""
+"""Volumes whose vectors are written together; a killed job loses at most these."""
 BATCH = 8
 """Volumes per forward pass; divides SHARD, so that a resumed job makes the same batches."""
 
@@ -115,8 +115,9 @@ def embed_files(
     pool: overrides the run's objective.pool.
     follow_links: as for octfm.scan.
     exclude: a file naming volumes to leave out (octfm.store.exclusion).
-    Returns counts. Raises EvaluationError if `out` holds vectors of other weights, Preprocessing or precision, or if
-    nothing could be embedded; BucketError if the bucket stops answering.
+    Returns counts: volumes, embedded, failures (code → count), skipped, and bucket if one was used. Raises
+    EvaluationError if `out` holds vectors of other weights, Preprocessing or precision, or if nothing could be
+    embedded; BucketError if the bucket stops answering.
     """
     out = location(out)
     refuse_inside_export(out)
@@ -197,7 +198,8 @@ def _claim(out: Location, kinds: Sequence[_Kind]) -> None:
 
 
 def _exclusive(out: Location) -> AbstractContextManager[Any]:
-    """A context in which no other job writes to `out`. A killed job's lock ends with it, its lease after 3 minutes."""
+    """A context in which no other job writes to `out`. When a job is killed, its lock ends at once, its lease in a
+    bucket after 3 minutes."""
     if isinstance(out, BucketPath):
         return Lease(out / "job.lease", "embedding into it")
     out.mkdir(parents=True, exist_ok=True)
@@ -232,7 +234,7 @@ def _catalog(
     if isinstance(root, Path) and isinstance(out, Path) and Path(os.path.abspath(out)).is_relative_to(root):  # noqa: PTH100
         raise EvaluationError(f"{out}: inside the folder to be embedded; choose an --out outside {root}")
     listing = listing_of(root)
-    # Defaults add nothing, so that jobs from before these options existed keep their digest.
+    # Defaults add nothing, so that jobs of versions without these options keep their digest.
     others = [*([] if follow_links else ["no links"]), *(name for name in modalities if name != "structure")]
     scanned = [str(root), sorted(listing.items()), *others]
     digest = hash_text(json.dumps(scanned))
@@ -254,13 +256,14 @@ def _catalog(
     except AmbiguousPeople as ambiguous:
         raise EvaluationError(f"{ambiguous}; then embed the resulting catalog with --catalog") from None
     catalog.save(kept)
-    # After the catalog, which a later call takes from here if the digest agrees.
+    # Written after the catalog, because a later call uses the catalog if the digest agrees.
     write_whole(kept / "listing.json", json.dumps({"digest": digest}).encode())
     return catalog, _versions(listing)
 
 
 def _versions(listing: dict[str, str]) -> Callable[[Acquisition], str]:
-    """`_Task.version` by this listing: a vector of the other eye, or of other millimetres, is not the acquisition's."""
+    """A function that gives `_Task.version` from this listing and from what the catalog states: with another eye or
+    other millimetres, an acquisition has another vector."""
     version_of_file = versions(listing)
 
     def version_of(acquisition: Acquisition) -> str:

@@ -1,4 +1,4 @@
-"""Embed scans one by one, without a store, a catalog or participants: a few files, vectors at once."""
+"""Embed single scans without a store, a catalog or participants, for vectors of a few files at once."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,10 +28,10 @@ def embed_scans(
 ) -> tuple[Location, int]:
     """Write OUT/pretrained.parquet, a vector for every scan that can be read; returns it and their number.
 
-    eyes: scan → the eye that its path names, see Volume.with_eye; vectors are those of the eye mirrored to a right one.
+    eyes: scan → the eye that its path names, see Volume.with_eye; left eyes are mirrored before they are embedded.
     A file of earlier scans is replaced. `echo` gets a line for every scan that could not be read or embedded; if none
     could, the last of these errors is raised and not echoed. Raises EvaluationError if `out` holds vectors of a store
-    or of embed_files, and BucketError.
+    or of embed_files, and BucketError if a bucket does not answer.
     """
     out = location(out)
     refuse_inside_export(out)
@@ -56,7 +56,7 @@ def embed_scans(
             except OctfmError as error:
                 problems.append(error)
             except BAD_INPUT as error:
-                # The message of a library may hold anything, so only its kind is kept.
+                # The message of a library may hold anything, so only the error's type is kept.
                 source = scan.source if isinstance(scan, Volume) else scan
                 what = f"could not be embedded ({type(error).__name__}); please report it with the file's format"
                 problems.append(EvaluationError(f"{source}: {what}"))
@@ -65,7 +65,7 @@ def embed_scans(
         echo(str(problem))
     if not rows:
         raise problems[-1] if problems else EvaluationError("embed: expected scans, got none; name files or folders")
-    # Two files may state one acquisition, and nobody need know their participants.
+    # Files may state the same acquisition, or none; then their paths identify them.
     count = Counter(row["acquisition"] for row in rows)
     for row in rows:
         if count[row["acquisition"]] > 1 or row["acquisition"] == "unknown":
@@ -76,7 +76,7 @@ def embed_scans(
 
 
 def _row(volume: Volume) -> dict:
-    # Parquet holds text, and names of files may be any bytes; nothing is lost after hours for the name of one.
+    # Parquet holds only text, but file names may be any bytes; an odd name must not lose hours of work.
     source, acquisition, participant = map(one_line, (volume.source, volume.acquisition, volume.participant))
     return {
         "source": source,

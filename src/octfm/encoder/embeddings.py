@@ -21,7 +21,7 @@ TEXTS = ("acquisition", "participant", "eye_id", "scanner")
 OTHERS = ("laterality", "split", "participant_labels")
 """Columns that become tuples, because values may be None or mappings."""
 UNRECORDED = "the tokens of its training"
-"""Readout of files written before vectors were read from the same tokens for every encoder."""
+"""Readout of files by earlier versions, which read vectors from the tokens of each encoder's training."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +41,12 @@ class Embeddings:
     split: tuple[str | None, ...]
     participant_labels: tuple[dict[str, str], ...]
     vectors: np.ndarray
-    """float64 [N, width]; NaN, in no file, where an arm lacks a number: a probe takes the mean of its training rows."""
+    """float64 [N, width]. NaN (never in a file) where an arm lacks a number; a probe uses the mean of its training
+    rows."""
     parts: tuple[tuple[str, int], ...] = ()
     """Name and width of each arm that `vectors` joins (see `joined`); empty if it is no joint arm."""
     columns: tuple[str, ...] = ()
-    """Label column that each channel was made from; a probe of that column leaves it out. Empty: from no label."""
+    """Label column from which each channel was made; a probe of that column leaves it out. Empty: from no label."""
     draws: tuple[np.ndarray, ...] = ()
     """Vectors [N, width] of other random draws of the same arm. A probe reports the mean over all, with its spread."""
 
@@ -82,14 +83,14 @@ class Embeddings:
 
 
 def without_excluded_vectors(embeddings: Embeddings, file: str | Path, echo: Echo = to_stderr) -> Embeddings:
-    """The vectors whose acquisition or participant `file` does not list; uris in it match nothing in embeddings."""
+    """The vectors whose acquisition or participant `file` does not list; uris in it are ignored."""
     names = zip(embeddings.acquisition.tolist(), embeddings.participant.tolist(), strict=True)
     kept = np.flatnonzero(~excluded(file, names, embeddings.path, echo=echo))
     return take_rows(embeddings, kept)
 
 
 def take_rows(embeddings: Embeddings, rows: np.ndarray) -> Embeddings:
-    """These rows alone, in this order."""
+    """These rows only, in this order."""
     columns: dict[str, Any] = {name: getattr(embeddings, name)[rows] for name in (*TEXTS, "vectors")}
     columns["draws"] = tuple(vectors[rows] for vectors in embeddings.draws)
     columns |= {name: tuple(getattr(embeddings, name)[i] for i in rows) for name in OTHERS}
@@ -171,8 +172,8 @@ def of_store(store: Store) -> Embeddings:
 
 
 def align(given: str | Location | Embeddings | Sequence[str | Location | Embeddings]) -> list[Embeddings]:
-    """Embeddings with different names, one readout, and the same acquisitions and participants, in the order of the
-    first. Files are read. Raises EvaluationError otherwise.
+    """Embeddings of the same acquisitions, with rows in the order of the first; files are read. Raises EvaluationError
+    unless names differ and readout, acquisitions and participants are the same, TypeError for anything else.
     """
     given = [given] if isinstance(given, str | Location | Embeddings) else given
     if odd := [type(each).__name__ for each in given if not isinstance(each, str | Location | Embeddings)]:
@@ -197,7 +198,7 @@ def align(given: str | Location | Embeddings | Sequence[str | Location | Embeddi
                 public="The embeddings are not of the same acquisitions: embed all runs from the same store.",
             )
         if not np.array_equal(first.acquisition, other.acquisition):
-            # Those of a store are in its order, those of a file are sorted.
+            # Embeddings of a store are in its order, those of a file are sorted.
             rows = np.array([row_of[acquisition] for acquisition in first.acquisition.tolist()])
             encoders[place] = other = take_rows(other, rows)
         people, others = (list(map(person_key, each.participant.tolist())) for each in (first, other))
@@ -211,7 +212,8 @@ def align(given: str | Location | Embeddings | Sequence[str | Location | Embeddi
 
 
 def _expect_one_readout(encoders: Sequence[Embeddings]) -> None:
-    """Other tokens or another pooling change the score of a vector more than training does."""
+    """Raise EvaluationError for different readouts: other tokens or another pooling can change a score more than
+    training does."""
     read = [(e, e.metadata["readout"]) for e in encoders if e.metadata.get("readout")]
     for other, readout in read[1:]:
         first, expected = read[0]

@@ -41,11 +41,11 @@ Scan = str | Path | Volume | StoredVolume
 """What `Encoder.embed` takes for one scan; a str is a path or an address."""
 EMBEDDED_AT_ONCE = 16
 MOST_PACKED = 32_768 * 384
-"""Most values, tokens times channels, of volumes that are encoded together: 32,768 tokens of a ViT-S. Enough for a GPU
-to compute about as long as the host needs to launch the operators, which takes the same time for any number."""
+"""Most values (tokens times channels) of volumes that are encoded together: 32,768 tokens of a ViT-S. The GPU then
+computes for about as long as the host needs to launch the operators, which takes the same time for any number."""
 READ = "all tissue tokens"
-"""The tokens that vectors are read from. Not those of the training objective: background tokens alone would change
-the score of a vector, even of an untrained network."""
+"""The tokens that vectors are read from, not those of the training objective: adding background tokens would change the
+score of a vector, even of an untrained network."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +53,8 @@ class Encoder:
     """The frozen encoder of a run (objective.frozen) with the Preprocessing that its weights expect (F15)."""
 
     network: VisionTransformer3D
-    """A torch module for a loop of one's own: `forward_features(voxels)`, `feature_map(voxels)`, `num_features`. What
-    trains it changes this encoder."""
+    """A torch module for your own training loop: `forward_features(voxels)`, `feature_map(voxels)`, `num_features`.
+    Training it changes this encoder."""
     config: PretrainConfig
     preprocessing: Preprocessing
     runtime: Runtime
@@ -62,8 +62,8 @@ class Encoder:
     fingerprint: str
     """Fingerprint of the Preprocessing that the weights were trained on, including the version of its algorithm."""
     own_zscore: bool = False
-    """Standardise each volume by its own mean and standard deviation, as the prototype did, instead of by the
-    Preprocessing's fixed ones."""
+    """Standardise each volume by its own mean and standard deviation, as the prototype did, instead of by the fixed
+    ones of the Preprocessing."""
 
     def __post_init__(self):
         pre = self.preprocessing
@@ -124,7 +124,8 @@ class Encoder:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the float32 weights, which names them in results; `octfm models` prints that of packaged ones."""
+        """SHA-256 of the float32 weights, which identifies them in results; `octfm models` prints that of packaged
+        ones."""
         return exported.digest(self.network.state_dict())
 
     @property
@@ -138,20 +139,21 @@ class Encoder:
         return f"{self.key}-{self.readout}"
 
     def require_prepared(self, store: Store) -> None:
-        """Raises EvaluationError if a store was prepared with another Preprocessing than the encoder's (F15)."""
+        """Raise EvaluationError if a store was prepared with another Preprocessing than the encoder's (F15)."""
         if store.fingerprint != self.fingerprint:
             differing = differences(store.preprocessing.model_dump(mode="json"), self.preprocessing)
             raise EvaluationError(_prepared_otherwise(str(store.path), self.source, differing))
 
     @property
     def takes_bscans(self) -> bool:
+        """Whether it reads single B-scans instead of volumes."""
         return self.preprocessing.takes_bscans
 
     def of_bscans(self) -> "Encoder":
-        """The same encoder for single B-scans: its patch kernels summed over depth, tokens at one depth.
+        """The same encoder for single B-scans: patch kernels are summed over depth, and there is one layer of tokens.
 
-        A token is what the encoder of volumes makes of this B-scan repeated over the depth of a patch, if it sees no
-        other tokens. An encoder that was trained on B-scans is returned as it is.
+        Its tokens are those of the encoder of volumes for the B-scan repeated over the depth of a patch, with no other
+        tokens visible. An encoder that was trained on B-scans is returned unchanged.
         """
         if self.takes_bscans:
             return self
@@ -178,7 +180,8 @@ class Encoder:
         these, or a Store, in its order. Volumes of a store are taken as they were prepared, single B-scans are read by
         `of_bscans`.
 
-        Raises ReadError for a file that cannot be read, EvaluationError for a store that was prepared otherwise.
+        Raises ReadError for a file that cannot be read, EvaluationError for a store that was prepared otherwise and for
+        a modality (angiography) that the encoder was not trained on.
         """
         if isinstance(scans, Store):
             encoder = self.reading(scans)
@@ -208,7 +211,7 @@ class Encoder:
         if not isinstance(scan, str | Path | Volume):
             raise TypeError(f"expected a path, a Volume or a volume of a store, got {type(scan).__name__}")
         if isinstance(scan, Volume):
-            # As a file of one B-scan is read: as an array in memory it is a raster, unless somebody says otherwise.
+            # A file with one B-scan is read as a line; an array in memory is a raster unless its layout is given.
             single = scan.layout == "raster" and len(scan.voxels) == 1
             volume = replace(scan, layout="line") if single else scan
         else:
@@ -218,8 +221,8 @@ class Encoder:
         return encoder, encoder.prepare(volume)
 
     def embed_tokens(self, scan: Scan) -> np.ndarray:
-        """float32 [d, h, w, width]: every token of the full grid, padding included, of one scan as `embed` takes it; d
-        is 1 for a single B-scan."""
+        """float32 [d, h, w, width]: all tokens of one scan (as for `embed`), including padding; d is 1 for a single
+        B-scan. Raises as `embed`."""
         encoder, arrays = self.prepared(scan, self.of_bscans)
         return encoder.encode_grid(arrays.voxels)[0]
 
@@ -227,8 +230,9 @@ class Encoder:
     def embed_arrays(self, arrays: Arrays) -> np.ndarray:
         """float32 [B, vector_width] of prepared volumes: all tissue tokens, encoded without any others and pooled.
 
-        On other devices than the CPU, volumes share every operator but attention: the same vectors but for rounding,
-        whatever other volumes are in the batch.
+        On other devices than the CPU, volumes share every operator but attention: up to rounding, a vector does not
+        depend on the other volumes in the batch. Raises TooFewTokens for a volume without image, ConfigError for arrays
+        of another shape.
         """
         read = self.read_tokens(arrays)
         packs = packed([len(index) for index in read], self._most_tokens())
@@ -237,8 +241,8 @@ class Encoder:
         return self._stacked([part.cpu().numpy() for part in vectors])
 
     def _most_tokens(self) -> int:
-        """How many tokens volumes that are encoded together may have. On a CPU they are encoded one by one: launching
-        operators costs nothing there, and a vector's bits never depend on other volumes."""
+        """Most tokens of volumes that are encoded together. On a CPU volumes are encoded one by one: launching
+        operators costs nothing there, and a vector's bits do not depend on other volumes."""
         return 0 if self.runtime.device.type == "cpu" else MOST_PACKED // self.width
 
     def _vectors(self, voxels: np.ndarray, read: Sequence[np.ndarray]) -> Tensor:
@@ -284,12 +288,13 @@ class Encoder:
 
     @torch.inference_mode()
     def tissue_tokens(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of training's budget, float32 [B, M, width], and which are tissue, bool [B, M]: what heads get."""
+        """The input of heads: tokens within training's budget, float32 [B, M, width], and which are tissue, bool [B,
+        M]."""
         chosen, tissue = self.select(arrays)
         return self._encode(arrays.voxels, self.runtime.tensor(chosen)).cpu().numpy(), tissue
 
     def select(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
-        """Select tokens as training does, a fixed number per volume, for heads; vectors do not depend on it.
+        """Select tokens for heads as training does, a fixed number per volume; vectors do not depend on this choice.
 
         Returns their flat grid indices, int64 [B, M], and which of them are tissue, bool [B, M]; all of them if a
         volume has no tissue.
@@ -322,7 +327,8 @@ class Encoder:
         return Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None])
 
     def preprocess(self, volume: Volume) -> Prepared:
-        """One acquisition as the weights expect it, with the transform back to its native frame."""
+        """One acquisition as the weights expect it, with the transform back to its native frame. Raises EvaluationError
+        for a modality that the encoder was not trained on, and if this octfm prepares volumes differently."""
         if not isinstance(volume, Volume):
             raise TypeError(f"expected a Volume, got {type(volume).__name__}; octfm.read_volume(path) reads one")
         if self.preprocessing.fingerprint() != self.fingerprint:
@@ -338,7 +344,8 @@ class Encoder:
 
 
 def several(scans: Any, for_arrays: str) -> "Iterable[Scan]":
-    """Scans to go through one by one. Raises TypeError for anything else; `for_arrays` takes prepared voxels."""
+    """The scans, if they can be iterated over. Raises TypeError for anything else, which names `for_arrays`, the method
+    that takes prepared voxels."""
     if not isinstance(scans, Iterable) or isinstance(scans, np.ndarray | Tensor | dict | bytes):
         raise TypeError(
             f"expected a path, a Volume, a volume of a store, a list of these or a Store, got {type(scans).__name__}; "
@@ -348,7 +355,7 @@ def several(scans: Any, for_arrays: str) -> "Iterable[Scan]":
 
 
 def packed(counts: Sequence[int], most: int) -> list[slice]:
-    """Neighbouring volumes that have at most `most` tokens together; a volume with more is alone."""
+    """Slices of successive volumes with at most `most` tokens together; a volume with more is in a slice alone."""
     packs, tokens = [], 0
     for place, count in enumerate(counts):
         tokens += count
@@ -373,10 +380,13 @@ def load_encoder(
     hub id or a packaged name (octfm.encoder.sources). Without `run`, the packaged encoder.
 
     `run`: "hf://owner/name" is fetched from the Hugging Face hub, "owner/name" is only looked up in the hub's cache.
-    `random_init`: with the weights before the first update; a `draw` above 0 gives others, of seeds that follow the
-    run's. `runtime`: device and precision, by default one device and
-    float32. `objective`: settings class of a custom objective, needed only with `random_init`, to draw the weights. The
-    low-rank updates of a fine-tuned encoder are merged into its weights.
+    `random_init`: with the weights before the first update; a `draw` above 0 uses the run's seed + `draw` instead.
+    `device`: auto, cpu, cuda or mps. `runtime`: device and precision, by default `device` and float32. `objective`:
+    settings class of a custom objective, needed only with `random_init`, to draw the weights. The low-rank updates of a
+    fine-tuned encoder are merged into its weights.
+
+    Raises CheckpointError if there is no such encoder or its file is damaged, ConfigError for hf:// without
+    huggingface_hub, EvaluationError if the encoder that a fine-tuned head belongs to has changed.
     """
     runtime = runtime or alone("fp32", device)
     # Weights before the first update are the same in every checkpoint.
@@ -403,7 +413,7 @@ def _untrained(settings: PretrainConfig, preprocessing: Preprocessing, draw: int
 def _prepared_otherwise(what: str, encoder: str, differing: str = "") -> str:
     return (
         f"{what}: prepared with other settings than {encoder} was trained on{f' ({differing})' * bool(differing)}; "
-        "prepare the volumes anew with its own "
+        "prepare the volumes again with its own "
         f"Preprocessing (octfm prepare CATALOG --like {encoder.partition(' at random ')[0]}) (F15)"
     )
 
@@ -456,8 +466,8 @@ def preprocessing_of(run: str | Location) -> dict[str, Any]:
 
 
 def participants_of(run: str | Location) -> dict[str, Any]:
-    """Keyed hashes (`hashes`) of the participants that a model was trained on or its checkpoint chosen by, and their
-    `key`; without any, such as after training on streamed phantoms, the key may be None.
+    """`hashes`: keyed hashes of the participants that a model was trained on or its checkpoint was chosen by; `key`:
+    their key, which may be None if there are none, as after training on streamed phantoms.
 
     Raises EvaluationError if the key is kept elsewhere.
     """
@@ -471,8 +481,8 @@ def participants_of(run: str | Location) -> dict[str, Any]:
 
 
 def seen_by(run: str | Location) -> Callable[[str], bool]:
-    """A function that says whether the run's newest checkpoint was trained on a participant, or chosen by one, under
-    whatever spelling of the id."""
+    """A function that tells whether the run's newest checkpoint was trained on a participant or chosen by one, whatever
+    the spelling of the id. Raises EvaluationError as `participants_of`."""
     participants = participants_of(run)
     known = set(participants["hashes"])
     if not known:
@@ -516,10 +526,10 @@ def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, d
 
 
 def as_trained_on(encoder: Encoder, content: dict[str, Any], what: str, part: str) -> Encoder:
-    """The encoder as a head or decoder was trained on it. Raises EvaluationError if it is another one: a checkpoint
-    only names the path of one, which may hold a later checkpoint by now."""
+    """The encoder, if a head or decoder was trained on its weights. Raises EvaluationError if not: a checkpoint names
+    only the path of its encoder, where a later checkpoint may be by now."""
     other = "another Preprocessing" if encoder.fingerprint != content["fingerprint"] else ""
-    # Checkpoints of before it was recorded have no digest.
+    # Checkpoints of earlier versions record no digest.
     if not other and content.get("frozen_encoder", encoder.digest) != encoder.digest:
         other = "other weights"
     if other:

@@ -28,7 +28,8 @@ def export(
     keep_names: bool = False,
     echo: Echo = print,
 ) -> Path:
-    """Write a new folder `out` for `load_encoder`, `load_tuned` and `OctEncoder.from_pretrained`; complete or absent.
+    """Write a new folder `out` for `load_encoder`, `load_tuned` and `OctEncoder.from_pretrained`, completely or not at
+    all.
 
     run: a pretraining run, a checkpoint, or a run of `octfm finetune`, which is exported with its head.
     onnx: also write octfm.onnx, compared with torch.
@@ -81,7 +82,7 @@ def _expect_known_names(tuned: TunedModel) -> None:
     unknown = [name for name in answer.classes if not (is_plain_word(name) or is_known_scanner(name))]
     unknown += [] if all(map(is_known_name, answer.target.split(":"))) else [answer.target]
     if unknown:
-        # A class may be called like its column.
+        # A class may have the name of its column.
         names = ", ".join(map(repr, dict.fromkeys(unknown)))
         raise EvaluationError(
             f"config.json would publish the names {names}, which octfm does not know and which "
@@ -129,7 +130,7 @@ def write_files(folder: Path, settings: dict[str, Any], tensors: dict[str, Tenso
     folder.mkdir(parents=True, exist_ok=True)
     # Clones, because safetensors refuses tensors that share memory.
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    # One entry: safetensors writes several in an order that differs from process to process.
+    # One entry only: safetensors writes several in an order that differs between processes.
     write_whole(folder / exported.WEIGHTS, save(tensors, {"sha256": exported.checksum(tensors)}))
     write_whole(folder / exported.SEEN, json.dumps({"hash": "HMAC-SHA256", "hashes": hashes}, indent=0).encode())
     write_whole(folder / exported.CONFIG, (json.dumps(settings, indent=2) + "\n").encode())

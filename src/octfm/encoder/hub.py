@@ -26,7 +26,7 @@ except ImportError:
     raise ConfigError("octfm.OctEncoder needs huggingface_hub; install it with: pip install 'octfm[hub]'") from None
 
 _HUB_OPTIONS = {"revision", "cache_dir", "force_download", "local_files_only", "token"}
-"""What huggingface_hub hands on for the download, which is over by then."""
+"""Options of the download, which huggingface_hub passes on after it."""
 
 
 class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["medical", "oct", "retina"]):
@@ -69,18 +69,19 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
     def forward(self, voxels: Tensor) -> Tensor:
         """float32 [B, width, d, h, w]: the full token grid, channels first.
 
-        `voxels`: prepared voxels [B, 1, D, H, W] or [B, D, H, W], 0 to 255. Raises ConfigError on another shape.
+        `voxels`: prepared voxels [B, 1, D, H, W] or [B, D, H, W], 0 to 255. Raises ConfigError for another shape, and
+        for voxels that were scaled or standardised.
         """
         return self.network.feature_map(voxels)
 
     def forward_features(self, voxels: Tensor) -> Tensor:
-        """float32 [B, d·h·w, width]: the same tokens as a sequence, as timm's backbones give them."""
+        """float32 [B, d·h·w, width]: the same tokens as a sequence, as timm's backbones return them."""
         return self.network.forward_features(voxels)
 
     @property
     def encoder(self) -> Encoder:
-        """This network as an octfm.Encoder (`embed` and `embed_tokens` of native volumes); its mode, and what of it is
-        frozen, stay as they are."""
+        """This network as an octfm.Encoder, with `embed` and `embed_tokens` for native volumes. Whether it is in
+        training mode, and which parameters are frozen, is not changed."""
         runtime = start("fp32", str(next(self.network.parameters()).device))
         return Encoder(self.network, self.run, self.preprocessing, runtime, "OctEncoder", self.facts["fingerprint"])
 
@@ -102,7 +103,7 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
         nor the hub has an export of this name.
         """
         folder = Path(pretrained_model_name_or_path)
-        # Fetched before the mixin asks for it, which without a connection would retry for half a minute.
+        # Downloaded here, because without a connection the mixin would retry for half a minute.
         if not folder.is_dir():
             name = str(pretrained_model_name_or_path).removeprefix(HUB)
             folder = from_hub(
@@ -115,7 +116,7 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
     def _from_pretrained(cls, *, model_id: str, map_location: str = "cpu", **facts: Any) -> "OctEncoder":
         content = exported.read_export(Path(model_id))
         facts = {name: facts[name] for name in facts.keys() - _HUB_OPTIONS}
-        with torch.random.fork_rng(devices=[]):  # weights are drawn, and replaced at once
+        with torch.random.fork_rng(devices=[]):  # initial weights are drawn and replaced at once
             model = cls(**facts)
         parts = {f"{part}.{name}": tensor for part in ("network", "head") for name, tensor in content[part].items()}
         model.load_state_dict(parts)

@@ -35,7 +35,7 @@ INPUTS = ("voxels", "index", "counts")
 
 
 class Graph(nn.Module):
-    """The module that is exported."""
+    """The module that is exported; its inputs and outputs are described above."""
 
     pool: VectorPool
 
@@ -53,9 +53,10 @@ class Graph(nn.Module):
 
 
 def write_onnx(encoder: Encoder, head: TaskHead | None, file: Path) -> float:
-    """Write and verify the graph; returns the largest difference between onnxruntime and torch.
+    """Write and verify the graph; returns the largest relative difference between onnxruntime and torch (TOLERANCE).
 
-    Raises EvaluationError, and leaves no file, if they disagree.
+    Raises EvaluationError, and leaves no file, if they disagree; also without the packages of octfm[onnx], and for an
+    encoder that is not on a CPU.
     """
     _require_packages()
     if encoder.runtime.device.type != "cpu":

@@ -25,7 +25,7 @@ from octfm.weights.packaged import CURRENT_ENCODER, encoders_folder
 MOST_BYTES = 25_000_000
 """Largest packaged encoder; larger ones belong on a hub (`octfm export`)."""
 COMPARED = 6
-"""Synthetic scans whose vectors in bfloat16 weights are compared with those of float32."""
+"""Number of synthetic scans whose vectors by bfloat16 weights are compared with those by float32."""
 LICENCE = "Apache-2.0"
 ABOUT = "Vectors of volumes and single B-scans of the macula"
 TRAINED_ON = (
@@ -50,8 +50,9 @@ def package(
 ) -> Path:
     """Write octfm/weights/NAME, replacing it, from the newest checkpoint of a pretraining run, or from a checkpoint.
 
-    weights: folder to write into, instead of octfm/weights. pool: of its vectors, instead of the run's objective.pool.
-    Raises EvaluationError for a fine-tuned model, for a run with recorded participants, and above MOST_BYTES.
+    weights: folder to write into, instead of octfm/weights. pool: pooling of its vectors, instead of the run's
+    objective.pool. Raises EvaluationError for a fine-tuned model, for a run with recorded participants, and for more
+    than MOST_BYTES.
     """
     content = content_of(run)
     if "encoder_config" in content or content.get("head"):

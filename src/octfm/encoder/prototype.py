@@ -47,7 +47,7 @@ RENAMED = (
 def load_prototype_encoder(
     path: str | Path, preprocessing: Preprocessing | None = None, *, heads: int | None = None, device: str | None = None
 ) -> Encoder:
-    """The context encoder in a prototype's `.pt`, in float32, which standardises every volume by itself (F15).
+    """The context encoder in a prototype's `.pt`, in float32; it standardises every volume by its own statistics (F15).
 
     `preprocessing` defaults to PREPROCESSING. `heads` cannot be read from weights; by default heads are 64 wide. Raises
     CheckpointError naming a tensor that is missing, unknown or of another shape.
@@ -94,7 +94,7 @@ def load_prototype_encoder(
 
 
 def _translated(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The encoder's tensors under our names, without those of teacher and predictor."""
+    """The encoder's tensors under octfm's names, without those of teacher and predictor."""
     state = {}
     for name, tensor in tensors.items():
         if TEACHER.match(name):

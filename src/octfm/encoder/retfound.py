@@ -90,7 +90,8 @@ def load_retfound(path: str | Path, *, slices: int = 16, device: str = "cpu") ->
 
 
 def read_retfound(path: Path) -> SliceViT:
-    """The network in a RETFound file; sizes are read from its weights."""
+    """The network in a RETFound file; its sizes are read from the weights. Raises CheckpointError for another
+    layout."""
     tensors = read_weights(path, ("model", "state_dict"), "a RETFound .pth")
     state = {name.removeprefix("module."): tensor.float() for name, tensor in tensors.items()}
     state = {name: tensor for name, tensor in state.items() if not IGNORED.match(name)}

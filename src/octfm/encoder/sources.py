@@ -17,14 +17,15 @@ from octfm.weights.packaged import encoders_folder, packaged, packaged_encoder, 
 HUB = "hf://"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 FILES = (CONFIG, WEIGHTS, SEEN, KEY)
-"""Files of an export that are fetched from the hub; the ONNX graph, as large as the weights, is not."""
+"""Files of an export that are fetched from the hub; not the ONNX graph, which is as large as the weights."""
 
 
 def find(run: str | Location | None, weights: Path | None = None) -> Location:
-    """The folder, file or address that a user's word names, or for None the packaged encoder; `weights` is the folder
-    of packaged encoders.
+    """The folder, file or address that a user's word names; for None the packaged encoder. `weights`: the folder of
+    packaged encoders. A path that does not exist may be returned.
 
-    Raises CheckpointError for a hub id that is not there, ConfigError for hf:// without huggingface_hub.
+    Raises CheckpointError for a hub id or a packaged name that does not exist, ConfigError for hf:// without
+    huggingface_hub.
     """
     if run is None:
         return packaged_encoder(weights=weights)
@@ -39,14 +40,14 @@ def find(run: str | Location | None, weights: Path | None = None) -> Location:
         return where
     if re.fullmatch(r"[\w.-]+", run) and run == Path(run).name:
         return _named(run, weights)
-    # With a folder of the first word, it is rather a misspelt run.
+    # If a folder of the first word exists, the name is more likely a misspelt run.
     if _HUB_ID.fullmatch(run) and not Path(run).parent.exists():
         return _cached(run)
     return where
 
 
 def display_name(where: Location) -> str:
-    """The name of a packaged encoder, whose folder is in site-packages; else the path or address itself."""
+    """The name of a packaged encoder instead of its folder in site-packages; other paths and addresses unchanged."""
     packaged_here = isinstance(where, Path) and where.parent == encoders_folder()
     return where.name if packaged_here else str(where)
 
@@ -82,7 +83,7 @@ def names_encoder(word: str) -> bool:
 
 def from_hub(name: str, offline: bool = False, **options: Any) -> Path:
     """The folder of an export on the Hugging Face hub, `owner/name` or `owner/name@revision`, downloaded or from its
-    cache; `offline`, or with HF_HUB_OFFLINE=1, from its cache only. `options`: more of snapshot_download's.
+    cache; with `offline` or HF_HUB_OFFLINE=1 only from the cache. `options`: further ones of snapshot_download.
 
     Raises CheckpointError if it is not there, ConfigError without huggingface_hub.
     """
@@ -122,7 +123,7 @@ def _cached(name: str) -> Path:
 
 
 def _named(name: str, weights: Path | None) -> Path:
-    """The folder of a packaged encoder. Raises CheckpointError that lists what there is."""
+    """The folder of a packaged encoder. Raises CheckpointError, which lists the packaged ones, if there is none."""
     encoders = packaged_encoders(weights)
     if name in encoders:
         return encoders[name]

@@ -23,7 +23,7 @@ BATCH = 8
 
 @dataclass(frozen=True, eq=False)
 class TokenFeatures:
-    """Features on disk, memory-mapped."""
+    """Features on disk, memory-mapped; T tokens per volume, D channels."""
 
     place: dict[str, int]
     """Acquisition -> its row in the arrays."""
@@ -49,10 +49,10 @@ def token_features(
 ) -> TokenFeatures:
     """Read cached features from `folder`, or compute them: up to `per_volume` random tissue tokens of each volume.
 
-    `between` is called before every batch; what it raises stops the work. Tokens are drawn with a fixed
-    seed. Several ranks compute a share each, in a folder that all of them must see.
-    Raises EvaluationError before anything is computed if the features would take more than `max_gb`, and if a rank does
-    not see the files of the others.
+    `between` is called before every batch; an exception from it stops the work. Tokens are drawn with a fixed seed.
+    Several ranks compute a share each, in a folder that all of them must see.
+    Raises EvaluationError before anything is computed if the store was prepared otherwise, if the features would take
+    more than `max_gb` or do not fit on the disk, and if a rank does not see the files of the others.
     """
     encoder.require_prepared(store)
     size = len(store) * per_volume * encoder.width * 2 / 1e9
@@ -88,13 +88,13 @@ def draw_tissue(tokens_MD: np.ndarray, tissue_M: np.ndarray, per_volume: int) ->
 
 
 def drawn_places(tissue_M: np.ndarray, per_volume: int) -> np.ndarray:
-    """The places that `draw_tissue` draws, ascending: at most `per_volume` of those where `tissue_M` is True."""
+    """int64: the places that `draw_tissue` draws, ascending; at most `per_volume` of those where `tissue_M` is True."""
     return np.sort(np.random.default_rng(SELECTION_SEED).permutation(np.flatnonzero(tissue_M))[:per_volume])
 
 
 def _reserved(path: Path, shape: tuple[int, ...]) -> np.memmap:
-    """A new float16 array in a file that has its room on the disk: without it, writing to the mapped file would end
-    the process without a word. Raises EvaluationError if there is none."""
+    """A new float16 array in a file whose space on the disk is reserved: otherwise a full disk would kill the process,
+    without a message, when it writes to the mapped file. Raises EvaluationError if there is no space."""
     try:
         array = np.lib.format.open_memmap(path, "w+", np.float16, shape)
         _reserve(path)
@@ -114,13 +114,14 @@ def _reserve(path: Path) -> None:
         try:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
         except OSError as error:
-            # Some file systems cannot reserve room.
+            # Some file systems cannot reserve space.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
 
 
 def _require_shared_folder(sees: np.ndarray, folder: Path) -> None:
-    """Raises EvaluationError on every rank if one does not see rank 0's files. `sees`: bool [ranks], on all ranks."""
+    """Raise EvaluationError on every rank if one does not see rank 0's files. `sees`: bool [ranks], equal on all
+    ranks."""
     if not sees.all():
         raise EvaluationError(
             f"rank {np.flatnonzero(~sees)[0]} does not see the folder that rank 0 keeps token features in ({folder}); "

@@ -45,6 +45,7 @@ class Answer:
         return log_p if self.weighted else log_p - np.array(self.log_prior)
 
     def to_dict(self) -> dict[str, Any]:
+        """For JSON; `from_dict` reads it."""
         return asdict(self) | {"classes": list(self.classes), "log_prior": list(self.log_prior)}
 
     @staticmethod
@@ -83,7 +84,7 @@ class TunedModel:
         return self.answer.value(self.head(tensor(tokens), tensor(tissue)).float().cpu().numpy())
 
     def select(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens that the head answers from, as an exported graph takes them.
+        """The tokens that the head uses, as inputs of an exported graph.
 
         Returns flat grid indices, int64 [B, M], and which of them the head pools, bool [B, M].
         """
@@ -102,10 +103,10 @@ class TunedModel:
     def predict(self, scans: Store | Iterable[Scan]) -> list[dict[str, float]]: ...
 
     def predict(self, scans: Scan | Store | Iterable[Scan]) -> dict[str, float] | list[dict[str, float]]:
-        """Predict one acquisition: the probability of every class for a population like that of training, or a number.
+        """Class → probability, for a population like that of training; or target → predicted number, in its unit.
 
-        The number comes under the name of its target. scans: what `Encoder.embed` takes; several give a list, in their
-        order.
+        scans: what `Encoder.embed` takes; several give a list, in their order. Raises ReadError for a file that cannot
+        be read, EvaluationError for a store that was prepared otherwise.
         """
         of_bscans = cache(self.encoder.of_bscans)
         if isinstance(scans, Scan):
@@ -117,7 +118,7 @@ class TunedModel:
         value = replace(self, encoder=encoder).answers(arrays)[0].astype(float)
         if not self.answer.classes:
             return {self.answer.target: float(value[0])}
-        # `value` is for equally common classes; Bayes' rule brings back how common they were in training.
+        # `value` is for equally common classes; Bayes' rule restores their frequencies in training.
         log_p = value + np.array(self.answer.log_prior)
         p = np.exp(log_p - log_p.max())
         return dict(zip(self.answer.classes, (p / p.sum()).tolist(), strict=True))
@@ -148,7 +149,8 @@ class TunedModel:
         return "log-odds of its class" if self.answer.classes else "standard deviations of the label"
 
     def lost(self, before: np.ndarray, after: np.ndarray) -> float:
-        """Decrease from `before` [O] to `after`: in log-odds of the class that `before` predicts, or of the number."""
+        """Decrease from `before` [O] to `after` [O], in `loss_unit`: of the log-odds of the class that `before`
+        predicts, or of the number."""
         if not self.answer.classes:
             return float(before[0] - after[0])
         predicted = int(before.argmax())
@@ -201,7 +203,7 @@ def load_head(run: str | Location, encoder: Encoder, device: str | torch.device 
 
 
 def load_with_head(run: str | Location, device: str | torch.device | None = None) -> tuple[Encoder, TunedModel | None]:
-    """The encoder of any run, checkpoint or export, and the fine-tuned model that it is part of, if it is."""
+    """The encoder of any run, checkpoint or export, and the fine-tuned model that it belongs to, if there is one."""
     content = content_of(run)
     if "encoder_config" not in content and not content.get("head"):
         return load_encoder(run, device=device), None

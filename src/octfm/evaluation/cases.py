@@ -66,6 +66,7 @@ TARGETS = (
     Target("cst_um", "cst_um", "eye"),
     Target("scanner", "scanner", "acquisition", leakage=True),
 )
+"""Targets that are probed, if their column exists, when none is named."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +96,7 @@ class Cases:
 
     @property
     def kind(self) -> Literal["binary", "ordinal", "multiclass", "regression"]:
+        """The kind of target; two grades are binary."""
         if self.classes is None:
             return "regression"
         return "binary" if len(self.classes) == 2 else "ordinal" if self.ordered else "multiclass"

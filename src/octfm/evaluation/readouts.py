@@ -17,9 +17,13 @@ SMALL = 1 << 22
 Readout = Literal["linear", "knn", "trees"]
 
 INNER_FOLDS = 3
+"""Folds of the training participants by which a setting is chosen."""
 LOGISTIC_C = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+"""Inverse L2 penalties of logistic and ordinal regression to choose from, the strongest penalty first."""
 RIDGE_ALPHA = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
+"""L2 penalties of ridge regression to choose from."""
 NEIGHBOURS = (1.0, 3.0, 5.0, 10.0, 20.0, 40.0)
+"""Numbers of nearest neighbours to choose from."""
 MOST_PAIRS = 1 << 22
 """Most similarities of new to training rows in memory at a time: those of 10,000 to 50,000 rows would take 12 GB."""
 ITERATIONS = (12.0, 25.0, 50.0, 100.0, 200.0)

@@ -229,6 +229,7 @@ def fails_holm(comparison: dict[str, Any]) -> bool:
 
 
 def finite(value: float | None) -> float | None:
+    """The value as a float; None if it is not finite, since JSON has no NaN."""
     return None if value is None or not np.isfinite(value) else float(value)
 
 
@@ -338,6 +339,7 @@ def _guessed_auroc(u: Units) -> float:
 
 
 def softmax(log_p: np.ndarray) -> np.ndarray:
+    """Probabilities [n, K] from log-probabilities [n, K] that need not be normalised."""
     p = np.exp(log_p - log_p.max(1, keepdims=True))
     return p / p.sum(1, keepdims=True)
 

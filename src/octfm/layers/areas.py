@@ -38,6 +38,7 @@ FLUID_SURE, FLUID_SUREST, FLUID_GROWS = 2.0, 4.0, 1.7
 thresholds they are four fifths. On phantoms alone a FLUID_GROWS of 1.4 is better (docs/log). An area smaller than
 SMALL_FLUID_MM2 needs FLUID_SUREST. The same holds for detachments."""
 SMALL_FLUID_MM2 = 0.02
+"""Areas of fluid in a B-scan that are smaller need higher log-odds."""
 LEAST_FLUID_MM2 = 0.0015
 """Smallest area of fluid in a B-scan, such as 50 µm by 30 µm: shadows below vessels give smaller ones."""
 IN_THE_IMAGE = 0.6

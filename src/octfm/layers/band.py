@@ -52,6 +52,7 @@ class LearnedBand:
 
     @property
     def network(self) -> str:
+        """Name and SHA-256 of the network, as Preprocessing records them."""
         return f"{self.name} {find_packaged(self.name).digest}"
 
     @property

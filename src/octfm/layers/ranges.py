@@ -14,6 +14,7 @@ from importlib.resources import files
 import numpy as np
 
 LEVEL = 0.9
+"""Share of zones whose true mean a range is calibrated to contain."""
 SWOLLEN_UM = 330.0
 """Mean thickness above which most zones are swollen; in healthy eyes the inner ring reaches it."""
 WET_UM = 3.0

@@ -254,6 +254,7 @@ class ScanSegmentation(Segmentation):
 
     @property
     def why_no_um(self) -> str:
+        """Why nothing is given in µm, in words; empty if millimetres are known."""
         return WHY if self.volume.spacing_estimated else ""
 
     @property
@@ -293,11 +294,13 @@ class ScanSegmentation(Segmentation):
 
     @property
     def comments(self) -> str:
+        """A line for files: the network, whether somebody corrected the result, and the limits of use."""
         by_hand = "" if self.corrections is None else "; corrected by hand"
         return f"octfm segment, {self.model}{by_hand}; {NOTE}"
 
     @property
     def by_hand(self) -> frozenset[str]:
+        """Names of the surfaces and masks that somebody corrected or checked in some B-scan."""
         if self.corrections is None:
             return frozenset()
         # A correction of areas covers all masks of its B-scan.

@@ -63,6 +63,7 @@ class DenseDecoder(nn.Module):
         self.std.copy_(tokens_NF.std(0).clamp_min(1e-6))
 
     def forward(self, tokens_BdhwF: Tensor) -> Tensor:
+        """Logits [B, C, D, H, W]."""
         x = (tokens_BdhwF - self.mean) / self.std
         if self.mix is not None:
             x = x + self.mix(x.movedim(-1, 1)).movedim(1, -1)

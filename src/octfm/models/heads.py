@@ -17,9 +17,10 @@ Pool = Literal["mean", "attention"]
 
 
 class MeanPool(nn.Module):
-    """Mean over the tokens marked in `counts`."""
+    """Mean over the tokens marked in `counts` (bool), at least one per volume."""
 
     def forward(self, tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:
+        """[B, D]"""
         return mean(tokens_BMD, counts_BM)
 
 
@@ -34,6 +35,7 @@ class CrossAttentionPool(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:
+        """[B, D]"""
         k, v = (layer(tokens_BMD).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.key, self.value))
         query_BH1K = self.query.to(k.dtype).expand(k.shape[0], -1, -1, -1)
         pooled_BH1K = F.scaled_dot_product_attention(query_BH1K, k, v, attn_mask=counts_BM[:, None, None, :])
@@ -91,6 +93,7 @@ class LowRank(nn.Module):
         self.up = nn.Parameter(torch.zeros(layer.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., out] for x [..., in]."""
         return self.layer(x) + F.linear(F.linear(x, self.down), self.up)
 
 

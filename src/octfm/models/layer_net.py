@@ -14,6 +14,7 @@ from torch.nn import functional as F
 SURFACES = ("ilm", "nfl_gcl", "ipl_inl", "inl_opl", "opl_onl", "ez", "rpe_inner", "rpe_peak", "bm")
 """From the vitreous outwards, as octfm.phantom.native.bscans defines them."""
 MASKS = ("intraretinal_fluid", "subretinal_fluid", "drusen", "detachment")
+"""Lesions that the network marks; `detachment` is one of the pigment epithelium."""
 ROW_UM, ASCAN_UM = 3.9, 16.0
 """Distances of rows and A-scans that the network is trained for; B-scans are resampled to them."""
 SPREAD_ROWS = 1.2

@@ -103,7 +103,7 @@ def seen_and_answers(
 
 
 class MLPPredictor(nn.Module):
-    """The prototype's two-layer predictor (0.296 M parameters at width 384; F19)."""
+    """The prototype's two-layer predictor (0.296 M parameters at width 384; F19): [B, M, D] to [B, M, D]."""
 
     def __init__(self, width: int):
         super().__init__()

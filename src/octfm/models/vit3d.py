@@ -176,7 +176,7 @@ def rotate(x_BMSHK: Tensor, turn: Rotary) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with optional rotary positions."""
+    """Multi-head self-attention with optional rotary positions: [B, M, D] to [B, M, D]; arguments as for `Block`."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -417,4 +417,5 @@ def init_weights(module: nn.Module) -> None:
 
 
 def count_parameters(module: nn.Module) -> int:
+    """Number of parameters, trained or not."""
     return sum(p.numel() for p in module.parameters())

@@ -43,6 +43,7 @@ class Packaged:
 
     @property
     def current(self) -> bool:
+        """Whether it is used by default."""
         return self.name in (CURRENT, CURRENT_ENCODER)
 
     @property
