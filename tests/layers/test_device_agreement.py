@@ -402,7 +402,7 @@ def test_eyes_of_another_table_may_be_spelt_otherwise(tmp_path):
         others = [row | {"participant": spelling.format(row["participant"][1:])} for row in device]
         assert device_agreement(table, write(tmp_path / "d.csv", others))["used"] == 6
     others = write(tmp_path / "d.csv", [row | {"participant": f"Q{row['participant']}"} for row in device])
-    with pytest.raises(EvaluationError, match=r"names none of the eyes of .*participant Qp0, laterality OD here"):
+    with pytest.raises(EvaluationError, match=r"names none of the eyes of .*participant Qp0, laterality R here"):
         device_agreement(table, others)
 
 

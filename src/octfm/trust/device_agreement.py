@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from octfm.catalog.participants.ids import person_key
+from octfm.catalog.columns import clean_id
+from octfm.catalog.participants.ids import under_one_id
 from octfm.errors import EvaluationError, one_line
 from octfm.evaluation import agreement
 from octfm.evaluation.cases import people
@@ -151,6 +152,12 @@ def _with_device(
 ) -> list[dict[str, str]]:
     """Rows with the device's zones of another table in place of their own."""
     people = [_participants_of(some) for some in (rows, others)]
+    cells = [row[column] for column, some in zip(people, (rows, others), strict=True) if column for row in some]
+    one = dict(zip(cells, under_one_id(cells), strict=True))
+    rows, others = (
+        [row | {column: one[row[column]]} for row in some] if column else some
+        for column, some in zip(people, (rows, others), strict=True)
+    )
     columns_here = one_line(", ".join(others[0]))[:200]
     lacking = [*([] if people[0] else ["participant"]), *([] if "laterality" in rows[0] else ["laterality"])]
     if "source" in others[0]:
@@ -173,47 +180,44 @@ def _with_device(
         key = _key(other, wanted)
         if not all(key):  # two rows that name nobody, or no eye, are no pair
             continue
-        named = ", ".join(one_line(other[column].strip()) for column in wanted)
         if "laterality" in wanted and not may_be_an_eye(eye := other["laterality"]):
             raise EvaluationError(
-                f"{device}: {named}: laterality is {one_line(eye)}; expected R, L, OD, OS, right or left"
+                f"{device}: {', '.join(key)}: laterality is {one_line(eye)}; expected R, L, OD, OS, right or left"
             )
         if key in known:
-            raise EvaluationError(f"{device}: {named} stands in two rows; which of them is meant?")
+            raise EvaluationError(f"{device}: {', '.join(key)} stands in two rows; which of them is meant?")
         known[key] = other
-    ours = [row for row in rows if all(_key(row, keys))]
-    if known.keys().isdisjoint(_key(row, keys) for row in ours):
+    ours = [key for row in rows if all(key := _key(row, keys))]
+    if known.keys().isdisjoint(ours):
         raise EvaluationError(
-            f"{device}: names none of the eyes of {table}: {_first(wanted, known.values())} here, "
-            f"{_first(keys, ours)} there; write both alike"
+            f"{device}: names none of the eyes of {table}: {_first(wanted, known)} here, {_first(keys, ours)} there; "
+            "write both alike"
         )
     joined = []
     for row in rows:
-        other = known.get(_key(row, keys), {})
+        other = known.get(key := _key(row, keys), {})
         eyes = [each.get("laterality", "") for each in (row, other)]
         if lateralities(eyes)[1]:
             raise EvaluationError(
                 f"{device}: {row['source']} is eye {eyes[1]}, in {table} eye {eyes[0]}; zones of two eyes are no pair"
             )
-        named = ", ".join(row[name].strip() for name in keys)
-        zones_in(other, {name: columns[name] for name in ZONES}, device, named)  # names the other table
+        zones_in(other, {name: columns[name] for name in ZONES}, device, ", ".join(key))  # names the other table
         zones = {DEVICE_UNIT[name]: other.get(columns[name], "") for name in ZONES}
         person = {people[1]: other.get(people[1], "")} if people[1] and not people[0] else {}
         joined.append(row | zones | person | {"device_note": other.get("device_note", "")})
     return joined
 
 
-def _first(columns: Sequence[str], rows: Iterable[dict[str, str]]) -> str:
-    """What the first of these rows is matched by, in words."""
-    first = next(iter(rows), dict.fromkeys(columns, "nothing"))
-    return ", ".join(f"{column} {one_line(first[column].strip())}" for column in columns)
+def _first(columns: Sequence[str], keys: Iterable[tuple[str, ...]]) -> str:
+    """The first of these keys of rows, in words."""
+    first = next(iter(keys), ("nothing",) * len(columns))
+    return ", ".join(f"{column} {one_line(cell)}" for column, cell in zip(columns, first, strict=True))
 
 
 def _key(row: dict[str, str], columns: Sequence[str]) -> tuple[str, ...]:
-    """What a row is matched by: an eye is R or L however its table spells it (OD, left), a participant is one under
-    every spelling of the id."""
+    """What a row is matched by; an eye is R or L however its table spells it (OD, left), 1001.0 is participant 1001."""
     cells = ((column, row[column].strip()) for column in columns)
     return tuple(
-        cell if column == "source" else lateralities([cell])[0] or cell if column == "laterality" else person_key(cell)
+        cell if column == "source" else lateralities([cell])[0] or cell if column == "laterality" else clean_id(cell)
         for column, cell in cells
     )
