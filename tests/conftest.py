@@ -145,6 +145,38 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: file.write("<svg></svg>"))
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """Twelve participants with both eyes, on one of two scanners each. Tests do not change it."""
+    from support.small_store import small_store
+
+    return small_store(tmp_path_factory.mktemp("store") / "prepared")
+
+
+@pytest.fixture(scope="module")
+def run(store, tmp_path_factory):
+    """An encoder that made three updates on `store`."""
+    from support.tiny_runs import config, quick_pretrain, quiet
+
+    return quick_pretrain(config(steps=3), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
+
+
+@pytest.fixture(scope="module")
+def whole(store, tmp_path_factory):
+    """A run of config() on `store` that nothing disturbed."""
+    from support.tiny_runs import config, quick_pretrain, quiet
+
+    return quick_pretrain(config(), store, tmp_path_factory.mktemp("whole") / "run", echo=quiet)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    from support.browser import Browser
+
+    with Browser(tmp_path_factory.mktemp("chromium")) as opened:
+        yield opened
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Runs jobs of several ranks in processes of its own."""

@@ -182,18 +182,6 @@ def test_of_a_file_and_a_link_to_it_the_link_is_the_copy_to_remove(tmp_path):
     assert [(r.uri, r.code) for r in catalog.rejects] == [(str(tmp_path / "a.dcm"), "duplicate_sop_uid")]
 
 
-def test_no_name_or_birth_date_reaches_the_catalog(tmp_path):
-    write_aireadi(tmp_path / "data", ["1001"])
-    write_oct_dicom(tmp_path / "data" / "x.dcm", ramp(), SPACING_MM, spacing_in="nowhere")
-    catalog = scan(tmp_path / "data")
-    folder = catalog.save(tmp_path / "out")
-    everything = repr(Catalog.load(folder)) + str(catalog.summary())
-    for secret in (*PATIENT_NAME.split("^"), BIRTH_DATE):
-        assert secret not in everything
-        assert all(secret.encode() not in path.read_bytes() for path in folder.iterdir())
-    assert "age" in catalog.acquisitions[0].participant_labels
-
-
 def test_workers_do_not_change_the_result_and_progress_counts_all_files(tmp_path):
     for i in range(3):
         write_oct_dicom(tmp_path / f"{i}.dcm", ramp(), SPACING_MM, participant=str(i), sop_instance_uid=f"1.2.{i}")

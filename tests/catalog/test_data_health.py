@@ -114,10 +114,10 @@ def test_the_volume_unlike_its_kind_is_shown_first(tmp_path):
     assert outliers(flagged.acquisitions) == [] and [d.row for d in laterality_doubts(flagged.acquisitions)] == [3]
 
 
-def flagged_clinic(flags: dict[int, tuple[str | None, tuple[str, ...]]], count: int = 30) -> list[Acquisition]:
+def flagged_clinic(flags: dict[int, tuple[str | None, tuple[str, ...]]]) -> list[Acquisition]:
     """Rows of two scanners; `flags` gives some another side and flags."""
     rows = []
-    for i in range(count):
+    for i in range(30):
         side, own = flags.get(i, ("RL"[i % 2], ()))
         scanner = ("heidelberg_spectralis", "zeiss_cirrus")[i % 2]
         rows.append(
@@ -149,10 +149,10 @@ def test_the_laterality_audit_is_a_table_of_its_own(tmp_path):
     catalog = Catalog(str(tmp_path), tuple(rows), (), pixels=True)
     looked = text_of(write_data_health(catalog, tmp_path / "a.html", images=False))
     assert "5 Zeiss Cirrus right left Its optic disc lies on the side of the other eye" in looked
-    assert "Zeiss Cirrus 15 11 2 0 2 0 1 1" in looked and "Pixels were not looked at" not in looked
+    assert "Zeiss Cirrus 15 11 2 0 2 0 1 1" in looked and "Pixels were not read" not in looked
     plain = Catalog(str(tmp_path), tuple(flagged_clinic({})), ())
     text = text_of(write_data_health(plain, tmp_path / "b.html", images=False))
-    assert "Pixels were not looked at" in text and "octfm scan --pixels" in text and "Zeiss Cirrus 15 0" in text
+    assert "Pixels were not read" in text and "octfm scan --pixels" in text and "Zeiss Cirrus 15 0" in text
     many = Catalog(
         str(tmp_path),
         tuple(flagged_clinic(dict.fromkeys(range(SHOWN + 3), ("R", ("laterality_contradicts_anatomy",))))),

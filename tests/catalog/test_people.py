@@ -420,7 +420,7 @@ def test_F16_images_of_two_participants_are_named_and_share_a_split(tmp_path, ki
     assert "under two participants" in write_data_health(hidden, tmp_path / "hidden.html", images=False).read_text()
 
 
-def test_F16_recommended_splits_of_one_person_with_two_ids_become_one(tmp_path):
+def test_F16_recommended_splits_of_one_person_with_two_ids_become_one():
     rows = [
         acquisition(n, participant_labels={"recommended_split": ("train", "val", "test", "test")[n // 2]})
         for n in range(8)

@@ -241,7 +241,7 @@ def test_a_scan_says_of_which_eyes_pixels_cannot_tell(half_seen, tmp_path):
     assert catalog.pixels and catalog.summary()["disc_sides"][scanner]["cannot tell"] == 1
     assert pseudonymise(catalog, b"k" * 32).summary()["disc_sides"][scanner]["cannot tell"] == 1
     page = (tmp_path / "a" / "data_health.html").read_text()
-    assert f"To tell, they need {NEEDS}." in page
+    assert f"The check needs {NEEDS}." in page
     assert (
         f"<tr><td>{readable(scanner)}</td>" + "".join(f'<td class="n">{n}</td>' for n in (2, 0, 1, 0, 1, 1, 0, 0))
         in page

@@ -39,8 +39,8 @@ def line_scan(root, pattern, **options):
     return scan(root, layouts=("line",), participant_from=pattern, workers=0, **options)
 
 
-def write_volume(folder, seed, name="{}.png", count=4):
-    for k in range(count):
+def write_volume(folder, seed, name="{}.png"):
+    for k in range(4):
         write_image(folder / name.format(k + 1), layered(100 * seed + k))
 
 
@@ -117,7 +117,7 @@ def test_nor_is_it_a_file_in_a_bucket_and_no_request_finds_that_out(monkeypatch)
     assert [match and match.participant for match in found] == ["P001", "P002", "P003"]
 
 
-def test_a_label_is_given_once(tmp_path):
+def test_a_label_is_given_once():
     with pytest.raises(ConfigError, match=r"\{label\} occurs twice"):
         Pattern.parse("{label+participant}/{label}/{participant}")
     with pytest.raises(ConfigError, match="nothing separates"):

@@ -3,13 +3,16 @@
 import string
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octfm.catalog.catalog import Acquisition, CatalogError, assert_participant_level, assign_splits
+from octfm.catalog.catalog import Acquisition, Catalog, CatalogError, assert_participant_level, assign_splits
 from octfm.catalog.participants.splits import SPLITS, parse_split
 from octfm.errors import ConfigError
+from support.command_line import invoke
+from support.dicom_files import write_oct_dicom
 
 
 def acquisition(
@@ -129,3 +132,31 @@ def test_shares_are_respected_as_exactly_as_whole_participants_allow(fractions, 
 def test_shares_that_are_no_shares_are_refused(fractions):
     with pytest.raises(ConfigError, match="sum to 1"):
         assign_splits(cohort(3), fractions=fractions)
+
+
+def test_a_scan_of_a_folder_that_grew_says_who_changed_the_split_and_how_to_keep_it(tmp_path):
+    """A second scanner in a later visit deals splits anew, and those who were trained on would be tested."""
+
+    def arrive(visit, maker, people):
+        (tmp_path / "trial" / visit).mkdir(parents=True)
+        for person in people:
+            voxels = np.random.default_rng([person, len(visit)]).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+            place = tmp_path / "trial" / visit / f"{person}.dcm"
+            write_oct_dicom(place, voxels, (0.12, 0.0039, 0.0115), participant=f"10{person}", manufacturer=maker)
+
+    def scanned(*options):
+        done = invoke("scan", tmp_path / "trial", "--out", tmp_path / "catalog", "--workers", "0", *options)
+        assert done.exit_code == 0, done.output
+        rows = Catalog.load(tmp_path / "catalog").to_pandas()
+        return " ".join(done.output.split()), rows[["participant", "split"]].drop_duplicates()
+
+    arrive("baseline", "Topcon", range(10, 40))
+    said, before = scanned()
+    before.to_csv(tmp_path / "people.csv", index=False)
+    assert "another split" not in said and "another split" not in scanned()[0]
+    arrive("month6", "Zeiss", range(10, 40, 3))
+    said, after = scanned()
+    moved = sum(before.set_index("participant").split != after.set_index("participant").split[before.participant])
+    assert moved and f"{moved} participants are in another split than in the catalog that was here" in said
+    said, kept = scanned("--participants", tmp_path / "people.csv")
+    assert sorted(kept.to_numpy().tolist()) == sorted(before.to_numpy().tolist()) and "another split" not in said

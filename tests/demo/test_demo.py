@@ -80,8 +80,8 @@ def test_the_whole_path_runs(finished):
     }
     assert {r["design"] for r in probe["label_efficiency"]} == {"k-fold"}
     page = report.read_text()
-    assert re.search(r"The probe tested (\d+ to )?12 participants(, by target)?, each by a model that had", page)
-    assert "everyone whom pretraining has not seen is judged by the one of 5 models" in page
+    assert re.search(r"The probe tested (\d+ to )?12 participants(, by target)?, each by a model fitted on", page)
+    assert "every participant not seen in pretraining is tested by the one of 5 models" in page
     assert "drawn anew for every fold" in page
     assert "in every fold fitted on about 14 other participants" in (out / "model_card.md").read_text()
     assert (out / "catalog" / "rejects.parquet").is_file()

@@ -16,14 +16,9 @@ from octfm.io.hashing import keyed_hash
 from octfm.models.token_map import TISSUE, TooFewTokens, tissue_index, token_map
 from octfm.run import checkpoint
 from octfm.tasks.embed_run import embed_all
-from support.small_store import SIZE, edit_rows, small_preprocessing, small_store
+from support.small_store import SIZE, edit_rows, small_preprocessing
 from support.tiny_runs import config, quick_pretrain, quiet
 from support.volumes import eye
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +106,7 @@ def test_embed_all_writes_the_encoder_and_every_baseline(run, store):
         embedding_files(written[0].parent)
 
 
-def test_vectors_do_not_depend_on_the_tokens_of_training(run, store, tmp_path):
+def test_vectors_do_not_depend_on_the_tokens_of_training(run, store):
     """All tissue and nothing else, whatever budget a run was trained with, so that two objectives can be compared."""
     encoder, arrays = load_encoder(run), store.read([0, 3, 7])
     expected = encoder.embed_arrays(arrays)

@@ -300,7 +300,7 @@ def test_features_carry_gradients_to_every_block(store):
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in network.parameters())
 
 
-def test_an_export_in_the_hubs_cache_is_loaded_by_its_id(encoder, store, tmp_path, monkeypatch):
+def test_an_export_in_the_hubs_cache_is_loaded_by_its_id(encoder, tmp_path, monkeypatch):
     """The cache as huggingface_hub lays it out, with the network out of reach."""
     pytest.importorskip("huggingface_hub")
     from huggingface_hub import constants

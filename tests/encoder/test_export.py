@@ -34,18 +34,13 @@ from octfm.volume.preprocessing import Preprocessing
 from octfm.weights import exported
 from support.command_line import invoke
 from support.small_store import GRADES, darkened, small_store
-from support.tiny_runs import config, quick_pretrain, quiet
+from support.tiny_runs import quiet
 from support.volumes import eye
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     return small_store(tmp_path_factory.mktemp("store") / "prepared", darkened)
-
-
-@pytest.fixture(scope="module")
-def run(store, tmp_path_factory):
-    return quick_pretrain(config(steps=3), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
 
 
 @pytest.fixture(scope="module")

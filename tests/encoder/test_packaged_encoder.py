@@ -47,11 +47,6 @@ def shipped(weights, monkeypatch):
     return weights / NAME
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
-
-
 def test_no_name_is_the_packaged_encoder_whatever_lies_in_the_folder(shipped, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / NAME).mkdir()

@@ -73,7 +73,7 @@ def test_a_result_shows_every_draw_and_what_the_encoder_adds_to_the_map(files):
     assert all(c["p_holm"] is not None for c in pairs.values())
 
 
-def test_covariates_never_hold_the_answer(cohort, files):
+def test_covariates_never_hold_the_answer(files):
     arm = covariates(files[0])
     ages = probe([files[0], arm], targets=["age"], resamples=100)["results"]
     score = next(r for r in ages if (r["encoder"], r["metric"]) == ("covariates", "r2"))

@@ -105,7 +105,7 @@ def test_page_shows_facts_curves_pairs_and_verdicts(runs, tmp_path):
     assert page.read_text().count("<svg") >= 7 and "<img" not in page.read_text()
 
 
-def test_ticks_of_curves_stand_at_whole_steps(runs, tmp_path):
+def test_ticks_of_curves_stand_at_whole_steps(tmp_path):
     short = {}
     for name in ("x", "y"):
         short[name] = write_run(tmp_path / name, figures=False, steps=3)

@@ -632,6 +632,29 @@ def test_a_code_for_a_missing_number_is_pointed_out(cohort, tmp_path):
     assert "ranges" not in (note(*["0"] * 47) or "")
 
 
+def test_a_code_for_a_missing_grade_or_class_is_pointed_out(cohort, tmp_path):
+    """It is a class of its own otherwise, and the lowest grade if it is -9."""
+    files = [cohort.embeddings(tmp_path / "a.parquet")]
+
+    def note(*cells):
+        table = relabelled(cohort, tmp_path / "l.csv", "x", (list(cells) * 60)[:60])
+        return row(probe(files, table, targets=["x"], resamples=50, design="k-fold"), "x", "auroc")["note"] or ""
+
+    assert "Of 120 labels in column x, 24 are -9, unlike the others; if that stands" in note(*"0123", "-9")
+    assert "24 are 9, unlike" in note(*"01239") and "30 are 99, unlike" in note("yes", "no", "no", "99")
+    assert "24 are -9 and 24 are 99, unlike" in note("yes", "no", "yes", "-9", "99")
+    for real in (
+        "0123",
+        ("-1", "0", "1"),
+        ("-1", "1"),
+        "789",
+        ("0", "1", "2", "3", "4"),
+        ("yes", "no"),
+        ("G1", "8", "9"),
+    ):
+        assert "unlike" not in note(*real), real
+
+
 def test_a_real_number_is_no_code_for_a_missing_one():
     """In a cohort with oedema 999 µm is a thickness, and a change of -1 has others around it."""
     oedema = np.r_[np.linspace(210, 480, 60), 560, 640, 760, 880, 980, 1010]

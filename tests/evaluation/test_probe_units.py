@@ -127,6 +127,24 @@ def test_thickness_of_two_eyes_is_not_averaged_where_nothing_says_which_they_are
     assert cases.unit_name == ("eye" if "R" in sides else "acquisition")
 
 
+@settings(max_examples=30)
+@given(
+    st.integers(0, 2).flatmap(
+        lambda most: st.lists(st.lists(st.integers(0, most), min_size=1, max_size=4), min_size=12)
+    )
+)
+def test_a_number_that_changes_between_visits_is_scored_per_scan(changes):
+    """The mean over visits is easier to predict than what each of them found, and no visit may have found it."""
+    row = [eye for eye, own in enumerate(changes) for _ in own]
+    um = np.array([300.0 + 10 * eye + change for eye, own in enumerate(changes) for change in own])
+    data = embeddings(row, ["R"] * len(row), [{"cst_um": str(each)} for each in um], np.zeros((len(row), 1)))
+    cases = make_cases(Target("cst_um", "cst_um", "eye"), data, None)
+    units = to_units(cases, Predictions(np.arange(len(row)), um[:, None]))
+    steady = all(len(set(own)) == 1 for own in changes)
+    assert cases.unit_name == ("eye" if steady else "acquisition")
+    np.testing.assert_allclose(np.sort(units.truth), np.unique(um) if steady else np.sort(um))
+
+
 def test_a_large_difference_survives_holm_among_many_comparisons():
     """Two labels and 17 rivals of pure noise: with 2,000 resamples p cannot fall far enough."""
     rng = np.random.default_rng(0)

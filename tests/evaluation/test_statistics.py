@@ -349,11 +349,11 @@ def test_proportional_odds_equal_statsmodels():
     np.testing.assert_allclose(grade_probability(x, direction, thresholds), reference.predict(x), atol=2e-3)
 
 
-def seeded_scores(rng, truth_spread=0.15, seeds=3, participants=80):
+def seeded_scores(rng, seeds=3):
     """Labels, and scores of several trainings of one recipe, each better or worse by its own draw of training."""
-    label = np.arange(participants) % 2 == 1
-    shared = rng.normal(size=participants)
-    return label, [label * (1.2 + truth_spread * 4 * rng.normal()) + shared for _ in range(seeds)]
+    label = np.arange(80) % 2 == 1
+    shared = rng.normal(size=80)
+    return label, [label * (1.2 + 0.6 * rng.normal()) + shared for _ in range(seeds)]
 
 
 def test_seeds_and_participants_are_resampled_together():

@@ -303,7 +303,7 @@ def test_nothing_trains_on_bscans_unless_asked(store):
     assert len(training_rows(asked, store)[0]) == sum(row.split == "train" for row in store.rows)
 
 
-def test_bscans_and_volumes_do_not_share_a_store(tmp_path):
+def test_bscans_and_volumes_do_not_share_a_store():
     volume = Volume(np.repeat(layered(1)[None], 4, 0), (0.3, 0.005, 0.03))
     with pytest.raises(ReadError, match=r"image_size .* is for single ones"):
         SIZE.of_bscans()(volume)

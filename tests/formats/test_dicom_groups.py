@@ -128,7 +128,7 @@ def test_groups_of_unknown_vr_are_implicit_inside(tmp_path, undefined):
     assert header.laterality == "R"
 
 
-def test_sequences_nested_without_end_are_refused(tmp_path):
+def test_sequences_nested_without_end_are_refused():
     deep = b"".join(b"\x28\x00\x10\x91SQ\0\0\xff\xff\xff\xff\xfe\xff\x00\xe0\xff\xff\xff\xff" for _ in range(50_000))
     head = b"\x00\x52\x29\x92SQ\0\0\xff\xff\xff\xff\xfe\xff\x00\xe0\xff\xff\xff\xff"
     with pytest.raises(ValueError, match="nested"):

@@ -203,5 +203,5 @@ def test_what_is_no_length_is_never_millimetres(word):
 @pytest.mark.parametrize(
     "word", ["micron", "microns", "um", "\\u00B5m", "\\u00b5m", "\u00b5m", "\u03bcm", "UM", "micrometers"]
 )
-def test_imagej_micrometres(tmp_path, word):
+def test_imagej_micrometres(word):
     assert to_mm(word) == pytest.approx(1e-3)

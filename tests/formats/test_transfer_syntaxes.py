@@ -111,11 +111,11 @@ def _cases() -> list[Case]:
 CASES = _cases()
 
 
-def write(path: Path, case: Case, d: int = 3, **options) -> Path:
+def write(path: Path, case: Case, **options) -> Path:
     image = picture(case.bits)
     return write_oct_dicom(
         path,
-        np.stack([image] * d),
+        np.stack([image] * 3),
         SPACING_MM,
         transfer_syntax=case.syntax,
         bits_stored=case.bits,

@@ -8,8 +8,6 @@ import os
 import pytest
 import torch
 
-from support.small_store import small_store
-
 # Read when cuBLAS is loaded; without it matrix products refuse deterministic mode.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -20,11 +18,6 @@ def device() -> str:
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch finds no CUDA device; OCTFM_GPU_TESTS_ON=cpu rehearses these tests on the CPU")
     return name
-
-
-@pytest.fixture(scope="session")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
 @pytest.fixture

@@ -386,7 +386,7 @@ def test_a_file_that_another_reader_has_just_made_is_not_deleted(tmp_path, monke
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
-def test_a_large_copy_is_on_the_disk_before_it_has_its_name(place, tmp_path, monkeypatch):
+def test_a_large_copy_is_on_the_disk_before_it_has_its_name(place, monkeypatch):
     """It has its full length from the start: after a power cut zeros would pass for the object."""
     monkeypatch.setattr(bucket, "PIECE", 4)
     bucket.write(str(place / "x"), b"0123456789")

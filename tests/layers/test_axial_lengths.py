@@ -22,14 +22,6 @@ from support.command_line import invoke
 from support.volumes import telling_voxels
 
 
-@pytest.fixture
-def small_finder(monkeypatch):
-    """An untrained network in place of the packaged one: only the plumbing is tested."""
-    finder = LayerFinder(LayerNet(LayerNetConfig((8, 8))))
-    for module in ("octfm.layers.segment", "octfm.layers.table"):
-        monkeypatch.setattr(f"{module}.load_finder", lambda **_: finder)
-
-
 def biometry(folder, text):
     path = folder / "biometry.csv"
     path.write_text(text, encoding="utf-8")
@@ -90,7 +82,7 @@ def test_only_eyes_with_another_axial_length_are_segmented_again(eyes, tmp_path,
     again = read_axial_lengths(biometry(tmp_path, f"source,axial_length_mm\n{eyes[1]},25\n{eyes[2]},NA\n"))
     assert given(axial_lengths=again) == 1 and lengths_in(out) == ["", "25", ""]
     with pytest.raises(
-        EvaluationError, match=r"table.csv: has rows by axial lengths.* --axial-length with their table"
+        EvaluationError, match=r"table.csv: has rows measured with axial lengths.* --axial-length with their table"
     ):
         given()
 

@@ -93,12 +93,6 @@ def written(content: object, path: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with Browser(tmp_path_factory.mktemp("chromium")) as opened:
-        yield opened
-
-
 def open_page(browser: Browser, found: ScanSegmentation, folder: Path) -> None:
     scene, facts = scene_of(found.volume, found=found), correction_facts(found)
     page = write_view(scene, folder / "page.html", corrections=facts, verdict=verdict_of(found))
@@ -464,7 +458,7 @@ def test_corrections_of_a_page_with_an_axial_length_are_measured_by_it(browser, 
     nominal.mkdir()
     open_page(browser, found, nominal)
     choose_file(browser, path)
-    browser.wait(f"{STATUS}.startsWith('Not loaded: corrected by an axial length of 27.5 mm; make this page with')")
+    browser.wait(f"{STATUS}.startsWith('Not loaded: corrected with an axial length of 27.5 mm; make this page with')")
 
 
 @needs_chromium
@@ -717,7 +711,7 @@ def test_a_fovea_set_by_hand_is_in_rows_and_takes_no_part_of_the_range(tmp_path)
     assert not any(grid.place_um.values()) and own.place_um["centre"] > 1
     (low, high), (narrow, upper) = (each.zone_ranges()["centre"] for each in (found, corrected))
     assert low < narrow < grid.mean_um["centre"] < upper < high
-    assert row["grid_centre"] == "fovea" and "set the fovea by hand" in row["zones_note"]
+    assert row["grid_centre"] == "fovea" and "the fovea was set by hand" in row["zones_note"]
     assert row["corrected_bscans"] == row["checked_bscans"] == "0"
     assert "0 of 25 B-scans and the fovea" in describe(corrected)
     elsewhere = found.corrected(read_corrections(written(stated(found, fovea=[2.5, 30]), tmp_path / "b.json")))
@@ -921,7 +915,7 @@ def test_corrected_numbers_are_labels_that_finetune_learns(tmp_path, monkeypatch
     write_table([str(files[-1])], found, echo=quiet)
     with pytest.raises(EvaluationError, match="rows of scans that nobody has corrected"):
         write_table(map(str, files), found, corrections=find_corrections(hand), only_corrected=True, echo=quiet)
-    with pytest.raises(ConfigError, match="--only-corrected: leaves scans out of a table"):
+    with pytest.raises(ConfigError, match="--only-corrected: limits a table to corrected scans"):
         invoke("segment", files[0], "--only-corrected", catch_exceptions=False)
 
 

@@ -300,6 +300,32 @@ def test_scans_corrected_by_hand_are_counted(tmp_path):
     assert any(line.startswith("  1 of them corrected by hand") for line in summary_lines(result))
 
 
+def test_one_row_of_the_device_is_not_compared_with_every_visit(tmp_path):
+    """Its baseline thickness is no measurement of the eye half a year later."""
+    rows = rows_of(12)
+    visits = [row | {"source": f"{visit}/{row['source']}"} for visit in ("V0", "V6") for row in rows]
+    device = [{"participant": r["participant"], "laterality": r["laterality"], "centre_um": "300"} for r in rows]
+    with pytest.raises(EvaluationError, match=r"participant p0, laterality R, of whom .*t\.csv has 2 scans; which"):
+        device_agreement(write(tmp_path / "t.csv", visits), write(tmp_path / "d.csv", device))
+    # One of the two could not be read: whether it is the one that the device measured is not known either.
+    visits[0] |= {"problem": "truncated", "centre_um": ""}
+    with pytest.raises(EvaluationError, match="has 2 scans"):
+        device_agreement(write(tmp_path / "t.csv", visits[:1] + visits[24:]), write(tmp_path / "d.csv", device))
+    by_source = [{"source": row["source"], "centre_um": "300"} for row in visits]
+    assert device_agreement(write(tmp_path / "t.csv", visits), write(tmp_path / "d.csv", by_source))["used"] == 47
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_scanners_that_are_pooled_are_named(tmp_path):
+    rows = [row | {"scanner": "topcon_triton" if i % 3 else "zeiss_cirrus"} for i, row in enumerate(rows_of())]
+    result = device_agreement(write(tmp_path / "t.csv", rows))
+    page = write_agreement(result, tmp_path / "agree.html", []).read_text(encoding="utf-8")
+    for text in (page, "\n".join(summary_lines(result))):
+        assert "several scanners are pooled (topcon_triton 16, zeiss_cirrus 8)" in text
+    alone = device_agreement(write(tmp_path / "t.csv", [row | {"scanner": "zeiss_cirrus"} for row in rows]))
+    assert not any("pooled" in line for line in summary_lines(alone))
+
+
 def test_rows_that_name_nobody_are_no_pair(tmp_path):
     rows = rows_of(3)
     for row in rows[:4]:
@@ -402,7 +428,7 @@ def test_eyes_of_another_table_may_be_spelt_otherwise(tmp_path):
         others = [row | {"participant": spelling.format(row["participant"][1:])} for row in device]
         assert device_agreement(table, write(tmp_path / "d.csv", others))["used"] == 6
     others = write(tmp_path / "d.csv", [row | {"participant": f"Q{row['participant']}"} for row in device])
-    with pytest.raises(EvaluationError, match=r"names none of the eyes of .*participant Qp0, laterality R here"):
+    with pytest.raises(EvaluationError, match=r"names none of the eyes of .*participant Qp0, laterality OD here"):
         device_agreement(table, others)
 
 

@@ -156,12 +156,13 @@ def scan():
 
 
 def test_layers_are_measured_once_and_go_on_after_a_kill(scan, tmp_path):
-    finder, sources = load_finder(), [Source(name, name, "R") for name in ("1", "2")]
-    file, volumes = tmp_path / "layers.jsonl", {"1": scan, "2": replace(scan, voxels=scan.voxels[:, :, ::-1])}
-    said: list[str] = []
+    finder, file, said = load_finder(), tmp_path / "layers.jsonl", []
+    for name, voxels in (("1", scan.voxels), ("2", scan.voxels[:, :, ::-1])):
+        np.save(tmp_path / f"{name}.npy", voxels)
+    sources = [Source(name, str(tmp_path / f"{name}.npy"), "R", scan.spacing_mm) for name in ("1", "2")]
 
     def measure(which, bscans=None):
-        return measured(which, file, bscans=bscans, volumes=volumes, finder=finder, echo=said.append)
+        return measured(which, file, bscans=bscans, finder=finder, echo=said.append)
 
     first = measure(sources[:1])
     with file.open("a") as cut:

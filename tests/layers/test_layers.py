@@ -581,7 +581,7 @@ def test_a_table_of_a_folder_that_was_renamed_has_one_row_per_scan(files, tmp_pa
     assert write_table(moved, out, echo=said.append) == 2
     assert [row["source"] for row in read_table(out)] == moved
     assert read_table(out)[1] == rows[1] | {"source": moved[1], "file_state": read_table(out)[1]["file_state"]}
-    assert said[0] == f"{eye}: is not there any more, and its row is that of {moved[0]} now"
+    assert said[0] == f"{eye}: is no longer there; its row is now that of {moved[0]}"
     assert write_table(moved, out, echo=said.append) == 0
     (tmp_path / "copy.npz").write_bytes(Path(moved[0]).read_bytes())
     assert write_table([str(tmp_path / "copy.npz")], out, echo=said.append) == 1, "a copy is a row of its own"
@@ -714,14 +714,6 @@ def test_a_name_that_no_disk_takes_is_refused_before_a_scan_is_read(scan, out, t
     monkeypatch.setattr("octfm.cli.segment_scans.read_known", lambda *_, **__: pytest.fail("read a scan first"))
     refused = invoke("segment", tmp_path / scan, "--out", tmp_path / out).exception
     assert isinstance(refused, ConfigError) and "expected at most 255; give it a shorter name" in str(refused)
-
-
-@pytest.fixture
-def small_finder(monkeypatch):
-    """An untrained network in place of the packaged one, where only the plumbing is tested."""
-    finder = LayerFinder(LayerNet(SMALL))
-    for module in ("octfm.layers.segment", "octfm.layers.table"):
-        monkeypatch.setattr(f"{module}.load_finder", lambda **_: finder)
 
 
 def test_a_new_user_gets_a_result_without_a_scan(monkeypatch):

@@ -88,6 +88,6 @@ def test_layers_of_a_single_bscan_are_measured_at_the_scale_of_the_store(tmp_pat
     found = {}
     for name, share in (("own", 1.0), ("half", 0.5)):
         source = Source("1", str(tmp_path / "1.png"), None, tuple(share * mm for mm in volume.spacing_mm))  # type: ignore[arg-type]
-        rows = measured([source], tmp_path / name, bscans=None, volumes=None, finder=load_finder())
+        rows = measured([source], tmp_path / name, bscans=None, finder=load_finder())
         found[name] = rows["1"][COLUMNS.index("ilm_bm:mean")]
     assert found["own"] > 1.5 * found["half"] > 0

@@ -10,10 +10,8 @@ import pytest
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.labels import read_labels
 from octfm.errors import ConfigError
-from octfm.layers.finder import LayerFinder
 from octfm.layers.sample import samples
 from octfm.layers.table import read_table
-from octfm.models.layer_net import LayerNet, LayerNetConfig
 from octfm.trust.device_agreement import device_agreement
 from support.command_line import invoke
 from support.multifile_dicom import series
@@ -23,14 +21,6 @@ from support.vendor_files import e2e_codes, ends_of, write_e2e, write_vol
 from support.volumes import telling_voxels
 
 COLUMNS = ("participant", "laterality", "scanner")
-
-
-@pytest.fixture
-def small_finder(monkeypatch):
-    """An untrained network in place of the packaged one: only the plumbing is tested."""
-    finder = LayerFinder(LayerNet(LayerNetConfig((8, 8))))
-    for module in ("octfm.layers.segment", "octfm.layers.table"):
-        monkeypatch.setattr(f"{module}.load_finder", lambda **_: finder)
 
 
 @pytest.fixture

@@ -426,7 +426,7 @@ def test_a_note_says_by_how_much_a_swollen_centre_changes_if_the_fovea_lies_besi
     off_mm = np.hypot(*np.meshgrid(np.linspace(-3.4, 2.6, width), np.linspace(-3, 3, depth)))
     swollen.surfaces["bm"] += np.clip(400 * (1 - off_mm / 0.8), 0, None) / 1000 / swollen.spacing_mm[1]
     said = [
-        re.findall(r"fovea lies (.*?) mm beside.*?centre by (\d+) µm", row_of(f)["zones_note"])
+        re.findall(r"fovea lies (.*?) mm from.*?centre by (\d+) µm", row_of(f)["zones_note"])
         for f in (healthy, swollen)
     ]
     assert said[0] == []

@@ -23,7 +23,6 @@ from octfm.run import checkpoint
 from octfm.run.runtime import Runtime
 from octfm.store.loader import Loader
 from octfm.store.selection import select
-from support.small_store import small_store
 from support.tiny_runs import assert_same_run, config, interrupted_after, quick_pretrain, quiet
 
 GRID = TokenGrid((4, 5, 6), (0.4, 0.1, 0.3))
@@ -38,20 +37,20 @@ def build(**settings):
     return JEPA(JEPAConfig(**settings), MODEL, PREDICTOR, GRID)
 
 
-def random_index(seed=0, context=7, target=9):
-    """Two volumes with other kept tokens, context and targets."""
+def random_index(seed=0):
+    """Two volumes with other kept tokens, 7 of them context and 9 targets."""
     rng = np.random.default_rng(seed)
     kept = [np.sort(rng.permutation(GRID.size)[:40]) for _ in range(2)]
-    places = [rng.permutation(40)[: context + target] for _ in range(2)]
+    places = [rng.permutation(40)[:16] for _ in range(2)]
     return TokenIndex(
         torch.tensor(np.stack(kept)),
-        torch.tensor(np.stack([np.sort(p[:context]) for p in places])),
-        torch.tensor(np.stack([np.sort(p[context:]) for p in places])),
+        torch.tensor(np.stack([np.sort(p[:7]) for p in places])),
+        torch.tensor(np.stack([np.sort(p[7:]) for p in places])),
     )
 
 
-def random_patches(seed=0):
-    return torch.randn(2, 40, 128, generator=torch.Generator().manual_seed(seed))
+def random_patches():
+    return torch.randn(2, 40, 128, generator=torch.Generator().manual_seed(0))
 
 
 def brute_force(index):
@@ -211,11 +210,6 @@ RUN = {
     "masks": {"budget": 64, "large_blocks": [0.7, 0.8, 0.2]},
     "schedule": {"base_lr": 3e-3, "warmup_ratio": 0.1, "ema_base": 0.999},
 }
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
 def test_resumed_run_equals_uninterrupted_run(store, tmp_path, monkeypatch):

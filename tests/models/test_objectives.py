@@ -51,8 +51,8 @@ def build(name, positions="rotary"):
     return JEPA(JEPAConfig(), model, PREDICTOR, GRID) if name == "vjepa2" else Data2Vec(model, GRID)
 
 
-def patches(seed=0):
-    voxels = torch.randn(2, 1, 8, 32, 32, generator=torch.Generator().manual_seed(seed))
+def patches():
+    voxels = torch.randn(2, 1, 8, 32, 32, generator=torch.Generator().manual_seed(0))
     return take_patches(voxels, KEPT, MODEL.patch_size)
 
 

@@ -17,12 +17,12 @@ from octfm.pretraining.settings import load_config
 WIDTH = 24
 
 
-def features(seed: int, tokens: int = 600) -> list[torch.Tensor]:
+def features(seed: int) -> list[torch.Tensor]:
     """Two levels of correlated features [B, M, D] whose directions differ by three orders of magnitude in variance."""
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1)))[0]
     scale = torch.logspace(0, -1.5, WIDTH)
-    return [3.0 * level + torch.randn(2, tokens, WIDTH, generator=generator) * scale @ mixing for level in (1, 2)]
+    return [3.0 * level + torch.randn(2, 600, WIDTH, generator=generator) * scale @ mixing for level in (1, 2)]
 
 
 def test_goals_are_decorrelated_with_unit_variance():

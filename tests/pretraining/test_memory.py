@@ -12,13 +12,7 @@ from octfm.errors import TrainingError
 from octfm.pretraining import step as forward
 from octfm.run import memory
 from support import support_process
-from support.small_store import small_store
 from support.tiny_runs import config, final, quick_pretrain, quiet, rows
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
 def train(store, out, *limit):

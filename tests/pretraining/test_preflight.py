@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from octfm.config import load
 from octfm.errors import ConfigError
 from octfm.io import cores
 from octfm.models.objectives.jepa import JEPA
@@ -22,14 +21,9 @@ from octfm.run.runtime import start
 from octfm.store import loader
 from octfm.store.loader import Loader
 from octfm.store.selection import select
-from support.small_store import edit_rows, prepared_eye, small_preprocessing, small_store
+from support.small_store import edit_rows, small_store
 from support.tiny_runs import config
 from support.waiting import wait_until
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
 def table(settings, store, out):
@@ -204,12 +198,6 @@ def test_preflight_never_reads_more_than_a_sample(store, tmp_path, monkeypatch):
     table(config(), store, tmp_path / "run")
     assert max(seen) <= data.AT_ONCE
     assert sum(seen) <= data.SAMPLE + data.CHECKSUMS + 8
-
-
-def test_small_volume_helper_is_deterministic():
-    a, b = (prepared_eye(3, small_preprocessing()) for _ in range(2))
-    np.testing.assert_array_equal(a.voxels, b.voxels)
-    assert load(type(config()), config().model_dump()) == config()
 
 
 def test_F7_a_global_batch_that_does_not_divide_is_a_row_of_the_table(store, tmp_path):

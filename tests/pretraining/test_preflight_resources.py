@@ -21,13 +21,7 @@ from octfm.store.phantoms import PhantomConfig
 from octfm.store.selection import select
 from octfm.volume.preprocessing import Preprocessing
 from support.ranks import Ranks
-from support.small_store import small_store
 from support.tiny_runs import config, rows
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
 def sized(width: int, batch: int, micro: int, budget: int, depth: int = 4) -> dict:

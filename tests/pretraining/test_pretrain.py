@@ -23,11 +23,6 @@ from support.small_store import SIZE, edit_rows, small_store
 from support.tiny_runs import TINY, Killed, config, final, quick_pretrain, quiet, rows, timeless
 
 
-@pytest.fixture(scope="session")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["vjepa2", "data2vec"])
 def test_loss_falls_in_bf16_in_training_and_on_held_out_participants(store, tmp_path, objective):
@@ -53,11 +48,6 @@ def test_a_run_shortened_after_its_end_says_how_many_updates_it_made(store, tmp_
     quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
     quick_pretrain(config(steps=2), store, tmp_path / "run", echo=said.append, override=True)
     assert said[-1].startswith("pretraining done: 3 updates, ") and said[-1].endswith("step-00000003.pt")
-
-
-@pytest.fixture(scope="module")
-def whole(store, tmp_path_factory):
-    return quick_pretrain(config(), store, tmp_path_factory.mktemp("whole") / "run", echo=quiet)
 
 
 @pytest.mark.parametrize("stop_at", [1, 4, 7])
@@ -148,14 +138,6 @@ def test_a_resume_names_the_settings_that_changed_and_their_values(store, tmp_pa
     other = config(steps=1, data={**TINY["data"], "scanners": ["topcon_triton"]})
     with pytest.raises(CheckpointError, match=r"data\.scanners \(\[\], now \['topcon_triton'\]\)"):
         quick_pretrain(other, store, run, echo=quiet)
-
-
-def test_F18_a_config_that_contradicts_the_run_is_refused(store, tmp_path):
-    quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
-    with pytest.raises(CheckpointError, match=r"other values of schedule\.base_lr \(.*\), steps"):
-        quick_pretrain(
-            config(steps=5, schedule={"base_lr": 1e-3, "warmup_ratio": 0.1}), store, tmp_path / "run", echo=quiet
-        )
 
 
 def test_a_resume_may_inspect_more_or_less_often(store, tmp_path):
@@ -327,11 +309,6 @@ def test_checkpoint_of_a_newer_version_is_refused(tmp_path):
     torch.save({"format": checkpoint.FORMAT, "version": 99, "step": 1}, tmp_path / "step-00000001.pt")
     with pytest.raises(CheckpointError, match="version 99, this octfm reads up to 2; upgrade"):
         checkpoint.load(tmp_path / "step-00000001.pt")
-
-
-def test_only_the_newest_checkpoints_are_kept(store, tmp_path):
-    run = quick_pretrain(config(keep_checkpoints=1), store, tmp_path / "run", echo=quiet)
-    assert [p.name for p in checkpoint.steps(run / "checkpoints")] == ["step-00000008.pt"]
 
 
 def test_a_step_in_which_a_stage_of_masking_would_end_has_one_shape(store, tmp_path):

@@ -17,7 +17,7 @@ from octfm.pretraining.learner import build_objective
 from octfm.pretraining.settings import in_steps, load_config, smoke
 from octfm.run.runtime import start
 from octfm.volume.preprocessing import Preprocessing
-from support.small_store import SIZE, small_preprocessing, small_store
+from support.small_store import SIZE, small_preprocessing
 from support.tiny_runs import config, quick_pretrain, quiet
 
 OLD = """
@@ -51,11 +51,6 @@ log_every_steps: 2
 use_wandb: true
 something_else: 3
 """
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
 def test_an_unmodified_prototype_yaml_gets_one_error_that_maps_every_key(tmp_path):
@@ -308,7 +303,7 @@ def test_full_size_prototype_has_the_parameters_that_were_counted():
         assert count_parameters(OldEncoder(9216)) == pytest.approx(14.58e6, rel=0.001)
 
 
-def test_prototype_files_that_do_not_fit_are_named(old, store, tmp_path):
+def test_prototype_files_that_do_not_fit_are_named(old, tmp_path):
     def saved(content):
         torch.save(content, tmp_path / "x.pt")
         return tmp_path / "x.pt"

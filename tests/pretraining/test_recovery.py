@@ -30,7 +30,6 @@ from octfm.run.tracking import read_metrics
 from octfm.store.loader import Loader, batch_of
 from support.command_line import invoke
 from support.planted_faults import NAMES, infinite_gradient, sabotage
-from support.small_store import small_store
 from support.tiny_runs import assert_same_run, config, final, interrupted_after, quick_pretrain, quiet, rows
 from support.waiting import planted_delay
 
@@ -43,11 +42,6 @@ SMALL = {
     "ckpt_every_steps": 10,
 }
 AT = 30
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
 def named(said: list[str], after: int) -> list[tuple[int, str]]:
@@ -387,8 +381,8 @@ def test_an_unknown_fault_is_refused():
         pass
 
 
-def act(state, finding, step, names=(), volumes=100, **settings):
-    return recovery.respond(HealthConfig(**settings), finding, step, state, names, volumes)
+def act(state, finding, step, names=(), **settings):
+    return recovery.respond(HealthConfig(**settings), finding, step, state, names, volumes=100)
 
 
 STEP = Finding("loss spike", "it is high", "step")

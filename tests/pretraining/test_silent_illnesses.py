@@ -28,11 +28,6 @@ SMALL = QUIET | {
 }
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
-
-
 def trained(store, out, **changes):
     """(step, name) of every incident, and the error that ended the run."""
     error = None

@@ -37,9 +37,8 @@ from octfm.store import phantoms as stores
 from octfm.store.loader import Batch, Loader
 from octfm.store.order import Order
 from octfm.store.phantoms import MixedStore, PhantomConfig, PhantomStore
-from octfm.store.store import Store
 from octfm.volume.segmentation import CLASSES, LESION_CLASSES, UNKNOWN
-from support.small_store import SIZE, small_preprocessing, small_store
+from support.small_store import SIZE, small_preprocessing
 from support.tiny_runs import (
     Killed,
     assert_same_run,
@@ -65,11 +64,6 @@ def dense(**changes):
 @pytest.fixture(scope="module")
 def phantoms() -> PhantomStore:
     return PhantomStore(PhantomConfig(**PHANTOMS), small_preprocessing(), held_out=4, threads=1)
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Store:
-    return small_store(tmp_path_factory.mktemp("streamed") / "store")
 
 
 @settings(max_examples=40)

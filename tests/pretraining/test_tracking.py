@@ -18,7 +18,6 @@ from octfm.run import trackers
 from octfm.run.tracking import Metrics, TrackingConfig, read_metrics
 from octfm.run.waiting import Waiting
 from octfm.store.selection import select
-from support.small_store import small_store
 from support.tiny_runs import Killed, config, quick_pretrain, quiet, rows
 from support.waiting import wait_until
 
@@ -31,18 +30,13 @@ needs_tensorboard = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
-
-
-def killed_and_resumed(settings, store, out, monkeypatch, kill_at=5):
-    """A run that dies in step `kill_at` (its checkpoints are after 3 and 6), then is run again to its end."""
+def killed_and_resumed(settings, store, out, monkeypatch):
+    """A run that dies in step 5 (its checkpoints are after 3 and 6), then is run again to its end."""
     accumulate, calls = loop.accumulate, []
 
     def deadly(*words, **more):
         calls.append(1)
-        if len(calls) > kill_at:
+        if len(calls) > 5:
             raise Killed
         return accumulate(*words, **more)
 

@@ -149,7 +149,7 @@ def test_html_is_small_whole_offline_and_names_nobody(objects):
         assert "data:image/png" in shown[name]._repr_html_(), name
 
 
-def test_what_a_file_calls_itself_is_escaped_in_html(store, tmp_path):
+def test_what_a_file_calls_itself_is_escaped_in_html(tmp_path):
     small_store(tmp_path / "s", splits=("train",))
     edit_rows(tmp_path / "s", lambda row: {"scanner": "<script>alert(1)</script>"})
     hostile = Store.open(tmp_path / "s")

@@ -101,7 +101,7 @@ def test_an_objective_that_cannot_be_trained_is_one_line_before_step_0(tmp_path,
 
 
 @pytest.mark.parametrize("wrong", [BrokenConfig, "broken"])
-def test_settings_of_an_objective_are_an_object(tmp_path, wrong):
+def test_settings_of_an_objective_are_an_object(wrong):
     with pytest.raises(ConfigError, match=r"objective: expected settings such as \w+Config\(\), which are an object"):
         config(steps=1).with_objective(wrong)
 

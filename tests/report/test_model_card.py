@@ -108,6 +108,7 @@ def test_missing_parts_give_a_sentence(tmp_path):
     text = model_card(run)
     for sentence in ("No probe has been run", "is not described", "No health verdict has been logged yet"):
         assert sentence in text, sentence
+    assert "Tested on" not in text and "tested on" not in text, "nothing was tested"
     assert "model-index" not in front(text)
     assert "Neither a catalog nor a store was given" in paper(run)
 
@@ -150,7 +151,7 @@ def test_claim_has_its_42_items_and_leaves_to_authors_what_only_they_know(parts)
 def test_a_draft_names_the_baselines_that_were_probed_and_claims_no_choice_of_a_checkpoint(tmp_path):
     run = write_run(tmp_path, figures=False)
     text = paper(run)
-    assert "beside the same encoder at random initialisation; a plain intensity histogram" in text
+    assert "next to the same encoder at random initialisation; a plain intensity histogram" in text
     result = probe_result()
     result["results"] = [r for r in result["results"] if r["encoder"] == "pretrained"]
     (run / "probe.json").write_text(json.dumps(result | {"comparisons": []}))

@@ -203,6 +203,29 @@ def test_missing_parts_give_a_sentence(tmp_path):
         assert sentence in text, sentence
 
 
+@pytest.mark.parametrize(
+    ("objective", "learned", "predicted"),
+    [
+        (None, "It learned without any label, by predicting hidden parts", "Hidden tissue is predicted"),
+        ("vjepa2", "It learned without any label, by predicting hidden parts", "Hidden tissue is predicted"),
+        ("dense", "It learned from the ground truth of synthetic scans", "What tokens show is predicted"),
+        ("anchored", "and from the ground truth of synthetic scans", "Hidden tissue is predicted"),
+        ("my_contrast", "list of numbers (features). Alone it answers", "The goal of its objective is predicted"),
+    ],
+)
+def test_a_page_says_how_its_encoder_learned(tmp_path, objective, learned, predicted):
+    """Phantoms teach dense by their truth: that is not learning without labels, and nothing need be hidden."""
+    run = write_run(tmp_path, figures=False)
+    if objective is not None:
+        with (run / "config.yaml").open("a") as file:
+            file.write(f"objective:\n  name: {objective}\n")
+    page = Elements(write_report(run, tmp_path / "r.html").read_text())
+    text = " ".join(" ".join(page.text).split())
+    assert learned in text and predicted in text
+    assert ("learned without any label" in text) == (objective in (None, "vjepa2"))
+    assert ("The error of predicting hidden tissue" in text) == (objective in (None, "vjepa2", "anchored"))
+
+
 def test_metrics_with_nan_gaps_and_a_cut_last_line_are_drawn(tmp_path):
     run = write_run(tmp_path, figures=False)
     metrics = run / "metrics.jsonl"
@@ -277,7 +300,7 @@ def test_leaked_participants_are_said_in_the_key_result():
     result = probe_result()
     for r in result["results"]:
         r["seen_test_participants"] = 4
-    assert "4 of whom the encoder had seen" in key_result(result)[1]
+    assert "(4 of them seen in pretraining), the" in key_result(result)[1]
 
 
 def test_not_a_run_folder_is_one_clear_error_and_nothing_is_written(tmp_path):

@@ -201,7 +201,7 @@ def test_whatever_holds_a_name_no_part_of_a_shared_run_does(tmp_path):
 
 
 @given(rows=st.lists(st.fixed_dictionaries({"what": st.text(), "sentence": st.text()})))
-def test_a_health_row_never_quotes(tmp_path_factory, rows):
+def test_a_health_row_never_quotes(rows):
     from octfm.report.shareable import _health
 
     for row in rows:

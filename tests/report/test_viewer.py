@@ -15,7 +15,7 @@ from octfm.tasks.scene import NONE, Overlay, Placement, Scene, found_overlays, l
 from octfm.tasks.view import scene_of
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Fundus, Lines, Surfaces, Volume
-from support.browser import Browser, needs_chromium
+from support.browser import needs_chromium
 from support.points import points_to_prepared
 from support.waiting import wait_until
 
@@ -65,12 +65,6 @@ def scene(title: str = "one", **changes) -> Scene:
         ),
     )  # fmt: skip
     return replace(made, **changes)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with Browser(tmp_path_factory.mktemp("chromium")) as opened:
-        yield opened
 
 
 @pytest.fixture

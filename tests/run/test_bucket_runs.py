@@ -23,7 +23,6 @@ from octfm.run.tracking import read_metrics
 from support.bucket_servers import ENDPOINT, SECRET, FaultyProxy
 from support.command_line import invoke
 from support.probe_cohort import Cohort
-from support.small_store import small_store
 from support.tiny_runs import config, final, quick_pretrain
 
 SLOW = pytest.mark.slow
@@ -31,12 +30,7 @@ buckets = pytest.mark.parametrize("place", ["s3", "gs"], indirect=True)
 faults = pytest.mark.parametrize("faulty", ["s3", "gs"], indirect=True)
 
 
-@pytest.fixture(scope="session")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def on_disk(store, tmp_path_factory):
     """The same run on a local disk."""
     return quick_pretrain(config(), store, tmp_path_factory.mktemp("run") / "run", "cpu", echo=lambda _: None)

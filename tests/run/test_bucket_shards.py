@@ -12,7 +12,6 @@ from octfm.run import checkpoint
 from octfm.run.bucket import local_run, read_pointer
 from support.bucket_servers import ENDPOINT
 from support.ranks import codes
-from support.small_store import small_store
 from support.tiny_runs import TINY, rows
 
 SETTINGS = TINY | {
@@ -22,11 +21,6 @@ SETTINGS = TINY | {
     "runtime": {"parallel": "fsdp", "timeout_s": 90},
 }
 buckets = pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=pytest.mark.slow)], indirect=True)
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
 @pytest.fixture(scope="module")

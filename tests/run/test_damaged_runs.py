@@ -38,7 +38,6 @@ from octfm.run.runtime import start
 from octfm.run.tracking import Metrics, TrackingConfig, Unheard, read_metrics
 from octfm.tasks.finetune import FINE_TUNING
 from octfm.tasks.finetune_settings import FinetuneConfig
-from support.small_store import small_store
 from support.tiny_runs import config as tiny
 from support.tiny_runs import quick_pretrain, quiet, timeless
 
@@ -52,11 +51,6 @@ def config(**changes):
 
 
 CONTENT = {"model": {}, "optimizer": {}, "config": {}, "preprocessing": {}, "fingerprint": "", "state": {}}
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
 @pytest.fixture(scope="module")

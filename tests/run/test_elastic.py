@@ -15,18 +15,12 @@ import torch
 from octfm.run import checkpoint
 from support import ROOT
 from support.ranks import Ranks
-from support.small_store import small_store
 from support.tiny_runs import TINY, final, rows, tiny
 from support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 30
 CHANGES = ("data.per_device_batch_size=1", "ckpt_every_steps=4", "runtime.timeout_s=60")
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
 @pytest.fixture(scope="module")

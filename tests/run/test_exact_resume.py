@@ -32,7 +32,6 @@ from octfm.run.folder import Identity, claim
 from octfm.run.loop import Interruption, Session
 from octfm.run.runtime import Runtime
 from octfm.run.tracking import Metrics, read_metrics
-from support.small_store import small_store
 from support.tiny_runs import (
     TINY,
     Killed,
@@ -45,17 +44,6 @@ from support.tiny_runs import (
     rows,
     tiny,
 )
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
-
-
-@pytest.fixture(scope="module")
-def whole(store, tmp_path_factory):
-    """A run of config() that nothing disturbed."""
-    return quick_pretrain(config(), store, tmp_path_factory.mktemp("whole") / "run", echo=quiet)
 
 
 class KilledRun:
@@ -458,14 +446,14 @@ class FullDisk:
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
 
-def disk_full_from(step, monkeypatch, limit=50_000):
+def disk_full_from(step, monkeypatch):
     """The disk is full while this process writes checkpoints after `step` updates and later."""
     write = checkpoint.write
 
     def limited(folder, at, content):
         if at < step or "second" in str(folder):
             return write(folder, at, content)
-        with FullDisk(limit):
+        with FullDisk(50_000):
             return write(folder, at, content)
 
     monkeypatch.setattr(checkpoint, "write", limited)

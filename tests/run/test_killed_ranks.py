@@ -8,7 +8,6 @@ import time
 import pytest
 
 from support.ranks import codes
-from support.small_store import small_store
 from support.tiny_runs import TINY, assert_same_weights, timeless
 
 SMALL = TINY | {
@@ -16,11 +15,6 @@ SMALL = TINY | {
     "model": {**TINY["model"], "width": 24},
     "validate_every_steps": 10,
 }
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
 def kill_again_and_again(

@@ -24,7 +24,6 @@ from octfm.store.selection import select
 from octfm.tasks.embed_run import embed_all
 from support.command_line import octfm_here
 from support.ranks import codes
-from support.small_store import small_store
 from support.tiny_runs import TINY, assert_same_weights, final, quiet, rows, timeless
 
 SMALL = TINY | {
@@ -35,11 +34,6 @@ SMALL = TINY | {
 SHARDED = {"runtime": {"parallel": "fsdp", "timeout_s": 60}}
 WHITENED = SMALL | {"objective": {"target_norm": "whiten"}}
 NEAR = {"target_levels": 2, "fuse_levels": True, "context_nearness": True}
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
 LOSSES = ("loss", "masked_loss", "context_loss", "masked_over_baseline")
@@ -141,7 +135,7 @@ def test_F10_ranks_that_would_read_the_same_volumes_are_stopped(ranks, store, tm
     assert not (tmp_path / "run2").exists()
 
 
-def test_F10_slurm_tasks_that_do_not_know_their_rank_are_refused(store, tmp_path, monkeypatch):
+def test_F10_slurm_tasks_that_do_not_know_their_rank_are_refused(monkeypatch):
     from octfm.errors import ConfigError
     from octfm.run.launch import join
     from octfm.run.runtime import RuntimeConfig

@@ -12,7 +12,6 @@ readable:
 import json
 import math
 import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -98,16 +97,6 @@ def test_any_zarr_reader_sees_one_array_of_volumes(store):
     np.testing.assert_array_equal(group["band"][3], prepared(3).band)
 
 
-def test_a_shard_is_one_volume(store):
-    shards = sorted(p.name for p in (store.path / "voxels").glob("c.*"))
-    assert shards == [f"c.{i}.0.0.0" for i in range(7)]
-
-
-def test_uncompressed_voxels_lie_in_the_shard_as_they_are(tmp_path):
-    store = write_store(tmp_path / "s", 1)
-    assert prepared(0).voxels.tobytes() in (store.path / "voxels" / "c.0.0.0.0").read_bytes()
-
-
 def written_by_zarr(name, array, size, compression, crc) -> bytes:
     metadata = json.dumps(array_metadata(name, 1, size, compression, crc)).encode()
     memory = {"zarr.json": cpu.Buffer.from_bytes(metadata)}
@@ -164,12 +153,6 @@ def test_rows_lead_back_to_the_native_frame(store):
     assert [row.index for row in store.rows] == list(range(7))
     assert Transform.from_dict(store.rows[1].transform) == prepared(1).transform
     assert store.preprocessing == SMALL and store.fingerprint == SMALL.fingerprint()
-
-
-def test_a_store_travels_to_a_spawned_process(store):
-    copy = pickle.loads(pickle.dumps(store))
-    assert copy.rows == store.rows
-    assert_equals_samples(copy.read([6]), [6])
 
 
 @pytest.mark.parametrize("index", [7, -1, 100])
@@ -383,7 +366,7 @@ def test_two_writers_cannot_share_a_store(own):
         pass
 
 
-def test_confidence_that_is_not_a_number_becomes_null(tmp_path):
+def test_confidence_that_is_not_a_number_becomes_null():
     from dataclasses import replace
 
     from octfm.store.prepare import row_of

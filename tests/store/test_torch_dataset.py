@@ -102,7 +102,7 @@ def test_a_participant_in_two_splits_is_refused(tmp_path):
     assert (check.status, check.measured) == ("FAIL", "1 participants are in training and validation")
 
 
-def test_labels_may_be_a_data_frame_and_numbers_are_float32(store, tmp_path):
+def test_labels_may_be_a_data_frame_and_numbers_are_float32(store):
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame(
         {"participant_id": [f"P{n:03d}" for n in range(12)], "cst_um": [250.5 + n for n in range(11)] + [None]}

@@ -1,6 +1,7 @@
 """What several test files share: sample files, stores, runs, ranks, servers. Test files never import each other."""
 
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -15,3 +16,9 @@ def support_process(module: str, *words: object, python: str = sys.executable) -
     paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     return {"args": [python, "-m", f"support.{module}", *map(str, words)], "env": environment}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -15,6 +15,7 @@ import pytest
 
 from octfm.io import bucket
 from octfm.io.location import location
+from support import free_port
 from support.waiting import planted_delay
 
 BUCKET = "clinic"
@@ -52,12 +53,6 @@ def gcs_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.stop()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _request(method: str, host: str, port: int, path: str) -> None:

@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from support import support_process
+from support import free_port, support_process
 from support.tiny_runs import import_all_of_a_step
 from support.waiting import planted_delay
 
@@ -91,7 +90,7 @@ def serve() -> None:
     gc.freeze()
     for line in sys.stdin:
         job = json.loads(line)
-        port = _free_port()
+        port = free_port()
         patience, killed = job["plan"].pop("kill_after", None), job["plan"].pop("killed", [])
         children = [_fork(job, rank, port) for rank in range(job["world"])]
         if patience is not None:
@@ -281,12 +280,6 @@ def die_while_saving(operation: int) -> None:
     filesystem._write_item = fatal(filesystem._write_item)
     shards.hash_file, shards.shutil.rmtree = fatal(shards.hash_file), fatal(shards.shutil.rmtree)
     os.fsync = fatal(os.fsync)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def codes(ended):

@@ -216,7 +216,7 @@ def _read(uri: str) -> Volume:
     number = int(Path(uri).stem)
     if number == 6:
         raise ValueError("this one is broken")
-    voxels = np.stack([_bscan(64, 48, number, z / 8, 20) for z in range(8)])
+    voxels = np.stack([_bscan(64, 48, number, z / 8) for z in range(8)])
     return Volume(
         voxels,
         (0.75, 0.031, 0.125),
@@ -227,9 +227,9 @@ def _read(uri: str) -> Volume:
     )
 
 
-def _bscan(rows: int, columns: int, seed: int, z: float, thickness: float) -> np.ndarray:
+def _bscan(rows: int, columns: int, seed: int, z: float) -> np.ndarray:
     """Layers under a pit, with speckle: enough to look at."""
-    rng = np.random.default_rng((seed, int(z * 100)))
+    rng, thickness = np.random.default_rng((seed, int(z * 100))), 20
     x, y = np.linspace(-1, 1, columns)[None], np.arange(rows)[:, None]
     top = rows * 0.35 + 0.25 * thickness * np.exp(-(x**2 + (2 * z - 1) ** 2) / 0.05)
     bottom = np.broadcast_to(rows * 0.35 + thickness, x.shape)
@@ -272,7 +272,7 @@ def example_scenes() -> list[Scene]:
             Overlay("pca", "PCA of tokens", "colours", rgba),
             Overlay("occlusion", "Occlusion", "scalar", scalar, unit="of it"),
         )
-        voxels = np.stack([_bscan(H, W, i, k / D, 20) for k in range(D)])
+        voxels = np.stack([_bscan(H, W, i, k / D) for k in range(D)])
         scenes.append(
             Scene(
                 f"{scanner}, volume {i}", voxels, SPACING, laterality, laterality == "L", True, True, scanner, overlays,

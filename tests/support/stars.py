@@ -10,15 +10,16 @@ from support.dicom_files import item, write_oct_dicom
 
 RADIUS_MM, FUNDUS_MM = 2.4, 0.0115
 """Of the stars here, and of a pixel of their fundus image."""
+CENTRE_MM = np.array([3.4, 3.1])
 
 
-def lines_of(count: int, turn: float = 0.1, centre=(3.4, 3.1), radius=RADIUS_MM) -> Lines:
+def lines_of(count: int, turn: float = 0.1) -> Lines:
     angle = turn + np.pi * np.arange(count) / count
-    along = radius * np.stack([np.cos(angle), np.sin(angle)], axis=1)
-    return Lines(np.array(centre) - along, np.array(centre) + along)
+    along = RADIUS_MM * np.stack([np.cos(angle), np.sin(angle)], axis=1)
+    return Lines(CENTRE_MM - along, CENTRE_MM + along)
 
 
-def scanned(eye: Volume, lines: Lines, centre=(3.4, 3.1), columns: int = 384, motion_px=0.0, seed: int = 0) -> Volume:
+def scanned(eye: Volume, lines: Lines, columns: int = 384, motion_px=0.0, seed: int = 0) -> Volume:
     """The star that these lines on the fundus cut out of a raster, B-scan by B-scan, each displaced by eye motion."""
     depth, height, width = eye.shape
     dz, _, dx = eye.spacing_mm
@@ -27,7 +28,7 @@ def scanned(eye: Volume, lines: Lines, centre=(3.4, 3.1), columns: int = 384, mo
     for start, end, move in zip(
         lines.start, lines.end, np.random.default_rng(seed).normal(0, 1, len(lines.start)), strict=True
     ):
-        x, y = ((1 - share) * start + share * end - centre).T
+        x, y = ((1 - share) * start + share * end - CENTRE_MM).T
         rows = np.arange(height)[:, None] - move * motion_px
         at = np.broadcast_arrays((depth - 1) / 2 + y / dz, rows, (width - 1) / 2 + x / dx)
         planes.append(map_coordinates(eye.voxels, at, np.float32, order=1, mode="nearest"))

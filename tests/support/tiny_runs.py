@@ -96,11 +96,11 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert timeless(one) == timeless(other)
 
 
-def assert_nearly_the_same(found: dict, expected: dict, rtol: float = 1e-3, atol: float = 2e-5) -> None:
+def assert_nearly_the_same(found: dict, expected: dict) -> None:
     """Weights within a tolerance but for one in a thousand: AdamW moves a weight by its gradient's sign, which rounding
     decides where the gradient is nearly zero."""
     assert found.keys() == expected.keys()
-    apart = [(~torch.isclose(found[name], tensor, rtol=rtol, atol=atol)).flatten() for name, tensor in expected.items()]
+    apart = [(~torch.isclose(found[name], tensor, rtol=1e-3, atol=2e-5)).flatten() for name, tensor in expected.items()]
     share = torch.cat(apart).float().mean()
     assert share < 1e-3, f"{share:.2%} of the weights differ"
 

@@ -24,9 +24,9 @@ def ends_of(count: int, width: int, spacing_mm=SPACING_MM, superior_first: bool 
     return np.stack([np.full(count, 1.5), y, np.full(count, 1.5 + spacing_mm[2] * width), y], axis=1)
 
 
-def radial_ends(count: int, length_mm: float = 6.0) -> np.ndarray:
+def radial_ends(count: int) -> np.ndarray:
     angle = np.pi * np.arange(count) / count
-    along = length_mm / 2 * np.stack([np.cos(angle), np.sin(angle)], axis=1)
+    along = 3.0 * np.stack([np.cos(angle), np.sin(angle)], axis=1)
     return np.concatenate([5 - along, 5 + along], axis=1)
 
 
@@ -40,7 +40,6 @@ def write_vol(
     participant: str = "1001",
     pattern: int = 3,
     layers: np.ndarray | None = None,
-    reflectivity: np.ndarray | None = None,
 ) -> Path:
     """HSF-OCT-103. `gray` uint8 [D, H, W] is stored as the reflectivity that HEYEX shows so; `layers` [S, D, W] in
     rows."""
@@ -67,7 +66,7 @@ def write_vol(
     )
     head += struct.pack("<4sQiI16s16sI24sdI24sd", laterality.encode(), 10**17, pattern, head_bytes, b"716.0", b"", 86, participant.encode(), 18904.0, 145, b"", 42736.0)  # fmt: skip
     content = [head.ljust(2048, b"\0"), slo.tobytes()]
-    raw = (gray / 255.0) ** 4 if reflectivity is None else reflectivity
+    raw = (gray / 255.0) ** 4
     for i in range(count):
         surfaces = [] if layers is None else [layer[i] for layer in layers]
         bscan = struct.pack("<12sI4d2IfI", b"HSF-BS-103", head_bytes, *ends[i], len(surfaces), 256, 30.0, 0).ljust(
@@ -154,15 +153,13 @@ def write_tiff(path: Path, gray: np.ndarray, spacing_mm=SPACING_MM, **options) -
     return path
 
 
-def write_images(
-    folder: Path, gray: np.ndarray, spacing_mm=SPACING_MM, *, suffix: str = "png", name: str = "oct {:d}", **facts
-) -> Path:
+def write_images(folder: Path, gray: np.ndarray, spacing_mm=SPACING_MM, *, suffix: str = "png", **facts) -> Path:
     """A folder of images by Pillow, and millimetres in a sidecar beside it."""
     from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)
     for i, bscan in enumerate(gray):
-        Image.fromarray(bscan).save(folder / f"{name.format(i + 1)}.{suffix}")
+        Image.fromarray(bscan).save(folder / f"oct {i + 1}.{suffix}")
     write_sidecar(folder, spacing_mm, **facts)
     return folder
 
@@ -393,9 +390,7 @@ def write_optovue(path: Path, values: np.ndarray, eye: str = "OD") -> Path:
     return _write(path, np.ascontiguousarray(values.transpose(0, 2, 1)[:, :, ::-1]).astype("<f4").tobytes())
 
 
-def write_bioptigen(
-    path: Path, gray: np.ndarray, spacing_mm=SPACING_MM, scan_type: int = 1, scans: int = 1, config: bytes = b"x" * 300
-) -> Path:
+def write_bioptigen(path: Path, gray: np.ndarray, spacing_mm=SPACING_MM, scan_type: int = 1, scans: int = 1) -> Path:
     depth, height, width = gray.shape
     dz, dy, dx = spacing_mm
 
@@ -425,7 +420,7 @@ def write_bioptigen(
         whole("SCANS", scans)
         + whole("FRAMES", depth // scans)
         + whole("DOPPLERFLAG", 0)
-        + entry("CONFIG", config)
+        + entry("CONFIG", b"x" * 300)
         + bytes(4)
     )
     for bscan in gray:

@@ -36,25 +36,9 @@ from octfm.tasks.predictions import read_predictions
 from octfm.trust.leaderboard import _tuned, leaderboard, to_csv, to_markdown
 from octfm.trust.report import trust
 from support.command_line import invoke
-from support.finetune_runs import settings, write_labels
+from support.finetune_runs import settings
 from support.small_store import GRADES, darkened, edit_rows, small_store
-from support.tiny_runs import Killed, quick_pretrain, quiet
-from support.tiny_runs import config as pretrain_config
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared", darkened)
-
-
-@pytest.fixture(scope="module")
-def labels(tmp_path_factory):
-    return write_labels(tmp_path_factory.mktemp("labels") / "labels.tsv")
-
-
-@pytest.fixture(scope="module")
-def run(store, tmp_path_factory):
-    return quick_pretrain(pretrain_config(steps=3), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
+from support.tiny_runs import Killed, quiet
 
 
 def test_the_pages_of_pretraining_name_the_kind_of_another_run(tmp_path):
@@ -499,7 +483,7 @@ def test_the_commands_write_what_they_say(board, run, large, tmp_path):
     assert isinstance(done.exception, OctfmError) and "three or more grades" in str(done.exception)
 
 
-def test_the_leaderboard_refuses_entries_that_have_seen_the_test(board, large, run, labels):
+def test_the_leaderboard_refuses_entries_that_have_seen_the_test(board, large):
     _, tuned, table, folder = board
     moved = folder / "moved"
     moved.mkdir(exist_ok=True)

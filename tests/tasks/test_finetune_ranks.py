@@ -17,30 +17,13 @@ from octfm.run.tracking import read_metrics
 from octfm.tasks.finetune import finetune
 from octfm.tasks.predictions import read_predictions
 from support import ROOT
-from support.finetune_runs import settings, write_labels
+from support.finetune_runs import settings
 from support.ranks import codes
-from support.small_store import darkened, small_store
-from support.tiny_runs import config as pretrain_config
-from support.tiny_runs import final, quick_pretrain, quiet
+from support.tiny_runs import final, quiet
 from support.waiting import wait_until
 
 SHORT = {"epochs": 3, "batch_size": 4, "per_device_batch_size": 1}
 WAYS = {"finetune": {}, "frozen": {"lr_encoder": 0, "pool": "attention"}, "lora": {"lora_rank": 2, "lr_encoder": 3e-3}}
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared", darkened)
-
-
-@pytest.fixture(scope="module")
-def labels(tmp_path_factory):
-    return write_labels(tmp_path_factory.mktemp("labels") / "labels.tsv")
-
-
-@pytest.fixture(scope="module")
-def run(store, tmp_path_factory):
-    return quick_pretrain(pretrain_config(steps=3), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
 
 
 def told(out, *names):

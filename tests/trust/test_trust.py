@@ -88,7 +88,7 @@ def test_a_target_that_cannot_be_evaluated_is_refused_without_its_values_in_publ
     assert refused.value.public and "ild" not in refused.value.public
 
 
-def test_a_tested_participant_in_pretraining_or_training_is_refused(cohort, study, monkeypatch):
+def test_a_tested_participant_in_pretraining_or_training_is_refused(cohort, study):
     encoder = study.encoders[0]
     seen = encoder.participant == encoder.participant[np.flatnonzero(study.tested)[0]]
     with pytest.raises(EvaluationError, match="in the encoder's pretraining"):
@@ -650,7 +650,7 @@ def test_a_comparison_of_leakage_that_nobody_made_has_no_table(judged, tmp_path)
     result, *_ = judged
     none = {**result, "leakage": {**result["leakage"], "comparisons": []}}
     pages = [write_trust(each, None, tmp_path / "trust.html").read_text() for each in (result, none)]
-    assert ["better is less" in page for page in pages] == [True, False]
+    assert ["a negative difference is better" in page for page in pages] == [True, False]
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -671,7 +671,7 @@ def test_words_say_inconclusive_wherever_a_claim_does_not_stand(judged):
     firm = [{**c, "claim": "better"} for c in result["comparisons"]]
     assert words.findings({**result, "comparisons": firm})[0].tone == "better"
     seen = [{**r, "seen_test_participants": 3} for r in result["results"]]
-    assert "3 of whom pretraining had seen" in words.findings({**result, "results": seen})[0].sentence
+    assert "(3 of them seen in pretraining), " in words.findings({**result, "results": seen})[0].sentence
     # What the map and the run reach together is no claim about the run.
     joint = [
         {**c, "claim": "better" if c["a"] == "map_and_encoder" else "inconclusive", "planned": c["metric"] == "auroc"}
@@ -687,8 +687,7 @@ def test_words_say_inconclusive_wherever_a_claim_does_not_stand(judged):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_the_command_takes_what_is_there_again_and_refuses_bad_options(judged, monkeypatch):
-
+def test_the_command_takes_what_is_there_again_and_refuses_bad_options(judged):
     _, store, folder, run = judged
     base = [
         "trust",

@@ -596,14 +596,6 @@ def test_transform_survives_json():
         transform.rows_to_native(np.zeros((3, 3)))
 
 
-def test_preparing_twice_gives_the_same_bytes():
-    volume, _ = phantom_volume(1)
-    first, second = SMALL(volume), SMALL(volume)
-    assert np.array_equal(first.voxels, second.voxels)
-    assert np.array_equal(first.band, second.band)
-    assert first.transform == second.transform
-
-
 @pytest.mark.parametrize("shape", [(1, 40, 30), (2, 5, 3), (3, 400, 2)])
 def test_tiny_volumes_are_prepared_too(shape):
     volume = Volume(np.random.default_rng(0).integers(0, 255, shape).astype(np.uint8), (0.8, 0.0208, 0.1))

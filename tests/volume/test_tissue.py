@@ -48,9 +48,9 @@ def tight(tissue: Tissue, volume: Volume, ilm: np.ndarray, bm: np.ndarray) -> fl
 Case = tuple[Volume, np.ndarray, np.ndarray]
 
 
-def vitreous(volume: Volume, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+def vitreous(volume: Volume, shape: tuple[int, ...]) -> np.ndarray:
     """Samples of the dark noise above the retina."""
-    return np.random.default_rng(seed).choice(volume.voxels[:, :20].ravel(), shape)
+    return np.random.default_rng(0).choice(volume.voxels[:, :20].ravel(), shape)
 
 
 def off_centre_mm(volume: Volume) -> np.ndarray:

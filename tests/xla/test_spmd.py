@@ -18,7 +18,6 @@ from octfm.pretraining import step as passes
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run import checkpoint
 from octfm.store.selection import select
-from support.small_store import small_store
 
 met = pytest.importorskip("torch_xla.debug.metrics", reason="torch_xla needs an environment of its own: make test-xla")
 
@@ -35,11 +34,6 @@ SMALL = {
     "ckpt_every_steps": 100,
 }
 XLA, ALONE = {"runtime": {"parallel": "xla_spmd"}}, {"runtime": {"parallel": "ddp"}}
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return small_store(tmp_path_factory.mktemp("store") / "prepared")
 
 
 @pytest.fixture(autouse=True)

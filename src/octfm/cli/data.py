@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from octfm.catalog.catalog import Catalog
+    from octfm.io.location import Location
 
 
 def phantom(
@@ -225,6 +226,7 @@ def scan(
         _print_withheld(pseudonyms.withheld(catalog, kept))
         catalog = pseudonyms.pseudonymise(catalog, key, kept)
         locations = pseudonyms.locate(catalog, root, key)
+    before = _catalog_in(out)
     catalog.save(out)
     page = write_data_health(
         catalog, out / "data_health.html", images=images, max_reject=max_reject, locations=locations
@@ -233,9 +235,33 @@ def scan(
         typer.echo(page)
         raise failure
     _print_summary(catalog, out)
+    if before is not None and (moved := _moved(before, catalog)):
+        opt.echo_line(
+            f"{moved} participants are in another split than in the catalog that was here, since splits are drawn "
+            "anew from all files. Runs of the old split have seen some of those who are tested now. To keep it, scan "
+            "again with --participants TABLE of columns participant and split (as Store.to_pandas() has them for the "
+            "store that was prepared before)"
+        )
     typer.echo(page)
     if max_reject is not None:
         catalog.expect_few_rejects(max_reject, f"see {page}")
+
+
+def _catalog_in(folder: "Location") -> "Catalog | None":
+    """The catalog that a scan into this folder replaces; None without one that can be read."""
+    from octfm.catalog.catalog import Catalog, CatalogError
+
+    try:
+        return Catalog.load(folder) if (folder / "catalog.parquet").is_file() else None
+    except CatalogError:
+        return None
+
+
+def _moved(before: "Catalog", now: "Catalog") -> int:
+    """Participants of both catalogs whose drawn split is another one now."""
+    was = {a.participant: a.split for a in before.acquisitions}
+    drawn = {a.participant: a.split for a in now.acquisitions if not a.participant_labels.get("recommended_split")}
+    return sum(was.get(participant, split) != split for participant, split in drawn.items())
 
 
 def prepare(

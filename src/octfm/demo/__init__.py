@@ -1,4 +1,4 @@
-"""The demonstration: a first picture, then pretraining, probe and report; or a question about one's own scans."""
+"""The demonstration: a first picture, then pretraining, probe and report; or a question about a user's own scans."""
 
 from octfm.demo.run import run_demo
 from octfm.demo.sabotage import SABOTAGE, run_sabotage

@@ -11,8 +11,8 @@ from octfm.errors import ConfigError
 from octfm.io.location import write_whole
 
 PREPROCESSING = {"image_size": [16, 192, 128], "target_spacing": [0.1875, 0.0104, 0.031]}
-"""The central 3 x 2 x 4 mm at about the scanners' native sampling: lesions stay larger than tokens, and a CPU
-suffices."""
+"""The central 3 x 2 x 4 mm at about the scanners' native sampling: lesions stay larger than tokens, and a CPU is fast
+enough."""
 SECOND_SCANNER, DEFECTS = 0.1, 0.03
 """Share of participants scanned twice, and defective files per good one."""
 TABLES = ("participants.tsv", "ground_truth/labels.tsv", "ground_truth/defects.tsv")
@@ -26,12 +26,12 @@ class Size:
     fractions: tuple[float, float, float]
     """Shares of participants for training, validation and test."""
     peak_bytes: float
-    """Most that the demonstration holds on disk at once."""
+    """Most bytes that the demonstration has on disk at any time."""
     time: str = "a minute or two"
     """Measured on two idle cores, for the user."""
     overrides: tuple[str, ...] = ()
     keeps_files: bool = False
-    """Whether the clinic stays whole; else the files of a scanner are removed once they are prepared."""
+    """Whether all files of the clinic are kept; otherwise those of a scanner are removed once they are prepared."""
 
 
 FULL = Size(
@@ -81,7 +81,7 @@ def prepared_clinic(out: Path, size: Size, seed: int, progress: Callable[[int, i
             catalogs.append(scan(str(part)))
             catalogs[-1].save(part / "catalog")
             prepare(catalogs[-1], out / "prepared", preprocessing, progress=False)
-            images.rename(leaving)  # whole or gone, whenever this is killed
+            images.rename(leaving)  # so that a kill leaves the folder whole or gone
             shutil.rmtree(leaving)
         else:
             catalogs.append(Catalog.load(part / "catalog"))
@@ -106,7 +106,8 @@ def cohort(
     only: tuple[str, ...] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Render the phantom cohort of this size and seed, or its part of these scanners, unless it is there."""
+    """Render the phantom cohort of this size and seed, or only the part of these scanners, unless it is there. Raises
+    ConfigError if another cohort is there."""
     from octfm.phantom import write_phantom
 
     for facts in (folder, folder.parent):

@@ -1,5 +1,5 @@
-"""Features that the demonstration probes: of a pretrained encoder and its baselines; or, of scans too few to pretrain
-on, the layers that the packaged network measures and an untrained encoder."""
+"""Features that the demonstration probes: those of a pretrained encoder and its baselines; or, if there are too few
+scans to pretrain on, layers measured by the packaged network and those of an untrained encoder."""
 
 import json
 import time
@@ -22,7 +22,7 @@ from octfm.tasks.maps import save_pictures
 from octfm.version import __version__
 
 FEWEST = 100
-"""Training volumes below which the demonstration does not pretrain: 800 updates would show each of them more than
+"""With fewer training volumes the demonstration does not pretrain: 800 updates would show each of them more than
 sixty times."""
 
 

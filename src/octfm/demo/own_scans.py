@@ -1,4 +1,5 @@
-"""A question about one's own scans: prepared, pretrained on if they suffice, probed for columns of a label table."""
+"""The demonstration on a user's own scans: prepared, pretrained on if there are enough, probed for columns of a
+table."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,16 +26,16 @@ from octfm.store.prepare import prepare
 from octfm.volume.preprocessing import Preprocessing
 
 SHARES = (0.5, 0.1, 0.4)
-"""Shares of participants for pretraining, its validation and the probe, where there are labels."""
+"""Shares of participants for pretraining, its validation and the probe, if there are labels."""
 PASSES = 40
-"""Most passes of pretraining, in batches of 8."""
+"""Most passes of pretraining over its scans, in batches of 8."""
 
 
 def own_scans(request: Request, echo: Echo) -> Path:
     """Run or continue the demonstration on the user's scans; returns the path of its report.
 
-    Raises AmbiguousPeople, CatalogError, ConfigError or EvaluationError before anything is prepared, if folder, labels
-    or disk will not do.
+    Raises AmbiguousPeople, CatalogError, ConfigError or EvaluationError before anything is prepared, if the folder, the
+    labels or the space on the disk do not suffice.
     """
     out = request.out
     table = read_labels(request.labels) if request.labels is not None else None
@@ -50,7 +51,7 @@ def own_scans(request: Request, echo: Echo) -> Path:
     pretrains = table is None or trained >= FEWEST or request.size is QUICK
     questions = None
     if table is not None:
-        # Where nothing is pretrained, everybody can be tested.
+        # If nothing is pretrained, everybody can be tested.
         questions = find_questions(catalog.acquisitions, table, request.targets, trains=pretrains)
         stages.say(f"   questions: {', '.join(questions.targets)}")
     volumes = len(catalog.acquisitions)
@@ -84,7 +85,7 @@ def own_scans(request: Request, echo: Echo) -> Path:
 
     design = "auto" if table is None else "k-fold"
     commands = request.commands(request.labels, design, pretrains)
-    with stages.stage("probe", "linear models on these features, each tested on participants it has not learned from"):
+    with stages.stage("probe", "linear models on these features, each tested on participants it was not fitted on"):
         try:
             result = probe(
                 encoders,
@@ -122,14 +123,15 @@ def _picture(first: Acquisition, out: Path) -> str:
     """Write the page of one scan; returns what to say about it."""
     try:
         volume = read_volume(first.uri, spacing_mm=first.spacing_mm, raster_only=first.layout == "raster")
-        page = first_picture(volume, out, "As it lies in its file.")
+        page = first_picture(volume, out, "As it is in its file.")
     except BAD_INPUT as error:
         return f"   {first.uri}: no picture: {error}"
     return f"open now: {page.resolve()} (it shows a scan: protect it like the file)"
 
 
 def _bytes_per_volume() -> int:
-    """Of a store: voxels, and in every column two heights of float32 and of int16."""
+    """Bytes of a volume in a store: voxels, and for every A-scan two rows in float32 (band) and two in int16
+    (valid)."""
     depth, height, width = PREPROCESSING["image_size"]
     return depth * width * (height + 12)
 

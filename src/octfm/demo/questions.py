@@ -1,4 +1,4 @@
-"""Which columns of a label table can be answered on one's own scans, found out before hours of work."""
+"""Find out, before hours of work, which columns of a label table can be probed on a user's own scans."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from octfm.evaluation.cases import HEALTHY, Skip, column_values, find_targets, m
 from octfm.evaluation.probe import FOLDS
 
 MOST = 8
-"""Most columns that are probed without being named; of a wider table the user names those to probe."""
+"""Most columns that are probed without being named; with more, the user must choose."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Questions:
 def find_questions(
     acquisitions: Sequence[Acquisition], table: LabelTable, wanted: Sequence[str] = (), *, trains: bool
 ) -> Questions:
-    """The columns of `table`, or those `wanted`, that these scans can answer.
+    """The columns of `table`, or those `wanted`, that can be probed on these scans.
 
-    `trains`: participants of the training split will be used in pretraining, so that none of them can be tested.
+    `trains`: participants of the training split will be used in pretraining, so they cannot be tested.
     Raises EvaluationError if no column can be probed, if the table is about other participants, or if it has more than
     MOST columns that could be probed and none was named.
     """
@@ -72,7 +72,7 @@ def find_questions(
 
 def _columns(table: LabelTable, data: Embeddings) -> list[str]:
     """Every label column; `disease` as well if the diagnoses name healthy eyes."""
-    # The scanner is the one that scans name; a column of that name may say anything.
+    # The scanner is the one that the files state; a column of that name may hold anything.
     columns = [column for column in table.columns if column != "scanner"]
     if "diagnosis" in columns and any(str(v).lower() in HEALTHY for v in column_values("diagnosis", data, table)):
         columns.insert(0, "disease")

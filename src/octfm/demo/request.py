@@ -64,7 +64,7 @@ class Request:
         return PRESETS[self.objective][1]
 
     def commands(self, labels: Path | None, design: str, pretrains: bool = True) -> list[str]:
-        """This command, and if it pretrains the single verbs that repeat its steps; `labels` is the table that was
+        """This command and, if it pretrains, the verbs that repeat its steps one by one. `labels`: the table that was
         probed."""
         out = self.out
         targets = [word for target in self.targets for word in ("--target", target)]

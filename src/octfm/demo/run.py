@@ -1,4 +1,4 @@
-"""The demonstration, stage by stage, on a phantom clinic; own_scans.py has that on one's own scans."""
+"""The demonstration, stage by stage, on a phantom clinic; own_scans.py has the one on a user's own scans."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from octfm.errors import Echo, EvaluationError
 from octfm.io.location import local_path
 
 LABELLED, DRAWS = (0.1, 0.3, 1.0), 3
-"""Fractions of labelled training participants, and random draws of each: few labels gain most (docs/log)."""
+"""Fractions of labelled training participants, and random draws of each: pretraining gains most with few labels
+(docs/log)."""
 FEW_LABELS = ("pretrained", "random_init", "tissue_map")
 """Encoders that are probed with fewer labels as well."""
 

@@ -1,4 +1,4 @@
-"""The stages of a demonstration, one line each on the terminal and the rest in its log; and room on the disk."""
+"""The stages of a demonstration: one line each on the terminal, details in its log; and a check of free disk space."""
 
 import math
 import shutil
@@ -33,7 +33,8 @@ class Stages:
         self.echo(line)
 
     def note(self, line: str) -> None:
-        """A line for the log only, which begins once a stage has succeeded: what is refused leaves no file."""
+        """A line for the log only. The log is written once a stage has succeeded, so that a refused request leaves no
+        file."""
         self._held.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
         if self.parts:
             self._flush()
@@ -57,7 +58,7 @@ class Stages:
 
 
 def require_room(out: Path, needed: float, advice: str) -> float:
-    """Bytes that are free where `out` will lie. Raises ConfigError if fewer than `needed` are."""
+    """Free bytes on the disk of `out`. Raises ConfigError, ending with `advice`, if there are fewer than `needed`."""
     there = next(folder for folder in (out, *out.resolve().parents) if folder.is_dir())
     free = shutil.disk_usage(there).free
     if free < needed:
@@ -69,5 +70,5 @@ def require_room(out: Path, needed: float, advice: str) -> float:
 
 
 def gigabytes(size: float) -> str:
-    """`2.1 GB`; two digits that count."""
+    """`2.1 GB`, with at least two significant digits."""
     return f"{size / 1e9:.{max(1, 1 - math.floor(math.log10(max(size, 1e7) / 1e9)))}f} GB"

@@ -65,12 +65,12 @@ def bias(difference: np.ndarray, weights: np.ndarray | None = None) -> np.ndarra
 
 
 def spread(difference: np.ndarray, weights: np.ndarray | None = None, subject: np.ndarray | None = None) -> np.ndarray:
-    """Standard deviation of the difference of one measurement [R]; `subject` [n]: whose measurement each is.
+    """Standard deviation [R] of the difference of a single measurement; `subject` [n]: whose measurement each is.
 
     The variance is that within subjects plus that between them, from a one-way analysis of variance (Bland & Altman,
-    Journal of Biopharmaceutical Statistics 2007): both eyes or several visits of a person are alike, so that the sample
-    variance, which takes them for independent, is too small. With one measurement of each subject, or without
-    `subject`, it is the sample variance. All rows of a subject must have the same weight.
+    Journal of Biopharmaceutical Statistics 2007). Both eyes or several visits of a person resemble each other, so the
+    sample variance, which treats them as independent, is too small. With one measurement per subject, or without
+    `subject`, the result is from the sample variance. All rows of a subject must have the same weight.
     """
     subject = np.arange(len(difference)) if subject is None else subject
     between, within, n0 = _one_way(subject, difference, _weights(difference, weights))
@@ -85,8 +85,8 @@ def limits(
     """Bland-Altman: bias and both limits, each with estimate, low, high and p, and standard deviation; None if unknown.
 
     `subject` [n]: the participant of each difference. Intervals are studentised (Davison & Hinkley 1997, §5.2) over the
-    resamples of participants that `boot` draws; None: there are none. In simulated cohorts of 10 to 40 participants
-    BCa intervals hold the true limit in 81 to 90 % instead of 95 %, and these in 90 to 94 %.
+    resamples of participants that `boot` draws; with None there are no intervals. In simulated cohorts of 10 to 40
+    participants, these intervals contain the true limit in 90 to 94 % of cases, BCa intervals in 81 to 90 %.
     """
     sd = float(spread(difference, None, subject)[0])
     sides = {"bias": 0, "lower": -1, "upper": 1}
@@ -156,7 +156,7 @@ def _slope_and_error(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The slope and its standard error by the influence of every subject. Each [R]."""
     _, first, member = np.unique(subject, return_index=True, return_inverse=True)
-    # From the median, so that a resample of differences that are all alike has an error of 0, not of rounding.
+    # From the median, so that equal differences give an error of exactly 0, free of rounding.
     x, y = level - level.mean(), difference - np.median(difference)
     size, sx, sy, sxx, sxy = (np.bincount(member, weights=v) for v in (np.ones(len(x)), x, y, x**2, x * y))
     W = W[:, first]

@@ -23,7 +23,7 @@ OF_PARTICIPANT = ("age", "sex", "clinical_site")
 NO_VOXELS = (COVARIATES, MAP)
 """Arms that see no voxel of the retina."""
 Channels = list[tuple[str, np.ndarray]]
-"""The column that each channel [N] was made from, and the channel."""
+"""Each channel [N] with the name of the column that it was made from."""
 
 
 def make_arms(files: Sequence[str | Location | Embeddings]) -> list[Embeddings]:
@@ -52,8 +52,9 @@ def make_arms(files: Sequence[str | Location | Embeddings]) -> list[Embeddings]:
 def covariates(data: Embeddings, quality: np.ndarray | None = None) -> Embeddings:
     """What is known without looking at the retina: age, sex, site, scanner, and image quality [N, 4] if given.
 
-    `data` gives the rows; its vectors are not used. An age that is not stated is NaN, which a probe takes for the mean
-    of its training rows. A probe of one of these columns leaves that column out, and adds those of its label table.
+    `data` gives the rows; its vectors are not used. An age that is not stated is NaN, which a probe replaces by the
+    mean of its training rows. A probe whose target is one of these columns leaves it out; columns of its label table
+    are added (`with_table`).
     """
     channels: Channels = [("scanner", column) for column in _one_hot(data.scanner.tolist())]
     for name in OF_PARTICIPANT:
@@ -64,14 +65,14 @@ def covariates(data: Embeddings, quality: np.ndarray | None = None) -> Embedding
 
 
 def with_table(arm: Embeddings, table: LabelTable | None) -> Embeddings:
-    """Covariates with the age, sex and site that a label table states; every other arm as it is."""
+    """Covariates with the age, sex and site that a label table states; every other arm unchanged."""
     if table is None or arm.name != COVARIATES or not arm.columns:
         return arm
     channels: Channels = list(zip(arm.columns, arm.vectors.T, strict=True))
     for name in (column for column in table.columns if column.lower() in OF_PARTICIPANT):
         try:
             own = column_values(name, arm, table)
-        except EvaluationError:  # of a table with a row per visit, whose age is not that of any one scan
+        except EvaluationError:  # a table with a row per visit does not say which age belongs to a scan
             continue
         pairs = zip(own, arm.participant_labels, strict=True)
         if stated := _channels(name, [labels.get(name.lower()) if value is None else value for value, labels in pairs]):

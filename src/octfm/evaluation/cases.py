@@ -22,7 +22,7 @@ HEALTHY = ("healthy", "normal", "control", "none", "no disease")
 """Diagnoses that mean no disease, in lower case."""
 
 MANY_NUMBERS = 10
-"""Numeric columns with more distinct values than this are regressed; with fewer, values are grades and classified."""
+"""Numeric columns with more distinct values than this are regressed; in others, values are grades and classified."""
 
 SEPARATOR = ";"
 """Separator of several labels in one cell (`drusen;dme`); each label becomes a binary target."""
@@ -91,7 +91,7 @@ class Cases:
     ordered: bool = False
     """The classes are grades, lowest first."""
     eye: np.ndarray | None = None
-    """[n] the eye of each row where a unit's worse eye is scored; None: a unit is scored by the mean of its rows."""
+    """[n] the eye of each row if a unit is scored by its worse eye; None if it is scored by the mean of its rows."""
 
     @property
     def kind(self) -> Literal["binary", "ordinal", "multiclass", "regression"]:
@@ -102,7 +102,7 @@ class Cases:
 
 def log_share(cases: Cases, rows: np.ndarray) -> np.ndarray:
     """[K] log of each class's share of the units of these rows. A unit counts once, however many scans it has, because
-    probabilities are given for units; of a unit with several labels the highest counts, as where it is scored."""
+    probabilities are given for units; if a unit has several labels, the highest counts, as in scoring."""
     assert cases.classes is not None
     label = _unit_labels(cases, rows)
     # The floor avoids −inf for a class that is absent from a small training subset.
@@ -110,7 +110,7 @@ def log_share(cases: Cases, rows: np.ndarray) -> np.ndarray:
 
 
 def _unit_labels(cases: Cases, rows: np.ndarray) -> np.ndarray:
-    """The class of every unit that these rows are of."""
+    """Class of every unit of these rows; the highest if it has several."""
     _, member = np.unique(cases.unit[rows], return_inverse=True)
     label = np.zeros(member.max() + 1, dtype=int)
     np.maximum.at(label, member, cases.label[rows])
@@ -119,7 +119,7 @@ def _unit_labels(cases: Cases, rows: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """Train and test rows of one fit, as positions in the cases."""
+    """Training and test rows of one fit, as positions in the cases."""
 
     train: np.ndarray
     test: np.ndarray
@@ -148,7 +148,7 @@ def find_targets(
 
     Any label column can be a target; a column named `disease` is used as it is, not derived from the diagnosis.
     `orders` adds to ORDERS and to those of the table. Raises EvaluationError for a name without a column, and for
-    `scanner` if the table has such a column, because this target is the scanner that scans name.
+    `scanner` if the table has such a column, because this target is the scanner that the scans' files state.
     """
     columns = {
         "scanner",
@@ -183,9 +183,9 @@ def _named_targets(names: Sequence[str], table: LabelTable | None) -> list[Targe
     own = {name for name in names if table is not None and name in table.columns}
     if table is not None and "scanner" in own:
         raise EvaluationError(
-            f"target scanner: it is the scanner that scans name, and {table.path} has a column scanner as well; "
-            "rename that column to ask about it, or drop it to ask about the scans' own",
-            public="The label table has a column scanner, which is not the one that the scans name.",
+            f"target scanner: it is the scanner that the scans' files state, and {table.path} has a column scanner as "
+            "well; rename that column to probe it, or drop it to probe the scanner of the files",
+            public="The label table has a column scanner, which is not the scanner that the scans' files state.",
         )
     known = {target.name: target for target in TARGETS if target.name not in own or target.column == target.name}
     return [known.get(name) or Target(name, name, "participant") for name in dict.fromkeys(names)]
@@ -204,9 +204,9 @@ def find_target(
 def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Cases:
     """Join the target's labels to the embeddings.
 
-    Raises Skip without labels, for `disease` with only one class, and for a column that is neither of numbers nor of
-    classes: numbers with words or infinities among them, a text of its own for most participants, or one class (or
-    label of a multi-label column) in two spellings.
+    Raises Skip without labels, for `disease` with only one class, and for a column that holds neither numbers nor
+    classes: numbers mixed with words or infinities, a different text for most participants, or one class (or label of
+    a multi-label column) in two spellings.
     """
     values = column_values(target.column, data, table)
     rows = np.array([i for i, value in enumerate(values) if value is not None], dtype=int)
@@ -232,10 +232,13 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
     numeric = target.label is None and None not in numbers
     if numeric and len(set(numbers)) > MANY_NUMBERS:
         # Measurements of an eye, such as thickness, must not be averaged over both eyes of a participant. A scan of
-        # unknown laterality may be of either, so it is a case of its own.
+        # unknown laterality may be of either eye, so it is scored separately.
         by_eye = np.array([data.laterality[i] is not None for i in rows]) & (target.unit != "acquisition")
         unit = np.where(by_eye, data.eye_id[rows], data.acquisition[rows])
         unit_name: Unit = "eye" if by_eye.any() else "acquisition"
+        # Nor over visits that found different ones: the mean is easier to predict, and no visit's.
+        if len(set(zip(unit.tolist(), numbers, strict=True))) > len(np.unique(unit)):
+            unit, unit_name = data.acquisition[rows], "acquisition"
         return Cases(target, rows, np.array(numbers, dtype=float), None, participant, unit, unit_name, unlabelled)
     if target.label is not None:
         parts = [_parts(v) for v in kept]
@@ -252,7 +255,7 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
 
 
 def _is_disease(target: Target) -> bool:
-    """Whether the target is made of diagnoses: healthy, or any other."""
+    """Whether the target is healthy against any diagnosis."""
     return target.name == "disease" and target.column == "diagnosis"
 
 
@@ -268,10 +271,10 @@ def _is_a_word(cell: str) -> bool:
 
 
 def _require_classes(column: str, cells: Sequence[str], participant: np.ndarray) -> None:
-    """Raises Skip unless the cells, not all of them numbers, are classes."""
+    """Raise Skip unless the cells, of which some are no numbers, are classes."""
     words = [cell for cell in cells if as_number(cell) is None]
     if len(words) <= len(cells) / 2 and len(set(cells) - set(words)) > MANY_NUMBERS:
-        # Read as classes, each number would be one.
+        # As classes, every number would be a class.
         among = f"{len(cells) - len(words)} of {len(cells)} labels in column {column} are finite numbers, the others"
         remedy = "write numbers, or leave those cells empty"
         raise Skip(f"{among} are not ({', '.join(sorted(set(words))[:3])}); {remedy}.", f"{among} are not; {remedy}.")
@@ -381,7 +384,7 @@ def make_rounds(
             )
         keep = np.isin(cases.label, enough)
         cases, train, tested = _only_classes(cases, enough), train[keep], tested[keep]
-        # With one ill eye each, all participants are ill.
+        # If every participant has a diseased eye, all are diseased.
         present = np.unique(_unit_labels(cases, tested)) if tested.any() else np.zeros(0, int)
         if len(present) < 2:
             names = cases.classes or ()
@@ -396,7 +399,7 @@ def make_rounds(
         if participants_tested < 2 or len(np.unique(cases.participant[train])) < 6:
             raise Skip(
                 f"{len(np.unique(cases.participant[train]))} participants with {cases.target.column} to learn from and "
-                f"{participants_tested} to test, expected at least 6 and 2; label more, or split anew."
+                f"{participants_tested} to test, expected at least 6 and 2; label more, or make new splits."
             )
         return cases, [Round(np.flatnonzero(train), np.flatnonzero(tested))]
     if participants_tested < 2 * folds:
@@ -439,7 +442,7 @@ def people(participant: np.ndarray) -> np.ndarray:
 
 
 def rarest_class(member: np.ndarray, label: np.ndarray) -> np.ndarray:
-    """Class of each group; of a group with rows of several classes the rarest, which is hardest to balance."""
+    """Class of each group; if its rows have several classes, the rarest, which is hardest to balance."""
     rarity = np.bincount(label)[label]
     # Rarest first: np.unique then finds the rarest class of each group.
     order = np.lexsort((label, rarity))

@@ -30,10 +30,10 @@ class VolumeDataset(Dataset):
     band    float32 [2, D, W]: upper and lower surface of the tissue band, in rows
     valid   int16 [2, D, W]: first image row and one past the last
     index   int: the row of the store, `store.rows[index]` with participant, eye and scanner
-    label   int64, the place of its class in `classes`; float32 for a number; absent without labels
+    label   int64, index of the class in `classes`; float32 for a number; absent without labels
 
-    Classes are numbered over the whole store, so that the datasets of two splits agree. Volumes without a label are not
-    in it. Nothing is augmented; `transform` may do so.
+    Classes are numbered over the whole store, so that the datasets of two splits agree. Volumes without a label are
+    left out. Nothing is augmented; `transform`, a function of the item, may do so.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ def dataset_of(
         raise ConfigError(f"transform: expected a function of an item, got {shown(transform)}")
     if isinstance(modalities, str) or not modalities or not {*modalities} <= {*MODALITIES}:
         raise ConfigError(f'modalities: expected ("structure",), ("octa",) or both, got {shown(modalities)}')
-    # Also finds participants in two splits, whichever split is wanted.
+    # Also raises for a participant in two splits, whichever split is wanted.
     rows = select(store, split, layouts=ADMISSIBLE, modalities=modalities)
     if labels is None and target is None:
         return VolumeDataset(store, rows, split=split, transform=transform)

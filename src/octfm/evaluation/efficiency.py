@@ -53,7 +53,8 @@ def label_efficiency(
     and resamples; p values are corrected over all comparisons. Each seed draws its own order of participants, and
     larger fractions contain the smaller ones. The test participants stay the same; in k-fold, each fold draws its
     subset from its training participants. Intervals cover other participants, other draws of the subset and, for an
-    arm with several draws, of the network: seeds take them in turn. `resamples` None: as in `probe`.
+    arm with several draws, other draws of the network, which seeds use in turn. `resamples` None: as in `probe`.
+    Raises EvaluationError as `probe` does.
     """
     expect_counts(seeds, resamples)
     choose_readout(readout)
@@ -101,7 +102,7 @@ def label_efficiency(
 
 
 def subset(cases: Cases, whole: Round, fraction: float, seed: int) -> Round:
-    """The round with a fraction of its training participants: the same from each class, but at least two.
+    """The round with a fraction of its training participants: the same share of each class, at least two of each.
 
     A participant with eyes of two classes counts as the rarer one, as in folds. For regression, fifths of the labels
     take the place of classes. With the same seed, a larger fraction contains every participant of a smaller one.

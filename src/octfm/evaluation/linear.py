@@ -1,6 +1,6 @@
 """Logistic, ridge and proportional-odds regression on frozen embeddings, solved with scipy.
 
-The first two have the objectives of scikit-learn, which would be 56 MB for them; tests compare the results with it.
+The first two have the objectives of scikit-learn, which would add 56 MB for them alone; tests compare the results.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 
 STEPS = 2000
 WIDE = 768
-"""Most channels for which `inverse_root` costs less than the steps that it saves."""
+"""With more channels than this, `inverse_root` would cost more than the steps that it saves."""
 
 
 def logistic(
@@ -18,8 +18,9 @@ def logistic(
     """For each C of `strengths`, log-probabilities [new, classes of y in sorted order] of a fit with L2 penalty 1 / C
     and balanced classes: the objective of scikit-learn's LogisticRegression(C=C, class_weight="balanced").
 
-    The fit stops once no element of the gradient exceeds `tolerance`, as there. Its steps are taken in coordinates in
-    which the curvature at the start is the identity: a quarter of them suffices (docs/log).
+    `y` [n] are classes of the rows of `x` [n, F]. The fit stops once no element of the gradient exceeds `tolerance`, as
+    in scikit-learn. Steps are taken in coordinates in which the curvature at the start is the identity, so that a
+    quarter of them suffices (docs/log).
     """
     classes, index = np.unique(y, return_inverse=True)
     first = int(len(classes) == 2)  # of two classes, the first has logit 0
@@ -91,7 +92,7 @@ def _log_probability(x: np.ndarray, theta: np.ndarray, first: int) -> np.ndarray
 
 
 def ridge(x: np.ndarray, y: np.ndarray, penalties: Sequence[float], x_new: np.ndarray) -> Iterator[np.ndarray]:
-    """For each L2 penalty, predictions [new] of a least-squares fit whose intercept has none."""
+    """For each L2 penalty, predictions [new] of a least-squares fit whose intercept is not penalised."""
     centre, mean = x.mean(0), y.mean()
     x, y = x - centre, y - mean
     wide = len(x) < x.shape[1]  # the smaller of two equal systems
@@ -104,10 +105,10 @@ def ridge(x: np.ndarray, y: np.ndarray, penalties: Sequence[float], x_new: np.nd
 def proportional_odds(
     x: np.ndarray, grade: np.ndarray, num_grades: int, c: float, weight: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(direction [width], thresholds [num_grades − 1]) of P(grade ≤ k) = σ(threshold_k − x · direction).
+    """Fit P(grade ≤ k) = σ(threshold_k − x · direction): direction [width] and thresholds [num_grades − 1].
 
-    Minimises ½ |direction|² + C · Σ weight · negative log-likelihood, with the penalty of scikit-learn's logistic
-    regression. Every grade must occur.
+    `grade` [n] is 0..num_grades − 1, and every grade must occur. Minimises ½ |direction|² + C · Σ weight · negative
+    log-likelihood, with the penalty of scikit-learn's logistic regression.
     """
     from scipy.optimize import minimize
     from scipy.special import expit
@@ -118,7 +119,7 @@ def proportional_odds(
     start = np.log(share / (1 - share))
     # Parametrised by the first threshold and the logarithms of the gaps, so that thresholds stay in order.
     begin = np.concatenate([np.zeros(x.shape[1]), start[:1], np.log(np.maximum(np.diff(start), 1e-3))])
-    # In units that give the direction unit curvature at the start, and thresholds about as much: far fewer steps.
+    # In units in which the curvature at the start is 1 for the direction, and about 1 for thresholds: far fewer steps.
     below = np.concatenate([[0], share, [1]])
     curvature = w * (below * (1 - below))[np.stack([grade, grade + 1])].sum(0)
     inverse = None

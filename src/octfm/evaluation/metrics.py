@@ -35,12 +35,12 @@ class ExtraMetric:
 
     name: str
     measure: Callable[[Array, Array, Array], Array]
-    """(truth, predicted, weights [R, n]) -> [R], NaN where a resample leaves it undefined. For classes, truth is int
-    [n] and predicted the probabilities [n, K] as if classes were equally common; for numbers, both are [n]."""
+    """(truth, predicted, weights [R, n]) -> [R], NaN for resamples in which it is undefined. For classes, truth is int
+    [n], and predicted are probabilities [n, K] as if classes were equally common; for numbers, both are [n]."""
     chance: float
     """Score of guessing."""
     kinds: tuple[Kind, ...] = ("binary",)
-    """Kinds of targets that it is computed for."""
+    """Kinds of targets for which it is computed."""
     lower_is_better: bool = False
 
     def __post_init__(self):
@@ -51,7 +51,7 @@ class ExtraMetric:
 
     def __call__(self, truth: Array, predicted: Array, weights: Array) -> Array:
         """float64 [R]. Raises EvaluationError if `measure` returns anything else."""
-        # Copies: what it changes in them must not reach the metrics that follow.
+        # Copies, so that a metric that changes its arguments does not affect the next ones.
         found = self.measure(truth.copy(), predicted.copy(), weights)
         try:
             values = np.asarray(found, np.float64)

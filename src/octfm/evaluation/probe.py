@@ -77,8 +77,8 @@ def probe(
     commands: Sequence[str] = (),
     metrics: Sequence[ExtraMetric] = (),
 ) -> Result:
-    """Probe every encoder on every target, and compare the first with each of the others, and joint arms with their
-    parts; returns probe.json's content. `embeddings`: octfm.evaluation.arms.make_arms gives all arms of a run.
+    """Probe every encoder on every target; compare the first with each of the others, and joint arms with their parts.
+    Returns the content of probe.json. `embeddings`: octfm.evaluation.arms.make_arms gives all arms of a run.
 
     labels: a table (CSV, TSV or DataFrame), joined by id; by default the participants' labels in the embeddings.
     seen: participants that any encoder was pretrained on. In `recommended_split`, a seen test participant raises
@@ -86,10 +86,10 @@ def probe(
         training part, and the folds are made of the others.
     design: `recommended_split` fits on train and val and tests on test; `auto` chooses it if the data have both sides,
         and `k-fold` otherwise (`folds`, default 5).
-    resamples: of participants; None: RESAMPLES, or more if so many differences are planned that Holm's correction would
-        reject none of them.
+    resamples: of participants; None: RESAMPLES, or more if so many differences are planned that none could survive
+        Holm's correction.
     seeds: repeat folds with this many seeds; intervals then resample seeds as well as participants.
-    orders: columns whose classes are grades, lowest first; ordered categories of a DataFrame are known to be.
+    orders: columns whose classes are grades, lowest first; not needed for ordered categories of a DataFrame.
     targets: label columns; one that cannot be probed raises EvaluationError. None takes every known column that is
         present and lists those that cannot be probed under "skipped".
     metrics: metrics of your own, computed next to the built-in ones with intervals from the same resamples.
@@ -184,7 +184,7 @@ def expect_counts(seeds: int, resamples: int | None) -> None:
 
 
 def write_probe(path: str | Location, result: dict[str, Any]) -> Location:
-    """Write the result as JSON, atomically."""
+    """Write the result as JSON, atomically; returns its location."""
     where = location(path)
     where.parent.mkdir(parents=True, exist_ok=True)
     # JSON has no NaN, and browsers refuse a file with one; undefined numbers are null.
@@ -194,8 +194,8 @@ def write_probe(path: str | Location, result: dict[str, Any]) -> Location:
 
 def summary_lines(result: dict[str, Any], file: str = "probe.json") -> list[str]:
     """Lines for a terminal: one per target, encoder and headline metric, one on guessing per target, one per note, one
-    per comparison, then what intervals leave out. `file` holds the result; of a probe, a note on few participants names
-    the other design."""
+    per comparison, then what intervals leave out. `file` holds the result; for a probe, a note on few participants
+    suggests k-fold."""
     lines: list[str] = []
     noted: dict[tuple[str, str], list[str]] = {}
     guessing: dict[str, dict[str, str]] = {}

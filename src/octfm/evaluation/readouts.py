@@ -11,7 +11,8 @@ from octfm.evaluation.cases import participant_folds
 from octfm.evaluation.linear import grade_probability, logistic, proportional_odds, ridge
 
 SMALL = 1 << 22
-"""Elements of a matrix up to which BLAS gets one thread: more lose more time waiting than they save (docs/log)."""
+"""Matrices with at most this many elements get one BLAS thread: more would lose more time waiting than they save
+(docs/log)."""
 
 Readout = Literal["linear", "knn", "trees"]
 
@@ -20,14 +21,15 @@ LOGISTIC_C = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 RIDGE_ALPHA = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
 NEIGHBOURS = (1.0, 3.0, 5.0, 10.0, 20.0, 40.0)
 MOST_PAIRS = 1 << 22
-"""Similarities of new to training rows that are held at once: all of 50,000 and 10,000 would take 12 GB."""
+"""Most similarities of new to training rows in memory at a time: those of 10,000 to 50,000 rows would take 12 GB."""
 ITERATIONS = (12.0, 25.0, 50.0, 100.0, 200.0)
 """Numbers of boosted trees (per class)."""
 TREES = {"learning_rate": 0.06, "max_leaf_nodes": 15, "min_samples_leaf": 10, "l2_regularization": 1.0}
 FARTHEST = 5.0
-"""Standard deviations from the mean of the training rows up to which a new row counts, if none of them is farther."""
+"""New rows are limited to this many standard deviations from the mean of the training rows, or to the farthest of
+these."""
 WEAKENED = 0.1
-"""Factor on the strength of one part of a joint arm in the candidates that mostly rely on the others."""
+"""Factor by which one part of a joint arm is weakened in candidates that rely mostly on the others."""
 TOLERANCE, WHILE_SEARCHING = 1e-4, 1e-3
 """Largest gradient at which a logistic fit stops (scikit-learn's default), for the final fit and for comparing
 penalties. With the larger one, losses agree within 1 % and fits take two thirds of the time (docs/log)."""
@@ -38,7 +40,7 @@ NEIGHBOURS it has several minima (docs/log)."""
 
 
 def choose_readout(name: str) -> Readout:
-    """Check the name of a readout. Raises EvaluationError."""
+    """The readout of this name. Raises EvaluationError if there is none."""
     if name not in get_args(Readout):
         raise EvaluationError(f"readout: expected one of {', '.join(get_args(Readout))}; got {name!r}")
     return name  # pyright: ignore[reportReturnType]
@@ -56,10 +58,11 @@ def fit_predict(
 ) -> tuple[np.ndarray, float | tuple[float, ...]]:
     """Log-probabilities [new, K] (or predicted numbers [new, 1]), and the setting chosen by inner participant folds.
 
-    Classes have equal total weight. `num_classes` 0: regression. `widths`: channels of each part of a joint arm; linear
-    models then penalise each part by itself, see `_choose_strengths`, and neighbours count each part alike.
+    `x` [n, F], `y` [n] and `participant` [n] are the training rows; `x_new` [new, F]. Classes have equal total weight.
+    `num_classes` 0: regression. `widths`: channels of each part of a joint arm; linear models then penalise each part
+    separately (`_choose_strengths`), and nearest neighbours give all parts the same weight.
     """
-    import scipy.linalg  # noqa: F401  brings a BLAS of its own, and a limit holds for those that are loaded
+    import scipy.linalg  # noqa: F401  loads scipy's own BLAS: threadpool_limits affects only libraries that are loaded
     from threadpoolctl import threadpool_limits
 
     parts = [slice(end - width, end) for end, width in zip(np.cumsum(widths).tolist(), widths, strict=True)]
@@ -77,10 +80,11 @@ def fit_predict(
     held_out = [h for h in (fold == k for k in range(INNER_FOLDS)) if h.any() and not h.all()]
 
     def losses_of(scale: np.ndarray, kept: slice, settings: Sequence[float]) -> list[float]:
-        """Loss over the inner folds for each setting, of the channels `kept`, standardised and then multiplied."""
+        """Loss over the inner folds for each setting, with the channels `kept`, standardised, then multiplied by
+        `scale`."""
         inner = [(standardised(x[~h, kept], x[h, kept]), h) for h in held_out]
         paths = [search(a * scale[kept], b * scale[kept], y[~h], num_classes, settings) for (a, b), h in inner]
-        # Each path yields its predictions for one setting of the grid after the other, so the search can stop early.
+        # Paths yield predictions setting by setting, so that the search can stop early.
         losses: list[float] = []
         for predicted in zip(*paths, strict=True):
             losses.append(sum(_loss(p, y[h], y, num_classes) for p, h in zip(predicted, held_out, strict=True)))
@@ -106,9 +110,9 @@ def _choose_strengths(
 ) -> tuple[float, ...]:
     """The inverse penalty of each part of a joint arm, 0 for a part that is left out, chosen by inner folds.
 
-    Candidates: each part alone, with the penalty that is best for it; and all together with these penalties, or with
-    stronger ones for all parts or for one of them. So a part that adds nothing can be left out, and the number of its
-    channels does not matter.
+    Candidates are each part alone, with the penalty that is best for it, and all parts together, with these penalties
+    or with stronger ones for all parts or for one. So a part that adds nothing can be left out, however many channels
+    it has.
     """
     best, candidates = [], []
     for place, part in enumerate(parts):
@@ -128,8 +132,8 @@ def _choose_strengths(
 
 
 def standardised(x: np.ndarray, x_new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both scaled by mean and standard deviation of the training rows `x`, and new rows limited to their range or
-    FARTHEST. What is missing, NaN, is the mean of the training rows."""
+    """Both standardised by the mean and standard deviation of the training rows `x`; new rows are limited to their
+    range or to FARTHEST. Missing values (NaN) become the mean of the training rows."""
     if not (np.isfinite(x).all() and np.isfinite(x_new).all()):
         known = np.isfinite(x)
         usual = np.where(known, x, 0).sum(0) / np.maximum(1, known.sum(0))
@@ -138,7 +142,8 @@ def standardised(x: np.ndarray, x_new: np.ndarray) -> tuple[np.ndarray, np.ndarr
     # A constant channel becomes 0; dividing it by its rounding noise would make it dominate.
     scale[scale <= 1e-6 * np.abs(mean)] = np.inf
     x, x_new = (x - mean) / scale, (x_new - mean) / scale
-    # An area of drusen that few training rows have by a voxel would otherwise outweigh all other channels.
+    # Without a limit, a channel that hardly varies in training, such as drusen of a few voxels, could outweigh all
+    # others.
     most = np.maximum(np.abs(x).max(0), FARTHEST)
     return x, np.clip(x_new, -most, most)
 
@@ -201,12 +206,12 @@ def _neighbours(
 ) -> Iterator[np.ndarray]:
     """Votes of the nearest training rows by cosine similarity, weighted by the inverse class frequency."""
     for part in parts:
-        # Standardised channels have a mean square of 1, so parts count alike whatever their numbers of channels.
+        # Standardised channels have a mean square of 1, so parts get equal weight whatever their number of channels.
         x, x_new = (np.hstack([v[:, : part.start], v[:, part] / np.sqrt(part.stop - part.start), v[:, part.stop :]])
                     for v in (x, x_new))  # fmt: skip
     unit, unit_new = (v / np.maximum(1e-12, np.linalg.norm(v, axis=1, keepdims=True)) for v in (x, x_new))
     few, most = max(1, MOST_PAIRS // len(unit)), int(max(grid))
-    # Copied, or the order of all training rows would stay in memory.
+    # Copied: a view would keep the order of all training rows in memory.
     order = np.concatenate([
         np.argsort(-(unit_new[i : i + few] @ unit.T), axis=1, kind="stable")[:, :most].copy()
         for i in range(0, len(unit_new), few)
@@ -214,7 +219,7 @@ def _neighbours(
     if num_classes == 0:
         yield from (y[order[:, : int(k)]].mean(1)[:, None] for k in grid)
         return
-    # Balanced like the linear readout: a vote counts the more, the rarer its class.
+    # Balanced like the linear readout: votes of rarer classes count more.
     vote = np.eye(num_classes)[y] / np.maximum(1, np.bincount(y, minlength=num_classes)) * len(y) / num_classes
     for k in grid:
         # Half a vote for every class, so that no probability is zero.

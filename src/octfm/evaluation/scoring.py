@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from octfm.catalog.labels import as_number
 from octfm.display import p_value
 from octfm.evaluation import metrics as m
 from octfm.evaluation.cases import Cases
@@ -28,18 +29,18 @@ PLANNED = ("auroc", "kappa", "r2")
 HEADLINE = ("auroc", "balanced_accuracy", "kappa", "r2")
 """Metrics shown first in terminals and on pages."""
 BELOW = (
-    "Below guessing, which is no finding: by folds, a model without signal scores a little less than guessing, "
-    "because what is held out is missing on the other side."
+    "Below guessing, which is no finding: in k-fold, a model without signal scores slightly below guessing, because "
+    "the cases tested in a fold are missing from its training part."
 )
 """Measured on permuted labels of 40 participants: mean AUROC .457, and 10 % of intervals below .5."""
 FAR = 20
-"""Interquartile ranges from the middle half of the labels: beyond them lies no normal number, and one log-normal
-number in some 3,000."""
+"""Labels more than this many interquartile ranges from the middle half are remarked on. Normally distributed numbers
+never are; of log-normal ones about 1 in 3,000."""
 _CODE = re.compile(r"-[19]|-?9{2,}(\.9+)?")
-"""What a number looks like that may stand for a missing value."""
+"""Numbers that may be codes for a missing value, such as -1, 99 and 999.9."""
 LOWER_IS_BETTER = ("brier", "ece", "mae")
 CONFOUNDED = 0.02
-"""Distance of a guess's AUROC from 0.5 at which a note warns that numbers of eyes differ between classes."""
+"""If the AUROC of guessing differs from 0.5 by this much, a note says that numbers of eyes differ between classes."""
 BUILT_IN = ("auroc", "auprc", "balanced_accuracy", "macro_f1", "brier", "ece", "kappa", "r2", "mae")
 
 
@@ -99,8 +100,9 @@ def score(
 ) -> list[Scored]:
     """Score every metric of the target, and those of `more` that are for its kind.
 
-    With several runs (seeds): their mean, resampling seeds and participants. `draws`: so many consecutive runs are of
-    one seed and of different draws of the encoder, which are resampled as well; `per_draw` keeps their scores.
+    With several runs (seeds), the result is their mean; seeds and participants are resampled. `draws`: number of
+    consecutive runs that share a seed and differ in the draw of the encoder; draws are resampled as well, and
+    `per_draw` has their scores. `facts` are added to every row; `only`: names of metrics, by default all.
     """
     units = [to_units(cases, run) for run in runs]
     first = units[0]
@@ -112,7 +114,7 @@ def score(
         if only and name not in only:
             continue
         measures = [metrics[i][1] for metrics in named]
-        # Each its own weights, which a metric of the caller's may change.
+        # New weights for each, because a caller's metric may change them.
         whole = [float(measure(np.ones((1, len(first.truth))))[0]) for measure in measures]
         boot = None
         if not rare:
@@ -152,7 +154,7 @@ def score(
 
 
 def bounds(boot: Bootstrap | None) -> dict[str, Any]:
-    """`low` and `high` of a result and its `percentile` interval, None where there are none."""
+    """`low` and `high` (BCa) and the `percentile` interval of a result; None for each if there is no interval."""
     low, high, *percentile = (*interval(boot), *interval(boot, method="percentile")) if boot else (None,) * 4
     return {"low": finite(low), "high": finite(high), "percentile": [finite(bound) for bound in percentile]}
 
@@ -214,7 +216,7 @@ def correct(comparisons: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def planned_metrics(cases: Cases) -> tuple[str, ...]:
-    """Those of PLANNED that a target has; none for leakage."""
+    """The metrics of PLANNED that are computed for a target; none for leakage."""
     if cases.target.leakage:
         return ()
     return {"regression": ("r2",), "ordinal": ("auroc", "kappa")}.get(cases.kind, ("auroc",))
@@ -277,7 +279,8 @@ def _of_the_worse_eye(eye: np.ndarray, unit: np.ndarray, value: np.ndarray) -> n
 
 
 def metrics_of(cases: Cases, u: Units, more: Sequence[m.ExtraMetric] = ()) -> list[tuple[str, Metric, float]]:
-    """(name, metric as a function of weights [R, n], score of guessing). `more`: metrics of the caller's own."""
+    """(name, metric as a function of weights [R, n], score of guessing) of each metric; `more`: the caller's
+    metrics."""
     # Every metric is called with weights [R, n] alone; partial binds truth and predictions.
     predicted = u.value[:, 0] if cases.classes is None else softmax(u.value)
     own = [(x.name, partial(x, u.truth, predicted), x.chance) for x in more if cases.kind in x.kinds]
@@ -308,8 +311,8 @@ def _built_in(cases: Cases, u: Units) -> list[tuple[str, Metric, float]]:
         ("macro_f1", partial(m.macro_f1, u.truth, winner), 1 / present),
     ]
     if u.log_prior is not None:
-        # Probes are fitted with classes of equal weight; adding the class frequencies of training undoes that. Guessing
-        # the shares of classes in the test for everyone has a Brier score of 1 − Σ share².
+        # Probes are fitted with classes of equal weight; adding the log class frequencies of training undoes that.
+        # Predicting the test's class shares for everyone has a Brier score of 1 − Σ share².
         calibrated = softmax(u.value + u.log_prior)
         found += [
             ("brier", partial(m.brier, u.truth, calibrated), float(1 - (share**2).sum())),
@@ -322,9 +325,10 @@ def _built_in(cases: Cases, u: Units) -> list[tuple[str, Metric, float]]:
 
 
 def _guessed_auroc(u: Units) -> float:
-    """AUROC of guesses for every eye: above 0.5 if positive participants have more eyes, because the worse one counts.
+    """AUROC of random scores for every eye: above 0.5 if positive participants have more eyes, since the worse eye
+    counts.
 
-    Of a + b guesses the highest is among the a of one participant with a probability of a / (a + b).
+    Of a + b random scores, the highest is among the a of one participant with a probability of a / (a + b).
     """
     if u.eyes is None or not 0 < (u.truth == 1).sum() < len(u.truth):
         return 0.5
@@ -368,14 +372,15 @@ def _eyes_note(u: Units) -> str | None:
 
 
 def odd_numbers(cases: Cases) -> str | None:
-    """A remark on codes for missing values (999, -1) among the numbers, and on numbers so far from the others that they
-    alone decide R²; else None.
+    """A remark on codes for missing values (999, -1) among numbers or classes, or on numbers so far from the others
+    that they alone decide R²; None if there are none.
 
-    A number that looks like a code is one if no other is negative, or if it lies farther from all others than nine in
-    ten of them span, or if it ends their range and is the most frequent. 999 µm between 980 and 1010 is none.
+    A number that looks like a code is taken for one if it is negative and no other number is, if it is farther from all
+    others than the range of nine in ten of them, or if it is outside the range of the others and the most frequent.
+    999 µm between 980 and 1010 is none.
     """
     if cases.classes is not None:
-        return None
+        return _coded_classes(cases, cases.classes)
     # One of each unit: several scans of an eye repeat its number.
     own = [value for _, value in set(zip(cases.unit.tolist(), cases.label.tolist(), strict=True))]
     values, counts = np.unique(own, return_counts=True)
@@ -391,12 +396,7 @@ def odd_numbers(cases: Cases) -> str | None:
         return value < 0 <= usual[0] or alone or (not inside and count > most)
 
     if codes := [v for v, count in zip(values[coded], counts[coded], strict=True) if is_code(v, count)]:
-        often = [int((cases.label == code).sum()) for code in codes]
-        found = " and ".join(f"{n} {'is' if n == 1 else 'are'} {c:.10g}" for n, c in zip(often, codes, strict=True))
-        return (
-            f"Of {len(cases.label)} labels in column {cases.target.column}, {found}, unlike the others; if that stands "
-            "for a missing value, leave those cells empty."
-        )
+        return _name_codes(cases, {f"{code:.10g}": int((cases.label == code).sum()) for code in codes})
     low, high = np.quantile(cases.label, (0.25, 0.75))
     far = (cases.label < low - FAR * (high - low)) | (cases.label > high + FAR * (high - low))
     if low == high or not far.any():
@@ -404,6 +404,30 @@ def odd_numbers(cases: Cases) -> str | None:
     return (
         f"{far.sum()} of {len(far)} labels lie more than {FAR} interquartile ranges from the others and decide the "
         "result; is it a code for a missing value?"
+    )
+
+
+def _coded_classes(cases: Cases, classes: Sequence[str]) -> str | None:
+    """A class that looks like a code is one among words, and among numbers if it lies farther from all of them than any
+    two neighbours: 9 beside the grades 0 to 3, but not 4, nor -1 beside 0 and 1."""
+    values = {name: number for name in classes if (number := as_number(name)) is not None}
+    coded = {name for name in values if _CODE.fullmatch(name) or name == "9"}
+    usual = np.sort([number for name, number in values.items() if name not in coded])
+    step = np.diff(usual).max(initial=0)
+    if len(values) < len(classes):
+        found = coded if not usual.size else set[str]()
+    else:
+        found = {name for name in coded if step and np.abs(usual - values[name]).min() > step}
+    often = {name: int((cases.label == classes.index(name)).sum()) for name in sorted(found)}
+    return _name_codes(cases, often) if often else None
+
+
+def _name_codes(cases: Cases, often: dict[str, int]) -> str:
+    """`often`: code → how many labels it is."""
+    found = " and ".join(f"{n} {'is' if n == 1 else 'are'} {code}" for code, n in often.items())
+    return (
+        f"Of {len(cases.label)} labels in column {cases.target.column}, {found}, unlike the others; if that stands for "
+        "a missing value, leave those cells empty."
     )
 
 
@@ -417,7 +441,7 @@ def _note(rare: dict[str, int], boot: Bootstrap | None) -> str | None:
         return None
     known = boot.resampled[np.isfinite(boot.resampled)]
     if not known.size:
-        return "Not defined on these cases, as R² is where all numbers are alike."
+        return "Not defined on these cases; R², for example, is not if all numbers are equal."
     if np.ptp(known) == 0:
         return (
             "Every resample gave the same value, so the interval is too narrow to be believed; "

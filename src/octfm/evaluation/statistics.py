@@ -26,7 +26,8 @@ MOST_LEFT_OUT = 2000
 minutes for every metric of every encoder. Parts of g participants give the same acceleration: their deviations are 1 /
 √g as skewed, and there are g times fewer of them."""
 KEPT_DRAWS = 4_000_000
-"""Resamples × participants up to which draws are kept for the next metric (16 MB): drawing costs as much as one."""
+"""Resamples × participants up to which draws are kept for the next metric (16 MB); drawing takes as long as computing
+a metric."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,8 @@ class Bootstrap:
 
 @dataclass(frozen=True)
 class Comparison:
+    """A paired difference a − b with its 95 % interval (NaN without one), p value and verdict."""
+
     difference: float
     low: float
     high: float
@@ -91,7 +94,8 @@ def _kept_draws(count: int, resamples: int, seed: int) -> np.ndarray:
 
 
 def _multinomial(rng: np.random.Generator, count: int, resamples: int) -> np.ndarray:
-    """Equal to drawing with replacement, and without a list of draws."""
+    """int [resamples, count]: how often each participant is drawn, as in drawing with replacement, without a list of
+    draws."""
     return rng.multinomial(count, np.full(count, 1 / count), size=resamples)
 
 
@@ -168,9 +172,9 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def enough_resamples(comparisons: int, least: int) -> int:
-    """`least`, or as many resamples as it takes for the smallest p there is, 2 / (resamples + 1), to survive Holm's
-    correction for this number of comparisons. With fewer, no difference could survive, however large. At most
-    MOST_RESAMPLES, enough for 400 comparisons, to limit the time."""
+    """At least `least`, and enough resamples for the smallest possible p, 2 / (resamples + 1), to survive Holm's
+    correction for this number of comparisons: with fewer, no difference could, however large. At most MOST_RESAMPLES,
+    enough for 400 comparisons, to limit the time."""
     return max(least, min(50 * comparisons, MOST_RESAMPLES))
 
 
@@ -191,7 +195,7 @@ def compare(a: Bootstrap, b: Bootstrap) -> Comparison:
     one_sided = min((differences <= 0).sum(), (differences >= 0).sum())
     # The estimate itself counts as one resample, so that p is never 0.
     p = min(1.0, 2 * (1 + int(one_sided)) / (1 + differences.size))
-    # With so many resamples on the wrong side of 0, counting the estimate, p is at most 0.05.
+    # If at most this many resamples, the estimate included, are on the wrong side of 0, p is at most 0.05.
     tail = int(TAILS[0] * (1 + differences.size))
     if tail == 0:
         return Comparison(difference, float("nan"), float("nan"), p, "inconclusive")

@@ -23,8 +23,8 @@ BATCH = 16
 def tissue_map(store: Store, data: Embeddings) -> Embeddings:
     """Per volume: thickness of the band, and height of its upper surface relative to its mean, in µm.
 
-    Each is given in 8 × 8 en-face cells, followed by its standard deviation. Rows are in the order of `data`. Cells
-    without image take the volume's mean; volumes without a band give zeros.
+    Both are means of 8 × 8 en-face cells, followed by the standard deviation: vectors float64 [N, 130]. Rows are in the
+    order of `data`. Cells without image take the volume's mean; volumes without a band give zeros.
     """
     place = {row.acquisition: row.index for row in store.rows}
     rows = np.array([place[name] for name in data.acquisition.tolist()])
@@ -44,7 +44,7 @@ def tissue_map_baseline(store: Store, out: str | Path) -> Path:
 
 
 def _vectors(store: Store, rows: np.ndarray) -> np.ndarray:
-    """float64 [N, 130] in µm."""
+    """The numbers of `tissue_map` for rows of the store, float64 [N, 130] in µm."""
     micrometres = 1000 * store.preprocessing.target_spacing[1]
     return np.concatenate([_described(store, rows[i : i + BATCH]) * micrometres for i in range(0, len(rows), BATCH)])
 

@@ -1,7 +1,10 @@
 """Rules that decide which areas of the network are reported as fluid, drusen and detachments.
 
-They hold in every B-scan by itself. The network's own areas alone are wrong too often in eyes without lesions: shadows
-of vessels look like cysts, and noise and the rim of the optic disc like drusen.
+Every rule looks at one B-scan at a time. Without them, too many areas are false in eyes without lesions: shadows of
+vessels look like cysts, and noise and the rim of the optic disc like drusen.
+
+Shape suffixes: B B-scans, M masks, S surfaces, H rows, W A-scans. `lesions_BHW` is uint8: 0, or 1 + index in MASKS;
+`logit_BHW` and `logit_BMHW` are the network's log-odds; `rows_SBW` the rows of SURFACES, NaN where not found.
 """
 
 import numpy as np
@@ -9,42 +12,47 @@ import numpy as np
 from octfm.models.layer_net import MASKS, SURFACES
 
 LOWEST_DRUSE_UM = 20.0
-"""Height below which what lies under the RPE is not reported as a druse: nearly every eye beyond 60 has some."""
+"""Deposits under the RPE that are lower than this are not reported as drusen: nearly every eye above the age of 60 has
+some."""
 DRUSE_SURE = 1.8
 """Least mean log-odds over an area of drusen, a probability of .86."""
 DRUSE_RAISED_UM = 40.0
-"""Least distance of the RPE's inner edge from Bruch's membrane somewhere in an area of drusen: 24 to 32 µm without."""
+"""Least distance of the RPE's inner edge from Bruch's membrane somewhere in an area of drusen; without drusen it is 24
+to 32 µm."""
 DRUSE_WIDTH_UM = 63.0
 """Least width of an area of drusen; smaller ones are drupelets, which are normal ageing (Ferris et al. 2013). These
 three thresholds lower the mean volume found on phantoms without drusen from 267 to 47 nl and raise Dice on all phantoms
 from .42 to .49, but miss more low drusen."""
 SHADE, SHADE_UM, BESIDE_UM = 0.9, 250.0, 250.0
 """Intraretinal fluid narrower than SHADE_UM is a shadow if the RPE below it is darker than SHADE times the RPE within
-BESIDE_UM beside it, both less the vitreous: a cyst lets light pass."""
+BESIDE_UM on either side (both minus the brightness of the vitreous), because a cyst lets light pass."""
 DETACHED_UM = 150.0
-"""Distance of RPE and Bruch's membrane above which the space between is a detachment, unless drusen fill most of it."""
+"""Where RPE and Bruch's membrane are farther apart, the space between them is a detachment, unless drusen fill more
+than half of it."""
 DRUSEN = slice(MASKS.index("drusen"), MASKS.index("drusen") + 1)
 FLUID = slice(MASKS.index("intraretinal_fluid"), MASKS.index("subretinal_fluid") + 1)
 DETACHMENT = slice(MASKS.index("detachment"), MASKS.index("detachment") + 1)
 FLUID_SURE, FLUID_SUREST, FLUID_GROWS = 2.0, 4.0, 1.7
 """An area of fluid begins where the probability is above .88 (a logit of FLUID_SURE) and extends to where it falls to
-.15 (a logit of −FLUID_GROWS). With a plain .5 for both, areas on real eyes were a third of the graders', now they are
-four fifths; phantoms alone would ask for 1.4. Below SMALL_FLUID_MM2 an area needs FLUID_SUREST. Detachments alike."""
+.15 (a logit of −FLUID_GROWS). With .5 for both, areas in real eyes are a third as large as the graders'; with these
+thresholds they are four fifths. On phantoms alone a FLUID_GROWS of 1.4 is better (docs/log). An area smaller than
+SMALL_FLUID_MM2 needs FLUID_SUREST. The same holds for detachments."""
 SMALL_FLUID_MM2 = 0.02
 LEAST_FLUID_MM2 = 0.0015
 """Smallest area of fluid in a B-scan, such as 50 µm by 30 µm: shadows below vessels give smaller ones."""
 IN_THE_IMAGE = 0.6
-"""Least mean probability that the retina is in the image over the A-scans of an area. Beyond the rim of the optic disc
-and under dense shadows the network finds all kinds of areas, of which hardly any exists."""
+"""Least probability that the retina is in the image, averaged over the A-scans of an area. Inside the optic disc and
+under dense shadows the network finds areas of all kinds, nearly all of them false."""
 ROOF, ROOF_UM, OPEN_UM, SUBRETINAL = 0.25, 300.0, 150.0, 0.25
-"""An area of fluid is the opening of a hole if a share of SUBRETINAL or more is subretinal, and if over a width of
-OPEN_UM or more no tissue lies within ROOF_UM above it. Tissue is brighter than the vitreous by a share of ROOF of what
-the retina is. That width is 150 to 700 µm in a real hole, 250 to 500 µm in phantoms with holes, 0 in central serous
-phantoms, and at most 100 µm in five real eyes with diabetic oedema."""
+"""An area of fluid is the opening of a hole if a share of at least SUBRETINAL is subretinal, and if over a width of at
+least OPEN_UM there is no tissue within ROOF_UM above it. Tissue exceeds the brightness of the vitreous by at least ROOF
+times as much as the retina does. The width without tissue is 150 to 700 µm in a real hole, 250 to 500 µm in phantoms
+with holes, 0 in central serous phantoms, and at most 100 µm in five real eyes with diabetic oedema."""
 
 
 def keep_plausible(lesions_BHW: np.ndarray, rows_SBW: np.ndarray, row_um: float) -> None:
-    """Clear, in place, what lies above the ILM or below Bruch's membrane, and drusen lower than LOWEST_DRUSE_UM."""
+    """Clear, in place, all areas above the ILM or below Bruch's membrane, and drusen where they are lower than
+    LOWEST_DRUSE_UM."""
     row = np.arange(lesions_BHW.shape[1])[None, :, None]
     # Comparisons with NaN are false: nothing is cleared where a surface was not found.
     outside = (row < rows_SBW[0][:, None] - 0.5) | (row > rows_SBW[-1][:, None] + 0.5)
@@ -69,14 +77,15 @@ def keep_sure_drusen(
             kept = np.zeros(count + 1, bool)
             for i, (_, columns) in enumerate(ndimage.find_objects(areas), 1):
                 width_um = (columns.stop - columns.start) * ascan_um
-                # A comparison with NaN is false: where a surface was not found, nothing raises the RPE.
+                # A comparison with NaN is false: where a surface was not found, the RPE does not count as raised.
                 raised = (raised_um[columns] >= DRUSE_RAISED_UM).any()
                 kept[i] = means[i] >= DRUSE_SURE and width_um >= DRUSE_WIDTH_UM and raised
             bscan[drusen & ~kept[areas]] = 0
 
 
 def clear_shadows(lesions_BHW: np.ndarray, bscans_BHW: np.ndarray, rows_SBW: np.ndarray, ascan_um: float) -> None:
-    """Clear, in place, narrow areas of intraretinal fluid that shade the RPE: vessels and foci do, cysts do not."""
+    """Clear, in place, narrow areas of intraretinal fluid that shade the RPE, as vessels and hyperreflective foci do
+    and cysts do not."""
     from scipy import ndimage
 
     row, beside = np.arange(lesions_BHW.shape[1])[:, None], max(1, round(BESIDE_UM / ascan_um))
@@ -88,7 +97,7 @@ def clear_shadows(lesions_BHW: np.ndarray, bscans_BHW: np.ndarray, rows_SBW: np.
             continue
         above = image[row < ilm[d] - 3]
         rpe = (row >= inner[d] - 1) & (row <= bm[d])
-        # NaN where the RPE was not found; what cannot be compared is kept.
+        # NaN where the RPE was not found; areas that cannot be compared are kept.
         bright = np.where(rpe, image, 0).sum(axis=0) / np.where(rpe.any(axis=0), rpe.sum(axis=0), np.nan)
         bright = bright - (above.mean() if above.size else 0)
         kept = np.ones(count + 1, bool)
@@ -103,7 +112,7 @@ def clear_shadows(lesions_BHW: np.ndarray, bscans_BHW: np.ndarray, rows_SBW: np.
 
 def fill_detachments(lesions_BHW: np.ndarray, rows_SBW: np.ndarray, row_um: float) -> None:
     """Mark detachments in place, as the surfaces show them: fluid below the RPE, and everything between RPE and Bruch's
-    membrane where they are DETACHED_UM apart and drusen fill less than half of the space."""
+    membrane where they are more than DETACHED_UM apart and drusen fill at most half of the space."""
     row = np.arange(lesions_BHW.shape[1])[None, :, None]
     inner, peak, bm = (rows_SBW[SURFACES.index(name)][:, None] for name in ("rpe_inner", "rpe_peak", "bm"))
     drusen = _is(lesions_BHW, DRUSEN)
@@ -116,9 +125,10 @@ def fill_detachments(lesions_BHW: np.ndarray, rows_SBW: np.ndarray, row_um: floa
 
 
 def one_kind_of_fluid(lesions_BHW: np.ndarray, logit_BMHW: np.ndarray) -> None:
-    """Mark, in place, a detachment that touches more fluid of the retina than it is large as the likelier fluid.
+    """Turn, in place, a detachment that touches a larger area of intraretinal or subretinal fluid into the more
+    probable of these two.
 
-    Under a cyst the network often calls the lower part of the same dark space a detachment.
+    Under a cyst the network often takes the lower part of the same dark space for a detachment.
     """
     from scipy import ndimage
 
@@ -194,7 +204,7 @@ def clear_openings(
 
 
 def _is(lesions: np.ndarray, kinds: slice) -> np.ndarray:
-    """Whether pixels are of these kinds, a slice of MASKS."""
+    """Which pixels are of these kinds, a slice of MASKS; bool of the same shape."""
     return (lesions > kinds.start) & (lesions <= kinds.stop)
 
 

@@ -22,9 +22,9 @@ from octfm.volume.volume import Planes, Spacing3, Volume
 from octfm.weights.packaged import CURRENT, find_packaged, packaged
 
 BSCANS_MM = 0.24
-"""B-scans closer than this are not all given to the network: between them the surfaces are interpolated."""
+"""If B-scans are closer than this, the network sees only some of them, and surfaces in between are interpolated."""
 ALIKE_MM = 0.25
-"""B-scans this close show nearly the same retina."""
+"""B-scans at most this far apart show nearly the same retina."""
 THICKNESS_MM = (0.1, 1.5)
 """Plausible distances of BM from the ILM; the upper one leaves room for detachments of 800 µm."""
 FLOORS = {
@@ -35,7 +35,7 @@ FLOORS = {
     "learned_thickness": 0.95,
     "learned_bm_not_lifted": 0.99,
 }
-"""Smallest value of each measurement at which the surfaces are trusted."""
+"""Least value of each measurement; if one is below, the network's surfaces are not used."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class LearnedBand:
     name: str = CURRENT
     """A packaged network."""
     memory = 1_300_000_000
-    """Bytes of PyTorch and the largest B-scan that the network takes; a usual one, of 496 x 512, needs 300 million."""
+    """Bytes that PyTorch and the network need for the largest B-scan; a usual one, 496 x 512, needs 300 million."""
     seconds_per_megabyte = 10.0
-    """Ten times what the network takes."""
+    """Time limit for the network; it usually takes a tenth of that."""
 
     @property
     def network(self) -> str:
@@ -76,12 +76,12 @@ class Found:
     present: np.ndarray
     """float32 [S, W]: probability that the retina is in the image."""
     error_um: np.ndarray
-    """float32 [S, W]: error of the thickness that the network's own distribution implies."""
+    """float32 [S, W]: error of the thickness from ILM to BM that the network's own distribution implies."""
 
 
 def _find(finder: LayerFinder, voxels_DHW: np.ndarray | Planes, at: np.ndarray, spacing_mm: Spacing3) -> Found:
-    """One B-scan after the other, so that a worker needs memory for one, and with one thread, so that the result does
-    not depend on how many there are."""
+    """What the network finds in the B-scans `at`: one after the other, so that a worker needs memory for one only, and
+    with one thread, so that the result does not depend on the number of threads."""
     surfaces_only = LayerFinder(finder.network, finder.name, finder.digest, masks=())
     with _one_thread():
         found = [
@@ -107,7 +107,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def retina(found: Found, at: np.ndarray, height: int, spacing_mm: Spacing3, classic: Tissue) -> Tissue:
-    """The retina in a volume of `height` rows from what was found in its B-scans `at`."""
+    """The retina of a volume from what was found in its B-scans `at`, int [S]: the network's surfaces if every FLOORS
+    is reached, otherwise those of `classic` with low confidence. `height`: rows of the volume."""
     kept = (found.present > 0.5).mean(axis=1) >= SEEN
     measured = {"learned_bscans": float(kept.mean())}
     if not kept.any():
@@ -119,7 +120,7 @@ def retina(found: Found, at: np.ndarray, height: int, spacing_mm: Spacing3, clas
     # A surface that is not in the image lies beyond the frame: the band then reaches to its edge.
     edges = np.array([-0.5, height - 0.5])[:, None, None]
     registered = np.where(np.isfinite(rows), rows, edges) - classic.displacement[at, None]
-    # Neighbours outvote a B-scan in which the network went astray, where they show nearly the same retina.
+    # Where neighbouring B-scans show nearly the same retina, a median removes errors of a single one.
     ilm, bm = (median_of_bscans(surface, apart) if apart <= ALIKE_MM else surface for surface in registered)
     some = apart > 1.5 * dz
     jumps = (np.abs(_steps(ilm, whole=some)) + np.abs(_steps(bm, whole=some))) * dy
@@ -152,8 +153,9 @@ def retina(found: Found, at: np.ndarray, height: int, spacing_mm: Spacing3, clas
 
 
 def _steps(surface: np.ndarray, whole: bool) -> np.ndarray:
-    """Steps from B-scan to B-scan, in rows. Unless `whole`, without what moves all A-scans of a B-scan alike: a retina
-    that drifts is no error, but B-scans between them would lie elsewhere."""
+    """Differences between successive B-scans in rows, [S − 1, W]. Unless `whole`, without their median over A-scans,
+    because a retina that drifts as a whole is no error. Where B-scans in between are interpolated it is one
+    (`whole`)."""
     steps = np.diff(surface, axis=0)
     return steps if whole else steps - np.median(steps, axis=1, keepdims=True)
 
@@ -163,7 +165,8 @@ def _unsure(classic: Tissue, measured: dict[str, float]) -> Tissue:
 
 
 def _fovea(thickness_mm: np.ndarray, at: np.ndarray, apart_mm: float, dx: float) -> tuple[float, float] | None:
-    """(B-scan, A-scan) of the pit, searched in means over about as many A-scans as the classic search uses."""
+    """(B-scan, A-scan) of the pit in fractions, from thickness [S, W] averaged over about as many A-scans as in the
+    classic search; None if there is none."""
     block = min(max(1, round(COARSE_MM[1] / dx)), thickness_mm.shape[1])
     columns = thickness_mm.shape[1] // block
     coarse = thickness_mm[:, : columns * block].reshape(len(at), columns, block).mean(axis=2)
@@ -172,17 +175,17 @@ def _fovea(thickness_mm: np.ndarray, at: np.ndarray, apart_mm: float, dx: float)
 
 
 def with_network(preprocessing: Preprocessing) -> Preprocessing:
-    """The same settings; a band that needs a network and does not name it gets the current one."""
+    """The same settings, with the current network named if the band needs one and names none."""
     if preprocessing.band == "classic" or preprocessing.band_network:
         return preprocessing
     return preprocessing.model_copy(update={"band_network": LearnedBand().network})
 
 
 def band_finder(preprocessing: Preprocessing, where: str) -> LearnedBand | None:
-    """The finder that settings name, None for a classic band.
+    """The finder that the settings name; None for a classic band.
 
-    Raises CheckpointError, which begins with `where`, if this octfm has no network of that name and hash, or if its
-    file is damaged.
+    Raises CheckpointError, whose text begins with `where`, if this octfm has no network of that name and hash, or if
+    its file is damaged.
     """
     if preprocessing.band == "classic":
         return None
@@ -194,5 +197,5 @@ def band_finder(preprocessing: Preprocessing, where: str) -> LearnedBand | None:
             f"{where}: needs the network {name} {digest[:12]} to find tissue bands (band: {preprocessing.band}), this "
             f"octfm has {known}; use the octfm that it was made with"
         )
-    load_finder(name, "cpu")  # here, not in every worker, a damaged file is one error
+    load_finder(name, "cpu")  # so that a damaged file is one error, and not one in every worker
     return LearnedBand(name)

@@ -10,9 +10,10 @@ from octfm.layers.ranges import conformal_quantile
 from octfm.layers.zones import RANGE, UNIT, as_read, read_rows, same_millimetres, zones_in
 
 LEAST_PARTICIPANTS = 50
-"""Participants with corrected zones that a range needs to be called a 90 % interval."""
+"""Least number of participants with corrected zones for a range to be called a 90 % interval."""
 LEAST_FACTOR = 0.01
-"""Smallest factor of ranges: with a smaller one, nine zones in ten equal the table's, and nobody has corrected them."""
+"""Smallest factor of ranges. A smaller one means that nine in ten zones equal the table's: nobody has corrected
+them."""
 
 
 def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[dict[str, str]], list[str]]:
@@ -20,12 +21,12 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
     lines.
 
     corrected: a CSV with `source`, `participant` and corrected zones in the table's columns (`centre_um` …); or a table
-    of `octfm segment --apply-corrections`, with `corrected_participant` where there is no `participant`. Of that table
-    only scans count whose every B-scan was checked or had ILM or Bruch's membrane corrected (`checked_bscans`):
-    unchecked lines would count as correct. Scans that it measured by another axial length do not count: their zones
-    differ by more than lines. Each scanner of which at least LEAST_PARTICIPANTS participants were corrected has
-    its ranges scaled by one factor, the smallest that covers 90 % (`range_factor`). Raises EvaluationError if there is
-    none, or nothing was corrected.
+    of `octfm segment --apply-corrections`, with `corrected_participant` where there is no `participant`. Of such a
+    table only scans count in which every B-scan was checked or had ILM or Bruch's membrane corrected
+    (`checked_bscans`); otherwise unchecked lines would count as correct. Scans that were measured with another axial
+    length do not count, because not only lines change their zones. For each scanner with at least LEAST_PARTICIPANTS
+    corrected participants, ranges are scaled by one factor, the smallest that covers 90 % (`range_factor`). Raises
+    EvaluationError if there is no such scanner, or nothing was corrected.
     """
     fixed, left_out = read_corrected(corrected)
     known = {as_read(row["source"]): row for row in rows if not row["problem"]}
@@ -72,8 +73,8 @@ def calibrate_rows(rows: list[dict[str, str]], corrected: Path) -> tuple[list[di
 
 
 def expect_enough(corrected: Path, sources: Set[str]) -> None:
-    """Raise EvaluationError, before scans are segmented, if a CSV as for `calibrate_rows` is something else, or has
-    corrected zones of fewer than LEAST_PARTICIPANTS participants whose scans are among `sources`."""
+    """Raise EvaluationError, before scans are segmented, unless `corrected` is a CSV as for `calibrate_rows` with
+    corrected zones of at least LEAST_PARTICIPANTS participants whose scans are among `sources`."""
     fixed, left_out = read_corrected(corrected)
     sources = {as_read(source) for source in sources}
     if fixed and sources.isdisjoint(row["source"] for row in fixed):
@@ -97,8 +98,8 @@ def _too_few(corrected: Path, found: str, left_out: list[str]) -> EvaluationErro
 
 def read_corrected(path: Path) -> tuple[list[dict[str, str]], list[str]]:
     """Rows of a CSV with corrected zones, each with `participant`, and a sentence for each reason why scans do not
-    count: they were corrected in part, or have no participant. Raises EvaluationError if it is something else, or has
-    two rows of a scan: with one as it was found, ranges would be too narrow."""
+    count: they were corrected in part, or have no participant. Raises EvaluationError if the file is no such CSV, or
+    has two rows for a scan: if one of them was not corrected, ranges would be too narrow."""
     rows = read_rows(path, ("source",), "corrected zones of scans")
     found = f"found {one_line(', '.join(rows[0]))[:200]}"
     if not rows[0].keys() & {"participant", "corrected_participant"}:
@@ -135,7 +136,7 @@ def synthetic_reach(row: Mapping[str, str], zone: str) -> tuple[float, float] | 
 
 
 def _score(apart_um: float, reach: tuple[float, float]) -> float:
-    """Distance from the mean found in units of the range on that side."""
+    """Distance of the corrected mean from the mean found, in units of the range's reach on that side."""
     return abs(apart_um) / max(reach[apart_um > 0], 1e-3)
 
 

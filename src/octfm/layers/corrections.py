@@ -1,7 +1,8 @@
 """Corrections of a scan made by hand in the viewer: the file that holds them, read strictly, and what it states.
 
 The file is JSON (docs/guide/correct-by-hand.md): the fingerprint of the scan's voxels, the network whose lines were
-corrected, who did it and when, and for every B-scan that was touched its lines in rows and its areas as run lengths.
+corrected, who did it and when, and for every corrected or checked B-scan its lines in rows and its areas as run
+lengths.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ AXIAL_LENGTH_MM = (14, 40)
 OUTSIDE_ROWS = 32
 """Rows by which a line may leave the frame."""
 OUT_OF_ORDER_ROWS = 0.02
-"""A line may lie this much above the one before it: pages hold uncorrected lines in fractions of a row."""
+"""A line may lie this much above the one before it, because pages round uncorrected lines to a fraction of a row."""
 
 
 class _Bscan(BaseModel):
@@ -53,7 +54,7 @@ class _File(BaseModel):
 
 @dataclass(frozen=True, eq=False)
 class Corrections:
-    """What somebody has corrected or found right in one scan; B-scans are counted from 0 in the order of the file."""
+    """What somebody has corrected or confirmed in one scan; B-scans are counted from 0 in the order of the file."""
 
     scan: str
     """Fingerprint of the voxels (octfm.volume.pixel_copies)."""
@@ -62,23 +63,23 @@ class Corrections:
     shape: Shape3
     author: str
     participant: str
-    """As it was typed in the viewer; empty if nothing was."""
+    """As typed in the viewer; empty if nothing was."""
     time: str
     """ISO 8601."""
     octfm: str
     """Version that made the page."""
     surfaces: dict[str, dict[int, np.ndarray]]
-    """Surface → B-scan → float32 [W] rows, NaN where it is not in the image: all lines of checked B-scans, and the
-    changed ones of others."""
+    """Surface → B-scan → float32 [W] rows, NaN where the surface is not in the image: all lines of checked B-scans, and
+    the changed lines of others."""
     areas: dict[int, dict[str, np.ndarray]]
-    """B-scan → mask → int64 [R, 2] of (first voxel, count), voxels counted along A-scans, then rows."""
+    """B-scan → mask → int64 [R, 2]: runs of (first voxel, count), in which voxels are numbered row by row."""
     checked: frozenset[int]
     """B-scans in which somebody has confirmed all lines and areas."""
     source: str = field(default="corrections", repr=False)
     axial_length_mm: float | None = None
     """Axial length by which the page scaled lateral millimetres; None: nominal millimetres."""
     fovea: tuple[float, float] | None = None
-    """(B-scan, A-scan), in fractions, where somebody has set the fovea; None: where the pit is found."""
+    """(B-scan, A-scan), in fractions, where somebody has set the fovea; None: the pit that is found counts."""
 
     @property
     def touched(self) -> frozenset[int]:
@@ -87,7 +88,7 @@ class Corrections:
 
     @property
     def and_fovea(self) -> str:
-        """The words " and the fovea" if it was set by hand, else empty; they follow the number of corrected B-scans."""
+        """The words " and the fovea" if it was set by hand, else empty; for sentences that count corrected B-scans."""
         return "" if self.fovea is None else " and the fovea"
 
     def trusted(self, *names: str) -> np.ndarray:
@@ -133,7 +134,7 @@ def read_corrections(path: str | Path) -> Corrections:
 
 
 def find_corrections(place: str | Path) -> dict[str, Corrections]:
-    """Fingerprint of a scan → its corrections, of a file or of every .json file in a folder.
+    """Fingerprint of a scan → its corrections, from a file or from every .json file in a folder.
 
     Raises CorrectionsError if there is none, one of them cannot be read, or two are of the same scan.
     """
@@ -200,7 +201,7 @@ def _refused(source: str, where: str, expected: str, got: object) -> Corrections
 
 
 def _expect_names(each: _Bscan, source: str) -> None:
-    """Raise CorrectionsError for a name that is unknown, or that a checked B-scan lacks."""
+    """Raise CorrectionsError for an unknown name, and if a checked B-scan lacks a line or its areas."""
     where = f"B-scan {each.bscan}"
     for part, names, known in (("surfaces", each.surfaces, SURFACES), ("areas", each.areas or {}, MASKS)):
         if unknown := [name for name in names if name not in known]:

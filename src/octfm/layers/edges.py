@@ -1,7 +1,7 @@
-"""Move surfaces that the network found onto the edge or the peak of brightness by which they are defined.
+"""Move surfaces that the network found onto the edge or the peak of brightness that defines them.
 
-The network places a line within two or three rows, B-scan by B-scan and column by column; the image itself, averaged
-along the line, says where nearby the band is brightest or ends. benchmarks/segment_packaged.py measures what it gains.
+The network places a line to within two or three rows. Where nearby the band is brightest or ends is then read from the
+image, averaged along the line. benchmarks/segment_packaged.py measures what this gains.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from octfm.models.layer_net import SURFACES
 from octfm.volume.volume import Spacing3
 
 STEP_UM = 2.0
-"""Distance of the depths at which brightness is compared."""
+"""Distance between the depths at which brightness is compared."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Edge:
     """How far a surface may move, and how smooth it is."""
 
     kind: Literal["peak", "fall"]
-    """Brightest, or falling most steeply with depth."""
+    """Where brightness is highest (peak), or falls most steeply with depth (fall)."""
     up_um: float
     down_um: float
     smooth_um: float
@@ -36,9 +36,10 @@ EDGES = {
     "bm": Edge("fall", 10.0, 12.0, 80.0, 120.0),
 }
 DEPTH_UM, ALONG_UM = 3.0, 20.0
-"""Standard deviations of the average of brightness, across and along the line."""
+"""Standard deviations of the Gaussian that averages brightness, across and along the line."""
 LEAST_MM = 0.2
-"""Narrower B-scans, which have wrong millimetres, are left as they are: filters would be longer than their lines."""
+"""B-scans narrower than this must have wrong millimetres; their lines are not moved, since they would be shorter than
+the filters."""
 
 
 def onto_edges(bscans: np.ndarray, rows_SDW: np.ndarray, spacing_mm: Spacing3) -> np.ndarray:
@@ -53,7 +54,7 @@ def onto_edges(bscans: np.ndarray, rows_SDW: np.ndarray, spacing_mm: Spacing3) -
     for name, edge in EDGES.items():
         surface = SURFACES.index(name)
         found[surface] = onto_edge(bscans, rows_SDW[surface], edge, spacing_mm)
-    # The surfaces above make way for the peak, the one below stays below it.
+    # Surfaces above the peak are moved up where it would cross them, the one below is moved down.
     peak = SURFACES.index("rpe_peak")
     ordered = np.concatenate([np.fmin.accumulate(found[peak::-1], axis=0)[::-1], found[peak + 1 :]])
     ordered[peak:] = np.fmax.accumulate(ordered[peak:], axis=0)
@@ -61,7 +62,7 @@ def onto_edges(bscans: np.ndarray, rows_SDW: np.ndarray, spacing_mm: Spacing3) -
 
 
 def onto_edge(bscans: np.ndarray, rows_DW: np.ndarray, edge: Edge, spacing_mm: Spacing3) -> np.ndarray:
-    """One line, rows [D, W], smoothed and moved onto its edge."""
+    """One line, rows [D, W] in B-scans [D, H, W], smoothed and moved onto its edge: float [D, W]; NaN stays NaN."""
     row_um, ascan_um = 1000 * spacing_mm[1], 1000 * spacing_mm[2]
     line = _smooth(rows_DW, edge.smooth_um / ascan_um)
     reach = np.arange(-edge.up_um - STEP_UM, edge.down_um + 1.5 * STEP_UM, STEP_UM)
@@ -74,7 +75,7 @@ def onto_edge(bscans: np.ndarray, rows_DW: np.ndarray, edge: Edge, spacing_mm: S
 
 
 def _at(bscans: np.ndarray, rows_DW: np.ndarray) -> np.ndarray:
-    """float32 [D, W]: values at fractional rows, linear between rows, clipped to the frame; of row 0 where NaN."""
+    """float32 [D, W]: grey values at fractional rows, interpolated; rows are clipped to the frame, and NaN is row 0."""
     depth, height, width = bscans.shape
     rows = np.clip(np.nan_to_num(rows_DW), 0, height - 1)
     above = np.minimum(rows.astype(np.intp), height - 2)
@@ -84,7 +85,7 @@ def _at(bscans: np.ndarray, rows_DW: np.ndarray) -> np.ndarray:
 
 
 def _smooth(values_DW: np.ndarray, sigma: float) -> np.ndarray:
-    """Smoothed along the A-scans over those that are known; NaN stays NaN."""
+    """Values smoothed across A-scans, from those that are not NaN; NaN stays NaN. `sigma` in A-scans."""
     known = np.isfinite(values_DW)
     weight = gaussian_filter1d(known.astype(np.float64), sigma, axis=1, mode="nearest")
     total = gaussian_filter1d(np.where(known, values_DW, 0.0), sigma, axis=1, mode="nearest")
@@ -92,7 +93,7 @@ def _smooth(values_DW: np.ndarray, sigma: float) -> np.ndarray:
 
 
 def _brighter_below(bscans: np.ndarray, ilm_DW: np.ndarray, bm_DW: np.ndarray) -> bool:
-    """Whether the middle of the retina is brighter than what lies as far above it as the retina is thick."""
+    """Whether the middle of the retina is brighter than the image a quarter of its thickness above the ILM."""
     known = np.isfinite(ilm_DW) & np.isfinite(bm_DW)
     inner, outer = (_at(bscans, ilm_DW + share * (bm_DW - ilm_DW))[known] for share in (0.5, -0.25))
     return len(inner) > 0 and float(inner.mean()) > float(outer.mean())

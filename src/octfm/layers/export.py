@@ -23,12 +23,12 @@ from octfm.volume.volume import Volume
 
 
 def label_map(found: Segmentation, image_rows: int | None = None) -> tuple[np.ndarray, dict[int, str]]:
-    """uint8 [D, H, W] in the native frame and the names of its values: layers between consecutive surfaces, then
-    masks; 0 is the rest. `image_rows`: H of the scan, where `found` does not know it."""
+    """Labels uint8 [D, H, W] in the native frame and the names of their values: layers between consecutive surfaces,
+    then masks; 0 is everything else. `image_rows`: H of the scan, if `found` does not know it."""
     names = list(found.surfaces)
     shape = next(iter(found.masks.values())).shape if found.masks else None
     depth, width = next(iter(found.surfaces.values())).shape if names else (shape or (0, 0, 0))[::2]
-    # Where the number of rows is unknown, the lowest surface is within them; all may lie above the image.
+    # If the number of rows is unknown, the image must reach below the lowest surface; all may lie above row 0.
     lowest = max([-1.0, *(float(np.nanmax(rows)) for rows in found.surfaces.values() if np.isfinite(rows).any())])
     height = found.image_rows or image_rows or int(lowest) + 2
     labels = np.zeros((depth, height, width), np.uint8)
@@ -54,7 +54,8 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str, volume: Volu
     <stem>_heights_rows.nii.gz, and spacing is 1 without a unit. Labels of a scan that is a NIfTI or
     MetaImage file have its axes, affine and unit instead.
     volume: the scan, whose eye, scanner, positions of B-scans and fingerprint go into <stem>_labels.json, since NIfTI
-    cannot state them; octfm.read_volume reads them with the labels.
+    cannot hold them; octfm.read_volume reads them with the labels.
+    Returns the paths of the images. Raises EvaluationError without nibabel.
     """
     try:
         import nibabel
@@ -89,16 +90,16 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str, volume: Volu
 
 
 def stem_of(source: str) -> str:
-    """The name that results of a scan begin with, unless several scans share it."""
+    """The name with which results of a scan begin, unless several scans share it."""
     return Path(source).stem.removesuffix(".nii")
 
 
 def write_files(
     found: Segmentation, volume: Volume, folder: Path, stem: str, *, dicom: bool = False, limits: Limits | None = None
 ) -> Iterator[Path]:
-    """Write NIfTI, and DICOM as well if `dicom`, within `limits` if there are any; the files, as they are written.
+    """Write NIfTI, and with `dicom` also DICOM (within `limits` if given); yields the path of each file once written.
 
-    Raises ExportError if results of another scan would be overwritten, and if DICOM files cannot refer to this one.
+    Raises ExportError if results of another scan would be overwritten, and if DICOM files cannot refer to this scan.
     """
     require_own(folder, stem, volume)
     yield from write_nifti(found, folder, stem, volume)
@@ -124,9 +125,9 @@ def require_own(folder: Path, stem: str, volume: Volume) -> None:
 
 
 def _on_grid_of(volume: Volume, labels: np.ndarray) -> tuple[Any, str] | None:
-    """Labels [D, H, W] as an image with axes, affine and units of the scan's NIfTI or MetaImage file, so that other
-    programs put them on it, and the letters of its axes; None for other files, and where voxels do not lie as in the
-    file."""
+    """Labels [D, H, W] as a NIfTI image with the axes, affine and units of the scan's NIfTI or MetaImage file, so that
+    other programs overlay them, and the letters of its axes. None for other files, and if the volume's voxels are not
+    ordered as in the file."""
     import nibabel
 
     from octfm.formats import detect
@@ -149,8 +150,8 @@ def _on_grid_of(volume: Volume, labels: np.ndarray) -> tuple[Any, str] | None:
     axes = nifti.stored_axes(volume.source)
     stored = ["DHW".index(letter) for letter in axes]
     voxels, found = volume.voxels.transpose(stored), np.asanyarray(scan.dataobj)
-    # A single B-scan has an axis of length 1, other files more of them. A sidecar may give B-scans another order, or
-    # say that the vitreous is at the bottom.
+    # Files may have axes of length 1. A sidecar may give B-scans another order, or say that the vitreous is at the
+    # bottom.
     if found.size != voxels.size or not np.array_equal(voxels, found.reshape(voxels.shape)):
         return None
     image = nibabel.Nifti1Image(labels.transpose(stored), scan.affine)
@@ -162,8 +163,8 @@ def _on_grid_of(volume: Volume, labels: np.ndarray) -> tuple[Any, str] | None:
 
 
 def _sidecar(volume: Volume) -> dict[str, Any]:
-    """Facts of a scan for octfm.formats.declared; no participant, no millimetres that are only estimated, and no names
-    of instruments and protocols that octfm does not know, since in DICOM they are free text."""
+    """Facts of a scan for octfm.formats.declared: no participant, no estimated millimetres, and only known names of
+    scanners and protocols, since in DICOM these are free text that may identify someone."""
     facts: dict[str, Any] = {"laterality": volume.laterality, "superior_first": volume.superior_first}
     facts["modality"] = volume.modality
     facts["scanner"] = volume.scanner if is_known_scanner(volume.scanner) else None
@@ -181,8 +182,9 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
 
     The SEG holds layers and masks frame by frame (highdicom). The height map holds rows of the source image in
     FloatPixelData, laid out as in AI-READI; it has been read back with pydicom, not validated against the IOD.
-    The algorithm of a segment is SEMIAUTOMATIC if somebody has corrected or checked it (PS3.3 C.8.20).
-    ExportError where the source has no geometry for it.
+    The algorithm of a segment is SEMIAUTOMATIC if somebody has corrected or checked it (PS3.3 C.8.20). Returns the
+    paths. Raises EvaluationError without highdicom, and ExportError if the source is no DICOM file on this disk, does
+    not hold the whole volume or has no geometry.
     """
     try:
         import highdicom
@@ -207,8 +209,8 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
             f"{source}: has {frames} frames of {columns} columns, the segmentation {labels.shape[0]} of "
             f"{labels.shape[2]}; a DICOM SEG refers to one file that holds the whole volume; use NIfTI"
         )
-    # A volume has its B-scans in the order of position, a file perhaps in that of acquisition; and the vitreous on top,
-    # which a file may have at the bottom.
+    # A volume has its B-scans ordered by position and the vitreous at the top. In a file they may be ordered by time,
+    # and the vitreous may be at the bottom.
     order = list(read_geometry_of(source)[1] or range(frames))
     flipped = bool(declared_for_dicom(str(source)).upside_down)
     whole = np.zeros((frames, rows, columns), np.uint8)
@@ -256,7 +258,7 @@ def _segment(highdicom: Any, found: Segmentation, number: int, name: str) -> Any
     algorithm = highdicom.AlgorithmIdentificationSequence(
         name="octfm", family=codes.DCM.ArtificialIntelligence, version=__version__, source="octfm"
     )
-    # An area of fluid or drusen is nothing that a healthy retina consists of; which one it is, only the label says.
+    # Fluid and drusen are coded as lesions, layers as anatomy; only the label says which lesion or layer.
     lesion, sct = name in found.masks, codes.SCT
     return highdicom.seg.SegmentDescription(
         segment_number=number,
@@ -270,8 +272,8 @@ def _segment(highdicom: Any, found: Segmentation, number: int, name: str) -> Any
 
 
 def _height_map(image: Any, found: Segmentation, heights: np.ndarray, path: Path) -> Path:
-    """`heights`: rows [S, D, W] of the surfaces in the stored frames. As in AI-READI, rows of the file are B-scans, its
-    columns A-scans, and it has one frame per surface."""
+    """Write the height map; `heights`: rows [S, D, W] of the surfaces in the stored frames. As in AI-READI, rows of the
+    file are B-scans, columns are A-scans, and there is one frame per surface."""
     from pydicom.dataset import Dataset, FileMetaDataset
     from pydicom.sequence import Sequence
     from pydicom.uid import ExplicitVRLittleEndian, generate_uid

@@ -43,19 +43,19 @@ from octfm.volume.volume import Shape3, Spacing3, Volume
 from octfm.weights.packaged import CURRENT, find_packaged, weights_of
 
 TOLERATED = 1.06
-"""The network has seen rows and A-scans this much larger or smaller, so B-scans that close are not resampled along the
-A-scan."""
+"""In training the network saw rows and A-scans this many times as large or small, so an axis of B-scans whose distances
+are that close to ROW_UM or ASCAN_UM is not resampled."""
 STEEPEST = 2.0
-"""Steepest slope (rise over run) of a surface between neighbouring A-scans: the rim of a hole, the edge of a druse."""
+"""Steepest slope (rise over run) of a surface between neighbouring A-scans, as at the rim of a hole or of a druse."""
 PATH_PENALTY = 0.2
 """Log-likelihood that a path loses per row that it moves between neighbouring A-scans."""
 WINDOW_ROWS = 4
 """A surface is the mean row within this distance of its path: sub-row precision, but never between two candidates."""
 LARGEST = (2051, 1250)
-"""Most rows and A-scans in the network: 8 x 20 mm, beyond which the verdict refuses a scan. In larger B-scans, which
-have wrong millimetres, nothing is looked for: micrometres taken for millimetres would make them gigabytes."""
+"""Most rows and A-scans in the network: 8 x 20 mm, beyond which the verdict refuses a scan. Larger B-scans must have
+wrong millimetres and are not searched: micrometres taken for millimetres would make them gigabytes."""
 CHUNK, CHUNK_PIXELS, CPU_PIXELS = 4, 2**21, 2**16
-"""B-scans at a time, and the most pixels of the network in them: of an accelerator, of a CPU."""
+"""Most B-scans that the network sees at a time, and most pixels in them, on an accelerator and on a CPU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,8 @@ class Layers:
     """What the network found in D B-scans, in native rows and A-scans."""
 
     rows: np.ndarray
-    """float32 [S, D, W] of SURFACES, 0 at the centre of the first row; NaN where more likely not in the image."""
+    """float32 [S, D, W] of SURFACES, 0 at the centre of the first row; NaN where the surface is probably not in the
+    image."""
     spread_um: np.ndarray
     """float32 [S, D, W]: standard deviation of the row in the network's own distribution."""
     near: np.ndarray
@@ -71,7 +72,7 @@ class Layers:
     disorder_um: np.ndarray
     """float32 [D, W]: the most by which a surface had to be moved down because one above it lay deeper."""
     present: np.ndarray
-    """float32 [D, W]: probability that the retina is in the image, the least of ILM and BM."""
+    """float32 [D, W]: probability that the retina is in the image, the lower one of ILM and BM."""
     lesions: np.ndarray
     """uint8 [D, H, W]: 0, or 1 + index in MASKS."""
     hole: np.ndarray | None = None
@@ -80,8 +81,8 @@ class Layers:
     __repr__ = fields_line
 
     def placed(self, inner: tuple[slice, slice], shape: Shape3) -> "Layers":
-        """What was found in some rows and A-scans `inner` of B-scans, in all of them: volume [D, H, W] of this shape.
-        There is no retina outside."""
+        """These layers, found within the rows and A-scans `inner`, in whole B-scans of a volume of `shape` [D, H, W];
+        outside there is no retina."""
         first, columns = inner[0].start, inner[1]
         outside = ((0, 0), (columns.start, shape[2] - columns.stop))
         beside = functools.partial(np.pad, pad_width=((0, 0), *outside))
@@ -98,7 +99,7 @@ class Layers:
         )
 
     def taken(self, inner: tuple[slice, slice]) -> "Layers":
-        """The reverse of `placed`."""
+        """The layers within the rows and A-scans `inner`; the reverse of `placed`."""
         first, columns = inner[0].start, inner[1]
         return replace(
             self,
@@ -122,30 +123,30 @@ class LayerFinder:
         masks: tuple[str, ...] = MASKS,
         runtime: Runtime | None = None,
     ):
-        """`masks` are those that the network has learned; others are not reported. `runtime`: the device, by
-        default the CPU."""
+        """`masks`: those that the network has learned; others are not reported. `runtime`: the device, by default the
+        CPU."""
         self.runtime = runtime or Runtime(torch.device("cpu"))
         self.network = in_channels_last(network.eval()).to(self.runtime.device)
         for module in network.modules():
             if isinstance(module, nn.SiLU):
-                module.inplace = True  # nothing needs its input again, and it takes a third of the time
+                module.inplace = True  # a third of the time; the input is not needed again
         self.name, self.digest, self.masks = name, digest, masks
 
     @property
     def model(self) -> str:
-        """Name and first digits of the hash, as results state them."""
+        """Name and first digits of the hash, as stated in results."""
         return f"{self.name} {self.digest[:12]}"
 
     @torch.no_grad()
     def find(self, volume: Volume) -> Layers:
-        """Surfaces and lesions of every B-scan of a volume, one by one; layout and laterality do not matter.
+        """Surfaces and lesions of every B-scan of a volume, each found separately; layout and laterality do not matter.
 
-        Nothing is found in B-scans of more than LARGEST, and in a frame around them.
+        Nothing is found in B-scans larger than LARGEST, nor in a frame around the image (`inside_frame`).
         """
         depth, height, width = volume.shape
         white = volume.white
         if (inner := inside_frame(volume.voxels, white)) is not None:
-            # Bars would change the mean and the variance to which B-scans are brought.
+            # The frame would change the mean and variance by which B-scans are standardised.
             return self.find(replace(volume, voxels=volume.voxels[:, *inner])).placed(inner, volume.shape)
         size = network_size(volume.shape, volume.spacing_mm)
         rows = np.full((len(SURFACES), depth, width), np.nan, np.float32)
@@ -154,7 +155,7 @@ class LayerFinder:
         lesions, hole = np.zeros(volume.shape, np.uint8), np.zeros(depth, bool)
         if size[0] > LARGEST[0] or size[1] > LARGEST[1]:
             return Layers(rows, spread, near, disorder, present, lesions, hole)
-        # Fewer on a CPU: memory of larger arrays is mapped and cleared anew each time (octfm.io.heap).
+        # Fewer on a CPU, where larger arrays would be mapped and cleared again for every chunk (octfm.io.heap).
         most = CPU_PIXELS if self.runtime.device.type == "cpu" else CHUNK_PIXELS
         chunk = max(1, min(CHUNK, most // math.prod(size)))
         for first in range(0, depth, chunk):
@@ -188,8 +189,8 @@ class LayerFinder:
         present: np.ndarray,
         spacing_mm: Spacing3,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The areas to report, from those [B, H, W] of the network with log-odds [B, M, H, W], and the B-scans [B] with
-        openings of holes; see layers/areas.py."""
+        """The areas to report, [B, H, W], from the network's (`lesions`, changed in place) with log-odds [B, M, H, W],
+        and bool [B]: B-scans with the opening of a hole; see layers/areas.py."""
         row_um, ascan_um = 1000 * spacing_mm[1], 1000 * spacing_mm[2]
         one_kind_of_fluid(lesions, logits)
         for kinds in (FLUID, DETACHMENT):
@@ -211,7 +212,8 @@ class LayerFinder:
         return standardise(padded).to(memory_format=torch.channels_last)
 
     def _surfaces(self, logits: Tensor, size: tuple[int, int], volume: Volume) -> tuple[np.ndarray, ...]:
-        """Rows, spread, near, disorder and presence in native A-scans from logits [B, S, H + 1, W] in the network's."""
+        """`rows`, `spread_um`, `near`, `disorder_um` and `present` of Layers, in native rows and A-scans, from logits
+        [B, S, H + 1, W] on the network's grid, which has `size`."""
         height, width = size
         log_p = logits[..., :width].log_softmax(2)
         absent = log_p[:, :, -1].exp()
@@ -241,7 +243,7 @@ class LayerFinder:
 
 
 def network_size(shape: Shape3, spacing_mm: Spacing3) -> tuple[int, int]:
-    """Rows and A-scans that B-scans of a volume have in the network."""
+    """Rows and A-scans to which B-scans of a volume are resampled for the network."""
     _, height, width = shape
     rows = 1000 * spacing_mm[1] / ROW_UM
     rows = height if 1 / TOLERATED < rows < TOLERATED else max(1, round(height * rows))
@@ -263,8 +265,8 @@ def load_finder(name: str = CURRENT, device: str | torch.device | None = None) -
             f"octfm/weights/{name}.safetensors: damaged (SHA-256 {digest[:12]}, expected "
             f"{about.digest[:12]}); install octfm again"
         )
-    with torch.random.fork_rng(devices=[]):  # weights are drawn, and replaced at once
+    with torch.random.fork_rng(devices=[]):  # initial weights are drawn and replaced at once
         network = LayerNet(LayerNetConfig(tuple(about.facts["channels"])))
     network.load_state_dict({key: tensor.float() for key, tensor in load(content).items()})
-    # Not `start`, which refuses ranks: each may segment scans of its own, as a validation of anchored does.
+    # Not `start`, which refuses several ranks: here each may segment its own scans, as anchored's validation does.
     return LayerFinder(network, name, digest, about.masks, Runtime(device_named(device), "fp32"))

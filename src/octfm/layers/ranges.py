@@ -15,24 +15,26 @@ import numpy as np
 
 LEVEL = 0.9
 SWOLLEN_UM = 330.0
-"""Mean thickness of a zone above which most are swollen; in healthy eyes the inner ring reaches it."""
+"""Mean thickness above which most zones are swollen; in healthy eyes the inner ring reaches it."""
 WET_UM = 3.0
-"""Mean height of intraretinal fluid from which on it explains swelling."""
+"""Mean height of intraretinal fluid in a zone that is enough to explain swelling."""
 SYNTHETIC = "synthetic-calibrated range"
-"""What a range is called that was calibrated on phantoms: it promises nothing for real eyes."""
+"""Name of a range that was calibrated on phantoms: it promises nothing for real eyes."""
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """How far the truth lies from a zone's mean, for one network: it grows with the error that the network expects
-    there, and with the swelling of zones without cysts, because below membranes this network is sure and wrong."""
+    """How far the true mean of a zone may lie from the mean found, for one network. It grows with the error that the
+    network expects there, and with the swelling of zones without fluid, because under epiretinal membranes this network
+    is confident and wrong."""
 
     below: tuple[float, float, float]
     """The range begins a + b · E + c · S µm below the mean found, where E is the mean expected error in µm and S the µm
-    by which the mean lies above SWOLLEN_UM, 0 in zones with fluid."""
+    by which the mean lies above SWOLLEN_UM, 0 in zones with fluid (WET_UM)."""
     above: tuple[float, float, float]
+    """The same coefficients of its end above the mean."""
     participants: int
-    """Phantom participants that it was calibrated on."""
+    """Number of phantom participants that it was calibrated on."""
 
     def of(self, mean_um: float, expected_um: float, fluid_um: float) -> tuple[float, float]:
         """Low and high end of the range in µm; `fluid_um` is the mean height of intraretinal fluid in the zone."""
@@ -55,11 +57,12 @@ def packaged_ranges(name: str, digest: str) -> Ranges | None:
 def conformal_quantile(scores: Sequence[Sequence[float]]) -> float:
     """The smallest value that a score of a new participant exceeds with a probability of at most 1 − LEVEL.
 
-    scores: those of every participant, who count equally however many they have. Infinite if there are too few.
+    scores: one sequence per participant; participants count equally, however many scores they have. Infinite if there
+    are too few participants.
     """
     people = [np.asarray(own, float) for own in scores if len(own)]
     values = np.concatenate([*people, [np.inf]])
-    # The new participant, whose score is unknown, counts as one more with the largest.
+    # The new participant counts as one more, whose unknown score is taken to be infinite.
     weights = np.concatenate([*(np.full(len(own), 1 / len(own)) for own in people), [1.0]]) / (len(people) + 1)
     order = np.argsort(values, kind="stable")
     place = np.searchsorted(np.cumsum(weights[order]), LEVEL - 1e-12)

@@ -51,10 +51,10 @@ from octfm.volume.volume import Spacing3, Volume, eight_bit
 from octfm.weights.packaged import NOTE, SHORT_NOTE
 
 PLACE_UM = 10.0
-"""A zone is withheld if its mean changes by more around another place that could be the fovea."""
+"""A zone is withheld if its mean changes by more than this around another place that could be the fovea."""
 FOVEA_MM: dict[Centre, float] = {"pit": 0.15, "fovea": 0.0, "device": 0.25, "scan": 0.25}
-"""How far the fovea may lie from the centre of the grid: chosen so that ranges hold the mean around the fovea in nine
-tenths of phantom zones (docs/log)."""
+"""How far the fovea may lie from the centre of the grid, by how that was found. Chosen so that ranges contain the mean
+around the true fovea in nine tenths of phantom zones (docs/log)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,16 +64,16 @@ class ScanSegmentation(Segmentation):
     volume: Volume
     """The scan, as the file has it."""
     found: Layers
-    """What the network found, with its own uncertainty; `surfaces` are its rows moved onto the edges that define
-    them, without those of dark B-scans and ILM and BM at the edge of the image."""
+    """What the network found, with its own uncertainty. `surfaces` are its rows moved onto the edges that define them;
+    they lack dark B-scans, and ILM and BM at the edge of the image."""
     verdict: Verdict
     model: str
     """Name and hash of the network."""
     note: ClassVar[str] = SHORT_NOTE
     axial_length_mm: float | None = field(default=None)
-    """Rescales lateral distances if given; without it they are the instrument's nominal ones."""
+    """Length of the eye, by which lateral distances are rescaled; None: they are the instrument's nominal ones."""
     ranges: Ranges | None = field(default=None, repr=False)
-    """Of the network, None if it has none."""
+    """Ranges of the network; None if it has none."""
     corrections: Corrections | None = field(default=None, repr=False)
     """Corrections by hand. `surfaces` and `masks` include them; `found` is the network's own result."""
 
@@ -86,7 +86,7 @@ class ScanSegmentation(Segmentation):
     def _repr_html_(self) -> str:
         facts, amounts = self._described(), [(name, self.volume_nl(name)) for name in self.masks]
         found = [f"{name.replace('_', ' ')} {nl:.1f} nl" for name, nl in amounts if nl]
-        # What makes zones doubtful, wrong millimetres above all, makes volumes wrong.
+        # Whatever makes zones doubtful, above all wrong millimetres, makes volumes wrong as well.
         facts["found"] = ", ".join(found) if self.verdict.accepted else ""
         facts["network"] = self.model
         grid = None if self.why_no_zones else self.etdrs()
@@ -117,10 +117,11 @@ class ScanSegmentation(Segmentation):
     def corrected(self, corrections: Corrections) -> "ScanSegmentation":
         """This segmentation with surfaces and masks as somebody has corrected them; see octfm.layers.corrections.
 
-        Where somebody has checked a B-scan, or corrected one of two surfaces in it, no error of their distance is
-        expected. If that holds for ILM and BM in every B-scan, the verdict keeps only reasons that no correction can
-        answer. The axial length is that of the page. Raises CorrectionsError for corrections of another scan or network
-        or with another axial length, and for lines out of order.
+        Where somebody has checked a B-scan, or corrected one of two surfaces in it, the expected error of their
+        distance is 0. If that holds for ILM and BM in every B-scan, the verdict drops the reasons that concern only the
+        network (ANSWERED). The axial length is this one's, or else that of the page. Raises CorrectionsError for
+        corrections of another scan or network or with another axial length, for masks that the network does not report,
+        and for lines out of order.
         """
         corrections.require(self.volume, self.model)
         if (own := self.axial_length_mm) and (length := corrections.axial_length_mm) and own != length:
@@ -163,15 +164,17 @@ class ScanSegmentation(Segmentation):
         """Write what `octfm segment --out FOLDER` writes: NIfTI heights and labels, a JSON with facts of the scan, and
         with `dicom` also DICOM SEG and height map, as `--dicom` does. Returns the paths of the images.
 
-        stem: what their names begin with, by default the name of the scan's file. Raises ExportError if the folder has
-        results of another scan under that name, and if DICOM files cannot refer to this one.
+        stem: beginning of their names, by default the name of the scan's file. Raises ExportError if the folder has
+        results of another scan under that name, and if DICOM files cannot refer to this scan; EvaluationError without
+        nibabel or highdicom.
         """
         stem = stem_of(self.volume.source) if stem is None else stem
         return list(write_files(self, self.volume, local_path(folder), stem, dicom=dicom))
 
     def expected_error_um(self, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
-        """octfm.layers.verdict.expected_error_um of this scan, float32 [D, W]: NaN in B-scans without the lines, 0
-        where somebody has checked or corrected them."""
+        """float32 [D, W]: expected absolute error, in µm, of the thickness between two surfaces
+        (octfm.layers.verdict.expected_error_um); NaN in B-scans without these lines, 0 where somebody has checked or
+        corrected them."""
         error = expected_error_um(self.found, self.spacing_mm, upper, lower)
         error[self._empty(upper, lower)] = np.nan
         if self.corrections is not None:
@@ -184,7 +187,7 @@ class ScanSegmentation(Segmentation):
         middle = len(self.volume.voxels) // 2
         grey = eight_bit(self.volume)[middle]
         lines = np.stack([rows[middle] for rows in self.surfaces.values()])
-        # The rows that hold the retina, and a fifth of it above and below.
+        # The rows of the retina, and a fifth of their number above and below.
         seen = lines[np.isfinite(lines)]
         first, last = (seen.min(), seen.max()) if seen.size else (0, len(grey))
         margin = (last - first) / 5
@@ -196,17 +199,17 @@ class ScanSegmentation(Segmentation):
 
     @property
     def spread_um(self) -> dict[str, np.ndarray]:
-        """float32 [D, W] for every surface: standard deviation in the network's own distribution over rows. It is not
-        calibrated."""
+        """float32 [D, W] for every surface: standard deviation, in µm, of the network's own distribution over rows, not
+        calibrated. Raises EvaluationError if the millimetres of the scan are only estimated."""
         self._expect_um()
         return dict(zip(SURFACES, self.found.spread_um, strict=True))
 
     @cached_property
     def doubtful(self) -> np.ndarray:
-        """bool [D, W]: A-scans whose thickness from ILM to BM should not be believed, because the network expects an
-        error above 12 µm or did not find either; see octfm.layers.verdict.expected_error_um."""
+        """bool [D, W]: A-scans whose thickness from ILM to BM should not be believed, because the expected error is
+        above 12 µm or ILM or BM was not found; see octfm.layers.verdict.expected_error_um."""
         error = self.expected_error_um()
-        # It is 0 where somebody has checked that there is no line.
+        # An error of 0 without a thickness: somebody has confirmed that there is no line.
         return ~(error <= ASCAN_UM) | (np.isnan(self.thickness_rows("ilm", "bm")) & (error > 0))
 
     def _empty(self, upper: str, lower: str) -> np.ndarray:
@@ -215,8 +218,8 @@ class ScanSegmentation(Segmentation):
 
     @property
     def note_on_scan(self) -> str:
-        """In words: what is missing in parts of an accepted scan, and whether it may show a macular hole; else
-        empty."""
+        """Remarks in words, empty if there are none: what is missing in parts of an accepted scan, a possible macular
+        hole, an eye that looks like the other one, a circle scan."""
         notes = (
             [f"{', '.join(self.verdict.parts)}: zones there are blank, and volumes of fluid"]
             if self.verdict.parts
@@ -238,7 +241,7 @@ class ScanSegmentation(Segmentation):
 
     @cached_property
     def looks_like_other_eye(self) -> bool:
-        """Whether an accepted raster with a foveal pit looks like that of the other eye than stated."""
+        """Whether an accepted raster with a fovea looks like a scan of the eye that was not stated."""
         if self.volume.laterality is None or not self.verdict.accepted:
             return False
         try:
@@ -255,14 +258,14 @@ class ScanSegmentation(Segmentation):
 
     @property
     def why_no_zones(self) -> str:
-        """In words why ETDRS zones are not given; empty if they are."""
+        """Why ETDRS zones are not given, in words; empty if they are."""
         if self.verdict.accepted:
             return self.why_no_grid
         return self._no_raster() or "no zones: the verdict speaks against this segmentation"
 
     @property
     def why_no_grid(self) -> str:
-        """`why_no_zones` whatever the verdict, which corrections may answer."""
+        """`why_no_zones` without regard to the verdict, which corrections may change."""
         if why := self._no_raster():
             return why
         try:
@@ -280,7 +283,7 @@ class ScanSegmentation(Segmentation):
 
     @property
     def retina_rows(self) -> float | None:
-        """Median thickness from ILM to BM in rows of the image; None if they were found in no A-scan."""
+        """Median thickness from ILM to BM in rows of the image; None if no A-scan has both."""
         rows = self.thickness_rows("ilm", "bm")
         return float(np.nanmedian(rows)) if np.isfinite(rows).any() else None
 
@@ -297,18 +300,19 @@ class ScanSegmentation(Segmentation):
     def by_hand(self) -> frozenset[str]:
         if self.corrections is None:
             return frozenset()
-        # Areas are stated for all masks of a B-scan at once.
+        # A correction of areas covers all masks of its B-scan.
         return frozenset((*self.corrections.surfaces, *(self.masks if self.corrections.areas else ())))
 
     def etdrs(self, upper: str = "ilm", lower: str = "bm", *, keep_doubtful: bool = False) -> EtdrsGrid:
-        """Nine zones of the thickness between two surfaces, around the fovea that was found or set by hand.
+        """Mean thickness in µm between two surfaces in the nine ETDRS zones, around the fovea that was found or set by
+        hand. Retinal thickness is ILM to BM, as Heidelberg defines it.
 
-        Unless `keep_doubtful`, zones are None in which the network expects a mean error above 12 µm, or which change by
-        more than 10 µm around another place that could be the fovea; the volume follows the same rules with the mean
-        thickness within 3 mm. So are zones of a ring for which B-scans are too far apart (MOST_APART_MM), and the
-        volume with the inner ring. Retinal thickness is ILM to BM, as Heidelberg defines it. Raises EvaluationError for
-        line, circle and radial scans, which do not cover zones, for B-scans whose positions contradict each other and,
-        unless `keep_doubtful`, for scans of the optic disc.
+        Unless `keep_doubtful`, a zone is None (withheld) if its mean expected error is above 12 µm, if it would change
+        by more than 10 µm around another place that could be the fovea, or if B-scans are too far apart for its ring
+        (MOST_APART_MM). The volume follows the same rules with the mean thickness within 3 mm and the inner ring.
+
+        Raises EvaluationError for line, circle and radial scans, which do not cover zones, for B-scans whose positions
+        contradict each other and, unless `keep_doubtful`, for scans of the optic disc.
         """
         grid = self._measured(upper, lower, keep_doubtful)
         if keep_doubtful:
@@ -328,8 +332,8 @@ class ScanSegmentation(Segmentation):
         return replace(grid, place_um=self._place_um(grid, upper, lower))
 
     def _measured(self, upper: str = "ilm", lower: str = "bm", keep_doubtful: bool = False) -> EtdrsGrid:
-        """`etdrs` before zones are withheld, which raises in the same cases."""
-        # The pit is deepest in the inner retina; drusen, fluid and atrophy below move it in the whole one.
+        """`etdrs` before zones are withheld; raises in the same cases."""
+        # The pit is clearest in the inner retina: drusen, fluid and atrophy below change the whole thickness.
         inner = self.thickness_um("ilm", "ipl_inl")
         thickness, place, laterality = self.thickness_um(upper, lower), self.place(), self.volume.laterality
         if self.corrections is not None and self.corrections.fovea is not None:
@@ -344,14 +348,14 @@ class ScanSegmentation(Segmentation):
         return grid
 
     def zone_ranges(self, grid: EtdrsGrid | None = None) -> dict[str, tuple[float, float]]:
-        """Zone → low and high end in µm of its synthetic-calibrated range, for the zones of `etdrs()` that have a mean;
-        `grid` is that, if it is known.
+        """Zone → low and high end in µm of its synthetic-calibrated range, for the zones of `etdrs()` that have a mean.
+        `grid`: the result of `etdrs()`, if the caller has it.
 
-        Three parts are added in quadrature: that of the lines, within which the mean of the true lines of the same
-        B-scans lies in 90 % of a phantom's zones; the most by which the mean changes if the grid moves as far as the
-        fovea may lie away; and what it may change because B-scans are samples (`EtdrsGrid.sampling_um`). How often the
-        true mean of a real eye lies within it is not known. Empty for networks without ranges, and where lines or areas
-        were corrected. Raises EvaluationError as `etdrs` does.
+        Three parts are added in quadrature: the range of the lines, which contains the mean of the true lines of the
+        same B-scans in 90 % of phantom zones; the largest change of the mean if the grid moves as far as the fovea may
+        lie away (FOVEA_MM); and the change to expect because B-scans are samples (`EtdrsGrid.sampling_um`). How often a
+        range contains the true mean of a real eye is not known. Empty for networks without ranges, and if lines or
+        areas were corrected. Raises EvaluationError as `etdrs` does.
         """
         if self.ranges is None or (self.corrections is not None and self.corrections.touched):
             return {}
@@ -392,7 +396,7 @@ class ScanSegmentation(Segmentation):
 
     def fluid_um(self) -> np.ndarray:
         """float32 [D, W]: height of intraretinal fluid in µm; 0 if the network does not report it, NaN in B-scans
-        without ILM and BM."""
+        without ILM and BM. Raises EvaluationError if the millimetres are only estimated."""
         self._expect_um()
         if "intraretinal_fluid" not in self.masks:
             return np.zeros(self.found.present.shape, np.float32)
@@ -401,7 +405,7 @@ class ScanSegmentation(Segmentation):
         return rows * np.float32(1000 * self.spacing_mm[1])
 
     def place(self) -> Field:
-        """Where the A-scans lie on the fundus. Raises EvaluationError where they form no raster."""
+        """Where the A-scans lie on the fundus. Raises EvaluationError if they form no raster."""
         volume = self.volume
         if self._no_raster():
             raise EvaluationError(
@@ -415,13 +419,12 @@ class ScanSegmentation(Segmentation):
 
     @cached_property
     def bscan_nl(self) -> np.ndarray | None:
-        """float [D]: nanolitres of a voxel of each B-scan, which reaches halfway to the neighbouring B-scans; None
-        unless this is a raster with B-scans everywhere as close as the inner ring needs."""
+        """float [D]: volume in nanolitres of a voxel of each B-scan, which reaches halfway to the neighbouring B-scans;
+        None unless this is a raster whose B-scans are everywhere as close as the inner ring needs (MOST_APART_MM)."""
         volume, most = self.volume, MOST_APART_MM["inner"]
         if self._no_raster():
             return None
-        # Lines that run to and fro would mirror zones in every other B-scan; the distance between them is known all the
-        # same.
+        # Zones need B-scans that all run the same way; their distances are known even if they run to and fro.
         one_way = replace(volume, lines=volume.lines and volume.lines.one_way)
         try:
             field = field_of_volume(one_way, self.axial_length_mm)
@@ -435,9 +438,9 @@ class ScanSegmentation(Segmentation):
         return np.asarray(field.widths_mm * dy * dx * lateral_scale(self.axial_length_mm) * 1000)
 
     def volume_nl(self, mask: str) -> float | None:
-        """Volume of a mask in nanolitres over the scan; None where B-scans have no distance (not a raster), if the
-        network does not report this mask, where a part of the scan was not seen (`verdict.parts`), and where B-scans
-        are too far apart."""
+        """Volume of a mask in nanolitres over the scan; None if B-scans have no distance (not a raster) or are too far
+        apart, if the network does not report this mask, and if a part of the scan was not seen (`verdict.parts`).
+        Raises EvaluationError for an unknown mask."""
         if mask not in MASKS:
             raise EvaluationError(f"no mask {shown(mask)}; masks: {', '.join(self.masks)}")
         if mask not in self.masks or self.bscan_nl is None or self.verdict.parts:
@@ -446,7 +449,7 @@ class ScanSegmentation(Segmentation):
 
 
 def _apart(one: float | None, other: float | None) -> float:
-    """Difference of two means; infinite if only the first is known."""
+    """Absolute difference of two means; 0 if the first is None, infinite if only the second is."""
     if one is None:
         return 0.0
     return abs(one - other) if other is not None else float("inf")
@@ -462,11 +465,12 @@ def segment(
 ) -> ScanSegmentation:
     """Segment a scan of any layout and format, even a single B-scan, with the packaged network.
 
-    spacing_mm: as for octfm.read_volume, for files that state none. Without any, those of a single B-scan are estimated
-    from its retina, and everything is given in rows and pixels instead of micrometres.
+    spacing_mm: as for octfm.read_volume, for files that state none. Without any, the spacing of a single B-scan is
+    estimated from its retina, and results are in rows and pixels instead of micrometres.
+    axial_length_mm: length of the eye, by which lateral distances are rescaled; 14 to 40.
     finder: another network; default: the packaged one, on `device` (auto, cpu, cuda, mps).
     Raises ReadError if the file cannot be read, and for OCT angiography, which shows flow and no layers; ConfigError
-    for an axial length of no eye, and for spacing_mm of a Volume, which has its own.
+    for another axial length, and for spacing_mm together with a Volume, which has its own.
     """
     low, high = AXIAL_LENGTH_MM
     if axial_length_mm is not None and not low <= axial_length_mm <= high:

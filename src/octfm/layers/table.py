@@ -48,8 +48,9 @@ from octfm.volume.volume import Laterality, Volume
 from octfm.weights.packaged import NOTE
 
 CHILD_MEMORY, CHILD_SECONDS = 2 * 10**9, 120.0
-"""Of a child process, beyond what reading may take: bytes for PyTorch and the network (with 49 B-scans of 496 x 512 it
-holds .6 GB), and seconds per file and per megabyte of it, of which a core needs one, or ten if they are compressed."""
+"""What a child process may use beyond the limits of reading: bytes for PyTorch and the network (it holds .6 GB with 49
+B-scans of 496 x 512), and seconds, per file and again per megabyte (one core needs 1 s, or 10 s for compressed
+data)."""
 ACCEPTED = "nothing speaks against it"
 """The verdict on a scan without a reason to doubt it."""
 COLUMNS = (
@@ -65,9 +66,9 @@ COLUMNS = (
 """`participant` is that of a catalog, else empty; `axial_length_mm` is empty where lateral millimetres are nominal;
 `octfm` is the version that wrote the row."""
 OF_A_SCAN = (*SUFFIXES, ".xml")
-"""Endings of the files in a folder that are its scan; others may be this table."""
+"""Endings of the files that make up a scan in a folder; other files there may be this table."""
 _OF_AN_ACQUISITION = ("acquisition", "scanner", "bscans")
-"""Columns that are the same wherever the file of a scan lies."""
+"""Columns by which a scan is recognised when its file was moved."""
 _CORRECTED_BEFORE = (
     "has changed since somebody corrected it, or has another axial length or other facts in a catalog now, and its row "
     "is left as it was; give --apply-corrections with its corrections, or another --out"
@@ -75,14 +76,14 @@ _CORRECTED_BEFORE = (
 
 
 Known = Laterality | Acquisition | None
-"""What is known of a scan apart from its file: its row in a catalog, or the eye that its path names."""
+"""What is known about a scan besides its file: its row in a catalog, or the eye that its path names."""
 KnownScans = Mapping[str, Known]
 Item = tuple[str, Known]
 
 
 def read_known(source: str, known: Known, limits: Limits | None = None, *, raster_only: bool = False) -> Volume:
-    """The scan with all that the row of a catalog says of it, or with the eye that its path names (see
-    Volume.with_eye). Raises ReadError."""
+    """The scan with what its row in a catalog says, or with the eye that its path names (see Volume.with_eye). Raises
+    ReadError."""
     if isinstance(known, Acquisition):
         volume = read_volume(source, spacing_mm=known.spacing_mm, raster_only=raster_only, limits=limits)
         return known.apply_to(volume)
@@ -95,7 +96,7 @@ def person_of(known: Known) -> str:
 
 
 def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> dict[str, str]:
-    """One row of the table; what the scan does not allow stays empty. `device`: see `device_grid_of`."""
+    """One row of the table; cells that the scan does not allow stay empty. `device`: see `device_grid_of`."""
     volume = found.volume
     row = (
         _row(volume.source)
@@ -111,16 +112,16 @@ def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> d
     )
     if found.corrections is not None:
         row["corrected_bscans"] = str(len(found.corrections.touched))
-        # Zones are a person's only where somebody has looked at both of their lines.
+        # Zones count as checked only where somebody has looked at both of their lines.
         row["checked_bscans"] = str(found.corrections.trusted("ilm", "bm").sum())
         row["corrected_participant"] = found.corrections.participant
     for name in MASKS:
-        # What makes zones doubtful, wrong millimetres above all, makes volumes wrong.
+        # Whatever makes zones doubtful, above all wrong millimetres, makes volumes wrong as well.
         amount = found.volume_nl(name) if found.verdict.accepted else None
         row[f"{name}_nl"] = "" if amount is None else f"{amount:.1f}"
     if found.why_no_um:
         row["retina_rows"] = "" if found.retina_rows is None else f"{found.retina_rows:.1f}"
-        # As with volumes, what the verdict refuses, or what was not seen in full, is not given.
+        # As with volumes, nothing is given if the verdict refuses the scan or a part of it was not seen.
         if found.verdict.accepted and not found.verdict.parts:
             row |= {f"{name}_pixels": str(mask.sum()) for name, mask in found.masks.items()}
     grid = grid_of(found)
@@ -154,25 +155,29 @@ def write_table(
 ) -> int:
     """Segment each source that `out` does not hold yet, and add its row; the file is replaced whole.
 
-    A file that cannot be read or segmented gets a row with its problem, and is tried again by the next call; one that
-    is named twice has one row. A scan on a disk that has changed since, or whose sidecar has, is segmented again:
-    `file_state` in its row is a hash of their sizes and dates. A row that somebody corrected is kept, and `echo` says
-    so, unless `corrections` has the scan. A row whose file has gone becomes that of the same acquisition elsewhere, as
-    after a folder was renamed. `finder` and `device` are those of `segment`. `also` is called with each source and what
-    was found in it, before its row is written.
-    corrections: fingerprint of a scan → what somebody has corrected in it; its row is written anew, marked as
+    A file that cannot be read or segmented gets a row with its problem, and is tried again by the next call. A source
+    that is named twice has one row. If a file on a disk or its sidecar has changed, it is segmented again: `file_state`
+    in its row is a hash of their sizes and dates. A corrected row is kept, and `echo` says so, unless `corrections` has
+    the scan. If the file of a row is gone, as after a folder was renamed, the row passes to the same acquisition's new
+    place.
+
+    finder, device: as for `segment`.
+    corrections: fingerprint of a scan → what somebody has corrected in it; its row is written again, marked as
     corrected.
-    known: scan → what is known of it apart from its file; see `read_known`.
-    axial_lengths: rescale lateral millimetres; then every scan is read, and segmented again where its row goes by
-    another length. Scans that the table does not name keep nominal millimetres.
-    workers: child processes of one thread each that read and segment files with the packaged network, 0 for this
-    process alone. Volumes, and everything where there are `corrections`, are segmented in this process.
+    only_corrected: read every scan, but segment and add only those with corrections. A file that cannot be read gets no
+    row; `echo` gets its problem.
+    known: source → what is known about the scan besides its file; see `read_known`.
+    axial_lengths: rescale lateral millimetres. Every scan is then read, and segmented again if its row was measured
+    with another length. Scans without a length in the table keep nominal millimetres.
+    also: called with each source and what was found in it, before its row is written.
+    workers: child processes of one thread each that read and segment files with the packaged network; 0: this process
+    alone. Volumes, and everything if there are `corrections`, are segmented in this process.
     progress: wraps the loop over the sources.
-    only_corrected: read every scan, but segment and add only those with corrections; `echo` gets the problem of a file
-    that cannot be read, which gets no row. Returns the number of new or changed rows. Raises EvaluationError if `out`
-    is something else than such a table, has rows of another network, of axial lengths that are not given now or, with
-    `only_corrected`, of scans that nobody has corrected, or is being written by another process, and CorrectionsError
-    if `corrections` do not fit a scan, or fit none of them.
+
+    Returns the number of new or changed rows. Raises EvaluationError if `out` is no such table, is being written by
+    another process, or has rows of another network, rows measured with axial lengths if none are given now or, with
+    `only_corrected`, rows of scans that nobody has corrected. Raises CorrectionsError if `corrections` do not fit a
+    scan, or fit none of them.
     """
     finder, corrections, known = finder or load_finder(device=device), corrections or {}, known or {}
     done: set[str] = set()
@@ -181,7 +186,7 @@ def write_table(
         table.expect(finder.model, only_corrected, axial_lengths is not None)
         new: list[str] = []
         if workers and not (corrections or only_corrected):
-            # Where somebody corrected a row, the scan is not segmented, and its picture stays.
+            # A scan with a corrected row is not segmented again, so that its picture stays.
             files = [s for s in dict.fromkeys(sources) if isinstance(s, str) and not table.row(s)["corrected_bscans"]]
             new = [s for s in files if not table.has(s, state_of(s, known.get(s)))]
         from_children = _rows_of(
@@ -234,7 +239,7 @@ def write_table(
             except (BucketError, CorrectionsError):
                 raise  # neither an unreachable bucket nor a wrong file of corrections says anything about the scan
             except BAD_INPUT as error:
-                if has_row and isinstance(error, ReadError):  # it was read once; a share may be away
+                if has_row and isinstance(error, ReadError):  # it was read before; a network drive may be away
                     continue
                 row = _row(source) | {"problem": _problem(source, error)}
             else:
@@ -260,7 +265,7 @@ def _rows_of(
     workers: int,
     by_hand: Collection[tuple[str, ...]],
 ) -> Iterator[dict[str, str]]:
-    """The rows of these files, in their order, made in child processes. `by_hand`: see `corrected_and_gone`."""
+    """The rows of these files, in their order, made in child processes. `by_hand`: scans of `corrected_and_gone`."""
     lengths = axial_lengths.path if axial_lengths else None  # not the lengths: they would be sent with every scan
     makes = functools.partial(_row_in_child, lengths=lengths, device=device, also=also, by_hand=by_hand)
     within = replace(limits, memory=limits.memory + CHILD_MEMORY)
@@ -294,7 +299,7 @@ def _row_in_child(
 
 @functools.lru_cache(maxsize=1)
 def _read_once(lengths: Path, state: str) -> AxialLengths:
-    """`state`: that of the file, which may change between two tables of one process."""
+    """`state` is part of the key, because the file may change between two calls in one process."""
     return read_axial_lengths(lengths)
 
 
@@ -315,14 +320,14 @@ def _problem(source: str, error: Exception) -> str:
         return f"{error.code}: {error}"
     if ran_out_of_memory(error):
         return f"decoder_memory: {source}: memory ran out while it was segmented; {REASONS['decoder_memory'].fix}"
-    # One scan must not end a table of thousands; the message may hold anything, so only its kind is kept.
+    # One scan must not stop a table of thousands. The message may hold anything, so only the error's type is kept.
     return f"segmentation_failed: {source}: {type(error).__name__}; please report it with the file's format"
 
 
 def _facts(volume: Volume, state: str) -> dict[str, str]:
-    """The cells of a row that are known before anything is measured."""
+    """Cells of a row that are known before anything is measured."""
     return {
-        # Labels are joined by it: octfm finetune and octfm probe take the table as it is.
+        # The key for joining labels: octfm finetune and octfm probe accept this table as it is.
         "acquisition": "" if volume.acquisition == "unknown" else volume.acquisition,
         "laterality": volume.laterality or "",
         "scanner": volume.scanner,
@@ -336,16 +341,18 @@ def _scan_of(facts: Mapping[str, str]) -> tuple[str, ...]:
 
 
 class _Table:
-    """The rows of a table, which is written again as they change, and always at the end. A large one, which takes long
-    to write, waits for several rows: a kill loses work of at most WAIT times what writing takes."""
+    """The rows of a table, whose file is written again as rows change, and always at the end. A large table, which
+    takes long to write, is written less often."""
 
     WAIT = 30
+    """Time between two writes, in multiples of what a write takes; a killed process loses at most the work of that
+    time."""
 
     def __init__(self, out: Location):
         self.out, self.changed = out, 0
         self._unsaved, self._next = False, 0.0
         self.rows = read_table(out) if out.exists() else []
-        # What could not be read is tried again: a share may have been away.
+        # Files that could not be read are tried again: a network drive may have been away.
         self._states = {row["source"]: row["file_state"] for row in self.rows if not row["problem"]}
         self._places = {row["source"]: i for i, row in enumerate(self.rows)}
         self._same_scan = defaultdict[tuple[str, ...], list[int]](list)
@@ -353,8 +360,8 @@ class _Table:
             self._same_scan[_scan_of(row)].append(i)
 
     def expect(self, model: str, only_corrected: bool, by_lengths: bool) -> None:
-        """Raises EvaluationError for rows of another network, of scans that nobody has corrected, and by axial lengths
-        that are not given now."""
+        """Raise EvaluationError for rows of another network, with `only_corrected` for rows that nobody has corrected,
+        and unless `by_lengths` for rows measured with axial lengths."""
         if others := {row["model"] for row in self.rows} - {"", model}:
             raise EvaluationError(
                 f"{self.out}: has rows of another network ({', '.join(sorted(others))}; this is {model}), whose "
@@ -362,15 +369,15 @@ class _Table:
             )
         if only_corrected and any(not row["problem"] and not row["corrected_bscans"] for row in self.rows):
             raise EvaluationError(f"{self.out}: has rows of scans that nobody has corrected; choose another --out")
-        # A row of corrections may go by the length of their page.
+        # A corrected row may have the axial length of the page on which it was corrected.
         if not by_lengths and any(row["axial_length_mm"] and not row["corrected_bscans"] for row in self.rows):
             raise EvaluationError(
-                f"{self.out}: has rows by axial lengths, which nominal millimetres must not be mixed with; give "
-                "--axial-length with their table again, or another --out"
+                f"{self.out}: has rows measured with axial lengths, which must not be mixed with nominal millimetres; "
+                "give --axial-length with their table again, or another --out"
             )
 
     def has(self, source: str, state: str) -> bool:
-        """Whether the table was read with a row of this source, whose file has not changed since."""
+        """Whether the table had a row of this source, without a problem, and its file has not changed since."""
         before = self._states.get(source)
         return before is not None and (not state or before == state or not (before or is_remote(source)))
 
@@ -379,19 +386,20 @@ class _Table:
         return _row(source) if place is None else self.rows[place]
 
     def corrected_and_gone(self) -> set[tuple[str, ...]]:
-        """Scans that somebody corrected and whose file has gone: where it is now, automatic lines are not theirs."""
+        """Corrected scans whose file is gone. If it turns up elsewhere, its row must not get automatic lines."""
         corrected = [row for row in self.rows if row["corrected_bscans"] and row["acquisition"]]
         return {_scan_of(row) for row in corrected if _has_gone(row)}
 
     def keeps(self, facts: Mapping[str, str], source: str, echo: Echo, despite: Corrections | None = None) -> bool:
-        """Whether the row of this scan stays as it is, since somebody corrected it, `despite` being new corrections.
-        `facts`: cells of its new row. A row of the same acquisition whose file has gone becomes that of `source`."""
+        """Whether the row of this scan stays as it is because somebody corrected it; never if `despite` has new
+        corrections. `facts`: cells of its new row. First, a row of the same acquisition whose file is gone passes to
+        `source`."""
         if old := self._move(facts, source):
-            echo(f"{old}: is not there any more, and its row is that of {source} now")
+            echo(f"{old}: is no longer there; its row is now that of {source}")
         before = self.row(source)
         if despite is not None or not before["corrected_bscans"]:
             return False
-        # Without a length now, the row may go by that of the page where it was corrected.
+        # Without a length now, the row may have that of the page on which it was corrected.
         length = facts["axial_length_mm"] or before["axial_length_mm"]
         now = facts["file_state"], facts["laterality"], length
         if now != (before["file_state"], before["laterality"], before["axial_length_mm"]):
@@ -400,7 +408,7 @@ class _Table:
         return True
 
     def _move(self, facts: Mapping[str, str], source: str) -> str:
-        """If the row of this acquisition has lost its file, as after a folder was renamed, make it that of `source`;
+        """If the file of this acquisition's row is gone, as after a folder was renamed, give the row to `source`;
         returns the old source, empty if there is no such row."""
         if source in self._places or not facts["acquisition"]:
             return ""
@@ -413,7 +421,7 @@ class _Table:
         return ""
 
     def put(self, row: dict[str, str], echo: Echo | None = None) -> None:
-        """Set a row in place of the one that the table had of its source; if they differ, `echo` gets what it says."""
+        """Replace the row of this source, or add one; if it is new or changed, `echo` gets its problem or verdict."""
         if (place := self._places.pop(row["source"], None)) is None:
             self.rows.append(row)
         elif self.rows[place] == row:
@@ -428,7 +436,7 @@ class _Table:
             echo(f"{row['source']}: {row['problem'] or row['verdict']}")
 
     def close(self) -> None:
-        """Write the rows that the file lacks."""
+        """Write the table if its file lacks changes."""
         if self._unsaved:
             begun = time.monotonic()
             save_table(self.rows, self.out)
@@ -436,7 +444,7 @@ class _Table:
 
 
 def _report_unused(corrections: Mapping[str, Corrections], used: set[str], echo: Echo) -> None:
-    """Name files of corrections that fit none of the scans; raises CorrectionsError if none was used."""
+    """Tell `echo` which files of corrections fit none of the scans; raise CorrectionsError if none was used."""
     if unused := {each.source for each in corrections.values()} - used:
         problem = f"{min(unused)}: corrections of none of these scans"
         if not used:
@@ -445,8 +453,9 @@ def _report_unused(corrections: Mapping[str, Corrections], used: set[str], echo:
 
 
 def state_of(source: str, known: Known = None) -> str:
-    """A hash of the sizes and dates of a file, or of the images in a folder, and of its sidecars, then one of what the
-    row of a catalog changes in it. The first is empty for a file in a bucket; both are, if it is not there."""
+    """A hash of the sizes and dates of a file (or of the images in a folder) and of its sidecars, then, if `known` is a
+    catalog's row, a hash of what the row changes in the scan. The first is empty for a file in a bucket; both are empty
+    if a file on a disk is not there."""
     state = "" if is_remote(source) else _state_of_files(source)
     if isinstance(known, Acquisition) and (state or is_remote(source)):
         facts = (known.participant, known.laterality, known.scanner, *known.spacing_mm)
@@ -470,19 +479,18 @@ def _state_of_files(source: str) -> str:
 
 
 def _has_gone(row: Mapping[str, str]) -> bool:
-    """Whether the file of a row was on this disk, and is not there any more."""
+    """Whether the file of a row was on this disk and is gone."""
     return bool(row["file_state"]) and not is_remote(row["source"]) and not state_of(row["source"])
 
 
 def is_of(row: Mapping[str, str], source: str) -> bool:
-    """Whether a row was made from this file as it is now, whatever a catalog says of it."""
+    """Whether a row was made from this file in its present state, whatever a catalog says about it."""
     return row["file_state"].partition("-")[0] == state_of(source)
 
 
 @contextmanager
 def only_writer(table: Location) -> Iterator[None]:
-    """Hold off other writers of this table: two processes that each replace the whole file would lose each other's
-    rows.
+    """Keep other processes from writing this table: two that each replace the whole file would lose each other's rows.
 
     Raises EvaluationError if another process is writing it, BucketError in a bucket.
     """

@@ -1,7 +1,7 @@
-"""Whether a segmentation should be believed, and why not.
+"""Whether a segmentation should be believed, and if not, why.
 
-Thresholds stand below, each with its reason. benchmarks/segment_verdict.py measures on phantoms what they catch and
-what they refuse in vain, and prints the distribution of every measure: run it again after new weights.
+Every threshold below has its reason. benchmarks/segment_verdict.py measures on phantoms how many wrong and how many
+correct segmentations they refuse, and prints the distribution of every measure: run it again after new weights.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,80 +17,84 @@ from octfm.volume.tissue import Tissue
 from octfm.volume.volume import Spacing3, Volume, eight_bit
 
 SEEN = 0.5
-"""Least share of A-scans in which the retina must have been found, in a B-scan and in the whole scan."""
+"""Least share of A-scans in which the retina must be found, in a B-scan and in the whole scan."""
 SOME = 0.1
-"""Least share of A-scans that must show a retina for its thickness to be judged."""
+"""Least share of A-scans in which the retina must be found for its thickness to be judged."""
 BETTER = 0.15
-"""By how much the share of A-scans with a retina must grow upside down, where some retina was found the right way
-up."""
+"""If the retina was found in a share of at least SEEN of the A-scans, the scan counts as upside down only if turning it
+raises that share by more than this."""
 TRIED = 8
-"""B-scans that are tried upside down where hardly any retina was found."""
+"""Number of B-scans that are tried upside down if little retina was found, or much of it is cut off."""
 DARK = 0.4
-"""A B-scan is dark if its grey levels vary less than this share of the scan's median B-scan: a blink."""
+"""A B-scan is dark (a blink) if the standard deviation of its grey levels is below this share of the median over
+B-scans."""
 LOST = 0.05
-"""Share of B-scans that may be dark or without a retina before a note says so and volumes of fluid stay blank."""
+"""If a larger share of B-scans is dark or shows no retina, a note says so and volumes of fluid stay blank."""
 LEVELS = 8.0
 """Least difference between the 99th and the 1st percentile of brightness, of 255: below it the layers are a few grey
 levels apart."""
 CONTRAST = 0.75
 """Least difference of mean brightness between retina and vitreous, in standard deviations of the vitreous."""
 EDGE_ROWS = 2
-"""ILM or BM this close to the first or the last row of the image may continue outside: it is not given there."""
+"""ILM or BM less than this many rows from the first or last row of the image may continue outside; it is left out
+there."""
 CLIPPED = 0.2
-"""Share of A-scans, in B-scans that show the retina, where ILM or BM may leave the frame before a note says so and
+"""If ILM or BM leaves the frame in a larger share of A-scans (of B-scans that show the retina), a note says so and
 volumes of fluid stay blank."""
 MOST = 0.5
-"""Share of B-scans lost, or of A-scans clipped, above which the whole scan is refused. Below, only the zones are blank
-that lose a tenth: of 210 phantom zones that this gives back 4 are off by more than 20 µm."""
+"""If a larger share of B-scans is lost, or of A-scans clipped, the whole scan is refused. Up to it, only zones that
+lose more than a tenth are blank: of 210 phantom zones that are kept by this rule, 4 are wrong by more than 20 µm."""
 FIELD_MM = (1.0, 20.0)
 """Width of a B-scan: the shortest in use is about 2 mm, the longest 16 mm."""
 WIDE_MM, WIDEST_MM = 10.5, 12.6
-"""Widths between which a raster must show the optic disc, and beyond which nothing was tested. 30° are 9 mm; the 12 mm
-of wide fields reach the disc, those of a smaller field with wrong lateral millimetres do not."""
+"""Between these widths a raster must show the optic disc; wider fields were not tested. 30° are 9 mm. A field that is
+truly 12 mm wide reaches the disc; a smaller one with wrong lateral millimetres does not."""
 DISC_FROM_FOVEA_MM = (3.2, 5.9)
-"""Distances from the middle of a wide field at which the disc is looked for: it lies 4 to 5 mm from the fovea, on which
+"""Distances from the middle of a wide field at which the disc is searched: it lies 4 to 5 mm from the fovea, on which
 such scans are centred to within a millimetre."""
 DISC_SEEN_MM2 = 0.3
-"""Least area of places there whose surroundings look like the disc: .5 to 3 mm² in 13 of 15 phantoms 12 mm wide, .05 in
-one of 16 of 6 mm with doubled millimetres, which had neovascular AMD."""
+"""Least area that looks like the disc at these distances. It is .5 to 3 mm² in 13 of 15 phantoms 12 mm wide. Of 16
+phantoms 6 mm wide whose millimetres were doubled, only one has any (.05 mm², neovascular AMD)."""
 FRAME_MM = (0.5, 8.0)
 """Height of a B-scan: usually 2 to 3 mm, in wide-field instruments up to 6 mm."""
 LONGEST = 1.6
 """Largest ratio of a raster's extent across its B-scans to their width: no instrument scans many short lines."""
 THICKNESS_UM = (190.0, 480.0)
-"""Plausible medians of retinal thickness over a scan: 268 to 350 µm in phantoms. Wrong axial millimetres move it
-by their factor; so does extreme swelling, which no phantom has over a whole scan."""
+"""Plausible medians of retinal thickness over a scan; in phantoms they are 268 to 350 µm. Wrong axial millimetres
+change the median by their factor. Extreme swelling of a whole scan, which no phantom has, would change it as well."""
 MOST_UM = 100.0
-"""Most that each part of the expected error counts; it counts this much where ILM or BM was not found."""
+"""Upper limit of each part of the expected error; its value where ILM or BM was not found."""
 DISC_MM, DISC_STEP_MM = 0.7, 0.1
-"""Radius in which signs of the optic disc are averaged, less than that of a small disc, and distance of the points."""
+"""Signs of the optic disc are averaged over points within this radius, which is less than that of a small disc, and
+this far apart."""
 DISC_ILM, DISC_OUTER, DISC_PRESENT, DISC_UM = 0.8, 0.72, 0.91, 8.0
-"""At an optic disc: least share of the ILM's distribution near its row, most of those of EZ and RPE, most probability
-of a retina, and least distance by which surfaces were out of order. Chosen on 37 phantoms of discs, two of them missed,
-and 47 of maculae. Real eyes with oedema reach .76 (EZ and RPE), .78 (retina) and 9 µm."""
+"""At an optic disc: least `near` of the ILM, largest mean `near` of EZ and RPE, largest probability of a retina, and
+least `disorder_um` (see Layers). Chosen on 37 phantoms of discs, of which two are missed, and 47 of maculae. Real eyes
+with oedema reach .76 (EZ and RPE), .78 (retina) and 9 µm."""
 WAVE_MM = 1.2
-"""Length over which Bruch's membrane should be straight."""
+"""Length along a B-scan over which Bruch's membrane should be straight."""
 WRINKLE_MM = 0.6
-"""Length over which the thickness of the inner retina (ILM to the border of IPL and INL) should be even."""
+"""Length along a B-scan over which the thickness of the inner retina (ILM to the border of IPL and INL) should be
+even."""
 MEMBRANE_MM = 2.0
 """Length along a B-scan over which signs of an epiretinal membrane are averaged."""
 WRINKLES, WRINKLED_UM, UNSUSPECTED_UM = 5.0, 12.0, 170.0
-"""A membrane is suspected where the thickness of the inner retina plus WRINKLES times its unevenness, of which at most
-WRINKLED_UM count, exceeds UNSUSPECTED_UM, as in few other eyes; the excess is the error to expect of the ILM."""
+"""A membrane is suspected where the thickness of the inner retina plus WRINKLES times its unevenness (limited to
+WRINKLED_UM) exceeds UNSUSPECTED_UM, which is rare in other eyes. The excess is the expected error of the ILM."""
 ATROPHY_MM = 1.0
 """Length along a B-scan over which the thickness of the outer nuclear layer is averaged."""
 ATROPHIC_UM, ATROPHY_SHARE = 65.0, 0.4
-"""Where the outer nuclear layer (from the OPL to the EZ) is thinner, as in few eyes without atrophy, Bruch's membrane
-may be found in the choroid; that share of what is missing is the error to expect of it."""
+"""Where the outer nuclear layer (from the OPL to the EZ) is thinner than this, which is rare in eyes without atrophy,
+Bruch's membrane may have been placed in the choroid. This share of the missing thickness is its expected error."""
 OWN_SHARE, WAVE_SHARE = 1 / 3, 2 / 3
-"""Weights of the error that the distribution implies and of the waviness of Bruch's membrane in the expected error: on
-phantom zones their sum is about the mean absolute error."""
+"""Weights, in the expected error, of the error that the network's distribution implies and of the waviness of Bruch's
+membrane: on phantom zones the weighted sum is about the mean absolute error."""
 ASCAN_UM = 12.0
 """An A-scan is doubtful if the expected error of its thickness is larger."""
 ZONE_UM = 12.0
 """A zone is withheld if the mean expected error within it is larger."""
 DOUBTFUL = 0.5
-"""Largest share of doubtful A-scans."""
+"""Largest share of doubtful A-scans in an accepted scan."""
 REASONS = {
     "dark": "too dark or too little contrast to tell the layers apart",
     "inverted": "the retina is darker than the vitreous, so fluid cannot be found: export it bright on dark",
@@ -109,14 +113,14 @@ REASONS = {
 }
 """Code → sentence, the most serious first."""
 PARTS = ("blinked", "clipped")
-"""Reasons that hold for the whole scan only above MOST; below they are a note."""
+"""Reasons that refuse a scan only above MOST; up to it they are notes."""
 ANSWERED = frozenset({"dark", "inverted", "no_retina", "blinked", "clipped", "wide_field", "unfamiliar"})
-"""Reasons that concern the network only: they no longer hold once somebody has drawn or checked all lines."""
+"""Reasons that concern only the network: they are dropped once somebody has drawn or checked all lines."""
 
 
 @dataclass(frozen=True)
 class Measures:
-    """What a verdict depends on."""
+    """What a verdict depends on; see the thresholds."""
 
     seen: float
     """Share of A-scans in which the retina was found."""
@@ -124,10 +128,12 @@ class Measures:
     lost: int
     """B-scans that are dark or show no retina."""
     clipped: float
-    """Share of A-scans where ILM or BM is not in the image or touches its edge; of the B-scans that are not lost."""
+    """Share of A-scans where ILM or BM is not in the image or touches its edge, among B-scans that are not lost."""
     levels: float
+    """Difference of the 99th and the 1st percentile of grey values, on a scale of 0 to 255."""
     contrast: float
-    """Negative if the retina is darker than the vitreous."""
+    """Mean of the retina minus that of the vitreous, in standard deviations of the vitreous; negative if the retina is
+    darker."""
     field_mm: float
     """Width of a B-scan; of a circle its diameter."""
     frame_mm: float
@@ -136,28 +142,29 @@ class Measures:
     thickness_um: float
     """Median; NaN if nothing was found."""
     doubtful: float
-    """Share of A-scans that are doubtful without signs of membranes and atrophy; of the B-scans that are not lost."""
+    """Share of A-scans that are doubtful, signs of membranes and atrophy not counted, among B-scans that are not
+    lost."""
     spread_um: float
-    """Median of ILM and BM; infinite if nothing was found."""
+    """Median over A-scans of `Layers.spread_um`, the larger one of ILM and BM; infinite if nothing was found."""
     turned: float = 0.0
-    """Share of A-scans in which the retina was found after turning the scan upside down; 0 if that was not tried."""
+    """Share of A-scans in which the retina was found after B-scans were turned upside down; 0 if that was not tried."""
     disc: bool = True
-    """Whether a wide field shows the optic disc at the side, as a field around the fovea must. True for fields of at
-    most WIDE_MM, and for scans other than rasters, which have no zones."""
+    """Whether a wide field shows the optic disc, as a field around the fovea must. True where this is not checked: in
+    fields that are not from WIDE_MM to WIDEST_MM wide, and in scans that are no rasters and have no zones."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`reasons` is empty if nothing speaks against the segmentation."""
+    """Whether to believe a segmentation: `reasons` says why not, and is empty if it is accepted."""
 
     reasons: tuple[str, ...] = ()
     """Short sentences, the most serious first."""
     doubt: float = 0.0
-    """For sorting scans, the most doubtful first; at least 1 if there is a reason."""
+    """For sorting scans, the most doubtful first: at least 1 if there is a reason, otherwise below 1."""
     codes: tuple[str, ...] = ()
     """Keys of REASONS."""
     parts: tuple[str, ...] = ()
-    """Sentences on what was not seen in a part of the scan: zones there are blank, and so are volumes of fluid."""
+    """Sentences on what is missing in parts of an accepted scan; zones there and volumes of fluid are blank."""
     measures: Measures | None = field(default=None, repr=False)
 
     @property
@@ -166,8 +173,8 @@ class Verdict:
 
 
 def judge(volume: Volume, found: Layers, finder: LayerFinder) -> Verdict:
-    """Judge what was found in a volume, inside of a frame if it has one. Where retina is missing or cut off, some
-    B-scans are also tried upside down."""
+    """Judge what was found in a volume, within its frame if it has one. If much of the retina is missing or cut off,
+    some B-scans are also tried upside down."""
     if (inner := inside_frame(volume.voxels, volume.white)) is not None:
         volume, found = replace(volume, voxels=volume.voxels[:, *inner]), found.taken(inner)
     measures = measure(volume, found)
@@ -207,11 +214,11 @@ def decide(measures: Measures) -> Verdict:
 
 
 def expected_error_um(found: Layers, spacing_mm: Spacing3, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
-    """float32 [D, W]: the absolute error to expect of the thickness between two surfaces.
+    """float32 [D, W]: expected absolute error, in µm, of the thickness between two surfaces.
 
-    It adds what the network's own distribution implies, the waviness of Bruch's membrane and signs of atrophy if
-    `lower` is "bm", and signs of an epiretinal membrane if `upper` is "ilm": a network that has taken another line for
-    either can be sure. The weights were chosen for ILM to BM only.
+    The sum of what the network's own distribution implies, of the waviness of Bruch's membrane and signs of atrophy if
+    `lower` is "bm", and of signs of an epiretinal membrane if `upper` is "ilm". The signs are needed because a network
+    that has taken another line for ILM or BM can be confident. The weights were chosen for ILM to BM only.
     """
     error = _strangeness_um(found, spacing_mm, upper, lower)
     if upper == "ilm":
@@ -230,11 +237,11 @@ def _strangeness_um(found: Layers, spacing_mm: Spacing3, upper: str = "ilm", low
 
 
 def own_error_um(found: Layers, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
-    """float32 [D, W]: the error of the thickness between two surfaces that the network's own distribution implies.
+    """float32 [D, W]: error of the thickness between two surfaces, in µm, that the network's own distribution implies.
 
-    If a share q of a distribution lies at a distance L from the row that was chosen, its standard deviation is L √q and
-    the expected error L q. The sum over both surfaces, plus the distance by which surfaces were out of order; MOST_UM
-    where a surface is not in the image, and at most that.
+    If a share q of a distribution lies at a distance L from the chosen row, its standard deviation is L √q and the
+    expected error L q. The result is the sum over both surfaces and the distance by which surfaces were out of order,
+    limited to MOST_UM; it is MOST_UM where a surface is not in the image.
     """
     pair = [SURFACES.index(name) for name in (upper, lower)]
     own = (found.spread_um[pair] * np.sqrt(np.clip(1 - found.near[pair], 0, 1))).sum(axis=0) + found.disorder_um
@@ -243,9 +250,9 @@ def own_error_um(found: Layers, upper: str = "ilm", lower: str = "bm") -> np.nda
 
 
 def membrane_um(found: Layers, spacing_mm: Spacing3) -> np.ndarray:
-    """float [D, W]: the error to expect of the ILM because it may lie on an epiretinal membrane, at most MOST_UM.
+    """float [D, W]: expected error of the ILM, in µm, because it may lie on an epiretinal membrane; at most MOST_UM.
 
-    A membrane that contracts folds and thickens the inner retina; oedema thickens the layers below it. A-scans with
+    A contracting membrane folds and thickens the inner retina, while oedema thickens the layers below it. A-scans with
     intraretinal fluid do not count, since cysts displace the inner layers.
     """
     inner = found.rows[SURFACES.index("ipl_inl")] - found.rows[SURFACES.index("ilm")]
@@ -256,18 +263,18 @@ def membrane_um(found: Layers, spacing_mm: Spacing3) -> np.ndarray:
 
 
 def atrophy_um(found: Layers, spacing_mm: Spacing3) -> np.ndarray:
-    """float [D, W]: the error to expect of Bruch's membrane because the layers above it may have atrophied."""
+    """float [D, W]: expected error of Bruch's membrane, in µm, because the layers above it may have atrophied."""
     nuclear = found.rows[SURFACES.index("ez")] - found.rows[SURFACES.index("opl_onl")]
     thin_um = ATROPHIC_UM - _mean_over(_depth_um(nuclear, spacing_mm), ATROPHY_MM, spacing_mm)
     return ATROPHY_SHARE * np.clip(thin_um, 0, None)
 
 
 def shows_disc(found: Layers, place: Field, centre_mm: tuple[float, float]) -> bool:
-    """Whether the optic disc lies at this place on the fundus, where the fovea was looked for.
+    """Whether the optic disc lies at a place (x, y) on the fundus where the fovea is expected.
 
-    EZ and RPE end at the rim of the disc and the ILM does not: the network is sure of the ILM within DISC_MM, but not
-    of the others, which are out of order, nor whether there is a retina at all. After a blink it is not sure of the
-    ILM either.
+    EZ and RPE end at the rim of the disc, the ILM does not. So within DISC_MM the network is sure of the ILM, but not
+    of EZ and RPE, whose order is wrong, nor whether there is a retina. After a blink it is not sure of the ILM either,
+    so that a blink is not taken for a disc.
     """
     axis = np.arange(-DISC_MM, DISC_MM + DISC_STEP_MM / 2, DISC_STEP_MM)
     x, y = np.meshgrid(axis, axis)
@@ -283,9 +290,9 @@ def shows_disc(found: Layers, place: Field, centre_mm: tuple[float, float]) -> b
 def looks_like_other_eye(
     volume: Volume, ilm_DW: np.ndarray, bm_DW: np.ndarray, place: Field, pit_mm: tuple[float, float]
 ) -> bool:
-    """Whether nerve fibres are thicker and brighter on the temporal side of the eye that the volume states.
+    """Whether nerve fibres are thicker and brighter on the temporal side, if the eye is the one that the volume states.
 
-    ilm_DW, bm_DW: rows, NaN where not found. False where the image does not tell (octfm.volume.laterality).
+    ilm_DW, bm_DW: rows, NaN where not found. False if the image is not clear about it (octfm.volume.laterality).
     """
     bscan, ascan = (float(index[0]) for index in place.to_index(*np.array(pit_mm)[:, None]))
     seen = np.flatnonzero(np.isfinite(ilm_DW).any(axis=1) & np.isfinite(bm_DW).any(axis=1))
@@ -314,13 +321,13 @@ def _disc_beside_middle(found: Layers, spacing_mm: Spacing3) -> bool:
 
 
 def _disc_signs(found: Layers) -> tuple[np.ndarray, ...]:
-    """[D, W] each: `near` of the ILM, mean `near` of EZ and RPE, `present`, `disorder_um`."""
+    """`near` of the ILM, mean `near` of EZ and RPE, `present` and `disorder_um` of Layers, [D, W] each."""
     outer = found.near[[SURFACES.index(name) for name in ("ez", "rpe_inner", "rpe_peak")]]
     return found.near[SURFACES.index("ilm")], outer.mean(axis=0), found.present, found.disorder_um
 
 
 def _is_disc(ilm: np.ndarray, outer: np.ndarray, present: np.ndarray, disorder_um: np.ndarray) -> np.ndarray:
-    """Whether means of `_disc_signs` are those of an optic disc."""
+    """bool: where means of `_disc_signs` are those of an optic disc."""
     return (ilm >= DISC_ILM) & (outer <= DISC_OUTER) & (present <= DISC_PRESENT) & (disorder_um >= DISC_UM)
 
 
@@ -332,10 +339,10 @@ def _mean_over(values_DW: np.ndarray, length_mm: float, spacing_mm: Spacing3) ->
 
 
 def waviness_um(rows_DW: np.ndarray, spacing_mm: Spacing3, over_mm: float = WAVE_MM) -> np.ndarray:
-    """float [D, W]: distance of a surface from its mean over `over_mm` along the B-scan, at most MOST_UM.
+    """float [D, W]: distance in µm of a surface from its mean over `over_mm` along the B-scan, at most MOST_UM.
 
-    Rows that are NaN are interpolated. Lines continue beyond the ends of a B-scan with their slope, so that a tilt is
-    no wave.
+    Rows that are NaN are interpolated. Lines continue beyond the ends of a B-scan with their slope, so that a tilted
+    line does not count as wavy. 0 in B-scans that are too narrow.
     """
     from scipy.ndimage import uniform_filter1d
 
@@ -350,12 +357,12 @@ def waviness_um(rows_DW: np.ndarray, spacing_mm: Spacing3, over_mm: float = WAVE
 
 
 def _depth_um(rows_DW: np.ndarray, spacing_mm: Spacing3) -> np.ndarray:
-    """Rows [D, W] in µm, `_bridged`."""
+    """Rows [D, W] in µm; NaN is interpolated as in `_bridged`."""
     return _bridged(rows_DW) * 1000 * spacing_mm[1]
 
 
 def _bridged(rows_DW: np.ndarray) -> np.ndarray:
-    """Rows [D, W], those that are NaN interpolated along the B-scan; 0 in B-scans without any."""
+    """Rows [D, W] in which NaN is interpolated along the B-scan; 0 in B-scans that have only NaN."""
     found, ascan = np.zeros(rows_DW.shape), np.arange(rows_DW.shape[1])
     for line, rows in zip(found, rows_DW, strict=True):
         known = np.isfinite(rows)
@@ -365,7 +372,7 @@ def _bridged(rows_DW: np.ndarray) -> np.ndarray:
 
 
 def measure(volume: Volume, found: Layers) -> Measures:
-    """Measure a volume and what was found in it, all but `turned`."""
+    """The measures of a volume and of what was found in it, except `turned`."""
     depth, white = len(volume.voxels), volume.white
     ilm, bm = (found.rows[SURFACES.index(name)] for name in ("ilm", "bm"))
     here = found.present > 0.5
@@ -399,8 +406,8 @@ def measure(volume: Volume, found: Layers) -> Measures:
 
 
 def believed_rows(volume: Volume) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [D, W] each: the first row of an ILM and the last row of a BM that are believed, inside of the frame and of
-    margins."""
+    """int64 [D, W] each: first row at which an ILM, and last row at which a BM is believed, EDGE_ROWS within the image
+    without its margins."""
     depth, height, width = volume.shape
     image = imaged_rows(volume.voxels, volume.white)
     first, past = np.broadcast_to([[[0]], [[height]]], (2, depth, width)) if image is None else image
@@ -408,7 +415,7 @@ def believed_rows(volume: Volume) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dark_bscans(volume: Volume) -> np.ndarray:
-    """bool [D]: B-scans of a blink; padding does not count as one."""
+    """bool [D]: B-scans that are dark, as in a blink; padding does not make one dark."""
     varied = without_padding(volume.voxels[:, :, ::3], volume.white)[:, ::3].std(axis=(1, 2), dtype=np.float64)
     return varied < DARK * np.median(varied)
 

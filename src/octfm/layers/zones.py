@@ -26,10 +26,13 @@ UNIT = {name: f"{name.replace(' ', '_')}_um" for name in (*ZONES, *SIDES)}
 RANGE = {name: (column.replace("_um", "_low_um"), column.replace("_um", "_high_um")) for name, column in UNIT.items()}
 """Zone → columns of the ends of its range."""
 SAMPLING_UM = 2.0
-"""`EtdrsGrid.sampling_um` above which the note says by how much a zone depends on which B-scans were taken."""
+"""If `EtdrsGrid.sampling_um` of a zone is larger, the note says how much the zone depends on which B-scans were
+taken."""
 PLAUSIBLE_UM = (10.0, 3000.0)
-"""Means of a zone in a table that can be micrometres: thicker than any swelling are nanometres or rows, thinner than
-any atrophy are millimetres or stand for no value."""
+"""Means of a zone that can be micrometres. Larger numbers are nanometres or rows, smaller ones are millimetres or codes
+for a missing value."""
+NOT_MOVED = "nobody has moved it"
+"""Words of a device's note by which octfm agree counts grids that are not on the fovea."""
 DEVICE_UNIT = {name: f"device_{UNIT[name]}" for name in ZONES}
 ZONE_COLUMNS = ("grid_centre", *UNIT.values(), "volume_mm3", "withheld", "zones_note")
 RANGE_COLUMNS = (*(column for pair in RANGE.values() for column in pair), "range_kind", "range_factor")
@@ -62,7 +65,7 @@ def range_cells(found: ScanSegmentation, grid: EtdrsGrid | None) -> dict[str, st
 
 
 def grid_of(found: ScanSegmentation) -> EtdrsGrid | None:
-    """Our zones, None where the scan covers none or is refused by the verdict."""
+    """Our zones; None if the scan covers none or the verdict refuses it."""
     try:
         return found.etdrs() if found.verdict.accepted else None
     except EvaluationError:
@@ -70,8 +73,8 @@ def grid_of(found: ScanSegmentation) -> EtdrsGrid | None:
 
 
 def _unsure(grid: EtdrsGrid) -> list[str]:
-    """Zones that were measured, but in which the network expects too large an error, or which another place of the
-    fovea would change."""
+    """Names of the zones that were measured but withheld: the network expects too large an error there, or another
+    place of the fovea would change them."""
     return [
         name
         for name, mean in grid.mean_um.items()
@@ -80,12 +83,12 @@ def _unsure(grid: EtdrsGrid) -> list[str]:
 
 
 def unsteady(grid: EtdrsGrid) -> list[str]:
-    """Sentences that name the zones whose mean would differ by some µm if the grid, or the B-scans, lay elsewhere."""
+    """Sentences that name the zones whose mean would change by some µm if the grid or the B-scans lay elsewhere."""
     given = [name for name, mean in grid.mean_um.items() if mean is not None]
     by_place = {name: grid.place_um[name] for name in given if grid.place_um.get(name, 0.0) > PLACE_UM}
     by_bscans = {name: grid.sampling_um[name] for name in given if grid.sampling_um[name] > SAMPLING_UM}
     causes = {
-        f"if the fovea lies {FOVEA_MM[grid.centre]:g} mm beside the grid's centre": by_place,
+        f"if the fovea lies {FOVEA_MM[grid.centre]:g} mm from the grid's centre": by_place,
         f"if other B-scans are taken, {grid.bscans_per_mm:.1f} per mm": by_bscans,
     }
     return [
@@ -98,7 +101,7 @@ def unsteady(grid: EtdrsGrid) -> list[str]:
 def _note(found: ScanSegmentation, grid: EtdrsGrid) -> str:
     notes = [note for note in (found.note_on_scan, _note_on_length(found)) if note]
     if grid.centre == "fovea":
-        notes.append("somebody has set the fovea by hand")
+        notes.append("the fovea was set by hand")
     if grid.centre == "scan":
         notes.append("no foveal pit was found, so the grid is centred on the middle of the scan")
     if grid.rivals_mm:
@@ -123,17 +126,18 @@ def _note_on_length(found: ScanSegmentation) -> str:
 
 
 def same_millimetres(one: dict[str, str], other: dict[str, str]) -> bool:
-    """Whether zones of two rows go by the same axial length, or both by nominal millimetres; True if one does not say.
+    """Whether the zones of two rows were measured with the same axial length, or both with nominal millimetres; True if
+    one row does not say.
 
     Raises EvaluationError for an axial length that is no number.
     """
-    # Elsewhere than in tables of octfm segment, which have notes, a column of this name may be biometry.
+    # Only in tables of octfm segment, which have notes; elsewhere a column of this name may be biometry.
     lengths = [_axial_length_mm(row) for row in (one, other) if "zones_note" in row]
     return len(lengths) < 2 or lengths[0] == lengths[1]
 
 
 def _axial_length_mm(row: dict[str, str]) -> float | None:
-    """By which lateral distances of a row were scaled; None if they are nominal."""
+    """Axial length by which lateral distances of a row were scaled; None if they are nominal."""
     length = row.get("axial_length_mm", "").strip().replace(",", ".")
     try:
         return float(length) if length else None
@@ -144,7 +148,7 @@ def _axial_length_mm(row: dict[str, str]) -> float | None:
 
 
 def device_grid_of(source: str | Path, limits: Limits | None = None) -> DeviceGrid | str | None:
-    """The device's own grid, None if the file has none, or in words why it cannot be read."""
+    """The device's own grid; None if the file has none; a sentence if it cannot be read."""
     try:
         return read_device_grid(source, limits)
     except ReadError as error:
@@ -157,7 +161,7 @@ def device_cells(device: DeviceGrid | str | None, found: ScanSegmentation, grid:
         return {"device_note": device or ""}
     notes = []
     if not device.centre_moved:
-        notes.append("the device's grid lies in the middle of the fundus image, where nobody has moved it to the fovea")
+        notes.append(f"the device's grid lies in the middle of the fundus image, where {NOT_MOVED} to the fovea")
     if grid is not None and found.volume.lines is not None and device.centre_mm is not None:
         ours = np.divide(grid.centre_mm, lateral_scale(found.axial_length_mm))  # the device's millimetres are nominal
         apart = float(np.hypot(*np.subtract(device.centre_mm, ours)))
@@ -194,23 +198,23 @@ def zone_lines(row: dict[str, str]) -> list[str]:
     if row["volume_mm3"]:
         lines.append(f"  volume within 3 mm {row['volume_mm3']} mm³")
     if row["withheld"]:
-        lines.append(f"  withheld, because the network or the place of the fovea is unsure there: {row['withheld']}")
+        lines.append(f"  withheld (network unsure there, or the fovea may lie elsewhere): {row['withheld']}")
     if row["device_volume_mm3"]:
         lines.append(f"  volume by the device {row['device_volume_mm3']} mm³")
     return [*lines, *(f"  {row[name]}" for name in ("zones_note", "device_note") if row[name])]
 
 
 def read_rows(path: Path, needed: Sequence[str], expected: str = "a table of octfm segment") -> list[dict[str, str]]:
-    """Rows of a CSV with these columns, blank where a row is short. Raises EvaluationError if it is something else than
-    `expected`, in words.
+    """Rows of a CSV that has the columns `needed`; cells that a short row lacks are blank. `expected` says in errors
+    what the file should be.
 
-    Its separator is the comma, the semicolon (of spreadsheets in languages with a decimal comma) or the tab; it is in
-    UTF-8, in UTF-16 as Excel's Unicode text, or in Windows' Western European code. Letters are `composed`, so that
-    names match. Spaces around the names of columns do not count, nor do blank rows.
+    The separator is a comma, a semicolon (as in spreadsheets with a decimal comma) or a tab. The text is UTF-8, UTF-16
+    (Excel's Unicode text) or Windows-1252. Letters are `composed`, so that names match. Spaces around column names and
+    blank rows are ignored. Raises EvaluationError for a file that is no such table, lacks a column or has no rows.
     """
     content = path.read_bytes()
     utf16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
-    # By line: in a table of octfm segment, names of files keep bytes that are not UTF-8.
+    # Line by line: in a table of octfm segment, file names may keep bytes that are not UTF-8.
     text = composed("".join(map(decoded, [content] if utf16 else content.splitlines(keepends=True))))
     header = text.partition("\n")[0]
     if re.search(r"[\0-\x08\x0e-\x1f]", header):
@@ -230,8 +234,8 @@ def read_rows(path: Path, needed: Sequence[str], expected: str = "a table of oct
         for row in reader:
             if any(cell.strip() for cell in row.pop(None, ())):  # type: ignore[call-overload]
                 raise EvaluationError(
-                    f"{path}: line {reader.line_num}: more cells than the header has columns, so that its numbers "
-                    "may stand under other zones; put a cell with the separator in it in quotation marks"
+                    f"{path}: line {reader.line_num}: more cells than the header has columns, so that numbers may "
+                    "be in the wrong columns; put quotation marks around cells that contain the separator"
                 )
             if any((cell or "").strip() for cell in row.values()):
                 rows.append({key: from_csv_cell(value or "") for key, value in row.items()})
@@ -243,7 +247,7 @@ def read_rows(path: Path, needed: Sequence[str], expected: str = "a table of oct
 
 
 def as_read(source: str) -> str:
-    """The name of a file as `read_rows` gives it, whatever table it is in."""
+    """The name of a file as `read_rows` returns it, so that names from other places can be compared."""
     return composed(decoded(source.encode("utf-8", "surrogateescape")))
 
 
@@ -251,8 +255,8 @@ def zones_in(row: dict[str, str], columns: dict[str, str], path: Path, of: str =
     """Zone → µm from the columns of a row of the CSV at `path`; blank ones are left out.
 
     A decimal comma is read as a point, unless it may separate thousands. `of` names the row in errors; default: its
-    source. Raises EvaluationError for what is no thickness in µm, such as millimetres, or the 0 or -1 that some
-    programs write for a zone without a value.
+    source. Raises EvaluationError for a cell that is no thickness in µm, such as millimetres, or the 0 or -1 that some
+    programs write for a missing value.
     """
     found = {}
     for name, column in columns.items():

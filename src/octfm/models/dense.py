@@ -51,14 +51,14 @@ class DenseDecoder(nn.Module):
         self.answer = Linear(width, channels * prod(self.knots))
         nn.init.zeros_(self.answer.weight)
         nn.init.zeros_(self.answer.bias)
-        # The last channels are masks. Lesions are rare: unlearning even odds takes longer than learning where they are.
+        # The last channels are masks. Lesions are rare: starting from even odds would cost many steps.
         with torch.no_grad():
             self.answer.bias.unflatten(0, (channels, -1))[channels - masks :] = LESIONS_ARE_RARE
         self.register_buffer("mean", torch.zeros(width))
         self.register_buffer("std", torch.ones(width))
 
     def standardise_by(self, tokens_NF: Tensor) -> None:
-        """Standardise by the statistics of these tokens from now on; they are saved with the weights."""
+        """Set the mean and standard deviation by which tokens are standardised; they are saved with the weights."""
         self.mean.copy_(tokens_NF.mean(0))
         self.std.copy_(tokens_NF.std(0).clamp_min(1e-6))
 
@@ -82,7 +82,8 @@ def _between(voxels: int, every: int) -> Tensor:
 
 
 def surface_loss(logits_BSDHW: Tensor, rows_BSDW: Tensor) -> Tensor:
-    """Mean cross-entropy with a narrow Gaussian around the true row, where that is known (finite and in the frame)."""
+    """Scalar: mean cross-entropy with a narrow Gaussian around the true row, where it is known (finite and in the
+    frame); 0 if none is."""
     height = logits_BSDHW.shape[3]
     known = torch.isfinite(rows_BSDW) & (rows_BSDW >= 0) & (rows_BSDW <= height - 1)
     if not known.any():
@@ -94,7 +95,7 @@ def surface_loss(logits_BSDHW: Tensor, rows_BSDW: Tensor) -> Tensor:
 
 
 def mask_loss(logits_BMDHW: Tensor, truth_BMDHW: Tensor) -> Tensor:
-    """Voxel-wise cross-entropy plus 1 − soft Dice of the batch, so that small lesions still count."""
+    """Scalar: voxel-wise cross-entropy plus 1 − soft Dice of the batch, so that small lesions still count."""
     p = logits_BMDHW.sigmoid()
     # The ones keep Dice defined if there is no lesion, neither marked nor predicted.
     overlap = 2 * (p * truth_BMDHW).sum() + 1
@@ -103,7 +104,7 @@ def mask_loss(logits_BMDHW: Tensor, truth_BMDHW: Tensor) -> Tensor:
 
 
 def surface_rows(logits_BSDHW: Tensor, path_BSDW: Tensor) -> Tensor:
-    """Expected row [B, S, D, W] within WINDOW_ROWS of a path, in fractional rows.
+    """Expected row [B, S, D, W] within WINDOW_ROWS of a path of rows, in fractional rows.
 
     Surfaces are ordered from top to bottom, and none is placed above the one before it.
     """

@@ -24,7 +24,7 @@ class MeanPool(nn.Module):
 
 
 class CrossAttentionPool(nn.Module):
-    """Attention of one learned query to all tokens marked in `counts`: 0.3 million parameters at width 384."""
+    """Attention of one learned query to all tokens marked in `counts` (bool): 0.3 million parameters at width 384."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -76,7 +76,7 @@ class TaskHead(nn.Module):
         self.std.copy_(values.std(0).clamp_min(1e-6))
 
     def forward(self, tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:
-        """[B, O]"""
+        """Answers [B, O]: logits or numbers."""
         return self.answer(self.pool((tokens_BMD - self.mean) / self.std, counts_BM))
 
 
@@ -105,7 +105,7 @@ def add_low_rank(encoder: VisionTransformer3D, rank: int) -> VisionTransformer3D
 
 
 def merged(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """An encoder's weights with their low-rank updates added, under the names of the plain encoder."""
+    """An encoder's weights with the low-rank updates of `add_low_rank` added, under the names of the plain encoder."""
     kept = {name: tensor for name, tensor in state.items() if not name.endswith((".down", ".up"))}
     plain = {name.replace(".layer.", "."): tensor for name, tensor in kept.items()}
     for name, up in state.items():

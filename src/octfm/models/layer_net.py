@@ -22,8 +22,10 @@ SPREAD_ROWS = 1.2
 
 @dataclass(frozen=True)
 class LayerNetConfig:
+    """Size of the U-Net."""
+
     channels: tuple[int, ...] = (16, 24, 40, 64, 96, 128)
-    """Of each level; every level halves rows and A-scans."""
+    """Channels of each level; every level after the first halves rows and A-scans."""
 
     @property
     def multiple(self) -> int:
@@ -32,18 +34,19 @@ class LayerNetConfig:
 
 
 class Found(NamedTuple):
-    """Logits of one batch."""
+    """Logits of one batch, float32."""
 
     rows: Tensor
-    """[B, S, H + 1, W]: softmax over axis 2 gives each row's probability; of index H, that the surface is not there."""
+    """[B, S, H + 1, W]: softmax over axis 2 gives the probability of each row and, at index H, that the surface is not
+    in this A-scan."""
     masks: Tensor
-    """[B, M, H, W]"""
+    """[B, M, H, W]: a sigmoid gives the probability of each mask; masks are independent of each other."""
 
 
 class LayerNet(nn.Module):
-    """B-scans [B, 1, H, W], each with mean 0 and variance 1, to Found.
+    """B-scans [B, 1, H, W], each with mean 0 and variance 1 (`standardise`), to Found.
 
-    It sees nothing of a B-scan's position in the frame, so a shifted image has a shifted answer but at its edges.
+    H and W must be divisible by `config.multiple`. The position in the frame is no input.
     """
 
     def __init__(self, config: LayerNetConfig | None = None):
@@ -60,7 +63,7 @@ class LayerNet(nn.Module):
         self.surfaces = nn.Conv2d(channels[0], len(SURFACES), 1)
         self.masks = nn.Conv2d(channels[0], len(MASKS), 1)
         self.absent = nn.Conv1d(2 * channels[0], len(SURFACES), 5, padding=2)
-        # Lesions are rare: even odds would take long to unlearn.
+        # Lesions are rare: starting from even odds would cost many steps.
         nn.init.constant_(self.masks.get_parameter("bias"), -3.0)
 
     def forward(self, images: Tensor) -> Found:
@@ -79,7 +82,8 @@ def _most_and_mean(x: Tensor) -> Tensor:
     """[B, C, H, W] to [B, 2C, W]: maximum and mean over rows."""
     if torch.is_grad_enabled():
         return torch.cat([x.amax(2), x.mean(2)], dim=1)
-    # The same values, ten times as fast. Gradients would have another layout, and trained weights other last bits.
+    # The same values, ten times as fast. Not in training: the gradients' other memory layout would change the last bits
+    # of the weights.
     x_BHWC = x.permute(0, 2, 3, 1)
     return torch.cat([x_BHWC.amax(1), x_BHWC.mean(1)], dim=2).transpose(1, 2)
 
@@ -89,7 +93,7 @@ def _conv(before: int, after: int) -> nn.Module:
 
 
 def in_channels_last(network: LayerNet) -> LayerNet:
-    """The network with its weights laid out as convolutions on CPUs read them fastest."""
+    """The network, changed in place to the memory layout in which convolutions on CPUs are fastest."""
     return network.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
@@ -101,9 +105,10 @@ def standardise(images: Tensor) -> Tensor:
 
 
 def layer_loss(found: Found, rows_BSW: Tensor, masks_BMHW: Tensor) -> Tensor:
-    """Cross-entropy of rows, .1 of the distance in rows, and mask_loss.
+    """Scalar: cross-entropy of rows + 0.1 × smooth L1 distance in rows + `mask_loss`.
 
-    `rows_BSW` is NaN where a surface is not in the image; there the network must say so.
+    `rows_BSW`: true rows; where one is NaN or outside the image, the target is "not in this A-scan". `masks_BMHW`: 0 or
+    1, float.
     """
     height = found.rows.shape[2] - 1
     log_p = F.log_softmax(found.rows, dim=2)
@@ -119,14 +124,17 @@ def layer_loss(found: Found, rows_BSW: Tensor, masks_BMHW: Tensor) -> Tensor:
 
 
 def mask_loss(logits: Tensor, masks_BMHW: Tensor) -> Tensor:
-    """Cross-entropy and 1 − soft Dice, summed over masks; separately over lesions and over the rest of the images,
-    because lesions fill too few pixels to be learned otherwise. A lesion below 100 pixels counts less."""
+    """Scalar: cross-entropy and 1 − soft Dice, summed over masks, from logits [B, M, H, W].
+
+    Cross-entropy is averaged separately over the pixels of a lesion and over the rest, because lesions fill too few
+    pixels to be learned otherwise. A mask with fewer than 100 pixels in the batch counts less.
+    """
     area = masks_BMHW.sum((0, 2, 3))
     entropy = F.binary_cross_entropy_with_logits(logits, masks_BMHW, reduction="none")
     inside = (entropy * masks_BMHW).sum((0, 2, 3)) / area.clamp_min(100)
     outside = (entropy * (1 - masks_BMHW)).mean((0, 2, 3))
-    # Dice only of lesions that the batch shows: for absent ones its slope, summed over all pixels, drives the network
-    # to never report any.
+    # Dice only for lesions that the batch shows: for absent ones its gradient, summed over all pixels, teaches the
+    # network to report none at all.
     p = logits.sigmoid()
     dice = 2 * (p * masks_BMHW).sum((0, 2, 3)) / ((p + masks_BMHW).sum((0, 2, 3)) + 1e-6)
     missed = torch.where(area > 0, 1 - dice, 0.0)

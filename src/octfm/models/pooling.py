@@ -1,4 +1,4 @@
-"""Pool a volume's tokens to one vector: mean, or tails of each channel; `summary` has queries (models/vit3d.py).
+"""Pool a volume's tokens to one vector: mean, or mean and tails of each channel (`summary` is in models/vit3d.py).
 
 Shape suffixes: B batch, M tokens, D width.
 """
@@ -13,20 +13,20 @@ TokenPool = Literal["mean", "extremes", "tails"]
 VectorPool = Literal[TokenPool, "summary"]
 POOLS: tuple[VectorPool, ...] = get_args(VectorPool)
 EXTREMES = 0.2
-"""Share of a volume's tokens that each of its two extremes averages."""
+"""`extremes`: share of a volume's tokens that are averaged at each end of a channel."""
 TAILS = (EXTREMES, 0.05, 0.01)
-"""The same of `tails`, from what is spread over the retina to a single small lesion."""
+"""`tails`: the same shares, for findings that spread over the retina down to a single small lesion."""
 
 
 def pooled(tokens_BMD: Tensor, counts_BM: Tensor, pool: TokenPool) -> Tensor:
-    """[B, width_of(pool, D)]. `counts_BM` (bool or 0 and 1) marks the tokens to pool, at least one each."""
+    """[B, width_of(pool, D)]. `counts_BM` (bool or 0 and 1) marks the tokens to pool, at least one per volume."""
     if pool == "tails":
         return torch.cat((mean(tokens_BMD, counts_BM), extremes(tokens_BMD, counts_BM, TAILS)), 1)
     return mean(tokens_BMD, counts_BM) if pool == "mean" else extremes(tokens_BMD, counts_BM)
 
 
 def width_of(pool: VectorPool, width: int, queries: int = 0) -> int:
-    """Length of the pooled vector for tokens of this width; `queries` of a summary."""
+    """Length of the pooled vector for tokens of this width. `queries`: number of queries of a summary."""
     return width * {"mean": 1, "extremes": 2, "tails": 1 + 2 * len(TAILS), "summary": queries}[pool]
 
 
@@ -37,7 +37,7 @@ def mean(tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:
 
 
 def extremes(tokens_BMD: Tensor, counts_BM: Tensor, shares: Sequence[float] = (EXTREMES,)) -> Tensor:
-    """[B, 2 D] for each share: per channel, the mean of the highest tokens, then of the lowest.
+    """[B, 2 D · number of shares]: per channel, the mean of the highest tokens, then of the lowest; share by share.
 
     A lesion covers few tokens, and the mean over all tokens dilutes it (after WILDCAT, Durand et al., CVPR 2017).
     """

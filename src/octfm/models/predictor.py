@@ -49,8 +49,8 @@ class Predictor(nn.Module):
         self.embed = Linear(encoder_width, config.width)
         # Not zero: rotary positions act on queries, and a zero query stays zero in every rotation.
         self.mask_token = nn.Parameter(torch.randn(config.width) * 0.02)
-        # Rotary positions act only inside attention, so all mask tokens would start out alike. Adding the position to
-        # each token saves hundreds of steps.
+        # Rotary positions act only inside attention, so all mask tokens would start out identical. Adding the position
+        # to each token saves hundreds of steps.
         self.position = Linear(self.head_width, config.width, bias=False)
         self.blocks = nn.ModuleList(Block(config.width, config.heads, 4.0) for _ in range(config.depth))
         self.norm = nn.LayerNorm(config.width)
@@ -62,7 +62,7 @@ class Predictor(nn.Module):
         return self.config.width // self.config.heads
 
     def forward(self, context_BCD: Tensor, num_target: int, table: Rotary) -> Tensor:
-        """Predictions [B, C + T, D]: for the context tokens first, then for the targets, in the order of `table`."""
+        """Predictions [B, C + T, goal_width]: for context tokens first, then for targets, in the order of `table`."""
         x = self.embed(context_BCD)
         queries = self.mask_token.to(x.dtype).expand(len(x), num_target, -1)
         # Cosines and sines of the rotary angles serve as position features.

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 
 @cache
 def onednn_is_faster() -> bool:
-    """Whether oneDNN beats MKL on this machine.
+    """Whether oneDNN is faster than MKL on this machine.
 
-    Decided by processor and torch version, never by timing: a resumed run must use the same kernels to the last bit.
+    Decided by processor and torch version, never by timing: a resumed run must use the same kernels to be
+    bit-identical.
     """
     known = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(
@@ -29,14 +30,14 @@ def onednn_is_faster() -> bool:
 
 
 def by_onednn(*tensors: Tensor) -> bool:
-    """Whether `times` can multiply these: plain float32 tensors on such a CPU, not shards or those of a tracer."""
+    """Whether `times` can multiply these: plain float32 tensors on such a CPU, no shards and no tensors of a tracer."""
     return onednn_is_faster() and all(
         x.is_cpu and x.dtype is torch.float32 and type(x) in (Tensor, nn.Parameter) for x in tensors
     )
 
 
 def times(a: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """a b^T + bias, [..., N], for a [..., K], by oneDNN. `b` may be a transposed view; such an `a` is copied."""
+    """a b^T + bias, [..., N], for a [..., K], by oneDNN. Transposed views: `b` is read as it is, `a` is copied."""
     # For any other view oneDNN falls back to a loop that takes two thousand times as long.
     if not (b_NK.is_contiguous() or b_NK.mT.is_contiguous()):
         b_NK = b_NK.contiguous()

@@ -8,7 +8,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 def through(block: nn.Module, x_BMD: Tensor, turn: tuple[Tensor, Tensor] | None, again: bool) -> Tensor:
-    """A block's output; with `again`, its intermediate results are recomputed in the backward pass instead of kept."""
+    """A block's output [B, M, D]; with `again`, its intermediate results are recomputed in the backward pass, not kept.
+
+    `turn`: rotary factors of `turn_qkv`, None without rotary positions.
+    """
     if not (again and torch.is_grad_enabled()):
         return block(x_BMD, turn)
     if x_BMD.device.type == "xla":
@@ -18,10 +21,10 @@ def through(block: nn.Module, x_BMD: Tensor, turn: tuple[Tensor, Tensor] | None,
 
 
 class Recomputed(torch.autograd.Function):
-    """Checkpointing for tensors that are recorded and compiled (XLA), which torch.utils.checkpoint does not support.
+    """Checkpointing for XLA, which records and compiles operations; torch.utils.checkpoint does not support it.
 
     A compiler would notice that the same result is computed twice and keep the first. So backward starts from
-    input + 0 × gradient: to the compiler a different value, and one that depends on the gradient, so that it cannot be
+    input + 0 × gradient. To the compiler that is a different value, and since it depends on the gradient, it cannot be
     computed before the backward pass gets here.
     """
 

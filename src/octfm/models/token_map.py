@@ -34,7 +34,7 @@ class TooFewTokens(StoreError):
 
 
 def token_grid(image_size: Shape3, patch_size: Shape3) -> Shape3:
-    """Tokens per axis (d, h, w); a volume that patches do not tile is refused."""
+    """Tokens per axis (d, h, w). Raises ValueError unless patches tile the volume."""
     if any(n % p for n, p in zip(image_size, patch_size, strict=True)):
         raise ValueError(
             f"image_size {tuple(image_size)} is not divisible by patch_size {tuple(patch_size)}; change one of them"
@@ -48,9 +48,10 @@ def token_map(band: np.ndarray, valid: np.ndarray, image_size: Shape3, patch_siz
 
     band: [..., 2, D, W] upper and lower surface of the tissue band in rows; valid: [..., 2, D, W] first row that holds
     image and one past the last. A token is tissue when at least TISSUE_SHARE of its voxels lie in the band, and
-    padding when fewer than half of them hold image. In a scan so narrow that this leaves fewer than two tokens, such as
-    five lines 0.05 mm apart, the tokens that hold most of it count, so that the run does not stop. Derive it after
-    every crop or shift of the voxels, from shifted surfaces.
+    padding when fewer than half of them hold image. If that leaves a narrow scan, such as five B-scans 0.05 mm apart,
+    fewer than two tokens that are not padding, those that hold at least half as much image as the fullest one count
+    as image, so that the run does not stop. Recompute the map after every crop or shift of the voxels, from shifted
+    surfaces. Raises ValueError unless patches tile the volume.
     """
     d, h, w = token_grid(image_size, patch_size)
     pd, ph, pw = patch_size
@@ -62,15 +63,16 @@ def token_map(band: np.ndarray, valid: np.ndarray, image_size: Shape3, patch_siz
     def share(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
         """Share of each token's voxels between two surfaces."""
         above = np.empty((*start.shape[:-2], d, h + 1, w))
-        # Volume by volume, so that what is between two loops stays in the processor's cache.
+        # Volume by volume, so that intermediate arrays stay in the processor's cache.
         for place in np.ndindex(start.shape[:-2]):
             if start[place].min() == start[place].max() and stop[place].min() == stop[place].max():
-                # Every A-scan holds the same rows, as in most scans all hold all.
+                # The same rows in every A-scan; in most scans these are all rows.
                 above[place] = pd * pw * np.clip(edges[..., 0], start[place].flat[0], stop[place].flat[0])
                 continue
-            # Where an edge between tokens lies in the A-scan's stretch; the stretch between two edges is a token's.
+            # Edges between tokens, clipped to the rows of each A-scan; differences of successive edges give the rows of
+            # each token.
             np.clip(edges, start[place], stop[place], out=around)
-            # In float64 these sums of float32 are exact, so that a share of exactly TISSUE_SHARE stays that.
+            # In float64 these sums of float32 are exact, so that a share of exactly TISSUE_SHARE is not rounded below.
             slabs = around.reshape(h + 1, d, pd, w * pw).sum(2, dtype=np.float64)
             above[place] = slabs.reshape(h + 1, d, w, pw).sum(-1).swapaxes(0, 1)
         return np.diff(above, axis=-2) / (pd * ph * pw)
@@ -105,7 +107,7 @@ def tissue_dropped(tokens: np.ndarray, budget: int) -> np.ndarray:
 
 
 def left_out(share: float) -> str:
-    """`all tissue is among them`, or how much of the tissue the budget leaves out, for a sentence about tokens."""
+    """`all tissue is among them`, or how much tissue the budget leaves out; the end of a sentence about tokens."""
     return "all tissue is among them" if share == 0 else f"{percent(share)} of the tissue is left out"
 
 
@@ -115,15 +117,16 @@ def percent(share: float) -> str:
 
 
 class Dropped(NamedTuple):
-    """Tissue without room in the budget, over a group of volumes."""
+    """Share of a group's tissue tokens that do not fit into the budget."""
 
     volumes: int
     mean: float
+    """Over the volumes of the group, 0 to 1."""
     most: float
 
 
 def dropped_by(group: Sequence[str | None], dropped: np.ndarray) -> dict[str, Dropped]:
-    """`tissue_dropped` [n] of each group of volumes, by name; volumes without one are left out."""
+    """Summarise `dropped` [n], shares of `tissue_dropped`, by group; volumes without a group's name are left out."""
     names = np.array([name or "" for name in group])
     found = {}
     for name in sorted(set(names.tolist()) - {""}):

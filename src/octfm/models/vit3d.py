@@ -24,11 +24,11 @@ from octfm.volume.volume import Shape3
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines of `rotary`, or factors of `turn_qkv`."""
 Intensity = tuple[float, float] | Literal["own"]
-"""Mean and standard deviation of grey values from 0 to 1; `own`: those of each volume, as in the prototype."""
+"""Mean and standard deviation of grey values scaled to 0..1; `own`: each volume by its own, as in the prototype."""
 STANDARDISED = 16.0
-"""Floats with values below 0 and none above this are standardised, not grey values from 0 to 255."""
+"""Floats that reach below 0 and stay below this are taken for standardised voxels, not grey values from 0 to 255."""
 WHITEST = 1023.0
-"""Most that a grey value may be: 255, and what brightening makes of it; above it, voxels have 12 or 16 bits."""
+"""Largest grey value that is accepted. Brightening may exceed 255; larger values come from voxels of 12 or 16 bits."""
 Side = Annotated[int, Field(ge=1, le=1024)]
 """Voxels along one axis of a patch."""
 
@@ -45,7 +45,7 @@ class ViTConfig(Config):
     heads: int = Field(default=6, ge=1, le=1024)
     """Attention heads; must divide the width into parts of even size."""
     mlp_ratio: float = Field(default=4.0, ge=0.125, le=64)
-    """Width of a block's hidden layer over its own."""
+    """Width of the hidden layer of a block's MLP, as a multiple of `width`."""
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotary positions have no parameters; `learned` is the prototype's position table, kept for comparison (F17)."""
     summary: int = Field(default=0, ge=0, le=1024)
@@ -55,8 +55,8 @@ class ViTConfig(Config):
     """Keep only the activations between blocks and recompute the rest in the backward pass: the same numbers, less
     memory, more time (arXiv:1604.06174)."""
     init: LocalPlace | None = None
-    """Start from other than random weights: `packaged` is the encoder that comes with octfm (a run records its name and
-    hash), a path the local checkpoint (.pt) of a V-JEPA 2. Width, depth and heads must match it."""
+    """Initial weights, random by default. `packaged`: the encoder that comes with octfm (a run records its name and
+    hash). A path: a local checkpoint (.pt) of V-JEPA 2. Width, depth and heads must match it."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> "ViTConfig":
@@ -89,7 +89,7 @@ class TokenGrid:
         """Token centres [B, M, 3] in mm from the first token, in float32."""
         _, h, w = self.shape
         axes = (index_BM // (h * w), index_BM // w % h, index_BM % w)
-        # Axis by axis: a tensor of the three distances would be copied to the device, which the host would wait for.
+        # Axis by axis: the host would wait for a tensor of the three distances to be copied to the device.
         return torch.stack([axis.float() * mm for axis, mm in zip(axes, self.pitch_mm, strict=True)], dim=-1)
 
 
@@ -124,7 +124,7 @@ def take_patches(voxels: Tensor, index_BM: Tensor, patch_size: Shape3, volume_BM
 
 def normalise(patches_BMP: Tensor, mean: float, std: float) -> Tensor:
     """Patches of grey values, 0 to 255, as normalised float32, without augmentation; a float32 input is changed in
-    place. `mean` and `std` are those of values from 0 to 1."""
+    place. `mean` and `std` are those of grey values scaled to 0..1."""
     return patches_BMP.float().div_(255).sub_(mean).div_(std)
 
 
@@ -209,10 +209,10 @@ class Block(nn.Module):
 
 
 class Summary(nn.Module):
-    """Learned queries that read tokens by attention: what a volume holds, and where, in one vector.
+    """Learned queries that read tokens by attention and join what they read in one vector.
 
-    Keys are rotated by the places of their tokens, as in a block, and queries are not, so that a query can prefer a
-    place of the grid. Shape suffixes: Q queries, G groups of tokens.
+    Keys are rotated by the positions of their tokens, as in a block. Queries are not, so that each can prefer a region
+    of the grid. Shape suffixes: Q queries, G groups of tokens.
     """
 
     def __init__(self, config: ViTConfig, grid: TokenGrid):
@@ -224,7 +224,8 @@ class Summary(nn.Module):
         self.mlp = nn.Sequential(nn.LayerNorm(width), Linear(width, 2 * width), nn.GELU(), Linear(2 * width, width))
 
     def forward(self, tokens_BMD: Tensor, counts_BGM: Tensor, index_BM: Tensor) -> Tensor:
-        """[B, G, Q D]: a vector of each group of tokens; `counts_BGM` (bool) marks its tokens, at least one each."""
+        """[B, G, Q D]: a vector for each group of tokens. `counts_BGM` (bool): the tokens of each, at least one.
+        `index_BM`: flat grid indices of the tokens."""
         k_BHMK, v_BHMK = (
             layer(tokens_BMD).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.key, self.value)
         )
@@ -273,11 +274,13 @@ class VisionTransformer3D(nn.Module):
         """Tokens [B, N, D] of prepared volumes, as in timm: all of the grid, or those at flat grid indices [B, M].
 
         `voxels`: [B, 1, D, H, W] or [B, D, H, W], 0 to 255, uint8 or float, as stores and `Encoder.prepare` hold them;
-        they are normalised here. Raises ConfigError on another shape, on floats that were scaled or standardised
-        already (outside compiled and traced code), and in a network that is not part of an encoder.
+        they are normalised here.
+        `lengths`: the number of tokens of each of B volumes, if they differ. `index_BM` [1, M] then holds their indices
+        one volume after the other, and the tokens are [1, M, D] in the same order.
 
-        `lengths`: numbers of tokens of B volumes, if they differ. `index_BM` is then [1, M], those of one volume after
-        the other, and so are the tokens [1, M, D].
+        Raises ConfigError for another shape of voxels, for an `index_BM` that is not integer [B, M], for floats that
+        are NaN, scaled or standardised already (not checked in compiled and traced code), and in a network that is not
+        part of an encoder.
         """
         voxels = voxels.unsqueeze(1) if voxels.ndim == 4 else voxels
         expected = [1, *(n * p for n, p in zip(self.grid.shape, self.config.patch_size, strict=True))]
@@ -311,12 +314,15 @@ class VisionTransformer3D(nn.Module):
         return self(normalise(patches_BMP, *self.intensity).to(self.norm.weight.dtype), index_BM, lengths=lengths)
 
     def feature_map(self, voxels: Tensor) -> Tensor:
-        """All tokens of prepared volumes as an image, channels first, [B, D, d, h, w], as decoders of MONAI take it."""
+        """All tokens of prepared volumes as an image, channels first, [B, D, d, h, w], as MONAI's decoders expect it.
+
+        `voxels` and errors as in `forward_features`.
+        """
         return self.forward_features(voxels).unflatten(1, self.grid.shape).movedim(-1, 1)
 
     def vector(self, tokens_BMD: Tensor, counts_BM: Tensor, index_BM: Tensor, pool: VectorPool) -> Tensor:
-        """[B, width_of(pool, D, queries)]: what `forward` returned at flat grid indices, pooled over the tokens that
-        count (bool or 0 and 1, at least one each). Raises ConfigError for a summary that this network does not have."""
+        """[B, width_of(pool, D, queries)]: tokens that `forward` returned for flat grid indices, pooled over those that
+        count (bool or 0 and 1, at least one per volume). Raises ConfigError for a summary if this network has none."""
         if pool != "summary":
             return pooled(tokens_BMD, counts_BM, pool)
         if self.summary is None:
@@ -367,7 +373,8 @@ class VisionTransformer3D(nn.Module):
 
 
 def _require_grey_values(voxels: Tensor) -> None:
-    """Raises ConfigError for numbers that are not grey values from 0 to 255: normalised twice, all scans look alike."""
+    """Raise ConfigError for numbers that are not grey values from 0 to 255: after a second normalisation, all scans
+    look the same."""
     if not voxels.numel():
         return
     least, most = torch.stack(voxels.detach().float().aminmax()).tolist()
@@ -381,10 +388,10 @@ def _require_grey_values(voxels: Tensor) -> None:
 
 
 def bscan_weights(network: VisionTransformer3D) -> dict[str, Tensor]:
-    """Weights for single B-scans, patches one voxel deep, of a network of volumes.
+    """Weights of a network of volumes, converted for single B-scans (patches one voxel deep); copies.
 
     Patch kernels are summed over depth, so that a B-scan gets the embedding of a patch in which it is repeated. Learned
-    positions are those of the middle of the volume.
+    positions are taken from the middle of the volume.
     """
     depth, rows, columns = network.config.patch_size
     weights = dict(network.state_dict())
@@ -399,8 +406,8 @@ def bscan_weights(network: VisionTransformer3D) -> dict[str, Tensor]:
 def init_weights(module: nn.Module) -> None:
     """LeCun normal initialisation.
 
-    The usual standard deviation of 0.02 suits a width of 2,500; at 128 it keeps every block near the identity for
-    hundreds of steps.
+    The usual standard deviation of 0.02 suits a width of 2,500; at a width of 128 it would keep every block near the
+    identity for hundreds of steps.
     """
     if isinstance(module, nn.Linear):
         std = module.in_features**-0.5

@@ -12,7 +12,8 @@ FLAT = 1e-6
 
 
 def check_average(goal_average: Shape3, patch_size: Shape3, predicted: bool, name: str = "goal_average") -> None:
-    """Raises ValueError unless blocks of `goal_average` voxels tile a patch, and more than one does if `predicted`."""
+    """Raise ValueError unless blocks of `goal_average` voxels tile a patch and, if `predicted`, it has more than
+    one."""
     if any(side % over for side, over in zip(patch_size, goal_average, strict=True)):
         raise ValueError(f"objective.{name} {list(goal_average)} must divide model.patch_size {list(patch_size)}")
     if predicted and goal_average == patch_size:
@@ -23,7 +24,7 @@ def check_average(goal_average: Shape3, patch_size: Shape3, predicted: bool, nam
 
 
 def averaged(patches_BMP: Tensor, patch_size: Shape3, over: Shape3) -> Tensor:
-    """Patches [B, M, P / prod(over)] averaged over blocks of `over` voxels, (B-scan, axial, lateral), in voxel order.
+    """Patches [B, M, P] averaged over blocks of `over` voxels, (B-scan, axial, lateral): [B, M, P / prod(over)].
 
     Speckle is independent between A-scans and cannot be predicted. Averaging it away leaves the layers to predict.
     """
@@ -45,8 +46,9 @@ def despeckled(patches_BMP: Tensor, patch_size: Shape3, over: Shape3) -> Tensor:
 def hidden_voxels(answer_BTP: Tensor, patches_BKP: Tensor, index: TokenIndex) -> tuple[Tensor, Tensor]:
     """Mean squared error [B] of the predicted voxels of hidden tissue, and the true ones [B, T, P].
 
-    Patches without tissue are left out: normalised by its own mean and deviation, a patch of vitreous is pure speckle,
-    which cannot be predicted and would outweigh the retina.
+    `answer_BTP`: predictions for the targets. `patches_BKP`: patches of the kept tokens, already averaged if answers
+    are. Patches without tissue are left out: normalised by its own mean and deviation, a patch of vitreous is pure
+    speckle, which cannot be predicted and would outweigh the retina.
     """
     counted = tissue_first(index)
     with torch.no_grad():
@@ -62,9 +64,10 @@ def own_contrast(patches_BMP: Tensor) -> Tensor:
 
 
 def tissue_first(index: TokenIndex) -> Tensor:
-    """int64 [B, T]: places of the targets with tissue, repeated in turn to T; all targets of a volume without tissue.
+    """int64 [B, T]: places among the targets of those with tissue, repeated in turn up to T; all targets of a volume
+    without tissue.
 
-    The same number for every volume, so that shapes are fixed and a volume's loss does not depend on how much tissue
+    Every volume gets the same number, so that shapes are fixed and a volume's loss does not depend on how much tissue
     the others have.
     """
     batch, count = index.target.shape

@@ -1,8 +1,8 @@
 """Whiten the target encoder's features, so that every direction has the same weight in the loss.
 
 Layer norm acts on single tokens and does not decorrelate features. On OCT a few directions (which layer, how deep) hold
-nearly all of their variance and so dominate the loss, and the others are lost within some hundred updates. Whitening
-the targets keeps their rank. Ermolov et al. (arXiv:2007.06346) whiten both views; here only the targets are whitened,
+nearly all of their variance and so dominate the loss; the others are lost within a few hundred updates. Whitening the
+targets keeps their rank. Ermolov et al. (arXiv:2007.06346) whiten both views; here only the targets are whitened,
 from running moments.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 def _alone(*tensors: Tensor) -> None:
-    """Sum over ranks for a single rank: nothing to do."""
+    """The sum over ranks if there is only one: tensors stay as they are."""
 
 
 class Whitening(nn.Module):
@@ -29,9 +29,9 @@ class Whitening(nn.Module):
     updates: Tensor
 
     def __init__(self, levels: int, width: int, shrinkage: float = 0.01, window: int = 5, refresh: int = 10):
-        """`shrinkage`, a share of the mean eigenvalue, is added to all of them; moments average over `window` updates.
-
-        The matrix is computed at each of the first 100 updates, when features change most, then at every `refresh`-th.
+        """`shrinkage`: share of the mean eigenvalue that is added to all eigenvalues. `window`: updates over which
+        moments are averaged. `refresh`: the matrix is computed at each of the first 100 updates, when features change
+        most, then at every `refresh`-th.
         """
         super().__init__()
         self.shrinkage, self.window, self.refresh = shrinkage, window, refresh

@@ -20,8 +20,9 @@ ABSENT = "–"
 def write_compare(
     runs: Mapping[str, Path], out: str | Location, result: dict[str, Any] | None = None, reason: str = ""
 ) -> Location:
-    """Render the comparison of run folders, by name, and return its location; under 25 MB and without scans. `result`
-    is what `octfm.evaluation.probe.probe_together` returned, or `reason` says why there is none."""
+    """Render the comparison of run folders, by name, and return its location. `result`: what
+    `octfm.evaluation.probe.probe_together` returned; without it, `reason` says why. The page shows no scans. Raises
+    EvaluationError if it would be 25 MB or larger, or if a folder is no run of octfm pretrain."""
     out = html_file(out, "compare.html")
     sources = {name: gather(run) for name, run in runs.items()}
     facts = {
@@ -43,7 +44,8 @@ def write_compare(
 
 
 def names_of(runs: Sequence[Path]) -> dict[str, Path]:
-    """Name runs by the shortest ends of their paths that differ. Raises EvaluationError if a run is given twice."""
+    """Name runs by the shortest ends of their paths that are all different. Raises EvaluationError if a run is given
+    twice."""
     parts = [run.resolve().parts for run in runs]
     if len(set(parts)) < len(parts):
         raise EvaluationError(f"expected different runs, got {', '.join(map(str, runs))}; name each once")
@@ -82,7 +84,7 @@ def _overview(sources: Mapping[str, Sources]) -> list[tuple[str, list[str]]]:
     """One row per question, one cell per run."""
 
     def letters(key: str) -> list[str]:
-        """Letters in place of hashes, equal letters for equal hashes."""
+        """Letters in place of hashes; equal hashes have equal letters."""
         known: dict[Any, str] = {}
         values = [s.record.get(key) for s in sources.values()]
         return [ABSENT if v is None else known.setdefault(v, chr(ord("A") + len(known))) for v in values]
@@ -166,7 +168,7 @@ def _lead(result: dict[str, Any] | None, reason: str) -> tuple[str, str]:
         return "none", "Nothing could be compared; the probe section says why."
     sentences, verdicts = [], set()
     for other in dict.fromkeys(c["b"] for c in planned):
-        # One for each target: of grades the agreement (kappa), which comes last.
+        # One metric per target, the last one: for grades that is agreement (kappa).
         own = {c["target"]: c for c in planned if c["b"] == other}
         claims: dict[str, list[str]] = {}
         for target, c in own.items():

@@ -1,6 +1,6 @@
 """data_health.html: what a scan found, on one page for sharing.
 
-No name of a file, folder or person is on it, nor any word of a header or table that octfm does not know
+It has no name of a file, folder or person, and no word of a header or table that octfm does not know
 (octfm.report.shareable).
 """
 
@@ -35,9 +35,9 @@ from octfm.volume.volume import Spacing3
 AXES = ("B-scan distance", "axial spacing", "lateral spacing")
 EXTENTS = ("extent across B-scans", "axial extent", "lateral extent")
 OUTLIERS = 8
-"""Volumes to show."""
+"""Most volumes to show."""
 UNLIKE = 1.15
-"""Ratio to the median of its kind beyond which a volume is an outlier; eye-specific scaling explains less."""
+"""Ratio to the median of its kind above which a volume is an outlier; differences between eyes are smaller."""
 AUDITED = (
     "laterality_contradicts_anatomy",
     "laterality_conflict",
@@ -53,15 +53,20 @@ EYES = {"R": "right", "L": "left"}
 
 @dataclass(frozen=True)
 class Outlier:
+    """A volume that is unlike others of its kind, or has a rare flag."""
+
     row: int
     """Row of catalog.parquet, from 0."""
     acquisition: Acquisition
     why: str
     distance: float
+    """Largest ratio to the median of its kind; 0 for volumes with a flag only."""
 
 
 @dataclass(frozen=True)
 class Doubt:
+    """A volume whose stated eye is doubtful."""
+
     row: int
     """Row of catalog.parquet, from 0."""
     acquisition: Acquisition
@@ -82,8 +87,9 @@ def write_data_health(
     max_reject: float | None = None,
     locations: Mapping[str, str] | None = None,
 ) -> Location:
-    """Write counts, distributions, reasons, the laterality audit, and the volumes least like their kind. With `images`,
-    those and doubtful eyes are decoded and shown. `locations` maps the uris of a catalog with pseudonyms to files."""
+    """Write counts, distributions, reasons, the audit of laterality, and the volumes least like their kind; returns the
+    page's location. With `images`, these volumes and doubtful eyes are decoded and shown. `max_reject`: largest share
+    of rejects that the user allows. `locations` maps the uris of a catalog with pseudonyms to files."""
     catalog = shareable_catalog(replace(catalog, acquisitions=by_person(catalog.acquisitions)[0]))
     doubts = laterality_doubts(catalog.acquisitions)
     facts = {
@@ -122,7 +128,7 @@ def outliers(acquisitions: Sequence[Acquisition]) -> list[Outlier]:
     found = {}
     for rows in kinds.values():
         measures = np.array([(*acquisitions[row].spacing_mm, *_extent_mm(acquisitions[row])) for row in rows])
-        # Six ratios per volume, to the kind's median; the worst of them decides.
+        # Six ratios per volume to the median of its kind; the largest decides.
         ratio = measures / np.median(measures, axis=0)
         far = np.maximum(ratio, 1 / ratio)
         # measures / ratio is the median again, once for every row.
@@ -134,7 +140,7 @@ def outliers(acquisitions: Sequence[Acquisition]) -> list[Outlier]:
                 found[row] = Outlier(row, acquisitions[row], why, float(unlike[worst]))
     rare = Counter(flag for a in acquisitions for flag in a.flags)
     for row, a in enumerate(acquisitions):
-        # A flag on more than a tenth of the rows concerns the archive and not this volume. Sides of eyes have a table.
+        # A flag on more than a tenth of the rows concerns the archive, not this volume. Flags of sides have a table.
         own_table = (*AUDITED, *CANNOT_TELL)
         doubts = [flag for flag in a.flags if rare[flag] <= len(acquisitions) / 10 and flag not in own_table]
         if doubts and row not in found:
@@ -154,7 +160,7 @@ def laterality_doubts(acquisitions: Sequence[Acquisition]) -> list[Doubt]:
 
 
 def _anatomy(a: Acquisition) -> str:
-    # The anatomy shows the other eye than the one stated.
+    # Anatomy shows the eye that was not stated.
     if "laterality_contradicts_anatomy" in a.flags:
         return {"R": "left", "L": "right"}.get(a.laterality or "", "unclear")
     if "disc_on_the_right" in a.flags:
@@ -165,7 +171,8 @@ def _anatomy(a: Acquisition) -> str:
 
 
 def by_scanner(acquisitions: Sequence[Acquisition]) -> list[tuple[str, int, int]]:
-    """(scanner, volumes with a stated side, volumes without one); a faulty export affects a whole scanner."""
+    """(scanner, volumes with a stated side, volumes without one); by scanner, since a faulty export affects all of its
+    volumes."""
     stated = Counter(a.scanner for a in acquisitions if a.laterality)
     unknown = Counter(a.scanner for a in acquisitions if not a.laterality)
     return [(s, stated[s], unknown[s]) for s in sorted(stated.keys() | unknown.keys())]
@@ -319,7 +326,7 @@ def _pictures_of(
     if not images:
         return [{"pictures": [], "note": ""} for _ in acquisitions]
     files = [(locations.get(a.uri, a.uri), a.spacing_mm, a.scanner) for a in acquisitions]
-    # A process of its own with a deadline: the scan may have read headers only, and pixels can crash a decoder.
+    # In a child process with a deadline: the scan may have read headers only, and pixels can crash a decoder.
     seconds = [Limits().deadline(math.prod(a.shape), a.uri) for a in acquisitions]
     found = spread(_pictures, files, lambda _, lost: lost.code, workers=1, deadline=lambda *_: max(seconds), chunk=1)
     return [
@@ -331,7 +338,8 @@ def _pictures_of(
 
 
 def _pictures(file: tuple[str, Spacing3, str]) -> list[Picture] | str:
-    """Pictures of (uri, spacing, scanner as it may be shown), or the code of the reason why there are none."""
+    """Pictures of a volume, or the code of the reason why there are none; `file`: (uri, spacing, public scanner
+    name)."""
     uri, spacing_mm, scanner = file
     try:
         volume = read_volume(uri, spacing_mm=spacing_mm, raster_only=False, structure_only=False)

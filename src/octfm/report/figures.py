@@ -1,4 +1,4 @@
-"""Charts as inline SVG, which take the page's font and colours and so work on light and dark backgrounds."""
+"""Charts as inline SVG, which use the page's font and colours and so work on light and dark backgrounds."""
 
 import io
 import re
@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from octfm.display import interval, readable
 from octfm.report.sources import Sources, lookup, number, series
-from octfm.report.words import METRICS, probed, short
+from octfm.report.words import METRICS, predicted, probed, short
 
 # Okabe & Ito's colour-blind-safe palette; the page's style sheet brightens it on dark backgrounds.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
@@ -52,6 +52,8 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Chart:
+    """A chart for a page; `svg` is an <svg> element."""
+
     title: str
     caption: str
     svg: str
@@ -59,6 +61,8 @@ class Chart:
 
 @dataclass(frozen=True)
 class Line:
+    """A curve of a chart: steps [n] and values [n]."""
+
     label: str
     steps: np.ndarray
     values: np.ndarray
@@ -86,7 +90,7 @@ def training_charts(sources: Sources) -> list[Chart]:
     """One chart per question that a training curve answers; charts without data are left out, and so are those of a
     context loss or teacher that the objective does not have."""
     train, validation = sources.train, sources.validation
-    loss = "The error of predicting hidden tissue, over that of a constant prediction. 1 = learned nothing."
+    loss = f"The error of predicting {predicted(sources)}, over that of a constant prediction. 1 = learned nothing."
     if not lookup(sources.settings, "objective", "context_loss") and train and "context_weight" in train[-1]:
         train, validation = ([_without(row, "context_over_baseline") for row in rows] for rows in (train, validation))
     if lookup(sources.record, "parameters", "target_encoder") == 0:
@@ -132,8 +136,8 @@ def training_charts(sources: Sources) -> list[Chart]:
         ),
         curves(
             "Gradient norm",
-            "Before clipping, logarithmic. Spikes are skipped updates in the making; exactly 0 would mean that nothing "
-            "is learned.",
+            "Before clipping, logarithmic. Spikes can lead to skipped updates; exactly 0 would mean that nothing is "
+            "learned.",
             {"grad_norm": "gradient norm"},
             log=True,
         ),
@@ -175,15 +179,15 @@ def training_charts(sources: Sources) -> list[Chart]:
 COMPARED = {
     "masked_over_baseline": (
         "Masked loss over baseline",
-        "The error of predicting hidden tissue over that of a constant prediction; of dense, that of naming what "
-        "tokens show. Not comparable between objectives, and it chooses no encoder.",
+        "The error of predicting hidden tissue over that of a constant prediction; for dense, the error of predicting "
+        "what tokens show. It is not comparable between objectives, and no encoder is chosen by it.",
     ),
     "effective_rank": (
         "Effective rank",
         "How many independent directions the features use on tissue tokens. A fall towards 1 is collapse.",
     ),
     "grad_norm": ("Gradient norm", "Before clipping, logarithmic."),
-    "lr": ("Learning rate", "What the schedule gave."),
+    "lr": ("Learning rate", "As the schedule set it."),
     "volumes_per_s": ("Throughput", "Volumes per second, all devices together; machines may differ."),
 }
 
@@ -217,11 +221,11 @@ TITLES = {
 GUESSING = {"auroc": "AUROC: 0.5 is guessing, 1 perfect", "kappa": "quadratic kappa: 0 is guessing, 1 perfect",
             "r2": "R²: 0 is guessing the mean, 1 perfect"}  # fmt: skip
 LOWEST = -0.5
-"""Left end of an axis for scores; further left, an arrow says that the interval goes on."""
+"""Left end of an axis for scores; an arrow marks intervals that continue beyond it."""
 
 
 def overview_forest(results: Sequence[dict[str, Any]]) -> Chart | None:
-    """Every encoder on every target by one metric each, with the numbers next to it. Narrow enough for a telephone."""
+    """Every encoder on every target, one metric per target, with the numbers next to it. It fits on a phone."""
     known = [r for r in results if r["estimate"] is not None]
     groups = _by_metric(known)
     if not groups:
@@ -251,20 +255,20 @@ def overview_forest(results: Sequence[dict[str, Any]]) -> Chart | None:
 
 
 def _by_metric(results: Sequence[dict[str, Any]]) -> dict[str, list[list[dict[str, Any]]]]:
-    """Metric → the rows of each target by it: the first of AUROC, R² and kappa that was measured."""
+    """Metric → the rows of each target shown by it, the first of AUROC, R² and kappa that was measured."""
     chosen = {r["target"]: metric for metric in ("kappa", "r2", "auroc") for r in results if r["metric"] == metric}
     groups: dict[str, list[list[dict[str, Any]]]] = {}
     for metric in GUESSING:
         targets = [target for target in chosen if chosen[target] == metric]
         own = [[r for r in results if (r["target"], r["metric"]) == (target, metric)] for target in targets]
         if own:
-            # Leakage last: nobody examines a scan to learn which scanner took it.
+            # Leakage last: it is no clinical question.
             groups[metric] = sorted(own, key=lambda rows: rows[0]["leakage"])
     return groups
 
 
 def _height(rows: Sequence[dict[str, Any]]) -> float:
-    """Of a target in the overview: its title, a line for each encoder, and a gap."""
+    """Height of a target in the overview: its title, a line for each encoder, and a gap."""
     return len(rows) + 1.25
 
 
@@ -354,7 +358,7 @@ def efficiency_plots(rows: Sequence[dict[str, Any]]) -> list[Chart]:
             axes.set_xscale("log")
             for e, encoder in enumerate(encoders):
                 points = [r for r in own if r["encoder"] == encoder]
-                # Beside each other, so that intervals of equal numbers do not hide one another.
+                # Shifted slightly, so that intervals of equal numbers do not hide one another.
                 people = np.array([r["n_train_participants"] for r in points]) * 1.05 ** (e - (len(encoders) - 1) / 2)
                 color, marker = SERIES[e % len(SERIES)], MARKERS[e % len(MARKERS)]
                 style: dict[str, Any] = {"color": color, "linestyle": DASHES[e % len(DASHES)], "linewidth": 1.4}
@@ -374,7 +378,7 @@ def efficiency_plots(rows: Sequence[dict[str, Any]]) -> list[Chart]:
             svg = to_svg(figure, key, f"Label efficiency of {plain(target)}: {spoken}")
         shared, weak = "training participants", ""
         if own[0].get("design") == "k-fold":
-            shared = "participants that each fold's probe learns from, drawn anew for every fold"
+            shared = "participants that each fold's probe is fitted on, drawn anew for every fold"
             weak = ", up to a third too narrow where probes are weak"
         bars = f"; 95\u00a0% intervals over draws and participants together{weak}"
         bars = bars if any(r["low"] is not None for r in own) else "; too few participants for intervals"
@@ -387,7 +391,7 @@ def efficiency_plots(rows: Sequence[dict[str, Any]]) -> list[Chart]:
 
 
 def _log_ticks(numbers: Sequence[int]) -> tuple[list[int], list[str]]:
-    """The largest number and those below it that leave their labels room on a logarithmic axis."""
+    """The largest number, and those below it whose labels do not overlap on a logarithmic axis; with their labels."""
     least = (numbers[-1] / numbers[0]) ** 0.1 if len(numbers) > 1 else 1
     kept: list[int] = []
     for n in reversed(numbers):
@@ -412,7 +416,7 @@ def _chart(
     with canvas(key, 4.2, 2.35) as (figure, axes):
         for i, line in enumerate(lines):
             _draw(axes, line, i)
-        # A value of exactly 0 is a finding, and a logarithmic axis would hide it.
+        # A value of exactly 0 is a finding that a logarithmic axis would hide.
         if log and min(line.values.min() for line in lines) > 0:
             axes.set_yscale("log")
         if reference is not None:
@@ -480,7 +484,7 @@ def _draw(axes: Axes, line: Line, i: int) -> None:
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most MAX_POINTS values, of each group the one furthest from its median, so that spikes stay visible."""
+    """At most MAX_POINTS values: from each group the one farthest from its median, so that spikes stay visible."""
     if len(steps) <= MAX_POINTS:
         return steps, values
     groups = np.array_split(np.arange(len(steps)), MAX_POINTS)
@@ -516,7 +520,7 @@ def to_svg(figure: Figure, key: str, alt: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"| width="[\d.]+pt"| height="[\d.]+pt"| version="1.1"', "", svg, count=0)
     svg = svg.replace("xlink:href", "href")
-    # Several SVGs share the page's ids, so references would otherwise point into the first chart.
+    # Ids must be unique on the page; otherwise references would point into the first chart.
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{key}-\1"', svg)
     svg = re.sub(r'href="#([^"]+)"', rf'href="#{key}-\1"', svg)
     svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{key}-\1)", svg)

@@ -37,7 +37,9 @@ def write_report(
 
     `catalog` (folder of octfm scan) and `store_path` add data health; without them, or before a probe, sentences say
     what is missing. Without `images` the page is meant for sharing: it has no id, path, date or UID
-    (octfm.report.shareable). The page stays under 25 MB: pictures get coarser and are then left out.
+    (octfm.report.shareable). The page stays under 25 MB: volumes in the viewer get coarser and fewer, then example
+    pictures are left out. Raises EvaluationError if `run` is no run folder of octfm pretrain, or the page is still too
+    large.
     """
     run, out = location(run), html_file(out, "report.html")
     sources = gather(
@@ -58,7 +60,7 @@ def write_report(
         facts |= _pictures(sources, pictures) | {"viewer": None}
         page = render("report.html.jinja", facts)
         if images:
-            # The viewer gets the room that the rest of the page leaves.
+            # The viewer may use what the rest of the page leaves of the limit.
             page = render("report.html.jinja", facts | {"viewer": _viewer(sources, MAX_BYTES - len(page.encode()))})
         if len(page.encode()) < MAX_BYTES:
             return write_page(page, out)
@@ -70,13 +72,13 @@ def write_report(
 def summary_lines(run: Path) -> list[str]:
     """Result, training and health of a run for a terminal."""
     sources = gather(run)
-    said = {
+    lines = {
         "Result": words.key_result(sources.probe)[1],
         "Training": words.training_line(sources),
         "Health": words.health_line(sources),
         "Checkpoint": words.checkpoint_advice([*sources.online, *sources.validation]),
     }
-    return [f"{label}: {sentence}" for label, sentence in said.items() if sentence]
+    return [f"{label}: {sentence}" for label, sentence in lines.items() if sentence]
 
 
 def _facts(sources: Sources, command: str) -> dict[str, Any]:
@@ -177,9 +179,9 @@ def _scanner_row(sources: Sources, name: str) -> dict[str, Any]:
 
 
 def _first_sentences(catalog: Catalog) -> dict[str, str]:
-    """Code → the sentence of its first reject, with names of files instead of paths, which rejects.parquet has."""
+    """Code → the sentence of its first reject, with file names instead of paths (rejects.parquet has the paths)."""
     sentences = {reject.code: reject.sentence for reject in reversed(catalog.rejects)}
-    # A sentence may also name the file that its own is a copy of.
+    # A sentence may also name the file of which the rejected one is a copy.
     for uri in [each.uri for each in (*catalog.acquisitions, *catalog.rejects)]:
         for code, text in sentences.items():
             if uri in text:
@@ -208,8 +210,8 @@ def _probe(probe: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _record(sources: Sources) -> list[tuple[str, str]]:
-    """(name, value) of run.json and the store's Preprocessing, without the key of participants' hashes."""
-    # With the key, anyone could test whether a participant is in the data; the command is shown elsewhere.
+    """(name, value) from run.json and the store's Preprocessing, without the key of the participants' hashes."""
+    # With the key, anyone could test whether a participant is in the data. The command is shown elsewhere.
     hidden = ("format", "version", "participant_key", "command")
     values: dict[str, Any] = {name: value for name, value in sources.record.items() if name not in hidden}
     if sources.store is not None:

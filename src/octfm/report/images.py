@@ -21,21 +21,27 @@ from octfm.volume.volume import Volume, eight_bit
 CONTEXT, TARGET, TISSUE, BAND = (0.34, 0.71, 0.91), (0.90, 0.62, 0.0), (0.0, 0.62, 0.45), (0.94, 0.89, 0.26)
 """Okabe & Ito's sky blue, orange, green and yellow; each has a contrast of 3:1 or more on a dark OCT background."""
 WIDTH_PX = 660
+"""Width of the picture of a B-scan."""
 # White text with a dark rim is readable on tissue, vitreous and PCA colours.
 RIM = [withStroke(linewidth=2.5, foreground="black")]
 
 
 @dataclass(frozen=True)
 class Picture:
+    """A picture for a page, with its alternative text."""
+
     src: str
     """data: URI of a PNG."""
     alt: str
     caption: str
     wide: bool
+    """A B-scan, not a view from the front."""
 
 
 @dataclass(frozen=True)
 class Example:
+    """Pictures of one volume."""
+
     scanner: str
     detail: str
     pictures: list[Picture]
@@ -103,20 +109,20 @@ def front(scene: Scene) -> np.ndarray:
     """uint8 [D, W]: mean brightness of the tissue band, or of all depths, stretched so that vessel shadows show."""
     voxels, band = scene.voxels, scene.overlay("band")
     if band is not None and (~np.isfinite(band[0]) & voxels.any(1)).mean() > 0.01:
-        band = None  # it covers a part of the field only, and its edge would look like a finding
+        band = None  # it covers only a part of the field, and its edge would look like a finding
     mean = np.zeros((voxels.shape[0], voxels.shape[2]), np.float32)
     rows = np.arange(voxels.shape[1])[:, None]
     for d, bscan in enumerate(voxels):
         inside = np.ones(bscan.shape, bool) if band is None else (rows >= band[0, d]) & (rows < band[1, d])
         inside |= ~inside.any(0)  # an A-scan without a band counts whole
         mean[d] = np.where(inside, bscan, 0).sum(0, dtype=np.float32) / inside.sum(0)
-    # Padding is black and would set the lower end.
+    # Padding is black and would determine the lower end.
     low, high = np.percentile(mean[mean > 0], (1, 99)) if (mean > 0).any() else (0.0, 1.0)
     return np.clip(255 * (mean - low) / max(float(high - low), 1e-6), 0, 255).astype(np.uint8)
 
 
 def native_pictures(volume: Volume) -> list[Picture]:
-    """Middle B-scan and en-face mean of a volume as stored in its file, without names of sides."""
+    """Middle B-scan and en-face mean of a volume as it is in its file, without names of its sides."""
     planes = eight_bit(volume)
     voxels = planes if isinstance(planes, np.ndarray) else np.stack(list(planes))
     spacing = shown_spacing(volume.shape, volume.spacing_mm, 2)
@@ -135,8 +141,9 @@ def native_pictures(volume: Volume) -> list[Picture]:
 def shown_spacing(
     shape: tuple[int, int, int], spacing_mm: tuple[float, float, float], deepest: float
 ) -> tuple[float, float, float]:
-    """Spacing whose proportions fit on a page: a wrong spacing in a file would make a picture a hundred metres high.
-    Height is between an eighth and twice the width, the extent across B-scans at most `deepest` times the width."""
+    """Spacing whose proportions fit on a page, because a wrong spacing in a file could make a picture metres high.
+    Height is between an eighth of the width and twice the width, the extent across B-scans between an eighth of it and
+    `deepest` times it."""
     (d, h, w), (dz, dy, dx) = shape, spacing_mm
     width = w * dx
     across, down = np.clip(d * dz, width / 8, width * deepest), np.clip(h * dy, width / 8, width * 2)
@@ -217,7 +224,7 @@ def _drawn(image: np.ndarray, height: float, width: float, width_px: int, *, smo
     top = 255 if image.dtype == np.uint8 else 1
     style = {"extent": (0, width, height, 0), "interpolation": "bilinear" if smooth else "nearest", "aspect": "auto"}
     axes.imshow(image, cmap="gray", vmin=0, vmax=top, **style)
-    # Not beyond the image, whatever is drawn over it.
+    # Whatever is drawn over the image must not widen the axes.
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
     return figure, axes
@@ -242,7 +249,7 @@ def _tint(grid: np.ndarray, colors: dict[int, tuple[float, float, float]], *, da
 def _token_brightness(voxels: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
     """[d, h, w]: squared mean brightness of each token, so that tissue outweighs vitreous and choroid en face."""
     d, h, w = grid
-    # Cut off voxels beyond the last whole token.
+    # Voxels beyond the last whole token are cut off.
     D, H, W = (n // g * g for n, g in zip(voxels.shape, grid, strict=True))
     blocks = voxels[:D, :H, :W].astype(np.float32).reshape(d, D // d, h, H // h, w, W // w)
     return blocks.mean((1, 3, 5)) ** 2 + 1e-3

@@ -45,7 +45,7 @@ def write_leaderboard(result: dict[str, Any], order: list[str], out: str | Path)
         "notes": sorted({r["note"] for r in result["results"] if r["note"]}),
         "forests": figures.forest_plots(in_order, [m for m in metrics if m in HEADLINE]),
         "resamples": result["settings"]["resamples"],
-        # leaderboard.json has them in full: folders are named after people.
+        # In full they are only in leaderboard.json, because folders may be named after people.
         "commands": [shareable_command(command) for command in result["commands"]],
     }
     return write_page(render("leaderboard.html.jinja", facts), Path(out))

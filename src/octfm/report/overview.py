@@ -1,4 +1,4 @@
-"""What the report shows before anything is unfolded: how scans became results, what to do next, and the limits."""
+"""The part of the report that is not folded: how scans became results, what to do next, and the limits."""
 
 import shlex
 from dataclasses import dataclass
@@ -10,15 +10,21 @@ from octfm.report.sources import Sources
 
 NOT_FOR = (
     "Not for diagnosis, screening, triage or any decision about a patient: this is research software, not a medical "
-    "device. Test it anew before you use it with other scanners, protocols or populations. A good number says that "
+    "device. Test it again before you use it with other scanners, protocols or populations. A good number says that "
     "features hold information, not that a model built on them is safe."
 )
 
-WHAT = (
-    "A program that turns a 3-D OCT scan into a list of numbers (features). It learned without any label, by "
-    "predicting hidden parts of the retina. It answers no clinical question by itself: small models are fitted on its "
-    "features, and this page shows how well they do."
+WHAT = "A program that turns a 3-D OCT scan into a list of numbers (features)."
+FOR_WHAT = (
+    "Alone it answers no clinical question: small models are fitted on its features, and this page shows how well they "
+    "do."
 )
+HIDDEN = "It learned without any label, by predicting hidden parts of the retina."
+LEARNED = dict.fromkeys(("vjepa2", "data2vec", "mae"), HIDDEN) | {
+    "dense": "It learned from the ground truth of synthetic scans: which layers and lesions are where.",
+    "anchored": "It learned by predicting hidden parts of the retina, and from the ground truth of synthetic scans.",
+}
+"""How encoders of the built-in objectives learned; nothing is said about other objectives."""
 
 UNTRAINED = (
     "Numbers of each 3-D OCT scan (features): thickness and fluid as the packaged network measures them, and those of "
@@ -34,15 +40,17 @@ class Box:
     label: str
     counts: tuple[str, ...]
     lost: str = ""
-    """What does not reach the next box."""
+    """What is lost before the next box, in words."""
 
 
 @dataclass(frozen=True)
 class DataFlow:
+    """The flow from files to results, as boxes and a sentence."""
+
     boxes: tuple[Box, ...]
-    """One after the other: files, accepted, prepared."""
+    """In order: files, accepted, prepared."""
     splits: tuple[Box, ...]
-    """Parts of the last of them."""
+    """The splits of the last box."""
     sentence: str
 
 
@@ -59,7 +67,7 @@ def data_flow(sources: Sources) -> DataFlow:
             last = boxes[-1]
             boxes[-1] = Box(last.label, last.counts, ", ".join(lost))
             lost = []
-        # Nothing was lost since the box before, and its counts are the same.
+        # Nothing was lost since the previous box, and its counts are the same.
         if boxes and step.label == "Prepared" and _counts(step) == boxes[-1].counts and not boxes[-1].lost:
             boxes[-1] = Box("Accepted and prepared", boxes[-1].counts)
             continue
@@ -102,12 +110,12 @@ def _tested(sources: Sources) -> str:
     people = number(counts[-1], "participant")
     people = people if len(counts) == 1 else f"{counts[0]:,} to {people}, by target"
     if probe.get("settings", {}).get("design") == "k-fold":
-        return f"The probe tested {people}, each by a model that had learned from others."
-    return f"The probe tested {people}; none of them was learned from."
+        return f"The probe tested {people}, each by a model fitted on others."
+    return f"The probe tested {people} that it was not fitted on."
 
 
 def next_step(sources: Sources, run: str, store: str | None) -> tuple[str, tuple[str, ...]]:
-    """(sentence, commands): what to do with this result; `run` and `store` are where they lie."""
+    """(sentence, commands): what to do with this result; `run` and `store` are their locations."""
     store = store or "STORE"
     probe = sources.probe
     if probe is None:
@@ -139,7 +147,9 @@ def _shell(*commands: list[str]) -> tuple[str, ...]:
 
 def about(sources: Sources) -> list[tuple[str, str]]:
     """Questions and answers on what was measured and how certain it is."""
-    what = UNTRAINED if sources.record.get("not_pretrained") else WHAT
+    what = UNTRAINED
+    if not sources.record.get("not_pretrained"):
+        what = " ".join(filter(None, (WHAT, LEARNED.get(words.objective(sources)), FOR_WHAT)))
     return [("What is it?", what), ("How sure?", _sure(sources))]
 
 
@@ -158,12 +168,13 @@ def _sure(sources: Sources) -> str:
     leak = words.leakage(probe["results"])
     if leak is not None and leak["estimate"] > 0.6:
         parts.append(
-            "The features also tell scanners apart, which a model may mistake for disease where clinics differ in both."
+            "The features also tell scanners apart. Where clinics differ in scanners and diseases, a model may mistake "
+            "one for the other."
         )
     settings = probe.get("settings", {})
     one = " with one set of folds" if settings.get("design") == "k-fold" and settings.get("seeds", 1) == 1 else ""
     parts.append(
-        f"It is one training run{one}; another would give somewhat other numbers, and no other hospital's data were "
-        "tested."
+        f"This is one training run{one}; another would give somewhat different numbers, and no other hospital's data "
+        "were tested."
     )
     return " ".join(parts)

@@ -43,11 +43,11 @@ def _text(name: str) -> str:
 
 
 def render(template: str, facts: dict[str, Any]) -> str:
-    """Fill a template of this folder. It is an error if a fact that the template uses is missing."""
+    """Fill a template of this folder. Raises jinja2.UndefinedError if a fact that it uses is missing."""
     return _pages().get_template(template).render(style=_text("page.css"), **facts)
 
 
 def write_page(page: str, out: Place) -> Place:
-    """Write a page, whole or not at all."""
+    """Write a page atomically; returns its location."""
     write_whole(out, page.encode("utf-8"))
     return out

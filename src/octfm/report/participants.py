@@ -14,11 +14,11 @@ from octfm.store.layout import StoreRow
 
 SPLITS = ("train", "val", "test", "none")
 SMALL = 5
-"""Groups of fewer people are withheld from pages that may be published, since they could be recognised."""
+"""Counts of fewer people are withheld from pages that may be published, since these could be recognised."""
 GROUPS = ("study_group", "diagnosis", "clinical_site", "sex", "race", "ethnicity")
 """Columns of participants to count, in this order, if the data has them."""
 MOST_GROUPS = 12
-"""A column with more values is not shown."""
+"""Columns with more values than this are not shown."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Step:
     participants: int | None
     detail: str = ""
     kind: Literal["all", "lost", "part"] = "all"
-    """Everything that remains, what was lost on the way, or a part of what remains."""
+    """Everything that remains (all), what was lost on the way (lost), or a part of what remains (part)."""
 
 
 def flow(sources: Sources) -> list[Step]:
@@ -105,7 +105,7 @@ def characteristics(sources: Sources) -> list[tuple[str, list[str]]]:
 
 
 def _labels(rows: Sequence[StoreRow | Acquisition]) -> dict[str, dict[str, str]]:
-    """The labels of each participant; a table may have them under one of two ids only."""
+    """The labels of each participant, merged over rows: a table may have them under only one of two ids."""
     found: dict[str, dict[str, str]] = {}
     for row in rows:
         own = found.setdefault(row.participant, {})
@@ -135,7 +135,7 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def guarded(counts: dict[str, int]) -> dict[str, str]:
-    """Counts of people as text, with small ones withheld; at least two, as a single one would follow from the total."""
+    """Counts of people as text, small ones withheld; if so, at least two, since one would follow from the total."""
     withheld = {name for name, count in counts.items() if 0 < count < SMALL}
     if len(withheld) == 1:
         others = {name: count for name, count in counts.items() if count >= SMALL}

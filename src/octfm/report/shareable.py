@@ -35,28 +35,28 @@ from octfm.store.layout import StoreRow
 from octfm.store.prepare import meaning_of
 
 NAME = "OCT encoder"
-"""Name of a model that was given none for publication; its folder's name may be private."""
+"""Name of a model for which no public name was given; its folder's name may be private."""
 WITHHELD = "…"
 BY_NUMBERS = frozenset({"masked loss", "effective rank", "teacher", "gradient", "targets", "data"})
-"""Health checks whose sentences hold only numbers and words of octfm."""
+"""Health checks whose sentences consist only of numbers and octfm's own words."""
 CHOICES = vocabulary("""
     anchored bf16 bscan constant context cosine data2vec ddp dense enface extremes fp32 fsdp inner layer learned line
     mae mean octa offline online radial raster rotary stop structure summary tails target tissue tpu vjepa2
     warn whiten xla_spmd
 """)
-"""Every word that a setting of a run can choose; all other text in a config comes from the user."""
+"""All words that settings can have as a value; any other text in a config was written by the user."""
 NUMBERED = vocabulary("""
     --defects --epochs --every --file-gb --file-seconds --folds --from-scratch-epochs --hours --max-reject --max-samples
     --ranks --seed --seeds --steps --workers
 """)
-"""Options whose value is a number. Elsewhere one may name a folder after a day or a patient."""
+"""Options whose value is a number. In other places a number may be the name of a folder: a day or a patient."""
 NAMED = vocabulary("""
     band_network ckpt_second_dir conditions encoder exclude init labels leave_out_scanners mask_name name order project
     scanners store surfaces target truth
 """)
-"""Settings that are text, in which a number is a name too."""
+"""Settings that hold text; a number in them may be a name."""
 RECORDED = ("octfm", "parameters", "environment", "store", "precision")
-"""Keys of run.json that pass; of the others, only the commit, fingerprints and the year do."""
+"""Keys of run.json that are shown; apart from them only the commit, fingerprints and the year are."""
 
 Row = TypeVar("Row", Acquisition, StoreRow)
 _FACT = re.compile(r"[\w .,+()-]{0,60}")
@@ -91,7 +91,7 @@ class Words:
         return name if name in ENCODERS or is_plain_word(name) else self._numbered["encoder"](name)
 
     def metric(self, name: str) -> str:
-        """One's own metric may be called after a clinic."""
+        """The name of a metric; a user's own metric may be named after a clinic."""
         return name if name in METRICS or is_plain_word(name) else self._numbered["metric"](name)
 
     def labels(self, labels: Mapping[str, str]) -> dict[str, str]:
@@ -106,13 +106,13 @@ class Words:
         return passed
 
     def row(self, row: Row) -> Row:
-        """The row with scanner, protocol and labels that may be shown; ids stay, for counting."""
+        """The row with scanner, protocol and labels that may be shown; ids are kept, to count people."""
         named: dict[str, Any] = {"scanner": self.scanner(row.scanner), "protocol": self.protocol(row.protocol)}
         return replace(row, **named, participant_labels=self.labels(row.participant_labels))
 
 
 def shareable_catalog(catalog: Catalog) -> Catalog:
-    """The catalog with names that may be shown; ids and uris stay, for counting and for reading pictures."""
+    """The catalog with names that may be shown; ids and uris are kept, to count people and to read pictures."""
     words = Words()
     return replace(catalog, acquisitions=tuple(words.row(a) for a in catalog.acquisitions))
 
@@ -154,7 +154,7 @@ def shareable(sources: Sources) -> Sources:
 
 
 def shareable_command(command: str) -> str:
-    """A command with its verb, options, choices, and numbers that are numbers; names and paths are withheld."""
+    """A command with its verb, options, choices and true numbers; names and paths are withheld."""
     try:
         words = shlex.split(command)
     except ValueError:

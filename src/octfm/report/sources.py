@@ -1,4 +1,4 @@
-"""Everything that reports and cards are made of, read from a run folder, its catalog and its store."""
+"""All data of reports and cards, read from a run folder, its catalog and its store."""
 
 import copy
 import json
@@ -61,15 +61,15 @@ def _verb(run: Location) -> str | None:
     """The verb that made a run folder; None without a run.json."""
     try:
         record = json.loads((run / "run.json").read_text("utf-8"))
-    except (FileNotFoundError, NotADirectoryError):  # the latter of a checkpoint's file
+    except (FileNotFoundError, NotADirectoryError):  # the latter if `run` is a file, such as a checkpoint
         return None
     except ValueError:
-        return "pretrain"  # gather names the damage
+        return "pretrain"  # `gather` raises an error that names the damage
     return record.get("kind", "pretrain") if isinstance(record, dict) else "pretrain"
 
 
 def require_pretraining(run: Location) -> None:
-    """Raises EvaluationError unless this is a run folder of octfm pretrain."""
+    """Raise EvaluationError unless this is a run folder of octfm pretrain."""
     if (verb := _verb(run)) == "pretrain":
         return
     if verb is None:

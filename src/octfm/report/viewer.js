@@ -4,7 +4,7 @@
 (() => {
   const { NONE, bytes, clamp, tokenSlice, tokenAt, voxelOf, decodeTokens, paint, sliceCanvas, frontCanvas, place, drawLines, drawArea,
     drawSides, drawBars, cross, mark } = octfmPaint;
-  // Lower than this, a B-scan begins stretched: on a telephone a retina in true proportions is ten pixels high.
+  // A B-scan lower than this is stretched at first: on a phone a retina in true proportions is ten pixels high.
   const LOW_PX = 100;
   const unknown = ([x, y]) => x === -1 && y === -1;  // as octfm.report.viewer codes a line without a place
   const mm = (value) => `${value.toFixed(3)} mm`;
@@ -389,7 +389,7 @@
     });
     for (const canvas of [bscanCanvas, frontCanvasElement])
       canvas.addEventListener("wheel", (event) => {
-        // Without the focus the wheel belongs to the page: nobody wants to be caught while scrolling.
+        // Without the focus the wheel scrolls the page.
         if (event.ctrlKey || !root.contains(document.activeElement)) return;
         event.preventDefault();
         if (hand?.drawing()) return;

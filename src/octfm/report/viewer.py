@@ -26,16 +26,19 @@ from octfm.volume.volume import Fundus, Volume
 LINE_STEPS, NO_LINE = 16, -32768
 """Lines are int16 in sixteenths of a row. viewer_paint.js has the same numbers."""
 LINE_COLUMNS = 512
-MEAN_EYE_SENTENCE = "those of a mean eye, as the file states degrees; as a rule right within a tenth"
+"""Most points of a line."""
+MEAN_EYE_SENTENCE = "those of a mean eye, because the file states degrees; usually right to within a tenth"
 CODINGS = ((88, 4_000_000, 1), (75, 4_000_000, 1), (75, 400_000, 1), (75, 250_000, 1), (70, 150_000, 1),
            (60, 100_000, 1), (60, 100_000, 2), (60, 100_000, 3), (60, 80_000, 4), (60, 80_000, 6), (50, 60_000, 8),
            (50, 60_000, 16), (40, 40_000, 32), (40, 20_000, 64))  # fmt: skip
-"""(JPEG quality, most pixels of a B-scan, one in this many B-scans), the finest first. Pixels go before B-scans."""
+"""(JPEG quality, most pixels of a B-scan, one in this many B-scans), the finest first. To save bytes, pixels are
+reduced before B-scans are left out."""
 
 
 @dataclass(frozen=True)
 class Viewer:
-    """Parts of a page; its Content-Security-Policy must allow `policy`, the hash of this script and no other."""
+    """Parts of a page. Its Content-Security-Policy must allow `policy`, the hash of the viewer's script, and no other
+    script."""
 
     body: str
     style: str
@@ -50,8 +53,9 @@ def viewer(
     on: Sequence[str] = (),
     corrections: Mapping[int, dict[str, Any]] | None = None,
 ) -> Viewer:
-    """One viewer for all scenes in at most `budget` bytes; `alone` on its page, it takes the keyboard focus.
+    """One viewer for all scenes in at most `budget` bytes.
 
+    alone: nothing else is on its page, so it takes the keyboard focus.
     on: keys of the overlays that are shown from the beginning.
     corrections: index of a scene → `correction_facts` of its segmentation, for correcting it by hand.
 
@@ -85,8 +89,8 @@ def write_view(
     corrections: dict[str, Any] | None = None,
     verdict: Sequence[tuple[str, str, str]] = (),
 ) -> Location:
-    """Write a page for one volume, under 25 MB; `pictures` stand below the viewer, (class, word, sentence) of `verdict`
-    on top; a segmentation and overlays from files of their own are shown from the beginning."""
+    """Write a page for one volume, under 25 MB: `verdict`, (class, word, sentence), then the viewer, `pictures` and
+    `facts`. A segmentation and overlays from other files are shown from the beginning."""
     by_hand = {0: corrections} if corrections else None
     on = ("segmentation", "lesions", *(o.key for o in scene.overlays if o.key.startswith(BESIDE)))
     shown = viewer([scene], alone=True, on=on, corrections=by_hand)
@@ -97,7 +101,7 @@ def write_view(
 
 def view_facts(volume: Volume, scene: Scene, axial_length_mm: float | None = None) -> list[tuple[str, str]]:
     """(name, value) of the facts in a volume's file, except its participant; sizes are those of `scene`.
-    axial_length_mm: the one that rescaled its lateral millimetres."""
+    axial_length_mm: the length by which lateral millimetres were rescaled; None if they are nominal."""
     order = {True: "superior to inferior", False: "inferior to superior in the file, shown superior first"}
     facts = [
         ("Scanner", readable(volume.scanner)),
@@ -128,6 +132,7 @@ def view_facts(volume: Volume, scene: Scene, axial_length_mm: float | None = Non
 
 
 def eye_of(scene: Scene) -> str:
+    """Which eye a scene shows, as a sentence."""
     return {"R": "Right eye.", "L": "Left eye, shown as it is."}.get(scene.laterality or "", "Which eye is not known.")
 
 
@@ -171,7 +176,7 @@ def _volume(scene: Scene, room: int, correct: dict[str, Any] | None = None) -> d
         facts["fundus"] = _fundus(scene.fundus)
     # Base64 takes 4/3 of the bytes; 3 leaves room for the rest of an overlay.
     room -= len(json.dumps(facts)) + 3 * sum(o.values.nbytes for o in scene.overlays if o.on_tokens)
-    # viewer_correct.js draws lines and areas that can be corrected from data of its own.
+    # viewer_correct.js draws lines and areas that can be corrected from its own data.
     return facts | _coded(scene, room, drawn_elsewhere=("segmentation", "lesions") if correct is not None else ())
 
 
@@ -180,7 +185,7 @@ def _coded(scene: Scene, room: int, drawn_elsewhere: Collection[str]) -> dict[st
     depth, height, width = scene.voxels.shape
     for quality, most, skip in CODINGS:
         kept = list(range(0, depth, skip))
-        # Four or so B-scans show whether coding all of them is worth the time.
+        # About four B-scans show whether all would be far too large.
         few = kept[:: max(1, len(kept) // 4)]
         if 0.8 * sum(len(_jpeg(scene.voxels[k], quality, most)) for k in few) / len(few) * len(kept) > room:
             continue
@@ -212,7 +217,7 @@ def _coded(scene: Scene, room: int, drawn_elsewhere: Collection[str]) -> dict[st
 
 
 def _about_front(scene: Scene) -> str:
-    """How the view from the front lies, if not as the fundus does."""
+    """How the view from the front is turned against the fundus; empty if it is not."""
     if not (scene.is_raster and scene.turned):
         return ""
     if scene.ends and scene.ends[0] in "SI":

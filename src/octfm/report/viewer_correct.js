@@ -311,7 +311,7 @@ const octfmCorrect = (() => {
     }
 
     function save() {
-      if (!find("author").value.trim()) { message = "Type who corrects, then save."; find("author").focus(); update(); return; }
+      if (!find("author").value.trim()) { message = "Enter your name in “Corrected by”, then save."; find("author").focus(); update(); return; }
       const made = content();
       if (!made.bscans.length && !fovea) { message = "Nothing to save: no B-scan was corrected or checked."; update(); return; }
       const link = document.createElement("a");
@@ -335,10 +335,10 @@ const octfmCorrect = (() => {
           && Object.keys(one.areas || {}).every((name) => edit.reported.includes(name)));
       let fits;
       try { fits = isOf(); } catch { fits = false; } // edited by hand
-      // Its zones went by that length; saved from here, it would lose it.
+      // Its zones were measured with that length, which would be lost when saved from here.
       const length = fits && made.axial_length_mm, other = length && length !== edit.axialLength;
       if (!fits || other) {
-        message = other ? `Not loaded: corrected by an axial length of ${length} mm; make this page with --axial-length ${length}.`
+        message = other ? `Not loaded: corrected with an axial length of ${length} mm; make this page with --axial-length ${length}.`
           : `Not loaded: ${made && made.format === edit.format && made.scan !== edit.scan ? "corrections of another scan" : "not corrections of these lines"}.`;
         update();
         return;
@@ -405,7 +405,7 @@ const octfmCorrect = (() => {
       if (zones) add("volume within 3 mm of the centre", "mm³", grid.zones?.volume, before.zones?.volume, 3);
       if (grid.amounts) edit.reported.forEach((name) => { const i = edit.areas.indexOf(name); add(name, "nl", grid.amounts[i], before.amounts?.[i]); });
       table.querySelector("tbody").replaceWith(body);
-      // Before anything is corrected, "now", "as found" and "change" would say the same thrice.
+      // Before anything is corrected, "now", "as found" and "change" would repeat each other.
       const changed = history.length > 0;
       table.classList.toggle("unchanged", !changed);
       table.classList.toggle("rangeless", !Object.keys(edit.ranges).length);
@@ -417,7 +417,7 @@ const octfmCorrect = (() => {
 
     // Why zones or volumes are blank, and what else their reader must know; in the words of octfm.layers.zones.
     function notes() {
-      // What the page opens with is not repeated here: the verdict as found, and why an accepted scan has no zones.
+      // Not repeated here, because the page begins with it: the verdict as found, and why an accepted scan has no zones.
       const { zones } = grid, said = [], answered = edit.reasons.length > grid.reasons.length;
       if (answered) said.push(grid.reasons.length ? `After correction still: ${grid.reasons.join("; ")}.` : "After correction nothing speaks against it.");
       if (edit.whyNoZones && answered && !grid.reasons.length) said.push(`${edit.whyNoZones[0].toUpperCase()}${edit.whyNoZones.slice(1)}.`);
@@ -433,7 +433,7 @@ const octfmCorrect = (() => {
       if (rules.sides[0] === "right") said.push("Left and right instead of nasal and temporal: the file does not say which eye it is.");
       const short = Object.keys(zones.coverage).filter((name) => !(zones.coverage[name] >= rules.covered));
       if (short.length) said.push(`Less than ${Math.round(100 * rules.covered)}% measured: ${short.join(", ")}.`);
-      if (zones.withheld.length) said.push(`Withheld, because network or fovea is unsure there: ${zones.withheld.join(", ")}.`);
+      if (zones.withheld.length) said.push(`Withheld (network unsure there, or the fovea may lie elsewhere): ${zones.withheld.join(", ")}.`);
       if (Object.keys(edit.ranges).length) said.push(`In the last column: ${edit.rangeKind}; it promises nothing for real eyes.`);
       return said;
     }
@@ -603,7 +603,7 @@ const octfmCorrect = (() => {
       if (event.altKey || (control && !(state.active && "zys".includes(name)))) return false;
       if (control && name === "s") { event.preventDefault(); save(); return true; }
       if (name === "e" && !control) { event.preventDefault(); toggle(); return true; }
-      // Until a stroke ends, other keys would change what it is compared with, or leave its B-scan.
+      // During a stroke, other keys would change what it is compared with, or leave its B-scan.
       if (stroke && name !== "Escape") { event.preventDefault(); return true; }
       if (!state.active || !keys[name] || (name === "Enter" && ["BUTTON", "SUMMARY"].includes(event.target.tagName))) return false;
       event.preventDefault();

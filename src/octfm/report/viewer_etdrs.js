@@ -17,7 +17,7 @@ const octfmEtdrs = (() => {
     return low;
   }
 
-  // Without B-scans that have no value, between two that are at most rules.bridged apart. As sample of octfm.volume.etdrs.
+  // Leaves out B-scans without a value, between two that are at most rules.bridged apart. As sample of octfm.volume.etdrs.
   function bridged(values, field, rules) {
     const { bscans, starts, columns } = field, line = (d) => values.subarray(d * columns, (d + 1) * columns);
     const seen = [...bscans.keys()].filter((d) => line(d).some((v) => v === v)), kept = new Set(bscans.keys());

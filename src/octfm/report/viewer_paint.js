@@ -1,4 +1,4 @@
-// How a B-scan, what lies over it, and the marks on it get onto a canvas; nothing here knows of the page or of what was clicked.
+// Draws a B-scan, its overlays and marks on a canvas; independent of the page and its events.
 "use strict";
 const octfmPaint = (() => {
   const bytes = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 40
+"""Most bars of a sparkline."""
 BUCKET_S = 10.0
+"""Shortest time in seconds between two downloads from a bucket."""
 CURVES = (
     ("train", "masked_over_baseline", "masked loss / baseline", "{:.3f}"),
     ("validation", "masked_over_baseline", "the same, held out", "{:.3f}"),
@@ -44,8 +46,9 @@ def follow(metrics: Location) -> list[dict[str, Any]]:
 
 
 def watch(run: str | Location, *, once: bool = False, every_s: float = 2.0, console: "Console | None" = None) -> None:
-    """Show the dashboard until the run is finished, stops itself or is interrupted; `once` prints it and returns. A run
-    in a bucket is shown as of its last upload, which is fetched at most every BUCKET_S seconds."""
+    """Show the dashboard until the run finishes or stops itself, or until Ctrl-C; `once` prints it and returns. A run
+    in a bucket is shown as of its last upload, which is fetched at most every BUCKET_S seconds. Raises EvaluationError
+    if `run` is no run folder of octfm pretrain."""
     from rich.console import Console
     from rich.live import Live
 
@@ -62,7 +65,7 @@ def watch(run: str | Location, *, once: bool = False, every_s: float = 2.0, cons
             live.update(dashboard(name, rows, steps), refresh=True)
             if last_step(rows) + 1 >= steps or stopped(rows):
                 return
-            # The file of a long run takes a second to read: at most a tenth of the time goes into it.
+            # Reading the file of a long run takes a second: spend at most a tenth of the time on it.
             time.sleep(max(every_s, 9 * (time.perf_counter() - began)))
 
 

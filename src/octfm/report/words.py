@@ -10,7 +10,7 @@ import numpy as np
 from octfm import display
 from octfm.display import interval
 from octfm.evaluation.scoring import HEADLINE, PLANNED, fails_holm
-from octfm.report.sources import Sources, number, series
+from octfm.report.sources import Sources, lookup, number, series
 
 METRICS = {
     "auroc": "AUROC",
@@ -51,16 +51,19 @@ TARGETS = {
 }
 MAIN = (("disease", "auroc"), ("diagnosis", "auroc"), ("label", "auroc"), ("cst_um", "r2"))
 """The key result is the first of these that was measured."""
+PREDICTED = dict.fromkeys(("vjepa2", "data2vec", "mae", "anchored"), "hidden tissue") | {"dense": "what tokens show"}
+"""What the built-in objectives predict: the subject of their loss."""
 POOLS = {
     "mean": "mean over tissue tokens",
-    "extremes": "by channel the means of the highest and of the lowest fifth of tissue tokens",
-    "tails": "the mean of tissue tokens, and by channel the means of their highest and lowest 20, 5 and 1 %",
-    "summary": "learned queries that read tissue tokens and their places",
+    "extremes": "for each channel the means of the highest and of the lowest fifth of tissue tokens",
+    "tails": "the mean of tissue tokens, and for each channel the means of the highest and lowest 20, 5 and 1 %",
+    "summary": "learned queries that read tissue tokens and their positions",
 }
 """How objective.pool turns a volume's tokens into a vector."""
 
 
 def encoder(name: str) -> str:
+    """The name of an encoder in a sentence."""
     return ENCODERS.get(name, name)
 
 
@@ -101,7 +104,7 @@ def comparison_rows(comparisons: Iterable[dict[str, Any]]) -> list[dict[str, Any
 
 
 def planned(probe: dict[str, Any]) -> list[dict[str, Any]]:
-    """The comparisons that answer a question: one metric per target, without leakage; the others only describe."""
+    """The planned comparisons: those by a metric of PLANNED, without leakage; the others are descriptive."""
     return [c for c in probe["comparisons"] if c["metric"] in PLANNED and not c.get("leakage")]
 
 
@@ -122,8 +125,8 @@ def key_result(probe: dict[str, Any] | None) -> tuple[str, str]:
 
 
 def verdict(probe: dict[str, Any] | None) -> tuple[str, str]:
-    """(tone, text of at most two sentences): tone is better, worse, inconclusive (also if Holm's correction leaves
-    nothing) or none; worse also if the tissue map, which holds no voxel, is ahead."""
+    """(tone, text of at most two sentences). The tone is better, worse, inconclusive (also if the verdict does not
+    survive Holm's correction) or none; it is worse as well if the tissue map, which holds no voxel, does better."""
     if probe is None:
         return "none", "No probe has been run on this encoder yet, so nothing can be said about its features."
     row = _key_row(probe)
@@ -135,7 +138,7 @@ def verdict(probe: dict[str, Any] | None) -> tuple[str, str]:
     metric = METRICS.get(row["metric"], row["metric"])
     seen = row["seen_test_participants"]
     people = f"{row['n_test_participants']} participants"
-    people += f", {seen} of whom the encoder had seen" if seen else " it had never seen"
+    people += f" ({seen} of them seen in pretraining)" if seen else " it had never seen"
     reaches = "reach" if row["encoder"] == "layers" else "reaches"
     text = f"In {what} among {people}, {encoder(row['encoder'])} {reaches} {metric} {interval(row)}"
     text += "." if row["low"] is None else ", 95\u00a0% interval in brackets."
@@ -249,7 +252,7 @@ def checkpoint_advice(rows: list[dict[str, Any]]) -> str:
     if not held_out:
         return text
     lowest = min(held_out, key=lambda row: number(row["masked_over_baseline"]))
-    # Further apart than a fifth of the run: nearer than that, either may be chance.
+    # Only if they are more than a fifth of the run apart; a smaller difference may be chance.
     span = max(int(row["step"]) for row in [*compared, *held_out]) + 1
     if abs(int(lowest["step"]) - step) > 0.2 * span:
         text += f" The SSL loss disagrees: it is lowest at step {int(lowest['step']) + 1}."
@@ -264,7 +267,7 @@ def advised_step(rows: list[dict[str, Any]]) -> int | None:
 
 
 def checkpoint_taken(rows: list[dict[str, Any]], checkpoints: Sequence[Path]) -> str:
-    """The last of a run's checkpoints, which its folder stands for, and the one that `checkpoint_advice` prefers."""
+    """Which of a run's checkpoints its folder stands for, the newest, and which one `checkpoint_advice` prefers."""
     text = f"{checkpoints[-1].name}: the newest checkpoint of this run"
     if (advised := advised_step(rows)) is None:
         return text
@@ -284,8 +287,18 @@ def probed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _best(compared: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last row with the best score: its checkpoint is kept."""
+    """The row with the best score; of equal scores the last, because its checkpoint is kept."""
     return max(compared, key=lambda row: (number(row["score"]), int(row["step"])))
+
+
+def objective(sources: Sources) -> str:
+    """Name of the run's objective; that of the default if its config names none."""
+    return str(lookup(sources.settings, "objective", "name") or "vjepa2")
+
+
+def predicted(sources: Sources) -> str:
+    """What the run learned to predict, for a sentence about its loss."""
+    return PREDICTED.get(objective(sources), "the goal of its objective")
 
 
 def training_line(sources: Sources) -> str:
@@ -301,7 +314,8 @@ def training_line(sources: Sources) -> str:
         error += f", {100 * held_out[-1]:.0f}\u00a0% on held-out participants."
     else:
         error += "; no validation was logged."
-    return f"{steps[-1] + 1:.0f} steps. Hidden tissue is predicted with {error}"
+    what = predicted(sources)
+    return f"{steps[-1] + 1:.0f} steps. {what[0].upper()}{what[1:]} is predicted with {error}"
 
 
 def health_line(sources: Sources) -> str:

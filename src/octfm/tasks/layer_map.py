@@ -5,7 +5,7 @@ their native geometry, not from the prepared store.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -96,14 +96,10 @@ def measured(
     *,
     bscans: int | None,
     finder: LayerFinder,
-    volumes: Mapping[str, Volume] | None = None,
     echo: Echo = print,
 ) -> dict[str, np.ndarray]:
-    """Acquisition → float64 [len(COLUMNS)], NaN where a scan does not allow a number; see `layer_map`.
-
-    volumes: acquisition → Volume of those that are not read from their uri.
-    """
-    file, given = Path(file), volumes or {}
+    """Acquisition → float64 [len(COLUMNS)], NaN where a scan does not allow a number; see `layer_map`."""
+    file = Path(file)
     head = {"format": "octfm-layer-map", "version": 1, "model": finder.model, "bscans": bscans, "columns": [*COLUMNS]}
     found = _read(file, head)
     wanted = [source for source in sources if source.key not in found]
@@ -111,9 +107,7 @@ def measured(
         echo(f"{file}: {len(sources) - len(wanted):,} of {len(sources):,} volumes are measured already")
     with file.open("a", encoding="utf-8") as out, Progress("layers", len(wanted)) as progress:
         for source in wanted:
-            volume = given.get(source.acquisition)
-            if volume is None:
-                volume = read_volume(source.uri, spacing_mm=source.spacing_mm, raster_only=False)
+            volume = read_volume(source.uri, spacing_mm=source.spacing_mm, raster_only=False)
             scan = segment(spaced(replace(volume, laterality=source.laterality), bscans), finder=finder)
             values = np.round(describe(scan), 4)
             found[source.key] = values

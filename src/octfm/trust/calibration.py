@@ -13,7 +13,7 @@ SIMULATIONS = 2000
 
 
 def calibration(study: Study) -> dict[str, Any]:
-    """Assess the run, other runs and the network trained from scratch, on every target with classes."""
+    """Assess the run, other runs and the network trained from scratch on every target with classes."""
     results, skipped = [], []
     for task in study.tasks:
         if task.cases.classes is None:
@@ -62,7 +62,7 @@ def _assess(study: Study, task: Task, name: str, predictions: Predictions) -> di
     if rare or measured is None:
         row["verdict"] = "inconclusive"
     elif measured > expected["high"]:
-        # On average it may be as sure as it is right, too sure of some cases and not sure enough of others.
+        # Confidence may equal accuracy on average, too high in some cases and too low in others.
         one_way = abs(confidence - accuracy) > expected["gap"]
         row["verdict"] = (
             ("overconfident" if confidence > accuracy else "underconfident") if one_way else "miscalibrated"
@@ -74,7 +74,7 @@ def _assess(study: Study, task: Task, name: str, predictions: Predictions) -> di
 
 def _curve(shown: np.ndarray, outcome: np.ndarray, participant: np.ndarray) -> list[dict[str, float | int | None]]:
     """Per bin: cases, mean predicted probability, observed share with Wilson's interval for as many independent cases
-    as there are participants, because several eyes of a participant tend to be right or wrong together."""
+    as there are participants, because predictions for a participant's eyes tend to be right or wrong together."""
     which = ece_bin(shown)
     rows = []
     for b in range(ECE_BINS):
@@ -97,8 +97,8 @@ def wilson(share: float, n: int) -> tuple[float, float]:
 
 def _ece_if_calibrated(confidence: np.ndarray, participant: np.ndarray, seed: int) -> dict[str, float]:
     """Mean and 97.5 % quantile of the ECE, and 95 % quantile of |confidence − accuracy|, if these probabilities were
-    true: with few cases, even then ECE is above 0 (Bröcker & Smith 2007). One draw per participant, because several
-    eyes of a participant tend to be right or wrong together."""
+    calibrated: even then, ECE is above 0 with few cases (Bröcker & Smith 2007). One draw per participant, because
+    predictions for a participant's eyes tend to be right or wrong together."""
     _, member = np.unique(participant, return_inverse=True)
     drawn = np.random.default_rng((seed, 3)).random((SIMULATIONS, int(member.max()) + 1))[:, member]
     right = drawn < confidence

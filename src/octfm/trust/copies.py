@@ -13,13 +13,14 @@ from octfm.trust.neighbours import nearest_scans
 from octfm.trust.study import Study
 
 SUSPECTS = 3
-"""Nearest scans, by vectors, that are compared with each tested scan."""
+"""Number of nearest scans, by vectors, that are compared with each tested scan."""
 SAME_SPECKLE = 0.3
 """Correlation of fine detail above which two scans are the same acquisition. Every acquisition has its own speckle,
 which survives compression and changes of brightness (docs/log)."""
 STRANGERS = 200
-"""Random pairs of different participants on the same two scanners, whose correlations can raise the threshold: small or
-smooth volumes correlate more by chance. Spectralis averages speckle away, which leaves the sharp edges of layers."""
+"""Number of random pairs of different participants on the same two scanners, whose correlations can raise the
+threshold: small or smooth volumes correlate more by chance. Spectralis averages speckle away and leaves sharp edges of
+layers."""
 SHIFT = (4, 4)
 """Largest offset between two copies, in rows and A-scans."""
 
@@ -65,7 +66,8 @@ def copies(study: Study, store: Store) -> dict[str, Any]:
 
 
 def _chance_threshold(study: Study, detail: Callable[[int], np.ndarray], a: str, b: str) -> float:
-    """Threshold above chance correlations on two scanners: q99 + 1.5 (q99 − median) over pairs of different people."""
+    """A threshold above correlations by chance on two scanners: q99 + 1.5 (q99 − median) over pairs of different
+    people; 0 without such pairs."""
     rng, people = np.random.default_rng((study.seed, 4)), study.data.participant
     drawn = np.stack(
         [rng.choice(np.flatnonzero(study.data.scanner == scanner), STRANGERS) for scanner in (a, b)], axis=1
@@ -120,7 +122,7 @@ def _fine_detail(store: Store, row: StoreRow) -> np.ndarray:
     height = np.arange(voxels.shape[1])[None, :, None]
     band = arrays.band[0, :, chosen]
     inside = (height >= band[0][:, None]) & (height < band[1][:, None])
-    # Remove what is common to all scans of an eye: layers, smooth along B-scans, and shadows, smooth along A-scans.
+    # Remove what all scans of an eye share: layers, smooth along B-scans, and shadows, smooth along A-scans.
     rough = voxels - uniform_filter1d(voxels, 7, axis=2)
     rough -= uniform_filter1d(rough, 7, axis=1)
     rough = np.where(inside, rough, 0)

@@ -1,20 +1,20 @@
 """Agreement of octfm segment with the device over many eyes: Bland-Altman limits of every ETDRS zone."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from octfm.catalog.columns import clean_id
-from octfm.catalog.participants.ids import under_one_id
+from octfm.catalog.participants.ids import person_key
 from octfm.errors import EvaluationError, one_line
 from octfm.evaluation import agreement
 from octfm.evaluation.cases import people
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap, holm
 from octfm.formats.names import lateralities, may_be_an_eye
 from octfm.layers.table import ACCEPTED
-from octfm.layers.zones import DEVICE_UNIT, UNIT, read_rows, same_millimetres, zones_in
+from octfm.layers.zones import DEVICE_UNIT, NOT_MOVED, UNIT, read_rows, same_millimetres, zones_in
 from octfm.trust.study import LEVEL
 from octfm.volume.etdrs import ZONES
 
@@ -25,25 +25,27 @@ UNREADABLE = "could not be read"
 REFUSED = "refused by the verdict"
 WITHOUT_DEVICE = "without the device's zones"
 WITHOUT_OURS = "without ours"
-OTHER_MILLIMETRES = "measured by an axial length, unlike the device's"
+OTHER_MILLIMETRES = "measured with an axial length, unlike the device's zones"
 LEFT_OUT: tuple[str, ...] = (UNREADABLE, REFUSED, WITHOUT_DEVICE, WITHOUT_OURS, OTHER_MILLIMETRES)
 """Why rows are left out, in the order of the report."""
 _NOMINAL = {"zones_note": ""}
-"""A row whose lateral millimetres are nominal, like the device's: its note names no axial length."""
+"""A row whose lateral millimetres are nominal, like the device's: it states no axial length."""
 OURS = {name: UNIT[name] for name in ZONES}
 PARTICIPANT = ("participant", "participant_id")
 """Columns that may name the participant of a row."""
 
 
 def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
-    """Ours minus the device's, per zone, over the rows of a table of octfm segment.
+    """Differences in µm, ours minus the device's, per zone, over the rows of a table of octfm segment.
 
     device: a CSV with the device's zones (`device_centre_um` … or `centre_um` …), matched by `source`, else by
-    participant and laterality; default: the columns device_<zone>_um of the table. Rows that could not be read, were
-    refused by the verdict, lack one side or were measured by an axial length are left out and counted. Intervals are
-    studentised bootstraps over participants where a column names them, else over rows; none with fewer than
-    MIN_PARTICIPANTS. `changing`: zones in which differences change with thickness, after Holm's correction over zones.
-    Raises EvaluationError.
+    participant and laterality; default: the columns device_<zone>_um of the table.
+    Rows that could not be read, were refused by the verdict, lack one of both or were measured with an axial length are
+    left out and counted. Intervals are studentised bootstraps over participants if a column names them, else over rows;
+    there is none with fewer than MIN_PARTICIPANTS. `changing`: zones in which differences change with thickness, after
+    Holm's correction over zones.
+    Raises EvaluationError if a file is no such table, if no row can be compared, and if rows of the two tables do not
+    match or contradict each other.
     """
     rows = read_rows(table, ("source", "verdict", "problem", UNIT["centre"]))
     if device is not None:
@@ -76,8 +78,9 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
         "participants": len({each["participant"] for each in used}) if named else None,
         "unnamed": sum(not each["row"][named].strip() for each in used) if named else 0,
         "repeated": len(eyes) - len(set(eyes)) if named else None,
-        "not_on_fovea": sum("nobody has moved it" in each["row"].get("device_note", "") for each in used),
+        "not_on_fovea": sum(NOT_MOVED in each["row"].get("device_note", "") for each in used),
         "ours_not_on_fovea": sum(each["row"].get("grid_centre") == "scan" for each in used),
+        "scanners": dict(Counter(name for each in used if (name := each["row"].get("scanner", "").strip()))),
         "corrected": sum(bool(each["row"].get("corrected_bscans")) for each in used),
         "models": sorted({each["row"]["model"] for each in used if each["row"].get("model")}),
         "large_um": LARGE_UM,
@@ -121,7 +124,7 @@ def _zone(name: str, used: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "n_participants": count,
         "without_ours": sum(name in each["device"] and name not in each["ours"] for each in used),
         "n_large": int((np.abs(apart) > LARGE_UM).sum()),
-        # Without two participants nothing is known of how they differ, so there are no limits.
+        # One participant does not show how participants differ, so there are no limits.
         "bland_altman": agreement.limits(apart, people, boot) if count > 1 else None,
         "slope_per_100_um": agreement.slope(apart, level / 100, people, boot) if boot else None,
         "points": [[float(m), float(d)] for m, d in zip(level, apart, strict=True)],
@@ -152,12 +155,6 @@ def _with_device(
 ) -> list[dict[str, str]]:
     """Rows with the device's zones of another table in place of their own."""
     people = [_participants_of(some) for some in (rows, others)]
-    cells = [row[column] for column, some in zip(people, (rows, others), strict=True) if column for row in some]
-    one = dict(zip(cells, under_one_id(cells), strict=True))
-    rows, others = (
-        [row | {column: one[row[column]]} for row in some] if column else some
-        for column, some in zip(people, (rows, others), strict=True)
-    )
     columns_here = one_line(", ".join(others[0]))[:200]
     lacking = [*([] if people[0] else ["participant"]), *([] if "laterality" in rows[0] else ["laterality"])]
     if "source" in others[0]:
@@ -178,46 +175,58 @@ def _with_device(
     columns, known = UNIT if own else DEVICE_UNIT, dict[tuple[str, ...], dict[str, str]]()
     for other in others:
         key = _key(other, wanted)
-        if not all(key):  # two rows that name nobody, or no eye, are no pair
+        if not all(key):  # rows without a participant or an eye cannot be matched
             continue
+        named = ", ".join(one_line(other[column].strip()) for column in wanted)
         if "laterality" in wanted and not may_be_an_eye(eye := other["laterality"]):
             raise EvaluationError(
-                f"{device}: {', '.join(key)}: laterality is {one_line(eye)}; expected R, L, OD, OS, right or left"
+                f"{device}: {named}: laterality is {one_line(eye)}; expected R, L, OD, OS, right or left"
             )
         if key in known:
-            raise EvaluationError(f"{device}: {', '.join(key)} stands in two rows; which of them is meant?")
+            raise EvaluationError(f"{device}: {named} stands in two rows; which of them is meant?")
         known[key] = other
-    ours = [key for row in rows if all(key := _key(row, keys))]
-    if known.keys().isdisjoint(ours):
+    ours = [row for row in rows if all(_key(row, keys))]
+    scans = Counter(_key(row, keys) for row in ours)
+    if repeated := next((key for key in known if scans[key] > 1 and "laterality" in wanted), None):
         raise EvaluationError(
-            f"{device}: names none of the eyes of {table}: {_first(wanted, known)} here, {_first(keys, ours)} there; "
-            "write both alike"
+            f"{device}: one row for {_named(wanted, known[repeated])}, of whom {table} has {scans[repeated]} scans; "
+            f"which of them did the device measure? give {device} a column source as in {table} instead"
+        )
+    if known.keys().isdisjoint(scans):
+        raise EvaluationError(
+            f"{device}: names none of the eyes of {table}: {_first(wanted, known.values())} here, "
+            f"{_first(keys, ours)} there; write both in the same way"
         )
     joined = []
     for row in rows:
-        other = known.get(key := _key(row, keys), {})
+        other = known.get(_key(row, keys), {})
         eyes = [each.get("laterality", "") for each in (row, other)]
         if lateralities(eyes)[1]:
             raise EvaluationError(
                 f"{device}: {row['source']} is eye {eyes[1]}, in {table} eye {eyes[0]}; zones of two eyes are no pair"
             )
-        zones_in(other, {name: columns[name] for name in ZONES}, device, ", ".join(key))  # names the other table
+        named = ", ".join(row[name].strip() for name in keys)
+        zones_in(other, {name: columns[name] for name in ZONES}, device, named)  # names the other table
         zones = {DEVICE_UNIT[name]: other.get(columns[name], "") for name in ZONES}
         person = {people[1]: other.get(people[1], "")} if people[1] and not people[0] else {}
         joined.append(row | zones | person | {"device_note": other.get("device_note", "")})
     return joined
 
 
-def _first(columns: Sequence[str], keys: Iterable[tuple[str, ...]]) -> str:
-    """The first of these keys of rows, in words."""
-    first = next(iter(keys), ("nothing",) * len(columns))
-    return ", ".join(f"{column} {one_line(cell)}" for column, cell in zip(columns, first, strict=True))
+def _first(columns: Sequence[str], rows: Iterable[dict[str, str]]) -> str:
+    """What the first of these rows is matched by, in words for an error."""
+    return _named(columns, next(iter(rows), dict.fromkeys(columns, "nothing")))
+
+
+def _named(columns: Sequence[str], row: dict[str, str]) -> str:
+    return ", ".join(f"{column} {one_line(row[column].strip())}" for column in columns)
 
 
 def _key(row: dict[str, str], columns: Sequence[str]) -> tuple[str, ...]:
-    """What a row is matched by; an eye is R or L however its table spells it (OD, left), 1001.0 is participant 1001."""
+    """The cells by which rows are matched: an eye is R or L however its table spells it (OD, left), a participant is
+    one under every spelling of the id."""
     cells = ((column, row[column].strip()) for column in columns)
     return tuple(
-        cell if column == "source" else lateralities([cell])[0] or cell if column == "laterality" else clean_id(cell)
+        cell if column == "source" else lateralities([cell])[0] or cell if column == "laterality" else person_key(cell)
         for column, cell in cells
     )

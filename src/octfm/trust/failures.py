@@ -8,7 +8,7 @@ from octfm.evaluation.scoring import Units, softmax, to_units
 from octfm.trust.study import Study, Task
 
 WORST = 8
-"""Units shown of each target."""
+"""Units to show for each target."""
 
 
 def failures(study: Study) -> list[dict[str, Any]]:

@@ -65,7 +65,7 @@ def leaderboard(
     An entry is a pretraining run, a checkpoint, an export or a packaged encoder (evaluated by a logistic or ridge
     probe) or a folder of `octfm finetune`; fine-tuned runs that differ only in the seed form one entry. The first entry
     is compared with each of the others. Baselines: random initialisation of the first checkpoint, intensity histogram,
-    tissue map, and covariates (age, sex, site, scanner, image quality). Every checkpoint is pooled as the first one.
+    tissue map, and covariates (age, sex, site, scanner, image quality). All checkpoints are pooled like the first one.
 
     stores: one per preprocessing among the encoders, all of the same acquisitions.
     exclude: a file of volumes to leave out.
@@ -91,7 +91,7 @@ def leaderboard(
     cases, rounds, seen_rows = _tested(target, volumes, table, orders, paths, allow_seen, seed)
     base = replace(read_embeddings(histogram_baseline(opened[0], out / "embeddings")), name="histogram")
     vectors = _embed_entries(frozen, opened, out / "embeddings", echo)
-    # Behind the vectors of the checkpoints are those of the first one's random initialisation.
+    # The last vectors are those of the first checkpoint's random initialisation.
     quality = read_embeddings(quality_baseline(opened[0], out / "embeddings"))
     known = with_table(covariates(base, quality.vectors), table)
     baselines = [*vectors[len(frozen) :], base, tissue_map(opened[0], base), known]
@@ -110,7 +110,7 @@ def leaderboard(
         name: score(cases, name, predictions, facts | {"what": what}, resamples, seed)
         for name, (what, predictions) in runs.items()
     }
-    # The first entry, unless it is a fine-tuned run in a group that another run names.
+    # The first entry, unless it is a fine-tuned run in a group that has the name of another run.
     first = next(name for name in (entry_name(paths[0]), *names) if name in scored)
     others = [own for name, own in scored.items() if name != first]
     comparisons = [row for own in others for row in compare_metrics(scored[first], own, leakage=False)]
@@ -137,8 +137,9 @@ def _tested(
     allow_seen: bool,
     seed: int,
 ) -> tuple[Cases, list[Round], np.ndarray]:
-    """The cases of a target, the one fit on them, and bool [N] of rows whose participants an entry was trained on.
-    Needs no vectors. Raises EvaluationError if labels are missing or too few, or if a test participant was seen."""
+    """The cases of a target, its single round, and bool [N]: rows whose participants an entry was trained on. Vectors
+    are not needed. Raises EvaluationError if labels are missing or too few, or if a test participant was seen in
+    training, unless `allow_seen`."""
     seen_rows = np.zeros(len(data.acquisition), bool)
     tested = np.array([split == "test" for split in data.split])
     for path in paths:
@@ -222,7 +223,7 @@ def _difference(result: dict[str, Any], entry: str, metric: str) -> dict[str, An
 
 
 def entry_name(path: Path) -> str:
-    """Name of a run: its folder; of a checkpoint: run folder and step."""
+    """Name of an entry: the folder of a run; run folder and step of a checkpoint."""
     return f"{path.parent.parent.name}:{path.stem}" if path.is_file() else path.resolve().name
 
 
@@ -238,7 +239,7 @@ def embed_run(
 ) -> Embeddings:
     """Embed the store that has the encoder's preprocessing (else the first) into `folder`, and read the vectors.
 
-    draw: instead of its weights, those of this draw before the first update. pool: instead of its objective.pool.
+    draw: use the weights of this draw before the first update. pool: use this instead of the run's objective.pool.
     """
     encoder = load_encoder(path, random_init=draw is not None, draw=draw or 0).pooling(pool)
     store = next((s for s in stores if s.fingerprint == encoder.fingerprint), stores[0])

@@ -45,7 +45,8 @@ def scanner_leakage(study: Study) -> dict[str, Any]:
 
 
 def neighbours(study: Study) -> dict[str, Any]:
-    """Share of the five nearest training scans (cosine) of other participants with a test scan's label, or scanner."""
+    """Share of a test scan's five nearest training scans (by cosine) of other participants that have its label or
+    scanner."""
     results: list[dict[str, Any]] = []
     comparisons: list[dict[str, Any]] = []
     labels = {task.name: _labels(task, study) for task in study.tasks if task.cases.classes is not None}
@@ -87,14 +88,14 @@ def neighbours(study: Study) -> dict[str, Any]:
 
 
 def chance_of(label: np.ndarray, participant: np.ndarray, query: np.ndarray, gallery: np.ndarray) -> float:
-    """Mean share of the gallery's scans of other participants that have the label of a query; `label` and `participant`
-    are of all scans, `query` and `gallery` are rows of them."""
+    """Mean share of the gallery's scans of other participants that have the label of a query. `label` and `participant`
+    have an entry for every scan; `query` and `gallery` are rows among them."""
     _, person = np.unique(participant, return_inverse=True)
     place = {value: k for k, value in enumerate(dict.fromkeys(label.tolist()))}
     kind = np.array([place[value] for value in label.tolist()])
     counts = np.zeros((person.max() + 1, len(place)))
     np.add.at(counts, (person[gallery], kind[gallery]), 1)
-    # A query's own scans are no neighbours, so they are not among those drawn at random either.
+    # Scans of a query's own participant cannot be neighbours, so they do not count for chance either.
     others = counts.sum() - counts[person[query]].sum(1)
     alike = counts.sum(0)[kind[query]] - counts[person[query], kind[query]]
     return float(np.mean(alike / np.maximum(others, 1)))
@@ -111,7 +112,7 @@ def nearest_scans(study: Study, encoder: Embeddings, k: int = NEAREST) -> tuple[
     # In parts, so that the similarity matrix stays small.
     for part in np.array_split(query, max(1, len(query) // 256)):
         near = unit[part] @ unit[gallery].T
-        # Other scans of the same participant are near for the wrong reason.
+        # Other scans of the same participant are excluded: they are near for the wrong reason.
         near[names[part][:, None] == names[gallery][None, :]] = -np.inf
         found.append(gallery[np.argsort(-near, axis=1, kind="stable")[:, :k]])
     return query, np.concatenate(found), gallery

@@ -77,7 +77,8 @@ def trust(
     exclude: a file of volumes to leave out.
 
     Embeddings and networks trained from scratch are kept in `out` and reused. Raises EvaluationError if a test
-    participant was in any pretraining, unless `allow_seen`.
+    participant was in any pretraining, unless `allow_seen`, if no target can be evaluated, and if two encoders have the
+    same name.
     """
     out, opened = local_path(out), [to_evaluate(Store.open(path), exclude) for path in stores]
     if not opened or not len(opened[0]):
@@ -101,7 +102,7 @@ def trust(
     def rows_of(data: Embeddings) -> np.ndarray:
         return rows_seen(data, lambda participant: any(is_seen(participant) for is_seen in known))
 
-    # For their errors only: a wrong target or group, or a seen participant, should show before anything is embedded.
+    # Only for their errors: a wrong target or group, or a seen participant, must show before anything is embedded.
     volumes = of_store(opened[0])
     group_columns(make_study([volumes], {}, **common, seen=rows_of(volumes)), groups, age_bands)
     encoders, kinds = _encoders(runs, own, opened, out / "embeddings", echo)
@@ -170,7 +171,8 @@ def analyse(
 
 
 def claimed(analysis: Callable[[Study], dict[str, Any]], study: Study) -> dict[str, Any]:
-    """The analysis, repeated with more resamples if it has so many comparisons that none could be claimed."""
+    """The result of an analysis, repeated with more resamples if it has so many comparisons that Holm's correction
+    would leave none."""
     found = analysis(study)
     enough = enough_resamples(sum(c["planned"] for c in found["comparisons"]), study.resamples)
     return found if enough == study.resamples else analysis(replace(study, resamples=enough))
@@ -198,7 +200,7 @@ def baselines(study: Study) -> dict[str, Any]:
             # Other runs are not baselines; `domains` compares them.
             if name != study.reference and study.kinds[name] != "other run":
                 comparisons += compare_metrics(scored[study.reference], own, leakage=False)
-        # What the encoder adds to a map that holds no voxel.
+        # What the encoder adds to a map without voxels.
         for arm in (e for e in study.encoders if e.parts):
             for part in (name for name, _ in arm.parts if name != study.reference):
                 comparisons += compare_metrics(scored[arm.name], scored[part], leakage=False)
@@ -226,8 +228,8 @@ def _encoders(
     folder: Path,
     echo: Echo,
 ) -> tuple[list[Embeddings], dict[str, Kind]]:
-    """Embeddings and kinds, in order: the run, other runs, baselines, external encoders. Every encoder is read out as
-    the run's own settings say, or vectors could not be compared."""
+    """Embeddings and kinds, in order: the run, other runs, baselines, external encoders. All are pooled as in the run's
+    own settings, so that vectors can be compared."""
     read: list[Embeddings] = []
     first = next(iter(runs))
     pool = load_encoder(runs[first]).config.objective.pool
@@ -284,8 +286,8 @@ def _pretraining(path: Path, store: Store) -> dict[str, Any]:
 def _from_scratch(
     study: Study, common: dict[str, Any], orders: Mapping[str, tuple[str, ...]], out: Path, allow_seen: bool, echo: Echo
 ) -> tuple[Study, str]:
-    """Train the run's architecture from random weights for each label; returns the study's predictions, and a note. The
-    learning rate is one that suits training from scratch, higher than that of fine-tuning."""
+    """Train the run's architecture from random weights for each label; returns the study with these predictions, and a
+    note. The learning rate suits training from scratch: it is higher than in fine-tuning."""
     if study.design != "recommended_split":
         return study, "Left out: it needs train and test splits, and this store has none (octfm scan makes them)."
     recipe = {"from_scratch": True, "head_epochs": 0, "lr_encoder": 3e-4, "layer_decay": 1.0, "patience": 15}

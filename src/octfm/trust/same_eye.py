@@ -16,7 +16,7 @@ from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap, Metric
 from octfm.trust.study import Study, Task, add_claims, difference, estimate
 
 OVERALL: agreement.Form = "ICC(1,1)"
-"""The form over all scanners. Each eye was scanned by some of them, not all, which is the one-way design."""
+"""The form over all scanners: each eye was scanned by some of them, not by all, which makes a one-way design."""
 PAIRWISE: agreement.Form = "ICC(2,1)"
 """The form between two scanners. An offset between them counts as disagreement."""
 
@@ -102,7 +102,8 @@ def _readings(study: Study, task: Task, predictions: Predictions) -> Readings:
 
 
 def _truth(study: Study, task: Task) -> Readings | None:
-    """Labels measured per scan: their agreement limits that of predictions. None if labels are per eye or coarser."""
+    """Labels that were measured per scan, whose own agreement limits that of predictions; None if labels are per eye or
+    coarser."""
     if task.cases.kind != "regression":
         return None
     tested = np.concatenate([r.test for r in task.rounds])
@@ -228,7 +229,7 @@ def _ranks(
 
 
 def unit_vectors(encoder: Embeddings, study: Study) -> np.ndarray:
-    """Vectors standardised by the training rows (by all rows, if all are tested), then scaled to length 1."""
+    """Vectors [N, width] standardised by the training rows (by all rows if all are tested), then scaled to length 1."""
     known = ~study.tested if (~study.tested).any() else study.tested
     _, x = standardised(encoder.vectors[known], encoder.vectors)
     return x / np.maximum(1e-12, np.linalg.norm(x, axis=1, keepdims=True))

@@ -1,4 +1,4 @@
-"""Generalisation across scanners: of probes to a scanner left out, and of runs pretrained on other scanners."""
+"""Generalisation across scanners: probes on a scanner that was left out, and runs pretrained on other scanners."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,8 +26,9 @@ REGIMES = {
 
 
 def leave_one_scanner_out(study: Study) -> dict[str, Any]:
-    """Fit four probes (REGIMES) per target, encoder and scanner, tested on the same participants of that scanner. The
-    drop compares equal numbers of training participants; the other scanners together have more, which would hide it."""
+    """Fit four probes (REGIMES) per target, encoder and scanner, all tested on the same participants of that scanner.
+    The drop compares equal numbers of training participants, because the other scanners together have more, which would
+    hide it."""
     results: list[dict[str, Any]] = []
     comparisons: list[dict[str, Any]] = []
     skipped: list[dict[str, str]] = []
@@ -59,7 +60,7 @@ def leave_one_scanner_out(study: Study) -> dict[str, Any]:
         "results": results,
         "comparisons": add_claims(comparisons),
         "skipped": skipped,
-        "sentence": None if results else "Fewer than two scanners have participants enough to learn from and to test.",
+        "sentence": None if results else "Fewer than two scanners have enough participants to learn from and to test.",
     }
 
 
@@ -81,7 +82,7 @@ def training_sets(task: Task, study: Study, scanner: str) -> dict[str, list[tupl
 
     def cut(rounds: list[Round], side: int) -> list[tuple[Round, ...]]:
         """Reduce each training set to the smaller of its pair, by DRAWS random subsets if there is a choice."""
-        # More participants alone make a better probe, so both regimes of a pair learn from equally many.
+        # More participants make a better probe, so both regimes of a pair get the same number.
         shares = [min(pair) / pair[side] for pair in sizes]
         draws = DRAWS if min(shares) < 1 else 1
         return [
@@ -138,7 +139,7 @@ def domains(study: Study) -> dict[str, Any]:
 
 
 def rare_note(rare: dict[str, int]) -> str | None:
-    """The sentence that explains a missing interval; None if no class is too rare."""
+    """A sentence that explains a missing interval; None if no class is too rare."""
     if not rare:
         return None
     who = ", ".join(f"{n}" + (f" with {name}" if name else "") for name, n in rare.items())
@@ -212,7 +213,7 @@ def _require_participants(cases: Cases, r: Round, where: str) -> None:
 
 
 def _require_disjoint(cases: Cases, r: Round, study: Study) -> None:
-    """A bug if it fails: no tested participant may be in any training part, on any scanner."""
+    """Raise AssertionError, a bug of octfm, if a tested participant is in a training part or was in pretraining."""
     tested = set(cases.participant[r.test].tolist())
     if crossing := tested & set(cases.participant[r.train].tolist()):
         raise AssertionError(f"{len(crossing)} tested participants are in a training set ({min(crossing)} …)")

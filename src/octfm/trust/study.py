@@ -81,7 +81,7 @@ class Study:
         return replace(self, encoders=(self.data.by_person(), *self.encoders[1:]))
 
     def images(self) -> list[Embeddings]:
-        """The encoders that use voxels, without the joint arm, whose distances have no meaning."""
+        """The encoders that use voxels, except the joint arm, whose distances have no meaning."""
         return [e for e in self.encoders if e.name not in (*NO_VOXELS, MAP_AND_ENCODER)]
 
     def predictions(self, task: Task, encoder: Embeddings) -> Predictions:
@@ -97,7 +97,7 @@ class Study:
         return named + ([(FROM_SCRATCH, self.scratch[task.name])] if task.name in self.scratch else [])
 
     def all_draws(self, task: Task) -> list[tuple[str, list[Predictions]]]:
-        """`all_predictions` with every draw of arms that have several; elsewhere the first one stands for them."""
+        """`all_predictions` as lists: every draw of arms that have several, one element for the others."""
         draws = {
             e.name: predict_draws(task.cases, task.rounds, e, "linear", self.seed) for e in self.encoders if e.draws
         }
@@ -126,7 +126,8 @@ def make_study(
     resamples: int = 4000,
     seed: int = 0,
 ) -> Study:
-    """Find targets and rounds. EvaluationError if none remains, or a test participant was seen without `allow_seen`."""
+    """Find targets and rounds. Raises EvaluationError if no target can be evaluated, or if a test participant was seen
+    in pretraining, unless `allow_seen`. `seen`: bool [N] of rows."""
     align(list(encoders))
     data = encoders[0]
     person = people(data.participant)
@@ -151,7 +152,7 @@ def make_study(
     tested = (
         np.array([split == "test" for split in data.split]) if design == "recommended_split" else allow_seen | ~seen
     )
-    # Retrieval, neighbours and copies test scans without a label as well.
+    # Retrieval, neighbours and copies also test scans without a label.
     if not allow_seen and (leaked := np.unique(people(data.participant[tested & seen]))).size:
         raise EvaluationError(
             f"{len(leaked)} test participants were in the encoder's pretraining ({leaked[0]} …), without a label of "
@@ -188,7 +189,7 @@ def make_task(
 
 
 def part(run: Predictions, keep: np.ndarray) -> Predictions:
-    """Select predictions by `keep`, bool [n]."""
+    """The predictions of the rows that `keep`, bool [n], selects."""
 
     def own(values: np.ndarray | None) -> np.ndarray | None:
         return None if values is None else values[keep]

@@ -21,7 +21,8 @@ NO_GROUPS = "No column tells groups apart: no site, age, eye or scanner differs 
 def subgroups(study: Study, columns: Sequence[str] = (), age_bands: Sequence[float] = AGE_BANDS) -> dict[str, Any]:
     """Score the run's probe in each subgroup and compare it with all other test rows. Groups are site, age band, eye,
     scanner and the values of `columns`. Regression is scored by absolute error, because R² is low in a homogeneous
-    group whatever the errors. p values are corrected over all gaps of all targets."""
+    group whatever the errors. p values are corrected over all gaps of all targets. Raises EvaluationError as
+    `group_columns`."""
     results, comparisons = [], []
     dimensions = group_columns(study, columns, age_bands)
     for task in study.tasks:

@@ -33,7 +33,7 @@ docs/results.md of the repository.""",
 
 On these B-scans thickness and fluid as measured by `layers-2` reach .892, and vectors add nothing to them.""",
 }
-"""By name, from docs/results.md."""
+"""Measured results by name of the network, from docs/results.md."""
 
 
 def model_card(network: Packaged) -> str:

@@ -28,7 +28,7 @@ CONFIG, WEIGHTS, SEEN, KEY, CARD, ONNX = (
 )  # fmt: skip
 FORMAT, VERSION = "octfm-export", 1
 SETTINGS = ("seed", "precision", "model", "predictor", "objective", "masks")
-"""The run settings that define its encoder. The others are not exported: they contain paths."""
+"""The settings of a run that define its encoder. The others are not exported, because they contain paths."""
 
 
 def is_export(where: Location) -> bool:
@@ -40,7 +40,7 @@ def is_export(where: Location) -> bool:
 
 
 def refuse_inside_export(out: Location) -> None:
-    """Raises EvaluationError if `out` is inside an export, which may be published; embeddings and pictures may not."""
+    """Raise EvaluationError if `out` is inside an export, which may be published; embeddings and pictures may not."""
     folder = out if isinstance(out, BucketPath) else Path(os.path.abspath(out))  # noqa: PTH100
     for parent in (folder, *(folder.parents if isinstance(folder, Path) else ())):
         if is_export(parent):
@@ -90,7 +90,8 @@ def read_settings(where: Location) -> dict[str, Any]:
 
 
 def read_seen(where: Location) -> dict[str, Any]:
-    """Keyed hashes of the participants the model was trained on, and their key, None if it is kept elsewhere."""
+    """`hashes`: keyed hashes of the participants that the model was trained on; `key`: their key, None if it is kept
+    elsewhere. Raises CheckpointError if the file of hashes is missing or damaged."""
     if not (where / SEEN).exists():
         raise CheckpointError(
             f"{where / SEEN}: missing, so the model's training participants are unknown; fetch the whole export again"
@@ -104,7 +105,7 @@ def read_seen(where: Location) -> dict[str, Any]:
 
 
 def digest(network: "Mapping[str, Tensor]") -> str:
-    """SHA-256 that identifies the weights of an encoder, in float32 whatever they are stored in."""
+    """SHA-256 that identifies the weights of an encoder, computed in float32 whatever their stored type."""
     return checksum({f"network.{name}": tensor.float() for name, tensor in network.items()})
 
 

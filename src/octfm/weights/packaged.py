@@ -1,4 +1,4 @@
-"""What comes in the wheel: the networks of `octfm segment` and the encoder, with hashes and what they learned from."""
+"""The networks in the wheel: those of `octfm segment` and the encoders, with hashes and a record of their training."""
 
 import json
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Packaged:
 
     name: str
     digest: str
-    """Of a network of `octfm segment` the SHA-256 of its safetensors file, of an encoder `Encoder.digest`."""
+    """SHA-256 of the safetensors file for a network of `octfm segment`, `Encoder.digest` for an encoder."""
     facts: dict
     size_bytes: int
 
@@ -63,7 +63,8 @@ def everything_packaged() -> list[Packaged]:
 
 
 def find_packaged(name: str, known: Sequence[Packaged] | None = None) -> Packaged:
-    """The packaged network of this name in `known`, by default `octfm segment`'s. Raises CheckpointError for none."""
+    """The packaged network of this name among `known`, by default `octfm segment`'s. Raises CheckpointError if there is
+    none."""
     by_name = {each.name: each for each in (packaged() if known is None else known)}
     if name not in by_name:
         raise CheckpointError(f"{name}: no packaged network has this name; there are {', '.join(by_name)}")
@@ -93,7 +94,7 @@ def packaged_encoders(weights: Path | None = None) -> dict[str, Path]:
 
 
 def packaged_encoder(name: str = CURRENT_ENCODER, weights: Path | None = None) -> Path:
-    """The folder of a packaged encoder. Raises CheckpointError that names the packaged ones."""
+    """The folder of a packaged encoder. Raises CheckpointError, which names those that there are, if it is missing."""
     encoders = packaged_encoders(weights)
     if name not in encoders:
         raise CheckpointError(

@@ -18,14 +18,14 @@ from octfm.models.voxels import averaged, check_average, hidden_voxels
 
 
 class AnchoredConfig(TruthConfig):
-    """Masked voxels of volumes without labels (as mae), the truth of phantoms (as dense with hidden tokens). In part
-    synthetic-supervised: it needs data.phantoms with a share below 1."""
+    """Masked voxels of volumes without labels (as mae) and the truth of phantoms (as dense with hidden tokens). Partly
+    supervised by synthetic data: it needs data.phantoms with a share below 1."""
 
     name: Literal["anchored"] = "anchored"
     """The name chooses the objective and, with it, this table of settings."""
     context_loss: float = Field(default=1.0, ge=0, le=1e3)
-    """Weight of naming the visible tokens of phantoms, by a linear head on the encoder. Visible voxels of other volumes
-    are not predicted."""
+    """Weight of predicting the composition of phantoms' visible tokens, by a linear head on the encoder. Visible voxels
+    of other volumes are not predicted."""
     goal_average: tuple[Side, Side, Side] = (1, 1, 1)
     """Voxels of a patch, (B-scan, axial, lateral), that are averaged before they are predicted, as in mae."""
     masked_weight: float = Field(default=1.0, ge=0, le=1e3)
@@ -73,7 +73,7 @@ class Anchored(Objective):
             labelled_B, voxel_loss_B, self.composition.entropy(answers[..., self.voxels :], masked_truth)
         )
         named_B = self.composition.entropy(self.head(seen), context_truth)
-        # Of volumes without labels 0: none of their visible voxels are predicted.
+        # 0 for volumes without labels, whose visible voxels are not predicted.
         context_loss_B = self._weighed(labelled_B, torch.zeros_like(named_B), named_B)
         no_voxels = voxel_goal.new_zeros(*context_truth.shape[:2], self.voxels)
         context_goal = self._goal(no_voxels, context_truth, labelled_B)
@@ -89,8 +89,8 @@ class Anchored(Objective):
         )
 
     def baseline(self, goal_BMD: Tensor) -> Tensor:
-        """Loss [B] of the best answers that are the same for all volumes: the mean patch of those without labels, the
-        mean composition of the others."""
+        """Loss [B] of the best constant answers: the mean patch for volumes without labels, the mean composition for
+        the others."""
         voxels, truth = goal_BMD.float().split((self.voxels, self.composition.answers), dim=-1)
         labelled_B = self._labelled(truth)
         others = (~labelled_B).float()[:, None, None]
@@ -102,12 +102,12 @@ class Anchored(Objective):
         )
 
     def _labelled(self, truth_BMA: Tensor) -> Tensor:
-        """bool [B]: volumes with a truth."""
+        """bool [B]: volumes whose truth is known."""
         return truth_BMA.sum((1, 2)) > 0
 
     def _weighed(self, labelled_B: Tensor, without_B: Tensor, with_B: Tensor) -> Tensor:
         return torch.where(labelled_B, self.weights[1] * with_B, self.weights[0] * without_B)
 
     def _goal(self, voxels: Tensor, truth: Tensor, labelled_B: Tensor) -> Tensor:
-        """Both goals side by side; of a volume with truth, that of its voxels is 0, since it is not predicted."""
+        """Both goals, joined by channel; voxels of a volume with truth are 0, since they are not predicted."""
         return torch.cat((voxels.float() * (~labelled_B)[:, None, None], truth), dim=-1)

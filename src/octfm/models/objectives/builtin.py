@@ -24,7 +24,10 @@ BUILT_IN: dict[str, type[ObjectiveConfig]] = {
 
 
 class UnknownObjective(ObjectiveConfig):
-    """Settings of an objective whose code was not passed: enough to embed with its encoder, not to train."""
+    """Settings of an objective whose code was not passed: enough to embed with its encoder, not to train.
+
+    `build` raises ConfigError.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -36,8 +39,9 @@ def read_objective(value: Any, info: ValidationInfo) -> Any:
     """Settings of the objective that a mapping names; settings given as an object are checked.
 
     The name chooses among the built-in objectives and `objective` of the validation context. It never causes an import:
-    a config or a checkpoint must not choose code to run. `stored` in the context: a checkpoint's settings, which may be
-    those of an unknown objective.
+    a config or a checkpoint must not choose code to run. With `stored` in the context, the settings come from a
+    checkpoint and may be those of an unknown objective. Raises ValueError for an unknown name and for settings of
+    another objective.
     """
     context = info.context or {}
     plug_in: type[ObjectiveConfig] | None = context.get("objective")
@@ -59,7 +63,8 @@ def read_objective(value: Any, info: ValidationInfo) -> Any:
 
 
 def _belongs_to_others(cls: type[ObjectiveConfig], key: str, value: Any) -> bool:
-    """Whether a setting is another built-in objective's default: earlier versions stored all settings with each.
+    """Whether a setting belongs to other built-in objectives only and has their default: earlier versions stored the
+    settings of all objectives.
 
     Raises ValueError for another value, which would have no effect.
     """

@@ -26,7 +26,7 @@ class Data2VecConfig(ObjectiveConfig):
 
 
 class Data2Vec(Objective):
-    """data2vec-style masked prediction (arXiv:2202.03555): a two-layer MLP, a normalised squared error (BYOL)."""
+    """data2vec-style masked prediction (arXiv:2202.03555) with a two-layer MLP and BYOL's normalised squared error."""
 
     target_encoder: VisionTransformer3D
     distance = staticmethod(cosine_error)

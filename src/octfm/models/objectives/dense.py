@@ -23,8 +23,8 @@ class TruthConfig(ObjectiveConfig):
     """Settings of objectives that learn the truth of streamed phantoms, and train a summary by it."""
 
     answer_average: tuple[Side, Side, Side] = (2, 1, 8)
-    """Voxels of a patch, (B-scan, axial, lateral), whose composition is one answer. With one row per answer,
-    composition shows to the row where surfaces cross the patch."""
+    """Voxels of a patch, (B-scan, axial, lateral), whose composition is one answer. With one row per answer, the
+    composition locates the surfaces that cross the patch to within a row."""
     lesion_weight: float = Field(default=4.0, gt=0, le=1e3)
     """Weight of voxels in lesions, which fill few voxels, over those in layers."""
     summary_weight: float = Field(default=4.0, ge=0, le=1e3)
@@ -43,14 +43,14 @@ class TruthConfig(ObjectiveConfig):
 
 
 class DenseConfig(TruthConfig):
-    """Predict the shares of layers and lesions in the parts of every token. Synthetic-supervised: it needs
+    """Predict the shares of layers and lesions in the parts of every token. Supervised by synthetic data: it needs
     data.phantoms."""
 
     name: Literal["dense"] = "dense"
     """The name chooses the objective and, with it, this table of settings."""
     hidden: bool = False
-    """Whether the encoder sees the context only and the predictor answers for the hidden tokens, with weight 1 next to
-    context_loss. Else it sees all kept tokens, and there is no context loss."""
+    """Whether the encoder sees only the context and the predictor answers for the hidden tokens, with weight 1 against
+    context_loss for the visible ones. Otherwise it sees all kept tokens, and there is no context loss."""
 
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "Dense":
         return Dense(self, model, predictor if self.hidden else None, grid)
@@ -70,7 +70,7 @@ class Dense(Objective):
         self.enface, self.summary_weight = self.composition.enface(model, grid), settings.summary_weight
 
     def forward(self, views: Sequence[View], context_weight: float | Tensor) -> ObjectiveOutput:
-        """Losses of one view whose labels are known."""
+        """Losses of one view. Raises ConfigError if it has no labels."""
         (view,) = views
         encoder, index = self.encoder, view.index
         goal_BKA = self.composition.of(view.labels_BKP)
@@ -85,7 +85,7 @@ class Dense(Objective):
         seen, answers = seen_and_answers(encoder, self.predictor, view.patches_BKP, index)
         hidden = answers[:, index.context.shape[1] :]
         masked_goal, context_goal = take_tokens(goal_BKA, index.target), take_tokens(goal_BKA, index.context)
-        # A linear head on what the encoder makes of a token that it sees: the predictor's blocks must not do its work.
+        # Visible tokens are read by a linear head, so that the predictor's blocks cannot do the encoder's work.
         masked_loss_B, context_loss_B = self.distance(hidden, masked_goal), self.distance(self.head(seen), context_goal)
         seen_at = torch.gather(index.kept, 1, index.context)
         loss = masked_loss_B.mean() + context_weight * context_loss_B.mean()
@@ -95,7 +95,8 @@ class Dense(Objective):
         )
 
     def _summary_loss(self, tokens_BMD: Tensor, index_BM: Tensor, goal_BKA: Tensor, kept_BK: Tensor) -> Tensor | float:
-        """Weighted error of the summary of kept tokens, which reads those at flat grid indices; 0 without one."""
+        """Weighted error of the summary, which reads `tokens_BMD` at flat grid indices and describes all kept tokens;
+        0 without one."""
         summary, enface = self.encoder.summary, self.enface
         if summary is None or enface is None:
             return 0.0
@@ -131,7 +132,7 @@ class Composition:
 
     @torch.no_grad()
     def of(self, labels_BMP: Tensor | None) -> Tensor:
-        """float32 [B, M, A]: weighted share of every class in every part; voxels of unknown class count nowhere, so
+        """float32 [B, M, A]: weighted share of every class in every part. Voxels of unknown class do not count, so
         shares of a part without truth are 0. Raises ConfigError without labels."""
         if labels_BMP is None:
             raise ConfigError(
@@ -144,12 +145,12 @@ class Composition:
         return torch.stack(shares, dim=-1).flatten(2)
 
     def entropy(self, answer_BMA: Tensor, goal_BMA: Tensor) -> Tensor:
-        """Cross-entropy [B] of answers (log odds) per weighted voxel with truth, in float32; 0 without any."""
+        """Cross-entropy [B] of answers (logits) per weighted voxel with truth, in float32; 0 without any."""
         answer, goal = (x.float().unflatten(-1, (-1, len(CLASSES))) for x in (answer_BMA, goal_BMA))
         lost = -(goal * answer.log_softmax(-1)).sum((1, 2, 3))
         return lost / goal.sum((1, 2, 3)).clamp_min(1e-6)
 
     def constant(self, goal_BMA: Tensor) -> Tensor:
-        """[A]: the answer, as log odds, that is best for these goals if every part gets the same."""
+        """[A]: the best answer, as logits, if every part gets the same."""
         shares = goal_BMA.float().unflatten(-1, (-1, len(CLASSES))).sum((0, 1, 2))
         return (shares / shares.sum().clamp_min(1e-6)).clamp_min(1e-9).log().repeat(self.answers // len(CLASSES))

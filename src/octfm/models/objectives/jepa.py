@@ -41,20 +41,20 @@ class JEPAConfig(ObjectiveConfig):
     target_levels: int = Field(default=1, ge=1, le=200)
     """Depths of the target encoder that are predicted, evenly spaced up to its end (V-JEPA 2.1 takes four)."""
     fuse_levels: bool = False
-    """Whether the predictor reads the same depths of the encoder that learns, fused by a small network, and not its
-    last tokens alone (V-JEPA 2.1)."""
+    """Whether the predictor reads the same depths of the trained encoder, fused by a small network, instead of its
+    last tokens only (V-JEPA 2.1)."""
     context_nearness: bool = False
     """Whether the loss of a visible token is divided by the square root of its distance, in tokens, to the nearest
-    hidden one (V-JEPA 2.1): far from what is hidden, copying is all there is to learn."""
+    hidden one (V-JEPA 2.1), because far from hidden tokens copying is all there is to learn."""
     target_norm: TargetNorm = "layer"
-    """How goals are normalised. `layer`: each token by itself (V-JEPA 2). `whiten`: decorrelated over tokens, which
+    """How goals are normalised. `layer`: each token separately (V-JEPA 2). `whiten`: decorrelated over tokens, which
     keeps the rank of the features in short runs (docs/log)."""
     voxel_loss: float = Field(default=0.0, ge=0, le=1e3)
-    """Weight of also predicting the voxels of hidden tissue, as mae does: an anchor that does not depend on the
-    teacher. Not part of the losses that are reported over a baseline."""
+    """Weight of also predicting the voxels of hidden tissue, as mae does: a goal that does not depend on the teacher.
+    Not part of the losses that are reported relative to a baseline."""
     goal_average: tuple[Side, Side, Side] = (1, 1, 1)
     """Voxels of a patch, (B-scan, axial, lateral), that are averaged before the target encoder sees them or they are
-    predicted: averages out speckle, which cannot be predicted, and keeps layers. The encoder that learns sees every
+    predicted: averages out speckle, which cannot be predicted, and keeps layers. The trained encoder sees every
     voxel."""
 
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "JEPA":
@@ -110,7 +110,7 @@ class JEPA(Objective):
         with torch.no_grad():
             stream = self.target_encoder.hidden(despeckled(first.target_patches_BKP, *blocks), kept_BK, table)
             features = self.target_encoder.norm(stream[-1])
-            # Normalised, or the student could lower the loss by making features small. In float32: variances.
+            # Without normalisation the student could lower the loss by shrinking features. Variances need float32.
             levels = [F.layer_norm(stream[level].float(), features.shape[-1:]) for level in self.levels]
             goal = self.whitening(levels, gather=learns) if self.whitening is not None else torch.cat(levels, dim=-1)
 
@@ -133,7 +133,7 @@ class JEPA(Objective):
         minimised_B = context_loss_B
         if weights:
             error_BC = (context_BCG.float() - context_goal.float()).abs().mean(2)
-            # Reported is the loss without weights, which can be compared with a constant answer's.
+            # The reported loss has no weights, so that it can be compared with the baseline.
             minimised_B, context_loss_B = (error_BC * torch.cat(weights, 1)).mean(1), context_loss_B.detach()
         loss = masked_loss_B.mean() + context_weight * minimised_B.mean()
         if voxel_losses:
@@ -142,7 +142,7 @@ class JEPA(Objective):
 
     def _answers(self, view: View, table: Rotary | None) -> Tensor:
         """Predictions for context, then targets. `table`: rotary angles of the kept tokens."""
-        # Hidden tokens are removed before the encoder, not masked in its attention: what it never gets cannot leak.
+        # Hidden tokens are removed before the encoder, not masked in its attention, so that nothing of them can leak.
         index, encoder = view.index, self.encoder
         context_patches = take_tokens(view.patches_BKP, index.context)
         context_index = torch.gather(index.kept, 1, index.context)
@@ -151,7 +151,7 @@ class JEPA(Objective):
             seen = encoder(context_patches, context_index, context_table)
         else:
             stream = encoder.hidden(context_patches, context_index, context_table)
-            # The last level is the tokens that are embedded; the others have no norm of their own.
+            # The last level is what `embed` returns, with the encoder's norm; inner levels have no learned norm.
             inner = [F.layer_norm(stream[level], (encoder.config.width,)) for level in self.levels[:-1]]
             seen = self.fusion(torch.cat((*inner, encoder.norm(stream[-1])), dim=-1))
         # Context first: the predictor appends one mask token for each target.
@@ -175,7 +175,7 @@ class JEPA(Objective):
 
 
 class Fusion(nn.Module):
-    """Several depths of an encoder, joined by channel, to tokens of its width."""
+    """Maps features of several depths of an encoder, joined by channel [B, C, G], to its width [B, C, D]."""
 
     def __init__(self, levels: int, width: int):
         super().__init__()
@@ -192,7 +192,7 @@ def nearness(grid: TokenGrid, index: TokenIndex) -> Tensor:
     _, height, width = grid.shape
 
     def squared(places_BM: Tensor, others_BM: Tensor) -> Tensor:
-        # In float32, in which sums of squares of a grid are exact; never as a product of matrices in bfloat16.
+        # In float32, which holds sums of squares of grid indices exactly; a matrix product might run in bfloat16.
         return (places_BM.float().unsqueeze(2) - others_BM.float().unsqueeze(1)).square_()
 
     context, target = (torch.gather(index.kept, 1, places) for places in (index.context, index.target))

@@ -28,17 +28,17 @@ class ObjectiveConfig(Config):
     context_loss: float = Field(default=0.5, ge=0, le=1e3)
     """Weight of also predicting the visible tokens (V-JEPA 2.1); without it the features lose rank (docs/log)."""
     frozen: Literal["target", "context"] = "target"
-    """Which encoder is frozen for embedding and probing: `target` is the moving average, `context` the trained one,
+    """Which encoder is frozen for embedding and probing. `target`: the moving average. `context`: the trained one,
     which is better in runs too short for the average to follow. Without a target encoder both are the trained one."""
     pool: VectorPool = "mean"
-    """How the tissue tokens of a volume become its vector, for embedding and probing: their mean, or by channel the
-    means of the highest and of the lowest fifth, twice as wide, which keeps focal lesions; `tails` adds ends of 5 and
-    1 %, `summary` is read by the learned queries of model.summary."""
+    """How the tissue tokens of a volume become its vector, for embedding and probing. `extremes`: for each channel the
+    means of the highest and of the lowest fifth, which keeps focal lesions; twice as wide as `mean`. `tails`: the mean,
+    and the same ends of 20, 5 and 1 %; seven times as wide. `summary`: read by the learned queries of model.summary."""
     context_warmup: float = Field(default=0.1, ge=0, le=1)
     """Share of the run over which the context loss is ramped in."""
 
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "Objective":
-        """The networks at their initial weights, drawn from torch's generator of the CPU, seeded before the call."""
+        """The networks with initial weights from torch's CPU generator, which the caller has seeded."""
         raise NotImplementedError(f"{type(self).__name__} has no build(model, predictor, grid)")
 
     @property
@@ -53,25 +53,25 @@ class ObjectiveConfig(Config):
 
     @property
     def num_views(self) -> int:
-        """Views of each volume per step; each has an augmentation of its own."""
+        """Views of each volume per step; each is augmented differently."""
         return 1
 
     @property
     def shares_masks(self) -> bool:
-        """Whether all views show the same tokens at the same places, so that they differ in grey values only; else each
-        view has its own geometry and masks."""
+        """Whether all views show the same tokens at the same places and differ only in grey values; otherwise each view
+        has its own geometry and masks."""
         return False
 
     @property
     def takes_large_blocks(self) -> bool:
-        """Whether it takes a second set of masks of every view (`masks.large_blocks`), as one more view."""
+        """Whether each view may be followed by the same view under a second set of masks (`masks.large_blocks`)."""
         return False
 
     @property
     def gathers(self) -> bool:
-        """Whether a training step gathers more than gradients, such as statistics; the networks' `update_target`
-        applies them and `discard_step` drops them. Such steps are never compiled, since the next compiled pass
-        overwrites what one leaves behind."""
+        """Whether a training step accumulates more than gradients, such as statistics. `Objective.update_target`
+        applies them, `discard_step` drops them. Such steps are not compiled: the next compiled pass would overwrite
+        tensors that one leaves behind."""
         return False
 
     def check(self, model: ViTConfig) -> None:
@@ -83,26 +83,28 @@ class ObjectiveConfig(Config):
 
 
 class View(NamedTuple):
-    """One view of a micro-batch, normalised; only the kept tokens are cut out."""
+    """One view of a micro-batch: normalised patches of the kept tokens only."""
 
     patches_BKP: Tensor
     """Patches of the kept tokens; the encoder in training sees only some of them."""
     target_patches_BKP: Tensor
-    """The same patches without recolouring and noise: input of a target encoder, or what is to be predicted."""
+    """The same patches without noise and changes of intensity: input of a target encoder, or voxels to predict."""
     index: TokenIndex
     labels_BKP: Tensor | None = None
-    """uint8: the class of each of these voxels (octfm.volume.segmentation), 255 if unknown; None if no volume of the
+    """uint8: class of each voxel of the patches (octfm.volume.segmentation), 255 if unknown; None if no volume of the
     batch has classes."""
 
 
 class ObjectiveOutput(NamedTuple):
-    """A typed step result: no dict keys to mistype, no tuple order to confuse (F5)."""
+    """What a forward pass returns, by name, so that losses cannot be confused (F5)."""
 
     loss: Tensor
-    """Scalar to differentiate; computed from masked_loss_B, so that the monitors can check its slope."""
+    """Scalar to differentiate; computed from masked_loss_B, so that the monitors can check its gradient."""
     masked_loss_B: Tensor
-    """Loss of each volume, which the monitors compare with `Objective.baseline` of masked_goal_BTD."""
+    """Loss of each volume on its hidden tokens, which the monitors compare with `Objective.baseline` of
+    masked_goal_BTD."""
     context_loss_B: Tensor
+    """Loss of each volume on its visible tokens, not yet weighted."""
     masked_goal_BTD: Tensor
     """Goals of the hidden tokens; detached."""
     context_goal_BCD: Tensor
@@ -139,7 +141,7 @@ class Objective(nn.Module):
     encoder: VisionTransformer3D
     target_encoder: VisionTransformer3D | None
     compares_volumes = False
-    """Whether the loss of a volume depends on the others of its micro-batch, as a contrastive one does; else the
+    """Whether the loss of a volume depends on the others of its micro-batch, as a contrastive loss does; otherwise the
     monitors verify that it does not."""
     distance: Callable[[Tensor, Tensor], Tensor] = staticmethod(absolute_error)
     """(prediction [B, M, D], goal [B, M, D]) -> loss of each volume [B]."""
@@ -149,12 +151,13 @@ class Objective(nn.Module):
         self.target_encoder = None
 
     def forward(self, views: Sequence[View], context_weight: float | Tensor) -> ObjectiveOutput:
-        """Losses of as many views as the settings name."""
+        """Losses of the views of a micro-batch: `num_views`, twice as many with masks.large_blocks. `context_weight`:
+        the current weight of the context loss."""
         raise NotImplementedError(f"{type(self).__name__} has no forward(views, context_weight)")
 
     def baseline(self, goal_BMD: Tensor) -> Tensor:
         """Loss [B] of the best answer that does not depend on the volume: here the per-channel median of all goals, the
-        best constant for an absolute error. A loss near it has learned nothing of the content."""
+        best constant for an absolute error. A model with a loss near it has learned nothing of the content."""
         constant_D = median(goal_BMD.float().flatten(0, 1))
         return self.distance(constant_D.expand_as(goal_BMD), goal_BMD)
 
@@ -186,9 +189,10 @@ class Objective(nn.Module):
 
 
 def median(rows_ND: Tensor) -> Tensor:
-    """[D]: the median of every column, the lower one of two."""
+    """[D]: the median of every column; of two middle values the lower one."""
     if torch.are_deterministic_algorithms_enabled():
-        # On CUDA torch refuses its own then, because of the places that it returns beside the values.
+        # torch refuses its own median on CUDA in this mode, because the indices that it also returns are not
+        # deterministic.
         return rows_ND.sort(0).values[(len(rows_ND) - 1) // 2]
     return rows_ND.median(0).values
 

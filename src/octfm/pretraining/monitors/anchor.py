@@ -11,6 +11,7 @@ from octfm.models.objectives.dense import Composition
 from octfm.models.vit3d import TokenGrid
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors.measure import encoded, tissue_vectors
+from octfm.pretraining.monitors.online_probe import standardised
 from octfm.store.phantoms import PhantomStore
 from octfm.store.store import Store
 from octfm.volume.segmentation import BORDERS, CLASSES, LESION_CLASSES
@@ -143,11 +144,9 @@ def told_apart(one_ND: np.ndarray, other_ND: np.ndarray) -> float:
         fit, judged = ([x[half::2], x[1 - half :: 2]] for x in (one_ND, other_ND))
         train = np.concatenate([fit[0], judged[0]])
         y = np.repeat([-1.0, 1.0], [len(fit[0]), len(judged[0])])
-        mean, scale = train.mean(0), train.std(0)
-        scale[scale <= 1e-6 * np.abs(mean) + 1e-12] = np.inf
-        x = (train - mean) / scale
+        x, *tested = standardised(train, fit[1], judged[1])
         # Ridge regression in the space of the volumes, which are fewer than channels.
         weights = x.T @ np.linalg.solve(x @ x.T + x.shape[1] * np.eye(len(x)), y - y.mean())
-        a, b = (((part - mean) / scale) @ weights for part in (fit[1], judged[1]))
+        a, b = (vectors @ weights for vectors in tested)
         scores.append(float(((b[:, None] > a) + 0.5 * (b[:, None] == a)).mean()))
     return float(np.mean(scores))

@@ -125,11 +125,16 @@ def online_probe(
     return runtime.first(lambda: _judge(cases, *(v.numpy() for v in vectors)))
 
 
-def _judge(cases: Cases, train: np.ndarray, held_out: np.ndarray) -> dict[str, float | str]:
+def standardised(train: np.ndarray, *others: np.ndarray) -> list[np.ndarray]:
+    """Vectors by mean and deviation of the first set."""
     mean, scale = train.mean(0), train.std(0)
     # A constant channel carries nothing but rounding, so it becomes 0.
     scale[scale <= 1e-6 * np.abs(mean) + 1e-12] = np.inf
-    x, x_new = (train - mean) / scale, (held_out - mean) / scale
+    return [(vectors - mean) / scale for vectors in (train, *others)]
+
+
+def _judge(cases: Cases, train: np.ndarray, held_out: np.ndarray) -> dict[str, float | str]:
+    x, x_new = standardised(train, held_out)
     return {
         "target": cases.target,
         "metric": cases.metric,

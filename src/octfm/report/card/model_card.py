@@ -1,4 +1,4 @@
-"""The model card of a run: Markdown with front matter for the Hugging Face hub; what nobody stated is "not stated".
+"""The model card of a run: Markdown with front matter for the Hugging Face hub; unknown facts are "not stated".
 
 The sections follow Mitchell et al. 2019, "Model Cards for Model Reporting" (doi 10.1145/3287560.3287596).
 """
@@ -23,7 +23,7 @@ from octfm.report.sources import Sources, lookup, series
 NOT_STATED = "not stated"
 HUB_LICENCES = ("apache-2.0", "mit", "bsd-3-clause", "gpl-3.0", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0",
                 "cc-by-nc-sa-4.0", "cc-by-nc-nd-4.0", "openrail")  # fmt: skip
-"""Identifiers that the hub knows; any other licence is `other` with its name."""
+"""Licences whose identifiers the hub knows; any other one is `other` with its name."""
 TASKS = {"binary": "image-classification", "multiclass": "image-classification", "ordinal": "image-classification"}
 OBJECTIVES = {
     "vjepa2": "V-JEPA 2 with context loss, on tissue tokens",
@@ -225,8 +225,8 @@ def _data(sources: Sources, statements: Statements) -> str:
     if table := characteristics(sources):
         text += "\n\n### Who they are\n\n" + _table(("", *by_split(sources)), [(name, *cells) for name, cells in table])
         text += (
-            "\n\nSmall groups (fewer than five people) are withheld. What has no row was not in the data's tables and "
-            "is unknown."
+            "\n\nSmall groups (fewer than five people) are withheld. Characteristics without a row were not in the "
+            "data's tables and are unknown."
         )
     return text
 
@@ -267,7 +267,7 @@ def _evaluation(probe: dict[str, Any] | None) -> str:
         rows = [(c["target"], c["metric"], f"{c['a']} − {c['b']}", c["gap"], _verdict(c)) for c in compared]
         text += "\n\nPaired differences on the same participants:\n\n"
         text += _table(("Target", "Metric", "Compared", "Difference (95 % interval)", "Verdict"), rows)
-        text += "\n\n“Better” and “worse” are only said where the interval of the difference excludes 0."
+        text += "\n\n“Better” and “worse” are used only where the interval of the difference excludes 0."
     for skipped in probe.get("skipped", []):
         text += f"\n\n{markdown(skipped['target'])} was not probed. {_text(skipped['sentence'])}"
     return text
@@ -281,13 +281,12 @@ def _limits(sources: Sources) -> str:
     """Known gaps and weaknesses, from the run's own numbers."""
     found = []
     if lookup(sources.settings, "data", "phantoms"):
-        found.append(
-            "Trained with the truth of synthetic phantoms: it knows what they show, and no other lesion by name."
-        )
+        found.append("Trained with the truth of synthetic phantoms: it has learned their lesions only, and no others.")
     if sources.is_phantom:
-        found.append("Trained and tested on synthetic phantoms only. Nothing is known about real eyes.")
-    else:
-        found.append("Tested on participants of the same data set only; there is no external validation in this card.")
+        used = "Trained" if sources.probe is None else "Trained and tested"
+        found.append(f"{used} on synthetic phantoms only. Nothing is known about real eyes.")
+    elif sources.probe is not None:
+        found.append("Tested on participants of one data set only; no second one confirms the results.")
     scanners = sorted({a.scanner for own in by_split(sources).values() for a in own})
     if scanners:
         found.append(f"Scanners seen: {', '.join(scanners)}. How features behave on any other was not measured here.")

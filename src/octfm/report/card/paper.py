@@ -73,7 +73,8 @@ def paper(
     store: str | Location | None = None,
     name: str | None = None,
 ) -> str:
-    """Markdown with draft methods, participant flow, CLAIM checklist and BibTeX. EvaluationError if `run` is no run."""
+    """Markdown with draft methods, participant flow, CLAIM checklist and BibTeX. Raises EvaluationError if `run` is no
+    run folder of octfm pretrain."""
     sources, name = shareable_run(run, catalog, store), name or NAME
     known = _answers(sources)
     rows = [f"| {i} | {item} | {known.get(key) or OPEN} |" for i, (item, key) in enumerate(CLAIM, 1)]
@@ -94,7 +95,7 @@ def paper(
 
 
 def methods(sources: Sources) -> str:
-    """Paragraphs in the past tense, which leave out what the run's files do not state."""
+    """Paragraphs in the past tense; facts that the run's files do not state are left out."""
     known = _answers(sources)
     topics = (
         ("data", "eligibility", "missing", "partitions", "disjoint"),
@@ -107,7 +108,7 @@ def methods(sources: Sources) -> str:
 
 
 def shareable_run(run: str | Path, catalog: str | Location | None, store: str | Location | None) -> Sources:
-    """A run's files, without anything that names a person or place."""
+    """The contents of a run's files, without anything that names a person, place or day."""
     return shareable(gather(Path(run), location(catalog) if catalog else None, location(store) if store else None))
 
 
@@ -160,7 +161,7 @@ def bibtex(sources: Sources, name: str) -> str:
 
 
 def _answers(sources: Sources) -> dict[str, str]:
-    """Sentences that follow from the run's files, by topic; a topic that they leave open is missing."""
+    """Sentences that follow from the run's files, by topic; a topic on which they say nothing is missing."""
     commit = (sources.record.get("git") or {}).get("commit")
     return {
         **_about_cohort(sources),
@@ -257,7 +258,7 @@ AUGMENTATIONS = {
     "noise": "noise (up to {} of white)",
     "speckle": "speckle (up to {})",
 }
-"""Those that a run may leave out."""
+"""Augmentations that a run may leave out, with their words."""
 
 
 def _about_training(sources: Sources) -> dict[str, str]:
@@ -305,7 +306,7 @@ def _about_evaluation(sources: Sources) -> dict[str, str]:
     corrected = any(c.get("p_holm") is not None for c in sources.probe["comparisons"])
     targets = ", ".join(f"{t['target']} ({t['n_test_participants']} participants)" for t in tested(sources.probe))
     first, *others = dict.fromkeys(r["encoder"] for r in sources.probe["results"]) or ("",)
-    beside = f", beside {markdown('; '.join(map(encoder, others)))}" if others else ""
+    beside = f", next to {markdown('; '.join(map(encoder, others)))}" if others else ""
     paired = f"; differences are paired on the same resamples{', planned comparisons corrected after Holm' * corrected}"
     return {
         "metrics": f"Frozen features ({markdown(encoder(first))}) were judged by linear probes (penalties by inner "
@@ -317,7 +318,7 @@ def _about_evaluation(sources: Sources) -> dict[str, str]:
 
 
 def _flow_figure(sources: Sources) -> str:
-    """The participant flow as boxes of text, which every editor shows alike."""
+    """The participant flow as boxes of text, which look the same in every editor."""
     boxes: list[str] = []
     for s in flow(sources):
         counts = [f"n = {s.volumes:,}"] if s.volumes is not None else []

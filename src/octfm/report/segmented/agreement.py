@@ -17,7 +17,8 @@ CAPTION = (
 
 
 def write_agreement(result: dict[str, Any], out: str | Path, commands: list[str]) -> Path:
-    """Render what `device_agreement` returned, without paths, which may name people. EvaluationError for a folder."""
+    """Render what `device_agreement` returned, without paths, which may name people; returns the page's path. Raises
+    EvaluationError if `out` is a folder."""
     from octfm.weights.packaged import NOTE
 
     zones = []
@@ -31,6 +32,7 @@ def write_agreement(result: dict[str, Any], out: str | Path, commands: list[str]
         **result,
         "zones": zones,
         "sentence": f"{sentence(result)} {_changing(result)}".strip(),
+        "pooled": pooled_scanners(result),
         "plots": [bland_altman(z, z["target"].capitalize(), CAPTION) for z in result["zones"] if z["bland_altman"]],
         "listed": result["large"][:MOST_LISTED],
         "note": NOTE,
@@ -40,7 +42,7 @@ def write_agreement(result: dict[str, Any], out: str | Path, commands: list[str]
 
 
 def sentence(result: dict[str, Any]) -> str:
-    """The centre in one sentence, in plain words."""
+    """The agreement in the central zone, in one sentence."""
     centre = next((zone for zone in result["zones"] if zone["target"] == "centre"), None)
     if centre is None or not centre["n_eyes"]:
         lacking = f": octfm lacks it in {number(centre['without_ours'], 'scan')}" if centre else ""
@@ -74,6 +76,17 @@ def _changing(result: dict[str, Any]) -> str:
     )
 
 
+def pooled_scanners(result: dict[str, Any]) -> str:
+    """A sentence that names the scanners whose rows are pooled; empty if there is one."""
+    if len(result["scanners"]) < 2:
+        return ""
+    each = ", ".join(f"{name} {count}" for name, count in sorted(result["scanners"].items()))
+    return (
+        f"The scans of several scanners are pooled ({each}), and makers measure to different boundaries; bias and "
+        "limits are those of this mixture. Compare the rows of each scanner by themselves."
+    )
+
+
 def _mean_um(zone: dict[str, Any]) -> float:
     """The mean difference in a zone that has no limits of agreement."""
     return sum(difference for _, difference in zone["points"]) / len(zone["points"])
@@ -94,6 +107,8 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
             lines.append(f"{counted}  octfm lacks it in {number(zone['without_ours'], 'scan')}")
     if changing := _changing(result):
         lines.append(f"  {changing}")
+    if pooled := pooled_scanners(result):
+        lines.append(f"  {pooled}")
     if result["corrected"]:
         lines.append(f"  {result['corrected']} of them corrected by hand: there the device is compared with a person")
     if result["participant_column"] is None:

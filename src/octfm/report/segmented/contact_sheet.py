@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 class ContactSheet:
     """TABLE.pictures.html next to a table of octfm segment: a picture of every scan, the most doubtful first. Pictures
-    wait in the folder TABLE.pictures, so that a table which is continued shows all of them."""
+    are kept in the folder TABLE.pictures, so that the page of a table that is continued has all of them."""
 
     def __init__(self, table: Path):
         self.page = table.with_suffix(".pictures.html")
         self.folder = table.with_suffix(".pictures")
 
     def add(self, source: str, found: "ScanSegmentation") -> None:
+        """Write the picture of a scan, replacing an earlier one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self._path(source), bscan_picture(found))
 
@@ -74,7 +75,7 @@ class ContactSheet:
 
 
 def _below(sources: Iterable[str]) -> dict[str, str]:
-    """Source → its path below the folder that holds all of them: folders further up may be called after people."""
+    """Source → its path below the folder that holds all of them; folders further up may be named after people."""
     sources = list(sources)
     levels = zip(*(PurePath(_file(source)).parts[:-1] for source in sources), strict=False)
     shared = sum(1 for _ in takewhile(lambda names: len(set(names)) == 1, levels))
@@ -82,6 +83,6 @@ def _below(sources: Iterable[str]) -> dict[str, str]:
 
 
 def _file(source: str) -> str:
-    """The file of a scan, or the archive that it is a member of, wherever it was."""
+    """The file of a scan, or the archive that contains it, whether or not it still exists."""
     there = os.path.exists(source)  # noqa: PTH110  (False for what is no file name)
     return source if there else (split_uri(source) or source.partition(MEMBER))[0]

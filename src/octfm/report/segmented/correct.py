@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from octfm.layers.segment import ScanSegmentation
 
 ABSENT = 65535
-"""Of a line that is not in the image, in uint16. viewer_correct.js has the same number."""
+"""The uint16 that marks a gap of a line. viewer_correct.js has the same number."""
 ERROR_STEPS = 256
-"""Expected errors are uint16 in this part of a µm."""
+"""Expected errors are uint16 in units of 1 / ERROR_STEPS µm."""
 
 
 def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
-    """The data of viewer_correct.js for one scan, in the order of the file: lines as uint16 in such a part of a row
-    that the frame fits, areas as run lengths per B-scan."""
+    """The data of viewer_correct.js for one scan, in the order of the file. Lines are uint16 in units of 1 / `steps`
+    rows, so fine that the frame just fits; areas are run lengths per B-scan."""
     from octfm.layers.corrections import FORMAT, OUTSIDE_ROWS
     from octfm.layers.ranges import SYNTHETIC
     from octfm.layers.segment import PLACE_UM
@@ -88,7 +88,7 @@ def correction_facts(found: "ScanSegmentation") -> dict[str, Any]:
 
 
 def _runs(masks: dict[int, np.ndarray]) -> list[int]:
-    """Areas of a B-scan, bool [H, W] by their index, as first voxel, count and 1 + index, one run after the other."""
+    """Areas of a B-scan, bool [H, W] by their index, as a flat list of runs: first voxel, count, 1 + index."""
     if not masks:
         return []
     labels = np.zeros(next(iter(masks.values())).shape, np.uint8)
@@ -101,7 +101,7 @@ def _runs(masks: dict[int, np.ndarray]) -> list[int]:
 
 
 def _field(found: "ScanSegmentation") -> dict[str, Any] | None:
-    """Where A-scans lie on the fundus; None where there is no raster."""
+    """Where A-scans lie on the fundus; None if the scan is no raster."""
     try:
         field = found.place()
     except EvaluationError:

@@ -1,4 +1,4 @@
-"""Pictures of one segmented scan: the thickness map with its ETDRS grid, and the most telling B-scan."""
+"""Pictures of one segmented scan: the thickness map with its ETDRS grid, and the B-scan with the most lesions."""
 
 import io
 from functools import cache
@@ -23,15 +23,15 @@ RANGE_UM = (150, 500)
 HALF_MM, STEP_MM = 3.4, 0.02
 """Half side of the map, and distance of its points."""
 LINES = ("ilm", "rpe_peak", "bm")
-"""Surfaces of a picture of the contact sheet: all nine would cover a retina of its size."""
+"""Surfaces on pictures of the contact sheet: all nine would cover the retina at this size."""
 LEAST_MM2 = 0.002
-"""Least area in a B-scan for it to be shown instead of the middle one; the least that counts as fluid is .0015 mm²."""
+"""Least area of lesions for which a B-scan is shown instead of the middle one; the smallest fluid is .0015 mm²."""
 THUMBNAIL = (320, 180)
 """Width and height in pixels of a picture of the contact sheet."""
 
 
 def thickness_pictures(found: "ScanSegmentation") -> list[Picture]:
-    """The thickness map of a scan that has zones and is believed, else nothing."""
+    """The thickness map of a scan that has zones and is accepted; otherwise nothing."""
     from octfm.layers.zones import grid_of
 
     grid = grid_of(found)
@@ -39,7 +39,8 @@ def thickness_pictures(found: "ScanSegmentation") -> list[Picture]:
 
 
 def thickness_picture(found: "ScanSegmentation", grid: EtdrsGrid) -> Picture:
-    """ILM to BM over the fundus, where it was measured, with the grid's circles and its mean in every zone."""
+    """Thickness from ILM to BM over the fundus, where it was measured, with the ETDRS grid and the mean of every
+    zone."""
     axis = np.arange(-HALF_MM, HALF_MM + STEP_MM / 2, STEP_MM)
     x, y = np.meshgrid(axis, axis)
     field = field_of_volume(found.volume, found.axial_length_mm)
@@ -101,7 +102,8 @@ def volumes_of(found: "ScanSegmentation") -> list[tuple[str, str]]:
 
 
 def facts_of(found: "ScanSegmentation") -> list[tuple[str, str]]:
-    """(name, value) for the page of one scan: network and what it is not for."""
+    """(name, value) for the page of one scan: the axial length, if one is known, and the network with its limits of
+    use."""
     from octfm.weights.packaged import NOTE
 
     length = found.axial_length_mm
@@ -112,7 +114,8 @@ def facts_of(found: "ScanSegmentation") -> list[tuple[str, str]]:
 
 
 def bscan_picture(found: "ScanSegmentation") -> bytes:
-    """PNG of the most telling B-scan, the one with the most fluid, else the middle one; with lines and areas."""
+    """PNG of the B-scan with the largest area of lesions, or of the middle one if there are hardly any; with lines and
+    areas."""
     volume = found.volume
     most = [sum(int(mask[d].sum()) for mask in found.masks.values()) for d in range(volume.shape[0])]
     shown_mm2 = max(most, default=0) * volume.spacing_mm[1] * volume.spacing_mm[2]
@@ -123,7 +126,7 @@ def bscan_picture(found: "ScanSegmentation") -> bytes:
         picture[mask[d]] = picture[mask[d]] // 2 + np.array(FOUND_COLOURS[name], np.uint8) // 2
     rows = _around(found.surfaces, d, len(bscan))
     small = np.array(Image.fromarray(picture[rows]).resize(THUMBNAIL, Image.Resampling.BOX))
-    # Drawn into the small picture: in the large one, reduction would mix lines with their surroundings.
+    # Drawn into the small picture, because reducing the large one would blur lines.
     (width, height), columns = THUMBNAIL, np.arange(THUMBNAIL[0])
     for name in LINES:
         row = found.surfaces[name][d][((columns + 0.5) / width * bscan.shape[1]).astype(int)]
@@ -139,13 +142,13 @@ def _around(surfaces: dict[str, np.ndarray], d: int, height: int) -> slice:
     ilm, bm = surfaces["ilm"][d], surfaces["bm"][d]
     if not (np.isfinite(ilm).any() and np.isfinite(bm).any()):
         return slice(0, height)
-    # In different A-scans, the ILM found may lie below the BM found.
+    # The ILM of one A-scan may lie below the BM of another.
     both, margin = np.concatenate([ilm, bm]), 0.15 * height
     return slice(max(0, int(np.nanmin(both) - margin)), min(height, int(np.nanmax(both) + margin) + 1))
 
 
 def _png(picture: np.ndarray) -> bytes:
-    # A palette chosen from the pixels has no colour for a druse of a few of them.
+    # A palette chosen from the pixels would have no colour for a druse of a few pixels.
     palette = Image.new("P", (1, 1))
     palette.putpalette(_palette().ravel().tolist())
     buffer = io.BytesIO()

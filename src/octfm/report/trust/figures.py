@@ -14,6 +14,8 @@ MAX_POINTS = 500
 
 @dataclass(frozen=True)
 class Bar:
+    """An estimate with its interval, in the row `label` of a chart."""
+
     label: str
     row: dict[str, Any]
     """With estimate or difference, low and high."""

@@ -18,9 +18,9 @@ PAIRS = 6
 
 
 def write_trust(result: dict[str, Any], store: Store | None, out: str | Path, *, images: bool = True) -> Path:
-    """Render what `octfm.trust.report.trust` returned, with pictures from `store` if `images`. Neither participants nor
-    acquisitions nor folders are named; a volume is identified by its row in the store. Scanners, classes, groups and
-    runs have the names that headers, tables and the user gave them."""
+    """Render what `octfm.trust.report.trust` returned, with pictures from `store` if `images`; returns the page's path.
+    It names no participant, acquisition or folder; volumes are identified by their row in the store. Scanners, classes,
+    groups and runs have the names that headers, tables and the user gave them."""
     pictured = store if images else None
     facts = {
         "reference": result["reference"],
@@ -44,7 +44,7 @@ def write_trust(result: dict[str, Any], store: Store | None, out: str | Path, *,
         "images": pictured is not None,
         "resamples": result["settings"]["resamples"],
         "interval_meaning": result["interval_meaning"],
-        # trust.json has them in full: folders are named after people.
+        # In full they are only in trust.json, because folders may be named after people.
         "commands": [shareable_command(command) for command in result["commands"]],
     }
     return write_page(render("trust.html.jinja", facts), Path(out))
@@ -70,7 +70,7 @@ def _table(result: dict[str, Any]) -> list[dict[str, Any]]:
                     {
                         "name": e,
                         "what": what,
-                        # Predictions of an earlier version lack grades, and with them kappa.
+                        # Predictions of earlier versions have no grades, so kappa may be missing.
                         "cells": [
                             _interval(cell[e, m]) + spread(cell[e, m]) if (e, m) in cell else "" for m in metrics
                         ],
@@ -106,8 +106,8 @@ def _baseline_charts(result: dict[str, Any]) -> list[Chart]:
         if not rows:
             continue
         caption = (
-            "95\u00a0% intervals over participants; the dashed line is chance. Overlapping bars settle nothing, the "
-            "paired table does."
+            "95\u00a0% intervals over participants; the dashed line is chance. Overlapping bars do not settle a "
+            "comparison; the paired table does."
         )
         axis, title = words.NAMES[rows[0]["metric"]], f"{readable(target)}: every encoder"
         bars = [figures.Bar(r["encoder"], r) for r in rows]
@@ -205,7 +205,7 @@ def _subgroups(result: dict[str, Any]) -> dict[str, Any]:
         rows = [r for r in part["results"] if r["target"] == target]
         axis = words.NAMES[rows[0]["metric"]]
         caption = (
-            "Every group by itself. Hollow: fewer than 10 participants per class, so no interval and no comparison."
+            "Every group separately. Hollow: fewer than 10 participants per class, so no interval and no comparison."
         )
         bars = [figures.Bar(f"{r['group']}: {r['value']} ({r['n_participants']})", r) for r in rows]
         charts.append(figures.bars(f"{readable(target)} by group", caption, bars, axis, None))
@@ -285,7 +285,7 @@ def _failures(result: dict[str, Any], store: Store | None) -> list[dict[str, Any
 
 def _copies(result: dict[str, Any], store: Store | None) -> dict[str, Any]:
     part = result["copies"]
-    # Acquisition ids stay off the page; the store's row numbers identify volumes to those who have the store.
+    # No acquisition ids on the page: row numbers identify volumes for those who have the store.
     place = {row.acquisition: row.index for row in store.rows} if store is not None else {}
     pairs = [
         {

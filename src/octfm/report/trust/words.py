@@ -1,4 +1,4 @@
-"""Findings of the trust report in sentences, one per question, none of which claims more than its interval allows."""
+"""Findings of the trust report in sentences, one per question; none claims more than its interval allows."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ WORDS: dict[str, str] = {
     "worse": "worse",
     "inconclusive": "inconclusive",
     "measured": "measured",
-    "none": "not asked",
+    "none": "not measured",
     "ok": "nothing found",
     "bad": "found",
 }
@@ -37,6 +37,8 @@ WORDS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Finding:
+    """The answer to one question of the trust report."""
+
     question: str
     tone: Tone
     sentence: str
@@ -60,10 +62,12 @@ def findings(result: dict[str, Any]) -> list[Finding]:
 
 
 def named(name: str) -> str:
+    """The name of an encoder or baseline in a sentence."""
     return BASELINES.get(name, encoder(name))
 
 
 def target(name: str) -> str:
+    """What a probe of this target does, for a sentence that begins with "In"."""
     return TARGETS.get(name, f"predicting {readable(name)}").removesuffix(" (leakage: less is better)")
 
 
@@ -82,7 +86,7 @@ def _baselines(result: dict[str, Any]) -> list[Finding]:
         metric = next(m for m in ("kappa", "r2", "auroc") if m in rows)
         row, own = rows[metric], [c for c in planned if (c["a"], c["metric"]) == (reference, metric)]
         people, seen = f"{row['n_test_participants']} participants", row["seen_test_participants"]
-        people += f", {seen} of whom pretraining had seen" if seen else " it had never seen"
+        people += f" ({seen} of them seen in pretraining)" if seen else " it had never seen"
         text = f"In {target(name)} among {people}, {reference} reaches {NAMES[metric]} {interval(row)}."
         question = f"Does it beat every baseline in {target(name)}?"
         if row["low"] is None:
@@ -166,13 +170,14 @@ def _domains(result: dict[str, Any]) -> Finding:
             ]
         )
         parts.append(
-            f"Scanner by scanner {len(stands)} of {len(single)} differences stand{f': {which}' if stands else ''}."
+            f"Scanner by scanner, {len(stands)} of {len(single)} differences hold after "
+            f"Holm{f': {which}' if stands else ''}."
         )
     return Finding(question, _overall(tones), " ".join(parts), "domains")
 
 
 def _same_eye(result: dict[str, Any]) -> list[Finding]:
-    question, part = "Does it say the same of one eye on two scanners?", result["same_eye"]
+    question, part = "Does it give one eye the same answer on two scanners?", result["same_eye"]
     if part["sentence"]:
         return [Finding(question, "none", part["sentence"], "same-eye")]
     reference, parts = result["reference"], []
@@ -186,14 +191,14 @@ def _same_eye(result: dict[str, Any]) -> list[Finding]:
         worst = max(limits, key=lambda p: abs(p["bland_altman"]["bias"]["estimate"] or 0))
         b = worst["bland_altman"]
         sure = (b["bias"]["low"] or 0) > 0 or (b["bias"]["high"] or 0) < 0
-        text = f"{interval(b['bias'], digits=1)}" + ("" if sure else ", which includes no offset")
+        text = f"{interval(b['bias'], digits=1)}" + ("" if sure else ", whose interval includes 0")
         parts.append(
             f"The largest mean offset of {readable(worst['target'])} is between {readable(worst['a'])} and "
             f"{readable(worst['b'])}: {text}; limits of agreement {b['lower']['estimate']:.1f} to "
             f"{b['upper']['estimate']:.1f}, which hold 95\u00a0% of differences if these are normally distributed."
         )
     parts.append(
-        "ICC depends on how different the eyes are; a probe that says one number of every eye would have none."
+        "ICC depends on how different the eyes are; a probe that predicts the same number for every eye has no ICC."
     )
     if len(parts) > 1:
         found = [Finding(question, "measured", " ".join(parts), "same-eye")]
@@ -213,7 +218,7 @@ def _same_eye(result: dict[str, Any]) -> list[Finding]:
 
 
 def _against(text: str, compared: Sequence[dict[str, Any]]) -> tuple[str, Tone]:
-    """The text with what the comparisons claim, and their overall tone."""
+    """The text, continued by what the comparisons claim, and their overall tone."""
     groups: dict[str, list[str]] = {}
     for c in compared:
         groups.setdefault(c["claim"], []).append(named(c["b"]))
@@ -244,9 +249,9 @@ def _subgroups(result: dict[str, Any]) -> Finding:
         )
     text += "."
     if silent:
-        text += f" {silent} more groups have fewer than 10 participants per class, so nothing can be said of them."
+        text += f" {silent} more groups have fewer than 10 participants per class, so nothing can be said about them."
     if not stands:
-        text += " That is no proof of fairness: a gap as wide as the intervals may be there."
+        text += " That is no proof of fairness: there may be gaps as large as the intervals are wide."
     tone: Tone = "worse" if any(c["claim"] == "worse" for c in stands) else "inconclusive"
     return Finding(question, tone, text, "subgroups")
 
@@ -258,7 +263,7 @@ def _calibration(result: dict[str, Any]) -> list[Finding]:
     for row in [r for r in part["results"] if r["encoder"] == result["reference"]]:
         question = f"Do its probabilities mean what they say in {target(row['target'])}?"
         honest = f"{row['honest_ece']['mean']:.2f} (up to {row['honest_ece']['high']:.2f})"
-        text = f"ECE {interval(row['ece'])}; probabilities that were true would score {honest} with as few cases."
+        text = f"ECE {interval(row['ece'])}; perfectly calibrated probabilities would score {honest} on as few cases."
         if row["note"]:
             found.append(Finding(question, "inconclusive", f"{text} {row['note']}", "calibration"))
             continue
@@ -278,7 +283,8 @@ def _leakage(result: dict[str, Any]) -> Finding:
         return Finding(question, "none", part["sentence"] or "Not measured.", "leakage")
     row = next((r for r in rows if r["metric"] == "balanced_accuracy"), rows[0])
     text = (
-        f"A linear probe tells the scanner with balanced accuracy {interval(row)}; guessing gives {row['chance']:.2f}."
+        f"A linear probe recognises the scanner with balanced accuracy {interval(row)}; guessing gives "
+        f"{row['chance']:.2f}."
     )
     if row["low"] is None:
         return Finding(question, "inconclusive", f"{text} {row['note']}", "leakage")
@@ -295,7 +301,7 @@ def _leakage(result: dict[str, Any]) -> Finding:
 
 
 def _neighbours(result: dict[str, Any]) -> Finding:
-    question, part = "What lies next to a scan: disease, or the scanner?", result["neighbours"]
+    question, part = "Do the nearest scans share the disease or the scanner?", result["neighbours"]
     if part["sentence"]:
         return Finding(question, "none", part["sentence"], "neighbours")
     rows = [r for r in part["results"] if r["encoder"] == result["reference"]]
@@ -323,9 +329,9 @@ def _copies(result: dict[str, Any]) -> Finding:
         return Finding(question, "bad", text, "copies")
     known = f"{part['fingerprints']} of the volumes have a fingerprint of their file"
     highest = f"highest correlation {part['highest_correlation']:.2f}, threshold {part['threshold']:.2f}"
-    text = f"No pair has the same voxels ({known}), and of {part['looked_at']} pairs that the vectors suspect none has "
-    text += f"the same speckle ({highest})."
-    return Finding(question, "ok", f"{text} A copy that the vectors do not suspect would be missed.", "copies")
+    text = f"No pair has the same voxels ({known}), and none of the {part['looked_at']} pairs with the nearest vectors "
+    text += f"has the same speckle ({highest})."
+    return Finding(question, "ok", f"{text} Copies whose vectors are far apart would be missed.", "copies")
 
 
 def _list(items: Sequence[str]) -> str:
