@@ -828,7 +828,7 @@ def test_groups_between_two_numbers_are_classes_and_no_numbers(cohort, tmp_path,
     assert cases.classes is not None and len(cases.classes) == groups and not cases.ordered
 
 
-@pytest.mark.parametrize("word", ["NA", "n/a", "NaN", " ", ".", "Unknown"])
+@pytest.mark.parametrize("word", ["missing", "NA", "n/a", "NaN", " ", ".", "Unknown"])
 def test_a_missing_value_of_the_participants_own_table_is_no_class(cohort, tmp_path, word):
     data = read_embeddings(cohort.embeddings(tmp_path / "a.parquet"))
     labels = tuple({"group": ("a", "b", word)[int(p) % 3]} for p in data.participant)

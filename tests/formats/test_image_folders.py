@@ -121,6 +121,9 @@ def test_the_order_of_bscans_that_nothing_states_is_a_flag(tmp_path):
     write_sidecar(write_npy(tmp_path / "oct" / "patient_8.npy", VOXELS[::-1]), SPACING_MM)
     catalog = scan(tmp_path / "oct", workers=0)
     assert catalog.summary()["flags"]["bscan_order_unstated"] == 2
+    write_sidecar(tmp_path / "oct" / "patient_8.npy", SPACING_MM, superior_first=False)
+    catalog = scan(tmp_path / "oct", workers=0)
+    assert catalog.summary()["flags"]["bscan_order_unstated"] == 1, "a sidecar that says where they begin states it"
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA"])

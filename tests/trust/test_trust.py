@@ -266,6 +266,22 @@ def test_the_same_eye_is_found_under_the_id_of_another_scanner(cohort):
     assert two["retrieval"] == one["retrieval"] != []
 
 
+def test_eyes_that_changed_between_two_scanners_are_counted(cohort):
+    """As in a trial in which a site gets another scanner: what treatment did is no offset between scanners."""
+    encoder = cohort.embeddings("run", identity=3.0)
+    treated = [s == TWO[1] and int(p[1:]) % 2 == 0 for p, s in zip(encoder.participant, encoder.scanner, strict=True)]
+    labels = tuple(
+        {**own, "cst_um": f"{float(own['cst_um']) - 50 * thinner:.3f}"}
+        for own, thinner in zip(encoder.participant_labels, treated, strict=True)
+    )
+    steady, changed = (same_eye(study_of(cohort, replace(encoder, **o))) for o in ({}, {"participant_labels": labels}))
+    assert {r["n_changed"] for r in steady["agreement"]} == {0}
+    rows = {(r["target"], r["encoder"]): r for r in changed["agreement"]}
+    assert rows["cst_um", "run"]["n_changed"] == 60 and rows["disease", "run"]["n_changed"] == 0
+    said = [words._same_eye({"same_eye": part, "reference": "run"})[0].sentence for part in (steady, changed)]
+    assert "In 60 of these eyes the label itself differs between scanners" in said[1] and "label" not in said[0]
+
+
 def only(scanner, *encoders):
     keep = encoders[0].scanner == scanner
     names = ("acquisition", "participant", "eye_id", "scanner", "vectors")

@@ -22,7 +22,7 @@ LATERALITY = "laterality"
 EYE_COLUMNS = ("eye", "side")
 """Columns that may hold the eye of a row, in a table without a column laterality."""
 
-MISSING = frozenset({"", "na", "n/a", "nan", "null", ".", "?", "#n/a", "<na>", "unknown"})
+MISSING = frozenset({"", "na", "n/a", "nan", "null", ".", "?", "#n/a", "<na>", "unknown", "missing"})
 """Texts that mean a missing value. Not `none`: a diagnosis of none is a label; nor `-`, which may mean negative."""
 
 

@@ -108,6 +108,8 @@ class Encoder:
         """
         if pool not in (None, *POOLS):
             raise ConfigError(f"pool: expected {', '.join(POOLS)}, got {pool!r}")
+        if pool == "summary" and not self.config.model.summary:
+            raise ConfigError("pool=summary: this encoder has no summary (model.summary is 0); choose another pooling")
         objective = self.config.objective if pool is None else self.config.objective.model_copy(update={"pool": pool})
         return replace(self, config=self.config.model_copy(update={"objective": objective}))
 

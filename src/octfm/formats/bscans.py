@@ -381,8 +381,9 @@ def _header(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> Hea
     flags += ["bits_from_values"] * (bscans.bits is None and declared.bits is None)
     # Lines that gave no stack are placeholders; without any, the order is that of the file.
     stack = arrangement.stack
-    flags += ["bscan_order_unstated"] * (stack is None and arrangement.layout == "raster")
-    flags += ["positions_placeholder"] * (stack is None and bscans.lines is not None and arrangement.layout == "raster")
+    unordered = stack is None and arrangement.layout == "raster"
+    flags += ["bscan_order_unstated"] * (unordered and declared.superior_first is None)
+    flags += ["positions_placeholder"] * (unordered and bscans.lines is not None)
     if stack is not None and not stack.even:
         flags.append("uneven_positions")
     if stack is not None and stack.order is not None:

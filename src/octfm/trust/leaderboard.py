@@ -16,7 +16,7 @@ from octfm.encoder.embed import embed_store, histogram_baseline, quality_baselin
 from octfm.encoder.embeddings import Embeddings, align, of_store, read_embeddings, take_rows
 from octfm.encoder.encoder import load_encoder, seen_by
 from octfm.encoder.sources import find as found
-from octfm.errors import Echo, EvaluationError
+from octfm.errors import ConfigError, Echo, EvaluationError
 from octfm.evaluation.arms import covariates, with_table
 from octfm.evaluation.cases import Cases, Round, Skip, find_target, make_cases, make_rounds, people
 from octfm.evaluation.probe import RESAMPLES, describe, predict, rows_seen
@@ -252,6 +252,13 @@ def _embed_entries(paths: Sequence[Path], stores: Sequence[Store], folder: Path,
         return []
     names = [entry_name(path) for path in paths]
     pool = load_encoder(paths[0]).config.objective.pool
+    for path, name in zip(paths, names, strict=True):  # before hours of embedding
+        try:
+            load_encoder(path).pooling(pool)
+        except ConfigError as error:
+            raise EvaluationError(
+                f"{path}: cannot be pooled as the first entry is: {error}; name {name} first, or leave it out"
+            ) from None
     found = [embed_run(path, name, stores, folder, echo, pool=pool) for path, name in zip(paths, names, strict=True)]
     return [*found, embed_run(paths[0], "random_init", stores, folder, echo, draw=0, pool=pool)]
 

@@ -65,7 +65,8 @@ def same_eye(study: Study) -> dict[str, Any]:
             skipped.append({"target": task.name, "sentence": text})
             continue
         boots = {name: _one_way(r, several, study) for name, r in readings.items()}
-        counts = {"n_eyes": len(np.unique(of_reference.eye[several])), "n_participants": count}
+        eyes = np.unique(of_reference.eye[several])
+        counts = {"n_eyes": len(eyes), "n_participants": count, "n_changed": _changed(study, task)}
         for name, boot in boots.items():
             row = {"target": task.name, "quantity": quantity, "encoder": name, "form": OVERALL, **estimate(boot)}
             agreements.append(row | counts)
@@ -110,6 +111,17 @@ def _truth(study: Study, task: Task) -> Readings | None:
     readings = _per_eye(study.data, task.cases.rows[tested], task.cases.label[tested])
     distinct = {(eye, round(value, 6)) for eye, value in zip(readings.eye, readings.value.tolist(), strict=True)}
     return readings if len(distinct) > len(np.unique(readings.eye)) else None
+
+
+def _changed(study: Study, task: Task) -> int:
+    """Eyes whose label differs between scanners, as where they were treated before they were scanned on another one."""
+    tested = np.concatenate([r.test for r in task.rounds])
+    labels = _per_eye(study.data, task.cases.rows[tested], task.cases.label[tested].astype(float))
+    eyes, member = np.unique(labels.eye, return_inverse=True)
+    lowest, highest = np.full(len(eyes), np.inf), np.full(len(eyes), -np.inf)
+    np.minimum.at(lowest, member, labels.value)
+    np.maximum.at(highest, member, labels.value)
+    return int((highest - lowest > 1e-6).sum())
 
 
 def _per_eye(data: Embeddings, rows: np.ndarray, value: np.ndarray) -> Readings:

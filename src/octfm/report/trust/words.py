@@ -186,6 +186,11 @@ def _same_eye(result: dict[str, Any]) -> list[Finding]:
             f"The {row['quantity']} in {target(row['target'])} agrees with ICC(1,1) {interval(row)} over "
             f"{row['n_eyes']} eyes of {row['n_participants']} participants."
         )
+        if changed := row.get("n_changed"):
+            parts.append(
+                f"In {changed} of these eyes the label itself differs between scanners, as after treatment between two "
+                "visits; there not all of the disagreement is the scanners'."
+            )
     limits = [p for p in part["pairs"] if p["bland_altman"] and p["quantity"] == "predicted value"]
     if limits:
         worst = max(limits, key=lambda p: abs(p["bland_altman"]["bias"]["estimate"] or 0))
