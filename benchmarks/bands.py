@@ -62,9 +62,9 @@ class Scan:
         return np.random.default_rng(0).choice(dark, self.volume.shape)
 
 
-def phantom(seed: int, scanner: str, diagnosis: str, severity: float, size=(32, 256, 192)) -> Scan:
+def phantom(seed: int, scanner: str, diagnosis: str, severity: float) -> Scan:
     volume, truth = phantom_volume(
-        seed, scanner=scanner, diagnosis=diagnosis, severity=severity, laterality="RL"[seed % 2], size=size
+        seed, scanner=scanner, diagnosis=diagnosis, severity=severity, laterality="RL"[seed % 2], size=(32, 256, 192)
     )
     ilm, rpe, rpe_bottom, bm = (truth.surface(name) for name in ("ilm", "rpe", "rpe_bottom", "bm"))
     return Scan(volume, ilm, rpe, rpe_bottom, bm)

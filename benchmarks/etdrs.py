@@ -77,12 +77,12 @@ def scan(diagnosis: str, severity: float, seed: int, scanner: str, lower: str) -
     return float(np.hypot(sample(x, field, *at), sample(y, field, *at))[0]), list(found - truth)
 
 
-def found(seed: int, each: int, bscans: int = 25) -> Iterator[str]:
+def found(seed: int, each: int) -> Iterator[str]:
     """What `--found` prints, a line per scan and then the summary."""
     finder, away, covered = load_finder(), [], {kind: [] for kind in ("centre", "inner", "outer")}
     for number, condition in enumerate(CONDITIONS):
         for k in range(each):
-            stream = Stream(seed, bscans, 0.05, conditions=(condition,), ascan_um=(13.0, 19.0))
+            stream = Stream(seed, 25, 0.05, conditions=(condition,), ascan_um=(13.0, 19.0))
             shot, size, rng = stream.shot(k + 100 * number)
             if abs(shot.acquisition.fixation_mm[0]) > 2:  # centred on the disc
                 continue

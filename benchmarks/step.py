@@ -45,11 +45,11 @@ def resident(key: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-def draw_masks(size, batch: int, budget: int | None, seed: int = 0):
+def draw_masks(size, batch: int, budget: int | None):
     """Kept tokens [B, K], and context [B, C] and target [B, T] as sorted positions among them."""
     import numpy as np
 
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     tokens = int(np.prod(grid_of(size)))
     keep = min(budget or tokens, tokens)
     kept, seen, asked = [], [], []

@@ -38,9 +38,9 @@ def main() -> None:
         Image.fromarray(np.concatenate(rows)).save(arguments.picture)
 
 
-def overlay(stream: Stream, place: int, height: int = 500, width: int = 260) -> np.ndarray:
-    """uint8 [height, width, 3]: the upper left corner of an image with its surfaces."""
-    image = stream(place)
+def overlay(stream: Stream, place: int) -> np.ndarray:
+    """uint8 [500, 260, 3]: the upper left corner of an image with its surfaces."""
+    image, (height, width) = stream(place), (500, 260)
     picture = np.zeros((height, width, 3), np.uint8)
     part = image.voxels[0, :height, :width]
     picture[: part.shape[0], : part.shape[1]] = part[..., None]

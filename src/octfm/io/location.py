@@ -143,10 +143,6 @@ class BucketPath:
         return self.inside.suffix
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        return self.inside.parts
-
-    @property
     def parent(self) -> "BucketPath":
         return BucketPath(self.scheme, self.inside.parent)
 
@@ -205,9 +201,6 @@ class BucketPath:
         from octfm.io import bucket
 
         bucket.write(str(self), data)
-
-    def write_text(self, text: str, encoding: str = "utf-8") -> None:
-        self.write_bytes(text.encode(encoding))
 
     def unlink(self, missing_ok: bool = False) -> None:
         from octfm.io import bucket
