@@ -163,6 +163,15 @@ def test_a_head_of_another_encoder_is_refused_and_a_run_brings_its_own(attentive
     assert load_with_head(run)[1] is None
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_training_mask_is_drawn_only_for_an_encoder_that_had_to_predict_hidden_tokens(hidden):
+    encoder = load_encoder()
+    objective = encoder.config.objective.model_copy(update={"hidden": hidden})
+    encoder = replace(encoder, config=encoder.config.model_copy(update={"objective": objective}))
+    tissue = np.full(encoder.network.grid.shape, TISSUE)
+    assert ("mask" in [overlay.key for overlay in maps.masks_of(encoder, tissue, 0)]) == hidden
+
+
 def test_pictures_show_both_eyes_of_every_scanner_in_common_colours(run, store, attentive, tmp_path):
     encoder = load_encoder(run)
     scenes = load_scenes(maps.save_pictures(encoder, store, tmp_path, load_head(attentive, encoder)))

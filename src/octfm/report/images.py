@@ -45,6 +45,8 @@ class Example:
     scanner: str
     detail: str
     pictures: list[Picture]
+    masked: bool
+    """Whether one of them shows a training mask."""
 
 
 def example_pictures(scenes: Sequence[Scene]) -> list[Example]:
@@ -64,7 +66,7 @@ def example_pictures(scenes: Sequence[Scene]) -> list[Example]:
         if len(voxels) > 1:
             pictures.append(_enface(front(seen), spacing, scene.laterality, "En face", alt))
         eye = {"R": "right eye", "L": "left eye"}.get(scene.laterality or "", "laterality unknown, not mirrored")
-        examples.append(Example(scanner, eye, [picture for picture in pictures if picture is not None]))
+        examples.append(Example(scanner, eye, [each for each in pictures if each is not None], mask is not None))
     return examples[::-1]
 
 

@@ -284,18 +284,18 @@ def some_of_each_scanner(store: Store) -> np.ndarray:
 
 
 def masks_of(encoder: Encoder, maps: np.ndarray, seed: int) -> list[Overlay]:
-    """Overlays of the tissue tokens and of one random training mask."""
+    """Overlays of the tissue tokens and, if the encoder's objective hid tokens, of one random training mask."""
+    tissue = np.where(maps == TISSUE, 0, NONE).astype(np.uint8)
+    about_tissue = "Tokens that carry the features of the volume."
+    tokens = Overlay("tokens", "Tissue tokens", "classes", tissue, (("tissue", GREEN),), about_tissue)
+    if not encoder.config.objective.hides_tokens:
+        return [tokens]
     masks = sample_masks(encoder.config.masks, maps[None], [np.random.default_rng(seed)])
     mask = np.full(maps.size, NONE, np.uint8)
     mask[masks.context[0]], mask[masks.target[0]] = 0, 1
-    tissue = np.where(maps == TISSUE, 0, NONE).astype(np.uint8)
-    about_tissue = "Tokens that carry the features of the volume."
     about_mask = "In training the encoder sees the context and must predict the target; other tokens are not used."
     legend = (("context", CONTEXT), ("target", TARGET))
-    return [
-        Overlay("tokens", "Tissue tokens", "classes", tissue, (("tissue", GREEN),), about_tissue),
-        Overlay("mask", "One training mask", "classes", mask.reshape(maps.shape), legend, about_mask),
-    ]
+    return [tokens, Overlay("mask", "One training mask", "classes", mask.reshape(maps.shape), legend, about_mask)]
 
 
 def token_maps(encoder: Encoder, arrays: Arrays) -> np.ndarray:

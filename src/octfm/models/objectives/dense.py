@@ -52,6 +52,10 @@ class DenseConfig(TruthConfig):
     """Whether the encoder sees only the context and the predictor answers for the hidden tokens, with weight 1 against
     context_loss for the visible ones. Otherwise it sees all kept tokens, and there is no context loss."""
 
+    @property
+    def hides_tokens(self) -> bool:
+        return self.hidden
+
     def build(self, model: ViTConfig, predictor: PredictorConfig, grid: TokenGrid) -> "Dense":
         return Dense(self, model, predictor if self.hidden else None, grid)
 

@@ -52,6 +52,11 @@ class ObjectiveConfig(Config):
         return False
 
     @property
+    def hides_tokens(self) -> bool:
+        """Whether the encoder must predict tokens that it does not see, so that a training mask can be drawn."""
+        return True
+
+    @property
     def num_views(self) -> int:
         """Views of each volume per step; each is augmented differently."""
         return 1
