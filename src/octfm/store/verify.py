@@ -93,7 +93,7 @@ def require_whole(verified: Verified, path: str | Location) -> None:
 def _repair_metadata(store: Store, echo: Echo) -> tuple[str, ...]:
     """Rewrite damaged zarr.json files of a local store, which follow from header and rows; returns their paths."""
     wrong = []
-    # octfm reads shards without these files, which are for other programs. In a bucket its next writer renews them.
+    # Readers of a bucket generate these files locally, so there they cannot do harm.
     for name in ARRAYS if isinstance(store.path, Path) else ():
         file = store.path / name / "zarr.json"
         expected = array_metadata(name, len(store), store.image_size, store.compression, store.checks_shards)
