@@ -1,5 +1,6 @@
 """Participants never straddle splits, and splits are balanced."""
 
+import re
 import string
 from collections import Counter
 
@@ -152,11 +153,69 @@ def test_a_scan_of_a_folder_that_grew_says_who_changed_the_split_and_how_to_keep
 
     arrive("baseline", "Topcon", range(10, 40))
     said, before = scanned()
-    before.to_csv(tmp_path / "people.csv", index=False)
     assert "another split" not in said and "another split" not in scanned()[0]
-    arrive("month6", "Zeiss", range(10, 40, 3))
+    arrive("month6", "Zeiss", range(10, 42, 3))
     said, after = scanned()
     moved = sum(before.set_index("participant").split != after.set_index("participant").split[before.participant])
-    assert moved and f"{moved} participants are in another split than in the catalog that was here" in said
-    said, kept = scanned("--participants", tmp_path / "people.csv")
-    assert sorted(kept.to_numpy().tolist()) == sorted(before.to_numpy().tolist()) and "another split" not in said
+    assert moved and f"in another split than before: {moved} participants" in said
+    aside = re.search(r"--splits-of (\S+),", said)[1]
+    said, kept = scanned("--splits-of", aside)
+    of = kept.set_index("participant").split
+    assert len(of) == 31 and "another split" not in said
+    assert of[before.participant].tolist() == before.split.tolist()
+
+
+@pytest.mark.parametrize("source", ["catalog", "store"])
+def test_people_keep_their_split_through_pseudonyms_and_another_spelling(tmp_path, source):
+    trial, key = tmp_path / "trial", ("--pseudonymise", tmp_path / "key")
+
+    def arrive(visit, people):
+        (trial / visit).mkdir(parents=True)
+        for person in people:
+            voxels = np.random.default_rng([int(person), len(visit)]).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+            write_oct_dicom(trial / visit / f"{person}.dcm", voxels, (0.12, 0.0039, 0.0115), participant=person)
+
+    def scanned(out, *options):
+        done = invoke("scan", trial, "--out", tmp_path / out, "--workers", "0", *options)
+        return " ".join((done.output + str(done.exception)).split()), done.exit_code
+
+    def splits(out):
+        return {a.participant: a.split for a in Catalog.load(tmp_path / out)}
+
+    arrive("baseline", map(str, range(110, 120)))
+    assert scanned("catalog", *key)[1] == 0
+    before = splits("catalog")
+    if source == "store":
+        options = (
+            "--key",
+            tmp_path / "key",
+            "--root",
+            trial,
+            "image_size=[4,32,32]",
+            "--keep-upside-down",
+            "--workers",
+            "0",
+        )
+        assert invoke("prepare", tmp_path / "catalog", "--out", tmp_path / "store", *options).exit_code == 0
+    arrive("month6", [*map(str, range(310, 330)), *(f"00{person}" for person in range(110, 120))])
+    assert scanned("later", *key, "--splits-of", tmp_path / source)[1] == 0
+    assert len(splits("later")) == 30 and before.items() <= splits("later").items()
+    # Without the key nobody is found; a folder of neither is no catalog.
+    said, code = scanned("named", "--splits-of", tmp_path / source)
+    assert code == 1 and "none of the 10 participants whose splits are to be kept" in said and "--pseudonymise" in said
+    said, code = scanned("named", "--splits-of", trial)
+    assert code == 1 and "expected the folder of a catalog or of a store" in said
+    assert not (tmp_path / "named").exists()
+
+
+@given(
+    st.lists(st.sampled_from(SPLITS), min_size=1, max_size=12), st.integers(0, 12), st.integers(0, 50), st.booleans()
+)
+def test_kept_splits_stay_whatever_else_is_drawn(given_splits, new, seed, recommends):
+    kept = {f"p{i}": split for i, split in enumerate(given_splits)}
+    labels = {"recommended_split": "train"} if recommends else {}
+    placed = assign_splits(cohort(len(kept) + new, **labels), seed=seed, kept=kept.get)
+    splits = {a.participant: a.split for a in placed}
+    assert kept.items() <= splits.items() and len(splits) == len(kept) + new
+    if not recommends and new >= 3:
+        assert {splits[p] for p in splits.keys() - kept.keys()} == set(SPLITS)

@@ -1,8 +1,9 @@
 """Catalog: a row for every accepted acquisition, a reject with a reason for every other file."""
 
 import json
+import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -113,6 +114,12 @@ class Catalog:
                 place = both.enter_context(replacing(file)) if isinstance(file, Path) else file
                 place.write_bytes(content)
         return folder
+
+    def beside(self, folder: Location) -> Location:
+        """A folder next to `folder` for this catalog alone. Not inside: the folder may be for others to see, and this
+        catalog have names."""
+        whole = Path(os.path.abspath(folder)) if isinstance(folder, Path) else folder  # noqa: PTH100  ("." has no name)
+        return whole.with_name(f"{whole.name}_before_{self._key()[:8]}")
 
     @staticmethod
     def load(folder: str | Path | BucketPath) -> "Catalog":
@@ -229,12 +236,14 @@ def assign_splits(
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1),
     seed: int = 0,
     one_person: Iterable[tuple[str, str]] = (),
+    kept: Callable[[str], Split | None] = lambda _: None,
 ) -> tuple[Acquisition, ...]:
-    """Assign splits: recommended_split where participants.tsv has one, else stratified by participant.
+    """Assign splits: that of `kept` where it has one for the participant, else recommended_split where participants.tsv
+    has one, else stratified by participant.
 
     Strata are by scanners, diagnosis (`diagnosis_of`) and number of eyes. `one_person`: pairs of participants that may
     be one person, because both ids have the same voxels; so may ids of `may_be_one_person`, such as 1001 and 00001001.
-    They get the same split; if tables or folders recommend several, train goes first: nobody in the test split may have
+    They get the same split; if several are kept or recommended, train goes first: nobody in the test split may have
     been seen in training.
     """
     same = _leaders([*one_person, *may_be_one_person(a.participant for a in acquisitions)])
@@ -246,7 +255,7 @@ def assign_splits(
         person = same.get(a.participant, a.participant)
         scanners.setdefault(person, set()).add(a.scanner)
         eyes.setdefault(person, set()).add(a.laterality)
-        if split := parse_split(a.participant_labels.get("recommended_split", "")):
+        if split := kept(a.participant) or parse_split(a.participant_labels.get("recommended_split", "")):
             # SPLITS is in this order: train before val before test.
             earlier = recommended.get(person, split)
             several |= {person} if earlier != split else set()

@@ -3,9 +3,9 @@
 import functools
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.agreement import accept, with_person
@@ -20,6 +20,8 @@ from octfm.catalog.inspection import inspect_pixels
 from octfm.catalog.participants.ids import person_key
 from octfm.catalog.participants.patterns import Pattern
 from octfm.catalog.participants.people import AmbiguousPeople, find_people
+from octfm.catalog.participants.pseudonyms import pseudonym
+from octfm.catalog.participants.splits import Split
 from octfm.catalog.walk import Found, walk
 from octfm.display import number
 from octfm.formats.bscans import Reader
@@ -37,10 +39,21 @@ from octfm.volume.volume import ADMISSIBLE, MODALITIES, RASTER_ONLY, STRUCTURE_O
 _OF_SINGLE = "; if each image is a scan of its own, as in folders of classes: octfm scan FOLDER --layouts line"
 
 
+class Placed(Protocol):
+    """Whatever has a participant and a split: an Acquisition of a catalog, a StoreRow of a store."""
+
+    @property
+    def participant(self) -> str: ...
+    @property
+    def split(self) -> str | None: ...
+
+
 def scan(
     root: str | Path | BucketPath,
     *,
     seed: int = 0,
+    splits_of: Iterable[Placed] = (),
+    key: bytes | None = None,
     table: str | Path | BucketPath | None = None,
     participants: str | Path | BucketPath | None = None,
     columns: Mapping[str, str] | None = None,
@@ -61,6 +74,8 @@ def scan(
 
     root: a folder, s3://bucket/prefix or gs://bucket/prefix. A bucket is listed once, and headers are read by ranges.
         The path of a DICOMDIR stands for its folder; files that a DICOMDIR lists but that are missing are rejects.
+    splits_of: an earlier Catalog, or the rows of a Store, whose participants keep their split; only others are drawn.
+        key: that of its pseudonyms (octfm.catalog.participants.pseudonyms.read_key).
     table, participants: your own CSV or TSV with one row per file or per person; they replace AI-READI's tables, which
         are found below `root`. columns: from octfm.catalog.columns.FIELDS to your columns, for example
         {"participant": "pid", "file": "path"}.
@@ -83,7 +98,8 @@ def scan(
     readers: readers of formats of your own, as objects (octfm.formats.bscans.Reader); the first that fits a file is
         taken.
 
-    Raises CatalogError for a root that is missing or has no acceptable file, TableError for tables that contradict
+    Raises CatalogError for a root that is missing or has no acceptable file, and for `splits_of` without any of its
+    participants; TableError for tables that contradict
     themselves, lack a column or fit none of the files, AmbiguousPeople where folders leave open whose eyes are shown.
     """
     patterns = [
@@ -147,10 +163,11 @@ def scan(
     copy_rejects, pairs = without_lost_originals(copy_rejects, pair_of, headers, duplicates, pixel_rejects)
     left_out += [*copy_rejects, *pixel_rejects]
     pairs += pixel_pairs
+    kept = _kept_splits(splits_of, key, acquisitions)
     left_out.sort(key=lambda reject: reject.uri)
     catalog = Catalog(
         root=str(folder),
-        acquisitions=assign_splits(acquisitions, seed=seed, one_person=pairs) if acquisitions else (),
+        acquisitions=assign_splits(acquisitions, seed=seed, one_person=pairs, kept=kept) if acquisitions else (),
         rejects=tuple(reject for reject in left_out if not reject.expected),
         companions=len(found.companions) + joined_files - sum(reject.code == "not_a_bscan" for reject in left_out),
         skipped=tuple(reject for reject in left_out if reject.expected),
@@ -247,6 +264,25 @@ def _say_what_is_unfound(folder: Location, tables: Tables, uids: Collection[str]
         )
 
 
+def _kept_splits(
+    splits_of: Iterable[Placed], key: bytes | None, acquisitions: Sequence[Acquisition]
+) -> Callable[[str], Split | None]:
+    """Participant of this scan → split in `splits_of`, if it is there. Raises CatalogError if none is."""
+    kept = {person_key(row.participant): row.split for row in splits_of}
+
+    def split_of(participant: str) -> Any:
+        names = (participant,) if key is None else (participant, pseudonym(participant, key))
+        return next((kept[person_key(name)] for name in names if person_key(name) in kept), None)
+
+    if kept and acquisitions and not any(split_of(a.participant) for a in acquisitions):
+        raise CatalogError(
+            f"splits_of: none of the {number(len(kept), 'participant')} whose splits are to be kept is among those of "
+            f"the images ({acquisitions[0].participant!r}, …); state the catalog or store of the same people, and the "
+            "key file if it has pseudonyms (--pseudonymise)"
+        )
+    return split_of
+
+
 def _expect_people_to_fit(
     acquisitions: Sequence[Acquisition], tables: Tables, participants: str | Path | BucketPath | None
 ) -> None:
@@ -254,9 +290,9 @@ def _expect_people_to_fit(
     people = {person_key(a.participant) for a in acquisitions}
     if participants is not None and people.isdisjoint(tables.participants):
         raise TableError(
-            f"{participants}: none of its {len(tables.participants)} participants is among the images, whose ids look "
-            f"like {acquisitions[0].participant!r}; map the column with --columns participant=COLUMN, "
-            "or join ids by --table"
+            f"{participants}: none of its participants ({next(iter(tables.participants))!r}, …) is among those of the "
+            f"images ({acquisitions[0].participant!r}, …); map the column with --columns participant=COLUMN, or join "
+            "ids by --table"
         )
 
 

@@ -12,9 +12,10 @@ from octfm.errors import ConfigError
 from octfm.io.location import holds_other
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from octfm.catalog.catalog import Catalog
+    from octfm.catalog.scan import Placed
     from octfm.io.location import Location
 
 
@@ -96,6 +97,14 @@ def scan(
     table: Annotated[
         opt.Place, opt.option("TABLE", "Your own CSV or TSV with one row per file.", parser=opt.place)
     ] = None,
+    splits_of: Annotated[
+        opt.Place,
+        opt.option(
+            "FOLDER",
+            "Earlier catalog, or store, whose participants keep their split; splits of others are drawn.",
+            parser=opt.place,
+        ),
+    ] = None,
     participants: Annotated[
         opt.Place, opt.option("TABLE", "Your own CSV or TSV with one row per participant.", parser=opt.place)
     ] = None,
@@ -173,6 +182,7 @@ def scan(
     from octfm.catalog.participants import pseudonyms
     from octfm.catalog.participants.people import AmbiguousPeople
     from octfm.catalog.scan import scan as scan_root
+    from octfm.display import number
     from octfm.io.progress import Progress
     from octfm.report.data_health import write_data_health
 
@@ -190,13 +200,17 @@ def scan(
         )
     if holds_other(out, "catalog.parquet"):
         raise CatalogError(f"{out}: the folder is not empty and holds no catalog; choose a new --out")
-    key = pseudonyms.read_key(pseudonymise) if pseudonymise is not None else None  # before hours of work
+    # Before hours of work.
+    key = pseudonyms.read_key(pseudonymise) if pseudonymise is not None else None
+    placed = _rows_of(splits_of) if splits_of is not None else ()
     failure = None
     try:
         with Progress("scan", 1, "files") as progress:
             catalog = scan_root(
                 root,
                 seed=seed,
+                splits_of=placed,
+                key=key,
                 table=table,
                 participants=participants,
                 columns=Columns.parse(columns or []).of_field,
@@ -228,6 +242,8 @@ def scan(
         catalog = pseudonyms.pseudonymise(catalog, key, kept)
         locations = pseudonyms.locate(catalog, root, key)
     before = _catalog_in(out)
+    moved = _moved(before, catalog) if before is not None and splits_of is None else 0
+    aside = before.save(before.beside(out)) if before is not None and moved else None
     catalog.save(out)
     page = write_data_health(
         catalog, out / "data_health.html", images=images, max_reject=max_reject, locations=locations
@@ -236,16 +252,27 @@ def scan(
         typer.echo(page)
         raise failure
     _print_summary(catalog, out)
-    if before is not None and (moved := _moved(before, catalog)):
+    if moved:
         opt.echo_line(
-            f"{moved} participants are in another split than in the catalog that was here, since splits are drawn "
-            "anew from all files. Runs of the old split have seen some of those who are tested now. To keep it, scan "
-            "again with --participants TABLE of columns participant and split (as Store.to_pandas() has them for the "
-            "store that was prepared before)"
+            f"in another split than before: {number(moved, 'participant')}. Splits are drawn anew from all files, so "
+            "runs on the old split have seen some of those who are tested now. To keep it, scan again with "
+            f"--splits-of {aside}, where the old catalog is now"
         )
     typer.echo(page)
     if max_reject is not None:
         catalog.expect_few_rejects(max_reject, f"see {page}")
+
+
+def _rows_of(folder: "Location") -> "Sequence[Placed]":
+    """Rows of a catalog or a store."""
+    from octfm.catalog.catalog import Catalog
+    from octfm.store.store import Store
+
+    if (folder / "catalog.parquet").is_file():
+        return Catalog.load(folder).acquisitions
+    if (folder / "store.json").is_file():
+        return Store.open(folder).rows
+    raise ConfigError(f"--splits-of {folder}: expected the folder of a catalog or of a store, found neither")
 
 
 def _catalog_in(folder: "Location") -> "Catalog | None":
@@ -260,9 +287,15 @@ def _catalog_in(folder: "Location") -> "Catalog | None":
 
 def _moved(before: "Catalog", now: "Catalog") -> int:
     """Participants of both catalogs whose drawn split is another one now."""
-    was = {a.participant: a.split for a in before.acquisitions}
-    drawn = {a.participant: a.split for a in now.acquisitions if not a.participant_labels.get("recommended_split")}
-    return sum(was.get(participant, split) != split for participant, split in drawn.items())
+    from octfm.catalog.participants.ids import person_key
+
+    was = {person_key(a.participant): a.split for a in before.acquisitions}
+    drawn = {
+        person_key(a.participant): a.split
+        for a in now.acquisitions
+        if not a.participant_labels.get("recommended_split")
+    }
+    return sum(was.get(person, split) != split for person, split in drawn.items())
 
 
 def prepare(

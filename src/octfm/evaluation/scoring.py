@@ -410,8 +410,12 @@ def odd_numbers(cases: Cases) -> str | None:
 
 
 def _coded_classes(cases: Cases, classes: Sequence[str]) -> str | None:
-    """A class that looks like a code is one among words, and among numbers if it lies farther from all of them than any
-    two neighbours: 9 beside the grades 0 to 3, but not 4, nor -1 beside 0 and 1."""
+    """The warning about classes that probably stand for a missing value, such as 9 or -99; None without any.
+
+    Beside classes that are words, every such number is taken for a code. Beside numbers, it is one if its distance to
+    the nearest of them is larger than every step between these: 9 beside grades 0 to 3, but neither 4 there nor -1
+    beside 0 and 1.
+    """
     values = {name: number for name in classes if (number := as_number(name)) is not None}
     coded = {name for name in values if _CODE.fullmatch(name) or name == "9"}
     usual = np.sort([number for name, number in values.items() if name not in coded])

@@ -1,5 +1,6 @@
 """The same eye on several scanners: agreement of the probe's outputs, and retrieval of the eye by its vectors."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -66,14 +67,16 @@ def same_eye(study: Study) -> dict[str, Any]:
             continue
         boots = {name: _one_way(r, several, study) for name, r in readings.items()}
         eyes = np.unique(of_reference.eye[several])
-        counts = {"n_eyes": len(eyes), "n_participants": count, "n_changed": _changed(study, task)}
+        labels = _labels(study, task)
+        changed = _changed(labels)
+        counts = {"n_eyes": len(eyes), "n_participants": count, "n_changed": changed}
         for name, boot in boots.items():
             row = {"target": task.name, "quantity": quantity, "encoder": name, "form": OVERALL, **estimate(boot)}
             agreements.append(row | counts)
-        truth = _truth(study, task)
-        if truth is not None:
+        if changed and task.cases.kind == "regression":
+            # Labels that were measured per scan: their own agreement limits that of predictions.
             row = {"target": task.name, "quantity": "the label itself", "encoder": "label", "form": OVERALL}
-            agreements.append(row | estimate(_one_way(truth, several, study)) | counts)
+            agreements.append(row | estimate(_one_way(labels, several, study)) | counts)
         for encoder in study.images()[1:]:
             pair = boots[study.reference], boots[encoder.name]
             facts: dict[str, Any] = {"target": task.name, "metric": "icc", "a": study.reference, "b": encoder.name}
@@ -102,26 +105,17 @@ def _readings(study: Study, task: Task, predictions: Predictions) -> Readings:
     return _per_eye(study.data, task.cases.rows[predictions.rows], number)
 
 
-def _truth(study: Study, task: Task) -> Readings | None:
-    """Labels that were measured per scan, whose own agreement limits that of predictions; None if labels are per eye or
-    coarser."""
-    if task.cases.kind != "regression":
-        return None
+def _labels(study: Study, task: Task) -> Readings:
+    """The label of each tested eye on each scanner: the mean over its scans there."""
     tested = np.concatenate([r.test for r in task.rounds])
-    readings = _per_eye(study.data, task.cases.rows[tested], task.cases.label[tested])
-    distinct = {(eye, round(value, 6)) for eye, value in zip(readings.eye, readings.value.tolist(), strict=True)}
-    return readings if len(distinct) > len(np.unique(readings.eye)) else None
+    return _per_eye(study.data, task.cases.rows[tested], task.cases.label[tested].astype(float))
 
 
-def _changed(study: Study, task: Task) -> int:
+def _changed(labels: Readings) -> int:
     """Eyes whose label differs between scanners, as where they were treated before they were scanned on another one."""
-    tested = np.concatenate([r.test for r in task.rounds])
-    labels = _per_eye(study.data, task.cases.rows[tested], task.cases.label[tested].astype(float))
-    eyes, member = np.unique(labels.eye, return_inverse=True)
-    lowest, highest = np.full(len(eyes), np.inf), np.full(len(eyes), -np.inf)
-    np.minimum.at(lowest, member, labels.value)
-    np.maximum.at(highest, member, labels.value)
-    return int((highest - lowest > 1e-6).sum())
+    distinct = {(eye, round(value, 6)) for eye, value in zip(labels.eye.tolist(), labels.value.tolist(), strict=True)}
+    values_of = Counter(eye for eye, _ in distinct)
+    return sum(count > 1 for count in values_of.values())
 
 
 def _per_eye(data: Embeddings, rows: np.ndarray, value: np.ndarray) -> Readings:

@@ -80,7 +80,8 @@ def find_people(
     ids = {found[uri]: found[uri] for uri in nameless if uri in found}
     contradiction = _joined_with(known, found, ids)
     if source == "folder":
-        guessed, pairs = {*ids.values()} - {*known.values()}, may_be_one_person([*ids.values(), *known.values()])
+        guessed = {*ids.values()} - {*known.values()}
+        pairs = may_be_one_person([*ids.values(), *known.values()])
         alike = [f"{a!r} and {b!r} may be one person" for a, b in pairs if guessed.intersection((a, b))]
         doubt = doubt or contradiction or next(iter(alike), "")
         if doubt:

@@ -1,10 +1,11 @@
 """Pseudonymous catalogs: ids, UIDs and paths become keyed hashes, dates are shifted.
 
 Keyed hashes (HMAC-SHA-256, RFC 2104) need no table, so nothing that re-identifies is ever written. With the key and the
-files, each file is found again by hashing its path below the root: `prepare` can read a pseudonymous catalog. A key
-gives an id the same pseudonym in every data set, and all its spellings in a catalog that of the shortest; it shifts all
-of a participant's dates by the same number of days, which preserves intervals. Values from tables and headers pass only
-if they are known to be safe (octfm.catalog.participants.safe_values), or if the user names their column.
+files, each file is found again by hashing its path below the root: `prepare` can read a pseudonymous catalog. The
+same key and id always give the same pseudonym. Where a catalog spells a person's id in several ways, all of them get
+the pseudonym of the shortest. All dates of a participant are shifted by the same number of days, which preserves
+intervals. Values from tables and headers pass only if they are known to be safe
+(octfm.catalog.participants.safe_values), or if the user names their column.
 """
 
 import re
@@ -114,6 +115,11 @@ def pseudonymise(catalog: Catalog, key: bytes, keep_columns: Collection[str] = (
     )
 
 
+def pseudonym(participant: str, key: bytes) -> str:
+    """The pseudonym of an id as it is spelt."""
+    return "p" + _hash(key, "participant", participant, 16)
+
+
 def withheld(catalog: Catalog, keep_columns: Collection[str] = ()) -> dict[str, tuple[int, int]]:
     """Column -> (participants whose value `pseudonymise` withholds, participants with a value).
 
@@ -203,7 +209,7 @@ def _hidden(
     return replace(
         a,
         uri=_place(a.uri, root, key),
-        participant="p" + _hash(key, "participant", a.participant, 16),
+        participant=pseudonym(a.participant, key),
         scanner=a.scanner if is_known_scanner(a.scanner) else _code(key, "scanner", a.scanner),
         protocol=a.protocol if is_known_protocol(a.protocol) else _code(key, "protocol", a.protocol),
         sop_instance_uid=_hidden_uid(a.sop_instance_uid, key),
