@@ -1,8 +1,10 @@
 """A frozen encoder knows its preprocessing, repeats itself, and tells whom it has seen."""
 
+import re
 import shutil
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,14 +13,16 @@ import torch
 from octfm.encoder.embed import NAMES, WORDS, embed_store, embed_with, embedding_files, write_vectors
 from octfm.encoder.embeddings import align, read_embeddings
 from octfm.encoder.encoder import content_of, load_encoder, seen_by
-from octfm.errors import CheckpointError, EvaluationError
+from octfm.errors import CheckpointError, ConfigError, EvaluationError
 from octfm.io.hashing import keyed_hash
 from octfm.models.token_map import TISSUE, TooFewTokens, tissue_index, token_map
 from octfm.run import checkpoint
 from octfm.tasks.embed_run import embed_all
+from support.command_line import invoke
 from support.small_store import SIZE, edit_rows, small_preprocessing
 from support.tiny_runs import config, quick_pretrain, quiet
-from support.volumes import eye
+from support.vendor_files import write_npy
+from support.volumes import eye, telling_voxels
 
 
 @pytest.fixture(scope="module")
@@ -260,3 +264,30 @@ def test_no_checkpoint_is_one_clear_error(tmp_path):
     (tmp_path / "weights.pt").write_bytes(b"not a zip")
     with pytest.raises(CheckpointError, match="damaged or not a checkpoint"):
         load_encoder(tmp_path / "weights.pt")
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc, where nobody can make a folder")
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(store, run, tmp_path, monkeypatch):
+    """A scan of a million files was lost when its catalog could not be written."""
+
+    def worked(*_, **__):
+        raise AssertionError("worked before it tried to write")
+
+    in_module = (
+        "catalog.scan.scan",
+        "encoder.embed._in_batches",
+        "encoder.encoder.Encoder.embed",
+        "evaluation.arms.make_arms",
+    )
+    for name in in_module:
+        monkeypatch.setattr(f"octfm.{name}", worked)
+    write_npy(tmp_path / "a_0.12x0.0039x0.0115.npy", telling_voxels())
+    for words in (
+        ("scan", tmp_path),
+        ("embed", run, "--store", store.path),
+        ("embed", run, tmp_path / "a_0.12x0.0039x0.0115.npy"),
+        ("probe", run, "--embeddings", tmp_path),
+    ):
+        done = invoke(*words, "--out", "/proc/octfm")
+        assert isinstance(done.exception, ConfigError), (words, done.exception, done.output)
+        assert re.fullmatch("/proc cannot be written: .*; choose another folder, .*", str(done.exception))

@@ -9,7 +9,7 @@ import typer
 
 from octfm.cli import options as opt
 from octfm.errors import ConfigError
-from octfm.io.location import holds_other
+from octfm.io.location import expect_writable, holds_other
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -201,6 +201,7 @@ def scan(
     if holds_other(out, "catalog.parquet"):
         raise CatalogError(f"{out}: the folder is not empty and holds no catalog; choose a new --out")
     # Before hours of work.
+    expect_writable(out)
     key = pseudonyms.read_key(pseudonymise) if pseudonymise is not None else None
     placed = _rows_of(splits_of) if splits_of is not None else ()
     failure = None

@@ -7,7 +7,7 @@ import typer
 
 from octfm.cli import options as opt
 from octfm.errors import ConfigError
-from octfm.io.location import location, write_whole
+from octfm.io.location import expect_writable, location, write_whole
 
 
 def probe(
@@ -75,6 +75,7 @@ def probe(
     chosen = choose_readout(readout)
     folder = location(out or embeddings or run)
     refuse_inside_export(folder)
+    expect_writable(folder)
     files = embedding_files(run, embeddings) if embeddings is not None else embedding_files(local_run(run))
     if exclude is not None:
         # Warnings about unmatched lines of --exclude are the same for every encoder: print them once.

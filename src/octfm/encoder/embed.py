@@ -13,7 +13,7 @@ import torch
 from octfm.encoder.encoder import Encoder
 from octfm.errors import Echo, EvaluationError
 from octfm.io.hashing import hash_text
-from octfm.io.location import Location, local_path, location, write_whole
+from octfm.io.location import Location, expect_writable, local_path, location, write_whole
 from octfm.io.parquet import from_parquet, to_parquet
 from octfm.io.progress import Progress
 from octfm.store.layout import Arrays
@@ -77,6 +77,7 @@ def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pr
         echo(f"{target}: vectors of these weights and volumes are already there")
         vectors = np.array(from_parquet(target)["vector"].to_pylist(), np.float32)
     else:
+        expect_writable(target.parent)
         threads = torch.get_num_threads() if encoder.runtime.device.type == "cpu" else 1
         vectors = _in_batches(store, encoder.embed_arrays, encoder.vector_width, name, threads)
     return write_rows(target, store, vectors, facts)
@@ -114,6 +115,7 @@ def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str
     returns another shape, NaN or infinity.
     """
     target = local_path(out) / f"{name}.parquet"
+    expect_writable(target.parent)
     vectors = own_vectors(embed, store, np.arange(len(store)), name).astype(np.float32)
     facts = {"key": f"{name}-{_voxels_of(store)}", "encoder": name, "name": name, "precision": "fp32"}
     return write_rows(target, store, vectors, facts)

@@ -11,7 +11,7 @@ from octfm.errors import BAD_INPUT, BucketError, Echo, EvaluationError, OctfmErr
 from octfm.formats import read_volume
 from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits
-from octfm.io.location import Location, location
+from octfm.io.location import Location, expect_writable, location
 from octfm.io.progress import Progress
 from octfm.volume.volume import Laterality, Volume
 from octfm.weights.exported import refuse_inside_export
@@ -40,6 +40,7 @@ def embed_scans(
     path = out / "pretrained.parquet"
     if path.is_file() and facts_of(path).get("of") != SINGLE_SCANS:
         raise EvaluationError(f"{path}: holds vectors of a store; choose another --out, or remove the file")
+    expect_writable(out)
     rows, vectors, problems = [], [], []
     structure_only = "octa" not in encoder.config.data.modalities
     with Progress("embed", len(scans), "scans") as progress:

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TextIO
 
 from octfm.addresses import SCHEMES, expect_local, expect_place, is_bucket, refuse_credentials
-from octfm.errors import BucketError, Echo
+from octfm.errors import BucketError, ConfigError, Echo
 from octfm.io.progress import say
 
 _NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES)
@@ -211,6 +211,33 @@ class BucketPath:
 
 
 Location = Path | BucketPath
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    return next(p for p in (folder, *folder.parents) if p.exists())
+
+
+def unwritable(folder: Location) -> str:
+    """Why no file can be written in the folder, or in its nearest parent that exists; empty if one can, which was
+    written, read back and deleted. Raises BucketError."""
+    parent = folder if isinstance(folder, BucketPath) else existing(folder)
+    if isinstance(parent, Path) and not parent.is_dir():
+        return f"{parent} is a file, expected a folder"
+    probe = parent / f".octfm-probe-{secrets.token_hex(4)}"
+    try:
+        write_whole(probe, b"octfm")
+        same = probe.read_bytes() == b"octfm"
+        probe.unlink()
+    except OSError as error:
+        return f"{parent} cannot be written: {error.strerror or error}"
+    return "" if same else f"{parent} returns other bytes than were written"
+
+
+def expect_writable(folder: Location) -> None:
+    """Raises ConfigError if the folder is `unwritable`: call it before work whose result would be lost."""
+    if problem := unwritable(folder):
+        raise ConfigError(f"{problem}; choose another folder, or change the permissions")
 
 
 def holds_other(folder: Location, own: str) -> bool:

@@ -1,12 +1,11 @@
 """Checks of resources: parameters, memory, time, data rate, destinations, disk and trackers (F6, F7, F8, F19)."""
 
-import secrets
 import shutil
 from pathlib import Path
 
 from octfm.display import duration
 from octfm.errors import BucketError, CheckpointError
-from octfm.io.location import BucketPath, Location, write_whole
+from octfm.io.location import Location, existing, unwritable
 from octfm.models.vit3d import count_parameters
 from octfm.pretraining.initial_weights import initial_state, is_query
 from octfm.pretraining.learner import blueprint
@@ -144,21 +143,11 @@ def destinations(config: PretrainConfig, out: Location) -> list[Check]:
 
 
 def _write_tested(name: str, out: Location, advice: str) -> Check:
-    parent = out if isinstance(out, BucketPath) else _existing(out)
-    if isinstance(parent, Path) and not parent.is_dir():
-        return fail(name, f"{parent} is a file, expected a folder", advice)
-    probe = parent / f".octfm-probe-{secrets.token_hex(4)}"
     try:
-        write_whole(probe, b"octfm")
-        same = probe.read_bytes() == b"octfm"
-        probe.unlink()
+        problem = unwritable(out)
     except BucketError as error:
-        return fail(name, f"{error}", advice)
-    except OSError as error:
-        return fail(name, f"{parent} cannot be written: {error.strerror or error}", advice)
-    if not same:
-        return fail(name, f"{parent} returns other bytes than were written", advice)
-    return passed(name, f"{out} was write-tested")
+        problem = str(error)
+    return fail(name, problem, advice) if problem else passed(name, f"{out} was write-tested")
 
 
 def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> Check:
@@ -198,12 +187,7 @@ def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> C
 
 def _free(folder: Path) -> int:
     """Free bytes on the disk of a folder, which need not exist yet."""
-    return shutil.disk_usage(_existing(folder)).free
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists."""
-    return next(p for p in (folder, *folder.parents) if p.exists())
+    return shutil.disk_usage(existing(folder)).free
 
 
 def tracker(config: PretrainConfig, *, resumed: bool = False) -> Check:
