@@ -9,7 +9,7 @@ from octfm.io.location import Location, location
 from octfm.report.participants import flow, tested
 from octfm.report.shareable import NAME, shareable
 from octfm.report.sources import Sources, gather, lookup
-from octfm.report.words import advised_step, encoder
+from octfm.report.words import advised_step, encoder, objective
 from octfm.version import __version__
 
 OPEN = "**for the authors**"
@@ -143,7 +143,7 @@ def bibtex(sources: Sources, name: str) -> str:
             "author": "He, Kaiming and Chen, Xinlei and Xie, Saining and Li, Yanghao and "
                       r"Doll{\'a}r, Piotr and Girshick, Ross",
             "year": "2021", "eprint": "2111.06377", "archivePrefix": "arXiv"}))  # fmt: skip
-    elif setting(sources, "objective", "name") != "dense":
+    elif objective(sources) == "vjepa2":
         entries.append(("misc", "assran2025vjepa2", {
             "title": "V-JEPA 2: Self-Supervised Video Models Enable Understanding, Prediction and Planning",
             "author": "Assran, Mahmoud and others",
