@@ -478,6 +478,9 @@ def test_a_row_per_eye_is_no_table_of_persons(tmp_path):
     table = table_of(tmp_path / "t.csv", "participant,eye,diagnosis\na,R,AMD\na,L,healthy\nb,R,AMD\n")
     with pytest.raises(TableError, match="eye of participant a is 'R' and 'L'; give one row per person"):
         scan(folder, participants=table, workers=0)
+    spelt = table_of(tmp_path / "s.csv", "participant,grade\n07,1\nP-7,2\n")
+    with pytest.raises(TableError, match=r"grade of participant 07 \(also P-7\) is '1' and '2'"):
+        scan(folder, participants=spelt, workers=0)
     table = table_of(tmp_path / "t.csv", "participant,grade,diagnosis\na,,AMD\na,2,AMD\nb,1,AMD\n")
     labels = {a.participant: a.participant_labels for a in scan(folder, participants=table, workers=0).acquisitions}
     assert labels["a"] == {"grade": "2", "diagnosis": "AMD"}

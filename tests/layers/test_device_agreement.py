@@ -313,6 +313,11 @@ def test_one_row_of_the_device_is_not_compared_with_every_visit(tmp_path):
         device_agreement(write(tmp_path / "t.csv", visits[:1] + visits[24:]), write(tmp_path / "d.csv", device))
     by_source = [{"source": row["source"], "centre_um": "300"} for row in visits]
     assert device_agreement(write(tmp_path / "t.csv", visits), write(tmp_path / "d.csv", by_source))["used"] == 47
+    # A line of the same eye has no zones, so there is nothing to ask.
+    line = dict.fromkeys(COLUMNS, "") | {"source": "l.dcm", "bscans": "1", "verdict": ACCEPTED}
+    line |= {name: rows[0][name] for name in ("participant", "laterality")}
+    result = device_agreement(write(tmp_path / "t.csv", [*rows, line]), write(tmp_path / "d.csv", device))
+    assert result["used"] == 24 and result["left_out"]["without ours"] == 1
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -174,6 +174,15 @@ def test_a_draft_does_not_guess_which_network_the_weights_began_from(tmp_path, i
     assert f"Weights {begun}." in paper(run)
 
 
+@pytest.mark.parametrize(("name", "known"), [("vjepa2", True), ("my_contrast", False)])
+def test_an_objective_of_ones_own_is_not_called_v_jepa(tmp_path, name, known):
+    run = write_run(tmp_path, figures=False)
+    with (run / "config.yaml").open("a") as file:
+        file.write(f"objective:\n  name: {name}\n")
+    tags = front(model_card(run))["tags"]
+    assert ("v-jepa" in tags) == ("self-supervised" in tags) == ("V-JEPA" in paper(run)) == known
+
+
 def test_verb_writes_card_and_drafts(parts, tmp_path):
 
     words = ["card", str(parts["run"]), "--catalog", str(parts["catalog"]), "--licence", "mit", "--out", str(tmp_path)]

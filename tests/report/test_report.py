@@ -18,6 +18,7 @@ from octfm.catalog.acquisition import Reject
 from octfm.catalog.catalog import Catalog
 from octfm.display import interval
 from octfm.errors import EvaluationError
+from octfm.report.card.paper import methods, shareable_run
 from octfm.report.data_health import write_data_health
 from octfm.report.figures import efficiency_plots, overview_forest, training_charts
 from octfm.report.html import summary_lines, write_report
@@ -224,6 +225,10 @@ def test_a_page_says_how_its_encoder_learned(tmp_path, objective, learned, predi
     assert learned in text and predicted in text
     assert ("learned without any label" in text) == (objective in (None, "vjepa2"))
     assert ("The error of predicting hidden tissue" in text) == (objective in (None, "vjepa2", "anchored"))
+    draft = methods(shareable_run(run, None, None))
+    assert ("mask ratio" in draft) == (objective != "dense") and ("none of them hidden" in draft) == (
+        objective == "dense"
+    )
 
 
 def test_metrics_with_nan_gaps_and_a_cut_last_line_are_drawn(tmp_path):

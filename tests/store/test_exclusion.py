@@ -147,6 +147,10 @@ def test_a_participant_who_is_listed_is_left_out_under_the_id_of_another_scanner
     lines = []
     out = excluded(tmp_path / "list", volumes, "here", echo=lines.append)
     assert out.tolist() == [True, True, False, True, False, True, False, True, False] and not lines
+    (tmp_path / "set_aside").write_text("0002\n")
+    volumes = [("a", "/a", "2"), ("b", "/b", "3")]
+    out = excluded(tmp_path / "set_aside", volumes, "here", ("0002", "/c"), lines.append)
+    assert not out.any(), "0002 is a scan that could not be prepared, and nobody's id"
 
 
 def test_prepare_leaves_out_what_is_listed(tmp_path):

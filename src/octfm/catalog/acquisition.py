@@ -62,7 +62,7 @@ FLAGS: dict[str, str] = {
     "pixels_of_two_participants": "another participant's acquisition has the same voxels and was left out; "
     "find out whose they are",
     "split_with_another_id": "its participant's voxels also occur under another id, or another id differs only "
-    "in zeros, case or punctuation; both ids are in one split",
+    "in zeros, case, accents or punctuation; both ids are in one split",
     "slice_thickness_contradicts_positions": "SliceThickness differs from the distance of the frames; "
     "positions are believed",
     "slice_thickness_corrected": "SliceThickness repeated the lateral spacing (Cirrus); "

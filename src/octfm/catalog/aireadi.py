@@ -277,6 +277,7 @@ def _manifest_row(row: Mapping[str, str], columns: Columns) -> ManifestRow:
 
 
 def _add_participants(rows: Iterable[Mapping[str, str]], columns: Columns, tables: Tables, path: Location) -> None:
+    spelt: dict[str, str] = {}
     for row in rows:
         participant = clean_id(columns.value(row, "participant"))
         if not participant:
@@ -287,13 +288,15 @@ def _add_participants(rows: Iterable[Mapping[str, str]], columns: Columns, table
             )
         if remark := rounded(participant):
             raise TableError(f"{path}: participant {remark}")
-        labels, known = columns.labels(row), tables.participants.setdefault(person_key(participant), {})
+        labels, known = columns.labels(row), tables.participants.setdefault(person := person_key(participant), {})
+        first = spelt.setdefault(person, participant)
         for column, value in labels.items():
             # What one row leaves empty, another may state.
             if value and known.get(column) and known[column] != value:
+                who = participant if participant == first else f"{first} (also {participant})"
                 raise TableError(
-                    f"{path}: {column} of participant {participant} is {known[column]!r} and {value!r}; give one row "
-                    "per person, and labels of eyes or visits to octfm probe --labels"
+                    f"{path}: {column} of participant {who} is {known[column]!r} and {value!r}; give one row per "
+                    "person, and labels of eyes or visits to octfm probe --labels"
                 )
             known[column] = known.get(column) or value
 

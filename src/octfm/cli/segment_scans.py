@@ -305,8 +305,9 @@ def _tell_truth(found: ScanSegmentation, truth: Sequence[Sample], volume: Volume
 
 
 def stems_of(sources: Iterable[str]) -> dict[str, str]:
-    """Source → the stem of its results. If files in several folders share a name (on macOS also if names differ only in
-    case or in the encoding of an umlaut), a part of the path's hash is appended, so that none overwrites another."""
+    """Source → the stem of its results. If files in several folders share a name, or have names that differ only in
+    case or in the encoding of an umlaut (one name on macOS), a part of the path's hash is appended, so that none
+    overwrites another."""
     stems = {source: stem_of(source) for source in sources}
     same = {source: composed(stem).casefold() for source, stem in stems.items()}
     count = Counter(same.values())

@@ -417,7 +417,9 @@ def _coded_classes(cases: Cases, classes: Sequence[str]) -> str | None:
     beside 0 and 1.
     """
     values = {name: number for name in classes if (number := as_number(name)) is not None}
-    coded = {name for name in values if _CODE.fullmatch(name) or name == "9"}
+    # A column of a DataFrame with an empty cell holds 9.0.
+    spelt = {name: f"{number:.10g}" for name, number in values.items()}
+    coded = {name for name, text in spelt.items() if _CODE.fullmatch(text) or text == "9"}
     usual = np.sort([number for name, number in values.items() if name not in coded])
     step = np.diff(usual).max(initial=0)
     if len(values) < len(classes):

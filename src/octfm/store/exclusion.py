@@ -57,8 +57,9 @@ def excluded(
     lines, known = named_lines(file), set(map(composed, known))
     volumes = [tuple(map(composed, names)) for names in volumes]
     people, scans = [person_key(names[-1]) for names in volumes], {name for names in volumes for name in names[:-1]}
+    known |= scans
     # Not by the name of a scan, which may differ from somebody's id in zeros only.
-    listed = {person_key(name) for name in lines if name not in scans}
+    listed = {person_key(name) for name in lines if name not in known}
     out = np.array(
         [
             person in listed or any(name in lines for name in names)
@@ -67,7 +68,6 @@ def excluded(
         bool,
     )
     all_names, known_people = scans.union(names[-1] for names in volumes), set(people)
-    known |= scans
     unknown = [name for name in lines if name not in known and person_key(name) not in known_people]
     for place, name in enumerate(unknown):
         near = get_close_matches(name, all_names, n=1) if place < HINTS else ()

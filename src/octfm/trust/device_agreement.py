@@ -186,13 +186,14 @@ def _with_device(
             raise EvaluationError(f"{device}: {named} stands in two rows; which of them is meant?")
         known[key] = other
     ours = [row for row in rows if all(_key(row, keys))]
-    scans = Counter(_key(row, keys) for row in ours)
+    # A single B-scan has no zones, so the device's are not of it.
+    scans = Counter(_key(row, keys) for row in ours if row.get("bscans") != "1")
     if repeated := next((key for key in known if scans[key] > 1 and "laterality" in wanted), None):
         raise EvaluationError(
             f"{device}: one row for {_named(wanted, known[repeated])}, of whom {table} has {scans[repeated]} scans; "
             f"which of them did the device measure? give {device} a column source as in {table} instead"
         )
-    if known.keys().isdisjoint(scans):
+    if known.keys().isdisjoint(_key(row, keys) for row in ours):
         raise EvaluationError(
             f"{device}: names none of the eyes of {table}: {_first(wanted, known.values())} here, "
             f"{_first(keys, ours)} there; write both in the same way"

@@ -89,8 +89,8 @@ def leaderboard(
     volumes = of_store(opened[0])
     volumes = take_rows(volumes, np.argsort(volumes.acquisition))  # in the order of embeddings
     cases, rounds, seen_rows = _tested(target, volumes, table, orders, paths, allow_seen, seed)
-    base = replace(read_embeddings(histogram_baseline(opened[0], out / "embeddings")), name="histogram")
     vectors = _embed_entries(frozen, opened, out / "embeddings", echo)
+    base = replace(read_embeddings(histogram_baseline(opened[0], out / "embeddings")), name="histogram")
     # The last vectors are those of the first checkpoint's random initialisation.
     quality = read_embeddings(quality_baseline(opened[0], out / "embeddings"))
     known = with_table(covariates(base, quality.vectors), table)
@@ -246,19 +246,26 @@ def embed_run(
     return read_embeddings(embed_store(encoder, store, folder, name, echo))
 
 
+def common_pool(encoders: Mapping[str, Path]) -> VectorPool:
+    """Pooling of the first of these encoders. Raises EvaluationError, before hours of embedding, if one of the others
+    cannot be pooled like it."""
+    pool = load_encoder(next(iter(encoders.values()))).config.objective.pool
+    for name, path in encoders.items():
+        try:
+            load_encoder(path).pooling(pool)
+        except ConfigError as error:
+            raise EvaluationError(
+                f"{path}: cannot be pooled as the first encoder is: {error}; name {name} first, or leave it out"
+            ) from None
+    return pool
+
+
 def _embed_entries(paths: Sequence[Path], stores: Sequence[Store], folder: Path, echo: Echo) -> list[Embeddings]:
     """Embeddings of every checkpoint, then of the first one's random initialisation."""
     if not paths:
         return []
     names = [entry_name(path) for path in paths]
-    pool = load_encoder(paths[0]).config.objective.pool
-    for path, name in zip(paths, names, strict=True):  # before hours of embedding
-        try:
-            load_encoder(path).pooling(pool)
-        except ConfigError as error:
-            raise EvaluationError(
-                f"{path}: cannot be pooled as the first entry is: {error}; name {name} first, or leave it out"
-            ) from None
+    pool = common_pool(dict(zip(names, paths, strict=True)))
     found = [embed_run(path, name, stores, folder, echo, pool=pool) for path, name in zip(paths, names, strict=True)]
     return [*found, embed_run(paths[0], "random_init", stores, folder, echo, draw=0, pool=pool)]
 

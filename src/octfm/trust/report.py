@@ -13,7 +13,7 @@ from octfm.catalog.labels import read_labels
 from octfm.config import load
 from octfm.encoder.embed import NAMES, RANDOM_INIT, histogram_baseline, quality_baseline
 from octfm.encoder.embeddings import Embeddings, of_store, read_embeddings
-from octfm.encoder.encoder import load_encoder, seen_by
+from octfm.encoder.encoder import seen_by
 from octfm.encoder.external import Embed, embed_external, load_external
 from octfm.encoder.sources import display_name, find
 from octfm.errors import Echo, EvaluationError, one_line
@@ -34,7 +34,7 @@ from octfm.tasks.predictions import read_predictions
 from octfm.trust.calibration import calibration
 from octfm.trust.copies import copies
 from octfm.trust.failures import failures
-from octfm.trust.leaderboard import embed_run, entry_name
+from octfm.trust.leaderboard import common_pool, embed_run, entry_name
 from octfm.trust.neighbours import neighbours, scanner_leakage
 from octfm.trust.same_eye import same_eye
 from octfm.trust.scanners import domains, leave_one_scanner_out
@@ -232,7 +232,7 @@ def _encoders(
     own settings, so that vectors can be compared."""
     read: list[Embeddings] = []
     first = next(iter(runs))
-    pool = load_encoder(runs[first]).config.objective.pool
+    pool = common_pool(runs)
 
     def embed(path: Path, name: str, draw: int | None = None) -> None:
         echo(f"embedding {len(stores[0])} volumes with {name}")

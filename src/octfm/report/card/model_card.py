@@ -33,12 +33,13 @@ OBJECTIVES = {
     "anchored": "masked voxels of the data below; synthetic-supervised by the truth of streamed phantoms among them",
 }
 TAGS = {
+    "vjepa2": "self-supervised v-jepa",
     "mae": "self-supervised",
     "data2vec": "self-supervised",
     "dense": "synthetic-supervised",
     "anchored": "self-supervised synthetic-supervised",
 }
-"""Tags of objectives other than V-JEPA 2."""
+"""Tags of the built-in objectives; others have none."""
 MARK = {"all": "", "lost": "− ", "part": "of these: "}
 USAGE = """```python
 import octfm
@@ -109,7 +110,7 @@ def _front_matter(sources: Sources, statements: Statements, name: str) -> str:
     else:
         slug = re.sub(r"[^a-z0-9.]+", "-", licence.lower()).strip("-")
         facts |= {"license": "other", "license_name": slug or "not-stated"}
-    how = TAGS.get(setting(sources, "objective", "name"), "self-supervised v-jepa")
+    how = TAGS.get(words.objective(sources), "")
     tags = f"oct optical-coherence-tomography retina ophthalmology medical 3d {how} pytorch"
     facts |= {"library_name": "octfm", "pipeline_tag": "image-feature-extraction", "tags": tags.split()}
     if statements.dataset:

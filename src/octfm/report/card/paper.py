@@ -9,7 +9,7 @@ from octfm.io.location import Location, location
 from octfm.report.participants import flow, tested
 from octfm.report.shareable import NAME, shareable
 from octfm.report.sources import Sources, gather, lookup
-from octfm.report.words import advised_step, encoder
+from octfm.report.words import advised_step, encoder, objective
 from octfm.version import __version__
 
 OPEN = "**for the authors**"
@@ -143,7 +143,7 @@ def bibtex(sources: Sources, name: str) -> str:
             "author": "He, Kaiming and Chen, Xinlei and Xie, Saining and Li, Yanghao and "
                       r"Doll{\'a}r, Piotr and Girshick, Ross",
             "year": "2021", "eprint": "2111.06377", "archivePrefix": "arXiv"}))  # fmt: skip
-    elif setting(sources, "objective", "name") != "dense":
+    elif objective(sources) == "vjepa2":
         entries.append(("misc", "assran2025vjepa2", {
             "title": "V-JEPA 2: Self-Supervised Video Models Enable Understanding, Prediction and Planning",
             "author": "Assran, Mahmoud and others",
@@ -279,13 +279,16 @@ def _about_training(sources: Sources) -> dict[str, str]:
     if isinstance(get("steps"), int):
         sizes = {name: get("augment", name) for name in AUGMENTATIONS}
         used = [AUGMENTATIONS[n].format(size) for n, size in sizes.items() if size not in ("unknown", None, 0, False)]
+        tokens = f"mask ratio {get('masks', 'mask_ratio')} of {get('masks', 'budget')} tokens"
+        if get("objective", "name") == "dense" and get("objective", "hidden") is not True:
+            tokens = f"{get('masks', 'budget')} tokens, none of them hidden"
         found["training"] = (
             f"It was pretrained with {OBJECTIVES.get(str(get('objective', 'name')), 'an unknown objective')} for "
             f"{get('steps'):,} steps of {get('data', 'global_batch_size')} volumes (AdamW, peak learning rate "
-            f"{get('schedule', 'base_lr')}, weight decay {get('schedule', 'weight_decay')}, mask ratio "
-            f"{get('masks', 'mask_ratio')} of {get('masks', 'budget')} tokens, seed {get('seed')}); augmented by axial "
-            f"shifts (up to {get('augment', 'axial_shift')} rows), contrast (± {get('augment', 'contrast')}) and gamma "
-            f"(± {get('augment', 'gamma')}){''.join(f', {name}' for name in used)}."
+            f"{get('schedule', 'base_lr')}, weight decay {get('schedule', 'weight_decay')}, {tokens}, "
+            f"seed {get('seed')}); augmented by axial shifts (up to {get('augment', 'axial_shift')} rows), contrast "
+            f"(± {get('augment', 'contrast')}) and gamma (± {get('augment', 'gamma')})"
+            f"{''.join(f', {name}' for name in used)}."
         )
     return found
 
