@@ -643,6 +643,7 @@ def test_a_code_for_a_missing_grade_or_class_is_pointed_out(cohort, tmp_path):
     assert "Of 120 labels in column x, 24 are -9, unlike the others; if that stands" in note(*"0123", "-9")
     assert "24 are 9, unlike" in note(*"01239") and "30 are 99, unlike" in note("yes", "no", "no", "99")
     assert "24 are -9 and 24 are 99, unlike" in note("yes", "no", "yes", "-9", "99")
+    assert "24 are -1, unlike" in note("-1", *"0123") and "unlike" not in note("-2", "-1", *"012")
     # As pandas writes a column with an empty cell.
     assert "24 are 9.0, unlike" in note("0.0", "1.0", "2.0", "3.0", "9.0")
     for real in (

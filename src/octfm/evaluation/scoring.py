@@ -413,8 +413,8 @@ def _coded_classes(cases: Cases, classes: Sequence[str]) -> str | None:
     """The warning about classes that probably stand for a missing value, such as 9 or -99; None without any.
 
     Beside classes that are words, every such number is taken for a code. Beside numbers, it is one if its distance to
-    the nearest of them is larger than every step between these: 9 beside grades 0 to 3, but neither 4 there nor -1
-    beside 0 and 1.
+    the nearest of them is larger than every step between these (9 beside grades 0 to 3, but not 4), or if it alone is
+    negative beside at least three others (-1 beside grades 0 to 4, but not beside 0 and 1: worse, same, better).
     """
     values = {name: number for name in classes if (number := as_number(name)) is not None}
     # A column of a DataFrame with an empty cell holds 9.0.
@@ -425,7 +425,12 @@ def _coded_classes(cases: Cases, classes: Sequence[str]) -> str | None:
     if len(values) < len(classes):
         found = coded if not usual.size else set[str]()
     else:
-        found = {name for name in coded if step and np.abs(usual - values[name]).min() > step}
+        negative = len(usual) >= 3 and usual[0] >= 0
+        found = {
+            name
+            for name in coded
+            if (step and np.abs(usual - values[name]).min() > step) or (negative and values[name] < 0)
+        }
     often = {name: int((cases.label == classes.index(name)).sum()) for name in sorted(found)}
     return _name_codes(cases, often) if often else None
 
