@@ -99,6 +99,8 @@ def test_phantoms_are_said_to_be_phantoms(parts, tmp_path):
     assert "measured on synthetic phantoms" in text and "Nothing is known about real eyes" in text
     assert "agreement is not stated" not in text
     assert "synthetic OCT volumes (phantoms)" in paper(parts["run"], catalog=folder)
+    text = model_card(write_run(tmp_path / "unprobed", probe=False, figures=False), catalog=folder)
+    assert "measured on synthetic phantoms" not in text and "Trained on synthetic phantoms only." in text
 
 
 def test_missing_parts_give_a_sentence(tmp_path):

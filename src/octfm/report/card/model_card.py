@@ -150,7 +150,7 @@ def _key(sources: Sources) -> str:
         "inconclusive": "Inconclusive.",
     }.get(tone, "")
     text = f"> **{verdict}** {_text(text)}" if verdict else f"> {_text(text)}"
-    if sources.is_phantom:
+    if sources.is_phantom and sources.probe is not None:
         text += " **Everything was measured on synthetic phantoms; nothing here says anything about patients.**"
     return text
 
