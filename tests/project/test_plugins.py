@@ -15,10 +15,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import octfm
+from octfm.catalog.catalog import NothingAccepted
 from octfm.encoder.embed import embed_store
 from octfm.errors import CheckpointError, ConfigError, EvaluationError, ReadError
 from octfm.evaluation.metrics import ExtraMetric
 from octfm.evaluation.probe import probe
+from octfm.formats.bscans import Bscans
 from octfm.models.objectives.jepa import JEPAConfig
 from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, move_average
 from octfm.models.vit3d import VisionTransformer3D, take_tokens
@@ -346,33 +348,97 @@ def test_views_are_functions_of_seed_position_and_view(store):
 
 
 class BuggyReader:
-    """One volume per file, were it not for a fault."""
+    """One volume per file, were it not for a fault in a method or in a field of its Bscans."""
 
-    def __init__(self, fault="bug"):
-        self.fault = fault
+    def __init__(self, fault="open_bscans", **fields):
+        self.fault, self.fields = fault, fields
 
     def fits(self, head, uri):
-        return head.startswith(b"BUG")
+        return head.startswith(b"BUG") and (self.fault != "fits" or uri.suffix == ".bug")  # the bug in fits
 
     def volumes(self, uri):
-        return []
+        return [] if self.fault != "volumes" else [self.nmae]  # the bug in volumes
 
     def open_bscans(self, uri, name):
         if self.fault == "code":
             raise ReadError("my_code", f"{uri}: odd")
-        return {"Jane Doe": 1}[uri]  # the line of the bug
+        if self.fault == "type":
+            return len(None)  # the bug in type
+        if self.fault == "open_bscans":
+            return {"Jane Doe": 1}[uri]  # the bug in open_bscans
+        voxels = np.arange(5 * 20 * 30, dtype=np.uint16).reshape(5, 20, 30)
+        decodes = {
+            "decode": lambda: voxels.reshape(7, 7),  # the bug in decode
+            "float": lambda: voxels.astype(np.float32),
+            "list": voxels.tolist,
+        }
+        fields = {"shape": voxels.shape, "decode": decodes.get(self.fault, lambda: voxels), "uid": "2.25.1"}
+        return Bscans(uri, **fields | {"in_plane_mm": (0.01, 0.05), "between_mm": 0.3} | self.fields)
 
 
-def test_a_bug_in_a_reader_is_named_by_its_line_and_never_by_its_words(tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "raised"),
+    [
+        ("open_bscans", "KeyError"),
+        ("type", "TypeError"),
+        ("fits", "AttributeError"),
+        ("volumes", "AttributeError"),
+        ("decode", "ValueError"),
+    ],
+)
+def test_a_bug_in_a_reader_is_named_by_its_line_and_never_by_its_words(tmp_path, fault, raised):
     (tmp_path / "a.bug").write_bytes(b"BUG" + bytes(5000))
     lines = Path(__file__).read_text().splitlines()
-    line = 1 + next(i for i, text in enumerate(lines) if text.endswith("# the line of the bug"))
-    with pytest.raises(ReadError, match=rf"BuggyReader raised KeyError in test_plugins\.py, line {line};") as error:
-        octfm.read_volume(tmp_path / "a.bug", readers=[BuggyReader()])
+    line = 1 + next(i for i, text in enumerate(lines) if text.endswith(f"# the bug in {fault}"))
+    words = rf"BuggyReader raised {raised} in test_plugins\.py, line {line};"
+    with pytest.raises(ReadError, match=words) as error:
+        octfm.read_volume(tmp_path / "a.bug", readers=[BuggyReader(fault)])
     assert error.value.code == "damaged_file" and "Jane" not in str(error.value)
+    with pytest.raises(NothingAccepted, match=f"1 damaged_file .*; for example .*{words}") as nothing:
+        octfm.scan(tmp_path, readers=[BuggyReader(fault)], workers=0, pixels=True)
+    assert nothing.value.catalog.rejects[0].code == "damaged_file", "one odd file does not end a scan"
+
+
+def test_an_unknown_reason_code_of_a_reader_is_named(tmp_path):
+    (tmp_path / "a.bug").write_bytes(b"BUG" + bytes(5000))
     with pytest.raises(ReadError, match=r"odd .BuggyReader gave it the unknown reason code my_code") as error:
         octfm.read_volume(tmp_path / "a.bug", readers=[BuggyReader("code")])
     assert error.value.code == "damaged_file", "a code without a remedy would stop a scan"
+
+
+@pytest.mark.parametrize(("fault", "got"), [("float", r"float32 \[5, 20, 30\]"), ("list", "list")])
+def test_voxels_of_another_type_are_named_with_the_reader(tmp_path, fault, got):
+    (tmp_path / "a.bug").write_bytes(b"BUG" + bytes(5000))
+    with pytest.raises(ReadError, match=rf"BuggyReader: decode: expected a uint8 or uint16 array .*, got {got};"):
+        octfm.read_volume(tmp_path / "a.bug", readers=[BuggyReader(fault)])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("shape", (5, 20), r"expected three whole numbers, .*, got \(5, 20\)"),
+        ("shape", (5.0, 20.0, 30.0), r"expected three whole numbers, .*, got \(5.0, 20.0, 30.0\)"),
+        ("decode", np.zeros((5, 20, 30), np.uint8), "expected a function that returns the voxels, .*, got ndarray"),
+        ("uid", None, "expected text, .*, got NoneType"),
+        ("in_plane_mm", ("0.01", "0.05"), r"expected two numbers, \(dy, dx\), or None, got \('0.01', '0.05'\)"),
+        ("between_mm", "0.3", "expected a number or None, got '0.3'"),
+        ("layout", "volume", "expected None or one of raster, .*, got 'volume'"),
+        ("modality", "oct", "expected None or one of structure, octa, got 'oct'"),
+        ("bits", "12", "expected None or 1 to 16, got '12'"),
+        ("participant", 1001, "expected text or None, got int"),
+    ],
+)
+def test_a_field_of_another_type_is_one_line(tmp_path, field, value, says):
+    (tmp_path / "a.bug").write_bytes(b"BUG" + bytes(5000))
+    with pytest.raises(ConfigError, match=f"^reader BuggyReader: open_bscans: {field}: {says}$"):
+        octfm.read_volume(tmp_path / "a.bug", readers=[BuggyReader("", **{field: value})])
+
+
+def test_facts_that_a_reader_leaves_as_none_are_unknown(tmp_path):
+    (tmp_path / "a.bug").write_bytes(b"BUG" + bytes(5000))
+    unknown = dict.fromkeys(("laterality", "scanner", "protocol", "participant"))
+    volume = octfm.read_volume(tmp_path / "a.bug", readers=[BuggyReader("", shape=[5, 20, 30], **unknown)])
+    assert (volume.laterality, volume.scanner, volume.participant) == (None, "unknown", "unknown")
 
 
 @pytest.mark.parametrize(
