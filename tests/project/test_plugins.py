@@ -558,11 +558,20 @@ def test_the_plug_ins_of_the_guide_work(tmp_path, store, monkeypatch):
     for name, source in re.findall(r'^```python title="([\w.]+)"\n(.*?)^```', page, re.S | re.M):
         (tmp_path / name).write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
+    from gradient_monitor import GradientMonitor
     from grey_objective import GreyConfig
     from raw_pair_reader import VOXELS, RawPairReader
     from sensitivity import SENSITIVITY
 
-    run = pretrain(config(steps=20), store, tmp_path / "run", echo=quiet, objective=GreyConfig())
+    with pytest.warns(UserWarning, match="gradient norm .*, above 0"):
+        run = pretrain(
+            config(steps=20),
+            store,
+            tmp_path / "run",
+            echo=quiet,
+            objective=GreyConfig(),
+            listeners=[GradientMonitor(0)],
+        )
     assert rows(run, "validation")[-1]["masked_over_baseline"] < 0.7, "0.39; at a learning rate of 0 it is 0.93"
     octfm.load_encoder(run)
 
