@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 import octfm
 from octfm.catalog.catalog import NothingAccepted
-from octfm.encoder.embed import embed_store
 from octfm.errors import CheckpointError, ConfigError, EvaluationError, ReadError
 from octfm.evaluation.metrics import ExtraMetric
 from octfm.evaluation.probe import probe
@@ -34,6 +33,7 @@ from octfm.pretraining.settings import load_config, stored_config
 from octfm.report.html import write_report
 from octfm.run.runtime import Runtime
 from octfm.store.loader import Loader
+from octfm.tasks.embed_run import embed_all
 from support import ROOT
 from support.pairs_reader import PairsReader, write_pairs
 from support.probe_cohort import Cohort
@@ -285,10 +285,9 @@ def test_a_file_or_checkpoint_names_an_objective_and_never_imports_its_code(run,
     assert loaded.objective == DINOConfig(prototypes=8)
     with pytest.raises(ConfigError, match=r"unknown key objective\.prototipes; did you mean objective\.prototypes"):
         load_config(run / "config.yaml", ["objective.prototipes=8"], objective=DINOConfig)
-    with pytest.raises(ConfigError, match="is none of the built-in objectives"):
-        octfm.load_encoder(run, random_init=True)
     begun = octfm.load_encoder(run, random_init=True, objective=DINOConfig)
     assert begun.source.endswith("random initialisation")
+    assert octfm.load_encoder(run, random_init=True).digest == begun.digest, "DINO draws its encoder first"
 
 
 def test_the_name_of_a_built_in_objective_is_taken():
@@ -310,9 +309,9 @@ def test_a_run_with_an_own_objective_is_embedded_and_reported_without_code(run, 
     encoder = octfm.load_encoder(run)
     teacher = {k.removeprefix("target_encoder."): v for k, v in final(run)["model"].items() if "target_encoder." in k}
     assert all(torch.equal(tensor, teacher[name]) for name, tensor in encoder.network.state_dict().items())
-    path = embed_store(encoder, store, tmp_path / "embeddings", "run")
-    result = probe([path], targets=["scanner"], resamples=50)
-    assert {row["encoder"] for row in result["results"]} == {"run"}
+    paths = embed_all(run, store.path, tmp_path / "embeddings", echo=quiet)
+    result = probe(paths, targets=["scanner"], resamples=50)
+    assert {"pretrained", "random_init"} <= {row["encoder"] for row in result["results"]}
     assert write_report(run, tmp_path / "report.html").stat().st_size > 10_000
 
 
