@@ -21,6 +21,7 @@ from octfm.evaluation.metrics import ExtraMetric
 from octfm.evaluation.probe import probe
 from octfm.formats.bscans import Bscans
 from octfm.models.objectives.jepa import JEPAConfig
+from octfm.models.objectives.mae import MAEConfig
 from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, move_average
 from octfm.models.vit3d import VisionTransformer3D, take_tokens
 from octfm.pretraining import step as forward
@@ -68,6 +69,9 @@ class BrokenConfig(JEPAConfig):
                 "no context": {"context_loss_B": None},
                 "one for all": {"masked_loss_B": output.masked_loss_B.mean(0, keepdim=True)},
                 "below 0": {"masked_loss_B": output.masked_loss_B - 100},
+                "whole numbers": {"masked_loss_B": output.masked_loss_B.int()},
+                "pooled": {"features_BMD": output.features_BMD.mean(1)},
+                "no features": {"features_BMD": None},
                 "at random": {"masked_loss_B": output.masked_loss_B * torch.rand(1)},
             }
             return output.loss if self.fault == "loss alone" else output._replace(**changes.get(self.fault, {}))
@@ -90,6 +94,9 @@ SLOW = partial(pytest.param, marks=pytest.mark.slow)
         SLOW("no context", r"context_loss_B of 1 volume: expected a tensor of shape \[1\], got NoneType"),
         SLOW("baseline", r"baseline\(masked_goal_BTD\) of 1 volume: expected a tensor of shape \[1\]"),
         SLOW("below 0", r"masked_loss_B is -\d+.*; expected 0 or more"),
+        ("whole numbers", r"masked_loss_B of 1 volume: expected a tensor of shape \[1\], got torch.int32"),
+        ("pooled", r"features_BMD: expected floating-point numbers .*, got torch.float32 of shape \[1, 48\]"),
+        ("no features", "features_BMD: expected floating-point numbers .*, got NoneType"),
         ("at random", "forward draws random numbers, which a resumed run would not repeat; take dropout"),
         ("no networks", "build returned a NoneType, expected an Objective with an encoder"),
         SLOW("no encoder", "build returned a JEPA without one, expected an Objective with an encoder"),
@@ -100,6 +107,26 @@ def test_an_objective_that_cannot_be_trained_is_one_line_before_step_0(tmp_path,
     with pytest.raises(ConfigError, match=f"objective broken: .*{words}"):
         pretrain(config(steps=1), store, tmp_path / "run", objective=BrokenConfig(fault=fault), echo=quiet)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_goal_that_is_trained_is_one_line_before_step_0(tmp_path):
+    class Trained(MAEConfig):
+        name: Literal["trained"] = "trained"
+
+        def build(self, model, predictor, grid):
+            network = super().build(model, predictor, grid)
+            whole = network.forward
+
+            def forward(views, weight):
+                output = whole(views, weight)
+                return output._replace(masked_goal_BTD=output.masked_goal_BTD + 0 * output.loss)
+
+            network.forward = forward
+            return network
+
+    store = small_store(tmp_path / "prepared")
+    with pytest.raises(ConfigError, match=r"objective trained: masked_goal_BTD carries a gradient .*; detach it"):
+        pretrain(config(steps=1), store, tmp_path / "run", objective=Trained(), echo=quiet)
 
 
 @pytest.mark.parametrize("wrong", [BrokenConfig, "broken"])
