@@ -560,6 +560,30 @@ def test_a_metric_that_does_not_score_every_resample_is_one_line(tmp_path, measu
         probe([file], targets=["study_group"], metrics=[ExtraMetric("mine", measure, chance=0.5)])
 
 
+def test_a_bug_in_a_metric_is_named_by_its_line(tmp_path):
+    def buggy(truth, probability, weights):
+        return (weights * (probability > 0.5)).sum(1)  # the bug in the metric
+
+    lines = Path(__file__).read_text().splitlines()
+    line = 1 + next(i for i, text in enumerate(lines) if text.endswith("# the bug in the metric"))
+    file = Cohort().embeddings(tmp_path / "one.parquet")
+    words = rf"metric mine: ValueError in test_plugins\.py, line {line}: .*predicted \[12, 2\] and weights \[1, 12\]"
+    with pytest.raises(EvaluationError, match=words):
+        probe([file], targets=["study_group"], metrics=[ExtraMetric("mine", buggy, chance=0.5)])
+
+
+def test_what_is_no_metric_is_named_before_any_probe(tmp_path):
+    with pytest.raises(EvaluationError, match="metric mine: measure: expected a function, got 3"):
+        ExtraMetric("mine", 3, chance=0.5)
+    with pytest.raises(EvaluationError, match="metric mine: chance: expected a number, got 'half'"):
+        ExtraMetric("mine", sensitivity_at_half, chance="half")
+    one = ExtraMetric("mine", sensitivity_at_half, chance=0.5)
+    with pytest.raises(EvaluationError, match="metrics: mine is there twice"):
+        probe([tmp_path / "none.parquet"], metrics=[one, one])
+    with pytest.raises(TypeError, match="expected a list, got the metric mine itself"):
+        probe([tmp_path / "none.parquet"], metrics=one)
+
+
 def test_a_metric_cannot_change_the_others_and_has_known_kinds(tmp_path):
     def spoils(truth, probability, weights):
         truth[:], probability[:], weights[:] = 0, 0.5, 0

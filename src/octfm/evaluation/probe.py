@@ -96,9 +96,14 @@ def probe(
     """
     expect_counts(seeds, resamples)
     choose_readout(readout)
+    if isinstance(metrics, ExtraMetric):
+        raise TypeError(f"metrics: expected a list, got the metric {metrics.name} itself; write metrics=[…]")
     if odd := next((metric for metric in metrics if not isinstance(metric, ExtraMetric)), None):
         raise TypeError(f"metrics: expected ExtraMetric(name, function, chance=…), got {shown(odd)}")
-    if taken := {metric.name for metric in metrics} & {*BUILT_IN}:
+    names = [metric.name for metric in metrics]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise EvaluationError(f"metrics: {', '.join(sorted(twice))} is there twice; give each metric its own name")
+    if taken := {*names} & {*BUILT_IN}:
         raise EvaluationError(f"metrics: {', '.join(sorted(taken))} is a built-in metric; choose another name")
     encoders = align(embeddings)
     first = encoders[0]
