@@ -172,11 +172,27 @@ class Failing:
         raise AssertionError("it was dropped")
 
 
-def test_a_tracker_that_fails_does_not_stop_training(store, tmp_path):
+def test_a_tracker_that_fails_does_not_stop_training(store, tmp_path, capsys):
     run = quick_pretrain(config(), store, tmp_path / "run", echo=quiet, listeners=[Failing()])
     assert len(rows(run)) == 8
     (told,) = rows(run, "tracker")
-    assert "Failing failed and gets no more rows: the server is gone" in told["sentence"]
+    assert "Failing failed and gets no more rows: ConnectionError: the server is gone" in told["sentence"]
+    assert told["sentence"] in capsys.readouterr().err, "a monitor that failed would seem to find nothing"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ([print], "listeners: print has no method row, picture, close"),
+        ([Failing], r"got the class Failing; write Failing\(\)"),
+        (Failing(), r"expected a list of listeners, .*write listeners=\[MyListener\(\)\]"),
+    ],
+)
+def test_what_is_no_listener_is_named_before_the_run_begins(store, tmp_path, wrong, words):
+    """Otherwise it would be dropped at the first row, which the terminal does not show."""
+    with pytest.raises(ConfigError, match=words):
+        quick_pretrain(config(), store, tmp_path / "run", echo=quiet, listeners=wrong)
+    assert not (tmp_path / "run").exists()
 
 
 def test_two_trackers_that_fail_at_once_do_not_either(tmp_path):

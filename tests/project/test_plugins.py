@@ -15,11 +15,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import octfm
-from octfm.encoder.embed import embed_store
+from octfm.catalog.catalog import NothingAccepted
 from octfm.errors import CheckpointError, ConfigError, EvaluationError, ReadError
 from octfm.evaluation.metrics import ExtraMetric
 from octfm.evaluation.probe import probe
+from octfm.formats.bscans import Bscans
 from octfm.models.objectives.jepa import JEPAConfig
+from octfm.models.objectives.mae import MAEConfig
 from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, move_average
 from octfm.models.vit3d import VisionTransformer3D, take_tokens
 from octfm.pretraining import step as forward
@@ -32,6 +34,7 @@ from octfm.pretraining.settings import load_config, stored_config
 from octfm.report.html import write_report
 from octfm.run.runtime import Runtime
 from octfm.store.loader import Loader
+from octfm.tasks.embed_run import embed_all
 from support import ROOT
 from support.pairs_reader import PairsReader, write_pairs
 from support.probe_cohort import Cohort
@@ -66,6 +69,9 @@ class BrokenConfig(JEPAConfig):
                 "no context": {"context_loss_B": None},
                 "one for all": {"masked_loss_B": output.masked_loss_B.mean(0, keepdim=True)},
                 "below 0": {"masked_loss_B": output.masked_loss_B - 100},
+                "whole numbers": {"masked_loss_B": output.masked_loss_B.int()},
+                "pooled": {"features_BMD": output.features_BMD.mean(1)},
+                "no features": {"features_BMD": None},
                 "at random": {"masked_loss_B": output.masked_loss_B * torch.rand(1)},
             }
             return output.loss if self.fault == "loss alone" else output._replace(**changes.get(self.fault, {}))
@@ -88,6 +94,9 @@ SLOW = partial(pytest.param, marks=pytest.mark.slow)
         SLOW("no context", r"context_loss_B of 1 volume: expected a tensor of shape \[1\], got NoneType"),
         SLOW("baseline", r"baseline\(masked_goal_BTD\) of 1 volume: expected a tensor of shape \[1\]"),
         SLOW("below 0", r"masked_loss_B is -\d+.*; expected 0 or more"),
+        ("whole numbers", r"masked_loss_B of 1 volume: expected a tensor of shape \[1\], got torch.int32"),
+        ("pooled", r"features_BMD: expected floating-point numbers .*, got torch.float32 of shape \[1, 48\]"),
+        ("no features", "features_BMD: expected floating-point numbers .*, got NoneType"),
         ("at random", "forward draws random numbers, which a resumed run would not repeat; take dropout"),
         ("no networks", "build returned a NoneType, expected an Objective with an encoder"),
         SLOW("no encoder", "build returned a JEPA without one, expected an Objective with an encoder"),
@@ -98,6 +107,26 @@ def test_an_objective_that_cannot_be_trained_is_one_line_before_step_0(tmp_path,
     with pytest.raises(ConfigError, match=f"objective broken: .*{words}"):
         pretrain(config(steps=1), store, tmp_path / "run", objective=BrokenConfig(fault=fault), echo=quiet)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_goal_that_is_trained_is_one_line_before_step_0(tmp_path):
+    class Trained(MAEConfig):
+        name: Literal["trained"] = "trained"
+
+        def build(self, model, predictor, grid):
+            network = super().build(model, predictor, grid)
+            whole = network.forward
+
+            def forward(views, weight):
+                output = whole(views, weight)
+                return output._replace(masked_goal_BTD=output.masked_goal_BTD + 0 * output.loss)
+
+            network.forward = forward
+            return network
+
+    store = small_store(tmp_path / "prepared")
+    with pytest.raises(ConfigError, match=r"objective trained: masked_goal_BTD carries a gradient .*; detach it"):
+        pretrain(config(steps=1), store, tmp_path / "run", objective=Trained(), echo=quiet)
 
 
 @pytest.mark.parametrize("wrong", [BrokenConfig, "broken"])
@@ -283,10 +312,9 @@ def test_a_file_or_checkpoint_names_an_objective_and_never_imports_its_code(run,
     assert loaded.objective == DINOConfig(prototypes=8)
     with pytest.raises(ConfigError, match=r"unknown key objective\.prototipes; did you mean objective\.prototypes"):
         load_config(run / "config.yaml", ["objective.prototipes=8"], objective=DINOConfig)
-    with pytest.raises(ConfigError, match="is none of the built-in objectives"):
-        octfm.load_encoder(run, random_init=True)
     begun = octfm.load_encoder(run, random_init=True, objective=DINOConfig)
     assert begun.source.endswith("random initialisation")
+    assert octfm.load_encoder(run, random_init=True).digest == begun.digest, "DINO draws its encoder first"
 
 
 def test_the_name_of_a_built_in_objective_is_taken():
@@ -308,9 +336,9 @@ def test_a_run_with_an_own_objective_is_embedded_and_reported_without_code(run, 
     encoder = octfm.load_encoder(run)
     teacher = {k.removeprefix("target_encoder."): v for k, v in final(run)["model"].items() if "target_encoder." in k}
     assert all(torch.equal(tensor, teacher[name]) for name, tensor in encoder.network.state_dict().items())
-    path = embed_store(encoder, store, tmp_path / "embeddings", "run")
-    result = probe([path], targets=["scanner"], resamples=50)
-    assert {row["encoder"] for row in result["results"]} == {"run"}
+    paths = embed_all(run, store.path, tmp_path / "embeddings", echo=quiet)
+    result = probe(paths, targets=["scanner"], resamples=50)
+    assert {"pretrained", "random_init"} <= {row["encoder"] for row in result["results"]}
     assert write_report(run, tmp_path / "report.html").stat().st_size > 10_000
 
 
@@ -346,33 +374,97 @@ def test_views_are_functions_of_seed_position_and_view(store):
 
 
 class BuggyReader:
-    """One volume per file, were it not for a fault."""
+    """One volume per file, were it not for a fault in a method or in a field of its Bscans."""
 
-    def __init__(self, fault="bug"):
-        self.fault = fault
+    def __init__(self, fault="open_bscans", **fields):
+        self.fault, self.fields = fault, fields
 
     def fits(self, head, uri):
-        return head.startswith(b"BUG")
+        return head.startswith(b"BUG") and (self.fault != "fits" or uri.suffix == ".bug")  # the bug in fits
 
     def volumes(self, uri):
-        return []
+        return [] if self.fault != "volumes" else [self.nmae]  # the bug in volumes
 
     def open_bscans(self, uri, name):
         if self.fault == "code":
             raise ReadError("my_code", f"{uri}: odd")
-        return {"Jane Doe": 1}[uri]  # the line of the bug
+        if self.fault == "type":
+            return len(None)  # the bug in type
+        if self.fault == "open_bscans":
+            return {"Jane Doe": 1}[uri]  # the bug in open_bscans
+        voxels = np.arange(5 * 20 * 30, dtype=np.uint16).reshape(5, 20, 30)
+        decodes = {
+            "decode": lambda: voxels.reshape(7, 7),  # the bug in decode
+            "float": lambda: voxels.astype(np.float32),
+            "list": voxels.tolist,
+        }
+        fields = {"shape": voxels.shape, "decode": decodes.get(self.fault, lambda: voxels), "uid": "2.25.1"}
+        return Bscans(uri, **fields | {"in_plane_mm": (0.01, 0.05), "between_mm": 0.3} | self.fields)
 
 
-def test_a_bug_in_a_reader_is_named_by_its_line_and_never_by_its_words(tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "raised"),
+    [
+        ("open_bscans", "KeyError"),
+        ("type", "TypeError"),
+        ("fits", "AttributeError"),
+        ("volumes", "AttributeError"),
+        ("decode", "ValueError"),
+    ],
+)
+def test_a_bug_in_a_reader_is_named_by_its_line_and_never_by_its_words(tmp_path, fault, raised):
     (tmp_path / "a.bug").write_bytes(b"BUG" + bytes(5000))
     lines = Path(__file__).read_text().splitlines()
-    line = 1 + next(i for i, text in enumerate(lines) if text.endswith("# the line of the bug"))
-    with pytest.raises(ReadError, match=rf"BuggyReader raised KeyError in test_plugins\.py, line {line};") as error:
-        octfm.read_volume(tmp_path / "a.bug", readers=[BuggyReader()])
+    line = 1 + next(i for i, text in enumerate(lines) if text.endswith(f"# the bug in {fault}"))
+    words = rf"BuggyReader raised {raised} in test_plugins\.py, line {line};"
+    with pytest.raises(ReadError, match=words) as error:
+        octfm.read_volume(tmp_path / "a.bug", readers=[BuggyReader(fault)])
     assert error.value.code == "damaged_file" and "Jane" not in str(error.value)
+    with pytest.raises(NothingAccepted, match=f"1 damaged_file .*; for example .*{words}") as nothing:
+        octfm.scan(tmp_path, readers=[BuggyReader(fault)], workers=0, pixels=True)
+    assert nothing.value.catalog.rejects[0].code == "damaged_file", "one odd file does not end a scan"
+
+
+def test_an_unknown_reason_code_of_a_reader_is_named(tmp_path):
+    (tmp_path / "a.bug").write_bytes(b"BUG" + bytes(5000))
     with pytest.raises(ReadError, match=r"odd .BuggyReader gave it the unknown reason code my_code") as error:
         octfm.read_volume(tmp_path / "a.bug", readers=[BuggyReader("code")])
     assert error.value.code == "damaged_file", "a code without a remedy would stop a scan"
+
+
+@pytest.mark.parametrize(("fault", "got"), [("float", r"float32 \[5, 20, 30\]"), ("list", "list")])
+def test_voxels_of_another_type_are_named_with_the_reader(tmp_path, fault, got):
+    (tmp_path / "a.bug").write_bytes(b"BUG" + bytes(5000))
+    with pytest.raises(ReadError, match=rf"BuggyReader: decode: expected a uint8 or uint16 array .*, got {got};"):
+        octfm.read_volume(tmp_path / "a.bug", readers=[BuggyReader(fault)])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("shape", (5, 20), r"expected three whole numbers, .*, got \(5, 20\)"),
+        ("shape", (5.0, 20.0, 30.0), r"expected three whole numbers, .*, got \(5.0, 20.0, 30.0\)"),
+        ("decode", np.zeros((5, 20, 30), np.uint8), "expected a function that returns the voxels, .*, got ndarray"),
+        ("uid", None, "expected text, .*, got NoneType"),
+        ("in_plane_mm", ("0.01", "0.05"), r"expected two numbers, \(dy, dx\), or None, got \('0.01', '0.05'\)"),
+        ("between_mm", "0.3", "expected a number or None, got '0.3'"),
+        ("layout", "volume", "expected None or one of raster, .*, got 'volume'"),
+        ("modality", "oct", "expected None or one of structure, octa, got 'oct'"),
+        ("bits", "12", "expected None or 1 to 16, got '12'"),
+        ("participant", 1001, "expected text or None, got int"),
+    ],
+)
+def test_a_field_of_another_type_is_one_line(tmp_path, field, value, says):
+    (tmp_path / "a.bug").write_bytes(b"BUG" + bytes(5000))
+    with pytest.raises(ConfigError, match=f"^reader BuggyReader: open_bscans: {field}: {says}$"):
+        octfm.read_volume(tmp_path / "a.bug", readers=[BuggyReader("", **{field: value})])
+
+
+def test_facts_that_a_reader_leaves_as_none_are_unknown(tmp_path):
+    (tmp_path / "a.bug").write_bytes(b"BUG" + bytes(5000))
+    unknown = dict.fromkeys(("laterality", "scanner", "protocol", "participant"))
+    volume = octfm.read_volume(tmp_path / "a.bug", readers=[BuggyReader("", shape=[5, 20, 30], **unknown)])
+    assert (volume.laterality, volume.scanner, volume.participant) == (None, "unknown", "unknown")
 
 
 @pytest.mark.parametrize(
@@ -468,6 +560,30 @@ def test_a_metric_that_does_not_score_every_resample_is_one_line(tmp_path, measu
         probe([file], targets=["study_group"], metrics=[ExtraMetric("mine", measure, chance=0.5)])
 
 
+def test_a_bug_in_a_metric_is_named_by_its_line(tmp_path):
+    def buggy(truth, probability, weights):
+        return (weights * (probability > 0.5)).sum(1)  # the bug in the metric
+
+    lines = Path(__file__).read_text().splitlines()
+    line = 1 + next(i for i, text in enumerate(lines) if text.endswith("# the bug in the metric"))
+    file = Cohort().embeddings(tmp_path / "one.parquet")
+    words = rf"metric mine: ValueError in test_plugins\.py, line {line}: .*predicted \[12, 2\] and weights \[1, 12\]"
+    with pytest.raises(EvaluationError, match=words):
+        probe([file], targets=["study_group"], metrics=[ExtraMetric("mine", buggy, chance=0.5)])
+
+
+def test_what_is_no_metric_is_named_before_any_probe(tmp_path):
+    with pytest.raises(EvaluationError, match="metric mine: measure: expected a function, got 3"):
+        ExtraMetric("mine", 3, chance=0.5)
+    with pytest.raises(EvaluationError, match="metric mine: chance: expected a number, got 'half'"):
+        ExtraMetric("mine", sensitivity_at_half, chance="half")
+    one = ExtraMetric("mine", sensitivity_at_half, chance=0.5)
+    with pytest.raises(EvaluationError, match="metrics: mine is there twice"):
+        probe([tmp_path / "none.parquet"], metrics=[one, one])
+    with pytest.raises(TypeError, match="expected a list, got the metric mine itself"):
+        probe([tmp_path / "none.parquet"], metrics=one)
+
+
 def test_a_metric_cannot_change_the_others_and_has_known_kinds(tmp_path):
     def spoils(truth, probability, weights):
         truth[:], probability[:], weights[:] = 0, 0.5, 0
@@ -492,11 +608,20 @@ def test_the_plug_ins_of_the_guide_work(tmp_path, store, monkeypatch):
     for name, source in re.findall(r'^```python title="([\w.]+)"\n(.*?)^```', page, re.S | re.M):
         (tmp_path / name).write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
+    from gradient_monitor import GradientMonitor
     from grey_objective import GreyConfig
     from raw_pair_reader import VOXELS, RawPairReader
     from sensitivity import SENSITIVITY
 
-    run = pretrain(config(steps=20), store, tmp_path / "run", echo=quiet, objective=GreyConfig())
+    with pytest.warns(UserWarning, match="gradient norm .*, above 0"):
+        run = pretrain(
+            config(steps=20),
+            store,
+            tmp_path / "run",
+            echo=quiet,
+            objective=GreyConfig(),
+            listeners=[GradientMonitor(0)],
+        )
     assert rows(run, "validation")[-1]["masked_over_baseline"] < 0.7, "0.39; at a learning rate of 0 it is 0.93"
     octfm.load_encoder(run)
 

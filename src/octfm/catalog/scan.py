@@ -25,7 +25,7 @@ from octfm.catalog.participants.splits import Split
 from octfm.catalog.walk import Found, walk
 from octfm.display import number
 from octfm.formats.bscans import Reader
-from octfm.formats.detect import require_readers
+from octfm.formats.plug_in import require_readers
 from octfm.formats.reasons import REASONS
 from octfm.io.archive import MEMBER, is_folder, unpack
 from octfm.io.bucket import Account
@@ -175,7 +175,11 @@ def scan(
         pixels=pixels or bscans_only,
     )
     if not acquisitions:
-        raise NothingAccepted(_why_nothing(folder, left_out, layouts), catalog)
+        why = _why_nothing(folder, left_out, layouts)
+        if readers:  # who writes a reader in Python has no health page yet that would show the sentence
+            damaged = (reject for reject in left_out if reject.code == "damaged_file")
+            why += f"; for example {next(damaged, left_out[0]).sentence}"
+        raise NothingAccepted(why, catalog)
     _expect_people_to_fit(acquisitions, tables, participants)
     return catalog
 

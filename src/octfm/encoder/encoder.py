@@ -19,6 +19,7 @@ from octfm.io.location import Location
 from octfm.io.progress import say
 from octfm.layers.band import band_finder
 from octfm.models.heads import merged
+from octfm.models.objectives.builtin import UnknownObjective
 from octfm.models.objectives.objective import ObjectiveConfig
 from octfm.models.pooling import POOLS, VectorPool, width_of
 from octfm.models.token_map import tissue_index, token_map
@@ -384,8 +385,9 @@ def load_encoder(
     `run`: "hf://owner/name" is fetched from the Hugging Face hub, "owner/name" is only looked up in the hub's cache.
     `random_init`: with the weights before the first update; a `draw` above 0 uses the run's seed + `draw` instead.
     `device`: auto, cpu, cuda or mps. `runtime`: device and precision, by default `device` and float32. `objective`:
-    settings class of a custom objective, needed only with `random_init`, to draw the weights. The low-rank updates of a
-    fine-tuned encoder are merged into its weights.
+    settings class of a custom objective, needed only with `random_init`, to draw exactly the weights that the run began
+    with; without it, other weights of the same network are drawn. The low-rank updates of a fine-tuned encoder are
+    merged into its weights.
 
     Raises CheckpointError if there is no such encoder or its file is damaged, ConfigError for hf:// without
     huggingface_hub, EvaluationError if the encoder that a fine-tuned head belongs to has changed.
@@ -407,9 +409,17 @@ def load_encoder(
 
 
 def _untrained(settings: PretrainConfig, preprocessing: Preprocessing, draw: int) -> VisionTransformer3D:
-    """The frozen encoder of a run before its first update, or as its seed + `draw` would have drawn it."""
+    """The frozen encoder of a run before its first update, or as its seed + `draw` would have drawn it.
+
+    An objective of one's own may draw other networks first. Without its code, the encoder is drawn alone: the same
+    architecture, and as untrained.
+    """
     other = settings.model_copy(update={"seed": settings.seed + draw})
-    return build_objective(other, preprocessing).frozen_encoder(settings.objective.frozen)
+    if not isinstance(settings.objective, UnknownObjective):
+        return build_objective(other, preprocessing).frozen_encoder(settings.objective.frozen)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(other.seed)
+        return VisionTransformer3D(settings.model, grid_of(preprocessing, settings.model.patch_size))
 
 
 def _prepared_otherwise(what: str, encoder: str, differing: str = "") -> str:

@@ -368,34 +368,8 @@ def make_rounds(
                 "embed participants that were not, or pass --allow-seen to get the result flagged",
                 public=SEEN,
             )
-    # Every round needs participants of a class to train on; rarer classes are excluded and listed in the result.
     if cases.classes is not None:
-        # In k-fold a class needs a participant in every fold; in a single fit, two to learn from.
-        needed, counted = (2, train) if design == "recommended_split" else (folds, tested)
-        enough = [
-            k
-            for k in range(len(cases.classes))
-            if len(np.unique(cases.participant[(cases.label == k) & counted])) >= needed
-        ]
-        if len(enough) < 2:
-            who = "to learn from" if design == "recommended_split" else "who can be tested, one for each fold"
-            found = f"{len(cases.classes)} class{'es' * (len(cases.classes) != 1)}"
-            raise Skip(
-                f"Fewer than two classes of {cases.target.column} have {needed} participants each {who}: "
-                f"{len(np.unique(cases.participant[counted]))} labelled participants, {found}."
-            )
-        keep = np.isin(cases.label, enough)
-        cases, train, tested = _only_classes(cases, enough), train[keep], tested[keep]
-        # If every participant has a diseased eye, all are diseased.
-        present = np.unique(_unit_labels(cases, tested)) if tested.any() else np.zeros(0, int)
-        if len(present) < 2:
-            names = cases.classes or ()
-            known, found = ", ".join(names), "".join(names[int(k)] for k in present) or "none"
-            raise Skip(
-                f"The test participants have {found} of the classes of {cases.target.column} that can be learned "
-                f"({known}); a score needs two of them.",
-                f"The test participants have fewer than two classes of {cases.target.column} that can be learned.",
-            )
+        cases, train, tested = _of_common_classes(cases, train, tested, design, folds)
     participants_tested = len(np.unique(cases.participant[tested]))
     if design == "recommended_split":
         if participants_tested < 2 or len(np.unique(cases.participant[train])) < 6:
@@ -417,6 +391,41 @@ def make_rounds(
         cases.participant[tested], cases.label[tested], folds, seed, stratify=cases.classes is not None
     )
     return cases, [Round(np.flatnonzero(fold != k), np.flatnonzero(fold == k)) for k in range(folds)]
+
+
+def _of_common_classes(
+    cases: Cases, train: np.ndarray, tested: np.ndarray, design: Design, folds: int
+) -> tuple[Cases, np.ndarray, np.ndarray]:
+    """The cases without classes that have too few participants for every round, which the result lists; and which of
+    the remaining rows are trained on and tested. Raises Skip unless two classes can be learned and tested."""
+    assert cases.classes is not None
+    # In k-fold a class needs a participant in every fold; in a single fit, two to learn from.
+    needed, counted = (2, train) if design == "recommended_split" else (folds, tested)
+    enough = [
+        k
+        for k in range(len(cases.classes))
+        if len(np.unique(cases.participant[(cases.label == k) & counted])) >= needed
+    ]
+    if len(enough) < 2:
+        who = "to learn from" if design == "recommended_split" else "who can be tested, one for each fold"
+        found = f"{len(cases.classes)} class{'es' * (len(cases.classes) != 1)}"
+        raise Skip(
+            f"Fewer than two classes of {cases.target.column} have {needed} participants each {who}: "
+            f"{len(np.unique(cases.participant[counted]))} labelled participants, {found}."
+        )
+    keep = np.isin(cases.label, enough)
+    cases, train, tested = _only_classes(cases, enough), train[keep], tested[keep]
+    # If every participant has a diseased eye, all are diseased.
+    present = np.unique(_unit_labels(cases, tested)) if tested.any() else np.zeros(0, int)
+    if len(present) < 2:
+        names = cases.classes or ()
+        known, found = ", ".join(names), "".join(names[int(k)] for k in present) or "none"
+        raise Skip(
+            f"The test participants have {found} of the classes of {cases.target.column} that can be learned "
+            f"({known}); a score needs two of them.",
+            f"The test participants have fewer than two classes of {cases.target.column} that can be learned.",
+        )
+    return cases, train, tested
 
 
 def participant_folds(

@@ -5,9 +5,12 @@ weights it returns one float, equal to scikit-learn's if that has the metric. Un
 NaN.
 """
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from numbers import Real
+from pathlib import PurePath
 from typing import Literal, Protocol, get_args, overload
 
 import numpy as np
@@ -44,15 +47,27 @@ class ExtraMetric:
     lower_is_better: bool = False
 
     def __post_init__(self):
+        if not callable(self.measure):
+            raise EvaluationError(f"metric {self.name}: measure: expected a function, got {shown(self.measure)}")
+        if not isinstance(self.chance, Real):
+            raise EvaluationError(f"metric {self.name}: chance: expected a number, got {shown(self.chance)}")
         if isinstance(self.kinds, str) or not {*self.kinds} <= {*get_args(Kind)}:
             raise EvaluationError(
                 f"metric {self.name}: kinds: expected a tuple of {', '.join(get_args(Kind))}, got {shown(self.kinds)}"
             )
 
     def __call__(self, truth: Array, predicted: Array, weights: Array) -> Array:
-        """float64 [R]. Raises EvaluationError if `measure` returns anything else."""
-        # Copies, so that a metric that changes its arguments does not affect the next ones.
-        found = self.measure(truth.copy(), predicted.copy(), weights)
+        """float64 [R]. Raises EvaluationError if `measure` fails or returns anything else."""
+        try:
+            # Copies, so that a metric that changes its arguments does not affect the next ones.
+            found = self.measure(truth.copy(), predicted.copy(), weights)
+        except Exception as error:  # the caller's code may raise anything
+            steps = traceback.extract_tb(error.__traceback__)[1:]  # after this function
+            place = f" in {PurePath(steps[0].filename).name}, line {steps[0].lineno}" if steps else ""
+            raise EvaluationError(
+                f"metric {self.name}: {type(error).__name__}{place}: {error}; it was called with truth "
+                f"{list(truth.shape)}, predicted {list(predicted.shape)} and weights {list(weights.shape)}"
+            ) from error
         try:
             values = np.asarray(found, np.float64)
         except (TypeError, ValueError):

@@ -96,23 +96,17 @@ def probe(
     """
     expect_counts(seeds, resamples)
     choose_readout(readout)
-    if odd := next((metric for metric in metrics if not isinstance(metric, ExtraMetric)), None):
-        raise TypeError(f"metrics: expected ExtraMetric(name, function, chance=…), got {shown(odd)}")
-    if taken := {metric.name for metric in metrics} & {*BUILT_IN}:
-        raise EvaluationError(f"metrics: {', '.join(sorted(taken))} is a built-in metric; choose another name")
+    _expect_metrics(metrics)
     encoders = align(embeddings)
     first = encoders[0]
     table = read_labels(labels) if labels is not None else None
     encoders = [with_table(e, table) for e in encoders]
     seen_rows = rows_seen(first, seen)
     chosen, folds = choose_design(first, design, folds)
-    scored: list[list[Scored]] = []
-    comparisons: list[dict[str, Any]] = []
-    skipped: list[dict[str, str]] = []
-    by_label: dict[str, list[list[list[Scored]]]] = {}
-    probed: list[tuple[Target, list[tuple[Cases, list[Round]]]]] = []
     found = find_targets(targets, first, table, orders)
     stated = {target.column: target.order for target in found if target.order != ORDERS.get(target.column, ())}
+    probed: list[tuple[Target, list[tuple[Cases, list[Round]]]]] = []
+    skipped: list[dict[str, str]] = []
     for target in found:
         try:
             cases = make_cases(target, first, table)
@@ -128,20 +122,16 @@ def probe(
         means = {target.column for target, _ in probed if target.label is not None}
         metrics_planned = len(means) + sum(len(planned_metrics(rounds[0][0])) for _, rounds in probed)
         resamples = enough_resamples(metrics_planned * len(pairs_of(encoders)), RESAMPLES)
+    scored: list[list[Scored]] = []
+    comparisons: list[dict[str, Any]] = []
+    by_label: dict[str, list[list[list[Scored]]]] = {}
     with Progress("probe", len(probed) * len(encoders), "fits") as progress:
         for target, per_seed in probed:
-            facts = describe(per_seed[0][0], per_seed[0][1], chosen, seen_rows) | {"readout": readout}
-            per_encoder = []
-            for encoder in progress.over(encoders):
-                runs = [
-                    run
-                    for s, (kept, rounds) in enumerate(per_seed)
-                    for run in predict_draws(kept, rounds, encoder, readout, seed + s)
-                ]
-                draws = 1 + len(encoder.draws)
-                per_encoder.append(
-                    score(per_seed[0][0], encoder.name, runs, facts, resamples, seed, more=metrics, draws=draws)
-                )
+            facts = describe(*per_seed[0], chosen, seen_rows) | {"readout": readout}
+            per_encoder = [
+                _score(encoder, per_seed, facts, readout, resamples, seed, metrics)
+                for encoder in progress.over(encoders)
+            ]
             scored += per_encoder
             comparisons += compared(per_encoder, encoders, target.leakage)
             if target.label is not None:
@@ -174,6 +164,38 @@ def probe(
             "commands": list(commands),
         }
     )
+
+
+def _expect_metrics(metrics: Sequence[ExtraMetric]) -> None:
+    """Raise TypeError for what is no list of ExtraMetric, EvaluationError for a name that is there already."""
+    if isinstance(metrics, ExtraMetric):
+        raise TypeError(f"metrics: expected a list, got the metric {metrics.name} itself; write metrics=[…]")
+    if odd := next((metric for metric in metrics if not isinstance(metric, ExtraMetric)), None):
+        raise TypeError(f"metrics: expected ExtraMetric(name, function, chance=…), got {shown(odd)}")
+    names = [metric.name for metric in metrics]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise EvaluationError(f"metrics: {', '.join(sorted(twice))} is there twice; give each metric its own name")
+    if taken := {*names} & {*BUILT_IN}:
+        raise EvaluationError(f"metrics: {', '.join(sorted(taken))} is a built-in metric; choose another name")
+
+
+def _score(
+    encoder: Embeddings,
+    per_seed: list[tuple[Cases, list[Round]]],
+    facts: dict[str, Any],
+    readout: Readout,
+    resamples: int,
+    seed: int,
+    metrics: Sequence[ExtraMetric],
+) -> list[Scored]:
+    """Fit and score an encoder on one target, with the rounds of every seed and each draw of its weights."""
+    runs = [
+        run
+        for s, (cases, rounds) in enumerate(per_seed)
+        for run in predict_draws(cases, rounds, encoder, readout, seed + s)
+    ]
+    draws = 1 + len(encoder.draws)
+    return score(per_seed[0][0], encoder.name, runs, facts, resamples, seed, more=metrics, draws=draws)
 
 
 def expect_counts(seeds: int, resamples: int | None) -> None:

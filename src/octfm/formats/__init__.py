@@ -55,7 +55,7 @@ def read_volume(
     limits: read in a child process with limited time and memory, as a scan does; for files from unknown sources.
     readers: readers of formats of your own; the first that fits takes precedence over the built-in ones.
     """
-    from octfm.formats import detect  # keeps parsers out of training processes
+    from octfm.formats import detect, plug_in  # keeps parsers out of training processes
 
     if not isinstance(uri, str | PathLike | BucketPath):
         raise TypeError(
@@ -63,7 +63,7 @@ def read_volume(
             "of voxels [B-scan, axial, lateral]"
         )
     uri = in_home(str(uri))
-    detect.require_readers(readers)
+    plug_in.require_readers(readers)
     wanted = {
         "layouts": RASTER_ONLY if raster_only else LAYOUTS,
         "modalities": STRUCTURE_ONLY if structure_only else MODALITIES,

@@ -4,23 +4,19 @@ Every reader except DICOM's has `open_bscans(uri) -> Bscans`; the steps from the
 Readers that a caller passes as objects are tried first.
 """
 
-import hashlib
-import traceback
 import zlib
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
 from importlib import import_module
-from pathlib import PurePath
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeGuard
 
-from octfm.errors import ConfigError, ReadError, shown
+from octfm.errors import ReadError
 from octfm.formats import bioptigen, bscans, heidelberg_e2e, heyex_xml, images, optovue, zeiss_img
 from octfm.formats.arrays import metaimage
-from octfm.formats.bscans import Bscans, Reader
+from octfm.formats.bscans import Reader
 from octfm.formats.heyex_xml import DeviceGrid
-from octfm.formats.reasons import REASONS, Header, cannot_open
+from octfm.formats.plug_in import PlugIn
+from octfm.formats.reasons import Header, cannot_open
 from octfm.io.archive import MEMBER, file_size, is_folder, list_folder, open_file
 from octfm.volume.volume import Fundus, Layout, Modality, Spacing3, Surfaces, Volume
 
@@ -43,80 +39,6 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     *((magic, "images") for magic in images.MAGIC),
 )
 """First bytes, and the module that reads such a file."""
-
-
-@dataclass(frozen=True)
-class _PlugIn:
-    """A caller's reader for one volume of one file."""
-
-    reader: Reader
-    file: str
-    name: str
-    """Name of the volume; empty if the uri names the whole file."""
-
-    def open_bscans(self, uri: str) -> Bscans:
-        if not self.name and len(names := self._names()) > 1:
-            listed = ", ".join(names)[:200]
-            raise ReadError(
-                "several_volumes",
-                f"{uri}: which of its {len(names)} volumes? add {MEMBER} and one of {listed}, in single quotes",
-            )
-        with _bugs_have_a_place(self.reader, uri):
-            found = self.reader.open_bscans(self.file, self.name)
-        if not isinstance(found, Bscans):
-            raise self._returned("open_bscans", "Bscans", found)
-        if self.name:
-            # Volumes of one file are different acquisitions, even if the reader takes the UID from the whole file.
-            digest = hashlib.blake2b(f"{found.uid} {self.name}".encode(), digest_size=16).digest()
-            found = replace(found, uid=bscans.uid_from(digest))
-        return replace(found, uri=uri, beside=found.beside or self.file)
-
-    def volumes(self, uri: str) -> list[str]:
-        names = [] if self.name else self._names()
-        return [f"{uri}{MEMBER}{name}" for name in names] if len(names) > 1 else [uri]
-
-    def _names(self) -> Sequence[str]:
-        names = self.reader.volumes(self.file)
-        if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(n, str) for n in names):
-            raise self._returned("volumes", "a list of names", names)
-        return names
-
-    def _returned(self, method: str, expected: str, got: object) -> ConfigError:
-        return ConfigError(
-            f"reader {type(self.reader).__name__}: {method}: expected {expected}, got {type(got).__name__}"
-        )
-
-
-@contextmanager
-def _bugs_have_a_place(reader: Reader, uri: str) -> Iterator[None]:
-    """Say in which line of a caller's reader an exception was raised, and never its words: they may quote a name."""
-    name = type(reader).__name__
-    try:
-        yield
-    except ReadError as error:
-        if error.code not in REASONS:
-            raise ReadError("damaged_file", f"{error} ({name} gave it the unknown reason code {error.code})") from None
-        raise
-    except bscans.DAMAGE as error:
-        own = getattr(getattr(type(reader).open_bscans, "__code__", None), "co_filename", "")
-        steps = [step for step in traceback.extract_tb(error.__traceback__) if step.filename == own]
-        place = f" in {PurePath(own).name}, line {steps[-1].lineno}" if steps else ""
-        raise ReadError(
-            "damaged_file",
-            f"{uri}: {name} raised {type(error).__name__}{place}; the file is damaged, or the reader has a bug",
-        ) from None
-
-
-def require_readers(readers: object) -> None:
-    """Raises ConfigError unless these are objects with the methods of a Reader."""
-    methods = ("fits", "volumes", "open_bscans")
-    if not isinstance(readers, Sequence) or isinstance(readers, str):
-        raise ConfigError(f"readers: expected a list of readers, got {shown(readers)}; write readers=[MyReader()]")
-    for reader in readers:
-        if isinstance(reader, type):
-            raise ConfigError(f"readers: expected objects, got the class {reader.__name__}; write {reader.__name__}()")
-        if absent := [name for name in methods if not callable(getattr(reader, name, None))]:
-            raise ConfigError(f"readers: {type(reader).__name__} has no method {', '.join(absent)}")
 
 
 def read_volume(
@@ -155,7 +77,7 @@ def examine(
 def volumes_in(uri: str, readers: Sequence[Reader] = ()) -> list[str]:
     """uris of the volumes in a file, its own if it is one volume. Raises ReadError."""
     reader = find_reader(uri, readers)
-    if not isinstance(reader, _PlugIn) and (reader is not heidelberg_e2e or heidelberg_e2e.split_series(uri)[1]):
+    if not isinstance(reader, PlugIn) and (reader is not heidelberg_e2e or heidelberg_e2e.split_series(uri)[1]):
         return [uri]
     with bscans.damage_has_a_code(uri):
         return reader.volumes(uri)
@@ -196,11 +118,11 @@ def read_device_grid(uri: str) -> DeviceGrid | None:
         return heyex_xml.read_device_grid(found[0]) if found else None
 
 
-def is_dicom(reader: "ModuleType | _PlugIn") -> TypeGuard[ModuleType]:
+def is_dicom(reader: "ModuleType | PlugIn") -> TypeGuard[ModuleType]:
     return isinstance(reader, ModuleType) and reader.__name__ == f"octfm.formats.{DICOM}"
 
 
-def find_reader(uri: str, readers: Sequence[Reader] = ()) -> "ModuleType | _PlugIn":
+def find_reader(uri: str, readers: Sequence[Reader] = ()) -> "ModuleType | PlugIn":
     """A caller's reader that fits, else the module that reads the file; if no format fits, DICOM's, whose errors say
     what is wrong. Raises ReadError."""
     if readers and (found := _fitting(uri, readers)) is not None:
@@ -210,7 +132,7 @@ def find_reader(uri: str, readers: Sequence[Reader] = ()) -> "ModuleType | _Plug
     return import_module(f"octfm.formats.{name}")
 
 
-def _fitting(uri: str, readers: Sequence[Reader]) -> _PlugIn | None:
+def _fitting(uri: str, readers: Sequence[Reader]) -> PlugIn | None:
     outer, _, inner = uri.rpartition(MEMBER)
     # The uri of a file, of a member of an archive, or of one volume in either.
     for file, name in ((uri, ""), (outer, inner)):
@@ -220,8 +142,8 @@ def _fitting(uri: str, readers: Sequence[Reader]) -> _PlugIn | None:
         except (OSError, ReadError):
             continue
         for reader in readers:
-            if reader.fits(head, file):
-                return _PlugIn(reader, file, name)
+            if (plug_in := PlugIn(reader, file, name)).fits(head):
+                return plug_in
     return None
 
 

@@ -41,7 +41,7 @@ from octfm.run.launch import join
 from octfm.run.loop import Interruption, Session, open_session, train
 from octfm.run.runtime import Runtime, environment
 from octfm.run.trackers import open_trackers
-from octfm.run.tracking import Listener
+from octfm.run.tracking import Listener, require_listeners
 from octfm.store.loader import Loader, epoch_volumes
 from octfm.store.store import Store
 from octfm.version import __version__
@@ -61,13 +61,15 @@ def pretrain(
     """Train until `config.steps` updates are made and return the run folder; the same call resumes an interrupted run.
 
     Name the store either here or in `config.data.store`, not in both. `override` accepts a config that contradicts
-    the run's. `listeners` get everything that metrics.jsonl gets, for example a progress bar. Raises Preempted after
-    SIGTERM or SIGINT, once the step is finished and saved. `objective`: settings of an objective of your own instead
-    of the config's section (docs/guide/plug-ins.md). `device`: as --device of the command (docs/guide/scale-out.md).
+    the run's. `listeners` get everything that metrics.jsonl gets, as a monitor does (octfm.run.tracking.Listener).
+    `objective`: settings of an objective of your own instead of the config's section (docs/guide/plug-ins.md).
+    `device`: as --device of the command (docs/guide/scale-out.md). Raises Preempted after SIGTERM or SIGINT, once the
+    step is finished and saved.
     Under torchrun every rank makes this call; only rank 0 prints and writes.
     """
     if not isinstance(config, PretrainConfig):
         raise TypeError(f"config: expected a PretrainConfig, got {type(config).__name__}; octfm.load_config makes one")
+    require_listeners(listeners)
     if objective is not None:
         config = config.with_objective(objective)
     # model_copy(update=…) of a caller checks nothing.

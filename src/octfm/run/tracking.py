@@ -12,7 +12,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from octfm.config import Config, Seconds
+from octfm.errors import ConfigError, shown
 from octfm.io.location import write_whole
+from octfm.io.progress import say
 
 
 class TrackingConfig(Config):
@@ -29,13 +31,34 @@ class TrackingConfig(Config):
 
 
 class Listener(Protocol):
-    """Receives everything that goes into metrics.jsonl: a tracker or a progress bar."""
+    """Receives everything that goes into metrics.jsonl: a tracker, a progress bar or a monitor of your own.
 
-    def row(self, kind: str, step: int, values: dict[str, Any]) -> None: ...
+    A listener that raises an exception gets no more rows; training continues. See docs/guide/plug-ins.md.
+    """
+
+    def row(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """A row of metrics.jsonl: its kind (train, health, validation, incident, …) and step, and the other values."""
+
     def picture(self, name: str, step: int, pixels: np.ndarray) -> None:
-        """uint8 [H, W, 3]"""
+        """B-scans and their masks at a validation: uint8 [H, W, 3]."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Called once, when the run ends or stops."""
+
+
+def require_listeners(listeners: object) -> None:
+    """Raises ConfigError unless these are objects with the methods of a Listener."""
+    if not isinstance(listeners, Sequence) or isinstance(listeners, str):
+        raise ConfigError(
+            f"listeners: expected a list of listeners, got {shown(listeners)}; write listeners=[MyListener()]"
+        )
+    for listener in listeners:
+        if isinstance(listener, type):
+            name = listener.__name__
+            raise ConfigError(f"listeners: expected objects, got the class {name}; write {name}()")
+        if absent := [name for name in ("row", "picture", "close") if not callable(getattr(listener, name, None))]:
+            what = getattr(listener, "__name__", type(listener).__name__)
+            raise ConfigError(f"listeners: {what} has no method {', '.join(absent)}")
 
 
 class Metrics:
@@ -118,14 +141,10 @@ class Metrics:
                 # Foreign code may fail in any way, and must not end a month of training.
                 # Removed before `write`, which calls all listeners again.
                 self.listeners.remove(listener)
-                what = type(listener).__name__
-                reason = " ".join(str(error).split())[:200]
-                self.write(
-                    "tracker",
-                    step,
-                    verdict="watch",
-                    sentence=f"{what} failed and gets no more rows: {reason}; metrics.jsonl goes on",
-                )
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                sentence = f"{type(listener).__name__} failed and gets no more rows: {reason}; metrics.jsonl goes on"
+                say(f"step {step}: {sentence}")
+                self.write("tracker", step, verdict="watch", sentence=sentence)
 
 
 class Unheard(Metrics):

@@ -155,36 +155,14 @@ def _with_device(
 ) -> list[dict[str, str]]:
     """Rows with the device's zones of another table in place of their own."""
     people = [_participants_of(some) for some in (rows, others)]
-    columns_here = one_line(", ".join(others[0]))[:200]
-    lacking = [*([] if people[0] else ["participant"]), *([] if "laterality" in rows[0] else ["laterality"])]
-    if "source" in others[0]:
-        keys, wanted = (("source",),) * 2
-    elif not lacking and people[1] and "laterality" in others[0]:
-        keys, wanted = ((str(person), "laterality") for person in people)
-    else:
-        raise EvaluationError(
-            f"{device}: expected a column source as in {table}, or participant and laterality in both tables; found "
-            f"{columns_here}{f', and no {lacking[0]} in {table}' if lacking else ''}"
-        )
+    keys, wanted = _matched_by(rows, others, people, table, device)
     own = DEVICE_UNIT["centre"] not in others[0]
     if own and UNIT["centre"] not in others[0]:
         raise EvaluationError(
             f"{device}: expected the column {DEVICE_UNIT['centre']} or {UNIT['centre']}, found neither but "
-            f"{columns_here}"
+            f"{_columns(others)}"
         )
-    columns, known = UNIT if own else DEVICE_UNIT, dict[tuple[str, ...], dict[str, str]]()
-    for other in others:
-        key = _key(other, wanted)
-        if not all(key):  # rows without a participant or an eye cannot be matched
-            continue
-        named = ", ".join(one_line(other[column].strip()) for column in wanted)
-        if "laterality" in wanted and not may_be_an_eye(eye := other["laterality"]):
-            raise EvaluationError(
-                f"{device}: {named}: laterality is {one_line(eye)}; expected R, L, OD, OS, right or left"
-            )
-        if key in known:
-            raise EvaluationError(f"{device}: {named} stands in two rows; which of them is meant?")
-        known[key] = other
+    columns, known = UNIT if own else DEVICE_UNIT, _by_key(others, wanted, device)
     ours = [row for row in rows if all(_key(row, keys))]
     # A single B-scan has no zones, so the device's are not of it.
     scans = Counter(_key(row, keys) for row in ours if row.get("bscans") != "1")
@@ -212,6 +190,50 @@ def _with_device(
         person = {people[1]: other.get(people[1], "")} if people[1] and not people[0] else {}
         joined.append(row | zones | person | {"device_note": other.get("device_note", "")})
     return joined
+
+
+def _matched_by(
+    rows: list[dict[str, str]],
+    others: list[dict[str, str]],
+    people: Sequence[str | None],
+    table: Path,
+    device: Path,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The columns by which rows of both tables are matched: the source of a scan, or participant and eye. `people`: the
+    column of participants in each table."""
+    if "source" in others[0]:
+        return ("source",), ("source",)
+    lacking = [*([] if people[0] else ["participant"]), *([] if "laterality" in rows[0] else ["laterality"])]
+    if lacking or not people[1] or "laterality" not in others[0]:
+        raise EvaluationError(
+            f"{device}: expected a column source as in {table}, or participant and laterality in both tables; found "
+            f"{_columns(others)}{f', and no {lacking[0]} in {table}' if lacking else ''}"
+        )
+    return (str(people[0]), "laterality"), (str(people[1]), "laterality")
+
+
+def _columns(rows: list[dict[str, str]]) -> str:
+    return one_line(", ".join(rows[0]))[:200]
+
+
+def _by_key(
+    others: list[dict[str, str]], wanted: tuple[str, ...], device: Path
+) -> dict[tuple[str, ...], dict[str, str]]:
+    """Rows by the cells that they are matched by; those without a participant or an eye are left out."""
+    known: dict[tuple[str, ...], dict[str, str]] = {}
+    for other in others:
+        key = _key(other, wanted)
+        if not all(key):
+            continue
+        named = ", ".join(one_line(other[column].strip()) for column in wanted)
+        if "laterality" in wanted and not may_be_an_eye(eye := other["laterality"]):
+            raise EvaluationError(
+                f"{device}: {named}: laterality is {one_line(eye)}; expected R, L, OD, OS, right or left"
+            )
+        if key in known:
+            raise EvaluationError(f"{device}: {named} stands in two rows; which of them is meant?")
+        known[key] = other
+    return known
 
 
 def _first(columns: Sequence[str], rows: Iterable[dict[str, str]]) -> str:

@@ -162,55 +162,18 @@ class Preprocessing(Config):
         is kept.
         """
         self.expect_finder(find_band)
-        if volume.layout not in ADMISSIBLE or (volume.layout == "line" and not self.takes_bscans):
-            own = ", and single B-scans go into a store of their own (octfm scan --layouts line)"
-            raise ReadError(
-                "not_raster",
-                f"{volume.source}: is a {volume.layout} scan; only a raster is a volume in space"
-                f"{own if volume.layout == 'line' else ''}",
-            )
-        if self.takes_bscans and len(volume.voxels) > 1:
-            raise ReadError(
-                "several_bscans",
-                f"{volume.source}: a {volume.layout} scan of {len(volume.voxels)} B-scans, while image_size "
-                f"{list(self.image_size)} is for single ones",
-            )
-        if volume.spacing_mm[1] > COARSEST_ROWS_MM:
-            raise ReadError(
-                "absurd_spacing",
-                f"{volume.source}: spacing_mm {volume.spacing_mm}: expected (dz, dy, dx) in millimetres, got rows "
-                f"{volume.spacing_mm[1]:g} mm apart; divide micrometres by 1000",
-            )
-        trims = self.algorithm > 3 and volume.modality == "structure"
-        if volume.layout == "radial":
-            if trims:
-                volume = replace(volume, voxels=without_padding(volume.voxels, self._white(volume)))
-            volume = to_raster(volume)
-        if volume.layout == "line":  # its distance between B-scans has no meaning: it fills the depth of a voxel
-            volume = replace(volume, spacing_mm=(self.target_spacing[0], *volume.spacing_mm[1:]))
+        self._expect_preparable(volume)
+        volume = self._as_raster(volume)
         canonical = volume.superior_to_inferior()
         left_eye = volume.laterality == "L"
         if left_eye:
             canonical = canonical.mirrored()
         outer, inner, image = canonical.shape, None, None
-        if trims:
+        if self._trims(volume):
             shown, inner, image = trimmed(canonical.voxels, self._white(canonical))
             canonical = replace(canonical, voxels=shown if image is None else darkened(shown, image))
-        voxels = searched = self._to_uint8(canonical)
-        if image is not None:
-            searched = self._to_uint8(replace(canonical, voxels=levelled(canonical.voxels, image)))
-        # On native voxels: averages of unregistered B-scans would blur the surfaces that are searched for.
-        tissue = find_tissue(searched, canonical.spacing_mm)
-        if volume.modality != "structure":
-            # Flow shows vessels, not the borders that are looked for: every row is kept, no B-scan is moved.
-            tissue = replace(tissue, confident=False, located=False, displacement=np.zeros(len(voxels)))
-        elif find_band is not None and not (self.band == "either" and tissue.confident):
-            tissue = find_band(voxels, canonical.spacing_mm, tissue)
-        if not self.register_bscans:
-            tissue = replace(tissue, displacement=np.zeros(len(voxels)))
-        # Version 2 is kept to the bit, so that its stores and checkpoints can be continued.
-        if self.algorithm == 2:
-            tissue = replace(tissue, confident=tissue.located)
+        voxels = self._to_uint8(canonical)
+        tissue = self._tissue(canonical, voxels, image, find_band)
         reversed_bscans = (volume.superior_first is False) != (left_eye and volume.vertical)
         transform, in_crop = self._place(
             canonical, tissue, reversed_bscans=reversed_bscans, mirrored=left_eye and not volume.vertical
@@ -236,6 +199,66 @@ class Preprocessing(Config):
         if inner is not None:
             transform = transform.placed(inner, outer)
         return Prepared(out, band, valid, tissue.confident, tissue.confidence, transform, disc)
+
+    def _expect_preparable(self, volume: Volume) -> None:
+        """Raises ReadError for a layout or a spacing that these settings do not prepare."""
+        if volume.layout not in ADMISSIBLE or (volume.layout == "line" and not self.takes_bscans):
+            own = ", and single B-scans go into a store of their own (octfm scan --layouts line)"
+            raise ReadError(
+                "not_raster",
+                f"{volume.source}: is a {volume.layout} scan; only a raster is a volume in space"
+                f"{own if volume.layout == 'line' else ''}",
+            )
+        if self.takes_bscans and len(volume.voxels) > 1:
+            raise ReadError(
+                "several_bscans",
+                f"{volume.source}: a {volume.layout} scan of {len(volume.voxels)} B-scans, while image_size "
+                f"{list(self.image_size)} is for single ones",
+            )
+        if volume.spacing_mm[1] > COARSEST_ROWS_MM:
+            raise ReadError(
+                "absurd_spacing",
+                f"{volume.source}: spacing_mm {volume.spacing_mm}: expected (dz, dy, dx) in millimetres, got rows "
+                f"{volume.spacing_mm[1]:g} mm apart; divide micrometres by 1000",
+            )
+
+    def _trims(self, volume: Volume) -> bool:
+        """Whether margins that hold no image are cut off."""
+        return self.algorithm > 3 and volume.modality == "structure"
+
+    def _as_raster(self, volume: Volume) -> Volume:
+        """A radial scan resampled; a single B-scan at the distance between B-scans of the prepared grid."""
+        if volume.layout == "radial":
+            if self._trims(volume):
+                volume = replace(volume, voxels=without_padding(volume.voxels, self._white(volume)))
+            volume = to_raster(volume)
+        if volume.layout == "line":  # its distance between B-scans has no meaning: it fills the depth of a voxel
+            volume = replace(volume, spacing_mm=(self.target_spacing[0], *volume.spacing_mm[1:]))
+        return volume
+
+    def _tissue(
+        self,
+        canonical: Volume,
+        voxels: np.ndarray | Planes,
+        image: np.ndarray | None,
+        find_band: BandFinder | None,
+    ) -> Tissue:
+        """The tissue band of a volume, superior B-scan first and left eyes mirrored, and how B-scans are moved.
+        `voxels`: its own in eight bits. `image`: the rows that hold image, where margins were cut off."""
+        searched = voxels
+        if image is not None:
+            searched = self._to_uint8(replace(canonical, voxels=levelled(canonical.voxels, image)))
+        # On native voxels: averages of unregistered B-scans would blur the surfaces that are searched for.
+        tissue = find_tissue(searched, canonical.spacing_mm)
+        if canonical.modality != "structure":
+            # Flow shows vessels, not the borders that are looked for: every row is kept, no B-scan is moved.
+            tissue = replace(tissue, confident=False, located=False, displacement=np.zeros(len(voxels)))
+        elif find_band is not None and not (self.band == "either" and tissue.confident):
+            tissue = find_band(voxels, canonical.spacing_mm, tissue)
+        if not self.register_bscans:
+            tissue = replace(tissue, displacement=np.zeros(len(voxels)))
+        # Version 2 is kept to the bit, so that its stores and checkpoints can be continued.
+        return replace(tissue, confident=tissue.located) if self.algorithm == 2 else tissue
 
     def _white(self, volume: Volume) -> int:
         own = volume.voxels.dtype == np.uint8 or self.uint16_full_scale == 65535

@@ -26,6 +26,8 @@ from octfm.store.store import Store
 
 VOLUMES, TOKENS = 4, 48
 OVERFIT_STEPS, OVERFIT_LR = 200, 6e-3
+OBSERVED = ("masked_goal_BTD", "context_goal_BCD", "features_BMD")
+"""What the monitors measure of a step's output: nothing of it may be trained."""
 CONTENT_RISE, CLEAR_RISE = 0.05, 0.3
 """Relative rise of the loss with another volume's targets: the least that passes, and what ends the check early."""
 
@@ -44,6 +46,8 @@ def integrity(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> I
     output = model(*inputs)
     _require_output(config.objective.name, model, output)
     _require_repeatable(config.objective.name, model, *inputs)
+    if model.target_encoder is None:  # a teacher that is trained has a check of its own
+        _require_detached(config.objective.name, model(_without_gradient(inputs[0]), inputs[1]))
     output.loss.backward()
     name, hidden = "context is blind to targets", model.hidden_from_encoder(view.index)
     if hidden is None:
@@ -161,14 +165,42 @@ def _require_output(name: str, model: Objective, output: object) -> None:
         raise ConfigError(
             f"objective {name}: its forward returned a {type(output).__name__}, expected an ObjectiveOutput"
         )
+    if not isinstance(output.loss, Tensor):
+        raise ConfigError(f"objective {name}: expected a loss that is a tensor, got {type(output.loss).__name__}")
     if output.loss.ndim or not output.loss.requires_grad:
         got = f"one of shape {list(output.loss.shape)}" if output.loss.ndim else "one without a gradient"
         raise ConfigError(
             f"objective {name}: expected a loss that is one number with a gradient, got {got}; compute it from "
             "masked_loss_B, and detach goals only (F3)"
         )
+    _require_observed(name, output)
     _require_one_each(name, model, output, 1)
     _require_positive(name, float(output.masked_loss_B.detach()))
+
+
+def _require_observed(name: str, output: ObjectiveOutput) -> None:
+    """Raise ConfigError unless goals and features are numbers of three axes."""
+    for what in OBSERVED:
+        value = getattr(output, what)
+        if not isinstance(value, Tensor) or value.ndim != 3 or not value.is_floating_point():
+            got = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(
+                f"objective {name}: {what}: expected floating-point numbers [volumes, tokens, channels], got {got}"
+            )
+
+
+def _require_detached(name: str, output: ObjectiveOutput) -> None:
+    """Raise ConfigError if a goal or feature has a gradient although the voxels have none: then a network that is
+    trained computes it, and could learn to be easy to predict."""
+    for what in OBSERVED:
+        if getattr(output, what).requires_grad:
+            raise ConfigError(f"objective {name}: {what} carries a gradient of what is trained; detach it (F11)")
+
+
+def _without_gradient(views: list[View]) -> list[View]:
+    return [
+        v._replace(patches_BKP=v.patches_BKP.detach(), target_patches_BKP=v.target_patches_BKP.detach()) for v in views
+    ]
 
 
 def _require_one_each(name: str, model: Objective, output: ObjectiveOutput, count: int) -> None:
@@ -180,8 +212,10 @@ def _require_one_each(name: str, model: Objective, output: ObjectiveOutput, coun
         "baseline(context_goal_BCD)": model.baseline(output.context_goal_BCD),
     }
     for what, value in per_volume.items():
-        if not isinstance(value, Tensor) or value.shape != (count,):
-            got = f"one of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        if not isinstance(value, Tensor) or value.shape != (count,) or not value.is_floating_point():
+            got = type(value).__name__
+            if isinstance(value, Tensor):
+                got = str(value.dtype) if value.shape == (count,) else f"one of shape {list(value.shape)}"
             raise ConfigError(
                 f"objective {name}: {what} of {number(count, 'volume')}: expected a tensor of shape [{count}], got "
                 f"{got}; return a loss for each volume"
