@@ -35,7 +35,7 @@ from octfm.run.checkpoint_writer import CheckpointWriter, Retention, best_step, 
 from octfm.run.folder import Identity, RunFolder, claim
 from octfm.run.loop import Session
 from octfm.run.runtime import start
-from octfm.run.tracking import Metrics, TrackingConfig, Unheard, read_metrics
+from octfm.run.tracking import Metrics, NoMetrics, TrackingConfig, read_metrics
 from octfm.tasks.finetune import FINE_TUNING
 from octfm.tasks.finetune_settings import FinetuneConfig
 from support.tiny_runs import config as tiny
@@ -250,7 +250,7 @@ def test_a_checkpoint_that_waits_for_the_bucket_does_not_hide_that_the_last_one_
     writer.save(8, CONTENT)
     writer.follow(remote)
     training = SimpleNamespace(step=8, tracking=TrackingConfig(), runtime=start("fp32", "cpu"))
-    session = Session(training, RunFolder(remote.path, PRETRAINING, remote), Unheard(), writer, quiet)
+    session = Session(training, RunFolder(remote.path, PRETRAINING, remote), NoMetrics(), writer, quiet)
     with pytest.raises(
         CheckpointError, match=r"after step 8 could not be written; .* continues from .*step-00000004\.pt"
     ):

@@ -22,9 +22,8 @@ def accept(
     """The catalog row of a header. If neither header nor table names the participant, `with_person` adds it later.
 
     Spacing that the file does not state comes from the table, else from `nominal_mm`, else, of a single B-scan, from
-    `estimated_mm` (rows of an image -> axial millimetres); without any it is a reject. If
-    header and manifest name different eyes, laterality is unknown: a wrong guess would be mirrored in training and get
-    the other eye's labels.
+    `estimated_mm` (rows of an image -> axial millimetres); without any it is a reject. If header and manifest name
+    different eyes, laterality is unknown: a wrong guess would be mirrored in training and get the other eye's labels.
     """
     # An empty row where no table lists the file: nothing below has to distinguish the two.
     row = tables.find(header.uri, header.sop_instance_uid)

@@ -188,9 +188,10 @@ class Listed:
 
     places: frozenset[str]
     below_root: tuple[tuple[tuple[str, ...], bool, str, str], ...]
-    """Sorted: the case-folded parts of a path below the root, composed, last first; whether they are whole, or the last
-    is without its ending; the full path; the file's own uri, as a member of an archive has three paths. Each path once
-    so and once so: paths that end alike are neighbours."""
+    """Sorted, so that paths that end alike are neighbours: the case-folded, composed parts of a path below the root,
+    last first; whether its file name is whole or without its ending; the full path; the file's own uri, because a
+    member of an archive has three paths. A path occurs with its whole file name and, if that has an ending, once more
+    without it."""
 
     @staticmethod
     def of(root: Location, found: Iterable[str]) -> "Listed":

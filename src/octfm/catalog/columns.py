@@ -51,7 +51,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "label": ("labels", "class", "classes", "disease", "category", "condition", "grade"),
     "split": ("set", "subset", "partition"),
 }
-"""Field -> other column names that may well hold it. octfm proposes them, and does not read them unasked."""
+"""Field -> other column names that probably hold it. octfm suggests them in a message and reads them only if told."""
 OF_FILES = ("label", "split", "study_group", "diagnosis")
 """Fields that label a person in a table of people, and a file in a table of files."""
 

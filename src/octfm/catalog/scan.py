@@ -99,8 +99,8 @@ def scan(
         taken.
 
     Raises CatalogError for a root that is missing or has no acceptable file, and for `splits_of` without any of its
-    participants; TableError for tables that contradict
-    themselves, lack a column or fit none of the files, AmbiguousPeople where folders leave open whose eyes are shown.
+    participants; TableError for tables that contradict themselves, lack a column or fit none of the files,
+    AmbiguousPeople where folders leave open whose eyes are shown.
     """
     patterns = [
         Pattern.parse(text) for text in ([participant_from] if isinstance(participant_from, str) else participant_from)

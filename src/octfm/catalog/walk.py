@@ -182,8 +182,8 @@ def join_images(files: list[Location], companions: list[Location], folders_are_v
     """Replace images in `files` by their folder if they are the B-scans of one volume; the images go to `companions`.
 
     B-scans are the images that a HEYEX XML in the folder names, else, if `folders_are_volumes`, all images if the
-    folder has almost nothing else.
-    Only files with the usual endings are opened: other images stay files of their own, which are not volumes.
+    folder has almost nothing else. Only files with the usual endings are opened: other images stay files of their own,
+    which are not volumes.
     """
     folders: dict[Location, list[Location]] = {}
     for path in files:

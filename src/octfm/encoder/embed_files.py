@@ -46,7 +46,7 @@ from octfm.run.runtime import Precision, start
 from octfm.store.exclusion import without_excluded_files
 from octfm.store.layout import ARRAYS, Arrays
 from octfm.store.prepare import REASONS as PREPARE_REASONS
-from octfm.store.prepare import code_of, prepare_acquisition, with_finder, words
+from octfm.store.prepare import code_of, fields_of, prepare_acquisition, with_finder
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.tissue import BandFinder
 from octfm.volume.volume import STRUCTURE_ONLY, Modality
@@ -383,7 +383,7 @@ def _finish(
     codes = [tables[number].column("code")[row].as_py() for number, row in found]
     good = [i for i, code in enumerate(codes) if not code]
     volumes = hash_text("\n".join(" ".join(tasks[i].identity) for i in good))[:16]
-    rows = [words(tasks[i].acquisition) for i in good]
+    rows = [fields_of(tasks[i].acquisition) for i in good]
     for kind in kinds:
         if good:
             vectors = np.empty((len(good), kind.width), np.float32)

@@ -130,7 +130,7 @@ class Arrangement:
 
 def to_header(bscans: Bscans, layouts: Collection[Layout], modalities: Collection[Modality]) -> Header:
     """The Header. Raises ReadError: angiography for flow unless it is among `modalities`, not_raster, absurd_size,
-    absurd_spacing, contradicting_declaration, voxel_labels.
+    absurd_spacing, swapped_spacing, contradicting_declaration, voxel_labels.
 
     Voxels are decoded only where a name says that they may be labels (`masks/1.png`).
     """

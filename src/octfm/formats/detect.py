@@ -68,6 +68,7 @@ def read_header(
 def examine(
     uri: str, layouts: Collection[Layout], readers: Sequence[Reader], modalities: Collection[Modality]
 ) -> "Header | Part":
+    """The Header of a file, or the Part of a DICOM file that may be one of several. Raises ReadError."""
     reader = find_reader(uri, readers)
     if is_dicom(reader):
         return reader.examine(uri, layouts, modalities)

@@ -101,7 +101,7 @@ def _as_in_volume(labels: Labels, of: str) -> Labels:
 
 
 def _names_of_labels(comments: str) -> dict[int, str]:
-    """The begin of a comment such as `1 ilm to nfl; 2 drusen; synthetic`."""
+    """Label → name, from the start of a comment such as `1 ilm to nfl; 2 drusen; synthetic`."""
     names = {}
     for part in comments.split("; "):
         if (match := re.fullmatch(r"(\d{1,3}) (.+)", part)) is None:

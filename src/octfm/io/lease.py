@@ -22,7 +22,7 @@ from octfm.io.location import BucketPath
 RENEW_S = 30.0
 STALE_S = 180.0
 SETTLE_S = 3.0
-"""Others that found the same stale lease have written by then."""
+"""Seconds to wait after taking over a stale lease: others that found the same one have written theirs by then."""
 
 
 class Lease:

@@ -52,7 +52,7 @@ def spread(
 
 
 Spread = Callable[..., Iterator[Any]]
-"""`spread` with its workers and limits, as the steps of a scan are given it: function, items, lost → results."""
+"""`spread` with its workers and limits already bound: (function, items, lost) → results, for steps of a scan."""
 
 
 def _results(

@@ -13,7 +13,7 @@ from octfm.store.selection import matches, select
 from octfm.store.store import Store
 
 OF_SCANS = ("scanners", "leave_out_scanners", "max_samples", "exclude")
-"""Settings of section `data` that choose among recorded volumes."""
+"""Settings of section `data` that choose among recorded volumes; empty or null by default."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,8 +56,8 @@ def with_hash(config: PretrainConfig) -> PretrainConfig:
 def begin_with(init: str | Path, model: Objective, config: ViTConfig) -> None:
     """Load the weights that model.init names into the encoders of an objective, in place; the predictor stays as it is.
 
-    Blocks beyond those of the weights begin as the identity (arXiv:1511.05641), a summary that they lack keeps its
-    random weights. Raises CheckpointError naming the first tensor or setting that does not fit."""
+    Blocks beyond those of the weights begin as the identity (arXiv:1511.05641); a summary query that they lack keeps
+    its random weights. Raises CheckpointError naming the first tensor or setting that does not fit."""
     state = initial_state(init, config)
     blocks = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
     own = model.encoder.state_dict()

@@ -77,7 +77,7 @@ class Learner:
         self.model.connect(self.runtime.sum_)
         self.decayed, self.free = optimizer_groups(self.model)
         self.tables_decay = False
-        """Whether weight decay shrinks tables of positions; only in runs that began when it did."""
+        """Whether weight decay shrinks tables of positions; true only in runs begun by an octfm that did so."""
         self.optimizer = self.runtime.adamw(
             [{"params": self.decayed}, {"params": self.free}], self.lr, self.config.betas
         )

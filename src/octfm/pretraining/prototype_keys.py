@@ -40,8 +40,8 @@ RENAMED = {old: new for new, names in _RENAMED.items() for old in names.split()}
 """Settings with the same meaning and value under another name or in another section."""
 
 _CHANGED = {
-    "image_size": "octfm prepare CATALOG image_size={value}: the store holds volumes of one size, once (F15)",
-    "target_spacing": "octfm prepare CATALOG target_spacing={value}: the same; octfm doctor shows what it wastes (F14)",
+    "image_size": "octfm prepare CATALOG image_size={value}: the size is fixed when volumes are prepared (F15)",
+    "target_spacing": "octfm prepare CATALOG target_spacing={value}: octfm doctor counts tissue and padding (F14)",
     "warmup_epochs": "schedule.warmup_ratio, as a share of the run: the schedule is a function of the step (F1)",
     "warmup_steps": "schedule.warmup_ratio, as a share of the run (F1)",
     "min_lr": "schedule.min_lr_ratio, as a share of schedule.base_lr (F2)",
@@ -72,8 +72,9 @@ _CHANGED = {
     "cache_dir": "octfm prepare: volumes are prepared once",
     "num_workers workers": "octfm prepare --workers; training reads ahead by data.prefetch",
     "normalize": "intensity_mean and intensity_std of octfm prepare: preprocessing travels in the checkpoint (F15)",
-    "random_flip": "gone: nothing flips a retina (F13); augment shifts, tilts, scales and recolours",
-    "flip_prob": "gone: nothing flips a retina (F13)",
+    "random_flip flip_prob": (
+        "nothing to set: nothing is flipped at random (F13); augment.mirror_unknown mirrors only eyes of unknown side"
+    ),
     "use_wandb": "tracking.wandb=online or offline, null for false",
     "wandb": "tracking.wandb=online or offline, null for none",
     "wandb_mode": "tracking.wandb=online or offline",

@@ -22,7 +22,8 @@ PRETRAINING = Kind("pretrain", frozenset(MAY_CHANGE), _parse, own_key=True)
 
 def load_newest(run: Path, echo: Echo | None = None) -> tuple[Path, dict[str, Any]]:
     """The last checkpoint of a run folder, which must be that run's own, or this checkpoint file; and its content.
-    `echo` gets a line if newer ones may lie on a disk that is not there."""
+    `echo` gets a line if newer ones may lie on a disk that is not there. Raises CheckpointError if there is none, or if
+    it is damaged or of another run."""
     if echo is not None:
         _say_if_missing(checkpoint.second_destination(run), echo)
     path = checkpoint.newest(run)
@@ -72,9 +73,9 @@ def retention(config: PretrainConfig, steps_per_epoch: float) -> Retention:
 
 
 def second_destination(config: PretrainConfig, run: RunFolder, echo: Echo) -> dict[str, str]:
-    """The entry in run.json for a folder of this run's own on the other disk, which is made, so that a disk that is not
-    mounted at the next start is noticed, whatever the settings name by then. Raises CheckpointError if the run's
-    checkpoints lie in another one, which the next start would not look for."""
+    """Make this run's own folder in `ckpt_second_dir`; returns the entry of run.json that names it, empty if none is
+    set. From that entry the next start notices a disk that is not mounted, whatever the settings name by then. Raises
+    CheckpointError if checkpoints of the run lie in another second folder, where the next start would not look."""
     before = checkpoint.second_destination(run.path)
     _say_if_missing(before, echo)
     if config.ckpt_second_dir is None:

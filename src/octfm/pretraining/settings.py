@@ -34,7 +34,7 @@ Every = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 
 
 class PretrainConfig(Config):
-    """One run."""
+    """Settings of a pretraining run."""
 
     seed: Seed = 0
     """Decides initial weights, order of volumes, augmentation and masks."""

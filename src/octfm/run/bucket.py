@@ -355,6 +355,8 @@ def local_run(run: str | Path | BucketPath) -> Path:
 
 
 def read_pointer(where: BucketPath) -> dict[str, Any] | None:
+    """The pointer of a run in a bucket: its `token`, and the objects and hashes of its `checkpoints`; None if there is
+    none yet. Raises CheckpointError if it is damaged or of another version."""
     try:
         pointer = json.loads((where / POINTER).read_text("utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Checkpoints: one file each, renamed when complete, with a checksum: whole, or known to be damaged."""
+"""Checkpoints: a file each, or a folder of shards; renamed when complete, with checksums that reveal damage."""
 
 import hashlib
 import json
@@ -49,7 +49,9 @@ def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The content given to `write`, verified. Tensors and plain values only: code in a checkpoint never runs."""
+    """The content given to `write`, verified. Tensors and plain values only: code in a checkpoint never runs.
+
+    Raises DamagedCheckpoint if it is not what was written, CheckpointError if a newer octfm wrote it."""
     if path.suffix == ".safetensors":  # which torch would hand to another reader
         raise DamagedCheckpoint(f"{path}: not an octfm checkpoint; {EXPECTED}")
     try:
@@ -111,7 +113,7 @@ def snapshot(value: Any) -> Any:
 
 
 def newest(run: Path) -> Path:
-    """The last checkpoint of a run folder, or the checkpoint file itself."""
+    """The last checkpoint of a run folder, or `run` itself if it is a checkpoint. CheckpointError if there is none."""
     if run.is_file() or run.suffix == shards.SUFFIX:
         return run
     found = everywhere(run)

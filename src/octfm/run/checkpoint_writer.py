@@ -27,7 +27,7 @@ class Retention:
     """Whether a rollback may return to a checkpoint. The last such one is kept, however many follow it."""
 
     def surplus(self, found: Sequence[Path], needed: Collection[int | None]) -> list[Path]:
-        """Those of `found`, oldest first, that may be deleted; none after `needed` numbers of updates."""
+        """Those of `found` (all checkpoints, oldest first) that may be deleted; never one whose step is in `needed`."""
         kept = set(found[-self.last :])
         for interval in self.intervals:
             first: dict[int, Path] = {}
@@ -63,12 +63,13 @@ def _name_best(folder: Path, steps: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """A checkpoint that is not where it should be."""
+    """Something that went wrong while a checkpoint was written, named, deleted or sent."""
 
     step: int
+    """Updates in the checkpoint; 0 if it is not about one."""
     sentence: str
     lost: bool
-    """True if it is in no other place either or, of a run in a bucket, if it is not sent there."""
+    """Whether the checkpoint was written nowhere or, in a run in a bucket, was not sent there."""
 
 
 class CheckpointWriter:
@@ -142,7 +143,7 @@ class CheckpointWriter:
             self.remote.forget_after(step)
 
     def forget_best_after(self, step: int) -> None:
-        """Name the one that was the best after `step` updates the best again: training goes on from there."""
+        """Name the checkpoint that was the best up to `step` the best again: training goes on from `step`."""
         self._unnamed = self._unnamed if self._unnamed is not None and self._unnamed <= step else None
         named = _best_steps(self.places[0]) if self._tidies and self.places else []
         if not named or named[-1] <= step:

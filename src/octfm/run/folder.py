@@ -66,7 +66,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """config.yaml, run.json, metrics.jsonl, checkpoints/, run.lock; memory.json if memory ran out between them."""
+    """config.yaml, run.json, metrics.jsonl, checkpoints/, run.lock; memory.json once a smaller micro-batch is noted."""
 
     path: Path
     kind: Kind
@@ -191,7 +191,7 @@ class RunFolder:
         write_whole(self.path / "memory.json", json.dumps({"micro_batch": micro_batch}).encode())
 
     def noted_memory(self) -> int | None:
-        """What `note_memory` wrote last; None if memory never ran out between checkpoints."""
+        """What `note_memory` wrote last; None if it was never called. Raises CheckpointError if the file is damaged."""
         try:
             return int(json.loads((self.path / "memory.json").read_text("utf-8"))["micro_batch"])
         except FileNotFoundError:
@@ -250,7 +250,8 @@ def open_run(
     check: Callable[[Path], None] = lambda folder: None,
 ) -> Iterator[RunFolder]:
     """The folder of a run, claimed by rank 0 for all ranks, once `check` has accepted it; the others only read it. A
-    run in a bucket works in a local folder that is copied there in the background."""
+    run in a bucket works in a local folder that is copied there in the background. Raises what `claim` and `check`
+    raise, and BucketError."""
     where = location(out)
     remote = BucketRun(where) if isinstance(where, BucketPath) else None
     folder = where if isinstance(where, Path) else mirror_of(where)
@@ -271,7 +272,8 @@ def open_run(
 @contextmanager
 def claim(out: str | Path, identity: Identity, *, override: bool = False, echo: Echo = print) -> Iterator[RunFolder]:
     """The folder of this run, locked until the context ends: a new one, or one begun with the same identity. With
-    `override`, other settings are accepted and recorded in run.json."""
+    `override`, other settings are accepted and recorded in run.json. Raises CheckpointError if the folder holds
+    anything else, or if another process trains into it."""
     run = RunFolder(Path(out), identity.kind)
     settings = run.path / "config.yaml"
     _require_run_or_new(run.path)
@@ -422,7 +424,7 @@ def _now() -> str:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of the source tree this package runs from; None outside a checkout."""
+    """`commit` of the source tree this package runs from, and whether it is `dirty`; both None if it is no checkout."""
     folder = Path(__file__).parent
 
     def git(*words: str) -> str | None:

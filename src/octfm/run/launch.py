@@ -12,7 +12,8 @@ from octfm.run.runtime import Precision, Runtime, RuntimeConfig, device_named, p
 
 
 def join(config: RuntimeConfig, precision: Precision, device: str | torch.device | None = None) -> Runtime:
-    """The runtime of this process: a single device or, under torchrun, this rank's own."""
+    """The runtime of this process: a single device or, under torchrun, this rank's own. Raises ConfigError if the
+    launcher's variables are incomplete or the device does not exist, TrainingError if the ranks do not meet."""
     if config.parallel in ("xla_spmd", "tpu"):
         from octfm.run import runtime_xla  # torch_xla needs an environment of its own
 

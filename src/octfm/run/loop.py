@@ -18,7 +18,7 @@ from octfm.io.ranks import rank
 from octfm.run import checkpoint, shards
 from octfm.run.checkpoint_writer import CheckpointWriter, Retention
 from octfm.run.folder import Resumable, RunFolder
-from octfm.run.tracking import Listener, Metrics, TrackingConfig, Unheard
+from octfm.run.tracking import Listener, Metrics, NoMetrics, TrackingConfig
 from octfm.run.waiting import Waiting
 
 
@@ -172,7 +172,7 @@ def open_session(
     from are removed, except those about its first `rollbacks` rollbacks."""
     runtime = training.runtime
     places = runtime.first(lambda: run.destinations)
-    metrics = Metrics(run.metrics, training.step, rollbacks, listeners) if runtime.leads else Unheard()
+    metrics = Metrics(run.metrics, training.step, rollbacks, listeners) if runtime.leads else NoMetrics()
     if metrics.broken is not None:
         echo(f"warning: {metrics.broken}")
     # Shards are written by all ranks, and deleted by rank 0 alone.

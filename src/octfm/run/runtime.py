@@ -1,9 +1,9 @@
-"""Device, precision and ranks. This file, and runtime_xla.py for XLA, hold all code that names devices or talks to
-other processes.
+"""Device, precision and ranks: what a step needs of the device and of other processes goes through a `Runtime`.
 
-Everything else trains as if it were alone: on a single device every call here does nothing or is a plain function
+Training code calls it as if it were alone: on a single device every call here does nothing or is a plain function
 call. `ddp` keeps the whole model on every rank and averages gradients once per update; `fsdp` keeps a share of it on
-each (FSDP2). Another engine implements the same calls; see `Runtime.place`.
+each (FSDP2). Another engine implements the same calls, as runtime_xla.py does. launch.py joins the ranks, shards.py
+writes their shares.
 """
 
 import os
@@ -155,7 +155,8 @@ class Runtime:
         """Start on these inputs only once the gradients of the micro-batch before are there; needed for XLA only."""
 
     def peak_memory_gb(self) -> float:
-        """Device memory on CUDA, what Apple's GPU holds now, else resident memory of the process, in GB (1e9 bytes)."""
+        """Peak device memory with CUDA, else peak resident memory of this process, in GB (1e9 bytes); with MPS, which
+        records no peak, the memory that it holds now."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 1e9
         if self.device.type == "mps":

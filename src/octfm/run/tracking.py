@@ -65,7 +65,8 @@ class Metrics:
     """Appends rows to a run's metrics.jsonl and passes them on."""
 
     def __init__(self, path: Path, first_step: int = 0, rollbacks: int = 0, listeners: Sequence[Listener] = ()):
-        """Cut rows of `first_step` and later, which come anew; those about the first `rollbacks` rollbacks stay."""
+        """Remove rows of `first_step` and later, which training writes again; those about the first `rollbacks`
+        rollbacks stay."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._owed: deque[bytes | tuple[int, int]] = deque()
@@ -76,10 +77,11 @@ class Metrics:
         self.broken = _keep_before(path, first_step, rollbacks) if path.exists() else None
         """A sentence about lines that are no rows and were set aside; None if there were none."""
         self._file = path.open("ab", buffering=0)
-        self._name(self.broken, first_step)
+        self._report_broken(self.broken, first_step)
 
     def rewind(self, first_step: int, rollbacks: int) -> None:
-        """Move rows since an earlier step to abandoned-N.jsonl, later if the disk is full now. Trackers keep theirs."""
+        """Move rows of `first_step` and later to abandoned-N.jsonl (N = `rollbacks`): now, or once the disk has room.
+        Trackers keep their rows."""
         with self._lock:
             self._owed.append((first_step, rollbacks))
             self._catch_up()
@@ -97,7 +99,7 @@ class Metrics:
                     continue
                 broken = self._set_aside(*due)
                 self._owed.popleft()
-                self._name(broken, due[0])
+                self._report_broken(broken, due[0])
 
     def _set_aside(self, first_step: int, rollbacks: int) -> str | None:
         rows = [(text, row) for _, text, row in _lines(self._path) if row is not None]
@@ -108,7 +110,7 @@ class Metrics:
         replaced.close()
         return broken
 
-    def _name(self, broken: str | None, step: int) -> None:
+    def _report_broken(self, broken: str | None, step: int) -> None:
         if broken is not None:
             facts = {"what": "metrics", "verdict": "watch", "action": "set aside", "sentence": broken, "volumes": []}
             self.write("incident", step, **facts)
@@ -147,8 +149,8 @@ class Metrics:
                 self.write("tracker", step, verdict="watch", sentence=sentence)
 
 
-class Unheard(Metrics):
-    """The metrics of other ranks than 0: nothing is written, so that a job logs once (F10)."""
+class NoMetrics(Metrics):
+    """The metrics of ranks other than 0: writes nothing, so that a job logs once (F10)."""
 
     def __init__(self) -> None:
         self.listeners, self.broken = [], None
@@ -190,7 +192,8 @@ def _stays(row: dict[str, Any], first_step: int, rollbacks: int) -> bool:
 
 
 def _keep_before(path: Path, first_step: int, rollbacks: int) -> str | None:
-    """Cut rows that come anew, and move damaged lines to metrics.broken.txt; a sentence about those, if any."""
+    """Remove rows that will be written again, and move damaged lines to metrics.broken.txt; returns a sentence about
+    those, if any."""
     lines = list(_lines(path))
     broken = [(number, text) for number, text, row in lines if row is None]
     aside = path.with_suffix(".broken.txt")

@@ -10,7 +10,7 @@ ADVICE = {
     "the other ranks": "another rank is slower, hangs or has died: see its own output, and runtime.timeout_s",
     "the device": "a step takes this long, is being compiled (runtime.compile; the second one mostly) or the device "
     "hangs: see volumes_per_s and octfm doctor's forecast",
-    "validation": "or for a checkpoint being written: lower validation_volumes, or validate and save less often",
+    "validation": "validation or writing a checkpoint takes this long: lower validation_volumes, or do both less often",
 }
 
 

@@ -14,8 +14,8 @@ from octfm.errors import ConfigError, Echo, one_line
 from octfm.store.store import Store
 
 HINTS = 3
-"""Lines that match no volume and get the nearest name: each is compared with all names, of 500,000 volumes for six
-seconds."""
+"""Most lines without a volume for which the nearest name is looked up: with 500,000 volumes, that takes six seconds
+each."""
 
 
 def to_stderr(line: str) -> None:

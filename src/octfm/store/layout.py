@@ -42,7 +42,7 @@ class StoreRow:
 
     index: int
     acquisition: str
-    """SOP Instance UID."""
+    """SOP Instance UID; for files other than DICOM, a UID derived from their content."""
     uri: str
     participant: str
     eye_id: str
@@ -132,7 +132,7 @@ def shard_key(index: int) -> str:
 
 
 def read_header(path: Location) -> dict[str, Any] | None:
-    """store.json, validated; None if it does not exist."""
+    """store.json, validated; None if it does not exist. Raises StoreError if it is damaged or of another version."""
     file = path / "store.json"
     if not file.is_file():
         return None
@@ -164,7 +164,8 @@ def header_digest(header: Mapping[str, Any]) -> str:
 
 
 def read_rows(path: Location) -> tuple[tuple[StoreRow, ...], int]:
-    """The rows of all volumes in the store, and the length of their lines in bytes."""
+    """The rows of all volumes in the store, and the length of their lines in bytes. Raises StoreError for a damaged
+    row."""
     file = path / "rows.jsonl"
     rows, length = [], 0
     for number, line in enumerate(BytesIO(file.read_bytes() if file.is_file() else b"")):

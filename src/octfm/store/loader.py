@@ -25,6 +25,8 @@ AtMost = Annotated[int, Field(ge=1, le=10**12)]
 
 
 class DataConfig(Config):
+    """Which volumes to train on, and in which batches."""
+
     store: Place | None = None
     """Folder of a prepared store."""
     phantoms: PhantomConfig | None = None
@@ -124,7 +126,7 @@ class Loader:
         accumulation(global_batch_size, 1, world)
         readers = min(prefetch + 1, store.reads_at_once(global_batch_size // world))
         self._reader = ThreadPoolExecutor(readers, thread_name_prefix="octfm-loader")
-        # Two others draw for the batches before, which takes as long as an update on a fast GPU.
+        # Two more make `drawn` of batches already read, which takes as long as an update on a fast GPU.
         self._drawer = ThreadPoolExecutor(2, thread_name_prefix="octfm-draw")
         # The caller works on one batch and may still hold the one before; `prefetch` are ready or being read.
         self._memory = BatchMemory(store.image_size, spare=prefetch + 3, allocate=allocate)

@@ -315,14 +315,14 @@ def _rendered(job: tuple) -> "PreparedPhantom":
 
 
 def _rendered_apart(job: tuple) -> "PreparedPhantom":
-    """The same by another process; by this one, with a warning, if that cannot be started or was ended, as the system
-    does when memory runs out."""
+    """`_rendered` in a child process; in this process, with a warning, if the child cannot start or ends early, for
+    example because memory ran out."""
     try:
         (image,) = each(_rendered, [job], UNLIMITED, lambda _: UNLIMITED.seconds)
         if not isinstance(image, Lost):
             return image
         trouble = image.what
-    # `each` raises errors of the rendering itself as well; below they come again.
+    # `each` also raises errors of the rendering itself, which the call below raises again.
     except (OSError, RuntimeError) as error:
         trouble = f"did not start ({error})"
     warnings.warn(

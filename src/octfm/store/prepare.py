@@ -308,7 +308,7 @@ def _follow_catalog(writer: StoreWriter, acquisitions: Sequence[Acquisition]) ->
                     f"{acquisition.laterality}; its voxels would be mirrored wrongly, prepare into a new folder"
                 )
             _expect_same_frame(row, acquisition, writer)
-            row = replace(row, **words(acquisition))
+            row = replace(row, **fields_of(acquisition))
         rows.append(row)
     if rows != writer.rows:
         writer.rewrite(rows)
@@ -329,8 +329,8 @@ def _expect_same_frame(row: StoreRow, acquisition: Acquisition, writer: StoreWri
         raise StoreError(f"{writer.path}: {row.uri} was prepared {what}; prepare into a new folder")
 
 
-def words(acquisition: Acquisition) -> dict[str, Any]:
-    """The fields of a row that are copied from the catalog."""
+def fields_of(acquisition: Acquisition) -> dict[str, Any]:
+    """The fields of a StoreRow that are copied from the catalog."""
     return {
         "acquisition": acquisition.sop_instance_uid,
         "uri": acquisition.uri,
@@ -399,7 +399,7 @@ def row_of(
         checksum=digest,
         pixels=pixels,
         found=doubts,
-        **words(acquisition),
+        **fields_of(acquisition),
     )
 
 

@@ -36,7 +36,8 @@ COLUMNS = (
     *(f"{m}:{z}" for m in MASKS for z in ZONES),
     *(f"{m}:{s}" for m in MASKS for s in ("area", "largest", "between_bscans")),
 )  # fmt: skip
-"""Channels: µm, but for the areas, which are shares of the A-scans."""
+"""Channels: µm of thickness or height, except two of each mask: `area`, the share of A-scans that have it, and
+`between_bscans`, the standard deviation of this share over B-scans."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def layer_map(
     bscans: int | None = None,
     echo: Echo = print,
 ) -> Embeddings:
-    """float64 [N, len(COLUMNS)] of every volume of a store, in the order of embeddings.
+    """Embeddings whose `vectors`, float64 [N, len(COLUMNS)], are the measurements of every volume of a store, in the
+    order of embeddings.
 
     `file`, a JSON Lines file, keeps what is measured: the same call goes on where it stopped, measures again what has
     other voxels, another eye or other millimetres since, and refuses a file made by another network or with other
@@ -153,7 +155,8 @@ def _read(file: Path, head: dict) -> dict[str, np.ndarray]:
 
 
 def spaced(volume: Volume, bscans: int | None) -> Volume:
-    """The volume with every n-th B-scan, so that about `bscans` remain, the middle ones of each n."""
+    """The volume with every n-th B-scan, so that about `bscans` remain, with about as many left out at both ends; the
+    volume itself for None, or if fewer than two would remain."""
     depth = len(volume.voxels)
     step = 1 if bscans is None else max(1, round(depth / bscans))
     if step == 1 or depth // step < 2:

@@ -56,7 +56,8 @@ def write_predictions(
     config: FinetuneConfig,
     best_epoch: int,
 ) -> None:
-    """One row per tested acquisition: ids, label, value and, for classes, the most probable one."""
+    """Write a Parquet file with a row per tested acquisition: ids, scanner, label, value, grade (null without grades)
+    and, for classes, the most probable one."""
     import pyarrow as pa
 
     rows = [store.rows[i] for i in cases.rows[predictions.rows]]

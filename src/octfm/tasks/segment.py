@@ -96,6 +96,7 @@ class Segmenter:
         return [fit.update(step) for step in range(self.config.steps)]
 
     def loss(self, logits: Tensor, truth: Sequence[Labelled]) -> Tensor:
+        """[]: loss of surfaces plus loss of masks, of logits [B, channels, D, H, W] and the truth of each volume."""
         count = len(self.config.surfaces)
         loss = logits.new_zeros(())
         if count:
@@ -232,7 +233,7 @@ def load_segmenter(out: str | Location, device: str | torch.device | None = None
 def open_encoder(
     config: SegmentConfig, device: str | torch.device | None = None, *, random_init: bool = False
 ) -> Encoder:
-    """The encoder and the precision that the settings name."""
+    """The encoder that the settings name, computing in their precision. Raises ConfigError if they name none."""
     if config.encoder is None:
         raise ConfigError("encoder: name a pretraining run or checkpoint, encoder=runs/a")
     return replace(

@@ -37,7 +37,7 @@ class SegmentConfig(Config):
     lr: LearningRate = 2e-3
     """Peak learning rate of the decoder."""
     lr_encoder: float = Field(default=0.0, ge=0, le=1)
-    """With 0 the encoder is frozen, and every volume is encoded once."""
+    """Peak learning rate of the encoder. With 0 it is frozen, and every volume is encoded once."""
     precision: Precision = "fp32"
     """Arithmetic of the networks: float32 throughout, or bfloat16 where it is safe."""
     max_volumes: int | None = Field(default=None, ge=1, le=10**12)

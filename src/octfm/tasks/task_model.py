@@ -118,7 +118,7 @@ class TaskModel:
             group["lr"] = group["rate"] * (head if group["part"] == "head" else encoder)
 
     def answers(self, source: Source, rows: np.ndarray, position: np.ndarray | None = None) -> Tensor:
-        """float32 [B, O]"""
+        """float32 [B, O]: the head's outputs for rows of the store; `position` as in `Source.tokens`."""
         with self.runtime.autocast():
             tokens, counts = source.tokens(rows, position)
             return self.head(tokens, counts).float()

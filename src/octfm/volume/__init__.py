@@ -1,1 +1,1 @@
-"""OCT volumes with their geometry, and all preprocessing before a model sees them; numpy only."""
+"""OCT volumes with their geometry, and all preprocessing before a model sees them; without torch."""

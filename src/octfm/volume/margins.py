@@ -234,8 +234,7 @@ def _half_white_strips(bscan: np.ndarray, white: int) -> dict[int, int]:
 
 def inside_frame(bscans: np.ndarray, white: int) -> tuple[slice, slice] | None:
     """Rows and A-scans inside bars of one grey level around all B-scans [B, H, W], as of a figure or of a picture made
-    square; None if there are none. A black vitreous is not one:
-    behind a bar the image begins at once."""
+    square; None if there are none. A black vitreous is not one: behind a bar the image begins at once."""
     rows = _between_bars(bscans, white, DIMMEST)
     columns = _between_bars(bscans.swapaxes(1, 2), white, np.inf)
     columns = slice(

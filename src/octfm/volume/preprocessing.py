@@ -1,7 +1,8 @@
 """Preprocessing: everything that happens to a Volume before the model sees it, in one place.
 
-Orient to the canonical frame (B-scan 0 superior, left eyes mirrored), convert to 8 bit, find the tissue band, crop or
-pad around it at a fixed spacing, and resample by area averages.
+Orient to the canonical frame (B-scan 0 superior, left eyes mirrored), remove frames and marks of exports, convert to
+8 bit, find the tissue band, undo axial eye motion between B-scans, crop or pad around the band at a fixed spacing, and
+resample by area averages.
 """
 
 import json
@@ -90,10 +91,11 @@ class Preprocessing(Config):
     algorithm: Literal[2, 3, 4] = 4
     """Version of the algorithm, raised whenever the same settings would give other voxels or another band.
 
-    Version 3 takes for image what exports have around and on it: padding where A-scans were shifted, frames, burnt-in
-    scale bars and icons, and bright rows across. Version 2 also trusts a band that runs along the tops of lesions, and
-    its crop does not follow a drifting retina. Stores and checkpoints made with either can still be continued and used.
-    Left eyes in vertical B-scans are mirrored by the order of their B-scans in all."""
+    Version 4 removes what exports add to the image: padding where A-scans were shifted, frames, burnt-in scale bars and
+    icons, and bright rows across; earlier versions take it for image. Version 2 also trusts a band that runs along the
+    tops of lesions, and its crop does not follow a drifting retina. Stores and checkpoints of earlier versions can
+    still be continued and used. All versions mirror left eyes in vertical B-scans by reversing the order of their
+    B-scans."""
     intensity_mean: float = Field(default=0.2, ge=-100, le=100)
     """Subtracted from voxels / 255 on the device."""
     intensity_std: float = Field(default=0.2, ge=1e-4, le=100)

@@ -1,4 +1,4 @@
-"""Assign participants to train, val and test, each with its share of every scanner and diagnosis."""
+"""Assign participants to train, val and test, so that each split has its share of every scanner and diagnosis."""
 
 from collections.abc import Hashable, Mapping
 from typing import Literal

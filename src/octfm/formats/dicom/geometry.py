@@ -83,7 +83,8 @@ def read_geometry(
 ) -> Geometry:
     """Spacing, layout and frame order of a dataset.
 
-    Raises ReadError: missing_spacing, absurd_spacing, swapped_spacing; not_raster for a layout not among `layouts`.
+    Raises ReadError: missing_spacing, mixed_spacing, absurd_spacing, swapped_spacing; not_raster for a layout not among
+    `layouts`.
     For line, circular and radial scans, dz repeats dx and is meaningless (octfm.volume.volume.Volume.layout).
     """
     shared = _first(dataset, "SharedFunctionalGroupsSequence")

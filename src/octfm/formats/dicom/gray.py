@@ -74,7 +74,7 @@ def _is_one(value: Any) -> bool:
 
 
 def needed(gray: Gray, bits_stored: int) -> Gray:
-    """Without the window, if no value below 0 can be stored: then black is 0."""
+    """`gray` without its window if no value below 0 can be stored: black is then 0, and the window is not needed."""
     return gray if _ends(gray, bits_stored)[0] < 0 else replace(gray, window=None)
 
 

@@ -259,10 +259,12 @@ class Window:
         self.volumes, self.wait_s, self.since = 0, 0.0, time.perf_counter()
 
     def add(self, batch: Batch, ranks: int) -> None:
+        """Count the batch of one of so many ranks."""
         self.volumes += len(batch.index) * ranks
         self.wait_s += batch.wait_s
 
     def close(self, runtime: Runtime) -> dict[str, float]:
+        """The measurements since the last call, over all ranks, each of which must call this; begins anew."""
         elapsed = max(1e-9, time.perf_counter() - self.since)
         # Maxima over ranks: every rank waits for the one whose data came last.
         wait_s, peak = (float(x) for x in runtime.exchange(np.array([self.wait_s, runtime.peak_memory_gb()])).max(0))

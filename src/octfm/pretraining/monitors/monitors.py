@@ -17,7 +17,8 @@ from octfm.pretraining.settings import PretrainConfig
 RANKS = 4
 """Measurements of effective rank needed before a drop can be judged."""
 RISE = 1.5
-"""Growth of the loss, and ratio to a constant prediction's (2.4 or less and falling in healthy runs), of a rise."""
+"""A loss rises if it has grown by this factor and is this many times that of a constant prediction; the latter ratio
+is at most 2.4 and falls in healthy runs."""
 APART = 0.1
 """Share by which held-out loss must rise and training loss fall to count as diverging."""
 STUCK = 0.25
@@ -117,8 +118,9 @@ def rising_loss(state: RunState, ratio: float) -> Finding | None:
 def held_out(rows: Iterable[dict[str, Any]]) -> Finding | None:
     """Overfitting: held-out loss rises while training loss falls. `rows` are a run's metrics up to a validation.
 
-    Compares the last validation with the best earlier one, each with the training steps before it, over baselines.
-    Little of the difference is chance, as volumes and masks are the same: since validation_volumes changed last."""
+    Compares the last validation with the best earlier one, each with the median training loss just before it; losses
+    are relative to their baselines. Only validations since the number of volumes last changed count: their volumes and
+    masks are the same, so little of the difference is chance."""
     training: list[float] = []
     points: list[tuple[int, float, float]] = []
     volumes: int | None = None

@@ -86,8 +86,9 @@ def checks(
 def examine(
     config: PretrainConfig, out: Location, device: str | None = None, plot: Path | None = None, ranks: int = 1
 ) -> list[Check]:
-    """All checks of a config whose store is named in `data.store`, for `octfm doctor`, as one of so many `ranks` would
-    make them, each on a device like this one. `plot`: a PNG to draw the config's curves and masks in."""
+    """All checks of a config whose store is named in `data.store`, for `octfm doctor`. `ranks`: check as for a job of
+    so many ranks, each on a device like this one. `plot`: a PNG to draw the config's curves and masks in. Raises
+    ConfigError or StoreError if the store cannot be opened."""
     store = given_store(config)
     try:
         train_rows, validation_rows = training_rows(config, store)

@@ -51,7 +51,8 @@ def weight_decay(schedule: Schedule) -> Check:
 
 
 def teacher(schedule: Schedule) -> Check:
-    """Momentum must stay in 0 … 1 and never fall; after a quarter of the run 5 % of the first teacher is left (F11)."""
+    """Momentum must stay in 0 … 1 and never fall, and leave at most 5 % of the first teacher after a quarter of the run
+    (F11)."""
     name, curve = "teacher momentum", np.array([schedule.ema(step) for step in range(schedule.steps)])
     outside = (curve < 0) | (curve > 1)
     if outside.any():
