@@ -3,6 +3,7 @@
 import re
 import string
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from octfm.catalog.catalog import Acquisition, Catalog, CatalogError, assert_participant_level, assign_splits
 from octfm.catalog.participants.splits import SPLITS, parse_split
 from octfm.errors import ConfigError
+from octfm.io.location import BucketPath
 from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
 
@@ -163,6 +165,19 @@ def test_a_scan_of_a_folder_that_grew_says_who_changed_the_split_and_how_to_keep
     of = kept.set_index("participant").split
     assert len(of) == 31 and "another split" not in said
     assert of[before.participant].tolist() == before.split.tolist()
+    # Where nothing can be written next to the catalog, the new one is saved nevertheless.
+    there = Catalog.load(tmp_path / "catalog")
+    there.beside(tmp_path / "catalog").write_bytes(b"")
+    said, again = scanned()
+    assert "--splits-of and the store that was prepared from the old catalog" in said and "could not be kept" in said
+    assert again.equals(after)
+
+
+@pytest.mark.parametrize("whole", [BucketPath.of("s3://eyes"), Path("/")])
+def test_nothing_is_kept_beside_a_whole_bucket(whole):
+    """It would be written into another bucket, which may be anyone's."""
+    with pytest.raises(CatalogError, match="next to it"):
+        Catalog(root="trial", acquisitions=(), rejects=(), companions=0).beside(whole)
 
 
 @pytest.mark.parametrize("source", ["catalog", "store"])

@@ -117,8 +117,10 @@ class Catalog:
 
     def beside(self, folder: Location) -> Location:
         """A folder next to `folder` for this catalog alone. Not inside: the folder may be for others to see, and this
-        catalog have names."""
+        catalog have names. Raises CatalogError for a whole bucket, next to which only another bucket is."""
         whole = Path(os.path.abspath(folder)) if isinstance(folder, Path) else folder  # noqa: PTH100  ("." has no name)
+        if not whole.parents:
+            raise CatalogError(f"{folder}: expected a folder in it; nothing can be written next to it")
         return whole.with_name(f"{whole.name}_before_{self._key()[:8]}")
 
     @staticmethod

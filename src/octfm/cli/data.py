@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from octfm.cli import options as opt
-from octfm.errors import ConfigError
+from octfm.errors import ConfigError, OctfmError
 from octfm.io.location import expect_writable, holds_other
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ def scan(
         locations = pseudonyms.locate(catalog, root, key)
     before = _catalog_in(out)
     moved = _moved(before, catalog) if before is not None and splits_of is None else 0
-    aside = before.save(before.beside(out)) if before is not None and moved else None
+    kept_split = _keep(before, out) if before is not None and moved else ""
     catalog.save(out)
     page = write_data_health(
         catalog, out / "data_health.html", images=images, max_reject=max_reject, locations=locations
@@ -256,8 +256,7 @@ def scan(
     if moved:
         opt.echo_line(
             f"in another split than before: {number(moved, 'participant')}. Splits are drawn anew from all files, so "
-            "runs on the old split have seen some of those who are tested now. To keep it, scan again with "
-            f"--splits-of {aside}, where the old catalog is now"
+            f"runs on the old split have seen some of those who are tested now. {kept_split}"
         )
     typer.echo(page)
     if max_reject is not None:
@@ -284,6 +283,19 @@ def _catalog_in(folder: "Location") -> "Catalog | None":
         return Catalog.load(folder) if (folder / "catalog.parquet").is_file() else None
     except CatalogError:
         return None
+
+
+def _keep(before: "Catalog", out: "Location") -> str:
+    """Save the catalog that a scan replaces; returns how to keep its split. A parent folder that cannot be written, as
+    of a folder that is mounted alone, must not cost the new catalog."""
+    try:
+        aside = before.save(before.beside(out))
+    except (OctfmError, OSError) as error:
+        return (
+            "To keep it, scan again with --splits-of and the store that was prepared from the old catalog, which could "
+            f"not be kept: {error}"
+        )
+    return f"To keep it, scan again with --splits-of {aside}, where the old catalog is now"
 
 
 def _moved(before: "Catalog", now: "Catalog") -> int:
