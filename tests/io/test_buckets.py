@@ -25,7 +25,7 @@ from octfm.formats.declared import read_declared
 from octfm.io import bucket, bucket_cache, ranged
 from octfm.io.archive import split_uri
 from octfm.io.lease import Lease
-from octfm.io.location import BucketPath, location, write_whole
+from octfm.io.location import BucketPath, expect_writable, location, unwritable, write_whole
 from octfm.phantom import write_phantom
 from octfm.store import verify as store_verify
 from octfm.store.loader import Loader
@@ -86,6 +86,26 @@ def test_a_bucket_that_does_not_exist_is_named(place):
     for use in (lambda: scan(nowhere, workers=0), lambda: bucket.write(nowhere, b"1"), lambda: read_volume(nowhere)):
         with pytest.raises(BucketError, match=r"no-such-bucket/eyes: .*there is no such bucket; check its name"):
             use()
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_results_may_go_into_a_bucket_that_lets_nobody_delete(place, monkeypatch):
+    def refuse(uri):
+        raise BucketError(f"{uri}: delete it: access denied")
+
+    monkeypatch.setattr(bucket, "delete", refuse)
+    expect_writable(place / "out")
+    with pytest.raises(BucketError, match="access denied"):  # of a run, which deletes checkpoints
+        unwritable(place / "out")
+
+
+def test_a_folder_inside_one_that_may_not_be_looked_into_is_refused_in_a_sentence(monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("octfm.io.location.existing", refuse)
+    with pytest.raises(ConfigError, match=r"^/private/out cannot be written: Permission denied; choose .*"):
+        expect_writable(Path("/private/out"))
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)

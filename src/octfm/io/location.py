@@ -218,25 +218,28 @@ def existing(folder: Path) -> Path:
     return next(p for p in (folder, *folder.parents) if p.exists())
 
 
-def unwritable(folder: Location) -> str:
+def unwritable(folder: Location, *, deletes: bool = True) -> str:
     """Why no file can be written in the folder, or in its nearest parent that exists; empty if one can, which was
-    written, read back and deleted. Raises BucketError."""
-    parent = folder if isinstance(folder, BucketPath) else existing(folder)
-    if isinstance(parent, Path) and not parent.is_dir():
-        return f"{parent} is a file, expected a folder"
-    probe = parent / f".octfm-probe-{secrets.token_hex(4)}"
+    written, read back and deleted. `deletes`: whether a bucket must allow deletion, too. Raises BucketError."""
+    parent = folder
     try:
+        parent = folder if isinstance(folder, BucketPath) else existing(folder)
+        if isinstance(parent, Path) and not parent.is_dir():
+            return f"{parent} is a file, expected a folder"
+        probe = parent / f".octfm-probe-{secrets.token_hex(4)}"
         write_whole(probe, b"octfm")
         same = probe.read_bytes() == b"octfm"
-        probe.unlink()
+        with suppress(*(() if deletes else (BucketError,))):
+            probe.unlink()
     except OSError as error:
         return f"{parent} cannot be written: {error.strerror or error}"
     return "" if same else f"{parent} returns other bytes than were written"
 
 
 def expect_writable(folder: Location) -> None:
-    """Raises ConfigError if the folder is `unwritable`: call it before work whose result would be lost."""
-    if problem := unwritable(folder):
+    """Raises ConfigError if the folder is `unwritable`: call it before work whose result would be lost. A bucket need
+    not allow deletion; the file that was tried is then left there."""
+    if problem := unwritable(folder, deletes=False):
         raise ConfigError(f"{problem}; choose another folder, or change the permissions")
 
 
