@@ -452,6 +452,9 @@ def test_voxels_of_another_type_are_named_with_the_reader(tmp_path, fault, got):
         ("modality", "oct", "expected None or one of structure, octa, got 'oct'"),
         ("bits", "12", "expected None or 1 to 16, got '12'"),
         ("participant", 1001, "expected text or None, got int"),
+        ("lines", "oblique", "expected octfm.volume.volume.Lines or None, got 'oblique'"),
+        ("flags", None, "expected a tuple of texts, got NoneType"),
+        ("surfaces", None, "expected a function that returns Surfaces or None, got NoneType"),
     ],
 )
 def test_a_field_of_another_type_is_one_line(tmp_path, field, value, says):

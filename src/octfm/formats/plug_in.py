@@ -15,7 +15,7 @@ from octfm.errors import ConfigError, OctfmError, ReadError, shown
 from octfm.formats.bscans import Bscans, Reader, uid_from
 from octfm.formats.reasons import REASONS
 from octfm.io.archive import MEMBER
-from octfm.volume.volume import LAYOUTS, MODALITIES, Shape3
+from octfm.volume.volume import LAYOUTS, MODALITIES, Lines, Shape3
 
 T = TypeVar("T")
 
@@ -38,6 +38,10 @@ _FIELDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("modality", lambda v: v is None or v in MODALITIES, f"None or one of {', '.join(MODALITIES)}"),
     ("bits", lambda v: v is None or (isinstance(v, Integral) and 1 <= int(v) <= 16), "None or 1 to 16"),
     *((name, lambda v: isinstance(v, str), "text or None") for name in _TEXTS),
+    ("lines", lambda v: v is None or isinstance(v, Lines), "octfm.volume.volume.Lines or None"),
+    ("flags", lambda v: isinstance(v, tuple | list) and all(isinstance(flag, str) for flag in v), "a tuple of texts"),
+    ("surfaces", callable, "a function that returns Surfaces or None"),
+    ("fundus", callable, "a function that returns a Fundus or None"),
 )
 """Field of Bscans, whether a value fits, and what is expected."""
 
