@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 from octfm.catalog.catalog import Acquisition, Catalog, CatalogError, assert_participant_level, assign_splits
 from octfm.catalog.participants.splits import SPLITS, parse_split
+from octfm.catalog.scan import scan
 from octfm.errors import ConfigError
 from octfm.io.location import BucketPath
+from octfm.store.prepare import prepare
+from octfm.volume.preprocessing import Preprocessing
 from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
 
@@ -221,6 +224,23 @@ def test_people_keep_their_split_through_pseudonyms_and_another_spelling(tmp_pat
     said, code = scanned("named", "--splits-of", trial)
     assert code == 1 and "expected the folder of a catalog or of a store" in said
     assert not (tmp_path / "named").exists()
+
+
+def test_in_python_a_store_names_the_splits_to_keep_and_a_path_is_refused_before_the_work(tmp_path):
+    for person in range(110, 120):
+        voxels = np.random.default_rng(person).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+        place = tmp_path / "trial" / f"{person}.dcm"
+        place.parent.mkdir(exist_ok=True)
+        write_oct_dicom(place, voxels, (0.12, 0.0039, 0.0115), participant=str(person))
+    first = scan(tmp_path / "trial", seed=1, workers=0)
+    before = {a.participant: a.split for a in first}
+    settings = Preprocessing(image_size=(4, 32, 32))
+    store = prepare(first, tmp_path / "store", settings, workers=0, keep_upside_down=True)
+    for known in (first, store, store.rows):
+        assert {a.participant: a.split for a in scan(tmp_path / "trial", splits_of=known, workers=0)} == before
+    for wrong in (str(store.path), store.path):
+        with pytest.raises(TypeError, match=r"splits_of: expected a Catalog or a Store, got .*octfm.Store.open"):
+            scan(tmp_path / "absent", splits_of=wrong)
 
 
 @given(

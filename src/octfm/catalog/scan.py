@@ -48,11 +48,18 @@ class Placed(Protocol):
     def split(self) -> str | None: ...
 
 
+class HasRows(Protocol):
+    """A Store."""
+
+    @property
+    def rows(self) -> Sequence[Placed]: ...
+
+
 def scan(
     root: str | Path | BucketPath,
     *,
     seed: int = 0,
-    splits_of: Iterable[Placed] = (),
+    splits_of: Iterable[Placed] | HasRows = (),
     key: bytes | None = None,
     table: str | Path | BucketPath | None = None,
     participants: str | Path | BucketPath | None = None,
@@ -74,8 +81,8 @@ def scan(
 
     root: a folder, s3://bucket/prefix or gs://bucket/prefix. A bucket is listed once, and headers are read by ranges.
         The path of a DICOMDIR stands for its folder; files that a DICOMDIR lists but that are missing are rejects.
-    splits_of: an earlier Catalog, or the rows of a Store, whose participants keep their split; only others are drawn.
-        key: that of its pseudonyms (octfm.catalog.participants.pseudonyms.read_key).
+    splits_of: an earlier Catalog, or a Store, whose participants keep their split; only others are drawn. key: that of
+        its pseudonyms (octfm.catalog.participants.pseudonyms.read_key).
     table, participants: your own CSV or TSV with one row per file or per person; they replace AI-READI's tables, which
         are found below `root`. columns: from octfm.catalog.columns.FIELDS to your columns, for example
         {"participant": "pid", "file": "path"}.
@@ -107,6 +114,7 @@ def scan(
     ]
     require_readers(readers)
     _expect_known(layouts, modalities)
+    placed = _placed(splits_of)
     bscans_only = tuple(layouts) == ("line",)
     # List the files and read the tables.
     folder = existing_root(root)
@@ -163,7 +171,7 @@ def scan(
     copy_rejects, pairs = without_lost_originals(copy_rejects, pair_of, headers, duplicates, pixel_rejects)
     left_out += [*copy_rejects, *pixel_rejects]
     pairs += pixel_pairs
-    kept = _kept_splits(splits_of, key, acquisitions)
+    kept = _kept_splits(placed, key, acquisitions)
     left_out.sort(key=lambda reject: reject.uri)
     catalog = Catalog(
         root=str(folder),
@@ -268,11 +276,23 @@ def _say_what_is_unfound(folder: Location, tables: Tables, uids: Collection[str]
         )
 
 
+def _placed(splits_of: Any) -> list[Placed]:
+    """The rows whose splits are to be kept. Raises TypeError for anything but a Catalog, a Store or their rows."""
+    found = getattr(splits_of, "rows", splits_of)
+    rows = [*found] if isinstance(found, Iterable) else [found]
+    if not all(hasattr(row, "participant") for row in rows):
+        raise TypeError(
+            f"splits_of: expected a Catalog or a Store, got {type(splits_of).__name__}; octfm.Catalog.load and "
+            "octfm.Store.open read one from its folder"
+        )
+    return rows
+
+
 def _kept_splits(
-    splits_of: Iterable[Placed], key: bytes | None, acquisitions: Sequence[Acquisition]
+    placed: Sequence[Placed], key: bytes | None, acquisitions: Sequence[Acquisition]
 ) -> Callable[[str], Split | None]:
-    """Participant of this scan → split in `splits_of`, if it is there. Raises CatalogError if none is."""
-    kept = {person_key(row.participant): row.split for row in splits_of}
+    """Participant of this scan → split in `placed`, if it is there. Raises CatalogError if none is."""
+    kept = {person_key(row.participant): row.split for row in placed}
 
     def split_of(participant: str) -> Any:
         names = (participant,) if key is None else (participant, pseudonym(participant, key))
