@@ -31,6 +31,7 @@ from octfm.pretraining.learner import Learner
 from octfm.pretraining.preflight import checks
 from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.settings import load_config, stored_config
+from octfm.report.data_health import write_data_health
 from octfm.report.html import write_report
 from octfm.run.runtime import Runtime
 from octfm.store.loader import Loader
@@ -454,6 +455,8 @@ def test_voxels_of_another_type_are_named_with_the_reader(tmp_path, fault, got):
         ("participant", 1001, "expected text or None, got int"),
         ("lines", "oblique", "expected octfm.volume.volume.Lines or None, got 'oblique'"),
         ("flags", None, "expected a tuple of texts, got NoneType"),
+        ("set_aside", ("a.png", "no scan"), r"expected pairs \(uri, why\), got \('a.png', 'no scan'\)"),
+        ("aside", "labels", "expected None or a ReadError, got 'labels'"),
         ("surfaces", None, "expected a function that returns Surfaces or None, got NoneType"),
     ],
 )
@@ -468,6 +471,13 @@ def test_facts_that_a_reader_leaves_as_none_are_unknown(tmp_path):
     unknown = dict.fromkeys(("laterality", "scanner", "protocol", "participant"))
     volume = octfm.read_volume(tmp_path / "a.bug", readers=[BuggyReader("", shape=[5, 20, 30], **unknown)])
     assert (volume.laterality, volume.scanner, volume.participant) == (None, "unknown", "unknown")
+
+
+def test_a_flag_of_a_reader_is_on_the_health_page(tmp_path):
+    (tmp_path / "a.bug").write_bytes(b"BUG" + bytes(5000))
+    catalog = octfm.scan(tmp_path, readers=[BuggyReader("", flags=["weak_signal"], participant="1001")], workers=0)
+    page = write_data_health(catalog, tmp_path / "health.html", images=False).read_text()
+    assert "weak_signal" in page and "raised by a reader of your own" in page
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,12 @@ _FIELDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     *((name, lambda v: isinstance(v, str), "text or None") for name in _TEXTS),
     ("lines", lambda v: v is None or isinstance(v, Lines), "octfm.volume.volume.Lines or None"),
     ("flags", lambda v: isinstance(v, tuple | list) and all(isinstance(flag, str) for flag in v), "a tuple of texts"),
+    (
+        "set_aside",
+        lambda v: isinstance(v, tuple | list) and all(_sequence(x, 2, str) for x in v),
+        "pairs (uri, why)",
+    ),
+    *((name, lambda v: v is None or isinstance(v, ReadError), "None or a ReadError") for name in ("alone", "aside")),
     ("surfaces", callable, "a function that returns Surfaces or None"),
     ("fundus", callable, "a function that returns a Fundus or None"),
 )

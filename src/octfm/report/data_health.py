@@ -49,6 +49,8 @@ AUDITED = (
 SHOWN = 24
 """Rows of the page's table."""
 EYES = {"R": "right", "L": "left"}
+OF_A_READER = "raised by a reader of your own"
+"""What is said of flags that octfm does not have."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def write_data_health(
         "rejects": _reasons(catalog.rejects),
         "skipped": _reasons(catalog.skipped),
         "two_ids": _two_ids(catalog),
-        "flags": [(flag, n, FLAGS[flag]) for flag, n in catalog.summary()["flags"].items()],
+        "flags": [(flag, n, FLAGS.get(flag, OF_A_READER)) for flag, n in catalog.summary()["flags"].items()],
         "charts": distribution_charts(catalog.acquisitions),
         "sides": by_scanner(catalog.acquisitions),
         "disc_sides": catalog.summary().get("disc_sides", {}),
@@ -144,7 +146,7 @@ def outliers(acquisitions: Sequence[Acquisition]) -> list[Outlier]:
         own_table = (*AUDITED, *CANNOT_TELL)
         doubts = [flag for flag in a.flags if rare[flag] <= len(acquisitions) / 10 and flag not in own_table]
         if doubts and row not in found:
-            found[row] = Outlier(row, a, "; ".join(FLAGS[flag] for flag in doubts), 0.0)
+            found[row] = Outlier(row, a, "; ".join(FLAGS.get(flag, f"{flag}: {OF_A_READER}") for flag in doubts), 0.0)
     return sorted(found.values(), key=lambda outlier: (-outlier.distance, outlier.row))[:OUTLIERS]
 
 
