@@ -21,7 +21,7 @@ from octfm.catalog.participants.ids import person_key
 from octfm.catalog.participants.patterns import Pattern
 from octfm.catalog.participants.people import AmbiguousPeople, find_people
 from octfm.catalog.participants.pseudonyms import pseudonym
-from octfm.catalog.participants.splits import Split
+from octfm.catalog.participants.splits import SPLITS, Split
 from octfm.catalog.walk import Found, walk
 from octfm.display import number
 from octfm.formats.bscans import Reader
@@ -292,7 +292,8 @@ def _kept_splits(
     placed: Sequence[Placed], key: bytes | None, acquisitions: Sequence[Acquisition]
 ) -> Callable[[str], Split | None]:
     """Participant of this scan → split in `placed`, if it is there. Raises CatalogError if none is."""
-    kept = {person_key(row.participant): row.split for row in placed}
+    # Earlier versions took two spellings of an id for two people. Written last, train goes first.
+    kept = {person_key(row.participant): name for name in reversed(SPLITS) for row in placed if row.split == name}
 
     def split_of(participant: str) -> Any:
         names = (participant,) if key is None else (participant, pseudonym(participant, key))
