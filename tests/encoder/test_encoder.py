@@ -282,6 +282,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(store, run, 
     for name in in_module:
         monkeypatch.setattr(f"octfm.{name}", worked)
     write_npy(tmp_path / "a_0.12x0.0039x0.0115.npy", telling_voxels())
+    (tmp_path / "pretrained.parquet").touch()
     for words in (
         ("scan", tmp_path),
         ("embed", run, "--store", store.path),
@@ -291,3 +292,5 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(store, run, 
         done = invoke(*words, "--out", "/proc/octfm")
         assert isinstance(done.exception, ConfigError), (words, done.exception, done.output)
         assert re.fullmatch("/proc cannot be written: .*; choose another folder, .*", str(done.exception))
+    mistyped = invoke("probe", "/proc/octfm")
+    assert "/proc/octfm: no run here" in str(mistyped.exception), "a folder to read is no folder to write into"

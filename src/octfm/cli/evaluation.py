@@ -75,8 +75,8 @@ def probe(
     chosen = choose_readout(readout)
     folder = location(out or embeddings or run)
     refuse_inside_export(folder)
-    expect_writable(folder)
     files = embedding_files(run, embeddings) if embeddings is not None else embedding_files(local_run(run))
+    expect_writable(folder)  # after RUN is known to exist: else a mistyped one is named as a folder to write into
     if exclude is not None:
         # Warnings about unmatched lines of --exclude are the same for every encoder: print them once.
         files = [
