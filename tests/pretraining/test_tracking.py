@@ -180,6 +180,13 @@ def test_a_tracker_that_fails_does_not_stop_training(store, tmp_path, capsys):
     assert told["sentence"] in capsys.readouterr().err, "a monitor that failed would seem to find nothing"
 
 
+def test_a_listener_cannot_change_what_the_next_one_gets(tmp_path):
+    first, second = mock.Mock(), mock.Mock()
+    first.row.side_effect = lambda kind, step, values: values.clear()
+    Metrics(tmp_path / "metrics.jsonl", listeners=[first, second]).write("train", 1, loss=2.0)
+    second.row.assert_called_once_with("train", 1, {"loss": 2.0})
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

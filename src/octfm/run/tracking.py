@@ -121,7 +121,7 @@ class Metrics:
         with self._lock:
             self._owed.append(json.dumps(row).encode() + b"\n")
             self._catch_up()
-            self._tell(step, lambda listener: listener.row(kind, step, values))
+            self._tell(step, lambda listener: listener.row(kind, step, dict(values)))  # each may change its own
 
     def picture(self, name: str, step: int, pixels: np.ndarray) -> None:
         """Pass a picture on to listeners; metrics.jsonl holds numbers only."""
