@@ -1,6 +1,7 @@
 """Participants never straddle splits, and splits are balanced."""
 
 import re
+import shutil
 import string
 from collections import Counter
 from pathlib import Path
@@ -169,11 +170,19 @@ def test_a_scan_of_a_folder_that_grew_says_who_changed_the_split_and_how_to_keep
     of = kept.set_index("participant").split
     assert len(of) == 31 and "another split" not in said
     assert of[before.participant].tolist() == before.split.tolist()
+    # A disk that is not there for once must not cost the split of those on it.
+    (tmp_path / "trial" / "baseline").rename(tmp_path / "baseline")
+    said, _ = scanned("--splits-of", tmp_path / "catalog")
+    assert "without a scan now: 20 participants" in said
+    aside = re.search(r"--splits-of (\S+),", said)[1]
+    (tmp_path / "baseline").rename(tmp_path / "trial" / "baseline")
+    said, again = scanned("--splits-of", aside)
+    assert sorted(again.to_numpy().tolist()) == sorted(kept.to_numpy().tolist()) and "without a scan" not in said
     # Where nothing can be written next to the catalog, the new one is saved nevertheless.
-    there = Catalog.load(tmp_path / "catalog")
-    there.beside(tmp_path / "catalog").write_bytes(b"")
+    shutil.rmtree(aside)
+    Path(aside).write_bytes(b"")
     said, again = scanned()
-    assert "--splits-of and the store that was prepared from the old catalog" in said and "could not be kept" in said
+    assert "--splits-of and the store prepared from the old catalog, which could not be kept: " in said
     assert again.equals(after)
 
 

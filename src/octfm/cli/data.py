@@ -243,8 +243,9 @@ def scan(
         catalog = pseudonyms.pseudonymise(catalog, key, kept)
         locations = pseudonyms.locate(catalog, root, key)
     before = _catalog_in(out)
-    moved = _moved(before, catalog) if before is not None and splits_of is None else 0
-    kept_split = _keep(before, out) if before is not None and moved else ""
+    moved, gone = _moved_and_gone(before, catalog) if before is not None else (0, 0)
+    moved = moved if splits_of is None else 0
+    how = _keep(before, out) if before is not None and moved + gone else ""
     catalog.save(out)
     page = write_data_health(
         catalog, out / "data_health.html", images=images, max_reject=max_reject, locations=locations
@@ -256,7 +257,12 @@ def scan(
     if moved:
         opt.echo_line(
             f"in another split than before: {number(moved, 'participant')}. Splits are drawn anew from all files, so "
-            f"runs on the old split have seen some of those who are tested now. {kept_split}"
+            f"runs on the old split have seen some of those who are tested now. To keep it, scan again with {how}"
+        )
+    if gone:
+        opt.echo_line(
+            f"without a scan now: {number(gone, 'participant')} of the catalog that was here. If they may come back, "
+            f"keep their split: give that later scan {how}"
         )
     typer.echo(page)
     if max_reject is not None:
@@ -286,29 +292,29 @@ def _catalog_in(folder: "Location") -> "Catalog | None":
 
 
 def _keep(before: "Catalog", out: "Location") -> str:
-    """Save the catalog that a scan replaces; returns how to keep its split. A parent folder that cannot be written, as
-    of a folder that is mounted alone, must not cost the new catalog."""
+    """Save the catalog that a scan replaces; returns the option that keeps its split. A parent folder that cannot be
+    written, as of a folder that is mounted alone, must not cost the new catalog."""
     try:
         aside = before.save(before.beside(out))
     except (OctfmError, OSError) as error:
-        return (
-            "To keep it, scan again with --splits-of and the store that was prepared from the old catalog, which could "
-            f"not be kept: {error}"
-        )
-    return f"To keep it, scan again with --splits-of {aside}, where the old catalog is now"
+        return f"--splits-of and the store prepared from the old catalog, which could not be kept: {error}"
+    return f"--splits-of {aside}, where the old catalog is now"
 
 
-def _moved(before: "Catalog", now: "Catalog") -> int:
-    """Participants of both catalogs whose drawn split is another one now."""
+def _moved_and_gone(before: "Catalog", now: "Catalog") -> tuple[int, int]:
+    """Participants of both catalogs whose drawn split is another one now, and those who are in `before` only; none if
+    the two have nobody in common."""
     from octfm.catalog.participants.ids import person_key
 
     was = {person_key(a.participant): a.split for a in before.acquisitions}
+    here = {person_key(a.participant) for a in now.acquisitions}
     drawn = {
         person_key(a.participant): a.split
         for a in now.acquisitions
         if not a.participant_labels.get("recommended_split")
     }
-    return sum(was.get(person, split) != split for person, split in drawn.items())
+    moved = sum(was.get(person, split) != split for person, split in drawn.items())
+    return moved, len(was.keys() - here) if was.keys() & here else 0
 
 
 def prepare(
