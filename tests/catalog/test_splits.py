@@ -184,6 +184,14 @@ def test_a_scan_of_a_folder_that_grew_says_who_changed_the_split_and_how_to_keep
     said, again = scanned()
     assert "--splits-of and the store prepared from the old catalog, which could not be kept: " in said
     assert again.equals(after)
+    # A scan that accepts no file at all must not cost it either.
+    for place in (tmp_path / "trial").rglob("*.dcm"):
+        place.write_bytes(b"")
+    done = invoke("scan", tmp_path / "trial", "--out", tmp_path / "catalog", "--workers", "0")
+    said = " ".join(done.output.split())
+    assert done.exit_code == 1 and "without a scan now: 31 participants" in said
+    rows = Catalog.load(re.search(r"--splits-of (\S+),", said)[1]).to_pandas()
+    assert rows[["participant", "split"]].drop_duplicates().equals(after)
 
 
 @pytest.mark.parametrize("whole", [BucketPath.of("s3://eyes"), Path("/")])

@@ -250,6 +250,11 @@ def scan(
     page = write_data_health(
         catalog, out / "data_health.html", images=images, max_reject=max_reject, locations=locations
     )
+    if gone:
+        opt.echo_line(
+            f"without a scan now: {number(gone, 'participant')} of the catalog that was here. If they may come back, "
+            f"keep their split: give that later scan {how}"
+        )
     if failure is not None:
         typer.echo(page)
         raise failure
@@ -258,11 +263,6 @@ def scan(
         opt.echo_line(
             f"in another split than before: {number(moved, 'participant')}. Splits are drawn anew from all files, so "
             f"runs on the old split have seen some of those who are tested now. To keep it, scan again with {how}"
-        )
-    if gone:
-        opt.echo_line(
-            f"without a scan now: {number(gone, 'participant')} of the catalog that was here. If they may come back, "
-            f"keep their split: give that later scan {how}"
         )
     typer.echo(page)
     if max_reject is not None:
@@ -302,8 +302,8 @@ def _keep(before: "Catalog", out: "Location") -> str:
 
 
 def _moved_and_gone(before: "Catalog", now: "Catalog") -> tuple[int, int]:
-    """Participants of both catalogs whose drawn split is another one now, and those who are in `before` only; none if
-    the two have nobody in common."""
+    """Participants of both catalogs whose drawn split is another one now, and those who are in `before` only; of
+    another cohort, with nobody in common, none."""
     from octfm.catalog.participants.ids import person_key
 
     was = {person_key(a.participant): a.split for a in before.acquisitions}
@@ -314,7 +314,7 @@ def _moved_and_gone(before: "Catalog", now: "Catalog") -> tuple[int, int]:
         if not a.participant_labels.get("recommended_split")
     }
     moved = sum(was.get(person, split) != split for person, split in drawn.items())
-    return moved, len(was.keys() - here) if was.keys() & here else 0
+    return moved, len(was.keys() - here) if was.keys() & here or not here else 0
 
 
 def prepare(
