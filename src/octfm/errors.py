@@ -1,7 +1,7 @@
 """All errors for users. Every message says where, what was expected, what was found and what to do next."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 Echo = Callable[[str], None]
 """Shows the user a line of text, such as `print`."""
@@ -21,6 +21,19 @@ def shown(value: object, most: int = 80) -> str:
     except ValueError:  # Python refuses to print an int of more than 4,300 digits
         return "a number of thousands of digits"
     return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 4 :]}"
+
+
+def require_objects(what: str, objects: object, methods: Sequence[str]) -> None:
+    """Raises ConfigError unless these are objects with the methods; `what` they are, in the plural: readers."""
+    own = f"My{what.removesuffix('s').title()}()"
+    if not isinstance(objects, Sequence) or isinstance(objects, str):
+        raise ConfigError(f"{what}: expected a list of {what}, got {shown(objects)}; write {what}=[{own}]")
+    for one in objects:
+        if isinstance(one, type):
+            raise ConfigError(f"{what}: expected objects, got the class {one.__name__}; write {one.__name__}()")
+        if absent := [name for name in methods if not callable(getattr(one, name, None))]:
+            name = getattr(one, "__name__", type(one).__name__)
+            raise ConfigError(f"{what}: {name} has no method {', '.join(absent)}")
 
 
 class OctfmError(Exception):

@@ -116,8 +116,8 @@ class Catalog:
         return folder
 
     def beside(self, folder: Location) -> Location:
-        """A folder next to `folder` for this catalog alone. Not inside: the folder may be for others to see, and this
-        catalog have names. Raises CatalogError for a whole bucket, next to which only another bucket is."""
+        """A folder next to `folder` for this catalog alone: not inside it, since `folder` may be passed on, and this
+        catalog may name people. Raises CatalogError for a whole bucket, next to which are only other buckets."""
         whole = Path(os.path.abspath(folder)) if isinstance(folder, Path) else folder  # noqa: PTH100  ("." has no name)
         if not whole.parents:
             raise CatalogError(f"{folder}: expected a folder in it; nothing can be written next to it")

@@ -184,7 +184,7 @@ def scan(
     )
     if not acquisitions:
         why = _why_nothing(folder, left_out, layouts)
-        if readers:  # who writes a reader in Python has no health page yet that would show the sentence
+        if readers:  # only from Python, where no health page shows what the reader did wrong
             damaged = (reject for reject in left_out if reject.code == "damaged_file")
             why += f"; for example {next(damaged, left_out[0]).sentence}"
         raise NothingAccepted(why, catalog)

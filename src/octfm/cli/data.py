@@ -245,7 +245,7 @@ def scan(
     before = _catalog_in(out)
     moved, gone = _moved_and_gone(before, catalog) if before is not None else (0, 0)
     moved = moved if splits_of is None else 0
-    how = _keep(before, out) if before is not None and moved + gone else ""
+    option = _keep(before, out) if before is not None and moved + gone else ""
     catalog.save(out)
     page = write_data_health(
         catalog, out / "data_health.html", images=images, max_reject=max_reject, locations=locations
@@ -253,7 +253,7 @@ def scan(
     if gone:
         opt.echo_line(
             f"without a scan now: {number(gone, 'participant')} of the catalog that was here. If they may come back, "
-            f"keep their split: give that later scan {how}"
+            f"keep their split: give that later scan {option}"
         )
     if failure is not None:
         typer.echo(page)
@@ -262,7 +262,7 @@ def scan(
     if moved:
         opt.echo_line(
             f"in another split than before: {number(moved, 'participant')}. Splits are drawn anew from all files, so "
-            f"runs on the old split have seen some of those who are tested now. To keep it, scan again with {how}"
+            f"runs on the old split have seen some of those who are tested now. To keep it, scan again with {option}"
         )
     typer.echo(page)
     if max_reject is not None:

@@ -425,11 +425,11 @@ def _coded_classes(cases: Cases, classes: Sequence[str]) -> str | None:
     if len(values) < len(classes):
         found = coded if not usual.size else set[str]()
     else:
-        negative = len(usual) >= 3 and usual[0] >= 0
+        only_positive = len(usual) >= 3 and usual[0] >= 0
         found = {
             name
             for name in coded
-            if (step and np.abs(usual - values[name]).min() > step) or (negative and values[name] < 0)
+            if (step and np.abs(usual - values[name]).min() > step) or (only_positive and values[name] < 0)
         }
     often = {name: int((cases.label == classes.index(name)).sum()) for name in sorted(found)}
     return _name_codes(cases, often) if often else None

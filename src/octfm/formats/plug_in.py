@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from octfm.errors import ConfigError, OctfmError, ReadError, shown
+from octfm.errors import ConfigError, OctfmError, ReadError, require_objects, shown
 from octfm.formats.bscans import Bscans, Reader, uid_from
 from octfm.formats.reasons import REASONS
 from octfm.io.archive import MEMBER
@@ -158,10 +158,4 @@ class PlugIn:
 
 def require_readers(readers: object) -> None:
     """Raises ConfigError unless these are objects with the methods of a Reader."""
-    if not isinstance(readers, Sequence) or isinstance(readers, str):
-        raise ConfigError(f"readers: expected a list of readers, got {shown(readers)}; write readers=[MyReader()]")
-    for reader in readers:
-        if isinstance(reader, type):
-            raise ConfigError(f"readers: expected objects, got the class {reader.__name__}; write {reader.__name__}()")
-        if absent := [name for name in _METHODS if not callable(getattr(reader, name, None))]:
-            raise ConfigError(f"readers: {type(reader).__name__} has no method {', '.join(absent)}")
+    require_objects("readers", readers, _METHODS)

@@ -229,8 +229,11 @@ def unwritable(folder: Location, *, deletes: bool = True) -> str:
         probe = parent / f".octfm-probe-{secrets.token_hex(4)}"
         write_whole(probe, b"octfm")
         same = probe.read_bytes() == b"octfm"
-        with suppress(*(() if deletes else (BucketError,))):
+        try:
             probe.unlink()
+        except BucketError:
+            if deletes:
+                raise
     except OSError as error:
         return f"{parent} cannot be written: {error.strerror or error}"
     return "" if same else f"{parent} returns other bytes than were written"

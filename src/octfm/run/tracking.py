@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from octfm.config import Config, Seconds
-from octfm.errors import ConfigError, shown
+from octfm.errors import require_objects
 from octfm.io.location import write_whole
 from octfm.io.progress import say
 
@@ -48,17 +48,7 @@ class Listener(Protocol):
 
 def require_listeners(listeners: object) -> None:
     """Raises ConfigError unless these are objects with the methods of a Listener."""
-    if not isinstance(listeners, Sequence) or isinstance(listeners, str):
-        raise ConfigError(
-            f"listeners: expected a list of listeners, got {shown(listeners)}; write listeners=[MyListener()]"
-        )
-    for listener in listeners:
-        if isinstance(listener, type):
-            name = listener.__name__
-            raise ConfigError(f"listeners: expected objects, got the class {name}; write {name}()")
-        if absent := [name for name in ("row", "picture", "close") if not callable(getattr(listener, name, None))]:
-            what = getattr(listener, "__name__", type(listener).__name__)
-            raise ConfigError(f"listeners: {what} has no method {', '.join(absent)}")
+    require_objects("listeners", listeners, ("row", "picture", "close"))
 
 
 class Metrics:
