@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -455,6 +456,26 @@ def test_the_demonstration_takes_the_pattern_that_its_own_scans_need(tmp_path):
     assert all(f"--participant-from '{pattern}'" in command for pattern in patterns)
     alone = Request(tmp_path, root).commands(None, "auto", pretrains=False)
     assert len(alone) == 1, "no other verb repeats what is measured without pretraining"
+
+
+def test_F16_the_demonstration_keeps_ids_with_the_same_images_in_one_split(tmp_path):
+    root = write_tree(tmp_path / "clinic", [f"p{person:02}/{eye}.npz" for person in range(24) for eye in ("OD", "OS")])
+    pairs = [(f"p{person:02}", f"p{person + 1:02}") for person in range(0, 24, 2)]
+    for one, other in pairs:
+        shutil.copy(root / one / "OD.npz", root / other / "extra.npz")
+    (tmp_path / "labels.csv").write_text("participant_id,ill\n" + "".join(f"p{n:02},{n % 2}\n" for n in range(24)))
+
+    def until_the_scan_is_done(line: str) -> None:
+        if " picture: " in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(tmp_path / "out", data=root, labels=tmp_path / "labels.csv", echo=until_the_scan_is_done)
+    rows = Catalog.load(tmp_path / "out" / "catalog").acquisitions
+    split = {a.participant: a.split for a in rows}
+    assert [(split[one], one) for one, other in pairs if split[one] != split[other]] == []
+    assert Counter(split.values()) == {"train": 12, "val": 2, "test": 10}
+    assert all("split_with_another_id" in a.flags for a in rows)
 
 
 def test_ids_that_differ_in_zeros_or_case_are_in_one_split(tmp_path):

@@ -19,7 +19,7 @@ from octfm.errors import ConfigError
 from octfm.io.location import BucketPath
 from octfm.store.prepare import prepare
 from octfm.volume.preprocessing import Preprocessing
-from support.command_line import invoke
+from support.command_line import invoke, octfm_here
 from support.dicom_files import write_oct_dicom
 
 
@@ -136,10 +136,25 @@ def test_shares_are_respected_as_exactly_as_whole_participants_allow(fractions, 
     assert Counter(placed.values()) == dict(zip(SPLITS, counts, strict=True))
 
 
-@pytest.mark.parametrize("fractions", [(0.8, 0.1, 0.2), (1.1, -0.1, 0.0), (0.5, 0.5)])
-def test_shares_that_are_no_shares_are_refused(fractions):
+@pytest.mark.parametrize("fractions", [(0.8, 0.1, 0.2), (1.1, -0.1, 0.0), (0.5, 0.5), (float("nan"), 0.5, 0.5)])
+def test_shares_that_are_no_shares_are_refused_before_files_are_read(tmp_path, fractions):
     with pytest.raises(ConfigError, match="sum to 1"):
         assign_splits(cohort(3), fractions=fractions)
+    with pytest.raises(ConfigError, match="sum to 1"):
+        scan(tmp_path / "absent", fractions=fractions)
+
+
+def test_a_scan_draws_the_shares_that_are_asked_for(tmp_path):
+    for person in range(10):
+        voxels = np.random.default_rng(person).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+        write_oct_dicom(tmp_path / "trial" / f"{person}.dcm", voxels, (0.12, 0.0039, 0.0115), participant=f"P{person}")
+    code, _, err = octfm_here("scan", "trial", "--fractions", "0.5,0.2,0.3", "--workers", "0", cwd=tmp_path)
+    assert code == 0, err
+    found = Catalog.load(tmp_path / "catalog").acquisitions
+    assert Counter(a.split for a in found) == {"train": 5, "val": 2, "test": 3}
+    for text in ("0.5,0.5", "half,some,rest", "50,20,30"):
+        code, _, err = octfm_here("scan", "trial", "--fractions", text, cwd=tmp_path)
+        assert code == 1 and err.count("\n") == 1 and "shares for train, val and test" in err, err
 
 
 def test_a_scan_of_a_folder_that_grew_says_who_changed_the_split_and_how_to_keep_it(tmp_path):

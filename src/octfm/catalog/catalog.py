@@ -12,7 +12,7 @@ from typing import Any
 from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.inspection import verdicts
 from octfm.catalog.participants.ids import may_be_one_person, person_key, under_one_id
-from octfm.catalog.participants.splits import SPLITS, Split, assign, diagnosis_of, parse_split
+from octfm.catalog.participants.splits import FRACTIONS, SPLITS, Split, assign, diagnosis_of, parse_split
 from octfm.display import box, brief, counted, data_frame, number, with_labels
 from octfm.errors import OctfmError
 from octfm.formats.reasons import REASONS
@@ -235,7 +235,7 @@ class Catalog:
 
 def assign_splits(
     acquisitions: Sequence[Acquisition],
-    fractions: tuple[float, float, float] = (0.8, 0.1, 0.1),
+    fractions: tuple[float, float, float] = FRACTIONS,
     seed: int = 0,
     one_person: Iterable[tuple[str, str]] = (),
     kept: Callable[[str], Split | None] = lambda _: None,

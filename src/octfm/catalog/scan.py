@@ -21,7 +21,7 @@ from octfm.catalog.participants.ids import person_key
 from octfm.catalog.participants.patterns import Pattern
 from octfm.catalog.participants.people import AmbiguousPeople, find_people
 from octfm.catalog.participants.pseudonyms import pseudonym
-from octfm.catalog.participants.splits import SPLITS, Split
+from octfm.catalog.participants.splits import FRACTIONS, SPLITS, Split, expect_fractions
 from octfm.catalog.walk import Found, walk
 from octfm.display import number
 from octfm.formats.bscans import Reader
@@ -59,6 +59,7 @@ def scan(
     root: str | Path | BucketPath,
     *,
     seed: int = 0,
+    fractions: tuple[float, float, float] = FRACTIONS,
     splits_of: Iterable[Placed] | HasRows = (),
     key: bytes | None = None,
     table: str | Path | BucketPath | None = None,
@@ -81,6 +82,8 @@ def scan(
 
     root: a folder, s3://bucket/prefix or gs://bucket/prefix. A bucket is listed once, and headers are read by ranges.
         The path of a DICOMDIR stands for its folder; files that a DICOMDIR lists but that are missing are rejects.
+    fractions: shares of participants for training, validation and test, where no table recommends a split; they sum to
+        1. Of three or more participants each split with a share gets at least one.
     splits_of: an earlier Catalog, or a Store, whose participants keep their split; only others are drawn. key: that of
         its pseudonyms (octfm.catalog.participants.pseudonyms.read_key).
     table, participants: your own CSV or TSV with one row per file or per person; they replace AI-READI's tables, which
@@ -114,6 +117,7 @@ def scan(
     ]
     require_readers(readers)
     _expect_known(layouts, modalities)
+    expect_fractions(fractions)
     placed = _placed(splits_of)
     bscans_only = tuple(layouts) == ("line",)
     # List the files and read the tables.
@@ -175,7 +179,7 @@ def scan(
     left_out.sort(key=lambda reject: reject.uri)
     catalog = Catalog(
         root=str(folder),
-        acquisitions=assign_splits(acquisitions, seed=seed, one_person=pairs, kept=kept) if acquisitions else (),
+        acquisitions=assign_splits(acquisitions, fractions, seed, one_person=pairs, kept=kept) if acquisitions else (),
         rejects=tuple(reject for reject in left_out if not reject.expected),
         companions=len(found.companions) + joined_files - sum(reject.code == "not_a_bscan" for reject in left_out),
         skipped=tuple(reject for reject in left_out if reject.expected),

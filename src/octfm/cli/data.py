@@ -94,6 +94,13 @@ def scan(
             "N", "Seed of the split by participant, where the data set does not recommend one.", min=0, max=opt.MAX_SEED
         ),
     ] = 0,
+    fractions: Annotated[
+        str | None,
+        opt.option(
+            "TRAIN,VAL,TEST",
+            "Shares of participants, where the data set does not recommend a split. Default: 0.8,0.1,0.1.",
+        ),
+    ] = None,
     table: Annotated[
         opt.Place, opt.option("TABLE", "Your own CSV or TSV with one row per file.", parser=opt.place)
     ] = None,
@@ -181,6 +188,7 @@ def scan(
     from octfm.catalog.columns import Columns
     from octfm.catalog.participants import pseudonyms
     from octfm.catalog.participants.people import AmbiguousPeople
+    from octfm.catalog.participants.splits import FRACTIONS
     from octfm.catalog.scan import scan as scan_root
     from octfm.display import number
     from octfm.io.progress import Progress
@@ -210,6 +218,7 @@ def scan(
             catalog = scan_root(
                 root,
                 seed=seed,
+                fractions=opt.parse_fractions(fractions) or FRACTIONS,
                 splits_of=placed,
                 key=key,
                 table=table,

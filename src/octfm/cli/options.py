@@ -405,6 +405,19 @@ def parse_spacing(text: str | None, option: str) -> tuple[float, float, float] |
     return z, y, x
 
 
+def parse_fractions(text: str | None) -> tuple[float, float, float] | None:
+    """Parse `train,val,test` shares; whether they sum to 1, the scan checks. Raises ConfigError."""
+    if text is None:
+        return None
+    try:
+        train, val, test = (float(share) for share in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--fractions: expected three shares for train, val and test, such as 0.7,0.1,0.2; got {shown(text)}"
+        ) from None
+    return train, val, test
+
+
 def parse_orders(texts: list[str] | None) -> dict[str, tuple[str, ...]]:
     """Parse `severity=none,mild,severe` to a mapping of columns to grades. Raises ConfigError."""
     orders = {}

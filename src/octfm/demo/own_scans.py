@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from octfm.catalog.acquisition import Acquisition
-from octfm.catalog.catalog import Catalog, assign_splits
+from octfm.catalog.catalog import Catalog
 from octfm.catalog.labels import read_labels
 from octfm.catalog.participants.people import AmbiguousPeople
+from octfm.catalog.participants.splits import FRACTIONS
 from octfm.catalog.scan import scan
 from octfm.demo.clinic import PREPROCESSING, QUICK
 from octfm.demo.features import FEWEST, pretrained_features, untrained_features
@@ -106,16 +107,19 @@ def _scan(request: Request) -> Catalog:
     """The scans to demonstrate on, and their splits."""
     try:
         with Progress("scan", 1, "files") as progress:
-            catalog = scan(str(request.data), participant_from=request.participant_from, progress=progress.up_to)
+            catalog = scan(
+                str(request.data),
+                # With labels, four in ten participants are kept for the test, unless the data set recommends a split.
+                fractions=FRACTIONS if request.labels is None else SHARES,
+                participant_from=request.participant_from,
+                progress=progress.up_to,
+            )
     except AmbiguousPeople as ambiguous:
         raise AmbiguousPeople(
             f"{ambiguous}; octfm demo --data takes the same --participant-from", ambiguous.guess
         ) from None
     if request.max_samples is not None:
         catalog = replace(catalog, acquisitions=_spread(catalog.acquisitions, request.max_samples))
-    if request.labels is not None:
-        # Half of the participants are kept for the test, unless the data set recommends a split.
-        catalog = replace(catalog, acquisitions=assign_splits(catalog.acquisitions, fractions=SHARES))
     return catalog
 
 

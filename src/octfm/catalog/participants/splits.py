@@ -1,6 +1,6 @@
 """Assign participants to train, val and test, so that each split has its share of every scanner and diagnosis."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -9,6 +9,8 @@ from octfm.errors import ConfigError
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
+FRACTIONS = (0.8, 0.1, 0.1)
+"""Shares of participants for SPLITS, unless others are asked for."""
 
 _SPELLINGS: dict[str, Split] = {
     "training": "train",
@@ -30,6 +32,15 @@ def diagnosis_of(labels: Mapping[str, str]) -> str | None:
     return next((labels[column] for column in ("diagnosis", "study_group", "label") if labels.get(column)), None)
 
 
+def expect_fractions(fractions: Sequence[float]) -> None:
+    """Raises ConfigError unless these are shares of participants for SPLITS."""
+    if len(fractions) != 3 or not min(fractions) >= 0 or not abs(sum(fractions) - 1) <= 1e-6:
+        raise ConfigError(
+            "fractions: expected three shares for train, val and test that sum to 1, such as 0.7, 0.1, 0.2; "
+            f"got {', '.join(f'{share:g}' for share in fractions)}"
+        )
+
+
 def assign(
     strata: Mapping[str, Hashable], recommended: Mapping[str, Split], fractions: tuple[float, float, float], seed: int
 ) -> dict[str, Split]:
@@ -39,8 +50,7 @@ def assign(
     arguments, independent of the order of the mapping. Of three or more participants to place, each split with a share
     gets at least one.
     """
-    if len(fractions) != 3 or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-6:
-        raise ConfigError(f"splits: train, val and test shares must be 3 numbers that sum to 1, got {fractions}")
+    expect_fractions(fractions)
     assigned: dict[str, Split] = {
         participant: recommended[participant] for participant in strata if participant in recommended
     }
