@@ -1,6 +1,7 @@
 """A frozen encoder knows its preprocessing, repeats itself, and tells whom it has seen."""
 
 import re
+import shlex
 import shutil
 import threading
 from dataclasses import replace
@@ -96,7 +97,7 @@ def test_key_changes_with_the_weights_and_the_budget(run):
     assert encoder.key != key
 
 
-def test_embed_all_writes_the_encoder_and_every_baseline(run, store):
+def test_embed_all_writes_the_encoder_and_every_baseline(run, store, tmp_path):
     import pyarrow.parquet as pq
 
     written = embed_all(run, store.path, echo=quiet)
@@ -106,8 +107,10 @@ def test_embed_all_writes_the_encoder_and_every_baseline(run, store):
     said: list[str] = []
     embed_all(run, store.path, echo=said.append)
     assert any("already there" in line for line in said)
-    with pytest.raises(EvaluationError, match=f"holds embeddings, not a run; .*{run.name}.* --embeddings "):
-        embedding_files(written[0].parent)
+    aside = shutil.copytree(written[0].parent, tmp_path / "my vectors")
+    with pytest.raises(EvaluationError, match=f"holds embeddings, not a run; .*{run.name}.* --embeddings ") as told:
+        embedding_files(aside)
+    assert shlex.split(str(told.value))[-2:] == ["--embeddings", str(aside)]
 
 
 def test_vectors_do_not_depend_on_the_tokens_of_training(run, store):

@@ -307,7 +307,7 @@ def _keep(before: "Catalog", out: "Location") -> str:
         aside = before.save(before.beside(out))
     except (OctfmError, OSError) as error:
         return f"--splits-of and the store prepared from the old catalog, which could not be kept: {error}"
-    return f"--splits-of {aside}, where the old catalog is now"
+    return f"--splits-of {shlex.quote(str(aside))}, where the old catalog is now"
 
 
 def _moved_and_gone(before: "Catalog", now: "Catalog") -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """The verbs that show results: report, compare, view, card."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -216,11 +217,13 @@ def _read(file: str, spacing_mm: "Spacing3 | None", limits: "Limits") -> "tuple[
     except ReadError as error:
         hint = {
             "missing_spacing": "; octfm view also takes --spacing",
-            "layer_heights": f": octfm view SCAN --overlay {file}",
-            "voxel_labels": f": octfm view SCAN --overlay {file}",
+            "layer_heights": f": octfm view SCAN --overlay {shlex.quote(file)}",
+            "voxel_labels": f": octfm view SCAN --overlay {shlex.quote(file)}",
         }.get(error.code, "")
         # A page shows one scan.
-        sentence = str(error).replace(OR_SINGLE, f", or, if each image is a separate scan: octfm view {file}/IMAGE")
+        sentence = str(error).replace(
+            OR_SINGLE, f", or, if each image is a separate scan: octfm view {shlex.quote(f'{file}/IMAGE')}"
+        )
         raise ReadError(error.code, f"{sentence}{hint}") from None
     try:
         return volume, read_surfaces(file, limits)

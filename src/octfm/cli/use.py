@@ -1,5 +1,6 @@
 """The verbs that use an encoder: embed, export."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -172,7 +173,8 @@ def _encoder_and_scans(words: list[str], sources: list[str]) -> tuple[str | None
     for scan in scans:
         for name, option in (("store.json", "--store"), ("catalog.parquet", "--catalog")):
             if (Path(scan) / name).is_file():
-                raise ConfigError(f"{scan}: expected scans, got what {option} takes; use octfm embed {option} {scan}")
+                command = shlex.join(["octfm", "embed", option, str(scan)])
+                raise ConfigError(f"{scan}: expected scans, got what {option} takes; use {command}")
     return run, scans
 
 

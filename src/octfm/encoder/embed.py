@@ -1,6 +1,7 @@
 """Embed a store: one vector per acquisition, written as parquet with a key of everything the vectors depend on."""
 
 import json
+import shlex
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,13 +50,13 @@ def embedding_files(run: str | Location, folder: str | Location | None = None) -
     own = location(run) / f"{NAMES[0]}.parquet"
     if not found and folder is None and own.is_file():
         maker = facts_of(own).get("encoder", "RUN")
-        raise EvaluationError(
-            f"{run}: holds embeddings, not a run; name the encoder that made them too: {maker} --embeddings {run}"
-        )
+        words = shlex.join([str(maker), "--embeddings", str(run)])
+        raise EvaluationError(f"{run}: holds embeddings, not a run; name the encoder that made them too: {words}")
     if not found and folder is None and not (location(run) / "config.yaml").is_file():
         raise EvaluationError(f"{run}: no run here (config.yaml is missing); expected a folder of octfm pretrain")
     if not found:
-        raise EvaluationError(f"{where}: no embeddings; make them with `octfm embed {run} --store prepared`")
+        command = shlex.join(["octfm", "embed", str(run), "--store", "prepared"])
+        raise EvaluationError(f"{where}: no embeddings; make them with `{command}`")
     return found
 
 

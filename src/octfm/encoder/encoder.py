@@ -1,6 +1,7 @@
 """A frozen encoder with its preprocessing: volumes in, vectors or grids of tokens out."""
 
 import hashlib
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -426,7 +427,7 @@ def _prepared_otherwise(what: str, encoder: str, differing: str = "") -> str:
     return (
         f"{what}: prepared with other settings than {encoder} was trained on{f' ({differing})' * bool(differing)}; "
         "prepare the volumes again with its own "
-        f"Preprocessing (octfm prepare CATALOG --like {encoder.partition(' at random ')[0]}) (F15)"
+        f"Preprocessing (octfm prepare CATALOG --like {shlex.quote(encoder.partition(' at random ')[0])}) (F15)"
     )
 
 

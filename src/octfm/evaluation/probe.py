@@ -1,6 +1,7 @@
 """Frozen probes: simple models on the embeddings of encoders, with identical participants, folds and resamples."""
 
 import json
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -423,7 +424,7 @@ def probe_together(
         path = run / "embeddings" / "pretrained.parquet"
         if not path.is_file():
             raise EvaluationError(
-                f"{run}: no embeddings; make them with `octfm embed {run} --store prepared`, "
+                f"{run}: no embeddings; make them with `octfm embed {shlex.quote(str(run))} --store prepared`, "
                 "the same store for all runs",
                 public=f"{name} has no embeddings: octfm embed makes them, from the same store for all runs.",
             )

@@ -3,6 +3,7 @@
 import operator
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -215,8 +216,7 @@ class Store:
             self._read_intact(index, out)
         except _Damaged as damage:
             raise StoreError(
-                f"{damage}; `octfm prepare CATALOG --out {self.path} --verify` finds all damaged volumes "
-                "and marks them to be prepared again"
+                f"{damage}; `{self._verifying}` finds all damaged volumes and marks them to be prepared again"
             ) from damage
         return out
 
@@ -272,10 +272,14 @@ class Store:
             names = ", ".join(f"{i} ({self.rows[i].acquisition})" for i in list(found)[:5])
             raise StoreError(
                 f"{self.path}: {len(found)} of {count} volumes are damaged: "
-                f"rows {names}{' …' if len(found) > 5 else ''}; run "
-                f"`octfm prepare CATALOG --out {self.path} --verify`, which marks them to be prepared again"
+                f"rows {names}{' …' if len(found) > 5 else ''}; run `{self._verifying}`, "
+                "which marks them to be prepared again"
             )
         return count
+
+    @property
+    def _verifying(self) -> str:
+        return f"octfm prepare CATALOG --out {shlex.quote(str(self.path))} --verify"
 
     def _read_intact(self, index: np.ndarray, out: Arrays) -> None:
         """Fill `out`; a damaged cached copy of a volume in a bucket is downloaded once more. Raises _Damaged."""
