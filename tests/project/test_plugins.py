@@ -593,6 +593,8 @@ def test_what_is_no_metric_is_named_before_any_probe(tmp_path):
     one = ExtraMetric("mine", sensitivity_at_half, chance=0.5)
     with pytest.raises(EvaluationError, match="metrics: mine is there twice"):
         probe([tmp_path / "none.parquet"], metrics=[one, one])
+    with pytest.raises(EvaluationError, match="metrics: mine is there twice"):
+        probe([tmp_path / "none.parquet"], metrics=(m for m in (one, one)))
     with pytest.raises(TypeError, match="expected a list, got the metric mine itself"):
         probe([tmp_path / "none.parquet"], metrics=one)
 

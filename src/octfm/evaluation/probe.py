@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -76,7 +76,7 @@ def probe(
     resamples: int | None = None,
     seed: int = 0,
     commands: Sequence[str] = (),
-    metrics: Sequence[ExtraMetric] = (),
+    metrics: Iterable[ExtraMetric] = (),
 ) -> Result:
     """Probe every encoder on every target; compare the first with each of the others, and joint arms with their parts.
     Returns the content of probe.json. `embeddings`: octfm.evaluation.arms.make_arms gives all arms of a run.
@@ -97,7 +97,7 @@ def probe(
     """
     expect_counts(seeds, resamples)
     choose_readout(readout)
-    _expect_metrics(metrics)
+    metrics = _checked(metrics)
     encoders = align(embeddings)
     first = encoders[0]
     table = read_labels(labels) if labels is not None else None
@@ -167,10 +167,11 @@ def probe(
     )
 
 
-def _expect_metrics(metrics: Sequence[ExtraMetric]) -> None:
+def _checked(metrics: Iterable[ExtraMetric]) -> tuple[ExtraMetric, ...]:
     """Raise TypeError for what is no list of ExtraMetric, EvaluationError for a name that is there already."""
     if isinstance(metrics, ExtraMetric):
         raise TypeError(f"metrics: expected a list, got the metric {metrics.name} itself; write metrics=[…]")
+    metrics = tuple(metrics)
     if odd := next((metric for metric in metrics if not isinstance(metric, ExtraMetric)), None):
         raise TypeError(f"metrics: expected ExtraMetric(name, function, chance=…), got {shown(odd)}")
     names = [metric.name for metric in metrics]
@@ -178,6 +179,7 @@ def _expect_metrics(metrics: Sequence[ExtraMetric]) -> None:
         raise EvaluationError(f"metrics: {', '.join(sorted(twice))} is there twice; give each metric its own name")
     if taken := {*names} & {*BUILT_IN}:
         raise EvaluationError(f"metrics: {', '.join(sorted(taken))} is a built-in metric; choose another name")
+    return metrics
 
 
 def _score(
