@@ -588,6 +588,33 @@ def test_a_table_of_a_folder_that_was_renamed_has_one_row_per_scan(files, tmp_pa
     assert len(read_table(out)) == 3
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("there", ["damaged", "another scan"])
+def test_a_row_passes_also_to_a_file_that_could_not_be_read_or_was_another_scan(
+    files, tmp_path, small_finder, monkeypatch, there, workers
+):
+    """As where a renamed folder was segmented before all of its files had arrived: a corrected row stayed with the file
+    that was gone, and the scan had a second row, without the corrections."""
+    monkeypatch.setattr(table, "spread", lambda makes, items, *_, **__: map(makes, items))  # has the small network
+    out, (eye, broken, other) = tmp_path / "table.csv", files
+    quiet, target = lambda _: None, broken if there == "damaged" else other
+    assert write_table([eye, target], out, echo=quiet) == 2
+    row = read_table(out)[0] | {"corrected_bscans": "2", "volume_mm3": "8.765"}
+    save_table([row, *read_table(out)[1:]], out)
+    Path(eye).replace(target)
+
+    def stopped(line):
+        raise KeyboardInterrupt
+
+    if not workers:  # in between the table has both rows
+        with pytest.raises(KeyboardInterrupt):
+            write_table([target], out, echo=stopped)
+        assert len(read_table(out)) == 2
+    assert write_table([target], out, workers=workers, echo=quiet) == 1
+    assert read_table(out) == [row | {"source": target}]
+    assert write_table([target], out, workers=workers, echo=quiet) == 0
+
+
 @pytest.mark.parametrize("changed", ["nothing", "sidecar", "path"])
 def test_a_corrected_scan_that_was_renamed_and_changed_is_not_taken_for_the_same(
     files, tmp_path, small_finder, changed

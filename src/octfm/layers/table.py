@@ -355,6 +355,7 @@ class _Table:
         # Files that could not be read are tried again: a network drive may have been away.
         self._states = {row["source"]: row["file_state"] for row in self.rows if not row["problem"]}
         self._places = {row["source"]: i for i, row in enumerate(self.rows)}
+        self._replaced: dict[str, int] = {}
         self._same_scan = defaultdict[tuple[str, ...], list[int]](list)
         for i, row in enumerate(self.rows):
             self._same_scan[_scan_of(row)].append(i)
@@ -408,13 +409,17 @@ class _Table:
         return True
 
     def _move(self, facts: Mapping[str, str], source: str) -> str:
-        """If the file of this acquisition's row is gone, as after a folder was renamed, give the row to `source`;
-        returns the old source, empty if there is no such row."""
-        if source in self._places or not facts["acquisition"]:
+        """If the file of this acquisition's row is gone, as after a folder was renamed, give the row to `source`, in
+        place of a row of a problem or of another scan, which the file has replaced; returns the old source, empty if
+        there is no such row."""
+        before = self.row(source)
+        if before["corrected_bscans"] or _scan_of(before) == _scan_of(facts) or not facts["acquisition"]:
             return ""
         for place in self._same_scan.get(_scan_of(facts), ()):
-            old = self.rows[place]["source"]
-            if _has_gone(self.rows[place]):
+            old = self.rows[place].get("source", "")
+            if old and _has_gone(self.rows[place]):
+                if (replaced := self._places.get(source)) is not None:
+                    self._replaced[source] = replaced
                 self._places.pop(old, None)
                 self._places[source] = place
                 return old
@@ -422,6 +427,8 @@ class _Table:
 
     def put(self, row: dict[str, str], echo: Echo | None = None) -> None:
         """Replace the row of this source, or add one; if it is new or changed, `echo` gets its problem or verdict."""
+        if (replaced := self._replaced.pop(row["source"], None)) is not None:
+            self.rows[replaced] = {}  # not removed, since rows are known by their places
         if (place := self._places.pop(row["source"], None)) is None:
             self.rows.append(row)
         elif self.rows[place] == row:
@@ -439,7 +446,7 @@ class _Table:
         """Write the table if its file lacks changes."""
         if self._unsaved:
             begun = time.monotonic()
-            save_table(self.rows, self.out)
+            save_table([row for row in self.rows if row], self.out)
             self._unsaved, self._next = False, time.monotonic() + self.WAIT * (time.monotonic() - begun)
 
 
