@@ -436,6 +436,9 @@ def test_a_table_resumes_and_keeps_a_row_for_what_cannot_be_read(files, tmp_path
     (tmp_path / "broken.npz").write_bytes(eye.read_bytes())  # the share is back
     assert write_table(files, out, echo=lambda _: None) == 1
     assert [bool(row["problem"]) for row in read_table(out)] == [False] * 3
+    content = out.read_bytes()
+    out.write_bytes(b"\xef\xbb\xbf" + content)  # saved by a spreadsheet
+    assert read_table(out) == read_rows(out, ()) and write_table(files, out, echo=lambda _: None) == 0
     with (tmp_path / "other.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("a", "b"), (1, 2)])
     with pytest.raises(EvaluationError, match="not a table of octfm segment"):

@@ -528,8 +528,9 @@ def save_table(rows: Iterable[dict[str, str]], out: Location) -> None:
 
 
 def read_table(path: Location) -> list[dict[str, str]]:
-    """The rows of a table. Raises EvaluationError if it has other columns, or a row is damaged."""
-    reader = csv.DictReader(io.StringIO(path.read_bytes().decode("utf-8", "surrogateescape"), newline=""))
+    """The rows of a table, whose file may begin with the mark of UTF-8 that spreadsheets write. Raises EvaluationError
+    if it has other columns, or a row is damaged."""
+    reader = csv.DictReader(io.StringIO(path.read_bytes().decode("utf-8-sig", "surrogateescape"), newline=""))
     rows = []
     try:
         if tuple(reader.fieldnames or ()) != COLUMNS:
