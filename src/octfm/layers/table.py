@@ -73,6 +73,10 @@ _CORRECTED_BEFORE = (
     "has changed since somebody corrected it, or has another axial length or other facts in a catalog now, and its row "
     "is left as it was; give --apply-corrections with its corrections, or another --out"
 )
+_OF_A_CATALOG = (
+    "has changed, or has another axial length or corrections now, and its row is left as it was, because a catalog says "
+    "more about this scan than its file; give the catalog instead of the file, or another --out"
+)
 
 
 Known = Laterality | Acquisition | None
@@ -158,7 +162,7 @@ def write_table(
     A file that cannot be read or segmented gets a row with its problem, and is tried again by the next call. A source
     that is named twice has one row. If a file on a disk or its sidecar has changed, it is segmented again: `file_state`
     in its row is a hash of their sizes and dates. A corrected row is kept, and `echo` says so, unless `corrections` has
-    the scan. If the file of a row is gone, as after a folder was renamed, the row passes to the same acquisition's new
+    the scan; so is a row with what a catalog says about the scan, unless `known` has its row there. If the file of a row is gone, as after a folder was renamed, the row passes to the same acquisition's new
     place.
 
     finder, device: as for `segment`.
@@ -186,8 +190,8 @@ def write_table(
         table.expect(finder.model, only_corrected, axial_lengths is not None)
         new: list[str] = []
         if workers and not (corrections or only_corrected):
-            # A scan with a corrected row is not segmented again, so that its picture stays.
-            files = [s for s in dict.fromkeys(sources) if isinstance(s, str) and not table.row(s)["corrected_bscans"]]
+            # A scan whose row stays is not segmented again, so that its picture stays.
+            files = [s for s in dict.fromkeys(sources) if isinstance(s, str) and not table.stays(s, known.get(s))]
             new = [s for s in files if not table.has(s, state_of(s, known.get(s)))]
         from_children = _rows_of(
             new,
@@ -220,19 +224,20 @@ def write_table(
                 if not isinstance(volume, Volume):
                     volume = read_known(volume, own, limits)
                 by_hand = corrections.get(fingerprint(volume.voxels)) if corrections else None
+                if by_hand is not None:
+                    used.add(by_hand.source)
                 length = axial_lengths.of(volume) if axial_lengths else None
                 as_before = has_row and (
                     axial_lengths is None or table.row(source)["axial_length_mm"] == cell_of(length)
                 )
                 if by_hand is None and (as_before or only_corrected):
                     continue
-                facts = _facts(volume, state) | {"axial_length_mm": cell_of(length)}
+                facts = _facts(volume, state) | {"axial_length_mm": cell_of(length), "participant": person_of(own)}
                 if table.keeps(facts, source, echo, despite=by_hand):
                     done.add(source)
                     continue
                 found = segment(volume, axial_length_mm=length, finder=finder)
                 if by_hand is not None:
-                    used.add(by_hand.source)
                     found = found.corrected(by_hand)
                 grid = None if isinstance(given, Volume) else device_grid_of(given, limits)
                 row = row_of(found, grid) | {"source": source, "file_state": state, "participant": person_of(own)}
@@ -247,7 +252,7 @@ def write_table(
                     also(source, found)
             if not isinstance(given, Volume):  # volumes in memory may share a source
                 done.add(source)
-            if row["problem"] and (only_corrected or table.row(source)["corrected_bscans"]):
+            if row["problem"] and (only_corrected or table.stays(source, own)):
                 echo(row["problem"])
                 continue
             table.put(row, echo)
@@ -380,11 +385,20 @@ class _Table:
     def has(self, source: str, state: str) -> bool:
         """Whether the table had a row of this source, without a problem, and its file has not changed since."""
         before = self._states.get(source)
-        return before is not None and (not state or before == state or not (before or is_remote(source)))
+        if before is None:
+            return False
+        # Without the catalog of its row, only the files can be compared.
+        return not state or state in (before, before.partition("-")[0]) or not (before or is_remote(source))
 
     def row(self, source: str) -> dict[str, str]:
         place = self._places.get(source)
         return _row(source) if place is None else self.rows[place]
+
+    def stays(self, source: str, known: Known) -> bool:
+        """Whether the row of this scan must not get automatic lines, because somebody corrected it, or what a file
+        alone says, because a catalog said more."""
+        row = self.row(source)
+        return bool(row["corrected_bscans"] or (row["participant"] and not person_of(known)))
 
     def corrected_and_gone(self) -> set[tuple[str, ...]]:
         """Corrected scans whose file is gone. If it turns up elsewhere, its row must not get automatic lines."""
@@ -392,19 +406,24 @@ class _Table:
         return {_scan_of(row) for row in corrected if _has_gone(row)}
 
     def keeps(self, facts: Mapping[str, str], source: str, echo: Echo, despite: Corrections | None = None) -> bool:
-        """Whether the row of this scan stays as it is because somebody corrected it; never if `despite` has new
-        corrections. `facts`: cells of its new row. First, a row of the same acquisition whose file is gone passes to
-        `source`."""
+        """Whether the row of this scan stays as it is: because somebody corrected it, unless `despite` has new
+        corrections, or because it has what a catalog says, which is not given now. `facts`: cells of its new row.
+        First, a row of the same acquisition whose file is gone passes to `source`."""
         if old := self._move(facts, source):
             echo(f"{old}: is no longer there; its row is now that of {source}")
         before = self.row(source)
-        if despite is not None or not before["corrected_bscans"]:
-            return False
         # Without a length now, the row may have that of the page on which it was corrected.
         length = facts["axial_length_mm"] or before["axial_length_mm"]
-        now = facts["file_state"], facts["laterality"], length
-        if now != (before["file_state"], before["laterality"], before["axial_length_mm"]):
-            echo(f"{source}: {_CORRECTED_BEFORE}")
+        if before["participant"] and not facts["participant"]:
+            now = facts["file_state"] or before["file_state"], length
+            if despite or now != (before["file_state"].partition("-")[0], before["axial_length_mm"]):
+                echo(f"{source}: {_OF_A_CATALOG}")
+        elif despite is None and before["corrected_bscans"]:
+            now = facts["file_state"], facts["laterality"], length
+            if now != (before["file_state"], before["laterality"], before["axial_length_mm"]):
+                echo(f"{source}: {_CORRECTED_BEFORE}")
+        else:
+            return False
         self.put(before | {"source": source})
         return True
 
@@ -413,7 +432,7 @@ class _Table:
         place of a row of a problem or of another scan, which the file has replaced; returns the old source, empty if
         there is no such row."""
         before = self.row(source)
-        if before["corrected_bscans"] or _scan_of(before) == _scan_of(facts) or not facts["acquisition"]:
+        if before["corrected_bscans"] or facts["acquisition"] in ("", before["acquisition"]):
             return ""
         for place in self._same_scan.get(_scan_of(facts), ()):
             old = self.rows[place].get("source", "")
