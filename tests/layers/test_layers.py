@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -616,6 +617,24 @@ def test_a_row_passes_also_to_a_file_that_could_not_be_read_or_was_another_scan(
     assert write_table([target], out, workers=workers, echo=quiet) == 1
     assert read_table(out) == [row | {"source": target}]
     assert write_table([target], out, workers=workers, echo=quiet) == 0
+
+
+def test_a_table_of_corrected_scans_alone_names_a_changed_one_and_follows_a_renamed_one(files, tmp_path, small_finder):
+    """The corrections of a scan that has changed do not fit it any more, which nothing said."""
+    out, (eye, _, other), said = tmp_path / "table.csv", files, list[str]()
+    write_table([eye, other], out, echo=said.append)
+    rows = [row | {"corrected_bscans": "2"} for row in read_table(out)]
+    save_table(rows, out)
+    only = partial(write_table, out=out, only_corrected=True, echo=said.append)
+    said.clear()
+    assert only([eye, other]) == 0 and not said
+    os.utime(eye, ns=(0, 0))
+    assert only([eye, other]) == 0 and f"{eye}: has changed since somebody corrected it" in said[0]
+    moved = str(Path(other).rename(tmp_path / "moved.npz"))
+    assert only([moved]) == 1 and read_table(out) == [rows[0], rows[1] | {"source": moved}]
+    third = tmp_path / "third.npz"
+    third.write_bytes(Path(eye).read_bytes().replace(b"volume", b"pixels"))
+    assert only([str(third)]) == 0 and len(read_table(out)) == 2
 
 
 @pytest.mark.parametrize("changed", ["nothing", "sidecar", "path"])

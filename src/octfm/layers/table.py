@@ -74,8 +74,8 @@ _CORRECTED_BEFORE = (
     "is left as it was; give --apply-corrections with its corrections, or another --out"
 )
 _OF_A_CATALOG = (
-    "has changed, or has another axial length or corrections now, and its row is left as it was, because a catalog says "
-    "more about this scan than its file; give the catalog instead of the file, or another --out"
+    "has changed, or has another axial length or corrections now, and its row is left as it was, because it has what a "
+    "catalog says about the scan; give that catalog instead of the file, or another --out"
 )
 
 
@@ -162,8 +162,8 @@ def write_table(
     A file that cannot be read or segmented gets a row with its problem, and is tried again by the next call. A source
     that is named twice has one row. If a file on a disk or its sidecar has changed, it is segmented again: `file_state`
     in its row is a hash of their sizes and dates. A corrected row is kept, and `echo` says so, unless `corrections` has
-    the scan; so is a row with what a catalog says about the scan, unless `known` has its row there. If the file of a row is gone, as after a folder was renamed, the row passes to the same acquisition's new
-    place.
+    the scan; so is a row with what a catalog says about the scan, unless `known` says that again. If the file of a row
+    is gone, as after a folder was renamed, the row passes to the same acquisition's new place.
 
     finder, device: as for `segment`.
     corrections: fingerprint of a scan → what somebody has corrected in it; its row is written again, marked as
@@ -230,11 +230,13 @@ def write_table(
                 as_before = has_row and (
                     axial_lengths is None or table.row(source)["axial_length_mm"] == cell_of(length)
                 )
-                if by_hand is None and (as_before or only_corrected):
+                if by_hand is None and as_before:
                     continue
                 facts = _facts(volume, state) | {"axial_length_mm": cell_of(length), "participant": person_of(own)}
                 if table.keeps(facts, source, echo, despite=by_hand):
                     done.add(source)
+                    continue
+                if by_hand is None and only_corrected:
                     continue
                 found = segment(volume, axial_length_mm=length, finder=finder)
                 if by_hand is not None:
