@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from octfm.catalog.acquisition import Acquisition
@@ -184,82 +184,95 @@ def write_table(
     scan, or fit none of them.
     """
     finder, corrections, known = finder or load_finder(device=device), corrections or {}, known or {}
-    done: set[str] = set()
-    used: set[str] = set()
+    limits, done = limits or Limits(), set[str]()
     with only_writer(out), closing(_Table(out)) as table:
         table.expect(finder.model, only_corrected, axial_lengths is not None)
+        here = _InThisProcess(table, limits, finder, corrections, only_corrected, known, axial_lengths, also, echo)
         new: list[str] = []
         if workers and not (corrections or only_corrected):
             # A scan whose row stays is not segmented again, so that its picture stays.
             files = [s for s in dict.fromkeys(sources) if isinstance(s, str) and not table.stays(s, known.get(s))]
             new = [s for s in files if not table.has(s, state_of(s, known.get(s)))]
-        from_children = _rows_of(
-            new,
-            known,
-            axial_lengths,
-            device,
-            also,
-            limits or Limits(),
-            workers,
-            table.corrected_and_gone() if new else (),
-        )
+        by_hand = table.corrected_and_gone() if new else ()
+        from_children = _rows_of(new, known, axial_lengths, device, also, limits, workers, by_hand)
         waiting = set(new)
         for given in progress(sources):
             source = given.source if isinstance(given, Volume) else given
             if source in done:
                 continue
             if source in waiting:
-                done.add(source)
                 row = next(from_children)
-                if row["problem"] or not table.keeps(row, source, echo):
-                    table.put(row, echo)
-                continue
-            own = known.get(source)
-            state = "" if isinstance(given, Volume) else state_of(source, own)
-            has_row = table.has(source, state)
-            if has_row and not corrections and axial_lengths is None:
-                continue
-            try:
-                volume = given
-                if not isinstance(volume, Volume):
-                    volume = read_known(volume, own, limits)
-                by_hand = corrections.get(fingerprint(volume.voxels)) if corrections else None
-                if by_hand is not None:
-                    used.add(by_hand.source)
-                length = axial_lengths.of(volume) if axial_lengths else None
-                as_before = has_row and (
-                    axial_lengths is None or table.row(source)["axial_length_mm"] == cell_of(length)
-                )
-                if by_hand is None and as_before:
-                    continue
-                facts = _facts(volume, state) | {"axial_length_mm": cell_of(length), "participant": person_of(own)}
-                if table.keeps(facts, source, echo, despite=by_hand):
-                    done.add(source)
-                    continue
-                if by_hand is None and only_corrected:
-                    continue
-                found = segment(volume, axial_length_mm=length, finder=finder)
-                if by_hand is not None:
-                    found = found.corrected(by_hand)
-                grid = None if isinstance(given, Volume) else device_grid_of(given, limits)
-                row = row_of(found, grid) | {"source": source, "file_state": state, "participant": person_of(own)}
-            except (BucketError, CorrectionsError):
-                raise  # neither an unreachable bucket nor a wrong file of corrections says anything about the scan
-            except BAD_INPUT as error:
-                if has_row and isinstance(error, ReadError):  # it was read before; a network drive may be away
-                    continue
-                row = _row(source) | {"problem": _problem(source, error)}
+                if not row["problem"] and table.keeps(row, source, echo):
+                    row = None
             else:
-                if also:
-                    also(source, found)
-            if not isinstance(given, Volume):  # volumes in memory may share a source
+                row = here.row(given)
+            if isinstance(given, str):  # volumes in memory may share a source
                 done.add(source)
-            if row["problem"] and (only_corrected or table.stays(source, own)):
-                echo(row["problem"])
-                continue
-            table.put(row, echo)
-    _report_unused(corrections, used, echo)
+            if row is not None:
+                table.put(row, echo)
+    _report_unused(corrections, here.used, echo)
     return table.changed
+
+
+@dataclass(frozen=True)
+class _InThisProcess:
+    """What makes rows of a table in this process; the fields are parameters of `write_table`."""
+
+    table: "_Table"
+    limits: Limits
+    finder: LayerFinder
+    corrections: Mapping[str, Corrections]
+    only_corrected: bool
+    known: KnownScans
+    axial_lengths: AxialLengths | None
+    also: Callable[[str, ScanSegmentation], None] | None
+    echo: Echo
+    used: set[str] = field(default_factory=set)
+    """Files of the corrections that fitted a scan."""
+
+    def row(self, given: str | Volume) -> dict[str, str] | None:
+        """The new row of a scan; None if the table needs none, because it has this row or keeps another one."""
+        source = given.source if isinstance(given, Volume) else given
+        own = self.known.get(source)
+        state = "" if isinstance(given, Volume) else state_of(source, own)
+        has_row = self.table.has(source, state)
+        if has_row and not self.corrections and self.axial_lengths is None:
+            return None
+        try:
+            if (found := self._found(given, own, state, has_row)) is None:
+                return None
+            grid = None if isinstance(given, Volume) else device_grid_of(given, self.limits)
+            row = row_of(found, grid) | {"source": source, "file_state": state, "participant": person_of(own)}
+        except (BucketError, CorrectionsError):
+            raise  # neither an unreachable bucket nor a wrong file of corrections says anything about the scan
+        except BAD_INPUT as error:
+            if has_row and isinstance(error, ReadError):  # it was read before; a network drive may be away
+                return None
+            problem = _problem(source, error)
+            if self.only_corrected or self.table.stays(source, own):
+                self.echo(problem)
+                return None
+            return _row(source) | {"problem": problem}
+        if self.also:
+            self.also(source, found)
+        return row
+
+    def _found(self, given: str | Volume, own: Known, state: str, has_row: bool) -> ScanSegmentation | None:
+        """Read and segment a scan; None if its row stays as it is, or is not wanted."""
+        volume = given if isinstance(given, Volume) else read_known(given, own, self.limits)
+        source = given.source if isinstance(given, Volume) else given
+        by_hand = self.corrections.get(fingerprint(volume.voxels)) if self.corrections else None
+        if by_hand is not None:
+            self.used.add(by_hand.source)
+        length = self.axial_lengths.of(volume) if self.axial_lengths else None
+        same_length = self.axial_lengths is None or self.table.row(source)["axial_length_mm"] == cell_of(length)
+        if has_row and same_length and by_hand is None:
+            return None
+        facts = _facts(volume, state) | {"axial_length_mm": cell_of(length), "participant": person_of(own)}
+        if self.table.keeps(facts, source, self.echo, despite=by_hand) or (self.only_corrected and by_hand is None):
+            return None
+        found = segment(volume, axial_length_mm=length, finder=self.finder)
+        return found if by_hand is None else found.corrected(by_hand)
 
 
 def _rows_of(
