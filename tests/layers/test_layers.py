@@ -43,6 +43,7 @@ from octfm.layers.zones import read_rows
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig, layer_loss
 from octfm.phantom.native.bscans import SURFACES as DRAWN
 from octfm.phantom.native.stream import Stream
+from octfm.report.segmented.contact_sheet import ContactSheet
 from octfm.volume.margins import imaged_rows, without_marks, without_padding
 from octfm.volume.volume import Volume
 from octfm.weights.packaged import CURRENT, NOTE, packaged
@@ -592,6 +593,12 @@ def test_a_table_of_a_folder_that_was_renamed_has_one_row_per_scan(files, tmp_pa
     assert len(read_table(out)) == 3
 
 
+def picture_of(out, source):
+    """The picture in the contact sheet of a table."""
+    (card,) = (row for row in read_table(out) if row["source"] == source)
+    return re.findall(r'base64,([^"]+)', ContactSheet(out).write([card]).read_text())
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("there", ["damaged", "another scan"])
 def test_a_row_passes_also_to_a_file_that_could_not_be_read_or_was_another_scan(
@@ -602,7 +609,8 @@ def test_a_row_passes_also_to_a_file_that_could_not_be_read_or_was_another_scan(
     monkeypatch.setattr(table, "spread", lambda makes, items, *_, **__: map(makes, items))  # has the small network
     out, (eye, broken, other) = tmp_path / "table.csv", files
     quiet, target = lambda _: None, broken if there == "damaged" else other
-    assert write_table([eye, target], out, echo=quiet) == 2
+    assert "2 new of 2" in invoke("segment", eye, target, "--out", out).output
+    picture = picture_of(out, eye)
     row = read_table(out)[0] | {"corrected_bscans": "2", "volume_mm3": "8.765"}
     save_table([row, *read_table(out)[1:]], out)
     Path(eye).replace(target)
@@ -614,8 +622,9 @@ def test_a_row_passes_also_to_a_file_that_could_not_be_read_or_was_another_scan(
         with pytest.raises(KeyboardInterrupt):
             write_table([target], out, echo=stopped)
         assert len(read_table(out)) == 2
-    assert write_table([target], out, workers=workers, echo=quiet) == 1
+    assert "1 new of 1" in invoke("segment", target, "--out", out, "--workers", workers).output
     assert read_table(out) == [row | {"source": target}]
+    assert picture_of(out, target) == picture != [], "not of the scan that was there before"
     assert write_table([target], out, workers=workers, echo=quiet) == 0
 
 

@@ -165,6 +165,7 @@ class Scans:
                 known=known,
                 axial_lengths=lengths,
                 also=sheet.add,
+                moved=sheet.move,
                 workers=self.workers,
                 progress=progress.over,
                 echo=echo_line,

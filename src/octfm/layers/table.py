@@ -153,6 +153,7 @@ def write_table(
     known: KnownScans | None = None,
     axial_lengths: AxialLengths | None = None,
     also: Callable[[str, ScanSegmentation], None] | None = None,
+    moved: Callable[[str, str], None] | None = None,
     workers: int = 0,
     progress: Callable[[Iterable[str | Volume]], Iterable[str | Volume]] = iter,
     echo: Echo = print,
@@ -174,6 +175,8 @@ def write_table(
     axial_lengths: rescale lateral millimetres. Every scan is then read, and segmented again if its row was measured
     with another length. Scans without a length in the table keep nominal millimetres.
     also: called with each source and what was found in it, before its row is written.
+    moved: called with the old and the new file of a row that passes to another file and stays as it is, before it is
+    written.
     workers: child processes of one thread each that read and segment files with the packaged network; 0: this process
     alone. Volumes, and everything if there are `corrections`, are segmented in this process.
     progress: wraps the loop over the sources.
@@ -185,7 +188,7 @@ def write_table(
     """
     finder, corrections, known = finder or load_finder(device=device), corrections or {}, known or {}
     limits, done = limits or Limits(), set[str]()
-    with only_writer(out), closing(_Table(out)) as table:
+    with only_writer(out), closing(_Table(out, moved)) as table:
         table.expect(finder.model, only_corrected, axial_lengths is not None)
         here = _InThisProcess(table, limits, finder, corrections, only_corrected, known, axial_lengths, also, echo)
         new: list[str] = []
@@ -368,8 +371,8 @@ class _Table:
     """Time between two writes, in multiples of what a write takes; a killed process loses at most the work of that
     time."""
 
-    def __init__(self, out: Location):
-        self.out, self.changed = out, 0
+    def __init__(self, out: Location, moved: Callable[[str, str], None] | None = None):
+        self.out, self.changed, self._on_move = out, 0, moved
         self._unsaved, self._next = False, 0.0
         self.rows = read_table(out) if out.exists() else []
         # Files that could not be read are tried again: a network drive may have been away.
@@ -439,6 +442,8 @@ class _Table:
                 echo(f"{source}: {_CORRECTED_BEFORE}")
         else:
             return False
+        if old and self._on_move:
+            self._on_move(old, source)
         self.put(before | {"source": source})
         return True
 

@@ -33,6 +33,15 @@ class ContactSheet:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self._path(source), bscan_picture(found))
 
+    def move(self, old: str, new: str) -> None:
+        """Give the file `new` the picture of the scan that was in the file `old`, or none if that had none: an earlier
+        one would show another scan."""
+        if (before := self._path(old)).exists():
+            # Not renamed: a call that is stopped before the table is written does this again.
+            write_whole(self._path(new), before.read_bytes())
+        else:
+            self._path(new).unlink(missing_ok=True)
+
     def _path(self, source: str) -> Path:
         return self.folder / f"{hash_text(source)[:24]}.png"
 
