@@ -593,6 +593,15 @@ def test_a_table_of_a_folder_that_was_renamed_has_one_row_per_scan(files, tmp_pa
     assert len(read_table(out)) == 3
 
 
+def test_a_volume_in_memory_is_not_taken_for_the_file_of_its_name(files, tmp_path, small_finder, monkeypatch):
+    """It took the row of a file that was segmented in a child, and the last file had none."""
+    monkeypatch.setattr(table, "spread", lambda makes, items, *_, **__: map(makes, items))
+    eye, _, other = files
+    volume = octfm.read_volume(eye, raster_only=False)
+    assert write_table([volume, eye, other], tmp_path / "table.csv", workers=1, echo=lambda _: None) == 3
+    assert [row["source"] for row in read_table(tmp_path / "table.csv")] == [eye, eye, other]
+
+
 def picture_of(out, source):
     """The picture in the contact sheet of a table."""
     (card,) = (row for row in read_table(out) if row["source"] == source)

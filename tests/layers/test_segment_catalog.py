@@ -162,6 +162,23 @@ def test_a_table_of_a_catalog_that_goes_on_with_its_folder_keeps_what_the_catalo
     assert stated(out)[-1] == ("7", "L") and not any(row["problem"] for row in read_table(out))
 
 
+def test_no_row_of_a_catalog_is_lost_where_scans_were_renamed_to_one_anothers_names(clinic, small_finder):
+    """The row of a.npy passed to b.npy, in place of the only row of the scan that is c.npy now."""
+    out, scans = clinic / "table.csv", clinic / "scans"
+    invoke("segment", scanned(clinic), "--out", out)
+    before = read_table(out)
+    for new, old in ("dc", "cb", "ba"):
+        (scans / f"{old}.npy").rename(scans / f"{new}.npy")
+        (scans / f"{new}.json").write_text('{"spacing_mm": [0.4, 0.0078, 0.023]}')
+    said = invoke("segment", scans, "--out", out).output
+    assert said.count("left as it was") == 2 and read_table(out)[:3] == before
+    write_files(clinic, [("b.npy", "7", "OD"), ("c.npy", "7", "OS"), ("d.npy", "8", "OD")])
+    invoke("segment", scanned(clinic), "--out", out)
+    assert [(row["acquisition"], row["participant"]) for row in before] == [
+        (row["acquisition"], row["participant"]) for row in read_table(out)
+    ]
+
+
 def test_corrections_of_a_scan_of_a_catalog_ask_for_the_catalog(clinic, small_finder):
     out, scan = clinic / "table.csv", clinic / "scans" / "a.npy"
     (clinic / "scans" / "a.json").write_text('{"spacing_mm": [0.4, 0.0078, 0.023]}')

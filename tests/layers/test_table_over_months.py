@@ -115,7 +115,8 @@ class Clinic(ChangingScans):
         new, by_hand = self.fresh(source, own, lengths, hand)
         at = next((i for i, row in enumerate(rows) if row["source"] == source), None)
         old = rows[at] if at is not None else dict.fromkeys(COLUMNS, "")
-        if not (new["problem"] or old["corrected_bscans"] or old["acquisition"] == new["acquisition"]):
+        must_stay = old["corrected_bscans"] or (old["participant"] and own is None)
+        if not (new["problem"] or must_stay or old["acquisition"] == new["acquisition"]):
             passed = next((i for i, row in enumerate(rows) if gone(row) and eye_scan_of(row) == eye_scan_of(new)), None)
             if passed is not None:
                 old = rows[passed] | {"source": source}

@@ -203,7 +203,7 @@ def write_table(
             source = given.source if isinstance(given, Volume) else given
             if source in done:
                 continue
-            if source in waiting:
+            if source in waiting and isinstance(given, str):
                 row = next(from_children)
                 if not row["problem"] and table.keeps(row, source, echo):
                     row = None
@@ -415,8 +415,7 @@ class _Table:
     def stays(self, source: str, known: Known) -> bool:
         """Whether the row of this scan must not get automatic lines, because somebody corrected it, or what a file
         alone says, because a catalog said more."""
-        row = self.row(source)
-        return bool(row["corrected_bscans"] or (row["participant"] and not person_of(known)))
+        return _must_stay(self.row(source), person_of(known))
 
     def corrected_and_gone(self) -> set[tuple[str, ...]]:
         """Corrected scans whose file is gone. If it turns up elsewhere, its row must not get automatic lines."""
@@ -452,7 +451,7 @@ class _Table:
         place of a row of a problem or of another scan, which the file has replaced; returns the old source, empty if
         there is no such row."""
         before = self.row(source)
-        if before["corrected_bscans"] or facts["acquisition"] in ("", before["acquisition"]):
+        if _must_stay(before, facts["participant"]) or facts["acquisition"] in ("", before["acquisition"]):
             return ""
         for place in self._same_scan.get(_scan_of(facts), ()):
             old = self.rows[place].get("source", "")
@@ -487,6 +486,11 @@ class _Table:
             begun = time.monotonic()
             save_table([row for row in self.rows if row], self.out)
             self._unsaved, self._next = False, time.monotonic() + self.WAIT * (time.monotonic() - begun)
+
+
+def _must_stay(row: Mapping[str, str], participant: str) -> bool:
+    """Whether a row is corrected, or is of a catalog while now no catalog names a participant."""
+    return bool(row["corrected_bscans"] or (row["participant"] and not participant))
 
 
 def _report_unused(corrections: Mapping[str, Corrections], used: set[str], echo: Echo) -> None:
