@@ -152,7 +152,7 @@ def test_a_table_of_a_catalog_that_goes_on_with_its_folder_keeps_what_the_catalo
     assert "0 new of 3" in (said := segmented(clinic / "scans")) and "missing_spacing: " in said
     changed.with_suffix(".json").write_text('{"spacing_mm": [0.4, 0.0078, 0.023]}')
     assert "0 new of 3" in (said := segmented(clinic / "scans"))
-    assert said.count("left as it was") == 1 and f"{changed}: has changed" in said and "give the catalog" in said
+    assert said.count("left as it was") == 1 and f"{changed}: has changed" in said and "give that catalog" in said
     assert read_table(out) == rows
     changed.rename(moved := changed.with_name("moved.npy"))
     changed.with_suffix(".json").rename(moved.with_suffix(".json"))
@@ -189,7 +189,7 @@ def test_corrections_of_a_scan_of_a_catalog_ask_for_the_catalog(clinic, small_fi
     by = {"format": FORMAT, "octfm": "0.1", "author": "A. Grader", "time": "2026-11-23T21:00:00Z"}
     hand.write_text(json.dumps(by | facts | {"bscans": [{"bscan": 0, "areas": {}}]}))
     done = invoke("segment", scan, clinic / "scans" / "b.npy", "--out", out, "--apply-corrections", hand)
-    assert done.exit_code == 0 and "0 new of 2" in done.output and "give the catalog" in done.output
+    assert done.exit_code == 0 and "0 new of 2" in done.output and "give that catalog" in done.output
     done = invoke("segment", clinic / "catalog", "--out", out, "--apply-corrections", hand)
     assert "1 new of 3" in done.output and stated(out)[0] == ("7", "R")
 

@@ -251,9 +251,12 @@ class _InThisProcess:
         except BAD_INPUT as error:
             if has_row and isinstance(error, ReadError):  # it was read before; a network drive may be away
                 return None
-            problem = _problem(source, error)
-            if self.only_corrected or self.table.stays(source, own):
-                self.echo(problem)
+            problem = _problem(source, error)  # it may name a sidecar instead
+            if self.table.stays(source, own):
+                self.echo(f"{source}: its row is left as it was: {problem}")
+                return None
+            if self.only_corrected:
+                self.echo(f"{source}: {problem}")
                 return None
             return _row(source) | {"problem": problem}
         if self.also:
