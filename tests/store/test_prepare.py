@@ -21,6 +21,7 @@ from octfm.errors import StoreError
 from octfm.formats import read_volume
 from octfm.io.isolation import Limits, each
 from octfm.store.prepare import describe, prepare
+from octfm.store.selection import assert_disjoint_splits
 from octfm.store.store import Store
 from octfm.store.writer import stage
 from octfm.volume.pixel_copies import fingerprint
@@ -146,6 +147,17 @@ def test_F16_rows_follow_the_catalog_without_touching_voxels(tmp_path):
     store = prepare(catalog(moved), tmp_path / "store", SMALL, workers=0, progress=False, read=read)
     assert read.uris == [] and {row.split for row in store.rows} == {"test"} and store.rows[0].diagnosis == "dme"
     assert content(tmp_path / "store" / "voxels") == voxels
+
+
+def test_F16_a_scan_that_is_gone_follows_its_participant_to_another_split(tmp_path):
+    """Its row stays in the store: left in the old split, it would stop every training, whatever is scanned again."""
+    files = [acquisition(n) for n in range(4)]
+    run(files, tmp_path / "store")
+    voxels = content(tmp_path / "store" / "voxels")
+    store = run([replace(files[1], split="test", participant="000")], tmp_path / "store", workers=0)
+    assert [row.split for row in store.rows] == ["test", "test", "train", "train"]
+    assert_disjoint_splits(store)
+    assert store.rows[0].participant == "P000" and content(tmp_path / "store" / "voxels") == voxels
 
 
 def test_a_changed_laterality_is_refused(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 from octfm.catalog.acquisition import FLAGS, PSEUDONYM, Acquisition, Owner
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.duplicates import OF_TWO, describe_copy, first_owner
+from octfm.catalog.participants.ids import person_key
 from octfm.catalog.participants.pseudonyms import is_pseudonymous
 from octfm.display import number
 from octfm.errors import BAD_INPUT, BucketError, ReadError, StoreError
@@ -298,6 +299,9 @@ def _missing(writer: StoreWriter, acquisitions: Sequence[Acquisition], locations
 def _follow_catalog(writer: StoreWriter, acquisitions: Sequence[Acquisition]) -> None:
     """Update rows from the catalog: a new scan may move participants to other splits, and stale rows leak (F16)."""
     known = {acquisition.sop_instance_uid: acquisition for acquisition in acquisitions}
+    split_of = {
+        person_key(participant): split for participant, split in {(a.participant, a.split) for a in acquisitions}
+    }
     rows = []
     for row in writer.rows:
         acquisition = known.get(row.acquisition)
@@ -309,6 +313,9 @@ def _follow_catalog(writer: StoreWriter, acquisitions: Sequence[Acquisition]) ->
                 )
             _expect_same_frame(row, acquisition, writer)
             row = replace(row, **fields_of(acquisition))
+        else:
+            # A scan that was deleted, replaced or is in another catalog: its participant may have others in this one.
+            row = replace(row, split=split_of.get(person_key(row.participant), row.split))
         rows.append(row)
     if rows != writer.rows:
         writer.rewrite(rows)
