@@ -118,6 +118,17 @@ def test_a_mended_file_leaves_the_quarantine(tmp_path):
     assert len(store) == 2 and store.unprepared() == ()
 
 
+def test_a_restored_shard_ends_the_quarantine_of_its_volume(tmp_path):
+    """Its file was unreadable when the volume was lost; the shard came back from a copy, so that nothing is tried."""
+    run([acquisition(0), acquisition(1)], tmp_path / "store")
+    shard = tmp_path / "store" / "voxels" / "c.1.0.0.0"
+    shard.rename(tmp_path / "copy")
+    assert len(run([acquisition(0), acquisition(1, "truncated")], tmp_path / "store").unprepared()) == 1
+    (tmp_path / "copy").rename(shard)
+    store = run([acquisition(0), acquisition(1)], tmp_path / "store")
+    assert store.unprepared() == () and store.verify() == 2
+
+
 def test_quarantine_of_other_catalogs_is_kept(tmp_path):
     run([acquisition(0), acquisition(1, "truncated")], tmp_path / "store")
     store = run([acquisition(2), acquisition(3, "breaks")], tmp_path / "store")
@@ -166,8 +177,8 @@ def test_a_changed_laterality_is_refused(tmp_path):
         run([acquisition(0, laterality="L")], tmp_path / "store")
 
 
-def test_changed_millimetres_and_a_turned_scan_are_refused(tmp_path):
-    """What was prepared stays as it was: a corrected --nominal-spacing would change the words of the row only."""
+def test_millimetres_axes_and_modality_that_were_corrected_are_refused(tmp_path):
+    """What was prepared stays as it was: a corrected sidecar or --nominal-spacing would change the row's words only."""
     run([acquisition(0)], tmp_path / "store")
     with pytest.raises(
         StoreError, match=r"with millimetres .*, but the catalog now says \[0.3, 0.05, 0.2\].*new folder"
@@ -175,6 +186,13 @@ def test_changed_millimetres_and_a_turned_scan_are_refused(tmp_path):
         run([acquisition(0, spacing_mm=(0.3, 0.05, 0.2))], tmp_path / "store")
     with pytest.raises(StoreError, match=r"was prepared the other way up; prepare into a new folder"):
         run([acquisition(0, flags=("declared_upside_down",))], tmp_path / "store")
+    for was, now, other in [
+        (r"shape \[6, 40, 20\]", r"\[6, 20, 40\]", {"shape": (6, 20, 40)}),
+        ("modality structure", "octa", {"modality": "octa"}),
+        ("layout raster", "radial", {"layout": "radial"}),
+    ]:
+        with pytest.raises(StoreError, match=f"was prepared with {was}, but the catalog now says {now}; prepare into"):
+            run([acquisition(0, **other)], tmp_path / "store")
     assert len(run([acquisition(0)], tmp_path / "store")) == 1
 
 

@@ -103,8 +103,7 @@ def prepare(
         _expect_same_names(out, writer, is_pseudonymous(catalog))
         _follow_catalog(writer, catalog.acquisitions)
         tasks = _missing(writer, included, locations or {})
-        outdated = {a.sop_instance_uid for a in catalog.acquisitions} - {a.sop_instance_uid for a in included}
-        outdated |= {task.acquisition.sop_instance_uid for task in tasks}
+        outdated = {a.sop_instance_uid for a in catalog.acquisitions}
         writer.keep_unprepared(lambda u: u.acquisition not in outdated)
         run = functools.partial(
             _prepare_one,
@@ -322,7 +321,17 @@ def _follow_catalog(writer: StoreWriter, acquisitions: Sequence[Acquisition]) ->
 
 
 def _expect_same_frame(row: StoreRow, acquisition: Acquisition, writer: StoreWriter) -> None:
-    """Raises StoreError if the voxels of a row were prepared with other millimetres, or the other way up."""
+    """Raises StoreError if the voxels of a row were prepared with other axes, as another modality or scan pattern, with
+    other millimetres, or the other way up, as before a sidecar was corrected."""
+    stated = [("modality", row.modality, acquisition.modality), ("layout", row.layout, acquisition.layout)]
+    if row.layout == "raster":
+        stated.append(("shape", list(row.transform["native_shape"]), list(acquisition.shape)))
+    for name, before, now in stated:
+        if before != now:
+            raise StoreError(
+                f"{writer.path}: {row.uri} was prepared with {name} {before}, but the catalog now says {now}; prepare "
+                "into a new folder"
+            )
     # Of anything but a raster, only rows of the image keep their millimetres; estimated ones follow the whole cohort.
     axes = slice(None) if row.layout == "raster" else slice(1, 2)
     before, now = (tuple(mm)[axes] for mm in (row.transform["native_spacing_mm"], acquisition.spacing_mm))
