@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from octfm.catalog.participants.pseudonyms import locate, pseudonym, pseudonymise
 from octfm.catalog.scan import scan
 from octfm.errors import StoreError
 from octfm.formats import read_volume
@@ -241,6 +242,14 @@ def test_another_scan_at_the_same_place_is_quarantined(tmp_path):
     store = prepare(found, tmp_path / "store", SMALL, workers=0, progress=False)
     assert [row.participant for row in store.rows] == ["a"]
     assert [(u.code, u.uri) for u in store.unprepared()] == [("changed_since_scan", str(tmp_path / "scans" / "b.dcm"))]
+    # Under pseudonyms as well, with their key.
+    key = b"0123456789abcdef"
+    hidden = pseudonymise(found, key)
+    options = {"locations": locate(hidden, tmp_path / "scans", key), "key": key, "workers": 0, "progress": False}
+    store = prepare(hidden, tmp_path / "hidden", SMALL, **options)
+    assert [row.participant for row in store.rows] == [pseudonym("a", key)]
+    (left_out,) = store.unprepared()
+    assert left_out.code == "changed_since_scan" and "scans" not in left_out.sentence.replace("since scan", "")
 
 
 def test_the_catalog_decides_geometry(tmp_path):

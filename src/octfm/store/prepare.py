@@ -12,7 +12,7 @@ from octfm.catalog.acquisition import FLAGS, PSEUDONYM, Acquisition, Owner
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.duplicates import OF_TWO, describe_copy, first_owner
 from octfm.catalog.participants.ids import person_key
-from octfm.catalog.participants.pseudonyms import is_pseudonymous
+from octfm.catalog.participants.pseudonyms import hidden_uid, is_pseudonymous
 from octfm.display import number
 from octfm.errors import BAD_INPUT, BucketError, ReadError, StoreError
 from octfm.formats import read_volume
@@ -56,6 +56,7 @@ def prepare(
     progress: bool = True,
     read: Read | None = None,
     locations: Mapping[str, str] | None = None,
+    key: bytes | None = None,
     limits: Limits | None = None,
     cluster: str | None = None,
     keep_upside_down: bool = False,
@@ -74,7 +75,8 @@ def prepare(
     workers: child processes, None for one per core; 0 works in this process, which a crashing decoder takes down.
     compression: of a new store; by default "none" on a local disk and "zstd" in a bucket.
     read: turns a uri into a Volume, by default `read_volume`; it is pickled and sent to the workers.
-    locations: uri -> file, if uris are pseudonyms (octfm.catalog.participants.pseudonyms.locate).
+    locations: uri -> file, if uris are pseudonyms (octfm.catalog.participants.pseudonyms.locate). key: that of the
+        pseudonyms; without it, a file that has been replaced by another since the scan is not noticed.
     limits: seconds and memory per file; files that need more are quarantined, like files that crash their decoder.
     keep_upside_down: prepare volumes that look upside down as they are, with a flag, instead of quarantining them.
     cluster: a dask scheduler (tcp://host:port), all of whose workers must see files and store at the same paths.
@@ -115,6 +117,7 @@ def prepare(
             crc=writer.crc,
             keep_upside_down=keep_upside_down,
             find_band=find_band,
+            key=key,
         )
         try:
             with Progress("prepare", len(tasks), failure="not prepared", enabled=progress, always=True) as display:
@@ -377,6 +380,7 @@ def _prepare_one(
     crc: bool,
     keep_upside_down: bool,
     find_band: BandFinder | None,
+    key: bytes | None,
 ) -> StoreRow | Unprepared:
     acquisition = task.acquisition
     try:
@@ -388,6 +392,7 @@ def _prepare_one(
             keep_upside_down=keep_upside_down,
             readers=readers,
             find_band=find_band,
+            key=key,
         )
     except BucketError:
         raise  # an unreachable bucket says nothing about the file
@@ -428,13 +433,15 @@ def prepare_acquisition(
     keep_upside_down: bool = False,
     readers: Sequence[Reader] = (),
     find_band: BandFinder | None = None,
+    key: bytes | None = None,
 ) -> tuple[Prepared, str, tuple[str, ...]]:
-    """Read and prepare the file at `where`.
+    """Read and prepare the file at `where`. key: that of the acquisition's pseudonyms.
 
     Returns the prepared volume, a fingerprint of the native voxels, and flags for whatever is doubtful about them.
     Raises one of BAD_INPUT; `code_of` gives its reason code.
     """
-    without_uid = read is not None or acquisition.uri.startswith(PSEUDONYM)
+    hidden = acquisition.uri.startswith(PSEUDONYM)
+    without_uid = read is not None or (hidden and key is None)
     if read is None:
         read = functools.partial(
             read_volume,
@@ -444,6 +451,8 @@ def prepare_acquisition(
             readers=readers,
         )
     volume = read(where)
+    if hidden and key is not None:
+        volume = replace(volume, acquisition=hidden_uid(volume.acquisition, key))
     known = acquisition.apply_to(volume, same_uid=not without_uid)
     prepared = preprocessing(known, find_band)
     if known.modality != "structure":
