@@ -326,10 +326,13 @@ def _follow_catalog(writer: StoreWriter, acquisitions: Sequence[Acquisition]) ->
 def _expect_same_frame(row: StoreRow, acquisition: Acquisition, writer: StoreWriter) -> None:
     """Raises StoreError if the voxels of a row were prepared with other axes, as another modality or scan pattern, with
     other millimetres, or the other way up, as before a sidecar was corrected."""
-    stated = [("modality", row.modality, acquisition.modality), ("layout", row.layout, acquisition.layout)]
+    stated: dict[str, tuple[Any, Any]] = {
+        "modality": (row.modality, acquisition.modality),
+        "layout": (row.layout, acquisition.layout),
+    }
     if row.layout == "raster":
-        stated.append(("shape", list(row.transform["native_shape"]), list(acquisition.shape)))
-    for name, before, now in stated:
+        stated["shape"] = (list(row.transform["native_shape"]), list(acquisition.shape))
+    for name, (before, now) in stated.items():
         if before != now:
             raise StoreError(
                 f"{writer.path}: {row.uri} was prepared with {name} {before}, but the catalog now says {now}; prepare "
