@@ -78,11 +78,6 @@ class Clinic(ChangingScans):
                 writer.writeheader()
                 writer.writerows({name: csv_cell(cell) for name, cell in row.items()} for row in self.rows)
 
-    @rule()
-    def another_writer_is_refused(self):
-        with table.only_writer(self.out), pytest.raises(EvaluationError, match="another process is writing"):
-            write_table(self.sources(), self.out, finder=FINDER)
-
     def catalog(self, eye):
         """What a catalog says about the scans that can be read."""
         known = {}
@@ -146,6 +141,8 @@ class Clinic(ChangingScans):
             lengths = AxialLengths(Path("eyes.csv"), by_source=by_source or {"none": 24.0})
 
         def also(source, found):
+            with pytest.raises(EvaluationError, match="another process is writing"):
+                write_table(sources, self.out, finder=FINDER)
             if next(done) == stop:
                 raise Stopped
 
@@ -181,6 +178,14 @@ class Clinic(ChangingScans):
             if row["source"] in sources and is_old and Path(row["source"]).exists():
                 assert any(row["source"] in line for line in said), "rows that are kept are named"
 
+    @rule(data=st.data())
+    def segment_the_folder(self, data):
+        self.segment(data, None, None, {}, False, None)
+
+    @rule(data=st.data(), scan=st.integers(0, 2))
+    def correct(self, data, scan):
+        self.segment(data, None, None, {scan: 9}, False, None)
+
 
 def test_a_table_has_the_rows_of_a_new_one_whatever_happened_before(monkeypatch):
     for name, quick in (("segment", quick_segment), ("row_of", quick_row_of), ("load_finder", lambda **_: FINDER)):
@@ -188,5 +193,5 @@ def test_a_table_has_the_rows_of_a_new_one_whatever_happened_before(monkeypatch)
     monkeypatch.setattr("octfm.io.location.flush", lambda _: None)  # waiting for the disk takes most of the time
     # What children do, in this process.
     monkeypatch.setattr(table, "spread", lambda makes, items, *_, **__: map(makes, items))
-    few = settings(max_examples=settings().max_examples // 2, stateful_step_count=12)
+    few = settings(max_examples=settings().max_examples // 3, stateful_step_count=16)
     run_state_machine_as_test(Clinic, settings=few)

@@ -187,7 +187,7 @@ def write_table(
     scan, or fit none of them.
     """
     finder, corrections, known = finder or load_finder(device=device), corrections or {}, known or {}
-    limits, done = limits or Limits(), set[str]()
+    done = set[str]()
     with only_writer(out), closing(_Table(out, moved)) as table:
         table.expect(finder.model, only_corrected, axial_lengths is not None)
         here = _InThisProcess(table, limits, finder, corrections, only_corrected, known, axial_lengths, also, echo)
@@ -197,7 +197,7 @@ def write_table(
             files = [s for s in dict.fromkeys(sources) if isinstance(s, str) and not table.stays(s, known.get(s))]
             new = [s for s in files if not table.has(s, state_of(s, known.get(s)))]
         by_hand = table.corrected_and_gone() if new else ()
-        from_children = _rows_of(new, known, axial_lengths, device, also, limits, workers, by_hand)
+        from_children = _rows_of(new, known, axial_lengths, device, also, limits or Limits(), workers, by_hand)
         waiting = set(new)
         for given in progress(sources):
             source = given.source if isinstance(given, Volume) else given
@@ -222,7 +222,7 @@ class _InThisProcess:
     """What makes rows of a table in this process; the fields are parameters of `write_table`."""
 
     table: "_Table"
-    limits: Limits
+    limits: Limits | None
     finder: LayerFinder
     corrections: Mapping[str, Corrections]
     only_corrected: bool
