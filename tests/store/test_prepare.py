@@ -170,6 +170,10 @@ def test_F16_a_scan_that_is_gone_follows_its_participant_to_another_split(tmp_pa
     assert [row.split for row in store.rows] == ["test", "test", "train", "train"]
     assert_disjoint_splits(store)
     assert store.rows[0].participant == "P000" and content(tmp_path / "store" / "voxels") == voxels
+    # A scan gives ids that may be one person's one split, so a row that only the store has follows as well.
+    run([acquisition(9, participant="01-0234")], tmp_path / "store", workers=0)
+    store = run([acquisition(8, split="test", participant="010234")], tmp_path / "store", workers=0)
+    assert [row.split for row in store.rows[-2:]] == ["test", "test"]
 
 
 def test_a_changed_laterality_is_refused(tmp_path):

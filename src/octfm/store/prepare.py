@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from octfm.catalog.acquisition import FLAGS, PSEUDONYM, Acquisition, Owner
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.duplicates import OF_TWO, describe_copy, first_owner
-from octfm.catalog.participants.ids import person_key
+from octfm.catalog.participants.ids import may_be_one_person, person_key
 from octfm.catalog.participants.pseudonyms import hidden_uid, is_pseudonymous
 from octfm.display import number
 from octfm.errors import BAD_INPUT, BucketError, ReadError, StoreError
@@ -301,9 +301,8 @@ def _missing(writer: StoreWriter, acquisitions: Sequence[Acquisition], locations
 def _follow_catalog(writer: StoreWriter, acquisitions: Sequence[Acquisition]) -> None:
     """Update rows from the catalog: a new scan may move participants to other splits, and stale rows leak (F16)."""
     known = {acquisition.sop_instance_uid: acquisition for acquisition in acquisitions}
-    split_of = {
-        person_key(participant): split for participant, split in {(a.participant, a.split) for a in acquisitions}
-    }
+    gone = {row.participant for row in writer.rows if row.acquisition not in known}
+    split_of = _splits_of(gone, acquisitions) if gone else {}
     rows = []
     for row in writer.rows:
         acquisition = known.get(row.acquisition)
@@ -317,10 +316,20 @@ def _follow_catalog(writer: StoreWriter, acquisitions: Sequence[Acquisition]) ->
             row = replace(row, **fields_of(acquisition))
         else:
             # A scan that was deleted, replaced or is in another catalog: its participant may have others in this one.
-            row = replace(row, split=split_of.get(person_key(row.participant), row.split))
+            row = replace(row, split=split_of.get(row.participant, row.split))
         rows.append(row)
     if rows != writer.rows:
         writer.rewrite(rows)
+
+
+def _splits_of(participants: Collection[str], acquisitions: Sequence[Acquisition]) -> dict[str, str | None]:
+    """Participant → split in the catalog of this person, or else of one that may be the same, as a scan places both."""
+    split_of = {a.participant: a.split for a in acquisitions}
+    of_person = {person_key(participant): split for participant, split in split_of.items()}
+    found = {}
+    for pair in may_be_one_person({*participants, *split_of}):
+        found |= {one: split_of[other] for one, other in (pair, pair[::-1]) if other in split_of}
+    return found | {own: of_person[key] for own in participants if (key := person_key(own)) in of_person}
 
 
 def _expect_same_frame(row: StoreRow, acquisition: Acquisition, writer: StoreWriter) -> None:
