@@ -25,12 +25,15 @@ from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
 
 PORT = 5599
+BATCH = 4
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--volumes", type=int, default=16)
+    parser.add_argument("--volumes", type=int, default=16, help=f"a multiple of {BATCH}, the volumes of a batch")
     volumes = parser.parse_args().volumes
+    if volumes < BATCH or volumes % BATCH:
+        parser.error(f"--volumes {volumes}: expected a multiple of {BATCH}, the volumes of a batch")
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {
             "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1",
@@ -69,9 +72,9 @@ def main() -> None:
 
 
 def _epoch(store: Store, volumes: int) -> float:
-    with Loader(store, range(volumes), 4, seed=0) as loader:
+    with Loader(store, range(volumes), BATCH, seed=0) as loader:
         start = time.perf_counter()
-        for step in range(volumes // 4):
+        for step in range(volumes // BATCH):
             loader.batches(step)
         return volumes / (time.perf_counter() - start)
 
