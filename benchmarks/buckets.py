@@ -1,9 +1,9 @@
 """Loader throughput from a cold disk and from a bucket: `python benchmarks/buckets.py [--volumes 16]`.
 
 The same zstd store of full-size phantoms lies on the local disk and in an S3 server on loopback, in a separate process
-(moto, written in Python and slower than any real server). Volumes per second through `Loader`: local warm; local cold
-(page cache dropped for these files); bucket, first epoch (everything fetched, checked and cached); bucket, later epochs
-(from the cache). Compare only ratios within one run.
+(moto, in `octfm[test]`; written in Python and slower than any real server). Volumes per second through `Loader`: local
+warm; local cold (page cache dropped for these files); bucket, first epoch (everything fetched, checked and cached);
+bucket, later epochs (from the cache). Compare only ratios within one run.
 """
 
 import argparse
