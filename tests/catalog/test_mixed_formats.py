@@ -141,7 +141,8 @@ def test_a_pseudonymous_catalog_finds_folders_and_exports_again(clinic, tmp_path
     assert all(Path(place).exists() for place in locate(hidden, clinic, key).values())
     preprocessing = octfm.Preprocessing(image_size=(8, 32, 32), target_spacing=(0.18, 0.0078, 0.0172))
     locations = locate(hidden, clinic, key)
-    store = octfm.prepare(hidden, tmp_path / "store", preprocessing, workers=1, progress=False, locations=locations)
+    options = {"locations": locations, "key": key, "workers": 1, "progress": False}
+    store = octfm.prepare(hidden, tmp_path / "store", preprocessing, **options)
     assert len(store) == 5 and not store.unprepared()
 
 

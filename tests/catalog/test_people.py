@@ -504,6 +504,22 @@ def test_spellings_that_headers_state_are_no_doubt_about_a_guess():
         people([*paths, *known], known=known | {"b/2.npz": "002001"})
 
 
+def test_F16_a_copy_shows_whose_images_it_has_even_where_its_millimetres_are_stated_elsewhere(tmp_path):
+    """Only the first has a sidecar: the copy is no scan of its own, but both ids have the same images all the same."""
+    root = write_tree(tmp_path / "clinic", [f"{person}/OD/a.npz" for person in range(2000, 2020)])
+    for person in ("2003", "2017"):
+        (root / person / "OS").mkdir()
+        np.save(root / person / "OS" / "b.npy", np.random.default_rng(99).integers(0, 255, (4, 32, 36), dtype=np.uint8))
+    write_whole(root / "2017" / "OS" / "b.json", b'{"spacing_mm": [0.12, 0.0039, 0.0115]}')
+    for seed in range(4):
+        options = {"participant_from": "{participant}/{eye}/*", "fractions": (0.4, 0.3, 0.3)}
+        catalog = scan(root, workers=0, seed=seed, **options)
+        split = {a.participant: a.split for a in catalog.acquisitions}
+        assert split["2003"] == split["2017"] and len(split) == 20
+    (copy,) = catalog.rejects
+    assert copy.code == "pixels_of_two_participants" and copy.uri == str(root / "2003" / "OS" / "b.npy")
+
+
 def test_ids_that_may_be_one_person_share_a_split_and_are_named(tmp_path):
     """A scanner that takes no hyphen: in two splits the person would leak, and nothing else would show it."""
     for number, participant in enumerate(["01-0234", "010234", "1-235", *map(str, range(2000, 2016))]):

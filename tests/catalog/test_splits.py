@@ -70,6 +70,15 @@ def test_F16_one_participant_is_never_in_two_splits(acquisitions, seed):
     assert all(len(found) == 1 and found <= set(SPLITS) for found in splits.values())
 
 
+def test_F16_a_copy_under_a_spelling_that_no_accepted_file_has_shares_its_persons_split():
+    """The copy is left out, so its id is in the pair alone; the person's own files are filed as 1001."""
+    rows = [*cohort(20), acquisition("1001", number=99), acquisition("X", number=100)]
+    for seed in range(8):
+        placed = assign_splits(rows, (0.4, 0.3, 0.3), seed, one_person=[("00001001", "X")])
+        split = {a.participant: a.split for a in placed}
+        assert split["1001"] == split["X"]
+
+
 def test_F16_a_participant_in_two_splits_is_refused_by_name():
     with pytest.raises(CatalogError, match="participant p7 is in train and in test"):
         assert_participant_level([acquisition("p7", "R", split="train"), acquisition("p7", "L", split="test")])

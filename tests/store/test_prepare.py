@@ -16,11 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from octfm.catalog.participants.pseudonyms import locate, pseudonym, pseudonymise
 from octfm.catalog.scan import scan
 from octfm.errors import StoreError
 from octfm.formats import read_volume
 from octfm.io.isolation import Limits, each
 from octfm.store.prepare import describe, prepare
+from octfm.store.selection import assert_disjoint_splits
 from octfm.store.store import Store
 from octfm.store.writer import stage
 from octfm.volume.pixel_copies import fingerprint
@@ -117,6 +119,17 @@ def test_a_mended_file_leaves_the_quarantine(tmp_path):
     assert len(store) == 2 and store.unprepared() == ()
 
 
+def test_a_restored_shard_ends_the_quarantine_of_its_volume(tmp_path):
+    """Its file was unreadable when the volume was lost; the shard came back from a copy, so that nothing is tried."""
+    run([acquisition(0), acquisition(1)], tmp_path / "store")
+    shard = tmp_path / "store" / "voxels" / "c.1.0.0.0"
+    shard.rename(tmp_path / "copy")
+    assert len(run([acquisition(0), acquisition(1, "truncated")], tmp_path / "store").unprepared()) == 1
+    (tmp_path / "copy").rename(shard)
+    store = run([acquisition(0), acquisition(1)], tmp_path / "store")
+    assert store.unprepared() == () and store.verify() == 2
+
+
 def test_quarantine_of_other_catalogs_is_kept(tmp_path):
     run([acquisition(0), acquisition(1, "truncated")], tmp_path / "store")
     store = run([acquisition(2), acquisition(3, "breaks")], tmp_path / "store")
@@ -148,14 +161,25 @@ def test_F16_rows_follow_the_catalog_without_touching_voxels(tmp_path):
     assert content(tmp_path / "store" / "voxels") == voxels
 
 
+def test_F16_a_scan_that_is_gone_follows_its_participant_to_another_split(tmp_path):
+    """Its row stays in the store: left in the old split, it would stop every training, whatever is scanned again."""
+    files = [acquisition(n) for n in range(4)]
+    run(files, tmp_path / "store")
+    voxels = content(tmp_path / "store" / "voxels")
+    store = run([replace(files[1], split="test", participant="000")], tmp_path / "store", workers=0)
+    assert [row.split for row in store.rows] == ["test", "test", "train", "train"]
+    assert_disjoint_splits(store)
+    assert store.rows[0].participant == "P000" and content(tmp_path / "store" / "voxels") == voxels
+
+
 def test_a_changed_laterality_is_refused(tmp_path):
     run([acquisition(0)], tmp_path / "store")
     with pytest.raises(StoreError, match=r"prepared as laterality R, but the catalog now says L.*new folder"):
         run([acquisition(0, laterality="L")], tmp_path / "store")
 
 
-def test_changed_millimetres_and_a_turned_scan_are_refused(tmp_path):
-    """What was prepared stays as it was: a corrected --nominal-spacing would change the words of the row only."""
+def test_millimetres_axes_and_modality_that_were_corrected_are_refused(tmp_path):
+    """What was prepared stays as it was: a corrected sidecar or --nominal-spacing would change the row's words only."""
     run([acquisition(0)], tmp_path / "store")
     with pytest.raises(
         StoreError, match=r"with millimetres .*, but the catalog now says \[0.3, 0.05, 0.2\].*new folder"
@@ -163,6 +187,13 @@ def test_changed_millimetres_and_a_turned_scan_are_refused(tmp_path):
         run([acquisition(0, spacing_mm=(0.3, 0.05, 0.2))], tmp_path / "store")
     with pytest.raises(StoreError, match=r"was prepared the other way up; prepare into a new folder"):
         run([acquisition(0, flags=("declared_upside_down",))], tmp_path / "store")
+    for was, now, other in [
+        (r"shape \[6, 40, 20\]", r"\[6, 20, 40\]", {"shape": (6, 20, 40)}),
+        ("modality structure", "octa", {"modality": "octa"}),
+        ("layout raster", "radial", {"layout": "radial"}),
+    ]:
+        with pytest.raises(StoreError, match=f"was prepared with {was}, but the catalog now says {now}; prepare into"):
+            run([acquisition(0, **other)], tmp_path / "store")
     assert len(run([acquisition(0)], tmp_path / "store")) == 1
 
 
@@ -211,6 +242,14 @@ def test_another_scan_at_the_same_place_is_quarantined(tmp_path):
     store = prepare(found, tmp_path / "store", SMALL, workers=0, progress=False)
     assert [row.participant for row in store.rows] == ["a"]
     assert [(u.code, u.uri) for u in store.unprepared()] == [("changed_since_scan", str(tmp_path / "scans" / "b.dcm"))]
+    # Under pseudonyms as well, with their key.
+    key = b"0123456789abcdef"
+    hidden = pseudonymise(found, key)
+    options = {"locations": locate(hidden, tmp_path / "scans", key), "key": key, "workers": 0, "progress": False}
+    store = prepare(hidden, tmp_path / "hidden", SMALL, **options)
+    assert [row.participant for row in store.rows] == [pseudonym("a", key)]
+    (left_out,) = store.unprepared()
+    assert left_out.code == "changed_since_scan" and "scans" not in left_out.sentence.replace("since scan", "")
 
 
 def test_the_catalog_decides_geometry(tmp_path):

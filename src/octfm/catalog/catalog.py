@@ -248,7 +248,10 @@ def assign_splits(
     They get the same split; if several are kept or recommended, train goes first: nobody in the test split may have
     been seen in training.
     """
-    same = _leaders([*one_person, *may_be_one_person(a.participant for a in acquisitions)])
+    pairs = [*one_person]
+    # Ids of pairs as well: a copy that was left out may be filed under a spelling that no accepted file has.
+    ids = {a.participant for a in acquisitions}.union(*pairs)
+    same = _leaders([*pairs, *may_be_one_person(ids)])
     recommended: dict[str, Split] = {}
     several: set[str] = set()
     scanners: dict[str, set[str]] = {}

@@ -4,6 +4,7 @@ import functools
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -148,8 +149,10 @@ def scan(
     left_out = [*found.refused, *rejects, *(undecoded.get(row.uri, row) for row in rows if isinstance(row, Reject))]
     _expect_rows_to_fit(accepted, left_out, tables)
     _say_what_is_unfound(folder, tables, {header.sop_instance_uid for header in headers})
-    # Copies may be filed under another participant, and their paths help to find out whose a folder is.
-    copied = [accept(copy, tables, nominal_spacing_mm, estimated) for copy, _ in duplicates]
+    # Copies may be filed under another participant, and their paths help to find out whose a folder is. They show that
+    # also where only the scan they are copies of has millimetres, so any will do.
+    whole = [replace(copy, spacing_mm=copy.spacing_mm or (1.0, 1.0, 1.0)) for copy, _ in duplicates]
+    copied = [accept(copy, tables, nominal_spacing_mm, estimated) for copy in whole]
     copies = [copy for copy in copied if isinstance(copy, Acquisition)]
     # Find participants and eyes that only paths state.
     for path in found.files:

@@ -385,7 +385,7 @@ def prepare(
 
         preprocessing = with_network(preprocessing)
         find_band = band_finder(preprocessing, str(like or "band"))
-    scanned, locations = Catalog.load(catalog), None
+    scanned, locations, secret = Catalog.load(catalog), None, None
     if key is not None or root is not None:
         from octfm.catalog.participants import pseudonyms
 
@@ -393,7 +393,8 @@ def prepare(
             raise ConfigError(
                 "--key and --root: a pseudonymised catalog needs both to find its files; any other needs neither"
             )
-        locations = pseudonyms.locate(scanned, root, pseudonyms.read_key(key, make=False))
+        secret = pseudonyms.read_key(key, make=False)
+        locations = pseudonyms.locate(scanned, root, secret)
     if verify:
         from octfm.store import verify as store_verify
 
@@ -408,6 +409,7 @@ def prepare(
         workers=workers,
         compression=compression,
         locations=locations,
+        key=secret,
         limits=opt.limits_of(file_seconds, file_gb),
         cluster=dask,
         keep_upside_down=keep_upside_down,

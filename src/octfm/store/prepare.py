@@ -11,7 +11,8 @@ from typing import Any
 from octfm.catalog.acquisition import FLAGS, PSEUDONYM, Acquisition, Owner
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.duplicates import OF_TWO, describe_copy, first_owner
-from octfm.catalog.participants.pseudonyms import is_pseudonymous
+from octfm.catalog.participants.ids import person_key
+from octfm.catalog.participants.pseudonyms import hidden_uid, is_pseudonymous
 from octfm.display import number
 from octfm.errors import BAD_INPUT, BucketError, ReadError, StoreError
 from octfm.formats import read_volume
@@ -55,6 +56,7 @@ def prepare(
     progress: bool = True,
     read: Read | None = None,
     locations: Mapping[str, str] | None = None,
+    key: bytes | None = None,
     limits: Limits | None = None,
     cluster: str | None = None,
     keep_upside_down: bool = False,
@@ -73,7 +75,8 @@ def prepare(
     workers: child processes, None for one per core; 0 works in this process, which a crashing decoder takes down.
     compression: of a new store; by default "none" on a local disk and "zstd" in a bucket.
     read: turns a uri into a Volume, by default `read_volume`; it is pickled and sent to the workers.
-    locations: uri -> file, if uris are pseudonyms (octfm.catalog.participants.pseudonyms.locate).
+    locations: uri -> file, if uris are pseudonyms (octfm.catalog.participants.pseudonyms.locate). key: that of the
+        pseudonyms; without it, a file that has been replaced by another since the scan is not noticed.
     limits: seconds and memory per file; files that need more are quarantined, like files that crash their decoder.
     keep_upside_down: prepare volumes that look upside down as they are, with a flag, instead of quarantining them.
     cluster: a dask scheduler (tcp://host:port), all of whose workers must see files and store at the same paths.
@@ -102,8 +105,7 @@ def prepare(
         _expect_same_names(out, writer, is_pseudonymous(catalog))
         _follow_catalog(writer, catalog.acquisitions)
         tasks = _missing(writer, included, locations or {})
-        outdated = {a.sop_instance_uid for a in catalog.acquisitions} - {a.sop_instance_uid for a in included}
-        outdated |= {task.acquisition.sop_instance_uid for task in tasks}
+        outdated = {a.sop_instance_uid for a in catalog.acquisitions}
         writer.keep_unprepared(lambda u: u.acquisition not in outdated)
         run = functools.partial(
             _prepare_one,
@@ -115,6 +117,7 @@ def prepare(
             crc=writer.crc,
             keep_upside_down=keep_upside_down,
             find_band=find_band,
+            key=key,
         )
         try:
             with Progress("prepare", len(tasks), failure="not prepared", enabled=progress, always=True) as display:
@@ -298,6 +301,9 @@ def _missing(writer: StoreWriter, acquisitions: Sequence[Acquisition], locations
 def _follow_catalog(writer: StoreWriter, acquisitions: Sequence[Acquisition]) -> None:
     """Update rows from the catalog: a new scan may move participants to other splits, and stale rows leak (F16)."""
     known = {acquisition.sop_instance_uid: acquisition for acquisition in acquisitions}
+    split_of = {
+        person_key(participant): split for participant, split in {(a.participant, a.split) for a in acquisitions}
+    }
     rows = []
     for row in writer.rows:
         acquisition = known.get(row.acquisition)
@@ -309,13 +315,29 @@ def _follow_catalog(writer: StoreWriter, acquisitions: Sequence[Acquisition]) ->
                 )
             _expect_same_frame(row, acquisition, writer)
             row = replace(row, **fields_of(acquisition))
+        else:
+            # A scan that was deleted, replaced or is in another catalog: its participant may have others in this one.
+            row = replace(row, split=split_of.get(person_key(row.participant), row.split))
         rows.append(row)
     if rows != writer.rows:
         writer.rewrite(rows)
 
 
 def _expect_same_frame(row: StoreRow, acquisition: Acquisition, writer: StoreWriter) -> None:
-    """Raises StoreError if the voxels of a row were prepared with other millimetres, or the other way up."""
+    """Raises StoreError if the voxels of a row were prepared with other axes, as another modality or scan pattern, with
+    other millimetres, or the other way up, as before a sidecar was corrected."""
+    stated: dict[str, tuple[Any, Any]] = {
+        "modality": (row.modality, acquisition.modality),
+        "layout": (row.layout, acquisition.layout),
+    }
+    if row.layout == "raster":
+        stated["shape"] = (list(row.transform["native_shape"]), list(acquisition.shape))
+    for name, (before, now) in stated.items():
+        if before != now:
+            raise StoreError(
+                f"{writer.path}: {row.uri} was prepared with {name} {before}, but the catalog now says {now}; prepare "
+                "into a new folder"
+            )
     # Of anything but a raster, only rows of the image keep their millimetres; estimated ones follow the whole cohort.
     axes = slice(None) if row.layout == "raster" else slice(1, 2)
     before, now = (tuple(mm)[axes] for mm in (row.transform["native_spacing_mm"], acquisition.spacing_mm))
@@ -361,6 +383,7 @@ def _prepare_one(
     crc: bool,
     keep_upside_down: bool,
     find_band: BandFinder | None,
+    key: bytes | None,
 ) -> StoreRow | Unprepared:
     acquisition = task.acquisition
     try:
@@ -372,6 +395,7 @@ def _prepare_one(
             keep_upside_down=keep_upside_down,
             readers=readers,
             find_band=find_band,
+            key=key,
         )
     except BucketError:
         raise  # an unreachable bucket says nothing about the file
@@ -412,13 +436,15 @@ def prepare_acquisition(
     keep_upside_down: bool = False,
     readers: Sequence[Reader] = (),
     find_band: BandFinder | None = None,
+    key: bytes | None = None,
 ) -> tuple[Prepared, str, tuple[str, ...]]:
-    """Read and prepare the file at `where`.
+    """Read and prepare the file at `where`. key: that of the acquisition's pseudonyms.
 
     Returns the prepared volume, a fingerprint of the native voxels, and flags for whatever is doubtful about them.
     Raises one of BAD_INPUT; `code_of` gives its reason code.
     """
-    without_uid = read is not None or acquisition.uri.startswith(PSEUDONYM)
+    hidden = acquisition.uri.startswith(PSEUDONYM)
+    without_uid = read is not None or (hidden and key is None)
     if read is None:
         read = functools.partial(
             read_volume,
@@ -428,6 +454,8 @@ def prepare_acquisition(
             readers=readers,
         )
     volume = read(where)
+    if hidden and key is not None:
+        volume = replace(volume, acquisition=hidden_uid(volume.acquisition, key))
     known = acquisition.apply_to(volume, same_uid=not without_uid)
     prepared = preprocessing(known, find_band)
     if known.modality != "structure":

@@ -212,7 +212,7 @@ def _hidden(
         participant=pseudonym(a.participant, key),
         scanner=a.scanner if is_known_scanner(a.scanner) else _code(key, "scanner", a.scanner),
         protocol=a.protocol if is_known_protocol(a.protocol) else _code(key, "protocol", a.protocol),
-        sop_instance_uid=_hidden_uid(a.sop_instance_uid, key),
+        sop_instance_uid=hidden_uid(a.sop_instance_uid, key),
         participant_labels=_passed(a.participant_labels, days, key, keep_columns, measured),
     )
 
@@ -220,12 +220,12 @@ def _hidden(
 def _hidden_reject(reject: Reject, root: Location, key: bytes) -> Reject:
     """The sentence is replaced by the meaning of its code: sentences quote paths and values."""
     uri, reason = _place(reject.uri, root, key), REASONS[reject.code]
-    about = _hidden_uid(reject.refers_to, key) if reject.refers_to else ""
+    about = hidden_uid(reject.refers_to, key) if reject.refers_to else ""
     return replace(reject, uri=uri, sentence=f"{uri}: {reason.meaning}; {reason.fix}", refers_to=about)
 
 
-def _hidden_uid(uid: str, key: bytes) -> str:
-    """A UID from 128 bits of hash, which needs no registered root (PS3.5 B.2)."""
+def hidden_uid(uid: str, key: bytes) -> str:
+    """The pseudonym of a UID: a UID from 128 bits of hash, which needs no registered root (PS3.5 B.2)."""
     return f"2.25.{int(_hash(key, 'uid', uid, 32), 16)}"
 
 
