@@ -589,6 +589,9 @@ def edits(content: dict) -> dict[str, object]:
         "rows from 0 to 199": with_bscan(surfaces={"ilm": [1e6, *rows[1:]]}),
         "rows from 0 to 199, got 2.0, 1e+300": with_bscan(surfaces={"ilm": [1e300, *[2.0] * (len(rows) - 1)]}),
         "lies above ilm": with_bscan(surfaces={"ilm": rows, "bm": [3.0, *rows[1:]]}),
+        "bm at row 3 lies above ilm": with_bscan(
+            surfaces={"ilm": rows, "ez": [None, *rows[1:]], "bm": [3.0, *rows[1:]]}
+        ),
         "surfaces": with_bscan(surfaces={"choroid": rows}),
         "number": with_bscan(surfaces={"ilm": ["thick", *rows[1:]]}),
         "at most once": content | {"bscans": [one, one]},
@@ -692,6 +695,9 @@ def test_corrections_of_another_scan_or_network_are_refused(tmp_path):
     with pytest.raises(CorrectionsError, match=r"shape \(200, 25, 120\), expected the scan's \(25, 200, 120\)"):
         found.corrected(read_corrections(written(stated(found, shape=[200, 25, 120]), tmp_path / "turned.json")))
     (tmp_path / "turned.json").unlink()
+    gaps = {(3, name): np.full(120, np.nan) for name in SURFACES[1:]} | {(3, "bm"): found.surfaces["ilm"][3] - 1}
+    with pytest.raises(CorrectionsError, match=r"B-scan 3, A-scan 0: bm at row .* lies above ilm"):
+        found.corrected(read_corrections(written(stated(found, lines=gaps), tmp_path / "c.json")))
     across = stated(found, lines={(3, "ilm"): found.surfaces["bm"][3] + 1})
     with pytest.raises(CorrectionsError, match=r"B-scan 3, A-scan 0: nfl_gcl at row .* lies above ilm"):
         found.corrected(read_corrections(written(across, tmp_path / "across.json")))

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -436,6 +437,9 @@ def test_a_table_resumes_and_keeps_a_row_for_what_cannot_be_read(files, tmp_path
     (tmp_path / "broken.npz").write_bytes(eye.read_bytes())  # the share is back
     assert write_table(files, out, echo=lambda _: None) == 1
     assert [bool(row["problem"]) for row in read_table(out)] == [False] * 3
+    content = out.read_bytes()
+    out.write_bytes(b"\xef\xbb\xbf" + content)  # saved by a spreadsheet
+    assert read_table(out) == read_rows(out, ()) and write_table(files, out, echo=lambda _: None) == 0
     with (tmp_path / "other.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("a", "b"), (1, 2)])
     with pytest.raises(EvaluationError, match="not a table of octfm segment"):
@@ -481,7 +485,8 @@ def test_a_corrected_row_outlives_a_file_that_cannot_be_read(files, tmp_path, sm
     save_table(rows, out)
     Path(files[0]).write_bytes(Path(files[1]).read_bytes())
     assert write_table(files[:1], out, workers=workers, echo=said.append) == 0
-    assert read_table(out) == rows and len(said) == 1 and "eye0.npz" in said[0]
+    assert read_table(out) == rows and len(said) == 1
+    assert said[0].startswith(f"{files[0]}: its row is left as it was: ")
 
 
 def test_a_corrected_scan_that_has_changed_keeps_its_picture_where_children_draw(files, tmp_path, small_finder):
@@ -586,6 +591,51 @@ def test_a_table_of_a_folder_that_was_renamed_has_one_row_per_scan(files, tmp_pa
     (tmp_path / "copy.npz").write_bytes(Path(moved[0]).read_bytes())
     assert write_table([str(tmp_path / "copy.npz")], out, echo=said.append) == 1, "a copy is a row of its own"
     assert len(read_table(out)) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("there", ["damaged", "another scan"])
+def test_a_row_passes_also_to_a_file_that_could_not_be_read_or_was_another_scan(
+    files, tmp_path, small_finder, monkeypatch, there, workers
+):
+    """As where a renamed folder was segmented before all of its files had arrived: a corrected row stayed with the file
+    that was gone, and the scan had a second row, without the corrections."""
+    monkeypatch.setattr(table, "spread", lambda makes, items, *_, **__: map(makes, items))  # has the small network
+    out, (eye, broken, other) = tmp_path / "table.csv", files
+    quiet, target = lambda _: None, broken if there == "damaged" else other
+    assert write_table([eye, target], out, echo=quiet) == 2
+    row = read_table(out)[0] | {"corrected_bscans": "2", "volume_mm3": "8.765"}
+    save_table([row, *read_table(out)[1:]], out)
+    Path(eye).replace(target)
+
+    def stopped(line):
+        raise KeyboardInterrupt
+
+    if not workers:  # in between the table has both rows
+        with pytest.raises(KeyboardInterrupt):
+            write_table([target], out, echo=stopped)
+        assert len(read_table(out)) == 2
+    assert write_table([target], out, workers=workers, echo=quiet) == 1
+    assert read_table(out) == [row | {"source": target}]
+    assert write_table([target], out, workers=workers, echo=quiet) == 0
+
+
+def test_a_table_of_corrected_scans_alone_names_a_changed_one_and_follows_a_renamed_one(files, tmp_path, small_finder):
+    """The corrections of a scan that has changed do not fit it any more, which nothing said."""
+    out, (eye, _, other), said = tmp_path / "table.csv", files, list[str]()
+    write_table([eye, other], out, echo=said.append)
+    rows = [row | {"corrected_bscans": "2"} for row in read_table(out)]
+    save_table(rows, out)
+    only = partial(write_table, out=out, only_corrected=True, echo=said.append)
+    said.clear()
+    assert only([eye, other]) == 0 and not said
+    os.utime(eye, ns=(0, 0))
+    assert only([eye, other]) == 0 and f"{eye}: has changed since somebody corrected it" in said[0]
+    moved = str(Path(other).rename(tmp_path / "moved.npz"))
+    assert only([moved]) == 1 and read_table(out) == [rows[0], rows[1] | {"source": moved}]
+    third = tmp_path / "third.npz"
+    third.write_bytes(Path(eye).read_bytes().replace(b"volume", b"pixels"))
+    assert only([str(third)]) == 0 and len(read_table(out)) == 2
 
 
 @pytest.mark.parametrize("changed", ["nothing", "sidecar", "path"])

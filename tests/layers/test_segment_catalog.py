@@ -1,18 +1,23 @@
 """`octfm segment CATALOG`: scans with the participant, eye and millimetres that the catalog states."""
 
 import csv
+import json
 import zipfile
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+import octfm
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.labels import read_labels
 from octfm.errors import ConfigError
+from octfm.layers import table
+from octfm.layers.corrections import FORMAT
 from octfm.layers.sample import samples
 from octfm.layers.table import read_table
 from octfm.trust.device_agreement import device_agreement
+from octfm.volume.pixel_copies import fingerprint
 from support.command_line import invoke
 from support.multifile_dicom import series
 from support.stars import lines_of, write_star
@@ -127,6 +132,49 @@ def test_a_file_that_is_not_the_one_of_the_catalog_is_named(clinic, small_finder
     shown = invoke("segment", catalog, "--out", out)
     assert shown.exit_code == 0 and "; 1 could not be read" in shown.output
     assert [row["problem"].split(":")[0] for row in read_table(out)] == ["", "changed_since_scan", ""]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_table_of_a_catalog_that_goes_on_with_its_folder_keeps_what_the_catalog_says(
+    clinic, small_finder, monkeypatch, workers
+):
+    """Each row lost its participant, and had a problem if only the catalog knew the millimetres."""
+    monkeypatch.setattr(table, "spread", lambda makes, items, *_, **__: map(makes, items))  # has the small network
+    out, changed = clinic / "table.csv", clinic / "scans" / "b.npy"
+
+    def segmented(what):
+        return invoke("segment", what, "--out", out, "--workers", workers).output
+
+    assert "3 new of 3" in segmented(scanned(clinic))
+    rows = read_table(out)
+    assert "0 new of 3" in (said := segmented(clinic / "scans")) and "left as it was" not in said
+    np.save(changed, np.load(changed)[:, :, ::-1])
+    assert "0 new of 3" in (said := segmented(clinic / "scans")) and "missing_spacing: " in said
+    changed.with_suffix(".json").write_text('{"spacing_mm": [0.4, 0.0078, 0.023]}')
+    assert "0 new of 3" in (said := segmented(clinic / "scans"))
+    assert said.count("left as it was") == 1 and f"{changed}: has changed" in said and "give that catalog" in said
+    assert read_table(out) == rows
+    changed.rename(moved := changed.with_name("moved.npy"))
+    changed.with_suffix(".json").rename(moved.with_suffix(".json"))
+    assert f"{moved}: " in segmented(clinic / "scans")
+    write_files(clinic, [("a.npy", "7", "OD"), ("moved.npy", "7", "OS"), ("c.npy", "8", "OD")])
+    segmented(scanned(clinic))
+    assert stated(out)[-1] == ("7", "L") and not any(row["problem"] for row in read_table(out))
+
+
+def test_corrections_of_a_scan_of_a_catalog_ask_for_the_catalog(clinic, small_finder):
+    out, scan = clinic / "table.csv", clinic / "scans" / "a.npy"
+    (clinic / "scans" / "a.json").write_text('{"spacing_mm": [0.4, 0.0078, 0.023]}')
+    assert "3 new of 3" in invoke("segment", scanned(clinic), "--out", out).output
+    hand = clinic / "hand.json"
+    found = octfm.segment(scan)
+    facts = {"scan": fingerprint(found.volume.voxels), "network": found.model, "shape": found.volume.shape}
+    by = {"format": FORMAT, "octfm": "0.1", "author": "A. Grader", "time": "2026-11-23T21:00:00Z"}
+    hand.write_text(json.dumps(by | facts | {"bscans": [{"bscan": 0, "areas": {}}]}))
+    done = invoke("segment", scan, clinic / "scans" / "b.npy", "--out", out, "--apply-corrections", hand)
+    assert done.exit_code == 0 and "0 new of 2" in done.output and "give that catalog" in done.output
+    done = invoke("segment", clinic / "catalog", "--out", out, "--apply-corrections", hand)
+    assert "1 new of 3" in done.output and stated(out)[0] == ("7", "R")
 
 
 def test_axial_lengths_are_those_of_the_catalogs_participants(clinic, small_finder):

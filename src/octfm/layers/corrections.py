@@ -6,7 +6,7 @@ lengths.
 """
 
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +26,7 @@ AXIAL_LENGTH_MM = (14, 40)
 OUTSIDE_ROWS = 32
 """Rows by which a line may leave the frame."""
 OUT_OF_ORDER_ROWS = 0.02
-"""A line may lie this much above the one before it, because pages round uncorrected lines to a fraction of a row."""
+"""A line may lie this much above one before it, because pages round uncorrected lines to a fraction of a row."""
 
 
 class _Bscan(BaseModel):
@@ -223,7 +223,8 @@ def _lines_of(each: _Bscan, height: int, width: int, source: str) -> dict[str, n
         if ((rows < -OUTSIDE_ROWS) | (rows > height + OUTSIDE_ROWS)).any():
             raise _refused(source, where, f"rows from 0 to {height - 1}", f"{np.nanmin(rows)}, {np.nanmax(rows)}")
         lines[name] = rows.astype(np.float32)
-    for upper, lower in pairwise([name for name in SURFACES if name in lines]):
+    # All pairs, since a line between two others may have a gap.
+    for upper, lower in combinations([name for name in SURFACES if name in lines], 2):
         require_order(source, each.bscan, upper, lines[upper], lower, lines[lower])
     return lines
 
@@ -246,7 +247,7 @@ def _areas_of(each: _Bscan, areas: dict[str, list[int]], voxels: int, source: st
 
 
 def require_order(source: str, bscan: int, upper: str, above: np.ndarray, lower: str, below: np.ndarray) -> None:
-    """Raise CorrectionsError where a line, rows [W], lies above the one before it."""
+    """Raise CorrectionsError where a line, rows [W], lies above one before it."""
     if (wrong := np.flatnonzero(below < above - OUT_OF_ORDER_ROWS)).size:
         raise CorrectionsError(
             f"{source}: B-scan {bscan}, A-scan {wrong[0]}: {lower} at row {below[wrong[0]]:g} lies above {upper} at "

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import ClassVar
 
@@ -135,7 +135,7 @@ class ScanSegmentation(Segmentation):
             for bscan, rows in by_bscan.items():
                 surfaces[name][bscan] = rows
         for bscan in sorted(corrections.touched):
-            for upper, lower in pairwise(surfaces):
+            for upper, lower in combinations(surfaces, 2):
                 above, below = surfaces[upper][bscan], surfaces[lower][bscan]
                 require_order(corrections.source, bscan, upper, above, lower, below)
         for bscan, areas in corrections.areas.items():

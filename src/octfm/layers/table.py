@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from octfm.catalog.acquisition import Acquisition
@@ -72,6 +72,10 @@ _OF_AN_ACQUISITION = ("acquisition", "scanner", "bscans")
 _CORRECTED_BEFORE = (
     "has changed since somebody corrected it, or has another axial length or other facts in a catalog now, and its row "
     "is left as it was; give --apply-corrections with its corrections, or another --out"
+)
+_OF_A_CATALOG = (
+    "has changed, or has another axial length or corrections now, and its row is left as it was, because it has what a "
+    "catalog says about the scan; give that catalog instead of the file, or another --out"
 )
 
 
@@ -158,8 +162,8 @@ def write_table(
     A file that cannot be read or segmented gets a row with its problem, and is tried again by the next call. A source
     that is named twice has one row. If a file on a disk or its sidecar has changed, it is segmented again: `file_state`
     in its row is a hash of their sizes and dates. A corrected row is kept, and `echo` says so, unless `corrections` has
-    the scan. If the file of a row is gone, as after a folder was renamed, the row passes to the same acquisition's new
-    place.
+    the scan; so is a row with what a catalog says about the scan, unless `known` says that again. If the file of a row
+    is gone, as after a folder was renamed, the row passes to the same acquisition's new place.
 
     finder, device: as for `segment`.
     corrections: fingerprint of a scan → what somebody has corrected in it; its row is written again, marked as
@@ -180,79 +184,98 @@ def write_table(
     scan, or fit none of them.
     """
     finder, corrections, known = finder or load_finder(device=device), corrections or {}, known or {}
-    done: set[str] = set()
-    used: set[str] = set()
+    done = set[str]()
     with only_writer(out), closing(_Table(out)) as table:
         table.expect(finder.model, only_corrected, axial_lengths is not None)
+        here = _InThisProcess(table, limits, finder, corrections, only_corrected, known, axial_lengths, also, echo)
         new: list[str] = []
         if workers and not (corrections or only_corrected):
-            # A scan with a corrected row is not segmented again, so that its picture stays.
-            files = [s for s in dict.fromkeys(sources) if isinstance(s, str) and not table.row(s)["corrected_bscans"]]
+            # A scan whose row stays is not segmented again, so that its picture stays.
+            files = [s for s in dict.fromkeys(sources) if isinstance(s, str) and not table.stays(s, known.get(s))]
             new = [s for s in files if not table.has(s, state_of(s, known.get(s)))]
-        from_children = _rows_of(
-            new,
-            known,
-            axial_lengths,
-            device,
-            also,
-            limits or Limits(),
-            workers,
-            table.corrected_and_gone() if new else (),
-        )
+        by_hand = table.corrected_and_gone() if new else ()
+        from_children = _rows_of(new, known, axial_lengths, device, also, limits or Limits(), workers, by_hand)
         waiting = set(new)
         for given in progress(sources):
             source = given.source if isinstance(given, Volume) else given
             if source in done:
                 continue
             if source in waiting:
-                done.add(source)
                 row = next(from_children)
-                if row["problem"] or not table.keeps(row, source, echo):
-                    table.put(row, echo)
-                continue
-            own = known.get(source)
-            state = "" if isinstance(given, Volume) else state_of(source, own)
-            has_row = table.has(source, state)
-            if has_row and not corrections and axial_lengths is None:
-                continue
-            try:
-                volume = given
-                if not isinstance(volume, Volume):
-                    volume = read_known(volume, own, limits)
-                by_hand = corrections.get(fingerprint(volume.voxels)) if corrections else None
-                length = axial_lengths.of(volume) if axial_lengths else None
-                as_before = has_row and (
-                    axial_lengths is None or table.row(source)["axial_length_mm"] == cell_of(length)
-                )
-                if by_hand is None and (as_before or only_corrected):
-                    continue
-                facts = _facts(volume, state) | {"axial_length_mm": cell_of(length)}
-                if table.keeps(facts, source, echo, despite=by_hand):
-                    done.add(source)
-                    continue
-                found = segment(volume, axial_length_mm=length, finder=finder)
-                if by_hand is not None:
-                    used.add(by_hand.source)
-                    found = found.corrected(by_hand)
-                grid = None if isinstance(given, Volume) else device_grid_of(given, limits)
-                row = row_of(found, grid) | {"source": source, "file_state": state, "participant": person_of(own)}
-            except (BucketError, CorrectionsError):
-                raise  # neither an unreachable bucket nor a wrong file of corrections says anything about the scan
-            except BAD_INPUT as error:
-                if has_row and isinstance(error, ReadError):  # it was read before; a network drive may be away
-                    continue
-                row = _row(source) | {"problem": _problem(source, error)}
+                if not row["problem"] and table.keeps(row, source, echo):
+                    row = None
             else:
-                if also:
-                    also(source, found)
-            if not isinstance(given, Volume):  # volumes in memory may share a source
+                row = here.row(given)
+            if isinstance(given, str):  # volumes in memory may share a source
                 done.add(source)
-            if row["problem"] and (only_corrected or table.row(source)["corrected_bscans"]):
-                echo(row["problem"])
-                continue
-            table.put(row, echo)
-    _report_unused(corrections, used, echo)
+            if row is not None:
+                table.put(row, echo)
+    _report_unused(corrections, here.used, echo)
     return table.changed
+
+
+@dataclass(frozen=True)
+class _InThisProcess:
+    """What makes rows of a table in this process; the fields are parameters of `write_table`."""
+
+    table: "_Table"
+    limits: Limits | None
+    finder: LayerFinder
+    corrections: Mapping[str, Corrections]
+    only_corrected: bool
+    known: KnownScans
+    axial_lengths: AxialLengths | None
+    also: Callable[[str, ScanSegmentation], None] | None
+    echo: Echo
+    used: set[str] = field(default_factory=set)
+    """Files of the corrections that fitted a scan."""
+
+    def row(self, given: str | Volume) -> dict[str, str] | None:
+        """The new row of a scan; None if the table needs none, because it has this row or keeps another one."""
+        source = given.source if isinstance(given, Volume) else given
+        own = self.known.get(source)
+        state = "" if isinstance(given, Volume) else state_of(source, own)
+        has_row = self.table.has(source, state)
+        if has_row and not self.corrections and self.axial_lengths is None:
+            return None
+        try:
+            if (found := self._found(given, own, state, has_row)) is None:
+                return None
+            grid = None if isinstance(given, Volume) else device_grid_of(given, self.limits)
+            row = row_of(found, grid) | {"source": source, "file_state": state, "participant": person_of(own)}
+        except (BucketError, CorrectionsError):
+            raise  # neither an unreachable bucket nor a wrong file of corrections says anything about the scan
+        except BAD_INPUT as error:
+            if has_row and isinstance(error, ReadError):  # it was read before; a network drive may be away
+                return None
+            problem = _problem(source, error)  # it may name a sidecar instead
+            if self.table.stays(source, own):
+                self.echo(f"{source}: its row is left as it was: {problem}")
+                return None
+            if self.only_corrected:
+                self.echo(f"{source}: {problem}")
+                return None
+            return _row(source) | {"problem": problem}
+        if self.also:
+            self.also(source, found)
+        return row
+
+    def _found(self, given: str | Volume, own: Known, state: str, has_row: bool) -> ScanSegmentation | None:
+        """Read and segment a scan; None if its row stays as it is, or is not wanted."""
+        volume = given if isinstance(given, Volume) else read_known(given, own, self.limits)
+        source = given.source if isinstance(given, Volume) else given
+        by_hand = self.corrections.get(fingerprint(volume.voxels)) if self.corrections else None
+        if by_hand is not None:
+            self.used.add(by_hand.source)
+        length = self.axial_lengths.of(volume) if self.axial_lengths else None
+        same_length = self.axial_lengths is None or self.table.row(source)["axial_length_mm"] == cell_of(length)
+        if has_row and same_length and by_hand is None:
+            return None
+        facts = _facts(volume, state) | {"axial_length_mm": cell_of(length), "participant": person_of(own)}
+        if self.table.keeps(facts, source, self.echo, despite=by_hand) or (self.only_corrected and by_hand is None):
+            return None
+        found = segment(volume, axial_length_mm=length, finder=self.finder)
+        return found if by_hand is None else found.corrected(by_hand)
 
 
 def _rows_of(
@@ -355,6 +378,7 @@ class _Table:
         # Files that could not be read are tried again: a network drive may have been away.
         self._states = {row["source"]: row["file_state"] for row in self.rows if not row["problem"]}
         self._places = {row["source"]: i for i, row in enumerate(self.rows)}
+        self._replaced: dict[str, int] = {}
         self._same_scan = defaultdict[tuple[str, ...], list[int]](list)
         for i, row in enumerate(self.rows):
             self._same_scan[_scan_of(row)].append(i)
@@ -379,11 +403,20 @@ class _Table:
     def has(self, source: str, state: str) -> bool:
         """Whether the table had a row of this source, without a problem, and its file has not changed since."""
         before = self._states.get(source)
-        return before is not None and (not state or before == state or not (before or is_remote(source)))
+        if before is None:
+            return False
+        # Without the catalog of its row, only the files can be compared.
+        return not state or state in (before, before.partition("-")[0]) or not (before or is_remote(source))
 
     def row(self, source: str) -> dict[str, str]:
         place = self._places.get(source)
         return _row(source) if place is None else self.rows[place]
+
+    def stays(self, source: str, known: Known) -> bool:
+        """Whether the row of this scan must not get automatic lines, because somebody corrected it, or what a file
+        alone says, because a catalog said more."""
+        row = self.row(source)
+        return bool(row["corrected_bscans"] or (row["participant"] and not person_of(known)))
 
     def corrected_and_gone(self) -> set[tuple[str, ...]]:
         """Corrected scans whose file is gone. If it turns up elsewhere, its row must not get automatic lines."""
@@ -391,30 +424,39 @@ class _Table:
         return {_scan_of(row) for row in corrected if _has_gone(row)}
 
     def keeps(self, facts: Mapping[str, str], source: str, echo: Echo, despite: Corrections | None = None) -> bool:
-        """Whether the row of this scan stays as it is because somebody corrected it; never if `despite` has new
-        corrections. `facts`: cells of its new row. First, a row of the same acquisition whose file is gone passes to
-        `source`."""
+        """Whether the row of this scan stays as it is: because somebody corrected it, unless `despite` has new
+        corrections, or because it has what a catalog says, which is not given now. `facts`: cells of its new row.
+        First, a row of the same acquisition whose file is gone passes to `source`."""
         if old := self._move(facts, source):
             echo(f"{old}: is no longer there; its row is now that of {source}")
         before = self.row(source)
-        if despite is not None or not before["corrected_bscans"]:
-            return False
         # Without a length now, the row may have that of the page on which it was corrected.
         length = facts["axial_length_mm"] or before["axial_length_mm"]
-        now = facts["file_state"], facts["laterality"], length
-        if now != (before["file_state"], before["laterality"], before["axial_length_mm"]):
-            echo(f"{source}: {_CORRECTED_BEFORE}")
+        if before["participant"] and not facts["participant"]:
+            now = facts["file_state"] or before["file_state"], length
+            if despite or now != (before["file_state"].partition("-")[0], before["axial_length_mm"]):
+                echo(f"{source}: {_OF_A_CATALOG}")
+        elif despite is None and before["corrected_bscans"]:
+            now = facts["file_state"], facts["laterality"], length
+            if now != (before["file_state"], before["laterality"], before["axial_length_mm"]):
+                echo(f"{source}: {_CORRECTED_BEFORE}")
+        else:
+            return False
         self.put(before | {"source": source})
         return True
 
     def _move(self, facts: Mapping[str, str], source: str) -> str:
-        """If the file of this acquisition's row is gone, as after a folder was renamed, give the row to `source`;
-        returns the old source, empty if there is no such row."""
-        if source in self._places or not facts["acquisition"]:
+        """If the file of this acquisition's row is gone, as after a folder was renamed, give the row to `source`, in
+        place of a row of a problem or of another scan, which the file has replaced; returns the old source, empty if
+        there is no such row."""
+        before = self.row(source)
+        if before["corrected_bscans"] or facts["acquisition"] in ("", before["acquisition"]):
             return ""
         for place in self._same_scan.get(_scan_of(facts), ()):
-            old = self.rows[place]["source"]
-            if _has_gone(self.rows[place]):
+            old = self.rows[place].get("source", "")
+            if old and _has_gone(self.rows[place]):
+                if (replaced := self._places.get(source)) is not None:
+                    self._replaced[source] = replaced
                 self._places.pop(old, None)
                 self._places[source] = place
                 return old
@@ -422,6 +464,8 @@ class _Table:
 
     def put(self, row: dict[str, str], echo: Echo | None = None) -> None:
         """Replace the row of this source, or add one; if it is new or changed, `echo` gets its problem or verdict."""
+        if (replaced := self._replaced.pop(row["source"], None)) is not None:
+            self.rows[replaced] = {}  # not removed, since rows are known by their places
         if (place := self._places.pop(row["source"], None)) is None:
             self.rows.append(row)
         elif self.rows[place] == row:
@@ -439,7 +483,7 @@ class _Table:
         """Write the table if its file lacks changes."""
         if self._unsaved:
             begun = time.monotonic()
-            save_table(self.rows, self.out)
+            save_table([row for row in self.rows if row], self.out)
             self._unsaved, self._next = False, time.monotonic() + self.WAIT * (time.monotonic() - begun)
 
 
@@ -521,8 +565,9 @@ def save_table(rows: Iterable[dict[str, str]], out: Location) -> None:
 
 
 def read_table(path: Location) -> list[dict[str, str]]:
-    """The rows of a table. Raises EvaluationError if it has other columns, or a row is damaged."""
-    reader = csv.DictReader(io.StringIO(path.read_bytes().decode("utf-8", "surrogateescape"), newline=""))
+    """The rows of a table, whose file may begin with the mark of UTF-8 that spreadsheets write. Raises EvaluationError
+    if it has other columns, or a row is damaged."""
+    reader = csv.DictReader(io.StringIO(path.read_bytes().decode("utf-8-sig", "surrogateescape"), newline=""))
     rows = []
     try:
         if tuple(reader.fieldnames or ()) != COLUMNS:
