@@ -1,9 +1,9 @@
 """Loader throughput from a cold disk and from a bucket: `python benchmarks/buckets.py [--volumes 16]`.
 
 The same zstd store of full-size phantoms lies on the local disk and in an S3 server on loopback, in a separate process
-(moto, written in Python and slower than any real server). Volumes per second through `Loader`: local warm; local cold
-(page cache dropped for these files); bucket, first epoch (everything fetched, checked and cached); bucket, later epochs
-(from the cache). Compare only ratios within one run.
+(moto, in `octfm[test]`; written in Python and slower than any real server). Volumes per second through `Loader`: local
+warm; local cold (page cache dropped for these files); bucket, first epoch (everything fetched, checked and cached);
+bucket, later epochs (from the cache). Compare only ratios within one run.
 """
 
 import argparse
@@ -25,12 +25,15 @@ from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
 
 PORT = 5599
+BATCH = 4
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--volumes", type=int, default=16)
+    parser.add_argument("--volumes", type=int, default=16, help=f"a multiple of {BATCH}, the volumes of a batch")
     volumes = parser.parse_args().volumes
+    if volumes < BATCH or volumes % BATCH:
+        parser.error(f"--volumes {volumes}: expected a multiple of {BATCH}, the volumes of a batch")
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {
             "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1",
@@ -69,9 +72,9 @@ def main() -> None:
 
 
 def _epoch(store: Store, volumes: int) -> float:
-    with Loader(store, range(volumes), 4, seed=0) as loader:
+    with Loader(store, range(volumes), BATCH, seed=0) as loader:
         start = time.perf_counter()
-        for step in range(volumes // 4):
+        for step in range(volumes // BATCH):
             loader.batches(step)
         return volumes / (time.perf_counter() - start)
 

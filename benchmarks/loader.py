@@ -93,7 +93,10 @@ def main() -> None:
     parser.add_argument("--usual", action="store_true", help="compare with the usual way, too")
     asked = parser.parse_args()
     from octfm.phantom import phantom_volume
+    from usual_way import need_monai
 
+    if asked.usual:
+        need_monai()
     preprocessing = Preprocessing()
     prepared = [
         preprocessing(phantom_volume(seed, scanner="topcon_maestro2", size=(64, 442, 512))[0]) for seed in (1, 2)

@@ -33,7 +33,7 @@ from octfm.store.writer import stage
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.volume import Spacing3, Volume
-from usual_way import usual_way
+from usual_way import need_monai, usual_way
 
 SYNTAXES = {
     "JPEG 2000": uid.JPEG2000Lossless,
@@ -95,6 +95,8 @@ def main() -> None:
     options = parser.parse_args()
     if os.environ.get("OMP_NUM_THREADS") != "1":
         parser.error("set OMP_NUM_THREADS=1: workers compute with one thread each")
+    if "uncompressed" in options.syntaxes and not options.memory:
+        need_monai()
     preprocessing = Preprocessing()
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)

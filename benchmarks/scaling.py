@@ -39,6 +39,8 @@ def main() -> None:
         "--xla", metavar="PYTHON", help="interpreter of an environment made by tests/xla/environment.sh"
     )
     chosen = arguments.parse_args()
+    if chosen.steps < 4:
+        arguments.error(f"--steps {chosen.steps}: expected 4 or more, since the first two are not timed")
     cases = {
         "single, 1 x n": (1, "ddp", chosen.per_rank),
         "DDP, 2 ranks x n (weak)": (2, "ddp", 2 * chosen.per_rank),

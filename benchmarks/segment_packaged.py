@@ -74,10 +74,9 @@ def amd(finder: LayerFinder, data: Path, every: int) -> list[np.ndarray]:
     height = (drawn["bm"] - drawn["rpe"]) * ROW_UM
     for low, high in ((0, 20), (20, 40), (40, np.inf)):
         there = (height >= low) & (height < high)
-        show(
-            f"rpe_peak where RPE and BM lie {low} to {high} µm apart",
-            found.rows[SURFACES.index("rpe_peak")][there] - drawn["rpe"][there],
-        )
+        for name, rows in (("rpe_peak", found.rows), ("rpe_peak of the network", own.rows)):
+            off = rows[SURFACES.index("rpe_peak")] - drawn["rpe"]
+            show(f"{name}, RPE and BM {low} to {high} µm apart", off[there])
     return [overlay(voxels[d], found, d) for d in (0, len(voxels) // 2)]
 
 
@@ -104,7 +103,7 @@ def snapped(volume: Volume) -> tuple[np.ndarray, np.ndarray]:
 def show(name: str, off: np.ndarray) -> None:
     off = off * ROW_UM
     print(
-        f"AMD volume {name:45} {np.nanmean(np.abs(off)):5.2f} µm, bias {np.nanmean(off):+5.2f}, "
+        f"AMD volume {name:55} {np.nanmean(np.abs(off)):5.2f} µm, bias {np.nanmean(off):+5.2f}, "
         f"{100 * np.nanmean(np.abs(off) > 20):.1f} % beyond 20 µm, {100 * np.isnan(off).mean():.1f} % missing"
     )
 

@@ -28,7 +28,8 @@ class Tally:
     off_um: dict[str, list[float]] = field(default_factory=dict)
     """Mean absolute error of a surface in every volume."""
     both: np.ndarray = field(default_factory=lambda: np.zeros(len(MASKS)))
-    sizes: np.ndarray = field(default_factory=lambda: np.zeros(len(MASKS)))
+    true: np.ndarray = field(default_factory=lambda: np.zeros(len(MASKS)))
+    ours: np.ndarray = field(default_factory=lambda: np.zeros(len(MASKS)))
     false_nl: list[float] = field(default_factory=list)
     """Fluid found in volumes without any."""
 
@@ -66,7 +67,8 @@ def tally(finder: LayerFinder, stream: Stream, volumes: int) -> Tally:
         for k, value in enumerate(VALUES):
             truth, ours = image.lesions == value, found.lesions == k + 1
             sums.both[k] += (truth & ours).sum()
-            sums.sizes[k] += truth.sum() + ours.sum()
+            sums.true[k] += truth.sum()
+            sums.ours[k] += ours.sum()
         if not np.isin(image.lesions, VALUES[:2]).any():
             sums.false_nl.append(float(np.isin(found.lesions, (1, 2)).sum() * np.prod(image.spacing_mm) * 1000))
     return sums
@@ -78,8 +80,9 @@ def show(sums: Tally) -> None:
             f"  {name:24} median of volumes {np.median(errors):5.2f} µm, mean {np.mean(errors):6.2f}, "
             f"worst tenth from {np.quantile(errors, 0.9):6.2f}"
         )
-    for name, both, sizes in zip(MASKS, sums.both, sums.sizes, strict=True):
-        print(f"  {name:20} Dice {2 * both / sizes if sizes else np.nan:.3f}")
+    for name, both, true, ours in zip(MASKS, sums.both, sums.true, sums.ours, strict=True):
+        dice, area = 2 * both / (true + ours) if true + ours else np.nan, ours / true if true else np.nan
+        print(f"  {name:20} Dice {dice:.3f}, area over the true one {area:.2f}")
     fluid = np.array(sums.false_nl)
     print(
         f"  {len(fluid)} volumes without fluid: {100 * np.mean(fluid <= 1):.0f} % with at most 1 nl found, "

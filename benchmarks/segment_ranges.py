@@ -309,6 +309,10 @@ def main() -> None:
             arguments.part,
             arguments.seed,
         )
+    if empty := next(
+        (path for path in (arguments.check, arguments.fit, arguments.test) if path and not read(path)), None
+    ):
+        parser.error(f"{empty}: no participants; make them with --save {empty}")
     if arguments.check:
         check(read(arguments.check))
     if arguments.fit:

@@ -26,6 +26,7 @@ import numpy as np
 from octfm.errors import EvaluationError
 from octfm.layers.edges import onto_edges
 from octfm.layers.finder import LayerFinder, load_finder
+from octfm.layers.ranges import Ranges, packaged_ranges
 from octfm.layers.segment import ScanSegmentation, segment
 from octfm.layers.verdict import ZONE_UM, Measures, decide
 from octfm.layers.zones import unsteady
@@ -181,8 +182,9 @@ def loaded(record: list) -> Case:
     return Case(seed, kind, Measures(**measures), {name: Zone(*zone) for name, zone in zones.items()})
 
 
-def report(cases: list[Case]) -> None:
-    """Zone values wrong and right, and the share of each that the verdict refuses, by kind of volume."""
+def report(cases: list[Case], ranges: Ranges | None) -> None:
+    """Zone values wrong and right, and the share of each that the verdict refuses, by kind of volume; and how far those
+    of undisturbed volumes that are given are off."""
     print(f"{'volumes':<16} {'n':>4} {'refused':>8} {'wrong':>6} {'refused':>8} {'right':>6} {'refused':>8}  reasons")
     undisturbed = [c for c in cases if c.kind == "as drawn"]
     for kind in ("as drawn", *ACCIDENTS, *ALTERATIONS):
@@ -190,6 +192,7 @@ def report(cases: list[Case]) -> None:
     row("all", cases)
     plain = [c for c in cases if c.kind in UNDISTURBED]
     row("undisturbed", plain)
+    print(given(plain, ranges))
     print()
     candidates(cases, plain)
     print()
@@ -204,6 +207,19 @@ def report(cases: list[Case]) -> None:
         if values[0] and values[1]:
             cells = [*np.quantile(values[0], (0, 0.05, 0.5, 0.95, 1)), *np.quantile(values[1], (0.05, 0.5, 0.95))]
             print(f"{item.name:<14} " + " ".join(f"{v:{12 if i == 5 else 9}.3g}" for i, v in enumerate(cells)))
+
+
+def given(cases: list[Case], ranges: Ranges | None) -> str:
+    """Errors of the zones that are neither withheld nor refused, and the share whose truth lies in their range."""
+    zones = [z for c in cases for z in c.zones.values() if not c.refused(z) and np.isfinite(z.true_um)]
+    if not zones:
+        return "no zone is given"
+    off = np.abs([z.found_um - z.true_um for z in zones])
+    line = f"{len(zones)} zones given: {off.mean():.1f} µm off on average, 95th percentile {np.quantile(off, 0.95):.1f}"
+    if ranges is None:  # a network that is not packaged
+        return line
+    ends = [(ranges.of(z.found_um, z.expected_um, z.fluid_um), z.true_um) for z in zones]
+    return f"{line}, {100 * np.mean([low <= true <= high for (low, high), true in ends]):.0f} % within their range"
 
 
 def candidates(*groups: list[Case]) -> None:
@@ -325,10 +341,10 @@ def main() -> None:
         invariances(chain(phantoms, real), load_finder(arguments.model))
         return
     cases: list[Case] = []
+    finder = load_finder(arguments.model)
     if arguments.again:
         cases = [loaded(record) for path in arguments.again for record in json.loads(path.read_text())]
     else:
-        finder = load_finder(arguments.model)
         for seed in range(arguments.first, arguments.first + (arguments.count or 100)):
             if arguments.wide:
                 cases.append(case(seed, "as drawn", drawn_wide(seed, arguments.bscans), finder))
@@ -336,7 +352,7 @@ def main() -> None:
                 cases += cases_of(seed, arguments.bscans, finder)
             if arguments.save:
                 arguments.save.write_text(json.dumps([c._replace(measures=asdict(c.measures)) for c in cases]))
-    report(cases)
+    report(cases, packaged_ranges(finder.name, finder.digest))
 
 
 if __name__ == "__main__":

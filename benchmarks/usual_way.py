@@ -1,5 +1,6 @@
 """The common way to load OCT for training: pydicom, then MONAI's Spacingd and Resized, per volume and epoch."""
 
+import importlib.util
 import warnings
 from pathlib import Path
 
@@ -7,6 +8,12 @@ import numpy as np
 
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.volume import Spacing3
+
+
+def need_monai() -> None:
+    """Raises SystemExit if MONAI is not installed; to be called before anything is timed."""
+    if importlib.util.find_spec("monai") is None:
+        raise SystemExit("the usual way needs MONAI: pip install 'octfm[bench]'")
 
 
 def usual_way(path: str | Path, spacing_mm: Spacing3, preprocessing: Preprocessing) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Makes the figure and the tables of docs/phantom.md.
 
 `python docs/phantom.py` writes docs/phantom.webp and prints the tables. `python docs/phantom.py --real FOLDER OUT.png`
-writes, for your eyes only, phantom B-scans beside real ones: real pixels are never committed.
+writes, for your eyes only, phantom B-scans beside real ones: real pixels are never committed. FOLDER is that of
+docs/results.md with macular_hole_49.npz as well (`volume`, uint8 [B-scans, rows, A-scans]).
 """
 
 import io

@@ -131,7 +131,8 @@ def test_volumes_without_spread_are_embedded_and_drawn(run, tmp_path, edit):
     """Identical, nearly identical and constant volumes: nothing is divided by how far they are apart."""
     store = small_store(tmp_path / "prepared", edit, ["train"] * 3)  # the first and the third on one scanner
     embed_all(str(run), str(store.path), tmp_path / "embeddings", baselines=False, echo=quiet)
-    scenes = load_scenes(tmp_path / "figures" / "scenes.npz")
+    scenes = load_scenes(tmp_path / "embeddings" / "figures" / "scenes.npz")
+    assert not (tmp_path / "figures").exists(), "pictures of scans beside the folder that was named"
     shown = [values for scene in scenes if (values := scene.overlay("occlusion")) is not None]
     assert shown and all(np.nanmax(np.abs(values)) < 1e3 for values in shown)
 

@@ -740,7 +740,7 @@ def test_the_command_takes_what_is_there_again_and_refuses_bad_options(judged):
         assert done.exit_code != 0 and message in str(done.exception)
 
 
-def test_a_run_that_cannot_be_pooled_as_the_first_is_named_before_anything_is_embedded(judged, tmp_path):
+def test_a_run_that_cannot_be_compared_is_named_before_anything_is_embedded(judged, tmp_path):
     _, store, _, run = judged
     model = {"patch_size": [2, 8, 8], "width": 24, "depth": 1, "heads": 2, "summary": 2}
     phantoms = {"seed": 1, "volumes": 4, **store.preprocessing.model_dump(include={"image_size", "target_spacing"})}
@@ -749,6 +749,14 @@ def test_a_run_that_cannot_be_pooled_as_the_first_is_named_before_anything_is_em
     first = quick_pretrain(settings, out=tmp_path / "summary", echo=quiet)
     with pytest.raises(EvaluationError, match=r"several: cannot be pooled as the first .*; name several first"):
         trust(first, [store.path], tmp_path / "out", targets=["disease"], others=[run], echo=quiet)
+    phantoms["target_spacing"] = [2 * mm for mm in phantoms["target_spacing"]]
+    coarse = quick_pretrain(
+        pretrain_config(steps=1, model=model, data=data, objective={"name": "dense"}),
+        out=tmp_path / "coarse",
+        echo=quiet,
+    )
+    with pytest.raises(EvaluationError, match=r"prepared with other settings than .*coarse.*target_spacing"):
+        trust(run, [store.path], tmp_path / "out", targets=["disease"], others=[coarse], echo=quiet)
     assert not (tmp_path / "out").exists(), "nothing embedded, nothing written"
 
 

@@ -37,8 +37,8 @@ def embed(
         str | None,
         opt.place_option(
             "FOLDER",
-            "Folder for the parquet files (with --files, --catalog and scans also in a bucket); default: "
-            "RUN/embeddings. Required for scans, and if RUN is an export or left out.",
+            "Folder for the parquet files (with --files, --catalog and scans also in a bucket), with pictures of scans "
+            "for --store; default: RUN/embeddings. Required for scans, and if RUN is an export or left out.",
             "--out",
         ),
     ] = None,

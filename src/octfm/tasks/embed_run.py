@@ -34,13 +34,15 @@ def embed_all(
     """Embed a store with the encoder of `run` (None: the packaged one) and, as baselines, with the same encoder before
     its first update (three draws), a histogram, the tissue map and the image quality.
 
-    Vectors go to `out`, or RUN/embeddings, and pictures for the report to the folder `figures` next to it; never
-    into an export, which may be published. Pictures show the encoder's inputs and features; with `head`, a run of
-    octfm finetune on this encoder, also which tokens its answers depend on; with `segmenter`, a run of octfm
-    segment, also the surfaces and masks that it finds. `pool` replaces the run's objective.pool. `exclude` is a file
-    that names volumes to leave out.
+    Vectors go to `out`, or RUN/embeddings, and pictures for the report to RUN/figures, or to `out`/figures if `out`
+    lies in no run; never into an export, which may be published. Pictures show the encoder's inputs and features; with
+    `head`, a run of octfm finetune on this encoder, also which tokens its answers depend on; with `segmenter`, a run of
+    octfm segment, also the surfaces and masks that it finds. `pool` replaces the run's objective.pool. `exclude` is a
+    file that names volumes to leave out.
     """
     out = None if out is None else local_path(out)
+    # Elsewhere nobody looks for pictures of scans beside the folder that was named.
+    in_run = out is None or (out.parent / "config.yaml").is_file()
     home = find(run)
     if out is None and is_export(home):
         raise EvaluationError(
@@ -71,5 +73,5 @@ def embed_all(
             untrained = load_encoder(run, random_init=True, draw=draw, device=device).pooling(pool).reading(opened)
             written.append(embed_store(untrained, opened, out, name, echo))
         written += [baseline(opened, out) for baseline in (histogram_baseline, tissue_map_baseline, quality_baseline)]
-    save_pictures(encoder, opened, out.parent / "figures", trained, finder)
+    save_pictures(encoder, opened, (out.parent if in_run else out) / "figures", trained, finder)
     return written

@@ -14,7 +14,7 @@ from octfm.config import load
 from octfm.display import csv_cell, interval, markdown, p_value
 from octfm.encoder.embed import embed_store, histogram_baseline, quality_baseline
 from octfm.encoder.embeddings import Embeddings, align, of_store, read_embeddings, take_rows
-from octfm.encoder.encoder import load_encoder, seen_by
+from octfm.encoder.encoder import Encoder, load_encoder, seen_by
 from octfm.encoder.sources import find as found
 from octfm.errors import ConfigError, Echo, EvaluationError
 from octfm.evaluation.arms import covariates, with_table
@@ -242,21 +242,28 @@ def embed_run(
     draw: use the weights of this draw before the first update. pool: use this instead of the run's objective.pool.
     """
     encoder = load_encoder(path, random_init=draw is not None, draw=draw or 0).pooling(pool)
+    return read_embeddings(embed_store(encoder, _store_of(encoder, stores), folder, name, echo))
+
+
+def _store_of(encoder: Encoder, stores: Sequence[Store]) -> Store:
+    """The store that has the encoder's preprocessing. Raises EvaluationError if none has."""
     store = next((s for s in stores if s.fingerprint == encoder.fingerprint), stores[0])
-    return read_embeddings(embed_store(encoder, store, folder, name, echo))
+    encoder.reading(store)
+    return store
 
 
-def common_pool(encoders: Mapping[str, Path]) -> VectorPool:
+def common_pool(encoders: Mapping[str, Path], stores: Sequence[Store]) -> VectorPool:
     """Pooling of the first of these encoders. Raises EvaluationError, before hours of embedding, if one of the others
-    cannot be pooled like it."""
+    cannot be pooled like it, or if none of the stores was prepared for one of them."""
     pool = load_encoder(next(iter(encoders.values()))).config.objective.pool
     for name, path in encoders.items():
         try:
-            load_encoder(path).pooling(pool)
+            encoder = load_encoder(path).pooling(pool)
         except ConfigError as error:
             raise EvaluationError(
                 f"{path}: cannot be pooled as the first encoder is: {error}; name {name} first, or leave it out"
             ) from None
+        _store_of(encoder, stores)
     return pool
 
 
@@ -265,7 +272,7 @@ def _embed_entries(paths: Sequence[Path], stores: Sequence[Store], folder: Path,
     if not paths:
         return []
     names = [entry_name(path) for path in paths]
-    pool = common_pool(dict(zip(names, paths, strict=True)))
+    pool = common_pool(dict(zip(names, paths, strict=True)), stores)
     found = [embed_run(path, name, stores, folder, echo, pool=pool) for path, name in zip(paths, names, strict=True)]
     return [*found, embed_run(paths[0], "random_init", stores, folder, echo, draw=0, pool=pool)]
 

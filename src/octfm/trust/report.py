@@ -232,7 +232,7 @@ def _encoders(
     own settings, so that vectors can be compared."""
     read: list[Embeddings] = []
     first = next(iter(runs))
-    pool = common_pool(runs)
+    pool = common_pool(runs, stores)
 
     def embed(path: Path, name: str, draw: int | None = None) -> None:
         echo(f"embedding {len(stores[0])} volumes with {name}")
