@@ -145,7 +145,7 @@ def test_shares_are_respected_as_exactly_as_whole_participants_allow(fractions, 
     assert Counter(placed.values()) == dict(zip(SPLITS, counts, strict=True))
 
 
-@pytest.mark.parametrize("fractions", [(0.8, 0.1, 0.2), (1.1, -0.1, 0.0), (0.5, 0.5), (float("nan"), 0.5, 0.5)])
+@pytest.mark.parametrize("fractions", [(0.8, 0.1, 0.2), (1.1, -0.1, 0.0), (0.5, 0.5), (float("nan"), 0.5, 0.5), 0.8])
 def test_shares_that_are_no_shares_are_refused_before_files_are_read(tmp_path, fractions):
     with pytest.raises(ConfigError, match="sum to 1"):
         assign_splits(cohort(3), fractions=fractions)

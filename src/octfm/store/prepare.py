@@ -76,7 +76,8 @@ def prepare(
     compression: of a new store; by default "none" on a local disk and "zstd" in a bucket.
     read: turns a uri into a Volume, by default `read_volume`; it is pickled and sent to the workers.
     locations: uri -> file, if uris are pseudonyms (octfm.catalog.participants.pseudonyms.locate). key: that of the
-        pseudonyms; without it, a file that has been replaced by another since the scan is not noticed.
+        pseudonyms; without it, or with a cluster, a file that has been replaced by another since the scan is not
+        noticed.
     limits: seconds and memory per file; files that need more are quarantined, like files that crash their decoder.
     keep_upside_down: prepare volumes that look upside down as they are, with a flag, instead of quarantining them.
     cluster: a dask scheduler (tcp://host:port), all of whose workers must see files and store at the same paths.
@@ -117,7 +118,7 @@ def prepare(
             crc=writer.crc,
             keep_upside_down=keep_upside_down,
             find_band=find_band,
-            key=key,
+            key=None if cluster else key,  # which would cross the network, perhaps unencrypted
         )
         try:
             with Progress("prepare", len(tasks), failure="not prepared", enabled=progress, always=True) as display:

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from octfm.errors import ConfigError
+from octfm.errors import ConfigError, shown
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
@@ -34,10 +34,11 @@ def diagnosis_of(labels: Mapping[str, str]) -> str | None:
 
 def expect_fractions(fractions: Sequence[float]) -> None:
     """Raises ConfigError unless these are shares of participants for SPLITS."""
-    if len(fractions) != 3 or not min(fractions) >= 0 or not abs(sum(fractions) - 1) <= 1e-6:
+    three = isinstance(fractions, Sequence) and len(fractions) == 3
+    if not three or not min(fractions) >= 0 or not abs(sum(fractions) - 1) <= 1e-6:
         raise ConfigError(
             "fractions: expected three shares for train, val and test that sum to 1, such as 0.7, 0.1, 0.2; "
-            f"got {', '.join(f'{share:g}' for share in fractions)}"
+            f"got {shown(fractions)}"
         )
 
 
