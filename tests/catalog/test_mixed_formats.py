@@ -162,7 +162,7 @@ def test_of_two_copies_the_one_with_a_sidecar_is_kept(tmp_path):
     (folders[1] / "scan.json").write_text(json.dumps({"spacing_mm": SPACING_MM, "laterality": "OS"}))
     catalog = scan(tmp_path / "clinic", participant_from="{participant}/*", workers=1)
     assert [a.uri for a in catalog.acquisitions] == [str(folders[1] / "scan.npy")]
-    assert [(r.uri, r.code) for r in catalog.rejects] == [(str(folders[0] / "scan.npy"), "duplicate_sop_uid")]
+    assert [(r.uri, r.code) for r in catalog.rejects] == [(str(folders[0] / "scan.npy"), "pixels_of_two_participants")]
     found, left_out = volumes_below(tmp_path / "clinic", workers=1)
     assert found == [str(folders[1] / "scan.npy")] and [r.uri for r in left_out] == [str(folders[0] / "scan.npy")]
 

@@ -256,13 +256,15 @@ def common_pool(encoders: Mapping[str, Path], stores: Sequence[Store]) -> Vector
     """Pooling of the first of these encoders. Raises EvaluationError, before hours of embedding, if one of the others
     cannot be pooled like it, or if none of the stores was prepared for one of them."""
     pool = load_encoder(next(iter(encoders.values()))).config.objective.pool
+    read = []
     for name, path in encoders.items():
         try:
-            encoder = load_encoder(path).pooling(pool)
+            read.append(load_encoder(path).pooling(pool))
         except ConfigError as error:
             raise EvaluationError(
                 f"{path}: cannot be pooled as the first encoder is: {error}; name {name} first, or leave it out"
             ) from None
+    for encoder in read:
         _store_of(encoder, stores)
     return pool
 
