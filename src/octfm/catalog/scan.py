@@ -149,8 +149,8 @@ def scan(
     left_out = [*found.refused, *rejects, *(undecoded.get(row.uri, row) for row in rows if isinstance(row, Reject))]
     _expect_rows_to_fit(accepted, left_out, tables)
     _say_what_is_unfound(folder, tables, {header.sop_instance_uid for header in headers})
-    # Copies may be filed under another participant, and their paths help to find out whose a folder is. They show that
-    # also where only the scan they are copies of has millimetres, so any will do.
+    # Copies may be filed under another participant, and their paths help to find out whose a folder is. So does a copy
+    # without millimetres, which would be rejected: it is given some, which nothing uses.
     whole = [replace(copy, spacing_mm=copy.spacing_mm or (1.0, 1.0, 1.0)) for copy, _ in duplicates]
     copied = [accept(copy, tables, nominal_spacing_mm, estimated) for copy in whole]
     copies = [copy for copy in copied if isinstance(copy, Acquisition)]
