@@ -68,7 +68,7 @@ wheel: $(STAMP)
 
 # torch comes first and alone: 2.13.0+cpu of PyTorch's own index precedes PyPI's 2.13.0, which on Linux brings gigabytes of CUDA.
 $(VENV)/.demo: pyproject.toml constraints.txt
-	@echo 'Installing into $(VENV): about 1.5 GB, of which torch is 0.9; the demonstration then takes 1.3 GB and 5 to 9 minutes.'
+	@echo 'Installing into $(VENV): about 1.5 GB, of which torch is 0.9; the demonstration then takes 1.3 GB and 5 to 12 minutes.'
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "octfm needs Python 3.11 or newer; set PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps torch --extra-index-url $(TORCH_INDEX)
