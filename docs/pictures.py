@@ -18,8 +18,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
+from octfm.layers.rows import read_table
 from octfm.layers.sample import samples
-from octfm.layers.table import read_table, write_table
+from octfm.layers.table import write_table
 from octfm.report.images import example_pictures
 from octfm.report.segmented.contact_sheet import ContactSheet
 from octfm.tasks.scene import load_scenes

@@ -180,7 +180,7 @@ def test_names_of_classes_nobody_knows_are_not_published_unawares(run, store, tm
 
 def test_what_octfm_segment_measures_may_be_published_as_a_target():
     """A label of `octfm finetune labels=TABLE target=centre_um`, as the guide has it."""
-    from octfm.layers.table import MASKS
+    from octfm.layers.rows import MASKS
     from octfm.layers.zones import UNIT
 
     assert all(map(is_known_name, [*UNIT.values(), "volume_mm3", *(f"{mask}_nl" for mask in MASKS)]))

@@ -22,7 +22,7 @@ from octfm.encoder.tuned import load_tuned
 from octfm.errors import ConfigError, EvaluationError, ReadError
 from octfm.formats import read_volume
 from octfm.layers.export import write_nifti
-from octfm.layers.table import describe, read_table, row_of
+from octfm.layers.rows import describe, read_table, row_of
 from octfm.phantom.native.stream import Stream
 from octfm.pretraining.data import training_rows
 from octfm.store.prepare import prepare

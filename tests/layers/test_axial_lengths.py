@@ -14,7 +14,8 @@ from octfm.catalog.participants.ids import person_key
 from octfm.errors import ConfigError, EvaluationError
 from octfm.layers.axial_lengths import read_axial_lengths
 from octfm.layers.finder import LayerFinder
-from octfm.layers.table import read_table, row_of, save_table, write_table
+from octfm.layers.rows import read_table, row_of, save_table
+from octfm.layers.table import write_table
 from octfm.layers.zones import ZONE_COLUMNS
 from octfm.models.layer_net import LayerNet, LayerNetConfig
 from octfm.phantom.native.stream import Stream

@@ -20,8 +20,9 @@ from octfm.layers.calibrate import calibrate_rows
 from octfm.layers.corrections import FORMAT, find_corrections, read_corrections
 from octfm.layers.finder import LayerFinder
 from octfm.layers.ranges import Ranges
+from octfm.layers.rows import describe, read_table, row_of, save_table
 from octfm.layers.segment import ScanSegmentation
-from octfm.layers.table import describe, read_table, row_of, save_table, write_table
+from octfm.layers.table import write_table
 from octfm.layers.verdict import Verdict
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig
 from octfm.report.segmented.correct import correction_facts

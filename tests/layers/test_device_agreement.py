@@ -11,7 +11,7 @@ import pytest
 from octfm.errors import EvaluationError
 from octfm.evaluation import agreement
 from octfm.evaluation.statistics import bootstrap
-from octfm.layers.table import ACCEPTED, COLUMNS
+from octfm.layers.rows import ACCEPTED, COLUMNS
 from octfm.layers.zones import DEVICE_UNIT, UNIT
 from octfm.report.segmented.agreement import sentence, summary_lines, write_agreement
 from octfm.report.trust.figures import bland_altman

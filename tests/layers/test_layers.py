@@ -36,8 +36,9 @@ from octfm.layers.areas import (
 )
 from octfm.layers.edges import EDGES, onto_edge, onto_edges
 from octfm.layers.finder import LayerFinder, Layers, load_finder, network_size
+from octfm.layers.rows import COLUMNS, describe, read_table, row_of, save_table
 from octfm.layers.sample import samples
-from octfm.layers.table import COLUMNS, describe, read_table, row_of, save_table, write_table
+from octfm.layers.table import write_table
 from octfm.layers.training import HEIGHT, VALUES, WIDTH, LayerTraining, batch, stream_of, write_weights
 from octfm.layers.zones import read_rows
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig, layer_loss

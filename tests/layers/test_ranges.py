@@ -12,8 +12,8 @@ from octfm.errors import ConfigError, EvaluationError
 from octfm.layers.calibrate import LEAST_PARTICIPANTS, calibrate_rows, expect_enough
 from octfm.layers.finder import load_finder
 from octfm.layers.ranges import SYNTHETIC, Ranges, conformal_quantile, packaged_ranges
+from octfm.layers.rows import describe, read_table, row_of, save_table
 from octfm.layers.segment import FOVEA_MM
-from octfm.layers.table import describe, read_table, row_of, save_table
 from octfm.layers.zones import RANGE, UNIT
 from octfm.volume.etdrs import ZONES, measure_around
 from support.command_line import invoke

@@ -14,8 +14,8 @@ from octfm.catalog.labels import read_labels
 from octfm.errors import ConfigError
 from octfm.layers import table
 from octfm.layers.corrections import FORMAT
+from octfm.layers.rows import read_table
 from octfm.layers.sample import samples
-from octfm.layers.table import read_table
 from octfm.trust.device_agreement import device_agreement
 from octfm.volume.pixel_copies import fingerprint
 from support.command_line import invoke

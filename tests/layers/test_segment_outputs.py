@@ -15,7 +15,7 @@ from octfm.formats import read_device_grid, read_volume
 from octfm.layers.corrections import Corrections
 from octfm.layers.export import write_dicom, write_nifti
 from octfm.layers.finder import LayerFinder, Layers
-from octfm.layers.table import describe, read_table, row_of
+from octfm.layers.rows import describe, read_table, row_of
 from octfm.layers.zones import DEVICE_UNIT, UNIT, device_grid_of
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig
 from octfm.phantom import phantom_volume, write_phantom

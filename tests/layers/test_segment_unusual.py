@@ -22,8 +22,9 @@ from octfm.layers.corrections import AXIAL_LENGTH_MM
 from octfm.layers.edges import onto_edges
 from octfm.layers.export import label_map, write_dicom, write_nifti
 from octfm.layers.finder import LARGEST, LayerFinder, network_size
+from octfm.layers.rows import describe, read_table, row_of
 from octfm.layers.segment import segment
-from octfm.layers.table import describe, read_table, row_of, write_table
+from octfm.layers.table import write_table
 from octfm.layers.verdict import CONTRAST, measure
 from octfm.models.layer_net import SURFACES, LayerNet, LayerNetConfig
 from octfm.phantom import write_phantom

@@ -7,8 +7,8 @@ import numpy as np
 from PIL import Image
 
 from octfm.demo.pages import first_picture
+from octfm.layers.rows import COLUMNS, row_of
 from octfm.layers.segment import ScanSegmentation
-from octfm.layers.table import COLUMNS, row_of
 from octfm.phantom.native.stream import Stream
 from octfm.report.segmented.contact_sheet import ContactSheet
 from octfm.report.segmented.pictures import (

@@ -19,7 +19,9 @@ from octfm.errors import CorrectionsError, EvaluationError, ReadError
 from octfm.layers import table
 from octfm.layers.axial_lengths import AxialLengths
 from octfm.layers.corrections import Corrections
-from octfm.layers.table import COLUMNS, person_of, read_known, read_table, row_of, state_of, write_table
+from octfm.layers.rows import COLUMNS, read_table, row_of
+from octfm.layers.table import person_of, read_known, state_of, write_table
+from octfm.version import __version__
 from octfm.volume.pixel_copies import fingerprint
 from support.changing_scans import SCANS, ChangingScans
 from support.segmented import found_in
@@ -95,7 +97,7 @@ class Clinic(ChangingScans):
         try:
             volume = read_known(source, own)
         except ReadError as error:
-            facts = {"source": source, "octfm": table.__version__, "problem": f"{error.code}: {error}"}
+            facts = {"source": source, "octfm": __version__, "problem": f"{error.code}: {error}"}
             return dict.fromkeys(COLUMNS, "") | facts, False
         found = quick_segment(volume, axial_length_mm=lengths and lengths.of(volume))
         if by_hand := hand.get(fingerprint(volume.voxels)):

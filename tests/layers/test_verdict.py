@@ -10,8 +10,8 @@ import octfm
 import octfm.layers.segment as segment_module
 from octfm.errors import EvaluationError
 from octfm.layers.finder import LayerFinder, Layers
+from octfm.layers.rows import COLUMNS, describe, row_of
 from octfm.layers.segment import ScanSegmentation
-from octfm.layers.table import COLUMNS, describe, row_of
 from octfm.layers.verdict import (
     ASCAN_UM,
     EDGE_ROWS,

@@ -14,7 +14,7 @@ import numpy as np
 
 from octfm.config import Config
 from octfm.errors import one_line
-from octfm.layers.table import ACCEPTED, COLUMNS
+from octfm.layers.rows import ACCEPTED, COLUMNS
 from octfm.layers.zones import DEVICE_UNIT, UNIT
 from octfm.pretraining.settings import PretrainConfig
 from octfm.tasks.finetune_settings import FinetuneConfig

@@ -25,20 +25,11 @@ from octfm.layers.axial_lengths import AxialLengths, read_axial_lengths
 from octfm.layers.calibrate import calibrate_rows, expect_enough
 from octfm.layers.corrections import Corrections, find_corrections
 from octfm.layers.export import stem_of, write_files
+from octfm.layers.rows import describe, read_table, save_table
 from octfm.layers.sample import Sample, samples
 from octfm.layers.segment import ScanSegmentation
 from octfm.layers.segment import segment as segment_scan
-from octfm.layers.table import (
-    KnownScans,
-    describe,
-    is_of,
-    only_writer,
-    person_of,
-    read_known,
-    read_table,
-    save_table,
-    write_table,
-)
+from octfm.layers.table import KnownScans, is_of, only_writer, person_of, read_known, write_table
 from octfm.layers.zones import device_grid_of
 from octfm.report.segmented.contact_sheet import ContactSheet
 from octfm.tasks.segment import load_segmenter

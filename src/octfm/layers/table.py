@@ -1,8 +1,6 @@
 """A table of many scans: one row per eye scan with ETDRS zones, fluid and verdict; the same call resumes."""
 
-import csv
 import functools
-import io
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,64 +9,34 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from octfm.catalog.acquisition import Acquisition
-from octfm.display import csv_cell, from_csv_cell, number
 from octfm.errors import BAD_INPUT, BucketError, CorrectionsError, Echo, EvaluationError, ReadError
 from octfm.formats import read_volume
 from octfm.formats.declared import sidecars
-from octfm.formats.heyex_xml import DeviceGrid
 from octfm.formats.image_folder import SUFFIXES
 from octfm.formats.reasons import REASONS
 from octfm.io.archive import file_size, list_folder
 from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits, Lost
 from octfm.io.lease import Lease
-from octfm.io.location import BucketPath, Location, is_remote, lock, write_whole
+from octfm.io.location import BucketPath, Location, is_remote, lock
 from octfm.io.spread import spread
 from octfm.io.versions import GONE, versions
 from octfm.layers.axial_lengths import AxialLengths, read_axial_lengths
 from octfm.layers.corrections import Corrections
 from octfm.layers.finder import LayerFinder, load_finder
+from octfm.layers.rows import blank_row, cell_of, facts_of, read_table, row_of, save_table, scan_of
 from octfm.layers.segment import ScanSegmentation, segment
-from octfm.layers.zones import (
-    DEVICE_COLUMNS,
-    RANGE_COLUMNS,
-    ZONE_COLUMNS,
-    device_cells,
-    device_grid_of,
-    grid_of,
-    range_cells,
-    zone_cells,
-    zone_lines,
-)
-from octfm.models.layer_net import MASKS
+from octfm.layers.zones import device_grid_of
 from octfm.run.memory import ran_out_of_memory
-from octfm.version import __version__
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.volume import Laterality, Volume
-from octfm.weights.packaged import NOTE
 
 CHILD_MEMORY, CHILD_SECONDS = 2 * 10**9, 120.0
 """What a child process may use beyond the limits of reading: bytes for PyTorch and the network (it holds .6 GB with 49
 B-scans of 496 x 512), and seconds, per file and again per megabyte (one core needs 1 s, or 10 s for compressed
 data)."""
-ACCEPTED = "nothing speaks against it"
-"""The verdict on a scan without a reason to doubt it."""
-COLUMNS = (
-    *("source", "participant", "acquisition", "laterality", "scanner", "bscans", *ZONE_COLUMNS),
-    *(f"{name}_nl" for name in MASKS),
-    *("verdict", "doubt", "doubtful_ascans", "model", "note", "problem"),
-    *("corrected_bscans", "checked_bscans", "corrected_participant"),
-    *RANGE_COLUMNS,
-    *DEVICE_COLUMNS,
-    *("retina_rows", *(f"{name}_pixels" for name in MASKS)),
-    *("axial_length_mm", "octfm", "file_state"),
-)
-"""`participant` is that of a catalog, else empty; `axial_length_mm` is empty where lateral millimetres are nominal;
-`octfm` is the version that wrote the row."""
 OF_A_SCAN = (*SUFFIXES, ".xml")
 """Endings of the files that make up a scan in a folder; other files there may be this table."""
-_OF_AN_ACQUISITION = ("acquisition", "scanner", "bscans")
-"""Columns by which a scan is recognised when its file was moved."""
 _CORRECTED_BEFORE = (
     "has changed since somebody corrected it, or has another axial length or other facts in a catalog now, and its row "
     "is left as it was; give --apply-corrections with its corrections, or another --out"
@@ -97,48 +65,6 @@ def read_known(source: str, known: Known, limits: Limits | None = None, *, raste
 def person_of(known: Known) -> str:
     """The participant in the catalog. An id that only the file states may be a hospital's number, and is left out."""
     return known.participant if isinstance(known, Acquisition) else ""
-
-
-def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> dict[str, str]:
-    """One row of the table; cells that the scan does not allow stay empty. `device`: see `device_grid_of`."""
-    volume = found.volume
-    row = (
-        _row(volume.source)
-        | _facts(volume, "")
-        | {
-            "verdict": "; ".join(found.verdict.reasons) or ACCEPTED,
-            "doubt": f"{found.verdict.doubt:.3f}",
-            "doubtful_ascans": f"{found.doubtful.mean():.3f}",
-            "model": found.model,
-            "note": NOTE,
-            "axial_length_mm": cell_of(found.axial_length_mm),
-        }
-    )
-    if found.corrections is not None:
-        row["corrected_bscans"] = str(len(found.corrections.touched))
-        # Zones count as checked only where somebody has looked at both of their lines.
-        row["checked_bscans"] = str(found.corrections.trusted("ilm", "bm").sum())
-        row["corrected_participant"] = found.corrections.participant
-    for name in MASKS:
-        # Whatever makes zones doubtful, above all wrong millimetres, makes volumes wrong as well.
-        amount = found.volume_nl(name) if found.verdict.accepted else None
-        row[f"{name}_nl"] = "" if amount is None else f"{amount:.1f}"
-    if found.why_no_um:
-        row["retina_rows"] = "" if found.retina_rows is None else f"{found.retina_rows:.1f}"
-        # As with volumes, nothing is given if the verdict refuses the scan or a part of it was not seen.
-        if found.verdict.accepted and not found.verdict.parts:
-            row |= {f"{name}_pixels": str(mask.sum()) for name, mask in found.masks.items()}
-    grid = grid_of(found)
-    return row | zone_cells(found, grid) | range_cells(found, grid) | device_cells(device, found, grid)
-
-
-def cell_of(axial_length_mm: float | None) -> str:
-    """The cell `axial_length_mm`; empty where millimetres are nominal."""
-    return "" if axial_length_mm is None else f"{axial_length_mm:g}"
-
-
-def _row(source: str) -> dict[str, str]:
-    return dict.fromkeys(COLUMNS, "") | {"source": source, "octfm": __version__}
 
 
 def write_table(
@@ -258,7 +184,7 @@ class _InThisProcess:
             if self.only_corrected:
                 self.echo(f"{source}: {problem}")
                 return None
-            return _row(source) | {"problem": problem}
+            return blank_row(source) | {"problem": problem}
         if self.also:
             self.also(source, found)
         return row
@@ -274,7 +200,7 @@ class _InThisProcess:
         same_length = self.axial_lengths is None or self.table.row(source)["axial_length_mm"] == cell_of(length)
         if has_row and same_length and by_hand is None:
             return None
-        facts = _facts(volume, state) | {"axial_length_mm": cell_of(length), "participant": person_of(own)}
+        facts = facts_of(volume, state) | {"axial_length_mm": cell_of(length), "participant": person_of(own)}
         if self.table.keeps(facts, source, self.echo, despite=by_hand) or (self.only_corrected and by_hand is None):
             return None
         found = segment(volume, axial_length_mm=length, finder=self.finder)
@@ -317,8 +243,8 @@ def _row_in_child(
     except BucketError:
         raise
     except BAD_INPUT as error:
-        return _row(source) | {"problem": _problem(source, error)}
-    if also and _scan_of(row) not in by_hand:
+        return blank_row(source) | {"problem": _problem(source, error)}
+    if also and scan_of(row) not in by_hand:
         also(source, found)
     return row
 
@@ -332,7 +258,7 @@ def _read_once(lengths: Path, state: str) -> AxialLengths:
 def _lost(item: Item, what: Lost) -> dict[str, str]:
     source, _ = item
     problem = f"{what.code}: {source}: the process that segmented it {what.what}; {REASONS[what.code].fix}"
-    return _row(source) | {"problem": problem}
+    return blank_row(source) | {"problem": problem}
 
 
 def _deadline(limits: Limits, item: Item) -> float:
@@ -348,22 +274,6 @@ def _problem(source: str, error: Exception) -> str:
         return f"decoder_memory: {source}: memory ran out while it was segmented; {REASONS['decoder_memory'].fix}"
     # One scan must not stop a table of thousands. The message may hold anything, so only the error's type is kept.
     return f"segmentation_failed: {source}: {type(error).__name__}; please report it with the file's format"
-
-
-def _facts(volume: Volume, state: str) -> dict[str, str]:
-    """Cells of a row that are known before anything is measured."""
-    return {
-        # The key for joining labels: octfm finetune and octfm probe accept this table as it is.
-        "acquisition": "" if volume.acquisition == "unknown" else volume.acquisition,
-        "laterality": volume.laterality or "",
-        "scanner": volume.scanner,
-        "bscans": str(volume.shape[0]),
-        "file_state": state,
-    }
-
-
-def _scan_of(facts: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(facts[name] for name in _OF_AN_ACQUISITION)
 
 
 class _Table:
@@ -384,7 +294,7 @@ class _Table:
         self._replaced: dict[str, int] = {}
         self._same_scan = defaultdict[tuple[str, ...], list[int]](list)
         for i, row in enumerate(self.rows):
-            self._same_scan[_scan_of(row)].append(i)
+            self._same_scan[scan_of(row)].append(i)
 
     def expect(self, model: str, only_corrected: bool, by_lengths: bool) -> None:
         """Raise EvaluationError for rows of another network, with `only_corrected` for rows that nobody has corrected,
@@ -413,7 +323,7 @@ class _Table:
 
     def row(self, source: str) -> dict[str, str]:
         place = self._places.get(source)
-        return _row(source) if place is None else self.rows[place]
+        return blank_row(source) if place is None else self.rows[place]
 
     def stays(self, source: str, known: Known) -> bool:
         """Whether the row of this scan must not get automatic lines, because somebody corrected it, or what a file
@@ -423,7 +333,7 @@ class _Table:
     def corrected_and_gone(self) -> set[tuple[str, ...]]:
         """Corrected scans whose file is gone. If it turns up elsewhere, its row must not get automatic lines."""
         corrected = [row for row in self.rows if row["corrected_bscans"] and row["acquisition"]]
-        return {_scan_of(row) for row in corrected if _has_gone(row)}
+        return {scan_of(row) for row in corrected if _has_gone(row)}
 
     def keeps(self, facts: Mapping[str, str], source: str, echo: Echo, despite: Corrections | None = None) -> bool:
         """Whether the row of this scan stays as it is: because somebody corrected it, unless `despite` has new
@@ -456,7 +366,7 @@ class _Table:
         before = self.row(source)
         if _must_stay(before, facts["participant"]) or facts["acquisition"] in ("", before["acquisition"]):
             return ""
-        for place in self._same_scan.get(_scan_of(facts), ()):
+        for place in self._same_scan.get(scan_of(facts), ()):
             old = self.rows[place].get("source", "")
             if old and _has_gone(self.rows[place]):
                 if (replaced := self._places.get(source)) is not None:
@@ -561,55 +471,3 @@ def only_writer(table: Location) -> Iterator[None]:
         ) from None
     with held:
         yield
-
-
-def save_table(rows: Iterable[dict[str, str]], out: Location) -> None:
-    """Write rows of COLUMNS, the file replaced whole."""
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, COLUMNS)
-    writer.writeheader()
-    writer.writerows({name: csv_cell(cell) for name, cell in row.items()} for row in rows)
-    # Names of files that are not valid UTF-8 keep their bytes.
-    write_whole(out, text.getvalue().encode("utf-8", "surrogateescape"))
-
-
-def read_table(path: Location) -> list[dict[str, str]]:
-    """The rows of a table, whose file may begin with the mark of UTF-8 that spreadsheets write. Raises EvaluationError
-    if it has other columns, or a row is damaged."""
-    reader = csv.DictReader(io.StringIO(path.read_bytes().decode("utf-8-sig", "surrogateescape"), newline=""))
-    rows = []
-    try:
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise EvaluationError(f"{path}: not a table of octfm segment of this version; choose another --out")
-        for row in reader:
-            if None in row or None in row.values():
-                raise EvaluationError(
-                    f"{path}: line {reader.line_num}: expected {len(COLUMNS)} columns as in the header; fix or delete "
-                    "the row"
-                )
-            rows.append({name: from_csv_cell(cell) for name, cell in row.items()})
-    except csv.Error as error:
-        raise EvaluationError(
-            f"{path}: after line {reader.line_num}: {error}; fix it, or choose another --out"
-        ) from None
-    return rows
-
-
-def describe(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> str:
-    """A few lines for a terminal. `device`: see `device_grid_of`."""
-    row, volume = row_of(found, device), found.volume
-    bscans, scanner = number(volume.shape[0], "B-scan"), volume.scanner.replace("unknown", "scanner unknown")
-    lines = [f"{volume.source}: {bscans}, {scanner}, eye {volume.laterality or 'unknown'}"]
-    lines += zone_lines(row)
-    amounts = [f"{name.replace('_', ' ')} {row[f'{name}_nl']} nl" for name in MASKS if row[f"{name}_nl"]]
-    areas = [f"{name.replace('_', ' ')} {row[f'{name}_pixels']} pixels" for name in MASKS if row[f"{name}_pixels"]]
-    if row["retina_rows"]:
-        areas.insert(0, f"retina {row['retina_rows']} rows (median)")
-    for found_here in (amounts, areas):
-        if found_here:
-            lines.append("  " + ", ".join(found_here))
-    share = f"{found.doubtful.mean():.0%} of A-scans are doubtful"
-    if row["corrected_bscans"]:
-        and_fovea = found.corrections.and_fovea if found.corrections else ""
-        lines.append(f"  corrected by hand: {row['corrected_bscans']} of {row['bscans']} B-scans{and_fovea}")
-    return "\n".join([*lines, f"  verdict: {row['verdict']}; {share}", f"  {found.model}; {NOTE}"])

@@ -13,7 +13,7 @@ from octfm.evaluation import agreement
 from octfm.evaluation.cases import people
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap, holm
 from octfm.formats.names import lateralities, may_be_an_eye
-from octfm.layers.table import ACCEPTED
+from octfm.layers.rows import ACCEPTED
 from octfm.layers.zones import DEVICE_UNIT, NOT_MOVED, UNIT, read_rows, same_millimetres, zones_in
 from octfm.trust.study import LEVEL
 from octfm.volume.etdrs import ZONES

@@ -48,7 +48,7 @@ class ContactSheet:
     def write(self, rows: Sequence[dict[str, str]], room: int = MAX_BYTES - 1_000_000) -> Path:
         """Write the page from the rows of the table; pictures of the least doubtful scans that do not fit into `room`
         bytes are left out."""
-        from octfm.layers.table import ACCEPTED
+        from octfm.layers.rows import ACCEPTED
         from octfm.models.layer_net import MASKS
         from octfm.weights.packaged import NOTE
 

@@ -85,7 +85,7 @@ def thickness_picture(found: "ScanSegmentation", grid: EtdrsGrid) -> Picture:
 
 def verdict_of(found: "ScanSegmentation") -> list[tuple[str, str, str]]:
     """(class, word, sentence) for the top of the page of one scan: whether to believe it, and what it does not show."""
-    from octfm.layers.table import ACCEPTED
+    from octfm.layers.rows import ACCEPTED
 
     first = ("ok", "accepted", f"{ACCEPTED}; {found.doubtful.mean():.0%} of A-scans are doubtful")
     if not found.verdict.accepted:
