@@ -229,6 +229,16 @@ def test_the_best_state_and_patience_survive_an_interruption(run, store, labels,
     assert len(rows) == 6, "four epochs without a better one"
 
 
+def test_validation_follows_every_epoch_whatever_the_batch(run, store, labels, tmp_path):
+    """A batch that does not divide the training volumes, and one that is larger than all of them."""
+    said = list[str]()
+    config = settings(run, store, labels, lr_encoder=0, epochs=3, patience=9)
+    rows = len(find_task(config, store, quiet, False).train)
+    for batch_size in (rows * 3 // 4, 2 * rows):
+        finetune(config.model_copy(update={"batch_size": batch_size}), tmp_path / f"{batch_size}", echo=said.append)
+    assert [int(line.split()[1]) for line in said if line.startswith("epoch ")] == [1, 2, 3, 2, 3]
+
+
 def test_training_stops_when_validation_participants_no_longer_gain(run, store, labels, tmp_path):
     out = finetune(
         settings(run, store, labels, lr_encoder=0, epochs=60, patience=2, lr_head=1e-9), tmp_path / "run", echo=quiet

@@ -240,7 +240,6 @@ class FineTuning:
         hashes = {*participants["hashes"], *checkpoint.participant_hashes(people, participants["key"])}
         self.participants = {"key": participants["key"], "hashes": sorted(hashes)}
         batches = len(task.train) / self.config.batch_size
-        self.per_epoch = max(1, round(batches))
         self.steps = max(1, math.ceil(self.config.epochs * batches))
         self.head_steps = 0 if self.config.frozen else min(self.steps, math.ceil(self.config.head_epochs * batches))
         self.frozen = {"frozen_encoder": model.encoder.digest} if self.config.frozen else {}
@@ -305,11 +304,13 @@ class FineTuning:
 
     def validate(self, session: Session) -> bool:
         """After every epoch: keep the state if it is the best so far; True, since the checkpoint holds it."""
-        if self.step % self.per_epoch and self.step < self.steps:
+        before, epoch = (step * self.config.batch_size // len(self.task.train) for step in (self.step - 1, self.step))
+        if self.step == self.steps:
+            epoch = math.ceil(self.config.epochs)
+        elif epoch == before:
             return False
         value, held_out = self.held_out_score()
         session.metrics.write("validation", self.step - 1, score=value, loss=held_out)
-        epoch = round(self.step / self.per_epoch)
         # With few participants many epochs reach the same score: the loss decides between them.
         if self.best is None or _rank(value, held_out) > _rank(self.best["score"], self.best["loss"]):
             state = checkpoint.snapshot(self.model.module.state_dict())
