@@ -422,7 +422,7 @@ def _of_common_classes(
         known, found = ", ".join(names), "".join(names[int(k)] for k in present) or "none"
         raise Skip(
             f"The test participants have {found} of the classes of {cases.target.column} that can be learned "
-            f"({known}); a score needs two of them.",
+            f"({known}), expected two; label more{', or make new splits' * (design == 'recommended_split')}.",
             f"The test participants have fewer than two classes of {cases.target.column} that can be learned.",
         )
     return cases, train, tested
