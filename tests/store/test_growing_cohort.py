@@ -82,6 +82,9 @@ class Cohort(RuleBasedStateMachine):
         self.catalog: Catalog | None = None
         self.rows: dict[str, tuple[File, str]] = {}
         """File and eye of the rows of the store by UID, in their order."""
+        self.old: Path | None = None
+        self.old_rows: dict[str, tuple[File, str]] = {}
+        """The store before this one, whose volumes are reused, and its rows."""
 
     def teardown(self):
         shutil.rmtree(self.folder)
@@ -124,8 +127,13 @@ class Cohort(RuleBasedStateMachine):
         pairs = [(person_of(place), person_of(first.setdefault(file, place))) for place, file in readable.items()]
         return {place: (file, place.split("/")[1]) for file, place in first.items()}, pairs
 
-    @rule(keep=st.sampled_from(["", "catalog", "store"]), seed=st.integers(0, 3), kill=st.none() | st.integers(1, 20))
-    def scan_and_prepare(self, keep, seed, kill):
+    @rule(
+        keep=st.sampled_from(["", "catalog", "store"]),
+        seed=st.integers(0, 3),
+        kill=st.none() | st.integers(1, 20),
+        anew=st.sampled_from([False, False, False, True]),
+    )
+    def scan_and_prepare(self, keep, seed, kill, anew):
         rows, pairs = self.expected()
         placed = {"catalog": self.catalog or (), "store": Store.open(self.out).rows if self.rows else ()}.get(keep, ())
         before = {person_key(row.participant): row.split for row in placed}
@@ -147,16 +155,20 @@ class Cohort(RuleBasedStateMachine):
         alone = split.keys() - {person for pair in pairs if len({*pair}) > 1 for person in pair}
         assert all(split[person] == before[person] for person in alone & before.keys())
         assert Catalog.load(catalog.save(self.folder / "catalog")) == catalog
-        self.prepare({a.sop_instance_uid: row for a, row in zip(catalog, rows.values(), strict=True)}, kill)
+        self.prepare({a.sop_instance_uid: row for a, row in zip(catalog, rows.values(), strict=True)}, kill, anew)
 
-    def prepare(self, scanned: dict[str, tuple[File, str]], kill: int | None) -> None:
+    def prepare(self, scanned: dict[str, tuple[File, str]], kill: int | None, anew: bool) -> None:
         def preparing():
-            return prepare(self.catalog, self.out, TINY, workers=0, progress=False)
+            reuse = self.old if self.old_rows.items() & scanned.items() else None
+            return prepare(self.catalog, self.out, TINY, workers=0, progress=False, reuse=reuse)
 
-        if any(self.rows[uid] != scanned[uid] for uid in self.rows.keys() & scanned.keys()):
-            with pytest.raises(StoreError, match="prepared as laterality"):
+        if not anew and any(self.rows[uid] != scanned[uid] for uid in self.rows.keys() & scanned.keys()):
+            with pytest.raises(StoreError, match="prepared with laterality"):
                 preparing()
             self.check(self.rows)
+            anew = True
+        if anew and self.rows:
+            self.old, self.old_rows = self.out, self.rows
             self.rows, self.out = {}, self.out.with_name(f"{self.out.name}+")
         rows = {**self.rows}
         for uid, (file, eye) in scanned.items():

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -178,7 +179,7 @@ def test_F16_a_scan_that_is_gone_follows_its_participant_to_another_split(tmp_pa
 
 def test_a_changed_laterality_is_refused(tmp_path):
     run([acquisition(0)], tmp_path / "store")
-    with pytest.raises(StoreError, match=r"prepared as laterality R, but the catalog now says L.*new folder"):
+    with pytest.raises(StoreError, match=r"prepared with laterality R, but the catalog now says L.*new folder"):
         run([acquisition(0, laterality="L")], tmp_path / "store")
 
 
@@ -199,6 +200,61 @@ def test_millimetres_axes_and_modality_that_were_corrected_are_refused(tmp_path)
         with pytest.raises(StoreError, match=f"was prepared with {was}, but the catalog now says {now}; prepare into"):
             run([acquisition(0, **other)], tmp_path / "store")
     assert len(run([acquisition(0)], tmp_path / "store")) == 1
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_a_new_folder_takes_over_what_has_not_changed(tmp_path, compression):
+    """A participant has withdrawn, an eye was corrected, a scan has another split, and one is new: the new store equals
+    one that was made from nothing, and only two files were read."""
+    run([acquisition(n) for n in range(6)], tmp_path / "old")
+    now = [acquisition(n) for n in (1, 3, 4, 5, 6)]
+    now[0] = replace(now[0], split="test", participant="other", participant_labels={"age": "70"})
+    now[1] = replace(now[1], laterality="L" if now[1].laterality == "R" else "R")
+    with pytest.raises(StoreError, match=f"new folder, with --reuse {re.escape(str(tmp_path / 'old'))}"):
+        run(now, tmp_path / "old")
+    run(now, tmp_path / "fresh", compression=compression)
+    reads = Counting()
+    into = {"progress": False, "compression": compression, "workers": 0, "read": reads}
+    prepare(catalog(now), tmp_path / "new", SMALL, reuse=str(tmp_path / "old"), **into)
+    assert content(tmp_path / "new") == content(tmp_path / "fresh") and reads.uris == [now[1].uri, now[4].uri]
+    shared = (tmp_path / "new/voxels/c.0.0.0.0").samefile(tmp_path / "old/voxels/c.1.0.0.0")
+    assert shared == (compression == "none"), "no second copy on the disk"
+    shutil.rmtree(tmp_path / "old")
+    assert Store.open(tmp_path / "new").verify() == 5
+
+
+def test_a_damaged_volume_is_not_taken_over(tmp_path):
+    whole = [acquisition(n) for n in range(3)]
+    run(whole, tmp_path / "old")
+    (tmp_path / "old/voxels/c.1.0.0.0").write_bytes(b"")
+    (tmp_path / "old/band/c.2.0.0.0").unlink()
+    reads = Counting()
+    store = prepare(
+        catalog(whole), tmp_path / "new", SMALL, workers=0, progress=False, read=reads, reuse=tmp_path / "old"
+    )
+    assert reads.uris == [whole[1].uri, whole[2].uri] and store.verify() == 3
+
+
+def test_a_copy_in_another_store_stays_out_of_the_new_one(tmp_path):
+    """Its owner was flagged there; both flag and refusal are made again, and go with the copy."""
+    first, copy = acquisition(1), replace(acquisition(1), sop_instance_uid="1.2.3.77", participant="other")
+    run([first, copy], tmp_path / "old")
+    both = run([first, copy], tmp_path / "both", reuse=tmp_path / "old")
+    assert "pixels_of_two_participants" in both.rows[0].found and both.unprepared()[0].acquisition == "1.2.3.77"
+    alone = run([first], tmp_path / "alone", reuse=tmp_path / "old")
+    assert alone.rows[0].found == () and not alone.unprepared()
+
+
+def test_what_cannot_be_reused_is_refused_before_anything_is_written(tmp_path):
+    run([acquisition(1)], tmp_path / "old")
+    for acquisitions, settings, other, why in (
+        ([acquisition(2)], SMALL, "old", "holds none of the scans of this catalog"),
+        ([acquisition(1)], SMALL.model_copy(update={"image_size": (4, 32, 32)}), "old", "image_size is"),
+        ([acquisition(1)], SMALL, "new", "--reuse and --out are one store|no prepared store here"),
+    ):
+        with pytest.raises(StoreError, match=why):
+            run(acquisitions, tmp_path / "new", preprocessing=settings, reuse=tmp_path / other)
+        assert not (tmp_path / "new").exists()
 
 
 def test_other_settings_are_refused_and_named(tmp_path):

@@ -336,6 +336,14 @@ def prepare(
         Path | None,
         opt.local_option("RUN", "Use the preprocessing settings of this run, checkpoint, export or packaged encoder."),
     ] = None,
+    reuse: Annotated[
+        opt.Place,
+        opt.option(
+            "STORE",
+            "Take over the settings of this store, and its volumes of scans that the catalog has not changed.",
+            parser=opt.place,
+        ),
+    ] = None,
     compression: Annotated[
         Literal["none", "zstd"] | None,
         opt.option("CODEC", "none (fastest; default on a local disk) or zstd (smaller; default in a bucket)."),
@@ -367,6 +375,7 @@ def prepare(
     Examples:
     octfm prepare catalog --out prepared
     octfm prepare catalog --out prepared --verify
+    octfm prepare catalog --out without-p17 --reuse prepared
     """
     from octfm.catalog.catalog import Catalog
     from octfm.config import load
@@ -379,6 +388,10 @@ def prepare(
         from octfm.encoder.encoder import preprocessing_of
 
         base = preprocessing_of(str(like))
+    elif reuse is not None:
+        from octfm.store.store import Store
+
+        base = Store.open(reuse).preprocessing.model_dump(mode="json")
     preprocessing, find_band = load(Preprocessing, base, settings or []), None
     if preprocessing.band != "classic":
         from octfm.layers.band import band_finder, with_network
@@ -415,6 +428,7 @@ def prepare(
         keep_upside_down=keep_upside_down,
         exclude=exclude,
         find_band=find_band,
+        reuse=reuse,
     )
     typer.echo(f"{store.path}: {number(len(store), 'volume')}")
 

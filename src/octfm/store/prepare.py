@@ -4,7 +4,9 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,14 @@ from octfm.formats.bscans import Reader
 from octfm.formats.declared import doubtful_way_up
 from octfm.formats.reasons import REASONS as READER_REASONS
 from octfm.io.bucket import Account
+from octfm.io.cores import available_cores
 from octfm.io.isolation import Limits, Lost, release
 from octfm.io.location import Location, location
 from octfm.io.progress import Progress, say
 from octfm.io.spread import require_cluster, spread
 from octfm.store.exclusion import without_excluded_files
 from octfm.store.layout import Compression, StoreRow, Unprepared, read_unprepared
+from octfm.store.reuse import open_other, stage_again
 from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, stage
 from octfm.volume.estimated import FLAG
@@ -63,6 +67,7 @@ def prepare(
     exclude: str | Path | None = None,
     readers: Sequence[Reader] = (),
     find_band: BandFinder | None = None,
+    reuse: Store | str | Location | None = None,
 ) -> Store:
     """Prepare every accepted acquisition that `out` does not hold yet; rows are in catalog order for any `workers`.
 
@@ -84,9 +89,11 @@ def prepare(
     exclude: a file naming volumes not to prepare (octfm.store.exclusion); those already in the store stay.
     readers: the custom readers that the catalog was scanned with.
     find_band: the network of a learned band (octfm.layers.band.LearnedBand), pickled and sent to the workers.
+    reuse: another store with the same settings. Volumes that the catalog describes as they were prepared there are
+        taken over, without a second copy if both stores are on one disk; only the others are prepared from their files.
     Raises ConfigError if `find_band` is not what `preprocessing` names; StoreError if `out` was prepared with other
-    settings, is being written by another process or cannot be written any more, and if nothing at all could be
-    prepared; OSError if `out` cannot be made or locked.
+    settings, is being written by another process or cannot be written any more, if `reuse` has nothing to take over,
+    and if nothing at all could be prepared; OSError if `out` cannot be made or locked.
     """
     if not isinstance(catalog, Catalog):
         raise TypeError(f"catalog: expected a Catalog, got {type(catalog).__name__}; octfm.Catalog.load opens one")
@@ -102,10 +109,15 @@ def prepare(
     if cluster is not None:
         require_cluster(cluster)  # fails before anything is written
     included = without_excluded_files(catalog.acquisitions, exclude, str(catalog.root))
+    other = open_other(reuse, out, preprocessing) if reuse is not None else None
+    reusable = _reusable(other, included) if other else {}
     with _writer(out, preprocessing, compression) as writer:
         _expect_same_names(out, writer, is_pseudonymous(catalog))
         _follow_catalog(writer, catalog.acquisitions)
         tasks = _missing(writer, included, locations or {})
+        if other and progress:
+            taken = sum(task.acquisition.sop_instance_uid in reusable for task in tasks)
+            say(f"{taken:,} of {number(len(tasks), 'volume')} taken over from {other.path}")
         outdated = {a.sop_instance_uid for a in catalog.acquisitions}
         writer.keep_unprepared(lambda u: u.acquisition not in outdated)
         run = functools.partial(
@@ -125,7 +137,7 @@ def prepare(
                 # `spread` yields outcomes in the order of tasks, so rows do not depend on the number of workers.
                 outcomes = spread(
                     account.counting(run),
-                    tasks,
+                    [task for task in tasks if task.acquisition.sop_instance_uid not in reusable],
                     _lost,
                     workers=workers,
                     limits=limits,
@@ -133,7 +145,10 @@ def prepare(
                     chunk=1,
                     cluster=cluster,
                 )
-                for prepared in _write(account.counted(outcomes), tasks, writer):
+                outcomes = account.counted(outcomes)
+                if other:
+                    outcomes = _with_reused(outcomes, tasks, other, reusable, writer, run)
+                for prepared in _write(outcomes, tasks, writer):
                     display.advance(1, not prepared)
         except OSError as error:
             raise StoreError(
@@ -308,12 +323,11 @@ def _follow_catalog(writer: StoreWriter, acquisitions: Sequence[Acquisition]) ->
     for row in writer.rows:
         acquisition = known.get(row.acquisition)
         if acquisition is not None:
-            if acquisition.laterality != row.laterality:
+            if differs := _difference(row, acquisition):
                 raise StoreError(
-                    f"{writer.path}: {row.uri} was prepared as laterality {row.laterality}, but the catalog now says "
-                    f"{acquisition.laterality}; its voxels would be mirrored wrongly, prepare into a new folder"
+                    f"{writer.path}: {row.uri} {differs}; prepare into a new folder, with --reuse {writer.path} for "
+                    "what has not changed"
                 )
-            _expect_same_frame(row, acquisition, writer)
             row = replace(row, **fields_of(acquisition))
         else:
             # A scan that was deleted, replaced or is in another catalog: its participant may have others in this one.
@@ -333,10 +347,11 @@ def _splits_of(participants: Collection[str], acquisitions: Sequence[Acquisition
     return found | {own: of_person[key] for own in participants if (key := person_key(own)) in of_person}
 
 
-def _expect_same_frame(row: StoreRow, acquisition: Acquisition, writer: StoreWriter) -> None:
-    """Raises StoreError if the voxels of a row were prepared with other axes, as another modality or scan pattern, with
-    other millimetres, or the other way up, as before a sidecar was corrected."""
+def _difference(row: StoreRow, acquisition: Acquisition) -> str:
+    """How the voxels of a row were prepared, if the catalog now says otherwise, as after a sidecar was corrected; empty
+    if they agree in eye, axes, modality, scan pattern, millimetres and way up."""
     stated: dict[str, tuple[Any, Any]] = {
+        "laterality": (row.laterality, acquisition.laterality),
         "modality": (row.modality, acquisition.modality),
         "layout": (row.layout, acquisition.layout),
     }
@@ -344,21 +359,57 @@ def _expect_same_frame(row: StoreRow, acquisition: Acquisition, writer: StoreWri
         stated["shape"] = (list(row.transform["native_shape"]), list(acquisition.shape))
     for name, (before, now) in stated.items():
         if before != now:
-            raise StoreError(
-                f"{writer.path}: {row.uri} was prepared with {name} {before}, but the catalog now says {now}; prepare "
-                "into a new folder"
-            )
+            return f"was prepared with {name} {before}, but the catalog now says {now}"
     # Of anything but a raster, only rows of the image keep their millimetres; estimated ones follow the whole cohort.
     axes = slice(None) if row.layout == "raster" else slice(1, 2)
     before, now = (tuple(mm)[axes] for mm in (row.transform["native_spacing_mm"], acquisition.spacing_mm))
     estimated = FLAG in acquisition.flags and FLAG in row.flags
-    same_mm = estimated or all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(before, now, strict=True))
+    if not estimated and not all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(before, now, strict=True)):
+        return f"was prepared with millimetres {list(before)}, but the catalog now says {list(now)}"
     upside_down = "declared_upside_down"
-    if not same_mm or (upside_down in row.flags) != (upside_down in acquisition.flags):
-        what = (
-            "the other way up" if same_mm else f"with millimetres {list(before)}, but the catalog now says {list(now)}"
+    return "was prepared the other way up" if (upside_down in row.flags) != (upside_down in acquisition.flags) else ""
+
+
+def _reusable(other: Store, acquisitions: Sequence[Acquisition]) -> dict[str, StoreRow]:
+    """Acquisition → its row in another store, if the catalog describes it as it was prepared. Raises StoreError if
+    there is none."""
+    known = {a.sop_instance_uid: a for a in acquisitions}
+    rows = [row for row in other.rows if (own := known.get(row.acquisition)) and not _difference(row, own)]
+    if not rows:
+        raise StoreError(
+            f"{other.path}: holds none of the scans of this catalog as it describes them now, so nothing can be "
+            "reused; name the store that has them, or leave out --reuse"
         )
-        raise StoreError(f"{writer.path}: {row.uri} was prepared {what}; prepare into a new folder")
+    return {row.acquisition: row for row in rows}
+
+
+def _with_reused(
+    outcomes: Iterator[StoreRow | Unprepared],
+    tasks: Sequence["_Task"],
+    other: Store,
+    reusable: Mapping[str, StoreRow],
+    writer: StoreWriter,
+    prepare_here: Callable[["_Task"], Any],
+) -> Iterator[StoreRow | Unprepared]:
+    """The outcome of every task in turn: a reusable volume staged again, or the next of `outcomes`."""
+
+    def reused(task: _Task) -> StoreRow | Unprepared:
+        row = reusable[task.acquisition.sop_instance_uid]
+        try:
+            stage_again(other, row, writer, task.name)
+        except StoreError:  # damaged
+            return prepare_here(task)
+        found = tuple(flag for flag in row.found if flag != OF_TWO)  # found again, if its copy is still there
+        index = -1 if task.index is None else task.index
+        return replace(row, index=index, found=found, **fields_of(task.acquisition))
+
+    at_once = available_cores()  # not more, since in a bucket staged volumes wait on the local disk
+    mine = [task for task in tasks if task.acquisition.sop_instance_uid in reusable]
+    other.read([])  # opens the files, once for all threads
+    with ThreadPoolExecutor(at_once) as pool:
+        ready = chain.from_iterable(pool.map(reused, mine[i : i + at_once]) for i in range(0, len(mine), at_once))
+        for task in tasks:
+            yield next(ready if task.acquisition.sop_instance_uid in reusable else outcomes)
 
 
 def fields_of(acquisition: Acquisition) -> dict[str, Any]:

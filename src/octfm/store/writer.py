@@ -16,6 +16,7 @@ import numpy as np
 from octfm.errors import StoreError
 from octfm.io.lease import Lease
 from octfm.io.location import Location, flush, holds_other, lock, write_whole
+from octfm.store.item import StoredVolume
 from octfm.store.layout import (
     ARRAYS,
     CHECKSUM,
@@ -184,15 +185,15 @@ class StoreWriter:
         return len(encode(name, blank, self._header["image_size"], "none", self.crc))
 
 
-def stage(prepared: Prepared, staging: Path, name: str, compression: Compression, crc: bool = True) -> str:
+def stage(volume: Prepared | StoredVolume, staging: Path, name: str, compression: Compression, crc: bool = True) -> str:
     """Write the shards of one volume into the staging folder, with fsync, and return their checksum. Runs in workers.
 
     `crc`: whether shards of this store contain checksums; those of older stores do not.
     """
     for array in ARRAYS:
-        values = getattr(prepared, array)
-        write_durably(staging / f"{name}.{array}", encode(array, values, prepared.voxels.shape, compression, crc))
-    return checksum(prepared.voxels, prepared.band, prepared.valid)
+        values = getattr(volume, array)
+        write_durably(staging / f"{name}.{array}", encode(array, values, volume.voxels.shape, compression, crc))
+    return checksum(volume.voxels, volume.band, volume.valid)
 
 
 def _discard(staging: Path) -> None:
