@@ -72,8 +72,10 @@ def test_a_contact_sheet_shows_the_most_doubtful_first_and_keeps_pictures_of_ear
     assert re.search(r"good.dcm<br>intraretinal fluid", sheet.write(rows).read_text())
     assert page.count("<img") == 2 and "nothing &lt;in&gt; it" in page
     assert "3 in the table, 1 with a reason not to believe them, 1 that could not be read" in page
+    sheet.add("withdrawn.dcm", found_in())  # somebody deleted its row
     small = sheet.write(rows, room=(sheet.folder / next(iter(sheet.folder.iterdir())).name).stat().st_size * 3 // 2)
     assert small.read_text().count("<img") == 1 and "it shows 1 of 2 pictures" in small.read_text()
+    assert len([*sheet.folder.iterdir()]) == 2
 
 
 def test_a_contact_sheet_names_no_folder_above_the_scans(tmp_path):
