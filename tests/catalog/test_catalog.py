@@ -3,6 +3,7 @@ gets in."""
 
 import csv
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -239,6 +240,18 @@ def test_damaged_mixed_and_foreign_catalogs_are_refused(phantom, tmp_path):
 
     pq.write_table(pa.table({"a": [1]}), folder / "catalog.parquet")
     with pytest.raises(CatalogError, match="expected octfm-catalog version 3"):
+        Catalog.load(folder)
+
+
+def test_a_catalog_is_read_whose_version_worded_its_advice_otherwise(phantom, tmp_path, monkeypatch):
+    catalog = scan(phantom)
+    code = catalog.rejects[0].code
+    with monkeypatch.context() as earlier:
+        earlier.setitem(REASONS, code, replace(REASONS[code], fix="as an earlier version worded it"))
+        folder = catalog.save(tmp_path)
+    assert Catalog.load(folder) == catalog
+    monkeypatch.delitem(REASONS, code)
+    with pytest.raises(CatalogError, match=f"reason {code}, which this octfm does not know"):
         Catalog.load(folder)
 
 

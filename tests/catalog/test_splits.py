@@ -157,8 +157,11 @@ def test_a_scan_draws_the_shares_that_are_asked_for(tmp_path):
     for person in range(10):
         voxels = np.random.default_rng(person).integers(0, 255, (4, 32, 36), dtype=np.uint8)
         write_oct_dicom(tmp_path / "trial" / f"{person}.dcm", voxels, (0.12, 0.0039, 0.0115), participant=f"P{person}")
-    code, _, err = octfm_here("scan", "trial", "--fractions", "0.5,0.2,0.3", "--workers", "0", cwd=tmp_path)
+    (tmp_path / "catalog").mkdir()
+    (tmp_path / "catalog" / "catalog.parquet").write_bytes(b"of another version")
+    code, said, err = octfm_here("scan", "trial", "--fractions", "0.5,0.2,0.3", "--workers", "0", cwd=tmp_path)
     assert code == 0, err
+    assert "catalog that this scan replaces cannot be read, so whether participants" in said
     found = Catalog.load(tmp_path / "catalog").acquisitions
     assert Counter(a.split for a in found) == {"train": 5, "val": 2, "test": 3}
     for text in ("0.5,0.5", "half,some,rest", "50,20,30"):

@@ -442,6 +442,12 @@ def test_a_table_resumes_and_keeps_a_row_for_what_cannot_be_read(files, tmp_path
     content = out.read_bytes()
     out.write_bytes(b"\xef\xbb\xbf" + content)  # saved by a spreadsheet
     assert read_table(out) == read_rows(out, ()) and write_table(files, out, echo=lambda _: None) == 0
+    at = COLUMNS.index("participant")  # which tables of earlier versions lack
+    with (tmp_path / "earlier.csv").open("w", newline="") as file:
+        cells = csv.reader(content.decode().splitlines())
+        csv.writer(file).writerows([*row[:at], *row[at + 1 :]] for row in cells)
+    assert read_table(tmp_path / "earlier.csv") == read_table(out)
+    assert write_table(files, tmp_path / "earlier.csv", echo=lambda _: None) == 0
     with (tmp_path / "other.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("a", "b"), (1, 2)])
     with pytest.raises(EvaluationError, match="not a table of octfm segment"):

@@ -263,7 +263,8 @@ def test_other_settings_are_refused_and_named(tmp_path):
     other = Preprocessing(image_size=(4, 32, 32), target_spacing=SMALL.target_spacing)
     with pytest.raises(
         StoreError,
-        match=r"prepared differently \(image_size is \[4, 32, 16\], expected \[4, 32, 32\]\).*prepare into a new folder",
+        match=r"prepared differently \(image_size is \[4, 32, 16\], expected \[4, 32, 32\]\).*prepare into a new folder, "
+        r"or give its settings \('image_size=\[4, 32, 16\]'\)$",
     ):
         run([acquisition(0), acquisition(1)], tmp_path / "store", preprocessing=other)
     with pytest.raises(StoreError, match=r"this store has compression none, got zstd"):

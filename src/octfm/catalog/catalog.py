@@ -132,7 +132,12 @@ class Catalog:
         folder = location(folder)
         rows, facts = _read_parquet(folder / "catalog.parquet")
         left_out, other = _read_parquet(folder / "rejects.parquet")
-        rejects = [Reject(row["uri"], row["code"], row["sentence"], row["bytes"], row["refers_to"]) for row in left_out]
+        if unknown := sorted({row["code"] for row in left_out} - REASONS.keys()):
+            raise CatalogError(
+                f"{folder}: rejects.parquet has reason {unknown[0]}, which this octfm does not know; use the octfm "
+                "that wrote it, or scan again"
+            )
+        rejects = [Reject(**{name: row[name] for name in Reject.__dataclass_fields__}) for row in left_out]
         catalog = Catalog(
             root=facts["root"],
             acquisitions=tuple(_acquisition(row) for row in rows),
@@ -142,8 +147,9 @@ class Catalog:
             requests=facts.get("requests", {}),
             pixels=facts.get("pixels", False),
         )
-        # The key is a hash of both tables: a mixed or edited pair does not have it.
-        if not facts["key"] == other["key"] == catalog._key():
+        # The key is a hash of both tables: a mixed or edited pair does not have it. Earlier versions worded some advice
+        # otherwise, so that of the file counts.
+        if not facts["key"] == other["key"] == catalog._key([row["fix"] for row in left_out]):
             raise CatalogError(
                 f"{folder}: catalog.parquet and rejects.parquet are not from one scan, or were edited; scan again"
             )
@@ -222,14 +228,18 @@ class Catalog:
             for reject in (*self.rejects, *self.skipped)
         ]
 
-    def _key(self) -> str:
+    def _key(self, fixes: Sequence[str] | None = None) -> str:
+        """`fixes`: what to do about every file that is left out, as a file words it; default: as this version does."""
         # Added columns with their defaults do not enter the hash: catalogs from before these columns keep their key.
         added = {("layout", "raster"), ("participant_source", ""), ("modality", "structure")}
         rows = [
             {name: value for name, value in row.items() if name not in _ADDED or (name, value) not in added}
             for row in self._rows()
         ]
-        content = json.dumps([self.root, self.companions, rows, self._left_out()], default=list)
+        left_out = self._left_out()
+        if fixes is not None:
+            left_out = [row | {"fix": fix} for row, fix in zip(left_out, fixes, strict=True)]
+        content = json.dumps([self.root, self.companions, rows, left_out], default=list)
         return hash_text(content)[:16]
 
 

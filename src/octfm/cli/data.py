@@ -296,7 +296,11 @@ def _catalog_in(folder: "Location") -> "Catalog | None":
 
     try:
         return Catalog.load(folder) if (folder / "catalog.parquet").is_file() else None
-    except CatalogError:
+    except CatalogError as error:
+        opt.echo_line(
+            "warning: the catalog that this scan replaces cannot be read, so whether participants are in another split "
+            f"than before is unknown: {error}"
+        )
         return None
 
 

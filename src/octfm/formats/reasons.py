@@ -19,7 +19,6 @@ class Reason:
 
 _LEFT_OUT = "nothing to fix, it is left out on purpose"
 
-# A catalog's checksum covers the `fix` of each reject: rewording one makes catalogs of earlier versions unreadable.
 REASONS: dict[str, Reason] = {
     "empty_file": Reason("the file has no bytes", "fetch it again"),
     "unreadable": Reason(

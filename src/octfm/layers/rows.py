@@ -132,19 +132,23 @@ def save_table(rows: Iterable[dict[str, str]], out: Location) -> None:
 
 def read_table(path: Location) -> list[dict[str, str]]:
     """The rows of a table, whose file may begin with the mark of UTF-8 that spreadsheets write. Raises EvaluationError
-    if it has other columns, or a row is damaged."""
+    if it has other columns, without those in _ADDED, or a row is damaged."""
     reader = csv.DictReader(io.StringIO(path.read_bytes().decode("utf-8-sig", "surrogateescape"), newline=""))
     rows = []
     try:
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise EvaluationError(f"{path}: not a table of octfm segment of this version; choose another --out")
+        found = tuple(reader.fieldnames or ())
+        if found not in (COLUMNS, tuple(name for name in COLUMNS if name not in _ADDED)):
+            raise EvaluationError(
+                f"{path}: not a table of octfm segment, or of a version whose numbers must not be mixed with these; "
+                "choose another --out, and give --apply-corrections again for scans that were corrected by hand"
+            )
         for row in reader:
             if None in row or None in row.values():
                 raise EvaluationError(
-                    f"{path}: line {reader.line_num}: expected {len(COLUMNS)} columns as in the header; fix or delete "
+                    f"{path}: line {reader.line_num}: expected {len(found)} columns as in the header; fix or delete "
                     "the row"
                 )
-            rows.append({name: from_csv_cell(cell) for name, cell in row.items()})
+            rows.append(dict.fromkeys(COLUMNS, "") | {name: from_csv_cell(cell) for name, cell in row.items()})
     except csv.Error as error:
         raise EvaluationError(
             f"{path}: after line {reader.line_num}: {error}; fix it, or choose another --out"

@@ -37,7 +37,7 @@ from octfm.store.layout import (
     to_line,
 )
 from octfm.store.shards import encode
-from octfm.volume.preprocessing import Prepared, Preprocessing, differences
+from octfm.volume.preprocessing import Prepared, Preprocessing, differences, repeating
 
 
 class StoreWriter:
@@ -131,7 +131,8 @@ class StoreWriter:
         if header["fingerprint"] != self._preprocessing.fingerprint():
             differing = differences(header["preprocessing"], self._preprocessing)
             what = differing or "by another version of the algorithm"
-            remedy = "use the settings in its store.json" if differing else "continue with the octfm that made it"
+            same = f"give its settings ({repeating(header['preprocessing'], self._preprocessing)})"
+            remedy = same if differing else "continue with the octfm that made it"
             raise StoreError(
                 f"{self.path}: this store was prepared differently ({what}), and volumes of one store must be alike; "
                 f"prepare into a new folder, or {remedy}"

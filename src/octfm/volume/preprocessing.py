@@ -6,6 +6,7 @@ resample by area averages.
 """
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -328,11 +329,21 @@ class Preprocessing(Config):
 
 def differences(recorded: Mapping[str, Any], wanted: Preprocessing) -> str:
     """Settings in which a store's record differs, with both values; empty if in none."""
+    differing = _differing(recorded, wanted).items()
+    return "; ".join(f"{key} is {before}, expected {now}" for key, (before, now) in differing)
+
+
+def repeating(recorded: Mapping[str, Any], wanted: Preprocessing) -> str:
+    """These settings with the record's values, as arguments of octfm prepare: `algorithm=2`."""
+    differing = _differing(recorded, wanted).items()
+    return shlex.join(f"{key}={before}" for key, (before, _) in differing if before is not None)
+
+
+def _differing(recorded: Mapping[str, Any], wanted: Preprocessing) -> dict[str, tuple[Any, Any]]:
     # Version 2 did not name the algorithm, and classic bands are not named.
     before = {"algorithm": 2, "band": "classic", **recorded}
     now = {"band": "classic", **wanted.model_dump(mode="json")}
-    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    return "; ".join(f"{key} is {before.get(key)}, expected {now.get(key)}" for key in keys)
+    return {key: (before.get(key), now.get(key)) for key in {**before, **now} if before.get(key) != now.get(key)}
 
 
 def _first_index(center: float, count: int, step: float, first: float, last: float) -> float:
