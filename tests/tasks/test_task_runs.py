@@ -28,7 +28,7 @@ from octfm.tasks.segment_score import segment
 from octfm.tasks.segment_settings import SegmentConfig
 from support import finetune_runs
 from support.signals import signal_in
-from support.small_store import SIZE, darkened, small_store
+from support.small_store import SIZE, darkened, edit_rows, small_store
 from support.tiny_runs import config, quick_pretrain, quiet
 
 SLOW = pytest.mark.slow
@@ -329,3 +329,18 @@ def test_a_segmentation_whose_truth_was_changed_since_is_refused(clinic, tmp_pat
         file.write_bytes(before)
     clinic.do("segment", copy)
     assert_same(copy, clinic.whole["segment"], "segment")
+
+
+def test_a_fine_tuning_whose_splits_were_drawn_anew_is_refused(clinic, tmp_path):
+    """Who moves from the end of train to the beginning of val, or of val to that of test, leaves the order of all volumes
+    as it was: a finished run would be tested on a participant by whom its epoch was chosen."""
+    run = shutil.copytree(clinic.whole["finetune"], tmp_path / "run")
+    rows = clinic.store.path / "rows.jsonl"
+    before = rows.read_bytes()
+    try:
+        edit_rows(clinic.store.path, lambda row: {"split": "val"} if row.participant == "P007" else {})
+        with pytest.raises(CheckpointError, match="prepared again, split or labelled anew"):
+            clinic.do("finetune", run)
+    finally:
+        rows.write_bytes(before)
+    clinic.do("finetune", run)

@@ -62,6 +62,8 @@ class Identity:
     """Key of the participants' hashes; None draws a new one."""
     encoder: str | None = None
     """`Encoder.key` of a frozen encoder, which no checkpoint of the run contains; None if the encoder is trained."""
+    counts: list[int] | None = None
+    """How many volumes of `data` are trained, validated and tested on, in this order; None if all are trained on."""
 
 
 @dataclass(frozen=True)
@@ -338,6 +340,7 @@ def _begin_record(run: RunFolder, identity: Identity) -> None:
         data=identity.data,
         participant_key=secrets.token_hex(16) if identity.key is None else identity.key,
         **({} if identity.encoder is None else {"encoder": identity.encoder}),
+        **({} if identity.counts is None else {"counts": identity.counts}),
         git=git_state(),
     )
 
@@ -383,7 +386,9 @@ def _require_same_kind(run: RunFolder, identity: Identity) -> None:
 
 
 def _require_same_volumes(run: RunFolder, identity: Identity) -> None:
-    if run.record.get("data") != identity.data:
+    record = run.record
+    # Runs that began before run.json named the counts are not asked for them.
+    if record.get("data") != identity.data or record.get("counts", identity.counts) != identity.counts:
         raise CheckpointError(
             f"{run.path}: the training volumes of the store are not those it began on (some were added, removed, "
             "prepared again, split or labelled anew), so it would not be the same run and its list of participants "

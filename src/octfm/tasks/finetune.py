@@ -118,10 +118,12 @@ def _finetune(
     # Without pretraining there is no key of a run; any fixed one serves.
     participants = {"key": known["key"] or "octfm-finetune", "hashes": known["hashes"]}
     # With other volumes, splits or labels it would be another run.
-    used = np.r_[task.train, task.validation, task.test]
+    parts = (task.train, task.validation, task.test)
+    used = np.concatenate(parts)
     data = volumes_digest(store, task.cases.rows[used], task.cases.label[used].tolist())
     weights = encoder.key if config.frozen else None
-    identity = Identity(FINE_TUNING, config, store.fingerprint, data, participants["key"], weights)
+    counts = [len(part) for part in parts]
+    identity = Identity(FINE_TUNING, config, store.fingerprint, data, participants["key"], weights, counts)
     with open_run(out, identity, runtime, echo=echo) as run, Interruption() as interruption:
         runtime.first(lambda: run.write_record(environment=environment(runtime), octfm=__version__))
         model = TaskModel(config, encoder, len(task.cases.classes or ()) or 1)
