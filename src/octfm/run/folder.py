@@ -61,7 +61,8 @@ class Identity:
     key: str | None = None
     """Key of the participants' hashes; None draws a new one."""
     encoder: str | None = None
-    """`Encoder.key` of a frozen encoder, which no checkpoint of the run contains; None if the encoder is trained."""
+    """Identifies the encoder that the settings name: `Encoder.key` if it is frozen, since no checkpoint contains it,
+    else the key of its own run. None if there is none, or if `key` is that of its run."""
     counts: list[int] | None = None
     """How many volumes of `data` are trained, validated and tested on, in this order; None if all are trained on."""
 
@@ -400,7 +401,7 @@ def _require_same_encoder(run: RunFolder, identity: Identity) -> None:
     """Settings name the place of an encoder, where another run or a later checkpoint may be by now."""
     record = run.record
     other = identity.key is not None and record["participant_key"] != identity.key
-    # Runs that began before run.json named a frozen encoder are not asked for it.
+    # Runs that began before run.json named their encoder are not asked for it.
     if other or record.get("encoder", identity.encoder) != identity.encoder:
         raise CheckpointError(
             f"{run.path}: the encoder that the settings name is not the one that this run began with: its place holds "
