@@ -3,6 +3,7 @@ mislead."""
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from octfm.evaluation.efficiency import label_efficiency, subset
 from octfm.evaluation.linear import logistic, ridge
 from octfm.evaluation.probe import probe, summary_lines, write_probe
 from octfm.evaluation.scoring import Predictions, difference_words, odd_numbers, score, to_units
+from support.command_line import invoke
 from support.probe_cohort import Cohort
 
 
@@ -382,6 +384,21 @@ def test_rare_class_is_left_out_and_named(tmp_path):
     )
     assert row(result, "diagnosis", "auroc")["left_out_classes"] == ["macular_hole"]
     assert any("too rare and left out: macular_hole" in line for line in summary_lines(result))
+
+
+def test_vectors_of_a_checkpoint_before_the_newest_are_pointed_out(run, tmp_path):
+    """A run that went on after `octfm embed` would be probed as it was then, without a word."""
+    run, cohort = Path(shutil.copytree(run, tmp_path / "run")), Cohort(30)
+    (run / "embeddings").mkdir()
+    labels = cohort.labels(tmp_path / "labels.tsv")
+    for step, said in ((2, True), (3, False)):
+        encoder = str(run / "checkpoints" / f"step-0000000{step}.pt")
+        cohort.embeddings(run / "embeddings" / "pretrained.parquet", encoder=encoder)
+        done = invoke("probe", run, "--labels", labels, "--target", "diagnosis")
+        remark = (
+            "vectors of step-00000002.pt; the newest checkpoint of this run is step-00000003.pt, which `octfm embed"
+        )
+        assert done.exit_code == 0 and (remark in done.output) == said, done.output
 
 
 def test_result_is_strict_json_written_whole(cohort, tmp_path):

@@ -4,6 +4,7 @@ feel it."""
 import errno
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import hypothesis
 import numpy as np
@@ -12,18 +13,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octfm.errors import ConfigError
+from octfm.errors import ConfigError, Preempted
 from octfm.models.pooling import pooled
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.monitors import online_probe as probe
 from octfm.pretraining.monitors.measure import tissue_vectors
 from octfm.pretraining.monitors.online_probe import Cases, OnlineProbeConfig, find_cases
+from octfm.report.words import checkpoint_advice
 from octfm.run import checkpoint, checkpoint_writer
 from octfm.run.checkpoint_writer import best_step
+from octfm.run.tracking import read_metrics
 from octfm.store.selection import select
 from octfm.store.store import Store
 from support.small_store import edit_rows, prepared_eye, small_preprocessing
-from support.tiny_runs import config, final, quick_pretrain, quiet, rows
+from support.tiny_runs import config, final, interrupted_after, quick_pretrain, quiet, rows
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +253,23 @@ def test_F12_whoever_chose_a_checkpoint_is_no_test_participant_of_it(store, labe
         assert final(run)["participants"]["trained_on"] == len(
             {store.rows[r].participant for r in select(store, "train")}
         )
+
+
+def test_scores_on_corrected_labels_are_not_compared_with_those_before(store, labels, tmp_path, monkeypatch):
+    """Else a state that mistaken labels found good would remain the best one."""
+    scored(monkeypatch, 0.9, 0.5, 0.3)
+    table = Path(shutil.copy(labels, tmp_path / "labels.tsv"))
+    settings = config(keep_checkpoints=1, probe={"target": "depth", "labels": str(table)})
+    with monkeypatch.context() as patch, pytest.raises(Preempted):
+        interrupted_after(4, patch)
+        quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
+    assert best_step(tmp_path / "run" / "checkpoints") == 3
+    first, *others = table.read_text().splitlines()
+    table.write_text("\n".join([first, others[0].replace(".", "1."), *others[1:]]) + "\n")
+    run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
+    assert [row["score"] for row in rows(run, "probe")] == [0.9, 0.5, 0.3]
+    assert best_step(run / "checkpoints") == 6
+    assert "step-00000006.pt" in checkpoint_advice(list(read_metrics(run / "metrics.jsonl")))
 
 
 @pytest.mark.parametrize("how", ["full disk", "kill"])

@@ -173,9 +173,10 @@ def test_validation_does_not_depend_on_the_micro_batch(store, tmp_path):
     assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
-def test_a_damaged_run_record_is_named(store, tmp_path):
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_damaged_run_record_is_named(store, tmp_path, content):
     run = quick_pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
-    (run / "run.json").write_text("{")
+    (run / "run.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"run\.json: missing or damaged"):
         quick_pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
 

@@ -98,11 +98,16 @@ def test_the_checkpoint_that_a_folder_stands_for_is_named_beside_the_best(tmp_pa
     assert checkpoint_taken(probe_rows(0.1, 0.2, 0.3), paths).endswith("and the one with the best online probe")
     assert f"best at {paths[1]}: give that file" in checkpoint_taken(probe_rows(0.1, 0.5, 0.3), paths)
     assert "no longer there" in checkpoint_taken(probe_rows(0.1, 0.5, 0.3), paths[2:])
-    # Of equal scores the last is the one whose checkpoint is kept; other targets and poolings are other scales.
+    # Of equal scores the last is the one whose checkpoint is kept; other targets, poolings and labels are other scales.
     assert checkpoint_taken(probe_rows(0.5, 0.1, 0.5), paths).endswith("and the one with the best online probe")
     for other in ({"target": "age"}, {"pool": "tails"}):
         mixed = [probe_rows(0.9)[0] | other, *probe_rows(0.1, 0.5, 0.3)[1:]]
         assert f"best at {paths[1]}: give that file" in checkpoint_taken(mixed, paths)
+    later = [row | {"cases": "b"} for row in probe_rows(0.1, 0.5, 0.3)[1:]]
+    assert f"best at {paths[1]}: give that file" in checkpoint_taken(
+        [probe_rows(0.9)[0] | {"cases": "a"}, *later], paths
+    )
+    assert f"best at {paths[0]}: give that file" in checkpoint_taken([*probe_rows(0.9), *later], paths)
 
 
 def test_no_run_is_named(tmp_path):

@@ -221,6 +221,8 @@ def test_shapes_cannot_be_overridden(store, tmp_path):
     wider = config(steps=3, model={"patch_size": [2, 8, 8], "width": 24, "depth": 2, "heads": 2})
     with pytest.raises(CheckpointError, match=r"weights do not fit the networks of this config .*cannot be overridden"):
         quick_pretrain(wider, store, run, echo=quiet, override=True)
+    assert "overrides" not in json.loads((run / "run.json").read_text())
+    quick_pretrain(config(steps=3), store, run, echo=quiet)  # which is still the same run
 
 
 def test_a_version_1_run_goes_on(store, whole, tmp_path):

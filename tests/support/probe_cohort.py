@@ -36,7 +36,7 @@ class Cohort:
                     }
                 )
 
-    def embeddings(self, path, name="pretrained", signal=4.0, order=None):
+    def embeddings(self, path, name="pretrained", signal=4.0, order=None, encoder="vit"):
         rng = np.random.default_rng(len(name))
         direction = rng.normal(size=(4, self.width))
         vectors = []
@@ -63,7 +63,7 @@ class Cohort:
         )
         if order is not None:
             table = table.take(order)
-        meta = {"name": name, "key": f"key-{name}", "encoder": "vit", "precision": "float32", "width": self.width}
+        meta = {"name": name, "key": f"key-{name}", "encoder": encoder, "precision": "float32", "width": self.width}
         pq.write_table(table.replace_schema_metadata({"octfm": json.dumps(meta)}), path)
         return path
 

@@ -28,7 +28,7 @@ from octfm.tasks.segment_score import segment
 from octfm.tasks.segment_settings import SegmentConfig
 from support import finetune_runs
 from support.signals import signal_in
-from support.small_store import SIZE, darkened, small_store
+from support.small_store import SIZE, darkened, edit_rows, small_store
 from support.tiny_runs import config, quick_pretrain, quiet
 
 SLOW = pytest.mark.slow
@@ -266,15 +266,23 @@ def test_a_frozen_encoder_that_was_replaced_since_is_refused(clinic, tmp_path, v
         load(tmp_path / "run", "cpu")
 
 
-def test_another_run_at_the_place_of_a_learning_encoder_is_refused(clinic, tmp_path):
+@pytest.mark.parametrize(
+    ("verb", "changes"),
+    [("finetune", {}), ("finetune", {"from_scratch": True, "head_epochs": 0}), ("segment", {})],
+    ids=["finetune", "from scratch", "segment"],
+)
+def test_another_run_at_the_place_of_a_learning_encoder_is_refused(clinic, tmp_path, verb, changes):
+    """Also one of another size, whose weights do not fit, and which leaves the baselines of a segmentation unlike."""
     encoder = tmp_path / "encoder"
     shutil.copytree(clinic.run, encoder)
-    changes = {"encoder": str(encoder), "epochs": 1}
-    clinic.do("finetune", tmp_path / "run", **changes)
+    changes = {"encoder": str(encoder), **changes}
+    with signal_in(verb, "term", 4), pytest.raises(Preempted):
+        clinic.do(verb, tmp_path / "run", **changes)
     shutil.rmtree(encoder)
-    quick_pretrain(config(steps=1), clinic.store, encoder, "cpu", echo=quiet)
+    small = {"patch_size": [2, 8, 8], "width": 24, "depth": 1, "heads": 2}
+    quick_pretrain(config(steps=1, model=small), clinic.store, encoder, "cpu", echo=quiet)
     with pytest.raises(CheckpointError, match="encoder that the settings name is not the one that this run began with"):
-        clinic.do("finetune", tmp_path / "run", **changes)
+        clinic.do(verb, tmp_path / "run", **changes)
 
 
 def test_numbers_of_which_validation_has_one_value_are_learned_and_written(clinic, tmp_path):
@@ -329,3 +337,18 @@ def test_a_segmentation_whose_truth_was_changed_since_is_refused(clinic, tmp_pat
         file.write_bytes(before)
     clinic.do("segment", copy)
     assert_same(copy, clinic.whole["segment"], "segment")
+
+
+def test_a_fine_tuning_whose_splits_were_drawn_anew_is_refused(clinic, tmp_path):
+    """Who moves from the end of train to the beginning of val, or of val to that of test, leaves the order of all volumes
+    as it was: a finished run would be tested on a participant by whom its epoch was chosen."""
+    run = shutil.copytree(clinic.whole["finetune"], tmp_path / "run")
+    rows = clinic.store.path / "rows.jsonl"
+    before = rows.read_bytes()
+    try:
+        edit_rows(clinic.store.path, lambda row: {"split": "val"} if row.participant == "P007" else {})
+        with pytest.raises(CheckpointError, match="prepared again, split or labelled anew"):
+            clinic.do("finetune", run)
+    finally:
+        rows.write_bytes(before)
+    clinic.do("finetune", run)

@@ -281,9 +281,16 @@ def checkpoint_taken(rows: list[dict[str, Any]], checkpoints: Sequence[Path]) ->
 
 
 def probed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of the online probe with the target and pooling of the last one; others cannot be compared with it."""
+    """The rows of the online probe with the target, pooling, volumes and labels of the last one; others cannot be
+    compared with it."""
     known = [row for row in rows if row.get("kind") == "probe" and np.isfinite(number(row.get("score")))]
-    return [row for row in known if all(row.get(key) == known[-1].get(key) for key in ("target", "pool"))]
+    # Rows of earlier versions do not name their cases.
+    return [
+        row
+        for row in known
+        if all(row.get(key) == known[-1].get(key) for key in ("target", "pool"))
+        and row.get("cases", known[-1].get("cases")) == known[-1].get("cases")
+    ]
 
 
 def _best(compared: list[dict[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,7 +61,19 @@ class Identity:
     key: str | None = None
     """Key of the participants' hashes; None draws a new one."""
     encoder: str | None = None
-    """`Encoder.key` of a frozen encoder, which no checkpoint of the run contains; None if the encoder is trained."""
+    """Identifies the encoder that the settings name: `Encoder.key` if it is frozen, since no checkpoint contains it,
+    else the key of its own run. None if there is none, or if `key` is that of its run."""
+    counts: list[int] | None = None
+    """How many volumes of `data` are trained, validated and tested on, in this order; None if all are trained on."""
+
+
+@dataclass(frozen=True)
+class Override:
+    """Settings with which a run goes on although it began with others (--override)."""
+
+    config: Config
+    changed: dict[str, tuple[Any, Any]]
+    """Dotted keys with the value now and the one before."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,8 @@ class RunFolder:
     kind: Kind
     remote: BucketRun | None = None
     """The bucket that this folder is copied to."""
+    override: "Override | None" = None
+    """Other settings that its next updates have, which `resume` records."""
 
     @property
     def metrics(self) -> Path:
@@ -186,6 +200,20 @@ class RunFolder:
         known = self.record if path.exists() else {"format": FORMAT, "version": VERSION, "kind": self.kind.name}
         write_whole(path, json.dumps(known | facts, indent=2).encode())
 
+    def record_override(self, step: int, echo: Echo) -> None:
+        """Write the settings that change from `step` on to run.json and config.yaml, if there are any."""
+        if self.override is None:
+            return
+        changed = self.override.changed
+        keys = {key: {"before": before, "now": now} for key, (now, before) in changed.items()}
+        # The record before the settings: after a kill in between, the same command finds the change again and records
+        # it.
+        overrides = [*self.record.get("overrides", []), {"time": _now(), "after_step": step, "settings": keys}]
+        self.write_record(overrides=overrides)
+        write_whole(self.path / "config.yaml", dump(self.override.config).encode())
+        for key, (now, before) in changed.items():
+            echo(f"override: {key} is {now} from step {step} on; the run began with {before}")
+
     def note_memory(self, micro_batch: int) -> None:
         """Write down, for the next start, how many volumes at a time memory allows. Any rank may call this."""
         write_whole(self.path / "memory.json", json.dumps({"micro_batch": micro_batch}).encode())
@@ -220,7 +248,8 @@ class Resumable(Protocol):
 
 
 def resume(run: RunFolder, training: Resumable, echo: Echo) -> bool:
-    """Restore the newest whole checkpoint on all ranks; False if there is none yet. Rank 0 chooses and reads."""
+    """Restore the newest whole checkpoint on all ranks; False if there is none yet. Rank 0 chooses and reads, and
+    records settings that --override changed."""
     content: dict[str, Any] | None = None
 
     def choose() -> Path | None:
@@ -232,9 +261,12 @@ def resume(run: RunFolder, training: Resumable, echo: Echo) -> bool:
         return path
 
     path = training.runtime.first(choose)
+    if path is not None:
+        training.restore(content, path)
+    # Only now: settings that do not fit the checkpoint are refused, and must leave the run as it was.
+    training.runtime.first(lambda: run.record_override(training.step, echo))
     if path is None:
         return False
-    training.restore(content, path)
     echo(f"resuming {run.path} after {training.step} updates")
     return True
 
@@ -255,32 +287,35 @@ def open_run(
     where = location(out)
     remote = BucketRun(where) if isinstance(where, BucketPath) else None
     folder = where if isinstance(where, Path) else mirror_of(where)
+    run = RunFolder(folder, identity.kind, remote)
     with ExitStack() as held:
 
         def enter() -> None:
+            nonlocal run
             if remote is not None:
                 held.callback(remote.end)
                 remote.begin()
             _require_run_or_new(folder)
             check(folder)
-            held.enter_context(claim(folder, identity, override=override, echo=echo))
+            claimed = held.enter_context(claim(folder, identity, override=override, echo=echo))
+            run = replace(claimed, remote=remote)
 
         runtime.first(enter)
-        yield RunFolder(folder, identity.kind, remote)
+        yield run
 
 
 @contextmanager
 def claim(out: str | Path, identity: Identity, *, override: bool = False, echo: Echo = print) -> Iterator[RunFolder]:
     """The folder of this run, locked until the context ends: a new one, or one begun with the same identity. With
-    `override`, other settings are accepted and recorded in run.json. Raises CheckpointError if the folder holds
-    anything else, or if another process trains into it."""
+    `override`, other settings are accepted, for `resume` to record. Raises CheckpointError if the folder holds anything
+    else, or if another process trains into it."""
     run = RunFolder(Path(out), identity.kind)
     settings = run.path / "config.yaml"
     _require_run_or_new(run.path)
     run.path.mkdir(parents=True, exist_ok=True)
     with locked(run.path, echo):
         if settings.is_file():
-            _continue(run, identity, override, echo)
+            run = _continue(run, identity, override)
         else:
             # In this order: a folder with a run.json and no config.yaml has not begun, and the same command begins it.
             _begin_record(run, identity)
@@ -306,12 +341,13 @@ def _begin_record(run: RunFolder, identity: Identity) -> None:
         data=identity.data,
         participant_key=secrets.token_hex(16) if identity.key is None else identity.key,
         **({} if identity.encoder is None else {"encoder": identity.encoder}),
+        **({} if identity.counts is None else {"counts": identity.counts}),
         git=git_state(),
     )
 
 
-def _continue(run: RunFolder, identity: Identity, override: bool, echo: Echo) -> None:
-    """Refuse what would make it another run, or record the change with --override."""
+def _continue(run: RunFolder, identity: Identity, override: bool) -> RunFolder:
+    """Refuse what would make it another run; with --override, other settings are accepted."""
     kind, settings = run.kind, run.path / "config.yaml"
     # Up to version 0.1 fine-tuning and segmentation wrote no run.json.
     recorded = kind.own_key or (run.path / "run.json").exists()
@@ -332,18 +368,7 @@ def _continue(run: RunFolder, identity: Identity, override: bool, echo: Echo) ->
         _require_same_encoder(run, identity)
     else:
         _begin_record(run, identity)
-    if not changed:
-        return
-    last = run.last_checkpoint()
-    keys = {key: {"before": before, "now": now} for key, (now, before) in changed.items()}
-    step = checkpoint.step_of(last) if last else 0
-    # The record before the settings: after a kill in between, the same command finds the change again and records it.
-    run.write_record(
-        overrides=[*run.record.get("overrides", []), {"time": _now(), "after_step": step, "settings": keys}]
-    )
-    write_whole(settings, dump(identity.config).encode())
-    for key, (now, before) in changed.items():
-        echo(f"override: {key} is {now} from step {step} on; the run began with {before}")
+    return replace(run, override=Override(identity.config, changed)) if changed else run
 
 
 def _in_words(changed: Mapping[str, tuple[Any, Any]]) -> str:
@@ -362,7 +387,9 @@ def _require_same_kind(run: RunFolder, identity: Identity) -> None:
 
 
 def _require_same_volumes(run: RunFolder, identity: Identity) -> None:
-    if run.record.get("data") != identity.data:
+    record = run.record
+    # Runs that began before run.json named the counts are not asked for them.
+    if record.get("data") != identity.data or record.get("counts", identity.counts) != identity.counts:
         raise CheckpointError(
             f"{run.path}: the training volumes of the store are not those it began on (some were added, removed, "
             "prepared again, split or labelled anew), so it would not be the same run and its list of participants "
@@ -374,7 +401,7 @@ def _require_same_encoder(run: RunFolder, identity: Identity) -> None:
     """Settings name the place of an encoder, where another run or a later checkpoint may be by now."""
     record = run.record
     other = identity.key is not None and record["participant_key"] != identity.key
-    # Runs that began before run.json named a frozen encoder are not asked for it.
+    # Runs that began before run.json named their encoder are not asked for it.
     if other or record.get("encoder", identity.encoder) != identity.encoder:
         raise CheckpointError(
             f"{run.path}: the encoder that the settings name is not the one that this run began with: its place holds "

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from octfm.catalog.labels import read_labels
 from octfm.config import load
 from octfm.encoder.embeddings import of_store
-from octfm.encoder.encoder import load_encoder, participants_of, seen_by
+from octfm.encoder.encoder import content_of, load_encoder, participants_of, seen_by
 from octfm.encoder.tokens import token_features
 from octfm.encoder.tuned import Answer
 from octfm.errors import ConfigError, Echo, EvaluationError
@@ -118,10 +118,14 @@ def _finetune(
     # Without pretraining there is no key of a run; any fixed one serves.
     participants = {"key": known["key"] or "octfm-finetune", "hashes": known["hashes"]}
     # With other volumes, splits or labels it would be another run.
-    used = np.r_[task.train, task.validation, task.test]
+    parts = (task.train, task.validation, task.test)
+    used = np.concatenate(parts)
     data = volumes_digest(store, task.cases.rows[used], task.cases.label[used].tolist())
-    weights = encoder.key if config.frozen else None
-    identity = Identity(FINE_TUNING, config, store.fingerprint, data, participants["key"], weights)
+    # From scratch no participants are known by whose key another run would be noticed.
+    origin = content_of(str(config.encoder))["participants"].get("key") if config.from_scratch else None
+    named = encoder.key if config.frozen else origin
+    counts = [len(part) for part in parts]
+    identity = Identity(FINE_TUNING, config, store.fingerprint, data, participants["key"], named, counts)
     with open_run(out, identity, runtime, echo=echo) as run, Interruption() as interruption:
         runtime.first(lambda: run.write_record(environment=environment(runtime), octfm=__version__))
         model = TaskModel(config, encoder, len(task.cases.classes or ()) or 1)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from octfm.display import number
-from octfm.encoder.encoder import seen_by
+from octfm.encoder.encoder import content_of, seen_by
 from octfm.errors import CheckpointError, Echo, EvaluationError
 from octfm.evaluation.cases import people
 from octfm.evaluation.metrics import mae, ratio
@@ -77,10 +77,10 @@ def segment(
     # With other volumes, splits or surfaces to learn from it would be another run.
     taught = [hash_file(truth_file(config, store.rows[i])) for i in train_rows]
     data = volumes_digest(store, [*train_rows, *test_rows], taught)
-    # A trained encoder is in the checkpoints; a frozen one is only named by its key.
-    weights = None if config.lr_encoder else encoder.key
+    # A trained encoder is in the checkpoints, and begins as that of this run; a frozen one is only named by its key.
+    named = content_of(str(config.encoder))["participants"].get("key") if config.lr_encoder else encoder.key
     # The key is "" because None would draw one: no participants are hashed here.
-    identity = Identity(SEGMENTATION, config, store.fingerprint, data, key="", encoder=weights)
+    identity = Identity(SEGMENTATION, config, store.fingerprint, data, key="", encoder=named)
     with (
         open_run(out, identity, encoder.runtime, echo=echo, check=_require_unfinished) as run,
         Interruption() as interruption,

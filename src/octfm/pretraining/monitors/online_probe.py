@@ -15,6 +15,7 @@ from octfm.catalog.labels import as_number, one_spelling, read_labels, stated
 from octfm.catalog.participants.ids import under_one_id
 from octfm.config import Config, LocalPlace
 from octfm.errors import ConfigError
+from octfm.io.hashing import hash_text
 from octfm.run.runtime import Runtime
 from octfm.store.store import Store
 
@@ -51,6 +52,8 @@ class Cases:
     """Empty if labels are numbers."""
     train_participant: np.ndarray
     """The participant of each row of `train`: the penalty is chosen by leaving out participants, not volumes."""
+    key: str = ""
+    """Identifies volumes and labels: scores on others cannot be compared with those on these."""
 
     @property
     def metric(self) -> str:
@@ -79,6 +82,8 @@ def find_cases(
         sides.append((rows[keep], [str(labels[i]) for i in keep]))
     (train, train_text), (held_out, held_out_text) = sides
     texts = one_spelling([*train_text, *held_out_text])
+    volumes = [store.rows[row].acquisition for row in (*train, *held_out)]
+    key = hash_text("\n".join(f"{volume} {text}" for volume, text in zip(volumes, texts, strict=True)))[:12]
     train_text, held_out_text = texts[: len(train)], texts[len(train) :]
     if min(len(train), len(held_out)) < MIN_VOLUMES:
         known = sorted({key for row in store.rows for key in row.participant_labels})
@@ -92,7 +97,7 @@ def find_cases(
     numbers = [as_number(text) for text in texts]
     if None not in numbers and len(set(numbers)) > 10:
         values = np.array(numbers, np.float64)
-        return Cases(config.target, train, held_out, values[: len(train)], values[len(train) :], (), people)
+        return Cases(config.target, train, held_out, values[: len(train)], values[len(train) :], (), people, key)
     classes = tuple(sorted(set(train_text)))
     if len(classes) < 2:
         raise ConfigError(
@@ -109,7 +114,7 @@ def find_cases(
     number = {name: k for k, name in enumerate(classes)}
     return Cases(
         config.target, train, held_out[known_class], np.array([number[t] for t in train_text]),
-        np.array([number[t] for t in held_out_text if t in classes]), classes, people,
+        np.array([number[t] for t in held_out_text if t in classes]), classes, people, key,
     )  # fmt: skip
 
 
@@ -137,6 +142,7 @@ def _judge(cases: Cases, train: np.ndarray, held_out: np.ndarray) -> dict[str, f
     x, x_new = standardised(train, held_out)
     return {
         "target": cases.target,
+        "cases": cases.key,
         "metric": cases.metric,
         "score": _score(cases, _ridge(cases, x, x_new)),
         "knn": _score(cases, _neighbours(cases, x, x_new)),
