@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from octfm.catalog.participants.safe_values import is_known_name, is_known_scanner, is_plain_word
-from octfm.encoder.encoder import Encoder, content_of, load_encoder, participants_of
-from octfm.encoder.tuned import TunedModel, load_with_head
+from octfm.encoder.encoder import Encoder, load_encoder, opened, participants_in
+from octfm.encoder.tuned import TunedModel, with_head_in
 from octfm.errors import Echo, EvaluationError
 from octfm.io.location import Location, local_path, write_whole
 from octfm.models.heads import MeanPool
@@ -44,11 +44,12 @@ def export(
         raise EvaluationError(f"{out}: exists already; exports are never overwritten, choose another --out")
     if keep_key is not None and Path(keep_key).exists():
         raise EvaluationError(f"{keep_key}: exists already; choose another file for the key")
-    content = content_of(run)
-    encoder, tuned = load_with_head(run, "cpu")
+    # Once: while the run goes on, a second look would find a later checkpoint.
+    path, content = opened(run, echo)
+    encoder, tuned = with_head_in(run, path, content, "cpu")
     if tuned is not None and not keep_names:
         _expect_known_names(tuned)
-    participants = participants_of(run)
+    participants = participants_in(content, run)
     # Written next to the target and renamed at the end, so that a folder `out` is always complete.
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
