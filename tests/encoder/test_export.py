@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -277,6 +278,22 @@ def test_a_fine_tuned_model_answers_as_it_did_when_it_was_tested(run, store, lab
         torch.testing.assert_close(plain(patches, index), unmerged(patches, index), atol=1e-5, rtol=1e-5)
         assert set(merged(own)) == set(plain.state_dict())
     assert seen_by(written)("P000"), "whom the encoder and the head were trained on"
+
+
+def test_two_exports_at_once_do_not_touch_each_other(run, tmp_path, monkeypatch):
+    """The second emptied the folder that the first was writing, which ended with "no such file"."""
+    at_once, checked = list[Path](), exported.checksum
+
+    def checksum(tensors):
+        monkeypatch.setattr(exported, "checksum", checked)
+        at_once.append(export(run, tmp_path / "encoder", echo=quiet))
+        return checked(tensors)
+
+    monkeypatch.setattr(exported, "checksum", checksum)
+    with pytest.raises(EvaluationError, match="exists already"):
+        export(run, tmp_path / "encoder", echo=quiet)
+    assert load_encoder(at_once[0]).key == load_encoder(run).key
+    assert list(tmp_path.iterdir()) == at_once
 
 
 def test_nothing_is_overwritten_and_nothing_is_left_half_written(run, folder, tmp_path, monkeypatch):

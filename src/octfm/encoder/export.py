@@ -1,6 +1,8 @@
 """Export a run or a fine-tuned model as a folder that others can load; exported.py describes its layout."""
 
 import json
+import os
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any
@@ -40,8 +42,7 @@ def export(
     other weights.
     """
     out = local_path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise EvaluationError(f"{out}: exists already; exports are never overwritten, choose another --out")
+    _expect_new(out)
     if keep_key is not None and Path(keep_key).exists():
         raise EvaluationError(f"{keep_key}: exists already; choose another file for the key")
     # Once: while the run goes on, a second look would find a later checkpoint.
@@ -52,8 +53,7 @@ def export(
     participants = participants_in(content, run)
     # Written next to the target and renamed at the end, so that a folder `out` is always complete.
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = out.with_name(f".{out.name[:50]}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
         settings = settings_of(encoder, tuned, content.get("step"))
         write_files(partial, settings, tensors_of(encoder, tuned), participants["hashes"])
@@ -71,11 +71,17 @@ def export(
         if participants["key"]:
             key_file = Path(keep_key) if keep_key is not None else partial / exported.KEY
             write_whole(key_file, f"{participants['key']}\n".encode())
+        _expect_new(out)  # once more: another process may have been faster
         partial.rename(out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return out
+
+
+def _expect_new(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise EvaluationError(f"{out}: exists already; exports are never overwritten, choose another --out")
 
 
 def _expect_known_names(tuned: TunedModel) -> None:
