@@ -3,6 +3,7 @@ gets in."""
 
 import csv
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from octfm.catalog.scan import scan
 from octfm.errors import ConfigError
 from octfm.formats.reasons import REASONS
 from octfm.phantom.write import write_phantom
+from support.command_line import invoke
 from support.dicom_files import BIRTH_DATE, PATIENT_NAME, write_oct_dicom
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
@@ -221,6 +223,23 @@ def test_a_full_disk_leaves_the_catalog_that_was_there(phantom, tmp_path, monkey
         Catalog(catalog.root, catalog.acquisitions[1:], catalog.rejects).save(tmp_path)
     assert Catalog.load(tmp_path) == catalog
     assert sorted(path.name for path in tmp_path.iterdir()) == ["catalog.parquet", "rejects.parquet"]
+
+
+def test_a_catalog_that_is_being_replaced_is_read_whole(phantom, tmp_path, monkeypatch):
+    """Its two files are replaced one after the other; whoever read between them was told to scan again."""
+    catalog = scan(phantom)
+    newer = Catalog(catalog.root, catalog.acquisitions[1:], catalog.rejects)
+    folder, other = catalog.save(tmp_path / "a"), newer.save(tmp_path / "b")
+    (other / "rejects.parquet").replace(folder / "rejects.parquet")
+    files = [other / "catalog.parquet"]
+    monkeypatch.setattr(time, "sleep", lambda _: files.pop().replace(folder / "catalog.parquet"))
+    assert Catalog.load(folder) == newer
+
+
+def test_a_scan_that_was_killed_while_it_saved_is_made_again(phantom, tmp_path):
+    scan(phantom).save(tmp_path / "catalog")
+    (tmp_path / "catalog" / "catalog.parquet").unlink()  # replaced second
+    assert invoke("scan", phantom, "--out", tmp_path / "catalog").exit_code == 0
 
 
 def test_damaged_mixed_and_foreign_catalogs_are_refused(phantom, tmp_path):

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -144,6 +145,50 @@ def test_export_takes_a_checkpoint_and_says_which_one_a_run_stands_for(run, tmp_
     assert weights[0] == weights[1]
 
 
+def trains_on(run, monkeypatch, *, keeps):
+    """Whenever a checkpoint of `run` has been chosen, the run saves another one with twice its weights, and keeps the
+    chosen one or not."""
+    load = checkpoint.load
+
+    def twice(tensors):
+        return {name: 2 * tensor for name, tensor in tensors.items()}
+
+    def loaded(path):
+        if path.parent == run / "checkpoints" and path == checkpoint.newest(run) and checkpoint.step_of(path) < 9:
+            now = load(path)
+            if best := now["state"].get("best"):
+                best["model"] = twice(best["model"])
+            content = {name: now[name] for name in now.keys() - {"format", "version", "checksum", "step"}}
+            checkpoint.write(path.parent, now["step"] + 1, content | {"model": twice(now["model"])})
+            if not keeps:
+                path.unlink()
+        return load(path)
+
+    monkeypatch.setattr(checkpoint, "load", loaded)
+
+
+def test_all_of_an_export_is_of_one_checkpoint_while_the_run_goes_on(run, store, labels, tmp_path, monkeypatch):
+    """Its step was of one checkpoint and its weights of the next; of a fine-tuned model the head was of one and the
+    encoder of the next, with answers that neither gives."""
+    copy, tuned = shutil.copytree(run, tmp_path / "run"), tune(run, store, tmp_path / "tuned", labels)
+    before = load_tuned(tuned)
+    trains_on(copy, monkeypatch, keeps=True)
+    settings = json.loads((export(copy, tmp_path / "one", echo=quiet) / "config.json").read_text("utf-8"))
+    newest = {checkpoint.step_of(path): path for path in checkpoint.everywhere(copy)}
+    assert load_encoder(tmp_path / "one").key == load_encoder(newest[settings["step"]]).key
+    trains_on(tuned, monkeypatch, keeps=True)
+    after = load_tuned(export(tuned, tmp_path / "two", echo=quiet))
+    weights = zip(*(m.head.state_dict().values() for m in (before, after)), strict=True)
+    same = all(torch.equal(a, b) for a, b in weights)
+    assert same == (before.encoder.key == after.encoder.key)
+
+
+def test_a_checkpoint_that_the_run_has_just_deleted_gives_way_to_the_newest(run, tmp_path, monkeypatch):
+    copy = shutil.copytree(run, tmp_path / "run")
+    trains_on(copy, monkeypatch, keeps=False)
+    assert load_encoder(copy).source == str(copy / "checkpoints" / "step-00000009.pt")
+
+
 def test_embed_takes_an_export_with_its_baselines(run, folder, store, tmp_path):
     import pyarrow.parquet as pq
 
@@ -233,6 +278,22 @@ def test_a_fine_tuned_model_answers_as_it_did_when_it_was_tested(run, store, lab
         torch.testing.assert_close(plain(patches, index), unmerged(patches, index), atol=1e-5, rtol=1e-5)
         assert set(merged(own)) == set(plain.state_dict())
     assert seen_by(written)("P000"), "whom the encoder and the head were trained on"
+
+
+def test_two_exports_at_once_do_not_touch_each_other(run, tmp_path, monkeypatch):
+    """The second emptied the folder that the first was writing, which ended with "no such file"."""
+    at_once, checked = list[Path](), exported.checksum
+
+    def checksum(tensors):
+        monkeypatch.setattr(exported, "checksum", checked)
+        at_once.append(export(run, tmp_path / "encoder", echo=quiet))
+        return checked(tensors)
+
+    monkeypatch.setattr(exported, "checksum", checksum)
+    with pytest.raises(EvaluationError, match="exists already"):
+        export(run, tmp_path / "encoder", echo=quiet)
+    assert load_encoder(at_once[0]).key == load_encoder(run).key
+    assert list(tmp_path.iterdir()) == at_once
 
 
 def test_nothing_is_overwritten_and_nothing_is_left_half_written(run, folder, tmp_path, monkeypatch):

@@ -744,7 +744,7 @@ def test_a_table_has_one_writer(files, tmp_path):
     def interfere(source, found):
         seen.append(source)
         write_table([], other, finder=finder)
-        with pytest.raises(EvaluationError, match=r"table.csv: another process is writing this table"):
+        with pytest.raises(EvaluationError, match=r"table.csv: another process .pid \d+ on .* is writing this table"):
             write_table(files, out, finder=finder)
 
     assert write_table(files[:1], out, finder=finder, also=interfere, echo=lambda _: None) == 1 and seen

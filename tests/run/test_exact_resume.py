@@ -28,7 +28,7 @@ from octfm.pretraining.run_state import Rollback, RunState
 from octfm.run import checkpoint, shards
 from octfm.run.checkpoint_files import put_back
 from octfm.run.checkpoint_writer import CheckpointWriter, Failure, Retention, best_step
-from octfm.run.folder import Identity, claim
+from octfm.run.folder import Identity, claim, locked
 from octfm.run.loop import Interruption, Session
 from octfm.run.runtime import Runtime
 from octfm.run.tracking import Metrics, read_metrics
@@ -170,7 +170,7 @@ def test_two_processes_cannot_train_into_one_folder(store, tmp_path):
     try:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         with pytest.raises(
-            CheckpointError, match=rf"another process \(pid {other.pid} since .*is training into this folder"
+            CheckpointError, match=rf"another process \(pid {other.pid} on .* since .*is training into this folder"
         ):
             quick_pretrain(config(steps=1), store, run, echo=quiet)
         assert [p.name for p in run.iterdir()] == ["run.lock"], "nothing was written"
@@ -178,6 +178,16 @@ def test_two_processes_cannot_train_into_one_folder(store, tmp_path):
         other.kill()
         other.wait()
     quick_pretrain(config(steps=1), store, run, echo=quiet)
+
+
+def test_a_start_leaves_what_another_process_is_writing_into_the_folder(tmp_path):
+    """A probe lost its result when the training of its run was started again while it wrote."""
+    old, new = tmp_path / ".probe.json.7.0123abcd.partial", tmp_path / ".report.html.8.0123abcd.partial"
+    for file in (old, new):
+        file.touch()
+    os.utime(old, (0, 0))
+    with locked(tmp_path, quiet):
+        assert new.exists() and not old.exists()
 
 
 def test_the_loop_holds_the_lock_until_it_ends(store, tmp_path, monkeypatch):

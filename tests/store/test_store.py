@@ -362,7 +362,7 @@ def test_rows_of_a_large_store_take_little_more_memory_than_their_file(own):
 def test_two_writers_cannot_share_a_store(own):
     with (
         StoreWriter(own.path, SMALL),
-        pytest.raises(StoreError, match="another process is preparing"),
+        pytest.raises(StoreError, match=r"another process .pid \d+ on .* since .* is preparing"),
         StoreWriter(own.path, SMALL),
     ):
         pass

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,6 +25,8 @@ from octfm.volume.volume import Laterality
 FORMAT, VERSION = "octfm-catalog", 3
 _ADDED = ("layout", "participant_source", "modality")
 """Columns missing in older catalogs of this version."""
+SAVING_S = 1.0
+"""Seconds within which `Catalog.save` replaces its second file after its first."""
 
 
 class CatalogError(OctfmError):
@@ -130,8 +133,12 @@ class Catalog:
         Raises CatalogError if the pair is missing, damaged, of another version or from two different scans.
         """
         folder = location(folder)
-        rows, facts = _read_parquet(folder / "catalog.parquet")
-        left_out, other = _read_parquet(folder / "rejects.parquet")
+        for patience in (SAVING_S, 0):
+            rows, facts = _read_parquet(folder / "catalog.parquet")
+            left_out, other = _read_parquet(folder / "rejects.parquet")
+            if facts["key"] == other["key"]:
+                break
+            time.sleep(patience)  # a scan may be replacing both, one after the other
         if unknown := sorted({row["code"] for row in left_out} - REASONS.keys()):
             raise CatalogError(
                 f"{folder}: rejects.parquet has reason {unknown[0]}, which this octfm does not know; use the octfm "

@@ -206,7 +206,8 @@ def scan(
             f"--pseudonymise {pseudonymise}: whoever gets the catalog would get its key with it; keep the key "
             f"outside {out}"
         )
-    if holds_other(out, "catalog.parquet"):
+    # A scan that is saving, or was killed while it saved, may have written the second file only.
+    if holds_other(out, "catalog.parquet") and holds_other(out, "rejects.parquet"):
         raise CatalogError(f"{out}: the folder is not empty and holds no catalog; choose a new --out")
     # Before hours of work.
     expect_writable(out)

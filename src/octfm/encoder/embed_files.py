@@ -205,9 +205,9 @@ def _exclusive(out: Location) -> AbstractContextManager[Any]:
     out.mkdir(parents=True, exist_ok=True)
     try:
         return lock(out / ".lock")
-    except BlockingIOError:
+    except BlockingIOError as error:
         raise EvaluationError(
-            f"{out}: another process is embedding into it; wait for it, or choose another --out"
+            f"{out}: another process ({error.strerror}) is embedding into it; wait for it, or choose another --out"
         ) from None
 
 

@@ -395,7 +395,21 @@ def load_encoder(
     """
     runtime = runtime or alone("fp32", device)
     # Weights before the first update are the same in every checkpoint.
-    path, content = _open(run, say if runtime.leads and not random_init else None)
+    path, content = opened(run, say if runtime.leads and not random_init else None)
+    return encoder_in(path, content, runtime, random_init=random_init, draw=draw, objective=objective)
+
+
+def encoder_in(
+    path: Location,
+    content: dict[str, Any],
+    runtime: Runtime,
+    *,
+    random_init: bool = False,
+    draw: int = 0,
+    objective: type[ObjectiveConfig] | None = None,
+) -> Encoder:
+    """The encoder of what `opened` returned: whatever else is taken from the same content is of the same checkpoint,
+    also while the run goes on."""
     if "encoder_config" in content:
         return _tuned_encoder(path, content, random_init, draw, runtime)
     settings = stored_config(content["settings" if "network" in content else "config"], objective)
@@ -470,7 +484,7 @@ def fill(module: nn.Module, tensors: dict[str, Tensor], where: str | Location) -
 
 def content_of(run: str | Location | None) -> dict[str, Any]:
     """The verified content of a run's newest checkpoint, a checkpoint file or an export."""
-    return _open(run)[1]
+    return opened(run)[1]
 
 
 def preprocessing_of(run: str | Location) -> dict[str, Any]:
@@ -479,12 +493,17 @@ def preprocessing_of(run: str | Location) -> dict[str, Any]:
 
 
 def participants_of(run: str | Location) -> dict[str, Any]:
+    """`participants_in` the content of a run's newest checkpoint, a checkpoint file or an export."""
+    return participants_in(content_of(run), run)
+
+
+def participants_in(content: dict[str, Any], run: str | Location) -> dict[str, Any]:
     """`hashes`: keyed hashes of the participants that a model was trained on or its checkpoint was chosen by; `key`:
     their key, which may be None if there are none, as after training on streamed phantoms.
 
     Raises EvaluationError if the key is kept elsewhere.
     """
-    participants = content_of(run)["participants"]
+    participants = content["participants"]
     if participants["key"] is None and participants["hashes"]:
         raise EvaluationError(
             f"{run}: exported without the key of its participants' hashes, so its training participants are unknown; "
@@ -503,7 +522,9 @@ def seen_by(run: str | Location) -> Callable[[str], bool]:
     return lambda participant: checkpoint.is_among(participant, known, participants["key"])
 
 
-def _open(run: str | Location | None, echo: Echo | None = None) -> tuple[Location, dict[str, Any]]:
+def opened(run: str | Location | None, echo: Echo | None = None) -> tuple[Location, dict[str, Any]]:
+    """The newest checkpoint of a run, a checkpoint file or an export, and its verified content. `echo`: see
+    `load_newest`."""
     where = find(run)
     if exported.is_export(where):
         return where, exported.read_export(where)

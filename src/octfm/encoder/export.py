@@ -1,6 +1,8 @@
 """Export a run or a fine-tuned model as a folder that others can load; exported.py describes its layout."""
 
 import json
+import os
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from octfm.catalog.participants.safe_values import is_known_name, is_known_scanner, is_plain_word
-from octfm.encoder.encoder import Encoder, content_of, load_encoder, participants_of
-from octfm.encoder.tuned import TunedModel, load_with_head
+from octfm.encoder.encoder import Encoder, load_encoder, opened, participants_in
+from octfm.encoder.tuned import TunedModel, with_head_in
 from octfm.errors import Echo, EvaluationError
 from octfm.io.location import Location, local_path, write_whole
 from octfm.models.heads import MeanPool
@@ -40,19 +42,18 @@ def export(
     other weights.
     """
     out = local_path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise EvaluationError(f"{out}: exists already; exports are never overwritten, choose another --out")
+    _expect_new(out)
     if keep_key is not None and Path(keep_key).exists():
         raise EvaluationError(f"{keep_key}: exists already; choose another file for the key")
-    content = content_of(run)
-    encoder, tuned = load_with_head(run, "cpu")
+    # Once: while the run goes on, a second look would find a later checkpoint.
+    path, content = opened(run, echo)
+    encoder, tuned = with_head_in(run, path, content, "cpu")
     if tuned is not None and not keep_names:
         _expect_known_names(tuned)
-    participants = participants_of(run)
+    participants = participants_in(content, run)
     # Written next to the target and renamed at the end, so that a folder `out` is always complete.
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = out.with_name(f".{out.name[:50]}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
         settings = settings_of(encoder, tuned, content.get("step"))
         write_files(partial, settings, tensors_of(encoder, tuned), participants["hashes"])
@@ -70,11 +71,17 @@ def export(
         if participants["key"]:
             key_file = Path(keep_key) if keep_key is not None else partial / exported.KEY
             write_whole(key_file, f"{participants['key']}\n".encode())
+        _expect_new(out)  # once more: another process may have been faster
         partial.rename(out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return out
+
+
+def _expect_new(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise EvaluationError(f"{out}: exists already; exports are never overwritten, choose another --out")
 
 
 def _expect_known_names(tuned: TunedModel) -> None:

@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from octfm.encoder.encoder import Encoder, content_of, load_encoder
+from octfm.encoder.encoder import Encoder, encoder_in, load_encoder, opened
 from octfm.encoder.export import settings_of, tensors_of, write_files
 from octfm.errors import Echo, EvaluationError
 from octfm.io.location import Location, local_path
 from octfm.models.pooling import POOLS, VectorPool
 from octfm.phantom import phantom_volume
+from octfm.run.runtime import alone
 from octfm.weights.exported import digest
 from octfm.weights.packaged import CURRENT_ENCODER, encoders_folder
 
@@ -54,12 +55,12 @@ def package(
     objective.pool. Raises EvaluationError for a fine-tuned model, for a run with recorded participants, and for more
     than MOST_BYTES.
     """
-    content = content_of(run)
+    path, content = opened(run)
     if "encoder_config" in content or content.get("head"):
         raise EvaluationError(f"{run}: fine-tuned; a packaged encoder has no head, name a run of octfm pretrain")
     if content["participants"]["hashes"]:
         raise EvaluationError(f"{run}: trained on scans of people; packaged encoders are trained on phantoms only")
-    encoder = load_encoder(run, device="cpu").pooling(pool)
+    encoder = encoder_in(path, content, alone("fp32", "cpu")).pooling(pool)
     stored = {name: tensor.to(torch.bfloat16) for name, tensor in tensors_of(encoder).items()}
     objective, commit = encoder.config.objective.name, (content.get("git") or {}).get("commit")
     facts = {

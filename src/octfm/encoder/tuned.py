@@ -9,12 +9,14 @@ import numpy as np
 import torch
 
 from octfm.display import box, brief
-from octfm.encoder.encoder import Encoder, Scan, content_of, fill, load_encoder, part_of, several
+from octfm.encoder.encoder import Encoder, Scan, encoder_in, fill, opened, part_of, several
 from octfm.encoder.tokens import draw_tissue, drawn_places
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.io.location import Location
+from octfm.io.progress import say
 from octfm.models.heads import CrossAttentionPool, TaskHead
 from octfm.models.vit3d import ViTConfig
+from octfm.run.runtime import Runtime, alone
 from octfm.store.layout import Arrays
 from octfm.store.store import Store
 
@@ -162,7 +164,12 @@ def load_tuned(run: str | Location, device: str | torch.device | None = None) ->
 
     Raises CheckpointError if it has no head.
     """
-    content = content_of(run)
+    runtime = alone("fp32", device)
+    return _tuned_in(run, *opened(run, say), runtime)
+
+
+def _tuned_in(run: str | Location, path: Location, content: dict[str, Any], runtime: Runtime) -> TunedModel:
+    """The model in what `opened` returned for `run`."""
     if "encoder_config" in content:
         if "answer" not in content:
             raise CheckpointError(
@@ -170,10 +177,10 @@ def load_tuned(run: str | Location, device: str | torch.device | None = None) ->
             )
         config, best = content["config"], content["state"]["best"]
         pool, kept = config["pool"], config["tokens_per_volume"] if not config["lr_encoder"] else None
-        encoder = load_encoder(run, device=device)  # raises if there is no best state yet
+        encoder = encoder_in(path, content, runtime)  # raises if there is no best state yet
         tensors = part_of(best["model"], "head.")
     elif content.get("head"):
-        encoder, tensors = load_encoder(run, device=device), content["head"]
+        encoder, tensors = encoder_in(path, content, runtime), content["head"]
         pool, kept = content["head_settings"]["pool"], content["head_settings"]["tokens_per_volume"]
     else:
         raise CheckpointError(
@@ -204,10 +211,17 @@ def load_head(run: str | Location, encoder: Encoder, device: str | torch.device 
 
 def load_with_head(run: str | Location, device: str | torch.device | None = None) -> tuple[Encoder, TunedModel | None]:
     """The encoder of any run, checkpoint or export, and the fine-tuned model that it belongs to, if there is one."""
-    content = content_of(run)
+    return with_head_in(run, *opened(run, say), device)
+
+
+def with_head_in(
+    run: str | Location, path: Location, content: dict[str, Any], device: str | torch.device | None = None
+) -> tuple[Encoder, TunedModel | None]:
+    """As `load_with_head`, from what `opened` returned for `run`."""
+    runtime = alone("fp32", device)
     if "encoder_config" not in content and not content.get("head"):
-        return load_encoder(run, device=device), None
-    model = load_tuned(run, device)
+        return encoder_in(path, content, runtime), None
+    model = _tuned_in(run, path, content, runtime)
     return model.encoder, model
 
 

@@ -3,6 +3,8 @@
 import errno
 import os
 import secrets
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -85,17 +87,24 @@ def flush(path: Path) -> None:
 
 def lock(path: Path, echo: Echo = say) -> TextIO:
     """Open and lock a file, until it is closed or the process ends, however it ends; where the file system has no
-    locks, `echo` says so. Raises BlockingIOError if another process holds the lock."""
+    locks, `echo` says so. Raises BlockingIOError if another process holds the lock; its `strerror` names that one."""
     import fcntl
 
     file = path.open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise
+    except BlockingIOError as error:
+        with file:
+            file.seek(0)
+            raise BlockingIOError(error.errno, file.read().strip() or "unknown", str(path)) from None
     except OSError as error:  # as on some network file systems
         echo(f"{path.parent}: cannot be locked here ({error.strerror}); let no other process write into it meanwhile")
+    # Only now that the lock is held: until then the file names its holder.
+    file.truncate(0)
+    file.write(
+        f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n"
+    )
+    file.flush()
     return file
 
 

@@ -38,6 +38,8 @@ COLUMNS = (
 )
 """`participant` is that of a catalog, else empty; `axial_length_mm` is empty where lateral millimetres are nominal;
 `octfm` is the version that wrote the row."""
+_ADDED = ("participant",)
+"""Columns that tables of earlier versions lack; the cells of their rows are then empty."""
 _OF_AN_ACQUISITION = ("acquisition", "scanner", "bscans")
 """Columns by which a scan is recognised when its file was moved."""
 

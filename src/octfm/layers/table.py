@@ -465,9 +465,9 @@ def only_writer(table: Location) -> Iterator[None]:
     table.parent.mkdir(parents=True, exist_ok=True)
     try:
         held = lock(table.parent / name)
-    except BlockingIOError:
+    except BlockingIOError as error:
         raise EvaluationError(
-            f"{table}: another process is writing this table; wait for it, or choose another --out"
+            f"{table}: another process ({error.strerror}) is writing this table; wait for it, or choose another --out"
         ) from None
     with held:
         yield

@@ -27,7 +27,15 @@ def load_newest(run: Path, echo: Echo | None = None) -> tuple[Path, dict[str, An
     if echo is not None:
         _say_if_missing(checkpoint.second_destination(run), echo)
     path = checkpoint.newest(run)
-    content = checkpoint.load(path)
+    while True:
+        try:
+            content = checkpoint.load(path)
+            break
+        except (FileNotFoundError, checkpoint.DamagedCheckpoint):
+            # While the run goes on it may have deleted this one, since there are newer ones or it has rolled back.
+            if (now := checkpoint.newest(run)) == path:
+                raise
+            path = now
     if path != run and (run / "run.json").is_file():
         folder = RunFolder(run, PRETRAINING)
         if folder.record.get("kind", PRETRAINING.name) == PRETRAINING.name:

@@ -4,13 +4,12 @@ Pretraining, fine-tuning and segmentation share it; a `Kind` says in what they d
 """
 
 import json
-import os
 import secrets
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +28,8 @@ from octfm.store.store import Store
 
 FORMAT, VERSION = "octfm-run", 1
 LOCK = "run.lock"
+PARTIAL_S = 3600.0
+"""Age at which a partial file in a run folder is deleted."""
 MOST_IN_WORDS = 8
 """Changed settings up to which an error names their values."""
 
@@ -428,21 +429,19 @@ def volumes_digest(store: Store, rows: Sequence[int] | np.ndarray, labels: Seque
 @contextmanager
 def locked(folder: Path, echo: Echo) -> Iterator[None]:
     """Hold the lock of a run folder, at most until this process ends. CheckpointError if another process holds it."""
-    path = folder / LOCK
     try:
-        file = lock(path, echo)
-    except BlockingIOError:
+        file = lock(folder / LOCK, echo)
+    except BlockingIOError as error:
         raise CheckpointError(
-            f"{folder}: another process ({path.read_text('utf-8').strip() or 'unknown'}) is training into this folder; "
-            "wait for it, stop it, or choose another --out"
+            f"{folder}: another process ({error.strerror}) is training into this folder; wait for it, stop it, or "
+            "choose another --out"
         ) from None
     with file:
-        for partial in folder.glob(".*.partial"):  # of a process that was killed while it wrote
-            partial.unlink()
-        # Only now that the lock is held: until then the file names its holder, for the error above.
-        file.truncate(0)
-        file.write(f"pid {os.getpid()} since {_now()}\n")
-        file.flush()
+        for partial in folder.glob(".*.partial"):
+            # Of a process that was killed while it wrote. A newer one may be a report's or a probe's, at this moment.
+            with suppress(FileNotFoundError):
+                if time.time() - partial.stat().st_mtime > PARTIAL_S:
+                    partial.unlink()
         yield
 
 

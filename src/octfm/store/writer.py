@@ -229,9 +229,10 @@ def exclusive(path: Location) -> AbstractContextManager[Any]:
         return Lease(path / "writer.lock", "preparing this store")
     try:
         return lock(path / ".lock")
-    except BlockingIOError:
+    except BlockingIOError as error:
         raise StoreError(
-            f"{path}: another process is preparing into this store; wait for it, or prepare into another folder"
+            f"{path}: another process ({error.strerror}) is preparing into this store; wait for it, or prepare into "
+            "another folder"
         ) from None
 
 
