@@ -829,6 +829,23 @@ def test_calibration_counts_scans_that_were_corrected_whole(tmp_path):
         calibrate_rows(rows, tmp_path / "few.csv")
 
 
+def test_a_file_of_the_first_pages_is_read(tmp_path):
+    """They knew neither fovea nor axial length, and what they saved is hours of somebody's work."""
+    (tmp_path / "corrections-8cf526b0.json").write_text(
+        '{"format": "octfm corrections 1", "scan": "8cf526b084a75ed4bcf8d3bc1d1cda42", "network": "layers-2 b3262ca03a42", '
+        '"octfm": "0.1.0", "author": "A. Reader", "participant": "P7", "time": "2026-11-23T21:04:00.000Z", '
+        '"shape": [2, 4, 3], "bscans": [{"bscan": 1, "checked": false, "surfaces": {"rpe_peak": [2.5, null, 3]}, '
+        '"areas": {"subretinal_fluid": [4, 2]}}]}',
+        "utf-8",
+    )
+    found = read_corrections(tmp_path / "corrections-8cf526b0.json")
+    assert (found.touched, found.checked, found.fovea, found.axial_length_mm) == ({1}, set(), None, None)
+    np.testing.assert_array_equal(found.surfaces["rpe_peak"][1], np.float32([2.5, np.nan, 3]))
+    assert (found.labels(1) == 1 + MASKS.index("subretinal_fluid")).tolist() == [[False] * 3, [False, True, True]] + [
+        [False] * 3
+    ] * 2
+
+
 def test_calibration_takes_a_table_with_the_corrected_participant_and_zones_alone(tmp_path):
     row = row_of(replace(found_in(), ranges=Ranges((5.0, 0.0, 0.0), (5.0, 0.0, 0.0), 9)))
     lines = [f"{i},P{i},{float(row['centre_um']) + 4}" for i in range(60)]

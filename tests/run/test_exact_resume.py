@@ -209,6 +209,17 @@ def test_the_loop_holds_the_lock_until_it_ends(store, tmp_path, monkeypatch):
         pass
 
 
+def test_a_run_with_another_preprocessing_says_what_may_have_changed(tmp_path):
+    """Phantoms have no store to name: their Preprocessing is this octfm's."""
+    with claim(tmp_path / "run", Identity(PRETRAINING, config(steps=1), "of an earlier octfm", "")):
+        pass
+    with (
+        pytest.raises(CheckpointError, match="another store or, without a store, on phantoms of another octfm"),
+        claim(tmp_path / "run", Identity(PRETRAINING, config(steps=1), "of this one", "")),
+    ):
+        pass
+
+
 def test_override_accepts_other_settings_and_records_them(store, tmp_path):
     run = quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
     longer = config(steps=5, clip_grad_norm=1.0)

@@ -193,7 +193,8 @@ def _claim(out: Location, kinds: Sequence[_Kind]) -> None:
         differ = [name for name in before | now if before.get(name) != now.get(name)]
         raise EvaluationError(
             f"{out}: begun with other vectors ({', '.join(sorted(differ)) or 'another octfm'}); weights, "
-            "Preprocessing, precision and --baselines must stay the same; choose another --out, or restore them"
+            "Preprocessing, precision, --pool and --baselines must stay the same (0.1 read vectors from other tokens); "
+            "choose another --out, or restore them"
         )
 
 

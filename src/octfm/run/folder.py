@@ -384,7 +384,10 @@ def _require_same_kind(run: RunFolder, identity: Identity) -> None:
     if (verb := record.get("kind", "pretrain")) != run.kind.name:
         raise CheckpointError(f"{run.path}: holds a run of octfm {verb}; choose another --out")
     if record.get("fingerprint") != identity.fingerprint:
-        raise CheckpointError(f"{run.path}: this run began on a store with another Preprocessing; choose another --out")
+        raise CheckpointError(
+            f"{run.path}: this run began with another Preprocessing: on another store or, without a store, on phantoms "
+            "of another octfm; name that store, go on with that octfm, or choose another --out"
+        )
 
 
 def _require_same_volumes(run: RunFolder, identity: Identity) -> None:
