@@ -67,7 +67,9 @@ class Days(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.run, self.damaged = self.folder / "run", set()
+        self.run = self.folder / "run"
+        self.damaged: dict[str, bytes] = {}
+        """Content of the checkpoints that are damaged, by name."""
 
     def teardown(self):
         shutil.rmtree(self.folder)
@@ -99,8 +101,8 @@ class Days(RuleBasedStateMachine):
             assert ended in ("refused", "killed")
             return
         updates, steps = undisturbed(self.home)
-        present = {path.name for path in (self.run / "checkpoints").glob("*.pt")}
-        self.damaged &= present
+        present = {path.name: path.read_bytes() for path in (self.run / "checkpoints").glob("*.pt")}
+        self.damaged = {name: content for name, content in self.damaged.items() if present.get(name) == content}
         now = self.whole()
         assert max(now, default=0) >= last, "a whole checkpoint is gone before its successor is there"
         for step in now:
@@ -157,21 +159,21 @@ class Days(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 3), length=st.sampled_from([0, 1000, None]))
     def damage_a_checkpoint(self, which, length):
-        """Cut it off or, without a length, change a byte in its middle."""
+        """Cut it off or, without a length, change some of its bytes."""
         if found := checkpoint.steps(self.run / "checkpoints"):
             path = found[which % len(found)]
             content = bytearray(path.read_bytes()[:length])
-            if length is None:
-                content[len(content) // 2] ^= 1
+            for place in range(0, len(content), 500) if length is None else ():
+                content[place] = (content[place] + 1) % 256
             path.write_bytes(content)
-            self.damaged.add(path.name)
+            self.damaged[path.name] = bytes(content)
 
     @rule(what=st.sampled_from(["metrics.jsonl", "last line", "newest checkpoint", "a partial file"]))
     def lose(self, what):
         metrics, found = self.run / "metrics.jsonl", checkpoint.steps(self.run / "checkpoints")
         if what == "newest checkpoint" and found:
             found[-1].unlink()
-            self.damaged.discard(found[-1].name)
+            self.damaged.pop(found[-1].name, None)
         elif what == "a partial file" and found:
             (found[-1].parent / ".step-00000005.pt.7.0123abcd.partial").touch()
         elif what == "metrics.jsonl":
