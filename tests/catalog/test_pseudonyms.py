@@ -469,6 +469,24 @@ def test_a_store_holds_either_names_or_pseudonyms(catalog, tmp_path):
     assert len(again) == 2, "the same catalog goes on"
 
 
+def test_a_store_keeps_its_key(catalog, tmp_path):
+    """Under another key a person who comes again would be somebody else, perhaps in another split."""
+    few = replace(catalog, acquisitions=catalog.acquisitions[:2])
+
+    def preparing(key: bytes) -> Store:
+        hidden = pseudonymise(few, key)
+        places = locate(hidden, catalog.root, key)
+        return prepare(hidden, tmp_path / "store", SMALL, workers=0, progress=False, locations=places, key=key)
+
+    preparing(KEY)
+    rows = (tmp_path / "store" / "rows.jsonl").read_bytes()
+    with pytest.raises(StoreError, match=r"its pseudonyms were made with another key .* prepare into a new folder"):
+        preparing(b"another key of the clinic")
+    assert (tmp_path / "store" / "rows.jsonl").read_bytes() == rows
+    assert KEY not in (tmp_path / "store" / "store.json").read_bytes()
+    assert len(preparing(KEY)) == 2
+
+
 def test_kept_columns_pass_and_withheld_ones_are_named_on_the_terminal(clinic, tmp_path):
     people = (clinic / "participants.tsv").read_text().splitlines()
     table = [

@@ -134,10 +134,16 @@ class BucketStoreWriter(StoreWriter):
     objects below pending/; if this writer is killed, the next one continues from them.
     """
 
-    def __init__(self, where: BucketPath, preprocessing: Preprocessing, compression: Compression | None = None):
+    def __init__(
+        self,
+        where: BucketPath,
+        preprocessing: Preprocessing,
+        compression: Compression | None = None,
+        key_digest: str | None = None,
+    ):
         self.where = where
         mirror = bucket_cache.folder() / "stores" / hash_text(str(where))[:24]
-        super().__init__(mirror, preprocessing, compression)
+        super().__init__(mirror, preprocessing, compression, key_digest)
 
     def __enter__(self) -> Self:
         self._lease = Lease(self.where / "writer.lock", "preparing this store").__enter__()

@@ -27,6 +27,8 @@ HEADER_KEYS = ("fingerprint", "image_size", "compression", "preprocessing")
 """Required in store.json, in addition to format and version."""
 SHARD_CHECKSUM = "shard_checksum"
 """Key in store.json of stores whose shards contain checksums; absent from older stores."""
+KEY_DIGEST = "pseudonyms"
+"""Key in store.json of stores with pseudonyms: the digest of the key that they were made with."""
 _DIGEST = ',"digest":"'
 _DIGEST_AT_END = re.compile(rb',"digest":"([0-9a-f]{16})"}$')
 _OF_MANY = ("laterality", "scanner", "protocol", "split", "layout", "modality")

@@ -14,7 +14,7 @@ from octfm.catalog.acquisition import FLAGS, PSEUDONYM, Acquisition, Owner
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.duplicates import OF_TWO, describe_copy, first_owner
 from octfm.catalog.participants.ids import may_be_one_person, person_key
-from octfm.catalog.participants.pseudonyms import hidden_uid, is_pseudonymous
+from octfm.catalog.participants.pseudonyms import hidden_uid, is_pseudonymous, key_digest
 from octfm.display import number
 from octfm.errors import BAD_INPUT, BucketError, ReadError, StoreError
 from octfm.formats import read_volume
@@ -81,8 +81,8 @@ def prepare(
     compression: of a new store; by default "none" on a local disk and "zstd" in a bucket.
     read: turns a uri into a Volume, by default `read_volume`; it is pickled and sent to the workers.
     locations: uri -> file, if uris are pseudonyms (octfm.catalog.participants.pseudonyms.locate). key: that of the
-        pseudonyms; without it, or with a cluster, a file that has been replaced by another since the scan is not
-        noticed.
+        pseudonyms, which a store keeps for all its catalogs; without it, another key is not noticed, and without it or
+        with a cluster neither is a file that has been replaced by another since the scan.
     limits: seconds and memory per file; files that need more are quarantined, like files that crash their decoder.
     keep_upside_down: prepare volumes that look upside down as they are, with a flag, instead of quarantining them.
     cluster: a dask scheduler (tcp://host:port), all of whose workers must see files and store at the same paths.
@@ -111,7 +111,8 @@ def prepare(
     included = without_excluded_files(catalog.acquisitions, exclude, str(catalog.root))
     other = open_other(reuse, out, preprocessing) if reuse is not None else None
     reusable = _reusable(other, included) if other else {}
-    with _writer(out, preprocessing, compression) as writer:
+    key_of = key_digest(key) if key is not None and is_pseudonymous(catalog) else None
+    with _writer(out, preprocessing, compression, key_of) as writer:
         _expect_same_names(out, writer, is_pseudonymous(catalog))
         _follow_catalog(writer, catalog.acquisitions)
         tasks = _missing(writer, included, locations or {})
@@ -262,12 +263,14 @@ def _unless_copy(
     return _unprepared(task.acquisition, code, sentence)
 
 
-def _writer(out: Location, preprocessing: Preprocessing, compression: Compression | None) -> StoreWriter:
+def _writer(
+    out: Location, preprocessing: Preprocessing, compression: Compression | None, key_of: str | None
+) -> StoreWriter:
     if isinstance(out, Path):
-        return StoreWriter(out, preprocessing, compression)
+        return StoreWriter(out, preprocessing, compression, key_of)
     from octfm.store.bucket import BucketStoreWriter
 
-    return BucketStoreWriter(out, preprocessing, compression)
+    return BucketStoreWriter(out, preprocessing, compression, key_of)
 
 
 def describe(summary: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from octfm.store.layout import (
     ARRAYS,
     CHECKSUM,
     FORMAT,
+    KEY_DIGEST,
     SHARD_CHECKSUM,
     VERSION,
     Compression,
@@ -46,8 +47,16 @@ class StoreWriter:
     Workers write shards into the folder `staging` (see `stage`); `append` and `put_back` move them into place.
     """
 
-    def __init__(self, path: Path, preprocessing: Preprocessing, compression: Compression | None = None):
+    def __init__(
+        self,
+        path: Path,
+        preprocessing: Preprocessing,
+        compression: Compression | None = None,
+        key_digest: str | None = None,
+    ):
+        """`key_digest`: of the key of the pseudonyms that rows will have; None if there are none, or it is unknown."""
         self.path, self._preprocessing, self._compression_wanted = path, preprocessing, compression
+        self._key_digest = key_digest
         self.rows: list[StoreRow] = []
 
     def __enter__(self) -> Self:
@@ -125,6 +134,7 @@ class StoreWriter:
                 "checksum": CHECKSUM,
                 SHARD_CHECKSUM: "crc32c",
                 "preprocessing": settings,
+                **({} if self._key_digest is None else {KEY_DIGEST: self._key_digest}),
             }
             header["digest"] = header_digest(header)
             write_whole(self.path / "store.json", (json.dumps(header, indent=2) + "\n").encode())
@@ -136,6 +146,12 @@ class StoreWriter:
             raise StoreError(
                 f"{self.path}: this store was prepared differently ({what}), and volumes of one store must be alike; "
                 f"prepare into a new folder, or {remedy}"
+            )
+        # Stores of earlier versions do not name the key of their pseudonyms.
+        if self._key_digest is not None and header.get(KEY_DIGEST, self._key_digest) != self._key_digest:
+            raise StoreError(
+                f"{self.path}: its pseudonyms were made with another key than the catalog's, so the same people would "
+                "count as others; scan with the key of this store, or prepare into a new folder"
             )
         if self._compression_wanted not in (None, header["compression"]):
             raise StoreError(

@@ -120,6 +120,11 @@ def pseudonym(participant: str, key: bytes) -> str:
     return "p" + _hash(key, "participant", participant, 16)
 
 
+def key_digest(key: bytes) -> str:
+    """Identifies a key without giving it away: under another one the same people have other pseudonyms."""
+    return _hash(key, "key", "", 16)
+
+
 def withheld(catalog: Catalog, keep_columns: Collection[str] = ()) -> dict[str, tuple[int, int]]:
     """Column -> (participants whose value `pseudonymise` withholds, participants with a value).
 
