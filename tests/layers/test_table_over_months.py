@@ -141,7 +141,7 @@ class Clinic(ChangingScans):
             lengths = AxialLengths(Path("eyes.csv"), by_source=by_source or {"none": 24.0})
 
         def also(source, found):
-            with pytest.raises(EvaluationError, match="another process .* is writing"):
+            with pytest.raises(EvaluationError, match=r"another process .* is writing"):
                 write_table(sources, self.out, finder=FINDER)
             if next(done) == stop:
                 raise Stopped
