@@ -751,6 +751,22 @@ def test_a_table_has_one_writer(files, tmp_path):
     assert write_table(files, out, finder=finder, echo=lambda _: None) == 2
 
 
+def test_what_a_spreadsheet_saves_while_a_table_is_written_is_kept(files, tmp_path):
+    """Participants for --calibrate are typed into the table; a running octfm segment replaced it without a word."""
+    out, finder, said = tmp_path / "table.csv", LayerFinder(LayerNet(SMALL)), []
+
+    def edit(source, found):
+        if out.exists():
+            save_table([row | {"corrected_participant": "P7"} for row in read_table(out)], out)
+
+    write_table(files, out, finder=finder, also=edit, echo=said.append)
+    assert [row["source"] for row in read_table(out)] == list(map(str, files))
+    assert [row["corrected_participant"] for row in read_table(tmp_path / "table.edited1.csv")] == ["P7"]
+    assert any("another program saved it" in line and "table.edited1.csv" in line for line in said)
+    write_table(files, out, finder=finder, also=edit, echo=said.append)
+    assert len(list(tmp_path.glob("*.csv"))) == 2
+
+
 def test_the_axial_length_of_an_eye_is_taken_by_segment_and_view(files, tmp_path, small_finder):
     longer = ["--axial-length", "26"]
     shown = invoke("segment", files[0], *longer)

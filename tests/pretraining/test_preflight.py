@@ -20,7 +20,8 @@ from octfm.run import memory
 from octfm.run.runtime import start
 from octfm.store import loader
 from octfm.store.loader import Loader
-from octfm.store.selection import select
+from octfm.store.selection import select, to_evaluate
+from octfm.store.writer import StoreWriter
 from support.small_store import edit_rows, small_store
 from support.tiny_runs import config
 from support.waiting import wait_until
@@ -285,6 +286,19 @@ def test_a_damaged_store_is_stopped(tmp_path):
     edit_rows(store.path, lambda row: {"checksum": "sha256:0"})
     found = table(config(), type(store).open(store.path), tmp_path / "run")["store"]
     assert found.status == "FAIL" and "volumes are damaged" in found.measured and "octfm prepare" in found.advice
+
+
+def test_a_store_that_octfm_prepare_has_not_finished_is_not_taken_for_whole(tmp_path):
+    """Runs and results on half of a cohort looked like those on all of it."""
+    store, said = small_store(tmp_path / "prepared"), []
+    assert table(config(), store, tmp_path / "run")["store"].status == "PASS"
+    with StoreWriter(store.path, store.preprocessing):
+        found = table(config(), store, tmp_path / "run")["store"]
+        to_evaluate(store, echo=said.append)
+    assert found.status == "WARN" and f"it had {len(store)} volumes" in found.measured
+    assert len(said) == 1 and f"it had {len(store)} volumes" in said[0]
+    to_evaluate(store, echo=said.append)
+    assert len(said) == 1
 
 
 def test_F15_a_store_of_another_version_is_stopped(store, tmp_path, monkeypatch):

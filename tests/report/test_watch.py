@@ -51,6 +51,8 @@ def test_time_to_go_ignores_the_night_between_two_processes():
     rows = [{"kind": "train", "step": 10 * i, "time": 20.0 * i + (30_000 if i > 5 else 0)} for i in range(11)]
     assert seconds_left(rows, 201) == pytest.approx(200.0)
     assert seconds_left(rows[:1], 201) is None
+    set_back = [rows[0], rows[1] | {"time": rows[0]["time"] - 3600.0}]
+    assert seconds_left(set_back, 201) is None
 
 
 def test_sparklines_have_shape():

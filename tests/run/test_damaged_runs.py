@@ -250,7 +250,9 @@ def test_a_checkpoint_that_waits_for_the_bucket_does_not_hide_that_the_last_one_
     writer.save(8, CONTENT)
     writer.follow(remote)
     training = SimpleNamespace(step=8, tracking=TrackingConfig(), runtime=start("fp32", "cpu"))
-    session = Session(training, RunFolder(remote.path, PRETRAINING, remote), NoMetrics(), writer, quiet)
+    run = RunFolder(remote.path, PRETRAINING, remote)
+    run.write_record(participant_key="")
+    session = Session(training, run, NoMetrics(), writer, quiet)
     with pytest.raises(
         CheckpointError, match=r"after step 8 could not be written; .* continues from .*step-00000004\.pt"
     ):

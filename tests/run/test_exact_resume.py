@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import CheckpointError, Preempted
+from octfm.pretraining import pretrain as loop
 from octfm.pretraining.resume import PRETRAINING, retention
 from octfm.pretraining.run_state import Rollback, RunState
 from octfm.run import checkpoint, shards
@@ -180,6 +181,24 @@ def test_two_processes_cannot_train_into_one_folder(store, tmp_path):
     quick_pretrain(config(steps=1), store, run, echo=quiet)
 
 
+def test_a_run_whose_folder_has_another_run_now_writes_nothing_into_it(store, tmp_path, monkeypatch):
+    """The folder of a running job was deleted and the same command started anew: the old job replaced the checkpoints
+    of the new one, whose folder then held another run's."""
+    run, accumulate = tmp_path / "run", loop.accumulate
+
+    def in_between(*args, **kwargs):
+        monkeypatch.setattr(loop, "accumulate", accumulate)
+        shutil.rmtree(run)
+        quick_pretrain(config(steps=4), store, run, echo=quiet)
+        return accumulate(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "accumulate", in_between)
+    with pytest.raises(CheckpointError, match="another run has begun there; this one stops"):
+        quick_pretrain(config(), store, run, echo=quiet)
+    monkeypatch.undo()
+    assert load_encoder(run).source == str(checkpoint.newest(run)) and checkpoint.step_of(checkpoint.newest(run)) == 4
+
+
 def test_a_start_leaves_what_another_process_is_writing_into_the_folder(tmp_path):
     """A probe lost its result when the training of its run was started again while it wrote."""
     old, new = tmp_path / ".probe.json.7.0123abcd.partial", tmp_path / ".report.html.8.0123abcd.partial"
@@ -191,8 +210,6 @@ def test_a_start_leaves_what_another_process_is_writing_into_the_folder(tmp_path
 
 
 def test_the_loop_holds_the_lock_until_it_ends(store, tmp_path, monkeypatch):
-    from octfm.pretraining import pretrain as loop
-
     def second(*args, **kwargs):
         with (
             pytest.raises(CheckpointError, match="another process"),

@@ -519,6 +519,14 @@ def test_the_leaderboard_refuses_two_entries_of_one_name(board, large, run, tmp_
             leaderboard([*entries[:-1], renamed], [large.path], "grade", tmp_path / "out", labels=table, echo=quiet)
 
 
+def test_a_fine_tuning_that_goes_on_is_not_judged_as_a_frozen_encoder(board, large, tmp_path):
+    _, tuned, table, _ = board
+    unfinished = shutil.copytree(tuned[0], tmp_path / "tuned")
+    (unfinished / "predictions.parquet").unlink()
+    with pytest.raises(EvaluationError, match="has not finished"):
+        leaderboard([unfinished], [large.path], "grade", tmp_path / "out", labels=table, echo=quiet)
+
+
 def test_covariates_name_the_column_of_every_channel(large):
     data = replace(
         of_store(large),

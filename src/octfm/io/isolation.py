@@ -336,8 +336,11 @@ def _answer(replies: int, error: BaseException | None, result: Any) -> None:
             (RuntimeError(f"{type(error).__name__}: {error}" if error else f"cannot pickle a result: {problem}"), None)
         )
     data = memoryview(_HEAD.pack(len(message)) + message)
-    while data:
-        data = data[os.write(replies, data) :]
+    try:
+        while data:
+            data = data[os.write(replies, data) :]
+    except BrokenPipeError:  # the parent was killed
+        os._exit(0)
 
 
 def _read_message(requests: int) -> bytes:

@@ -1,6 +1,7 @@
 """A table of many scans: one row per eye scan with ETDRS zones, fluid and verdict; the same call resumes."""
 
 import functools
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from octfm.io.archive import file_size, list_folder
 from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits, Lost
 from octfm.io.lease import Lease
-from octfm.io.location import BucketPath, Location, is_remote, lock
+from octfm.io.location import BucketPath, Location, is_remote, lock, write_whole
 from octfm.io.spread import spread
 from octfm.io.versions import GONE, versions
 from octfm.layers.axial_lengths import AxialLengths, read_axial_lengths
@@ -114,7 +115,7 @@ def write_table(
     """
     finder, corrections, known = finder or load_finder(device=device), corrections or {}, known or {}
     done = set[str]()
-    with only_writer(out), closing(_Table(out, moved)) as table:
+    with only_writer(out), closing(_Table(out, moved, echo)) as table:
         table.expect(finder.model, only_corrected, axial_lengths is not None)
         here = _InThisProcess(table, limits, finder, corrections, only_corrected, known, axial_lengths, also, echo)
         new: list[str] = []
@@ -284,9 +285,10 @@ class _Table:
     """Time between two writes, in multiples of what a write takes; a killed process loses at most the work of that
     time."""
 
-    def __init__(self, out: Location, moved: Callable[[str, str], None] | None = None):
-        self.out, self.changed, self._on_move = out, 0, moved
+    def __init__(self, out: Location, moved: Callable[[str, str], None] | None, echo: Echo):
+        self.out, self.changed, self._on_move, self._echo = out, 0, moved, echo
         self._unsaved, self._next = False, 0.0
+        self._version = _version_of(out)
         self.rows = read_table(out) if out.exists() else []
         # Files that could not be read are tried again: a network drive may have been away.
         self._states = {row["source"]: row["file_state"] for row in self.rows if not row["problem"]}
@@ -397,8 +399,30 @@ class _Table:
         """Write the table if its file lacks changes."""
         if self._unsaved:
             begun = time.monotonic()
+            self._keep_edited()
             save_table([row for row in self.rows if row], self.out)
+            self._version = _version_of(self.out)
             self._unsaved, self._next = False, time.monotonic() + self.WAIT * (time.monotonic() - begun)
+
+    def _keep_edited(self) -> None:
+        """Copy a table that somebody else has saved meanwhile, as from a spreadsheet, before it is replaced."""
+        if isinstance(self.out, BucketPath) or _version_of(self.out) in (None, self._version):
+            return
+        free = (self.out.with_name(f"{self.out.stem}.edited{n}{self.out.suffix}") for n in itertools.count(1))
+        aside = next(path for path in free if not path.exists())
+        write_whole(aside, self.out.read_bytes())
+        self._echo(
+            f"{self.out}: another program saved it while it was being written; that version is in {aside}, and the "
+            "table is written without its changes: make them again once this is done"
+        )
+
+
+def _version_of(out: Location) -> tuple[int, ...] | None:
+    """What differs once a file on a disk was saved again; None without one."""
+    if isinstance(out, BucketPath) or not out.is_file():
+        return None
+    facts = out.stat()
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
 def _must_stay(row: Mapping[str, str], participant: str) -> bool:

@@ -88,7 +88,8 @@ def stopped(rows: list[dict[str, Any]]) -> bool:
 def seconds_left(rows: list[dict[str, Any]], steps: int) -> float | None:
     """Remaining time at the median pace of the last twenty logged steps, which a pause hardly changes; or None."""
     at = [(int(row["step"]), number(row.get("time"))) for row in rows if row["kind"] == "train"][-20:]
-    paces = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(at) if b[0] > a[0]]
+    # Without those over which the clock was set back.
+    paces = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(at) if b[0] > a[0] and b[1] >= a[1]]
     return float(np.median(paces)) * max(0, steps - 1 - at[-1][0]) if paces else None
 
 

@@ -195,6 +195,18 @@ class RunFolder:
         changed = differences(before, now, self.kind.may_change)
         return content["fingerprint"] == self.record.get("fingerprint") and changed.keys() <= overridden
 
+    def require_key(self, key: str) -> None:
+        """Raises CheckpointError if the folder holds another run now, with another key."""
+        try:
+            now = self.key
+        except CheckpointError:  # gone or unreadable, and so not another run's
+            return
+        if now != key:
+            raise CheckpointError(
+                f"{self.path}: was deleted while this process trained into it, and another run has begun there; this "
+                "one stops, so that only one writes"
+            )
+
     def write_record(self, **facts: Any) -> None:
         """Add facts to run.json."""
         path = self.path / "run.json"

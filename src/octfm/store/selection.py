@@ -105,9 +105,12 @@ def to_evaluate(
     """The volumes of a store that an evaluation uses: of these modalities, without those listed in `exclude`.
 
     modalities: those that the encoder was pretrained on; None for structure, or flow if the store holds nothing else.
+    `echo` gets a line if the store is unfinished.
 
     Raises ConfigError if it has no volume of these modalities.
     """
+    if unfinished := store.unfinished():
+        echo(f"{unfinished}, and only these are used")
     if modalities is None:
         modalities = STRUCTURE_ONLY if any(row.modality == "structure" for row in store.rows) else MODALITIES
     fitting = np.array([row.modality in modalities for row in store.rows], bool)

@@ -334,6 +334,14 @@ class Store:
         """Acquisitions that could not be prepared."""
         return read_unprepared(self.path)
 
+    def unfinished(self) -> str:
+        """A sentence if `octfm prepare` is adding volumes to this folder now, or was killed; else empty. Not known in a
+        bucket."""
+        if not isinstance(self.path, Path) or not any(self.path.glob("staging-*")):
+            return ""
+        volumes = number(len(self.recorded(np.arange(len(self)))), "volume")
+        return f"{self.path}: octfm prepare is not done with this store, or was killed; it had {volumes} when it was opened"
+
     def summary(self) -> dict[str, Any]:
         """Counts: volumes, participants, low-confidence bands per scanner and diagnosis, unprepared per code."""
         return summary(self.rows, self.unprepared())

@@ -25,8 +25,10 @@ from octfm.evaluation.statistics import enough_resamples
 from octfm.evaluation.tissue_map import tissue_map
 from octfm.io.location import local_path
 from octfm.models.pooling import VectorPool
+from octfm.run.folder import RunFolder
 from octfm.store.selection import to_evaluate
 from octfm.store.store import Store
+from octfm.tasks.finetune import FINE_TUNING
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import PredictionTable, read_predictions
 
@@ -80,6 +82,12 @@ def leaderboard(
     frozen = [path for path in paths if not (path / "predictions.parquet").is_file()]
     if not paths or not opened:
         raise EvaluationError("expected at least one run, checkpoint or fine-tuned folder, and a store")
+    for path in frozen:
+        if (path / "run.json").is_file() and RunFolder(path, FINE_TUNING).record.get("kind") == FINE_TUNING.name:
+            raise EvaluationError(
+                f"{path}: this fine-tuning has not finished, so it has no predictions.parquet; wait for it, or run its "
+                "command again; for its encoder alone, give a file of its checkpoints"
+            )
     names = [entry_name(path) for path in frozen] + [t.name for t in tuned]
     every = [*names, *BASELINES, *(["random_init"] if frozen else [])]
     if repeated := {name for name in every if every.count(name) > 1}:

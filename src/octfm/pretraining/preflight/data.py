@@ -169,7 +169,8 @@ def order(config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Check
 
 
 def prepared(store: Store) -> Check:
-    """Fail if the store was prepared by another version, or if a sample of volumes is damaged."""
+    """Fail if the store was prepared by another version, or if a sample of volumes is damaged; warn if volumes are
+    still being added to it."""
     if store.fingerprint != store.preprocessing.fingerprint():
         measured = f"{store.path} was prepared by another version of octfm"
         return fail("store", measured, "prepare into a new folder (F15)")
@@ -179,6 +180,9 @@ def prepared(store: Store) -> Check:
         return fail_with("store", error)
     if not len(store.recorded(np.arange(len(store)))):
         return passed("store", "none; phantoms are streamed, and the same one was rendered twice")
+    if unfinished := store.unfinished():
+        advice = "wait for octfm prepare, or run it again: a run cannot go on with other volumes than it began with"
+        return warn("store", unfinished, advice)
     return passed("store", f"{len(store)} volumes, {count} checksums verified")
 
 
