@@ -48,6 +48,8 @@ class StoreWriter:
 
     def __init__(self, path: Path, preprocessing: Preprocessing, compression: Compression | None = None):
         self.path, self._preprocessing, self._compression_wanted = path, preprocessing, compression
+        self.named: Location = path
+        """The store as its user names it."""
         self.rows: list[StoreRow] = []
 
     def __enter__(self) -> Self:
@@ -134,12 +136,12 @@ class StoreWriter:
             same = f"give its settings ({repeating(header['preprocessing'], self._preprocessing)})"
             remedy = same if differing else "continue with the octfm that made it"
             raise StoreError(
-                f"{self.path}: this store was prepared differently ({what}), and volumes of one store must be alike; "
+                f"{self.named}: this store was prepared differently ({what}), and volumes of one store must be alike; "
                 f"prepare into a new folder, or {remedy}"
             )
         if self._compression_wanted not in (None, header["compression"]):
             raise StoreError(
-                f"{self.path}: this store has compression {header['compression']}, got {self._compression_wanted}; "
+                f"{self.named}: this store has compression {header['compression']}, got {self._compression_wanted}; "
                 "prepare into a new folder, or omit the compression"
             )
         return header
