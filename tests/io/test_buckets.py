@@ -599,6 +599,13 @@ def test_a_store_is_the_same_wherever_it_is(place, scanned, prepared):
             assert np.array_equal(loader.batches(step).voxels, local.batches(step).voxels)
     # A second call finds everything there.
     assert same_volumes(prepared, prepare(scanned, place / "store", small_preprocessing(), workers=0, progress=False))
+    # Into a new store, with nothing left to read the volumes from.
+    taken = prepare(scanned, place / "new", small_preprocessing(), workers=0, progress=False, read=len, reuse=store)
+    assert same_volumes(prepared, taken) and same_volumes(prepared, Store.open(str(place / "new")))
+    first = replace(scanned.acquisitions[0], laterality=None)
+    corrected = replace(scanned, acquisitions=(first, *scanned.acquisitions[1:]))
+    with pytest.raises(StoreError, match=f"^{place}/new: .* --reuse {place}/new for what has not changed$"):
+        prepare(corrected, place / "new", small_preprocessing(), workers=0, progress=False)
 
 
 @pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)

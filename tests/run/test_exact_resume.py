@@ -205,6 +205,9 @@ def test_a_start_leaves_what_another_process_is_writing_into_the_folder(tmp_path
     for file in (old, new):
         file.touch()
     os.utime(old, (0, 0))
+    export = tmp_path / ".encoder.9.0123abcd.partial"  # which was killed, and ended each later start
+    export.mkdir()
+    os.utime(export, (0, 0))
     with locked(tmp_path, quiet):
         assert new.exists() and not old.exists()
 

@@ -233,6 +233,27 @@ def test_a_damaged_volume_is_not_taken_over(tmp_path):
         catalog(whole), tmp_path / "new", SMALL, workers=0, progress=False, read=reads, reuse=tmp_path / "old"
     )
     assert reads.uris == [whole[1].uri, whole[2].uri] and store.verify() == 3
+    bad = prepare(
+        catalog([acquisition(0), acquisition(1, "swallows")]),
+        tmp_path / "bad",
+        SMALL,
+        workers=1,
+        progress=False,
+        read=read_sample,
+        reuse=tmp_path / "old",
+    )
+    assert [u.code for u in bad.unprepared()] == ["decoder_memory"], "its file is read in a child, as any other"
+
+
+def test_shards_that_are_links_themselves_are_taken_over_as_files(tmp_path):
+    """As in a store under git-annex; a link to a relative link led nowhere, in a store that seemed whole."""
+    run([acquisition(0)], tmp_path / "old")
+    shard = tmp_path / "old/voxels/c.0.0.0.0"
+    shard.rename(tmp_path / "old/elsewhere")
+    shard.symlink_to("../elsewhere")
+    store = run([acquisition(0)], tmp_path / "further/below/new", reuse=tmp_path / "old")
+    shutil.rmtree(tmp_path / "old")
+    assert Store.open(store.path).verify() == 1
 
 
 def test_a_copy_in_another_store_stays_out_of_the_new_one(tmp_path):
@@ -247,8 +268,11 @@ def test_a_copy_in_another_store_stays_out_of_the_new_one(tmp_path):
 
 def test_what_cannot_be_reused_is_refused_before_anything_is_written(tmp_path):
     run([acquisition(1)], tmp_path / "old")
+    shutil.copytree(tmp_path / "old", tmp_path / "empty")
+    (tmp_path / "empty/rows.jsonl").write_bytes(b"")
     for acquisitions, settings, other, why in (
         ([acquisition(2)], SMALL, "old", "holds none of the scans of this catalog"),
+        ([acquisition(1)], SMALL, "empty", "holds none of the scans of this catalog"),
         ([acquisition(1)], SMALL.model_copy(update={"image_size": (4, 32, 32)}), "old", "image_size is"),
         ([acquisition(1)], SMALL, "new", "--reuse and --out are one store|no prepared store here"),
     ):

@@ -106,6 +106,8 @@ def test_prepare_and_a_look_at_pixels_set_an_upside_down_scan_aside(tmp_path, ey
     assert [(u.code, u.uri.endswith("p1.dcm")) for u in store.unprepared()] == [("upside_down", True)]
     kept = prepare(catalog, tmp_path / "b", ROUGH, workers=0, progress=False, keep_upside_down=True)
     assert [row.found for row in kept.rows] == [(), ("looks_upside_down",), ()]
+    reused = prepare(catalog, tmp_path / "d", ROUGH, workers=0, progress=False, reuse=kept)
+    assert len(reused) == 2 and reused.unprepared() == store.unprepared()
 
     looked = scan(tmp_path / "oct", workers=0, pixels=True)
     assert [(r.code, r.uri.endswith("p1.dcm")) for r in looked.rejects] == [("upside_down", True)]

@@ -145,6 +145,8 @@ class Scans:
         if len(sources) == 1 and isinstance(sources[0], str):
             self._volume(sources[0], known)  # an error, not a table of one problem
         sources, known = _as_in_table(table, sources, known)
+        with only_writer(table):
+            sheet.keep_only(read_table(table) if table.exists() else [])
         with Progress("segment", len(sources), "scans") as progress:
             added = write_table(
                 sources,

@@ -453,9 +453,10 @@ def locked(folder: Path, echo: Echo) -> Iterator[None]:
         ) from None
     with file:
         for partial in folder.glob(".*.partial"):
-            # Of a process that was killed while it wrote. A newer one may be a report's or a probe's, at this moment.
+            # Of a process that was killed while it wrote. A newer one may be a report's or a probe's, at this moment; a
+            # folder is an export's.
             with suppress(FileNotFoundError):
-                if time.time() - partial.stat().st_mtime > PARTIAL_S:
+                if partial.is_file() and time.time() - partial.stat().st_mtime > PARTIAL_S:
                     partial.unlink()
         yield
 

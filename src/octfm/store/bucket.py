@@ -144,6 +144,7 @@ class BucketStoreWriter(StoreWriter):
         self.where = where
         mirror = bucket_cache.folder() / "stores" / hash_text(str(where))[:24]
         super().__init__(mirror, preprocessing, compression, key_digest)
+        self.named = where
 
     def __enter__(self) -> Self:
         self._lease = Lease(self.where / "writer.lock", "preparing this store").__enter__()

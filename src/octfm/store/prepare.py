@@ -2,6 +2,7 @@
 
 import functools
 import math
+import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -110,15 +111,15 @@ def prepare(
         require_cluster(cluster)  # fails before anything is written
     included = without_excluded_files(catalog.acquisitions, exclude, str(catalog.root))
     other = open_other(reuse, out, preprocessing) if reuse is not None else None
-    reusable = _reusable(other, included) if other else {}
+    reusable = {} if other is None else _reusable(other, included, keep_upside_down)
     key_of = key_digest(key) if key is not None and is_pseudonymous(catalog) else None
     with _writer(out, preprocessing, compression, key_of) as writer:
         _expect_same_names(out, writer, is_pseudonymous(catalog))
         _follow_catalog(writer, catalog.acquisitions)
         tasks = _missing(writer, included, locations or {})
-        if other and progress:
+        if other is not None and progress:
             taken = sum(task.acquisition.sop_instance_uid in reusable for task in tasks)
-            say(f"{taken:,} of {number(len(tasks), 'volume')} taken over from {other.path}")
+            say(f"{taken:,} of {number(len(tasks), 'volume')} taken over from {other.path}, unless damaged there")
         outdated = {a.sop_instance_uid for a in catalog.acquisitions}
         writer.keep_unprepared(lambda u: u.acquisition not in outdated)
         run = functools.partial(
@@ -133,22 +134,27 @@ def prepare(
             find_band=find_band,
             key=None if cluster else key,  # which would cross the network, perhaps unencrypted
         )
+
+        def anew(tasks: Sequence[_Task]) -> Iterator[StoreRow | Unprepared]:
+            # `spread` yields outcomes in the order of tasks, so rows do not depend on the number of workers.
+            outcomes = spread(
+                account.counting(run),
+                tasks,
+                _lost,
+                workers=workers,
+                limits=limits,
+                deadline=_deadline,
+                chunk=1,
+                cluster=cluster,
+            )
+            return account.counted(outcomes)
+
         try:
             with Progress("prepare", len(tasks), failure="not prepared", enabled=progress, always=True) as display:
-                # `spread` yields outcomes in the order of tasks, so rows do not depend on the number of workers.
-                outcomes = spread(
-                    account.counting(run),
-                    [task for task in tasks if task.acquisition.sop_instance_uid not in reusable],
-                    _lost,
-                    workers=workers,
-                    limits=limits,
-                    deadline=_deadline,
-                    chunk=1,
-                    cluster=cluster,
-                )
-                outcomes = account.counted(outcomes)
-                if other:
-                    outcomes = _with_reused(outcomes, tasks, other, reusable, writer, run)
+                if other is None:
+                    outcomes = anew(tasks)
+                else:
+                    outcomes = _with_reused(tasks, other, reusable, writer, anew, workers or available_cores())
                 for prepared in _write(outcomes, tasks, writer):
                     display.advance(1, not prepared)
         except OSError as error:
@@ -328,8 +334,8 @@ def _follow_catalog(writer: StoreWriter, acquisitions: Sequence[Acquisition]) ->
         if acquisition is not None:
             if differs := _difference(row, acquisition):
                 raise StoreError(
-                    f"{writer.path}: {row.uri} {differs}; prepare into a new folder, with --reuse {writer.path} for "
-                    "what has not changed"
+                    f"{writer.named}: {row.uri} {differs}; prepare into a new folder, with --reuse "
+                    f"{shlex.quote(str(writer.named))} for what has not changed"
                 )
             row = replace(row, **fields_of(acquisition))
         else:
@@ -373,9 +379,9 @@ def _difference(row: StoreRow, acquisition: Acquisition) -> str:
     return "was prepared the other way up" if (upside_down in row.flags) != (upside_down in acquisition.flags) else ""
 
 
-def _reusable(other: Store, acquisitions: Sequence[Acquisition]) -> dict[str, StoreRow]:
-    """Acquisition → its row in another store, if the catalog describes it as it was prepared. Raises StoreError if
-    there is none."""
+def _reusable(other: Store, acquisitions: Sequence[Acquisition], keep_upside_down: bool) -> dict[str, StoreRow]:
+    """Acquisition → its row in another store, if the catalog describes it as it was prepared, and it would be prepared
+    now. Raises StoreError if there is none."""
     known = {a.sop_instance_uid: a for a in acquisitions}
     rows = [row for row in other.rows if (own := known.get(row.acquisition)) and not _difference(row, own)]
     if not rows:
@@ -383,31 +389,38 @@ def _reusable(other: Store, acquisitions: Sequence[Acquisition]) -> dict[str, St
             f"{other.path}: holds none of the scans of this catalog as it describes them now, so nothing can be "
             "reused; name the store that has them, or leave out --reuse"
         )
-    return {row.acquisition: row for row in rows}
+    upside_down = "looks_upside_down"  # and is quarantined unless one of both says otherwise
+    return {
+        row.acquisition: row
+        for row in rows
+        if keep_upside_down or upside_down not in row.found or upside_down in known[row.acquisition].flags
+    }
 
 
 def _with_reused(
-    outcomes: Iterator[StoreRow | Unprepared],
     tasks: Sequence["_Task"],
     other: Store,
     reusable: Mapping[str, StoreRow],
     writer: StoreWriter,
-    prepare_here: Callable[["_Task"], Any],
+    anew: Callable[[Sequence["_Task"]], Iterator[StoreRow | Unprepared]],
+    at_once: int,
 ) -> Iterator[StoreRow | Unprepared]:
-    """The outcome of every task in turn: a reusable volume staged again, or the next of `outcomes`."""
+    """The outcome of every task in turn: a reusable volume staged again, `at_once` of them since in a bucket staged
+    volumes wait on the local disk, or what `anew` prepares from the file."""
 
     def reused(task: _Task) -> StoreRow | Unprepared:
         row = reusable[task.acquisition.sop_instance_uid]
         try:
             stage_again(other, row, writer, task.name)
         except StoreError:  # damaged
-            return prepare_here(task)
+            [outcome] = anew([task])
+            return outcome
         found = tuple(flag for flag in row.found if flag != OF_TWO)  # found again, if its copy is still there
         index = -1 if task.index is None else task.index
         return replace(row, index=index, found=found, **fields_of(task.acquisition))
 
-    at_once = available_cores()  # not more, since in a bucket staged volumes wait on the local disk
     mine = [task for task in tasks if task.acquisition.sop_instance_uid in reusable]
+    outcomes = anew([task for task in tasks if task.acquisition.sop_instance_uid not in reusable])
     other.read([])  # opens the files, once for all threads
     with ThreadPoolExecutor(at_once) as pool:
         ready = chain.from_iterable(pool.map(reused, mine[i : i + at_once]) for i in range(0, len(mine), at_once))

@@ -42,7 +42,7 @@ def _link(store: Store, index: int, writer: StoreWriter, name: str) -> bool:
     staged = {array: writer.staging / f"{name}.{array}" for array in ARRAYS}
     try:
         for array, file in staged.items():
-            os.link(store.path / array / shard_key(index), file)
+            os.link((store.path / array / shard_key(index)).resolve(), file)  # never a link to a link
     except OSError:  # another disk, or one without links
         for file in staged.values():
             file.unlink(missing_ok=True)

@@ -57,6 +57,8 @@ class StoreWriter:
         """`key_digest`: of the key of the pseudonyms that rows will have; None if there are none, or it is unknown."""
         self.path, self._preprocessing, self._compression_wanted = path, preprocessing, compression
         self._key_digest = key_digest
+        self.named: Location = path
+        """The store as its user names it."""
         self.rows: list[StoreRow] = []
 
     def __enter__(self) -> Self:
@@ -144,18 +146,18 @@ class StoreWriter:
             same = f"give its settings ({repeating(header['preprocessing'], self._preprocessing)})"
             remedy = same if differing else "continue with the octfm that made it"
             raise StoreError(
-                f"{self.path}: this store was prepared differently ({what}), and volumes of one store must be alike; "
+                f"{self.named}: this store was prepared differently ({what}), and volumes of one store must be alike; "
                 f"prepare into a new folder, or {remedy}"
             )
         # Stores of earlier versions do not name the key of their pseudonyms.
         if self._key_digest is not None and header.get(KEY_DIGEST, self._key_digest) != self._key_digest:
             raise StoreError(
-                f"{self.path}: its pseudonyms were made with another key than the catalog's, so the same people would "
+                f"{self.named}: its pseudonyms were made with another key than the catalog's, so the same people would "
                 "count as others; scan with the key of this store, or prepare into a new folder"
             )
         if self._compression_wanted not in (None, header["compression"]):
             raise StoreError(
-                f"{self.path}: this store has compression {header['compression']}, got {self._compression_wanted}; "
+                f"{self.named}: this store has compression {header['compression']}, got {self._compression_wanted}; "
                 "prepare into a new folder, or omit the compression"
             )
         return header

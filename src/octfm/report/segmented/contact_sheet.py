@@ -42,12 +42,20 @@ class ContactSheet:
         else:
             self._path(new).unlink(missing_ok=True)
 
+    def keep_only(self, rows: Iterable[dict[str, str]]) -> None:
+        """Delete pictures of scans that have no row any more. Only the writer of the table may call this: another one
+        adds a picture before its row."""
+        of_rows = {self._path(row["source"]) for row in rows}
+        for picture in self.folder.glob("*.png"):
+            if picture not in of_rows:
+                picture.unlink(missing_ok=True)
+
     def _path(self, source: str) -> Path:
         return self.folder / f"{hash_text(source)[:24]}.png"
 
     def write(self, rows: Sequence[dict[str, str]], room: int = MAX_BYTES - 1_000_000) -> Path:
         """Write the page from the rows of the table; pictures of the least doubtful scans that do not fit into `room`
-        bytes are left out, and those of scans that have no row any more are deleted."""
+        bytes are left out."""
         from octfm.layers.rows import ACCEPTED
         from octfm.models.layer_net import MASKS
         from octfm.weights.packaged import NOTE
@@ -71,10 +79,6 @@ class ContactSheet:
                 own["problem"] = row["problem"].replace(above, "")
             shown = {name: one_line(own[name]) for name in ("source", "problem", "zones_note")}
             cards.append({**row, **shown, "src": src, "refused": refused, "had": path.exists(), "measured": measured})
-        of_rows = {self._path(row["source"]) for row in rows}
-        for picture in self.folder.glob("*.png"):
-            if picture not in of_rows:
-                picture.unlink(missing_ok=True)
         facts = {
             "cards": cards,
             "refused": sum(card["refused"] for card in cards),
