@@ -289,7 +289,7 @@ def test_only_what_a_killed_writer_left_is_deleted(tmp_path):
 
 @pytest.fixture(scope="module")
 def bytes_of_a_checkpoint(tmp_path_factory):
-    content = CONTENT | {"model": {"w": torch.arange(40.0)}, "participants": {"key": "k", "hashes": ["a"]}}
+    content = CONTENT | {"model": {"w": torch.arange(4000.0)}, "participants": {"key": "k", "hashes": ["a"]}}
     return checkpoint.write(tmp_path_factory.mktemp("c"), 5, content).read_bytes()
 
 
@@ -312,7 +312,7 @@ def test_a_damaged_checkpoint_is_never_taken_nor_a_traceback(tmp_path_factory, b
     except CheckpointError as error:
         assert str(path) in str(error) and "\n" not in str(error)
     else:  # in what zip files leave unused
-        assert torch.equal(content["model"]["w"], torch.arange(40.0)) and content["step"] == 5
+        assert torch.equal(content["model"]["w"], torch.arange(4000.0)) and content["step"] == 5
 
 
 @pytest.mark.parametrize("length", [0, 100])

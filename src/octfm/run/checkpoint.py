@@ -1,5 +1,6 @@
 """Checkpoints: a file each, or a folder of shards; renamed when complete, with checksums that reveal damage."""
 
+import errno
 import hashlib
 import json
 import pickle
@@ -56,7 +57,10 @@ def load(path: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{path}: not an octfm checkpoint; {EXPECTED}")
     try:
         content = shards.load(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True)
-    except DAMAGE as error:
+    except (*DAMAGE, OSError) as error:
+        # In a small file that was cut off, torch looks for the end before the beginning.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         raise DamagedCheckpoint(
             f"{path}: damaged or not a checkpoint ({reason}); delete it to continue from the one before it, or restore "
