@@ -1,3 +1,3 @@
 """The version of octfm, in a module without imports."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

@@ -117,7 +117,7 @@ def prepare(
         _expect_same_names(out, writer, is_pseudonymous(catalog))
         _follow_catalog(writer, catalog.acquisitions)
         tasks = _missing(writer, included, locations or {})
-        if other is not None and progress:
+        if other is not None and tasks and progress:
             taken = sum(task.acquisition.sop_instance_uid in reusable for task in tasks)
             say(f"{taken:,} of {number(len(tasks), 'volume')} taken over from {other.path}, unless damaged there")
         outdated = {a.sop_instance_uid for a in catalog.acquisitions}
