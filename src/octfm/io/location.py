@@ -99,12 +99,11 @@ def lock(path: Path, echo: Echo = say) -> TextIO:
             raise BlockingIOError(error.errno, file.read().strip() or "unknown", str(path)) from None
     except OSError as error:  # as on some network file systems
         echo(f"{path.parent}: cannot be locked here ({error.strerror}); let no other process write into it meanwhile")
-    # Only now that the lock is held: until then the file names its holder.
-    file.truncate(0)
-    file.write(
-        f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n"
-    )
-    file.flush()
+    # Only now that the lock is held: until then the file names its holder. On a full disk it names nobody.
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    with suppress(OSError):
+        file.truncate(0)
+        os.write(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()} since {now}\n".encode())
     return file
 
 

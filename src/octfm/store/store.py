@@ -340,7 +340,8 @@ class Store:
         if not isinstance(self.path, Path) or not any(self.path.glob("staging-*")):
             return ""
         volumes = number(len(self.recorded(np.arange(len(self)))), "volume")
-        return f"{self.path}: octfm prepare is not done with this store, or was killed; it had {volumes} when it was opened"
+        begun = f"octfm prepare is not done with this store, or was killed; it had {volumes} when it was opened"
+        return f"{self.path}: {begun}"
 
     def summary(self) -> dict[str, Any]:
         """Counts: volumes, participants, low-confidence bands per scanner and diagnosis, unprepared per code."""
