@@ -269,7 +269,8 @@ def test_a_catalog_is_read_whose_version_worded_its_advice_otherwise(phantom, tm
         earlier.setitem(REASONS, code, replace(REASONS[code], fix="as an earlier version worded it"))
         folder = catalog.save(tmp_path)
     assert Catalog.load(folder) == catalog
-    monkeypatch.delitem(REASONS, code)
+    others = {name: reason for name, reason in REASONS.items() if name != code}
+    monkeypatch.setattr("octfm.catalog.catalog.REASONS", others)
     with pytest.raises(CatalogError, match=f"reason {code}, which this octfm does not know"):
         Catalog.load(folder)
 

@@ -616,8 +616,7 @@ def picture_of(out, source):
     return path.read_bytes() if path.exists() else None
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("there", ["damaged", "another scan"])
+@pytest.mark.parametrize(("there", "workers"), [("damaged", 1), ("another scan", 0)])
 def test_a_row_passes_also_to_a_file_that_could_not_be_read_or_was_another_scan(
     files, tmp_path, small_finder, monkeypatch, there, workers
 ):
