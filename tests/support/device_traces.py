@@ -150,7 +150,7 @@ def embedded(place: Place) -> dict[str, Any]:
         place.made / "run", place.store.path, place.out / "embeddings", head=runs[0], segmenter=runs[1],
         device=place.device, echo=quiet,
     )  # fmt: skip
-    scenes = load_scenes(place.out / "figures" / "scenes.npz")
+    scenes = load_scenes(place.out / "embeddings" / "figures" / "scenes.npz")
     drawn = [overlay for overlay in scenes[0].overlays if overlay.name in ("attention", "occlusion")]
     return {path.stem: np.array(pq.read_table(path)["vector"].to_pylist())[:4] for path in written} | {
         overlay.name: np.nan_to_num(overlay.values.astype(np.float64)) for overlay in drawn
