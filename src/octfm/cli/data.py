@@ -345,7 +345,7 @@ def prepare(
         opt.Place,
         opt.option(
             "STORE",
-            "Take over the settings of this store, and its volumes of scans that the catalog has not changed.",
+            "Take over the settings of this store, and its volumes of scans that the catalog describes as before.",
             parser=opt.place,
         ),
     ] = None,

@@ -112,8 +112,8 @@ def prepare(
     included = without_excluded_files(catalog.acquisitions, exclude, str(catalog.root))
     other = open_other(reuse, out, preprocessing) if reuse is not None else None
     reusable = {} if other is None else _reusable(other, included, keep_upside_down)
-    key_of = key_digest(key) if key is not None and is_pseudonymous(catalog) else None
-    with _writer(out, preprocessing, compression, key_of) as writer:
+    key_hash = key_digest(key) if key is not None and is_pseudonymous(catalog) else None
+    with _writer(out, preprocessing, compression, key_hash) as writer:
         _expect_same_names(out, writer, is_pseudonymous(catalog))
         _follow_catalog(writer, catalog.acquisitions)
         tasks = _missing(writer, included, locations or {})
@@ -270,13 +270,13 @@ def _unless_copy(
 
 
 def _writer(
-    out: Location, preprocessing: Preprocessing, compression: Compression | None, key_of: str | None
+    out: Location, preprocessing: Preprocessing, compression: Compression | None, key_hash: str | None
 ) -> StoreWriter:
     if isinstance(out, Path):
-        return StoreWriter(out, preprocessing, compression, key_of)
+        return StoreWriter(out, preprocessing, compression, key_hash)
     from octfm.store.bucket import BucketStoreWriter
 
-    return BucketStoreWriter(out, preprocessing, compression, key_of)
+    return BucketStoreWriter(out, preprocessing, compression, key_hash)
 
 
 def describe(summary: dict[str, Any]) -> str:
@@ -389,7 +389,8 @@ def _reusable(other: Store, acquisitions: Sequence[Acquisition], keep_upside_dow
             f"{other.path}: holds none of the scans of this catalog as it describes them now, so nothing can be "
             "reused; name the store that has them, or leave out --reuse"
         )
-    upside_down = "looks_upside_down"  # and is quarantined unless one of both says otherwise
+    # Quarantined today, unless this call or the scan (its --keep-upside-down) keeps such volumes.
+    upside_down = "looks_upside_down"
     return {
         row.acquisition: row
         for row in rows
