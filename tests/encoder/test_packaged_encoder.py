@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -241,17 +242,17 @@ def test_a_run_does_not_go_on_from_other_weights(shipped, store, tmp_path, monke
     ship(monkeypatch, tmp_path / "later")
     with pytest.raises(CheckpointError, match=r"began with other values of model\.init"):
         quick_pretrain(settings, store, tmp_path / "run", "cpu", echo=quiet)
-    (check,) = initial_weights(named)
+    (check,) = initial_weights(named, store)
     assert check.status == "FAIL" and "has other weights" in check.measured
 
 
-def test_other_sizes_are_named_before_the_run_begins(shipped):
-    (check,) = initial_weights(begun("mae", model={"width": 96, "heads": 4}))
+def test_other_sizes_are_named_before_the_run_begins(shipped, store):
+    (check,) = initial_weights(begun("mae", model={"width": 96, "heads": 4}), store)
     assert check.status == "FAIL" and check.advice == "set model.width=48 model.heads=2"
-    (check,) = initial_weights(begun("mae", model={"patch_size": [4, 8, 8]}))
+    (check,) = initial_weights(begun("mae", model={"patch_size": [4, 8, 8]}), store)
     assert check.advice == "set model.patch_size=[2,8,8]"
-    assert [check.status for check in initial_weights(begun("mae"))] == ["PASS"]
-    assert initial_weights(config()) == [] and smoke(begun("mae")).model.init is None
+    assert [check.status for check in initial_weights(begun("mae"), store)] == ["PASS"]
+    assert initial_weights(config(), store) == [] and smoke(begun("mae")).model.init is None
 
 
 # ---- making it -------------------------------------------------------------------------------------------------------
@@ -385,13 +386,14 @@ def test_the_shipped_encoder_is_small_bf16_synthetic_and_begins_a_demo():
     assert not (REAL / "participants.key").exists()
     facts = json.loads((REAL / "config.json").read_text())
     assert facts["licence"] == "Apache-2.0" and "synthetic" in facts["trained_on"] and "/" not in facts["made"]
+    store = SimpleNamespace(preprocessing=load_encoder(device="cpu").preprocessing, rows=[])
     for preset in ("demo", "demo_vjepa2", "dense", "anchored"):
         words = ["model.init=packaged", "model.depth=6"]
-        (check,) = initial_weights(octfm.load_config(preset, words))
+        (check,) = initial_weights(octfm.load_config(preset, words), store)
         assert check.status == "WARN" and "without the queries" in check.measured, f"{preset}: {check.advice}"
         if preset in ("dense", "anchored"):
             advised = [word for word in check.advice.split() if word.startswith(("model.", "objective.pool"))]
-            (check,) = initial_weights(octfm.load_config(preset, [*words, *advised]))
+            (check,) = initial_weights(octfm.load_config(preset, [*words, *advised]), store)
             assert check.status == "PASS", f"{preset}: {check.advice}"
 
 

@@ -7,7 +7,8 @@ from octfm.errors import CheckpointError
 from octfm.models.objectives.jepa import JEPA, JEPAConfig
 from octfm.models.predictor import PredictorConfig
 from octfm.models.vit3d import ViTConfig, rotary, take_patches
-from octfm.pretraining.initial_weights import begin_with
+from octfm.pretraining import initial_weights
+from octfm.pretraining.initial_weights import read_initial
 from octfm.run import checkpoint
 from support.small_store import small_store
 from support.tiny_runs import config, quick_pretrain, quiet
@@ -43,6 +44,10 @@ def released(peer) -> dict[str, torch.Tensor]:
 def objective() -> JEPA:
     torch.manual_seed(0)
     return JEPA(JEPAConfig(), MODEL, PredictorConfig(width=24, depth=1, heads=2), GRID)
+
+
+def begin_with(path, model, size) -> None:
+    initial_weights.begin_with(read_initial(str(path), config(model=size.model_dump())), model, size)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from octfm.models.objectives.dense import Composition
 from octfm.models.objectives.enface import CELLS, COUNTED, EnFaceGoals
 from octfm.models.vit3d import TokenGrid, VisionTransformer3D, ViTConfig, take_patches
 from octfm.pretraining.data import given_store
-from octfm.pretraining.initial_weights import begin_with
+from octfm.pretraining.initial_weights import begin_with, read_initial
 from octfm.pretraining.inputs import make_inputs
 from octfm.pretraining.learner import build_objective
 from octfm.run.runtime import Runtime
@@ -201,9 +201,10 @@ def test_a_deeper_encoder_with_a_summary_begins_as_the_packaged_one(tmp_path, mo
     packaged = load_encoder(NAME, device="cpu")
     model = packaged.config.model.model_copy(update={"depth": packaged.config.model.depth + 1, "summary": 2})
     settings_ = packaged.config.model_copy(update={"model": model})
-    begun = build_objective(dense(model=model.model_dump() | {"init": None}), packaged.preprocessing)
+    wanted = dense(model=model.model_dump() | {"init": None})
+    begun = build_objective(wanted, packaged.preprocessing)
     random_query = begun.encoder.summary.query.clone()
-    begin_with("packaged", begun, model)
+    begin_with(read_initial("packaged", wanted), begun, model)
     patches = torch.randn(1, 30, prod(settings_.model.patch_size))
     index = torch.arange(30)[None]
     with torch.inference_mode():

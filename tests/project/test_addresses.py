@@ -154,11 +154,11 @@ def test_a_broken_file_of_settings_is_not_quoted(tmp_path, text):
 
 
 LOCAL = [
-    (PretrainConfig, "ckpt_second_dir"), (PretrainConfig, "model.init"), (PretrainConfig, "probe.labels"), (FinetuneConfig, "labels"),
-    (SegmentConfig, "truth"),
+    (PretrainConfig, "ckpt_second_dir"), (PretrainConfig, "probe.labels"), (FinetuneConfig, "labels"), (SegmentConfig, "truth"),
 ]  # fmt: skip
 PLACES = [
-    (PretrainConfig, "data.store"), (FinetuneConfig, "encoder"), (FinetuneConfig, "store"), (SegmentConfig, "encoder"), (SegmentConfig, "store"),
+    (PretrainConfig, "data.store"), (PretrainConfig, "model.init"), (FinetuneConfig, "encoder"), (FinetuneConfig, "store"),
+    (SegmentConfig, "encoder"), (SegmentConfig, "store"),
 ]  # fmt: skip
 
 

@@ -27,10 +27,9 @@ from octfm.models.token_map import tissue_index, token_map
 from octfm.models.vit3d import VisionTransformer3D, bscan_weights, count_parameters
 from octfm.pretraining.learner import build_objective, grid_of
 from octfm.pretraining.masks import same_tokens
-from octfm.pretraining.resume import load_newest
+from octfm.pretraining.resume import frozen_weights, part_of, read_content
 from octfm.pretraining.settings import PretrainConfig, stored_config
 from octfm.run import checkpoint
-from octfm.run.bucket import local_run
 from octfm.run.runtime import Runtime, alone
 from octfm.store.item import StoredVolume
 from octfm.store.layout import Arrays, shapes
@@ -418,7 +417,7 @@ def encoder_in(
         network = _untrained(settings, preprocessing, draw)
     else:
         network = empty_network(settings, preprocessing)
-        fill(network, content["network"] if "network" in content else _frozen_weights(settings, content["model"]), path)
+        fill(network, frozen_weights(content, settings), path)
     source = _source(path, random_init, draw)
     return assemble(network, settings, preprocessing, source, content["fingerprint"], runtime)
 
@@ -443,12 +442,6 @@ def _prepared_otherwise(what: str, encoder: str, differing: str = "") -> str:
         "prepare the volumes again with its own "
         f"Preprocessing (octfm prepare CATALOG --like {shlex.quote(encoder.partition(' at random ')[0])}) (F15)"
     )
-
-
-def _frozen_weights(config: PretrainConfig, model: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of the encoder that `objective.frozen` names; objectives without a teacher have only one."""
-    has_teacher = any(name.startswith("target_encoder.") for name in model)
-    return part_of(model, "target_encoder." if has_teacher and config.objective.frozen == "target" else "encoder.")
 
 
 def assemble(
@@ -525,17 +518,7 @@ def seen_by(run: str | Location) -> Callable[[str], bool]:
 def opened(run: str | Location | None, echo: Echo | None = None) -> tuple[Location, dict[str, Any]]:
     """The newest checkpoint of a run, a checkpoint file or an export, and its verified content. `echo`: see
     `load_newest`."""
-    where = find(run)
-    if exported.is_export(where):
-        return where, exported.read_export(where)
-    # A bucket has every checkpoint of its run.
-    path, content = load_newest(local_run(where), echo if isinstance(where, Path) else None)
-    if "decoder" in content["config"]:
-        raise CheckpointError(
-            f"{run}: a run of octfm segment, which octfm segment FILE --apply RUN uses, and octfm.load_segmenter in "
-            "Python; expected one of octfm pretrain or finetune, or an export"
-        )
-    return path, content
+    return read_content(find(run), echo)
 
 
 def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, draw: int, runtime: Runtime) -> Encoder:
@@ -571,11 +554,6 @@ def as_trained_on(encoder: Encoder, content: dict[str, Any], what: str, part: st
             f"{what} has {other} than this {part} was trained on (F15); put the encoder back that it was trained on"
         )
     return encoder
-
-
-def part_of(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with `prefix`, without it."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _source(path: Location, random_init: bool, draw: int = 0) -> str:

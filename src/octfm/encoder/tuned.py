@@ -9,13 +9,14 @@ import numpy as np
 import torch
 
 from octfm.display import box, brief
-from octfm.encoder.encoder import Encoder, Scan, encoder_in, fill, opened, part_of, several
+from octfm.encoder.encoder import Encoder, Scan, encoder_in, fill, opened, several
 from octfm.encoder.tokens import draw_tissue, drawn_places
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.io.location import Location
 from octfm.io.progress import say
 from octfm.models.heads import CrossAttentionPool, TaskHead
 from octfm.models.vit3d import ViTConfig
+from octfm.pretraining.resume import part_of
 from octfm.run.runtime import Runtime, alone
 from octfm.store.layout import Arrays
 from octfm.store.store import Store

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from octfm.config import Config, LocalPlace
+from octfm.config import Config, Place
 from octfm.errors import ConfigError
 from octfm.models.attention import attend
 from octfm.models.pooling import VectorPool, pooled
@@ -54,9 +54,11 @@ class ViTConfig(Config):
     activation_checkpointing: bool = False
     """Keep only the activations between blocks and recompute the rest in the backward pass: the same numbers, less
     memory, more time (arXiv:1604.06174)."""
-    init: LocalPlace | None = None
+    init: Place | None = None
     """Initial weights, random by default. `packaged`: the encoder that comes with octfm (a run records its name and
-    hash). A path: a local checkpoint (.pt) of V-JEPA 2. Width, depth and heads must match it."""
+    hash). A run of `octfm pretrain`, one of its checkpoints or an export, on a disk or in a bucket: its encoder and, if
+    the objective is the same, its other networks; its participants count as seen by the new run. Or a local checkpoint
+    (.pt) of V-JEPA 2. Patches, width and heads must agree, and there may be more blocks."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> "ViTConfig":

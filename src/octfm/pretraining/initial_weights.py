@@ -1,6 +1,7 @@
-"""Initial weights (model.init): the packaged encoder, or a local V-JEPA 2 checkpoint.
+"""Initial weights (model.init): the packaged encoder, an encoder of one's own, or a local V-JEPA 2 checkpoint.
 
-The packaged encoder is named `packaged`; a run records it as NAME@HASH, so that it never goes on from other weights.
+The packaged encoder is named `packaged`; a run records it as NAME@HASH. Others are named by their place, and run.json
+keeps their hash: a run never goes on from other weights than it began with.
 
 Layout of a V-JEPA 2 checkpoint (facebookresearch/vjepa2), pretrained on natural video: a `.pt` with `target_encoder`
 (or `encoder`, or the tensors themselves), names after an optional prefix `module.` and `backbone.`:
@@ -16,18 +17,24 @@ epsilon of layer norms (1e-6 there, 1e-5 here), the colour normalisation of natu
 """
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from octfm.errors import CheckpointError
+from octfm.io.location import BucketPath, location
 from octfm.models.objectives.objective import Objective
 from octfm.models.vit3d import ViTConfig
+from octfm.pretraining.resume import frozen_weights, part_of, read_content
 from octfm.pretraining.settings import PretrainConfig, stored_config
+from octfm.run import checkpoint
 from octfm.run.weights_file import read_weights
-from octfm.weights.exported import read_export
+from octfm.weights.exported import KEY, checksum, read_export
 from octfm.weights.packaged import CURRENT_ENCODER, packaged_encoder
 
 PACKAGED = "packaged"
@@ -52,13 +59,54 @@ def with_hash(config: PretrainConfig) -> PretrainConfig:
     return config.model_copy(update={"model": model})
 
 
+@dataclass(frozen=True)
+class Inherited:
+    """On whom the weights that a run begins with were trained."""
+
+    key: str | None = None
+    """Key of `hashes`; None if there are none."""
+    hashes: tuple[str, ...] = ()
+    """Keyed hashes of the participants that the weights were trained on, or chosen by."""
+    runs: tuple[dict[str, Any], ...] = ()
+    """Of each run behind the weights that was trained on people: the scanners that it chose and left out
+    (data.scanners, data.leave_out_scanners). Empty for an export, which does not record them."""
+
+    @staticmethod
+    def of(participants: Mapping[str, Any]) -> "Inherited":
+        """As a run's checkpoint records it, together with the participants of the run itself."""
+        if "runs" not in participants:
+            return Inherited()
+        return Inherited(participants["key"], tuple(participants["hashes"]), tuple(participants["runs"]))
+
+
+@dataclass(frozen=True)
+class Initial:
+    """What model.init names."""
+
+    named: str
+    """For messages: the word of the setting or, of a run, the checkpoint."""
+    encoder: dict[str, Tensor]
+    """By our names, in the shapes of the encoder that will be trained."""
+    rest: dict[str, Tensor] = field(default_factory=dict)
+    """All tensors of a run with the same objective, by the names of the objective's networks."""
+    inherited: Inherited = Inherited()
+    preprocessing: Mapping[str, Any] | None = None
+    """How the volumes behind these weights were prepared; None for V-JEPA 2."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all tensors that a run may begin with."""
+        return checksum({f"encoder.{name}": tensor for name, tensor in self.encoder.items()} | self.rest)
+
+
 @torch.no_grad()
-def begin_with(init: str | Path, model: Objective, config: ViTConfig) -> None:
-    """Load the weights that model.init names into the encoders of an objective, in place; the predictor stays as it is.
+def begin_with(initial: Initial, model: Objective, config: ViTConfig) -> list[str]:
+    """Load initial weights into the networks of an objective, in place; returns the names of those that they fill, the
+    encoder first. The other networks stay as they are.
 
     Blocks beyond those of the weights begin as the identity (arXiv:1511.05641); a summary query that they lack keeps
-    its random weights. Raises CheckpointError naming the first tensor or setting that does not fit."""
-    state = initial_state(init, config)
+    its random weights. Raises CheckpointError naming the first tensor that does not fit."""
+    state = dict(initial.encoder)
     blocks = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
     own = model.encoder.state_dict()
     for name, tensor in own.items():
@@ -67,9 +115,23 @@ def begin_with(init: str | Path, model: Objective, config: ViTConfig) -> None:
             state[name] = torch.zeros_like(tensor) if ".attn.out." in name or ".mlp.2." in name else tensor
         elif is_query(name):
             state.setdefault(name, tensor)
+        if name not in state or state[name].shape != tensor.shape:
+            got = list(state[name].shape) if name in state else "none"
+            raise CheckpointError(
+                f"model.init={initial.named}: {name}: expected {list(tensor.shape)}, got {got}"
+                + (": learned positions belong to one grid; use a store of that grid" if name == "position" else "")
+            )
     for encoder in (model.encoder, model.target_encoder):
         if encoder is not None:
-            encoder.load_state_dict({name: tensor for name, tensor in state.items() if name in own})
+            encoder.load_state_dict({name: state[name] for name in own})
+    filled = ["encoder"]
+    for name, network in model.named_children():
+        theirs, ours = part_of(initial.rest, f"{name}."), network.state_dict()
+        fits = theirs.keys() == ours.keys() and all(theirs[key].shape == ours[key].shape for key in ours)
+        if fits and theirs and network not in (model.encoder, model.target_encoder):
+            network.load_state_dict(theirs)
+            filled.append(name)
+    return filled
 
 
 def is_query(name: str) -> bool:
@@ -77,20 +139,26 @@ def is_query(name: str) -> bool:
     return name.startswith("summary.")
 
 
-def initial_state(init: str | Path, config: ViTConfig) -> dict[str, Tensor]:
-    """The weights that model.init names, for an encoder of these sizes. Raises CheckpointError as `begin_with`."""
-    if str(init) == PACKAGED or (_NAMED.fullmatch(str(init)) and not Path(init).exists()):
-        return _packaged_state(str(init), config)
-    path = Path(init)
-    if config.positions != "rotary":
+def read_initial(init: str, config: PretrainConfig) -> Initial:
+    """The weights that model.init names, for networks of these settings. Raises CheckpointError, naming what there is
+    not, is damaged or has another size, and for an export whose participants are unknown without its key."""
+    where = location(init)
+    if init == PACKAGED or (_NAMED.fullmatch(init) and isinstance(where, Path) and not where.exists()):
+        return _packaged(init, config.model)
+    if isinstance(where, BucketPath) or where.is_dir() or checkpoint.header(where) is not None:
+        return _own(init, config)
+    if config.model.positions != "rotary":
         raise CheckpointError(
-            f"{path}: V-JEPA 2 has rotary positions, model.positions is {config.positions}; use model.positions=rotary"
+            f"{where}: V-JEPA 2 has rotary positions, model.positions is {config.model.positions}; use "
+            "model.positions=rotary"
         )
-    found = read_weights(path, CONTAINERS, "a .pt of facebookresearch/vjepa2 for model.init, or the word packaged")
-    return translate({PREFIX.sub("", name): tensor for name, tensor in found.items()}, config, str(path))
+    expected = "a run, a checkpoint, an export, a .pt of facebookresearch/vjepa2, or the word packaged, for model.init"
+    found = read_weights(where, CONTAINERS, expected)
+    tensors = {PREFIX.sub("", name): tensor for name, tensor in found.items()}
+    return Initial(init, translate(tensors, config.model, str(where)))
 
 
-def _packaged_state(init: str, config: ViTConfig) -> dict[str, Tensor]:
+def _packaged(init: str, config: ViTConfig) -> Initial:
     named = _NAMED.fullmatch(init)
     name = named[1] if named else CURRENT_ENCODER
     content = read_export(packaged_encoder(name))
@@ -99,14 +167,45 @@ def _packaged_state(init: str, config: ViTConfig) -> dict[str, Tensor]:
             f"model.init={init}: the {name} of this octfm has other weights ({content['sha256'][:12]}); use the octfm "
             f"that the run began with, or begin a new run with model.init={PACKAGED}"
         )
-    theirs = stored_config(content["settings"]).model
+    _require_sizes(stored_config(content["settings"]).model, config, init, name)
+    return Initial(init, content["network"], preprocessing=content["preprocessing"])
+
+
+def _own(init: str, config: PretrainConfig) -> Initial:
+    """Of a run, a checkpoint or an export."""
+    path, content = read_content(location(init))
+    if "encoder_config" in content:
+        raise CheckpointError(
+            f"model.init={init}: a run of octfm finetune; export it (octfm export) and name the export, or name its "
+            "pretraining run"
+        )
+    exported = "network" in content
+    settings = stored_config(content["settings" if exported else "config"])
+    _require_sizes(settings.model, config.model, init, str(path))
+    seen = content["participants"]
+    if seen["hashes"] and seen["key"] is None:
+        raise CheckpointError(
+            f"model.init={init}: exported without the key of its participants' hashes, so that nobody could tell on "
+            f"whom the new run's weights were trained (F16); put the key back as {KEY} into that folder"
+        )
+    run = {} if exported else {key: list(getattr(settings.data, key)) for key in ("scanners", "leave_out_scanners")}
+    people = Inherited(seen["key"], tuple(seen["hashes"]), (*seen.get("runs", ()), run))
+    return Initial(
+        str(path),
+        frozen_weights(content, settings),
+        rest=content["model"] if not exported and settings.objective.name == config.objective.name else {},
+        inherited=people if seen["hashes"] else Inherited(),
+        preprocessing=content["preprocessing"],
+    )
+
+
+def _require_sizes(theirs: ViTConfig, config: ViTConfig, init: str, name: str) -> None:
     differ = [key for key in MUST_AGREE if getattr(theirs, key) != getattr(config, key)]
     differ += ["depth"] if theirs.depth > config.depth else []
     differ += ["summary"] if config.summary and theirs.summary and theirs.summary != config.summary else []
     if differ:
         wanted = " ".join(f"model.{key}={_written(getattr(theirs, key))}" for key in differ)
         raise CheckpointError(f"model.init={init}: {name} has other sizes than model; set {wanted}")
-    return content["network"]
 
 
 def _written(value: object) -> str:

@@ -10,7 +10,7 @@ from octfm.errors import CheckpointError, ConfigError
 from octfm.models.objectives.objective import Objective
 from octfm.models.token_map import token_grid
 from octfm.models.vit3d import TokenGrid, VisionTransformer3D
-from octfm.pretraining.initial_weights import begin_with
+from octfm.pretraining.initial_weights import Inherited, begin_with, read_initial
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run import checkpoint, shards
@@ -62,17 +62,30 @@ def optimizer_groups(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 class Learner:
     """Networks, optimizer, next step and run state of one run; starts at the weights drawn from the seed."""
 
-    def __init__(self, config: PretrainConfig, preprocessing: Preprocessing, runtime: Runtime, *, fresh: bool = True):
-        """`fresh`: read `model.init`; false if a checkpoint will be restored, so that the file may be gone."""
-        self.config, self.preprocessing, self.runtime = config, preprocessing, runtime
+    def __init__(
+        self,
+        config: PretrainConfig,
+        preprocessing: Preprocessing,
+        runtime: Runtime,
+        *,
+        fresh: bool = True,
+        began_with: str | None = None,
+    ):
+        """`fresh`: read `model.init`; false if a checkpoint will be restored, so that the file may be gone.
+        `began_with`: digest of the weights that `model.init` named when the run began, None if it begins now. Raises
+        CheckpointError if it names others now."""
+        self.config, self.preprocessing, self.runtime, self.began_with = config, preprocessing, runtime, began_with
         self.lr, self.weight_decay, self.ema = (runtime.scalar() for _ in range(3))
         self.begin(fresh)
 
     def begin(self, fresh: bool = True) -> None:
         """Initial weights, no optimizer state, step 0."""
         self.model = build_objective(self.config, self.preprocessing)
+        self.inherited = Inherited()
         if fresh and self.config.model.init is not None:
-            begin_with(self.config.model.init, self.model, self.config.model)
+            self.began_with, self.inherited = self.runtime.first(self._read_initial)
+            # Only rank 0 has read the file, which may be the newest checkpoint of a run that goes on.
+            self.runtime.share(self.model.state_dict().values())
         self.runtime.place(self.model)
         self.model.connect(self.runtime.sum_)
         self.decayed, self.free = optimizer_groups(self.model)
@@ -84,6 +97,17 @@ class Learner:
         self.step, self.state = 0, RunState()
         self.compiled = self.runtime.compiled(self.model)
         """The networks as steps that are not inspected call them."""
+
+    def _read_initial(self) -> tuple[str, Inherited]:
+        """Fill the networks with what model.init names. Raises CheckpointError if the run began with other weights."""
+        initial = read_initial(str(self.config.model.init), self.config)
+        begin_with(initial, self.model, self.config.model)
+        if self.began_with not in (None, initial.digest):
+            raise CheckpointError(
+                f"model.init={self.config.model.init}: holds other weights now ({initial.named}) than this run began "
+                "with; put those back, or begin a new run in another --out"
+            )
+        return initial.digest, initial.inherited
 
     @property
     def trained(self) -> list[Tensor]:
@@ -161,7 +185,7 @@ class Learner:
         if self.runtime.sharded:
             content = shards.load_rest(source) if source.is_dir() else checkpoint.load(source)
 
-        def load_tensors() -> tuple[int, dict[str, Any], bool]:
+        def load_tensors() -> tuple[int, dict[str, Any], bool, Inherited]:
             assert content is not None
             try:
                 if self.runtime.sharded:
@@ -181,9 +205,10 @@ class Learner:
                     f"({lines[min(1, len(lines) - 1)][:200]}); "
                     "settings that change shapes cannot be overridden: restore them, or choose another --out"
                 ) from None
-            return content["step"], content.get("state", {}), content.get("tables_decay", True)
+            inherited = Inherited.of(content["participants"])
+            return content["step"], content.get("state", {}), content.get("tables_decay", True), inherited
 
-        self.step, state, self.tables_decay = self.runtime.first(load_tensors)
+        self.step, state, self.tables_decay, self.inherited = self.runtime.first(load_tensors)
         self.state = RunState.from_dict(state)
         if self.runtime.sharded:
             self._restore_shares(content or {}, source)

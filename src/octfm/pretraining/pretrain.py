@@ -124,7 +124,8 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
     runtime.first(lambda: run.write_record(**second_destination(config, run, echo)))
     # A run that has checkpoints no longer needs the weights that it began with (model.init).
     fresh = runtime.first(lambda: not checkpoint.everywhere(run.path))
-    learner = Learner(config, data.store.preprocessing, runtime, fresh=fresh)
+    known = runtime.first(lambda: run.record.get("initial_weights"))
+    learner = Learner(config, data.store.preprocessing, runtime, fresh=fresh, began_with=known)
     resume(run, learner, echo)
     # Nobody can be evaluated on a phantom of a stream.
     names = sorted({data.store.rows[row].participant for row in data.store.recorded(data.train_rows)})
@@ -135,16 +136,23 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
         "store": {"volumes": len(data.store), "train_participants": people},
         "octfm": __version__,
         "precision": config.precision,
+        **({"initial_weights": learner.began_with} if learner.began_with else {}),
     }
+    inherited = learner.inherited
+    if inherited.key is not None:
+        # Hashes cannot be made again with another key, and an evaluation must recognise the people of both runs.
+        runtime.first(lambda: run.take_key(str(inherited.key)))
     runtime.first(lambda: run.write_record(**facts))
-    key = runtime.first(lambda: run.key)
+    key, own_id = runtime.first(lambda: (run.key, run.id))
     cases = find_cases(config.probe, data.store, data.train_rows, data.validation_rows)
     # Who scores the checkpoints helps to choose one, and is no test participant of the one that was chosen.
     judging = np.empty(0, int) if cases is None else data.store.recorded(cases.held_out)
     judges = {data.store.rows[row].participant for row in judging}
     # Hashes, so that an evaluation can refuse these participants, and no checkpoint names any.
     hashes = checkpoint.participant_hashes(sorted({*names} | judges), key)
-    participants = {"key": key, "hashes": hashes, "trained_on": people}
+    participants = {"key": key, "hashes": sorted({*hashes, *inherited.hashes}), "trained_on": people}
+    if inherited.hashes:
+        participants |= {"run": own_id, "runs": list(inherited.runs)}
     loader = Loader(
         data.store,
         data.train_rows,

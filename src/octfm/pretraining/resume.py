@@ -4,13 +4,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from octfm.errors import CheckpointError, Echo
+from octfm.io.location import Location
 from octfm.pretraining.monitors.health import HealthConfig
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import MAY_CHANGE, PretrainConfig, stored_config
 from octfm.run import checkpoint, checkpoint_files
+from octfm.run.bucket import local_run
 from octfm.run.checkpoint_writer import Retention
 from octfm.run.folder import Kind, RunFolder
+from octfm.weights.exported import is_export, read_export
 
 
 def _parse(settings: dict[str, Any], like: PretrainConfig | None) -> PretrainConfig:
@@ -18,6 +23,36 @@ def _parse(settings: dict[str, Any], like: PretrainConfig | None) -> PretrainCon
 
 
 PRETRAINING = Kind("pretrain", frozenset(MAY_CHANGE), _parse, own_key=True)
+
+
+def read_content(where: Location, echo: Echo | None = None) -> tuple[Location, dict[str, Any]]:
+    """The newest checkpoint of a run, a checkpoint file or an export, and its verified content. `echo`: see
+    `load_newest`. Raises CheckpointError as `load_newest` and `read_export`, and for a run of `octfm segment`."""
+    if is_export(where):
+        return where, read_export(where)
+    # A bucket has every checkpoint of its run.
+    path, content = load_newest(local_run(where), echo if isinstance(where, Path) else None)
+    if "decoder" in content["config"]:
+        raise CheckpointError(
+            f"{where}: a run of octfm segment, which octfm segment FILE --apply RUN uses, and octfm.load_segmenter in "
+            "Python; expected one of octfm pretrain or finetune, or an export"
+        )
+    return path, content
+
+
+def frozen_weights(content: dict[str, Any], settings: PretrainConfig) -> dict[str, Tensor]:
+    """The weights of the encoder that `objective.frozen` names, in the content of a pretraining checkpoint or of an
+    export with these settings; objectives without a teacher have only one."""
+    if "network" in content:
+        return content["network"]
+    model = content["model"]
+    has_teacher = any(name.startswith("target_encoder.") for name in model)
+    return part_of(model, "target_encoder." if has_teacher and settings.objective.frozen == "target" else "encoder.")
+
+
+def part_of(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with `prefix`, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def load_newest(run: Path, echo: Echo | None = None) -> tuple[Path, dict[str, Any]]:
@@ -88,7 +123,7 @@ def second_destination(config: PretrainConfig, run: RunFolder, echo: Echo) -> di
     _say_if_missing(before, echo)
     if config.ckpt_second_dir is None:
         return {}
-    folder = Path(config.ckpt_second_dir).resolve() / f"{run.path.resolve().name}-{run.key[:8]}"
+    folder = Path(config.ckpt_second_dir).resolve() / f"{run.path.resolve().name}-{run.id[:8]}"
     if before is not None and before != folder and checkpoint_files.steps(before):
         raise CheckpointError(
             f"{run.path}: checkpoints of this run lie in {before}, and with ckpt_second_dir {config.ckpt_second_dir} "

@@ -6,7 +6,7 @@ import json
 import pickle
 import struct
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,12 @@ def second_destination(run: Path) -> Path | None:
     except (OSError, ValueError, AttributeError):  # none, or damaged: `RunFolder.record` names that
         return None
     return Path(name) if name else None
+
+
+def run_of(participants: Mapping[str, Any]) -> str | None:
+    """Identifies the run of a checkpoint or of run.json with these facts about its participants: its key or, if it has
+    the key of the run whose weights it began with, a name of its own. None in checkpoints of version 1."""
+    return participants.get("run") or participants.get("key")
 
 
 def participant_hashes(participants: list[str], key: str) -> list[str]:

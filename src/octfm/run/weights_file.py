@@ -1,6 +1,7 @@
 """Read tensors from other people's torch files without running their code; write torch files, with the system's reason
 if that fails."""
 
+import errno
 import pickle
 import zipfile
 from collections.abc import Sequence
@@ -26,7 +27,10 @@ def read_weights(path: Path, containers: Sequence[str], expected: str) -> dict[s
             f"{path}: holds more than weights ({reason}), and loading it would run its code; save the encoder's "
             "state_dict alone"
         ) from None
-    except (RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
+    except (RuntimeError, EOFError, zipfile.BadZipFile, ValueError, OSError) as error:
+        # In a small file that was cut off, torch looks for the end before the beginning.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
         raise CheckpointError(
             f"{path}: damaged or not a .pt file ({(str(error).splitlines() or [''])[0][:160]})"
         ) from None

@@ -121,9 +121,7 @@ def _finetune(
     parts = (task.train, task.validation, task.test)
     used = np.concatenate(parts)
     data = volumes_digest(store, task.cases.rows[used], task.cases.label[used].tolist())
-    # From scratch no participants are known by whose key another run would be noticed.
-    origin = content_of(str(config.encoder))["participants"].get("key") if config.from_scratch else None
-    named = encoder.key if config.frozen else origin
+    named = encoder.key if config.frozen else checkpoint.run_of(content_of(str(config.encoder))["participants"])
     counts = [len(part) for part in parts]
     identity = Identity(FINE_TUNING, config, store.fingerprint, data, participants["key"], named, counts)
     with open_run(out, identity, runtime, echo=echo) as run, Interruption() as interruption:

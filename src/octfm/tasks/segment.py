@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octfm.config import load
-from octfm.encoder.encoder import Encoder, as_trained_on, load_encoder, part_of
+from octfm.encoder.encoder import Encoder, as_trained_on, load_encoder
 from octfm.errors import ConfigError, EvaluationError
 from octfm.formats import within
 from octfm.formats.arrays.npy import named_arrays
@@ -25,6 +25,7 @@ from octfm.models.layer_net import MASKS, SURFACES
 from octfm.models.vit3d import normalise, take_patches
 from octfm.phantom.native.outer_retina import DETACHMENT
 from octfm.phantom.pathology import LESIONS
+from octfm.pretraining.resume import part_of
 from octfm.run import checkpoint
 from octfm.run.bucket import local_run
 from octfm.run.runtime import Runtime, start

@@ -270,10 +270,18 @@ def _pretraining(path: Path, store: Store) -> dict[str, Any]:
             "takes fine-tuned ones"
         )
     config, participants = stored_config(content["config"]), content["participants"]
+    own = {"scanners": config.data.scanners, "leave_out_scanners": config.data.leave_out_scanners}
+    runs = [*participants.get("runs", ()), own]
+    if not all(runs):
+        raise EvaluationError(
+            f"{path}: began with the weights of an export (model.init), which does not record the scanners of its "
+            "pretraining; octfm leaderboard and octfm probe --embeddings take this encoder"
+        )
     # Without data.scanners, pretraining used every scanner of its store; this store stands in for it.
-    named = set(config.data.scanners) or {row.scanner for row in store.rows}
+    every = {row.scanner for row in store.rows}
+    scanners = [(set(run["scanners"]) or every) - set(run["leave_out_scanners"]) for run in runs]
     return {
-        "scanners": tuple(sorted(named - set(config.data.leave_out_scanners))),
+        "scanners": tuple(sorted(set().union(*scanners))),
         "named": bool(config.data.scanners),
         "participants": participants.get("trained_on", len(participants["hashes"])),
         "steps": config.steps,

@@ -55,7 +55,7 @@ def checks(
         *resources.destinations(config, out),
         resources.disk(config, store, out, len(train_rows)),
         resources.parameters(config, store),
-        *([] if resumed else resources.initial_weights(config)),
+        *([] if resumed else resources.initial_weights(config, store)),
         resources.tracker(config, resumed=resumed),
         *data.probed(config, store, train_rows, validation_rows),
         *tokens.budget(config, sample),
@@ -129,5 +129,5 @@ def require(found: list[Check], echo: Echo) -> None:
         )
     echo(f"preflight: {len(found)} checks, {sum(c.status == 'PASS' for c in found)} passed")
     for check in found:
-        if check.name in ("parameters", "memory", "forecast"):
+        if check.name in ("initial weights", "inherited participants", "parameters", "memory", "forecast"):
             echo(f"preflight: {check.name}: {check.measured}")

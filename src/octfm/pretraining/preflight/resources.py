@@ -7,18 +7,19 @@ from octfm.display import duration
 from octfm.errors import BucketError, CheckpointError
 from octfm.io.location import Location, existing, unwritable
 from octfm.models.vit3d import count_parameters
-from octfm.pretraining.initial_weights import initial_state, is_query
-from octfm.pretraining.learner import blueprint
+from octfm.pretraining.initial_weights import Initial, begin_with, is_query, read_initial
+from octfm.pretraining.learner import blueprint, build_objective
 from octfm.pretraining.preflight.check import Check, fail, fail_with, passed, warn
 from octfm.pretraining.preflight.cost import GB, Cost, measure_speed, step_cost
 from octfm.pretraining.preflight.data import Sample
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run import checkpoint, checkpoint_files, trackers
 from octfm.run.bucket import mirror_of
+from octfm.run.checkpoint import is_among
 from octfm.run.runtime import Runtime
 from octfm.store.batch_sizes import accumulation
 from octfm.store.store import Store
-from octfm.volume.preprocessing import Preprocessing
+from octfm.volume.preprocessing import Preprocessing, differences
 
 ACCURACY = 0.2
 """Relative error of the memory estimate; within it a run is warned and not stopped."""
@@ -32,17 +33,23 @@ def parameters(config: PretrainConfig, store: Store) -> Check:
     return passed("parameters", f"{total / 1e6:.3f} M parameters: {parts}")
 
 
-def initial_weights(config: PretrainConfig) -> list[Check]:
-    """Read the weights that model.init names, before a run folder names them."""
-    init = config.model.init
-    if init is None:
+def initial_weights(config: PretrainConfig, store: Store) -> list[Check]:
+    """Read the weights that model.init names, and compare whom they have seen with whom the store keeps for tests."""
+    if config.model.init is None:
         return []
     try:
-        state = initial_state(init, config.model)
-    except CheckpointError as error:
+        initial = read_initial(config.model.init, config)
+        filled = begin_with(initial, build_objective(config, store.preprocessing), config.model)
+    except (CheckpointError, BucketError) as error:
         return [fail_with("initial weights", error)]
+    return [*_filled(config, initial, filled), *_inherited(initial, store), *_prepared_alike(initial, store)]
+
+
+def _filled(config: PretrainConfig, initial: Initial, networks: list[str]) -> list[Check]:
+    state = initial.encoder
     count = sum(tensor.numel() for name, tensor in state.items() if config.model.summary or not is_query(name))
-    measured = f"{count / 1e6:.3f} M parameters of the encoder begin as in {init}"
+    more = f" (and {', '.join(networks[1:])})" if networks[1:] else ""
+    measured = f"{count / 1e6:.3f} M parameters of the encoder{more} begin as in {initial.named}"
     if config.model.summary or not any(map(is_query, state)):
         return [passed("initial weights", measured)]
     # After 14 CPU-minutes of mae on 5,000 phantom volumes AUROC of seven diagnoses was .866, on 500 .857; before .910.
@@ -52,6 +59,40 @@ def initial_weights(config: PretrainConfig) -> list[Check]:
         f"dense) model.summary={queries} objective.pool=summary"
     )
     return [warn("initial weights", f"{measured}, without the queries that read its vectors", advice)]
+
+
+def _inherited(initial: Initial, store: Store) -> list[Check]:
+    """Nobody who is kept for tests was seen by the weights that the run begins with (F16)."""
+    hashes, key = set(initial.inherited.hashes), initial.inherited.key
+    if key is None:
+        return []
+    tested = {row.participant for row in store.rows if row.split == "test"}
+    seen = sum(is_among(participant, hashes, key) for participant in tested)
+    measured = f"{seen} of {len(tested)} test participants of this store were seen by {initial.named}"
+    if not seen:
+        return [passed("inherited participants", measured)]
+    advice = (
+        "no evaluation would accept them; keep everybody's split from the catalog or store that it was trained on "
+        "(octfm scan FOLDER --splits-of OLD), prepare into a new store, and name that one (F16)"
+    )
+    return [fail("inherited participants", measured, advice)]
+
+
+def _prepared_alike(initial: Initial, store: Store) -> list[Check]:
+    """What a voxel of the weights' volumes and of the store's means, apart from the size of the grid."""
+    if initial.preprocessing is None:
+        return []
+    now = store.preprocessing.model_dump(mode="json")
+    # Rotary positions are in millimetres, and learned ones of another grid do not fit at all.
+    before = {**Preprocessing.recorded(initial.preprocessing).model_dump(mode="json"), "image_size": now["image_size"]}
+    differ = differences(before, store.preprocessing)
+    if not differ:
+        return []
+    advice = (
+        "features may be worth less than where they were learned; to keep them, prepare the store like those weights' "
+        "(octfm prepare CATALOG --like RUN)"
+    )
+    return [warn("preparation", f"{initial.named} learned on volumes that were prepared otherwise: {differ}", advice)]
 
 
 def cost_on(

@@ -1,0 +1,260 @@
+"""`model.init` names a run, a checkpoint or an export of one's own: what is carried over, and who counts as seen."""
+
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from octfm.encoder.encoder import seen_by
+from octfm.encoder.export import export
+from octfm.errors import CheckpointError, EvaluationError
+from octfm.pretraining.learner import Learner
+from octfm.pretraining.preflight.resources import initial_weights
+from octfm.pretraining.pretrain import pretrain
+from octfm.pretraining.resume import PRETRAINING
+from octfm.run import checkpoint
+from octfm.run.folder import RunFolder
+from octfm.run.runtime import start
+from octfm.store.store import Store
+from octfm.tasks.finetune import finetune
+from octfm.tasks.finetune_settings import FinetuneConfig
+from octfm.trust.report import _pretraining
+from octfm.volume.preprocessing import Preprocessing
+from support.small_store import SPLITS, edit_rows, small_preprocessing, small_store
+from support.tiny_runs import Killed, assert_same_run, config, final, quick_pretrain, quiet
+
+STILL = {"base_lr": 1e-9, "warmup_ratio": 0.1}
+NEW = "NEW"
+"""Prefix of the participants of the second cohort."""
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory) -> Store:
+    return small_store(tmp_path_factory.mktemp("first") / "store")
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory) -> Store:
+    """Other people, in the same splits."""
+    folder = tmp_path_factory.mktemp("second") / "store"
+    small_store(folder)
+    edit_rows(folder, lambda row: {"participant": NEW + row.participant})
+    return Store.open(folder)
+
+
+@pytest.fixture(scope="module")
+def parent(first, tmp_path_factory) -> Path:
+    return quick_pretrain(config(steps=4), first, tmp_path_factory.mktemp("parent") / "run", "cpu", echo=quiet)
+
+
+def begun(init: Path | str, **changes):
+    model = config().model.model_dump() | {"init": str(init)} | changes.pop("model", {})
+    return config(model=model, **changes)
+
+
+def prepared_as(preprocessing: Preprocessing) -> Any:
+    """What `initial_weights` reads of a store without volumes."""
+    return SimpleNamespace(preprocessing=preprocessing, rows=[])
+
+
+def trained_on(store: Store) -> set[str]:
+    return {row.participant for row in store.rows if row.split == "train"}
+
+
+def test_all_networks_of_the_same_objective_are_carried_over(parent, second, tmp_path):
+    run = quick_pretrain(begun(parent, steps=1, schedule=STILL), second, tmp_path / "run", "cpu", echo=quiet)
+    given, taken = final(parent)["model"], final(run)["model"]
+    for name, tensor in taken.items():
+        theirs = given[name.replace("encoder.", "target_encoder.", 1) if name.startswith("encoder.") else name]
+        torch.testing.assert_close(tensor, theirs, rtol=0, atol=1e-6, msg=name)
+    other = begun(parent, steps=1, schedule=STILL, objective={"name": "mae"})
+    alone = quick_pretrain(other, second, tmp_path / "mae", "cpu", echo=quiet)
+    encoder = {name for name in final(alone)["model"] if name.startswith("encoder.")}
+    for name in encoder:
+        torch.testing.assert_close(final(alone)["model"][name], given[f"target_{name}"], rtol=0, atol=1e-6, msg=name)
+
+
+def test_F16_the_participants_of_both_runs_count_as_seen(parent, first, second, tmp_path):
+    run = quick_pretrain(begun(parent), second, tmp_path / "run", "cpu", echo=quiet)
+    both = trained_on(first) | trained_on(second)
+    seen = seen_by(run)
+    assert all(map(seen, both)) and not any(seen(row.participant) for row in second.rows if row.split == "test")
+    assert final(run)["participants"]["trained_on"] == len(trained_on(second))
+    assert not any(map(seen_by(parent), trained_on(second)))
+    # Whoever is begun with it has seen them all, also through an export.
+    third = quick_pretrain(begun(run, steps=1), second, tmp_path / "third", "cpu", echo=quiet)
+    exported = export(run, tmp_path / "exported", echo=quiet)
+    fourth = quick_pretrain(begun(exported, steps=1), second, tmp_path / "fourth", "cpu", echo=quiet)
+    for later in (third, exported, fourth):
+        assert all(map(seen_by(later), both)), later
+    assert len({RunFolder(path, PRETRAINING).id for path in (parent, run, third, fourth)}) == 4
+
+
+def test_it_resumes_bit_for_bit_and_forgets_nobody(parent, first, second, tmp_path):
+    settings = begun(parent)
+    whole = quick_pretrain(settings, second, tmp_path / "whole", "cpu", echo=quiet)
+
+    def killed(text: str) -> None:
+        if text.startswith("step      5/"):
+            raise Killed
+
+    place = tmp_path / "parent"
+    shutil.copytree(parent, place)
+    settings = begun(place)
+    with pytest.raises(Killed):
+        quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=killed)
+    shutil.rmtree(place)  # a run that has checkpoints no longer needs it
+    run = quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=quiet)
+    assert_same_run(whole, run)
+    assert all(map(seen_by(run), trained_on(first) | trained_on(second)))
+    assert final(run)["participants"]["hashes"] == final(whole)["participants"]["hashes"]
+
+
+def test_a_run_killed_before_its_first_checkpoint_does_not_begin_with_other_weights(parent, first, second, tmp_path):
+    place = tmp_path / "parent"
+    shutil.copytree(parent, place)
+
+    def killed(text: str) -> None:
+        if text.startswith("step      1/"):
+            raise Killed
+
+    settings = begun(place)
+    with pytest.raises(Killed):
+        quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=killed)
+    quick_pretrain(config(steps=4, ckpt_every_steps=1), first, place, "cpu", echo=quiet)
+    newest = checkpoint.newest(place)
+    content = checkpoint.load(newest)
+    content["model"]["target_encoder.norm.bias"] += 1
+    checkpoint.write(newest.parent, 4, {name: content[name] for name in content if name not in ("format", "version")})
+    with pytest.raises(
+        CheckpointError, match=r"holds other weights now \(.*step-00000004.pt\) than this run began with"
+    ):
+        quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=quiet)
+    shutil.rmtree(place)
+    shutil.copytree(parent, place)
+    quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=quiet)
+
+
+def test_a_rollback_to_the_beginning_finds_the_same_weights(parent, second, tmp_path):
+    place = tmp_path / "parent"
+    shutil.copytree(parent, place)
+    learner = Learner(begun(place), second.preprocessing, start("cpu"))
+    learner.begin()
+    shutil.rmtree(place)
+    quick_pretrain(config(steps=1), second, place, "cpu", echo=quiet)
+    with pytest.raises(CheckpointError, match="holds other weights now"):
+        learner.begin()
+
+
+def test_checkpoints_of_either_run_are_strangers_in_the_other(parent, second, tmp_path):
+    """They share the key of their participants' hashes."""
+    here = tmp_path / "parent"
+    shutil.copytree(parent, here)
+    run = quick_pretrain(begun(here, steps=6), second, tmp_path / "run", "cpu", echo=quiet)
+    for source, target in ((here, run), (run, here)):
+        copy = tmp_path / f"copy-{target.name}"
+        shutil.copytree(target, copy)
+        for path in (source / "checkpoints").glob("*.pt"):
+            shutil.copy(path, copy / "checkpoints" / path.name)
+        with pytest.raises(CheckpointError, match="a checkpoint of another run"):
+            RunFolder(copy, PRETRAINING).newest_whole(quiet)
+
+
+# ---- before step 1 ---------------------------------------------------------------------------------------------------
+
+
+def test_F16_test_participants_whom_the_weights_have_seen_stop_the_run(parent, first, tmp_path):
+    small_store(tmp_path / "store", splits=SPLITS[::-1])
+    drawn_again = Store.open(tmp_path / "store")
+    overlap = trained_on(first) & {row.participant for row in drawn_again.rows if row.split == "test"}
+    assert overlap
+    _, check = initial_weights(begun(parent), drawn_again)
+    assert check.status == "FAIL" and check.measured.startswith(f"{len(overlap)} of 2 test participants")
+    assert "--splits-of OLD" in check.advice
+    with pytest.raises(Exception, match="were seen by"):
+        pretrain(begun(parent, steps=1), drawn_again, tmp_path / "run", "cpu", echo=quiet)
+    assert not (tmp_path / "run").exists()
+    assert [check.status for check in initial_weights(begun(parent), first)] == ["PASS", "PASS"]
+
+
+def test_volumes_of_another_meaning_are_noticed(parent):
+    size = small_preprocessing()
+    larger = size.model_copy(update={"image_size": (8, 64, 64)})
+    wider = size.model_copy(update={"target_spacing": (0.7, 0.06, 0.18)})
+    for preprocessing, said in ((larger, []), (wider, ["WARN"])):
+        found = initial_weights(begun(parent), prepared_as(preprocessing))
+        assert [check.status for check in found if check.name == "preparation"] == said
+    assert "target_spacing is" in found[-1].measured
+
+
+def test_what_cannot_be_begun_with_is_refused_in_one_line(parent, first, tmp_path):
+    exported = export(parent, tmp_path / "exported", keep_key=tmp_path / "kept.key", echo=quiet)
+    learned = quick_pretrain(
+        config(steps=1, model=config().model.model_dump() | {"positions": "learned"}), first, tmp_path / "learned", "cpu",
+        echo=quiet,
+    )  # fmt: skip
+    wide = prepared_as(first.preprocessing.model_copy(update={"image_size": (8, 64, 64)}))
+    (tmp_path / "empty").mkdir()
+    damaged = tmp_path / "step-00000004.pt"
+    damaged.write_bytes(checkpoint.newest(parent).read_bytes()[:9000])
+    refused = [
+        (exported, first, {}, "put the key back as participants.key"),
+        (tmp_path / "absent", first, {}, "no such file; expected a run, a checkpoint, an export"),
+        (tmp_path / "empty", first, {}, "no checkpoint found"),
+        (damaged, first, {}, "damaged or not a .pt file"),
+        (parent, first, {"width": 96}, r"set model\.width=48"),
+        (parent, first, {"depth": 1}, r"set model\.depth=2"),
+        (learned, wide, {"positions": "learned"}, r"position: expected \[1, 256, 48\], got \[1, 128, 48\]: learned"),
+        ("s3://bucket-that-is-not-there/run", first, {}, "bucket-that-is-not-there"),
+    ]
+    for init, store, model, said in refused:
+        (check,) = initial_weights(begun(init, model=model), store)
+        assert check.status == "FAIL", init
+        assert "\n" not in check.measured + check.advice
+        assert re.search(said, f"{check.measured}; {check.advice}"), f"{check.measured}; {check.advice}"
+    shutil.copy(tmp_path / "kept.key", exported / "participants.key")
+    assert [check.status for check in initial_weights(begun(exported), first)] == ["PASS", "PASS"]
+
+
+# ---- what else reads a run -------------------------------------------------------------------------------------------
+
+
+def test_F16_trust_knows_the_scanners_of_all_runs_behind_the_weights(first, second, tmp_path):
+    def on(scanner: str | None, store: Store, out: str, init: Path | None = None) -> Path:
+        data = config().data.model_dump() | ({"scanners": [scanner]} if scanner else {})
+        settings = begun(init, steps=1, data=data) if init else config(steps=1, data=data)
+        return quick_pretrain(settings, store, tmp_path / out, "cpu", echo=quiet)
+
+    spectralis = on("heidelberg_spectralis", first, "spectralis")
+    both = on("topcon_triton", second, "both", spectralis)
+    assert _pretraining(spectralis, first)["scanners"] == ("heidelberg_spectralis",)
+    assert _pretraining(both, first)["scanners"] == ("heidelberg_spectralis", "topcon_triton")
+    unknown = on("topcon_triton", second, "unknown", export(spectralis, tmp_path / "exported", echo=quiet))
+    with pytest.raises(EvaluationError, match="does not record the scanners"):
+        _pretraining(unknown, first)
+
+
+def test_a_fine_tuning_notices_that_a_later_run_is_at_its_encoders_place(parent, first, second, tmp_path):
+    """Both runs hash participants with one key."""
+    place = tmp_path / "place"
+    shutil.copytree(parent, place)
+    edit_rows(second.path, lambda row: {"participant_labels": {"study_group": "ab"[row.index % 2]}})
+    settings = FinetuneConfig(
+        encoder=str(place), store=str(second.path), target="scanner", epochs=2, batch_size=4, lr_encoder=1e-4
+    )
+
+    def killed(text: str) -> None:
+        if "epoch" in text:
+            raise Killed
+
+    with pytest.raises(Killed):
+        finetune(settings, tmp_path / "tuned", echo=killed)
+    child = quick_pretrain(begun(parent, steps=1), first, tmp_path / "child", "cpu", echo=quiet)
+    shutil.rmtree(place)
+    shutil.copytree(child, place)
+    with pytest.raises(CheckpointError, match="is not the one that this run began with"):
+        finetune(settings, tmp_path / "tuned", echo=quiet)
