@@ -285,6 +285,18 @@ def test_a_sharded_checkpoint_is_one_like_the_others(ranks, store, whole, tmp_pa
         checkpoint.load(newest.with_suffix(".damaged"))
 
 
+def test_ranks_begin_with_the_weights_of_a_sharded_run(ranks, store, whole, tmp_path):
+    parent = whole(2, "fsdp")
+    settings = SMALL | {"model": SMALL["model"] | {"init": str(parent)}, "steps": 2}
+    for world, name in ((2, "two"), (1, "one")):
+        assert codes(ranks(world, store.path, tmp_path / name, settings)) == [0] * world
+    one, two = final(tmp_path / "one"), final(tmp_path / "two")
+    assert_same_curves(tmp_path / "one", tmp_path / "two")
+    first = [json.loads((tmp_path / name / "run.json").read_text())["initial_weights"] for name in ("one", "two")]
+    assert first[0] == first[1]
+    assert one["participants"]["hashes"] == two["participants"]["hashes"] == final(parent)["participants"]["hashes"]
+
+
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
 def test_an_index_is_read_whichever_python_wrote_it(module):
     """Python 3.13 has classes of paths elsewhere: no sharded checkpoint could be read there, and runs went back."""
