@@ -114,6 +114,22 @@ def test_it_resumes_bit_for_bit_and_forgets_nobody(parent, first, second, tmp_pa
     assert final(run)["participants"]["hashes"] == final(whole)["participants"]["hashes"]
 
 
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_it_resumes_after_it_began_with_a_run_in_a_bucket(place, first, second, tmp_path):
+    """Its own config.yaml named no place of initial weights when it was read again."""
+    quick_pretrain(config(steps=1), first, place / "run", "cpu", echo=quiet)
+    settings = begun(f"{place}/run", steps=2, ckpt_every_steps=1)
+
+    def killed(text: str) -> None:
+        if text.startswith("step      2/"):
+            raise Killed
+
+    with pytest.raises(Killed):
+        quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=killed)
+    run = quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=quiet)
+    assert all(map(seen_by(run), trained_on(first) | trained_on(second)))
+
+
 def test_a_run_killed_before_its_first_checkpoint_does_not_begin_with_other_weights(parent, first, second, tmp_path):
     place = tmp_path / "parent"
     shutil.copytree(parent, place)

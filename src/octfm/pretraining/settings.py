@@ -172,7 +172,7 @@ def stored_config(settings: dict[str, Any], objective: type[ObjectiveConfig] | N
     kept = {name: dict(value) if isinstance(value, dict) else value for name, value in settings.items()}
     places = (
         (kept, "ckpt_second_dir", expect_local),
-        (kept.get("model"), "init", expect_local),
+        (kept.get("model"), "init", expect_place),
         (kept.get("probe"), "labels", expect_local),
         (kept.get("data"), "store", expect_place),
     )
