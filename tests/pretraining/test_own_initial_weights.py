@@ -155,6 +155,21 @@ def test_a_run_killed_before_its_first_checkpoint_does_not_begin_with_other_weig
     quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=quiet)
 
 
+def test_not_even_an_override_changes_what_a_run_began_with(parent, second, tmp_path):
+    """Before the first checkpoint it dropped the parent's participants, or took weights that no check had seen."""
+
+    def killed(text: str) -> None:
+        if text.startswith("step      1/"):
+            raise Killed
+
+    for before, now in ((begun(parent), config()), (config(), begun(parent))):
+        out = tmp_path / f"from {before.model.init is None}"
+        with pytest.raises(Killed):
+            quick_pretrain(before, second, out, "cpu", echo=killed)
+        with pytest.raises(CheckpointError, match=r"other values of model\.init .*; restore them to resume, or choose"):
+            quick_pretrain(now, second, out, "cpu", echo=quiet, override=True)
+
+
 def test_a_rollback_to_the_beginning_finds_the_same_weights(parent, second, tmp_path):
     place = tmp_path / "parent"
     shutil.copytree(parent, place)
