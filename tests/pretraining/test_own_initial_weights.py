@@ -232,10 +232,14 @@ def test_what_cannot_be_begun_with_is_refused_in_one_line(parent, first, tmp_pat
     (tmp_path / "empty").mkdir()
     damaged = tmp_path / "step-00000004.pt"
     damaged.write_bytes(checkpoint.newest(parent).read_bytes()[:9000])
+    (tmp_path / "note.txt").write_text("hello")
     refused = [
         (exported, first, {}, "put the key back as participants.key"),
+        (exported / "model.safetensors", first, {}, f"one file of an export; name its folder, {exported}"),
         (tmp_path / "absent", first, {}, "no such file; expected a run, a checkpoint, an export"),
+        (tmp_path / "absent", first, {"positions": "learned"}, "no such file; expected a run, a checkpoint, an export"),
         (tmp_path / "empty", first, {}, "no checkpoint found"),
+        (tmp_path / "note.txt", first, {}, "damaged or not a .pt file"),
         (damaged, first, {}, "damaged or not a .pt file"),
         (parent, first, {"width": 96}, r"set model\.width=48"),
         (parent, first, {"depth": 1}, r"set model\.depth=2"),
