@@ -114,6 +114,22 @@ def test_it_resumes_bit_for_bit_and_forgets_nobody(parent, first, second, tmp_pa
     assert final(run)["participants"]["hashes"] == final(whole)["participants"]["hashes"]
 
 
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_it_resumes_after_it_began_with_a_run_in_a_bucket(place, first, second, tmp_path):
+    """Its own config.yaml named no place of initial weights when it was read again."""
+    quick_pretrain(config(steps=1), first, place / "run", "cpu", echo=quiet)
+    settings = begun(f"{place}/run", steps=2, ckpt_every_steps=1)
+
+    def killed(text: str) -> None:
+        if text.startswith("step      2/"):
+            raise Killed
+
+    with pytest.raises(Killed):
+        quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=killed)
+    run = quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=quiet)
+    assert all(map(seen_by(run), trained_on(first) | trained_on(second)))
+
+
 def test_a_run_killed_before_its_first_checkpoint_does_not_begin_with_other_weights(parent, first, second, tmp_path):
     place = tmp_path / "parent"
     shutil.copytree(parent, place)
@@ -137,6 +153,21 @@ def test_a_run_killed_before_its_first_checkpoint_does_not_begin_with_other_weig
     shutil.rmtree(place)
     shutil.copytree(parent, place)
     quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=quiet)
+
+
+def test_not_even_an_override_changes_what_a_run_began_with(parent, second, tmp_path):
+    """Before the first checkpoint it dropped the parent's participants, or took weights that no check had seen."""
+
+    def killed(text: str) -> None:
+        if text.startswith("step      1/"):
+            raise Killed
+
+    for before, now in ((begun(parent), config()), (config(), begun(parent))):
+        out = tmp_path / f"from {before.model.init is None}"
+        with pytest.raises(Killed):
+            quick_pretrain(before, second, out, "cpu", echo=killed)
+        with pytest.raises(CheckpointError, match=r"other values of model\.init .*; restore them to resume, or choose"):
+            quick_pretrain(now, second, out, "cpu", echo=quiet, override=True)
 
 
 def test_a_rollback_to_the_beginning_finds_the_same_weights(parent, second, tmp_path):
@@ -201,10 +232,14 @@ def test_what_cannot_be_begun_with_is_refused_in_one_line(parent, first, tmp_pat
     (tmp_path / "empty").mkdir()
     damaged = tmp_path / "step-00000004.pt"
     damaged.write_bytes(checkpoint.newest(parent).read_bytes()[:9000])
+    (tmp_path / "note.txt").write_text("hello")
     refused = [
         (exported, first, {}, "put the key back as participants.key"),
+        (exported / "model.safetensors", first, {}, f"one file of an export; name its folder, {exported}"),
         (tmp_path / "absent", first, {}, "no such file; expected a run, a checkpoint, an export"),
+        (tmp_path / "absent", first, {"positions": "learned"}, "no such file; expected a run, a checkpoint, an export"),
         (tmp_path / "empty", first, {}, "no checkpoint found"),
+        (tmp_path / "note.txt", first, {}, "damaged or not a .pt file"),
         (damaged, first, {}, "damaged or not a .pt file"),
         (parent, first, {"width": 96}, r"set model\.width=48"),
         (parent, first, {"depth": 1}, r"set model\.depth=2"),

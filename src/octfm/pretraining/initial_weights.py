@@ -34,7 +34,7 @@ from octfm.pretraining.resume import frozen_weights, part_of, read_content
 from octfm.pretraining.settings import PretrainConfig, stored_config
 from octfm.run import checkpoint
 from octfm.run.weights_file import read_weights
-from octfm.weights.exported import KEY, checksum, read_export
+from octfm.weights.exported import KEY, checksum, is_export, read_export
 from octfm.weights.packaged import CURRENT_ENCODER, packaged_encoder
 
 PACKAGED = "packaged"
@@ -147,13 +147,15 @@ def read_initial(init: str, config: PretrainConfig) -> Initial:
         return _packaged(init, config.model)
     if isinstance(where, BucketPath) or where.is_dir() or checkpoint.header(where) is not None:
         return _own(init, config)
+    if is_export(where.parent):
+        raise CheckpointError(f"model.init={init}: one file of an export; name its folder, {where.parent}")
+    expected = "a run, a checkpoint, an export, a .pt of facebookresearch/vjepa2, or the word packaged, for model.init"
+    found = read_weights(where, CONTAINERS, expected)
     if config.model.positions != "rotary":
         raise CheckpointError(
             f"{where}: V-JEPA 2 has rotary positions, model.positions is {config.model.positions}; use "
             "model.positions=rotary"
         )
-    expected = "a run, a checkpoint, an export, a .pt of facebookresearch/vjepa2, or the word packaged, for model.init"
-    found = read_weights(where, CONTAINERS, expected)
     tensors = {PREFIX.sub("", name): tensor for name, tensor in found.items()}
     return Initial(init, translate(tensors, config.model, str(where)))
 

@@ -22,7 +22,8 @@ def _parse(settings: dict[str, Any], like: PretrainConfig | None) -> PretrainCon
     return stored_config(settings, type(like.objective) if like is not None else None)
 
 
-PRETRAINING = Kind("pretrain", frozenset(MAY_CHANGE), _parse, own_key=True)
+# Other initial weights would change nothing after a checkpoint, but the run's pages would name them.
+PRETRAINING = Kind("pretrain", frozenset(MAY_CHANGE), _parse, own_key=True, never_change=frozenset({"model.init"}))
 
 
 def read_content(where: Location, echo: Echo | None = None) -> tuple[Location, dict[str, Any]]:

@@ -3,9 +3,6 @@
 import errno
 import hashlib
 import json
-import pickle
-import struct
-import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,8 @@ from octfm.catalog.participants.ids import person_key
 from octfm.errors import CheckpointError
 from octfm.io.hashing import keyed_hash
 from octfm.io.location import replacing
-from octfm.run import shards
+from octfm.run import shards, weights_file
 from octfm.run.checkpoint_files import is_name, name_of, step_of, steps
-from octfm.run.weights_file import write_torch
 
 FORMAT, VERSION = shards.FORMAT, shards.VERSION
 """Version 2 added `state` (RunState) and `checksum`; version 1 is still read."""
@@ -28,10 +24,7 @@ ADDED = {1: set(), 2: {"state", "checksum"}}
 EXPECTED = "expected a run's folder, a file step-XXXXXXXX.pt of its checkpoints, or the folder that octfm export wrote"
 
 
-DAMAGE = (
-    *(shards.DamagedShards, zipfile.BadZipFile, pickle.UnpicklingError, struct.error, EOFError, RuntimeError),
-    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError),
-)
+DAMAGE = (shards.DamagedShards, *weights_file.DAMAGE)
 """Errors that torch and pickle raise for bytes that are no checkpoint."""
 
 
@@ -45,7 +38,7 @@ def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
     whole = {"format": FORMAT, "version": VERSION, "step": step, **content}
     whole["checksum"] = checksum(whole)
     with replacing(path) as partial:
-        write_torch(partial, whole)
+        weights_file.write_torch(partial, whole)
     return path
 
 

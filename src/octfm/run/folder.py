@@ -47,6 +47,8 @@ class Kind:
     argument, if not None, is a config of the caller's that names the same plug-ins. Raises ConfigError."""
     own_key: bool = False
     """Whether each run draws its own key for participants' hashes, so that the key identifies its checkpoints."""
+    never_change: frozenset[str] = frozenset()
+    """Settings that not even --override changes."""
 
 
 @dataclass(frozen=True)
@@ -378,9 +380,10 @@ def _continue(run: RunFolder, identity: Identity, override: bool) -> RunFolder:
     if recorded:
         _require_same_kind(run, identity)
     changed = differences(identity.config, kind.parse(read_yaml(settings), identity.config), kind.may_change)
-    if changed and not override:
+    fixed = changed.keys() & kind.never_change
+    if changed and (fixed or not override):
         # Other volumes are refused whatever is overridden.
-        may = kind.own_key and run.record.get("data") == identity.data
+        may = kind.own_key and not fixed and run.record.get("data") == identity.data
         accept = "accept the change with --override, " if may else ""
         raise CheckpointError(
             f"{run.path}: this run began with other values of {_in_words(changed)}; restore them to resume, "

@@ -3,6 +3,7 @@ if that fails."""
 
 import errno
 import pickle
+import struct
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,12 @@ import torch
 from torch import Tensor
 
 from octfm.errors import CheckpointError
+
+DAMAGE = (
+    *(zipfile.BadZipFile, pickle.UnpicklingError, struct.error, EOFError, RuntimeError),
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError),
+)
+"""Errors that torch and pickle raise for bytes that are no torch file."""
 
 
 def read_weights(path: Path, containers: Sequence[str], expected: str) -> dict[str, Tensor]:
@@ -27,7 +34,7 @@ def read_weights(path: Path, containers: Sequence[str], expected: str) -> dict[s
             f"{path}: holds more than weights ({reason}), and loading it would run its code; save the encoder's "
             "state_dict alone"
         ) from None
-    except (RuntimeError, EOFError, zipfile.BadZipFile, ValueError, OSError) as error:
+    except (*DAMAGE, OSError) as error:
         # In a small file that was cut off, torch looks for the end before the beginning.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
