@@ -296,6 +296,19 @@ def test_two_exports_at_once_do_not_touch_each_other(run, tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == at_once
 
 
+def test_what_a_killed_export_left_is_removed_once_it_is_old(run, tmp_path):
+    """It holds the key of the participants' hashes, in a folder that nobody sees."""
+    left = {name: tmp_path / name for name in (".a[1].77.0123abcd.partial", ".a[1].78.0123abcd.partial", ".a[1].x")}
+    left[".b.77.0123abcd.partial"] = tmp_path / ".b.77.0123abcd.partial"
+    for name, folder in left.items():
+        folder.mkdir()
+        (folder / exported.KEY).touch()
+        if ".78." not in name:
+            os.utime(folder, (0, 0))
+    export(run, tmp_path / "a[1]", echo=quiet)
+    assert [name for name, folder in left.items() if not folder.exists()] == [".a[1].77.0123abcd.partial"]
+
+
 def test_nothing_is_overwritten_and_nothing_is_left_half_written(run, folder, tmp_path, monkeypatch):
     with pytest.raises(EvaluationError, match="exists already"):
         export(run, folder)
