@@ -241,8 +241,9 @@ def test_a_run_with_another_preprocessing_says_what_may_have_changed(tmp_path):
 
 
 def test_override_accepts_other_settings_and_records_them(store, tmp_path):
-    run = quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
-    longer = config(steps=5, clip_grad_norm=1.0)
+    run = quick_pretrain(config(steps=3, ckpt_every_steps=2), store, tmp_path / "run", echo=quiet)
+    early = shutil.copy(run / "checkpoints" / "step-00000002.pt", tmp_path)
+    longer = config(steps=5, clip_grad_norm=1.0, ckpt_every_steps=2)
     with pytest.raises(
         CheckpointError, match=r"other values of clip_grad_norm \(.*\), steps \(3, now 5\); .*--override"
     ):
@@ -255,6 +256,12 @@ def test_override_accepts_other_settings_and_records_them(store, tmp_path):
     assert record[0]["settings"] == {"clip_grad_norm": {"before": 3.0, "now": 1.0}, "steps": {"before": 3, "now": 5}}
     assert final(run)["step"] == 5 and final(run)["config"]["steps"] == 5
     quick_pretrain(longer, store, run, echo=quiet)
+    # After a return to an earlier checkpoint they hold from there on.
+    for path in checkpoint.steps(run / "checkpoints"):
+        path.write_bytes(b"damaged")
+    shutil.copy(early, run / "checkpoints")
+    quick_pretrain(longer, store, run, echo=quiet)
+    assert [entry["after_step"] for entry in json.loads((run / "run.json").read_text())["overrides"]] == [2]
 
 
 def test_shapes_cannot_be_overridden(store, tmp_path):

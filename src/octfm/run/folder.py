@@ -215,14 +215,18 @@ class RunFolder:
 
     def record_override(self, step: int, echo: Echo) -> None:
         """Write the settings that change from `step` on to run.json and config.yaml, if there are any."""
+        # After a return to an earlier checkpoint, updates are made again with the settings of now.
+        recorded = self.record.get("overrides", [])
+        overrides = [entry | {"after_step": min(entry["after_step"], step)} for entry in recorded]
+        if overrides != recorded:
+            self.write_record(overrides=overrides)
         if self.override is None:
             return
         changed = self.override.changed
         keys = {key: {"before": before, "now": now} for key, (now, before) in changed.items()}
         # The record before the settings: after a kill in between, the same command finds the change again and records
         # it.
-        overrides = [*self.record.get("overrides", []), {"time": _now(), "after_step": step, "settings": keys}]
-        self.write_record(overrides=overrides)
+        self.write_record(overrides=[*overrides, {"time": _now(), "after_step": step, "settings": keys}])
         write_whole(self.path / "config.yaml", dump(self.override.config).encode())
         for key, (now, before) in changed.items():
             echo(f"override: {key} is {now} from step {step} on; the run began with {before}")
