@@ -25,7 +25,7 @@ from octfm.models.heads import add_low_rank, merged
 from octfm.models.pooling import pooled
 from octfm.pretraining.learner import build_objective
 from octfm.pretraining.settings import load_config
-from octfm.run import checkpoint
+from octfm.run import checkpoint, checkpoint_files
 from octfm.run.runtime import start
 from octfm.tasks.embed_run import embed_all
 from octfm.tasks.finetune import finetune
@@ -154,7 +154,7 @@ def trains_on(run, monkeypatch, *, keeps):
         return {name: 2 * tensor for name, tensor in tensors.items()}
 
     def loaded(path):
-        if path.parent == run / "checkpoints" and path == checkpoint.newest(run) and checkpoint.step_of(path) < 9:
+        if path.parent == run / "checkpoints" and path == checkpoint.newest(run) and checkpoint_files.step_of(path) < 9:
             now = load(path)
             if best := now["state"].get("best"):
                 best["model"] = twice(best["model"])
@@ -174,7 +174,7 @@ def test_all_of_an_export_is_of_one_checkpoint_while_the_run_goes_on(run, store,
     before = load_tuned(tuned)
     trains_on(copy, monkeypatch, keeps=True)
     settings = json.loads((export(copy, tmp_path / "one", echo=quiet) / "config.json").read_text("utf-8"))
-    newest = {checkpoint.step_of(path): path for path in checkpoint.everywhere(copy)}
+    newest = {checkpoint_files.step_of(path): path for path in checkpoint_files.everywhere(copy)}
     assert load_encoder(tmp_path / "one").key == load_encoder(newest[settings["step"]]).key
     trains_on(tuned, monkeypatch, keeps=True)
     after = load_tuned(export(tuned, tmp_path / "two", echo=quiet))
@@ -294,6 +294,19 @@ def test_two_exports_at_once_do_not_touch_each_other(run, tmp_path, monkeypatch)
         export(run, tmp_path / "encoder", echo=quiet)
     assert load_encoder(at_once[0]).key == load_encoder(run).key
     assert list(tmp_path.iterdir()) == at_once
+
+
+def test_what_a_killed_export_left_is_removed_once_it_is_old(run, tmp_path):
+    """It holds the key of the participants' hashes, in a folder that nobody sees."""
+    left = {name: tmp_path / name for name in (".a[1].77.0123abcd.partial", ".a[1].78.0123abcd.partial", ".a[1].x")}
+    left[".b.77.0123abcd.partial"] = tmp_path / ".b.77.0123abcd.partial"
+    for name, folder in left.items():
+        folder.mkdir()
+        (folder / exported.KEY).touch()
+        if ".78." not in name:
+            os.utime(folder, (0, 0))
+    export(run, tmp_path / "a[1]", echo=quiet)
+    assert [name for name, folder in left.items() if not folder.exists()] == [".a[1].77.0123abcd.partial"]
 
 
 def test_nothing_is_overwritten_and_nothing_is_left_half_written(run, folder, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octfm.pretraining import step as passes
-from octfm.run import checkpoint
+from octfm.run import checkpoint, checkpoint_files
 from support import support_process
 from support.tiny_runs import (
     TINY,
@@ -37,7 +37,7 @@ def half(settings, store, out, device, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Preempted):
         interrupted_after(4, patch)
         quick_pretrain(settings, store, out, device, echo=quiet)
-    assert checkpoint.step_of(checkpoint.newest(out)) == 4
+    assert checkpoint_files.step_of(checkpoint.newest(out)) == 4
 
 
 @pytest.fixture

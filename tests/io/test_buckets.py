@@ -28,9 +28,11 @@ from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, expect_writable, location, unwritable, write_whole
 from octfm.phantom import write_phantom
 from octfm.store import verify as store_verify
+from octfm.store.bucket import BucketStoreWriter
 from octfm.store.loader import Loader
 from octfm.store.prepare import prepare
 from octfm.store.store import Store
+from octfm.store.writer import StoreWriter
 from support.bucket_servers import ENDPOINT, SECRET, FaultyProxy
 from support.dicom_files import write_oct_dicom
 from support.small_store import small_preprocessing
@@ -594,6 +596,9 @@ def test_a_store_is_the_same_wherever_it_is(place, scanned, prepared):
     assert store.compression == ("none" if isinstance(place, Path) else "zstd")
     assert store.verify() == len(store)
     assert [u.code for u in store.unprepared()] == [u.code for u in prepared.unprepared()]
+    assert not store.unfinished()
+    with (StoreWriter if isinstance(place, Path) else BucketStoreWriter)(place / "store", small_preprocessing()):
+        assert "octfm prepare is not done with this store, or was killed" in Store.open(place / "store").unfinished()
     with Loader(store, range(len(store)), 2, seed=0) as loader, Loader(prepared, range(len(store)), 2, seed=0) as local:
         for step in range(4):
             assert np.array_equal(loader.batches(step).voxels, local.batches(step).voxels)

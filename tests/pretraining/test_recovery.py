@@ -24,7 +24,7 @@ from octfm.pretraining.monitors.health import HealthConfig
 from octfm.pretraining.monitors.leaks import SAMPLED_TOKENS, batch_effect
 from octfm.pretraining.monitors.monitors import Finding
 from octfm.pretraining.run_state import RunState
-from octfm.run import checkpoint
+from octfm.run import checkpoint, checkpoint_files
 from octfm.run.runtime import Runtime
 from octfm.run.tracking import read_metrics
 from octfm.store.loader import Loader, batch_of
@@ -311,7 +311,7 @@ def test_a_healthy_checkpoint_is_there_to_go_back_to(store, tmp_path, bad, to):
             faults.enter_context(infinite_gradient(step, until=step + 1))
         run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
     assert [(back["at"], back["to"]) for back in final(run)["state"]["rollbacks"]] == [(bad[-1], to)]
-    assert len(checkpoint.steps(run / "checkpoints")) == 2, "it is deleted once there are later ones"
+    assert len(checkpoint_files.steps(run / "checkpoints")) == 2, "it is deleted once there are later ones"
 
 
 SLOW_MOMENTS = [pytest.param(stop_at, marks=pytest.mark.slow) for stop_at in (14, 20, 21, 25, 33)]

@@ -17,7 +17,7 @@ from octfm.catalog.catalog import Catalog
 from octfm.encoder.embeddings import read_embeddings
 from octfm.models.token_map import PADDING, TISSUE, token_map
 from octfm.pretraining.settings import load_config
-from octfm.run import checkpoint
+from octfm.run import checkpoint, checkpoint_files
 from octfm.run.tracking import read_metrics
 from octfm.store.store import Store
 from octfm.tasks.predictions import read_predictions
@@ -81,5 +81,5 @@ def test_a_run_of_0_1_goes_on(old):
     assert str(after[: len(before)]) == str(before), "NaN is not equal to itself, its text is"
     assert [row["what"] for row in after if row["kind"] == "incident"] == []
     assert max(row["step"] for row in after) == 9, "rows count steps from 0"
-    newest = checkpoint.load(checkpoint.steps(old / "run" / "checkpoints")[-1])
+    newest = checkpoint.load(checkpoint_files.steps(old / "run" / "checkpoints")[-1])
     assert newest["step"] == 10

@@ -18,6 +18,7 @@ from octfm.catalog.acquisition import Reject
 from octfm.catalog.catalog import Catalog
 from octfm.display import interval
 from octfm.errors import EvaluationError
+from octfm.report.card.model_card import model_card
 from octfm.report.card.paper import methods, shareable_run
 from octfm.report.data_health import write_data_health
 from octfm.report.figures import efficiency_plots, overview_forest, training_charts
@@ -133,6 +134,19 @@ def test_a_demonstration_without_pretraining_claims_none(tmp_path):
     assert said["Training"] == "Not pretrained: too few scans."
     assert "the packaged network measures reach AUROC" in said["Result"]
     assert "the interval excludes 0, but not after Holm's correction" in said["Result"], said["Result"]
+
+
+def test_a_probe_of_a_checkpoint_before_the_newest_is_pointed_out(tmp_path, no_curves):
+    run = write_run(tmp_path, figures=False)
+    (run / "checkpoints").mkdir()
+    for step, said in ((2, False), (3, True)):
+        (run / "checkpoints" / f"step-0000000{step}.pt").touch()
+        result = probe_result() | {"embeddings": [{"encoder": "/runs/run/checkpoints/step-00000002.pt"}]}
+        (run / "probe.json").write_text(json.dumps(result))
+        remark = "The probe is of step-00000002.pt, and the run's newest checkpoint is step-00000003.pt"
+        page = write_report(run, tmp_path / "r.html", images=False)
+        shown = (page.read_text(), " ".join(summary_lines(run)), model_card(run))
+        assert [remark in text.replace("&#39;", "'") for text in shown] == [said] * 3
 
 
 def test_page_says_what_happened(page):

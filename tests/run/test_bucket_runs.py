@@ -15,7 +15,7 @@ from octfm.pretraining import resume
 from octfm.pretraining.pretrain import pretrain
 from octfm.report.watch import follow
 from octfm.run import bucket as bucket_run
-from octfm.run import checkpoint
+from octfm.run import checkpoint, checkpoint_files
 from octfm.run.bucket import local_run, mirror_of, read_pointer
 from octfm.run.checkpoint_files import name_of
 from octfm.run.checkpoint_writer import Retention
@@ -105,7 +105,7 @@ def test_a_run_whose_local_checkpoints_were_cleared_goes_on_from_those_in_the_bu
     with pytest.raises(Stop):
         quick_pretrain(settings, store, place / "run", "cpu", echo=stop_after(3))
     newest = max(read_pointer(place / "run")["checkpoints"])
-    for path in checkpoint.steps(mirror_of(place / "run") / "checkpoints")[kept:]:
+    for path in checkpoint_files.steps(mirror_of(place / "run") / "checkpoints")[kept:]:
         path.unlink()
     told = []
     quick_pretrain(settings, store, place / "run", "cpu", echo=told.append)

@@ -90,13 +90,13 @@ def test_a_finished_run_needs_no_room_on_the_disk(store, finished, monkeypatch):
 
 def test_a_preempted_run_needs_only_the_room_that_it_lacks(store, halted, tmp_path, monkeypatch):
     """Two of its checkpoints are there, a third is written before the first is deleted."""
-    one = max(path.stat().st_size for path in checkpoint.steps(halted / "checkpoints"))
+    one = max(path.stat().st_size for path in checkpoint_files.steps(halted / "checkpoints"))
     disk_of(1.3 * one, monkeypatch)
     assert resources.disk(config(), store, tmp_path / "new", 16).status == "FAIL"
     (halted / "checkpoints" / "step-00000007.partial").write_bytes(b"x" * one)
     assert resources.disk(config(), store, halted, 16).status == "PASS"
     quick_pretrain(config(), store, halted, echo=quiet)
-    assert checkpoint.step_of(checkpoint.newest(halted)) == 8
+    assert checkpoint_files.step_of(checkpoint.newest(halted)) == 8
     assert not list((halted / "checkpoints").glob("*.partial"))
 
 
@@ -200,10 +200,10 @@ def test_only_exact_names_are_checkpoints(tmp_path_factory, name):
     folder = tmp_path_factory.mktemp("n")
     (folder / name).touch()
     (folder / "step-00000007.pt").touch()
-    found = [path.name for path in checkpoint.steps(folder)]
+    found = [path.name for path in checkpoint_files.steps(folder)]
     exact = name.endswith(".pt") and name[5:-3].isdigit() and name == f"step-{int(name[5:-3]):08d}.pt"
     assert set(found) == {"step-00000007.pt", *([name] if exact else [])}
-    assert [checkpoint_files.step_of(path) for path in checkpoint.steps(folder)] == sorted(
+    assert [checkpoint_files.step_of(path) for path in checkpoint_files.steps(folder)] == sorted(
         checkpoint_files.step_of(name) for name in found
     )
 
@@ -335,7 +335,7 @@ def test_a_run_that_goes_back_to_an_older_checkpoint_keeps_the_best_one_before_i
     checkpoint.newest(halted).write_bytes(b"")
     quick_pretrain(tiny(keep_checkpoints=1), store, halted, echo=quiet)
     assert best_step(folder) == 3
-    assert [checkpoint.step_of(path) for path in checkpoint.steps(folder)] == [3, 8]
+    assert [checkpoint_files.step_of(path) for path in checkpoint_files.steps(folder)] == [3, 8]
 
 
 # ---- whose checkpoint it is
@@ -397,7 +397,7 @@ def test_a_checkpoint_without_a_key_is_judged_by_its_settings(store, finished, h
     )
     if own:
         quick_pretrain(config(), store, halted, echo=quiet)
-        assert checkpoint.step_of(checkpoint.newest(halted)) == 8
+        assert checkpoint_files.step_of(checkpoint.newest(halted)) == 8
     else:
         with pytest.raises(CheckpointError, match="another run"):
             quick_pretrain(config(), store, halted, echo=quiet)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octfm.run import checkpoint
+from octfm.run import checkpoint, checkpoint_files
 from support import ROOT
 from support.ranks import Ranks
 from support.tiny_runs import TINY, final, rows, tiny
@@ -173,5 +173,5 @@ def test_a_node_that_leaves_lets_the_rest_go_on(store, undisturbed, tmp_path):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     assert began == "2" and json.loads((out / "run.json").read_text())["environment"]["ranks"] == "1"
-    assert checkpoint.step_of(checkpoint.newest(out)) == STEPS
+    assert checkpoint_files.step_of(checkpoint.newest(out)) == STEPS
     assert_undisturbed(out, undisturbed, exactly=False)

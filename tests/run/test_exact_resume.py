@@ -26,7 +26,7 @@ from octfm.errors import CheckpointError, Preempted
 from octfm.pretraining import pretrain as loop
 from octfm.pretraining.resume import PRETRAINING, retention
 from octfm.pretraining.run_state import Rollback, RunState
-from octfm.run import checkpoint, shards
+from octfm.run import checkpoint, checkpoint_files, shards
 from octfm.run.checkpoint_files import put_back
 from octfm.run.checkpoint_writer import CheckpointWriter, Failure, Retention, best_step
 from octfm.run.folder import Identity, claim, locked
@@ -196,7 +196,10 @@ def test_a_run_whose_folder_has_another_run_now_writes_nothing_into_it(store, tm
     with pytest.raises(CheckpointError, match="another run has begun there; this one stops"):
         quick_pretrain(config(), store, run, echo=quiet)
     monkeypatch.undo()
-    assert load_encoder(run).source == str(checkpoint.newest(run)) and checkpoint.step_of(checkpoint.newest(run)) == 4
+    assert (
+        load_encoder(run).source == str(checkpoint.newest(run))
+        and checkpoint_files.step_of(checkpoint.newest(run)) == 4
+    )
 
 
 def test_a_start_leaves_what_another_process_is_writing_into_the_folder(tmp_path):
@@ -241,8 +244,9 @@ def test_a_run_with_another_preprocessing_says_what_may_have_changed(tmp_path):
 
 
 def test_override_accepts_other_settings_and_records_them(store, tmp_path):
-    run = quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
-    longer = config(steps=5, clip_grad_norm=1.0)
+    run = quick_pretrain(config(steps=3, ckpt_every_steps=2), store, tmp_path / "run", echo=quiet)
+    early = shutil.copy(run / "checkpoints" / "step-00000002.pt", tmp_path)
+    longer = config(steps=5, clip_grad_norm=1.0, ckpt_every_steps=2)
     with pytest.raises(
         CheckpointError, match=r"other values of clip_grad_norm \(.*\), steps \(3, now 5\); .*--override"
     ):
@@ -255,6 +259,12 @@ def test_override_accepts_other_settings_and_records_them(store, tmp_path):
     assert record[0]["settings"] == {"clip_grad_norm": {"before": 3.0, "now": 1.0}, "steps": {"before": 3, "now": 5}}
     assert final(run)["step"] == 5 and final(run)["config"]["steps"] == 5
     quick_pretrain(longer, store, run, echo=quiet)
+    # After a return to an earlier checkpoint they hold from there on.
+    for path in checkpoint_files.steps(run / "checkpoints"):
+        path.write_bytes(b"damaged")
+    shutil.copy(early, run / "checkpoints")
+    quick_pretrain(longer, store, run, echo=quiet)
+    assert [entry["after_step"] for entry in json.loads((run / "run.json").read_text())["overrides"]] == [2]
 
 
 def test_shapes_cannot_be_overridden(store, tmp_path):
@@ -269,7 +279,7 @@ def test_shapes_cannot_be_overridden(store, tmp_path):
 def test_a_version_1_run_goes_on(store, whole, tmp_path):
     """Runs that began before checkpoints had a checksum and a state."""
     run = shutil.copytree(whole, tmp_path / "run")
-    for path in checkpoint.steps(run / "checkpoints"):
+    for path in checkpoint_files.steps(run / "checkpoints"):
         old = checkpoint.load(path)
         old["version"] = 1
         del old["checksum"], old["state"]
@@ -315,7 +325,9 @@ def paths(steps):
 
 def test_retention_keeps_the_last_the_first_of_every_interval_and_the_best():
     found = paths(range(500, 10_001, 500))
-    kept = [checkpoint.step_of(p) for p in found if p not in Retention(2, (3000.0,)).surplus(found, needed={4500})]
+    kept = [
+        checkpoint_files.step_of(p) for p in found if p not in Retention(2, (3000.0,)).surplus(found, needed={4500})
+    ]
     assert kept == [3000, 4500, 6000, 9000, 9500, 10_000]
     assert Retention(3).surplus(found, ()) == found[:-3]
     assert Retention(3).surplus(found[:2], ()) == []
@@ -348,7 +360,7 @@ def test_retention_over_a_whole_run(store, tmp_path):
     run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
     # 16 training volumes in batches of 4: an epoch is 4 steps, and the first checkpoint at or after 6 steps is kept,
     # and after 12.
-    assert [checkpoint.step_of(p) for p in checkpoint.steps(run / "checkpoints")] == [5, 6, 10, 12]
+    assert [checkpoint_files.step_of(p) for p in checkpoint_files.steps(run / "checkpoints")] == [5, 6, 10, 12]
 
 
 def test_the_best_checkpoint_is_never_deleted(tmp_path):
@@ -356,7 +368,7 @@ def test_the_best_checkpoint_is_never_deleted(tmp_path):
     for step in range(1, 6):
         with_best.save(step, {"model": {}}, best=step == 2)
     with_best.close()
-    assert [checkpoint.step_of(p) for p in checkpoint.steps(tmp_path)] == [2, 5]
+    assert [checkpoint_files.step_of(p) for p in checkpoint_files.steps(tmp_path)] == [2, 5]
 
 
 @hypothesis.settings(max_examples=40)
@@ -377,7 +389,7 @@ def test_the_best_checkpoint_that_was_written_is_there_whatever_the_disk_refused
         writer.close()
         written = [step for step in range(len(course)) if step not in refused]
         best = [step for step in written if course[step][0]]
-        kept = [checkpoint.step_of(p) for p in checkpoint.steps(Path(folder))]
+        kept = [checkpoint_files.step_of(p) for p in checkpoint_files.steps(Path(folder))]
         assert best_step(Path(folder)) == (best[-1] if best else None)
         assert kept == sorted({*written[-1:], *best[-1:]})
 
@@ -388,7 +400,7 @@ def test_a_best_checkpoint_that_cannot_be_named_is_a_sentence_and_no_end_of_trai
     writer.save(1, {"model": {}}, best=True)
     writer.close()
     assert ["unnamed" in failure.sentence and not failure.lost for failure in writer.failures()] == [True]
-    assert [checkpoint.step_of(p) for p in checkpoint.steps(tmp_path)] == [1]
+    assert [checkpoint_files.step_of(p) for p in checkpoint_files.steps(tmp_path)] == [1]
 
 
 def test_a_full_disk_that_takes_no_name_lets_the_other_disk_fill_no_further_than_retention_says(tmp_path):
@@ -405,10 +417,10 @@ def test_a_full_disk_that_takes_no_name_lets_the_other_disk_fill_no_further_than
     for step in range(1, 9):
         writer.save(step, {"model": {}}, best=step < 6)
     writer.wait()
-    assert [checkpoint.step_of(p) for p in checkpoint.steps(second)] == [5, 8]
+    assert [checkpoint_files.step_of(p) for p in checkpoint_files.steps(second)] == [5, 8]
     assert sum("unnamed" in failure.sentence for failure in writer.failures()) == 5
     writer.forget_after(5)
-    assert [checkpoint.step_of(p) for p in checkpoint.steps(second)] == [5]
+    assert [checkpoint_files.step_of(p) for p in checkpoint_files.steps(second)] == [5]
     writer.close()
 
 
@@ -420,7 +432,10 @@ def test_a_damaged_name_of_the_best_checkpoint_is_as_good_as_none(tmp_path, text
         writer.save(step, {"model": {}}, best=step == 2)
         writer.wait()
     writer.close()
-    assert best_step(tmp_path) == 2 and [checkpoint.step_of(p) for p in checkpoint.steps(tmp_path)] == [2, 3]
+    assert best_step(tmp_path) == 2 and [checkpoint_files.step_of(p) for p in checkpoint_files.steps(tmp_path)] == [
+        2,
+        3,
+    ]
 
 
 def test_a_checkpoint_that_is_a_link_is_deleted_and_what_it_links_to_is_not(tmp_path):
@@ -448,7 +463,7 @@ def test_a_full_disk_does_not_keep_training_from_going_back(tmp_path, monkeypatc
 
     monkeypatch.setattr("octfm.run.checkpoint_writer.write_whole", full)
     writer.forget_after(2)
-    assert [checkpoint.step_of(path) for path in checkpoint.steps(tmp_path)] == [2]
+    assert [checkpoint_files.step_of(path) for path in checkpoint_files.steps(tmp_path)] == [2]
     (failure,) = writer.failures()
     assert failure.sentence.endswith("names a best checkpoint after step 2, which is gone: No space left on device")
     assert not failure.lost
@@ -465,7 +480,7 @@ def test_going_back_keeps_the_checkpoint_that_was_the_best_before(tmp_path):
         writer.save(step, {"model": {}})
     writer.wait()
     assert best_step(tmp_path) == 2
-    assert [checkpoint.step_of(p) for p in checkpoint.steps(tmp_path)] == [2, 6, 8, 10]
+    assert [checkpoint_files.step_of(p) for p in checkpoint_files.steps(tmp_path)] == [2, 6, 8, 10]
     writer.forget_after(1)
     assert best_step(tmp_path) is None
     for step in (4, 2):  # a run whose newest checkpoints are damaged goes on from an earlier one
@@ -797,7 +812,7 @@ def test_what_is_saved_is_the_moment_of_saving(tmp_path, monkeypatch):
     weights += 1
     may_write[2].set()
     writer.close()
-    saved = [torch.load(p, weights_only=True)["model"]["w"] for p in checkpoint.steps(tmp_path)]
+    saved = [torch.load(p, weights_only=True)["model"]["w"] for p in checkpoint_files.steps(tmp_path)]
     assert [float(w.unique()) for w in saved] == [0, 1]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from octfm.errors import CheckpointError, Preempted
-from octfm.run import checkpoint
+from octfm.run import checkpoint, checkpoint_files
 from octfm.run import folder as run_folder
 from support.small_store import small_store
 from support.tiny_runs import config, interrupted_after, quick_pretrain, quiet, rows
@@ -51,7 +51,7 @@ def volumes(folder: Path):
 def undisturbed(folder: Path) -> tuple[dict[int, str], dict[int, dict]]:
     """The weights after every update, and the row of every step."""
     run = quick_pretrain(config(**TINY | FREE[1], keep_checkpoints=99), volumes(folder), folder / "whole", echo=quiet)
-    contents = [checkpoint.load(path) for path in checkpoint.steps(run / "checkpoints")]
+    contents = [checkpoint.load(path) for path in checkpoint_files.steps(run / "checkpoints")]
     return {content["step"]: weights(content) for content in contents}, logged(run)
 
 
@@ -76,8 +76,8 @@ class Days(RuleBasedStateMachine):
 
     def whole(self) -> list[int]:
         """Steps of the checkpoints that nobody has damaged."""
-        found = checkpoint.steps(self.run / "checkpoints")
-        return [checkpoint.step_of(path) for path in found if path.name not in self.damaged]
+        found = checkpoint_files.steps(self.run / "checkpoints")
+        return [checkpoint_files.step_of(path) for path in found if path.name not in self.damaged]
 
     @initialize(at=st.integers(0, 2))
     def begin(self, at):
@@ -160,7 +160,7 @@ class Days(RuleBasedStateMachine):
     @rule(which=st.integers(0, 3), length=st.sampled_from([0, 1000, None]))
     def damage_a_checkpoint(self, which, length):
         """Cut it off or, without a length, change some of its bytes."""
-        if found := checkpoint.steps(self.run / "checkpoints"):
+        if found := checkpoint_files.steps(self.run / "checkpoints"):
             path = found[which % len(found)]
             content = bytearray(path.read_bytes()[:length])
             for place in range(0, len(content), 500) if length is None else ():
@@ -170,7 +170,7 @@ class Days(RuleBasedStateMachine):
 
     @rule(what=st.sampled_from(["metrics.jsonl", "last line", "newest checkpoint", "a partial file"]))
     def lose(self, what):
-        metrics, found = self.run / "metrics.jsonl", checkpoint.steps(self.run / "checkpoints")
+        metrics, found = self.run / "metrics.jsonl", checkpoint_files.steps(self.run / "checkpoints")
         if what == "newest checkpoint" and found:
             found[-1].unlink()
             self.damaged.pop(found[-1].name, None)

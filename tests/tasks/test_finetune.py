@@ -496,14 +496,28 @@ def test_the_commands_write_what_they_say(board, run, large, tmp_path):
     assert isinstance(done.exception, OctfmError) and "three or more grades" in str(done.exception)
 
 
+def store_of_other_rows(store, folder):
+    """The same volumes with a rows.jsonl of its own."""
+    folder.mkdir()
+    for item in store.path.iterdir():
+        if item.name != "rows.jsonl":
+            (folder / item.name).symlink_to(item)
+    shutil.copy(store.path / "rows.jsonl", folder)
+    return folder
+
+
+def test_the_leaderboard_refuses_predictions_of_voxels_that_the_store_no_longer_holds(board, large, tmp_path):
+    """A scan that changed and was prepared again would be judged by what the model said of the former one."""
+    _, tuned, table, _ = board
+    again = store_of_other_rows(large, tmp_path / "again")
+    edit_rows(again, lambda row: {"checksum": "0" * 16} if row.split == "test" and row.laterality == "L" else {})
+    with pytest.raises(EvaluationError, match=r"predictions.parquet: .* prepared again since; fine-tune again"):
+        leaderboard([tuned[0]], [again], "grade", tmp_path / "out", labels=table, echo=quiet)
+
+
 def test_the_leaderboard_refuses_entries_that_have_seen_the_test(board, large):
     _, tuned, table, folder = board
-    moved = folder / "moved"
-    moved.mkdir(exist_ok=True)
-    for item in large.path.iterdir():
-        if item.name != "rows.jsonl" and not (moved / item.name).exists():
-            (moved / item.name).symlink_to(item)
-    shutil.copy(large.path / "rows.jsonl", moved)
+    moved = store_of_other_rows(large, folder / "moved")
     edit_rows(moved, lambda row: {"split": "test"} if row.participant == "P003" else {})
     edit_rows(moved, lambda row: {"participant": "3"} if row.eye_id == "P003_L" else {})  # one person in two spellings
     with pytest.raises(EvaluationError, match="1 test participants were in its training"):

@@ -17,7 +17,7 @@ from octfm.errors import CheckpointError, EvaluationError, Preempted
 from octfm.io import bucket
 from octfm.report.sources import gather
 from octfm.run import bucket as bucket_runs
-from octfm.run import checkpoint
+from octfm.run import checkpoint, checkpoint_files
 from octfm.run.bucket import local_run
 from octfm.run.tracking import read_metrics
 from octfm.tasks import finetune as finetuning
@@ -132,14 +132,14 @@ def test_a_task_that_was_killed_and_stopped_equals_one_that_was_not(ranks, clini
     """SIGKILL in the first epoch or fifth after a checkpoint, then SIGTERM in the middle of a later one."""
     out = tmp_path / "run"
     killed_at(7, ranks, clinic, verb, out)
-    assert checkpoint.step_of(checkpoint.newest(out)) < 7
+    assert checkpoint_files.step_of(checkpoint.newest(out)) < 7
     stop_at(9, clinic, verb, out)
-    assert checkpoint.step_of(checkpoint.newest(out)) == 10
+    assert checkpoint_files.step_of(checkpoint.newest(out)) == 10
     if verb == "segment":
         stop_at(15, clinic, verb, out)  # while the first baseline is trained
     clinic.do(verb, out)
     assert_same(out, clinic.whole[verb], verb)
-    assert len(checkpoint.steps(out / "checkpoints")) == 1
+    assert len(checkpoint_files.steps(out / "checkpoints")) == 1
 
 
 @pytest.mark.parametrize("verb", EITHER)

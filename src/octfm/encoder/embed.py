@@ -5,7 +5,7 @@ import shlex
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,9 +17,8 @@ from octfm.io.hashing import hash_text
 from octfm.io.location import Location, expect_writable, local_path, location, write_whole
 from octfm.io.parquet import from_parquet, to_parquet
 from octfm.io.progress import Progress
-from octfm.run import checkpoint
 from octfm.run.bucket import local_run
-from octfm.run.checkpoint_files import is_name
+from octfm.run.checkpoint_files import before_newest
 from octfm.store.layout import Arrays
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
@@ -66,11 +65,11 @@ def embedding_files(run: str | Location, folder: str | Location | None = None) -
 def older_vectors(run: str | Location, file: Location) -> str | None:
     """A sentence about vectors of a run that are not those of its newest checkpoint, as after more training; else
     None."""
-    taken, found = PurePath(facts_of(file).get("encoder", "")).name, checkpoint.everywhere(local_run(run))
-    if not found or not is_name(taken) or taken == found[-1].name:
+    names = before_newest(facts_of(file).get("encoder", ""), local_run(run))
+    if names is None:
         return None
     words = shlex.join(["octfm", "embed", str(run), "--store", "prepared"])
-    return f"{file}: vectors of {taken}; the newest checkpoint of this run is {found[-1].name}, which `{words}` embeds"
+    return f"{file}: vectors of {names[0]}; the newest checkpoint of this run is {names[1]}, which `{words}` embeds"
 
 
 def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pretrained", echo: Echo = print) -> Path:

@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
 import secrets
 import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from octfm.errors import Echo, EvaluationError
 from octfm.io.location import Location, local_path, write_whole
 from octfm.models.heads import MeanPool
 from octfm.models.vit3d import count_parameters
+from octfm.run.folder import PARTIAL_S
 from octfm.version import __version__
 from octfm.weights import exported
 
@@ -53,6 +57,7 @@ def export(
     participants = participants_in(content, run)
     # Written next to the target and renamed at the end, so that a folder `out` is always complete.
     out.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left_over(out)
     partial = out.with_name(f".{out.name[:50]}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
         settings = settings_of(encoder, tuned, content.get("step"))
@@ -77,6 +82,15 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return out
+
+
+def _remove_left_over(out: Path) -> None:
+    """Delete what killed exports to `out` have left; a newer one may be being written at this moment."""
+    own = re.compile(rf"\.{re.escape(out.name[:50])}\.\d+\.[0-9a-f]{{8}}\.partial")
+    for left in out.parent.iterdir():
+        with suppress(FileNotFoundError):
+            if own.fullmatch(left.name) and time.time() - left.stat().st_mtime > PARTIAL_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _expect_new(out: Path) -> None:

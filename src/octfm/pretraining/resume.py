@@ -61,7 +61,7 @@ def load_newest(run: Path, echo: Echo | None = None) -> tuple[Path, dict[str, An
     `echo` gets a line if newer ones may lie on a disk that is not there. Raises CheckpointError if there is none, or if
     it is damaged or of another run."""
     if echo is not None:
-        _say_if_missing(checkpoint.second_destination(run), echo)
+        _say_if_missing(checkpoint_files.second_destination(run), echo)
     path = checkpoint.newest(run)
     while True:
         try:
@@ -86,8 +86,8 @@ def _say_if_missing(folder: Path | None, echo: Echo) -> None:
 
 def healthy_before(run: RunFolder, step: int, config: HealthConfig) -> tuple[Path, dict[str, Any]] | None:
     """The newest whole and healthy checkpoint of `step` updates or fewer."""
-    for path in reversed(checkpoint.everywhere(run.path)):
-        if checkpoint.step_of(path) > step:
+    for path in reversed(checkpoint_files.everywhere(run.path)):
+        if checkpoint_files.step_of(path) > step:
             continue
         try:
             content = checkpoint.load(path)
@@ -120,7 +120,7 @@ def second_destination(config: PretrainConfig, run: RunFolder, echo: Echo) -> di
     """Make this run's own folder in `ckpt_second_dir`; returns the entry of run.json that names it, empty if none is
     set. From that entry the next start notices a disk that is not mounted, whatever the settings name by then. Raises
     CheckpointError if checkpoints of the run lie in another second folder, where the next start would not look."""
-    before = checkpoint.second_destination(run.path)
+    before = checkpoint_files.second_destination(run.path)
     _say_if_missing(before, echo)
     if config.ckpt_second_dir is None:
         return {}

@@ -73,7 +73,7 @@ def summary_lines(run: Path) -> list[str]:
     """Result, training and health of a run for a terminal."""
     sources = gather(run)
     lines = {
-        "Result": words.key_result(sources.probe)[1],
+        "Result": f"{words.key_result(sources.probe)[1]} {sources.outdated}".rstrip(),
         "Training": words.training_line(sources),
         "Health": words.health_line(sources),
         "Checkpoint": words.checkpoint_advice([*sources.online, *sources.validation]),
@@ -100,6 +100,7 @@ def _facts(sources: Sources, command: str) -> dict[str, Any]:
         "health": words.latest_health(sources.health),
         "health_line": words.health_line(sources),
         "probe": _probe(sources.probe),
+        "outdated": sources.outdated,
         "record": _record(sources),
         "config": sources.config,
         "commands": _commands(sources, command),

@@ -16,6 +16,7 @@ from octfm.catalog.catalog import Catalog
 from octfm.catalog.participants.ids import under_one_id
 from octfm.errors import EvaluationError
 from octfm.io.location import Location
+from octfm.run.checkpoint_files import before_newest
 from octfm.run.tracking import read_metrics
 from octfm.store.layout import StoreRow, Unprepared
 from octfm.store.store import Store
@@ -37,6 +38,8 @@ class Sources:
     online: list[dict[str, Any]]
     """Rows of the online probe."""
     probe: dict[str, Any] | None
+    outdated: str
+    """A sentence if the probe is of a checkpoint before the run's newest one, as after more training; else empty."""
     catalog: Catalog | None
     store: Store | None
     unprepared: tuple[Unprepared, ...]
@@ -86,6 +89,7 @@ def gather(run: Path, catalog: Location | None = None, store: Location | None = 
     require_pretraining(run)
     rows = metric_rows(run)
     config = run / "config.yaml"
+    probe = _json(run / "probe.json", ("results", "comparisons")) if (run / "probe.json").is_file() else None
     scanned = Catalog.load(catalog) if catalog is not None else None
     prepared = Store.open(store) if store is not None else None
     accepted, volumes = by_person(scanned.acquisitions if scanned else (), prepared.rows if prepared else ())
@@ -102,7 +106,8 @@ def gather(run: Path, catalog: Location | None = None, store: Location | None = 
         validation=[row for row in rows if row.get("kind") == "validation"],
         health=[row for row in rows if row.get("kind") in ("health", "incident", "checkpoint", "bucket")],
         online=[row for row in rows if row.get("kind") == "probe"],
-        probe=_json(run / "probe.json", ("results", "comparisons")) if (run / "probe.json").is_file() else None,
+        probe=probe,
+        outdated=_outdated(probe, run),
         catalog=scanned,
         store=prepared,
         unprepared=prepared.unprepared() if prepared is not None else (),
@@ -149,6 +154,13 @@ def series(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarra
     points = [(number(row.get("step")), number(row.get(name))) for row in rows]
     kept = [(step, value) for step, value in points if np.isfinite(step) and np.isfinite(value)]
     return np.array([s for s, _ in kept]), np.array([v for _, v in kept])
+
+
+def _outdated(probe: dict[str, Any] | None, run: Path) -> str:
+    embeddings = (probe or {}).get("embeddings") or [{}]
+    if (names := before_newest(embeddings[0].get("encoder", ""), run)) is None:
+        return ""
+    return f"The probe is of {names[0]}, and the run's newest checkpoint is {names[1]}: embed and probe it again."
 
 
 def _json(path: Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:

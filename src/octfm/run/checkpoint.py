@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from octfm.errors import CheckpointError
 from octfm.io.hashing import keyed_hash
 from octfm.io.location import replacing
 from octfm.run import shards, weights_file
-from octfm.run.checkpoint_files import is_name, name_of, step_of, steps
+from octfm.run.checkpoint_files import everywhere, is_name, name_of
 
 FORMAT, VERSION = shards.FORMAT, shards.VERSION
 """Version 2 added `state` (RunState) and `checksum`; version 1 is still read."""
@@ -119,27 +118,6 @@ def newest(run: Path) -> Path:
             f"{run}: no checkpoint found in {run / 'checkpoints'}; expected a run folder or a .pt file"
         )
     return found[-1]
-
-
-def everywhere(run: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first, its second destination's too; of two alike, the run folder's."""
-    second = second_destination(run)
-    found = {
-        # The run folder last: of two checkpoints with one name, the later entry stays.
-        path.name: path
-        for folder in ([second] if second else []) + [run / "checkpoints"]
-        for path in steps(folder)
-    }
-    return sorted(found.values(), key=lambda path: (step_of(path), path.name))
-
-
-def second_destination(run: Path) -> Path | None:
-    """Folder for checkpoints that the run's own disk had no room for, as run.json says."""
-    try:
-        name = json.loads((run / "run.json").read_text("utf-8")).get("second_destination")
-    except (OSError, ValueError, AttributeError):  # none, or damaged: `RunFolder.record` names that
-        return None
-    return Path(name) if name else None
 
 
 def run_of(participants: Mapping[str, Any]) -> str | None:

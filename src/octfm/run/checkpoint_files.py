@@ -1,8 +1,9 @@
 """Decide which files of a folder are checkpoints: only those with exactly the name of one."""
 
+import json
 import re
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePath
 
 FILE, SHARDS = ".pt", ".dcp"
 _NAME = re.compile(r"step-([0-9]{8,})(\.pt|\.dcp)", re.ASCII)
@@ -34,6 +35,34 @@ def is_checkpoint(path: Path) -> bool:
 def steps(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first: files, and folders of shards."""
     return sorted((p for p in folder.glob("step-*") if is_checkpoint(p)), key=lambda p: (step_of(p), p.name))
+
+
+def everywhere(run: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first, its second destination's too; of two alike, the run folder's."""
+    second = second_destination(run)
+    found = {
+        # The run folder last: of two checkpoints with one name, the later entry stays.
+        path.name: path
+        for folder in ([second] if second else []) + [run / "checkpoints"]
+        for path in steps(folder)
+    }
+    return sorted(found.values(), key=lambda path: (step_of(path), path.name))
+
+
+def second_destination(run: Path) -> Path | None:
+    """Folder for checkpoints that the run's own disk had no room for, as run.json says."""
+    try:
+        name = json.loads((run / "run.json").read_text("utf-8")).get("second_destination")
+    except (OSError, ValueError, AttributeError):  # none, or damaged: `RunFolder.record` names that
+        return None
+    return Path(name) if name else None
+
+
+def before_newest(encoder: str, run: Path) -> tuple[str, str] | None:
+    """Names of the checkpoint that something was made with, of which `encoder` is the path, and of the run's newest
+    one, if they differ; else None."""
+    taken, found = PurePath(encoder).name, everywhere(run)
+    return (taken, found[-1].name) if found and is_name(taken) and taken != found[-1].name else None
 
 
 def strangers(folder: Path) -> list[str]:

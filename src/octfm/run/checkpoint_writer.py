@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octfm.io.location import write_whole
-from octfm.run import checkpoint
+from octfm.run import checkpoint, checkpoint_files
 from octfm.run.bucket import BucketRun
 from octfm.run.checkpoint_files import delete, left_over
 
@@ -32,9 +32,9 @@ class Retention:
         for interval in self.intervals:
             first: dict[int, Path] = {}
             for path in found:
-                first.setdefault(int(checkpoint.step_of(path) // interval), path)
+                first.setdefault(int(checkpoint_files.step_of(path) // interval), path)
             kept |= {path for number, path in first.items() if number > 0}
-        return [path for path in found if path not in kept and checkpoint.step_of(path) not in needed]
+        return [path for path in found if path not in kept and checkpoint_files.step_of(path) not in needed]
 
 
 def keep_best(folder: Path, step: int) -> None:
@@ -129,14 +129,14 @@ class CheckpointWriter:
         if self.remote is not None and not self.remote.flush():
             for name in self.remote.waiting():
                 sentence = f"checkpoint {name} is in {self.remote.path / 'checkpoints'} and not in {self.remote.where}"
-                self._failures.append(Failure(checkpoint.step_of(Path(name)), sentence, lost=True))
+                self._failures.append(Failure(checkpoint_files.step_of(Path(name)), sentence, lost=True))
 
     def forget_after(self, step: int) -> None:
         """Delete checkpoints after `step`: training went back to it."""
         self.wait()
         for place in self.places if self._tidies else ():
-            for path in checkpoint.steps(place):
-                if checkpoint.step_of(path) > step:
+            for path in checkpoint_files.steps(place):
+                if checkpoint_files.step_of(path) > step:
                     delete(path)
         self.forget_best_after(step)
         if self.remote is not None:
@@ -190,7 +190,7 @@ class CheckpointWriter:
             reason = f"the best checkpoint, after step {best}, is unnamed in {self.places[0] / BEST}"
             self._failures.append(Failure(0, f"{reason}: {error.strerror or error}", lost=False))
         try:
-            for path in self.retention.surplus(checkpoint.steps(place), self._needed()):
+            for path in self.retention.surplus(checkpoint_files.steps(place), self._needed()):
                 delete(path)
         except OSError as error:
             reason = f"old checkpoints in {place} were not deleted"
@@ -198,18 +198,22 @@ class CheckpointWriter:
 
     def _needed(self) -> set[int | None]:
         """Updates before the best checkpoint, named or not, and before the last one to roll back to."""
-        newest_first = sorted(self._written(), key=checkpoint.step_of, reverse=True)
+        newest_first = sorted(self._written(), key=checkpoint_files.step_of, reverse=True)
         safe = next((path for path in newest_first if self.retention.may_return_to(path)), None)
-        return {best_step(self.places[0]), self._unnamed, checkpoint.step_of(safe) if safe else None}
+        return {best_step(self.places[0]), self._unnamed, checkpoint_files.step_of(safe) if safe else None}
 
     def _written(self) -> list[Path]:
-        return [path for folder in self.places for path in checkpoint.steps(folder)]
+        return [path for folder in self.places for path in checkpoint_files.steps(folder)]
 
     def _explain(self, step: int, place: Path, error: OSError) -> Failure:
         last, remedy = place == self.places[-1], f"trying {self.places[-1]}"
         if last:
             remedy = "training goes on; free some space, or name another disk in ckpt_second_dir"
-        before = max((p for p in self._written() if checkpoint.step_of(p) < step), key=checkpoint.step_of, default=None)
+        before = max(
+            (p for p in self._written() if checkpoint_files.step_of(p) < step),
+            key=checkpoint_files.step_of,
+            default=None,
+        )
         intact = f"the one before it, {before}, is intact" if before else "there is none before it"
         reason = f"checkpoint after step {step} was not written to {place}: {error.strerror or error}"
         return Failure(step, f"{reason}; {intact}; {remedy}", last)

@@ -20,7 +20,7 @@ from octfm.config import Config, dump, flat, read_yaml
 from octfm.errors import CheckpointError, ConfigError, Echo, shown
 from octfm.io.hashing import hash_text
 from octfm.io.location import BucketPath, Location, location, lock, write_whole
-from octfm.run import checkpoint
+from octfm.run import checkpoint, checkpoint_files
 from octfm.run.bucket import BucketRun, mirror_of
 from octfm.run.checkpoint_files import put_back, set_aside, strangers
 from octfm.run.runtime import Runtime
@@ -131,11 +131,11 @@ class RunFolder:
     @property
     def destinations(self) -> list[Path]:
         """Where checkpoints go: the run folder or, if its disk is full, the second destination."""
-        second = checkpoint.second_destination(self.path)
+        second = checkpoint_files.second_destination(self.path)
         return [self.checkpoints, *([second] if second else [])]
 
     def last_checkpoint(self) -> Path | None:
-        found = checkpoint.everywhere(self.path)
+        found = checkpoint_files.everywhere(self.path)
         return found[-1] if found else None
 
     def shown(self, file: Path | None) -> Location | None:
@@ -156,7 +156,7 @@ class RunFolder:
                     f"warning: {folder}: ignored, since no checkpoint has such a name: {', '.join(names[:5])}"
                     + (f" and {len(names) - 5} more" if len(names) > 5 else "")
                 )
-        found = checkpoint.everywhere(self.path)
+        found = checkpoint_files.everywhere(self.path)
         # Older ones as well: a rollback may return to one, and retention deletes them.
         for path in found:
             content = checkpoint.header(path)
@@ -180,10 +180,10 @@ class RunFolder:
     def require_own(self, path: Path, content: dict[str, Any]) -> None:
         """Raises CheckpointError if a checkpoint was renamed, or belongs to another run: its run or, where no key
         identifies one, its settings or Preprocessing differ."""
-        if content["step"] != checkpoint.step_of(path):
-            name = checkpoint.name_of(content["step"], path.suffix)
+        if content["step"] != checkpoint_files.step_of(path):
+            name = checkpoint_files.name_of(content["step"], path.suffix)
             raise CheckpointError(
-                f"{path}: its name says {checkpoint.step_of(path)} updates and it holds {content['step']}; "
+                f"{path}: its name says {checkpoint_files.step_of(path)} updates and it holds {content['step']}; "
                 f"rename it to {name}, or move it out of this folder"
             )
         run, key = checkpoint.run_of(content["participants"]), content["participants"].get("key")
@@ -228,14 +228,18 @@ class RunFolder:
 
     def record_override(self, step: int, echo: Echo) -> None:
         """Write the settings that change from `step` on to run.json and config.yaml, if there are any."""
+        # After a return to an earlier checkpoint, updates are made again with the settings of now.
+        recorded = self.record.get("overrides", [])
+        overrides = [entry | {"after_step": min(entry["after_step"], step)} for entry in recorded]
+        if overrides != recorded:
+            self.write_record(overrides=overrides)
         if self.override is None:
             return
         changed = self.override.changed
         keys = {key: {"before": before, "now": now} for key, (now, before) in changed.items()}
         # The record before the settings: after a kill in between, the same command finds the change again and records
         # it.
-        overrides = [*self.record.get("overrides", []), {"time": _now(), "after_step": step, "settings": keys}]
-        self.write_record(overrides=overrides)
+        self.write_record(overrides=[*overrides, {"time": _now(), "after_step": step, "settings": keys}])
         write_whole(self.path / "config.yaml", dump(self.override.config).encode())
         for key, (now, before) in changed.items():
             echo(f"override: {key} is {now} from step {step} on; the run began with {before}")

@@ -15,7 +15,7 @@ from octfm.errors import CheckpointError, Echo, Preempted
 from octfm.io import bucket
 from octfm.io.progress import Progress
 from octfm.io.ranks import rank
-from octfm.run import checkpoint, shards
+from octfm.run import checkpoint_files, shards
 from octfm.run.checkpoint_writer import CheckpointWriter, Retention
 from octfm.run.folder import Resumable, RunFolder
 from octfm.run.tracking import Listener, Metrics, NoMetrics, TrackingConfig
@@ -117,7 +117,7 @@ class Session:
         if step not in self.lost:
             return
         last, remote = self.run.last_checkpoint(), self.writer.remote
-        if remote is not None and last is not None and checkpoint.step_of(last) == step:
+        if remote is not None and last is not None and checkpoint_files.step_of(last) == step:
             raise CheckpointError(
                 f"{remote.where}: the bucket lacks the checkpoint after step {step}; it is {last}, "
                 "and the same command on this machine sends it"

@@ -19,7 +19,7 @@ from octfm.io.hashing import hash_text
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, write_whole
 from octfm.store.arrays import TensorStoreArrays
-from octfm.store.layout import ARRAYS, Arrays, Compression, StoreRow, checksum, read_rows, shard_key
+from octfm.store.layout import ARRAYS, LEASE, Arrays, Compression, StoreRow, checksum, read_rows, shard_key
 from octfm.store.shards import ShardArrays
 from octfm.store.writer import StoreWriter
 from octfm.volume.preprocessing import Preprocessing
@@ -147,7 +147,7 @@ class BucketStoreWriter(StoreWriter):
         self.named = where
 
     def __enter__(self) -> Self:
-        self._lease = Lease(self.where / "writer.lock", "preparing this store").__enter__()
+        self._lease = Lease(self.where / LEASE, "preparing this store").__enter__()
         try:
             self._refuse_foreign()
             self._fetch()
@@ -232,7 +232,5 @@ class BucketStoreWriter(StoreWriter):
         return self.where / "pending" / f"{index:08d}.json"
 
     def _refuse_foreign(self) -> None:
-        if not (self.where / "store.json").is_file() and any(
-            path.name != "writer.lock" for path in self.where.iterdir()
-        ):
+        if not (self.where / "store.json").is_file() and any(path.name != LEASE for path in self.where.iterdir()):
             raise StoreError(f"{self.where}: holds objects, but no store; choose a new address, or delete them")

@@ -25,6 +25,8 @@ FORMAT, VERSION = "octfm-store", 1
 CHECKSUM = "sha256 of the voxels, band and valid of a volume, in this order, C order, little endian"
 HEADER_KEYS = ("fingerprint", "image_size", "compression", "preprocessing")
 """Required in store.json, in addition to format and version."""
+LEASE = "writer.lock"
+"""Object in a store in a bucket while a writer is at work; one that was killed leaves it."""
 SHARD_CHECKSUM = "shard_checksum"
 """Key in store.json of stores whose shards contain checksums; absent from older stores."""
 KEY_DIGEST = "pseudonyms"

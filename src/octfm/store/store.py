@@ -22,6 +22,7 @@ from octfm.store.arrays import open_arrays
 from octfm.store.item import StoredVolume
 from octfm.store.layout import (
     ARRAYS,
+    LEASE,
     SHARD_CHECKSUM,
     Arrays,
     Compression,
@@ -335,9 +336,9 @@ class Store:
         return read_unprepared(self.path)
 
     def unfinished(self) -> str:
-        """A sentence if `octfm prepare` is adding volumes to this folder now, or was killed; else empty. Not known in a
-        bucket."""
-        if not isinstance(self.path, Path) or not any(self.path.glob("staging-*")):
+        """A sentence if `octfm prepare` is adding volumes to this store now, or was killed; else empty."""
+        at_work = any(self.path.glob("staging-*")) if isinstance(self.path, Path) else (self.path / LEASE).is_file()
+        if not at_work:
             return ""
         volumes = number(len(self.recorded(np.arange(len(self)))), "volume")
         begun = f"octfm prepare is not done with this store, or was killed; it had {volumes} when it was opened"

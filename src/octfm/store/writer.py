@@ -22,6 +22,7 @@ from octfm.store.layout import (
     CHECKSUM,
     FORMAT,
     KEY_DIGEST,
+    LEASE,
     SHARD_CHECKSUM,
     VERSION,
     Compression,
@@ -244,7 +245,7 @@ def _refuse_foreign_folder(path: Path) -> None:
 def exclusive(path: Location) -> AbstractContextManager[Any]:
     """A context in which no other process writes to the store. Raises StoreError or BucketError if one does."""
     if not isinstance(path, Path):
-        return Lease(path / "writer.lock", "preparing this store")
+        return Lease(path / LEASE, "preparing this store")
     try:
         return lock(path / ".lock")
     except BlockingIOError as error:

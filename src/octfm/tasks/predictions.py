@@ -1,12 +1,14 @@
 """Predictions of a fine-tuned model for every tested acquisition: a table for the leaderboard."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from octfm.display import number
 from octfm.encoder.embeddings import Embeddings
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Cases
@@ -23,9 +25,24 @@ class PredictionTable:
 
     path: str
     facts: dict[str, Any]
-    """target, classes, recipe, seed, best_epoch, log_prior."""
+    """target, classes, recipe, seed, best_epoch, log_prior, fingerprint of the Preprocessing."""
     of_acquisition: dict[str, tuple[np.ndarray, float | None]]
     """Acquisition -> value [K] and grade."""
+    checksums: dict[str, str | None]
+    """Acquisition -> checksum of the volume that was predicted on; None in files of earlier versions."""
+
+    def require_same_volumes(self, stores: Sequence[Store]) -> None:
+        """Raises EvaluationError if a store of the same Preprocessing holds other voxels of a tested acquisition."""
+        for store in stores:
+            if store.fingerprint != self.facts.get("fingerprint"):
+                continue
+            names = [r.acquisition for r in store.rows if self.checksums.get(r.acquisition) not in (None, r.checksum)]
+            if names:
+                raise EvaluationError(
+                    f"{self.path}: made from other voxels than {store.path} holds now for "
+                    f"{number(len(names), 'tested volume')} ({names[0]} …), prepared again since; fine-tune again, "
+                    "into another --out"
+                )
 
     def for_cases(self, cases: Cases, data: Embeddings, tested: np.ndarray) -> Predictions:
         """Predictions for these tested positions. Raises EvaluationError for a run of other participants or classes."""
@@ -56,13 +73,14 @@ def write_predictions(
     config: FinetuneConfig,
     best_epoch: int,
 ) -> None:
-    """Write a Parquet file with a row per tested acquisition: ids, scanner, label, value, grade (null without grades)
-    and, for classes, the most probable one."""
+    """Write a Parquet file with a row per tested acquisition: ids, scanner, checksum of the volume, label, value, grade
+    (null without grades) and, for classes, the most probable one."""
     import pyarrow as pa
 
     rows = [store.rows[i] for i in cases.rows[predictions.rows]]
     columns: dict[str, Any] = {
-        name: [getattr(row, name) for row in rows] for name in ("acquisition", "participant", "eye_id", "scanner")
+        name: [getattr(row, name) for row in rows]
+        for name in ("acquisition", "participant", "eye_id", "scanner", "checksum")
     }
     label = cases.label[predictions.rows]
     columns["label"] = [cases.classes[int(k)] for k in label] if cases.classes else label.astype(str).tolist()
@@ -78,6 +96,7 @@ def write_predictions(
         "recipe": config.recipe(),
         "seed": config.seed,
         "best_epoch": best_epoch,
+        "fingerprint": store.fingerprint,
         "log_prior": log_prior.tolist() if log_prior is not None else [],
     }
     write_whole(path, to_parquet(pa.table(columns).replace_schema_metadata({"octfm": json.dumps(facts)})))
@@ -95,4 +114,5 @@ def read_predictions(path: Path) -> PredictionTable:
             f"{path}: not the predictions of octfm finetune ({' '.join(str(error).split())[:120]})"
         ) from None
     rows = table.to_pylist()
-    return PredictionTable(str(path), facts, {r["acquisition"]: (np.array(r["value"]), r["grade"]) for r in rows})
+    found = {r["acquisition"]: (np.array(r["value"]), r["grade"]) for r in rows}
+    return PredictionTable(str(path), facts, found, {r["acquisition"]: r.get("checksum") for r in rows})

@@ -88,6 +88,8 @@ def leaderboard(
                 f"{path}: this fine-tuning has not finished, so it has no predictions.parquet; wait for it, or run its "
                 "command again; for its encoder alone, give a file of its checkpoints"
             )
+    for saved in (saved for own in tuned for saved in own.runs):
+        saved.require_same_volumes(opened)
     names = [entry_name(path) for path in frozen] + [t.name for t in tuned]
     every = [*names, *BASELINES, *(["random_init"] if frozen else [])]
     if repeated := {name for name in every if every.count(name) > 1}:

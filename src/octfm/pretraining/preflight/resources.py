@@ -13,7 +13,7 @@ from octfm.pretraining.preflight.check import Check, fail, fail_with, passed, wa
 from octfm.pretraining.preflight.cost import GB, Cost, measure_speed, step_cost
 from octfm.pretraining.preflight.data import Sample
 from octfm.pretraining.settings import PretrainConfig
-from octfm.run import checkpoint, checkpoint_files, trackers
+from octfm.run import checkpoint_files, trackers
 from octfm.run.bucket import mirror_of
 from octfm.run.checkpoint import is_among
 from octfm.run.runtime import Runtime
@@ -195,8 +195,8 @@ def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> C
     """Check that the disk has room for all checkpoints that will be kept, and one more while it is written. Checkpoints
     already there are subtracted: each either stays and is counted, or is deleted. A finished run needs nothing."""
     out = out if isinstance(out, Path) else mirror_of(out)
-    last = (checkpoint.everywhere(out) or [None])[-1]
-    if last is not None and checkpoint.step_of(last) >= config.steps:
+    last = (checkpoint_files.everywhere(out) or [None])[-1]
+    if last is not None and checkpoint_files.step_of(last) >= config.steps:
         return passed("disk", "the run is finished and writes no checkpoint")
     model = blueprint(config, store.preprocessing)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -302,6 +302,8 @@ def _limits(sources: Sources) -> str:
         found.append("No probe was run.")
     else:
         results = sources.probe["results"]
+        if sources.outdated:
+            found.append(sources.outdated)
         if leak := words.leakage(results):
             found.append(
                 f"Frozen features tell {leak['target']} apart with AUROC {interval(leak)}: a shortcut for any "
