@@ -273,10 +273,19 @@ def test_F16_trust_knows_the_scanners_of_all_runs_behind_the_weights(first, seco
         _pretraining(unknown, first)
 
 
-def test_a_fine_tuning_notices_that_a_later_run_is_at_its_encoders_place(parent, first, second, tmp_path):
-    """Both runs hash participants with one key."""
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_fine_tuning_notices_that_another_run_is_at_its_encoders_place(parent, first, second, tmp_path, exported):
+    """Both runs hash participants with one key. Going on from a checkpoint, it forgot whom only the former had seen."""
+    child = quick_pretrain(begun(parent, steps=1), first, tmp_path / "child", "cpu", echo=quiet)
     place = tmp_path / "place"
-    shutil.copytree(parent, place)
+
+    def put(run: Path) -> None:
+        shutil.rmtree(place, ignore_errors=True)
+        if exported:
+            export(run, place, echo=quiet)
+        else:
+            shutil.copytree(run, place)
+
     edit_rows(second.path, lambda row: {"participant_labels": {"study_group": "ab"[row.index % 2]}})
     settings = FinetuneConfig(
         encoder=str(place), store=str(second.path), target="scanner", epochs=2, batch_size=4, lr_encoder=1e-4
@@ -286,10 +295,9 @@ def test_a_fine_tuning_notices_that_a_later_run_is_at_its_encoders_place(parent,
         if "epoch" in text:
             raise Killed
 
+    put(child)
     with pytest.raises(Killed):
         finetune(settings, tmp_path / "tuned", echo=killed)
-    child = quick_pretrain(begun(parent, steps=1), first, tmp_path / "child", "cpu", echo=quiet)
-    shutil.rmtree(place)
-    shutil.copytree(child, place)
+    put(parent)
     with pytest.raises(CheckpointError, match="is not the one that this run began with"):
         finetune(settings, tmp_path / "tuned", echo=quiet)
