@@ -84,6 +84,7 @@ def test_F16_the_participants_of_both_runs_count_as_seen(parent, first, second, 
     seen = seen_by(run)
     assert all(map(seen, both)) and not any(seen(row.participant) for row in second.rows if row.split == "test")
     assert final(run)["participants"]["trained_on"] == len(trained_on(second))
+    assert RunFolder(run, PRETRAINING).record["inherited_participants"] == len(trained_on(first))
     assert not any(map(seen_by(parent), trained_on(second)))
     # Whoever is begun with it has seen them all, also through an export.
     third = quick_pretrain(begun(run, steps=1), second, tmp_path / "third", "cpu", echo=quiet)
