@@ -120,6 +120,10 @@ def test_it_resumes_after_it_began_with_a_run_in_a_bucket(place, first, second, 
     """Its own config.yaml named no place of initial weights when it was read again."""
     quick_pretrain(config(steps=1), first, place / "run", "cpu", echo=quiet)
     settings = begun(f"{place}/run", steps=2, ckpt_every_steps=1)
+    (read, _) = initial_weights(settings, second)
+    assert f"begin as in {place}/run/checkpoints/step-00000001.pt" in read.measured, "not as in the copy on this disk"
+    (refused,) = initial_weights(begun(f"{place}/run/checkpoints/step-00000001.pt"), second)
+    assert "name the run, which opens with its newest one" in refused.measured + refused.advice
 
     def killed(text: str) -> None:
         if text.startswith("step      2/"):
