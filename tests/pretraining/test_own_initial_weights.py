@@ -84,6 +84,7 @@ def test_F16_the_participants_of_both_runs_count_as_seen(parent, first, second, 
     seen = seen_by(run)
     assert all(map(seen, both)) and not any(seen(row.participant) for row in second.rows if row.split == "test")
     assert final(run)["participants"]["trained_on"] == len(trained_on(second))
+    assert RunFolder(run, PRETRAINING).record["inherited_participants"] == len(trained_on(first))
     assert not any(map(seen_by(parent), trained_on(second)))
     # Whoever is begun with it has seen them all, also through an export.
     third = quick_pretrain(begun(run, steps=1), second, tmp_path / "third", "cpu", echo=quiet)
@@ -119,6 +120,10 @@ def test_it_resumes_after_it_began_with_a_run_in_a_bucket(place, first, second, 
     """Its own config.yaml named no place of initial weights when it was read again."""
     quick_pretrain(config(steps=1), first, place / "run", "cpu", echo=quiet)
     settings = begun(f"{place}/run", steps=2, ckpt_every_steps=1)
+    (read, _) = initial_weights(settings, second)
+    assert f"begin as in {place}/run/checkpoints/step-00000001.pt" in read.measured, "not as in the copy on this disk"
+    (refused,) = initial_weights(begun(f"{place}/run/checkpoints/step-00000001.pt"), second)
+    assert "name the run, which opens with its newest one" in refused.measured + refused.advice
 
     def killed(text: str) -> None:
         if text.startswith("step      2/"):
@@ -273,10 +278,19 @@ def test_F16_trust_knows_the_scanners_of_all_runs_behind_the_weights(first, seco
         _pretraining(unknown, first)
 
 
-def test_a_fine_tuning_notices_that_a_later_run_is_at_its_encoders_place(parent, first, second, tmp_path):
-    """Both runs hash participants with one key."""
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_fine_tuning_notices_that_another_run_is_at_its_encoders_place(parent, first, second, tmp_path, exported):
+    """Both runs hash participants with one key. Going on from a checkpoint, it forgot whom only the former had seen."""
+    child = quick_pretrain(begun(parent, steps=1), first, tmp_path / "child", "cpu", echo=quiet)
     place = tmp_path / "place"
-    shutil.copytree(parent, place)
+
+    def put(run: Path) -> None:
+        shutil.rmtree(place, ignore_errors=True)
+        if exported:
+            export(run, place, echo=quiet)
+        else:
+            shutil.copytree(run, place)
+
     edit_rows(second.path, lambda row: {"participant_labels": {"study_group": "ab"[row.index % 2]}})
     settings = FinetuneConfig(
         encoder=str(place), store=str(second.path), target="scanner", epochs=2, batch_size=4, lr_encoder=1e-4
@@ -286,10 +300,9 @@ def test_a_fine_tuning_notices_that_a_later_run_is_at_its_encoders_place(parent,
         if "epoch" in text:
             raise Killed
 
+    put(child)
     with pytest.raises(Killed):
         finetune(settings, tmp_path / "tuned", echo=killed)
-    child = quick_pretrain(begun(parent, steps=1), first, tmp_path / "child", "cpu", echo=quiet)
-    shutil.rmtree(place)
-    shutil.copytree(child, place)
+    put(parent)
     with pytest.raises(CheckpointError, match="is not the one that this run began with"):
         finetune(settings, tmp_path / "tuned", echo=quiet)

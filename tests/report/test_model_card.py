@@ -103,6 +103,24 @@ def test_phantoms_are_said_to_be_phantoms(parts, tmp_path):
     assert "measured on synthetic phantoms" not in text and "Trained on synthetic phantoms only." in text
 
 
+def test_phantoms_are_not_all_that_weights_have_seen_that_began_with_other_ones(parts, tmp_path):
+    """It said that no agreement binds them, and that no person can be found in them."""
+    catalog = Catalog.load(parts["catalog"])
+    (tmp_path / "ground_truth").mkdir()
+    (tmp_path / "ground_truth" / "phantom.json").write_text("{}")
+    folder = Catalog(str(tmp_path), catalog.acquisitions, ()).save(tmp_path / "catalog")
+    run = write_run(tmp_path, probe=False, figures=False)
+    assert "| Weights at the beginning | random |" in model_card(run, catalog=folder)
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("model:\n", "model:\n  init: /data/anna/runs/a\n"))
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(record | {"inherited_participants": 31, "run": "7" * 32}))
+    text = model_card(run, catalog=folder)
+    assert "| Weights at the beginning | those of another network |" in text and "anna" not in text
+    assert "no person can be found" not in text and "whose agreements bind it as well" in text
+    assert "Trained on synthetic phantoms, beginning with weights that had seen other scans." in text
+
+
 def test_missing_parts_give_a_sentence(tmp_path):
     run = write_run(tmp_path, probe=False, figures=False)
     (run / "metrics.jsonl").unlink()

@@ -61,7 +61,7 @@ def export(
     partial = out.with_name(f".{out.name[:50]}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
         settings = settings_of(encoder, tuned, content.get("step"))
-        write_files(partial, settings, tensors_of(encoder, tuned), participants["hashes"])
+        write_files(partial, settings, tensors_of(encoder, tuned), participants["hashes"], participants.get("run"))
         write_whole(partial / exported.CARD, (card or _plain_card(out.name, encoder, tuned)).encode())
         if onnx:
             from octfm.encoder.onnx_graph import write_onnx
@@ -144,8 +144,11 @@ def tensors_of(encoder: Encoder, tuned: TunedModel | None = None) -> dict[str, T
     return tensors
 
 
-def write_files(folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor], hashes: list[str]) -> None:
-    """Write everything that loading needs; config.json last, because it marks a folder as an export."""
+def write_files(
+    folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor], hashes: list[str], run: str | None = None
+) -> None:
+    """Write everything that loading needs; config.json last, because it marks a folder as an export. `run` identifies
+    a run that shares the key of its hashes with another (`checkpoint.run_of`)."""
     from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +156,8 @@ def write_files(folder: Path, settings: dict[str, Any], tensors: dict[str, Tenso
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     # One entry only: safetensors writes several in an order that differs between processes.
     write_whole(folder / exported.WEIGHTS, save(tensors, {"sha256": exported.checksum(tensors)}))
-    write_whole(folder / exported.SEEN, json.dumps({"hash": "HMAC-SHA256", "hashes": hashes}, indent=0).encode())
+    seen = {"hash": "HMAC-SHA256", "hashes": hashes} | ({"run": run} if run else {})
+    write_whole(folder / exported.SEEN, json.dumps(seen, indent=0).encode())
     write_whole(folder / exported.CONFIG, (json.dumps(settings, indent=2) + "\n").encode())
 
 

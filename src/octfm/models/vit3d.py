@@ -56,9 +56,9 @@ class ViTConfig(Config):
     memory, more time (arXiv:1604.06174)."""
     init: Place | None = None
     """Initial weights, random by default. `packaged`: the encoder that comes with octfm (a run records its name and
-    hash). A run of `octfm pretrain`, one of its checkpoints or an export, on a disk or in a bucket: its encoder and, if
-    the objective is the same, its other networks; its participants count as seen by the new run. Or a local checkpoint
-    (.pt) of V-JEPA 2. Patches, width and heads must agree, and there may be more blocks."""
+    hash). A run of `octfm pretrain` or an export, on a disk or in a bucket, or a run's checkpoint on a disk: its
+    encoder and, if the objective is the same, its other networks; its participants count as seen by the new run. Or a
+    local checkpoint (.pt) of V-JEPA 2. Patches, width and heads must agree, and there may be more blocks."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> "ViTConfig":

@@ -175,7 +175,10 @@ def _packaged(init: str, config: ViTConfig) -> Initial:
 
 def _own(init: str, config: PretrainConfig) -> Initial:
     """Of a run, a checkpoint or an export."""
-    path, content = read_content(location(init))
+    where = location(init)
+    path, content = read_content(where)
+    if isinstance(where, BucketPath) and path != where:  # not the copy on this disk
+        path = where / "checkpoints" / path.name
     if "encoder_config" in content:
         raise CheckpointError(
             f"model.init={init}: a run of octfm finetune; export it (octfm export) and name the export, or name its "

@@ -142,7 +142,6 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
     if inherited.key is not None:
         # Hashes cannot be made again with another key, and an evaluation must recognise the people of both runs.
         runtime.first(lambda: run.take_key(str(inherited.key)))
-    runtime.first(lambda: run.write_record(**facts))
     key, own_id = runtime.first(lambda: (run.key, run.id))
     cases = find_cases(config.probe, data.store, data.train_rows, data.validation_rows)
     # Who scores the checkpoints helps to choose one, and is no test participant of the one that was chosen.
@@ -153,6 +152,8 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
     participants = {"key": key, "hashes": sorted({*hashes, *inherited.hashes}), "trained_on": people}
     if inherited.hashes:
         participants |= {"run": own_id, "runs": list(inherited.runs)}
+        facts["inherited_participants"] = len({*inherited.hashes} - {*hashes})
+    runtime.first(lambda: run.write_record(**facts))
     loader = Loader(
         data.store,
         data.train_rows,

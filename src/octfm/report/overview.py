@@ -92,12 +92,13 @@ def _counts(step: Step) -> tuple[str, ...]:
 
 
 def _trained(sources: Sources) -> str:
-    """The number of participants used in pretraining, if it differs from the training split's."""
+    """The number of participants used in pretraining, if they are not those of the training split."""
     trained = (sources.record.get("store") or {}).get("train_participants")
     known = {row.participant for row in by_split(sources).get("train", ())}
-    if not isinstance(trained, int) or trained == len(known):
+    before = f", and began with weights that had seen {number(n, 'other')}" if (n := sources.inherited) else ""
+    if not isinstance(trained, int) or (trained == len(known) and not before):
         return ""
-    return f"The encoder was pretrained on {number(trained, 'participant')}."
+    return f"The encoder was pretrained on {number(trained, 'participant')}{before}."
 
 
 def _tested(sources: Sources) -> str:

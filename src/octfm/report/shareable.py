@@ -55,7 +55,7 @@ NAMED = vocabulary("""
     scanners store surfaces target truth
 """)
 """Settings that hold text; a number in them may be a name."""
-RECORDED = ("octfm", "parameters", "environment", "store", "precision")
+RECORDED = ("octfm", "parameters", "environment", "store", "inherited_participants", "precision")
 """Keys of run.json that are shown; apart from them only the commit, fingerprints and the year are."""
 
 Row = TypeVar("Row", Acquisition, StoreRow)

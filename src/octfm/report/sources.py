@@ -49,6 +49,11 @@ class Sources:
     scenes: tuple[Scene, ...]
     """A few volumes of each scanner with the encoder's tokens, masks and features."""
 
+    @property
+    def inherited(self) -> int:
+        """People whom only the weights that the run began with have seen (model.init)."""
+        return self.record.get("inherited_participants", 0)
+
     @cached_property
     def settings(self) -> dict[str, Any]:
         """config.yaml, parsed."""

@@ -336,6 +336,11 @@ def local_run(run: str | Path | BucketPath) -> Path:
     where = location(run)
     if isinstance(where, Path):
         return where
+    if is_name(where.name):
+        raise CheckpointError(
+            f"{where}: one checkpoint of a run in a bucket; name the run, which opens with its newest one, or copy "
+            "this one to a disk"
+        )
     pointer = read_pointer(where)
     if pointer is None:
         raise CheckpointError(f"{where}: no run here ({POINTER} is missing), or none that has saved a checkpoint yet")

@@ -91,7 +91,8 @@ def read_settings(where: Location) -> dict[str, Any]:
 
 def read_seen(where: Location) -> dict[str, Any]:
     """`hashes`: keyed hashes of the participants that the model was trained on; `key`: their key, None if it is kept
-    elsewhere. Raises CheckpointError if the file of hashes is missing or damaged."""
+    elsewhere; `run`: identifies a run that shares its key with another, absent for others. Raises CheckpointError if
+    the file of hashes is missing or damaged."""
     if not (where / SEEN).exists():
         raise CheckpointError(
             f"{where / SEEN}: missing, so the model's training participants are unknown; fetch the whole export again"
@@ -101,7 +102,7 @@ def read_seen(where: Location) -> dict[str, Any]:
         key = (where / KEY).read_bytes().decode().strip()
     except FileNotFoundError:
         key = None
-    return {"key": key, "hashes": seen["hashes"]}
+    return {"key": key, "hashes": seen["hashes"]} | ({"run": seen["run"]} if "run" in seen else {})
 
 
 def digest(network: "Mapping[str, Tensor]") -> str:

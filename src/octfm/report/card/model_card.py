@@ -165,6 +165,7 @@ def _model(sources: Sources, name: str) -> str:
         ("Parameters", f"{parameters['encoder']:,} in the encoder, {parameters['total']:,} in all networks"
                        if parameters else NOT_STATED),
         ("Objective", OBJECTIVES.get(objective, objective)),
+        ("Weights at the beginning", "random" if get("model", "init") == "unknown" else "those of another network"),
         ("Code", words.subtitle(sources, name)),
     ]  # fmt: skip
     if sources.store is not None:
@@ -200,7 +201,7 @@ def _terms(sources: Sources, statements: Statements) -> str:
     )  # fmt: skip
     if statements.data_agreement:
         agreement = f"Data agreement: {markdown(statements.data_agreement)}"
-    elif sources.is_phantom:
+    elif sources.is_phantom and not sources.inherited:
         agreement = (
             "The data are synthetic phantoms made by octfm: no agreement binds them, and no person can be found in "
             "them."
@@ -211,6 +212,8 @@ def _terms(sources: Sources, statements: Statements) -> str:
             "(AI-READI's among them) limit what may be done with the data; check that they allow these weights to be "
             "passed on (`octfm card RUN --data-agreement ...`)."
         )
+    if sources.inherited:
+        agreement += " The run began with weights that had seen other people's scans, whose agreements bind it as well."
     return f"## Licence and data agreement\n\n{licence} The octfm code is Apache-2.0.\n\n{agreement}"
 
 
@@ -285,7 +288,8 @@ def _limits(sources: Sources) -> str:
         found.append("Trained with the truth of synthetic phantoms: it has learned their lesions only, and no others.")
     if sources.is_phantom:
         used = "Trained" if sources.probe is None else "Trained and tested"
-        found.append(f"{used} on synthetic phantoms only. Nothing is known about real eyes.")
+        only = ", beginning with weights that had seen other scans" if sources.inherited else " only"
+        found.append(f"{used} on synthetic phantoms{only}. Nothing is known about real eyes.")
     elif sources.probe is not None:
         found.append("Tested on participants of one data set only; no second one confirms the results.")
     scanners = sorted({a.scanner for own in by_split(sources).values() for a in own})
