@@ -487,6 +487,15 @@ def test_a_store_keeps_its_key(catalog, tmp_path):
     assert len(preparing(KEY)) == 2
 
 
+def test_a_key_that_is_not_that_of_the_catalog_is_named_as_a_cause(catalog, tmp_path):
+    hidden = pseudonymise(replace(catalog, acquisitions=catalog.acquisitions[:2]), KEY)
+    places = locate(hidden, catalog.root, KEY)
+    with pytest.raises(
+        StoreError, match=r"2 with changed_since_scan, .*; or the key is not that of the catalog's pseudo"
+    ):
+        prepare(hidden, tmp_path / "store", SMALL, workers=0, progress=False, locations=places, key=KEY[:-1])
+
+
 def test_kept_columns_pass_and_withheld_ones_are_named_on_the_terminal(clinic, tmp_path):
     people = (clinic / "participants.tsv").read_text().splitlines()
     table = [

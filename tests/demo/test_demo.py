@@ -290,6 +290,23 @@ def test_a_first_scan_without_a_picture_is_said_on_the_terminal(tmp_path, monkey
     assert [line for line in said if line.endswith("a.dcm: no picture: its layers cannot be drawn")]
 
 
+@pytest.mark.parametrize(("held", "options"), [("not_pretrained", {}), ("participant_key", {"labels": "labels.csv"})])
+def test_a_folder_that_has_grown_past_the_least_or_shrunk_is_refused_at_once(tmp_path, held, options):
+    """After hours of preparing, pretraining would refuse the folder, or the record of a pretrained run would be lost."""
+    eye, _ = phantom_volume(0, size=(6, 64, 48))
+    write_oct_dicom(tmp_path / "dicom" / "a.dcm", eye.voxels, eye.spacing_mm)
+    (tmp_path / "labels.csv").write_text("participant_id,grade\n1,2\n")
+    record = tmp_path / "mine" / "run" / "run.json"
+    record.parent.mkdir(parents=True)
+    record.write_text(json.dumps({held: "some text"}))
+    given = {name: tmp_path / value for name, value in options.items()}
+    with pytest.raises(
+        ConfigError, match=r"with(out)? pretraining, and this one, of [01] training scans, .* another --out"
+    ):
+        run_demo(tmp_path / "mine", data=tmp_path / "dicom", echo=lambda line: None, **given)
+    assert not (tmp_path / "mine" / "prepared").exists() and json.loads(record.read_text()) == {held: "some text"}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_on_the_users_own_scans(quick, tmp_path):

@@ -17,7 +17,7 @@ from octfm.demo.questions import find_questions
 from octfm.demo.request import Request
 from octfm.demo.stages import Stages, gigabytes, require_room
 from octfm.encoder.encoder import seen_by
-from octfm.errors import BAD_INPUT, Echo, EvaluationError
+from octfm.errors import BAD_INPUT, ConfigError, Echo, EvaluationError
 from octfm.evaluation.probe import probe, write_probe
 from octfm.formats import read_volume
 from octfm.io.progress import Progress
@@ -50,6 +50,7 @@ def own_scans(request: Request, echo: Echo) -> Path:
         catalog.save(out / "catalog")
     trained = sum(a.split == "train" for a in catalog.acquisitions)
     pretrains = table is None or trained >= FEWEST or request.size is QUICK
+    _require_same_kind(out, pretrains, trained)
     questions = None
     if table is not None:
         # If nothing is pretrained, everybody can be tested.
@@ -101,6 +102,18 @@ def own_scans(request: Request, echo: Echo) -> Path:
         except EvaluationError as error:
             stages.say(f"   probe incomplete: {error}")
     return last_page(stages, run, out, store, card=pretrains)
+
+
+def _require_same_kind(out: Path, pretrains: bool, trained: int) -> None:
+    """Raises ConfigError if `out` holds a demonstration with pretraining and this one would be without, or the other
+    way round, as after scans were added or removed: neither can go on as the other."""
+    record = out / "run" / "run.json"
+    if record.is_file() and ('"not_pretrained"' in record.read_text("utf-8")) == pretrains:
+        before, now = ("without", "with") if pretrains else ("with", "without")
+        raise ConfigError(
+            f"{out}: holds a demonstration {before} pretraining, and this one, of {trained:,} training scans, would be "
+            f"{now} it ({FEWEST} are needed); choose another --out"
+        )
 
 
 def _scan(request: Request) -> Catalog:

@@ -165,7 +165,7 @@ def prepare(
     # Training may follow in this process and can use the memory of the workers.
     release(keep=1)
     store = Store.open(out)
-    _expect_volumes(store, out, len(tasks))
+    _expect_volumes(store, out, len(tasks), keyed=key_hash is not None)
     if progress:
         say(describe(store.summary()))
     if spent := account.close():
@@ -188,15 +188,17 @@ def _expect_files(catalog: Catalog, out: Location, *, named: bool) -> None:
         )
 
 
-def _expect_volumes(store: Store, out: Location, tried: int) -> None:
-    """Raises StoreError with the most frequent reason if the store holds no volume."""
+def _expect_volumes(store: Store, out: Location, tried: int, *, keyed: bool) -> None:
+    """Raises StoreError with the most frequent reason if the store holds no volume. `keyed`: whether the key of
+    pseudonyms was given."""
     if len(store):
         return
     code, count = Counter(u.code for u in store.unprepared()).most_common(1)[0]
     first = next(u for u in store.unprepared() if u.code == code)
+    other = "; or the key is not that of the catalog's pseudonyms" if keyed and code == "changed_since_scan" else ""
     raise StoreError(
-        f"{out}: none of {tried} volumes could be prepared, {count} with {code}, for example: {first.sentence}; see "
-        f"{out / 'unprepared.jsonl'}"
+        f"{out}: none of {tried} volumes could be prepared, {count} with {code}, for example: {first.sentence}{other}; "
+        f"see {out / 'unprepared.jsonl'}"
     )
 
 
