@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from octfm.errors import ConfigError, EvaluationError, StoreError
 from octfm.pretraining.preflight import data as preflight
+from octfm.store.layout import read_rows
 from octfm.store.store import Store
+from octfm.store.writer import StoreWriter, stage
 from support import ROOT
 from support.dicom_files import write_oct_dicom
 from support.small_store import GRADES, darkened, edit_rows, small_store
@@ -170,6 +173,52 @@ def test_it_pickles_as_a_path_and_transforms_in_the_worker(store):
     assert len(pickle.dumps(data)) < 3000
     (means, labels), *_ = DataLoader(pickle.loads(pickle.dumps(data)), batch_size=4)
     assert means.shape == labels.shape == (4,)
+
+
+def moved_here(folder, made):
+    """A store in which the same rows are other volumes takes the place of `folder`, as of one prepared again."""
+    shutil.rmtree(folder)
+    small_store(made, darkened)
+    edit_rows(made, lambda row: {"acquisition": f"1.2.3.{23 - row.index}"})
+    made.rename(folder)
+
+
+def test_a_worker_refuses_a_store_that_was_replaced(tmp_path):
+    """It would read the volumes of the new store and label them as those of the old one."""
+    whole = small_store(tmp_path / "own", darkened)
+    sent = [pickle.dumps(each) for each in (whole, whole.part([3, 1]), whole.as_torch())]
+    moved_here(tmp_path / "own", tmp_path / "again")
+    for each in sent:
+        with pytest.raises(StoreError, match="own: another store is here than was opened"):
+            pickle.loads(each)
+
+
+def test_a_store_that_was_replaced_is_not_read_on(tmp_path):
+    """Its shards are whole, and volumes that have been read before are not compared with rows.jsonl again."""
+    whole = small_store(tmp_path / "own", darkened)
+    data = whole.as_torch()
+    first_time = data[3]["voxels"]
+    moved_here(tmp_path / "own", tmp_path / "again")
+    with pytest.raises(StoreError, match="own: another store is here than was opened"):
+        data[3]
+    shutil.rmtree(tmp_path / "own")
+    small_store(tmp_path / "own", darkened)
+    assert torch.equal(Store.open(tmp_path / "own").as_torch()[3]["voxels"], first_time)
+
+
+def test_a_store_that_has_grown_is_read_as_before(tmp_path):
+    small_store(tmp_path / "own", darkened, splits=("train", "test"))
+    whole = Store.open(tmp_path / "own")
+    data, sent = whole.as_torch(), pickle.dumps(whole.as_torch())
+    before = [data[row]["voxels"] for row in range(4)]
+    small_store(tmp_path / "more", darkened)
+    rows = read_rows(tmp_path / "more")[0][4:]
+    with StoreWriter(tmp_path / "own", whole.preprocessing) as writer:
+        for row in rows:
+            stage(Store.open(tmp_path / "more")[row.index], writer.staging, "new", writer.compression)
+            writer.append(row, "new")
+    for each in (data, pickle.loads(sent)):
+        assert all(torch.equal(each[row]["voxels"], before[row]) for row in range(4))
 
 
 def test_a_part_of_a_store_gives_its_own_volumes(store):

@@ -30,6 +30,7 @@ from octfm.store.layout import (
     Unprepared,
     array_metadata,
     checksum,
+    digest,
     read_header,
     read_rows,
     read_unprepared,
@@ -56,6 +57,7 @@ class Store:
         """Rows whose voxels this object has compared with the checksum in rows.jsonl."""
         self._hashers: ThreadPoolExecutor | None = None
         self._process = os.getpid()
+        self._made = _when_made(path)
         self.requests: dict[str, int] = {}
         """Requests that `prepare` made to buckets, and how many of them were retries."""
 
@@ -72,7 +74,25 @@ class Store:
         return Store(path, header, read_rows(path)[0], threads)
 
     def __reduce__(self):
-        return Store.open, (self.path, self.threads)
+        return Store._reopened, (self.path, self.threads, len(self), self._order(len(self)))
+
+    @staticmethod
+    def _reopened(path: Location, threads: int | None, count: int, order: str) -> "Store":
+        """The store in another process; volumes may have been added since."""
+        store = Store.open(path, threads)
+        if store._order(count) != order:
+            raise store._replaced()
+        return store
+
+    def _order(self, count: int) -> str:
+        """Digest of the first acquisitions: whoever counts rows counts the same ones."""
+        return digest("\n".join(row.acquisition for row in self.rows[:count]).encode())
+
+    def _replaced(self) -> StoreError:
+        return StoreError(
+            f"{self.path}: another store is here than was opened; it was replaced meanwhile, and its rows may be other "
+            "volumes; put the former store back, or start again with this one"
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -289,6 +309,10 @@ class Store:
             # are kept, because the end of one deletes files that the parent uses.
             self._inherited = self._arrays, self._hashers
             self._arrays, self._hashers, self._process = None, None, os.getpid()
+        # A shard of a store that has been moved here is whole and has the name of a row. Of a store that is gone, the
+        # reader says so.
+        if (made := _when_made(self.path)) is not None and made != self._made:
+            raise self._replaced()
         renewed: set[int] = set()
         while True:
             try:
@@ -375,6 +399,14 @@ class Store:
             row,
             f"{self.path / name / shard_key(row)}: volume {row} ({self.rows[row].acquisition}) cannot be read: {why}",
         )
+
+
+def _when_made(path: Location) -> int | None:
+    """When store.json, which no writer changes, was written: whether it is still the same store. None in a bucket."""
+    try:
+        return (path / "store.json").stat().st_mtime_ns if isinstance(path, Path) else None
+    except OSError:
+        return None
 
 
 class _Damaged(Exception):
