@@ -819,10 +819,10 @@ def test_calibration_counts_scans_that_were_corrected_whole(tmp_path):
     as_found, by_hand = row_of(found), row_of(corrected)
     rows = [as_found | {"source": f"{i}"} for i in range(60)]
     fixed = [by_hand | {"source": f"{i}", "corrected_participant": f"P{i}"} for i in range(55)]
-    fixed += [row_of(part) | {"source": "56"}, as_found | {"source": "57"}]
+    fixed += [row_of(part) | {"source": "56", "corrected_participant": "P56"}, as_found | {"source": "57"}]
     save_table(fixed, tmp_path / "fixed.csv")
     scaled, said = calibrate_rows(rows, tmp_path / "fixed.csv")
-    assert "55 participants" in scaled[0]["range_kind"] and "1 scan left out" in said[-1]
+    assert "55 participants" in scaled[0]["range_kind"] and "1 scan left out: not every B-scan was" in said[-1]
     assert float(scaled[0]["range_factor"]) == pytest.approx(4 / 5, rel=0.02), "4 µm of a range of 5"
     save_table(fixed[:3], tmp_path / "few.csv")
     with pytest.raises(EvaluationError, match="at least 50 participants"):

@@ -146,16 +146,23 @@ def test_ranges_belong_to_their_weights():
 def test_own_corrections_turn_ranges_into_intervals(tmp_path):
     """Half as wide where the corrections need no more, for their scanner only; doing it again changes nothing."""
     rows, others = table(60), table(5, "zeiss_cirrus")
+    refused = row_of(replace(found_in(9, reasons=("no",)), ranges=RANGES)) | {"scanner": "heidelberg_spectralis"}
     low, high = RANGE["centre"]
     mean, reach = float(rows[0]["centre_um"]), float(rows[0][high]) - float(rows[0]["centre_um"])
+    down = mean - float(rows[0][low])
     corrected(tmp_path / "c.csv", rows + others, lambda i, reach: reach * i / 120)
-    found, told = calibrate_rows(rows + others, tmp_path / "c.csv")
+    found, told = calibrate_rows([refused, *rows, *others], tmp_path / "c.csv")
+    assert found.pop(0) == refused, "no interval without zones"
     assert "60 participants" in found[0]["range_kind"] and found[0]["range_kind"].startswith("90 % interval")
     # The 55th of 60 participants, since the new one counts, too.
     assert float(found[0]["range_factor"]) == pytest.approx(54 / 120, rel=0.03)
     assert float(found[0][high]) - mean == pytest.approx(reach * 54 / 120, abs=0.15)
+    assert mean - float(found[0][low]) == pytest.approx(down * 54 / 120, abs=0.15)
     assert found[-1] == others[-1] and found[-1]["range_kind"] == SYNTHETIC
-    assert len(told) == 2 and any("too few" in line and "as they are" in line for line in told)
+    assert len(told) == 2 and told[0].startswith(
+        "heidelberg_spectralis: 90 % intervals from 60 participants, 0.45 times"
+    )
+    assert told[1].startswith("zeiss_cirrus: 5 participants are too few") and "as they are" in told[1]
     again, _ = calibrate_rows(found, tmp_path / "c.csv")
     assert float(again[0][low]) == pytest.approx(float(found[0][low]), abs=0.3)
 
@@ -188,6 +195,8 @@ def test_intervals_need_enough_participants_and_corrections(tmp_path):
     corrected(tmp_path / "enough.csv", rows[:LEAST_PARTICIPANTS], lambda i, _: 1.0)
     assert "50 participants" in calibrate_rows(rows, tmp_path / "enough.csv")[0][0]["range_kind"]
     expect_enough(tmp_path / "enough.csv", {row["source"] for row in rows})
+    with pytest.raises(EvaluationError, match="got 49"):
+        expect_enough(tmp_path / "enough.csv", {row["source"] for row in rows[: LEAST_PARTICIPANTS - 1]})
     corrected(tmp_path / "none.csv", table(60, "other"), lambda i, _: 1.0)
     with pytest.raises(EvaluationError, match="got none"):
         calibrate_rows(rows, tmp_path / "none.csv")
