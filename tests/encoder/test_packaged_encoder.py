@@ -21,7 +21,7 @@ from octfm.errors import BucketError, CheckpointError, EvaluationError
 from octfm.layers.sample import samples
 from octfm.pretraining.initial_weights import with_hash
 from octfm.pretraining.preflight.resources import initial_weights
-from octfm.pretraining.settings import smoke
+from octfm.pretraining.settings import smoke, stored_config
 from octfm.run import checkpoint
 from octfm.weights.exported import digest, read_export
 from octfm.weights.packaged import CURRENT_ENCODER, encoders_folder, packaged_encoders
@@ -288,6 +288,15 @@ def test_a_run_becomes_the_packaged_encoder_the_same_bytes_every_time(taught, tm
     assert packaged_encoders(tmp_path / "one").keys() == {NAME}
     exported = export(taught, tmp_path / "exported", echo=quiet)
     assert load_encoder(exported).digest == whole.digest == load_encoder(taught).digest
+
+
+def test_a_packaged_encoder_names_no_folder_that_its_run_began_with(taught, tmp_path):
+    settings = stored_config(checkpoint.load(checkpoint.newest(taught))["config"])
+    model = settings.model.model_copy(update={"init": str(taught)})
+    later = quick_pretrain(settings.model_copy(update={"model": model}), None, tmp_path / "anna", "cpu", echo=quiet)
+    package(later, weights=tmp_path / "one", echo=quiet)
+    made = json.loads((tmp_path / "one" / NAME / "config.json").read_text())["made"]
+    assert "begun with another run" in made and str(taught) not in made
 
 
 def test_what_may_not_be_packaged_is_refused(taught, store, tmp_path, monkeypatch):

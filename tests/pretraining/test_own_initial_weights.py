@@ -24,8 +24,9 @@ from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.trust.report import _pretraining
 from octfm.volume.preprocessing import Preprocessing
+from support.planted_faults import infinite_gradient
 from support.small_store import SPLITS, edit_rows, small_preprocessing, small_store
-from support.tiny_runs import Killed, assert_same_run, config, final, quick_pretrain, quiet
+from support.tiny_runs import Killed, assert_same_run, config, final, quick_pretrain, quiet, rows
 
 STILL = {"base_lr": 1e-9, "warmup_ratio": 0.1}
 NEW = "NEW"
@@ -184,6 +185,22 @@ def test_a_rollback_to_the_beginning_finds_the_same_weights(parent, second, tmp_
     quick_pretrain(config(steps=1), second, place, "cpu", echo=quiet)
     with pytest.raises(CheckpointError, match="holds other weights now"):
         learner.begin()
+
+
+def test_a_rollback_that_misses_the_initial_weights_leaves_an_incident(parent, second, tmp_path):
+    """The run's pages must say why it ended."""
+    place = tmp_path / "parent"
+    shutil.copytree(parent, place)
+
+    def echo(text: str) -> None:
+        if text.startswith("step      1/"):
+            shutil.rmtree(place)
+
+    settings = begun(place, health={"max_skips": 1})
+    with infinite_gradient(1), pytest.raises(CheckpointError, match="parent: no such file; expected a run"):
+        quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=echo)
+    (incident,) = rows(tmp_path / "run", "incident")
+    assert incident["action"] == "stop" and "no such file" in incident["sentence"]
 
 
 def test_checkpoints_of_either_run_are_strangers_in_the_other(parent, second, tmp_path):

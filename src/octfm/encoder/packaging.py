@@ -19,6 +19,7 @@ from octfm.errors import Echo, EvaluationError
 from octfm.io.location import Location, local_path
 from octfm.models.pooling import POOLS, VectorPool
 from octfm.phantom import phantom_volume
+from octfm.pretraining.initial_weights import NAMED
 from octfm.run.runtime import alone
 from octfm.weights.exported import digest
 from octfm.weights.packaged import CURRENT_ENCODER, encoders_folder
@@ -61,6 +62,9 @@ def package(
     if content["participants"]["hashes"]:
         raise EvaluationError(f"{run}: trained on scans of people; packaged encoders are trained on phantoms only")
     encoder = encoder_in(path, content, alone("fp32", "cpu")).pooling(pool)
+    # A path on the machine that trained may name somebody.
+    init = encoder.config.model.init
+    begun = init if init is None or NAMED.fullmatch(init) else "another run"
     stored = {name: tensor.to(torch.bfloat16) for name, tensor in tensors_of(encoder).items()}
     objective, commit = encoder.config.objective.name, (content.get("git") or {}).get("commit")
     facts = {
@@ -69,7 +73,7 @@ def package(
         "trained_on": TRAINED_ON,
         "made": f"pretrained with objective {objective}: {content['step']:,} steps of "
         f"{encoder.config.data.global_batch_size} phantoms with seed {encoder.config.seed}"
-        + (f", begun with {init}" if (init := encoder.config.model.init) else "")
+        + (f", begun with {begun}" if begun else "")
         + (f", at commit {commit[:12]}" if commit else "")
         + f"; make encoder POOL={encoder.config.objective.pool}",
         "limits": LIMITS,

@@ -38,7 +38,8 @@ from octfm.weights.exported import KEY, checksum, is_export, read_export
 from octfm.weights.packaged import CURRENT_ENCODER, packaged_encoder
 
 PACKAGED = "packaged"
-_NAMED = re.compile(r"([\w.-]+)@([0-9a-f]{12})")
+NAMED = re.compile(r"([\w.-]+)@([0-9a-f]{12})")
+"""Name and hash of a packaged encoder, as runs record it."""
 MUST_AGREE = ("patch_size", "width", "heads", "mlp_ratio", "positions")
 CONTAINERS = ("target_encoder", "encoder")
 PREFIX = re.compile(r"^(module\.)?(backbone\.)?")
@@ -143,7 +144,7 @@ def read_initial(init: str, config: PretrainConfig) -> Initial:
     """The weights that model.init names, for networks of these settings. Raises CheckpointError, naming what there is
     not, is damaged or has another size, and for an export whose participants are unknown without its key."""
     where = location(init)
-    if init == PACKAGED or (_NAMED.fullmatch(init) and isinstance(where, Path) and not where.exists()):
+    if init == PACKAGED or (NAMED.fullmatch(init) and isinstance(where, Path) and not where.exists()):
         return _packaged(init, config.model)
     if isinstance(where, BucketPath) or where.is_dir() or checkpoint.header(where) is not None:
         return _own(init, config)
@@ -161,7 +162,7 @@ def read_initial(init: str, config: PretrainConfig) -> Initial:
 
 
 def _packaged(init: str, config: ViTConfig) -> Initial:
-    named = _NAMED.fullmatch(init)
+    named = NAMED.fullmatch(init)
     name = named[1] if named else CURRENT_ENCODER
     content = read_export(packaged_encoder(name))
     if named and not content["sha256"].startswith(named[2]):

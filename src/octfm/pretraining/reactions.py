@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from octfm.errors import TrainingError
+from octfm.errors import OctfmError, TrainingError
 from octfm.io.hashing import keyed_hash
 from octfm.pretraining.data import Data
 from octfm.pretraining.learner import Learner
@@ -80,7 +80,7 @@ class Reactions:
             try:
                 sentence = f"{sentence}; {roll_back(config, learner, session.run, step, finding.what)}"
                 facts = {"rollback": len(learner.state.rollbacks), "to": learner.step}
-            except TrainingError as error:
+            except OctfmError as error:
                 # The run's pages must say why it ended.
                 action, failure = "stop", error
                 sentence = f"{sentence}; {str(error).removeprefix(f'step {step}: ')}"
