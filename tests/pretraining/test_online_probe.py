@@ -255,7 +255,8 @@ def test_F12_whoever_chose_a_checkpoint_is_no_test_participant_of_it(store, labe
         )
 
 
-def test_scores_on_corrected_labels_are_not_compared_with_those_before(store, labels, tmp_path, monkeypatch):
+@pytest.mark.parametrize("change", ["corrected labels", "metrics.jsonl deleted"])
+def test_a_score_that_can_be_compared_with_no_other_is_the_best(store, labels, tmp_path, monkeypatch, change):
     """Else a state that mistaken labels found good would remain the best one."""
     scored(monkeypatch, 0.9, 0.5, 0.3)
     table = Path(shutil.copy(labels, tmp_path / "labels.tsv"))
@@ -264,10 +265,16 @@ def test_scores_on_corrected_labels_are_not_compared_with_those_before(store, la
         interrupted_after(4, patch)
         quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
     assert best_step(tmp_path / "run" / "checkpoints") == 3
-    first, *others = table.read_text().splitlines()
-    table.write_text("\n".join([first, others[0].replace(".", "1."), *others[1:]]) + "\n")
-    run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
-    assert [row["score"] for row in rows(run, "probe")] == [0.9, 0.5, 0.3]
+    if lost := change != "corrected labels":
+        (tmp_path / "run" / "metrics.jsonl").unlink()
+    else:
+        first, *others = table.read_text().splitlines()
+        table.write_text("\n".join([first, others[0].replace(".", "1."), *others[1:]]) + "\n")
+    said: list[str] = []
+    run = quick_pretrain(settings, store, tmp_path / "run", echo=said.append)
+    remark = "has no such score of the best checkpoint so far, after step 3; this one counts as the best now"
+    assert sum(line.endswith(remark) for line in said) == 1
+    assert [row["score"] for row in rows(run, "probe")] == [0.9, 0.5, 0.3][lost:]
     assert best_step(run / "checkpoints") == 6
     assert "step-00000006.pt" in checkpoint_advice(list(read_metrics(run / "metrics.jsonl")))
 

@@ -77,6 +77,11 @@ class Validation:
             session.metrics.write("probe", step, pool=pool, **row)
             score = f"{row['metric']} {row['score']:.3f} (nearest neighbours {row['knn']:.3f})"
             session.echo(f"step {step + 1}: {cases.target} from frozen features: {score}")
+            if best is not None and not before:
+                session.echo(
+                    f"{self.run.metrics} has no such score of the best checkpoint so far, after step {best}; this one "
+                    "counts as the best now"
+                )
             return float(row["score"]) >= max(before, default=-np.inf)
 
         return self.runtime.first(is_best)
