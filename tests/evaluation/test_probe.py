@@ -856,6 +856,37 @@ def test_a_missing_value_of_the_participants_own_table_is_no_class(cohort, tmp_p
     assert cases.classes == ("a", "b") and cases.unlabelled == 40
 
 
+@pytest.mark.parametrize("nothing", [";", " ; ", "NA; unknown"])
+def test_separators_and_missing_values_between_them_are_no_label(cohort, tmp_path, nothing):
+    """As a spreadsheet joins two columns of diagnoses of which one or both are empty."""
+    data = read_embeddings(cohort.embeddings(tmp_path / "a.parquet"))
+    cells = ("Healthy", "AMD; NA", nothing, "; none")
+    data = replace(data, participant_labels=tuple({"diagnosis": cells[int(p) % 4]} for p in data.participant))
+    cases = make_cases(Target("disease", "diagnosis", "participant"), data, None)
+    ill = [int(data.participant[i]) % 4 == 1 for i in cases.rows]
+    assert cases.unlabelled == 30 and cases.label.tolist() == ill
+    assert [target.name for target in find_targets(["diagnosis"], data, None)] == ["diagnosis:AMD"]
+    one = make_cases(find_targets(["diagnosis"], data, None)[0], data, None)
+    assert one.unlabelled == 30 and one.label.tolist() == ill
+
+
+@pytest.mark.parametrize("cell", ["Healthy", "AMD", ";"])
+def test_disease_needs_healthy_and_diseased_eyes(cohort, tmp_path, cell):
+    data = read_embeddings(cohort.embeddings(tmp_path / "a.parquet"))
+    data = replace(data, participant_labels=({"diagnosis": cell},) * len(data.participant))
+    message = "No acquisition has a label" if cell == ";" else "does not hold both healthy and diseased eyes"
+    with pytest.raises(Skip, match=message):
+        make_cases(Target("disease", "diagnosis", "participant"), data, None)
+
+
+@pytest.mark.parametrize("numbers", [10, 11])
+def test_more_than_ten_numbers_are_measurements_and_no_grades(cohort, tmp_path, numbers):
+    data = read_embeddings(cohort.embeddings(tmp_path / "a.parquet"))
+    labels = tuple({"x": str(int(p) % numbers)} for p in data.participant)
+    cases = make_cases(Target("x", "x", "eye"), replace(data, participant_labels=labels), None)
+    assert cases.kind == ("ordinal" if numbers == 10 else "regression")
+
+
 def test_numbers_that_are_all_alike_in_the_test_have_no_r_squared(cohort, tmp_path):
     lines = [
         f"{r['participant']}\t{r['laterality']}\t{5.0 if r['split'] == 'test' else i}"

@@ -40,6 +40,7 @@ from octfm.evaluation.statistics import (
     enough_resamples,
     holm,
     interval,
+    mean_of,
     over_seeds,
 )
 
@@ -192,6 +193,31 @@ def test_interval_p_and_verdict_never_contradict_each_other(resamples, shift, se
     assert excludes == (found.verdict != "inconclusive") == (found.p <= 0.05)
 
 
+@pytest.mark.parametrize(
+    ("values", "low", "p"),
+    [
+        (np.ones(38), np.nan, 2 / 39),
+        (np.ones(39), 1.0, 0.05),
+        (np.ones(99), 1.0, 0.02),
+        (np.zeros(99), 0.0, 1.0),
+        (np.full(99, np.nan), np.nan, 1.0),
+    ],
+)
+def test_p_counts_the_estimate_as_one_resample_and_is_at_most_1(values, low, p):
+    found = compare(Bootstrap(1.0, values, np.zeros(0)), Bootstrap(0.0, np.zeros(len(values)), np.zeros(0)))
+    assert found.p == p and found.low == pytest.approx(low, nan_ok=True)
+
+
+def test_the_mean_of_metrics_is_taken_resample_by_resample():
+    a = Bootstrap(0.2, np.array([0.1, 0.2, 0.3]), np.array([0.2, 0.4]))
+    b = Bootstrap(0.4, np.array([0.3, np.nan, 0.5]), np.array([0.4, 0.8]))
+    found = mean_of([a, b])
+    assert found.estimate == pytest.approx(0.3)
+    np.testing.assert_allclose(found.resampled, [0.2, np.nan, 0.4])
+    np.testing.assert_allclose(found.leave_one_out, [0.3, 0.6])
+    np.testing.assert_array_equal(over_seeds([a, b]).leave_one_out, found.leave_one_out)
+
+
 def test_pairing_narrows_the_interval_of_a_difference():
     rng = np.random.default_rng(5)
     participant, label, score = cohort(rng, participants=100, eyes=1)
@@ -299,6 +325,21 @@ def test_clustered_variance_is_delongs_if_no_participant_has_two_eyes():
     assert alone.covariance[0, 0] == pytest.approx(v10[label].var(ddof=1) / m + v01[~label].var(ddof=1) / n)
 
 
+@pytest.mark.parametrize("rare", [0, 1])
+def test_the_formula_needs_two_cases_and_two_participants_of_either_class(rare):
+    score = np.arange(7.0)
+    for count, message in ((1, "expected two cases or more of either class, got"), (2, None)):
+        label = (np.arange(7) < count) == rare
+        if message:
+            with pytest.raises(ValueError, match=message):
+                areas(label, score)
+        else:
+            assert np.isfinite(areas(label, score).covariance).all()
+            assert areas(label, score, np.array([0, 1, 0, 1, 2, 3, 4])).clustered
+            with pytest.raises(ValueError, match="all cases of one class belong to one cluster"):
+                areas(label, score, np.array([0, 0, 0, 1, 2, 3, 4]))
+
+
 def test_bootstrap_agrees_with_the_formula_where_both_hold():
     participant, label, score = cohort(np.random.default_rng(9), participants=200)
     boot = bootstrap(partial(auroc, label, score), participant, resamples=2000)
@@ -315,6 +356,13 @@ def test_bca_and_percentile_equal_scipys_on_a_skewed_mean():
     for ours, theirs in (("bca", "BCa"), ("percentile", "percentile")):
         reference = scipy_bootstrap((x,), np.mean, n_resamples=20_000, method=theirs, rng=1).confidence_interval
         np.testing.assert_allclose(interval(boot, method=ours), reference, rtol=0.02)
+
+
+@pytest.mark.parametrize("jackknife", [[0.4, 0.5, 0.6], [0.5, 0.5, 0.5]])
+def test_bca_neither_corrects_a_metric_of_few_values_nor_fails_where_nobody_changes_it(jackknife):
+    """Half the resamples equal the estimate, as many are above it as below: there is no bias."""
+    boot = Bootstrap(0.5, np.repeat([0.0, 0.5, 1.0], (250, 500, 250)), np.array(jackknife))
+    assert interval(boot) == interval(boot, method="percentile") == (0.0, 1.0)
 
 
 @pytest.mark.slow

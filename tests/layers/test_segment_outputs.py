@@ -103,7 +103,8 @@ def test_the_devices_grid_stands_beside_ours(tmp_path):
     assert "less than 90% of: outer inferior" in row["device_note"] and not row[DEVICE_UNIT["outer inferior"]]
     shown = describe(found, device)
     difference = float(row[UNIT["centre"]]) - 280
-    assert f"device  280.0 µm   difference {difference:+6.1f} µm" in shown
+    assert f"device  280.0 µm   difference {difference:+6.1f} µm" in shown and "volume by the device 8.729 mm³" in shown
+    assert "device" not in describe(found) and f"volume within 3 mm {row['volume_mm3']} mm³" in describe(found)
     refused = describe(found_in(reasons=("dark",)), device)
     assert "device  280.0 µm   difference      – µm" in refused and "zones of the device" in refused
     lines = Lines(
@@ -114,7 +115,8 @@ def test_the_devices_grid_stands_beside_ours(tmp_path):
     longer = replace(changed(found, lines=lines), axial_length_mm=27.0)
     assert row_of(longer, device)["device_note"] == placed["device_note"], "the device's millimetres are nominal"
     untouched = row_of(found, replace(device, centre_moved=False))
-    assert "nobody has moved it to the fovea" in untouched["device_note"]
+    assert "nobody has moved it to the fovea" in untouched["device_note"] and "moved" not in row["device_note"]
+    assert row_of(found, replace(device, volume_mm3=None))["device_volume_mm3"] == ""
     unread = row_of(found, "the device's grid cannot be read: damaged_file")
     assert unread["device_note"] == "the device's grid cannot be read: damaged_file"
 

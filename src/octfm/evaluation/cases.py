@@ -211,7 +211,8 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
     a multi-label column) in two spellings.
     """
     values = column_values(target.column, data, table)
-    rows = np.array([i for i, value in enumerate(values) if value is not None], dtype=int)
+    # Some cells hold separators alone, as where a spreadsheet joined two empty ones.
+    rows = np.array([i for i, value in enumerate(values) if value is not None and _parts(value)], dtype=int)
     if rows.size == 0:
         raise Skip(f"No acquisition has a label in column {target.column}.")
     kept = [str(values[i]) for i in rows]
@@ -321,7 +322,8 @@ def _bare(cell: str) -> str:
 
 
 def _parts(cell: str) -> list[str]:
-    return [part for piece in cell.split(SEPARATOR) if (part := piece.strip())]
+    """The labels of a cell, without missing values among them."""
+    return [part for piece in cell.split(SEPARATOR) if (part := stated(piece))]
 
 
 def _classes(target: Target, values: Sequence[str]) -> tuple[tuple[str, ...], bool]:

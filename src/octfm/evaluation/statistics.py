@@ -190,8 +190,6 @@ def compare(a: Bootstrap, b: Bootstrap) -> Comparison:
     differences = a.resampled - b.resampled
     differences = np.sort(differences[np.isfinite(differences)])
     difference = a.estimate - b.estimate
-    if differences.size == 0:
-        return Comparison(difference, float("nan"), float("nan"), 1.0, "inconclusive")
     one_sided = min((differences <= 0).sum(), (differences >= 0).sum())
     # The estimate itself counts as one resample, so that p is never 0.
     p = min(1.0, 2 * (1 + int(one_sided)) / (1 + differences.size))
