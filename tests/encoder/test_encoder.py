@@ -11,13 +11,23 @@ import numpy as np
 import pytest
 import torch
 
-from octfm.encoder.embed import NAMES, WORDS, embed_store, embed_with, embedding_files, write_vectors
+from octfm.encoder.embed import (
+    NAMES,
+    WORDS,
+    embed_store,
+    embed_with,
+    embedding_files,
+    encoder_facts,
+    write_rows,
+    write_vectors,
+)
 from octfm.encoder.embeddings import align, read_embeddings
 from octfm.encoder.encoder import content_of, load_encoder, seen_by
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
 from octfm.io.hashing import keyed_hash
 from octfm.models.token_map import TISSUE, TooFewTokens, tissue_index, token_map
 from octfm.run import checkpoint
+from octfm.store.store import Store
 from octfm.tasks.embed_run import embed_all
 from support.command_line import invoke
 from support.small_store import SIZE, edit_rows, small_preprocessing
@@ -111,6 +121,25 @@ def test_embed_all_writes_the_encoder_and_every_baseline(run, store, tmp_path):
     with pytest.raises(EvaluationError, match=f"holds embeddings, not a run; .*{run.name}.* --embeddings ") as told:
         embedding_files(aside)
     assert shlex.split(str(told.value))[-2:] == ["--embeddings", str(aside)]
+
+
+def test_vectors_that_do_not_belong_together_are_refused(run, store, tmp_path):
+    """octfm embed writes file by file: probed in between, an encoder would be compared with another one's baselines."""
+    again = Path(shutil.copytree(store.path, tmp_path / "again"))
+    edit_rows(again, lambda row: {"checksum": f"{row.checksum[:-4]}0000"})
+    other = Path(shutil.copytree(run, tmp_path / "other"))
+    for name, (encoder, volumes), says in (
+        ("a", (other, store), f"random_init.parquet: of {run}/.*, and pretrained.parquet is of {other}/.*embed again"),
+        ("b", (run, Store.open(again)), "random_init.parquet: of other volumes than pretrained.parquet: .*embed again"),
+    ):
+        for draw in (None, 0):
+            own = load_encoder(run, random_init=draw is not None)
+            embed_store(own, store, tmp_path / name, NAMES[0 if draw is None else 1], quiet)
+        assert len(embedding_files(run, tmp_path / name)) == 2
+        vectors = np.zeros((len(volumes), own.vector_width), np.float32)
+        write_rows(tmp_path / name / "pretrained.parquet", volumes, vectors, encoder_facts(load_encoder(encoder)))
+        with pytest.raises(EvaluationError, match=says):
+            embedding_files(run, tmp_path / name)
 
 
 def test_vectors_do_not_depend_on_the_tokens_of_training(run, store):

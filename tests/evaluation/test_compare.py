@@ -17,7 +17,7 @@ from octfm.report.compare import labels_of, names_of, settings_that_differ, writ
 from octfm.report.sources import gather
 from octfm.trust.leaderboard import leaderboard
 from support.browser import assert_renders, needs_chromium
-from support.command_line import octfm_here
+from support.command_line import invoke, octfm_here
 from support.run_folder import probe_result, write_run
 from support.small_store import darkened, small_store
 from support.tiny_runs import config, quick_pretrain, quiet
@@ -103,6 +103,20 @@ def test_page_shows_facts_curves_pairs_and_verdicts(runs, tmp_path):
     )
     assert "+0.11 (+0.06 to +0.16)" in text and "not after Holm" in text
     assert page.read_text().count("<svg") >= 7 and "<img" not in page.read_text()
+
+
+def test_page_names_the_checkpoints_that_were_probed(runs, tmp_path):
+    """A run that went on after octfm embed is shown with the curves of now and the scores of then."""
+    named = {name: Path(shutil.copytree(run, tmp_path / name)) for name, run in runs.items()}
+    (named["a"] / "probe.json").write_text(json.dumps(probe_result() | {"embeddings": [{"encoder": "/Meier/x.pt"}]}))
+    (named["b"] / "probe.json").write_text(
+        json.dumps(probe_result() | {"embeddings": [{"encoder": "/Meier/checkpoints/step-00000020.pt"}]})
+    )
+    result = together()
+    result["embeddings"] = [{"encoder": f"/Meier/checkpoints/step-000000{step}.pt"} for step in (30, 40)]
+    text = words(write_compare(named, tmp_path / "c.html", result))
+    assert "Checkpoint probed together step-00000030.pt step-00000040.pt" in text
+    assert "Checkpoint probed apart – step-00000020.pt" in text and "Meier" not in text
 
 
 def test_ticks_of_curves_stand_at_whole_steps(tmp_path):
@@ -210,6 +224,10 @@ def test_runs_are_probed_on_the_same_participants_and_a_twin_is_equal(tmp_path):
     assert {r["n_test_participants"] for r in folded["results"]} == {14}
     own = [row for one in (run, twin) for row in json.loads((one / "probe.json").read_text())["results"]]
     columns = ("metric", "readout", "seeds", "estimate", "low", "high")
+    vectors = run / "embeddings" / "pretrained.parquet"
+    vectors.write_bytes(vectors.read_bytes().replace(b"step-00000002.pt", b"step-00000001.pt"))  # it went on
+    done = invoke("compare", run, twin, "--labels", labels, "--target", "brightness", "--out", tmp_path / "c.html")
+    assert done.exit_code == 0 and done.output.count("vectors of step-00000001.pt; the newest checkpoint") == 1
     assert [[row[c] for c in columns] for row in own] == [[row[c] for c in columns] for row in folded["results"]]
 
 

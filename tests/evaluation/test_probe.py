@@ -19,6 +19,7 @@ import pytest
 import octfm
 from octfm.catalog.labels import read_labels
 from octfm.encoder.embeddings import Embeddings, align, joined, read_embeddings, take_rows
+from octfm.encoder.encoder import load_encoder
 from octfm.errors import EvaluationError
 from octfm.evaluation import linear, readouts
 from octfm.evaluation.cases import Cases, Round, Skip, Target, find_targets, make_cases, make_rounds, participant_folds
@@ -398,6 +399,20 @@ def test_vectors_of_a_checkpoint_before_the_newest_are_pointed_out(run, tmp_path
         remark = (
             "vectors of step-00000002.pt; the newest checkpoint of this run is step-00000003.pt, which `octfm embed"
         )
+        assert done.exit_code == 0 and (remark in done.output) == said, done.output
+
+
+def test_vectors_of_other_weights_than_the_run_are_pointed_out(run, tmp_path):
+    """As where two runs were embedded into one folder: participants seen in pretraining are those of RUN."""
+    path, cohort = tmp_path / "vectors" / "pretrained.parquet", Cohort(30)
+    path.parent.mkdir()
+    labels = cohort.labels(tmp_path / "labels.tsv")
+    for weights, said in ((load_encoder(run).digest, False), ("of others", True)):
+        table = pq.read_table(cohort.embeddings(path, encoder="runs/other"))
+        facts = json.loads(table.schema.metadata[b"octfm"]) | {"weights": weights}
+        pq.write_table(table.replace_schema_metadata({"octfm": json.dumps(facts)}), path)
+        done = invoke("probe", run, "--embeddings", path.parent, "--labels", labels, "--target", "diagnosis")
+        remark = f"vectors of runs/other, which are not by the weights of {run}; participants that were trained on"
         assert done.exit_code == 0 and (remark in done.output) == said, done.output
 
 

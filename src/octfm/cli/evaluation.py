@@ -58,7 +58,7 @@ def probe(
     octfm probe runs/vit_s --labels labels.tsv --target diagnosis
     """
     from octfm.catalog.labels import read_labels
-    from octfm.encoder.embed import embedding_files, older_vectors
+    from octfm.encoder.embed import embedding_files, older_vectors, other_vectors
     from octfm.encoder.embeddings import read_embeddings, without_excluded_vectors
     from octfm.encoder.encoder import seen_by
     from octfm.evaluation.arms import make_arms
@@ -76,7 +76,7 @@ def probe(
     folder = location(out or embeddings or run)
     refuse_inside_export(folder)
     files = embedding_files(run, embeddings) if embeddings is not None else embedding_files(local_run(run))
-    if embeddings is None and (remark := older_vectors(run, files[0])):
+    if remark := older_vectors(run, files[0]) if embeddings is None else other_vectors(run, files[0]):
         opt.echo_line(remark)
     expect_writable(folder)  # after RUN is known to exist: else a mistyped one is named as a folder to write into
     if exclude is not None:

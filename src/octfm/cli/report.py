@@ -77,11 +77,15 @@ def compare(
     orders = opt.parse_orders(order)
     named, result, reason = names_of(runs), None, "They were not requested (--no-pairs)."
     if pairs:
+        from octfm.encoder.embed import older_vectors
         from octfm.evaluation.probe import probe_together
 
         table = labels or labels_of(named, lambda line: typer.echo(one_line(line), err=True))
         try:
             result, reason = probe_together(named, table, targets=target, orders=orders, allow_seen=allow_seen), ""
+            for run in runs:
+                if remark := older_vectors(run, run / "embeddings" / "pretrained.parquet"):
+                    typer.echo(one_line(remark), err=True)
         except EvaluationError as error:
             # Not the whole error, which names paths and acquisitions: the page may be passed on.
             reason = error.public or "The runs could not be probed together."

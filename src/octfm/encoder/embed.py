@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from octfm.encoder.encoder import Encoder
+from octfm.encoder.encoder import AT_RANDOM, Encoder, load_encoder
 from octfm.errors import Echo, EvaluationError
 from octfm.io.hashing import hash_text
 from octfm.io.location import Location, expect_writable, local_path, location, write_whole
@@ -46,7 +46,7 @@ SINGLE_SCANS = "single scans"
 
 def embedding_files(run: str | Location, folder: str | Location | None = None) -> list[Location]:
     """The embeddings files of a run, in RUN/embeddings or in `folder` (also in a bucket), in the order of NAMES. Raises
-    EvaluationError if there are none."""
+    EvaluationError if there are none, or if they do not belong together."""
     where = location(folder) if folder is not None else location(run) / "embeddings"
     found = [where / f"{name}.parquet" for name in NAMES if (where / f"{name}.parquet").is_file()]
     own = location(run) / f"{NAMES[0]}.parquet"
@@ -59,7 +59,39 @@ def embedding_files(run: str | Location, folder: str | Location | None = None) -
     if not found:
         command = shlex.join(["octfm", "embed", str(run), "--store", "prepared"])
         raise EvaluationError(f"{where}: no embeddings; make them with `{command}`")
+    _expect_one_origin({file: facts_of(file) for file in found})
     return found
+
+
+def _expect_one_origin(files: Mapping[Location, Mapping[str, Any]]) -> None:
+    """Raise EvaluationError if the first file is of other volumes than another one, or a random initialisation of
+    another encoder: octfm embed writes them one by one. Files of earlier versions do not name their volumes."""
+    (first, facts), *others = files.items()
+    for file, own in others:
+        volumes = {each["voxels"] for each in (facts, own) if "voxels" in each}
+        drawn, is_drawn, _ = str(own.get("encoder", "")).partition(AT_RANDOM)
+        run = PurePath(drawn).parents[1] if is_name(PurePath(drawn).name) else drawn
+        if len(volumes) > 1:
+            what = f"of other volumes than {first.name}"
+        elif is_drawn and not f"{facts.get('encoder', '')}/".startswith(f"{run}/"):
+            what = f"of {drawn}, and {first.name} is of {facts.get('encoder')}"
+        else:
+            continue
+        raise EvaluationError(
+            f"{file}: {what}: octfm embed is still writing into this folder, was stopped, or wrote another encoder's "
+            "vectors there; embed again, into a folder of its own"
+        )
+
+
+def other_vectors(run: str | Location, file: Location) -> str | None:
+    """A sentence about vectors in a folder of their own that were not made with the weights of `run`; else None."""
+    facts = facts_of(file)
+    if file.stem != NAMES[0] or facts.get("weights") in (None, load_encoder(run).digest):
+        return None
+    return (
+        f"{file}: vectors of {facts.get('encoder')}, which are not by the weights of {run}; participants that were "
+        f"trained on are those of {run}"
+    )
 
 
 def older_vectors(run: str | Location, file: Location) -> str | None:
@@ -262,6 +294,7 @@ def _read_ahead(store: Store, batches: Sequence[np.ndarray]) -> Iterator[tuple[n
 
 def write_rows(path: Path, store: Store, vectors: np.ndarray, facts: dict[str, Any]) -> Path:
     """Write an embeddings file of vectors [N, width] in the order of a store."""
+    facts = facts | {"voxels": _voxels_of(store)}
     return write_vectors(path, [vars(row) for row in store.rows], vectors, facts, store.preprocessing)
 
 

@@ -49,6 +49,10 @@ READ = "all tissue tokens"
 score of a vector, even of an untrained network."""
 
 
+AT_RANDOM = " at random initialisation"
+"""Follows the path of an encoder in `Encoder.source` if its weights are those before the first update."""
+
+
 @dataclass(frozen=True, eq=False)
 class Encoder:
     """The frozen encoder of a run (objective.frozen) with the Preprocessing that its weights expect (F15)."""
@@ -440,7 +444,7 @@ def _prepared_otherwise(what: str, encoder: str, differing: str = "") -> str:
     return (
         f"{what}: prepared with other settings than {encoder} was trained on{f' ({differing})' * bool(differing)}; "
         "prepare the volumes again with its own "
-        f"Preprocessing (octfm prepare CATALOG --like {shlex.quote(encoder.partition(' at random ')[0])}) (F15)"
+        f"Preprocessing (octfm prepare CATALOG --like {shlex.quote(encoder.partition(AT_RANDOM)[0])}) (F15)"
     )
 
 
@@ -558,4 +562,4 @@ def as_trained_on(encoder: Encoder, content: dict[str, Any], what: str, part: st
 
 def _source(path: Location, random_init: bool, draw: int = 0) -> str:
     name = display_name(path)
-    return f"{name} at random initialisation{f', draw {draw + 1}' if draw else ''}" if random_init else name
+    return f"{name}{AT_RANDOM}{f', draw {draw + 1}' if draw else ''}" if random_init else name

@@ -1,7 +1,7 @@
 """compare.html: several runs on one page, with the settings that differ, curves, probes and paired differences."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from octfm.config import flat
@@ -13,6 +13,7 @@ from octfm.report import figures, words
 from octfm.report.page import MAX_BYTES, html_file, render, write_page
 from octfm.report.shareable import shareable_setting
 from octfm.report.sources import Sources, gather, lookup, series
+from octfm.run.checkpoint_files import is_name
 
 ABSENT = "–"
 
@@ -28,7 +29,7 @@ def write_compare(
     facts = {
         "names": list(sources),
         "lead": _lead(result, reason),
-        "overview": _overview(sources),
+        "overview": [*_overview(sources), *_probed(sources, result)],
         "settings": settings_that_differ(sources),
         "charts": figures.compared_charts(sources),
         "own": _own_probes(sources),
@@ -122,6 +123,21 @@ def _overview(sources: Mapping[str, Sources]) -> list[tuple[str, list[str]]]:
         ("Checkpoint to take", [sentence.split(":")[0] or ABSENT for sentence in advice]),
         ("Health", [health(s) for s in every]),
     ]
+
+
+def _probed(sources: Mapping[str, Sources], result: dict[str, Any] | None) -> list[tuple[str, list[str]]]:
+    """The checkpoints whose vectors were probed: a run may have gone on since."""
+
+    def checkpoint_in(facts: Mapping[str, Any]) -> str:
+        name = PurePath(str(facts.get("encoder", ""))).name
+        return name if is_name(name) else ABSENT
+
+    rows = {}
+    if result is not None:
+        rows["Checkpoint probed together"] = [checkpoint_in(facts) for facts in result.get("embeddings", ())]
+    own = [s.probe.get("embeddings") if s.probe is not None else None for s in sources.values()]
+    rows["Checkpoint probed apart"] = [checkpoint_in(embeddings[0]) if embeddings else ABSENT for embeddings in own]
+    return [(label, cells) for label, cells in rows.items() if {*cells} != {ABSENT}]
 
 
 def _own_probes(sources: Mapping[str, Sources]) -> list[dict[str, Any]]:
