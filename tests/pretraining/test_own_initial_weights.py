@@ -1,5 +1,6 @@
 """`model.init` names a run, a checkpoint or an export of one's own: what is carried over, and who counts as seen."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -93,7 +94,13 @@ def test_F16_the_participants_of_both_runs_count_as_seen(parent, first, second, 
     fourth = quick_pretrain(begun(exported, steps=1), second, tmp_path / "fourth", "cpu", echo=quiet)
     for later in (third, exported, fourth):
         assert all(map(seen_by(later), both)), later
-    assert len({RunFolder(path, PRETRAINING).id for path in (parent, run, third, fourth)}) == 4
+    # Nobody who knows one run's key can look for the people of another.
+    keys = [part["key"] for part in checkpoint.parts_of(final(fourth)["participants"])]
+    assert keys == [RunFolder(path, PRETRAINING).key for path in (fourth, parent, run)]
+    assert final(parent)["version"] == 2 and final(run)["version"] == 3, "octfm 0.1 would overlook the parent's people"
+    assert [json.loads((exported / "config.json").read_text())["version"], (exported / "participants.key").read_text()] == [
+        2, f"{keys[2]}\n{keys[1]}\n",
+    ]  # fmt: skip
 
 
 def test_it_resumes_bit_for_bit_and_forgets_nobody(parent, first, second, tmp_path):
@@ -113,7 +120,7 @@ def test_it_resumes_bit_for_bit_and_forgets_nobody(parent, first, second, tmp_pa
     run = quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=quiet)
     assert_same_run(whole, run)
     assert all(map(seen_by(run), trained_on(first) | trained_on(second)))
-    assert final(run)["participants"]["hashes"] == final(whole)["participants"]["hashes"]
+    assert final(run)["participants"]["before"] == final(whole)["participants"]["before"]
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
@@ -204,7 +211,6 @@ def test_a_rollback_that_misses_the_initial_weights_leaves_an_incident(parent, s
 
 
 def test_checkpoints_of_either_run_are_strangers_in_the_other(parent, second, tmp_path):
-    """They share the key of their participants' hashes."""
     here = tmp_path / "parent"
     shutil.copytree(parent, here)
     run = quick_pretrain(begun(here, steps=6), second, tmp_path / "run", "cpu", echo=quiet)
@@ -297,7 +303,7 @@ def test_F16_trust_knows_the_scanners_of_all_runs_behind_the_weights(first, seco
 
 @pytest.mark.parametrize("exported", [False, True])
 def test_a_fine_tuning_notices_that_another_run_is_at_its_encoders_place(parent, first, second, tmp_path, exported):
-    """Both runs hash participants with one key. Going on from a checkpoint, it forgot whom only the former had seen."""
+    """Going on from a checkpoint, it would forget whom only the former had seen."""
     child = quick_pretrain(begun(parent, steps=1), first, tmp_path / "child", "cpu", echo=quiet)
     place = tmp_path / "place"
 

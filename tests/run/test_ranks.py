@@ -294,7 +294,8 @@ def test_ranks_begin_with_the_weights_of_a_sharded_run(ranks, store, whole, tmp_
     assert_same_curves(tmp_path / "one", tmp_path / "two")
     first = [json.loads((tmp_path / name / "run.json").read_text())["initial_weights"] for name in ("one", "two")]
     assert first[0] == first[1]
-    assert one["participants"]["hashes"] == two["participants"]["hashes"] == final(parent)["participants"]["hashes"]
+    assert one["participants"]["before"] == two["participants"]["before"]
+    assert one["participants"]["before"][0]["hashes"] == final(parent)["participants"]["hashes"]
 
 
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])

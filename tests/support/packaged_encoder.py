@@ -25,7 +25,7 @@ def write_packaged(weights: Path, encoder: Encoder | None = None) -> Path:
         "limits": "all",
     }
     facts["sha256"] = digest({name.removeprefix("network."): tensor for name, tensor in stored.items()})
-    write_files(weights / NAME, settings_of(encoder) | facts, stored, [])
+    write_files(weights / NAME, settings_of(encoder) | facts, stored, {"hashes": []})
     return weights / NAME
 
 

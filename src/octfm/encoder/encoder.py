@@ -496,12 +496,13 @@ def participants_of(run: str | Location) -> dict[str, Any]:
 
 def participants_in(content: dict[str, Any], run: str | Location) -> dict[str, Any]:
     """`hashes`: keyed hashes of the participants that a model was trained on or its checkpoint was chosen by; `key`:
-    their key, which may be None if there are none, as after training on streamed phantoms.
+    their key, which may be None if there are none, as after training on streamed phantoms; `before`: the same of the
+    runs with whose weights it began (model.init), if there are any.
 
     Raises EvaluationError if the key is kept elsewhere.
     """
     participants = content["participants"]
-    if participants["key"] is None and participants["hashes"]:
+    if not checkpoint.keys_are_known(participants):
         raise EvaluationError(
             f"{run}: exported without the key of its participants' hashes, so its training participants are unknown; "
             f"put the key back as {exported.KEY} next to its {exported.CONFIG}, or evaluate with --allow-seen"
@@ -512,11 +513,7 @@ def participants_in(content: dict[str, Any], run: str | Location) -> dict[str, A
 def seen_by(run: str | Location) -> Callable[[str], bool]:
     """A function that tells whether the run's newest checkpoint was trained on a participant or chosen by one, whatever
     the spelling of the id. Raises EvaluationError as `participants_of`."""
-    participants = participants_of(run)
-    known = set(participants["hashes"])
-    if not known:
-        return lambda _: False
-    return lambda participant: checkpoint.is_among(participant, known, participants["key"])
+    return checkpoint.recogniser(participants_of(run))
 
 
 def opened(run: str | Location | None, echo: Echo | None = None) -> tuple[Location, dict[str, Any]]:

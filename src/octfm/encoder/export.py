@@ -6,6 +6,7 @@ import re
 import secrets
 import shutil
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def export(
     partial = out.with_name(f".{out.name[:50]}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
         settings = settings_of(encoder, tuned, content.get("step"))
-        write_files(partial, settings, tensors_of(encoder, tuned), participants["hashes"], participants.get("run"))
+        write_files(partial, settings, tensors_of(encoder, tuned), participants)
         write_whole(partial / exported.CARD, (card or _plain_card(out.name, encoder, tuned)).encode())
         if onnx:
             from octfm.encoder.onnx_graph import write_onnx
@@ -73,9 +74,8 @@ def export(
                 f"{out}: {read.source} differs from {encoder.source} after reading it back; nothing was exported, "
                 "please report it"
             )
-        if participants["key"]:
-            key_file = Path(keep_key) if keep_key is not None else partial / exported.KEY
-            write_whole(key_file, f"{participants['key']}\n".encode())
+        if keys := exported.keys_text(participants):
+            write_whole(Path(keep_key) if keep_key is not None else partial / exported.KEY, keys.encode())
         _expect_new(out)  # once more: another process may have been faster
         partial.rename(out)
     except BaseException:
@@ -119,7 +119,6 @@ def settings_of(encoder: Encoder, tuned: TunedModel | None = None, step: int | N
     settings["model"] = settings["model"] | {"init": None}  # a path on the machine that trained
     content = {
         "format": exported.FORMAT,
-        "version": exported.VERSION,
         "octfm": __version__,
         "step": step,
         "parameters": count_parameters(encoder.network),
@@ -145,10 +144,10 @@ def tensors_of(encoder: Encoder, tuned: TunedModel | None = None) -> dict[str, T
 
 
 def write_files(
-    folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor], hashes: list[str], run: str | None = None
+    folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor], participants: Mapping[str, Any]
 ) -> None:
-    """Write everything that loading needs; config.json last, because it marks a folder as an export. `run` identifies
-    a run that shares the key of its hashes with another (`checkpoint.run_of`)."""
+    """Write everything that loading needs but the keys of `participants`; config.json last, because it marks a folder
+    as an export."""
     from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -156,8 +155,11 @@ def write_files(
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     # One entry only: safetensors writes several in an order that differs between processes.
     write_whole(folder / exported.WEIGHTS, save(tensors, {"sha256": exported.checksum(tensors)}))
-    seen = {"hash": "HMAC-SHA256", "hashes": hashes} | ({"run": run} if run else {})
+    before = [{"hashes": part["hashes"]} for part in participants.get("before", ())]
+    seen = {"hash": "HMAC-SHA256", "hashes": participants["hashes"]} | ({"before": before} if before else {})
     write_whole(folder / exported.SEEN, json.dumps(seen, indent=0).encode())
+    # An older octfm would overlook those of the runs before.
+    settings = settings | {"version": exported.VERSION if before else 1}
     write_whole(folder / exported.CONFIG, (json.dumps(settings, indent=2) + "\n").encode())
 
 

@@ -124,6 +124,6 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
         return model.to(map_location).eval()
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        write_files(Path(save_directory), self.facts, self.state_dict(), self.seen["hashes"], self.seen.get("run"))
-        if self.seen["key"]:
-            write_whole(Path(save_directory) / exported.KEY, f"{self.seen['key']}\n".encode())
+        write_files(Path(save_directory), self.facts, self.state_dict(), self.seen)
+        if keys := exported.keys_text(self.seen):
+            write_whole(Path(save_directory) / exported.KEY, keys.encode())

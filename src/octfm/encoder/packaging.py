@@ -83,7 +83,7 @@ def package(
     partial = folder.with_name(f".{name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        write_files(partial, settings_of(encoder, step=content["step"]) | facts, stored, [])
+        write_files(partial, settings_of(encoder, step=content["step"]) | facts, stored, {"hashes": []})
         if (size := _size(partial)) > MOST_BYTES:
             raise EvaluationError(
                 f"{run}: {size / 1e6:.1f} MB in bfloat16, at most {MOST_BYTES / 1e6:g} MB come with octfm; publish it "

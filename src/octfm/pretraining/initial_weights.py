@@ -61,26 +61,6 @@ def with_hash(config: PretrainConfig) -> PretrainConfig:
 
 
 @dataclass(frozen=True)
-class Inherited:
-    """On whom the weights that a run begins with were trained."""
-
-    key: str | None = None
-    """Key of `hashes`; None if there are none."""
-    hashes: tuple[str, ...] = ()
-    """Keyed hashes of the participants that the weights were trained on, or chosen by."""
-    runs: tuple[dict[str, Any], ...] = ()
-    """Of each run behind the weights that was trained on people: the scanners that it chose and left out
-    (data.scanners, data.leave_out_scanners). Empty for an export, which does not record them."""
-
-    @staticmethod
-    def of(participants: Mapping[str, Any]) -> "Inherited":
-        """As a run's checkpoint records it, together with the participants of the run itself."""
-        if "runs" not in participants:
-            return Inherited()
-        return Inherited(participants["key"], tuple(participants["hashes"]), tuple(participants["runs"]))
-
-
-@dataclass(frozen=True)
 class Initial:
     """What model.init names."""
 
@@ -90,7 +70,10 @@ class Initial:
     """By our names, in the shapes of the encoder that will be trained."""
     rest: dict[str, Tensor] = field(default_factory=dict)
     """All tensors of a run with the same objective, by the names of the objective's networks."""
-    inherited: Inherited = Inherited()
+    before: tuple[dict[str, Any], ...] = ()
+    """Of each run behind these weights that was trained on people: `key` and `hashes` of its participants and, except
+    of an export, which does not record them, the scanners that it chose and left out (data.scanners,
+    data.leave_out_scanners)."""
     preprocessing: Mapping[str, Any] | None = None
     """How the volumes behind these weights were prepared; None for V-JEPA 2."""
 
@@ -189,18 +172,19 @@ def _own(init: str, config: PretrainConfig) -> Initial:
     settings = stored_config(content["settings" if exported else "config"])
     _require_sizes(settings.model, config.model, init, str(path))
     seen = content["participants"]
-    if seen["hashes"] and seen["key"] is None:
+    if not checkpoint.keys_are_known(seen):
         raise CheckpointError(
             f"model.init={init}: exported without the key of its participants' hashes, so that nobody could tell on "
             f"whom the new run's weights were trained (F16); put the key back as {KEY} into that folder"
         )
-    run = {} if exported else {key: list(getattr(settings.data, key)) for key in ("scanners", "leave_out_scanners")}
-    people = Inherited(seen["key"], tuple(seen["hashes"]), (*seen.get("runs", ()), run))
+    own = {"key": seen["key"], "hashes": seen["hashes"]}
+    if not exported:
+        own |= {key: list(getattr(settings.data, key)) for key in ("scanners", "leave_out_scanners")}
     return Initial(
         str(path),
         frozen_weights(content, settings),
         rest=content["model"] if not exported and settings.objective.name == config.objective.name else {},
-        inherited=people if seen["hashes"] else Inherited(),
+        before=tuple(part for part in (*seen.get("before", ()), own) if part["hashes"]),
         preprocessing=content["preprocessing"],
     )
 

@@ -10,7 +10,7 @@ from octfm.errors import CheckpointError, ConfigError
 from octfm.models.objectives.objective import Objective
 from octfm.models.token_map import token_grid
 from octfm.models.vit3d import TokenGrid, VisionTransformer3D
-from octfm.pretraining.initial_weights import Inherited, begin_with, read_initial
+from octfm.pretraining.initial_weights import begin_with, read_initial
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run import checkpoint, shards
@@ -81,9 +81,10 @@ class Learner:
     def begin(self, fresh: bool = True) -> None:
         """Initial weights, no optimizer state, step 0."""
         self.model = build_objective(self.config, self.preprocessing)
-        self.inherited = Inherited()
+        self.before: tuple[dict[str, Any], ...] = ()
+        """Participants of the runs whose weights came before (Initial.before)."""
         if fresh and self.config.model.init is not None:
-            self.began_with, self.inherited = self.runtime.first(self._read_initial)
+            self.began_with, self.before = self.runtime.first(self._read_initial)
             # Only rank 0 has read the file, which may be the newest checkpoint of a run that goes on.
             self.runtime.share(self.model.state_dict().values())
         self.runtime.place(self.model)
@@ -98,7 +99,7 @@ class Learner:
         self.compiled = self.runtime.compiled(self.model)
         """The networks as steps that are not inspected call them."""
 
-    def _read_initial(self) -> tuple[str, Inherited]:
+    def _read_initial(self) -> tuple[str, tuple[dict[str, Any], ...]]:
         """Fill the networks with what model.init names. Raises CheckpointError if the run began with other weights."""
         initial = read_initial(str(self.config.model.init), self.config)
         begin_with(initial, self.model, self.config.model)
@@ -107,7 +108,7 @@ class Learner:
                 f"model.init={self.config.model.init}: holds other weights now ({initial.named}) than this run began "
                 "with; put those back, or begin a new run in another --out"
             )
-        return initial.digest, initial.inherited
+        return initial.digest, initial.before
 
     @property
     def trained(self) -> list[Tensor]:
@@ -185,7 +186,7 @@ class Learner:
         if self.runtime.sharded:
             content = shards.load_rest(source) if source.is_dir() else checkpoint.load(source)
 
-        def load_tensors() -> tuple[int, dict[str, Any], bool, Inherited]:
+        def load_tensors() -> tuple[int, dict[str, Any], bool, tuple[dict[str, Any], ...]]:
             assert content is not None
             try:
                 if self.runtime.sharded:
@@ -205,10 +206,10 @@ class Learner:
                     f"({lines[min(1, len(lines) - 1)][:200]}); "
                     "settings that change shapes cannot be overridden: restore them, or choose another --out"
                 ) from None
-            inherited = Inherited.of(content["participants"])
-            return content["step"], content.get("state", {}), content.get("tables_decay", True), inherited
+            before = tuple(content["participants"].get("before", ()))
+            return content["step"], content.get("state", {}), content.get("tables_decay", True), before
 
-        self.step, state, self.tables_decay, self.inherited = self.runtime.first(load_tensors)
+        self.step, state, self.tables_decay, self.before = self.runtime.first(load_tensors)
         self.state = RunState.from_dict(state)
         if self.runtime.sharded:
             self._restore_shares(content or {}, source)

@@ -138,21 +138,22 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
         "precision": config.precision,
         **({"initial_weights": learner.began_with} if learner.began_with else {}),
     }
-    inherited = learner.inherited
-    if inherited.key is not None:
-        # Hashes cannot be made again with another key, and an evaluation must recognise the people of both runs.
-        runtime.first(lambda: run.take_key(str(inherited.key)))
-    key, own_id = runtime.first(lambda: (run.key, run.id))
+    key = runtime.first(lambda: run.key)
     cases = find_cases(config.probe, data.store, data.train_rows, data.validation_rows)
     # Who scores the checkpoints helps to choose one, and is no test participant of the one that was chosen.
     judging = np.empty(0, int) if cases is None else data.store.recorded(cases.held_out)
     judges = {data.store.rows[row].participant for row in judging}
     # Hashes, so that an evaluation can refuse these participants, and no checkpoint names any.
-    hashes = checkpoint.participant_hashes(sorted({*names} | judges), key)
-    participants = {"key": key, "hashes": sorted({*hashes, *inherited.hashes}), "trained_on": people}
-    if inherited.hashes:
-        participants |= {"run": own_id, "runs": list(inherited.runs)}
-        facts["inherited_participants"] = len({*inherited.hashes} - {*hashes})
+    people_seen = sorted({*names} | judges)
+    hashes = checkpoint.participant_hashes(people_seen, key)
+    participants: dict[str, Any] = {"key": key, "hashes": hashes, "trained_on": people}
+    if learner.before:
+        participants["before"] = list(learner.before)
+        # At least: hashes under different keys cannot be compared with each other.
+        facts["inherited_participants"] = max(
+            len({*part["hashes"]} - {*checkpoint.participant_hashes(people_seen, part["key"])})
+            for part in learner.before
+        )
     runtime.first(lambda: run.write_record(**facts))
     loader = Loader(
         data.store,

@@ -124,7 +124,7 @@ def second_destination(config: PretrainConfig, run: RunFolder, echo: Echo) -> di
     _say_if_missing(before, echo)
     if config.ckpt_second_dir is None:
         return {}
-    folder = Path(config.ckpt_second_dir).resolve() / f"{run.path.resolve().name}-{run.id[:8]}"
+    folder = Path(config.ckpt_second_dir).resolve() / f"{run.path.resolve().name}-{run.key[:8]}"
     if before is not None and before != folder and checkpoint_files.steps(before):
         raise CheckpointError(
             f"{run.path}: checkpoints of this run lie in {before}, and with ckpt_second_dir {config.ckpt_second_dir} "

@@ -213,7 +213,7 @@ def _probe(probe: dict[str, Any] | None) -> dict[str, Any] | None:
 def _record(sources: Sources) -> list[tuple[str, str]]:
     """(name, value) from run.json and the store's Preprocessing, without the key of the participants' hashes."""
     # With the key, anyone could test whether a participant is in the data. The command is shown elsewhere.
-    hidden = ("format", "version", "participant_key", "run", "command")
+    hidden = ("format", "version", "participant_key", "command")
     values: dict[str, Any] = {name: value for name, value in sources.record.items() if name not in hidden}
     if sources.store is not None:
         preprocessing = sources.store.preprocessing.model_dump(mode="json")

@@ -95,7 +95,7 @@ def _trained(sources: Sources) -> str:
     """The number of participants used in pretraining, if they are not those of the training split."""
     trained = (sources.record.get("store") or {}).get("train_participants")
     known = {row.participant for row in by_split(sources).get("train", ())}
-    before = f", and began with weights that had seen {number(n, 'other')}" if (n := sources.inherited) else ""
+    before = f", and began with weights that had seen at least {number(n, 'other')}" if (n := sources.inherited) else ""
     if not isinstance(trained, int) or (trained == len(known) and not before):
         return ""
     return f"The encoder was pretrained on {number(trained, 'participant')}{before}."

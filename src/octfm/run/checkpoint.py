@@ -2,7 +2,7 @@
 
 import errno
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from octfm.io.location import replacing
 from octfm.run import shards, weights_file
 from octfm.run.checkpoint_files import everywhere, is_name, name_of
 
-FORMAT, VERSION = shards.FORMAT, shards.VERSION
-"""Version 2 added `state` (RunState) and `checksum`; version 1 is still read."""
+FORMAT, VERSION = shards.FORMAT, 3
+"""Version 2 added `state` (RunState) and `checksum`; version 1 is still read. Version 3, written only where a run began
+with the weights of another one, has the other's participants (`before`), whom an older octfm would overlook."""
 CONTENT = {"version", "step", "model", "optimizer", "config", "preprocessing", "fingerprint", "participants"}
-ADDED = {1: set(), 2: {"state", "checksum"}}
+ADDED = {1: set(), 2: {"state", "checksum"}, 3: {"state", "checksum"}}
 EXPECTED = "expected a run's folder, a file step-XXXXXXXX.pt of its checkpoints, or the folder that octfm export wrote"
 
 
@@ -34,7 +35,7 @@ class DamagedCheckpoint(CheckpointError):
 def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
     """Write `step-XXXXXXXX.pt` after `step` updates. Raises OSError, leaving nothing, if the disk does not take it."""
     path = folder / name_of(step)
-    whole = {"format": FORMAT, "version": VERSION, "step": step, **content}
+    whole = {"format": FORMAT, "version": shards.version_of(content), "step": step, **content}
     whole["checksum"] = checksum(whole)
     with replacing(path) as partial:
         weights_file.write_torch(partial, whole)
@@ -120,21 +121,32 @@ def newest(run: Path) -> Path:
     return found[-1]
 
 
-def run_of(participants: Mapping[str, Any]) -> str | None:
-    """Identifies the run of a checkpoint or of run.json with these facts about its participants: its key or, if it has
-    the key of the run whose weights it began with, a name of its own. None in checkpoints of version 1."""
-    return participants.get("run") or participants.get("key")
-
-
 def participant_hashes(participants: list[str], key: str) -> list[str]:
     """Keyed hashes of people, which are those of all spellings of their ids; sorted."""
     return sorted({keyed_hash(person_key(participant), key) for participant in participants})
 
 
-def is_among(participant: str, hashes: Collection[str], key: str) -> bool:
-    """Whether the participant, under this or another spelling of the id, is among those of `participant_hashes`."""
-    # Checkpoints of octfm before person_key hold hashes of ids as they are spelt.
-    return any(keyed_hash(text, key) in hashes for text in (person_key(participant), participant))
+def parts_of(participants: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """`key` and `hashes` of a run's own people, then those of every run whose weights came before (model.init)."""
+    return [participants, *participants.get("before", ())]
+
+
+def keys_are_known(participants: Mapping[str, Any]) -> bool:
+    """Whether everybody in `parts_of` can be recognised; not without a key that is kept elsewhere."""
+    return all(part["key"] is not None for part in parts_of(participants) if part["hashes"])
+
+
+def recogniser(participants: Mapping[str, Any]) -> Callable[[str], bool]:
+    """A function that tells whether a participant, under this or another spelling of the id, is among those of a run
+    or of a run before it."""
+    parts = [(set(part["hashes"]), part["key"]) for part in parts_of(participants) if part["hashes"]]
+
+    def is_known(participant: str) -> bool:
+        # Checkpoints of octfm before person_key hold hashes of ids as they are spelt.
+        texts = (person_key(participant), participant)
+        return any(keyed_hash(text, key) in hashes for hashes, key in parts for text in texts)
+
+    return is_known
 
 
 def _feed(digest: Any, value: Any) -> None:

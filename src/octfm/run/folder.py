@@ -65,7 +65,7 @@ class Identity:
     """Key of the participants' hashes; None draws a new one."""
     encoder: str | None = None
     """Identifies the encoder that the settings name: `Encoder.key` if it is frozen, since no checkpoint contains it,
-    else its run (`checkpoint.run_of`). None if there is none."""
+    else the key of its own run. None if there is none, or if `key` is that of its run."""
     counts: list[int] | None = None
     """How many volumes of `data` are trained, validated and tested on, in this order; None if all are trained on."""
 
@@ -118,17 +118,6 @@ class RunFolder:
         return self.record["participant_key"]
 
     @property
-    def id(self) -> str:
-        """Identifies this run, as `checkpoint.run_of` does its checkpoints."""
-        record = self.record
-        return record.get("run") or record["participant_key"]
-
-    def take_key(self, key: str) -> None:
-        """Hash participants by the key of another run, whose weights this one begins with; `id` stays."""
-        if key != self.key:
-            self.write_record(participant_key=key, run=self.id)
-
-    @property
     def destinations(self) -> list[Path]:
         """Where checkpoints go: the run folder or, if its disk is full, the second destination."""
         second = checkpoint_files.second_destination(self.path)
@@ -178,17 +167,17 @@ class RunFolder:
         return None
 
     def require_own(self, path: Path, content: dict[str, Any]) -> None:
-        """Raises CheckpointError if a checkpoint was renamed, or belongs to another run: its run or, where no key
-        identifies one, its settings or Preprocessing differ."""
+        """Raises CheckpointError if a checkpoint was renamed, or belongs to another run: its key or, where a key
+        does not identify a run, its settings or Preprocessing differ."""
         if content["step"] != checkpoint_files.step_of(path):
             name = checkpoint_files.name_of(content["step"], path.suffix)
             raise CheckpointError(
                 f"{path}: its name says {checkpoint_files.step_of(path)} updates and it holds {content['step']}; "
                 f"rename it to {name}, or move it out of this folder"
             )
-        run, key = checkpoint.run_of(content["participants"]), content["participants"].get("key")
-        if self.kind.own_key and run:
-            own = run == self.id
+        key = content["participants"].get("key")
+        if self.kind.own_key and key:
+            own = key == self.key
         else:  # checkpoints of version 1 have no key
             own = key in (None, "", self.key) and self._agrees_with(content)
         if not own:
@@ -208,13 +197,13 @@ class RunFolder:
         changed = differences(before, now, self.kind.may_change)
         return content["fingerprint"] == self.record.get("fingerprint") and changed.keys() <= overridden
 
-    def require_id(self, own: str) -> None:
-        """Raises CheckpointError if the folder holds another run now."""
+    def require_key(self, key: str) -> None:
+        """Raises CheckpointError if the folder holds another run now, with another key."""
         try:
-            now = self.id
+            now = self.key
         except CheckpointError:  # gone or unreadable, and so not another run's
             return
-        if now != own:
+        if now != key:
             raise CheckpointError(
                 f"{self.path}: was deleted while this process trained into it, and another run has begun there; this "
                 "one stops, so that only one writes"

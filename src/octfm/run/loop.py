@@ -79,14 +79,14 @@ class Session:
 
     def __post_init__(self) -> None:
         self.saved = self.training.step
-        self._run_id = self.run.id if self.training.runtime.leads else ""  # others may not see the folder
+        self._key = self.run.key if self.training.runtime.leads else ""  # others may not see the folder
         self.waiting = Waiting(self.training.tracking.step_deadline_s, self.report_waiting)
 
     def save(self) -> None:
         """Write a checkpoint in the background. Raises CheckpointError if another run has the folder now."""
         step = self.training.step
         if self.training.runtime.leads:
-            self.run.require_id(self._run_id)
+            self.run.require_key(self._key)
         if self.writer.places:
             self.writer.save(step, self.training.content(), best=self.best)
         self.saved, self.best = step, False

@@ -9,7 +9,7 @@ import json
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,13 @@ from octfm.run.weights_file import write_torch
 
 REST, MANIFEST = "rest.pt", "manifest.json"
 INDEX = ".metadata"
-FORMAT, VERSION = "octfm-checkpoint", 2
+FORMAT = "octfm-checkpoint"
 """The same as in checkpoint.py: shards hold the same content."""
+
+
+def version_of(content: Mapping[str, Any]) -> int:
+    """The version that a checkpoint with this content is written as."""
+    return 3 if content["participants"].get("before") else 2
 
 
 class DamagedShards(Exception):
@@ -51,7 +56,7 @@ def write(folder: Path, step: int, content: dict[str, Any], *, runtime: Runtime)
     def finish() -> None:
         tensorless = {"model": {}, "optimizer": {**content["optimizer"], "state": {}}}
         # Version 2 requires the key `checksum`; here the manifest has one for each file instead.
-        rest = {"format": FORMAT, "version": VERSION, "step": step, **content, **tensorless, "checksum": ""}
+        rest = {"format": FORMAT, "version": version_of(content), "step": step, **content, **tensorless, "checksum": ""}
         write_torch(partial / REST, rest)
         names = sorted(p.name for p in partial.iterdir())
         (partial / MANIFEST).write_text(json.dumps({name: hash_file(partial / name) for name in names}), "utf-8")

@@ -116,12 +116,14 @@ def _finetune(
         echo(remark)
     known = {"key": "", "hashes": []} if config.from_scratch else participants_of(str(config.encoder))
     # Without pretraining there is no key of a run; any fixed one serves.
-    participants = {"key": known["key"] or "octfm-finetune", "hashes": known["hashes"]}
+    participants = {**known, "key": known["key"] or "octfm-finetune"}
     # With other volumes, splits or labels it would be another run.
     parts = (task.train, task.validation, task.test)
     used = np.concatenate(parts)
     data = volumes_digest(store, task.cases.rows[used], task.cases.label[used].tolist())
-    named = encoder.key if config.frozen else checkpoint.run_of(content_of(str(config.encoder))["participants"])
+    # From scratch no participants are known by whose key another run would be noticed.
+    origin = content_of(str(config.encoder))["participants"].get("key") if config.from_scratch else None
+    named = encoder.key if config.frozen else origin
     counts = [len(part) for part in parts]
     identity = Identity(FINE_TUNING, config, store.fingerprint, data, participants["key"], named, counts)
     with open_run(out, identity, runtime, echo=echo) as run, Interruption() as interruption:
@@ -235,12 +237,14 @@ class FineTuning:
     tracking = TrackingConfig()
 
     def __init__(self, task: Task, store: Store, model: TaskModel, source: Source, participants: dict[str, Any]):
-        """`participants`: the key of hashes, and the hashes of participants that the encoder was trained on."""
+        """`participants`: the key of hashes, the hashes of participants that the encoder was trained on, and those of
+        the runs before it (`participants_in`)."""
         self.task, self.store, self.model, self.source = task, store, model, source
         self.config, self.runtime, self.target = model.config, model.runtime, _Target(task, model)
         people = [store.rows[row].participant for row in task.cases.rows[np.r_[task.train, task.validation]]]
         hashes = {*participants["hashes"], *checkpoint.participant_hashes(people, participants["key"])}
-        self.participants = {"key": participants["key"], "hashes": sorted(hashes)}
+        before = {"before": participants["before"]} if "before" in participants else {}
+        self.participants = {"key": participants["key"], "hashes": sorted(hashes), **before}
         batches = len(task.train) / self.config.batch_size
         self.steps = max(1, math.ceil(self.config.epochs * batches))
         self.head_steps = 0 if self.config.frozen else min(self.steps, math.ceil(self.config.head_epochs * batches))

@@ -19,7 +19,6 @@ from octfm.evaluation.scoring import Scored, compare_scored, correct, difference
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap, interval
 from octfm.io.hashing import hash_file
 from octfm.io.location import Location
-from octfm.run import checkpoint
 from octfm.run.checkpoint_writer import Retention
 from octfm.run.folder import Identity, open_run, resume, volumes_digest
 from octfm.run.loop import Interruption, open_session, train
@@ -79,7 +78,7 @@ def segment(
     taught = [hash_file(truth_file(config, store.rows[i])) for i in train_rows]
     data = volumes_digest(store, [*train_rows, *test_rows], taught)
     # A trained encoder is in the checkpoints, and begins as that of this run; a frozen one is only named by its key.
-    named = checkpoint.run_of(content_of(str(config.encoder))["participants"]) if config.lr_encoder else encoder.key
+    named = content_of(str(config.encoder))["participants"].get("key") if config.lr_encoder else encoder.key
     # The key is "" because None would draw one: no participants are hashed here.
     identity = Identity(SEGMENTATION, config, store.fingerprint, data, key="", encoder=named)
     with (

@@ -271,8 +271,8 @@ def _pretraining(path: Path, store: Store) -> dict[str, Any]:
         )
     config, participants = stored_config(content["config"]), content["participants"]
     own = {"scanners": config.data.scanners, "leave_out_scanners": config.data.leave_out_scanners}
-    runs = [*participants.get("runs", ()), own]
-    if not all(runs):
+    runs = [*participants.get("before", ()), own]
+    if not all("scanners" in run for run in runs):
         raise EvaluationError(
             f"{path}: began with the weights of an export (model.init), which does not record the scanners of its "
             "pretraining; octfm leaderboard and octfm probe --embeddings take this encoder"

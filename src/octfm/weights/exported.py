@@ -4,8 +4,10 @@ model.safetensors        tensors network.* (octfm.models.vit3d) and, if fine-tun
                          encoders bfloat16; with a checksum
 config.json              sizes, token budget and Preprocessing; for a head, what it predicts; for packaged encoders,
                          what they are and the hash of their weights
-seen_participants.json   keyed hashes of the participants it was trained on
-participants.key         the key of those hashes; may be kept elsewhere and copied here for an evaluation
+seen_participants.json   keyed hashes of the participants it was trained on; `before`: of those of every run whose
+                         weights came before (model.init)
+participants.key         the key of those hashes, and in further lines those of `before`, in this order; may be kept
+                         elsewhere and copied here for an evaluation
 README.md                the model card
 octfm.onnx               only if requested
 """
@@ -26,7 +28,8 @@ if TYPE_CHECKING:  # torch takes two seconds, and `octfm models` lists files
 CONFIG, WEIGHTS, SEEN, KEY, CARD, ONNX = (
     "config.json", "model.safetensors", "seen_participants.json", "participants.key", "README.md", "octfm.onnx",
 )  # fmt: skip
-FORMAT, VERSION = "octfm-export", 1
+FORMAT, VERSION = "octfm-export", 2
+"""Version 2, written only where a run began with the weights of another one, has the other's participants as well."""
 SETTINGS = ("seed", "precision", "model", "predictor", "objective", "masks")
 """The settings of a run that define its encoder. The others are not exported, because they contain paths."""
 
@@ -91,18 +94,28 @@ def read_settings(where: Location) -> dict[str, Any]:
 
 def read_seen(where: Location) -> dict[str, Any]:
     """`hashes`: keyed hashes of the participants that the model was trained on; `key`: their key, None if it is kept
-    elsewhere; `run`: identifies a run that shares its key with another, absent for others. Raises CheckpointError if
-    the file of hashes is missing or damaged."""
+    elsewhere; `before`: the same of the runs whose weights came before, if there are any. Raises CheckpointError if the
+    file of hashes is missing or damaged, or if the file of keys has another number of them."""
     if not (where / SEEN).exists():
         raise CheckpointError(
             f"{where / SEEN}: missing, so the model's training participants are unknown; fetch the whole export again"
         )
     seen = _read_json(where / SEEN)
+    parts = [{"hashes": part["hashes"]} for part in (seen, *seen.get("before", ()))]
     try:
-        key = (where / KEY).read_bytes().decode().strip()
+        keys: list[str | None] = [*(where / KEY).read_bytes().decode().split()]
     except FileNotFoundError:
-        key = None
-    return {"key": key, "hashes": seen["hashes"]} | ({"run": seen["run"]} if "run" in seen else {})
+        keys = [None] * len(parts)
+    if len(keys) != len(parts):
+        raise CheckpointError(f"{where / KEY}: expected {len(parts)} keys, a line each, got {len(keys)}; copy it again")
+    first, *before = [{"key": key, **part} for key, part in zip(keys, parts, strict=True)]
+    return first | ({"before": before} if before else {})
+
+
+def keys_text(participants: Mapping[str, Any]) -> str:
+    """The content of participants.key; empty if there is no key."""
+    keys = [part["key"] for part in (participants, *participants.get("before", ()))]
+    return "".join(f"{key}\n" for key in keys) if all(keys) else ""
 
 
 def digest(network: "Mapping[str, Tensor]") -> str:

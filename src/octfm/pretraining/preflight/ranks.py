@@ -36,10 +36,10 @@ def require_same_folder(runtime: Runtime, run: RunFolder) -> None:
     """Raise ConfigError unless all ranks of a sharded run see rank 0's run folder, where each writes its shards."""
     if not runtime.sharded:
         return
-    own = runtime.first(lambda: run.id)
+    key = runtime.first(lambda: run.key)
     # Well before the collective call below would time out.
     deadline = time.monotonic() + min(PATIENCE_S, runtime.timeout_s / 3)
-    while not (seen := _holds(run, own)) and time.monotonic() < deadline:
+    while not (seen := _has_key(run, key)) and time.monotonic() < deadline:
         time.sleep(0.1)
     blind = np.flatnonzero(runtime.exchange(np.array([float(seen)]))[:, 0] == 0)
     if len(blind):
@@ -50,9 +50,9 @@ def require_same_folder(runtime: Runtime, run: RunFolder) -> None:
         )
 
 
-def _holds(folder: RunFolder, run_id: str) -> bool:
+def _has_key(run: RunFolder, key: str) -> bool:
     try:
-        return folder.id == run_id
+        return run.key == key
     except CheckpointError:
         return False
 

@@ -15,7 +15,7 @@ from octfm.pretraining.preflight.data import Sample
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run import checkpoint_files, trackers
 from octfm.run.bucket import mirror_of
-from octfm.run.checkpoint import is_among
+from octfm.run.checkpoint import recogniser
 from octfm.run.runtime import Runtime
 from octfm.store.batch_sizes import accumulation
 from octfm.store.store import Store
@@ -63,11 +63,11 @@ def _filled(config: PretrainConfig, initial: Initial, networks: list[str]) -> li
 
 def _inherited(initial: Initial, store: Store) -> list[Check]:
     """Nobody who is kept for tests was seen by the weights that the run begins with (F16)."""
-    hashes, key = set(initial.inherited.hashes), initial.inherited.key
-    if key is None:
+    if not initial.before:
         return []
+    was_seen = recogniser({"hashes": (), "before": initial.before})
     tested = {row.participant for row in store.rows if row.split == "test"}
-    seen = sum(is_among(participant, hashes, key) for participant in tested)
+    seen = sum(map(was_seen, tested))
     measured = f"{seen} of {len(tested)} test participants of this store were seen by {initial.named}"
     if not seen:
         return [passed("inherited participants", measured)]
