@@ -252,6 +252,9 @@ def labels_of(catalog: Catalog, own: dict[str, str], keep: tuple[str, ...] = ())
         *((name, "12-Mar-1958") for name in ("date_of_birth", "age", "diagnosis", "visit_date", "hba1c", "severity")),
         ("diagnosis", "AMD, referred by Dr Geheim"),
         ("diagnosis", "A.B."),
+        *((name, "李明") for name in ("diagnosis", "sex", "race", "age")),
+        ("diagnosis", "dme Ø"),
+        ("age", "121"),
         ("diagnosis", "03 12 58"),
         ("diagnosis", "aged 95"),
         ("diagnosis", "dme 0045"),
@@ -347,7 +350,7 @@ def test_words_of_headers_become_codes_that_keep_groups_apart(catalog):
     ]
     two = replace(catalog, acquisitions=tuple(replace(a, uri=f"{catalog.root}/{i}") for i, a in enumerate(named)))
     hidden = pseudonymise(two, KEY)
-    assert "geheim" not in repr(hidden)
+    assert "geheim" not in str(asdict(hidden))
     names = {a.scanner for a in hidden.acquisitions}
     assert "topcon_triton" in names and any(re.fullmatch(r"scanner_[0-9a-f]{8}", name) for name in names)
     assert "line_5" in {a.protocol for a in hidden.acquisitions}
@@ -430,7 +433,9 @@ def test_a_kept_column_of_measurements_loses_no_number_that_could_be_a_month(cat
     """1.3 % of numbers of four decimals look like 7.1957."""
     measured = [f"{n / 1000 + 5.0003:.4f}" for n in range(0, 3000, 100)]
     months = [f"{n % 12 + 1}.{1930 + n}" for n in range(30)]
-    for column, passes in ((measured, True), (months, False), (["12/2019", "5.57", "2019", "n/a"] * 8, False)):
+    few, among_words = measured[:18], [*measured, *(f"{n} mm" for n in range(12))]
+    mixed = ["12/2019", "5.57", "2019", "n/a"] * 8
+    for column, passes in ((measured, True), (months, False), (mixed, False), (few, False), (among_words, False)):
         rows = labelled(catalog, *({"seen": value} for value in ["7.1957", *column]))
         shown = [a.participant_labels.get("seen") for a in pseudonymise(rows, KEY, ("seen",)).acquisitions]
         assert ("7.1957" in shown) == passes

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.catalog.catalog import Acquisition, Catalog, CatalogError, assert_participant_level, assign_splits
-from octfm.catalog.participants.splits import SPLITS, parse_split
+from octfm.catalog.participants.splits import SPLITS, assign, parse_split
 from octfm.catalog.scan import scan
 from octfm.errors import ConfigError
 from octfm.io.location import BucketPath
@@ -68,6 +68,25 @@ def test_F16_one_participant_is_never_in_two_splits(acquisitions, seed):
         person = "1" if placed.participant in ("01", "P1") else placed.participant
         splits.setdefault(person, set()).add(placed.split)
     assert all(len(found) == 1 and found <= set(SPLITS) for found in splits.values())
+
+
+@pytest.mark.parametrize(
+    ("count", "fractions", "expected"),
+    [
+        (2, (0.8, 0.1, 0.1), [2, 0, 0]),
+        (3, (0.8, 0.1, 0.1), [1, 1, 1]),
+        (4, (0.8, 0.1, 0.1), [2, 1, 1]),
+        (9, (0.8, 0.1, 0.1), [7, 1, 1]),
+        (20, (0.96, 0.02, 0.02), [18, 1, 1]),
+        (3, (0.9, 0.1, 0.0), [2, 1, 0]),
+        (20, (0.8, 0.0, 0.2), [16, 0, 4]),
+    ],
+)
+def test_of_three_participants_every_split_with_a_share_gets_one(count, fractions, expected):
+    names = [f"p{i}" for i in range(count)]
+    placed = assign(dict.fromkeys(names), {}, fractions, 3)
+    assert [list(placed.values()).count(split) for split in SPLITS] == expected
+    assert placed == assign(dict.fromkeys(reversed(names)), {}, fractions, 3), "whatever the order of the mapping"
 
 
 def test_F16_a_copy_under_a_spelling_that_no_accepted_file_has_shares_its_persons_split():

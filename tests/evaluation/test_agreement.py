@@ -103,6 +103,13 @@ def test_a_difference_or_a_slope_downwards_is_as_certain_as_one_upwards():
         assert up["low"] > 0 > down["high"] and up["p"] == down["p"] < 0.05
 
 
+@pytest.mark.parametrize(("bias", "p"), [(0.0, 1.0), (100.0, 1 / 201), (-100.0, 1 / 201)])
+def test_p_of_a_bias_counts_the_estimate_as_one_resample(bias, p):
+    person, apart = np.arange(40), np.random.default_rng(3).normal(size=40)
+    apart += bias - apart.mean()
+    assert agreement.limits(apart, person, lambda m: bootstrap(m, person, resamples=200))["bias"]["p"] == p
+
+
 def test_the_spread_of_one_subject_is_not_known():
     assert np.isnan(agreement.spread(np.array([1.0, 2.0, 4.0]), None, np.zeros(3))[0])
 

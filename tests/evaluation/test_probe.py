@@ -219,6 +219,29 @@ def test_folds_spread_a_rare_class_evenly():
     assert sorted(fold[label == 1]) == [0, 1, 2, 3, 4]
 
 
+def test_folds_spread_measurements_evenly():
+    """By each participant's mean, however many rows they have."""
+    rows = np.repeat(np.arange(50), 1 + np.arange(50) % 3)
+    fold = participant_folds(rows.astype(str), 100.0 + rows, 5, seed=3, stratify=False)
+    for k in range(5):
+        assert np.bincount(np.unique(rows[fold == k]) // 10).tolist() == [2] * 5
+
+
+def test_folds_test_every_participant_once_and_train_on_the_others(cohort, tmp_path):
+    data = read_embeddings(cohort.embeddings(tmp_path / "a.parquet"))
+    for count in (9, 10):
+        some = take_rows(data, np.flatnonzero(np.isin(data.participant, np.unique(data.participant)[:count])))
+        some = replace(some, participant_labels=tuple({"x": str(20.5 + i)} for i in range(len(some.participant))))
+        cases, seen = make_cases(Target("x", "x", "eye"), some, None), np.zeros(len(some.participant), bool)
+        if count == 9:
+            with pytest.raises(Skip, match="9 participants with x are too few for 5 folds, expected at least 10"):
+                make_rounds(cases, some, "k-fold", seen, False, 5, 0)
+            continue
+        rounds = make_rounds(cases, some, "k-fold", seen, False, 5, 0)[1]
+        assert sorted(np.concatenate([r.test for r in rounds]).tolist()) == list(range(len(cases.rows)))
+        assert all(sorted([*r.train, *r.test]) == list(range(len(cases.rows))) for r in rounds)
+
+
 def test_neighbours_take_no_memory_for_every_pair_of_rows(monkeypatch):
     import tracemalloc
 

@@ -104,7 +104,7 @@ def test_the_devices_grid_stands_beside_ours(tmp_path):
     shown = describe(found, device)
     difference = float(row[UNIT["centre"]]) - 280
     assert f"device  280.0 µm   difference {difference:+6.1f} µm" in shown and "volume by the device 8.729 mm³" in shown
-    assert "device" not in describe(found) and f"volume within 3 mm {row['volume_mm3']} mm³" in describe(found)
+    assert "the device" not in describe(found) and f"volume within 3 mm {row['volume_mm3']} mm³" in describe(found)
     refused = describe(found_in(reasons=("dark",)), device)
     assert "device  280.0 µm   difference      – µm" in refused and "zones of the device" in refused
     lines = Lines(

@@ -223,6 +223,15 @@ def test_a_new_folder_takes_over_what_has_not_changed(tmp_path, compression):
     assert Store.open(tmp_path / "new").verify() == 5
 
 
+def test_a_part_of_a_store_is_taken_over_under_its_own_numbers(tmp_path):
+    whole = [acquisition(n) for n in range(4)]
+    old = run(whole, tmp_path / "old")
+    run(whole, tmp_path / "new", reuse=old.part([3, 1]))
+    assert content(tmp_path / "new") == content(tmp_path / "old")
+    with pytest.raises(StoreError, match="--reuse and --out are one store"):
+        run(whole, tmp_path / "old", reuse=tmp_path / "old")
+
+
 def test_a_damaged_volume_is_not_taken_over(tmp_path):
     whole = [acquisition(n) for n in range(3)]
     run(whole, tmp_path / "old")
