@@ -20,6 +20,7 @@ from octfm.phantom import phantom_volume, write_phantom
 from octfm.store.store import Store
 from support.command_line import octfm_here
 from support.dicom_files import write_oct_dicom
+from support.small_store import small_store
 
 SMALLER = replace(
     clinic.QUICK,
@@ -136,6 +137,22 @@ def test_a_second_call_does_only_what_is_missing(finished, until):
 def test_another_seed_in_the_same_folder_is_refused(finished):
     with pytest.raises(ConfigError, match="holds a cohort of 16 participants with seed 1"):
         run_smaller(finished[0], seed=2, echo=lambda _: None)
+
+
+def test_other_scans_in_the_same_folder_are_refused(finished, tmp_path):
+    """A store drops no row: phantoms and one's own scans would be trained on and probed together."""
+    eye, _ = phantom_volume(0, size=(6, 64, 48))
+    write_oct_dicom(tmp_path / "dicom" / "a.dcm", eye.voxels, eye.spacing_mm)
+    before = Catalog.load(finished[0] / "catalog").root
+    with pytest.raises(ConfigError, match="holds a demonstration with phantoms; choose another --out"):
+        run_demo(finished[0], data=tmp_path / "dicom", echo=lambda _: None)
+    assert Catalog.load(finished[0] / "catalog").root == before
+    small_store(tmp_path / "mine" / "prepared")
+    with pytest.raises(ConfigError, match=r"holds a demonstration with 24 scans not taken now, such as 0\.dcm; choose"):
+        run_demo(tmp_path / "mine", data=tmp_path / "dicom", echo=lambda _: None)
+    with pytest.raises(ConfigError, match="holds a demonstration on scans of your own; choose another --out"):
+        run_demo(tmp_path / "mine", echo=lambda _: None)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["prepared"]
 
 
 def test_the_other_objective_is_a_run_of_its_own(finished):

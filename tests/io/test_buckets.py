@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
@@ -428,6 +429,26 @@ def test_a_file_that_is_being_read_is_not_evicted(tmp_path, monkeypatch):
         assert held.read_bytes() == b"h" * 6000
     with pytest.raises(BucketError, match="raise OCTFM_CACHE_GB"), bucket_cache.kept("big", 20_000, lambda file: None):
         pass
+
+
+def test_a_file_that_two_fetched_at_once_is_not_evicted_from_the_first_reader(tmp_path, monkeypatch):
+    """The second one's copy took its place, which nobody had locked once the second reader was done."""
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path))
+    with ExitStack() as first:
+        held: list[Path] = []
+
+        def second(file: Path) -> None:
+            """Meanwhile the first process fetches it too, and begins to read."""
+            own = first.enter_context(bucket_cache.kept("both", 3, lambda other: other.write_bytes(b"abc")))
+            held.append(own)
+            file.write_bytes(b"abc")
+
+        with bucket_cache.kept("both", 3, second) as path:
+            assert path.read_bytes() == b"abc"
+        bucket_cache._shrink(0)
+        assert held[0].read_bytes() == b"abc"
+    bucket_cache._shrink(0)
+    assert not held[0].exists()
 
 
 # ---- scanning

@@ -3,6 +3,7 @@ everything learned."""
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -13,11 +14,12 @@ from scipy.stats import binom
 from octfm.catalog.labels import read_labels
 from octfm.encoder.embeddings import of_store
 from octfm.encoder.external import embed_external, load_external
-from octfm.errors import EvaluationError
+from octfm.errors import EvaluationError, StoreError
 from octfm.evaluation.arms import covariates
 from octfm.evaluation.cases import Round
 from octfm.evaluation.scoring import Predictions
 from octfm.evaluation.tissue_map import tissue_map
+from octfm.report.trust import page
 from octfm.report.trust import words as words
 from octfm.report.trust.page import summary_lines, write_trust
 from octfm.trust import scanners as scanners_module
@@ -33,6 +35,7 @@ from octfm.trust.subgroups import group_columns, subgroups
 from support import ROOT
 from support.browser import Browser, assert_renders, needs_chromium
 from support.command_line import invoke
+from support.small_store import small_store
 from support.tiny_runs import config as pretrain_config
 from support.tiny_runs import quick_pretrain, quiet
 from support.trust_cohort import SCANNERS, Cohort
@@ -450,6 +453,24 @@ def test_what_is_called_wrong_is_not_what_was_said():
         r["labels"]["diagnosis"] = "dme" if r["ill"] or int(r["participant"][1:]) % 5 else "healthy"
     found = failures(study_of(cohort, cohort.embeddings("run", signal=0.2), targets=["disease"]))
     assert [f["wrong"] for f in found] == [f["truth"] != f["said"].split(" (")[0] for f in found]
+
+
+def test_pictures_are_of_the_store_that_was_judged(tmp_path, monkeypatch):
+    """Judging takes hours. A store that has been replaced by then may hold other scans in the same rows, or fewer."""
+    small_store(tmp_path / "prepared")
+
+    def judged(*_, **__):
+        shutil.rmtree(tmp_path / "prepared")
+        small_store(tmp_path / "prepared", splits=("train",))
+        return {"failures": [{"target": "grade", "acquisition": "1.2.3.5"}]}
+
+    monkeypatch.setattr("octfm.trust.report.trust", judged)
+    monkeypatch.setattr("octfm.report.trust.page.summary_lines", lambda result: [])
+    monkeypatch.setattr(
+        "octfm.report.trust.page.write_trust", lambda result, store, out, images: page._failures(result, store)
+    )
+    done = invoke("trust", tmp_path / "run", "--store", tmp_path / "prepared", "--out", tmp_path / "trust")
+    assert isinstance(done.exception, StoreError) and "another store is here" in str(done.exception), done
 
 
 def small_pictures(store):

@@ -249,6 +249,7 @@ def trust(
         raise ConfigError(
             f"--age-bands: expected years in ascending order such as 50,60,70, got {age_bands!r}"
         ) from None
+    pictured = Store.open(store[0])  # now: pictures are of what is judged, also if it is replaced meanwhile
     result = judge(
         run,
         store,
@@ -269,4 +270,4 @@ def trust(
     write_probe(out / "trust.json", result)
     for line in summary_lines(result):
         typer.echo(line)
-    typer.echo(write_trust(result, Store.open(store[0]), out / "trust.html", images=images))
+    typer.echo(write_trust(result, pictured, out / "trust.html", images=images))

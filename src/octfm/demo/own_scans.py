@@ -16,6 +16,7 @@ from octfm.demo.pages import first_picture, last_page
 from octfm.demo.questions import find_questions
 from octfm.demo.request import Request
 from octfm.demo.stages import Stages, gigabytes, require_room
+from octfm.display import number
 from octfm.encoder.encoder import seen_by
 from octfm.errors import BAD_INPUT, ConfigError, Echo, EvaluationError
 from octfm.evaluation.probe import probe, write_probe
@@ -24,6 +25,7 @@ from octfm.io.progress import Progress
 from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.settings import load_config
 from octfm.store.prepare import prepare
+from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
 
 SHARES = (0.5, 0.1, 0.4)
@@ -47,6 +49,7 @@ def own_scans(request: Request, echo: Echo) -> Path:
     stages = Stages(out, echo)
     with stages.stage("catalog", f"every file of {request.data}: accepted, or rejected with a reason"):
         catalog = _scan(request)
+        _require_same(out, catalog)
         catalog.save(out / "catalog")
     trained = sum(a.split == "train" for a in catalog.acquisitions)
     pretrains = table is None or trained >= FEWEST or request.size is QUICK
@@ -134,6 +137,17 @@ def _scan(request: Request) -> Catalog:
     if request.max_samples is not None:
         catalog = replace(catalog, acquisitions=_spread(catalog.acquisitions, request.max_samples))
     return catalog
+
+
+def _require_same(out: Path, catalog: Catalog) -> None:
+    """Raise ConfigError if a demonstration on other scans is in `out`: its store would keep them."""
+    phantoms = (out / "clinic").is_dir()
+    rows = Store.open(out / "prepared").rows if (out / "prepared" / "store.json").is_file() else ()
+    known = {a.sop_instance_uid for a in catalog.acquisitions}
+    others = [row.uri for row in rows if row.acquisition not in known]
+    if phantoms or others:
+        what = "phantoms" if phantoms else f"{number(len(others), 'scan')} not taken now, such as {others[0]}"
+        raise ConfigError(f"{out}: holds a demonstration with {what}; choose another --out, or remove this folder")
 
 
 def _picture(first: Acquisition, out: Path) -> str:

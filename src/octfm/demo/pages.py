@@ -17,7 +17,7 @@ from octfm.volume.volume import Volume
 def first_picture(volume: Volume, out: Path, detail: str) -> Path:
     """A scan in the viewer, with the layers that the packaged network finds: OUT/first_scan.html."""
     page = out / "first_scan.html"
-    if not page.is_file():
+    if not (page.is_file() and (out / "prepared").is_dir()):  # it may be of another demonstration that got no further
         found = segment(volume)
         scene = scene_of(volume, found=found)
         facts = [*volumes_of(found), *facts_of(found), *view_facts(volume, scene)]

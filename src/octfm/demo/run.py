@@ -6,7 +6,7 @@ from typing import Any
 from octfm.demo.clinic import FULL, QUICK, prepared_clinic
 from octfm.demo.request import DESIGN, Request
 from octfm.demo.stages import Stages, gigabytes, require_room
-from octfm.errors import Echo, EvaluationError
+from octfm.errors import ConfigError, Echo, EvaluationError
 from octfm.io.location import local_path
 
 LABELLED, DRAWS = (0.1, 0.3, 1.0), 3
@@ -47,6 +47,8 @@ def _phantoms(request: Request, echo: Echo) -> Path:
 
     out, size, seed = request.out, request.size, request.seed
     begun = (out / "prepared").is_dir()
+    if begun and not (out / "clinic").is_dir():
+        raise ConfigError(f"{out}: holds a demonstration on scans of your own; choose another --out")
     quick = "; --quick needs less" if size is FULL else ""
     free = require_room(out, 0 if begun else size.peak_bytes, quick)
     stages = Stages(out, echo, 6)

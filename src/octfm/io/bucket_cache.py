@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from octfm.errors import BucketError
 from octfm.io import bucket
@@ -72,7 +72,9 @@ def kept(name: str, size: int, make: Callable[[Path], None]) -> Iterator[Path]:
         partial = path.with_name(f".{name}.{os.getpid()}.{secrets.token_hex(4)}")
         try:
             make(partial)
-            partial.replace(path)
+            with _book():  # where another process was faster, its file may have readers, who have locked that one
+                if not (path.is_file() and path.stat().st_size == size):
+                    partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
     with handle:
@@ -104,19 +106,26 @@ def _make_room(size: int) -> None:
             f"{folder()}: an object of {size / 1e9:.2f} GB does not fit into the cache of {limit / 1e9:.2f} GB; "
             "raise OCTFM_CACHE_GB"
         )
+    with _book() as book:
+        book.seek(0)
+        text = book.read()
+        # A running total: adding up all files for each new one would take longer than fetching it.
+        # Without a valid total the cache counts as full, so that `_shrink` adds up all files.
+        used = int(text) if text.isdigit() else limit
+        if used + size > limit:
+            used = _shrink(int(limit * KEEP) - size)
+        book.truncate(0)
+        book.write(str(used + size))
+
+
+@contextmanager
+def _book() -> Iterator[TextIO]:
+    """The file with the running total; while a process has it open, no other one adds or evicts a file."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
         with (folder() / "used").open("a+", encoding="utf-8") as book:
             fcntl.flock(book, fcntl.LOCK_EX)
-            book.seek(0)
-            text = book.read()
-            # A running total: adding up all files for each new one would take longer than fetching it.
-            # Without a valid total the cache counts as full, so that `_shrink` adds up all files.
-            used = int(text) if text.isdigit() else limit
-            if used + size > limit:
-                used = _shrink(int(limit * KEEP) - size)
-            book.truncate(0)
-            book.write(str(used + size))
+            yield book
     except OSError as error:
         raise BucketError(
             f"{folder()}: the cache of buckets cannot be written or locked ({error.strerror}); set OCTFM_CACHE to a "

@@ -68,10 +68,12 @@ class Store:
         Raises StoreError if there is no store, or one of another version.
         """
         path = location(path)
-        header = read_header(path)
+        made, header = _when_made(path), read_header(path)
         if header is None:
             raise StoreError(f"{path}: no prepared store here (store.json is missing); make one with `octfm prepare`")
-        return Store(path, header, read_rows(path)[0], threads)
+        store = Store(path, header, read_rows(path)[0], threads)
+        store._made = made  # before the rows were read, which takes a while
+        return store
 
     def __reduce__(self):
         return Store._reopened, (self.path, self.threads, len(self), self._order(len(self)))
