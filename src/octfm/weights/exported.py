@@ -4,8 +4,8 @@ model.safetensors        tensors network.* (octfm.models.vit3d) and, if fine-tun
                          encoders bfloat16; with a checksum
 config.json              sizes, token budget and Preprocessing; for a head, what it predicts; for packaged encoders,
                          what they are and the hash of their weights
-seen_participants.json   keyed hashes of the participants it was trained on; `before`: of those of every run whose
-                         weights came before (model.init)
+seen_participants.json   keyed hashes of the participants it was trained on; `before`: those of every run whose
+                         weights came before (model.init, or the encoder that was fine-tuned)
 participants.key         the key of those hashes, and in further lines those of `before`, in this order; may be kept
                          elsewhere and copied here for an evaluation
 README.md                the model card
