@@ -135,6 +135,39 @@ def test_it_remembers_whom_it_has_seen_and_names_nobody(run, folder, store, labe
     assert seen_by(kept)("P000")
 
 
+def test_keys_that_are_not_those_of_the_hashes_are_refused(run, store, labels, tmp_path):
+    """With the key of another export nobody was recognised, and whoever was trained on could be tested."""
+    tuned = export(tune(run, store, tmp_path / "tuned", labels, epochs=1), tmp_path / "exported", echo=quiet)
+    key = tuned / exported.KEY
+    text = key.read_text()
+    own, pretrained = text.split()
+    for same in (text.strip(), text.replace("\n", "\r\n"), f"\ufeff{text}"):
+        key.write_bytes(same.encode())
+        assert seen_by(tuned)("P000")
+    other = "0" * len(own)
+    for wrong in (
+        b"",
+        own.encode(),
+        f"{pretrained}\n{own}\n".encode(),
+        f"{own} {other}".encode(),
+        text.encode("utf-16"),
+    ):
+        key.write_bytes(wrong)
+        with pytest.raises(CheckpointError, match=r"participants.key: not what belongs to .* \(2 keys, a line each\)"):
+            load_encoder(tuned)
+    # A module that was loaded without the key knows it again, too.
+    key.unlink()
+    octfm.OctEncoder.from_pretrained(tuned).save_pretrained(tmp_path / "mine")
+    (tmp_path / "mine" / exported.KEY).write_text(f"{pretrained}\n{own}\n")
+    with pytest.raises(CheckpointError, match="put back the file"):
+        load_encoder(tmp_path / "mine")
+    (tmp_path / "mine" / exported.KEY).write_text(text)
+    assert (
+        seen_by(tmp_path / "mine")("P000")
+        and json.loads((tmp_path / "mine" / exported.CONFIG).read_text())["version"] == 2
+    )
+
+
 def test_export_takes_a_checkpoint_and_says_which_one_a_run_stands_for(run, tmp_path):
     newest = max((run / "checkpoints").glob("*.pt"))
     for name, source in (("run", run), ("checkpoint", newest)):
@@ -329,7 +362,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_half_written(run, folder, tm
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "missing", "settings", "foreign", "newer", "seen"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing", "settings", "foreign", "newer", "seen", "hashes"])
 def test_damage_is_told_where_it_is(folder, tmp_path, damage):
     copy = shutil.copytree(folder, tmp_path / "copy")
     weights, settings = copy / exported.WEIGHTS, json.loads((copy / exported.CONFIG).read_text())
@@ -341,6 +374,8 @@ def test_damage_is_told_where_it_is(folder, tmp_path, damage):
         weights.write_bytes(weights.read_bytes()[:-100])
     elif damage in ("missing", "seen"):
         (weights if damage == "missing" else copy / exported.SEEN).unlink()
+    elif damage == "hashes":
+        (copy / exported.SEEN).write_text('{"before": [{}]}')
     elif damage == "settings":
         settings["settings"]["model"]["width"] = 96
     elif damage == "foreign":
@@ -350,7 +385,7 @@ def test_damage_is_told_where_it_is(folder, tmp_path, damage):
     (copy / exported.CONFIG).write_text(json.dumps(settings))
     words = {
         "flip": "model.safetensors: damaged.*checksum", "cut": "model.safetensors: damaged", "missing": "no such file",
-        "settings": "do not fit the model", "foreign": "no checkpoint found", "newer": "upgrade octfm", "seen": "seen_participants.*missing",
+        "settings": "do not fit the model", "foreign": "no checkpoint found", "newer": "upgrade octfm", "seen": "seen_participants.*missing", "hashes": "seen_participants.*lacks hashes",
     }  # fmt: skip
     with pytest.raises(CheckpointError, match=words[damage]):
         load_encoder(copy)

@@ -303,6 +303,12 @@ def test_what_may_not_be_packaged_is_refused(taught, store, tmp_path, monkeypatc
     run = quick_pretrain(config(steps=1), store, tmp_path / "run", "cpu", echo=quiet)
     with pytest.raises(EvaluationError, match="trained on scans of people"):
         package(run, weights=tmp_path / "weights")
+    # Nobody is a phantom, but the run before this one had people.
+    content = checkpoint.load(checkpoint.newest(taught))
+    content["participants"] |= {"before": [{"key": "k", "hashes": ["0" * 64]}]}
+    begun = checkpoint.write(tmp_path, content.pop("step"), content)
+    with pytest.raises(EvaluationError, match="trained on scans of people"):
+        package(begun, weights=tmp_path / "weights")
     monkeypatch.setattr("octfm.encoder.packaging.MOST_BYTES", 1000)
     with pytest.raises(EvaluationError, match="publish it with octfm export"):
         package(taught, weights=tmp_path / "weights")

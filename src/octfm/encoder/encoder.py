@@ -497,7 +497,7 @@ def participants_of(run: str | Location) -> dict[str, Any]:
 def participants_in(content: dict[str, Any], run: str | Location) -> dict[str, Any]:
     """`hashes`: keyed hashes of the participants that a model was trained on or its checkpoint was chosen by; `key`:
     their key, which may be None if there are none, as after training on streamed phantoms; `before`: the same of the
-    runs with whose weights it began (model.init), if there are any.
+    runs with whose weights it began, if there are any.
 
     Raises EvaluationError if the key is kept elsewhere.
     """

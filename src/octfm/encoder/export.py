@@ -20,6 +20,7 @@ from octfm.errors import Echo, EvaluationError
 from octfm.io.location import Location, local_path, write_whole
 from octfm.models.heads import MeanPool
 from octfm.models.vit3d import count_parameters
+from octfm.run.checkpoint import parts_of
 from octfm.run.folder import PARTIAL_S
 from octfm.version import __version__
 from octfm.weights import exported
@@ -155,8 +156,8 @@ def write_files(
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     # One entry only: safetensors writes several in an order that differs between processes.
     write_whole(folder / exported.WEIGHTS, save(tensors, {"sha256": exported.checksum(tensors)}))
-    before = [{"hashes": part["hashes"]} for part in participants.get("before", ())]
-    seen = {"hash": "HMAC-SHA256", "hashes": participants["hashes"]} | ({"before": before} if before else {})
+    own, *before = map(exported.public, parts_of(participants))
+    seen = {"hash": "HMAC-SHA256"} | own | ({"before": before} if before else {})
     write_whole(folder / exported.SEEN, json.dumps(seen, indent=0).encode())
     # An older octfm would overlook those of the runs before.
     settings = settings | {"version": exported.VERSION if before else 1}

@@ -20,6 +20,7 @@ from octfm.io.location import Location, local_path
 from octfm.models.pooling import POOLS, VectorPool
 from octfm.phantom import phantom_volume
 from octfm.pretraining.initial_weights import NAMED
+from octfm.run.checkpoint import parts_of
 from octfm.run.runtime import alone
 from octfm.weights.exported import digest
 from octfm.weights.packaged import CURRENT_ENCODER, encoders_folder
@@ -59,7 +60,7 @@ def package(
     path, content = opened(run)
     if "encoder_config" in content or content.get("head"):
         raise EvaluationError(f"{run}: fine-tuned; a packaged encoder has no head, name a run of octfm pretrain")
-    if content["participants"]["hashes"]:
+    if any(part["hashes"] for part in parts_of(content["participants"])):
         raise EvaluationError(f"{run}: trained on scans of people; packaged encoders are trained on phantoms only")
     encoder = encoder_in(path, content, alone("fp32", "cpu")).pooling(pool)
     # A path on the machine that trained may name somebody.

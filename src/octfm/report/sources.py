@@ -51,7 +51,7 @@ class Sources:
 
     @property
     def inherited(self) -> int:
-        """People whom only the weights that the run began with have seen (model.init)."""
+        """How many people, at least, only the weights that the run began with have seen (model.init)."""
         return self.record.get("inherited_participants", 0)
 
     @cached_property

@@ -127,7 +127,8 @@ def participant_hashes(participants: list[str], key: str) -> list[str]:
 
 
 def parts_of(participants: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """`key` and `hashes` of a run's own people, then those of every run whose weights came before (model.init)."""
+    """`key` and `hashes` of a run's own people, then those of every run whose weights came before: that of
+    model.init, or of the encoder that is fine-tuned."""
     return [participants, *participants.get("before", ())]
 
 

@@ -65,7 +65,7 @@ class Identity:
     """Key of the participants' hashes; None draws a new one."""
     encoder: str | None = None
     """Identifies the encoder that the settings name: `Encoder.key` if it is frozen, since no checkpoint contains it,
-    else the key of its own run. None if there is none, or if `key` is that of its run."""
+    else the key of its own run. None if there is none."""
     counts: list[int] | None = None
     """How many volumes of `data` are trained, validated and tested on, in this order; None if all are trained on."""
 
@@ -387,8 +387,14 @@ def _continue(run: RunFolder, identity: Identity, override: bool) -> RunFolder:
         _require_same_volumes(run, identity)
         _require_same_encoder(run, identity)
     else:
-        _begin_record(run, identity)
+        _begin_record(run, replace(identity, key=_key_of_checkpoints(run) or identity.key))
     return replace(run, override=Override(identity.config, changed)) if changed else run
+
+
+def _key_of_checkpoints(run: RunFolder) -> str | None:
+    """Key of the participants' hashes, as a run that has no run.json wrote it."""
+    headers = map(checkpoint.header, checkpoint_files.everywhere(run.path))
+    return next((content["participants"].get("key") for content in headers if content is not None), None)
 
 
 def _in_words(changed: Mapping[str, tuple[Any, Any]]) -> str:

@@ -55,7 +55,7 @@ def write(folder: Path, step: int, content: dict[str, Any], *, runtime: Runtime)
 
     def finish() -> None:
         tensorless = {"model": {}, "optimizer": {**content["optimizer"], "state": {}}}
-        # Version 2 requires the key `checksum`; here the manifest has one for each file instead.
+        # Versions 2 and 3 require the key `checksum`; here the manifest has one for each file instead.
         rest = {"format": FORMAT, "version": version_of(content), "step": step, **content, **tensorless, "checksum": ""}
         write_torch(partial / REST, rest)
         names = sorted(p.name for p in partial.iterdir())

@@ -3,7 +3,7 @@
 import json
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,18 +114,15 @@ def _finetune(
     task = find_task(config, store, seen, allow_seen)
     if remark := odd_numbers(task.cases):
         echo(remark)
-    known = {"key": "", "hashes": []} if config.from_scratch else participants_of(str(config.encoder))
-    # Without pretraining there is no key of a run; any fixed one serves.
-    participants = {**known, "key": known["key"] or "octfm-finetune"}
+    known = {"key": None, "hashes": []} if config.from_scratch else participants_of(str(config.encoder))
+    before = [{"key": part["key"], "hashes": part["hashes"]} for part in checkpoint.parts_of(known) if part["hashes"]]
     # With other volumes, splits or labels it would be another run.
     parts = (task.train, task.validation, task.test)
     used = np.concatenate(parts)
     data = volumes_digest(store, task.cases.rows[used], task.cases.label[used].tolist())
-    # From scratch no participants are known by whose key another run would be noticed.
-    origin = content_of(str(config.encoder))["participants"].get("key") if config.from_scratch else None
-    named = encoder.key if config.frozen else origin
+    named = encoder.key if config.frozen else content_of(str(config.encoder))["participants"].get("key")
     counts = [len(part) for part in parts]
-    identity = Identity(FINE_TUNING, config, store.fingerprint, data, participants["key"], named, counts)
+    identity = Identity(FINE_TUNING, config, store.fingerprint, data, encoder=named, counts=counts)
     with open_run(out, identity, runtime, echo=echo) as run, Interruption() as interruption:
         runtime.first(lambda: run.write_record(environment=environment(runtime), octfm=__version__))
         model = TaskModel(config, encoder, len(task.cases.classes or ()) or 1)
@@ -146,7 +143,9 @@ def _finetune(
                 between=leave,
             )
             source = Features(kept, store, runtime)
-        training = FineTuning(task, store, model, source, participants)
+        # Its own, because others may know that of the encoder's run, such as everybody with a published export.
+        key = runtime.first(lambda: run.key)
+        training = FineTuning(task, store, model, source, key, before)
         if not resume(run, training, echo):
             training.begin()
         # The last bits of token statistics may differ between hosts.
@@ -236,15 +235,17 @@ class FineTuning:
     loader: Loader
     tracking = TrackingConfig()
 
-    def __init__(self, task: Task, store: Store, model: TaskModel, source: Source, participants: dict[str, Any]):
-        """`participants`: the key of hashes, the hashes of participants that the encoder was trained on, and those of
-        the runs before it (`participants_in`)."""
+    def __init__(
+        self, task: Task, store: Store, model: TaskModel, source: Source, key: str, before: Sequence[dict[str, Any]]
+    ):
+        """`key`: that of this run's hashes of participants; `before`: key and hashes of those whom the encoder has
+        seen, of each of its runs."""
         self.task, self.store, self.model, self.source = task, store, model, source
         self.config, self.runtime, self.target = model.config, model.runtime, _Target(task, model)
         people = [store.rows[row].participant for row in task.cases.rows[np.r_[task.train, task.validation]]]
-        hashes = {*participants["hashes"], *checkpoint.participant_hashes(people, participants["key"])}
-        before = {"before": participants["before"]} if "before" in participants else {}
-        self.participants = {"key": participants["key"], "hashes": sorted(hashes), **before}
+        self.participants: dict[str, Any] = {"key": key, "hashes": checkpoint.participant_hashes(people, key)}
+        if before:
+            self.participants["before"] = list(before)
         batches = len(task.train) / self.config.batch_size
         self.steps = max(1, math.ceil(self.config.epochs * batches))
         self.head_steps = 0 if self.config.frozen else min(self.steps, math.ceil(self.config.head_epochs * batches))

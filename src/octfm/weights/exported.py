@@ -4,8 +4,8 @@ model.safetensors        tensors network.* (octfm.models.vit3d) and, if fine-tun
                          encoders bfloat16; with a checksum
 config.json              sizes, token budget and Preprocessing; for a head, what it predicts; for packaged encoders,
                          what they are and the hash of their weights
-seen_participants.json   keyed hashes of the participants it was trained on; `before`: of those of every run whose
-                         weights came before (model.init)
+seen_participants.json   keyed hashes of the participants it was trained on, and a hash to know their key by; `before`:
+                         those of every run whose weights came before (model.init, or the encoder that was fine-tuned)
 participants.key         the key of those hashes, and in further lines those of `before`, in this order; may be kept
                          elsewhere and copied here for an evaluation
 README.md                the model card
@@ -16,10 +16,13 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from octfm.display import number
 from octfm.errors import CheckpointError, EvaluationError
+from octfm.io.hashing import keyed_hash
 from octfm.io.location import BucketPath, Location
 
 if TYPE_CHECKING:  # torch takes two seconds, and `octfm models` lists files
@@ -30,6 +33,8 @@ CONFIG, WEIGHTS, SEEN, KEY, CARD, ONNX = (
 )  # fmt: skip
 FORMAT, VERSION = "octfm-export", 2
 """Version 2, written only where a run began with the weights of another one, has the other's participants as well."""
+CHECKED = "octfm key"
+"""The text whose keyed hash is `key_check`."""
 SETTINGS = ("seed", "precision", "model", "predictor", "objective", "masks")
 """The settings of a run that define its encoder. The others are not exported, because they contain paths."""
 
@@ -95,21 +100,37 @@ def read_settings(where: Location) -> dict[str, Any]:
 def read_seen(where: Location) -> dict[str, Any]:
     """`hashes`: keyed hashes of the participants that the model was trained on; `key`: their key, None if it is kept
     elsewhere; `before`: the same of the runs whose weights came before, if there are any. Raises CheckpointError if the
-    file of hashes is missing or damaged, or if the file of keys has another number of them."""
+    file of hashes is missing or damaged, or if the file of keys is not the one that belongs to it."""
     if not (where / SEEN).exists():
         raise CheckpointError(
             f"{where / SEEN}: missing, so the model's training participants are unknown; fetch the whole export again"
         )
     seen = _read_json(where / SEEN)
-    parts = [{"hashes": part["hashes"]} for part in (seen, *seen.get("before", ()))]
     try:
-        keys: list[str | None] = [*(where / KEY).read_bytes().decode().split()]
-    except FileNotFoundError:
-        keys = [None] * len(parts)
-    if len(keys) != len(parts):
-        raise CheckpointError(f"{where / KEY}: expected {len(parts)} keys, a line each, got {len(keys)}; copy it again")
+        parts = [public(part) for part in (seen, *seen.get("before", ()))]
+    except (LookupError, TypeError, AttributeError):
+        raise CheckpointError(f"{where / SEEN}: damaged, it lacks hashes; fetch the whole export again") from None
+    keys: list[str | None] = [None] * len(parts)
+    with suppress(FileNotFoundError):
+        keys = [*(where / KEY).read_bytes().decode("utf-8-sig", "replace").split()]
+    # Exports of octfm 0.1 have no check. With another key nobody would be recognised.
+    fits = len(keys) == len(parts) and all(
+        key is None or part.get("key_check") in (None, keyed_hash(CHECKED, key))
+        for key, part in zip(keys, parts, strict=True)
+    )
+    if not fits:
+        raise CheckpointError(
+            f"{where / KEY}: not what belongs to the hashes in {SEEN} ({number(len(parts), 'key')}, a line each), so "
+            "nobody would be recognised; put back the file that octfm export wrote"
+        )
     first, *before = [{"key": key, **part} for key, part in zip(keys, parts, strict=True)]
     return first | ({"before": before} if before else {})
+
+
+def public(part: Mapping[str, Any]) -> dict[str, Any]:
+    """`hashes` of a run's participants and `key_check`, to know their key by: all that an export shows of them."""
+    check = keyed_hash(CHECKED, part["key"]) if part.get("key") else part.get("key_check")
+    return {"hashes": part["hashes"]} | ({"key_check": check} if check else {})
 
 
 def keys_text(participants: Mapping[str, Any]) -> str:
