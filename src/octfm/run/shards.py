@@ -33,7 +33,7 @@ FORMAT = "octfm-checkpoint"
 
 def version_of(content: Mapping[str, Any]) -> int:
     """The version that a checkpoint with this content is written as."""
-    return 3 if content["participants"].get("before") else 2
+    return 3 if content.get("participants", {}).get("before") else 2
 
 
 class DamagedShards(Exception):
