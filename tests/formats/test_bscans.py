@@ -239,7 +239,7 @@ def test_what_was_made_of_the_packaged_encoder_for_bscans_is_read_again(tmp_path
     with pytest.raises(ConfigError, match=r"network of encoder\.of_bscans\(\)"):
         of_volumes.network.forward_features(voxels)
     assert encoder.network.forward_features(voxels).shape[0] == 1
-    write_files(tmp_path / "exported", settings_of(encoder), tensors_of(encoder), [])
+    write_files(tmp_path / "exported", settings_of(encoder), tensors_of(encoder), {"hashes": []})
     assert load_encoder(tmp_path / "exported", device="cpu").key == encoder.key
 
 

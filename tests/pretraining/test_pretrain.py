@@ -308,7 +308,7 @@ def test_old_checkpoint_can_still_be_read():
 
 def test_checkpoint_of_a_newer_version_is_refused(tmp_path):
     torch.save({"format": checkpoint.FORMAT, "version": 99, "step": 1}, tmp_path / "step-00000001.pt")
-    with pytest.raises(CheckpointError, match="version 99, this octfm reads up to 2; upgrade"):
+    with pytest.raises(CheckpointError, match="version 99, this octfm reads up to 3; upgrade"):
         checkpoint.load(tmp_path / "step-00000001.pt")
 
 

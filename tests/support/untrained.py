@@ -19,5 +19,5 @@ def untrained_encoder(**changes) -> Encoder:
 
 def write_export(folder: Path, encoder: Encoder) -> Path:
     """As `octfm export` writes it, by someone who has seen nobody."""
-    write_files(folder, settings_of(encoder), tensors_of(encoder), [])
+    write_files(folder, settings_of(encoder), tensors_of(encoder), {"hashes": []})
     return folder
