@@ -5,7 +5,6 @@ classes, scanners and protocols are numbered, sentences that quote files are rep
 settings and commands keep numbers and choices.
 """
 
-import copy
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -130,8 +129,7 @@ def shareable(sources: Sources) -> Sources:
         )
         catalog = replace(catalog, root="", acquisitions=accepted, rejects=rejects, skipped=skipped)
     if store is not None:
-        store = copy.copy(store)
-        store.rows = tuple(_nameless(words.row(row), people) for row in store.rows)
+        store = store.with_rows(tuple(_nameless(words.row(row), people) for row in store.rows))
     unprepared = tuple(
         replace(u, acquisition="", uri="", scanner=words.scanner(u.scanner), sentence=meaning_of(u.code))
         for u in sources.unprepared

@@ -1,6 +1,5 @@
 """All data of reports and cards, read from a run folder, its catalog and its store."""
 
-import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -101,8 +100,7 @@ def gather(run: Path, catalog: Location | None = None, store: Location | None = 
     if scanned is not None:
         scanned = replace(scanned, acquisitions=accepted)
     if prepared is not None:
-        prepared = copy.copy(prepared)
-        prepared.rows = volumes
+        prepared = prepared.with_rows(tuple(volumes))
     return Sources(
         run=run,
         record=_json(run / "run.json"),

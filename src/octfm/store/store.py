@@ -86,6 +86,12 @@ class Store:
             raise store._replaced()
         return store
 
+    def with_rows(self, rows: tuple[StoreRow, ...]) -> "Store":
+        """This store, opened again, with other words about the same volumes."""
+        other = Store.open(self.path, self.threads)
+        other.rows = rows
+        return other
+
     def _order(self, count: int) -> str:
         """Digest of the first acquisitions: whoever counts rows counts the same ones."""
         return digest("\n".join(row.acquisition for row in self.rows[:count]).encode())
