@@ -354,20 +354,6 @@ def test_a_run_killed_at_any_request_leaves_a_pointer_to_whole_checkpoints(
     proxy.close()
 
 
-@pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)
-def test_a_run_begins_with_the_weights_of_one_in_a_bucket(place, store):
-    """Both are in the bucket; the second resumes when the first is gone."""
-    parent = final(quick_pretrain(config(steps=2), store, place / "parent", "cpu", echo=lambda _: None))
-    settings = config(model=config().model.model_dump() | {"init": str(place / "parent")}, steps=4)
-    with pytest.raises(Stop):
-        quick_pretrain(settings, store, place / "child", "cpu", echo=stop_after(4))
-    for uri in bucket.find(str(place / "parent")):
-        bucket.delete(uri)
-    child = final(quick_pretrain(settings, store, place / "child", "cpu", echo=lambda _: None))
-    (before,) = child["participants"]["before"]
-    assert child["step"] == 4 and all(before[name] == parent["participants"][name] for name in ("key", "hashes"))
-
-
 @pytest.mark.parametrize("place", ["gs", pytest.param("s3", marks=SLOW)], indirect=True)
 def test_two_processes_do_not_train_into_one_run(place, store):
     inside = []

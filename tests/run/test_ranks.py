@@ -285,6 +285,7 @@ def test_a_sharded_checkpoint_is_one_like_the_others(ranks, store, whole, tmp_pa
         checkpoint.load(newest.with_suffix(".damaged"))
 
 
+@pytest.mark.slow
 def test_ranks_begin_with_the_weights_of_a_sharded_run(ranks, store, whole, tmp_path):
     parent = whole(2, "fsdp")
     settings = SMALL | {"model": SMALL["model"] | {"init": str(parent)}, "steps": 2}
