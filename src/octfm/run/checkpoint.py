@@ -17,8 +17,9 @@ from octfm.run import shards, weights_file
 from octfm.run.checkpoint_files import everywhere, is_name, name_of
 
 FORMAT, VERSION = shards.FORMAT, 3
-"""Version 2 added `state` (RunState) and `checksum`; version 1 is still read. Version 3, written only where a run began
-with the weights of another one, has the other's participants (`before`), whom an older octfm would overlook."""
+"""Version 2 added `state` (RunState) and `checksum`; version 1 is still read. Version 3, written only where a run or
+a fine-tuning began with weights that were trained on people, has these participants (`before`), whom an older octfm
+would overlook."""
 CONTENT = {"version", "step", "model", "optimizer", "config", "preprocessing", "fingerprint", "participants"}
 ADDED = {1: set(), 2: {"state", "checksum"}, 3: {"state", "checksum"}}
 EXPECTED = "expected a run's folder, a file step-XXXXXXXX.pt of its checkpoints, or the folder that octfm export wrote"

@@ -32,7 +32,8 @@ CONFIG, WEIGHTS, SEEN, KEY, CARD, ONNX = (
     "config.json", "model.safetensors", "seen_participants.json", "participants.key", "README.md", "octfm.onnx",
 )  # fmt: skip
 FORMAT, VERSION = "octfm-export", 2
-"""Version 2, written only where a run began with the weights of another one, has the other's participants as well."""
+"""Version 2, written only where a run or a fine-tuning began with weights that were trained on people, has these
+participants as well (`before`), whom an older octfm would overlook."""
 CHECKED = "octfm key"
 """The text whose keyed hash is `key_check`."""
 SETTINGS = ("seed", "precision", "model", "predictor", "objective", "masks")
