@@ -28,7 +28,7 @@ from octfm.pretraining.settings import load_config
 from octfm.run import checkpoint, checkpoint_files
 from octfm.run.runtime import start
 from octfm.tasks.embed_run import embed_all
-from octfm.tasks.finetune import finetune
+from octfm.tasks.finetune import finetune, summary
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import read_predictions
 from octfm.volume.preprocessing import Preprocessing
@@ -49,13 +49,13 @@ def folder(run, tmp_path_factory):
     return export(run, tmp_path_factory.mktemp("exports") / "encoder", echo=quiet)
 
 
-def tune(run, store, out, labels, **changes):
+def tune(run, store, out, labels, allow_seen=False, **changes):
     base = {
         "encoder": str(run), "store": str(store.path), "labels": str(labels), "target": "grade", "order": list(GRADES), "epochs": 2,
         "head_epochs": 1, "batch_size": 4, "per_device_batch_size": 4, "lr_head": 1e-2, "lr_encoder": 3e-4, "tokens_per_volume": 24,
         "augment": {"axial_shift": 2, "contrast": 0, "gamma": 0},
     }  # fmt: skip
-    return finetune(load(FinetuneConfig, base | changes), out, "cpu", echo=quiet)
+    return finetune(load(FinetuneConfig, base | changes), out, "cpu", allow_seen=allow_seen, echo=quiet)
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +128,16 @@ def test_it_remembers_whom_it_has_seen_and_names_nobody(run, folder, store, labe
         tune(folder, moved, tmp_path / "leak", labels)
     kept = export(run, tmp_path / "published", keep_key=tmp_path / "key", echo=quiet)
     assert not (kept / exported.KEY).exists()
-    with pytest.raises(EvaluationError, match="without the key"):
-        seen_by(kept)
+    for evaluate in (seen_by, lambda path: tune(path, store, tmp_path / "refused", labels)):
+        with pytest.raises(
+            EvaluationError, match=r"without the key .* put it back as participants.key .* --allow-seen"
+        ):
+            evaluate(kept)
+    # Results with --allow-seen say that it is unknown, and so does what is tuned on these weights.
+    flagged = tune(kept, store, tmp_path / "flagged", labels, epochs=1, allow_seen=True)
+    assert "participants; nobody can tell whether pretraining has seen them" in summary(flagged)[1]
+    with pytest.raises(EvaluationError, match="began with weights that were published without the key"):
+        seen_by(flagged)
     assert load_encoder(kept).key == load_encoder(run).key, "embedding needs no key"
     shutil.copy(tmp_path / "key", kept / exported.KEY)
     assert seen_by(kept)("P000")

@@ -278,6 +278,13 @@ def test_encoder_that_saw_test_participants_is_refused_or_flagged(cohort, tmp_pa
         probe([path], labels, seen=set(tested[:3]), resamples=50)
     flagged = probe([path], labels, seen=lambda p: p in tested[:3], allow_seen=True, resamples=50)
     assert row(flagged, "disease", "auroc")["seen_test_participants"] == 3
+    # None: the weights were published without the key to tell by.
+    for design in ("recommended_split", "k-fold"):
+        with pytest.raises(EvaluationError, match="nobody can tell whom the encoder was pretrained on"):
+            probe([path], labels, seen=None, design=design, resamples=50)
+        unknown = probe([path], labels, seen=None, design=design, allow_seen=True, resamples=50)
+        assert "participants; nobody can tell whether pretraining has seen them" in summary_lines(unknown)[0]
+        assert row(unknown, "disease", "auroc")["estimate"] > 0.5
     # Seeing training participants is what pretraining is.
     clean = probe([path], labels, seen={r["participant"] for r in cohort.rows} - set(tested), resamples=50)
     assert row(clean, "disease", "auroc")["seen_test_participants"] == 0

@@ -27,7 +27,7 @@ from octfm.report.images import example_pictures
 from octfm.report.overview import data_flow, next_step
 from octfm.report.participants import characteristics
 from octfm.report.sources import gather
-from octfm.report.words import key_result, verdict
+from octfm.report.words import key_result, seen_sentence, verdict
 from octfm.store.store import Store
 from octfm.tasks.scene import Overlay, Placement, Scene
 from support.browser import Browser, assert_renders, needs_chromium
@@ -317,9 +317,16 @@ def test_one_set_of_folds_is_said_only_of_folds(tmp_path, no_curves):
 
 def test_leaked_participants_are_said_in_the_key_result():
     result = probe_result()
-    for r in result["results"]:
-        r["seen_test_participants"] = 4
-    assert "(4 of them seen in pretraining), the" in key_result(result)[1]
+    said = "test participants (had been|were) seen in training.* these numbers are too good"
+    for count, note in (
+        (4, "4 of them seen in pretraining"),
+        (None, "nobody can tell whether pretraining has seen them"),
+    ):
+        for r in result["results"]:
+            r["seen_test_participants"] = count
+        assert f"({note}), the" in key_result(result)[1]
+        assert re.search(said, seen_sentence(result["results"]))
+    assert "Nobody can tell" in seen_sentence(result["results"])
 
 
 def test_not_a_run_folder_is_one_clear_error_and_nothing_is_written(tmp_path):

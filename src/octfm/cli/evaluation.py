@@ -60,7 +60,7 @@ def probe(
     from octfm.catalog.labels import read_labels
     from octfm.encoder.embed import embedding_files, older_vectors, other_vectors
     from octfm.encoder.embeddings import read_embeddings, without_excluded_vectors
-    from octfm.encoder.encoder import seen_by
+    from octfm.encoder.encoder import seen_if_known
     from octfm.evaluation.arms import make_arms
     from octfm.evaluation.cases import TARGETS
     from octfm.evaluation.efficiency import curve_lines
@@ -90,7 +90,7 @@ def probe(
         "targets": target,
         "orders": opt.parse_orders(order),
         "readout": chosen,
-        "seen": seen_by(run),
+        "seen": seen_if_known(run, allow_seen=allow_seen),
         "allow_seen": allow_seen,
         "design": design,
         "folds": folds,

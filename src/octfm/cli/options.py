@@ -297,7 +297,11 @@ Epochs = Annotated[
     float | None, option("N", "Length in passes over the training volumes; short for epochs=N.", min=1e-6, max=1e6)
 ]
 AllowSeen = Annotated[
-    bool, flag("If test participants were used in training, flag them in the result instead of stopping.")
+    bool,
+    flag(
+        "If test participants were used in training, or nobody can tell because weights were published without their "
+        "key, say so in the result instead of stopping."
+    ),
 ]
 
 

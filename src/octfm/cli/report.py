@@ -58,9 +58,7 @@ def compare(
     pairs: Annotated[
         bool, opt.flag("Probe all runs again, on identical participants and resamples, for paired intervals.")
     ] = True,
-    allow_seen: Annotated[
-        bool, opt.flag("If any run was pretrained on test participants, flag them in the result instead of stopping.")
-    ] = False,
+    allow_seen: opt.AllowSeen = False,
 ) -> None:
     """Compare runs on one page: settings that differ, curves, probes, and paired intervals where possible.
 

@@ -490,30 +490,41 @@ def preprocessing_of(run: str | Location) -> dict[str, Any]:
 
 
 def participants_of(run: str | Location) -> dict[str, Any]:
-    """`participants_in` the content of a run's newest checkpoint, a checkpoint file or an export."""
-    return participants_in(content_of(run), run)
+    """Of a run's newest checkpoint, a checkpoint file or an export.
 
-
-def participants_in(content: dict[str, Any], run: str | Location) -> dict[str, Any]:
-    """`hashes`: keyed hashes of the participants that a model was trained on or its checkpoint was chosen by; `key`:
-    their key, which may be None if there are none, as after training on streamed phantoms; `before`: the same of the
-    runs with whose weights it began, if there are any.
-
-    Raises EvaluationError if the key is kept elsewhere.
+    `hashes`: keyed hashes of the participants that it was trained on or chosen by; `key`: their key, None if it is kept
+    elsewhere or if there are no hashes, as after training on streamed phantoms; `before`: the same of the runs with
+    whose weights it began, if there are any.
     """
-    participants = content["participants"]
-    if not checkpoint.keys_are_known(participants):
-        raise EvaluationError(
-            f"{run}: exported without the key of its participants' hashes, so its training participants are unknown; "
-            f"put the key back as {exported.KEY} next to its {exported.CONFIG}, or evaluate with --allow-seen"
-        )
-    return participants
+    return content_of(run)["participants"]
 
 
 def seen_by(run: str | Location) -> Callable[[str], bool]:
     """A function that tells whether the run's newest checkpoint was trained on a participant or chosen by one, whatever
-    the spelling of the id. Raises EvaluationError as `participants_of`."""
-    return checkpoint.recogniser(participants_of(run))
+    the spelling of the id. Raises EvaluationError if nobody can tell, because a key is kept elsewhere."""
+    content = content_of(run)
+    participants = content["participants"]
+    if not checkpoint.keys_are_known(participants):
+        if participants["hashes"] and participants["key"] is None:
+            why, put = "published without the key", f"put it back as {exported.KEY} next to its {exported.CONFIG}"
+        else:
+            why = "it began with weights that were published without the key"
+            put = f"write it in the place of - into {exported.KEY} of its export" + (
+                "" if "network" in content else " (octfm export), and evaluate that"
+            )
+        raise EvaluationError(
+            f"{run}: {why} of their participants' hashes, so nobody can tell whom they were trained on; {put}, or pass "
+            "--allow-seen to get results that say so"
+        )
+    return checkpoint.recogniser(participants)
+
+
+def seen_if_known(*runs: str | Location, allow_seen: bool) -> Callable[[str], bool] | None:
+    """Whether any of the runs has seen a participant, as `seen_by`; with `allow_seen`, None where nobody can tell."""
+    if allow_seen and not all(checkpoint.keys_are_known(participants_of(run)) for run in runs):
+        return None
+    known = [seen_by(run) for run in runs]
+    return lambda participant: any(is_seen(participant) for is_seen in known)
 
 
 def opened(run: str | Location | None, echo: Echo | None = None) -> tuple[Location, dict[str, Any]]:

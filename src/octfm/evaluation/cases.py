@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,6 +17,8 @@ from octfm.errors import EvaluationError
 
 Design = Literal["recommended_split", "k-fold"]
 Unit = Literal["participant", "eye", "acquisition"]
+Seen = Collection[str] | Callable[[str], bool]
+"""Whom an encoder was pretrained on: ids, or a function that tells whether a participant was among them."""
 
 HEALTHY = ("healthy", "normal", "control", "none", "no disease")
 """Diagnoses that mean no disease, in lower case."""
@@ -346,16 +348,21 @@ def _classes(target: Target, values: Sequence[str]) -> tuple[tuple[str, ...], bo
 
 
 def make_rounds(
-    cases: Cases, data: Embeddings, design: Design, seen: np.ndarray, allow_seen: bool, folds: int, seed: int
+    cases: Cases, data: Embeddings, design: Design, seen: np.ndarray | None, allow_seen: bool, folds: int, seed: int
 ) -> tuple[Cases, list[Round]]:
     """The cases without classes too rare for the design, and rounds that together test every test row exactly once.
 
-    `seen` bool [N] marks rows of participants used in an encoder's pretraining. Raises EvaluationError on leakage, and
-    Skip if too few participants remain.
+    `seen` bool [N] marks rows of participants used in an encoder's pretraining; None: nobody can tell. Raises
+    EvaluationError on leakage, and Skip if too few participants remain.
     """
+    if seen is None and not allow_seen:
+        raise EvaluationError(
+            "nobody can tell whom the encoder was pretrained on; pass --allow-seen to get results that say so",
+            public=SEEN,
+        )
     splits, person = np.array([data.split[i] or "" for i in cases.rows]), people(data.participant)
     # The person was seen, under whatever spelling of the id.
-    seen = np.isin(person, person[seen])[cases.rows]
+    seen = np.isin(person, [] if seen is None else person[seen])[cases.rows]
     if design == "k-fold" and folds < 2:
         raise EvaluationError(f"k-fold: expected at least 2 folds, got {folds}")
     if design == "recommended_split":

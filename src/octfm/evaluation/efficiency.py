@@ -1,6 +1,6 @@
 """Label efficiency: frozen probes fitted on nested subsets of 1 % to 100 % of the training participants."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from octfm.evaluation.cases import (
     Cases,
     Design,
     Round,
+    Seen,
     Skip,
     fifths,
     find_targets,
@@ -38,7 +39,7 @@ def label_efficiency(
     orders: Mapping[str, tuple[str, ...]] | None = None,
     readout: Readout = "linear",
     design: Literal["auto"] | Design = "auto",
-    seen: Collection[str] | Callable[[str], bool] = (),
+    seen: Seen | None = (),
     allow_seen: bool = False,
     folds: int | None = None,
     fractions: Sequence[float] = FRACTIONS,
@@ -61,7 +62,8 @@ def label_efficiency(
     encoders = align(embeddings)
     first, table = encoders[0], read_labels(labels) if labels is not None else None
     encoders = [with_table(e, table) for e in encoders]
-    seen_rows, (chosen, folds) = rows_seen(first, seen), choose_design(first, design, folds)
+    seen_rows = None if seen is None else rows_seen(first, seen)
+    chosen, folds = choose_design(first, design, folds)
     rows: list[dict[str, Any]] = []
     comparisons: list[dict[str, Any]] = []
     probed: list[tuple[Cases, list[Round]]] = []

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -12,7 +12,7 @@ import numpy as np
 from octfm.catalog.labels import read_labels
 from octfm.display import interval
 from octfm.encoder.embeddings import Embeddings, align, read_embeddings
-from octfm.encoder.encoder import seen_by
+from octfm.encoder.encoder import seen_if_known
 from octfm.errors import EvaluationError, shown
 from octfm.evaluation.arms import with_table
 from octfm.evaluation.cases import (
@@ -20,6 +20,7 @@ from octfm.evaluation.cases import (
     Cases,
     Design,
     Round,
+    Seen,
     Skip,
     Target,
     find_targets,
@@ -30,7 +31,7 @@ from octfm.evaluation.cases import (
 )
 from octfm.evaluation.metrics import ExtraMetric
 from octfm.evaluation.readouts import Readout, choose_readout, fit_predict
-from octfm.evaluation.results import Result, read_result
+from octfm.evaluation.results import Result, read_result, seen_note
 from octfm.evaluation.scoring import (
     BUILT_IN,
     HEADLINE,
@@ -69,7 +70,7 @@ def probe(
     orders: Mapping[str, tuple[str, ...]] | None = None,
     readout: Readout = "linear",
     design: Literal["auto"] | Design = "auto",
-    seen: Collection[str] | Callable[[str], bool] = (),
+    seen: Seen | None = (),
     allow_seen: bool = False,
     folds: int | None = None,
     seeds: int = 1,
@@ -84,7 +85,7 @@ def probe(
     labels: a table (CSV, TSV or DataFrame), joined by id; by default the participants' labels in the embeddings.
     seen: participants that any encoder was pretrained on. In `recommended_split`, a seen test participant raises
         EvaluationError, or is counted in the result if `allow_seen`. In `k-fold`, seen participants are in every
-        training part, and the folds are made of the others.
+        training part, and the folds are made of the others. None, if nobody can tell, needs `allow_seen`.
     design: `recommended_split` fits on train and val and tests on test; `auto` chooses it if the data have both sides,
         and `k-fold` otherwise (`folds`, default 5).
     resamples: of participants; None: RESAMPLES, or more if so many differences are planned that none could survive
@@ -102,7 +103,7 @@ def probe(
     first = encoders[0]
     table = read_labels(labels) if labels is not None else None
     encoders = [with_table(e, table) for e in encoders]
-    seen_rows = rows_seen(first, seen)
+    seen_rows = None if seen is None else rows_seen(first, seen)
     chosen, folds = choose_design(first, design, folds)
     found = find_targets(targets, first, table, orders)
     stated = {target.column: target.order for target in found if target.order != ORDERS.get(target.column, ())}
@@ -229,7 +230,7 @@ def summary_lines(result: dict[str, Any], file: str = "probe.json") -> list[str]
             continue
         guessing.setdefault(r["target"], {})[r["metric"]] = f"{r['metric']} {r['chance']:.3g}"
         shown = interval(r, digits=3)
-        flag = f"; {r['seen_test_participants']} of them seen in pretraining" if r["seen_test_participants"] else ""
+        flag = f"; {note}" if (note := seen_note(r)) else ""
         if r["note"]:
             few = "fewer than" in r["note"] and r["design"] == "recommended_split" and file == "probe.json"
             note = r["note"] + few * " --design k-fold tests every participant."
@@ -274,7 +275,7 @@ def choose_design(data: Embeddings, wanted: str = "auto", folds: int | None = No
     return chosen, FOLDS if folds is None else folds
 
 
-def rows_seen(data: Embeddings, seen: Collection[str] | Callable[[str], bool]) -> np.ndarray:
+def rows_seen(data: Embeddings, seen: Seen) -> np.ndarray:
     """bool [N]: rows of participants that an encoder was pretrained on."""
     if isinstance(seen, str):
         raise TypeError("seen must be a collection of participant ids or a predicate, got one string")
@@ -285,11 +286,12 @@ def rows_seen(data: Embeddings, seen: Collection[str] | Callable[[str], bool]) -
     return np.isin(person[: len(named)], person[len(named) :])
 
 
-def describe(cases: Cases, rounds: list[Round], design: Design, seen_rows: np.ndarray) -> dict[str, Any]:
+def describe(cases: Cases, rounds: list[Round], design: Design, seen_rows: np.ndarray | None) -> dict[str, Any]:
     """The part of a result that is the same for every encoder and metric: target, design, and participants counted."""
     tested = np.concatenate([r.test for r in rounds])
     participant = cases.participant
     trained = [len(np.unique(participant[r.train])) for r in rounds]
+    seen = None if seen_rows is None else len(np.unique(participant[tested][seen_rows[cases.rows[tested]]]))
     return {
         "target": cases.target.name,
         "column": cases.target.column,
@@ -304,7 +306,7 @@ def describe(cases: Cases, rounds: list[Round], design: Design, seen_rows: np.nd
         "n_test_acquisitions": len(tested),
         "unlabelled_acquisitions": cases.unlabelled,
         "left_out_classes": list(cases.left_out),
-        "seen_test_participants": len(np.unique(participant[tested][seen_rows[cases.rows[tested]]])),
+        "seen_test_participants": seen,
     }
 
 
@@ -431,11 +433,10 @@ def probe_together(
                 public=f"{name} has no embeddings: octfm embed makes them, from the same store for all runs.",
             )
         encoders.append(replace(read_embeddings(path), name=name))
-    seen = [seen_by(run) for run in runs.values()]
     settings = _shared_settings(runs)
     options: dict[str, Any] = {"targets": targets, "allow_seen": allow_seen, "resamples": resamples, **settings}
     options["orders"] = {**settings.get("orders", {}), **(orders or {})}
-    return probe(encoders, labels, seen=lambda p: any(is_seen(p) for is_seen in seen), **options)
+    return probe(encoders, labels, seen=seen_if_known(*runs.values(), allow_seen=allow_seen), **options)
 
 
 def _shared_settings(runs: Mapping[str, Path]) -> dict[str, Any]:

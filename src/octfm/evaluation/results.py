@@ -37,7 +37,7 @@ class Result(dict):
     def _repr_html_(self) -> str:
         rows = list(_headline(self.get("results", [])))
         table = [
-            (row["target"], row["metric"].replace("_", " "), row["encoder"], _estimate(row), _people(row))
+            (row["target"], row["metric"].replace("_", " "), row["encoder"], _estimate(row), tested_people(row))
             for row in rows[:MOST_ROWS]
         ]
         settings = self.get("settings", {})
@@ -91,9 +91,17 @@ def _estimate(row: dict[str, Any]) -> str:
     return f"{row['estimate']:.{digits}f}{between}{unit}"
 
 
-def _people(row: dict[str, Any]) -> str:
-    seen = row.get("seen_test_participants")
-    return number(row["n_test_participants"], "participant") + (f", {seen} of them seen in pretraining" if seen else "")
+def tested_people(row: dict[str, Any]) -> str:
+    """`40 participants, 3 of them seen in pretraining`."""
+    return ", ".join(filter(None, (number(row["n_test_participants"], "participant"), seen_note(row))))
+
+
+def seen_note(row: dict[str, Any]) -> str:
+    """How many of a result's test participants pretraining has seen, or that nobody can tell; "" if none."""
+    seen = row.get("seen_test_participants", 0)
+    if seen is None:
+        return "nobody can tell whether pretraining has seen them"
+    return f"{seen} of them seen in pretraining" if seen else ""
 
 
 def _verdicts(comparisons: Iterable[dict[str, Any]], first: str) -> list[str]:

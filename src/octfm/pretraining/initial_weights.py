@@ -34,7 +34,7 @@ from octfm.pretraining.resume import frozen_weights, part_of, read_content
 from octfm.pretraining.settings import PretrainConfig, stored_config
 from octfm.run import checkpoint
 from octfm.run.weights_file import read_weights
-from octfm.weights.exported import KEY, checksum, is_export, read_export
+from octfm.weights.exported import checksum, is_export, read_export
 from octfm.weights.packaged import CURRENT_ENCODER, packaged_encoder
 
 PACKAGED = "packaged"
@@ -71,9 +71,9 @@ class Initial:
     rest: dict[str, Tensor] = field(default_factory=dict)
     """All tensors of a run with the same objective, by the names of the objective's networks."""
     before: tuple[dict[str, Any], ...] = ()
-    """Of each run behind these weights that was trained on people: `key` and `hashes` of its participants and, except
-    of an export, which does not record them, the scanners that it chose and left out (data.scanners,
-    data.leave_out_scanners)."""
+    """Of each run behind these weights that was trained on people: `key` (None if it is kept elsewhere) and `hashes` of
+    its participants and, except of an export, which does not record them, the scanners that it chose and left out
+    (data.scanners, data.leave_out_scanners)."""
     preprocessing: Mapping[str, Any] | None = None
     """How the volumes behind these weights were prepared; None for V-JEPA 2."""
 
@@ -125,7 +125,7 @@ def is_query(name: str) -> bool:
 
 def read_initial(init: str, config: PretrainConfig) -> Initial:
     """The weights that model.init names, for networks of these settings. Raises CheckpointError, naming what there is
-    not, is damaged or has another size, and for an export whose participants are unknown without its key."""
+    not, is damaged or has another size."""
     where = location(init)
     if init == PACKAGED or (NAMED.fullmatch(init) and isinstance(where, Path) and not where.exists()):
         return _packaged(init, config.model)
@@ -172,12 +172,7 @@ def _own(init: str, config: PretrainConfig) -> Initial:
     settings = stored_config(content["settings" if exported else "config"])
     _require_sizes(settings.model, config.model, init, str(path))
     seen = content["participants"]
-    if not checkpoint.keys_are_known(seen):
-        raise CheckpointError(
-            f"model.init={init}: exported without the key of its participants' hashes, so that nobody could tell on "
-            f"whom the new run's weights were trained (F16); put the key back as {KEY} into that folder"
-        )
-    own = {"key": seen["key"], "hashes": seen["hashes"]}
+    own = checkpoint.hashes_of(seen)
     if not exported:
         own |= {key: list(getattr(settings.data, key)) for key in ("scanners", "leave_out_scanners")}
     return Initial(

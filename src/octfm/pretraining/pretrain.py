@@ -1,6 +1,6 @@
 """Pretraining: `pretrain` sets a run up, `Pretraining.update` is one step of the algorithm, run/loop.py repeats it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,10 +150,7 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
     if learner.before:
         participants["before"] = list(learner.before)
         # At least: hashes under different keys cannot be compared with each other.
-        facts["inherited_participants"] = max(
-            len({*part["hashes"]} - {*checkpoint.participant_hashes(people_seen, part["key"])})
-            for part in learner.before
-        )
+        facts["inherited_participants"] = max(_others(part, people_seen) for part in learner.before)
     runtime.first(lambda: run.write_record(**facts))
     loader = Loader(
         data.store,
@@ -172,6 +169,13 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
     require_disjoint(runtime, loader, data_step)
     require_same_order(runtime, loader, data_step)
     return Pretraining(run, data, learner, loader, participants, cases)
+
+
+def _others(part: Mapping[str, Any], people: Sequence[str]) -> int:
+    """At least so many participants of a run before this one are not among `people`."""
+    if part["key"] is None:  # it is kept elsewhere
+        return max(1, len(part["hashes"]) - len(people))
+    return len({*part["hashes"]} - {*checkpoint.participant_hashes(list(people), part["key"])})
 
 
 class Pretraining:

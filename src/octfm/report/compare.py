@@ -171,7 +171,7 @@ def _together(result: dict[str, Any]) -> dict[str, Any]:
         "resamples": result["settings"]["resamples"],
         "meaning": result.get("interval_meaning", ""),
         "skipped": result.get("skipped", []),
-        "seen": words.tested_before(result["results"]),
+        "seen": words.seen_sentence(result["results"]),
     }
 
 

@@ -206,7 +206,7 @@ def _probe(probe: dict[str, Any] | None) -> dict[str, Any] | None:
         "skipped": probe.get("skipped", []),
         "settings": probe.get("settings", {}),
         "meaning": probe.get("interval_meaning", ""),
-        "seen": words.tested_before(probe["results"]),
+        "seen": words.seen_sentence(probe["results"]),
     }
 
 

@@ -30,7 +30,7 @@ def write_leaderboard(result: dict[str, Any], order: list[str], out: str | Path)
         "reference": result["reference"],
         "participants": first["n_test_participants"],
         "counts": first["test_participants_per_class"] or {},
-        "seen": words.tested_before(result["results"]),
+        "seen": words.seen_sentence(result["results"]),
         "metrics": [words.METRICS[m] for m in metrics],
         "rows": [
             {

@@ -122,7 +122,7 @@ def next_step(sources: Sources, run: str, store: str | None) -> tuple[str, tuple
     if probe is None:
         commands = (["embed", run, "--store", store], ["probe", run, "--labels", "LABELS.csv"])
         return "Measure how good the features are, with a table of labels per participant:", _shell(*commands)
-    if words.tested_before(probe["results"]):
+    if any(row["seen_test_participants"] for row in probe["results"]):
         text = "Tested participants had been seen in pretraining. Probe again on others:"
         return text, _shell(["probe", run, "--design", "k-fold"])
     if sources.record.get("not_pretrained"):

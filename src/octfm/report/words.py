@@ -9,6 +9,7 @@ import numpy as np
 
 from octfm import display
 from octfm.display import interval
+from octfm.evaluation.results import seen_note
 from octfm.evaluation.scoring import HEADLINE, PLANNED, fails_holm
 from octfm.report.sources import Sources, lookup, number, series
 
@@ -108,9 +109,17 @@ def planned(probe: dict[str, Any]) -> list[dict[str, Any]]:
     return [c for c in probe["comparisons"] if c["metric"] in PLANNED and not c.get("leakage")]
 
 
-def tested_before(results: Iterable[dict[str, Any]]) -> int:
-    """Number of test participants that were used in pretraining."""
-    return max((r["seen_test_participants"] for r in results), default=0)
+def seen_sentence(results: Iterable[dict[str, Any]]) -> str:
+    """What it means that test participants were, or may have been, trained on; "" if none was."""
+    counts = [r["seen_test_participants"] for r in results]
+    if None in counts:
+        return (
+            "Nobody can tell whether test participants were seen in training, because weights were published without "
+            "the key of their participants. If they were, these numbers are too good."
+        )
+    if seen := max(counts, default=0):
+        return f"{display.number(seen, 'test participant')} had been seen in training, so these numbers are too good."
+    return ""
 
 
 def leakage(results: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
@@ -136,9 +145,8 @@ def verdict(probe: dict[str, Any] | None) -> tuple[str, str]:
         return "none", "The probe found no target that could be measured; its results below give the reasons."
     what = TARGETS.get(row["target"], f"predicting {display.readable(row['target'])}")
     metric = METRICS.get(row["metric"], row["metric"])
-    seen = row["seen_test_participants"]
-    people = f"{row['n_test_participants']} participants"
-    people += f" ({seen} of them seen in pretraining)" if seen else " it had never seen"
+    seen = seen_note(row)
+    people = f"{row['n_test_participants']} participants" + (f" ({seen})" if seen else " it had never seen")
     reaches = "reach" if row["encoder"] == "layers" else "reaches"
     text = f"In {what} among {people}, {encoder(row['encoder'])} {reaches} {metric} {interval(row)}"
     text += "." if row["low"] is None else ", 95\u00a0% interval in brackets."

@@ -133,6 +133,12 @@ def parts_of(participants: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [participants, *participants.get("before", ())]
 
 
+def hashes_of(part: Mapping[str, Any]) -> dict[str, Any]:
+    """`key` and `hashes` of a part and, where the key is kept elsewhere, the `key_check` to know it by."""
+    kept = ("key", "hashes") if part.get("key") else ("key", "hashes", "key_check")
+    return {name: part[name] for name in kept if name in part}
+
+
 def keys_are_known(participants: Mapping[str, Any]) -> bool:
     """Whether everybody in `parts_of` can be recognised; not without a key that is kept elsewhere."""
     return all(part["key"] is not None for part in parts_of(participants) if part["hashes"])

@@ -3,7 +3,7 @@
 import json
 import math
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ from torch.nn import functional as F
 from octfm.catalog.labels import read_labels
 from octfm.config import load
 from octfm.encoder.embeddings import of_store
-from octfm.encoder.encoder import content_of, load_encoder, participants_of, seen_by
+from octfm.encoder.encoder import content_of, load_encoder, participants_of, seen_if_known
 from octfm.encoder.tokens import token_features
 from octfm.encoder.tuned import Answer
 from octfm.errors import ConfigError, Echo, EvaluationError
 from octfm.evaluation.cases import (
     Cases,
     Round,
+    Seen,
     Skip,
     find_target,
     log_share,
@@ -110,12 +111,12 @@ def _finetune(
     encoder = load_encoder(str(config.encoder), random_init=config.from_scratch, runtime=runtime)
     store = to_evaluate(prepared, config.exclude, encoder.config.data.modalities, echo)
     encoder = encoder.reading(store)
-    seen = (lambda _: False) if config.from_scratch else seen_by(str(config.encoder))
+    seen = () if config.from_scratch else seen_if_known(str(config.encoder), allow_seen=allow_seen)
     task = find_task(config, store, seen, allow_seen)
     if remark := odd_numbers(task.cases):
         echo(remark)
     known = {"key": None, "hashes": []} if config.from_scratch else participants_of(str(config.encoder))
-    before = [{"key": part["key"], "hashes": part["hashes"]} for part in checkpoint.parts_of(known) if part["hashes"]]
+    before = [checkpoint.hashes_of(part) for part in checkpoint.parts_of(known) if part["hashes"]]
     # With other volumes, splits or labels it would be another run.
     parts = (task.train, task.validation, task.test)
     used = np.concatenate(parts)
@@ -190,7 +191,7 @@ def _write_result(training: "FineTuning", predictions: Predictions, run: RunFold
     run.publish()
 
 
-def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool], allow_seen: bool) -> Task:
+def find_task(config: FinetuneConfig, store: Store, seen: Seen | None, allow_seen: bool) -> Task:
     """Labelled participants of the store's splits. Where val has no labelled participant, or all of them are of one
     class, which any constant answer gets right, a fifth of train and val together is used to validate."""
     data = of_store(store)
@@ -202,7 +203,7 @@ def find_task(config: FinetuneConfig, store: Store, seen: Callable[[str], bool],
             f"{store.path}: expected train and test splits, got {sorted({str(s) for s in data.split})}; octfm scan "
             "makes them"
         )
-    seen_rows = rows_seen(data, seen)
+    seen_rows = None if seen is None else rows_seen(data, seen)
     try:
         cases, rounds = make_rounds(
             make_cases(target, data, table), data, "recommended_split", seen_rows, allow_seen, 1, config.seed

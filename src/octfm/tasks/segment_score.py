@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from octfm.display import number
-from octfm.encoder.encoder import content_of, seen_by
+from octfm.encoder.encoder import content_of, seen_if_known
 from octfm.errors import CheckpointError, Echo, EvaluationError
 from octfm.evaluation.cases import people
 from octfm.evaluation.metrics import mae, ratio
 from octfm.evaluation.probe import RESAMPLES, write_probe
-from octfm.evaluation.results import Result
+from octfm.evaluation.results import Result, tested_people
 from octfm.evaluation.scoring import Scored, compare_scored, correct, difference_words, finite
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap, interval
 from octfm.io.hashing import hash_file
@@ -65,8 +64,9 @@ def segment(
     store = open_store(config, encoder)
     splits = _rows(store, config)
     train_rows, test_rows = splits["train"], splits["test"]
-    seen = seen_by(str(config.encoder))
-    known = {*people(np.array([who for i in test_rows if seen(who := store.rows[i].participant)], str)).tolist()}
+    seen = seen_if_known(str(config.encoder), allow_seen=allow_seen)
+    tested = [store.rows[i].participant for i in test_rows]
+    known = None if seen is None else {*people(np.array([who for who in tested if seen(who)], str)).tolist()}
     if known and not allow_seen:
         raise EvaluationError(
             f"{len(known)} test participants were in the encoder's pretraining ({min(known)} …); hold them out of "
@@ -106,7 +106,8 @@ def segment(
         if baselines and config.surfaces:
             predictors["mean_height"] = mean_height(config, store, truth)
         learned_from = {*people(np.array([store.rows[i].participant for i in train_rows]))}
-        facts = {"n_train_participants": len(learned_from), "seen_test_participants": len(known)}
+        n_seen = None if known is None else len(known)
+        facts = {"n_train_participants": len(learned_from), "seen_test_participants": n_seen}
         result = _judge(config, store, test_rows, predictors, facts)
         write_probe(run.path / "segment.json", result)
         run.publish()
@@ -277,8 +278,9 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     for r in result["results"]:
         between = f" ({r['low']:.2f} to {r['high']:.2f})" if r["low"] is not None else ""
         estimate = "undefined" if r["estimate"] is None else f"{r['estimate']:.2f}"
-        unit, people = f" {r['unit']}" if r["unit"] else "", number(r["n_test_participants"], "participant")
-        lines.append(f"{r['target']:<12} {r['metric']:<5} {r['encoder']:<12} {estimate}{between}{unit}, {people}")
+        unit = f" {r['unit']}" if r["unit"] else ""
+        who = tested_people(r)
+        lines.append(f"{r['target']:<12} {r['metric']:<5} {r['encoder']:<12} {estimate}{between}{unit}, {who}")
         if r["estimate"] is None:
             lines.append(f"{r['target']:<12} {r['note']}")
     for c in result["comparisons"]:

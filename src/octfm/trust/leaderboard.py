@@ -14,7 +14,7 @@ from octfm.config import load
 from octfm.display import csv_cell, interval, markdown, p_value
 from octfm.encoder.embed import embed_store, histogram_baseline, quality_baseline
 from octfm.encoder.embeddings import Embeddings, align, of_store, read_embeddings, take_rows
-from octfm.encoder.encoder import Encoder, load_encoder, seen_by
+from octfm.encoder.encoder import Encoder, load_encoder, seen_if_known
 from octfm.encoder.sources import find as found
 from octfm.errors import ConfigError, Echo, EvaluationError
 from octfm.evaluation.arms import covariates, with_table
@@ -146,14 +146,19 @@ def _tested(
     paths: Sequence[Path],
     allow_seen: bool,
     seed: int,
-) -> tuple[Cases, list[Round], np.ndarray]:
-    """The cases of a target, its single round, and bool [N]: rows whose participants an entry was trained on. Vectors
+) -> tuple[Cases, list[Round], np.ndarray | None]:
+    """The cases of a target, its single round, and bool [N]: rows whose participants an entry was trained on, None if
+    nobody can tell. Vectors
     are not needed. Raises EvaluationError if labels are missing or too few, or if a test participant was seen in
     training, unless `allow_seen`."""
-    seen_rows = np.zeros(len(data.acquisition), bool)
+    seen_rows: np.ndarray | None = np.zeros(len(data.acquisition), bool)
     tested = np.array([split == "test" for split in data.split])
     for path in paths:
-        own = rows_seen(data, seen_by(path))
+        seen = seen_if_known(path, allow_seen=allow_seen)
+        if seen is None or seen_rows is None:
+            seen_rows = None
+            continue
+        own = rows_seen(data, seen)
         if (own & tested).any() and not allow_seen:
             who = np.unique(people(data.participant[own & tested]))
             raise EvaluationError(

@@ -6,8 +6,8 @@ config.json              sizes, token budget and Preprocessing; for a head, what
                          what they are and the hash of their weights
 seen_participants.json   keyed hashes of the participants it was trained on, and a hash to know their key by; `before`:
                          those of every run whose weights came before (model.init, or the encoder that was fine-tuned)
-participants.key         the key of those hashes, and in further lines those of `before`, in this order; may be kept
-                         elsewhere and copied here for an evaluation
+participants.key         the key of those hashes, and in further lines those of `before`, in this order, or - where
+                         nobody had it; may be kept elsewhere and copied here for an evaluation
 README.md                the model card
 octfm.onnx               only if requested
 """
@@ -36,6 +36,8 @@ FORMAT, VERSION = "octfm-export", 2
 participants as well (`before`), whom an older octfm would overlook."""
 CHECKED = "octfm key"
 """The text whose keyed hash is `key_check`."""
+UNKNOWN = "-"
+"""The line of a key that is kept elsewhere."""
 SETTINGS = ("seed", "precision", "model", "predictor", "objective", "masks")
 """The settings of a run that define its encoder. The others are not exported, because they contain paths."""
 
@@ -113,7 +115,8 @@ def read_seen(where: Location) -> dict[str, Any]:
         raise CheckpointError(f"{where / SEEN}: damaged, it lacks hashes; fetch the whole export again") from None
     keys: list[str | None] = [None] * len(parts)
     with suppress(FileNotFoundError):
-        keys = [*(where / KEY).read_bytes().decode("utf-8-sig", "replace").split()]
+        words = (where / KEY).read_bytes().decode("utf-8-sig", "replace").split()
+        keys = [None if word == UNKNOWN else word for word in words]
     # Exports of octfm 0.1 have no check. With another key nobody would be recognised.
     fits = len(keys) == len(parts) and all(
         key is None or part.get("key_check") in (None, keyed_hash(CHECKED, key))
@@ -137,7 +140,7 @@ def public(part: Mapping[str, Any]) -> dict[str, Any]:
 def keys_text(participants: Mapping[str, Any]) -> str:
     """The content of participants.key; empty if there is no key."""
     keys = [part["key"] for part in (participants, *participants.get("before", ()))]
-    return "".join(f"{key}\n" for key in keys) if all(keys) else ""
+    return "".join(f"{key or UNKNOWN}\n" for key in keys) if any(keys) else ""
 
 
 def digest(network: "Mapping[str, Tensor]") -> str:

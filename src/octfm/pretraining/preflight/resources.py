@@ -20,6 +20,7 @@ from octfm.run.runtime import Runtime
 from octfm.store.batch_sizes import accumulation
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing, differences
+from octfm.weights.exported import KEY
 
 ACCURACY = 0.2
 """Relative error of the memory estimate; within it a run is warned and not stopped."""
@@ -63,19 +64,28 @@ def _filled(config: PretrainConfig, initial: Initial, networks: list[str]) -> li
 
 def _inherited(initial: Initial, store: Store) -> list[Check]:
     """Nobody who is kept for tests was seen by the weights that the run begins with (F16)."""
-    if not initial.before:
-        return []
-    was_seen = recogniser({"hashes": (), "before": initial.before})
+    known = [part for part in initial.before if part["key"] is not None]
+    checks = []
+    if len(known) < len(initial.before):
+        measured = f"nobody can tell whom {initial.named} has seen: weights were published without the key to tell by"
+        advice = (
+            "evaluations of this run will need --allow-seen, and say so; if you can get the "
+            f"{KEY} of those weights, put it into their folder before the run begins"
+        )
+        checks = [warn("inherited participants", measured, advice)]
+    if not known:
+        return checks
+    was_seen = recogniser({"hashes": (), "before": known})
     tested = {row.participant for row in store.rows if row.split == "test"}
     seen = sum(map(was_seen, tested))
     measured = f"{seen} of {len(tested)} test participants of this store were seen by {initial.named}"
     if not seen:
-        return [passed("inherited participants", measured)]
+        return checks or [passed("inherited participants", measured)]
     advice = (
         "no evaluation would accept them; keep everybody's split from the catalog or store that it was trained on "
         "(octfm scan FOLDER --splits-of OLD), prepare into a new store, and name that one (F16)"
     )
-    return [fail("inherited participants", measured, advice)]
+    return [*checks, fail("inherited participants", measured, advice)]
 
 
 def _prepared_alike(initial: Initial, store: Store) -> list[Check]:

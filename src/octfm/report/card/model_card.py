@@ -316,8 +316,8 @@ def _limits(sources: Sources) -> str:
         few = sorted({r["target"] for r in results if r["low"] is None})
         if few:
             found.append(f"Too few participants for an interval: {', '.join(few)}.")
-        if seen := words.tested_before(results):
-            found.append(f"{seen} test participants had been seen in pretraining; the numbers are too good.")
+        if seen := words.seen_sentence(results):
+            found.append(seen)
         compared = [c for c in sources.probe["comparisons"] if not c.get("leakage")]
         if undecided := sorted({c["target"] for c in compared if c["verdict"] == "inconclusive" or fails_holm(c)}):
             found.append(f"Some comparisons with the baselines are inconclusive: {', '.join(undecided)}.")

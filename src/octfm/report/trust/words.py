@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from octfm.display import interval, readable
+from octfm.evaluation.results import seen_note
 from octfm.report.words import METRICS, TARGETS, encoder
 
 Tone = Literal["better", "worse", "inconclusive", "measured", "none", "ok", "bad"]
@@ -85,8 +86,8 @@ def _baselines(result: dict[str, Any]) -> list[Finding]:
         # Grades are ordered, so for them agreement (kappa) says more than AUROC.
         metric = next(m for m in ("kappa", "r2", "auroc") if m in rows)
         row, own = rows[metric], [c for c in planned if (c["a"], c["metric"]) == (reference, metric)]
-        people, seen = f"{row['n_test_participants']} participants", row["seen_test_participants"]
-        people += f" ({seen} of them seen in pretraining)" if seen else " it had never seen"
+        seen = seen_note(row)
+        people = f"{row['n_test_participants']} participants" + (f" ({seen})" if seen else " it had never seen")
         text = f"In {target(name)} among {people}, {reference} reaches {NAMES[metric]} {interval(row)}."
         question = f"Does it beat every baseline in {target(name)}?"
         if row["low"] is None:
