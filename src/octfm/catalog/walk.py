@@ -14,8 +14,10 @@ from octfm.formats.arrays.metaimage import data_file
 from octfm.formats.heyex_xml import HEAD_BYTES, MAX_BYTES, fits, named_images, names_of
 from octfm.formats.image_folder import SUFFIXES, is_image
 from octfm.formats.reasons import REASONS
-from octfm.io.archive import MEMBER, Archive, file_size, open_archive, read_start
+from octfm.io import bucket
+from octfm.io.archive import MEMBER, Archive, open_archive, read_start
 from octfm.io.location import BucketPath, Location, listed
+from octfm.io.ranged import fetch_heads, remember
 
 _IMAGES_PER_OTHER_FILE = 8
 """A folder with more images than this per other file is one volume in spite of those files."""
@@ -86,9 +88,6 @@ def _list_folder(root: Path, found: Found, follow_links: bool) -> None:
 
 def _list_bucket(root: BucketPath, found: Found) -> None:
     """List a bucket once, and fetch the first bytes of every object: headers, archives and doubtful names need them."""
-    from octfm.io import bucket
-    from octfm.io.ranged import fetch_heads, remember
-
     objects = bucket.find(str(root))
     fetch_heads(objects)
     for uri, facts in objects.items():
@@ -133,7 +132,7 @@ def _look_inside(path: Location, found: Found) -> None:
     try:
         archive = open_archive(path)
     except ReadError as error:
-        found.refused.append(Reject.of(path, error, file_size(path)))
+        found.refused.append(Reject.of(path, error))
         return
     found.archives.append(archive)
     found.refused += [Reject(r.uri, r.code, r.sentence, r.bytes) for r in archive.refused]
