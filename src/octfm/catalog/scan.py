@@ -28,12 +28,11 @@ from octfm.display import number
 from octfm.formats.bscans import Reader
 from octfm.formats.plug_in import require_readers
 from octfm.formats.reasons import REASONS
-from octfm.io.archive import MEMBER, is_folder, unpack
+from octfm.io.archive import MEMBER, is_folder, recall, unpack
 from octfm.io.bucket import Account
 from octfm.io.isolation import Limits
 from octfm.io.location import BucketPath, Location, listed, location
 from octfm.io.progress import say
-from octfm.io.ranged import recall
 from octfm.io.spread import spread
 from octfm.volume.volume import ADMISSIBLE, MODALITIES, RASTER_ONLY, STRUCTURE_ONLY, Layout, Modality, Spacing3
 

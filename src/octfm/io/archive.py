@@ -22,8 +22,8 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
 from octfm.errors import ReadError
-from octfm.io.location import Location, is_remote, listed
-from octfm.io.ranged import Positioned, directly_below, is_prefix, known, open_binary
+from octfm.io.location import BucketPath, Location, is_remote, listed
+from octfm.io.ranged import Positioned, directly_below, is_prefix, known, open_binary, remember
 
 MEMBER = "!/"
 """Separates the archive from the member in a uri."""
@@ -110,6 +110,13 @@ def split_uri(uri: str | Location) -> tuple[str, str] | None:
             return text[:at], text[at + len(MEMBER) :]
         at = marked.find(MEMBER, at + 1)
     return None
+
+
+def recall(path: Location) -> None:
+    """Remember the size and version that a path in a bucket brings from the process that listed it."""
+    if isinstance(path, BucketPath) and path.facts is not None:
+        inside = split_uri(path)
+        remember(inside[0] if inside else str(path), path.facts)
 
 
 _FOLLOW_LINKS: ContextVar[bool] = ContextVar("follow_links", default=True)
