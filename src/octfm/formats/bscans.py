@@ -468,17 +468,6 @@ def _stack(bscans: Bscans) -> Stack | None:
     return found
 
 
-def mean_step(lines: Lines) -> float | None:
-    """Distance between neighbouring B-scans, in the unit of the lines; None unless they are a raster."""
-    if len(lines.start) < 2:
-        return None
-    try:
-        stack = _stack_of_lines(lines, "")
-    except NotRaster:
-        return None
-    return stack.step if stack is not None else None
-
-
 def _stack_of_lines(lines: Lines, uri: str) -> Stack | None:
     """None where every B-scan starts and ends at the same point, which is a placeholder. Raises NotRaster."""
     length = np.linalg.norm(lines.end - lines.start, axis=1)
