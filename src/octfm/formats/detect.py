@@ -111,12 +111,10 @@ def read_device_grid(uri: str) -> DeviceGrid | None:
     uri = heidelberg_e2e.split_series(uri)[0]
     with bscans.damage_has_a_code(uri):
         if is_folder(uri):
-            found = heyex_xml.exports_in(list_folder(uri))
+            found = heyex_xml.only_export(list_folder(uri), uri)
         else:
-            found = [uri] if heyex_xml.fits(_head(uri)) else []
-        if len(found) > 1:
-            raise ReadError("several_volumes", f"{uri}: which of its {len(found)} HEYEX exports? give one of them")
-        return heyex_xml.read_device_grid(found[0]) if found else None
+            found = uri if heyex_xml.fits(_head(uri)) else None
+        return heyex_xml.read_device_grid(found) if found else None
 
 
 def is_dicom(reader: "ModuleType | PlugIn") -> TypeGuard[ModuleType]:
