@@ -7,7 +7,7 @@ from octfm.errors import ReadError
 from octfm.formats.declared import Declared
 from octfm.formats.dicom.file import OpenFile, referenced_uids, text
 from octfm.formats.dicom.geometry import Geometry, read_geometry
-from octfm.formats.dicom.groups import Elements
+from octfm.formats.dicom.groups import Elements, items_in_groups
 from octfm.formats.dicom.pixels import Pixels
 from octfm.formats.names import lateralities, may_be_an_eye, scanner_slug, slugify
 from octfm.formats.reasons import REASONS, Header, angiography
@@ -126,9 +126,6 @@ def with_sidecar(header: Header, declared: Declared) -> Header:
 
 def _stated_lateralities(dataset: Elements) -> list[str]:
     """From FrameAnatomySequence, shared and of all frames, then ImageLaterality and the series' Laterality."""
-    shared = dataset.get("SharedFunctionalGroupsSequence") or []
-    frames = dataset.get("PerFrameFunctionalGroupsSequence") or []
-    anatomy = [item for group in (*shared[:1], *frames) for item in group.get("FrameAnatomySequence") or []]
     # A file in which frames of both eyes were joined contradicts itself.
-    values = {text(item, "FrameLaterality") for item in anatomy}
+    values = {text(item, "FrameLaterality") for item in items_in_groups(dataset, "FrameAnatomySequence")}
     return [*values, text(dataset, "ImageLaterality"), text(dataset, "Laterality")]
