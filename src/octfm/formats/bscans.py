@@ -172,31 +172,18 @@ def to_volume(
         raise blank(bscans.uri)
     if are_labels(voxels):
         raise voxel_labels(bscans.uri)
-    bits = declared.bits or bscans.bits
-    white = used_full_scale(voxels) if voxels.dtype == np.uint16 else 255
-    if bits is not None:  # brighter voxels than the stated bits allow prove the statement wrong
-        white = max(white, (1 << bits) - 1)
+    full_scale = 65535  # of uint8 it does not count
+    if voxels.dtype == np.uint16:
+        # Brighter voxels than the stated bits allow prove the statement wrong.
+        full_scale = max(used_full_scale(voxels), (1 << (declared.bits or bscans.bits or 0)) - 1)
     voxels = arrangement.ordered(voxels[:, ::-1] if declared.upside_down else voxels, axis=0)
-    full_scale = white if voxels.dtype == np.uint16 else 65535
     if single and bscans.picture and declared.spacing_mm is None:
         _expect_one_picture(voxels, full_scale, bscans.uri)
-    return Volume(
-        voxels=voxels,
-        full_scale=full_scale,
-        spacing_mm=spacing_mm or _estimated(voxels, full_scale, bscans.uri),
-        spacing_estimated=spacing_mm is None,
-        mean_eye=mean_eye and spacing_mm is not None,
-        laterality=header.laterality,
-        scanner=header.scanner,
-        protocol=header.protocol,
-        participant=header.participant or "unknown",
-        acquisition=header.sop_instance_uid,
-        superior_first=header.superior_first,
-        modality=header.modality,
-        layout=arrangement.layout,
-        lines=_lines_of_volume(bscans, arrangement, spacing_mm),
-        source=bscans.uri,
-    )
+    lines = _lines_of_volume(bscans, arrangement, spacing_mm)
+    if spacing_mm is None:
+        spacing_mm = _estimated(voxels, full_scale, bscans.uri)
+        return replace(header.volume(voxels, full_scale, spacing_mm, lines), spacing_estimated=True)
+    return replace(header.volume(voxels, full_scale, spacing_mm, lines), mean_eye=mean_eye)
 
 
 def are_labels(voxels: np.ndarray) -> bool:
