@@ -30,11 +30,11 @@ from octfm.volume.volume import (
     Layout,
     Lines,
     Modality,
-    Planes,
     Shape3,
     Spacing3,
     Surfaces,
     Volume,
+    in_eight_bits,
     used_full_scale,
 )
 
@@ -209,7 +209,7 @@ def _expect_no_labels(bscans: Bscans) -> None:
 
 def _expect_one_picture(voxels: np.ndarray, full_scale: int, uri: str) -> None:
     """Raises ReadError side_by_side for a screenshot that holds more than a B-scan."""
-    if holds_two(voxels[0] if voxels.dtype == np.uint8 else Planes(voxels, full_scale)[0]):
+    if holds_two(in_eight_bits(voxels, full_scale)[0]):
         raise ReadError(
             "side_by_side",
             f"{uri}: looks like two pictures next to each other, such as a fundus image and a B-scan, or two B-scans; "
@@ -220,7 +220,7 @@ def _expect_one_picture(voxels: np.ndarray, full_scale: int, uri: str) -> None:
 
 def _estimated(voxels: np.ndarray, full_scale: int, uri: str) -> Spacing3:
     """Millimetres of a single B-scan, from its own retina. Raises ReadError missing_spacing where none is found."""
-    rows = retina_rows(voxels if voxels.dtype == np.uint8 else Planes(voxels, full_scale))
+    rows = retina_rows(in_eight_bits(voxels, full_scale))
     if rows is None:
         raise ReadError(
             "missing_spacing",
