@@ -19,7 +19,7 @@ from octfm.errors import ReadError
 from octfm.formats.declared import Declared, read_declared, sidecars
 from octfm.formats.dicom.geometry import NotRaster, Stack, check_bounds, is_running_number, positions_across, stack_of
 from octfm.formats.dicom.pixels import check_size
-from octfm.formats.names import is_flow_beside_structure, lateralities, may_be_an_eye, may_be_labels, slugify
+from octfm.formats.names import is_flow_beside_structure, may_be_labels, slugify, stated_eye
 from octfm.formats.reasons import Header, angiography, blank, cannot_open, voxel_labels
 from octfm.io.archive import is_folder
 from octfm.volume.appearance import holds_two
@@ -314,14 +314,6 @@ def damage_has_a_code(uri: str) -> Iterator[None]:
         ) from None
 
 
-def check_spacing(spacing_mm: Spacing3, shape: Shape3, layout: Layout, uri: str) -> None:
-    """Raises ReadError as `check_bounds`. For anything but a raster, dz is not checked."""
-    if layout != "raster":
-        _, dy, dx = spacing_mm
-        spacing_mm, shape = (dx, dy, dx), (shape[2], shape[1], shape[2])
-    check_bounds(spacing_mm, shape, uri)
-
-
 def _with_sidecar(bscans: Bscans) -> tuple[Bscans, Declared]:
     """The B-scans, at the positions in their sidecar if the file states none, and the sidecar. Raises ReadError."""
     declared = read_declared(bscans.beside or bscans.uri)
@@ -360,31 +352,24 @@ def _admissible_arrangement(
 def _header(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> Header:
     spacing_mm, source, flags = _spacing(bscans, arrangement, declared)
     if spacing_mm is not None:
-        check_spacing(spacing_mm, bscans.shape, arrangement.layout, bscans.uri)
-    laterality, conflict = lateralities([bscans.laterality, declared.laterality])
+        check_bounds(spacing_mm, bscans.shape, bscans.uri, arrangement.layout)
+    laterality, doubts = stated_eye([bscans.laterality, declared.laterality])
     own = tuple(flag for flag in bscans.flags if flag != MEAN_EYE or source.startswith("header"))
-    flags += ["laterality_conflict"] * conflict + ["laterality_unknown"] * (laterality is None and not conflict)
-    flags += ["laterality_not_read"] * (not may_be_an_eye(bscans.laterality))
-    flags += ["bits_from_values"] * (bscans.bits is None and declared.bits is None)
+    flags += doubts + ["bits_from_values"] * (bscans.bits is None and declared.bits is None)
     # Lines that gave no stack are placeholders; without any, the order is that of the file.
     stack = arrangement.stack
     unordered = stack is None and arrangement.layout == "raster"
     flags += ["bscan_order_unstated"] * (unordered and declared.superior_first is None)
     flags += ["positions_placeholder"] * (unordered and bscans.lines is not None)
-    if stack is not None and not stack.even:
-        flags.append("uneven_positions")
-    if stack is not None and stack.order is not None:
-        flags.append("frames_reordered")
-    if stack is not None and bscans.lines is not None and bscans.lines.to_and_fro:
-        flags.append("bscans_to_and_fro")
+    flags += stack.doubts(bscans.lines) if stack is not None else []
     return Header(
         uri=bscans.uri,
         shape=bscans.shape,
         spacing_mm=spacing_mm,
         spacing_source=source,
         laterality=laterality,
-        scanner=bscans.scanner if bscans.scanner != "unknown" else slugify(declared.scanner) or "unknown",
-        protocol=slugify(bscans.protocol or declared.protocol) or "unknown",
+        scanner=bscans.scanner if bscans.scanner != "unknown" else slugify(declared.scanner),
+        protocol=slugify(bscans.protocol or declared.protocol),
         participant=bscans.participant or declared.participant or None,
         sop_instance_uid=bscans.uid,
         superior_first=stack.superior_first if stack else declared.superior_first,
