@@ -96,12 +96,8 @@ def _list_bucket(root: BucketPath, found: Found) -> None:
         if str(path) != uri:
             problem = "its key has an empty name or a dot between slashes; copy it to a key without, and scan that"
             found.refused.append(Reject(uri, "unreadable", f"{uri}: {problem}", facts.size))
-        elif _is_companion(path, PurePosixPath(path.relative_to(root)).parts):
-            found.companions.append(path)
-        elif path.suffix.lower() == ".zip" and _starts_with(path, b"PK"):
-            _look_inside(path, found)
         else:
-            found.files.append(path)
+            _add(path, PurePosixPath(path.relative_to(root)).parts, found)
 
 
 def _sort(entry: Path, root: Path, found: Found, pending: list[Path]) -> str:
@@ -118,14 +114,20 @@ def _sort(entry: Path, root: Path, found: Found, pending: list[Path]) -> str:
         encoding = sys.getfilesystemencoding()
         known = encoding == "utf-8"
         return "the name is not UTF-8; rename it" if known else f"names are read as {encoding}; set PYTHONUTF8=1"
-    elif _is_companion(entry, entry.relative_to(root).parts):
-        found.companions.append(entry)
-    # The ending counts as well: .npz, .docx and others are ZIP archives but no folders of files.
-    elif entry.suffix.lower() == ".zip" and _starts_with(entry, b"PK"):
-        _look_inside(entry, found)
     else:
-        found.files.append(entry)
+        _add(entry, entry.relative_to(root).parts, found)
     return ""
+
+
+def _add(path: Location, parts: Sequence[str], found: Found) -> None:
+    """Sort a file by its name and its first bytes; `parts` of the path below the root."""
+    if _is_companion(path, parts):
+        found.companions.append(path)
+    # The ending counts as well: .npz, .docx and others are ZIP archives but no folders of files.
+    elif path.suffix.lower() == ".zip" and _starts_with(path, b"PK"):
+        _look_inside(path, found)
+    else:
+        found.files.append(path)
 
 
 def _look_inside(path: Location, found: Found) -> None:
