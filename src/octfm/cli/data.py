@@ -62,12 +62,13 @@ def phantom(
     from octfm.io.progress import Progress
     from octfm.phantom import DEFAULT_SCANNERS, DIAGNOSES, write_phantom
 
+    wanted = "--size: expected B-scans x rows x columns such as 32x256x192, or native"
     with Progress("phantom", participants, "participants") as progress:
         path = write_phantom(
             out,
             participants,
             seed,
-            size=None if size == "native" else _size(size),
+            size=None if size == "native" else opt.three(size, "x", int, wanted),
             scanners=scanner or DEFAULT_SCANNERS,
             diagnoses=diagnosis or DIAGNOSES,
             defects=defects,
@@ -213,13 +214,14 @@ def scan(
     expect_writable(out)
     key = pseudonyms.read_key(pseudonymise) if pseudonymise is not None else None
     placed = _rows_of(splits_of) if splits_of is not None else ()
+    shares = "--fractions: expected three shares for train, val and test, such as 0.7,0.1,0.2"
     failure = None
     try:
         with Progress("scan", 1, "files") as progress:
             catalog = scan_root(
                 root,
                 seed=seed,
-                fractions=opt.parse_fractions(fractions) or FRACTIONS,
+                fractions=FRACTIONS if fractions is None else opt.three(fractions, ",", float, shares),
                 splits_of=placed,
                 key=key,
                 table=table,
@@ -436,16 +438,6 @@ def prepare(
         reuse=reuse,
     )
     typer.echo(f"{store.path}: {number(len(store), 'volume')}")
-
-
-def _size(text: str) -> tuple[int, int, int]:
-    try:
-        d, h, w = (int(n) for n in text.split("x"))
-    except ValueError:
-        raise ConfigError(
-            f"--size: expected B-scans x rows x columns such as 32x256x192, or native; got {text!r}"
-        ) from None
-    return d, h, w
 
 
 def _print_summary(catalog: "Catalog", out: opt.Place) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -20,6 +20,8 @@ from octfm.io.location import is_remote, local_path, location
 if TYPE_CHECKING:
     from octfm.io.isolation import Limits
     from octfm.volume.volume import Laterality
+
+T = TypeVar("T")
 
 RANGE = re.compile(r"(?<=[\[ ])([\d.e+-]+)<=x<=([\d.e+-]+)")
 """How click prints the values that a number may have."""
@@ -396,26 +398,20 @@ def parse_spacing(text: str | None, option: str) -> tuple[float, float, float] |
     """Parse `dz,dy,dx` in millimetres. Raises ConfigError."""
     if not text:
         return None
-    try:
-        z, y, x = (float(mm) for mm in text.split(","))
-    except ValueError:
-        z = y = x = 0.0
-    if not all(1e-4 <= mm <= 100 for mm in (z, y, x)):
-        raise ConfigError(f"{option}: expected dz,dy,dx in millimetres such as 0.12,0.0039,0.0115; got {shown(text)}")
-    return z, y, x
+    expected = f"{option}: expected dz,dy,dx in millimetres such as 0.12,0.0039,0.0115"
+    spacing = three(text, ",", float, expected)
+    if not all(1e-4 <= mm <= 100 for mm in spacing):
+        raise ConfigError(f"{expected}; got {shown(text)}")
+    return spacing
 
 
-def parse_fractions(text: str | None) -> tuple[float, float, float] | None:
-    """Parse `train,val,test` shares; whether they sum to 1, the scan checks. Raises ConfigError."""
-    if text is None:
-        return None
+def three(text: str, separator: str, number: Callable[[str], T], expected: str) -> tuple[T, T, T]:
+    """The three numbers in a text. Raises ConfigError, which begins with what was `expected`."""
     try:
-        train, val, test = (float(share) for share in text.split(","))
+        first, second, third = map(number, text.split(separator))
     except ValueError:
-        raise ConfigError(
-            f"--fractions: expected three shares for train, val and test, such as 0.7,0.1,0.2; got {shown(text)}"
-        ) from None
-    return train, val, test
+        raise ConfigError(f"{expected}; got {shown(text)}") from None
+    return first, second, third
 
 
 def parse_orders(texts: list[str] | None) -> dict[str, tuple[str, ...]]:
