@@ -15,7 +15,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from octfm.addresses import expect_place, refuse_credentials, refuse_windows
 from octfm.errors import ConfigError, one_line, shown
-from octfm.io.location import is_remote, local_path, location
+from octfm.io.location import is_remote, local_path
+from octfm.io.location import location as place
 
 if TYPE_CHECKING:
     from octfm.io.isolation import Limits
@@ -101,11 +102,6 @@ def _packaged_configs(incomplete: str) -> list[str]:
     return sorted(name for name in names if name.startswith(incomplete))
 
 
-def place(text: Any) -> Any:
-    """Parse a path on disk or an s3:// or gs:// address to a Path or BucketPath; None stays None."""
-    return location(text) if text is not None else None
-
-
 _OF_FILES = (".csv", ".tsv", ".txt", ".xlsx", ".xls", ".ods", ".parquet", ".json", ".html", ".pdf", ".npy", ".npz")
 
 
@@ -120,7 +116,7 @@ def _folder(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(parse)
     def parse_folder(text: Any) -> Any:
         found = parse(text)
-        if found is not None and (Path(str(found)).is_file() or is_named_as_file(found)):
+        if Path(str(found)).is_file() or is_named_as_file(found):
             raise ConfigError(f"--out {found}: expected a folder, got a file; choose another path")
         return found
 
