@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from octfm.catalog.acquisition import Acquisition, Reject
-from octfm.catalog.aireadi import ManifestRow, Tables
 from octfm.catalog.participants.ids import person_key
 from octfm.catalog.participants.path_words import names_nobody
 from octfm.catalog.participants.people import Whose
+from octfm.catalog.tables import ManifestRow, Tables
 from octfm.errors import ReadError
 from octfm.formats.bscans import MEAN_EYE, missing_spacing
 from octfm.formats.dicom.geometry import check_bounds

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.agreement import accept, with_person
-from octfm.catalog.aireadi import Tables, read_own_tables, read_tables
 from octfm.catalog.catalog import Catalog, CatalogError, NothingAccepted, assign_splits, count_words
 from octfm.catalog.columns import Columns, TableError
 from octfm.catalog.dicom_directory import left_behind
@@ -23,6 +22,7 @@ from octfm.catalog.participants.patterns import Pattern
 from octfm.catalog.participants.people import AmbiguousPeople, find_people
 from octfm.catalog.participants.pseudonyms import pseudonym
 from octfm.catalog.participants.splits import FRACTIONS, SPLITS, Split, expect_fractions
+from octfm.catalog.tables import Tables, read_own_tables, read_tables
 from octfm.catalog.walk import Found, walk
 from octfm.display import number
 from octfm.formats.bscans import Reader
