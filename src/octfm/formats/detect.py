@@ -17,7 +17,7 @@ from octfm.formats.bscans import Reader
 from octfm.formats.heyex_xml import DeviceGrid
 from octfm.formats.plug_in import PlugIn
 from octfm.formats.reasons import Header, cannot_open
-from octfm.io.archive import MEMBER, file_size, is_folder, list_folder, open_file
+from octfm.io.archive import MEMBER, file_size, is_folder, list_folder, read_start
 from octfm.volume.volume import Fundus, Layout, Modality, Spacing3, Surfaces, Volume
 
 if TYPE_CHECKING:
@@ -136,8 +136,7 @@ def _fitting(uri: str, readers: Sequence[Reader]) -> PlugIn | None:
     # The uri of a file, of a member of an archive, or of one volume in either.
     for file, name in ((uri, ""), (outer, inner)):
         try:
-            with open_file(file) as stream:
-                head = stream.read(_HEAD)
+            head = read_start(file, _HEAD)
         except (OSError, ReadError):
             continue
         for reader in readers:
@@ -148,8 +147,7 @@ def _fitting(uri: str, readers: Sequence[Reader]) -> PlugIn | None:
 
 def _head(uri: str) -> bytes:
     try:
-        with open_file(uri) as file:
-            return file.read(_HEAD)
+        return read_start(uri, _HEAD)
     except OSError as error:
         raise cannot_open(uri, error) from error
 
