@@ -110,37 +110,30 @@ def is_named_as_file(out: Any) -> bool:
     return Path(str(out)).suffix.lower() in _OF_FILES and not Path(str(out)).is_dir()
 
 
-def _folder(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`parse` that also refuses the name of a file: before hours of work, not when the first result is written."""
+def _checked(parse: Callable[[Any], Any], *, folder: bool = False) -> Callable[[Any], Any]:
+    """`parse` that also refuses a Windows path and, of a `folder`, the name of a file: before hours of work, not when
+    the first result is written."""
 
     @functools.wraps(parse)
-    def parse_folder(text: Any) -> Any:
+    def parse_checked(text: Any) -> Any:
+        refuse_windows(str(text))
         found = parse(text)
-        if Path(str(found)).is_file() or is_named_as_file(found):
+        if folder and (Path(str(found)).is_file() or is_named_as_file(found)):
             raise ConfigError(f"--out {found}: expected a folder, got a file; choose another path")
         return found
 
-    return parse_folder
-
-
-def _here(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`parse` that also refuses a Windows path."""
-
-    @functools.wraps(parse)
-    def parse_here(text: Any) -> Any:
-        refuse_windows(str(text))
-        return parse(text)
-
-    return parse_here
+    return parse_checked
 
 
 def option(metavar: str, about: str, *names: str, parser: Callable[[Any], Any] | None = None, **settings: Any) -> Any:
-    """An option with a value; named after its parameter if it has no `names`. `parser`: for a path or an address."""
-    return typer.Option(*names, metavar=metavar, help=about, parser=parser and _here(parser), **settings)
+    """An option with a value; named after its parameter if it has no `names`. `parser`: for a path or an address; of
+    --out FOLDER it refuses a file."""
+    checked = parser and _checked(parser, folder=(names, metavar) == (("--out",), "FOLDER"))
+    return typer.Option(*names, metavar=metavar, help=about, parser=checked, **settings)
 
 
 def argument(metavar: str, about: str, *, parser: Callable[[Any], Any] | None = None, **settings: Any) -> Any:
-    return typer.Argument(metavar=metavar, help=about, parser=parser and _here(parser), **settings)
+    return typer.Argument(metavar=metavar, help=about, parser=parser and _checked(parser), **settings)
 
 
 def flag(about: str, *names: str) -> Any:
@@ -150,8 +143,7 @@ def flag(about: str, *names: str) -> Any:
 
 def local_option(metavar: str, about: str, *names: str) -> Any:
     """An option for a path on disk. Addresses are refused: otherwise a local folder named s3: would be created."""
-    parser = _folder(local_path) if (names, metavar) == (("--out",), "FOLDER") else local_path
-    return option(metavar, about, *names, parser=parser)
+    return option(metavar, about, *names, parser=local_path)
 
 
 def local_argument(metavar: str, about: str) -> Any:
@@ -161,8 +153,7 @@ def local_argument(metavar: str, about: str) -> Any:
 
 def place_option(metavar: str, about: str, *names: str) -> Any:
     """An option for a path on disk or an address in a bucket; the verb receives the checked text."""
-    parser = _folder(expect_place) if (names, metavar) == (("--out",), "FOLDER") else expect_place
-    return option(metavar, about, *names, parser=parser)
+    return option(metavar, about, *names, parser=expect_place)
 
 
 def place_argument(metavar: str, about: str) -> Any:
@@ -206,9 +197,7 @@ def config_argument(verb: str, about: str) -> Any:
 
 Config = Annotated[str, config_argument("pretrain", "YAML file, or name of a packaged config such as vit_s or demo.")]
 Out = Annotated[Path, local_option("FOLDER", "Output folder.", "--out")]
-OutPlace = Annotated[
-    Place, option("FOLDER", "Output folder, or s3:// or gs:// address.", "--out", parser=_folder(place))
-]
+OutPlace = Annotated[Place, option("FOLDER", "Output folder, or s3:// or gs:// address.", "--out", parser=place)]
 Workers = Annotated[int | None, option("N", "Parallel processes; default: one per CPU core.", min=0, max=1024)]
 Device = Annotated[
     str | None, option("DEVICE", "auto, cpu, cuda, mps or (pretrain) xla; default: cuda if available, else cpu.")
@@ -368,7 +357,8 @@ def volumes_in(
     taken: list[Layout] = [each for each in LAYOUTS if layouts in ("any", each)]
     sources: dict[str, Laterality | None] = {}
     for word in words:
-        place = _here(expect_place)(word)
+        refuse_windows(word)
+        place = expect_place(word)
         if not Path(place).is_dir():
             sources.setdefault(place, None if is_remote(place) else eye_in_path(Path(place)))
             continue
