@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octfm.catalog.aireadi import Listed
 from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.columns import Columns, TableError, is_identifier, read_rows, read_table
 from octfm.catalog.labels import read_labels
 from octfm.catalog.participants.people import AmbiguousPeople
 from octfm.catalog.scan import scan
+from octfm.catalog.tables import Listed
 from octfm.errors import ConfigError, EvaluationError
 from octfm.phantom import write_phantom
 from support.dicom_files import write_oct_dicom

@@ -351,6 +351,9 @@ def test_cirrus_cubes_are_told_by_their_size_or_by_their_name(tmp_path):
     assert (
         header.laterality == "L" and "laterality_from_name" in header.flags and header.protocol == "macular_cube_36x12"
     )
+    other = tmp_path / "Macular Cube 36x12_1-2-2001_1-2-4_OS_sn4_cube_z.img"
+    assert code_of(write_img(other, voxels[1:])) == "truncated_pixel_data"
+    assert code_of(write_img(other, np.concatenate([voxels, voxels[:1]]))) == "surplus_data"
     cube = np.zeros((128, 1024, 512), np.uint8)
     cube[:, -1, -1] = np.arange(128)
     unnamed = read_volume(write_img(tmp_path / "a.img", cube), spacing_mm=(0.047, 0.002, 0.0117))

@@ -24,7 +24,7 @@ from octfm.errors import BucketError, ConfigError, ReadError, StoreError
 from octfm.formats import read_volume
 from octfm.formats.declared import read_declared
 from octfm.io import bucket, bucket_cache, ranged
-from octfm.io.archive import split_uri
+from octfm.io.archive import recall, split_uri
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, expect_writable, location, unwritable, write_whole
 from octfm.phantom import write_phantom
@@ -161,7 +161,7 @@ def test_a_name_that_grows_in_lower_case_is_cut_where_the_archive_ends():
     """The Turkish İ is one letter, in lower case two."""
     assert split_uri("s3://bucket/İzmir.ZIP!/a/b.dcm") == ("s3://bucket/İzmir.ZIP", "a/b.dcm")
     remembered = bucket.Object(1, "v")
-    ranged.recall(replace(BucketPath.of("s3://bucket/İzmir.zip!/b.dcm"), facts=remembered))
+    recall(replace(BucketPath.of("s3://bucket/İzmir.zip!/b.dcm"), facts=remembered))
     assert ranged.known("s3://bucket/İzmir.zip") == remembered
 
 

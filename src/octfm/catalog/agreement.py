@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from octfm.catalog.acquisition import Acquisition, Reject
-from octfm.catalog.aireadi import ManifestRow, Tables
 from octfm.catalog.participants.ids import person_key
 from octfm.catalog.participants.path_words import names_nobody
 from octfm.catalog.participants.people import Whose
+from octfm.catalog.tables import ManifestRow, Tables
 from octfm.errors import ReadError
-from octfm.formats.bscans import MEAN_EYE, check_spacing, missing_spacing
+from octfm.formats.bscans import MEAN_EYE, missing_spacing
+from octfm.formats.dicom.geometry import check_bounds
 from octfm.formats.names import lateralities, scanner_slug, slugify
 from octfm.formats.reasons import Header
 from octfm.volume.estimated import FLAG, spacing_of
@@ -58,7 +59,7 @@ def accept(
         participant_source="" if not participant else "table" if participant == row.participant else "header",
         laterality=laterality,
         scanner=scanner,
-        protocol=header.protocol if header.protocol != "unknown" else slugify(row.region) or "unknown",
+        protocol=header.protocol if header.protocol != "unknown" else slugify(row.region),
         shape=header.shape,
         spacing_mm=spacing_mm,
         spacing_source=spacing_source,
@@ -116,7 +117,7 @@ def _spacing(
     if spacing_mm is None:
         raise missing_spacing(header.uri)
     # Readers have checked what a file states; tables and --nominal-spacing only pass here.
-    check_spacing(spacing_mm, header.shape, header.layout, header.uri)
+    check_bounds(spacing_mm, header.shape, header.uri, header.layout)
     return spacing_mm, "table" if row.spacing_mm else "nominal"
 
 

@@ -11,10 +11,9 @@ from octfm.catalog.acquisition import Reject
 from octfm.errors import ReadError
 from octfm.formats.dicom.file import guarded
 from octfm.formats.dicom.header import OPHTHALMIC_TOMOGRAPHY
-from octfm.io.archive import file_size
+from octfm.io.archive import file_size, recall
 from octfm.io.bucket import Account
 from octfm.io.location import Location
-from octfm.io.ranged import recall
 from octfm.io.spread import Spread
 
 

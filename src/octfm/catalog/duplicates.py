@@ -15,8 +15,8 @@ from dataclasses import replace
 import numpy as np
 
 from octfm.catalog.acquisition import Acquisition, Owner, Reject
-from octfm.catalog.aireadi import Tables
 from octfm.catalog.participants.ids import person_key
+from octfm.catalog.tables import Tables
 from octfm.errors import ReadError
 from octfm.formats import read_volume
 from octfm.formats.bscans import Reader

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from octfm.catalog.acquisition import Reject
-from octfm.catalog.aireadi import Tables
+from octfm.catalog.tables import Tables
 from octfm.errors import ReadError
 from octfm.formats import read_volume
 from octfm.formats.bscans import Reader

@@ -17,11 +17,10 @@ from octfm.formats.dicom.header import with_sidecar
 from octfm.formats.dicom.parts import Part, in_order
 from octfm.formats.dicom.reader import read_header_of_parts
 from octfm.formats.reasons import Header
-from octfm.io.archive import file_size, links
+from octfm.io.archive import file_size, links, recall
 from octfm.io.bucket import Account
 from octfm.io.isolation import Lost
 from octfm.io.location import Location
-from octfm.io.ranged import recall
 from octfm.io.spread import Spread
 from octfm.volume.volume import STRUCTURE_ONLY, Layout, Modality
 

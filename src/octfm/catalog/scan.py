@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.agreement import accept, with_person
-from octfm.catalog.aireadi import Tables, read_own_tables, read_tables
 from octfm.catalog.catalog import Catalog, CatalogError, NothingAccepted, assign_splits, count_words
 from octfm.catalog.columns import Columns, TableError
 from octfm.catalog.dicom_directory import left_behind
@@ -20,20 +19,20 @@ from octfm.catalog.examination import examine_files, join_parts, wanted, with_si
 from octfm.catalog.inspection import inspect_pixels
 from octfm.catalog.participants.ids import person_key
 from octfm.catalog.participants.patterns import Pattern
-from octfm.catalog.participants.people import AmbiguousPeople, find_people
+from octfm.catalog.participants.people import AmbiguousPeople, Whose, find_people
 from octfm.catalog.participants.pseudonyms import pseudonym
 from octfm.catalog.participants.splits import FRACTIONS, SPLITS, Split, expect_fractions
+from octfm.catalog.tables import Tables, read_own_tables, read_tables
 from octfm.catalog.walk import Found, walk
 from octfm.display import number
 from octfm.formats.bscans import Reader
 from octfm.formats.plug_in import require_readers
 from octfm.formats.reasons import REASONS
-from octfm.io.archive import MEMBER, is_folder, unpack
+from octfm.io.archive import MEMBER, is_folder, recall, unpack
 from octfm.io.bucket import Account
 from octfm.io.isolation import Limits
 from octfm.io.location import BucketPath, Location, listed, location
 from octfm.io.progress import say
-from octfm.io.ranged import recall
 from octfm.io.spread import spread
 from octfm.volume.volume import ADMISSIBLE, MODALITIES, RASTER_ONLY, STRUCTURE_ONLY, Layout, Modality, Spacing3
 
@@ -130,10 +129,7 @@ def scan(
     directories = [path for path in found.companions if path.name.lower() == "dicomdir"]
     found.refused += left_behind(directories, found.files, account, in_children)
     if extract is not None:
-        unpacked = _unpacked(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
-        found.files, found.companions = (
-            [unpacked.get(str(path), path) for path in paths] for paths in (found.files, found.companions)
-        )
+        _unpack(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
     # Examine headers: an outcome per file, then per volume, then without copies.
     per_file = examine_files(found.files, in_children, account, layouts, modalities, follow_links, readers, progress)
     per_volume, joined_files = join_parts(per_file, in_children, layouts)
@@ -157,14 +153,7 @@ def scan(
     # Find participants and eyes that only paths state.
     for path in found.files:
         recall(path)  # facts of the listing expire during a long scan; each would then cost another request
-    scans = {a.uri: a.participant for a in (*accepted, *copies)}
-    try:
-        whose = find_people(scans, folder, patterns, tables.unpacked_from)
-    except AmbiguousPeople as error:
-        if tables.own is None or any(row.participant for row in (tables.by_path | tables.by_uid).values()):
-            raise
-        hint = f"if a column of {tables.own} names people, say which: --columns participant=COLUMN"
-        raise AmbiguousPeople(f"{error}; {hint}", error.guess) from None
+    whose = _people({a.uri: a.participant for a in (*accepted, *copies)}, folder, patterns, tables)
     acquisitions, copy_rejects, pair_of = under_two_ids(
         [with_person(a, whose, tables) for a in accepted],
         [with_person(copy, whose, tables) for copy in copies],
@@ -283,6 +272,17 @@ def _say_what_is_unfound(folder: Location, tables: Tables, uids: Collection[str]
         )
 
 
+def _people(scans: Mapping[str, str], root: Location, patterns: Sequence[Pattern], tables: Tables) -> dict[str, Whose]:
+    """`find_people`, whose error also points to the user's table of files if that names nobody."""
+    try:
+        return find_people(scans, root, patterns, tables.unpacked_from)
+    except AmbiguousPeople as error:
+        if tables.own is None or any(row.participant for row in (tables.by_path | tables.by_uid).values()):
+            raise
+        hint = f"if a column of {tables.own} names people, say which: --columns participant=COLUMN"
+        raise AmbiguousPeople(f"{error}; {hint}", error.guess) from None
+
+
 def _placed(splits_of: Any) -> list[Placed]:
     """The rows whose splits are to be kept. Raises TypeError for anything but a Catalog, a Store or their rows."""
     found = getattr(splits_of, "rows", splits_of)
@@ -328,8 +328,8 @@ def _expect_people_to_fit(
         )
 
 
-def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> dict[str, Path]:
-    """Unpack every archive below `into`, at its path below `root`; returns member or folder of one -> its path."""
+def _unpack(found: Found, root: Location, into: Path, tables: Tables) -> None:
+    """Unpack every archive below `into`, at its path below `root`, and replace members in `found` by their files."""
     if isinstance(root, Path) and into.is_relative_to(root):
         raise CatalogError(
             f"--extract {into}: expected a folder outside {root}: the next scan would find every file twice"
@@ -359,7 +359,8 @@ def _unpacked(found: Found, root: Location, into: Path, tables: Tables) -> dict[
         # Folders as well: `files` of a scan may hold a folder of images.
         files |= {str(listed(f"{archive.path}{MEMBER}{folder}")): target / folder for folder in archive.folders}
     tables.unpacked_from.update((str(path), uri) for uri, path in files.items())
-    return files
+    for paths in (found.files, found.companions):
+        paths[:] = [files.get(str(path), path) for path in paths]
 
 
 def _why_nothing(folder: Location, left_out: Sequence[Reject], layouts: Collection[Layout]) -> str:

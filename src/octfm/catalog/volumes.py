@@ -5,9 +5,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from octfm.catalog.acquisition import Reject
-from octfm.catalog.aireadi import Tables
 from octfm.catalog.duplicates import without_duplicates
 from octfm.catalog.examination import examine_files, join_parts, wanted
+from octfm.catalog.tables import Tables
 from octfm.catalog.walk import walk
 from octfm.io.bucket import Account
 from octfm.io.isolation import Limits

@@ -14,8 +14,10 @@ from octfm.formats.arrays.metaimage import data_file
 from octfm.formats.heyex_xml import HEAD_BYTES, MAX_BYTES, fits, named_images, names_of
 from octfm.formats.image_folder import SUFFIXES, is_image
 from octfm.formats.reasons import REASONS
-from octfm.io.archive import MEMBER, Archive, file_size, open_archive, read_start
+from octfm.io import bucket
+from octfm.io.archive import MEMBER, Archive, open_archive, read_start
 from octfm.io.location import BucketPath, Location, listed
+from octfm.io.ranged import fetch_heads, remember
 
 _IMAGES_PER_OTHER_FILE = 8
 """A folder with more images than this per other file is one volume in spite of those files."""
@@ -86,9 +88,6 @@ def _list_folder(root: Path, found: Found, follow_links: bool) -> None:
 
 def _list_bucket(root: BucketPath, found: Found) -> None:
     """List a bucket once, and fetch the first bytes of every object: headers, archives and doubtful names need them."""
-    from octfm.io import bucket
-    from octfm.io.ranged import fetch_heads, remember
-
     objects = bucket.find(str(root))
     fetch_heads(objects)
     for uri, facts in objects.items():
@@ -97,12 +96,8 @@ def _list_bucket(root: BucketPath, found: Found) -> None:
         if str(path) != uri:
             problem = "its key has an empty name or a dot between slashes; copy it to a key without, and scan that"
             found.refused.append(Reject(uri, "unreadable", f"{uri}: {problem}", facts.size))
-        elif _is_companion(path, PurePosixPath(path.relative_to(root)).parts):
-            found.companions.append(path)
-        elif path.suffix.lower() == ".zip" and _starts_with(path, b"PK"):
-            _look_inside(path, found)
         else:
-            found.files.append(path)
+            _add(path, PurePosixPath(path.relative_to(root)).parts, found)
 
 
 def _sort(entry: Path, root: Path, found: Found, pending: list[Path]) -> str:
@@ -119,21 +114,27 @@ def _sort(entry: Path, root: Path, found: Found, pending: list[Path]) -> str:
         encoding = sys.getfilesystemencoding()
         known = encoding == "utf-8"
         return "the name is not UTF-8; rename it" if known else f"names are read as {encoding}; set PYTHONUTF8=1"
-    elif _is_companion(entry, entry.relative_to(root).parts):
-        found.companions.append(entry)
-    # The ending counts as well: .npz, .docx and others are ZIP archives but no folders of files.
-    elif entry.suffix.lower() == ".zip" and _starts_with(entry, b"PK"):
-        _look_inside(entry, found)
     else:
-        found.files.append(entry)
+        _add(entry, entry.relative_to(root).parts, found)
     return ""
+
+
+def _add(path: Location, parts: Sequence[str], found: Found) -> None:
+    """Sort a file by its name and its first bytes; `parts` of the path below the root."""
+    if _is_companion(path, parts):
+        found.companions.append(path)
+    # The ending counts as well: .npz, .docx and others are ZIP archives but no folders of files.
+    elif path.suffix.lower() == ".zip" and _starts_with(path, b"PK"):
+        _look_inside(path, found)
+    else:
+        found.files.append(path)
 
 
 def _look_inside(path: Location, found: Found) -> None:
     try:
         archive = open_archive(path)
     except ReadError as error:
-        found.refused.append(Reject.of(path, error, file_size(path)))
+        found.refused.append(Reject.of(path, error))
         return
     found.archives.append(archive)
     found.refused += [Reject(r.uri, r.code, r.sentence, r.bytes) for r in archive.refused]

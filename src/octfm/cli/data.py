@@ -62,12 +62,13 @@ def phantom(
     from octfm.io.progress import Progress
     from octfm.phantom import DEFAULT_SCANNERS, DIAGNOSES, write_phantom
 
+    wanted = "--size: expected B-scans x rows x columns such as 32x256x192, or native"
     with Progress("phantom", participants, "participants") as progress:
         path = write_phantom(
             out,
             participants,
             seed,
-            size=None if size == "native" else _size(size),
+            size=None if size == "native" else opt.three(size, "x", int, wanted),
             scanners=scanner or DEFAULT_SCANNERS,
             diagnoses=diagnosis or DIAGNOSES,
             defects=defects,
@@ -190,22 +191,13 @@ def scan(
     from octfm.catalog.participants.people import AmbiguousPeople
     from octfm.catalog.participants.splits import FRACTIONS
     from octfm.catalog.scan import scan as scan_root
-    from octfm.display import number
     from octfm.io.progress import Progress
     from octfm.report.data_health import write_data_health
 
-    if pseudonymise is not None and extract is not None:
-        raise ConfigError(
-            "--pseudonymise and --extract: unpacked files would keep their names; leave out --extract to read the "
-            "archives without unpacking"
-        )
-    if keep_columns and pseudonymise is None:
+    if pseudonymise is not None:
+        _expect_pseudonymous(pseudonymise, out, extract)
+    elif keep_columns:
         raise ConfigError("--keep-columns: only applies with --pseudonymise; add --pseudonymise KEYFILE")
-    if pseudonymise is not None and isinstance(out, Path) and pseudonymise.resolve().is_relative_to(out.resolve()):
-        raise ConfigError(
-            f"--pseudonymise {pseudonymise}: whoever gets the catalog would get its key with it; keep the key "
-            f"outside {out}"
-        )
     # A scan that is saving, or was killed while it saved, may have written the second file only.
     if holds_other(out, "catalog.parquet") and holds_other(out, "rejects.parquet"):
         raise CatalogError(f"{out}: the folder is not empty and holds no catalog; choose a new --out")
@@ -213,13 +205,14 @@ def scan(
     expect_writable(out)
     key = pseudonyms.read_key(pseudonymise) if pseudonymise is not None else None
     placed = _rows_of(splits_of) if splits_of is not None else ()
+    shares = "--fractions: expected three shares for train, val and test, such as 0.7,0.1,0.2"
     failure = None
     try:
         with Progress("scan", 1, "files") as progress:
             catalog = scan_root(
                 root,
                 seed=seed,
-                fractions=opt.parse_fractions(fractions) or FRACTIONS,
+                fractions=FRACTIONS if fractions is None else opt.three(fractions, ",", float, shares),
                 splits_of=placed,
                 key=key,
                 table=table,
@@ -252,31 +245,35 @@ def scan(
         _print_withheld(pseudonyms.withheld(catalog, kept))
         catalog = pseudonyms.pseudonymise(catalog, key, kept)
         locations = pseudonyms.locate(catalog, root, key)
-    before = _catalog_in(out)
-    moved, gone = _moved_and_gone(before, catalog) if before is not None else (0, 0)
-    moved = moved if splits_of is None else 0
-    option = _keep(before, out) if before is not None and moved + gone else ""
+    moved, gone = _about_replaced(out, catalog, splits_kept=splits_of is not None)
     catalog.save(out)
     page = write_data_health(
         catalog, out / "data_health.html", images=images, max_reject=max_reject, locations=locations
     )
     if gone:
-        opt.echo_line(
-            f"without a scan now: {number(gone, 'participant')} of the catalog that was here. If they may come back, "
-            f"keep their split: give that later scan {option}"
-        )
+        opt.echo_line(gone)
     if failure is not None:
         typer.echo(page)
         raise failure
     _print_summary(catalog, out)
     if moved:
-        opt.echo_line(
-            f"in another split than before: {number(moved, 'participant')}. Splits are drawn anew from all files, so "
-            f"runs on the old split have seen some of those who are tested now. To keep it, scan again with {option}"
-        )
+        opt.echo_line(moved)
     typer.echo(page)
     if max_reject is not None:
         catalog.expect_few_rejects(max_reject, f"see {page}")
+
+
+def _expect_pseudonymous(key_file: Path, out: "Location", extract: Path | None) -> None:
+    """Raises ConfigError for options that would give names or the key away with the catalog."""
+    if extract is not None:
+        raise ConfigError(
+            "--pseudonymise and --extract: unpacked files would keep their names; leave out --extract to read the "
+            "archives without unpacking"
+        )
+    if isinstance(out, Path) and key_file.resolve().is_relative_to(out.resolve()):
+        raise ConfigError(
+            f"--pseudonymise {key_file}: whoever gets the catalog would get its key with it; keep the key outside {out}"
+        )
 
 
 def _rows_of(folder: "Location") -> "Sequence[Placed]":
@@ -289,6 +286,26 @@ def _rows_of(folder: "Location") -> "Sequence[Placed]":
     if (folder / "store.json").is_file():
         return Store.open(folder).rows
     raise ConfigError(f"--splits-of {folder}: expected the folder of a catalog or of a store, found neither")
+
+
+def _about_replaced(out: "Location", catalog: "Catalog", *, splits_kept: bool) -> tuple[str, str]:
+    """Remarks on participants of the catalog that this scan replaces: on those in another split than before, and on
+    those without a scan now; empty if there are none, otherwise that catalog is kept."""
+    from octfm.display import number
+
+    before = _catalog_in(out)
+    moved, gone = _moved_and_gone(before, catalog) if before is not None else (0, 0)
+    moved = 0 if splits_kept else moved
+    option = _keep(before, out) if before is not None and moved + gone else ""
+    about_moved = (
+        f"in another split than before: {number(moved, 'participant')}. Splits are drawn anew from all files, so "
+        f"runs on the old split have seen some of those who are tested now. To keep it, scan again with {option}"
+    )
+    about_gone = (
+        f"without a scan now: {number(gone, 'participant')} of the catalog that was here. If they may come back, "
+        f"keep their split: give that later scan {option}"
+    )
+    return about_moved if moved else "", about_gone if gone else ""
 
 
 def _catalog_in(folder: "Location") -> "Catalog | None":
@@ -436,16 +453,6 @@ def prepare(
         reuse=reuse,
     )
     typer.echo(f"{store.path}: {number(len(store), 'volume')}")
-
-
-def _size(text: str) -> tuple[int, int, int]:
-    try:
-        d, h, w = (int(n) for n in text.split("x"))
-    except ValueError:
-        raise ConfigError(
-            f"--size: expected B-scans x rows x columns such as 32x256x192, or native; got {text!r}"
-        ) from None
-    return d, h, w
 
 
 def _print_summary(catalog: "Catalog", out: opt.Place) -> None:

@@ -8,18 +8,21 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from octfm.addresses import expect_place, refuse_credentials, refuse_windows
 from octfm.errors import ConfigError, one_line, shown
-from octfm.io.location import is_remote, local_path, location
+from octfm.io.location import is_remote, local_path
+from octfm.io.location import location as place
 
 if TYPE_CHECKING:
     from octfm.io.isolation import Limits
     from octfm.volume.volume import Laterality
+
+T = TypeVar("T")
 
 RANGE = re.compile(r"(?<=[\[ ])([\d.e+-]+)<=x<=([\d.e+-]+)")
 """How click prints the values that a number may have."""
@@ -99,11 +102,6 @@ def _packaged_configs(incomplete: str) -> list[str]:
     return sorted(name for name in names if name.startswith(incomplete))
 
 
-def place(text: Any) -> Any:
-    """Parse a path on disk or an s3:// or gs:// address to a Path or BucketPath; None stays None."""
-    return location(text) if text is not None else None
-
-
 _OF_FILES = (".csv", ".tsv", ".txt", ".xlsx", ".xls", ".ods", ".parquet", ".json", ".html", ".pdf", ".npy", ".npz")
 
 
@@ -112,37 +110,30 @@ def is_named_as_file(out: Any) -> bool:
     return Path(str(out)).suffix.lower() in _OF_FILES and not Path(str(out)).is_dir()
 
 
-def _folder(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`parse` that also refuses the name of a file: before hours of work, not when the first result is written."""
+def _checked(parse: Callable[[Any], Any], *, folder: bool = False) -> Callable[[Any], Any]:
+    """`parse` that also refuses a Windows path and, of a `folder`, the name of a file: before hours of work, not when
+    the first result is written."""
 
     @functools.wraps(parse)
-    def parse_folder(text: Any) -> Any:
+    def parse_checked(text: Any) -> Any:
+        refuse_windows(str(text))
         found = parse(text)
-        if found is not None and (Path(str(found)).is_file() or is_named_as_file(found)):
+        if folder and (Path(str(found)).is_file() or is_named_as_file(found)):
             raise ConfigError(f"--out {found}: expected a folder, got a file; choose another path")
         return found
 
-    return parse_folder
-
-
-def _here(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`parse` that also refuses a Windows path."""
-
-    @functools.wraps(parse)
-    def parse_here(text: Any) -> Any:
-        refuse_windows(str(text))
-        return parse(text)
-
-    return parse_here
+    return parse_checked
 
 
 def option(metavar: str, about: str, *names: str, parser: Callable[[Any], Any] | None = None, **settings: Any) -> Any:
-    """An option with a value; named after its parameter if it has no `names`. `parser`: for a path or an address."""
-    return typer.Option(*names, metavar=metavar, help=about, parser=parser and _here(parser), **settings)
+    """An option with a value; named after its parameter if it has no `names`. `parser`: for a path or an address; of
+    --out FOLDER it refuses a file."""
+    checked = parser and _checked(parser, folder=(names, metavar) == (("--out",), "FOLDER"))
+    return typer.Option(*names, metavar=metavar, help=about, parser=checked, **settings)
 
 
 def argument(metavar: str, about: str, *, parser: Callable[[Any], Any] | None = None, **settings: Any) -> Any:
-    return typer.Argument(metavar=metavar, help=about, parser=parser and _here(parser), **settings)
+    return typer.Argument(metavar=metavar, help=about, parser=parser and _checked(parser), **settings)
 
 
 def flag(about: str, *names: str) -> Any:
@@ -152,8 +143,7 @@ def flag(about: str, *names: str) -> Any:
 
 def local_option(metavar: str, about: str, *names: str) -> Any:
     """An option for a path on disk. Addresses are refused: otherwise a local folder named s3: would be created."""
-    parser = _folder(local_path) if (names, metavar) == (("--out",), "FOLDER") else local_path
-    return option(metavar, about, *names, parser=parser)
+    return option(metavar, about, *names, parser=local_path)
 
 
 def local_argument(metavar: str, about: str) -> Any:
@@ -163,8 +153,7 @@ def local_argument(metavar: str, about: str) -> Any:
 
 def place_option(metavar: str, about: str, *names: str) -> Any:
     """An option for a path on disk or an address in a bucket; the verb receives the checked text."""
-    parser = _folder(expect_place) if (names, metavar) == (("--out",), "FOLDER") else expect_place
-    return option(metavar, about, *names, parser=parser)
+    return option(metavar, about, *names, parser=expect_place)
 
 
 def place_argument(metavar: str, about: str) -> Any:
@@ -208,9 +197,7 @@ def config_argument(verb: str, about: str) -> Any:
 
 Config = Annotated[str, config_argument("pretrain", "YAML file, or name of a packaged config such as vit_s or demo.")]
 Out = Annotated[Path, local_option("FOLDER", "Output folder.", "--out")]
-OutPlace = Annotated[
-    Place, option("FOLDER", "Output folder, or s3:// or gs:// address.", "--out", parser=_folder(place))
-]
+OutPlace = Annotated[Place, option("FOLDER", "Output folder, or s3:// or gs:// address.", "--out", parser=place)]
 Workers = Annotated[int | None, option("N", "Parallel processes; default: one per CPU core.", min=0, max=1024)]
 Device = Annotated[
     str | None, option("DEVICE", "auto, cpu, cuda, mps or (pretrain) xla; default: cuda if available, else cpu.")
@@ -374,7 +361,8 @@ def volumes_in(
     taken: list[Layout] = [each for each in LAYOUTS if layouts in ("any", each)]
     sources: dict[str, Laterality | None] = {}
     for word in words:
-        place = _here(expect_place)(word)
+        refuse_windows(word)
+        place = expect_place(word)
         if not Path(place).is_dir():
             sources.setdefault(place, None if is_remote(place) else eye_in_path(Path(place)))
             continue
@@ -400,26 +388,20 @@ def parse_spacing(text: str | None, option: str) -> tuple[float, float, float] |
     """Parse `dz,dy,dx` in millimetres. Raises ConfigError."""
     if not text:
         return None
-    try:
-        z, y, x = (float(mm) for mm in text.split(","))
-    except ValueError:
-        z = y = x = 0.0
-    if not all(1e-4 <= mm <= 100 for mm in (z, y, x)):
-        raise ConfigError(f"{option}: expected dz,dy,dx in millimetres such as 0.12,0.0039,0.0115; got {shown(text)}")
-    return z, y, x
+    expected = f"{option}: expected dz,dy,dx in millimetres such as 0.12,0.0039,0.0115"
+    spacing = three(text, ",", float, expected)
+    if not all(1e-4 <= mm <= 100 for mm in spacing):
+        raise ConfigError(f"{expected}; got {shown(text)}")
+    return spacing
 
 
-def parse_fractions(text: str | None) -> tuple[float, float, float] | None:
-    """Parse `train,val,test` shares; whether they sum to 1, the scan checks. Raises ConfigError."""
-    if text is None:
-        return None
+def three(text: str, separator: str, number: Callable[[str], T], expected: str) -> tuple[T, T, T]:
+    """The three numbers in a text. Raises ConfigError, which begins with what was `expected`."""
     try:
-        train, val, test = (float(share) for share in text.split(","))
+        first, second, third = map(number, text.split(separator))
     except ValueError:
-        raise ConfigError(
-            f"--fractions: expected three shares for train, val and test, such as 0.7,0.1,0.2; got {shown(text)}"
-        ) from None
-    return train, val, test
+        raise ConfigError(f"{expected}; got {shown(text)}") from None
+    return first, second, third
 
 
 def parse_orders(texts: list[str] | None) -> dict[str, tuple[str, ...]]:

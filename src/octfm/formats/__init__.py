@@ -72,23 +72,23 @@ def read_volume(
     size = None
     if limits is not None:
         try:
-            size = math.prod(within(limits, functools.partial(detect.read_header, **wanted), str(uri)).shape)
+            size = math.prod(within(limits, functools.partial(detect.read_header, **wanted), uri).shape)
         except ReadError as error:
             if error.code in LOST:
                 raise
             # A radial scan of too few lines has no header that a scan would accept, but it can be read.
-    return _read(functools.partial(detect.read_volume, spacing_mm=spacing_mm, **wanted), uri, limits, size)
+    return within(limits, functools.partial(detect.read_volume, spacing_mm=spacing_mm, **wanted), uri, size=size)
 
 
-def _read(read: Callable[[str], T], uri: str | Path, limits: "Limits | None", size: int | None = None) -> T:
-    return read(str(uri)) if limits is None else within(limits, read, str(uri), size=size)
-
-
-def within(limits: "Limits", read: Callable[[str], T], uri: str, *, size: int | None = None) -> T:
-    """Run `read(uri)` in a child process. `size`, in bytes or voxels, sets the time limit; by default the file's size.
+def within(limits: "Limits | None", read: Callable[[str], T], uri: str | Path, *, size: int | None = None) -> T:
+    """Run `read(uri)` in a child process, or here without limits. `size`, in bytes or voxels, sets the time limit; by
+    default it is the file's.
 
     Raises what `read` raises, and ReadError decoder_crashed, decoder_timeout or decoder_memory if it ends the child.
     """
+    uri = str(uri)
+    if limits is None:
+        return read(uri)
     from octfm.io.archive import file_size
     from octfm.io.isolation import Lost, each
 
@@ -121,7 +121,7 @@ def volumes_in(uri: str | Path, limits: "Limits | None" = None, readers: "Sequen
     """
     from octfm.formats import detect
 
-    return _read(functools.partial(detect.volumes_in, readers=readers), uri, limits)
+    return within(limits, functools.partial(detect.volumes_in, readers=readers), uri)
 
 
 def read_surfaces(uri: str | Path, limits: "Limits | None" = None) -> Surfaces | None:
@@ -132,7 +132,7 @@ def read_surfaces(uri: str | Path, limits: "Limits | None" = None) -> Surfaces |
     """
     from octfm.formats import detect
 
-    return _read(detect.read_surfaces, uri, limits)
+    return within(limits, detect.read_surfaces, uri)
 
 
 def read_overlay(uri: str | Path, of: Volume, limits: "Limits | None" = None) -> "Surfaces | Labels":
@@ -146,7 +146,7 @@ def read_overlay(uri: str | Path, of: Volume, limits: "Limits | None" = None) ->
     from octfm.formats.overlay import read_overlay as read
 
     found = functools.partial(read, of=of.source, shape=of.shape, spacing_mm=of.spacing_mm)
-    return _read(found, uri, limits, math.prod(of.shape))
+    return within(limits, found, uri, size=math.prod(of.shape))
 
 
 def read_fundus(uri: str | Path, limits: "Limits | None" = None) -> "Fundus | None":
@@ -154,7 +154,7 @@ def read_fundus(uri: str | Path, limits: "Limits | None" = None) -> "Fundus | No
     positions where the file states them; None if there is none. Raises ReadError. `limits`: see `read_volume`."""
     from octfm.formats import detect
 
-    return _read(detect.read_fundus, uri, limits)
+    return within(limits, detect.read_fundus, uri)
 
 
 def read_mask(uri: str | Path, limits: "Limits | None" = None) -> "np.ndarray":
@@ -165,7 +165,7 @@ def read_mask(uri: str | Path, limits: "Limits | None" = None) -> "np.ndarray":
     """
     from octfm.formats.arrays import metaimage
 
-    return _read(metaimage.read_mask, uri, limits)
+    return within(limits, metaimage.read_mask, uri)
 
 
 def read_device_grid(uri: str | Path, limits: "Limits | None" = None) -> "DeviceGrid | None":
@@ -175,7 +175,7 @@ def read_device_grid(uri: str | Path, limits: "Limits | None" = None) -> "Device
     """
     from octfm.formats import detect
 
-    return _read(detect.read_device_grid, uri, limits)
+    return within(limits, detect.read_device_grid, uri)
 
 
 __all__ = [

@@ -19,7 +19,7 @@ from octfm.errors import ReadError
 from octfm.formats.declared import Declared, read_declared, sidecars
 from octfm.formats.dicom.geometry import NotRaster, Stack, check_bounds, is_running_number, positions_across, stack_of
 from octfm.formats.dicom.pixels import check_size
-from octfm.formats.names import is_flow_beside_structure, lateralities, may_be_an_eye, may_be_labels, slugify
+from octfm.formats.names import is_flow_beside_structure, may_be_labels, slugify, stated_eye
 from octfm.formats.reasons import Header, angiography, blank, cannot_open, voxel_labels
 from octfm.io.archive import is_folder
 from octfm.volume.appearance import holds_two
@@ -30,11 +30,11 @@ from octfm.volume.volume import (
     Layout,
     Lines,
     Modality,
-    Planes,
     Shape3,
     Spacing3,
     Surfaces,
     Volume,
+    in_eight_bits,
     used_full_scale,
 )
 
@@ -172,31 +172,18 @@ def to_volume(
         raise blank(bscans.uri)
     if are_labels(voxels):
         raise voxel_labels(bscans.uri)
-    bits = declared.bits or bscans.bits
-    white = used_full_scale(voxels) if voxels.dtype == np.uint16 else 255
-    if bits is not None:  # brighter voxels than the stated bits allow prove the statement wrong
-        white = max(white, (1 << bits) - 1)
+    full_scale = 65535  # of uint8 it does not count
+    if voxels.dtype == np.uint16:
+        # Brighter voxels than the stated bits allow prove the statement wrong.
+        full_scale = max(used_full_scale(voxels), (1 << (declared.bits or bscans.bits or 0)) - 1)
     voxels = arrangement.ordered(voxels[:, ::-1] if declared.upside_down else voxels, axis=0)
-    full_scale = white if voxels.dtype == np.uint16 else 65535
     if single and bscans.picture and declared.spacing_mm is None:
         _expect_one_picture(voxels, full_scale, bscans.uri)
-    return Volume(
-        voxels=voxels,
-        full_scale=full_scale,
-        spacing_mm=spacing_mm or _estimated(voxels, full_scale, bscans.uri),
-        spacing_estimated=spacing_mm is None,
-        mean_eye=mean_eye and spacing_mm is not None,
-        laterality=header.laterality,
-        scanner=header.scanner,
-        protocol=header.protocol,
-        participant=header.participant or "unknown",
-        acquisition=header.sop_instance_uid,
-        superior_first=header.superior_first,
-        modality=header.modality,
-        layout=arrangement.layout,
-        lines=_lines_of_volume(bscans, arrangement, spacing_mm),
-        source=bscans.uri,
-    )
+    lines = _lines_of_volume(bscans, arrangement, spacing_mm)
+    if spacing_mm is None:
+        spacing_mm = _estimated(voxels, full_scale, bscans.uri)
+        return replace(header.volume(voxels, full_scale, spacing_mm, lines), spacing_estimated=True)
+    return replace(header.volume(voxels, full_scale, spacing_mm, lines), mean_eye=mean_eye)
 
 
 def are_labels(voxels: np.ndarray) -> bool:
@@ -222,7 +209,7 @@ def _expect_no_labels(bscans: Bscans) -> None:
 
 def _expect_one_picture(voxels: np.ndarray, full_scale: int, uri: str) -> None:
     """Raises ReadError side_by_side for a screenshot that holds more than a B-scan."""
-    if holds_two(voxels[0] if voxels.dtype == np.uint8 else Planes(voxels, full_scale)[0]):
+    if holds_two(in_eight_bits(voxels, full_scale)[0]):
         raise ReadError(
             "side_by_side",
             f"{uri}: looks like two pictures next to each other, such as a fundus image and a B-scan, or two B-scans; "
@@ -233,7 +220,7 @@ def _expect_one_picture(voxels: np.ndarray, full_scale: int, uri: str) -> None:
 
 def _estimated(voxels: np.ndarray, full_scale: int, uri: str) -> Spacing3:
     """Millimetres of a single B-scan, from its own retina. Raises ReadError missing_spacing where none is found."""
-    rows = retina_rows(voxels if voxels.dtype == np.uint8 else Planes(voxels, full_scale))
+    rows = retina_rows(in_eight_bits(voxels, full_scale))
     if rows is None:
         raise ReadError(
             "missing_spacing",
@@ -327,14 +314,6 @@ def damage_has_a_code(uri: str) -> Iterator[None]:
         ) from None
 
 
-def check_spacing(spacing_mm: Spacing3, shape: Shape3, layout: Layout, uri: str) -> None:
-    """Raises ReadError as `check_bounds`. For anything but a raster, dz is not checked."""
-    if layout != "raster":
-        _, dy, dx = spacing_mm
-        spacing_mm, shape = (dx, dy, dx), (shape[2], shape[1], shape[2])
-    check_bounds(spacing_mm, shape, uri)
-
-
 def _with_sidecar(bscans: Bscans) -> tuple[Bscans, Declared]:
     """The B-scans, at the positions in their sidecar if the file states none, and the sidecar. Raises ReadError."""
     declared = read_declared(bscans.beside or bscans.uri)
@@ -373,31 +352,24 @@ def _admissible_arrangement(
 def _header(bscans: Bscans, arrangement: Arrangement, declared: Declared) -> Header:
     spacing_mm, source, flags = _spacing(bscans, arrangement, declared)
     if spacing_mm is not None:
-        check_spacing(spacing_mm, bscans.shape, arrangement.layout, bscans.uri)
-    laterality, conflict = lateralities([bscans.laterality, declared.laterality])
+        check_bounds(spacing_mm, bscans.shape, bscans.uri, arrangement.layout)
+    laterality, doubts = stated_eye([bscans.laterality, declared.laterality])
     own = tuple(flag for flag in bscans.flags if flag != MEAN_EYE or source.startswith("header"))
-    flags += ["laterality_conflict"] * conflict + ["laterality_unknown"] * (laterality is None and not conflict)
-    flags += ["laterality_not_read"] * (not may_be_an_eye(bscans.laterality))
-    flags += ["bits_from_values"] * (bscans.bits is None and declared.bits is None)
+    flags += doubts + ["bits_from_values"] * (bscans.bits is None and declared.bits is None)
     # Lines that gave no stack are placeholders; without any, the order is that of the file.
     stack = arrangement.stack
     unordered = stack is None and arrangement.layout == "raster"
     flags += ["bscan_order_unstated"] * (unordered and declared.superior_first is None)
     flags += ["positions_placeholder"] * (unordered and bscans.lines is not None)
-    if stack is not None and not stack.even:
-        flags.append("uneven_positions")
-    if stack is not None and stack.order is not None:
-        flags.append("frames_reordered")
-    if stack is not None and bscans.lines is not None and bscans.lines.to_and_fro:
-        flags.append("bscans_to_and_fro")
+    flags += stack.doubts(bscans.lines) if stack is not None else []
     return Header(
         uri=bscans.uri,
         shape=bscans.shape,
         spacing_mm=spacing_mm,
         spacing_source=source,
         laterality=laterality,
-        scanner=bscans.scanner if bscans.scanner != "unknown" else slugify(declared.scanner) or "unknown",
-        protocol=slugify(bscans.protocol or declared.protocol) or "unknown",
+        scanner=bscans.scanner if bscans.scanner != "unknown" else slugify(declared.scanner),
+        protocol=slugify(bscans.protocol or declared.protocol),
         participant=bscans.participant or declared.participant or None,
         sop_instance_uid=bscans.uid,
         superior_first=stack.superior_first if stack else declared.superior_first,
@@ -466,17 +438,6 @@ def _stack(bscans: Bscans) -> Stack | None:
             f"{bscans.uri}: a {bscans.layout} scan, as the file says; a volume needs several parallel B-scans",
         )
     return found
-
-
-def mean_step(lines: Lines) -> float | None:
-    """Distance between neighbouring B-scans, in the unit of the lines; None unless they are a raster."""
-    if len(lines.start) < 2:
-        return None
-    try:
-        stack = _stack_of_lines(lines, "")
-    except NotRaster:
-        return None
-    return stack.step if stack is not None else None
 
 
 def _stack_of_lines(lines: Lines, uri: str) -> Stack | None:

@@ -17,7 +17,7 @@ from octfm.formats.bscans import Reader
 from octfm.formats.heyex_xml import DeviceGrid
 from octfm.formats.plug_in import PlugIn
 from octfm.formats.reasons import Header, cannot_open
-from octfm.io.archive import MEMBER, file_size, is_folder, list_folder, open_file
+from octfm.io.archive import MEMBER, file_size, is_folder, list_folder, read_start
 from octfm.volume.volume import Fundus, Layout, Modality, Spacing3, Surfaces, Volume
 
 if TYPE_CHECKING:
@@ -111,12 +111,10 @@ def read_device_grid(uri: str) -> DeviceGrid | None:
     uri = heidelberg_e2e.split_series(uri)[0]
     with bscans.damage_has_a_code(uri):
         if is_folder(uri):
-            found = heyex_xml.exports_in(list_folder(uri))
+            found = heyex_xml.only_export(list_folder(uri), uri)
         else:
-            found = [uri] if heyex_xml.fits(_head(uri)) else []
-        if len(found) > 1:
-            raise ReadError("several_volumes", f"{uri}: which of its {len(found)} HEYEX exports? give one of them")
-        return heyex_xml.read_device_grid(found[0]) if found else None
+            found = uri if heyex_xml.fits(_head(uri)) else None
+        return heyex_xml.read_device_grid(found) if found else None
 
 
 def is_dicom(reader: "ModuleType | PlugIn") -> TypeGuard[ModuleType]:
@@ -138,8 +136,7 @@ def _fitting(uri: str, readers: Sequence[Reader]) -> PlugIn | None:
     # The uri of a file, of a member of an archive, or of one volume in either.
     for file, name in ((uri, ""), (outer, inner)):
         try:
-            with open_file(file) as stream:
-                head = stream.read(_HEAD)
+            head = read_start(file, _HEAD)
         except (OSError, ReadError):
             continue
         for reader in readers:
@@ -150,8 +147,7 @@ def _fitting(uri: str, readers: Sequence[Reader]) -> PlugIn | None:
 
 def _head(uri: str) -> bytes:
     try:
-        with open_file(uri) as file:
-            return file.read(_HEAD)
+        return read_start(uri, _HEAD)
     except OSError as error:
         raise cannot_open(uri, error) from error
 

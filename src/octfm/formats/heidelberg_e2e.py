@@ -19,7 +19,7 @@ from typing import BinaryIO
 import numpy as np
 
 from octfm.errors import ReadError
-from octfm.formats.bscans import MEAN_EYE, Bscans, check_size, mean_step, uid_from, uid_of
+from octfm.formats.bscans import MEAN_EYE, Bscans, check_size, uid_from, uid_of
 from octfm.formats.heyex_vol import FUNDUS, LAYERS, NO_VALUE, PATTERNS, display, padded_text
 from octfm.formats.reasons import expect_bytes
 from octfm.io.archive import MEMBER, open_file
@@ -102,7 +102,7 @@ def open_bscans(uri: str) -> Bscans:
     ends = np.array([series.ends.get(i, (np.nan,) * 4) for i in slices])
     degrees = Lines(ends[:, :2], ends[:, 2:]) if np.isfinite(ends).all() else None
     lines = degrees and Lines(degrees.start * MM_PER_DEGREE, degrees.end * MM_PER_DEGREE)
-    in_plane_mm, between_mm = _millimetres(series.row_mm, lines, width)
+    in_plane_mm = _in_plane_mm(series.row_mm, lines, width)
 
     def decode() -> np.ndarray:
         table = display(reflectivity_of_codes())  # the same gray values as a .vol of this scan gives
@@ -120,7 +120,6 @@ def open_bscans(uri: str) -> Bscans:
         # One UID per series: that of the file, changed by the numbers of patient, study and series.
         uid=uid_from((int(whole.split(".")[-1]) ^ (key[0] << 64 | key[1] << 32 | key[2])).to_bytes(16, "big")),
         in_plane_mm=in_plane_mm,
-        between_mm=between_mm,
         lines=lines,
         surfaces=lambda: _surfaces(container, series, slices, width, in_plane_mm and in_plane_mm[0], uri),
         fundus=lambda: _fundus(container, series, degrees),
@@ -133,17 +132,13 @@ def open_bscans(uri: str) -> Bscans:
     )
 
 
-def _millimetres(
-    row_mm: list[float], lines: Lines | None, width: int
-) -> tuple[tuple[float, float] | None, float | None]:
-    """(dy, dx), and the distance between B-scans; None where the file does not give what they take."""
+def _in_plane_mm(row_mm: list[float], lines: Lines | None, width: int) -> tuple[float, float] | None:
+    """(dy, dx); None where the file does not give what they take."""
     stated = [mm for mm in row_mm if _AXIAL_MM[0] <= mm <= _AXIAL_MM[1]]
     if not stated or len(stated) < len(row_mm) or lines is None:
-        return None, None
+        return None
     length_mm = float(np.median(np.linalg.norm(lines.end - lines.start, axis=1)))
-    if length_mm <= 0:
-        return None, None
-    return (float(np.median(stated)), length_mm / width), mean_step(lines)
+    return (float(np.median(stated)), length_mm / width) if length_mm > 0 else None
 
 
 def _surfaces(

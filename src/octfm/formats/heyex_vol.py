@@ -90,9 +90,7 @@ def open_bscans(uri: str) -> Bscans:
         with open_file(uri, whole=True) as stream:
             stream.seek(_HEADER_BYTES)
             image = np.frombuffer(stream.read(slo_width * slo_height), np.uint8).reshape(slo_height, slo_width)
-        scale = np.array([slo_dx, slo_dy])
-        known = layout != "circle" and np.isfinite(ends).all() and np.isfinite(scale).all() and (scale > 0).all()
-        return Fundus(image, FUNDUS, Lines(ends[:, :2] / scale, ends[:, 2:] / scale) if known else None)
+        return Fundus(image, FUNDUS, on_picture(ends, [slo_dx, slo_dy]) if layout != "circle" else None)
 
     return Bscans(
         uri=uri,
@@ -110,6 +108,13 @@ def open_bscans(uri: str) -> Bscans:
         surfaces=surfaces,
         fundus=fundus,
     )
+
+
+def on_picture(ends: np.ndarray, pixel_mm: list[float]) -> Lines | None:
+    """B-scans whose `ends` [D, 4] are in mm, in pixels of the fundus picture; None where either is not stated."""
+    scale = np.array(pixel_mm)
+    known = np.isfinite(ends).all() and np.isfinite(scale).all() and (scale > 0).all()
+    return Lines(ends[:, :2] / scale, ends[:, 2:] / scale) if known else None
 
 
 def display(reflectivity: np.ndarray) -> np.ndarray:

@@ -16,10 +16,10 @@ import numpy as np
 
 from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, uid_from
-from octfm.formats.heyex_vol import FUNDUS, NO_VALUE
+from octfm.formats.heyex_vol import FUNDUS, NO_VALUE, on_picture
 from octfm.formats.images import digest_of, image_size, read_gray, significant_bits, stack_gray
 from octfm.formats.names import last_part, lateralities, may_be_an_eye, scanner_slug
-from octfm.io.archive import list_folder, open_file
+from octfm.io.archive import list_folder, open_file, read_start
 from octfm.io.location import listed
 from octfm.volume.etdrs import RINGS_MM, ZONES
 from octfm.volume.volume import Fundus, Laterality, Layout, Lines, Surfaces
@@ -38,8 +38,7 @@ _LAYOUTS: dict[str, Layout] = {
     "star": "radial",
     "radial": "radial",
 }
-
-
+_PIXEL_MM = ("OphthalmicAcquisitionContext/ScaleX", "OphthalmicAcquisitionContext/ScaleY")
 _GRID_ZONES: dict[str, str] = dict(zip(("C0", "S1", "N1", "I1", "T1", "S2", "N2", "I2", "T2"), ZONES, strict=True))
 
 
@@ -68,20 +67,23 @@ def fits(head: bytes) -> bool:
     return series or (text.startswith(b"<") and b"<HEDX" in text)
 
 
-def exports_in(places: Iterable[str]) -> list[str]:
-    """Those of the given files that are HEYEX XML. Raises OSError, ReadError."""
-    found = []
-    for place in places:
-        if PurePath(place).suffix.lower() == ".xml":
-            with open_file(place) as file:
-                found += [place] if fits(file.read(HEAD_BYTES)) else []
-    return found
+def only_export(places: Iterable[str], folder: str) -> str | None:
+    """The HEYEX XML among the files of a folder; None without one. Raises OSError, ReadError; several_volumes if there
+    are several."""
+    files = [place for place in places if PurePath(place).suffix.lower() == ".xml"]
+    found = [place for place in files if fits(read_start(place, HEAD_BYTES))]
+    if len(found) > 1:
+        names = ", ".join(PurePath(place).name for place in found)
+        raise ReadError(
+            "several_volumes", f"{folder}: which of its {len(found)} HEYEX exports? give one of {names[:200]}"
+        )
+    return found[0] if found else None
 
 
 def open_bscans(uri: str) -> Bscans:
     root = _root(uri)
     series = _series(root, uri)
-    images = sorted((i for i in series.findall("Image") if _text(i, "ImageType/Type") == "OCT"), key=_number)
+    images = sorted(_images(series, "OCT"), key=_number)
     if not images:
         raise ReadError("missing_pixel_data", f"{uri}: names no OCT image; export it again with B-scans")
     contexts = [_context(image, uri) for image in images]
@@ -147,8 +149,7 @@ def read_device_grid(uri: str) -> DeviceGrid | None:
             coverage[name] = percentage / 100
     volume_mm3 = _floats(grid, "TotalVolume")[0]
     x, y = _floats(grid, "CenterPos/Coord/X", "CenterPos/Coord/Y")
-    fundus = next((i for i in series.findall("Image") if _text(i, "ImageType/Type") == "LOCALIZER"), series)
-    dx, dy = _floats(fundus, "OphthalmicAcquisitionContext/ScaleX", "OphthalmicAcquisitionContext/ScaleY")
+    dx, dy = _floats(next(iter(_images(series, "LOCALIZER")), series), *_PIXEL_MM)
     centre = (x * dx, y * dy)
     return DeviceGrid(
         mean_um,
@@ -209,12 +210,17 @@ def _root(uri: str) -> Element:
 
 def _series(root: Element, uri: str) -> Element:
     """The only series with an OCT image. Raises ReadError."""
-    found = [s for s in root.iter("Series") if any(_text(i, "ImageType/Type") == "OCT" for i in s.findall("Image"))]
+    found = [series for series in root.iter("Series") if _images(series, "OCT")]
     if len(found) > 1:
         raise ReadError("mixed_images", f"{uri}: holds {len(found)} OCT series; export each into a folder of its own")
     if not found:
         raise ReadError("missing_pixel_data", f"{uri}: no series with an OCT image; export it again with B-scans")
     return found[0]
+
+
+def _images(series: Element, kind: str) -> list[Element]:
+    """Those of one kind: OCT, or LOCALIZER for the picture of the fundus."""
+    return [image for image in series.findall("Image") if _text(image, "ImageType/Type") == kind]
 
 
 def _participant(root: Element, series: Element) -> str:
@@ -272,17 +278,15 @@ def _surfaces(images: list[Element], shape: tuple[int, int, int], dy: float | No
 
 def _fundus(series: Element, ends: np.ndarray, uri: str) -> Fundus | None:
     """The localizer, if its image lies in the folder: an export is complete without it."""
-    found = next((i for i in series.findall("Image") if _text(i, "ImageType/Type") == "LOCALIZER"), None)
+    found = next(iter(_images(series, "LOCALIZER")), None)
     if found is None:
         return None
     try:
         image = read_gray(_files(uri, [last_part(_text(found, "ImageData/ExamURL"))])[0])
     except ReadError:
         return None
-    scale = np.array(_floats(found, "OphthalmicAcquisitionContext/ScaleX", "OphthalmicAcquisitionContext/ScaleY"))
-    known = np.isfinite(ends).all() and np.isfinite(scale).all() and (scale > 0).all()
-    lines = Lines(ends[:, :2] / scale, ends[:, 2:] / scale) if known else None
-    return Fundus(image.astype(np.uint8) if image.dtype == np.uint8 else (image >> 8).astype(np.uint8), FUNDUS, lines)
+    eight_bit = (image if image.dtype == np.uint8 else image >> 8).astype(np.uint8)
+    return Fundus(eight_bit, FUNDUS, on_picture(ends, _floats(found, *_PIXEL_MM)))
 
 
 def _text(element: Element, path: str) -> str:

@@ -21,14 +21,8 @@ SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".jpg", ".jpeg")
 
 def open_bscans(uri: str) -> Bscans:
     inside = list_folder(uri)
-    exports = heyex_xml.exports_in(inside)
-    if len(exports) > 1:
-        names = ", ".join(PurePath(place).name for place in exports)
-        raise ReadError(
-            "several_volumes", f"{uri}: which of its {len(exports)} HEYEX exports? give one of {names[:200]}"
-        )
-    if exports:
-        return heyex_xml.open_bscans(exports[0])
+    if export := heyex_xml.only_export(inside, uri):
+        return heyex_xml.open_bscans(export)
     images = [place for place in inside if PurePath(place).suffix.lower() in SUFFIXES and is_image(place)]
     files, size, set_aside = sort_out(images, uri)
     if not may_be_labels(uri):  # lines drawn into B-scans are seldom missing in the middle one

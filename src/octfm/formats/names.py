@@ -23,11 +23,12 @@ def scanner_slug(manufacturer: str, model: str) -> str:
     for slug, maker, pattern in _SCANNERS:
         if maker in text and re.search(pattern, text):
             return slug
-    return slugify(f"{manufacturer} {model}") or "unknown"
+    return slugify(f"{manufacturer} {model}")
 
 
 def slugify(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
+    """The text in lower case, its words joined by _; unknown if it has none."""
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_") or "unknown"
 
 
 def last_part(path: str) -> str:
@@ -83,3 +84,10 @@ def lateralities(values: list[str]) -> tuple[Laterality | None, bool]:
     """The eye if all stated values agree, and whether they contradict each other. B and U state no eye."""
     stated: set[Laterality] = {eye for value in values if (eye := _EYES.get(value.strip().upper()))}
     return stated.pop() if len(stated) == 1 else None, len(stated) > 1
+
+
+def stated_eye(values: list[str]) -> tuple[Laterality | None, list[str]]:
+    """The eye that a file states, None unless all `values` agree on one; and flags for what is doubtful about it."""
+    eye, conflict = lateralities(values)
+    flags = ["laterality_conflict"] if conflict else [] if eye else ["laterality_unknown"]
+    return eye, flags + ["laterality_not_read"] * (not all(map(may_be_an_eye, values)))

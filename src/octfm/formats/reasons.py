@@ -3,8 +3,10 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from octfm.errors import ReadError
-from octfm.volume.volume import Laterality, Layout, Modality, Shape3, Spacing3
+from octfm.volume.volume import Laterality, Layout, Lines, Modality, Shape3, Spacing3, Volume
 
 
 @dataclass(frozen=True)
@@ -257,3 +259,21 @@ class Header:
     modality: Modality = "structure"
     set_aside: tuple[tuple[str, str], ...] = ()
     """(uri, reason) of each image in the folder that is not one of the B-scans."""
+
+    def volume(self, voxels: np.ndarray, full_scale: int, spacing_mm: Spacing3, lines: Lines | None) -> Volume:
+        """The Volume of these voxels with the facts of this header."""
+        return Volume(
+            voxels=voxels,
+            full_scale=full_scale,
+            spacing_mm=spacing_mm,
+            lines=lines,
+            laterality=self.laterality,
+            scanner=self.scanner,
+            protocol=self.protocol,
+            participant=self.participant or "unknown",
+            acquisition=self.sop_instance_uid,
+            superior_first=self.superior_first,
+            modality=self.modality,
+            layout=self.layout,
+            source=self.uri,
+        )

@@ -11,8 +11,8 @@ from pathlib import PurePath
 
 import numpy as np
 
-from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, uid_of
+from octfm.formats.reasons import expect_bytes
 from octfm.io.archive import open_file
 
 ROWS = 1024
@@ -35,11 +35,7 @@ def open_bscans(uri: str) -> Bscans:
         depth, width = (int(named[3]), int(named[2])) if named else _CUBES[size]
         shape = (depth, ROWS, width)
         check_size(shape, uri)
-        if size != depth * ROWS * width:
-            raise ReadError(
-                "truncated_pixel_data",
-                f"{uri}: {size:,} of {depth * ROWS * width:,} bytes for {width}x{depth}; fetch it again",
-            )
+        expect_bytes(uri, size, depth * ROWS * width, 0)
         uid = uid_of(file, size)
 
     def decode() -> np.ndarray:

@@ -22,8 +22,8 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
 from octfm.errors import ReadError
-from octfm.io.location import Location, is_remote, listed
-from octfm.io.ranged import Positioned, directly_below, is_prefix, known, open_binary
+from octfm.io.location import BucketPath, Location, is_remote, listed
+from octfm.io.ranged import Positioned, directly_below, is_prefix, known, open_binary, remember
 
 MEMBER = "!/"
 """Separates the archive from the member in a uri."""
@@ -112,6 +112,13 @@ def split_uri(uri: str | Location) -> tuple[str, str] | None:
     return None
 
 
+def recall(path: Location) -> None:
+    """Remember the size and version that a path in a bucket brings from the process that listed it."""
+    if isinstance(path, BucketPath) and path.facts is not None:
+        inside = split_uri(path)
+        remember(inside[0] if inside else str(path), path.facts)
+
+
 _FOLLOW_LINKS: ContextVar[bool] = ContextVar("follow_links", default=True)
 
 
@@ -137,16 +144,16 @@ def refuse_link(path: str) -> None:
 
 def read_start(uri: str | Location, count: int) -> bytes:
     """The first `count` bytes of a file or member, inflating no more than needed. Raises OSError, ReadError."""
-    inside = split_uri(uri)
-    if inside is None:
+    uri = str(uri)
+    if (inside := split_uri(uri)) is None:
         with open_file(uri) as file:
             return file.read(count)
     with open_binary(inside[0], in_place=True) as file:
-        member = _member(*inside, str(uri))
-        file.seek(_data_offset(file, member, str(uri)))
+        member = _member(*inside, uri)
+        file.seek(_data_offset(file, member, uri))
         if member.method == zipfile.ZIP_STORED:
             return file.read(min(count, member.size))
-        return _inflated(file, member, str(uri), most=count)
+        return _inflated(file, member, uri, most=count)
 
 
 @contextmanager
@@ -155,26 +162,26 @@ def open_file(uri: str | Location, *, whole: bool = False) -> Iterator[BinaryIO]
 
     Raises OSError for a file, ReadError with a reason code for a member.
     """
-    inside = split_uri(uri)
-    if inside is None:
+    uri = str(uri)
+    if (inside := split_uri(uri)) is None:
         if is_remote(uri):
             with open_binary(uri, whole=whole) as file:
                 yield file
             return
-        refuse_link(str(uri))
-        with _Frugal(io.FileIO(cast(str, uri))) as file:
+        refuse_link(uri)
+        with _Frugal(io.FileIO(uri)) as file:
             yield cast(BinaryIO, file)
         return
     archive, name = inside
     try:
         with open_binary(archive, in_place=True) as file:
-            member = _member(archive, name, str(uri))
-            start = _data_offset(file, member, str(uri))
+            member = _member(archive, name, uri)
+            start = _data_offset(file, member, uri)
             if member.method == zipfile.ZIP_STORED and not whole:
                 with _Frugal(_Window(file, start, member.size, name)) as window:
                     yield cast(BinaryIO, window)
                 return
-            content = io.BytesIO(_content(file, start, member, str(uri)))
+            content = io.BytesIO(_content(file, start, member, uri))
     except OSError as error:
         raise ReadError(
             "unreadable", f"{uri}: cannot be read: {error.strerror or error}; check path and permissions"
@@ -184,39 +191,37 @@ def open_file(uri: str | Location, *, whole: bool = False) -> Iterator[BinaryIO]
 
 def is_folder(uri: str | Location) -> bool:
     """Whether this is a folder on disk or in an archive, or a prefix in a bucket."""
-    inside = split_uri(uri)
-    if inside is None and is_remote(uri):
-        return is_prefix(str(uri))
-    if inside is None:
-        return os.path.isdir(str(uri))  # noqa: PTH112
+    uri = str(uri)
+    if (inside := split_uri(uri)) is None:
+        return is_prefix(uri) if is_remote(uri) else os.path.isdir(uri)  # noqa: PTH112
     # In any other file the mark precedes the name of one of several volumes.
     return inside[0].lower().endswith(".zip") and inside[1] in open_archive(inside[0]).folders
 
 
 def list_folder(uri: str | Location) -> list[str]:
     """Sorted uris of the files directly in a folder, bucket's prefix or archive. Raises OSError, ReadError."""
-    inside = split_uri(uri)
-    if inside is None and is_remote(uri):
-        return directly_below(str(uri))
-    if inside is None:
-        with os.scandir(str(uri)) as entries:
-            found = sorted(entry.path for entry in entries if entry.is_file())
-        for path in found:
-            refuse_link(path)
-        return found
-    archive, folder = inside
-    return [f"{archive}{MEMBER}{name}" for name in open_archive(archive).folders.get(folder, ())]
+    uri = str(uri)
+    if inside := split_uri(uri):
+        archive, folder = inside
+        return [f"{archive}{MEMBER}{name}" for name in open_archive(archive).folders.get(folder, ())]
+    if is_remote(uri):
+        return directly_below(uri)
+    with os.scandir(uri) as entries:
+        found = sorted(entry.path for entry in entries if entry.is_file())
+    for path in found:
+        refuse_link(path)
+    return found
 
 
 def file_size(uri: str | Location) -> int:
     """Bytes of a file, of an unpacked member, or of all files directly in a folder; 0 if there is none."""
-    inside = split_uri(uri)
+    uri = str(uri)
     try:
         if is_folder(uri):
             return sum(file_size(file) for file in list_folder(uri))
-        if inside is None and is_remote(uri):
-            return known(str(uri)).size
-        return Path(str(uri)).stat().st_size if inside is None else open_archive(inside[0]).members[inside[1]].size
+        if inside := split_uri(uri):
+            return open_archive(inside[0]).members[inside[1]].size
+        return known(uri).size if is_remote(uri) else Path(uri).stat().st_size
     except (OSError, ReadError, KeyError):
         return 0
 

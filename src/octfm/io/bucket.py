@@ -200,14 +200,8 @@ def write(uri: str, data: bytes, *, create: bool = False) -> None:
     create: raise FileExistsError if it exists. This is a conditional request; endpoints without support overwrite.
     """
     mode = {"mode": "create"} if create else {}
-
-    def put() -> None:
-        _driver_of(uri).pipe_file(uri, data, **mode)
-        _expect_arrived(uri, len(data), hashlib.md5(data, usedforsecurity=False).hexdigest())
-
-    _patiently("write it", uri, put)
-    with _LOCK:
-        _TALLY.bytes_written += len(data)
+    md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
+    _put(uri, len(data), md5, lambda: _driver_of(uri).pipe_file(uri, data, **mode))
 
 
 def upload(file: Path, uri: str) -> None:
@@ -216,15 +210,8 @@ def upload(file: Path, uri: str) -> None:
     if size <= ONE_REQUEST:
         return write(uri, file.read_bytes())
     with file.open("rb") as handle:
-        digest = hashlib.file_digest(handle, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-
-    def put() -> None:
-        _driver_of(uri).put_file(str(file), uri)
-        _expect_arrived(uri, size, digest)
-
-    _patiently("write it", uri, put)
-    with _LOCK:
-        _TALLY.bytes_written += size
+        md5 = hashlib.file_digest(handle, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    _put(uri, size, md5, lambda: _driver_of(uri).put_file(str(file), uri))
 
 
 def delete(uri: str) -> None:
@@ -251,6 +238,18 @@ def _read_piece(uri: str, start: int, end: int) -> bytes:
     with _LOCK:
         _TALLY.bytes_read += len(data)
     return data
+
+
+def _put(uri: str, size: int, md5: str, send: Callable[[], None]) -> None:
+    """Send an object, verify what arrived, and count its bytes."""
+
+    def put() -> None:
+        send()
+        _expect_arrived(uri, size, md5)
+
+    _patiently("write it", uri, put)
+    with _LOCK:
+        _TALLY.bytes_written += size
 
 
 def _expect_arrived(uri: str, size: int, md5: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from octfm.addresses import SCHEMES, expect_local, expect_place, is_bucket, refuse_credentials
 from octfm.errors import BucketError, ConfigError, Echo
+from octfm.io import bucket
 from octfm.io.progress import say
 
 _NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES)
@@ -117,9 +118,8 @@ class BucketPath:
     scheme: str
     inside: PurePosixPath
     """bucket/key"""
-    facts: Any = field(default=None, compare=False)
-    """Size and version (octfm.io.bucket.Object) of the object, or of the archive that it is in; None if no listing gave
-    them."""
+    facts: bucket.Object | None = field(default=None, compare=False)
+    """Size and version of the object, or of the archive that it is in; None if no listing gave them."""
 
     @staticmethod
     def of(uri: str) -> "BucketPath":
@@ -173,8 +173,6 @@ class BucketPath:
         return self.inside.relative_to(other.inside)
 
     def is_file(self) -> bool:
-        from octfm.io import bucket
-
         try:
             bucket.stat(str(self))
         except FileNotFoundError:
@@ -190,29 +188,21 @@ class BucketPath:
 
     def iterdir(self) -> Iterator["BucketPath"]:
         """All objects below this prefix, at any depth: a bucket has no folders."""
-        from octfm.io import bucket
-
         return (BucketPath.of(uri) for uri in sorted(bucket.find(str(self))))
 
     def mkdir(self, **_: Any) -> None:
         """Does nothing: a prefix exists once it has an object."""
 
     def read_bytes(self) -> bytes:
-        from octfm.io import bucket
-
         return bucket.read(str(self))
 
     def read_text(self, encoding: str = "utf-8") -> str:
         return self.read_bytes().decode(encoding)
 
     def write_bytes(self, data: bytes) -> None:
-        from octfm.io import bucket
-
         bucket.write(str(self), data)
 
     def unlink(self, missing_ok: bool = False) -> None:
-        from octfm.io import bucket
-
         if not missing_ok and not self.is_file():
             raise FileNotFoundError(f"{self}: no such object")
         bucket.delete(str(self))

@@ -1,7 +1,6 @@
 """Bucket objects as seekable streams: headers by range requests, the whole object (cached) once much of it is read."""
 
 import io
-import re
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,25 +30,27 @@ _KNOWN: dict[str, tuple[bucket.Object, float]] = {}
 
 @contextmanager
 def open_binary(where: str | Path | BucketPath, *, whole: bool = False, in_place: bool = False) -> Iterator[BinaryIO]:
-    """Open a file or an object as a seekable stream; `whole` and `in_place` are as in `open_object`."""
-    if is_remote(where):
-        with open_object(str(where), whole=whole, in_place=in_place) as file:
-            yield file
-    else:
+    """Open a file or an object as a seekable stream.
+
+    whole: all of an object will be read, so fetch it now.
+    in_place: never fetch all of an object, as an archive may be larger than the disk.
+    """
+    if not is_remote(where):
         with Path(cast("str | Path", where)).open("rb") as file:
             yield file
+        return
+    uri, found = str(where), known(str(where))
+    if whole:
+        with bucket_cache.local_copy(uri, found) as path, path.open("rb") as file:
+            yield file
+        return
+    with Ranged(uri, found, in_place) as raw, io.BufferedReader(raw) as file:
+        yield cast(BinaryIO, file)
 
 
 def remember(uri: str, found: bucket.Object, seconds: float = LISTED_S) -> None:
     """Keep the size and version from a listing, which saves a request later."""
     _KNOWN[uri] = (found, time.monotonic() + seconds)
-
-
-def recall(path: object) -> None:
-    """Remember the size and version that a path brings from the process that listed it."""
-    if isinstance(path, BucketPath) and path.facts is not None:
-        archive = re.match(r"(?i).*?\.zip(?=!/)", str(path), re.ASCII | re.DOTALL)
-        remember(archive[0] if archive else str(path), path.facts)
 
 
 def is_prefix(uri: str) -> bool:
@@ -82,22 +83,6 @@ def fetch_heads(objects: Mapping[str, bucket.Object]) -> None:
     """Fetch the head of each object into the cache, many at a time, before readers open them one by one."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(_head, objects, objects.values()))
-
-
-@contextmanager
-def open_object(uri: str, *, whole: bool = False, in_place: bool = False) -> Iterator[BinaryIO]:
-    """Open an object as a seekable stream.
-
-    whole: everything will be read, so fetch it now.
-    in_place: never fetch the whole object, as an archive may be larger than the disk; takes precedence over `whole`.
-    """
-    found = known(uri)
-    if whole and not in_place:
-        with bucket_cache.local_copy(uri, found) as path, path.open("rb") as file:
-            yield file
-        return
-    with Ranged(uri, found, in_place) as raw, io.BufferedReader(raw) as file:
-        yield cast(BinaryIO, file)
 
 
 class Positioned(io.RawIOBase):

@@ -105,7 +105,7 @@ def write_files(
     yield from write_nifti(found, folder, stem, volume)
     if dicom:
         write = partial(write_dicom, found, folder=folder, stem=stem)
-        yield from within(limits, write, volume.source) if limits is not None else write(volume.source)
+        yield from within(limits, write, volume.source)
 
 
 def require_own(folder: Path, stem: str, volume: Volume) -> None:

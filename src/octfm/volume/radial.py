@@ -12,7 +12,7 @@ import numpy as np
 from octfm.errors import ReadError
 from octfm.volume.registration import register_star
 from octfm.volume.tissue import find_tissue
-from octfm.volume.volume import Lines, Planes, Volume
+from octfm.volume.volume import Lines, Volume, in_eight_bits
 
 BSCAN_MM = 0.05
 """Distance between the B-scans of the raster: as in most cubes, and half of Preprocessing's default target_spacing."""
@@ -131,7 +131,7 @@ def _heights(
     If the retina is not found, that row is 0 everywhere: A-scans are then averaged without a shift.
     """
     between = float(np.median(np.diff(star.angle))) * star.radius / 2
-    eight_bit = planes_JHW if planes_JHW.dtype == np.uint8 else Planes(planes_JHW, full_scale)
+    eight_bit = in_eight_bits(planes_JHW, full_scale)
     tissue = find_tissue(eight_bit, (between, dy, dx))
     reach = max(1, round(CROSSING_MM / dx))
     middle = np.rint(star.before / star.length * (planes_JHW.shape[2] - 1)).astype(int)

@@ -39,19 +39,19 @@ class Transform:
         surface_DW = np.asarray(surface_DW, np.float64)
         self._expect(surface_DW.shape, (self.shape[0], self.shape[2]), "surface")
         registered = self.origin[1] + self.scale[1] * surface_DW
-        rows = _resample_surface(registered, self._prepared_index(0), self._prepared_index(2))
-        return self._flip_surface(rows + np.asarray(self.displacement)[:, None])
+        rows = _sample(_sample(registered, self._prepared_index(0), 0), self._prepared_index(2), 1)
+        return self._flip(rows + np.asarray(self.displacement)[:, None])
 
     def rows_to_prepared(self, surface_DW: np.ndarray) -> np.ndarray:
         """Convert a surface [D, W] from native to prepared rows, linear in between; NaN on padding."""
         surface_DW = np.asarray(surface_DW, np.float64)
         self._expect(surface_DW.shape, (self.native_shape[0], self.native_shape[2]), "surface")
-        return self.canonical_rows_to_prepared(self._flip_surface(surface_DW))
+        return self.canonical_rows_to_prepared(self._flip(surface_DW))
 
     def canonical_rows_to_prepared(self, surface_DW: np.ndarray) -> np.ndarray:
         """As `rows_to_prepared`, for a surface whose B-scan order and laterality are canonical already."""
         registered = surface_DW - np.asarray(self.displacement)[:, None]
-        rows = _resample_surface(registered, self._canonical_index(0), self._canonical_index(2))
+        rows = _sample(_sample(registered, self._canonical_index(0), 0), self._canonical_index(2), 1)
         return (rows - self.origin[1]) / self.scale[1]
 
     def to_native(self, array_DHW: np.ndarray) -> np.ndarray:
@@ -90,7 +90,7 @@ class Transform:
 
     def _resample(self, array: np.ndarray, *, to_native: bool) -> np.ndarray:
         index = self._prepared_index if to_native else self._canonical_index
-        source = array if to_native else self._flip_volume(array)
+        source = array if to_native else self._flip(array)
         bscans, columns = (_nearest(index(axis), source.shape[axis]) for axis in (0, 2))
         rows = np.arange(self.native_shape[1] if to_native else self.shape[1], dtype=np.float64)
         out = np.zeros((len(bscans), len(rows), len(columns)), source.dtype)
@@ -101,7 +101,7 @@ class Transform:
                 at = self.origin[1] + self.scale[1] * rows + self.displacement[bscans[d]]
             at = _nearest(at, source.shape[1])[:, None]
             out[d] = np.where((at >= 0) & (columns >= 0), source[bscans[d]][at, columns], 0)
-        return self._flip_volume(out) if to_native else out
+        return self._flip(out) if to_native else out
 
     def _prepared_index(self, axis: int) -> np.ndarray:
         """Where canonical indices 0..n-1 lie on the prepared axis."""
@@ -111,12 +111,10 @@ class Transform:
         """Where prepared indices 0..n-1 lie on the canonical axis."""
         return self.origin[axis] + self.scale[axis] * np.arange(self.shape[axis])
 
-    def _flip_surface(self, surface: np.ndarray) -> np.ndarray:
-        return surface[:: -1 if self.reversed_bscans else 1, :: -1 if self.mirrored else 1]
-
-    def _flip_volume(self, array: np.ndarray) -> np.ndarray:
-        # The axial axis is never flipped, here or elsewhere: an upside-down retina does not exist.
-        return array[:: -1 if self.reversed_bscans else 1, :, :: -1 if self.mirrored else 1]
+    def _flip(self, array: np.ndarray) -> np.ndarray:
+        """A surface [D, W] or a volume [D, H, W] from one frame in the other. The axial axis is never flipped, here or
+        elsewhere: an upside-down retina does not exist."""
+        return array[:: -1 if self.reversed_bscans else 1, ..., :: -1 if self.mirrored else 1]
 
     def _expect(self, got: tuple[int, ...], expected: tuple[int, ...], what: str) -> None:
         if tuple(got) != tuple(expected):
@@ -129,10 +127,6 @@ def _nearest(position: np.ndarray, count: int) -> np.ndarray:
     """int64: index of the nearest of `count` voxels; -1 outside the extent of the first and the last."""
     index = np.floor(np.clip(position, 0, count - 1) + 0.5).astype(int)
     return np.where((position < -0.5) | (position >= count - 0.5), -1, index)
-
-
-def _resample_surface(rows_DW: np.ndarray, bscans: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    return _sample(_sample(rows_DW, bscans, 0), columns, 1)
 
 
 def _sample(array: np.ndarray, position: np.ndarray, axis: int) -> np.ndarray:

@@ -321,7 +321,12 @@ def eight_bit(volume: Volume, full_scale: int | None = None) -> np.ndarray | Pla
             "bits, give Volume(…, full_scale=4095), as octfm.read_volume does",
             stacklevel=2,
         )
-    return volume.voxels if volume.voxels.dtype == np.uint8 else Planes(volume.voxels, full_scale or volume.full_scale)
+    return in_eight_bits(volume.voxels, full_scale or volume.full_scale)
+
+
+def in_eight_bits(voxels: np.ndarray, full_scale: int) -> np.ndarray | Planes:
+    """uint8 voxels as they are, uint16 ones as `Planes`."""
+    return voxels if voxels.dtype == np.uint8 else Planes(voxels, full_scale)
 
 
 def used_full_scale(voxels: np.ndarray) -> int:

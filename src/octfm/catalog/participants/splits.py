@@ -13,6 +13,7 @@ FRACTIONS = (0.8, 0.1, 0.1)
 """Shares of participants for SPLITS, unless others are asked for."""
 
 _SPELLINGS: dict[str, Split] = {
+    **{split: split for split in SPLITS},
     "training": "train",
     "validation": "val",
     "valid": "val",
@@ -23,8 +24,7 @@ _SPELLINGS: dict[str, Split] = {
 
 def parse_split(text: str) -> Split | None:
     """The split that a table's text names; None for anything else (empty, `excluded`, ...)."""
-    word = text.strip().lower()
-    return next((split for split in SPLITS if split == word), None) or _SPELLINGS.get(word)
+    return _SPELLINGS.get(text.strip().lower())
 
 
 def diagnosis_of(labels: Mapping[str, str]) -> str | None:

@@ -24,7 +24,7 @@ from octfm.formats.declared import read_declared
 from octfm.formats.images import digest_of
 from octfm.formats.names import MASKS, last_part
 from octfm.formats.reasons import PADDING, expect_bytes, voxel_labels
-from octfm.io.archive import open_file
+from octfm.io.archive import open_file, read_start
 from octfm.io.location import listed
 from octfm.volume.volume import Shape3
 
@@ -92,8 +92,7 @@ def place_of(uri: str) -> tuple[np.ndarray, str] | None:
     other way), and the letters of the axes; None without millimetres or three directions. Raises ReadError."""
     with damage_has_a_code(uri):
         header = _read_header(uri)
-        with open_file(uri) as file:
-            tags, _ = _tags(file.read(HEAD_BYTES), uri)
+        tags, _ = _tags(read_start(uri, HEAD_BYTES), uri)
         # The direction of one axis after the other.
         directions = np.array(tags.get("TransformMatrix", "1 0 0 0 1 0 0 0 1").split(), float)
         origin = np.array(tags.get("Offset", tags.get("Position", "0 0 0")).split(), float)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from octfm.errors import ReadError
 from octfm.formats.dicom.codecs import DAMAGE, find_decoders
 from octfm.formats.dicom.gray import lowest_is_white, padding, read_gray
-from octfm.formats.dicom.groups import Elements, Group, is_behind_header, read_groups
+from octfm.formats.dicom.groups import Elements, Group, is_behind_header, items_in_groups, read_groups
 from octfm.formats.dicom.pixels import (
     MAX_BYTES,
     Pixels,
@@ -399,8 +399,6 @@ def referenced_uids(dataset: Elements) -> tuple[str, ...]:
         for i in series.get("ReferencedInstanceSequence") or []
     ]
     items += dataset.get("ReferencedImageSequence") or []
-    for name in ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"):
-        for group in dataset.get(name) or []:
-            for derivation in group.get("DerivationImageSequence") or []:
-                items += derivation.get("SourceImageSequence") or []
+    for derivation in items_in_groups(dataset, "DerivationImageSequence"):
+        items += derivation.get("SourceImageSequence") or []
     return tuple(dict.fromkeys(uid for item in items if (uid := text(item, "ReferencedSOPInstanceUID"))))

@@ -67,6 +67,11 @@ class Stack:
     order: tuple[int, ...] | None
     even: bool
 
+    def doubts(self, lines: Lines | None) -> list[str]:
+        """Flags for what is unusual about the positions, and about the B-scans' `lines`."""
+        flags = ["uneven_positions"] * (not self.even) + ["frames_reordered"] * (self.order is not None)
+        return flags + ["bscans_to_and_fro"] * (lines is not None and lines.to_and_fro)
+
 
 class _Measures(NamedTuple):
     """What a dataset states in millimetres, and the functional group that stated the pixel spacing."""
@@ -103,25 +108,19 @@ def read_geometry(
         layout = _layout(frames, found.layout)
         if layout not in layouts:
             raise
-        check_bounds((dx, dy, dx), (shape[2], shape[1], shape[2]), uri)
+        check_bounds((dx, dy, dx), shape, uri, layout)
         lines = _lines(frames, shared, shape, dx, (shape[2] - 1) * dx) if layout == "radial" else None
         return Geometry((dx, dy, dx), measures.source, None, None, (), layout, lines)
     dz, source, dz_flags = _bscan_distance(dz_from_positions, measures, shape, scanner, uri)
-    flags = [*dz_flags, *position_flags]
     check_bounds((dz, dy, dx), shape, uri)
-    if stack is not None and not stack.even:
-        flags.append("uneven_positions")
-    if stack is not None and stack.order is not None:
-        flags.append("frames_reordered")
     lines = _raster_lines(frames, shared, shape, (dz, dx), stack) if stack is not None else None
-    if lines is not None and lines.to_and_fro:
-        flags.append("bscans_to_and_fro")
+    doubts = stack.doubts(lines) if stack is not None else []
     return Geometry(
         spacing_mm=(dz, dy, dx),
         spacing_source=source,
         superior_first=stack.superior_first if stack else None,
         frame_order=stack.order if stack else None,
-        flags=tuple(flags),
+        flags=(*dz_flags, *position_flags, *doubts),
         lines=lines,
     )
 
@@ -497,9 +496,14 @@ def is_running_number(between_mm: float, shape: Shape3, dx: float) -> bool:
     return abs(between_mm - _PLACEHOLDER_MM) < 1e-6 and high > max(_HIGHEST_MM, wide)
 
 
-def check_bounds(spacing_mm: Spacing3, shape: Shape3, uri: str) -> None:
-    """Check spacing and extent against those of retinal OCT. Raises ReadError: absurd_spacing, swapped_spacing."""
+def check_bounds(spacing_mm: Spacing3, shape: Shape3, uri: str, layout: Layout = "raster") -> None:
+    """Check spacing and extent against those of retinal OCT; dz only of a raster.
+
+    Raises ReadError: absurd_spacing, swapped_spacing.
+    """
     _, dy, dx = spacing_mm
+    if layout != "raster":
+        spacing_mm, shape = (dx, dy, dx), (shape[2], *shape[1:])
     if looks_swapped((dy, dx), shape):
         raise ReadError(
             "swapped_spacing",

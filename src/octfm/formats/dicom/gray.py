@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from octfm.errors import ReadError
-from octfm.formats.dicom.groups import Elements
+from octfm.formats.dicom.groups import Elements, items_in_groups
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,7 @@ def _stated(dataset: Elements, sequence: str, keywords: tuple[str, str], uri: st
 
 
 def _places(dataset: Elements, sequence: str) -> list[Elements]:
-    """The top level, and the items of `sequence` in the functional groups."""
-    groups = [
-        item
-        for name in ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence")
-        for group in dataset.get(name) or []
-        for item in group.get(sequence) or []
-    ]
-    return [dataset, *groups]
+    return [dataset, *items_in_groups(dataset, sequence)]
 
 
 def _pair(place: Elements, keywords: tuple[str, str]) -> tuple[float, float] | None:

@@ -58,6 +58,13 @@ class Elements(Protocol):
     def get(self, keyword: str, /) -> Any: ...
 
 
+def items_in_groups(dataset: Elements, sequence: str) -> list[Elements]:
+    """The items of a sequence in the shared functional group and in those of every frame."""
+    names = ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence")
+    groups = [group for name in names for group in dataset.get(name) or []]
+    return [item for group in groups for item in group.get(sequence) or []]
+
+
 def is_behind_header(tag: int, _vr: str | None, _length: int) -> bool:
     """Stop condition for pydicom: the functional groups and everything after them."""
     return tag >= _FIRST_GROUP

@@ -7,9 +7,9 @@ from octfm.errors import ReadError
 from octfm.formats.declared import Declared
 from octfm.formats.dicom.file import OpenFile, referenced_uids, text
 from octfm.formats.dicom.geometry import Geometry, read_geometry
-from octfm.formats.dicom.groups import Elements
+from octfm.formats.dicom.groups import Elements, items_in_groups
 from octfm.formats.dicom.pixels import Pixels
-from octfm.formats.names import lateralities, may_be_an_eye, scanner_slug, slugify
+from octfm.formats.names import lateralities, scanner_slug, slugify, stated_eye
 from octfm.formats.reasons import REASONS, Header, angiography
 from octfm.volume.volume import STRUCTURE_ONLY, Layout, Modality, Shape3
 
@@ -72,13 +72,10 @@ def describe(
     """The facts of a volume of `shape`. `dataset` may be merged from several files, `pixels` those of one of them."""
     scanner = scanner_slug(text(dataset, "Manufacturer"), text(dataset, "ManufacturerModelName"))
     geometry = read_geometry(dataset, shape, scanner, uri, layouts)
-    eyes = _stated_lateralities(dataset)
-    laterality, conflict = lateralities(eyes)
+    laterality, doubts = stated_eye(_stated_lateralities(dataset))
     flags = (
         *geometry.flags,
-        *(("laterality_conflict",) if conflict else ()),
-        *(() if laterality or conflict else ("laterality_unknown",)),
-        *(() if all(map(may_be_an_eye, eyes)) else ("laterality_not_read",)),
+        *doubts,
         # Converters write BitsStored 16 whatever the number of bits in use. Signed pixels state their white.
         *(("bits_from_values",) if pixels.bits_stored == 16 and pixels.gray is None else ()),
     )
@@ -89,7 +86,7 @@ def describe(
         spacing_source=geometry.spacing_source,
         laterality=laterality,
         scanner=scanner,
-        protocol=slugify(text(dataset, "ProtocolName")) or "unknown",
+        protocol=slugify(text(dataset, "ProtocolName")),
         participant=text(dataset, "PatientID") or None,
         sop_instance_uid=text(dataset, "SOPInstanceUID"),
         superior_first=geometry.superior_first,
@@ -116,8 +113,8 @@ def with_sidecar(header: Header, declared: Declared) -> Header:
     return replace(
         header,
         laterality=None if conflict else laterality,
-        scanner=header.scanner if header.scanner != "unknown" else slugify(declared.scanner) or "unknown",
-        protocol=header.protocol if header.protocol != "unknown" else slugify(declared.protocol) or "unknown",
+        scanner=header.scanner if header.scanner != "unknown" else slugify(declared.scanner),
+        protocol=header.protocol if header.protocol != "unknown" else slugify(declared.protocol),
         participant=header.participant or declared.participant or None,
         superior_first=declared.superior_first if header.superior_first is None else header.superior_first,
         flags=(*flags, *declared.flags),
@@ -126,9 +123,6 @@ def with_sidecar(header: Header, declared: Declared) -> Header:
 
 def _stated_lateralities(dataset: Elements) -> list[str]:
     """From FrameAnatomySequence, shared and of all frames, then ImageLaterality and the series' Laterality."""
-    shared = dataset.get("SharedFunctionalGroupsSequence") or []
-    frames = dataset.get("PerFrameFunctionalGroupsSequence") or []
-    anatomy = [item for group in (*shared[:1], *frames) for item in group.get("FrameAnatomySequence") or []]
     # A file in which frames of both eyes were joined contradicts itself.
-    values = {text(item, "FrameLaterality") for item in anatomy}
+    values = {text(item, "FrameLaterality") for item in items_in_groups(dataset, "FrameAnatomySequence")}
     return [*values, text(dataset, "ImageLaterality"), text(dataset, "Laterality")]

@@ -53,22 +53,7 @@ def read_dicom(uri: str, layouts: Collection[Layout], modalities: Collection[Mod
     if declared.upside_down:
         for plane in voxels:  # in place: a second volume would not fit into a worker's memory
             plane[:] = plane[::-1].copy()
-    header = with_sidecar(header, declared)
-    return Volume(
-        voxels=voxels,
-        full_scale=white,
-        spacing_mm=geometry.spacing_mm,
-        laterality=header.laterality,
-        scanner=header.scanner,
-        protocol=header.protocol,
-        participant=header.participant or "unknown",
-        acquisition=header.sop_instance_uid,
-        superior_first=header.superior_first,
-        modality=header.modality,
-        layout=geometry.layout,
-        lines=geometry.lines,
-        source=header.uri,
-    )
+    return with_sidecar(header, declared).volume(voxels, white, geometry.spacing_mm, geometry.lines)
 
 
 def read_header(uri: str, layouts: Collection[Layout], modalities: Collection[Modality]) -> Header:
