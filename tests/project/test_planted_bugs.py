@@ -103,9 +103,9 @@ BUGS = (
     ),
     Bug(
         "F11b-context-encoder-sees-the-answers",
-        "models/objectives/jepa.py",
-        "seen = encoder(context_patches, context_index, context_table)",
-        "seen = take_tokens(encoder(view.patches_BKP, index.kept, table), index.context)",
+        "models/predictor.py",
+        "return seen, predictor(seen, ",
+        "seen = take_tokens(encoder(patches_BKP, index.kept, table), index.context)\n    return seen, predictor(seen, ",
         "test_objectives.py::test_F11_context_encoder_cannot_see_target_voxels",
     ),
     Bug(
