@@ -24,6 +24,7 @@ from octfm.formats import read_volume
 from octfm.io.progress import Progress
 from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.settings import load_config
+from octfm.store.layout import volume_bytes
 from octfm.store.prepare import prepare
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
@@ -60,7 +61,7 @@ def own_scans(request: Request, echo: Echo) -> Path:
         questions = find_questions(catalog.acquisitions, table, request.targets, trains=pretrains)
         stages.say(f"   questions: {', '.join(questions.targets)}")
     volumes = len(catalog.acquisitions)
-    needed = volumes * _bytes_per_volume() * 1.2
+    needed = volumes * volume_bytes(PREPROCESSING["image_size"]) * 1.2
     free = require_room(out, 0 if (out / "prepared").is_dir() else needed, " or --max-samples")
     stages.say(
         f"   {volumes:,} scans accepted, {len(catalog.rejects)} rejected; about {gigabytes(needed)} in {out} "
@@ -158,13 +159,6 @@ def _picture(first: Acquisition, out: Path) -> str:
     except BAD_INPUT as error:
         return f"   {first.uri}: no picture: {error}"
     return f"open now: {page.resolve()} (it shows a scan: protect it like the file)"
-
-
-def _bytes_per_volume() -> int:
-    """Bytes of a volume in a store: voxels, and for every A-scan two rows in float32 (band) and two in int16
-    (valid)."""
-    depth, height, width = PREPROCESSING["image_size"]
-    return depth * width * (height + 12)
 
 
 def _spread(acquisitions: tuple, count: int) -> tuple:

@@ -249,6 +249,11 @@ def shapes(image_size: Sequence[int]) -> dict[str, tuple[int, ...]]:
     return {"voxels": (d, h, w), "band": (2, d, w), "valid": (2, d, w)}
 
 
+def volume_bytes(image_size: Sequence[int]) -> int:
+    """Bytes of one volume's voxels, band and valid, uncompressed."""
+    return sum(math.prod(shape) * np.dtype(ARRAYS[name]).itemsize for name, shape in shapes(image_size).items())
+
+
 def array_metadata(
     name: str, volumes: int, image_size: Sequence[int], compression: Compression, crc: bool = True
 ) -> dict[str, Any]:
