@@ -62,6 +62,11 @@ def select(
     return np.array(sorted(row.index for row in chosen), dtype=np.int64)
 
 
+def evenly(rows: np.ndarray, count: int) -> np.ndarray:
+    """At most `count` of these rows, evenly spread over them."""
+    return rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)]
+
+
 def _limits(max_samples: int | Sequence[int | None] | None, scanners: Sequence[str]) -> dict[str | None, int | None]:
     """Scanner → most samples, None for all; the scanner None stands for all of them together."""
     limits: dict[str | None, int | None]

@@ -15,6 +15,7 @@ from octfm.run.memory import host_bytes_available
 from octfm.store.batch_sizes import accumulation
 from octfm.store.layout import volume_bytes
 from octfm.store.loader import Loader
+from octfm.store.selection import evenly
 from octfm.store.store import Store
 from octfm.volume.volume import Shape3
 
@@ -68,8 +69,7 @@ def spread(store: Store, rows: np.ndarray, count: int) -> np.ndarray:
     """At most `count` of these rows, evenly spread; half of them streamed phantoms if there are both kinds."""
     own = store.recorded(rows)
     kinds = [kind for kind in (own, np.setdiff1d(rows, own, assume_unique=True)) if len(kind)]
-    counts = [min(len(kind), max(1, count // len(kinds))) for kind in kinds]
-    return np.concatenate([k[np.linspace(0, len(k) - 1, n).astype(int)] for k, n in zip(kinds, counts, strict=True)])
+    return np.concatenate([evenly(kind, max(1, count // len(kinds))) for kind in kinds])
 
 
 def patches_tile(config: PretrainConfig, store: Store) -> Check:
