@@ -12,9 +12,8 @@ from octfm.pretraining.monitors.online_probe import find_cases
 from octfm.pretraining.preflight.check import Check, fail, fail_with, passed, warn
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.memory import host_bytes_available
-from octfm.store.batch_sizes import accumulation
 from octfm.store.layout import volume_bytes
-from octfm.store.loader import Loader
+from octfm.store.loader import Loader, accumulation
 from octfm.store.selection import evenly
 from octfm.store.store import Store
 from octfm.volume.volume import Shape3

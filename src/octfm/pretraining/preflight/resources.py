@@ -17,7 +17,7 @@ from octfm.run import checkpoint_files, trackers
 from octfm.run.bucket import mirror_of
 from octfm.run.checkpoint import recogniser
 from octfm.run.runtime import Runtime
-from octfm.store.batch_sizes import accumulation
+from octfm.store.loader import accumulation
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing, differences
 
