@@ -50,11 +50,10 @@ def own_scans(request: Request, echo: Echo) -> Path:
     stages = Stages(out, echo)
     with stages.stage("catalog", f"every file of {request.data}: accepted, or rejected with a reason"):
         catalog = _scan(request)
-        _require_same(out, catalog)
+        trained = sum(a.split == "train" for a in catalog.acquisitions)
+        pretrains = table is None or trained >= FEWEST or request.size is QUICK
+        _require_same(out, catalog, trained, pretrains)
         catalog.save(out / "catalog")
-    trained = sum(a.split == "train" for a in catalog.acquisitions)
-    pretrains = table is None or trained >= FEWEST or request.size is QUICK
-    _require_same_kind(out, pretrains, trained)
     questions = None
     if table is not None:
         # If nothing is pretrained, everybody can be tested.
@@ -108,18 +107,6 @@ def own_scans(request: Request, echo: Echo) -> Path:
     return last_page(stages, run, out, store, card=pretrains)
 
 
-def _require_same_kind(out: Path, pretrains: bool, trained: int) -> None:
-    """Raises ConfigError if `out` holds a demonstration with pretraining and this one would be without, or the other
-    way round, as after scans were added or removed: neither can go on as the other."""
-    record = out / "run" / "run.json"
-    if record.is_file() and ('"not_pretrained"' in record.read_text("utf-8")) == pretrains:
-        before, now = ("without", "with") if pretrains else ("with", "without")
-        raise ConfigError(
-            f"{out}: holds a demonstration {before} pretraining, and this one, of {trained:,} training scans, would be "
-            f"{now} it ({FEWEST} are needed); choose another --out"
-        )
-
-
 def _scan(request: Request) -> Catalog:
     """The scans to demonstrate on, and their splits."""
     try:
@@ -140,15 +127,24 @@ def _scan(request: Request) -> Catalog:
     return catalog
 
 
-def _require_same(out: Path, catalog: Catalog) -> None:
-    """Raise ConfigError if a demonstration on other scans is in `out`: its store would keep them."""
-    phantoms = (out / "clinic").is_dir()
+def _require_same(out: Path, catalog: Catalog, trained: int, pretrains: bool) -> None:
+    """Raise ConfigError if the demonstration in `out` cannot go on as this one: it is on other scans, which its store
+    would keep, or it `pretrains` and this one does not, or the other way round, as after scans were added."""
     rows = Store.open(out / "prepared").rows if (out / "prepared" / "store.json").is_file() else ()
     known = {a.sop_instance_uid for a in catalog.acquisitions}
     others = [row.uri for row in rows if row.acquisition not in known]
-    if phantoms or others:
-        what = "phantoms" if phantoms else f"{number(len(others), 'scan')} not taken now, such as {others[0]}"
-        raise ConfigError(f"{out}: holds a demonstration with {what}; choose another --out, or remove this folder")
+    record = out / "run" / "run.json"
+    if (out / "clinic").is_dir():
+        held = "with phantoms"
+    elif others:
+        held = f"with {number(len(others), 'scan')} not taken now, such as {others[0]}"
+    elif record.is_file() and ('"not_pretrained"' in record.read_text("utf-8")) == pretrains:
+        before, now = ("without", "with") if pretrains else ("with", "without")
+        needed = f"{FEWEST} are needed"
+        held = f"{before} pretraining, and this one, of {trained:,} training scans, would be {now} it ({needed})"
+    else:
+        return
+    raise ConfigError(f"{out}: holds a demonstration {held}; choose another --out, or remove this folder")
 
 
 def _picture(first: Acquisition, out: Path) -> str:
