@@ -22,7 +22,6 @@ from octfm.errors import BAD_INPUT, ConfigError, Echo, EvaluationError
 from octfm.evaluation.probe import probe, write_probe
 from octfm.formats import read_volume
 from octfm.io.progress import Progress
-from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.settings import load_config
 from octfm.store.layout import volume_bytes
 from octfm.store.prepare import prepare
@@ -75,11 +74,8 @@ def own_scans(request: Request, echo: Echo) -> Path:
     config = load_config(request.preset, (f"seed={request.seed}", *(request.size.overrides or (f"steps={steps}",))))
     run = out / "run"
     if pretrains:
-        what = f"{request.description}, {config.steps:,} steps on {trained:,} scans of the training participants"
-        with stages.stage("pretraining", what):
-            run = pretrain(config, store, run, echo=stages.note)
-        with stages.stage("features", "of the encoder, of three untrained ones, and without an encoder"):
-            encoders = pretrained_features(run, store, stages.note)
+        on = f"{trained:,} scans of the training participants"
+        encoders = pretrained_features(stages, request, config, store, on)
     else:
         reason = f"Not pretrained: {trained} training scans are too few to learn from; at least {FEWEST} are needed."
         stages.say(f"   {reason[0].lower()}{reason[1:]}")
