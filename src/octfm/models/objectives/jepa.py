@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, View
+from octfm.models.objectives.voxels import averaged, check_average, despeckled, hidden_voxels
 from octfm.models.predictor import Predictor, PredictorConfig, seen_and_answers
 from octfm.models.products import Linear
 from octfm.models.vit3d import (
@@ -26,7 +27,6 @@ from octfm.models.vit3d import (
     init_weights,
     take_tokens,
 )
-from octfm.models.voxels import averaged, check_average, despeckled, hidden_voxels
 from octfm.models.whitening import Whitening
 
 TargetNorm = Literal["layer", "whiten"]
