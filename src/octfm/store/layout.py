@@ -19,6 +19,7 @@ from octfm.catalog.participants.splits import diagnosis_of
 from octfm.display import fields_line
 from octfm.errors import StoreError
 from octfm.io.location import Location
+from octfm.volume.preprocessing import Prepared
 from octfm.volume.volume import Laterality
 
 FORMAT, VERSION = "octfm-store", 1
@@ -114,6 +115,17 @@ class Arrays:
         """Uninitialised arrays for `count` volumes."""
         voxels, band, valid = (np.empty((count, *shape), ARRAYS[name]) for name, shape in shapes(image_size).items())
         return Arrays(voxels, band, valid)
+
+    @staticmethod
+    def of(volume: Prepared) -> "Arrays":
+        """A volume as a batch of one."""
+        return Arrays(volume.voxels[None], volume.band[None], volume.valid[None])
+
+    def one(self, place: int) -> "Arrays":
+        """One of these volumes, as a batch of one."""
+        own = slice(place, place + 1)
+        labels = self.labels[own] if self.labels is not None else None
+        return Arrays(self.voxels[own], self.band[own], self.valid[own], self.acquisition[own], labels)
 
 
 def checksum(voxels: np.ndarray, band: np.ndarray, valid: np.ndarray) -> str:
