@@ -19,7 +19,7 @@ from octfm.io.hashing import hash_text
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, write_whole
 from octfm.store.arrays import TensorStoreArrays
-from octfm.store.layout import ARRAYS, LEASE, Arrays, Compression, StoreRow, checksum, read_rows, shard_key
+from octfm.store.layout import ARRAYS, LEASE, Arrays, Compression, StoreRow, read_rows, shard_key
 from octfm.store.shards import ShardArrays
 from octfm.store.writer import StoreWriter
 from octfm.volume.preprocessing import Preprocessing
@@ -120,7 +120,7 @@ class BucketArrays:
                 self._arrays.read_into(name, np.array([row]), getattr(arrays, name))
         except (ValueError, OSError):
             return False
-        return checksum(arrays.voxels[0], arrays.band[0], arrays.valid[0]) == self._rows[row].checksum
+        return arrays.checksum() == self._rows[row].checksum
 
     def _forget(self, row: int) -> None:
         for name in ARRAYS:

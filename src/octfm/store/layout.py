@@ -127,6 +127,10 @@ class Arrays:
         labels = self.labels[own] if self.labels is not None else None
         return Arrays(self.voxels[own], self.band[own], self.valid[own], self.acquisition[own], labels)
 
+    def checksum(self, place: int = 0) -> str:
+        """`checksum` of one of these volumes."""
+        return checksum(self.voxels[place], self.band[place], self.valid[place])
+
 
 def checksum(voxels: np.ndarray, band: np.ndarray, valid: np.ndarray) -> str:
     """The checksum of one volume, as rows.jsonl records it (see CHECKSUM)."""

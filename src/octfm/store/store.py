@@ -29,7 +29,6 @@ from octfm.store.layout import (
     StoreRow,
     Unprepared,
     array_metadata,
-    checksum,
     digest,
     read_header,
     read_rows,
@@ -280,7 +279,7 @@ class Store:
     def holds(self, row: int, arrays: Arrays) -> bool:
         """Whether `arrays`, a batch of one, is the volume written as this row; True without a checksum."""
         known = self.rows[row].checksum
-        return not known or checksum(arrays.voxels[0], arrays.band[0], arrays.valid[0]) == known
+        return not known or arrays.checksum() == known
 
     def recorded(self, rows: np.ndarray) -> np.ndarray:
         """Those of `rows` that are volumes of a prepared store: all but streamed phantoms."""
@@ -343,15 +342,11 @@ class Store:
         # A shard with checksums of its own is hashed once, to make sure that it belongs to this row; later reads verify
         # those checksums. Shards of older stores are hashed at every read.
         places = [place for place, row in enumerate(index) if not (self.checks_shards and self._compared[row])]
-
-        def hash_of(place: int) -> str:
-            return checksum(out.voxels[place], out.band[place], out.valid[place])
-
         if len(places) > 1:
             self._hashers = self._hashers or ThreadPoolExecutor(self.threads or available_cores(), "octfm-checksum")
-            hashes = self._hashers.map(hash_of, places)
+            hashes = self._hashers.map(out.checksum, places)
         else:
-            hashes = map(hash_of, places)
+            hashes = map(out.checksum, places)
         # hashlib releases the GIL, so threads hash in parallel.
         for place, found in zip(places, hashes, strict=True):
             row = int(index[place])
