@@ -28,7 +28,6 @@ from octfm.store.layout import (
     Compression,
     StoreRow,
     Unprepared,
-    array_metadata,
     digest,
     read_header,
     read_rows,
@@ -376,21 +375,12 @@ class Store:
         return summary(self.rows, self.unprepared())
 
     def _opened(self) -> Any:
+        how = self.threads, self.compression, self.checks_shards
         if isinstance(self.path, Path):
-            return open_arrays(self.path, self.threads, self.compression, self.checks_shards)
+            return open_arrays(self.path, *how)
         from octfm.store.bucket import BucketArrays
 
-        metadata = {
-            name: array_metadata(name, len(self), self.image_size, self.compression, self.checks_shards)
-            for name in ARRAYS
-        }
-        return BucketArrays(
-            self.path,
-            self.rows,
-            self.image_size,
-            metadata,
-            lambda folder: open_arrays(folder, self.threads, self.compression, self.checks_shards),
-        )
+        return BucketArrays(self.path, self.rows, self.image_size, *how)
 
     def _unreadable(self, index: np.ndarray, name: str, error: Exception) -> "_Damaged":
         """The error for an unreadable shard."""
