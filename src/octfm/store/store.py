@@ -85,13 +85,13 @@ class Store:
         return store
 
     def with_rows(self, rows: tuple[StoreRow, ...]) -> "Store":
-        """This store, opened again, with other words about the same volumes."""
+        """This store, opened again, with other metadata of the same volumes."""
         other = Store.open(self.path, self.threads)
         other.rows = rows
         return other
 
     def _order(self, count: int) -> str:
-        """Digest of the first acquisitions: whoever counts rows counts the same ones."""
+        """Digest of the first acquisitions, to notice in another process that rows are other volumes."""
         return digest("\n".join(row.acquisition for row in self.rows[:count]).encode())
 
     def _replaced(self) -> StoreError:
