@@ -35,7 +35,7 @@ def synthetic(size: tuple[int, int, int], volumes: int) -> Batch:
     valid = np.stack([np.zeros((volumes, d, w)), np.full((volumes, d, w), h)], 1).astype(np.int16)
     index = np.arange(volumes)
     voxels = rng.integers(0, 256, (volumes, *size), dtype=np.uint8)
-    return Batch(voxels, band, valid, index, index, laterality=("R",) * volumes)
+    return Batch(voxels, band, valid, index=index, position=index, laterality=("R",) * volumes)
 
 
 def main() -> None:

@@ -114,7 +114,8 @@ def random_batch(volumes: int) -> Batch:
     band = np.stack([np.full((volumes, d, w), 0.3 * h), np.full((volumes, d, w), 0.6 * h)], axis=1).astype(np.float32)
     valid = np.stack([np.zeros((volumes, d, w)), np.full((volumes, d, w), h)], axis=1).astype(np.int16)
     index = np.arange(volumes)
-    return Batch(rng.integers(0, 255, (volumes, d, h, w), dtype=np.uint8), band, valid, index, index)
+    voxels = rng.integers(0, 255, (volumes, d, h, w), dtype=np.uint8)
+    return Batch(voxels, band, valid, index=index, position=index)
 
 
 if __name__ == "__main__":

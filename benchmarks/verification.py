@@ -94,7 +94,7 @@ def step_seconds(sample: Arrays, preprocessing: Preprocessing, steps: int) -> fl
     config = load_config("vit_s", ("data.global_batch_size=1", "data.per_device_batch_size=1"))
     learner = Learner(config, preprocessing, start(config.precision, "cpu"))
     place = np.zeros(1, np.int64)
-    batch = Batch(sample.voxels, sample.band, sample.valid, place, place)
+    batch = Batch(sample.voxels, sample.band, sample.valid, index=place, position=place)
     times = []
     for _ in range(steps + 1):
         begun = time.process_time()

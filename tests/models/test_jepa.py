@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from octfm.errors import ConfigError, Preempted
 from octfm.models.objectives.jepa import JEPA, JEPAConfig, nearness
 from octfm.models.objectives.objective import View
-from octfm.models.predictor import PredictorConfig
+from octfm.models.predictor import PredictorConfig, predictor_table, seen_and_answers
 from octfm.models.token_map import BACKGROUND, TISSUE
 from octfm.models.vit3d import TokenGrid, TokenIndex, ViTConfig, take_tokens
 from octfm.pretraining.inputs import make_inputs
@@ -75,7 +75,7 @@ def test_only_the_context_loss_is_weighted_and_the_reported_one_is_not():
     assert torch.equal(plain.masked_loss_B, weighted.masked_loss_B)
     torch.testing.assert_close(plain.context_loss_B, weighted.context_loss_B)
     model = build()
-    answers = model._answers(View(x, x, index), None if MODEL.positions == "learned" else rotary_of(model, index))
+    _, answers = seen_and_answers(model.encoder, model.predictor, x, index)
     error = (answers[:, :7] - plain.context_goal_BCD).abs().mean(2)
     expected = plain.masked_loss_B.mean() + 0.7 * (error * torch.tensor(brute_force(index)).float()).mean()
     torch.testing.assert_close(weighted.loss, expected)
@@ -110,11 +110,9 @@ def test_the_predictor_reads_every_level_of_the_encoder_that_learns(level):
     width = MODEL.width
     model.fusion.forward = lambda tokens: tokens[..., level * width : (level + 1) * width]
     table = rotary_of(model, index)
-    answers = model._answers(View(x, x, index), table)
+    _, answers = seen_and_answers(model.encoder, model.predictor, x, index, table, model._read)
     seen = model.encoder.hidden(take_tokens(x, index.context), torch.gather(index.kept, 1, index.context))[level]
     assert model.levels == [0, 1, 2, 3]
-    from octfm.models.predictor import predictor_table
-
     places = torch.cat((index.context, index.target), 1)
     expected = model.predictor(
         F.layer_norm(seen, (width,)), 9, predictor_table(model.predictor, model.encoder, table, index, places)

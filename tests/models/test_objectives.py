@@ -15,6 +15,7 @@ from octfm.models.objectives.data2vec import Data2Vec
 from octfm.models.objectives.jepa import JEPA, JEPAConfig
 from octfm.models.objectives.mae import MAE
 from octfm.models.objectives.objective import ObjectiveOutput, View, absolute_error
+from octfm.models.objectives.voxels import averaged, despeckled
 from octfm.models.predictor import PredictorConfig
 from octfm.models.vit3d import (
     TokenGrid,
@@ -28,7 +29,6 @@ from octfm.models.vit3d import (
     take_tokens,
     turn_qkv,
 )
-from octfm.models.voxels import averaged, despeckled
 
 GRID = TokenGrid((4, 4, 4), (0.4, 0.1, 0.3))
 MODEL = ViTConfig(patch_size=(2, 8, 8), width=48, depth=2, heads=4)

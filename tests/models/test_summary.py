@@ -145,7 +145,7 @@ def test_what_a_batch_says_of_thickness_is_learned():
     settings_ = dense()
     store, places = given_store(settings_), np.arange(4)
     arrays = store.read(places)
-    batch = Batch(arrays.voxels, arrays.band, arrays.valid, places, places, labels=arrays.labels)
+    batch = Batch(**vars(arrays), index=places, position=places)
     inputs = make_inputs(settings_, store.preprocessing, Runtime(torch.device("cpu")), batch, augmented=False)
     model = build_objective(settings_, store.preprocessing)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)

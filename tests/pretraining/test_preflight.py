@@ -68,15 +68,15 @@ def test_F14_padding_and_shallow_retina_are_named(tmp_path):
 
 
 def test_F11_an_encoder_that_sees_the_answers_is_stopped_before_step_0(store, tmp_path, monkeypatch):
-    import octfm.models.objectives.jepa as jepa
+    import octfm.models.predictor as predictor
 
-    original = jepa.take_tokens
+    original = predictor.take_tokens
 
     def everything(tokens, index):
         # What the prototype did: the context encoder receives the whole volume.
         return original(tokens + tokens.mean(1, keepdim=True), index)
 
-    monkeypatch.setattr(jepa, "take_tokens", everything)
+    monkeypatch.setattr(predictor, "take_tokens", everything)
     with pytest.raises(
         ConfigError,
         match=r"stopped the run before step 0: context is blind to targets: gradient .* the encoder sees the answers",

@@ -364,7 +364,7 @@ def scans_among_phantoms(settings_, store):
     """The objective and a view of four volumes: scan, phantom, scan, phantom."""
     mixed = given_store(settings_, store)
     arrays, four = mixed.read([0, len(store), 1, len(store) + 1]), np.arange(4)
-    batch = Batch(arrays.voxels, arrays.band, arrays.valid, four, four, labels=arrays.labels)
+    batch = Batch(**vars(arrays), index=four, position=four)
     (view,) = make_inputs(settings_, mixed.preprocessing, HOST, batch).views
     return build_objective(settings_, mixed.preprocessing), view
 

@@ -117,7 +117,8 @@ WRONG = {
     "bad size": (["phantom", "out", "--size", "big"], "expected B-scans x rows x columns"),
     "unknown sabotage": (["demo", "--sabotage", "gremlins"], "expected one of teacher-frozen"),
     "unknown objective": (["demo", "--objective", "simclr"], "expected one of mae, vjepa2; got 'simclr'"),
-    "sabotage of own data": (["demo", "--sabotage", "nan-volume", "--data", "."], "leave --data"),
+    "sabotage of own data": (["demo", "--sabotage", "nan-volume", "--data", "."], "does nothing with --data;"),
+    "sabotage of another seed": (["demo", "--sabotage", "nan-volume", "--seed", "3"], "does nothing with --seed;"),
     "max-samples alone": (["demo", "--max-samples", "5"], "give --data FOLDER"),
 }
 

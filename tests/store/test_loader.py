@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from octfm.config import load
 from octfm.errors import ConfigError, StoreError
 from octfm.models.token_map import TooFewTokens
-from octfm.store.batch_sizes import accumulation
-from octfm.store.loader import DataConfig, Loader, microbatches
+from octfm.store.loader import DataConfig, Loader, accumulation, microbatches
 from octfm.store.order import Order
 from octfm.store.selection import select
 from octfm.store.store import Store

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 
 def demo(
+    context: typer.Context,
     out: opt.Out = Path("demo"),
     data: Annotated[
         Path | None, opt.local_option("FOLDER", "Your own folder of OCT files instead of the phantom cohort.")
@@ -73,11 +74,8 @@ def demo(
             echo=opt.echo_line,
         )
         return
-    if data is not None or labels or target or max_samples is not None or participant_from or objective != "mae":
-        raise ConfigError(
-            "--sabotage trains vjepa2 on the quick phantom cohort; leave --data, --labels, --target, --max-samples, "
-            "--participant-from and --objective out"
-        )
+    others = ("data", "labels", "target", "max_samples", "participant_from", "seed", "objective")
+    opt.refuse(context, others, "--sabotage trains vjepa2 on the quick phantom cohort of seed 1")
     run_sabotage(sabotage, out, echo=opt.echo_line)
 
 

@@ -279,7 +279,7 @@ def _echo_checkpoint(run: str) -> None:
     """Print which checkpoint the folder of a pretraining run on disk stands for."""
     from octfm.report.sources import is_pretraining, metric_rows
     from octfm.report.words import checkpoint_taken
-    from octfm.run.checkpoint import everywhere
+    from octfm.run.checkpoint_files import everywhere
 
     folder = Path(run)
     if "://" not in run and is_pretraining(location(run)) and (found := everywhere(folder)):

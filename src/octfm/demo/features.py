@@ -5,6 +5,8 @@ import json
 import time
 from pathlib import Path
 
+from octfm.demo.request import Request
+from octfm.demo.stages import Stages
 from octfm.encoder.embed import embed_store, histogram_baseline
 from octfm.encoder.embeddings import Embeddings, read_embeddings
 from octfm.encoder.encoder import assemble
@@ -13,6 +15,7 @@ from octfm.evaluation.arms import make_arms
 from octfm.evaluation.tissue_map import tissue_map
 from octfm.io.location import write_whole
 from octfm.pretraining.learner import build_objective
+from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.runtime import start
 from octfm.store.store import Store
@@ -26,9 +29,14 @@ FEWEST = 100
 sixty times."""
 
 
-def pretrained_features(run: Path, store: Store, echo: Echo) -> list[Embeddings]:
-    """All arms of a result, the encoder first."""
-    return make_arms(embed_all(run, store.path, echo=echo))
+def pretrained_features(
+    stages: Stages, request: Request, config: PretrainConfig, store: Store, on: str
+) -> list[Embeddings]:
+    """Pretrain into OUT/run; returns all arms of a result, the encoder first. `on`: what it is trained on, in words."""
+    with stages.stage("pretraining", f"{request.description}, {config.steps:,} steps on {on}"):
+        run = pretrain(config, store, request.out / "run", echo=stages.note)
+    with stages.stage("features", "of the encoder, of three untrained ones, and without an encoder"):
+        return make_arms(embed_all(run, store.path, echo=stages.note))
 
 
 def untrained_features(config: PretrainConfig, store: Store, run: Path, reason: str, echo: Echo) -> list[Embeddings]:

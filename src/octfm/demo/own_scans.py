@@ -22,8 +22,8 @@ from octfm.errors import BAD_INPUT, ConfigError, Echo, EvaluationError
 from octfm.evaluation.probe import probe, write_probe
 from octfm.formats import read_volume
 from octfm.io.progress import Progress
-from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.settings import load_config
+from octfm.store.layout import volume_bytes
 from octfm.store.prepare import prepare
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
@@ -49,18 +49,17 @@ def own_scans(request: Request, echo: Echo) -> Path:
     stages = Stages(out, echo)
     with stages.stage("catalog", f"every file of {request.data}: accepted, or rejected with a reason"):
         catalog = _scan(request)
-        _require_same(out, catalog)
+        trained = sum(a.split == "train" for a in catalog.acquisitions)
+        pretrains = table is None or trained >= FEWEST or request.size is QUICK
+        _require_same(out, catalog, trained, pretrains)
         catalog.save(out / "catalog")
-    trained = sum(a.split == "train" for a in catalog.acquisitions)
-    pretrains = table is None or trained >= FEWEST or request.size is QUICK
-    _require_same_kind(out, pretrains, trained)
     questions = None
     if table is not None:
         # If nothing is pretrained, everybody can be tested.
         questions = find_questions(catalog.acquisitions, table, request.targets, trains=pretrains)
         stages.say(f"   questions: {', '.join(questions.targets)}")
     volumes = len(catalog.acquisitions)
-    needed = volumes * _bytes_per_volume() * 1.2
+    needed = volumes * volume_bytes(PREPROCESSING["image_size"]) * 1.2
     free = require_room(out, 0 if (out / "prepared").is_dir() else needed, " or --max-samples")
     stages.say(
         f"   {volumes:,} scans accepted, {len(catalog.rejects)} rejected; about {gigabytes(needed)} in {out} "
@@ -75,11 +74,8 @@ def own_scans(request: Request, echo: Echo) -> Path:
     config = load_config(request.preset, (f"seed={request.seed}", *(request.size.overrides or (f"steps={steps}",))))
     run = out / "run"
     if pretrains:
-        what = f"{request.description}, {config.steps:,} steps on {trained:,} scans of the training participants"
-        with stages.stage("pretraining", what):
-            run = pretrain(config, store, run, echo=stages.note)
-        with stages.stage("features", "of the encoder, of three untrained ones, and without an encoder"):
-            encoders = pretrained_features(run, store, stages.note)
+        on = f"{trained:,} scans of the training participants"
+        encoders = pretrained_features(stages, request, config, store, on)
     else:
         reason = f"Not pretrained: {trained} training scans are too few to learn from; at least {FEWEST} are needed."
         stages.say(f"   {reason[0].lower()}{reason[1:]}")
@@ -107,18 +103,6 @@ def own_scans(request: Request, echo: Echo) -> Path:
     return last_page(stages, run, out, store, card=pretrains)
 
 
-def _require_same_kind(out: Path, pretrains: bool, trained: int) -> None:
-    """Raises ConfigError if `out` holds a demonstration with pretraining and this one would be without, or the other
-    way round, as after scans were added or removed: neither can go on as the other."""
-    record = out / "run" / "run.json"
-    if record.is_file() and ('"not_pretrained"' in record.read_text("utf-8")) == pretrains:
-        before, now = ("without", "with") if pretrains else ("with", "without")
-        raise ConfigError(
-            f"{out}: holds a demonstration {before} pretraining, and this one, of {trained:,} training scans, would be "
-            f"{now} it ({FEWEST} are needed); choose another --out"
-        )
-
-
 def _scan(request: Request) -> Catalog:
     """The scans to demonstrate on, and their splits."""
     try:
@@ -139,15 +123,24 @@ def _scan(request: Request) -> Catalog:
     return catalog
 
 
-def _require_same(out: Path, catalog: Catalog) -> None:
-    """Raise ConfigError if a demonstration on other scans is in `out`: its store would keep them."""
-    phantoms = (out / "clinic").is_dir()
+def _require_same(out: Path, catalog: Catalog, trained: int, pretrains: bool) -> None:
+    """Raise ConfigError if the demonstration in `out` cannot go on as this one: it is on other scans, which its store
+    would keep, or it `pretrains` and this one does not, or the other way round, as after scans were added."""
     rows = Store.open(out / "prepared").rows if (out / "prepared" / "store.json").is_file() else ()
     known = {a.sop_instance_uid for a in catalog.acquisitions}
     others = [row.uri for row in rows if row.acquisition not in known]
-    if phantoms or others:
-        what = "phantoms" if phantoms else f"{number(len(others), 'scan')} not taken now, such as {others[0]}"
-        raise ConfigError(f"{out}: holds a demonstration with {what}; choose another --out, or remove this folder")
+    record = out / "run" / "run.json"
+    if (out / "clinic").is_dir():
+        held = "with phantoms"
+    elif others:
+        held = f"with {number(len(others), 'scan')} not taken now, such as {others[0]}"
+    elif record.is_file() and ('"not_pretrained"' in record.read_text("utf-8")) == pretrains:
+        before, now = ("without", "with") if pretrains else ("with", "without")
+        needed = f"{FEWEST} are needed"
+        held = f"{before} pretraining, and this one, of {trained:,} training scans, would be {now} it ({needed})"
+    else:
+        return
+    raise ConfigError(f"{out}: holds a demonstration {held}; choose another --out, or remove this folder")
 
 
 def _picture(first: Acquisition, out: Path) -> str:
@@ -158,13 +151,6 @@ def _picture(first: Acquisition, out: Path) -> str:
     except BAD_INPUT as error:
         return f"   {first.uri}: no picture: {error}"
     return f"open now: {page.resolve()} (it shows a scan: protect it like the file)"
-
-
-def _bytes_per_volume() -> int:
-    """Bytes of a volume in a store: voxels, and for every A-scan two rows in float32 (band) and two in int16
-    (valid)."""
-    depth, height, width = PREPROCESSING["image_size"]
-    return depth * width * (height + 12)
 
 
 def _spread(acquisitions: tuple, count: int) -> tuple:

@@ -41,11 +41,11 @@ def _phantoms(request: Request, echo: Echo) -> Path:
     from octfm.evaluation.probe import probe, write_probe
     from octfm.io.progress import Progress
     from octfm.layers.sample import samples
-    from octfm.pretraining.pretrain import pretrain
     from octfm.pretraining.settings import load_config
     from octfm.store.store import Store
 
     out, size, seed = request.out, request.size, request.seed
+    run = out / "run"
     begun = (out / "prepared").is_dir()
     if begun and not (out / "clinic").is_dir():
         raise ConfigError(f"{out}: holds a demonstration on scans of your own; choose another --out")
@@ -65,10 +65,7 @@ def _phantoms(request: Request, echo: Echo) -> Path:
     store = Store.open(out / "prepared")
 
     config = load_config(request.preset, (f"seed={seed}", *size.overrides))
-    with stages.stage("pretraining", f"{request.description}, {config.steps:,} steps on the training participants"):
-        run = pretrain(config, store, out / "run", echo=stages.note)
-    with stages.stage("features", "of the encoder, of three untrained ones, and without an encoder"):
-        encoders = pretrained_features(run, store, stages.note)
+    encoders = pretrained_features(stages, request, config, store, "the training participants")
 
     commands = request.commands(labels, DESIGN)
     with stages.stage("probe", "linear models on these features, tested on participants that pretraining has not seen"):

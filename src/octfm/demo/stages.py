@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from octfm.errors import ConfigError, Echo
+from octfm.io.location import existing
 from octfm.io.progress import lines_to
 
 LOG = "demo.log"
@@ -59,8 +60,7 @@ class Stages:
 
 def require_room(out: Path, needed: float, advice: str) -> float:
     """Free bytes on the disk of `out`. Raises ConfigError, ending with `advice`, if there are fewer than `needed`."""
-    there = next(folder for folder in (out, *out.resolve().parents) if folder.is_dir())
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(existing(out)).free
     if free < needed:
         raise ConfigError(
             f"{out}: the demonstration needs {gigabytes(needed)} there, {gigabytes(free)} is free; free some, "

@@ -18,7 +18,7 @@ from octfm.io.location import Location, expect_writable, local_path, location, w
 from octfm.io.parquet import from_parquet, to_parquet
 from octfm.io.progress import Progress
 from octfm.run.bucket import local_run
-from octfm.run.checkpoint_files import before_newest, is_name
+from octfm.run.checkpoint_files import before_newest, named_in
 from octfm.store.layout import Arrays
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
@@ -70,8 +70,7 @@ def _expect_one_origin(files: Mapping[Location, Mapping[str, Any]]) -> None:
     for file, own in others:
         volumes = {each["voxels"] for each in (facts, own) if "voxels" in each}
         drawn, is_drawn, _ = str(own.get("encoder", "")).partition(AT_RANDOM)
-        checkpoint = Path(drawn)
-        run = checkpoint.parents[1] if is_name(checkpoint.name) else checkpoint
+        run = Path(drawn).parents[1] if named_in(drawn) else Path(drawn)
         if len(volumes) > 1:
             what = f"of other volumes than {first.name}"
         elif is_drawn and not Path(facts.get("encoder", "")).resolve().is_relative_to(run.resolve()):

@@ -1,5 +1,7 @@
 """Predictors: from context tokens to a prediction for every target token."""
 
+from collections.abc import Callable
+
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -87,16 +89,27 @@ def predictor_table(
 
 
 def seen_and_answers(
-    encoder: VisionTransformer3D, predictor: Predictor, patches_BKP: Tensor, index: TokenIndex
+    encoder: VisionTransformer3D,
+    predictor: Predictor,
+    patches_BKP: Tensor,
+    index: TokenIndex,
+    table: Rotary | None = None,
+    read: Callable[[Tensor, Tensor, Rotary | None], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens [B, C, D] of the context patches, the only ones that the encoder receives, and the predictor's answers
-    [B, C + T, A] for context and targets, in this order."""
-    table = encoder.table(index.kept)
-    seen = encoder(
+    [B, C + T, A] for context and targets, in this order.
+
+    `table`: rotary angles of the kept tokens, if the caller has them. `read`: makes the tokens of patches, by default
+    the encoder.
+    """
+    table = encoder.table(index.kept) if table is None else table
+    # Hidden tokens are removed before the encoder, not masked in its attention, so that nothing of them can leak.
+    seen = (read or encoder)(
         take_tokens(patches_BKP, index.context),
         torch.gather(index.kept, 1, index.context),
         take_rotary(table, index.context) if table else None,
     )
+    # Context first: the predictor appends one mask token for each target.
     places = torch.cat((index.context, index.target), dim=1)
     table_BM = predictor_table(predictor, encoder, table, index, places)
     return seen, predictor(seen, index.target.shape[1], table_BM)

@@ -19,8 +19,7 @@ from octfm.pretraining.preflight.resources import cost_on
 from octfm.pretraining.settings import PretrainConfig, in_steps
 from octfm.pretraining.step import accumulate
 from octfm.run.runtime import Runtime, start
-from octfm.store.batch_sizes import accumulation
-from octfm.store.loader import Batch, Loader, batch_of_voxels, epoch_volumes
+from octfm.store.loader import Batch, Loader, accumulation, batch_of_voxels, epoch_volumes
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
 

@@ -9,7 +9,7 @@ from octfm.errors import ConfigError
 from octfm.pretraining.settings import PretrainConfig
 from octfm.store.exclusion import without_excluded
 from octfm.store.phantoms import MixedStore, PhantomConfig, PhantomStore
-from octfm.store.selection import matches, select
+from octfm.store.selection import select
 from octfm.store.store import Store
 
 OF_SCANS = ("scanners", "leave_out_scanners", "max_samples", "exclude")
@@ -89,10 +89,4 @@ def training_rows(config: PretrainConfig, store: Store) -> tuple[np.ndarray, np.
         return train, validation
     data, kinds = config.data, (config.data.leave_out_scanners, config.data.layouts, config.data.modalities)
     train = select(store, "train", data.scanners, data.max_samples, *kinds)
-    seen = set(data.scanners or (row.scanner for row in store.rows)) - set(data.leave_out_scanners)
-    held_out = any(
-        row.split == "val" and row.scanner in seen and matches(row, data.layouts, data.modalities) for row in store.rows
-    )
-    if not held_out:
-        return train, np.array([], np.int64)
-    return train, select(store, "val", data.scanners, config.validation_volumes, *kinds)
+    return train, select(store, "val", data.scanners, config.validation_volumes, *kinds, required=False)

@@ -242,12 +242,7 @@ class Learner:
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and optimizer moments by name; the tensors in use, not copies."""
-        moments = {
-            f"optimizer.{i}.{name}": t
-            for i, p in enumerate(self.trained)
-            for name, t in self.optimizer.state[p].items()
-        }
-        return {f"model.{name}": t for name, t in self.model.state_dict().items()} | moments
+        return shards.flat({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
 
     def _make_moments(self) -> None:
         """Allocate the state that AdamW creates at its first step, to be filled from a checkpoint."""

@@ -35,7 +35,7 @@ from octfm.pretraining.schedule import Schedule, ramp
 from octfm.pretraining.settings import PretrainConfig, in_steps
 from octfm.pretraining.step import OutOfMemory, accumulate, judge
 from octfm.pretraining.validation import Validation
-from octfm.run import checkpoint, checkpoint_files
+from octfm.run import checkpoint
 from octfm.run.folder import Identity, RunFolder, open_run, resume, volumes_digest
 from octfm.run.launch import join
 from octfm.run.loop import Interruption, Session, open_session, train
@@ -123,7 +123,7 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
     # Before a checkpoint is looked for there.
     runtime.first(lambda: run.write_record(**second_destination(config, run, echo)))
     # A run that has checkpoints no longer needs the weights that it began with (model.init).
-    fresh = runtime.first(lambda: not checkpoint_files.everywhere(run.path))
+    fresh = runtime.first(lambda: run.last_checkpoint() is None)
     known = runtime.first(lambda: run.record.get("initial_weights"))
     learner = Learner(config, data.store.preprocessing, runtime, fresh=fresh, began_with=known)
     resume(run, learner, echo)

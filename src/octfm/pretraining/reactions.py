@@ -62,9 +62,9 @@ class Reactions:
 
     def act(self, session: Session, step: int, finding: Finding) -> bool:
         """Do what the policy says; True if the run went back a few steps. Raises TrainingError if it must not go on."""
-        learner, config, rows = self.learner, self.learner.config.health, self.data.store.rows
+        learner, rows = self.learner, self.data.store.rows
         names = [self._hashed(row) for row in finding.volumes]
-        response = respond(config, finding, step, learner.state, names, len(self.data.train_rows))
+        response = respond(learner.config.health, finding, step, learner.state, names, len(self.data.train_rows))
         learner.state = response.state
         volumes = [rows[row].uri for row in finding.volumes]
         what = f"{finding.what}: {finding.sentence}" + (f" ({', '.join(volumes)})" if volumes else "")
@@ -78,7 +78,7 @@ class Reactions:
             # The response's state, because rolling back empties the learner's list of skipped steps.
             volumes = volumes or self._volumes_of(response.state.skips or (step,), response.state.offset)
             try:
-                sentence = f"{sentence}; {roll_back(config, learner, session.run, step, finding.what)}"
+                sentence = f"{sentence}; {roll_back(learner, session.run, step, finding.what)}"
                 facts = {"rollback": len(learner.state.rollbacks), "to": learner.step}
             except OctfmError as error:
                 # The run's pages must say why it ended.

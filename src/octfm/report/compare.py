@@ -1,7 +1,7 @@
 """compare.html: several runs on one page, with the settings that differ, curves, probes and paired differences."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from octfm.config import flat
@@ -13,7 +13,7 @@ from octfm.report import figures, words
 from octfm.report.page import MAX_BYTES, html_file, render, write_page
 from octfm.report.shareable import shareable_setting
 from octfm.report.sources import Sources, gather, lookup, series
-from octfm.run.checkpoint_files import is_name
+from octfm.run.checkpoint_files import named_in
 
 ABSENT = "–"
 
@@ -129,8 +129,7 @@ def _probed(sources: Mapping[str, Sources], result: dict[str, Any] | None) -> li
     """The checkpoints whose vectors were probed: a run may have gone on since."""
 
     def checkpoint_in(facts: Mapping[str, Any]) -> str:
-        name = PurePath(str(facts.get("encoder", ""))).name
-        return name if is_name(name) else ABSENT
+        return named_in(str(facts.get("encoder", ""))) or ABSENT
 
     rows = {}
     if result is not None:

@@ -13,8 +13,8 @@ from octfm.catalog.participants.ids import person_key
 from octfm.errors import CheckpointError
 from octfm.io.hashing import keyed_hash
 from octfm.io.location import replacing
-from octfm.run import shards, weights_file
-from octfm.run.checkpoint_files import everywhere, is_name, name_of
+from octfm.run import checkpoint_files, shards, weights_file
+from octfm.run.checkpoint_files import is_name, name_of
 
 FORMAT, VERSION = shards.FORMAT, 3
 """Version 2 added `state` (RunState) and `checksum`; version 1 is still read. Version 3, written only where a run or
@@ -114,12 +114,12 @@ def newest(run: Path) -> Path:
     """The last checkpoint of a run folder, or `run` itself if it is a checkpoint. CheckpointError if there is none."""
     if run.is_file() or run.suffix == shards.SUFFIX:
         return run
-    found = everywhere(run)
-    if not found:
+    found = checkpoint_files.newest(run)
+    if found is None:
         raise CheckpointError(
             f"{run}: no checkpoint found in {run / 'checkpoints'}; expected a run folder or a .pt file"
         )
-    return found[-1]
+    return found
 
 
 def participant_hashes(participants: list[str], key: str) -> list[str]:

@@ -27,6 +27,12 @@ def is_name(name: str) -> bool:
     return match is not None and name == name_of(int(match[1]), match[2])
 
 
+def named_in(path: str) -> str | None:
+    """The checkpoint that a path ends with, by its name; None if it ends with anything else, such as a run's folder."""
+    name = PurePath(path).name
+    return name if is_name(name) else None
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether this is a file, or a folder of shards, that is named as a checkpoint."""
     return is_name(path.name) and (path.is_dir() if path.suffix == SHARDS else path.is_file())
@@ -39,14 +45,20 @@ def steps(folder: Path) -> list[Path]:
 
 def everywhere(run: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first, its second destination's too; of two alike, the run folder's."""
-    second = second_destination(run)
-    found = {
-        # The run folder last: of two checkpoints with one name, the later entry stays.
-        path.name: path
-        for folder in ([second] if second else []) + [run / "checkpoints"]
-        for path in steps(folder)
-    }
+    # The run folder last: of two checkpoints with one name, the later entry stays.
+    found = {path.name: path for folder in reversed(destinations(run)) for path in steps(folder)}
     return sorted(found.values(), key=lambda path: (step_of(path), path.name))
+
+
+def newest(run: Path) -> Path | None:
+    """The last of all checkpoints of a run; None if it has none yet."""
+    return next(reversed(everywhere(run)), None)
+
+
+def destinations(run: Path) -> list[Path]:
+    """Where checkpoints of a run go: its own folder or, if that disk is full, the second destination."""
+    second = second_destination(run)
+    return [run / "checkpoints", *([second] if second else [])]
 
 
 def second_destination(run: Path) -> Path | None:
@@ -61,8 +73,8 @@ def second_destination(run: Path) -> Path | None:
 def before_newest(encoder: str, run: Path) -> tuple[str, str] | None:
     """Names of the checkpoint that something was made with, of which `encoder` is the path, and of the run's newest
     one, if they differ; else None."""
-    taken, found = PurePath(encoder).name, everywhere(run)
-    return (taken, found[-1].name) if found and is_name(taken) and taken != found[-1].name else None
+    taken, last = named_in(encoder), newest(run)
+    return (taken, last.name) if taken and last and taken != last.name else None
 
 
 def strangers(folder: Path) -> list[str]:

@@ -117,15 +117,8 @@ class RunFolder:
         """The key of this run's hashes of participants."""
         return self.record["participant_key"]
 
-    @property
-    def destinations(self) -> list[Path]:
-        """Where checkpoints go: the run folder or, if its disk is full, the second destination."""
-        second = checkpoint_files.second_destination(self.path)
-        return [self.checkpoints, *([second] if second else [])]
-
     def last_checkpoint(self) -> Path | None:
-        found = checkpoint_files.everywhere(self.path)
-        return found[-1] if found else None
+        return checkpoint_files.newest(self.path)
 
     def shown(self, file: Path | None) -> Location | None:
         """Where users find this file of the run: in its bucket, if it has one."""
@@ -138,7 +131,7 @@ class RunFolder:
 
         Raises CheckpointError if any checkpoint is another run's, or if all of them are damaged: a run that has
         checkpoints never starts anew because none of them can be read (F18)."""
-        for folder in self.destinations:
+        for folder in checkpoint_files.destinations(self.path):
             put_back(folder)
             if names := strangers(folder):
                 echo(

@@ -174,7 +174,7 @@ def open_session(
     """Open the metrics and the checkpoint writer of a run. Metrics of later steps than the one that training goes on
     from are removed, except those about its first `rollbacks` rollbacks."""
     runtime = training.runtime
-    places = runtime.first(lambda: run.destinations)
+    places = runtime.first(lambda: checkpoint_files.destinations(run.path))
     metrics = Metrics(run.metrics, training.step, rollbacks, listeners) if runtime.leads else NoMetrics()
     if metrics.broken is not None:
         echo(f"warning: {metrics.broken}")

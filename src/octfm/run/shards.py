@@ -73,7 +73,7 @@ def write(folder: Path, step: int, content: dict[str, Any], *, runtime: Runtime)
         _first(prepare, runtime)
         writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
         try:
-            dcp.save(_flat(content), storage_writer=writer, process_group=runtime.background)
+            dcp.save(flat(content), storage_writer=writer, process_group=runtime.background)
         except dcp.CheckpointException as error:
             reasons = "; ".join(f"rank {rank}: {_reason(e[0])}" for rank, e in error.failures.items())
             raise OSError(None, reasons) from None
@@ -146,10 +146,11 @@ def has_moments(content: dict[str, Any], path: Path) -> bool:
     return bool(content["optimizer"]["state"])
 
 
-def _flat(content: dict[str, Any]) -> dict[str, Tensor]:
-    moments = {
-        f"optimizer.{i}.{name}": t for i, state in content["optimizer"]["state"].items() for name, t in state.items()
-    }
+def flat(content: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights and the optimizer's moments of a checkpoint's content, by their names in shards; in the same order on
+    all ranks."""
+    states = sorted(content["optimizer"]["state"].items())
+    moments = {f"optimizer.{i}.{name}": t for i, state in states for name, t in state.items()}
     return {f"model.{name}": t for name, t in content["model"].items()} | moments
 
 

@@ -5,11 +5,11 @@ import shutil
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -18,9 +18,8 @@ from octfm.io import bucket, bucket_cache
 from octfm.io.hashing import hash_text
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, write_whole
-from octfm.store.arrays import TensorStoreArrays
-from octfm.store.layout import ARRAYS, LEASE, Arrays, Compression, StoreRow, checksum, read_rows, shard_key
-from octfm.store.shards import ShardArrays
+from octfm.store.arrays import open_arrays
+from octfm.store.layout import ARRAYS, LEASE, Arrays, Compression, StoreRow, array_metadata, read_rows, shard_key
 from octfm.store.writer import StoreWriter
 from octfm.volume.preprocessing import Preprocessing
 
@@ -41,10 +40,10 @@ class BucketArrays:
         path: BucketPath,
         rows: tuple[StoreRow, ...],
         image_size: tuple[int, int, int],
-        metadata: Mapping[str, Any],
-        open_arrays: Callable[[Path], ShardArrays | TensorStoreArrays],
+        threads: int | None,
+        compression: Compression,
+        crc: bool,
     ):
-        """`metadata`: zarr.json of each array; `open_arrays`: a function that opens a local folder of arrays."""
         self._path, self._rows, self._image_size = path, rows, image_size
         self._listing: dict[str, bucket.Object] = {}
         self._lock = threading.Lock()
@@ -53,8 +52,9 @@ class BucketArrays:
         for name in ARRAYS:
             folder = Path(self._links.name) / name
             folder.mkdir()
-            (folder / "zarr.json").write_text(json.dumps(metadata[name]), "utf-8")
-        self._arrays = open_arrays(Path(self._links.name))
+            metadata = array_metadata(name, len(rows), image_size, compression, crc)
+            (folder / "zarr.json").write_text(json.dumps(metadata), "utf-8")
+        self._arrays = open_arrays(Path(self._links.name), threads, compression, crc)
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="octfm-bucket")
 
     def read_into(self, name: str, index: np.ndarray, out: np.ndarray) -> None:
@@ -120,7 +120,7 @@ class BucketArrays:
                 self._arrays.read_into(name, np.array([row]), getattr(arrays, name))
         except (ValueError, OSError):
             return False
-        return checksum(arrays.voxels[0], arrays.band[0], arrays.valid[0]) == self._rows[row].checksum
+        return arrays.checksum() == self._rows[row].checksum
 
     def _forget(self, row: int) -> None:
         for name in ARRAYS:

@@ -19,6 +19,7 @@ from octfm.catalog.participants.splits import diagnosis_of
 from octfm.display import fields_line
 from octfm.errors import StoreError
 from octfm.io.location import Location
+from octfm.volume.preprocessing import Prepared
 from octfm.volume.volume import Laterality
 
 FORMAT, VERSION = "octfm-store", 1
@@ -114,6 +115,21 @@ class Arrays:
         """Uninitialised arrays for `count` volumes."""
         voxels, band, valid = (np.empty((count, *shape), ARRAYS[name]) for name, shape in shapes(image_size).items())
         return Arrays(voxels, band, valid)
+
+    @staticmethod
+    def of(volume: Prepared) -> "Arrays":
+        """A volume as a batch of one."""
+        return Arrays(volume.voxels[None], volume.band[None], volume.valid[None])
+
+    def one(self, place: int) -> "Arrays":
+        """One of these volumes, as a batch of one."""
+        own = slice(place, place + 1)
+        labels = self.labels[own] if self.labels is not None else None
+        return Arrays(self.voxels[own], self.band[own], self.valid[own], self.acquisition[own], labels)
+
+    def checksum(self, place: int = 0) -> str:
+        """`checksum` of one of these volumes."""
+        return checksum(self.voxels[place], self.band[place], self.valid[place])
 
 
 def checksum(voxels: np.ndarray, band: np.ndarray, valid: np.ndarray) -> str:
@@ -247,6 +263,11 @@ def shapes(image_size: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """Shape of each array for one volume of `image_size` [D, H, W]."""
     d, h, w = image_size
     return {"voxels": (d, h, w), "band": (2, d, w), "valid": (2, d, w)}
+
+
+def volume_bytes(image_size: Sequence[int]) -> int:
+    """Bytes of one volume's voxels, band and valid, uncompressed."""
+    return sum(math.prod(shape) * np.dtype(ARRAYS[name]).itemsize for name, shape in shapes(image_size).items())
 
 
 def array_metadata(

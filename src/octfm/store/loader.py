@@ -14,7 +14,6 @@ from pydantic import Field
 from octfm.config import Config, LocalPlace, Place
 from octfm.display import fields_line
 from octfm.errors import ConfigError, StoreError
-from octfm.store.batch_sizes import accumulation
 from octfm.store.layout import ARRAYS, Arrays, shapes
 from octfm.store.order import Order
 from octfm.store.phantoms import PhantomConfig
@@ -54,16 +53,10 @@ class DataConfig(Config):
     """Steps to read ahead."""
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Batch(Arrays):
     """One rank's share of a global batch. Its memory is reused once no array, slice or tensor refers to it."""
 
-    voxels: np.ndarray
-    """uint8 [B, D, H, W]"""
-    band: np.ndarray
-    """float32 [B, 2, D, W]"""
-    valid: np.ndarray
-    """int16 [B, 2, D, W]"""
     index: np.ndarray
     """int64 [B], rows of the store."""
     position: np.ndarray
@@ -72,10 +65,6 @@ class Batch:
     """Seconds the caller waited for this batch."""
     laterality: tuple[str | None, ...] = ()
     """R, L or None if unknown, for each volume; empty if all are known."""
-    acquisition: tuple[str, ...] = ()
-    """Acquisition of each volume, for error messages; empty if unknown."""
-    labels: np.ndarray | None = None
-    """uint8 [B, D, H, W], see Arrays; None if no volume has any."""
     drawn: Any = None
     """What the loader's caller has drawn at random for these volumes; sliced with them."""
 
@@ -83,12 +72,6 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.index)
-
-    def one(self, place: int) -> Arrays:
-        """One of its volumes, as the arrays of a batch of one."""
-        own = slice(place, place + 1)
-        labels = self.labels[own] if self.labels is not None else None
-        return Arrays(self.voxels[own], self.band[own], self.valid[own], self.acquisition[own], labels)
 
 
 class Loader:
@@ -234,14 +217,10 @@ def batch_of(store: Store, index: np.ndarray, positions: np.ndarray | None = Non
     """These rows of a store, read into `out` if given; positions in the run are by default their numbers."""
     arrays, rows = store.read(index, out), [store.rows[i] for i in index]
     return Batch(
-        arrays.voxels,
-        arrays.band,
-        arrays.valid,
-        index,
-        index if positions is None else positions,
+        **vars(replace(arrays, acquisition=tuple(row.acquisition for row in rows))),
+        index=index,
+        position=index if positions is None else positions,
         laterality=tuple(row.laterality for row in rows),
-        acquisition=tuple(row.acquisition for row in rows),
-        labels=arrays.labels,
     )
 
 
@@ -250,7 +229,7 @@ def batch_of_voxels(voxels: np.ndarray) -> Batch:
     volumes, d, h, w = voxels.shape
     surfaces = np.broadcast_to(np.array([0.4, 0.6, 0.0, 1.0], np.float32)[:, None, None] * h, (volumes, 4, d, w))
     index = np.arange(volumes)
-    return Batch(voxels, surfaces[:, :2].copy(), surfaces[:, 2:].astype(np.int16), index, index)
+    return Batch(voxels, surfaces[:, :2].copy(), surfaces[:, 2:].astype(np.int16), index=index, position=index)
 
 
 def epoch_volumes(store: Store, rows: np.ndarray, batch: int) -> float:
@@ -262,6 +241,37 @@ def epoch_volumes(store: Store, rows: np.ndarray, batch: int) -> float:
 def _by_scanner(store: Store, rows: np.ndarray) -> list[np.ndarray]:
     scanner = np.array([store.rows[row].scanner for row in rows])
     return [rows[scanner == name] for name in np.unique(scanner)]
+
+
+def accumulation(global_batch_size: int, per_device_batch_size: int, world: int) -> int:
+    """Forward passes per optimizer step: global / (per device × world ranks).
+
+    Raises ConfigError, suggesting the nearest valid values, if it is not a whole number.
+    """
+    for name, value in (
+        ("data.global_batch_size", global_batch_size),
+        ("data.per_device_batch_size", per_device_batch_size),
+        ("world", world),
+    ):
+        if value < 1:
+            raise ConfigError(f"{name}: expected at least 1, got {value}")
+    per_pass = per_device_batch_size * world
+    passes, rest = divmod(global_batch_size, per_pass)
+    if not rest:
+        return passes
+    choices = " or ".join(str(k * per_pass) for k in (passes, passes + 1) if k)
+    remedy = f"data.global_batch_size={choices}"
+    if global_batch_size % world == 0:
+        share = global_batch_size // world
+        divisors = [k for k in range(1, share + 1) if share % k == 0]
+        below = [k for k in divisors if k < per_device_batch_size][-1:]
+        above = [k for k in divisors if k > per_device_batch_size][:1]
+        remedy += f", or data.per_device_batch_size={' or '.join(map(str, below + above))}"
+    raise ConfigError(
+        f"data.global_batch_size {global_batch_size} is not a multiple of per_device_batch_size "
+        f"{per_device_batch_size} × {world} {'ranks' if world > 1 else 'rank'} = {per_pass}; "
+        f"nearest that work: {remedy}"
+    )
 
 
 def microbatches(batch: Batch, size: int) -> Iterator[Batch]:

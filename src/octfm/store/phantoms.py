@@ -22,7 +22,7 @@ from octfm.config import Config, Seed
 from octfm.errors import ConfigError, StoreError
 from octfm.io.cores import available_cores
 from octfm.io.isolation import UNLIMITED, Lost, each
-from octfm.store.layout import Arrays, StoreRow, Unprepared, checksum
+from octfm.store.layout import Arrays, StoreRow, Unprepared
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Millimetres, Preprocessing
 from octfm.volume.segmentation import UNKNOWN
@@ -213,7 +213,7 @@ class PhantomStore(Store):
     def holds(self, row: int, arrays: Arrays) -> bool:
         """Render the phantom again: voxels and truth must both be the same."""
         own = self.read([row])
-        return _digest(own) == _digest(arrays) and np.array_equal(_truth(own), _truth(arrays))
+        return own.checksum() == arrays.checksum() and np.array_equal(_truth(own), _truth(arrays))
 
     def verify(self, sample: int | None = None, seed: int = 0) -> int:
         """Render a phantom twice: both must be the same. Raises StoreError; returns 1, the number checked."""
@@ -331,10 +331,6 @@ def _rendered_apart(job: tuple) -> "PreparedPhantom":
         stacklevel=2,
     )
     return _rendered(job)
-
-
-def _digest(arrays: Arrays) -> str:
-    return checksum(arrays.voxels[0], arrays.band[0], arrays.valid[0])
 
 
 def _truth(arrays: Arrays) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Select rows of a store by split, scanner, layout, modality and number; check that no participant is in two splits."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +22,15 @@ def select(
     leave_out: Sequence[str] = (),
     layouts: Sequence[Admissible] = RASTER_ONLY,
     modalities: Sequence[Modality] = STRUCTURE_ONLY,
+    *,
+    required: bool = True,
 ) -> np.ndarray:
     """int64 [n], ascending: the rows that match a split, scanners, layouts and modalities, at most `max_samples`.
 
     `split` None and empty `scanners` match everything; `leave_out` scanners are removed. `max_samples` as a list limits
     each of `scanners` separately. Samples are the first rows by a hash of the acquisition: they mix scanners and
     participants, and a larger sample contains every smaller one.
-    Raises StoreError if a participant is in two splits (F16), ConfigError if nothing matches.
+    Raises StoreError if a participant is in two splits (F16), ConfigError if nothing matches although it is `required`.
     """
     assert_disjoint_splits(store)
     present = sorted({row.scanner for row in store.rows})
@@ -46,15 +48,23 @@ def select(
     rows = [
         row
         for row in store.rows
-        if split in (None, row.split) and row.scanner in allowed and matches(row, layouts, modalities)
+        if split in (None, row.split)
+        and row.scanner in allowed
+        and row.layout in layouts
+        and row.modality in modalities
     ]
-    if not rows:
+    if not rows and required:
         named = sorted(allowed) if scanners or leave_out else []
         raise ConfigError(_why_none(store, split, named, layouts, modalities))
     # By hash rather than at random, so that the sample depends on nothing but the acquisitions.
     rows = sorted(rows, key=lambda row: hash_text(row.acquisition))
     chosen = [row for name, limit in limits.items() for row in [r for r in rows if name in (None, r.scanner)][:limit]]
     return np.array(sorted(row.index for row in chosen), dtype=np.int64)
+
+
+def evenly(rows: np.ndarray, count: int) -> np.ndarray:
+    """At most `count` of these rows, evenly spread over them."""
+    return rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)]
 
 
 def _limits(max_samples: int | Sequence[int | None] | None, scanners: Sequence[str]) -> dict[str | None, int | None]:
@@ -89,11 +99,6 @@ def _why_none(
     among = f" {' and '.join(wanted)}" if wanted else ""
     splits = ", ".join(sorted({str(row.split) for row in store.rows})) or "none"
     return f"{here}: no volume{among} is in split {split!r}; splits present: {splits}"
-
-
-def matches(row: StoreRow, layouts: Collection[str], modalities: Collection[str]) -> bool:
-    """Whether a row is of one of these layouts and of one of these modalities."""
-    return row.layout in layouts and row.modality in modalities
 
 
 def to_evaluate(

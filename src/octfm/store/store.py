@@ -28,8 +28,6 @@ from octfm.store.layout import (
     Compression,
     StoreRow,
     Unprepared,
-    array_metadata,
-    checksum,
     digest,
     read_header,
     read_rows,
@@ -87,13 +85,13 @@ class Store:
         return store
 
     def with_rows(self, rows: tuple[StoreRow, ...]) -> "Store":
-        """This store, opened again, with other words about the same volumes."""
+        """This store, opened again, with other metadata of the same volumes."""
         other = Store.open(self.path, self.threads)
         other.rows = rows
         return other
 
     def _order(self, count: int) -> str:
-        """Digest of the first acquisitions: whoever counts rows counts the same ones."""
+        """Digest of the first acquisitions, to notice in another process that rows are other volumes."""
         return digest("\n".join(row.acquisition for row in self.rows[:count]).encode())
 
     def _replaced(self) -> StoreError:
@@ -280,7 +278,7 @@ class Store:
     def holds(self, row: int, arrays: Arrays) -> bool:
         """Whether `arrays`, a batch of one, is the volume written as this row; True without a checksum."""
         known = self.rows[row].checksum
-        return not known or checksum(arrays.voxels[0], arrays.band[0], arrays.valid[0]) == known
+        return not known or arrays.checksum() == known
 
     def recorded(self, rows: np.ndarray) -> np.ndarray:
         """Those of `rows` that are volumes of a prepared store: all but streamed phantoms."""
@@ -343,15 +341,11 @@ class Store:
         # A shard with checksums of its own is hashed once, to make sure that it belongs to this row; later reads verify
         # those checksums. Shards of older stores are hashed at every read.
         places = [place for place, row in enumerate(index) if not (self.checks_shards and self._compared[row])]
-
-        def hash_of(place: int) -> str:
-            return checksum(out.voxels[place], out.band[place], out.valid[place])
-
         if len(places) > 1:
             self._hashers = self._hashers or ThreadPoolExecutor(self.threads or available_cores(), "octfm-checksum")
-            hashes = self._hashers.map(hash_of, places)
+            hashes = self._hashers.map(out.checksum, places)
         else:
-            hashes = map(hash_of, places)
+            hashes = map(out.checksum, places)
         # hashlib releases the GIL, so threads hash in parallel.
         for place, found in zip(places, hashes, strict=True):
             row = int(index[place])
@@ -381,21 +375,12 @@ class Store:
         return summary(self.rows, self.unprepared())
 
     def _opened(self) -> Any:
+        how = self.threads, self.compression, self.checks_shards
         if isinstance(self.path, Path):
-            return open_arrays(self.path, self.threads, self.compression, self.checks_shards)
+            return open_arrays(self.path, *how)
         from octfm.store.bucket import BucketArrays
 
-        metadata = {
-            name: array_metadata(name, len(self), self.image_size, self.compression, self.checks_shards)
-            for name in ARRAYS
-        }
-        return BucketArrays(
-            self.path,
-            self.rows,
-            self.image_size,
-            metadata,
-            lambda folder: open_arrays(folder, self.threads, self.compression, self.checks_shards),
-        )
+        return BucketArrays(self.path, self.rows, self.image_size, *how)
 
     def _unreadable(self, index: np.ndarray, name: str, error: Exception) -> "_Damaged":
         """The error for an unreadable shard."""

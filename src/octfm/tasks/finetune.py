@@ -44,7 +44,7 @@ from octfm.run.loop import Interruption, Session, open_session, train
 from octfm.run.runtime import Runtime, environment
 from octfm.run.tracking import TrackingConfig
 from octfm.store.loader import Loader
-from octfm.store.selection import to_evaluate
+from octfm.store.selection import evenly, to_evaluate
 from octfm.store.store import Store
 from octfm.tasks.finetune_settings import MAY_CHANGE, FinetuneConfig
 from octfm.tasks.predictions import write_predictions
@@ -257,8 +257,7 @@ class FineTuning:
 
     def begin(self) -> None:
         """Standardise tokens by those of some training volumes."""
-        config, rows = self.config, self.task.cases.rows[self.task.train]
-        rows = rows[np.linspace(0, len(rows) - 1, min(STATISTICS_FROM, len(rows))).astype(int)]
+        config, rows = self.config, evenly(self.task.cases.rows[self.task.train], STATISTICS_FROM)
         with torch.no_grad(), self.runtime.autocast():
             parts = [
                 self.source.tokens(rows[i : i + config.per_device_batch_size], None)

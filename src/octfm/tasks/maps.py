@@ -64,7 +64,7 @@ def save_pictures(
     scenes, occluded = [], set()
     for i, index in enumerate(chosen):
         row = store.rows[index]
-        one = Arrays(arrays.voxels[i : i + 1], arrays.band[i : i + 1], arrays.valid[i : i + 1])
+        one = arrays.one(i)
         overlays = [band(one.band[0], encoder.preprocessing.margin_mm), *masks_of(encoder, maps[i], i)]
         overlays += token_overlays(encoder, one, tokens[i], maps[i], basis, head, occlude=row.scanner not in occluded)
         occluded.add(row.scanner)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from octfm.models.objectives.dense import Composition, TruthConfig
 from octfm.models.objectives.objective import Objective, ObjectiveOutput, View, squared_error
+from octfm.models.objectives.voxels import averaged, check_average, hidden_voxels
 from octfm.models.predictor import Predictor, PredictorConfig, seen_and_answers
 from octfm.models.products import Linear
 from octfm.models.vit3d import Shape3, Side, TokenGrid, VisionTransformer3D, ViTConfig, take_tokens
-from octfm.models.voxels import averaged, check_average, hidden_voxels
 
 
 class AnchoredConfig(TruthConfig):

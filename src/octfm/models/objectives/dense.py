@@ -12,10 +12,10 @@ from torch import Tensor
 from octfm.errors import ConfigError
 from octfm.models.objectives.enface import EnFaceGoals
 from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, View
+from octfm.models.objectives.voxels import averaged, check_average
 from octfm.models.predictor import Predictor, PredictorConfig, seen_and_answers
 from octfm.models.products import Linear
 from octfm.models.vit3d import Shape3, Side, TokenGrid, VisionTransformer3D, ViTConfig, take_tokens
-from octfm.models.voxels import averaged, check_average
 from octfm.volume.segmentation import CLASSES, LESION_CLASSES
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, View
-from octfm.models.predictor import Predictor, PredictorConfig, predictor_table
+from octfm.models.objectives.voxels import averaged, check_average, despeckled, hidden_voxels
+from octfm.models.predictor import Predictor, PredictorConfig, seen_and_answers
 from octfm.models.products import Linear
 from octfm.models.vit3d import (
     Rotary,
@@ -24,10 +25,8 @@ from octfm.models.vit3d import (
     VisionTransformer3D,
     ViTConfig,
     init_weights,
-    take_rotary,
     take_tokens,
 )
-from octfm.models.voxels import averaged, check_average, despeckled, hidden_voxels
 from octfm.models.whitening import Whitening
 
 TargetNorm = Literal["layer", "whiten"]
@@ -117,7 +116,7 @@ class JEPA(Objective):
         predicted, masked_goals, context_goals, voxel_losses, weights = [], [], [], [], []
         for view in views:
             index, num_context = view.index, view.index.context.shape[1]
-            answers = self._answers(view, table)
+            _, answers = seen_and_answers(encoder, self.predictor, view.patches_BKP, index, table, self._read)
             predicted.append((answers[:, num_context:, : self.goal_width], answers[:, :num_context, : self.goal_width]))
             masked_goals.append(take_tokens(goal, index.target))
             context_goals.append(take_tokens(goal, index.context))
@@ -140,25 +139,14 @@ class JEPA(Objective):
             loss = loss + self.voxel_loss * torch.stack(voxel_losses).mean()
         return ObjectiveOutput(loss, masked_loss_B, context_loss_B, masked_goal, context_goal, features)
 
-    def _answers(self, view: View, table: Rotary | None) -> Tensor:
-        """Predictions for context, then targets. `table`: rotary angles of the kept tokens."""
-        # Hidden tokens are removed before the encoder, not masked in its attention, so that nothing of them can leak.
-        index, encoder = view.index, self.encoder
-        context_patches = take_tokens(view.patches_BKP, index.context)
-        context_index = torch.gather(index.kept, 1, index.context)
-        context_table = take_rotary(table, index.context) if table else None
+    def _read(self, patches_BCP: Tensor, index_BC: Tensor, table: Rotary | None) -> Tensor:
+        """The tokens [B, C, D] that the predictor gets: the encoder's, or those of several of its depths, fused."""
         if self.fusion is None:
-            seen = encoder(context_patches, context_index, context_table)
-        else:
-            stream = encoder.hidden(context_patches, context_index, context_table)
-            # The last level is what `embed` returns, with the encoder's norm; inner levels have no learned norm.
-            inner = [F.layer_norm(stream[level], (encoder.config.width,)) for level in self.levels[:-1]]
-            seen = self.fusion(torch.cat((*inner, encoder.norm(stream[-1])), dim=-1))
-        # Context first: the predictor appends one mask token for each target.
-        places = torch.cat((index.context, index.target), dim=1)
-        return self.predictor(
-            seen, index.target.shape[1], predictor_table(self.predictor, encoder, table, index, places)
-        )
+            return self.encoder(patches_BCP, index_BC, table)
+        stream = self.encoder.hidden(patches_BCP, index_BC, table)
+        # The last level is what `embed` returns, with the encoder's norm; inner levels have no learned norm.
+        inner = [F.layer_norm(stream[level], (self.encoder.config.width,)) for level in self.levels[:-1]]
+        return self.fusion(torch.cat((*inner, self.encoder.norm(stream[-1])), dim=-1))
 
     def update_target(self, momentum: float | Tensor) -> None:
         super().update_target(momentum)

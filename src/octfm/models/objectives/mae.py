@@ -7,9 +7,9 @@ from typing import Literal
 from torch import Tensor
 
 from octfm.models.objectives.objective import Objective, ObjectiveConfig, ObjectiveOutput, View, squared_error
+from octfm.models.objectives.voxels import averaged, check_average, hidden_voxels, own_contrast
 from octfm.models.predictor import Predictor, PredictorConfig, seen_and_answers
 from octfm.models.vit3d import Shape3, Side, TokenGrid, VisionTransformer3D, ViTConfig, take_tokens
-from octfm.models.voxels import averaged, check_average, hidden_voxels, own_contrast
 
 
 class MAEConfig(ObjectiveConfig):

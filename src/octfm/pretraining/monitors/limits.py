@@ -32,10 +32,10 @@ def limits(config: HealthConfig, state: RunState) -> Limits:
     with the median of the `NEAR` steps before it, so that a falling loss hides nothing. The tolerance comes from the
     median absolute deviation of the same differences over the window."""
     loss, lasting = _above(state.losses, config.deviations, config.loss_factor, config.lasting_factor)
-    return Limits(loss, lasting, _above(state.grad_norms, config.deviations, config.gradient_factor, None)[0])
+    return Limits(loss, lasting, _above(state.grad_norms, config.deviations, config.gradient_factor, inf)[0])
 
 
-def _above(history: Sequence[float], deviations: float, factor: float, lasting: float | None) -> tuple[float, float]:
+def _above(history: Sequence[float], deviations: float, factor: float, lasting: float) -> tuple[float, float]:
     if len(history) < FEWEST:
         return inf, inf
     # Logarithms make a spike the same factor at every level of the loss.
@@ -45,8 +45,6 @@ def _above(history: Sequence[float], deviations: float, factor: float, lasting: 
     # 1.4826 times the median absolute deviation estimates the standard deviation of a normal distribution.
     spread = deviations * 1.4826 * np.median(np.abs(jumps - middle))
     most = np.median(logs[-NEAR:]) + middle + max(spread, np.log(factor))
-    if lasting is None:
-        return float(np.float32(np.exp(most))), inf
     rise = np.median(logs[1 - LASTING - NEAR : 1 - LASTING]) + middle + max(spread, np.log(lasting))
     # This step and one of the two before it make two of three.
     lasts = max(logs[1 - LASTING :]) > rise

@@ -1,14 +1,16 @@
 """Measurements of a step and of held-out participants: losses over content-free baselines, feature health, speed."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from octfm.models.objectives.objective import Objective
 from octfm.models.pooling import width_of
 from octfm.models.token_map import token_map
 from octfm.models.vit3d import VisionTransformer3D, normalise, take_patches
@@ -29,7 +31,7 @@ PER_VOLUME = ("masked_loss_B", "context_loss_B", "masked_goal_BTD", "context_goa
 def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, Any]:
     """Losses over all held-out `rows`, split over the ranks, with real masks that are the same at every call (F12)."""
     config, model, runtime = learner.config, learner.model, learner.runtime
-    outputs: list[list[torch.Tensor]] = []
+    outputs: list[list[Tensor]] = []
     own, size = runtime.part(rows), learner.micro_batch
     # The same number of passes on every rank, although shares differ by a volume: a sharded network is gathered by
     # all ranks at once, and a rank with one pass fewer would leave the others waiting.
@@ -48,9 +50,6 @@ def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, Any]
     whole = [runtime.gather(torch.cat(x)) for x in zip(*outputs, strict=True)]
 
     def row() -> dict[str, Any]:
-        masked, context = (float(x.mean()) for x in whole[:2])
-        # Not 0: goals that are all alike, as those of blank volumes may be, leave a constant answer no error.
-        baseline, context_baseline = (max(1e-9, float(model.baseline(goal).mean())) for goal in whole[2:])
         recorded = np.isin(rows, store.recorded(rows))
         # Where the losses are: on the device, or already with the host if steps are compiled.
         kinds = {
@@ -58,19 +57,26 @@ def validate(learner: Learner, store: Store, rows: np.ndarray) -> dict[str, Any]
             for name, own in {"scans": recorded, "phantoms": ~recorded}.items()
             if 0 < own.sum() < len(rows)
         }
-        by_kind = {
-            name: float(whole[0][own].mean() / model.baseline(whole[2][own]).mean().clamp_min(1e-9))
-            for name, own in kinds.items()
-        }
-        return ({"by_kind": by_kind} if by_kind else {}) | {
-            "masked_loss": masked,
-            "masked_over_baseline": masked / baseline,
-            "context_loss": context,
-            "context_over_baseline": context / context_baseline,
-            "volumes": len(rows),
-        }
+        by_kind = {name: over_baseline(model, whole[0][own], whole[2][own]) for name, own in kinds.items()}
+        return ({"by_kind": by_kind} if by_kind else {}) | _losses(model, *whole) | {"volumes": len(rows)}
 
     return runtime.first(row)
+
+
+def over_baseline(model: Objective, loss_B: Tensor, goal_BMD: Tensor) -> float:
+    """The loss of some volumes over that of an answer without content."""
+    # Not over 0: goals that are all alike, as those of blank volumes may be, leave a constant answer no error.
+    return float(loss_B.mean() / model.baseline(goal_BMD).mean().clamp_min(1e-9))
+
+
+def _losses(model: Objective, masked_B: Tensor, context_B: Tensor, masked: Tensor, context: Tensor) -> dict[str, float]:
+    """Columns of metrics.jsonl: both losses of these volumes, and each over its baseline, from their goals."""
+    return {
+        "masked_loss": float(masked_B.mean()),
+        "masked_over_baseline": over_baseline(model, masked_B, masked),
+        "context_loss": float(context_B.mean()),
+        "context_over_baseline": over_baseline(model, context_B, context),
+    }
 
 
 class Encoded(NamedTuple):
@@ -81,7 +87,7 @@ class Encoded(NamedTuple):
     """int64 [B, K]: flat grid indices."""
     tissue: np.ndarray
     """bool [B, K]"""
-    tokens_BKD: torch.Tensor
+    tokens_BKD: Tensor
     """As the network returned them, in the run's precision."""
 
 
@@ -118,11 +124,11 @@ def tissue_vectors(learner: Learner, network: VisionTransformer3D, store: Store,
 class BeforeUpdate:
     """Copies of weights taken before an update, to measure how far it moves them."""
 
-    teacher: list[torch.Tensor]
+    teacher: list[Tensor]
     """Empty if the objective has no teacher."""
     audit: audit.Audit | None
     """None in compiled steps, because all of them would then run it; the preflight checks the objective instead."""
-    sample: list[torch.Tensor]
+    sample: list[Tensor]
     """A few trained matrices, to count stuck weights without an audit; empty with one, since the audit counts them."""
 
     @classmethod
@@ -135,7 +141,7 @@ class BeforeUpdate:
         )
 
     @torch.no_grad()
-    def compare(self, learner: Learner) -> dict[str, torch.Tensor]:
+    def compare(self, learner: Learner) -> dict[str, Tensor]:
         """Movement since the copy, as numbers on the device; `teacher_*` only if the objective has a teacher."""
         sum_shares_, teacher = learner.runtime.sum_shares_, learner.model.target_encoder
         student = _local_parameters(learner, learner.model.encoder)
@@ -153,7 +159,7 @@ class BeforeUpdate:
             "teacher_along": health.cosine(self.teacher, after, student, sum_shares_),
         }
 
-    def _stuck(self, learner: Learner, like: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _stuck(self, learner: Learner, like: Tensor) -> dict[str, Tensor]:
         """Share of the sampled weights that did not move."""
         stuck = torch.cat([(a == b).flatten() for a, b in zip(self.sample, _sample(learner), strict=True)])
         counts = torch.stack((stuck.sum().float(), torch.full_like(like, float(stuck.numel()))))
@@ -162,8 +168,8 @@ class BeforeUpdate:
 
 
 def update(
-    learner: Learner, apply: torch.Tensor, *, inspect: bool, micro_steps: Sequence[MicroStep] = ()
-) -> dict[str, torch.Tensor]:
+    learner: Learner, apply: Tensor, *, inspect: bool, micro_steps: Sequence[MicroStep] = ()
+) -> dict[str, Tensor]:
     """Apply the update where `apply` is true; with `inspect`, return how far it moved the weights, still on the device.
     `micro_steps` are the step's passes, whose gradients the audit starts from."""
     before = BeforeUpdate.copy(learner, micro_steps) if inspect else None
@@ -171,11 +177,11 @@ def update(
     return before.compare(learner) if before is not None else {}
 
 
-def _sample(learner: Learner) -> list[torch.Tensor]:
+def _sample(learner: Learner) -> list[Tensor]:
     return [learner.runtime.local(p.detach()) for p in learner.decayed[1 :: max(1, len(learner.decayed) // 4)]]
 
 
-def _local_parameters(learner: Learner, module: torch.nn.Module) -> list[torch.Tensor]:
+def _local_parameters(learner: Learner, module: torch.nn.Module) -> list[Tensor]:
     """A network's parameters; with sharding, this rank's part of each."""
     return [learner.runtime.local(p.detach()) for p in module.parameters()]
 
@@ -184,7 +190,7 @@ def _local_parameters(learner: Learner, module: torch.nn.Module) -> list[torch.T
 def train_row(
     learner: Learner,
     micro_steps: list[MicroStep],
-    movement: dict[str, torch.Tensor],
+    movement: dict[str, Tensor],
     ema: float,
     scanners: Sequence[str],
 ) -> dict:
@@ -205,10 +211,10 @@ def train_row(
         measured["teacher_asked"] *= 1 - ema
     # Unsharded ranks hold the same weights, so their norms are equal to the bit.
     measured["ranks_apart"] = 0.0 if runtime.sharded else float(np.ptp(per_rank[:, -1]) / per_rank[0, -1])
-    return runtime.first(lambda: _row(model.baseline, whole, np.array(scanners), per_rank) | measured | audited)
+    return runtime.first(lambda: _row(model, whole, np.array(scanners), per_rank) | measured | audited)
 
 
-def _tissue_features(runtime: Runtime, micro_steps: list[MicroStep]) -> torch.Tensor:
+def _tissue_features(runtime: Runtime, micro_steps: list[MicroStep]) -> Tensor:
     """[tokens, D] of this rank's volumes."""
     features = runtime.read(*(m.features_BMD for m in micro_steps if m.features_BMD is not None))
     places = runtime.read(*(m.features_at_BM for m in micro_steps if m.features_at_BM is not None))
@@ -219,26 +225,18 @@ def _tissue_features(runtime: Runtime, micro_steps: list[MicroStep]) -> torch.Te
     return torch.cat(found)
 
 
-def _row(
-    baseline_of: Callable[[torch.Tensor], torch.Tensor],
-    whole: list[torch.Tensor],
-    scanner: np.ndarray,
-    per_rank: np.ndarray,
-) -> dict:
-    masked, context, goal, context_goal, tissue = whole
-    baseline, context_baseline = baseline_of(goal), baseline_of(context_goal)
+def _row(model: Objective, whole: list[Tensor], scanner: np.ndarray, per_rank: np.ndarray) -> dict:
+    *losses, tissue = whole
+    masked_B, _, masked_goal, _ = losses
     dead, dropped, repeated = (float(x) for x in per_rank[:, 1:4].mean(0))
     by_scanner = {}
     for kind in sorted(set(scanner.tolist())):
-        own = torch.from_numpy(scanner == kind).to(masked.device)
+        own = torch.from_numpy(scanner == kind).to(masked_B.device)
         # A baseline of the scanner's own: it is not easier to predict because other scanners look different.
-        by_scanner[kind] = float(masked[own].mean() / baseline_of(goal[own]).mean().clamp_min(1e-9))
+        by_scanner[kind] = over_baseline(model, masked_B[own], masked_goal[own])
     return {
         "loss": float(per_rank[:, 0].mean()),
-        "masked_loss": float(masked.mean()),
-        "masked_over_baseline": float(masked.mean() / baseline.mean().clamp_min(1e-9)),
-        "context_loss": float(context.mean()),
-        "context_over_baseline": float(context.mean() / context_baseline.mean().clamp_min(1e-9)),
+        **_losses(model, *losses),
         "by_scanner": by_scanner,
         "tissue_tokens": len(tissue),
         "effective_rank": health.effective_rank(tissue),

@@ -17,6 +17,7 @@ from octfm.config import Config, LocalPlace
 from octfm.errors import ConfigError
 from octfm.io.hashing import hash_text
 from octfm.run.runtime import Runtime
+from octfm.store.selection import evenly
 from octfm.store.store import Store
 
 PENALTIES = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
@@ -76,9 +77,7 @@ def find_cases(
         _require_split(store, rows, split)
         labels = _labels(config, store, rows)
         keep = np.array([i for i, label in enumerate(labels) if label is not None], np.int64)
-        if len(keep) > config.volumes:
-            # Evenly spaced instead of drawn: every probe uses the same volumes.
-            keep = keep[np.linspace(0, len(keep) - 1, config.volumes).astype(int)]
+        keep = evenly(keep, config.volumes)  # instead of drawn: every probe uses the same volumes
         sides.append((rows[keep], [str(labels[i]) for i in keep]))
     (train, train_text), (held_out, held_out_text) = sides
     texts = one_spelling([*train_text, *held_out_text])

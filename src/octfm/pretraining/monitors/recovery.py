@@ -76,12 +76,12 @@ def respond(
     return Response("roll back", state, f"{len(state.skips)} updates in {config.skip_window} steps were suspect")
 
 
-def roll_back(config: HealthConfig, learner: Learner, run: RunFolder, step: int, what: str) -> str:
+def roll_back(learner: Learner, run: RunFolder, step: int, what: str) -> str:
     """Restore the last healthy checkpoint, skip the batches since, and return a sentence that says so.
 
     Healthy means written while no update was suspect, preferably `margin` steps before the first sign of trouble.
     Before the first checkpoint, training starts over. Raises TrainingError after `max_rollbacks` to the same one."""
-    state = learner.state
+    state, config = learner.state, learner.config.health
     first_sign = min((*state.skips, *state.doubts), default=step)
     content: dict[str, Any] | None = None
 

@@ -9,6 +9,7 @@ import numpy as np
 from octfm.catalog.participants.ids import under_one_id
 from octfm.pretraining.preflight.check import Check, fail, passed, warn
 from octfm.store.layout import StoreRow
+from octfm.store.selection import evenly
 from octfm.store.store import Store
 from octfm.volume.appearance import Look, inspect
 
@@ -126,11 +127,7 @@ def _sample(store: Store, rows: np.ndarray) -> np.ndarray:
     scanner = np.array([store.rows[row].scanner for row in rows])
     names = np.unique(scanner)
     each = max(FEWEST, SAMPLE // len(names))
-    picked = []
-    for name in names:
-        own = rows[scanner == name]
-        picked.append(own[np.linspace(0, len(own) - 1, min(each, len(own))).astype(int)])
-    return np.sort(np.concatenate(picked))
+    return np.sort(np.concatenate([evenly(rows[scanner == name], each) for name in names]))
 
 
 def _names(rows: Sequence[StoreRow]) -> str:

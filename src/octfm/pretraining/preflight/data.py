@@ -12,8 +12,9 @@ from octfm.pretraining.monitors.online_probe import find_cases
 from octfm.pretraining.preflight.check import Check, fail, fail_with, passed, warn
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.memory import host_bytes_available
-from octfm.store.batch_sizes import accumulation
-from octfm.store.loader import Loader
+from octfm.store.layout import volume_bytes
+from octfm.store.loader import Loader, accumulation
+from octfm.store.selection import evenly
 from octfm.store.store import Store
 from octfm.volume.volume import Shape3
 
@@ -67,8 +68,7 @@ def spread(store: Store, rows: np.ndarray, count: int) -> np.ndarray:
     """At most `count` of these rows, evenly spread; half of them streamed phantoms if there are both kinds."""
     own = store.recorded(rows)
     kinds = [kind for kind in (own, np.setdiff1d(rows, own, assume_unique=True)) if len(kind)]
-    counts = [min(len(kind), max(1, count // len(kinds))) for kind in kinds]
-    return np.concatenate([k[np.linspace(0, len(k) - 1, n).astype(int)] for k, n in zip(kinds, counts, strict=True)])
+    return np.concatenate([evenly(kind, max(1, count // len(kinds))) for kind in kinds])
 
 
 def patches_tile(config: PretrainConfig, store: Store) -> Check:
@@ -100,10 +100,9 @@ def arithmetic(config: PretrainConfig, store: Store, replicas: int, volumes: int
     if volumes == 0:
         advice = "check data.scanners, data.max_samples and the splits"
         return fail(name, "no training volume is left after selection", advice)
-    depth, height, width = store.preprocessing.image_size
-    volume_bytes = depth * height * width + 2 * depth * width * (4 + 2)  # voxels, band, valid
     # On top of the prefetched batches: this step's, and the previous step's until this one has arrived.
-    ahead, free = (data.prefetch + 2) * data.global_batch_size // replicas * volume_bytes, host_bytes_available()
+    held = (data.prefetch + 2) * data.global_batch_size // replicas
+    ahead, free = held * volume_bytes(store.preprocessing.image_size), host_bytes_available()
     if ahead > free:
         taken = f"{data.prefetch} steps read ahead take {ahead / 1e9:,.1f} GB of host memory"
         advice = "lower data.prefetch, or data.global_batch_size (F7)"

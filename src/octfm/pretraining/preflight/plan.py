@@ -17,6 +17,7 @@ from octfm.pretraining.preflight.data import arithmetic, patches_tile
 from octfm.pretraining.preflight.resources import micro_batches, step_time
 from octfm.pretraining.settings import PretrainConfig, load_config
 from octfm.run.runtime import Precision, Runtime, start
+from octfm.store.selection import evenly
 from octfm.store.store import Store
 from octfm.weights.packaged import CURRENT_ENCODER
 
@@ -184,7 +185,7 @@ def plan(store: Store, device: str | None = None, hours: float = 24.0) -> Plan:
 
 def _reading_rate(store: Store, rows: np.ndarray) -> float:
     """Volumes per second that one process reads."""
-    chosen = rows[np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(int)]
+    chosen = evenly(rows, SAMPLE)
     store.read(chosen[:1])  # open the store before timing
     begun = time.perf_counter()
     for row in chosen:

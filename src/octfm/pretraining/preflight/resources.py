@@ -17,7 +17,7 @@ from octfm.run import checkpoint_files, trackers
 from octfm.run.bucket import mirror_of
 from octfm.run.checkpoint import recogniser
 from octfm.run.runtime import Runtime
-from octfm.store.batch_sizes import accumulation
+from octfm.store.loader import accumulation
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing, differences
 from octfm.weights.exported import KEY
@@ -205,7 +205,7 @@ def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> C
     """Check that the disk has room for all checkpoints that will be kept, and one more while it is written. Checkpoints
     already there are subtracted: each either stays and is counted, or is deleted. A finished run needs nothing."""
     out = out if isinstance(out, Path) else mirror_of(out)
-    last = (checkpoint_files.everywhere(out) or [None])[-1]
+    last = checkpoint_files.newest(out)
     if last is not None and checkpoint_files.step_of(last) >= config.steps:
         return passed("disk", "the run is finished and writes no checkpoint")
     model = blueprint(config, store.preprocessing)

@@ -26,7 +26,7 @@ from octfm.models.token_map import token_grid
 from octfm.pretraining.preflight.check import Check, fail, fail_with, passed
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.memory import host_bytes_available
-from octfm.store.batch_sizes import accumulation
+from octfm.store.loader import accumulation
 from octfm.volume.preprocessing import Preprocessing
 
 GIB = 2**30
