@@ -15,8 +15,8 @@ from octfm.evaluation.cases import people
 from octfm.evaluation.metrics import mae, ratio
 from octfm.evaluation.probe import RESAMPLES, write_probe
 from octfm.evaluation.results import Result
-from octfm.evaluation.scoring import Scored, compare_scored, correct, difference_words, finite
-from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap, interval
+from octfm.evaluation.scoring import Scored, compare_scored, correct, difference_words, estimate
+from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap
 from octfm.io.hashing import hash_file
 from octfm.io.location import Location
 from octfm.run.checkpoint_writer import Retention
@@ -225,10 +225,9 @@ def score_errors(
             measure = partial(mae, np.zeros(len(own)), own) if metric == "mae" else partial(dice, own)
             enough = counts["n_test_participants"] >= MIN_PARTICIPANTS
             boot = bootstrap(measure, who, resamples=resamples) if enough else None
-            estimate = boot.estimate if boot else float(measure(np.ones((1, len(own))))[0])
-            low, high = interval(boot) if boot else (None, None)
+            found = estimate(boot, float(measure(np.ones((1, len(own))))[0]))
             note = None if boot else f"No interval: fewer than {MIN_PARTICIPANTS} test participants."
-            if not np.isfinite(estimate):
+            if found["estimate"] is None:
                 note = f"Undefined: no test volume has {target}, and none was found in any."
             row = {
                 **facts,
@@ -237,9 +236,7 @@ def score_errors(
                 "metric": metric,
                 "unit": "µm" if metric == "mae" else "",
                 "encoder": name,
-                "estimate": finite(estimate),
-                "low": finite(low),
-                "high": finite(high),
+                **found,
                 "note": note,
             }
             scored[name].append(Scored(metric, name, boot, row))

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 
 from octfm.evaluation.metrics import ECE_BINS, ece_bin
-from octfm.evaluation.scoring import Predictions, Units, count_participants, metrics_of, softmax, to_units
+from octfm.evaluation.scoring import Predictions, Units, count_participants, estimate, metrics_of, softmax, to_units
 from octfm.trust.scanners import rare_note
-from octfm.trust.study import Study, Task, estimate
+from octfm.trust.study import Study, Task
 
 SIMULATIONS = 2000
 

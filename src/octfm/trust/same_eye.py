@@ -12,9 +12,9 @@ from octfm.encoder.embeddings import Embeddings
 from octfm.evaluation import agreement
 from octfm.evaluation.arms import COVARIATES
 from octfm.evaluation.readouts import standardised
-from octfm.evaluation.scoring import Predictions
+from octfm.evaluation.scoring import Predictions, estimate
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap, Metric
-from octfm.trust.study import Study, Task, add_claims, difference, estimate
+from octfm.trust.study import Study, Task, add_claims, difference
 
 OVERALL: agreement.Form = "ICC(1,1)"
 """The form over all scanners: each eye was scanned by some of them, not by all, which makes a one-way design."""

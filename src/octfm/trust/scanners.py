@@ -10,9 +10,9 @@ from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Cases, Round
 from octfm.evaluation.efficiency import subset
 from octfm.evaluation.probe import predict
-from octfm.evaluation.scoring import Predictions
+from octfm.evaluation.scoring import Predictions, estimate
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, mean_of, over_seeds
-from octfm.trust.study import Study, Task, add_claims, difference, estimate, part, part_metric
+from octfm.trust.study import Study, Task, add_claims, difference, part, part_metric
 
 DRAWS = 3
 """Random subsets averaged when the larger training set is reduced to the size of the smaller."""

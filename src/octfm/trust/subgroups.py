@@ -8,9 +8,9 @@ import numpy as np
 from octfm.catalog.labels import as_number
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import column_values
-from octfm.evaluation.scoring import LOWER_IS_BETTER
+from octfm.evaluation.scoring import LOWER_IS_BETTER, estimate
 from octfm.trust.scanners import rare_note
-from octfm.trust.study import Study, add_claims, difference, estimate, part, part_metric
+from octfm.trust.study import Study, add_claims, difference, part, part_metric
 
 AGE_BANDS = (50.0, 60.0, 70.0, 80.0)
 """Boundaries between age bands, in years."""
