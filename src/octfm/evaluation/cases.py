@@ -140,6 +140,11 @@ class Skip(Exception):
         return EvaluationError(f"target {target}: {self}", public=self.public)
 
 
+def label_columns(data: Embeddings, table: LabelTable | None) -> set[str]:
+    """Names of the columns of participants and of the label table."""
+    return {*(key for labels in data.participant_labels for key in labels), *(table.columns if table else ())}
+
+
 def find_targets(
     names: Sequence[str] | None,
     data: Embeddings,
@@ -152,11 +157,7 @@ def find_targets(
     `orders` adds to ORDERS and to those of the table. Raises EvaluationError for a name without a column, and for
     `scanner` if the table has such a column, because this target is the scanner that the scans' files state.
     """
-    columns = {
-        "scanner",
-        *(key for labels in data.participant_labels for key in labels),
-        *(table.columns if table else ()),
-    }
+    columns = {"scanner"} | label_columns(data, table)
     if names is None:
         targets = [target for target in TARGETS if target.column in columns]
     else:

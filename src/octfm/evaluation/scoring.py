@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from octfm.catalog.labels import as_number
-from octfm.display import p_value
+from octfm.display import number, p_value
 from octfm.evaluation import metrics as m
 from octfm.evaluation.cases import Cases
 from octfm.evaluation.delong import Areas, areas
@@ -126,7 +126,7 @@ def score(
         below = name in HEADLINE and facts.get("design") == "k-fold" and high is not None and high < chance
         notes = [
             odd_numbers(cases),
-            _note(rare, boot) or (BELOW if below else None),
+            rare_note(rare, " in the test") or _note(boot) or (BELOW if below else None),
             _eyes_note(first) if name == "auroc" else None,
         ]
         ranked = None
@@ -318,12 +318,11 @@ def _built_in(cases: Cases, u: Units) -> list[tuple[str, Metric, float]]:
         ("macro_f1", partial(m.macro_f1, u.truth, winner), 1 / present),
     ]
     if u.log_prior is not None:
-        # Probes are fitted with classes of equal weight; adding the log class frequencies of training undoes that.
-        # Predicting the test's class shares for everyone has a Brier score of 1 − Σ share².
-        calibrated = softmax(u.value + u.log_prior)
+        likely = calibrated(u)
         found += [
-            ("brier", partial(m.brier, u.truth, calibrated), float(1 - (share**2).sum())),
-            ("ece", partial(m.ece, u.truth, calibrated), 0.0),
+            # Predicting the test's class shares for everyone has a Brier score of 1 − Σ share².
+            ("brier", partial(m.brier, u.truth, likely), float(1 - (share**2).sum())),
+            ("ece", partial(m.ece, u.truth, likely), 0.0),
         ]
     if u.grade is not None:
         rounded = np.clip(np.rint(u.grade), 0, len(cases.classes) - 1).astype(int)
@@ -348,6 +347,13 @@ def softmax(log_p: np.ndarray) -> np.ndarray:
     """Probabilities [n, K] from log-probabilities [n, K] that need not be normalised."""
     p = np.exp(log_p - log_p.max(1, keepdims=True))
     return p / p.sum(1, keepdims=True)
+
+
+def calibrated(of: Predictions | Units) -> np.ndarray:
+    """Probabilities [n, K]. Probes are fitted with classes of equal weight; adding the log class frequencies of
+    training undoes that."""
+    assert of.log_prior is not None
+    return softmax(of.value + of.log_prior)
 
 
 def _areas(*ranked: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Areas | None:
@@ -450,12 +456,13 @@ def _name_codes(cases: Cases, often: dict[str, int]) -> str:
     )
 
 
-def _note(rare: dict[str, int], boot: Bootstrap | None) -> str | None:
-    if rare:
-        who = ", ".join(
-            f"{n} participant{'s' * (n != 1)}" + (f" with {name}" if name else "") for name, n in rare.items()
-        )
-        return f"No interval: only {who} in the test, fewer than {MIN_PARTICIPANTS}."
+def rare_note(rare: dict[str, int], where: str = "") -> str | None:
+    """A sentence that explains a missing interval; None if no class is too rare."""
+    who = ", ".join(number(n, "participant") + f" with {name}" * bool(name) for name, n in rare.items())
+    return f"No interval: only {who}{where}, fewer than {MIN_PARTICIPANTS}." if rare else None
+
+
+def _note(boot: Bootstrap | None) -> str | None:
     if boot is None:
         return None
     known = boot.resampled[np.isfinite(boot.resampled)]

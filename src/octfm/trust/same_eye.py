@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from octfm.display import number
 from octfm.encoder.embeddings import Embeddings
 from octfm.evaluation import agreement
 from octfm.evaluation.arms import COVARIATES
@@ -150,7 +151,7 @@ def _pair(study: Study, task: Task, quantity: str, readings: Readings, a: str, b
             "icc": [],
             "bland_altman": None,
             "points": [],
-            "note": f"{count} participant{'s' * (count != 1)}, fewer than {MIN_PARTICIPANTS}.",
+            "note": f"{number(count, 'participant')}, fewer than {MIN_PARTICIPANTS}.",
         }
     apart = values[:, 0] - values[:, 1]
 
