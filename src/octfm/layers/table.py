@@ -5,9 +5,10 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from octfm.catalog.acquisition import Acquisition
 from octfm.errors import BAD_INPUT, BucketError, CorrectionsError, Echo, EvaluationError, ReadError
@@ -18,8 +19,8 @@ from octfm.formats.reasons import REASONS
 from octfm.io.archive import file_size, list_folder
 from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits, Lost
-from octfm.io.lease import Lease
-from octfm.io.location import BucketPath, Location, is_remote, lock, write_whole
+from octfm.io.lease import only_one
+from octfm.io.location import BucketPath, Location, is_remote, write_whole
 from octfm.io.spread import spread
 from octfm.io.versions import GONE, versions
 from octfm.layers.axial_lengths import AxialLengths, read_axial_lengths
@@ -475,23 +476,10 @@ def is_of(row: Mapping[str, str], source: str) -> bool:
     return row["file_state"].partition("-")[0] == state_of(source)
 
 
-@contextmanager
-def only_writer(table: Location) -> Iterator[None]:
+def only_writer(table: Location) -> AbstractContextManager[Any]:
     """Keep other processes from writing this table: two that each replace the whole file would lose each other's rows.
 
     Raises EvaluationError if another process is writing it, BucketError in a bucket.
     """
-    name = f".{table.name}.lock"
-    if isinstance(table, BucketPath):
-        with Lease(table.parent / name, "writing this table"):
-            yield
-        return
     table.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        held = lock(table.parent / name)
-    except BlockingIOError as error:
-        raise EvaluationError(
-            f"{table}: another process ({error.strerror}) is writing this table; wait for it, or choose another --out"
-        ) from None
-    with held:
-        yield
+    return only_one(table, table.parent / f".{table.name}.lock", "writing this table", EvaluationError)
