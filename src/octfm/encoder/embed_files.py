@@ -283,7 +283,7 @@ def _decode(task: _Task, *, preprocessing: Preprocessing, find_band: BandFinder 
         raise  # an unreachable bucket says nothing about the file
     except BAD_INPUT as error:
         return _Failure(code_of(error), " ".join(str(error).split()) or type(error).__name__)
-    return Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None])
+    return Arrays.of(prepared)
 
 
 def _lost(task: _Task, lost: Lost) -> _Failure:

@@ -330,8 +330,7 @@ class Encoder:
 
     def prepare(self, volume: Volume) -> Arrays:
         """One acquisition in any native geometry as a batch of one prepared volume."""
-        prepared = self.preprocess(volume)
-        return Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None])
+        return Arrays.of(self.preprocess(volume))
 
     def preprocess(self, volume: Volume) -> Prepared:
         """One acquisition as the weights expect it, with the transform back to its native frame. Raises EvaluationError

@@ -19,6 +19,7 @@ from octfm.catalog.participants.splits import diagnosis_of
 from octfm.display import fields_line
 from octfm.errors import StoreError
 from octfm.io.location import Location
+from octfm.volume.preprocessing import Prepared
 from octfm.volume.volume import Laterality
 
 FORMAT, VERSION = "octfm-store", 1
@@ -108,6 +109,11 @@ class Arrays:
     """uint8 [B, D, H, W]: classes of phantoms (octfm.volume.segmentation), 255 if unknown; None if there are none."""
 
     __repr__ = fields_line
+
+    @staticmethod
+    def of(prepared: Prepared) -> "Arrays":
+        """One prepared volume as a batch."""
+        return Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None])
 
     @staticmethod
     def empty(count: int, image_size: Sequence[int]) -> "Arrays":

@@ -138,9 +138,7 @@ class Segmenter:
     def segment(self, volume: Volume) -> Segmentation:
         """Surfaces and masks of any volume, in its native frame."""
         prepared = self.encoder.preprocess(volume)
-        return self.in_native(
-            Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None]), prepared.transform
-        )
+        return self.in_native(Arrays.of(prepared), prepared.transform)
 
     def weights(self) -> dict[str, Tensor]:
         """Weights of the decoder, and of the encoder if it has learned."""

@@ -103,7 +103,7 @@ def _of_tokens(
     from octfm.tasks.scene import Placement
 
     prepared = encoder.preprocess(volume)
-    arrays = Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None])
+    arrays = Arrays.of(prepared)
     tokens, kinds = maps.encode(encoder, arrays), maps.token_maps(encoder, arrays)
     basis = maps.fit_basis(encoder, tokens, kinds)
     band = np.stack([prepared.transform.rows_to_native(surface) for surface in maps.drawn(prepared.band)])
