@@ -19,6 +19,7 @@ from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.participants.safe_values import (
     SITES,
+    is_known_class,
     is_known_name,
     is_known_protocol,
     is_known_scanner,
@@ -81,10 +82,10 @@ class Words:
 
     def target(self, name: str) -> str:
         """The name of a column, or column:label if its cells hold several labels."""
-        return name if all(map(is_known_name, name.split(":"))) else self._numbered["target"](name)
+        return name if is_known_name(name) else self._numbered["target"](name)
 
     def one_class(self, name: str) -> str:
-        return name if is_plain_word(name) or is_known_scanner(name) else self._numbered["class"](name)
+        return name if is_known_class(name) else self._numbered["class"](name)
 
     def encoder(self, name: str) -> str:
         return name if name in ENCODERS or is_plain_word(name) else self._numbered["encoder"](name)
