@@ -72,6 +72,18 @@ def short(name: str) -> str:
     return SHORT.get(name, name)
 
 
+def target(name: str) -> str:
+    """What a probe of this target does, for a sentence that begins with "In"."""
+    return TARGETS.get(name, f"predicting {display.readable(name)}")
+
+
+def people_tested(row: dict[str, Any]) -> str:
+    """`40 participants it had never seen`, or how many of them it had."""
+    seen = row["seen_test_participants"]
+    known = f"({seen} of them seen in pretraining)" if seen else "it had never seen"
+    return f"{row['n_test_participants']} participants {known}"
+
+
 def score_rows(results: Iterable[dict[str, Any]], encoders: Iterable[str], absent: str = "") -> list[dict[str, Any]]:
     """Rows of a table of probe results, one per target and metric, with a cell for each of `encoders`."""
     cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
@@ -134,13 +146,10 @@ def verdict(probe: dict[str, Any] | None) -> tuple[str, str]:
         if leakage(probe["results"]):
             return "none", "Only the scanner was probed, which measures leakage, not how good the features are."
         return "none", "The probe found no target that could be measured; its results below give the reasons."
-    what = TARGETS.get(row["target"], f"predicting {display.readable(row['target'])}")
     metric = METRICS.get(row["metric"], row["metric"])
-    seen = row["seen_test_participants"]
-    people = f"{row['n_test_participants']} participants"
-    people += f" ({seen} of them seen in pretraining)" if seen else " it had never seen"
     reaches = "reach" if row["encoder"] == "layers" else "reaches"
-    text = f"In {what} among {people}, {encoder(row['encoder'])} {reaches} {metric} {interval(row)}"
+    text = f"In {target(row['target'])} among {people_tested(row)}, {encoder(row['encoder'])} {reaches} "
+    text += f"{metric} {interval(row)}"
     text += "." if row["low"] is None else ", 95\u00a0% interval in brackets."
     compared = _key_comparison(probe, row)
     if compared is None:
