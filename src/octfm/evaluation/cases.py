@@ -417,7 +417,17 @@ def _of_common_classes(
             f"{len(np.unique(cases.participant[counted]))} labelled participants, {found}."
         )
     keep = np.isin(cases.label, enough)
-    cases, train, tested = _only_classes(cases, enough), train[keep], tested[keep]
+    train, tested = train[keep], tested[keep]
+    cases = replace(
+        cases,
+        rows=cases.rows[keep],
+        label=np.searchsorted(enough, cases.label[keep]),
+        classes=tuple(cases.classes[k] for k in enough),
+        participant=cases.participant[keep],
+        unit=cases.unit[keep],
+        left_out=tuple(name for k, name in enumerate(cases.classes) if k not in enough),
+        eye=None if cases.eye is None else cases.eye[keep],
+    )
     # If every participant has a diseased eye, all are diseased.
     present = np.unique(_unit_labels(cases, tested)) if tested.any() else np.zeros(0, int)
     if len(present) < 2:
@@ -513,19 +523,3 @@ def _unit(coarsest: Unit, data: Embeddings, rows: np.ndarray, label: np.ndarray)
         if len(set(zip(ids.tolist(), label.tolist(), strict=True))) == len(np.unique(ids)):
             return ids, name
     return data.acquisition[rows], "acquisition"
-
-
-def _only_classes(cases: Cases, enough: list[int]) -> Cases:
-    if cases.classes is None or len(enough) == len(cases.classes):
-        return cases
-    keep = np.isin(cases.label, enough)
-    return replace(
-        cases,
-        rows=cases.rows[keep],
-        label=np.searchsorted(enough, cases.label[keep]),
-        classes=tuple(cases.classes[k] for k in enough),
-        participant=cases.participant[keep],
-        unit=cases.unit[keep],
-        left_out=tuple(name for k, name in enumerate(cases.classes) if k not in enough),
-        eye=None if cases.eye is None else cases.eye[keep],
-    )
