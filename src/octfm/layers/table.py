@@ -64,6 +64,11 @@ def read_known(source: str, known: Known, limits: Limits | None = None, *, raste
     return read_volume(source, raster_only=raster_only, limits=limits).with_eye(known)
 
 
+def name_of(given: str | Volume) -> str:
+    """The file of a scan, or what a volume states as its source."""
+    return given.source if isinstance(given, Volume) else given
+
+
 def person_of(known: Known) -> str:
     """The participant in the catalog. An id that only the file states may be a hospital's number, and is left out."""
     return known.participant if isinstance(known, Acquisition) else ""
@@ -128,7 +133,7 @@ def write_table(
         from_children = _rows_of(new, known, axial_lengths, device, also, limits or Limits(), workers, by_hand)
         waiting = set(new)
         for given in progress(sources):
-            source = given.source if isinstance(given, Volume) else given
+            source = name_of(given)
             if source in done:
                 continue
             if source in waiting and isinstance(given, str):
@@ -163,7 +168,7 @@ class _InThisProcess:
 
     def row(self, given: str | Volume) -> dict[str, str] | None:
         """The new row of a scan; None if the table needs none, because it has this row or keeps another one."""
-        source = given.source if isinstance(given, Volume) else given
+        source = name_of(given)
         own = self.known.get(source)
         state = "" if isinstance(given, Volume) else state_of(source, own)
         has_row = self.table.has(source, state)
@@ -194,7 +199,7 @@ class _InThisProcess:
     def _found(self, given: str | Volume, own: Known, state: str, has_row: bool) -> ScanSegmentation | None:
         """Read and segment a scan; None if its row stays as it is, or is not wanted."""
         volume = given if isinstance(given, Volume) else read_known(given, own, self.limits)
-        source = given.source if isinstance(given, Volume) else given
+        source = name_of(given)
         by_hand = self.corrections.get(fingerprint(volume.voxels)) if self.corrections else None
         if by_hand is not None:
             self.used.add(by_hand.source)
