@@ -33,6 +33,7 @@ from octfm.report.sources import Sources
 from octfm.report.words import ENCODERS, METRICS
 from octfm.store.layout import StoreRow
 from octfm.store.prepare import meaning_of
+from octfm.volume.volume import eye_id_of
 
 NAME = "OCT encoder"
 """Name of a model for which no public name was given; its folder's name may be private."""
@@ -180,7 +181,7 @@ def _nameless(row: Row, people: Callable[[str], str]) -> Row:
     participant = people(row.participant)
     named: dict[str, Any] = {"uri": "", "participant": participant}
     if isinstance(row, StoreRow):
-        named |= {"acquisition": "", "eye_id": f"{participant}_{row.laterality or 'unknown'}"}
+        named |= {"acquisition": "", "eye_id": eye_id_of(participant, row.laterality)}
     else:
         named |= {"sop_instance_uid": ""}
     return replace(row, **named)

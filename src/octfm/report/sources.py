@@ -20,6 +20,7 @@ from octfm.run.tracking import read_metrics
 from octfm.store.layout import StoreRow, Unprepared
 from octfm.store.store import Store
 from octfm.tasks.scene import Scene, load_scenes
+from octfm.volume.volume import eye_id_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +127,7 @@ def by_person(
     ids = [row.participant for row in (*acquisitions, *rows)]
     one = dict(zip(ids, under_one_id(ids), strict=True))
     return tuple(replace(a, participant=one[a.participant]) for a in acquisitions), tuple(
-        replace(row, participant=one[row.participant], eye_id=f"{one[row.participant]}_{row.laterality or 'unknown'}")
+        replace(row, participant=one[row.participant], eye_id=eye_id_of(one[row.participant], row.laterality))
         for row in rows
     )
 
