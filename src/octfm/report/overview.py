@@ -19,13 +19,6 @@ FOR_WHAT = (
     "Alone it answers no clinical question: small models are fitted on its features, and this page shows how well they "
     "do."
 )
-HIDDEN = "It learned without any label, by predicting hidden parts of the retina."
-LEARNED = dict.fromkeys(("vjepa2", "data2vec", "mae"), HIDDEN) | {
-    "dense": "It learned from the ground truth of synthetic scans: which layers and lesions are where.",
-    "anchored": "It learned by predicting hidden parts of the retina, and from the ground truth of synthetic scans.",
-}
-"""How encoders of the built-in objectives learned; nothing is said about other objectives."""
-
 UNTRAINED = (
     "Numbers of each 3-D OCT scan (features): thickness and fluid as the packaged network measures them, and those of "
     "an encoder that has learned nothing, for comparison. Small models are fitted on these features, and this page "
@@ -150,7 +143,7 @@ def about(sources: Sources) -> list[tuple[str, str]]:
     """Questions and answers on what was measured and how certain it is."""
     what = UNTRAINED
     if not sources.record.get("not_pretrained"):
-        what = " ".join(filter(None, (WHAT, LEARNED.get(words.objective(sources)), FOR_WHAT)))
+        what = " ".join(filter(None, (WHAT, words.objective(sources).learned, FOR_WHAT)))
     return [("What is it?", what), ("How sure?", _sure(sources))]
 
 

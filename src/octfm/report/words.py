@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,55 @@ TARGETS = {
 }
 MAIN = (("disease", "auroc"), ("diagnosis", "auroc"), ("label", "auroc"), ("cst_um", "r2"))
 """The key result is the first of these that was measured."""
-PREDICTED = dict.fromkeys(("vjepa2", "data2vec", "mae", "anchored"), "hidden tissue") | {"dense": "what tokens show"}
-"""What the built-in objectives predict: the subject of their loss."""
+HIDDEN = "It learned without any label, by predicting hidden parts of the retina."
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What pages, cards and papers say about a training objective; the defaults are for one that octfm lacks."""
+
+    predicted: str = "the goal of its objective"
+    """The subject of its loss."""
+    learned: str = ""
+    """How the encoder learned, a sentence."""
+    on_card: str = ""
+    in_methods: str = "an unknown objective"
+    tags: str = ""
+    """Words for the hub."""
+
+
+OBJECTIVES = {
+    "vjepa2": Objective(
+        "hidden tissue",
+        HIDDEN,
+        "V-JEPA 2 with context loss, on tissue tokens",
+        "the objective of V-JEPA 2 with context loss",
+        "self-supervised v-jepa",
+    ),
+    "data2vec": Objective("hidden tissue", HIDDEN, "data2vec, on tissue tokens", "data2vec", "self-supervised"),
+    "mae": Objective(
+        "hidden tissue",
+        HIDDEN,
+        "masked autoencoding of tissue tokens",
+        "masked autoencoding of the voxels of hidden tissue",
+        "self-supervised",
+    ),
+    "dense": Objective(
+        "what tokens show",
+        "It learned from the ground truth of synthetic scans: which layers and lesions are where.",
+        "synthetic-supervised: the layers and lesions in every token, from the truth of streamed phantoms",
+        "synthetic supervision (shares of layers and lesions in every token, from the truth of streamed phantoms)",
+        "synthetic-supervised",
+    ),
+    "anchored": Objective(
+        "hidden tissue",
+        "It learned by predicting hidden parts of the retina, and from the ground truth of synthetic scans.",
+        "masked voxels of the data below; synthetic-supervised by the truth of streamed phantoms among them",
+        "masked autoencoding of the voxels of hidden tissue, mixed with synthetic supervision (shares of layers and "
+        "lesions in every token, from the truth of streamed phantoms)",
+        "self-supervised synthetic-supervised",
+    ),
+}
 POOLS = {
     "mean": "mean over tissue tokens",
     "extremes": "for each channel the means of the highest and of the lowest fifth of tissue tokens",
@@ -307,14 +355,13 @@ def _best(compared: list[dict[str, Any]]) -> dict[str, Any]:
     return max(compared, key=lambda row: (number(row["score"]), int(row["step"])))
 
 
-def objective(sources: Sources) -> str:
+def objective_name(sources: Sources) -> str:
     """Name of the run's objective; that of the default if its config names none."""
     return str(lookup(sources.settings, "objective", "name") or "vjepa2")
 
 
-def predicted(sources: Sources) -> str:
-    """What the run learned to predict, for a sentence about its loss."""
-    return PREDICTED.get(objective(sources), "the goal of its objective")
+def objective(sources: Sources) -> Objective:
+    return OBJECTIVES.get(objective_name(sources), Objective())
 
 
 def training_line(sources: Sources) -> str:
@@ -330,7 +377,7 @@ def training_line(sources: Sources) -> str:
         error += f", {100 * held_out[-1]:.0f}\u00a0% on held-out participants."
     else:
         error += "; no validation was logged."
-    what = predicted(sources)
+    what = objective(sources).predicted
     return f"{steps[-1] + 1:.0f} steps. {what[0].upper()}{what[1:]} is predicted with {error}"
 
 

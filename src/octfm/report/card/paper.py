@@ -9,7 +9,7 @@ from octfm.io.location import Location, location
 from octfm.report.participants import flow, tested
 from octfm.report.shareable import NAME, shareable
 from octfm.report.sources import Sources, gather, lookup
-from octfm.report.words import advised_step, encoder, objective
+from octfm.report.words import advised_step, encoder, objective, objective_name
 from octfm.version import __version__
 
 OPEN = "**for the authors**"
@@ -131,19 +131,20 @@ def bibtex(sources: Sources, name: str) -> str:
             "title": "octfm: a 3D OCT foundation model, built to be trusted", "author": "{The octfm authors}",
             "version": __version__, "license": "Apache-2.0"}),
     ]  # fmt: skip
-    if setting(sources, "objective", "name") == "data2vec":
+    used = objective_name(sources)
+    if used == "data2vec":
         entries.append(("misc", "baevski2022data2vec", {
             "title": "data2vec: A General Framework for Self-supervised Learning in Speech, Vision and Language",
             "author": "Baevski, Alexei and Hsu, Wei-Ning and Xu, Qiantong and Babu, Arun and Gu, Jiatao and "
                       "Auli, Michael",
             "year": "2022", "eprint": "2202.03555", "archivePrefix": "arXiv"}))  # fmt: skip
-    elif setting(sources, "objective", "name") in ("mae", "anchored"):
+    elif used in ("mae", "anchored"):
         entries.append(("misc", "he2021mae", {
             "title": "Masked Autoencoders Are Scalable Vision Learners",
             "author": "He, Kaiming and Chen, Xinlei and Xie, Saining and Li, Yanghao and "
                       r"Doll{\'a}r, Piotr and Girshick, Ross",
             "year": "2021", "eprint": "2111.06377", "archivePrefix": "arXiv"}))  # fmt: skip
-    elif objective(sources) == "vjepa2":
+    elif used == "vjepa2":
         entries.append(("misc", "assran2025vjepa2", {
             "title": "V-JEPA 2: Self-Supervised Video Models Enable Understanding, Prediction and Planning",
             "author": "Assran, Mahmoud and others",
@@ -241,14 +242,6 @@ def _about_model(sources: Sources) -> dict[str, str]:
     }
 
 
-OBJECTIVES = {
-    "vjepa2": "the objective of V-JEPA 2 with context loss",
-    "data2vec": "data2vec",
-    "mae": "masked autoencoding of the voxels of hidden tissue",
-    "dense": "synthetic supervision (shares of layers and lesions in every token, from the truth of streamed phantoms)",
-    "anchored": "masked autoencoding of the voxels of hidden tissue, mixed with synthetic supervision (shares of "
-    "layers and lesions in every token, from the truth of streamed phantoms)",
-}
 AUGMENTATIONS = {
     "lateral_shift_mm": "lateral shifts (up to {} mm)",
     "lateral_scale": "lateral magnification (± {})",
@@ -283,8 +276,8 @@ def _about_training(sources: Sources) -> dict[str, str]:
         if get("objective", "name") == "dense" and get("objective", "hidden") is not True:
             tokens = f"{get('masks', 'budget')} tokens, none of them hidden"
         found["training"] = (
-            f"It was pretrained with {OBJECTIVES.get(str(get('objective', 'name')), 'an unknown objective')} for "
-            f"{get('steps'):,} steps of {get('data', 'global_batch_size')} volumes (AdamW, peak learning rate "
+            f"It was pretrained with {objective(sources).in_methods} for {get('steps'):,} steps of "
+            f"{get('data', 'global_batch_size')} volumes (AdamW, peak learning rate "
             f"{get('schedule', 'base_lr')}, weight decay {get('schedule', 'weight_decay')}, {tokens}, "
             f"seed {get('seed')}); augmented by axial shifts (up to {get('augment', 'axial_shift')} rows), contrast "
             f"(± {get('augment', 'contrast')}) and gamma (± {get('augment', 'gamma')})"
