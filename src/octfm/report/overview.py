@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from octfm.display import number, readable
 from octfm.report import words
 from octfm.report.participants import Step, by_split, flow
-from octfm.report.sources import Sources
+from octfm.report.sources import Sources, lookup
 
 NOT_FOR = (
     "Not for diagnosis, screening, triage or any decision about a patient: this is research software, not a medical "
@@ -86,7 +86,7 @@ def _counts(step: Step) -> tuple[str, ...]:
 
 def _trained(sources: Sources) -> str:
     """The number of participants used in pretraining, if they are not those of the training split."""
-    trained = (sources.record.get("store") or {}).get("train_participants")
+    trained = lookup(sources.record, "store", "train_participants")
     known = {row.participant for row in by_split(sources).get("train", ())}
     before = f", and began with weights that had seen at least {number(n, 'other')}" if (n := sources.inherited) else ""
     if not isinstance(trained, int) or (trained == len(known) and not before):

@@ -9,7 +9,7 @@ import numpy as np
 
 from octfm.catalog.acquisition import Acquisition
 from octfm.display import readable
-from octfm.report.sources import Sources, number
+from octfm.report.sources import Sources, lookup, number
 from octfm.store.layout import StoreRow
 
 SPLITS = ("train", "val", "test", "none")
@@ -55,7 +55,7 @@ def flow(sources: Sources) -> list[Step]:
     for split, own in by_split(sources).items():
         name = {"train": "Training split", "val": "Validation split", "test": "Test split"}.get(split, "In no split")
         steps.append(Step(name, len(own), len({a.participant for a in own}), kind="part"))
-    trained = (sources.record.get("store") or {}).get("train_participants")
+    trained = lookup(sources.record, "store", "train_participants")
     if trained is not None:
         steps.append(Step("Pretrained on", None, int(trained), kind="part"))
     for row in tested(sources.probe):

@@ -270,9 +270,9 @@ def subtitle(sources: Sources, name: str) -> str:
     parts = [name]
     if record.get("started"):
         parts.append(f"started {record['started']}")
-    if total := (record.get("parameters") or {}).get("total"):
+    if total := lookup(record, "parameters", "total"):
         parts.append(f"{total / 1e6:.1f} million parameters")
-    if commit := (record.get("git") or {}).get("commit"):
+    if commit := lookup(record, "git", "commit"):
         parts.append(f"commit {commit[:10]}" + (", with uncommitted changes" if record["git"].get("dirty") else ""))
     return ", ".join(parts) + "."
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from octfm.display import markdown
-from octfm.io.location import Location, location
+from octfm.io.location import Location
 from octfm.report.participants import flow, tested
 from octfm.report.shareable import NAME, shareable
 from octfm.report.sources import Sources, gather, lookup
@@ -109,7 +109,7 @@ def methods(sources: Sources) -> str:
 
 def shareable_run(run: str | Path, catalog: str | Location | None, store: str | Location | None) -> Sources:
     """The contents of a run's files, without anything that names a person, place or day."""
-    return shareable(gather(Path(run), location(catalog) if catalog else None, location(store) if store else None))
+    return shareable(gather(Path(run), catalog, store))
 
 
 def setting(sources: Sources, *keys: str) -> Any:
@@ -121,7 +121,7 @@ def setting(sources: Sources, *keys: str) -> Any:
 def bibtex(sources: Sources, name: str) -> str:
     """BibTeX entries for the run, octfm, and the methods that the run used."""
     started = str(sources.record.get("started", ""))[:4]
-    commit = str((sources.record.get("git") or {}).get("commit") or "")[:10]
+    commit = str(lookup(sources.record, "git", "commit") or "")[:10]
     note = f"octfm {sources.record.get('octfm', __version__)}" + (f", commit {commit}" if commit else "")
     # BibTeX keys allow neither spaces nor accents.
     key = "".join(c for c in name if c.isascii() and c.isalnum()) or "encoder"
@@ -163,7 +163,7 @@ def bibtex(sources: Sources, name: str) -> str:
 
 def _answers(sources: Sources) -> dict[str, str]:
     """Sentences that follow from the run's files, by topic; a topic on which they say nothing is missing."""
-    commit = (sources.record.get("git") or {}).get("commit")
+    commit = lookup(sources.record, "git", "commit")
     return {
         **_about_cohort(sources),
         **_about_preprocessing(sources),
@@ -230,7 +230,7 @@ def _about_preprocessing(sources: Sources) -> dict[str, str]:
 
 def _about_model(sources: Sources) -> dict[str, str]:
     get = partial(setting, sources, "model")
-    patch, total = get("patch_size"), (sources.record.get("parameters") or {}).get("encoder")
+    patch, total = get("patch_size"), lookup(sources.record, "parameters", "encoder")
     begun = "were initialised at random" if get("init") == "unknown" else f"began from those of another network: {OPEN}"
     return {
         "model": f"The encoder was a 3-D Vision Transformer (width {get('width')}, {get('depth')} blocks, "
