@@ -52,9 +52,9 @@ def data_flow(sources: Sources) -> DataFlow:
     steps = flow(sources)
     boxes: list[Box] = []
     lost: list[str] = []
-    for step in (s for s in steps if s.kind != "part"):
-        if step.kind == "lost":
-            lost.append(f"{step.volumes:,} {_why_lost(step)}")
+    for step in (s for s in steps if s.kind not in ("split", "part")):
+        if step.is_lost:
+            lost.append(f"{step.volumes:,} {step.kind}")
             continue
         if boxes and lost:
             last = boxes[-1]
@@ -65,16 +65,9 @@ def data_flow(sources: Sources) -> DataFlow:
             boxes[-1] = Box("Accepted and prepared", boxes[-1].counts)
             continue
         boxes.append(Box(step.label, _counts(step)))
-    parts = [step for step in steps if step.kind == "part" and step.label.endswith("split")]
-    splits = tuple(Box(step.label.removesuffix(" split"), _counts(step)) for step in parts)
+    splits = tuple(Box(s.label.removesuffix(" split"), _counts(s)) for s in steps if s.kind == "split")
     whose = "Synthetic eyes, no patients: results in the generator." if sources.is_phantom else ""
     return DataFlow(tuple(boxes), splits, " ".join(filter(None, (whose, _trained(sources), _tested(sources)))))
-
-
-def _why_lost(step: Step) -> str:
-    if step.label.startswith("Skipped"):
-        return "skipped"
-    return "rejected" if step.label.startswith("Rejected") else "not prepared"
 
 
 def _counts(step: Step) -> tuple[str, ...]:

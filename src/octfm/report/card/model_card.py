@@ -25,7 +25,7 @@ HUB_LICENCES = ("apache-2.0", "mit", "bsd-3-clause", "gpl-3.0", "cc0-1.0", "cc-b
                 "cc-by-nc-sa-4.0", "cc-by-nc-nd-4.0", "openrail")  # fmt: skip
 """Licences whose identifiers the hub knows; any other one is `other` with its name."""
 TASKS = {"binary": "image-classification", "multiclass": "image-classification", "ordinal": "image-classification"}
-MARK = {"all": "", "lost": "− ", "part": "of these: "}
+MARK = {"all": "", "split": "of these: ", "part": "of these: "}
 USAGE = """```python
 import octfm
 
@@ -208,7 +208,7 @@ def _data(sources: Sources, statements: Statements) -> str:
             "Neither a catalog nor a prepared store was given to this card, so who the data came from is not described."
         )
     text += "### From files to participants\n\n"
-    rows = [(MARK[s.kind] + s.label, _n(s.volumes), _n(s.participants), s.detail) for s in flow(sources)]
+    rows = [(MARK.get(s.kind, "− ") + s.label, _n(s.volumes), _n(s.participants), s.detail) for s in flow(sources)]
     text += _table(("", "Volumes or files", "Participants", ""), rows)
     if table := characteristics(sources):
         text += "\n\n### Who they are\n\n" + _table(("", *by_split(sources)), [(name, *cells) for name, cells in table])

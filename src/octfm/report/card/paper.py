@@ -199,7 +199,7 @@ def _about_cohort(sources: Sources) -> dict[str, str]:
         found["missing"] = f"{prepared.volumes:,} volumes could be prepared" + (
             f"; {lost.volumes:,} could not." if lost else "."
         )
-    if splits := [s for label, s in steps.items() if label.endswith("split")]:
+    if splits := [s for s in steps.values() if s.kind == "split"]:
         sizes = ", ".join(
             f"{s.label.split()[0].lower()} {s.participants:,} participants ({s.volumes:,} volumes)" for s in splits
         )
@@ -323,7 +323,7 @@ def _flow_figure(sources: Sources) -> str:
         if s.kind == "all":
             boxes += ["  │"] * bool(boxes) + [box]
         else:
-            boxes.append(f"  ├──{'✗' if s.kind == 'lost' else '►'} {box}")
+            boxes.append(f"  ├──{'✗' if s.is_lost else '►'} {box}")
     if not boxes:
         return "Neither a catalog nor a store was given."
     return "```text\n" + "\n".join(box.replace("```", "'''") for box in boxes) + "\n```"
