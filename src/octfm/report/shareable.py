@@ -254,14 +254,9 @@ def _probe(probe: dict[str, Any], words: Words) -> dict[str, Any]:
 
 
 def _result(row: dict[str, Any], words: Words) -> dict[str, Any]:
-    shown = dict(row)
-    if "target" in row:
-        shown["target"] = words.target(str(row["target"]))
-    if "metric" in row:
-        shown["metric"] = words.metric(str(row["metric"]))
-    if "column" in row:
-        shown["column"] = words.target(str(row["column"]))
-    shown |= {name: words.encoder(str(row[name])) for name in ("encoder", "a", "b") if name in row}
+    named = {"target": words.target, "metric": words.metric, "column": words.target}
+    named |= dict.fromkeys(("encoder", "a", "b"), words.encoder)
+    shown = row | {name: public(str(row[name])) for name, public in named.items() if name in row}
     shown |= {
         name: [words.one_class(str(c)) for c in row[name]] for name in ("classes", "left_out_classes") if row.get(name)
     }
