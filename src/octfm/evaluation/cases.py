@@ -129,11 +129,12 @@ class Round:
 
 class Skip(Exception):
     """Raised for a target that cannot be probed on this data; the report shows the message. `public` is the same
-    without values of the table."""
+    without values of the table; both end with the remedy if there is one."""
 
-    def __init__(self, message: str, public: str = ""):
-        super().__init__(message)
-        self.public = public or message
+    def __init__(self, message: str, public: str = "", remedy: str = ""):
+        end = f"; {remedy}." if remedy else ""
+        super().__init__(message + end)
+        self.public = (public or message) + end
 
     def refusal(self, target: str) -> EvaluationError:
         """The error for a target that the caller named."""
@@ -280,20 +281,20 @@ def _require_classes(column: str, cells: Sequence[str], participant: np.ndarray)
     if len(words) <= len(cells) / 2 and len(set(cells) - set(words)) > MANY_NUMBERS:
         # As classes, every number would be a class.
         among = f"{len(cells) - len(words)} of {len(cells)} labels in column {column} are finite numbers, the others"
-        remedy = "write numbers, or leave those cells empty"
-        raise Skip(f"{among} are not ({', '.join(sorted(set(words))[:3])}); {remedy}.", f"{among} are not; {remedy}.")
+        others = ", ".join(sorted(set(words))[:3])
+        raise Skip(f"{among} are not ({others})", f"{among} are not", "write numbers, or leave those cells empty")
     if not any(map(_is_a_word, words)):
-        remedy = "write numbers, or leave those cells empty"
         raise Skip(
-            f"Column {column} has {words[0]}, neither a finite number nor a class; {remedy}.",
-            f"Column {column} has numbers that are not finite; {remedy}.",
+            f"Column {column} has {words[0]}, neither a finite number nor a class",
+            f"Column {column} has numbers that are not finite",
+            "write numbers, or leave those cells empty",
         )
     units = Counter(match[1] for cell in words if (match := _AMOUNT.fullmatch(cell)))
     if len(set(cells)) > MANY_NUMBERS and units and (most := units.most_common(1)[0])[1] > len(cells) / 2:
-        remedy = "write numbers without a unit"
         raise Skip(
-            f"{most[1]} of {len(cells)} labels in column {column} are numbers with the unit {most[0]}; {remedy}.",
-            f"Column {column} has numbers with a unit; {remedy}.",
+            f"{most[1]} of {len(cells)} labels in column {column} are numbers with the unit {most[0]}",
+            f"Column {column} has numbers with a unit",
+            "write numbers without a unit",
         )
     _require_one_spelling(column, cells)
     alone = Counter(cell for cell, _ in set(zip(cells, participant.tolist(), strict=True)))
@@ -311,10 +312,10 @@ def _require_one_spelling(column: str, cells: Sequence[str]) -> None:
     for cell in cells:
         known = spelt.setdefault(_bare(cell), cell)
         if known != cell:
-            remedy = "spell them alike, or they are two classes"
             raise Skip(
-                f"Column {column} has {known} and {cell}; {remedy}.",
-                f"Column {column} spells one label in two ways; {remedy}.",
+                f"Column {column} has {known} and {cell}",
+                f"Column {column} spells one label in two ways",
+                "spell them alike, or they are two classes",
             )
 
 
