@@ -137,7 +137,8 @@ def test_vectors_that_do_not_belong_together_are_refused(run, store, tmp_path):
             embed_store(own, store, tmp_path / name, NAMES[0 if draw is None else 1], quiet)
         assert len(embedding_files(run, tmp_path / name)) == 2
         vectors = np.zeros((len(volumes), own.vector_width), np.float32)
-        write_rows(tmp_path / name / "pretrained.parquet", volumes, vectors, encoder_facts(load_encoder(encoder)))
+        facts = encoder_facts(load_encoder(encoder)) | {"name": "pretrained"}
+        write_rows(tmp_path / name, volumes, vectors, facts)
         with pytest.raises(EvaluationError, match=says):
             embedding_files(run, tmp_path / name)
 

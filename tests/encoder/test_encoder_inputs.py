@@ -17,6 +17,7 @@ from octfm.layers.finder import load_finder
 from octfm.store.layout import Arrays
 from octfm.volume.preprocessing import Preprocessing
 from support.dicom_files import write_oct_dicom
+from support.packaged_encoder import ship
 from support.small_store import small_store
 from support.tiny_runs import TINY
 from support.untrained import untrained_encoder, write_export
@@ -371,8 +372,9 @@ def test_a_packaged_name_is_found_or_answered_with_what_there_is(encoder, tmp_pa
     with pytest.raises(CheckpointError, match=r"layers-2: a packaged network that segments"):
         load_encoder("layers-2")
     folder = write_export(tmp_path / "weights" / "vit-1", encoder)
-    assert packaged_encoders(tmp_path / "weights") == {"vit-1": folder}
-    assert load_encoder(str(find("vit-1", tmp_path / "weights")), device="cpu").key == encoder.key
+    ship(monkeypatch, tmp_path / "weights")
+    assert packaged_encoders() == {"vit-1": folder}
+    assert load_encoder("vit-1", device="cpu").key == encoder.key
     # A folder of that name comes first.
     write_export(tmp_path / "layers-2", encoder)
     assert load_encoder("layers-2", device="cpu").key == encoder.key

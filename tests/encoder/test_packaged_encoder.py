@@ -285,7 +285,7 @@ def test_a_run_becomes_the_packaged_encoder_the_same_bytes_every_time(taught, tm
     whole, packed = load_encoder(taught, device="cpu"), load_encoder(device="cpu")
     for name, tensor in packed.network.state_dict().items():
         assert torch.equal(tensor, whole.network.state_dict()[name].to(torch.bfloat16).float()), name
-    assert packaged_encoders(tmp_path / "one").keys() == {NAME}
+    assert packaged_encoders().keys() == {NAME}
     exported = export(taught, tmp_path / "exported", echo=quiet)
     assert load_encoder(exported).digest == whole.digest == load_encoder(taught).digest
 

@@ -345,6 +345,17 @@ def test_a_gap_is_claimed_however_many_groups_there_are(cohort):
     assert {c["claim"] for c in gaps[1]} == {"better"}
 
 
+def test_a_rare_label_of_a_named_column_is_skipped_as_by_the_probe(cohort):
+    data = cohort.embeddings("run")
+    labels = tuple(
+        own | {"findings": "hole;dme" if who == "P0000" else own["diagnosis"]}
+        for who, own in zip(data.participant, data.participant_labels, strict=True)
+    )
+    study = study_of(cohort, replace(data, participant_labels=labels), targets=["findings"])
+    assert [t.name for t in study.tasks] == ["findings:dme"]
+    assert [s["target"] for s in study.skipped] == ["findings:hole"]
+
+
 def test_groups_that_are_not_there_are_an_error(study):
     with pytest.raises(
         EvaluationError, match="--group ethnicity: no label column ethnicity; columns: age, clinical_site"

@@ -9,7 +9,7 @@ from octfm.io.archive import file_size
 from octfm.io.isolation import Lost
 from octfm.io.location import Location
 from octfm.volume.estimated import FLAG
-from octfm.volume.volume import Laterality, Layout, Modality, Shape3, Spacing3, Volume
+from octfm.volume.volume import Laterality, Layout, Modality, Shape3, Spacing3, Volume, eye_id_of
 
 PSEUDONYM = "pseudonym:"
 """Prefix of uris that only the holder of the key can resolve (octfm.catalog.participants.pseudonyms)."""
@@ -128,7 +128,7 @@ class Acquisition:
 
     @property
     def eye_id(self) -> str:
-        return f"{self.participant}_{self.laterality or 'unknown'}"
+        return eye_id_of(self.participant, self.laterality)
 
     def apply_to(self, volume: Volume, same_uid: bool = True) -> Volume:
         """The volume of this file with what the catalog says of it: the scan has compared header, tables and positions.

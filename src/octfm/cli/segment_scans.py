@@ -29,7 +29,7 @@ from octfm.layers.rows import describe, read_table, save_table
 from octfm.layers.sample import Sample, samples
 from octfm.layers.segment import ScanSegmentation
 from octfm.layers.segment import segment as segment_scan
-from octfm.layers.table import KnownScans, is_of, only_writer, person_of, read_known, write_table
+from octfm.layers.table import KnownScans, is_of, name_of, only_writer, person_of, read_known, write_table
 from octfm.layers.zones import device_grid_of
 from octfm.report.segmented.contact_sheet import ContactSheet
 from octfm.tasks.segment import load_segmenter
@@ -120,13 +120,13 @@ class Scans:
             if self.table is None:
                 raise ConfigError("--calibrate: scales the ranges of a table; add --out FILE.csv")
             before = read_table(self.table) if self.table.exists() else []
-            named = {*map(_name, sources), *(row["source"] for row in before)}
+            named = {*map(name_of, sources), *(row["source"] for row in before)}
             expect_enough(self.calibrate, named)  # before hours of work
         by_hand = find_corrections(self.corrections) if self.corrections is not None else {}
         lengths = read_axial_lengths(self.axial_length) if isinstance(self.axial_length, Path) else None
-        people = {_name(source): person_of((known or {}).get(_name(source))) for source in sources}
+        people = {name_of(source): person_of((known or {}).get(name_of(source))) for source in sources}
         if lengths is not None and lengths.names_none(people):  # before hours of work
-            raise _names_none(lengths, _name(sources[0]))
+            raise _names_none(lengths, name_of(sources[0]))
         if self.table is not None:
             self._into_table(self.table, sources, by_hand, known or {}, lengths)
         else:
@@ -163,7 +163,7 @@ class Scans:
                 progress=progress.over,
                 echo=echo_line,
             )
-        named = {*map(_name, sources)}
+        named = {*map(name_of, sources)}
         rows = [row for row in read_table(table) if row["source"] in named]
         failed = sum(bool(row["problem"]) for row in rows)
         problems = f"; {failed} could not be read or segmented, see the column problem" if failed else ""
@@ -188,7 +188,7 @@ class Scans:
         lengths: AxialLengths | None,
         truth: Sequence[Sample],
     ) -> None:
-        stems = stems_of(_name(source) for source in sources)
+        stems = stems_of(name_of(source) for source in sources)
         if self.out is not None:
             for name, stem in stems.items():
                 _expect_short(f"{stem}_heights_rows.nii.gz", name)
@@ -208,7 +208,7 @@ class Scans:
                     own = by_hand.get(fingerprint(volume.voxels)) if by_hand else None
                     if own is None and len(by_hand) == len(sources) == 1:
                         next(iter(by_hand.values())).require(volume, "")  # says which scan it is of, before segmenting
-                    found, name = (trained or find)(volume), _name(source)
+                    found, name = (trained or find)(volume), name_of(source)
                     if not isinstance(found, ScanSegmentation):
                         echo_line(name)
                     else:
@@ -244,10 +244,6 @@ class Scans:
         if isinstance(source, Volume):
             return source
         return read_known(source, known.get(source), self.limits, raster_only=self.apply is not None)
-
-
-def _name(source: str | Volume) -> str:
-    return source.source if isinstance(source, Volume) else source
 
 
 def _report_nominal(lengths: AxialLengths, measured_by: Mapping[str, object]) -> None:

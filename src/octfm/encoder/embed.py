@@ -125,7 +125,7 @@ def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pr
         expect_writable(target.parent)
         threads = torch.get_num_threads() if encoder.runtime.device.type == "cpu" else 1
         vectors = _in_batches(store, encoder.embed_arrays, encoder.vector_width, name, threads)
-    return write_rows(target, store, vectors, facts)
+    return write_rows(out, store, vectors, facts)
 
 
 def encoder_facts(encoder: Encoder) -> dict[str, str]:
@@ -143,14 +143,13 @@ def encoder_facts(encoder: Encoder) -> dict[str, str]:
 def histogram_baseline(store: Store, out: str | Path) -> Path:
     """Write <out>/histogram.parquet, a baseline of every result: a 64-bin histogram of the image voxels."""
     vectors = _in_batches(store, histogram, HISTOGRAM_BINS, "histogram")
-    return write_rows(Path(out) / "histogram.parquet", store, vectors, histogram_facts(store.fingerprint))
+    return write_rows(out, store, vectors, histogram_facts(store.fingerprint))
 
 
 def quality_baseline(store: Store, out: str | Path) -> Path:
     """Write <out>/image_quality.parquet: the numbers of QUALITY for every volume, for the arm of covariates."""
     vectors = _in_batches(store, image_quality, len(QUALITY), "image quality")
-    facts = {"key": f"image_quality-{store.fingerprint}", "encoder": "image quality", "name": "image_quality"}
-    return write_rows(Path(out) / "image_quality.parquet", store, vectors, facts | {"precision": "fp32"})
+    return write_rows(out, store, vectors, facts_without_weights("image_quality", "image quality", store.fingerprint))
 
 
 def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str | Path, name: str) -> Path:
@@ -159,11 +158,9 @@ def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str
     It gets uint8 voxels [B, D, H, W] and returns vectors [B, width], an array or a tensor. Raises EvaluationError if it
     returns another shape, NaN or infinity.
     """
-    target = local_path(out) / f"{name}.parquet"
-    expect_writable(target.parent)
+    expect_writable(local_path(out))
     vectors = own_vectors(embed, store, np.arange(len(store)), name).astype(np.float32)
-    facts = {"key": f"{name}-{_voxels_of(store)}", "encoder": name, "name": name, "precision": "fp32"}
-    return write_rows(target, store, vectors, facts)
+    return write_rows(out, store, vectors, facts_without_weights(name, name, _voxels_of(store)))
 
 
 def own_vectors(embed: Callable[[np.ndarray], np.ndarray], store: Store, rows: np.ndarray, name: str) -> np.ndarray:
@@ -225,8 +222,12 @@ def _image(arrays: Arrays) -> Iterator[np.ndarray]:
 
 def histogram_facts(fingerprint: str) -> dict[str, str]:
     """Metadata of an embeddings file of histograms."""
-    key = f"histogram-{HISTOGRAM_BINS}-{fingerprint}"
-    return {"key": key, "encoder": "intensity histogram", "name": "histogram", "precision": "fp32"}
+    return facts_without_weights("histogram", "intensity histogram", f"{HISTOGRAM_BINS}-{fingerprint}")
+
+
+def facts_without_weights(name: str, about: str, of: str) -> dict[str, str]:
+    """Metadata of an embeddings file whose vectors no weights of octfm made; `of`: what else they depend on."""
+    return {"key": f"{name}-{of}", "encoder": about, "name": name, "precision": "fp32"}
 
 
 def _voxels_of(store: Store) -> str:
@@ -292,9 +293,9 @@ def _read_ahead(store: Store, batches: Sequence[np.ndarray]) -> Iterator[tuple[n
             yield rows, arrays
 
 
-def write_rows(path: Path, store: Store, vectors: np.ndarray, facts: dict[str, Any]) -> Path:
-    """Write an embeddings file of vectors [N, width] in the order of a store."""
-    facts = facts | {"voxels": _voxels_of(store)}
+def write_rows(out: str | Path, store: Store, vectors: np.ndarray, facts: dict[str, Any]) -> Path:
+    """Write <out>/<name>.parquet, vectors [N, width] in the order of a store; `facts` hold the name."""
+    path, facts = local_path(out) / f"{facts['name']}.parquet", facts | {"voxels": _voxels_of(store)}
     return write_vectors(path, [vars(row) for row in store.rows], vectors, facts, store.preprocessing)
 
 

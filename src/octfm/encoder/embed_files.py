@@ -34,8 +34,8 @@ from octfm.io.archive import split_uri
 from octfm.io.bucket import Account
 from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits, Lost
-from octfm.io.lease import Lease
-from octfm.io.location import BucketPath, Location, listed, location, lock, write_whole
+from octfm.io.lease import only_one
+from octfm.io.location import BucketPath, Location, listed, location, write_whole
 from octfm.io.parquet import from_parquet, to_parquet
 from octfm.io.progress import Progress
 from octfm.io.spread import spread
@@ -199,17 +199,10 @@ def _claim(out: Location, kinds: Sequence[_Kind]) -> None:
 
 
 def _exclusive(out: Location) -> AbstractContextManager[Any]:
-    """A context in which no other job writes to `out`. When a job is killed, its lock ends at once, its lease in a
-    bucket after 3 minutes."""
-    if isinstance(out, BucketPath):
-        return Lease(out / "job.lease", "embedding into it")
+    """A context in which no other job writes to `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    try:
-        return lock(out / ".lock")
-    except BlockingIOError as error:
-        raise EvaluationError(
-            f"{out}: another process ({error.strerror}) is embedding into it; wait for it, or choose another --out"
-        ) from None
+    guard = out / ("job.lease" if isinstance(out, BucketPath) else ".lock")
+    return only_one(out, guard, "embedding into it", EvaluationError)
 
 
 # ---- which files -----------------------------------------------------------------------------------------------------

@@ -78,12 +78,8 @@ def embed_scans(
 
 def _row(volume: Volume) -> dict:
     # Parquet holds only text, but file names may be any bytes; an odd name must not lose hours of work.
-    source, acquisition, participant = map(one_line, (volume.source, volume.acquisition, volume.participant))
-    return {
-        "source": source,
-        "acquisition": acquisition,
-        "participant": participant,
-        "eye_id": f"{participant}_{volume.laterality or 'unknown'}",
+    words = {name: one_line(getattr(volume, name)) for name in ("source", "acquisition", "participant", "eye_id")}
+    return words | {
         "laterality": volume.laterality,
         "scanner": volume.scanner,
         "protocol": volume.protocol,

@@ -15,6 +15,7 @@ from octfm.io.location import Location, location
 from octfm.io.parquet import from_parquet
 from octfm.store.exclusion import excluded, to_stderr
 from octfm.store.store import Store
+from octfm.volume.volume import eye_id_of
 
 TEXTS = ("acquisition", "participant", "eye_id", "scanner")
 """Columns that become arrays of text."""
@@ -66,7 +67,7 @@ class Embeddings:
         """The same with one id for each person and each eye: scanners may spell an id differently."""
         person = np.array(under_one_id(self.participant.tolist()), dtype=str)
         eye = [
-            own if who == named else f"{who}_{side or 'unknown'}"
+            own if who == named else eye_id_of(who, side)
             for own, who, named, side in zip(self.eye_id, person, self.participant, self.laterality, strict=True)
         ]
         return replace(self, participant=person, eye_id=np.array(eye, dtype=str))

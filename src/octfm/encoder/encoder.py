@@ -412,17 +412,33 @@ def encoder_in(
 ) -> Encoder:
     """The encoder of what `opened` returned: whatever else is taken from the same content is of the same checkpoint,
     also while the run goes on."""
-    if "encoder_config" in content:
-        return _tuned_encoder(path, content, random_init, draw, runtime)
-    settings = stored_config(content["settings" if "network" in content else "config"], objective)
+    is_tuned = "encoder_config" in content
+    own = "encoder_config" if is_tuned else "settings" if "network" in content else "config"
+    settings = stored_config(content[own], None if is_tuned else objective)
     preprocessing = Preprocessing.recorded(content["preprocessing"])
+    source = display_name(path)
     if random_init:
         network = _untrained(settings, preprocessing, draw)
-    else:
+        source += f"{AT_RANDOM}{f', draw {draw + 1}' if draw else ''}"
+    elif not is_tuned:
         network = empty_network(settings, preprocessing)
         fill(network, frozen_weights(content, settings), path)
-    source = _source(path, random_init, draw)
+    elif (best := content["state"]["best"]) is None:
+        raise CheckpointError(f"{path}: fine-tuning has no validated weights yet; continue it first")
+    elif not content["config"]["lr_encoder"]:
+        return _under_head(path, content, preprocessing.takes_bscans, runtime)
+    else:
+        network = empty_network(settings, preprocessing)
+        fill(network, merged(part_of(best["model"], "encoder.")), path)
     return assemble(network, settings, preprocessing, source, content["fingerprint"], runtime)
+
+
+def _under_head(path: Location, content: dict[str, Any], takes_bscans: bool, runtime: Runtime) -> Encoder:
+    """The frozen encoder of a fine-tuned head, which is not in its checkpoint: the one that this names."""
+    named = content["config"]["encoder"]
+    base = load_encoder(named, random_init=content["config"]["from_scratch"], runtime=runtime)
+    base = as_trained_on(base.of_bscans() if takes_bscans else base, content, f"{path}: {named}", "head")
+    return replace(base, source=f"{path} on {base.source}")
 
 
 def _untrained(settings: PretrainConfig, preprocessing: Preprocessing, draw: int) -> VisionTransformer3D:
@@ -532,27 +548,6 @@ def opened(run: str | Location | None, echo: Echo | None = None) -> tuple[Locati
     return read_content(find(run), echo)
 
 
-def _tuned_encoder(path: Location, content: dict[str, Any], random_init: bool, draw: int, runtime: Runtime) -> Encoder:
-    """The encoder of a fine-tuned model: the original one if only the head was trained."""
-    config = stored_config(content["encoder_config"])
-    preprocessing = Preprocessing.recorded(content["preprocessing"])
-    tuning = content["config"]
-    if random_init:
-        network = _untrained(config, preprocessing, draw)
-        return assemble(network, config, preprocessing, _source(path, True, draw), content["fingerprint"], runtime)
-    best = content["state"]["best"]
-    if best is None:
-        raise CheckpointError(f"{path}: fine-tuning has no validated weights yet; continue it first")
-    if not tuning["lr_encoder"]:  # a frozen encoder is not in the checkpoint: load the one it names
-        base = load_encoder(tuning["encoder"], random_init=tuning["from_scratch"], runtime=runtime)
-        base = base.of_bscans() if preprocessing.takes_bscans else base
-        base = as_trained_on(base, content, f"{path}: {tuning['encoder']}", "head")
-        return replace(base, source=f"{path} on {base.source}")
-    network = empty_network(config, preprocessing)
-    fill(network, merged(part_of(best["model"], "encoder.")), path)
-    return assemble(network, config, preprocessing, _source(path, False), content["fingerprint"], runtime)
-
-
 def as_trained_on(encoder: Encoder, content: dict[str, Any], what: str, part: str) -> Encoder:
     """The encoder, if a head or decoder was trained on its weights. Raises EvaluationError if not: a checkpoint names
     only the path of its encoder, where a later checkpoint may be by now."""
@@ -565,8 +560,3 @@ def as_trained_on(encoder: Encoder, content: dict[str, Any], what: str, part: st
             f"{what} has {other} than this {part} was trained on (F15); put the encoder back that it was trained on"
         )
     return encoder
-
-
-def _source(path: Location, random_init: bool, draw: int = 0) -> str:
-    name = display_name(path)
-    return f"{name}{AT_RANDOM}{f', draw {draw + 1}' if draw else ''}" if random_init else name

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from octfm.catalog.participants.safe_values import is_known_name, is_known_scanner, is_plain_word
+from octfm.catalog.participants.safe_values import is_known_class, is_known_name
 from octfm.encoder.encoder import Encoder, load_encoder, opened
 from octfm.encoder.tuned import TunedModel, with_head_in
 from octfm.errors import Echo, EvaluationError
@@ -101,8 +101,8 @@ def _expect_new(out: Path) -> None:
 
 def _expect_known_names(tuned: TunedModel) -> None:
     answer = tuned.answer
-    unknown = [name for name in answer.classes if not (is_plain_word(name) or is_known_scanner(name))]
-    unknown += [] if all(map(is_known_name, answer.target.split(":"))) else [answer.target]
+    unknown = [name for name in answer.classes if not is_known_class(name)]
+    unknown += [] if is_known_name(answer.target) else [answer.target]
     if unknown:
         # A class may have the name of its column.
         names = ", ".join(map(repr, dict.fromkeys(unknown)))

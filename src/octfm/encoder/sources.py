@@ -20,15 +20,15 @@ FILES = (CONFIG, WEIGHTS, SEEN, KEY)
 """Files of an export that are fetched from the hub; not the ONNX graph, which is as large as the weights."""
 
 
-def find(run: str | Location | None, weights: Path | None = None) -> Location:
-    """The folder, file or address that a user's word names; for None the packaged encoder. `weights`: the folder of
-    packaged encoders. A path that does not exist may be returned.
+def find(run: str | Location | None) -> Location:
+    """The folder, file or address that a user's word names; for None the packaged encoder. A path that does not exist
+    may be returned.
 
     Raises CheckpointError for a hub id or a packaged name that does not exist, ConfigError for hf:// without
     huggingface_hub.
     """
     if run is None:
-        return packaged_encoder(weights=weights)
+        return packaged_encoder()
     if not isinstance(run, str):
         return location(run)
     if run.startswith(HUB):
@@ -39,7 +39,7 @@ def find(run: str | Location | None, weights: Path | None = None) -> Location:
     if where.exists():
         return where
     if re.fullmatch(r"[\w.-]+", run) and run == Path(run).name:
-        return _named(run, weights)
+        return _named(run)
     # If a folder of the first word exists, the name is more likely a misspelt run.
     if _HUB_ID.fullmatch(run) and not Path(run).parent.exists():
         return _cached(run)
@@ -122,22 +122,21 @@ def _cached(name: str) -> Path:
         ) from None
 
 
-def _named(name: str, weights: Path | None) -> Path:
+def _named(name: str) -> Path:
     """The folder of a packaged encoder. Raises CheckpointError, which lists the packaged ones, if there is none."""
-    encoders = packaged_encoders(weights)
+    encoders = packaged_encoders()
     if name in encoders:
         return encoders[name]
-    networks = [network.name for network in packaged()]
-    if name in networks:
+    if name in [network.name for network in packaged()]:
         raise CheckpointError(
             f"{name}: a packaged network that segments and is no encoder; use octfm.segment(scan), or load_encoder "
             "with a run or an export"
         )
     raise CheckpointError(
         f"{name}: no run, checkpoint or export here, and no packaged encoder of this name; packaged encoders: "
-        f"{_known_encoders(weights)}; give the path of a run (octfm pretrain) or of an export (octfm export)"
+        f"{_known_encoders()}; give the path of a run (octfm pretrain) or of an export (octfm export)"
     )
 
 
-def _known_encoders(weights: Path | None = None) -> str:
-    return ", ".join(packaged_encoders(weights)) or "none yet"
+def _known_encoders() -> str:
+    return ", ".join(packaged_encoders()) or "none yet"

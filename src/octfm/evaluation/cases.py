@@ -131,15 +131,21 @@ class Round:
 
 class Skip(Exception):
     """Raised for a target that cannot be probed on this data; the report shows the message. `public` is the same
-    without values of the table."""
+    without values of the table; both end with the remedy if there is one."""
 
-    def __init__(self, message: str, public: str = ""):
-        super().__init__(message)
-        self.public = public or message
+    def __init__(self, message: str, public: str = "", remedy: str = ""):
+        end = f"; {remedy}." if remedy else ""
+        super().__init__(message + end)
+        self.public = (public or message) + end
 
     def refusal(self, target: str) -> EvaluationError:
         """The error for a target that the caller named."""
         return EvaluationError(f"target {target}: {self}", public=self.public)
+
+
+def label_columns(data: Embeddings, table: LabelTable | None) -> set[str]:
+    """Names of the columns of participants and of the label table."""
+    return {*(key for labels in data.participant_labels for key in labels), *(table.columns if table else ())}
 
 
 def find_targets(
@@ -154,11 +160,7 @@ def find_targets(
     `orders` adds to ORDERS and to those of the table. Raises EvaluationError for a name without a column, and for
     `scanner` if the table has such a column, because this target is the scanner that the scans' files state.
     """
-    columns = {
-        "scanner",
-        *(key for labels in data.participant_labels for key in labels),
-        *(table.columns if table else ()),
-    }
+    columns = {"scanner"} | label_columns(data, table)
     if names is None:
         targets = [target for target in TARGETS if target.column in columns]
     else:
@@ -281,20 +283,20 @@ def _require_classes(column: str, cells: Sequence[str], participant: np.ndarray)
     if len(words) <= len(cells) / 2 and len(set(cells) - set(words)) > MANY_NUMBERS:
         # As classes, every number would be a class.
         among = f"{len(cells) - len(words)} of {len(cells)} labels in column {column} are finite numbers, the others"
-        remedy = "write numbers, or leave those cells empty"
-        raise Skip(f"{among} are not ({', '.join(sorted(set(words))[:3])}); {remedy}.", f"{among} are not; {remedy}.")
+        others = ", ".join(sorted(set(words))[:3])
+        raise Skip(f"{among} are not ({others})", f"{among} are not", "write numbers, or leave those cells empty")
     if not any(map(_is_a_word, words)):
-        remedy = "write numbers, or leave those cells empty"
         raise Skip(
-            f"Column {column} has {words[0]}, neither a finite number nor a class; {remedy}.",
-            f"Column {column} has numbers that are not finite; {remedy}.",
+            f"Column {column} has {words[0]}, neither a finite number nor a class",
+            f"Column {column} has numbers that are not finite",
+            "write numbers, or leave those cells empty",
         )
     units = Counter(match[1] for cell in words if (match := _AMOUNT.fullmatch(cell)))
     if len(set(cells)) > MANY_NUMBERS and units and (most := units.most_common(1)[0])[1] > len(cells) / 2:
-        remedy = "write numbers without a unit"
         raise Skip(
-            f"{most[1]} of {len(cells)} labels in column {column} are numbers with the unit {most[0]}; {remedy}.",
-            f"Column {column} has numbers with a unit; {remedy}.",
+            f"{most[1]} of {len(cells)} labels in column {column} are numbers with the unit {most[0]}",
+            f"Column {column} has numbers with a unit",
+            "write numbers without a unit",
         )
     _require_one_spelling(column, cells)
     alone = Counter(cell for cell, _ in set(zip(cells, participant.tolist(), strict=True)))
@@ -312,10 +314,10 @@ def _require_one_spelling(column: str, cells: Sequence[str]) -> None:
     for cell in cells:
         known = spelt.setdefault(_bare(cell), cell)
         if known != cell:
-            remedy = "spell them alike, or they are two classes"
             raise Skip(
-                f"Column {column} has {known} and {cell}; {remedy}.",
-                f"Column {column} spells one label in two ways; {remedy}.",
+                f"Column {column} has {known} and {cell}",
+                f"Column {column} spells one label in two ways",
+                "spell them alike, or they are two classes",
             )
 
 
@@ -423,7 +425,17 @@ def _of_common_classes(
             f"{len(np.unique(cases.participant[counted]))} labelled participants, {found}."
         )
     keep = np.isin(cases.label, enough)
-    cases, train, tested = _only_classes(cases, enough), train[keep], tested[keep]
+    train, tested = train[keep], tested[keep]
+    cases = replace(
+        cases,
+        rows=cases.rows[keep],
+        label=np.searchsorted(enough, cases.label[keep]),
+        classes=tuple(cases.classes[k] for k in enough),
+        participant=cases.participant[keep],
+        unit=cases.unit[keep],
+        left_out=tuple(name for k, name in enumerate(cases.classes) if k not in enough),
+        eye=None if cases.eye is None else cases.eye[keep],
+    )
     # If every participant has a diseased eye, all are diseased.
     present = np.unique(_unit_labels(cases, tested)) if tested.any() else np.zeros(0, int)
     if len(present) < 2:
@@ -519,19 +531,3 @@ def _unit(coarsest: Unit, data: Embeddings, rows: np.ndarray, label: np.ndarray)
         if len(set(zip(ids.tolist(), label.tolist(), strict=True))) == len(np.unique(ids)):
             return ids, name
     return data.acquisition[rows], "acquisition"
-
-
-def _only_classes(cases: Cases, enough: list[int]) -> Cases:
-    if cases.classes is None or len(enough) == len(cases.classes):
-        return cases
-    keep = np.isin(cases.label, enough)
-    return replace(
-        cases,
-        rows=cases.rows[keep],
-        label=np.searchsorted(enough, cases.label[keep]),
-        classes=tuple(cases.classes[k] for k in enough),
-        participant=cases.participant[keep],
-        unit=cases.unit[keep],
-        left_out=tuple(name for k, name in enumerate(cases.classes) if k not in enough),
-        eye=None if cases.eye is None else cases.eye[keep],
-    )

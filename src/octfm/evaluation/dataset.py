@@ -13,7 +13,7 @@ from octfm.catalog.participants.ids import under_one_id
 from octfm.display import box, brief, counted, number
 from octfm.encoder.embeddings import of_store
 from octfm.errors import ConfigError, EvaluationError, shown
-from octfm.evaluation.cases import Skip, find_target, make_cases
+from octfm.evaluation.cases import Skip, find_target, label_columns, make_cases
 from octfm.store.selection import select
 from octfm.store.store import Store
 from octfm.volume.volume import ADMISSIBLE, MODALITIES, STRUCTURE_ONLY, Modality
@@ -109,17 +109,16 @@ def dataset_of(
     rows = select(store, split, layouts=ADMISSIBLE, modalities=modalities)
     if labels is None and target is None:
         return VolumeDataset(store, rows, split=split, transform=transform)
-    table = read_labels(labels) if labels is not None else None
+    data, table = of_store(store), read_labels(labels) if labels is not None else None
     if target is not None and not (isinstance(target, str) and target):
-        columns = {*(key for row in store.rows for key in row.participant_labels), *(table.columns if table else ())}
         raise EvaluationError(
             f"target: expected the name of a label column, got {shown(target)}; "
-            f"columns: {', '.join(sorted(columns)) or 'there is none'}"
+            f"columns: {', '.join(sorted(label_columns(data, table))) or 'there is none'}"
         )
     own = table.columns if table is not None else ()
     if target is None and len(own) != 1:
         raise EvaluationError(f"target: name one of the label columns: {', '.join(own) or 'there is none'}")
-    name, data = target or next(iter(own)), of_store(store)
+    name = target or next(iter(own))
     try:
         cases = make_cases(find_target(name, data, table), data, table)
     except Skip as reason:

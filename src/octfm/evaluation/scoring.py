@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from octfm.catalog.labels import as_number
-from octfm.display import p_value
+from octfm.display import number, p_value
 from octfm.evaluation import metrics as m
 from octfm.evaluation.cases import Cases
 from octfm.evaluation.delong import Areas, areas
@@ -121,12 +121,12 @@ def score(
             per_run = [bootstrap(measure, first.participant, resamples=resamples, seed=seed) for measure in measures]
             of_seeds = [over_seeds(per_run[s : s + draws], seed=seed + 1) for s in range(0, len(per_run), draws)]
             boot = over_seeds(of_seeds, seed=seed)
-        around = bounds(boot)
-        high = around["high"]
+        found = estimate(boot, float(np.mean(whole)))
+        high = found["high"]
         below = name in HEADLINE and facts.get("design") == "k-fold" and high is not None and high < chance
         notes = [
             odd_numbers(cases),
-            _note(rare, boot) or (BELOW if below else None),
+            rare_note(rare, " in the test") or _note(boot) or (BELOW if below else None),
             _eyes_note(first) if name == "auroc" else None,
         ]
         ranked = None
@@ -137,8 +137,8 @@ def score(
             **facts,
             "metric": name,
             "encoder": encoder,
-            "estimate": finite(boot.estimate if boot else float(np.mean(whole))),
-            **around,
+            **found,
+            "percentile": percentile(boot),
             "delong": _delong(ranked),
             "chance": chance,
             "lower_is_better": name in lower_is_better,
@@ -153,10 +153,17 @@ def score(
     return scored
 
 
-def bounds(boot: Bootstrap | None) -> dict[str, Any]:
-    """`low` and `high` (BCa) and the `percentile` interval of a result; None for each if there is no interval."""
-    low, high, *percentile = (*interval(boot), *interval(boot, method="percentile")) if boot else (None,) * 4
-    return {"low": finite(low), "high": finite(high), "percentile": [finite(bound) for bound in percentile]}
+def estimate(boot: Bootstrap | None, alone: float | None = None) -> dict[str, float | None]:
+    """`estimate`, `low` and `high` (BCa) for a result row; without a bootstrap only the estimate `alone`."""
+    if boot is None:
+        return {"estimate": finite(alone), "low": None, "high": None}
+    low, high = interval(boot)
+    return {"estimate": finite(boot.estimate), "low": finite(low), "high": finite(high)}
+
+
+def percentile(boot: Bootstrap | None) -> list[float | None]:
+    """Ends of the percentile interval; None for both without a bootstrap."""
+    return [None, None] if boot is None else [finite(end) for end in interval(boot, method="percentile")]
 
 
 def compare_scored(a: Scored, b: Scored, *, leakage: bool) -> dict[str, Any]:
@@ -174,22 +181,21 @@ def compare_scored(a: Scored, b: Scored, *, leakage: bool) -> dict[str, Any]:
         one, other = a.row["estimate"], b.row["estimate"]
         difference, unknown = None if one is None or other is None else one - other, dict.fromkeys(("low", "high", "p"))
         return {**row, "difference": difference, **unknown, "verdict": "inconclusive", "note": a.row["note"]}
-    c = compare(a.bootstrap, b.bootstrap)
-    verdict = c.verdict
-    if leakage != a.row.get("lower_is_better", a.metric in LOWER_IS_BETTER) and verdict != "inconclusive":
-        # Lower is better: for an error, and for leakage such as recognising the scanner.
-        verdict = "worse" if verdict == "better" else "better"
+    # For leakage such as recognising the scanner, a higher score is worse.
+    lower_is_better = leakage != a.row.get("lower_is_better", a.metric in LOWER_IS_BETTER)
     both = _areas(a.ranked, b.ranked) if a.ranked and b.ranked else None
-    return {
-        **row,
-        "difference": finite(c.difference),
-        "low": finite(c.low),
-        "high": finite(c.high),
-        "p": c.p,
-        "p_delong": both.p() if both else None,
-        "verdict": verdict,
-        "note": None,
-    }
+    found = paired_difference(a.bootstrap, b.bootstrap, lower_is_better=lower_is_better)
+    return {**row, **found, "p_delong": both.p() if both else None, "note": None}
+
+
+def paired_difference(a: Bootstrap, b: Bootstrap, *, lower_is_better: bool) -> dict[str, Any]:
+    """`difference` (a − b), `low`, `high`, `p` and `verdict` on the same resamples, for a result row."""
+    c = compare(a, b)
+    verdict = c.verdict
+    if lower_is_better and verdict != "inconclusive":
+        verdict = "worse" if verdict == "better" else "better"
+    ends = {"low": finite(c.low), "high": finite(c.high)}
+    return {"difference": finite(c.difference), **ends, "p": c.p, "verdict": verdict}
 
 
 def compare_metrics(a: Sequence[Scored], b: Sequence[Scored], *, leakage: bool) -> list[dict[str, Any]]:
@@ -312,12 +318,11 @@ def _built_in(cases: Cases, u: Units) -> list[tuple[str, Metric, float]]:
         ("macro_f1", partial(m.macro_f1, u.truth, winner), 1 / present),
     ]
     if u.log_prior is not None:
-        # Probes are fitted with classes of equal weight; adding the log class frequencies of training undoes that.
-        # Predicting the test's class shares for everyone has a Brier score of 1 − Σ share².
-        calibrated = softmax(u.value + u.log_prior)
+        likely = calibrated(u)
         found += [
-            ("brier", partial(m.brier, u.truth, calibrated), float(1 - (share**2).sum())),
-            ("ece", partial(m.ece, u.truth, calibrated), 0.0),
+            # Predicting the test's class shares for everyone has a Brier score of 1 − Σ share².
+            ("brier", partial(m.brier, u.truth, likely), float(1 - (share**2).sum())),
+            ("ece", partial(m.ece, u.truth, likely), 0.0),
         ]
     if u.grade is not None:
         rounded = np.clip(np.rint(u.grade), 0, len(cases.classes) - 1).astype(int)
@@ -342,6 +347,13 @@ def softmax(log_p: np.ndarray) -> np.ndarray:
     """Probabilities [n, K] from log-probabilities [n, K] that need not be normalised."""
     p = np.exp(log_p - log_p.max(1, keepdims=True))
     return p / p.sum(1, keepdims=True)
+
+
+def calibrated(of: Predictions | Units) -> np.ndarray:
+    """Probabilities [n, K]. Probes are fitted with classes of equal weight; adding the log class frequencies of
+    training undoes that."""
+    assert of.log_prior is not None
+    return softmax(of.value + of.log_prior)
 
 
 def _areas(*ranked: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Areas | None:
@@ -444,12 +456,13 @@ def _name_codes(cases: Cases, often: dict[str, int]) -> str:
     )
 
 
-def _note(rare: dict[str, int], boot: Bootstrap | None) -> str | None:
-    if rare:
-        who = ", ".join(
-            f"{n} participant{'s' * (n != 1)}" + (f" with {name}" if name else "") for name, n in rare.items()
-        )
-        return f"No interval: only {who} in the test, fewer than {MIN_PARTICIPANTS}."
+def rare_note(rare: dict[str, int], where: str = "") -> str | None:
+    """A sentence that explains a missing interval; None if no class is too rare."""
+    who = ", ".join(number(n, "participant") + f" with {name}" * bool(name) for name, n in rare.items())
+    return f"No interval: only {who}{where}, fewer than {MIN_PARTICIPANTS}." if rare else None
+
+
+def _note(boot: Bootstrap | None) -> str | None:
     if boot is None:
         return None
     known = boot.resampled[np.isfinite(boot.resampled)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from octfm.encoder.embed import write_rows
+from octfm.encoder.embed import facts_without_weights, write_rows
 from octfm.encoder.embeddings import Embeddings
 from octfm.evaluation.metrics import ratio
 from octfm.store.store import Store
@@ -34,13 +34,8 @@ def tissue_map(store: Store, data: Embeddings) -> Embeddings:
 
 def tissue_map_baseline(store: Store, out: str | Path) -> Path:
     """Write <out>/tissue_map.parquet, an embeddings file of `tissue_map` for every volume of the store."""
-    facts = {
-        "key": f"tissue_map-{GRID}-{store.fingerprint}",
-        "encoder": ABOUT,
-        "name": "tissue_map",
-        "precision": "fp32",
-    }
-    return write_rows(Path(out) / "tissue_map.parquet", store, _vectors(store, np.arange(len(store))), facts)
+    facts = facts_without_weights("tissue_map", ABOUT, f"{GRID}-{store.fingerprint}")
+    return write_rows(out, store, _vectors(store, np.arange(len(store))), facts)
 
 
 def _vectors(store: Store, rows: np.ndarray) -> np.ndarray:

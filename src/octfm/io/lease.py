@@ -12,17 +12,33 @@ import secrets
 import socket
 import threading
 import time
-from contextlib import suppress
-from typing import Self
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Self
 
-from octfm.errors import BucketError
+from octfm.errors import BucketError, OctfmError
 from octfm.io import bucket
-from octfm.io.location import BucketPath
+from octfm.io.location import BucketPath, Location, lock
 
 RENEW_S = 30.0
 STALE_S = 180.0
 SETTLE_S = 3.0
 """Seconds to wait after taking over a stale lease: others that found the same one have written theirs by then."""
+
+
+def only_one(output: Location, guard: Location, purpose: str, refused: type[OctfmError]) -> AbstractContextManager[Any]:
+    """A context in which no other process writes to `output`, held by the lock of the file `guard`, or in a bucket by a
+    lease of that name. When a process is killed its lock ends at once, its lease after STALE_S.
+
+    Raises `refused`, which says that the other process is `purpose`, and BucketError in a bucket.
+    """
+    if isinstance(guard, BucketPath):
+        return Lease(guard, purpose)
+    try:
+        return lock(guard)
+    except BlockingIOError as error:
+        raise refused(
+            f"{output}: another process ({error.strerror}) is {purpose}; wait for it, or choose another --out"
+        ) from None
 
 
 class Lease:

@@ -11,7 +11,7 @@ from octfm.catalog.labels import as_number, read_labels, stated
 from octfm.catalog.participants.ids import person_key
 from octfm.errors import EvaluationError, one_line
 from octfm.layers.corrections import AXIAL_LENGTH_MM
-from octfm.layers.zones import as_read, read_rows
+from octfm.layers.zones import as_read, columns_in, read_rows
 from octfm.volume.volume import Volume
 
 COLUMNS = ("axial_length_mm", "axial_length")
@@ -69,8 +69,8 @@ def read_axial_lengths(path: Path) -> AxialLengths:
     column = next((name for name in COLUMNS if name in rows[0]), None)
     if column is None:
         raise EvaluationError(
-            f"{path}: expected a column axial_length_mm, found {one_line(', '.join(rows[0]))[:200]}; rename the column "
-            "that has the axial lengths"
+            f"{path}: expected a column axial_length_mm, found {columns_in(rows[0])}; rename the column that has the "
+            "axial lengths"
         )
     if "source" in rows[0]:
         by_source: dict[str, float] = {}

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from octfm.catalog.participants.ids import under_one_id
 from octfm.display import number
-from octfm.errors import EvaluationError, one_line
+from octfm.errors import EvaluationError
 from octfm.layers.ranges import conformal_quantile
-from octfm.layers.zones import RANGE, UNIT, as_read, read_rows, same_millimetres, zones_in
+from octfm.layers.zones import RANGE, UNIT, as_read, columns_in, read_rows, same_millimetres, zones_in
 
 LEAST_PARTICIPANTS = 50
 """Least number of participants with corrected zones for a range to be called a 90 % interval."""
@@ -101,7 +101,7 @@ def read_corrected(path: Path) -> tuple[list[dict[str, str]], list[str]]:
     count: they were corrected in part, or have no participant. Raises EvaluationError if the file is no such CSV, or
     has two rows for a scan: if one of them was not corrected, ranges would be too narrow."""
     rows = read_rows(path, ("source",), "corrected zones of scans")
-    found = f"found {one_line(', '.join(rows[0]))[:200]}"
+    found = f"found {columns_in(rows[0])}"
     if not rows[0].keys() & {"participant", "corrected_participant"}:
         raise EvaluationError(f"{path}: expected a column participant, {found}")
     if not rows[0].keys() & set(UNIT.values()):

@@ -5,9 +5,10 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from octfm.catalog.acquisition import Acquisition
 from octfm.errors import BAD_INPUT, BucketError, CorrectionsError, Echo, EvaluationError, ReadError
@@ -18,8 +19,8 @@ from octfm.formats.reasons import REASONS
 from octfm.io.archive import file_size, list_folder
 from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits, Lost
-from octfm.io.lease import Lease
-from octfm.io.location import BucketPath, Location, is_remote, lock, write_whole
+from octfm.io.lease import only_one
+from octfm.io.location import BucketPath, Location, is_remote, write_whole
 from octfm.io.spread import spread
 from octfm.io.versions import GONE, versions
 from octfm.layers.axial_lengths import AxialLengths, read_axial_lengths
@@ -61,6 +62,11 @@ def read_known(source: str, known: Known, limits: Limits | None = None, *, raste
         volume = read_volume(source, spacing_mm=known.spacing_mm, raster_only=raster_only, limits=limits)
         return known.apply_to(volume)
     return read_volume(source, raster_only=raster_only, limits=limits).with_eye(known)
+
+
+def name_of(given: str | Volume) -> str:
+    """The file of a scan, or what a volume states as its source."""
+    return given.source if isinstance(given, Volume) else given
 
 
 def person_of(known: Known) -> str:
@@ -127,7 +133,7 @@ def write_table(
         from_children = _rows_of(new, known, axial_lengths, device, also, limits or Limits(), workers, by_hand)
         waiting = set(new)
         for given in progress(sources):
-            source = given.source if isinstance(given, Volume) else given
+            source = name_of(given)
             if source in done:
                 continue
             if source in waiting and isinstance(given, str):
@@ -162,7 +168,7 @@ class _InThisProcess:
 
     def row(self, given: str | Volume) -> dict[str, str] | None:
         """The new row of a scan; None if the table needs none, because it has this row or keeps another one."""
-        source = given.source if isinstance(given, Volume) else given
+        source = name_of(given)
         own = self.known.get(source)
         state = "" if isinstance(given, Volume) else state_of(source, own)
         has_row = self.table.has(source, state)
@@ -193,7 +199,7 @@ class _InThisProcess:
     def _found(self, given: str | Volume, own: Known, state: str, has_row: bool) -> ScanSegmentation | None:
         """Read and segment a scan; None if its row stays as it is, or is not wanted."""
         volume = given if isinstance(given, Volume) else read_known(given, own, self.limits)
-        source = given.source if isinstance(given, Volume) else given
+        source = name_of(given)
         by_hand = self.corrections.get(fingerprint(volume.voxels)) if self.corrections else None
         if by_hand is not None:
             self.used.add(by_hand.source)
@@ -475,23 +481,10 @@ def is_of(row: Mapping[str, str], source: str) -> bool:
     return row["file_state"].partition("-")[0] == state_of(source)
 
 
-@contextmanager
-def only_writer(table: Location) -> Iterator[None]:
+def only_writer(table: Location) -> AbstractContextManager[Any]:
     """Keep other processes from writing this table: two that each replace the whole file would lose each other's rows.
 
     Raises EvaluationError if another process is writing it, BucketError in a bucket.
     """
-    name = f".{table.name}.lock"
-    if isinstance(table, BucketPath):
-        with Lease(table.parent / name, "writing this table"):
-            yield
-        return
     table.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        held = lock(table.parent / name)
-    except BlockingIOError as error:
-        raise EvaluationError(
-            f"{table}: another process ({error.strerror}) is writing this table; wait for it, or choose another --out"
-        ) from None
-    with held:
-        yield
+    return only_one(table, table.parent / f".{table.name}.lock", "writing this table", EvaluationError)

@@ -4,7 +4,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -226,7 +226,7 @@ def read_rows(path: Path, needed: Sequence[str], expected: str = "a table of oct
             next(reader.reader)
         reader.fieldnames = names = [name.strip() for name in reader.fieldnames or ()]
         if missing := [column for column in needed if column not in names]:
-            found = one_line(", ".join(names))[:200] or "an empty first line"
+            found = columns_in(names) or "an empty first line"
             raise EvaluationError(f"{path}: expected {expected}, found no column {', '.join(missing)} but {found}")
         if twice := next((name for name in names if name and names.count(name) > 1), None):
             raise EvaluationError(f"{path}: two columns are called {one_line(twice)[:200]}; rename one of them")
@@ -244,6 +244,11 @@ def read_rows(path: Path, needed: Sequence[str], expected: str = "a table of oct
     if not rows:
         raise EvaluationError(f"{path}: holds no row")
     return rows
+
+
+def columns_in(names: Iterable[str]) -> str:
+    """The columns of a table on one line, the first 200 characters, for errors."""
+    return one_line(", ".join(names))[:200]
 
 
 def as_read(source: str) -> str:

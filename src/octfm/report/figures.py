@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from octfm.display import interval, readable
 from octfm.report.sources import Sources, lookup, number, series
-from octfm.report.words import METRICS, predicted, probed, short
+from octfm.report.words import METRICS, objective, probed, short
 
 # Okabe & Ito's colour-blind-safe palette; the page's style sheet brightens it on dark backgrounds.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
@@ -90,7 +90,8 @@ def training_charts(sources: Sources) -> list[Chart]:
     """One chart per question that a training curve answers; charts without data are left out, and so are those of a
     context loss or teacher that the objective does not have."""
     train, validation = sources.train, sources.validation
-    loss = f"The error of predicting {predicted(sources)}, over that of a constant prediction. 1 = learned nothing."
+    what = objective(sources).predicted
+    loss = f"The error of predicting {what}, over that of a constant prediction. 1 = learned nothing."
     if not lookup(sources.settings, "objective", "context_loss") and train and "context_weight" in train[-1]:
         train, validation = ([_without(row, "context_over_baseline") for row in rows] for rows in (train, validation))
     if lookup(sources.record, "parameters", "target_encoder") == 0:

@@ -42,9 +42,7 @@ def write_report(
     large.
     """
     run, out = location(run), html_file(out, "report.html")
-    sources = gather(
-        local_run(run), location(catalog) if catalog else None, location(store_path) if store_path else None
-    )
+    sources = gather(local_run(run), catalog, store_path)
     command = ["octfm", "report", str(run)]
     for option, value in (("--catalog", catalog), ("--store", store_path)):
         command += [option, str(value)] if value is not None else []

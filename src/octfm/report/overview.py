@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from octfm.display import number, readable
 from octfm.report import words
 from octfm.report.participants import Step, by_split, flow
-from octfm.report.sources import Sources
+from octfm.report.sources import Sources, lookup
 
 NOT_FOR = (
     "Not for diagnosis, screening, triage or any decision about a patient: this is research software, not a medical "
@@ -19,13 +19,6 @@ FOR_WHAT = (
     "Alone it answers no clinical question: small models are fitted on its features, and this page shows how well they "
     "do."
 )
-HIDDEN = "It learned without any label, by predicting hidden parts of the retina."
-LEARNED = dict.fromkeys(("vjepa2", "data2vec", "mae"), HIDDEN) | {
-    "dense": "It learned from the ground truth of synthetic scans: which layers and lesions are where.",
-    "anchored": "It learned by predicting hidden parts of the retina, and from the ground truth of synthetic scans.",
-}
-"""How encoders of the built-in objectives learned; nothing is said about other objectives."""
-
 UNTRAINED = (
     "Numbers of each 3-D OCT scan (features): thickness and fluid as the packaged network measures them, and those of "
     "an encoder that has learned nothing, for comparison. Small models are fitted on these features, and this page "
@@ -59,9 +52,9 @@ def data_flow(sources: Sources) -> DataFlow:
     steps = flow(sources)
     boxes: list[Box] = []
     lost: list[str] = []
-    for step in (s for s in steps if s.kind != "part"):
-        if step.kind == "lost":
-            lost.append(f"{step.volumes:,} {_why_lost(step)}")
+    for step in (s for s in steps if s.kind not in ("split", "part")):
+        if step.is_lost:
+            lost.append(f"{step.volumes:,} {step.kind}")
             continue
         if boxes and lost:
             last = boxes[-1]
@@ -72,16 +65,9 @@ def data_flow(sources: Sources) -> DataFlow:
             boxes[-1] = Box("Accepted and prepared", boxes[-1].counts)
             continue
         boxes.append(Box(step.label, _counts(step)))
-    parts = [step for step in steps if step.kind == "part" and step.label.endswith("split")]
-    splits = tuple(Box(step.label.removesuffix(" split"), _counts(step)) for step in parts)
+    splits = tuple(Box(s.label.removesuffix(" split"), _counts(s)) for s in steps if s.kind == "split")
     whose = "Synthetic eyes, no patients: results in the generator." if sources.is_phantom else ""
     return DataFlow(tuple(boxes), splits, " ".join(filter(None, (whose, _trained(sources), _tested(sources)))))
-
-
-def _why_lost(step: Step) -> str:
-    if step.label.startswith("Skipped"):
-        return "skipped"
-    return "rejected" if step.label.startswith("Rejected") else "not prepared"
 
 
 def _counts(step: Step) -> tuple[str, ...]:
@@ -93,7 +79,7 @@ def _counts(step: Step) -> tuple[str, ...]:
 
 def _trained(sources: Sources) -> str:
     """The number of participants used in pretraining, if they are not those of the training split."""
-    trained = (sources.record.get("store") or {}).get("train_participants")
+    trained = lookup(sources.record, "store", "train_participants")
     known = {row.participant for row in by_split(sources).get("train", ())}
     before = f", and began with weights that had seen at least {number(n, 'other')}" if (n := sources.inherited) else ""
     if not isinstance(trained, int) or (trained == len(known) and not before):
@@ -150,7 +136,7 @@ def about(sources: Sources) -> list[tuple[str, str]]:
     """Questions and answers on what was measured and how certain it is."""
     what = UNTRAINED
     if not sources.record.get("not_pretrained"):
-        what = " ".join(filter(None, (WHAT, LEARNED.get(words.objective(sources)), FOR_WHAT)))
+        what = " ".join(filter(None, (WHAT, words.objective(sources).learned, FOR_WHAT)))
     return [("What is it?", what), ("How sure?", _sure(sources))]
 
 

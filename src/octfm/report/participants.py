@@ -9,7 +9,7 @@ import numpy as np
 
 from octfm.catalog.acquisition import Acquisition
 from octfm.display import readable
-from octfm.report.sources import Sources, number
+from octfm.report.sources import Sources, lookup, number
 from octfm.store.layout import StoreRow
 
 SPLITS = ("train", "val", "test", "none")
@@ -29,8 +29,12 @@ class Step:
     volumes: int | None
     participants: int | None
     detail: str = ""
-    kind: Literal["all", "lost", "part"] = "all"
-    """Everything that remains (all), what was lost on the way (lost), or a part of what remains (part)."""
+    kind: Literal["all", "skipped", "rejected", "not prepared", "split", "part"] = "all"
+    """Everything that remains (all), why something was lost on the way, or a part of what remains (split, part)."""
+
+    @property
+    def is_lost(self) -> bool:
+        return self.kind in ("skipped", "rejected", "not prepared")
 
 
 def flow(sources: Sources) -> list[Step]:
@@ -42,20 +46,20 @@ def flow(sources: Sources) -> list[Step]:
         steps.append(Step("Image files found", files, None))
         if s["skipped"]:
             label = "Skipped on purpose (no structural OCT volume)"
-            steps.append(Step(label, s["skipped"], None, _counts(s["skips"]), "lost"))
+            steps.append(Step(label, s["skipped"], None, _counts(s["skips"]), "skipped"))
         if s["rejected"]:
-            steps.append(Step("Rejected, each with a reason", s["rejected"], None, _counts(s["rejects"]), "lost"))
+            steps.append(Step("Rejected, each with a reason", s["rejected"], None, _counts(s["rejects"]), "rejected"))
         steps.append(Step("Accepted OCT volumes", s["accepted"], s["participants"]))
     rows = sources.store.rows if sources.store is not None else None
     if rows is not None:
         lost = Counter(u.code for u in sources.unprepared)
         if lost:
-            steps.append(Step("Could not be prepared", sum(lost.values()), None, _counts(lost), "lost"))
+            steps.append(Step("Could not be prepared", sum(lost.values()), None, _counts(lost), "not prepared"))
         steps.append(Step("Prepared", len(rows), len({row.participant for row in rows})))
     for split, own in by_split(sources).items():
         name = {"train": "Training split", "val": "Validation split", "test": "Test split"}.get(split, "In no split")
-        steps.append(Step(name, len(own), len({a.participant for a in own}), kind="part"))
-    trained = (sources.record.get("store") or {}).get("train_participants")
+        steps.append(Step(name, len(own), len({a.participant for a in own}), kind="split"))
+    trained = lookup(sources.record, "store", "train_participants")
     if trained is not None:
         steps.append(Step("Pretrained on", None, int(trained), kind="part"))
     for row in tested(sources.probe):

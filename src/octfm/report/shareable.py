@@ -19,6 +19,7 @@ from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.participants.safe_values import (
     SITES,
+    is_known_class,
     is_known_name,
     is_known_protocol,
     is_known_scanner,
@@ -32,6 +33,7 @@ from octfm.report.sources import Sources
 from octfm.report.words import ENCODERS, METRICS
 from octfm.store.layout import StoreRow
 from octfm.store.prepare import meaning_of
+from octfm.volume.volume import eye_id_of
 
 NAME = "OCT encoder"
 """Name of a model for which no public name was given; its folder's name may be private."""
@@ -81,10 +83,10 @@ class Words:
 
     def target(self, name: str) -> str:
         """The name of a column, or column:label if its cells hold several labels."""
-        return name if all(map(is_known_name, name.split(":"))) else self._numbered["target"](name)
+        return name if is_known_name(name) else self._numbered["target"](name)
 
     def one_class(self, name: str) -> str:
-        return name if is_plain_word(name) or is_known_scanner(name) else self._numbered["class"](name)
+        return name if is_known_class(name) else self._numbered["class"](name)
 
     def encoder(self, name: str) -> str:
         return name if name in ENCODERS or is_plain_word(name) else self._numbered["encoder"](name)
@@ -179,7 +181,7 @@ def _nameless(row: Row, people: Callable[[str], str]) -> Row:
     participant = people(row.participant)
     named: dict[str, Any] = {"uri": "", "participant": participant}
     if isinstance(row, StoreRow):
-        named |= {"acquisition": "", "eye_id": f"{participant}_{row.laterality or 'unknown'}"}
+        named |= {"acquisition": "", "eye_id": eye_id_of(participant, row.laterality)}
     else:
         named |= {"sop_instance_uid": ""}
     return replace(row, **named)
@@ -252,14 +254,9 @@ def _probe(probe: dict[str, Any], words: Words) -> dict[str, Any]:
 
 
 def _result(row: dict[str, Any], words: Words) -> dict[str, Any]:
-    shown = dict(row)
-    if "target" in row:
-        shown["target"] = words.target(str(row["target"]))
-    if "metric" in row:
-        shown["metric"] = words.metric(str(row["metric"]))
-    if "column" in row:
-        shown["column"] = words.target(str(row["column"]))
-    shown |= {name: words.encoder(str(row[name])) for name in ("encoder", "a", "b") if name in row}
+    named = {"target": words.target, "metric": words.metric, "column": words.target}
+    named |= dict.fromkeys(("encoder", "a", "b"), words.encoder)
+    shown = row | {name: public(str(row[name])) for name, public in named.items() if name in row}
     shown |= {
         name: [words.one_class(str(c)) for c in row[name]] for name in ("classes", "left_out_classes") if row.get(name)
     }

@@ -20,6 +20,7 @@ from octfm.run.tracking import read_metrics
 from octfm.store.layout import StoreRow, Unprepared
 from octfm.store.store import Store
 from octfm.tasks.scene import Scene, load_scenes
+from octfm.volume.volume import eye_id_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,14 +89,14 @@ def require_pretraining(run: Location) -> None:
     )
 
 
-def gather(run: Path, catalog: Location | None = None, store: Location | None = None) -> Sources:
+def gather(run: Path, catalog: str | Location | None = None, store: str | Location | None = None) -> Sources:
     """Read a run folder. Raises EvaluationError if it is not one; a given catalog or store must be readable."""
     require_pretraining(run)
     rows = metric_rows(run)
     config = run / "config.yaml"
     probe = _json(run / "probe.json", ("results", "comparisons")) if (run / "probe.json").is_file() else None
-    scanned = Catalog.load(catalog) if catalog is not None else None
-    prepared = Store.open(store) if store is not None else None
+    scanned = Catalog.load(catalog) if catalog else None
+    prepared = Store.open(store) if store else None
     accepted, volumes = by_person(scanned.acquisitions if scanned else (), prepared.rows if prepared else ())
     if scanned is not None:
         scanned = replace(scanned, acquisitions=accepted)
@@ -126,7 +127,7 @@ def by_person(
     ids = [row.participant for row in (*acquisitions, *rows)]
     one = dict(zip(ids, under_one_id(ids), strict=True))
     return tuple(replace(a, participant=one[a.participant]) for a in acquisitions), tuple(
-        replace(row, participant=one[row.participant], eye_id=f"{one[row.participant]}_{row.laterality or 'unknown'}")
+        replace(row, participant=one[row.participant], eye_id=eye_id_of(one[row.participant], row.laterality))
         for row in rows
     )
 

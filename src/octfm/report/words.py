@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,55 @@ TARGETS = {
 }
 MAIN = (("disease", "auroc"), ("diagnosis", "auroc"), ("label", "auroc"), ("cst_um", "r2"))
 """The key result is the first of these that was measured."""
-PREDICTED = dict.fromkeys(("vjepa2", "data2vec", "mae", "anchored"), "hidden tissue") | {"dense": "what tokens show"}
-"""What the built-in objectives predict: the subject of their loss."""
+HIDDEN = "It learned without any label, by predicting hidden parts of the retina."
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What pages, cards and papers say about a training objective; the defaults are for one that octfm lacks."""
+
+    predicted: str = "the goal of its objective"
+    """The subject of its loss."""
+    learned: str = ""
+    """How the encoder learned, a sentence."""
+    on_card: str = ""
+    in_methods: str = "an unknown objective"
+    tags: str = ""
+    """Words for the hub."""
+
+
+OBJECTIVES = {
+    "vjepa2": Objective(
+        "hidden tissue",
+        HIDDEN,
+        "V-JEPA 2 with context loss, on tissue tokens",
+        "the objective of V-JEPA 2 with context loss",
+        "self-supervised v-jepa",
+    ),
+    "data2vec": Objective("hidden tissue", HIDDEN, "data2vec, on tissue tokens", "data2vec", "self-supervised"),
+    "mae": Objective(
+        "hidden tissue",
+        HIDDEN,
+        "masked autoencoding of tissue tokens",
+        "masked autoencoding of the voxels of hidden tissue",
+        "self-supervised",
+    ),
+    "dense": Objective(
+        "what tokens show",
+        "It learned from the ground truth of synthetic scans: which layers and lesions are where.",
+        "synthetic-supervised: the layers and lesions in every token, from the truth of streamed phantoms",
+        "synthetic supervision (shares of layers and lesions in every token, from the truth of streamed phantoms)",
+        "synthetic-supervised",
+    ),
+    "anchored": Objective(
+        "hidden tissue",
+        "It learned by predicting hidden parts of the retina, and from the ground truth of synthetic scans.",
+        "masked voxels of the data below; synthetic-supervised by the truth of streamed phantoms among them",
+        "masked autoencoding of the voxels of hidden tissue, mixed with synthetic supervision (shares of layers and "
+        "lesions in every token, from the truth of streamed phantoms)",
+        "self-supervised synthetic-supervised",
+    ),
+}
 POOLS = {
     "mean": "mean over tissue tokens",
     "extremes": "for each channel the means of the highest and of the lowest fifth of tissue tokens",
@@ -71,6 +119,17 @@ def encoder(name: str) -> str:
 def short(name: str) -> str:
     """The name of an encoder on charts."""
     return SHORT.get(name, name)
+
+
+def target(name: str) -> str:
+    """What a probe of this target does, for a sentence that begins with "In"."""
+    return TARGETS.get(name, f"predicting {display.readable(name)}")
+
+
+def people_tested(row: dict[str, Any]) -> str:
+    """`40 participants it had never seen`, or how many of them it had, or that nobody can tell."""
+    known = f"({note})" if (note := seen_note(row)) else "it had never seen"
+    return f"{row['n_test_participants']} participants {known}"
 
 
 def score_rows(results: Iterable[dict[str, Any]], encoders: Iterable[str], absent: str = "") -> list[dict[str, Any]]:
@@ -143,12 +202,10 @@ def verdict(probe: dict[str, Any] | None) -> tuple[str, str]:
         if leakage(probe["results"]):
             return "none", "Only the scanner was probed, which measures leakage, not how good the features are."
         return "none", "The probe found no target that could be measured; its results below give the reasons."
-    what = TARGETS.get(row["target"], f"predicting {display.readable(row['target'])}")
     metric = METRICS.get(row["metric"], row["metric"])
-    seen = seen_note(row)
-    people = f"{row['n_test_participants']} participants" + (f" ({seen})" if seen else " it had never seen")
     reaches = "reach" if row["encoder"] == "layers" else "reaches"
-    text = f"In {what} among {people}, {encoder(row['encoder'])} {reaches} {metric} {interval(row)}"
+    text = f"In {target(row['target'])} among {people_tested(row)}, {encoder(row['encoder'])} {reaches} "
+    text += f"{metric} {interval(row)}"
     text += "." if row["low"] is None else ", 95\u00a0% interval in brackets."
     compared = _key_comparison(probe, row)
     if compared is None:
@@ -221,9 +278,9 @@ def subtitle(sources: Sources, name: str) -> str:
     parts = [name]
     if record.get("started"):
         parts.append(f"started {record['started']}")
-    if total := (record.get("parameters") or {}).get("total"):
+    if total := lookup(record, "parameters", "total"):
         parts.append(f"{total / 1e6:.1f} million parameters")
-    if commit := (record.get("git") or {}).get("commit"):
+    if commit := lookup(record, "git", "commit"):
         parts.append(f"commit {commit[:10]}" + (", with uncommitted changes" if record["git"].get("dirty") else ""))
     return ", ".join(parts) + "."
 
@@ -306,14 +363,13 @@ def _best(compared: list[dict[str, Any]]) -> dict[str, Any]:
     return max(compared, key=lambda row: (number(row["score"]), int(row["step"])))
 
 
-def objective(sources: Sources) -> str:
+def objective_name(sources: Sources) -> str:
     """Name of the run's objective; that of the default if its config names none."""
     return str(lookup(sources.settings, "objective", "name") or "vjepa2")
 
 
-def predicted(sources: Sources) -> str:
-    """What the run learned to predict, for a sentence about its loss."""
-    return PREDICTED.get(objective(sources), "the goal of its objective")
+def objective(sources: Sources) -> Objective:
+    return OBJECTIVES.get(objective_name(sources), Objective())
 
 
 def training_line(sources: Sources) -> str:
@@ -329,7 +385,7 @@ def training_line(sources: Sources) -> str:
         error += f", {100 * held_out[-1]:.0f}\u00a0% on held-out participants."
     else:
         error += "; no validation was logged."
-    what = predicted(sources)
+    what = objective(sources).predicted
     return f"{steps[-1] + 1:.0f} steps. {what[0].upper()}{what[1:]} is predicted with {error}"
 
 

@@ -111,6 +111,11 @@ class Arrays:
     __repr__ = fields_line
 
     @staticmethod
+    def of(prepared: Prepared) -> "Arrays":
+        """One prepared volume as a batch."""
+        return Arrays(prepared.voxels[None], prepared.band[None], prepared.valid[None])
+
+    @staticmethod
     def empty(count: int, image_size: Sequence[int]) -> "Arrays":
         """Uninitialised arrays for `count` volumes."""
         voxels, band, valid = (np.empty((count, *shape), ARRAYS[name]) for name, shape in shapes(image_size).items())

@@ -14,8 +14,8 @@ from typing import Any, Self
 import numpy as np
 
 from octfm.errors import StoreError
-from octfm.io.lease import Lease
-from octfm.io.location import Location, flush, holds_other, lock, write_whole
+from octfm.io.lease import only_one
+from octfm.io.location import Location, flush, holds_other, write_whole
 from octfm.store.item import StoredVolume
 from octfm.store.layout import (
     ARRAYS,
@@ -244,15 +244,7 @@ def _refuse_foreign_folder(path: Path) -> None:
 
 def exclusive(path: Location) -> AbstractContextManager[Any]:
     """A context in which no other process writes to the store. Raises StoreError or BucketError if one does."""
-    if not isinstance(path, Path):
-        return Lease(path / LEASE, "preparing this store")
-    try:
-        return lock(path / ".lock")
-    except BlockingIOError as error:
-        raise StoreError(
-            f"{path}: another process ({error.strerror}) is preparing into this store; wait for it, or prepare into "
-            "another folder"
-        ) from None
+    return only_one(path, path / (".lock" if isinstance(path, Path) else LEASE), "preparing this store", StoreError)
 
 
 def write_durably(file: Path, data: bytes) -> None:

@@ -1,5 +1,6 @@
 """Train segmenters and score them: µm and Dice in native frames of test participants, with baselines and intervals."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -8,20 +9,22 @@ from typing import Any
 
 import numpy as np
 
+from octfm.config import load
 from octfm.encoder.encoder import content_of, seen_if_known
 from octfm.errors import CheckpointError, Echo, EvaluationError
 from octfm.evaluation.cases import people
 from octfm.evaluation.metrics import mae, ratio
 from octfm.evaluation.probe import RESAMPLES, write_probe
 from octfm.evaluation.results import Result, tested_people
-from octfm.evaluation.scoring import Scored, compare_scored, correct, difference_words, finite
-from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap, interval
+from octfm.evaluation.scoring import Scored, compare_scored, correct, difference_words, estimate
+from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap
 from octfm.io.hashing import hash_file
 from octfm.io.location import Location
 from octfm.run.checkpoint_writer import Retention
-from octfm.run.folder import Identity, open_run, resume, volumes_digest
-from octfm.run.loop import Interruption, open_session, train
+from octfm.run.folder import Identity, Kind, open_run, resume, volumes_digest
+from octfm.run.loop import Interruption, Session, open_session, train
 from octfm.run.runtime import environment
+from octfm.run.tracking import TrackingConfig
 from octfm.store.selection import assert_disjoint_splits
 from octfm.store.store import Store
 from octfm.tasks.segment import (
@@ -36,13 +39,14 @@ from octfm.tasks.segment import (
     truth_file,
 )
 from octfm.tasks.segment_settings import SegmentConfig
-from octfm.tasks.segment_training import SEGMENTATION, Segmentations
 from octfm.version import __version__
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.transform import Transform
 
 Predictor = Callable[[int], Segmentation]
 """A function from a row of the store to what is found in its volume, in the native frame."""
+# Not even max_cache_gb may change: tokens that are kept are rounded, and others are not.
+SEGMENTATION = Kind("segment", frozenset(), lambda settings, _: load(SegmentConfig, settings))
 
 
 def segment(
@@ -112,6 +116,89 @@ def segment(
         write_probe(run.path / "segment.json", result)
         run.publish()
     return result
+
+
+class Segmentations:
+    """A training of run/loop.py: `config.steps` updates of the pretrained segmenter, then as many of the next."""
+
+    tracking = TrackingConfig()
+
+    def __init__(self, fits: dict[str, Fit]):
+        self.fits, self.names = fits, list(fits)
+        self.segmenter = fits[self.names[0]].segmenter
+        self.config, self.runtime = self.segmenter.config, self.segmenter.runtime
+        self.frozen = {} if self.segmenter.learns else {"frozen_encoder": self.segmenter.encoder.digest}
+        self.step, self.steps = 0, len(fits) * self.config.steps
+        self.losses: deque[float] = deque(maxlen=20)
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.steps
+
+    def update(self, session: Session, interruption: Interruption) -> str | None:
+        name = self.names[self.step // self.config.steps]
+        fit, step = self.fits[name], self.step % self.config.steps
+        session.waiting.for_("the device")
+        if step == 0:
+            session.echo(f"{name}: {len(fit.truth)} training volumes")
+            fit.begin()
+        self.losses.append(fit.update(step))
+        session.metrics.write("train", self.step, segmenter=name, loss=self.losses[-1])
+        self.step += 1
+        if self._fifth():
+            session.echo(f"step {step + 1:>5}/{self.config.steps}  loss {np.mean(self.losses):.3f}")
+        if step + 1 == self.config.steps:  # the next segmenter has tokens of its own
+            fit.forget()
+            self.losses.clear()
+        return interruption.signal_name
+
+    def recover(self, session: Session) -> bool:
+        return False
+
+    def validate(self, session: Session) -> bool:
+        """Whether to write a checkpoint: after every fifth of a segmenter's updates.
+
+        Nothing is scored here: scores are for test participants, and come last.
+        """
+        return self._fifth() or self.finished
+
+    def _fifth(self) -> bool:
+        """Whether another fifth of a segmenter's updates is made."""
+        # Segmenters are trained one after the other, each for config.steps updates.
+        step = (self.step - 1) % self.config.steps + 1
+        return step % max(1, self.config.steps // 5) == 0 or step == self.config.steps
+
+    def content(self) -> dict[str, Any]:
+        """All that `load_segmenter` needs except the pretraining run; to resume, also baselines and optimizer."""
+        # Rounded up, so that the segmenter in training counts.
+        begun = -(-self.step // self.config.steps)
+        current = None if self.step % self.config.steps == 0 else self.fits[self.names[begun - 1]].segmenter
+        baselines = {name: self.fits[name].segmenter.weights() for name in self.names[1:begun]}
+        encoder = self.segmenter.encoder
+        return {
+            "model": self.segmenter.weights(),
+            "optimizer": current.optimizer.state_dict() if current is not None else {},
+            "state": {"tokens": self.segmenter.tokens, "baselines": baselines},
+            "config": self.config.model_dump(mode="json"),
+            "preprocessing": encoder.preprocessing.model_dump(mode="json"),
+            "fingerprint": encoder.fingerprint,
+            **self.frozen,
+            "participants": {"key": "", "hashes": []},
+            "octfm": __version__,
+        }
+
+    def restore(self, content: dict[str, Any] | None, source: Path) -> None:
+        assert content is not None, "one process segments"
+        self.step = content["step"]
+        # The first segmenter is trained, or it is the one in training; the optimizer is that of the last one begun.
+        self.segmenter.load_weights(content["model"])
+        # Checkpoints up to version 0.1 hold the first segmenter, fully trained, and no baselines.
+        for name, tensors in content["state"].get("baselines", {}).items():
+            if name in self.fits:
+                self.fits[name].segmenter.load_weights(tensors)
+        if content["optimizer"] and not self.finished:
+            name = self.names[self.step // self.config.steps]
+            self.fits[name].segmenter.optimizer.load_state_dict(content["optimizer"])
 
 
 def _require_something_to_find(
@@ -226,10 +313,9 @@ def score_errors(
             measure = partial(mae, np.zeros(len(own)), own) if metric == "mae" else partial(dice, own)
             enough = counts["n_test_participants"] >= MIN_PARTICIPANTS
             boot = bootstrap(measure, who, resamples=resamples) if enough else None
-            estimate = boot.estimate if boot else float(measure(np.ones((1, len(own))))[0])
-            low, high = interval(boot) if boot else (None, None)
+            found = estimate(boot, float(measure(np.ones((1, len(own))))[0]))
             note = None if boot else f"No interval: fewer than {MIN_PARTICIPANTS} test participants."
-            if not np.isfinite(estimate):
+            if found["estimate"] is None:
                 note = f"Undefined: no test volume has {target}, and none was found in any."
             row = {
                 **facts,
@@ -238,9 +324,7 @@ def score_errors(
                 "metric": metric,
                 "unit": "µm" if metric == "mae" else "",
                 "encoder": name,
-                "estimate": finite(estimate),
-                "low": finite(low),
-                "high": finite(high),
+                **found,
                 "note": note,
             }
             scored[name].append(Scored(metric, name, boot, row))

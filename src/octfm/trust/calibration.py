@@ -5,9 +5,17 @@ from typing import Any
 import numpy as np
 
 from octfm.evaluation.metrics import ECE_BINS, ece_bin
-from octfm.evaluation.scoring import Predictions, Units, count_participants, metrics_of, softmax, to_units
-from octfm.trust.scanners import rare_note
-from octfm.trust.study import Study, Task, estimate
+from octfm.evaluation.scoring import (
+    Predictions,
+    Units,
+    calibrated,
+    count_participants,
+    estimate,
+    metrics_of,
+    rare_note,
+    to_units,
+)
+from octfm.trust.study import Study, Task
 
 SIMULATIONS = 2000
 
@@ -33,8 +41,7 @@ def calibration(study: Study) -> dict[str, Any]:
 
 def _assess(study: Study, task: Task, name: str, predictions: Predictions) -> dict[str, Any]:
     units = to_units(task.cases, predictions)
-    assert units.log_prior is not None
-    probability = softmax(units.value + units.log_prior)
+    probability = calibrated(units)
     rare = count_participants(task.cases, units)[1]
     row: dict[str, Any] = {
         "target": task.name,

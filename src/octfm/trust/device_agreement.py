@@ -14,7 +14,7 @@ from octfm.evaluation.cases import people
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, bootstrap, holm
 from octfm.formats.names import lateralities, may_be_an_eye
 from octfm.layers.rows import ACCEPTED
-from octfm.layers.zones import DEVICE_UNIT, NOT_MOVED, UNIT, read_rows, same_millimetres, zones_in
+from octfm.layers.zones import DEVICE_UNIT, NOT_MOVED, UNIT, columns_in, read_rows, same_millimetres, zones_in
 from octfm.trust.study import LEVEL
 from octfm.volume.etdrs import ZONES
 
@@ -160,7 +160,7 @@ def _with_device(
     if own and UNIT["centre"] not in others[0]:
         raise EvaluationError(
             f"{device}: expected the column {DEVICE_UNIT['centre']} or {UNIT['centre']}, found neither but "
-            f"{_columns(others)}"
+            f"{columns_in(others[0])}"
         )
     columns, known = UNIT if own else DEVICE_UNIT, _by_key(others, wanted, device)
     ours = [row for row in rows if all(_key(row, keys))]
@@ -207,13 +207,9 @@ def _matched_by(
     if lacking or not people[1] or "laterality" not in others[0]:
         raise EvaluationError(
             f"{device}: expected a column source as in {table}, or participant and laterality in both tables; found "
-            f"{_columns(others)}{f', and no {lacking[0]} in {table}' if lacking else ''}"
+            f"{columns_in(others[0])}{f', and no {lacking[0]} in {table}' if lacking else ''}"
         )
     return (str(people[0]), "laterality"), (str(people[1]), "laterality")
-
-
-def _columns(rows: list[dict[str, str]]) -> str:
-    return one_line(", ".join(rows[0]))[:200]
 
 
 def _by_key(

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from octfm.evaluation.scoring import Units, softmax, to_units
+from octfm.evaluation.scoring import Units, calibrated, to_units
 from octfm.trust.study import Study, Task
 
 WORST = 8
@@ -23,11 +23,9 @@ def failures(study: Study) -> list[dict[str, Any]]:
             error = np.abs(units.value[:, 0] - units.truth)
             row_error = np.abs(predictions.value[:, 0] - units.truth[member])
         else:
-            assert units.log_prior is not None and predictions.log_prior is not None
             truth = units.truth
-            error = 1 - softmax(units.value + units.log_prior)[np.arange(len(truth)), truth]
-            probability = softmax(predictions.value + predictions.log_prior)
-            row_error = 1 - probability[np.arange(len(member)), truth[member]]
+            error = 1 - calibrated(units)[np.arange(len(truth)), truth]
+            row_error = 1 - calibrated(predictions)[np.arange(len(member)), truth[member]]
         for place in np.lexsort((ids, -error))[:WORST]:
             rows = np.flatnonzero(member == place)
             shown = rows[int(np.argmax(row_error[rows]))]
@@ -51,7 +49,6 @@ def _words(task: Task, units: Units, place: int) -> tuple[str, str, bool]:
     classes = task.cases.classes
     if classes is None:
         return f"{units.truth[place]:.1f}", f"{units.value[place, 0]:.1f}", True
-    assert units.log_prior is not None
-    p = softmax(units.value[place : place + 1] + units.log_prior[place : place + 1])[0]
+    p = calibrated(units)[place]
     truth, said = int(units.truth[place]), int(p.argmax())
     return classes[truth], f"{classes[said]} (probability {p.max():.2f})", truth != said

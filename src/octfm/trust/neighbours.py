@@ -7,10 +7,10 @@ import numpy as np
 from octfm.encoder.embeddings import Embeddings
 from octfm.evaluation.arms import COVARIATES, MAP_AND_ENCODER
 from octfm.evaluation.cases import Skip, Target, people
-from octfm.evaluation.scoring import compare_scored, score
+from octfm.evaluation.scoring import compare_scored, estimate, score
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap
 from octfm.trust.same_eye import unit_vectors
-from octfm.trust.study import Study, Task, add_claims, difference, estimate, make_task
+from octfm.trust.study import Study, Task, add_claims, difference, make_task
 
 NEAREST = 5
 EXAMPLES = 6

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from octfm.display import number
 from octfm.encoder.embeddings import Embeddings
 from octfm.evaluation import agreement
 from octfm.evaluation.arms import COVARIATES
 from octfm.evaluation.readouts import standardised
-from octfm.evaluation.scoring import Predictions
+from octfm.evaluation.scoring import Predictions, estimate
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap, Metric
-from octfm.trust.study import Study, Task, add_claims, difference, estimate
+from octfm.trust.study import Study, Task, add_claims, difference
 
 OVERALL: agreement.Form = "ICC(1,1)"
 """The form over all scanners: each eye was scanned by some of them, not by all, which makes a one-way design."""
@@ -150,7 +151,7 @@ def _pair(study: Study, task: Task, quantity: str, readings: Readings, a: str, b
             "icc": [],
             "bland_altman": None,
             "points": [],
-            "note": f"{count} participant{'s' * (count != 1)}, fewer than {MIN_PARTICIPANTS}.",
+            "note": f"{number(count, 'participant')}, fewer than {MIN_PARTICIPANTS}.",
         }
     apart = values[:, 0] - values[:, 1]
 

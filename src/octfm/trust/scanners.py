@@ -10,9 +10,9 @@ from octfm.errors import EvaluationError
 from octfm.evaluation.cases import Cases, Round
 from octfm.evaluation.efficiency import subset
 from octfm.evaluation.probe import predict
-from octfm.evaluation.scoring import Predictions
-from octfm.evaluation.statistics import MIN_PARTICIPANTS, mean_of, over_seeds
-from octfm.trust.study import Study, Task, add_claims, difference, estimate, part, part_metric
+from octfm.evaluation.scoring import Predictions, estimate, rare_note
+from octfm.evaluation.statistics import mean_of, over_seeds
+from octfm.trust.study import Study, Task, add_claims, difference, part, part_metric
 
 DRAWS = 3
 """Random subsets averaged when the larger training set is reduced to the size of the smaller."""
@@ -136,14 +136,6 @@ def domains(study: Study) -> dict[str, Any]:
         "comparisons": add_claims(comparisons),
         "sentence": None,
     }
-
-
-def rare_note(rare: dict[str, int]) -> str | None:
-    """A sentence that explains a missing interval; None if no class is too rare."""
-    if not rare:
-        return None
-    who = ", ".join(f"{n}" + (f" with {name}" if name else "") for name, n in rare.items())
-    return f"No interval: participants {who}, fewer than {MIN_PARTICIPANTS}."
 
 
 def _predictions(

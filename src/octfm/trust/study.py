@@ -12,8 +12,16 @@ from octfm.errors import EvaluationError
 from octfm.evaluation.arms import MAP_AND_ENCODER, NO_VOXELS, with_table
 from octfm.evaluation.cases import Cases, Design, Round, Skip, Target, find_targets, make_cases, make_rounds, people
 from octfm.evaluation.probe import FOLDS, choose_design, describe, predict, predict_draws
-from octfm.evaluation.scoring import Predictions, correct, count_participants, finite, metrics_of, to_units
-from octfm.evaluation.statistics import Bootstrap, Metric, bootstrap, bootstrap_together, compare, interval
+from octfm.evaluation.scoring import (
+    Predictions,
+    correct,
+    count_participants,
+    metrics_of,
+    paired_difference,
+    planned_metrics,
+    to_units,
+)
+from octfm.evaluation.statistics import Bootstrap, Metric, bootstrap, bootstrap_together
 
 Kind = Literal["run", "other run", "baseline", "external", "from scratch"]
 FROM_SCRATCH = "from_scratch"
@@ -35,8 +43,8 @@ class Task:
 
     @property
     def metric(self) -> str:
-        """The metric whose comparisons are planned."""
-        return {"regression": "r2", "ordinal": "kappa"}.get(self.cases.kind, "auroc")
+        """The metric whose comparisons are planned; of two, the one that knows the order of grades."""
+        return planned_metrics(self.cases)[-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +149,8 @@ def make_study(
         try:
             tasks.append(make_task(target, data, table, design, seen, allow_seen, seed))
         except Skip as reason:
-            if targets is not None:
+            # As in `probe`: a rare label of a multi-label column is skipped even if the column was named.
+            if targets is not None and target.label is None:
                 raise reason.refusal(target.name) from None
             skipped.append({"target": target.name, "sentence": str(reason), "public": reason.public})
     if not tasks:
@@ -218,14 +227,6 @@ def part_metric(cases: Cases, run: Predictions, name: str) -> Part:
     return Part(metric, units.participant, rare, chance, len(np.unique(units.participant)))
 
 
-def estimate(boot: Bootstrap | None, alone: float | None = None) -> dict[str, float | None]:
-    """`estimate`, `low` and `high` (BCa) for a result row; without a bootstrap only the estimate `alone`."""
-    if boot is None:
-        return {"estimate": finite(alone), "low": None, "high": None}
-    low, high = interval(boot)
-    return {"estimate": finite(boot.estimate), "low": finite(low), "high": finite(high)}
-
-
 def difference(
     a: Bootstrap | None, b: Bootstrap | None, /, *, planned: bool, lower_is_better: bool = False, **facts: Any
 ) -> dict[str, Any]:
@@ -233,19 +234,7 @@ def difference(
     if a is None or b is None:
         unknown = dict.fromkeys(("difference", "low", "high", "p"))
         return {**facts, **unknown, "verdict": "inconclusive", "planned": False}
-    c = compare(a, b)
-    verdict = c.verdict
-    if lower_is_better and verdict != "inconclusive":
-        verdict = "worse" if verdict == "better" else "better"
-    return {
-        **facts,
-        "difference": finite(c.difference),
-        "low": finite(c.low),
-        "high": finite(c.high),
-        "p": c.p,
-        "verdict": verdict,
-        "planned": planned,
-    }
+    return {**facts, **paired_difference(a, b, lower_is_better=lower_is_better), "planned": planned}
 
 
 def add_claims(comparisons: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,10 +7,9 @@ import numpy as np
 
 from octfm.catalog.labels import as_number
 from octfm.errors import EvaluationError
-from octfm.evaluation.cases import column_values
-from octfm.evaluation.scoring import LOWER_IS_BETTER
-from octfm.trust.scanners import rare_note
-from octfm.trust.study import Study, add_claims, difference, estimate, part, part_metric
+from octfm.evaluation.cases import column_values, label_columns
+from octfm.evaluation.scoring import LOWER_IS_BETTER, estimate, rare_note
+from octfm.trust.study import Study, add_claims, difference, part, part_metric
 
 AGE_BANDS = (50.0, 60.0, 70.0, 80.0)
 """Boundaries between age bands, in years."""
@@ -82,10 +81,8 @@ def group_columns(study: Study, columns: Sequence[str], age_bands: Sequence[floa
     for name in columns:
         found[name] = column_values(name, data, table)
         if not any(found[name]):
-            known = sorted(
-                {*(table.columns if table else ()), *(k for labels in data.participant_labels for k in labels)}
-            )
-            raise EvaluationError(f"--group {name}: no label column {name}; columns: {', '.join(known) or 'none'}")
+            known = ", ".join(sorted(label_columns(data, table))) or "none"
+            raise EvaluationError(f"--group {name}: no label column {name}; columns: {known}")
     return {name: values for name, values in found.items() if len({v for v in values if v}) > 1}
 
 

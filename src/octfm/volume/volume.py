@@ -74,6 +74,11 @@ class Lines:
         return Lines(self.end * (-1, 1), self.start * (-1, 1))
 
 
+def eye_id_of(participant: str, laterality: str | None) -> str:
+    """Id of an eye: participant and laterality."""
+    return f"{participant}_{laterality or 'unknown'}"
+
+
 @dataclass(frozen=True, eq=False)
 class Volume:
     """One OCT acquisition. Axes are always [D, H, W] = (B-scan, axial, lateral); row 0 is on the vitreous side."""
@@ -190,8 +195,7 @@ class Volume:
 
     @property
     def eye_id(self) -> str:
-        """Id of the eye: participant and laterality."""
-        return f"{self.participant}_{self.laterality or 'unknown'}"
+        return eye_id_of(self.participant, self.laterality)
 
     def mirrored(self) -> "Volume":
         """Exchange left and right in voxels, lines and laterality: of a vertical raster by reversing its B-scans.

@@ -88,15 +88,15 @@ def encoders_folder() -> Path:
         return folder
 
 
-def packaged_encoders(weights: Path | None = None) -> dict[str, Path]:
+def packaged_encoders() -> dict[str, Path]:
     """Name → folder of the encoders that come with octfm, each an export."""
-    folders = (path for path in sorted((weights or encoders_folder()).iterdir()) if path.is_dir())
+    folders = (path for path in sorted(encoders_folder().iterdir()) if path.is_dir())
     return {path.name: path for path in folders if is_export(path)}
 
 
-def packaged_encoder(name: str = CURRENT_ENCODER, weights: Path | None = None) -> Path:
+def packaged_encoder(name: str = CURRENT_ENCODER) -> Path:
     """The folder of a packaged encoder. Raises CheckpointError, which names those that there are, if it is missing."""
-    encoders = packaged_encoders(weights)
+    encoders = packaged_encoders()
     if name not in encoders:
         raise CheckpointError(
             f"{name}: this octfm comes without that encoder; packaged encoders: {', '.join(encoders) or 'none yet'}; "

@@ -187,8 +187,14 @@ def is_plain_word(value: str) -> bool:
 
 
 def is_known_name(name: str) -> bool:
-    """Whether the name of a column, or of a target derived from one, may be shown."""
-    return is_known(name) or name in ("disease", "scanner", "label") or is_plain_word(name)
+    """Whether the name of a column, or of a target derived from one (column:label), may be shown."""
+    derived = ("disease", "scanner", "label")
+    return all(is_known(part) or part in derived or is_plain_word(part) for part in name.split(":"))
+
+
+def is_known_class(name: str) -> bool:
+    """Whether a value of a label column may be shown."""
+    return is_plain_word(name) or is_known_scanner(name)
 
 
 def is_known_scanner(scanner: str) -> bool:

@@ -25,22 +25,7 @@ HUB_LICENCES = ("apache-2.0", "mit", "bsd-3-clause", "gpl-3.0", "cc0-1.0", "cc-b
                 "cc-by-nc-sa-4.0", "cc-by-nc-nd-4.0", "openrail")  # fmt: skip
 """Licences whose identifiers the hub knows; any other one is `other` with its name."""
 TASKS = {"binary": "image-classification", "multiclass": "image-classification", "ordinal": "image-classification"}
-OBJECTIVES = {
-    "vjepa2": "V-JEPA 2 with context loss, on tissue tokens",
-    "data2vec": "data2vec, on tissue tokens",
-    "mae": "masked autoencoding of tissue tokens",
-    "dense": "synthetic-supervised: the layers and lesions in every token, from the truth of streamed phantoms",
-    "anchored": "masked voxels of the data below; synthetic-supervised by the truth of streamed phantoms among them",
-}
-TAGS = {
-    "vjepa2": "self-supervised v-jepa",
-    "mae": "self-supervised",
-    "data2vec": "self-supervised",
-    "dense": "synthetic-supervised",
-    "anchored": "self-supervised synthetic-supervised",
-}
-"""Tags of the built-in objectives; others have none."""
-MARK = {"all": "", "lost": "− ", "part": "of these: "}
+MARK = {"all": "", "split": "of these: ", "part": "of these: "}
 USAGE = """```python
 import octfm
 
@@ -110,7 +95,7 @@ def _front_matter(sources: Sources, statements: Statements, name: str) -> str:
     else:
         slug = re.sub(r"[^a-z0-9.]+", "-", licence.lower()).strip("-")
         facts |= {"license": "other", "license_name": slug or "not-stated"}
-    how = TAGS.get(words.objective(sources), "")
+    how = words.objective(sources).tags
     tags = f"oct optical-coherence-tomography retina ophthalmology medical 3d {how} pytorch"
     facts |= {"library_name": "octfm", "pipeline_tag": "image-feature-extraction", "tags": tags.split()}
     if statements.dataset:
@@ -157,14 +142,13 @@ def _key(sources: Sources) -> str:
 
 def _model(sources: Sources, name: str) -> str:
     parameters = sources.record.get("parameters") or {}
-    objective = setting(sources, "objective", "name")
     get = partial(setting, sources)
     rows = [
         ("Architecture", f"3-D Vision Transformer, width {get('model', 'width')}, {get('model', 'depth')} blocks, "
                          f"{get('model', 'heads')} heads, patches of {_by(get('model', 'patch_size'))} voxels"),
         ("Parameters", f"{parameters['encoder']:,} in the encoder, {parameters['total']:,} in all networks"
                        if parameters else NOT_STATED),
-        ("Objective", OBJECTIVES.get(objective, objective)),
+        ("Objective", words.objective(sources).on_card or words.objective_name(sources)),
         ("Weights at the beginning", "random" if get("model", "init") == "unknown" else "those of another network"),
         ("Code", words.subtitle(sources, name)),
     ]  # fmt: skip
@@ -224,7 +208,7 @@ def _data(sources: Sources, statements: Statements) -> str:
             "Neither a catalog nor a prepared store was given to this card, so who the data came from is not described."
         )
     text += "### From files to participants\n\n"
-    rows = [(MARK[s.kind] + s.label, _n(s.volumes), _n(s.participants), s.detail) for s in flow(sources)]
+    rows = [(MARK.get(s.kind, "− ") + s.label, _n(s.volumes), _n(s.participants), s.detail) for s in flow(sources)]
     text += _table(("", "Volumes or files", "Participants", ""), rows)
     if table := characteristics(sources):
         text += "\n\n### Who they are\n\n" + _table(("", *by_split(sources)), [(name, *cells) for name, cells in table])

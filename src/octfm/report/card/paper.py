@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from octfm.display import markdown
-from octfm.io.location import Location, location
+from octfm.io.location import Location
 from octfm.report.participants import flow, tested
 from octfm.report.shareable import NAME, shareable
 from octfm.report.sources import Sources, gather, lookup
-from octfm.report.words import advised_step, encoder, objective
+from octfm.report.words import advised_step, encoder, objective, objective_name
 from octfm.version import __version__
 
 OPEN = "**for the authors**"
@@ -109,7 +109,7 @@ def methods(sources: Sources) -> str:
 
 def shareable_run(run: str | Path, catalog: str | Location | None, store: str | Location | None) -> Sources:
     """The contents of a run's files, without anything that names a person, place or day."""
-    return shareable(gather(Path(run), location(catalog) if catalog else None, location(store) if store else None))
+    return shareable(gather(Path(run), catalog, store))
 
 
 def setting(sources: Sources, *keys: str) -> Any:
@@ -121,7 +121,7 @@ def setting(sources: Sources, *keys: str) -> Any:
 def bibtex(sources: Sources, name: str) -> str:
     """BibTeX entries for the run, octfm, and the methods that the run used."""
     started = str(sources.record.get("started", ""))[:4]
-    commit = str((sources.record.get("git") or {}).get("commit") or "")[:10]
+    commit = str(lookup(sources.record, "git", "commit") or "")[:10]
     note = f"octfm {sources.record.get('octfm', __version__)}" + (f", commit {commit}" if commit else "")
     # BibTeX keys allow neither spaces nor accents.
     key = "".join(c for c in name if c.isascii() and c.isalnum()) or "encoder"
@@ -131,19 +131,20 @@ def bibtex(sources: Sources, name: str) -> str:
             "title": "octfm: a 3D OCT foundation model, built to be trusted", "author": "{The octfm authors}",
             "version": __version__, "license": "Apache-2.0"}),
     ]  # fmt: skip
-    if setting(sources, "objective", "name") == "data2vec":
+    used = objective_name(sources)
+    if used == "data2vec":
         entries.append(("misc", "baevski2022data2vec", {
             "title": "data2vec: A General Framework for Self-supervised Learning in Speech, Vision and Language",
             "author": "Baevski, Alexei and Hsu, Wei-Ning and Xu, Qiantong and Babu, Arun and Gu, Jiatao and "
                       "Auli, Michael",
             "year": "2022", "eprint": "2202.03555", "archivePrefix": "arXiv"}))  # fmt: skip
-    elif setting(sources, "objective", "name") in ("mae", "anchored"):
+    elif used in ("mae", "anchored"):
         entries.append(("misc", "he2021mae", {
             "title": "Masked Autoencoders Are Scalable Vision Learners",
             "author": "He, Kaiming and Chen, Xinlei and Xie, Saining and Li, Yanghao and "
                       r"Doll{\'a}r, Piotr and Girshick, Ross",
             "year": "2021", "eprint": "2111.06377", "archivePrefix": "arXiv"}))  # fmt: skip
-    elif objective(sources) == "vjepa2":
+    elif used == "vjepa2":
         entries.append(("misc", "assran2025vjepa2", {
             "title": "V-JEPA 2: Self-Supervised Video Models Enable Understanding, Prediction and Planning",
             "author": "Assran, Mahmoud and others",
@@ -162,7 +163,7 @@ def bibtex(sources: Sources, name: str) -> str:
 
 def _answers(sources: Sources) -> dict[str, str]:
     """Sentences that follow from the run's files, by topic; a topic on which they say nothing is missing."""
-    commit = (sources.record.get("git") or {}).get("commit")
+    commit = lookup(sources.record, "git", "commit")
     return {
         **_about_cohort(sources),
         **_about_preprocessing(sources),
@@ -198,7 +199,7 @@ def _about_cohort(sources: Sources) -> dict[str, str]:
         found["missing"] = f"{prepared.volumes:,} volumes could be prepared" + (
             f"; {lost.volumes:,} could not." if lost else "."
         )
-    if splits := [s for label, s in steps.items() if label.endswith("split")]:
+    if splits := [s for s in steps.values() if s.kind == "split"]:
         sizes = ", ".join(
             f"{s.label.split()[0].lower()} {s.participants:,} participants ({s.volumes:,} volumes)" for s in splits
         )
@@ -229,7 +230,7 @@ def _about_preprocessing(sources: Sources) -> dict[str, str]:
 
 def _about_model(sources: Sources) -> dict[str, str]:
     get = partial(setting, sources, "model")
-    patch, total = get("patch_size"), (sources.record.get("parameters") or {}).get("encoder")
+    patch, total = get("patch_size"), lookup(sources.record, "parameters", "encoder")
     begun = "were initialised at random" if get("init") == "unknown" else f"began from those of another network: {OPEN}"
     return {
         "model": f"The encoder was a 3-D Vision Transformer (width {get('width')}, {get('depth')} blocks, "
@@ -241,14 +242,6 @@ def _about_model(sources: Sources) -> dict[str, str]:
     }
 
 
-OBJECTIVES = {
-    "vjepa2": "the objective of V-JEPA 2 with context loss",
-    "data2vec": "data2vec",
-    "mae": "masked autoencoding of the voxels of hidden tissue",
-    "dense": "synthetic supervision (shares of layers and lesions in every token, from the truth of streamed phantoms)",
-    "anchored": "masked autoencoding of the voxels of hidden tissue, mixed with synthetic supervision (shares of "
-    "layers and lesions in every token, from the truth of streamed phantoms)",
-}
 AUGMENTATIONS = {
     "lateral_shift_mm": "lateral shifts (up to {} mm)",
     "lateral_scale": "lateral magnification (± {})",
@@ -283,8 +276,8 @@ def _about_training(sources: Sources) -> dict[str, str]:
         if get("objective", "name") == "dense" and get("objective", "hidden") is not True:
             tokens = f"{get('masks', 'budget')} tokens, none of them hidden"
         found["training"] = (
-            f"It was pretrained with {OBJECTIVES.get(str(get('objective', 'name')), 'an unknown objective')} for "
-            f"{get('steps'):,} steps of {get('data', 'global_batch_size')} volumes (AdamW, peak learning rate "
+            f"It was pretrained with {objective(sources).in_methods} for {get('steps'):,} steps of "
+            f"{get('data', 'global_batch_size')} volumes (AdamW, peak learning rate "
             f"{get('schedule', 'base_lr')}, weight decay {get('schedule', 'weight_decay')}, {tokens}, "
             f"seed {get('seed')}); augmented by axial shifts (up to {get('augment', 'axial_shift')} rows), contrast "
             f"(± {get('augment', 'contrast')}) and gamma (± {get('augment', 'gamma')})"
@@ -330,7 +323,7 @@ def _flow_figure(sources: Sources) -> str:
         if s.kind == "all":
             boxes += ["  │"] * bool(boxes) + [box]
         else:
-            boxes.append(f"  ├──{'✗' if s.kind == 'lost' else '►'} {box}")
+            boxes.append(f"  ├──{'✗' if s.is_lost else '►'} {box}")
     if not boxes:
         return "Neither a catalog nor a store was given."
     return "```text\n" + "\n".join(box.replace("```", "'''") for box in boxes) + "\n```"

@@ -12,7 +12,7 @@ from PIL import Image
 
 from octfm.report.images import RIM, Picture, to_png
 from octfm.tasks.scene import FOUND_COLOURS
-from octfm.volume.etdrs import CENTRES, RINGS_MM, SIDES, EtdrsGrid, field_of_volume, sample
+from octfm.volume.etdrs import CENTRES, RINGS_MM, SIDES, field_of_volume, sample
 from octfm.volume.volume import eight_bit
 
 if TYPE_CHECKING:
@@ -31,16 +31,12 @@ THUMBNAIL = (320, 180)
 
 
 def thickness_pictures(found: "ScanSegmentation") -> list[Picture]:
-    """The thickness map of a scan that has zones and is accepted; otherwise nothing."""
+    """Thickness from ILM to BM over the fundus, where it was measured, with the ETDRS grid and the mean of every zone;
+    nothing for a scan that has no zones or is not accepted."""
     from octfm.layers.zones import grid_of
 
-    grid = grid_of(found)
-    return [] if grid is None else [thickness_picture(found, grid)]
-
-
-def thickness_picture(found: "ScanSegmentation", grid: EtdrsGrid) -> Picture:
-    """Thickness from ILM to BM over the fundus, where it was measured, with the ETDRS grid and the mean of every
-    zone."""
+    if (grid := grid_of(found)) is None:
+        return []
     axis = np.arange(-HALF_MM, HALF_MM + STEP_MM / 2, STEP_MM)
     x, y = np.meshgrid(axis, axis)
     field = field_of_volume(found.volume, found.axial_length_mm)
@@ -75,12 +71,9 @@ def thickness_picture(found: "ScanSegmentation", grid: EtdrsGrid) -> Picture:
     bar.ax.tick_params(colors="white")
     centre = CENTRES[grid.centre]
     zones = ", ".join(f"{zone} {mean:.0f}" for zone, mean in grid.mean_um.items() if mean is not None)
-    return Picture(
-        to_png(figure, 256),
-        f"Map of retinal thickness with the ETDRS grid around {centre}; means in µm: {zones}",
-        f"Retinal thickness (ILM to BM) in µm, with the means of the ETDRS zones around {centre}",
-        wide=False,
-    )
+    alt = f"Map of retinal thickness with the ETDRS grid around {centre}; means in µm: {zones}"
+    caption = f"Retinal thickness (ILM to BM) in µm, with the means of the ETDRS zones around {centre}"
+    return [Picture(to_png(figure, 256), alt, caption, wide=False)]
 
 
 def verdict_of(found: "ScanSegmentation") -> list[tuple[str, str, str]]:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from octfm.display import interval, readable
-from octfm.evaluation.results import seen_note
-from octfm.report.words import METRICS, TARGETS, encoder
+from octfm.report.words import METRICS, encoder, people_tested, target
 
 Tone = Literal["better", "worse", "inconclusive", "measured", "none", "ok", "bad"]
 NAMES = {
@@ -67,11 +66,6 @@ def named(name: str) -> str:
     return BASELINES.get(name, encoder(name))
 
 
-def target(name: str) -> str:
-    """What a probe of this target does, for a sentence that begins with "In"."""
-    return TARGETS.get(name, f"predicting {readable(name)}").removesuffix(" (leakage: less is better)")
-
-
 def digits_of(name: str) -> int:
     """Decimals of a metric: fewer for errors in the unit of a label than for shares."""
     return 1 if name in ("mae", "predicted value") else 2
@@ -86,9 +80,7 @@ def _baselines(result: dict[str, Any]) -> list[Finding]:
         # Grades are ordered, so for them agreement (kappa) says more than AUROC.
         metric = next(m for m in ("kappa", "r2", "auroc") if m in rows)
         row, own = rows[metric], [c for c in planned if (c["a"], c["metric"]) == (reference, metric)]
-        seen = seen_note(row)
-        people = f"{row['n_test_participants']} participants" + (f" ({seen})" if seen else " it had never seen")
-        text = f"In {target(name)} among {people}, {reference} reaches {NAMES[metric]} {interval(row)}."
+        text = f"In {target(name)} among {people_tested(row)}, {reference} reaches {NAMES[metric]} {interval(row)}."
         question = f"Does it beat every baseline in {target(name)}?"
         if row["low"] is None:
             text += " " + " ".join(filter(None, (row["note"], "No comparison is claimed.")))
