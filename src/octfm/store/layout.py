@@ -121,11 +121,6 @@ class Arrays:
         voxels, band, valid = (np.empty((count, *shape), ARRAYS[name]) for name, shape in shapes(image_size).items())
         return Arrays(voxels, band, valid)
 
-    @staticmethod
-    def of(volume: Prepared) -> "Arrays":
-        """A volume as a batch of one."""
-        return Arrays(volume.voxels[None], volume.band[None], volume.valid[None])
-
     def one(self, place: int) -> "Arrays":
         """One of these volumes, as a batch of one."""
         own = slice(place, place + 1)
