@@ -7,6 +7,7 @@ import pickle
 import signal
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,32 @@ def _as_it_was() -> None:
         os.environ["PYTHONSAFEPATH"] = SAFE_PATH
 
 
+@pytest.fixture(scope="module", autouse=True)
+def charts_are_drawn_where_they_are_looked_at(request):
+    """Every page of a scan or run has some, and drawing them takes longer than all else that most tests of a page do."""
+    if request.node.get_closest_marker("drawn") or not find_spec("matplotlib"):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        _leave_undrawn(patch)
+        yield
+
+
+def _leave_undrawn(patch: pytest.MonkeyPatch) -> None:
+    """An <svg> says its text and shows nothing; pictures with pixels are drawn."""
+    from matplotlib.figure import Figure
+
+    draw = Figure.savefig
+
+    def savefig(figure: Figure, file: Any, **options: Any) -> None:
+        if options.get("format") == "svg":
+            file.write("<svg></svg>")
+        else:
+            draw(figure, file, **options)
+
+    patch.setattr(Figure, "savefig", savefig)
+
+
 @pytest.fixture(scope="module")
 def remembered_charts():
     """The pages of a file's tests draw every chart and picture once: most show the same run."""
@@ -139,10 +166,8 @@ def light_checks():
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Charts are made and not drawn, which takes most of the time of a page: an <svg> says its text and shows nothing."""
-    from matplotlib.figure import Figure
-
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: file.write("<svg></svg>"))
+    """For a test among those that look at charts."""
+    _leave_undrawn(monkeypatch)
 
 
 @pytest.fixture(scope="module")
