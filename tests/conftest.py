@@ -5,8 +5,10 @@ import gc
 import os
 import pickle
 import signal
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +38,9 @@ SAFE_PATH, SIGTERM = os.environ.get("PYTHONSAFEPATH"), signal.getsignal(signal.S
 # Importing 130 files and torch makes half a million objects that stay. Going through them again and again took a third
 # of the time that collecting the tests takes.
 gc.disable()
+# The disk keeps what a killed process wrote in any case, and no test pulls its plug: waiting for it would take a second
+# for every small store. A descriptor that is not open is an error all the same.
+os.fsync = os.fstat
 # As the commands that read scans do: without it a tenth of the CPU time is the kernel's, which clears pages.
 keep_freed_memory()
 
@@ -77,6 +82,77 @@ def _as_it_was() -> None:
     os.environ.pop("PYTHONSAFEPATH", None)
     if SAFE_PATH is not None:
         os.environ["PYTHONSAFEPATH"] = SAFE_PATH
+
+
+@pytest.fixture(scope="module", autouse=True)
+def charts_are_drawn_where_they_are_looked_at(request):
+    """Every page of a scan or run has some, and drawing them takes longer than all else that most tests of a page do."""
+    if request.node.get_closest_marker("drawn") or not find_spec("matplotlib"):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        _leave_undrawn(patch)
+        yield
+
+
+def _leave_undrawn(patch: pytest.MonkeyPatch) -> None:
+    """An <svg> says its text and shows nothing; pictures with pixels are drawn."""
+    from matplotlib.figure import Figure
+
+    draw = Figure.savefig
+
+    def savefig(figure: Figure, file: Any, **options: Any) -> None:
+        if options.get("format") == "svg":
+            file.write("<svg></svg>")
+        else:
+            draw(figure, file, **options)
+
+    patch.setattr(Figure, "savefig", savefig)
+
+
+@pytest.fixture(scope="session")
+def forked_children():
+    """None where a process cannot be polled for its end, or packages that children import are not there."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        yield None
+        return
+    if not find_spec("matplotlib"):
+        yield None
+        return
+    from octfm.io import isolation
+    from support.forked_children import ForkedChildren
+
+    children = ForkedChildren(isolation._START)
+    yield children
+    isolation.release()
+    children.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def children_are_forked(request, forked_children):
+    """But for `own_interpreters`, those that read files start without the seconds that imports take."""
+    if request.node.get_closest_marker("own_interpreters") or forked_children is None:
+        yield
+        return
+    from octfm.io import isolation
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(isolation, "subprocess", forked_children)
+        yield
+        isolation.release()
+
+
+@pytest.fixture
+def own_interpreters(monkeypatch):
+    """For a test among those whose children are forked."""
+    from octfm.io import isolation
+
+    isolation.release()
+    monkeypatch.setattr(isolation, "subprocess", subprocess)
+    yield
+    isolation.release()
 
 
 @pytest.fixture(scope="module")
@@ -139,10 +215,8 @@ def light_checks():
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Charts are made and not drawn, which takes most of the time of a page: an <svg> says its text and shows nothing."""
-    from matplotlib.figure import Figure
-
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: file.write("<svg></svg>"))
+    """For a test among those that look at charts."""
+    _leave_undrawn(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,8 @@ from support.browser import assert_renders, needs_chromium
 from support.command_line import octfm_here
 from support.dicom_files import write_oct_dicom
 
+pytestmark = pytest.mark.drawn
+
 SPACING_MM = (0.12, 0.0039, 0.0115)
 
 

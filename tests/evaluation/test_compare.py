@@ -22,7 +22,7 @@ from support.run_folder import probe_result, write_run
 from support.small_store import darkened, small_store
 from support.tiny_runs import config, quick_pretrain, quiet
 
-pytestmark = pytest.mark.usefixtures("remembered_charts")
+pytestmark = [pytest.mark.drawn, pytest.mark.usefixtures("remembered_charts")]
 
 
 @pytest.fixture(scope="module")

@@ -148,10 +148,10 @@ def test_a_number_that_changes_between_visits_is_scored_per_scan(changes):
 def test_a_large_difference_survives_holm_among_many_comparisons():
     """Two labels and 17 rivals of pure noise: with 2,000 resamples p cannot fall far enough."""
     rng = np.random.default_rng(0)
-    ill = rng.random((60, 2)) < 0.4
+    ill = rng.random((40, 2)) < 0.4
     labels = [{"findings": ";".join(name for name, has in zip("ab", own, strict=True) if has) or "none"} for own in ill]
-    good = embeddings(range(60), ["R"] * 60, labels, ill + 0.3 * rng.normal(size=(60, 2)))
-    rivals = [replace(good, name=f"noise{i}", vectors=rng.normal(size=(60, 2))) for i in range(17)]
+    good = embeddings(range(40), ["R"] * 40, labels, ill + 0.3 * rng.normal(size=(40, 2)))
+    rivals = [replace(good, name=f"noise{i}", vectors=rng.normal(size=(40, 2))) for i in range(17)]
     result = probe([good, *rivals], targets=["findings"], readout="knn")
     planned = [c for c in result["comparisons"] if c["planned"]]
     assert len(planned) == 51 and min(c["difference"] for c in planned) > 0.2

@@ -1,7 +1,9 @@
 """A DICOM file becomes the Volume that was written into it, or an error with a reason code; never a guess, never a
 crash."""
 
+import functools
 import hashlib
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -538,16 +540,23 @@ def test_F9_a_failed_decode_never_rewrites_the_transfer_syntax(tmp_path):
     assert code_of(raw) == "decode_failed"
 
 
+@functools.cache
+def bytes_in(syntax: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a"
+        write_oct_dicom(
+            path, ramp(), SPACING_MM, transfer_syntax=syntax, superior_first=True, sop_instance_uid="1.2.3.4"
+        )
+        return path.read_bytes()
+
+
 @settings(parent=lenient, max_examples=200)
 @given(data=st.data())
 def test_F9_mutated_bytes_are_read_or_refused_with_a_code(tmp_path, data):
     """Only syntaxes that Python decodes: native decoders may kill the process, which prepare survives by using
     others."""
-    syntax = data.draw(st.sampled_from([*NATIVE, uid.RLELossless]))
-    path = write_oct_dicom(
-        tmp_path / "a", ramp(), SPACING_MM, transfer_syntax=syntax, superior_first=True, sop_instance_uid="1.2.3.4"
-    )
-    content = bytearray(path.read_bytes())
+    path, syntax = tmp_path / "a", data.draw(st.sampled_from([*NATIVE, uid.RLELossless]))
+    content = bytearray(bytes_in(syntax))
     header = min(len(content), 2500)
     for _ in range(data.draw(st.integers(1, 6))):
         at = data.draw(st.one_of(st.integers(0, header - 1), st.integers(0, len(content) - 1)))

@@ -2,7 +2,10 @@
 without end has a code."""
 
 import contextlib
+import functools
 import io
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -135,13 +138,18 @@ def test_sequences_nested_without_end_are_refused():
         read_groups(io.BytesIO(head + deep), len(head + deep), False, False)
 
 
+@functools.cache
+def bytes_with(undefined: int) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path, edit = Path(folder) / "a", lengths(undefined)
+        write_oct_dicom(path, VOXELS[:3], SPACING_MM, superior_first=True, edit=edit, sop_instance_uid="1.2.3.4")
+        return path.read_bytes()
+
+
 @settings(max_examples=300)
 @given(data=st.data(), undefined=st.integers(0, 7))
 def test_damaged_groups_are_read_or_refused_with_a_code(tmp_path, data, undefined):
-    path = write_oct_dicom(
-        tmp_path / "a", VOXELS[:3], SPACING_MM, superior_first=True, edit=lengths(undefined), sop_instance_uid="1.2.3.4"
-    )
-    content = bytearray(path.read_bytes())
+    path, content = tmp_path / "a", bytearray(bytes_with(undefined))
     start, end = content.index(b"\x00\x52\x29\x92"), content.index(b"\xe0\x7f\x10\x00O")
     for _ in range(data.draw(st.integers(1, 5))):
         content[data.draw(st.integers(start, end - 1))] = data.draw(st.sampled_from([0, 1, 0x7F, 0xFE, 0xFF]))

@@ -45,6 +45,8 @@ from support.tiny_runs import config as pretrain_config
 from support.tiny_runs import quick_pretrain, quiet
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("remembered_bscans")
+
 ROOT, BSCAN = "[data-viewer]", '[data-part="bscan"]'
 STATUS = "document.querySelector('[data-part=\"hand-status\"]').textContent"
 ILM, PEAK, BM = (SURFACES.index(name) for name in ("ilm", "rpe_peak", "bm"))

@@ -20,6 +20,8 @@ from octfm.volume.etdrs import ZONES
 from support.browser import assert_renders, needs_chromium
 from support.command_line import invoke
 
+pytestmark = pytest.mark.drawn
+
 
 def rows_of(people: int = 12, *, bias: float = 4.0) -> list[dict[str, str]]:
     """Both eyes of each participant, whose difference from the device is mostly their own."""
@@ -237,15 +239,16 @@ def test_the_devices_zones_may_come_from_another_table(tmp_path):
         device_agreement(write(tmp_path / "other.csv", [{"a": "1"}]))
 
 
-@pytest.fixture
-def page(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
     rows = rows_of()
     rows[5][UNIT["centre"]] = f"{float(rows[5][DEVICE_UNIT['centre']]) + 40}"
-    table = write(tmp_path / "t.csv", rows, leave_out=("participant",))
-    done = invoke("agree", table, "--out", tmp_path / "agree.html")
+    table = write(folder / "t.csv", rows, leave_out=("participant",))
+    done = invoke("agree", table, "--out", folder / "agree.html")
     assert done.exit_code == 0, done.output
     assert "24 of 24 rows used" in done.output and "every row for an independent eye" in done.output
-    return tmp_path / "agree.html"
+    return folder / "agree.html"
 
 
 def test_the_page_says_what_it_counts(page):

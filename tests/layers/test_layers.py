@@ -49,7 +49,7 @@ from octfm.volume.margins import imaged_rows, without_marks, without_padding
 from octfm.volume.volume import Volume
 from octfm.weights.packaged import CURRENT, NOTE, packaged
 from support.command_line import invoke, octfm_here
-from support.remembered_bscans import RememberedBscans
+from support.remembered_bscans import RememberedBscans, find
 
 UNSEEN = Stream(203, randomised=0.0, ascan_um=(13.0, 19.0))
 """Phantom B-scans of a seed that no choice has seen."""
@@ -100,7 +100,7 @@ def test_a_surface_or_mask_that_does_not_exist_is_named_with_those_that_do():
 def test_a_bscan_has_the_same_layers_whatever_else_is_in_the_volume():
     finder, sample = load_finder(), samples(["drusen"])[0].volume
     volume = replace(sample, voxels=sample.voxels[[3, 10]], lines=None)
-    found, apart = finder.find(volume), RememberedBscans().of(finder, volume)
+    found, apart = find(finder, volume), RememberedBscans().of(finder, volume)
     for name in vars(found):
         np.testing.assert_array_equal(getattr(apart, name), getattr(found, name), err_msg=name)
 

@@ -19,6 +19,8 @@ from octfm.volume.etdrs import ZONES, measure_around
 from support.command_line import invoke
 from support.segmented import found_in
 
+pytestmark = pytest.mark.usefixtures("remembered_bscans")
+
 RANGES = Ranges((2.0, 1.0, 0.1), (4.0, 0.5, 0.0), 1000)
 
 

@@ -29,6 +29,8 @@ from support.segmented import for_segmentation, found_in
 from support.vendor_files import SPACING_MM, with_grid, write_heyex_xml
 from support.volumes import telling_voxels
 
+pytestmark = pytest.mark.usefixtures("remembered_bscans")
+
 
 def changed(found, **facts):
     return replace(found, volume=replace(found.volume, **facts))

@@ -4,6 +4,7 @@ import io
 import re
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from octfm.demo.pages import first_picture
@@ -22,6 +23,8 @@ from octfm.report.segmented.pictures import (
 from octfm.tasks.scene import FOUND_COLOURS
 from support.command_line import invoke
 from support.segmented import found_in
+
+pytestmark = pytest.mark.usefixtures("remembered_bscans")
 
 
 def row(found: ScanSegmentation, source: str) -> dict[str, str]:

@@ -26,6 +26,8 @@ from octfm.volume.pixel_copies import fingerprint
 from support.changing_scans import SCANS, ChangingScans
 from support.segmented import found_in
 
+pytestmark = pytest.mark.usefixtures("remembered_bscans")
+
 FINDER = SimpleNamespace(model="test 000000000000")
 BASE = found_in(3)
 ROWS = dict[object, dict[str, str]]()

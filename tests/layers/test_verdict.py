@@ -276,7 +276,13 @@ def test_a_zone_is_withheld_where_the_network_is_unsure(phantom):
 def dense() -> Volume:
     """23 B-scans of 3.4 mm, .15 mm apart, around a fovea."""
     stream = Stream(
-        204, bscans=49, randomised=0.0, conditions=("healthy",), scanners=("heidelberg_spectralis",), row_um=6.0
+        204,
+        bscans=49,
+        randomised=0.0,
+        conditions=("healthy",),
+        scanners=("heidelberg_spectralis",),
+        ascan_um=(24, 24),
+        row_um=6.0,
     )
     image = next(image for place in range(50) if (image := stream(place)).accident == "none")
     half = round(1.7 / image.spacing_mm[2])

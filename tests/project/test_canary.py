@@ -16,6 +16,8 @@ from PIL.PngImagePlugin import PngInfo
 from octfm.store.store import Store
 from support.canaries import MARK, leaks, write_clinic
 
+pytestmark = pytest.mark.drawn
+
 SMALL = ("image_size=[16,96,96]", "target_spacing=[0.24,0.015,0.05]")
 
 

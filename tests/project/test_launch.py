@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from support import ROOT
+from support.command_line import octfm_here
 
 LAUNCH = ROOT / "launch"
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -87,14 +88,15 @@ def test_a_run_that_was_stopped_and_saved_ends_with_75(machine, left, code, expe
 
 @pytest.mark.parametrize("launcher, expected", [({"OCTFM_LAUNCHER": "torchrun.sh"}, 0), ({}, 1)])
 def test_a_mistake_in_the_settings_ends_as_done_for_the_launcher_alone_that_reads_its_code(
-    tmp_path, launcher, expected
+    tmp_path, monkeypatch, launcher, expected
 ):
     """A job of one's own with plain torchrun, which exports the file for the code 75, went on as if it had trained."""
     file = tmp_path / "code"
     rank = {"LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1", "OCTFM_EXIT_FILE": str(file)}
-    command = [sys.executable, "-m", "octfm", "pretrain", "vit_s", "steps=none", "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, env=os.environ | rank | launcher, capture_output=True, text=True, cwd=tmp_path)
-    assert (done.returncode, file.exists()) == (expected, bool(launcher)), done.stderr
+    for name, value in (rank | launcher).items():
+        monkeypatch.setenv(name, value)
+    code, _, err = octfm_here("pretrain", "vit_s", "steps=none", "--out", tmp_path / "run", cwd=tmp_path)
+    assert (code, file.exists()) == (expected, bool(launcher)), err
 
 
 def test_a_signal_reaches_torchrun_and_is_waited_for(machine):

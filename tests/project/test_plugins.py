@@ -103,8 +103,7 @@ SLOW = partial(pytest.param, marks=pytest.mark.slow)
         SLOW("no encoder", "build returned a JEPA without one, expected an Objective with an encoder"),
     ],
 )
-def test_an_objective_that_cannot_be_trained_is_one_line_before_step_0(tmp_path, fault, words):
-    store = small_store(tmp_path / "prepared")
+def test_an_objective_that_cannot_be_trained_is_one_line_before_step_0(store, tmp_path, fault, words):
     with pytest.raises(ConfigError, match=f"objective broken: .*{words}"):
         pretrain(config(steps=1), store, tmp_path / "run", objective=BrokenConfig(fault=fault), echo=quiet)
     assert not (tmp_path / "run").exists()

@@ -34,7 +34,7 @@ from support.browser import Browser, assert_renders, needs_chromium
 from support.run_folder import SCANNERS, probe_result, write_catalog, write_run, write_store
 from support.small_store import edit_rows
 
-pytestmark = pytest.mark.usefixtures("remembered_charts")
+pytestmark = [pytest.mark.drawn, pytest.mark.usefixtures("remembered_charts")]
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_page_says_what_happened(page):
 
 
 def test_words_from_outside_are_shown_not_executed(tmp_path):
-    attack = '<script>alert(1)</script><img src=x onerror=alert(1)>"$\\frac{'
+    attack = '<script>alert(1)</script><img src=x onerror=alert(1)>"$\\frac{$'
     run = write_run(tmp_path, figures=False)
     result = probe_result()
     for r in [*result["results"], *result["label_efficiency"]]:

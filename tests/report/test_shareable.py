@@ -4,6 +4,7 @@ from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,8 @@ from octfm.report.sources import gather
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
 from support.run_folder import write_catalog, write_run, write_store
+
+pytestmark = pytest.mark.drawn
 
 SECRET = "Zqxanna"
 

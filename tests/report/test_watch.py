@@ -13,6 +13,8 @@ from octfm.report.watch import follow, seconds_left, sparkline, watch
 from octfm.report.words import checkpoint_advice, checkpoint_taken
 from support.run_folder import write_run
 
+pytestmark = pytest.mark.drawn
+
 
 def probe_rows(*scores, metric="r2", chance=0.0):
     return [

@@ -85,6 +85,7 @@ def serve() -> None:
     from octfm.tasks import finetune, segment_score  # noqa: F401
 
     import_all_of_a_step()
+    os.fsync = os.fstat  # as in conftest.py
     # A collection in a child would write into every object, and so copy the pages of all that was imported.
     gc.collect()
     gc.freeze()

@@ -40,7 +40,7 @@ from support.tiny_runs import config as pretrain_config
 from support.tiny_runs import quick_pretrain, quiet
 from support.trust_cohort import SCANNERS, Cohort
 
-pytestmark = pytest.mark.usefixtures("remembered_charts")
+pytestmark = [pytest.mark.drawn, pytest.mark.usefixtures("remembered_charts")]
 
 TWO = SCANNERS[:2]
 

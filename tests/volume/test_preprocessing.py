@@ -1,9 +1,11 @@
 """Preprocessing has one home, keeps the retina upright and unstretched, and every result finds its way back."""
 
+import functools
 import json
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from scipy.ndimage import gaussian_filter
 
 from octfm.config import dump, load
 from octfm.errors import ConfigError, ReadError, StoreError
-from octfm.phantom import phantom_volume
+from octfm.phantom import phantom_volume as render
 from octfm.volume.margins import imaged_rows, inside_frame, ready_for_search, without_marks
 from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.resampling import resample, seen_rows
@@ -23,6 +25,15 @@ from octfm.volume.transform import Transform
 from octfm.volume.volume import Lines, Volume
 from support.bscan_set import layered
 from support.points import points_to_native, points_to_prepared
+
+
+@functools.cache
+def phantom_volume(seed: int, **drawn: Any) -> tuple:
+    """Rendered once; no test changes its voxels."""
+    volume, truth = render(seed, **drawn)
+    volume.voxels.flags.writeable = False
+    return volume, truth
+
 
 SMALL = Preprocessing(image_size=(16, 192, 128), target_spacing=(0.375, 0.0104, 0.047))
 SCANNERS = ("heidelberg_spectralis", "topcon_triton")
