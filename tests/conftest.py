@@ -5,7 +5,6 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -108,51 +107,6 @@ def _leave_undrawn(patch: pytest.MonkeyPatch) -> None:
             draw(figure, file, **options)
 
     patch.setattr(Figure, "savefig", savefig)
-
-
-@pytest.fixture(scope="session")
-def forked_children():
-    """None where a process cannot be polled for its end, or packages that children import are not there."""
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError):
-        yield None
-        return
-    if not find_spec("matplotlib"):
-        yield None
-        return
-    from octfm.io import isolation
-    from support.forked_children import ForkedChildren
-
-    children = ForkedChildren(isolation._START)
-    yield children
-    isolation.release()
-    children.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def children_are_forked(request, forked_children):
-    """But for `own_interpreters`, those that read files start without the seconds that imports take."""
-    if request.node.get_closest_marker("own_interpreters") or forked_children is None:
-        yield
-        return
-    from octfm.io import isolation
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(isolation, "subprocess", forked_children)
-        yield
-        isolation.release()
-
-
-@pytest.fixture
-def own_interpreters(monkeypatch):
-    """For a test among those whose children are forked."""
-    from octfm.io import isolation
-
-    isolation.release()
-    monkeypatch.setattr(isolation, "subprocess", subprocess)
-    yield
-    isolation.release()
 
 
 @pytest.fixture(scope="module")

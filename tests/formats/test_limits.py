@@ -24,8 +24,6 @@ from support.dicom_files import write_oct_dicom
 from support.fuzz_files import deflated_bomb
 from support.waiting import planted_delay
 
-pytestmark = pytest.mark.own_interpreters
-
 TIGHT = Limits(seconds=60, memory=3 * 10**8)
 SPACING_MM = (0.12, 0.0039, 0.0115)
 

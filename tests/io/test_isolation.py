@@ -21,8 +21,6 @@ from support.hostile_folder import executed, octfm, plant
 from support.misbehaving import children_in_a_worker, fail, misbehave, run, shout, slowly, spin, who
 from support.waiting import wait_until
 
-pytestmark = pytest.mark.own_interpreters
-
 SHORT = Limits(seconds=2)
 
 

@@ -300,7 +300,7 @@ def prepare_noise(shape) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces the memory limit")
-def test_a_worker_gets_the_memory_for_the_largest_bscans(own_interpreters):
+def test_a_worker_gets_the_memory_for_the_largest_bscans():
     """Next to nothing is left for the volume, so what `with_finder` adds must hold PyTorch and the network."""
     little = Limits(memory=300_000_000)
     largest = [(1, 2048, 1700)]

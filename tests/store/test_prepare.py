@@ -378,7 +378,7 @@ def threads_of_worker(uri: str) -> Volume:
     return read_sample(uri)
 
 
-def test_workers_compute_with_one_thread_each(tmp_path, monkeypatch, own_interpreters):
+def test_workers_compute_with_one_thread_each(tmp_path, monkeypatch):
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         monkeypatch.delenv(variable, raising=False)
     seen = tmp_path / "seen"
@@ -407,7 +407,7 @@ def peak_of_prepare(task) -> float:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads the peak of a process in /proc")
 @pytest.mark.parametrize("kind", ["8 bit", "16 bit", "12 bit, inverted, a left eye, inferior first", "signed"])
-def test_a_worker_needs_less_than_a_gigabyte_for_the_largest_volumes(tmp_path, kind, own_interpreters):
+def test_a_worker_needs_less_than_a_gigabyte_for_the_largest_volumes(tmp_path, kind):
     """512 x 1024 x 512: a quarter of a gigabyte of pixels at 8 bit, half at 16, so that no step may make a second
     volume of them."""
     retina = np.zeros((64, 1024, 512), np.float32)
