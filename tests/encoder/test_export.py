@@ -151,6 +151,9 @@ def test_the_file_of_keys_is_asked_for_although_only_weights_further_back_have_s
     (kept / exported.SEEN).write_text(json.dumps({"hashes": [], "before": [seen]}))
     with pytest.raises(EvaluationError, match=r"kept: published without the key .* put it back as participants.key"):
         seen_by(kept)
+    said = []
+    assert not (export(kept, tmp_path / "again", keep_key=tmp_path / "key", echo=said.append) / exported.KEY).exists()
+    assert said == [f"{tmp_path / 'key'}: not written, because {kept} comes without a key"]
 
 
 def test_keys_that_are_not_those_of_the_hashes_are_refused(run, store, labels, tmp_path):
