@@ -143,6 +143,19 @@ def test_it_remembers_whom_it_has_seen_and_names_nobody(run, folder, store, labe
     assert seen_by(kept)("P000")
 
 
+def test_the_file_of_keys_is_asked_for_although_only_weights_further_back_have_seen_people(folder, tmp_path):
+    """An export of a run on phantoms without its keys: it asked for a line to be changed in the file that is absent."""
+    kept = shutil.copytree(folder, tmp_path / "kept")
+    (kept / exported.KEY).unlink()
+    seen = json.loads((kept / exported.SEEN).read_text())
+    (kept / exported.SEEN).write_text(json.dumps({"hashes": [], "before": [seen]}))
+    with pytest.raises(EvaluationError, match=r"kept: published without the key .* put it back as participants.key"):
+        seen_by(kept)
+    said = []
+    assert not (export(kept, tmp_path / "again", keep_key=tmp_path / "key", echo=said.append) / exported.KEY).exists()
+    assert said == [f"{tmp_path / 'key'}: not written, because {kept} comes without a key"]
+
+
 def test_keys_that_are_not_those_of_the_hashes_are_refused(run, store, labels, tmp_path):
     """With the key of another export nobody was recognised, and whoever was trained on could be tested."""
     tuned = export(tune(run, store, tmp_path / "tuned", labels, epochs=1), tmp_path / "exported", echo=quiet)

@@ -131,6 +131,8 @@ def test_missing_parts_give_a_sentence(tmp_path):
     assert "Tested on" not in text and "tested on" not in text, "nothing was tested"
     assert "model-index" not in front(text)
     assert "Neither a catalog nor a store was given" in paper(run)
+    # Without its settings nobody knows what the run was trained for.
+    assert "| Objective | unknown |" in text and "jepa" not in (text + paper(run)).lower()
 
 
 def test_a_difference_that_holm_rejects_is_listed_as_inconclusive(tmp_path):

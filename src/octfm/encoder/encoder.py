@@ -520,7 +520,7 @@ def seen_by(run: str | Location) -> Callable[[str], bool]:
     content = content_of(run)
     participants = content["participants"]
     if not checkpoint.keys_are_known(participants):
-        if participants["hashes"] and participants["key"] is None:
+        if participants["key"] is None:
             why, put = "published without the key", f"put it back as {exported.KEY} next to its {exported.CONFIG}"
         else:
             why = "it began with weights that were published without the key"

@@ -77,6 +77,8 @@ def export(
             )
         if keys := exported.keys_text(participants):
             write_whole(Path(keep_key) if keep_key is not None else partial / exported.KEY, keys.encode())
+        elif keep_key is not None:
+            echo(f"{keep_key}: not written, because {run} comes without a key")
         _expect_new(out)  # once more: another process may have been faster
         partial.rename(out)
     except BaseException:

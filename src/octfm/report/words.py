@@ -364,8 +364,8 @@ def _best(compared: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def objective_name(sources: Sources) -> str:
-    """Name of the run's objective; that of the default if its config names none."""
-    return str(lookup(sources.settings, "objective", "name") or "vjepa2")
+    """Name of the run's objective; that of the default if its config names none, "unknown" without a config."""
+    return str(lookup(sources.settings, "objective", "name") or ("vjepa2" if sources.settings else "unknown"))
 
 
 def objective(sources: Sources) -> Objective:
