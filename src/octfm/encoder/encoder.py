@@ -514,9 +514,13 @@ def participants_of(run: str | Location) -> dict[str, Any]:
     return content_of(run)["participants"]
 
 
+class UnknownParticipants(EvaluationError):
+    """The key that participants of a model are recognised by is kept elsewhere."""
+
+
 def seen_by(run: str | Location) -> Callable[[str], bool]:
     """A function that tells whether the run's newest checkpoint was trained on a participant or chosen by one, whatever
-    the spelling of the id. Raises EvaluationError if nobody can tell, because a key is kept elsewhere."""
+    the spelling of the id. Raises UnknownParticipants if nobody can tell."""
     content = content_of(run)
     participants = content["participants"]
     if not checkpoint.keys_are_known(participants):
@@ -527,7 +531,7 @@ def seen_by(run: str | Location) -> Callable[[str], bool]:
             put = f"write it in the place of - into {exported.KEY} of its export" + (
                 "" if "network" in content else " (octfm export), and evaluate that"
             )
-        raise EvaluationError(
+        raise UnknownParticipants(
             f"{run}: {why} of their participants' hashes, so nobody can tell whom they were trained on; {put}, or pass "
             "--allow-seen to get results that say so"
         )
@@ -536,9 +540,14 @@ def seen_by(run: str | Location) -> Callable[[str], bool]:
 
 def seen_if_known(*runs: str | Location, allow_seen: bool) -> Callable[[str], bool] | None:
     """Whether any of the runs has seen a participant, as `seen_by`; with `allow_seen`, None where nobody can tell."""
-    if allow_seen and not all(checkpoint.keys_are_known(participants_of(run)) for run in runs):
-        return None
-    known = [seen_by(run) for run in runs]
+    known = []
+    for run in runs:
+        try:
+            known.append(seen_by(run))
+        except UnknownParticipants:
+            if not allow_seen:
+                raise
+            return None
     return lambda participant: any(is_seen(participant) for is_seen in known)
 
 

@@ -148,9 +148,8 @@ def _tested(
     seed: int,
 ) -> tuple[Cases, list[Round], np.ndarray | None]:
     """The cases of a target, its single round, and bool [N]: rows whose participants an entry was trained on, None if
-    nobody can tell. Vectors
-    are not needed. Raises EvaluationError if labels are missing or too few, or if a test participant was seen in
-    training, unless `allow_seen`."""
+    nobody can tell. Vectors are not needed. Raises EvaluationError if labels are missing or too few, or if a test
+    participant was seen in training, unless `allow_seen`."""
     seen_rows: np.ndarray | None = np.zeros(len(data.acquisition), bool)
     tested = np.array([split == "test" for split in data.split])
     for path in paths:
