@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.scan import scan
 from octfm.errors import ReadError
-from octfm.formats import read_volume
+from octfm.formats import optovue, read_volume
+from octfm.formats.declared import Declared, declared_for_dicom, read_declared
 from octfm.formats.reasons import REASONS
 from octfm.io import archive as archives
 from octfm.io.archive import is_folder, list_folder, open_archive, open_file, unpack
@@ -383,6 +384,21 @@ def test_the_sidecar_of_a_dicom_in_an_archive_counts_in_place_and_unpacked(tmp_p
         (found,) = scan(tmp_path / "data", extract=extract, workers=0).acquisitions
         assert (found.participant, found.laterality, found.flags) == ("p7", "L", ())
         assert read_volume(found.uri).laterality == "L"
+
+
+def test_what_a_damaged_member_states_beside_a_scan_is_not_believed(tmp_path):
+    """Its bytes may still be numbers, only others."""
+    stated = b'{"spacing_mm": [0.12, 0.0039, 0.0115]}'
+    export = b"Window Height=8\nScan Length=6\nScan Usage=4\n"
+    members = {"a.npy": b"", "a.json": stated, "b.oct": bytes(4 * 8 * 6 * 4), "b.txt": export}
+    path = write_zip(tmp_path / "x.zip", members)
+    assert read_declared(f"{path}!/a.npy") == declared_for_dicom(f"{path}!/a.npy") != Declared()
+    assert optovue.open_bscans(f"{path}!/b.oct").shape == (4, 8, 6)
+    for name in ("a.json", "b.txt"):
+        patched(path, name, central={16: 0})
+    assert read_declared(f"{path}!/a.npy") == declared_for_dicom(f"{path}!/a.npy") == Declared()
+    with pytest.raises(ReadError, match=r"b\.txt"):
+        optovue.open_bscans(f"{path}!/b.oct")
 
 
 def test_an_archive_made_again_is_unpacked_again(tmp_path):

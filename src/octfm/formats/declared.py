@@ -14,7 +14,7 @@ from typing import NoReturn, cast
 
 from octfm.errors import ReadError
 from octfm.formats.names import may_be_an_eye
-from octfm.io.archive import MEMBER, file_size, is_folder, read_start
+from octfm.io.archive import MEMBER, file_size, is_folder, open_file
 from octfm.io.location import Location, listed
 from octfm.volume.appearance import UNDOUBTED, native_way_up
 from octfm.volume.margins import searchable
@@ -82,7 +82,8 @@ def read_declared(uri: str) -> Declared:
     """The sidecar of a file, NAME.json or NAME.ending.json. Raises ReadError contradicting_declaration."""
     for place in sidecars(uri):
         try:
-            content = read_start(place, _MAX_BYTES + 1)
+            with open_file(place) as file:  # which verifies the checksum of a member, as `read_start` does not
+                content = file.read(_MAX_BYTES + 1)
         except (FileNotFoundError, NotADirectoryError, ReadError):
             continue
         except OSError as error:
@@ -99,7 +100,8 @@ def declared_for_dicom(uri: str) -> Declared:
     ignored. Raises ReadError contradicting_declaration."""
     for place in sidecars(uri):
         try:
-            content = read_start(place, _MAX_BYTES + 1)
+            with open_file(place) as file:
+                content = file.read(_MAX_BYTES + 1)
         except (OSError, ReadError, ValueError):
             continue
         words = content.replace(b"\0", b"")  # it may be UTF-16

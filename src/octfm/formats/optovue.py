@@ -14,7 +14,7 @@ from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, uid_from
 from octfm.formats.images import digest_of
 from octfm.formats.reasons import expect_bytes
-from octfm.io.archive import open_file, read_start
+from octfm.io.archive import open_file
 from octfm.io.location import listed
 
 _MAX_TEXT = 2**20
@@ -28,7 +28,8 @@ def fits(name: str) -> bool:
 def open_bscans(uri: str) -> Bscans:
     beside = str(listed(uri).with_suffix(".txt"))
     try:
-        text = read_start(beside, _MAX_TEXT).decode("latin-1")
+        with open_file(beside) as file:  # not read_start: of a member, what it states is verified
+            text = file.read(_MAX_TEXT).decode("latin-1")
     except (OSError, ReadError):
         raise ReadError(
             "incomplete_export",

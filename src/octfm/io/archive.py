@@ -143,7 +143,10 @@ def refuse_link(path: str) -> None:
 
 
 def read_start(uri: str | Location, count: int) -> bytes:
-    """The first `count` bytes of a file or member, inflating no more than needed. Raises OSError, ReadError."""
+    """The first `count` bytes of a file or member, inflating no more than needed, so no checksum is verified.
+
+    Raises OSError, ReadError.
+    """
     uri = str(uri)
     if (inside := split_uri(uri)) is None:
         with open_file(uri) as file:
