@@ -22,6 +22,8 @@ from support.command_line import octfm_here
 from support.dicom_files import write_oct_dicom
 from support.small_store import small_store
 
+pytestmark = pytest.mark.drawn
+
 SMALLER = replace(
     clinic.QUICK,
     participants=16,
