@@ -95,7 +95,7 @@ def charts_are_drawn_where_they_are_looked_at(request):
 
 
 def _leave_undrawn(patch: pytest.MonkeyPatch) -> None:
-    """An <svg> says its text and shows nothing; pictures with pixels are drawn."""
+    """Charts are made, and their <svg> stays empty; pictures with pixels are drawn."""
     from matplotlib.figure import Figure
 
     draw = Figure.savefig
@@ -169,7 +169,7 @@ def light_checks():
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """For a test among those that look at charts."""
+    """As in other modules, for one test of a module that looks at charts."""
     _leave_undrawn(monkeypatch)
 
 

@@ -130,7 +130,7 @@ def test_it_remembers_whom_it_has_seen_and_names_nobody(run, folder, store, labe
     assert not (kept / exported.KEY).exists()
     for evaluate in (seen_by, lambda path: tune(path, store, tmp_path / "refused", labels)):
         with pytest.raises(
-            EvaluationError, match=r"without the key .* put it back as participants.key .* --allow-seen"
+            EvaluationError, match=r"without the key .* put the key back as participants.key .* --allow-seen"
         ):
             evaluate(kept)
     # Results with --allow-seen say that it is unknown, and so does what is tuned on these weights.
@@ -149,7 +149,9 @@ def test_the_file_of_keys_is_asked_for_although_only_weights_further_back_have_s
     (kept / exported.KEY).unlink()
     seen = json.loads((kept / exported.SEEN).read_text())
     (kept / exported.SEEN).write_text(json.dumps({"hashes": [], "before": [seen]}))
-    with pytest.raises(EvaluationError, match=r"kept: published without the key .* put it back as participants.key"):
+    with pytest.raises(
+        EvaluationError, match=r"kept: published without the key .* put the key back as participants.key"
+    ):
         seen_by(kept)
     said = []
     assert not (export(kept, tmp_path / "again", keep_key=tmp_path / "key", echo=said.append) / exported.KEY).exists()

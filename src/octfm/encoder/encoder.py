@@ -525,15 +525,17 @@ def seen_by(run: str | Location) -> Callable[[str], bool]:
     participants = content["participants"]
     if not checkpoint.keys_are_known(participants):
         if participants["key"] is None:
-            why, put = "published without the key", f"put it back as {exported.KEY} next to its {exported.CONFIG}"
+            why = "published without the key of its participants' hashes, so nobody can tell whom it was trained on"
+            remedy = f"put the key back as {exported.KEY} next to its {exported.CONFIG}"
         else:
-            why = "it began with weights that were published without the key"
-            put = f"write it in the place of - into {exported.KEY} of its export" + (
-                "" if "network" in content else " (octfm export), and evaluate that"
-            )
+            why = "it began with weights that were published without the key of their participants' hashes, so nobody "
+            why += "can tell whom those were trained on"
+            remedy = f"write that key in the place of - into {exported.KEY} of its export"
+            remedy += "" if "network" in content else " (octfm export), and evaluate that"
         raise UnknownParticipants(
-            f"{run}: {why} of their participants' hashes, so nobody can tell whom they were trained on; {put}, or pass "
-            "--allow-seen to get results that say so"
+            f"{run}: {why}; {remedy}, or pass --allow-seen to get results that say so",
+            public="Nobody can tell whom one of the encoders was trained on: weights were published without the key of "
+            "their participants.",
         )
     return checkpoint.recogniser(participants)
 

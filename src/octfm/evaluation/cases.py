@@ -359,8 +359,7 @@ def make_rounds(
     """
     if seen is None and not allow_seen:
         raise EvaluationError(
-            "nobody can tell whom the encoder was pretrained on; pass --allow-seen to get results that say so",
-            public=SEEN,
+            "nobody can tell whom the encoder was pretrained on; pass --allow-seen to get results that say so"
         )
     splits, person = np.array([data.split[i] or "" for i in cases.rows]), people(data.participant)
     # The person was seen, under whatever spelling of the id.

@@ -172,7 +172,7 @@ def to_volume(
         raise blank(bscans.uri)
     if are_labels(voxels):
         raise voxel_labels(bscans.uri)
-    full_scale = 65535  # of uint8 it does not count
+    full_scale = 65535  # uint8 voxels do not use it
     if voxels.dtype == np.uint16:
         # Brighter voxels than the stated bits allow prove the statement wrong.
         full_scale = max(used_full_scale(voxels), (1 << (declared.bits or bscans.bits or 0)) - 1)

@@ -172,8 +172,9 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
 
 
 def _others(part: Mapping[str, Any], people: Sequence[str]) -> int:
-    """At least so many participants of a run before this one are not among `people`."""
-    if part["key"] is None:  # it is kept elsewhere
+    """How many participants of a run before this one are not among `people`; if its key is kept elsewhere, the least
+    number, and never 0, because pages call a run that inherited none one that began at random."""
+    if part["key"] is None:
         return max(1, len(part["hashes"]) - len(people))
     return len({*part["hashes"]} - {*checkpoint.participant_hashes(list(people), part["key"])})
 

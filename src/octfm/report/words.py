@@ -65,7 +65,9 @@ class Objective:
     learned: str = ""
     """How the encoder learned, a sentence."""
     on_card: str = ""
+    """Its description in the model card; the card of another objective has its name."""
     in_methods: str = "an unknown objective"
+    """What a paper says after "pretrained with"."""
     tags: str = ""
     """Words for the hub."""
 

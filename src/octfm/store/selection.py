@@ -63,7 +63,7 @@ def select(
 
 
 def evenly(rows: np.ndarray, count: int) -> np.ndarray:
-    """At most `count` of these rows, evenly spread over them."""
+    """At most `count` of these rows, int64 [n], evenly spread over them."""
     return rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)]
 
 

@@ -67,7 +67,10 @@ def _inherited(initial: Initial, store: Store) -> list[Check]:
     known = [part for part in initial.before if part["key"] is not None]
     checks = []
     if len(known) < len(initial.before):
-        measured = f"nobody can tell whom {initial.named} has seen: weights were published without the key to tell by"
+        measured = (
+            f"nobody can tell whom {initial.named} has seen: weights behind it were published without the key of their "
+            "participants"
+        )
         advice = (
             "evaluations of this run will need --allow-seen, and say so; if you can get the "
             f"{KEY} of those weights, put it into their folder before the run begins"
