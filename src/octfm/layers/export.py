@@ -98,14 +98,16 @@ def write_files(
     found: Segmentation, volume: Volume, folder: Path, stem: str, *, dicom: bool = False, limits: Limits | None = None
 ) -> Iterator[Path]:
     """Write NIfTI, and with `dicom` also DICOM (within `limits` if given); yields the path of each file once written.
+    A scan that DICOM files cannot refer to gets no file at all.
 
     Raises ExportError if results of another scan would be overwritten, and if DICOM files cannot refer to this scan.
     """
     require_own(folder, stem, volume)
+    # DICOM first, because it refuses scans.
+    write = partial(write_dicom, found, folder=folder, stem=stem)
+    refer_to_scan = within(limits, write, volume.source) if dicom else []
     yield from write_nifti(found, folder, stem, volume)
-    if dicom:
-        write = partial(write_dicom, found, folder=folder, stem=stem)
-        yield from within(limits, write, volume.source)
+    yield from refer_to_scan
 
 
 def require_own(folder: Path, stem: str, volume: Volume) -> None:
@@ -201,7 +203,6 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
         image = dcmread(source)
     except (InvalidDicomError, OSError):
         raise ExportError(f"{source}: no DICOM file on this disk, so no DICOM SEG can refer to it; use NIfTI") from None
-    folder.mkdir(parents=True, exist_ok=True)
     labels, meaning = label_map(found)
     frames, rows, columns = int(image.get("NumberOfFrames", 1)), int(image.Rows), int(image.Columns)
     if (frames, columns) != labels.shape[::2]:
@@ -239,6 +240,7 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
     if found.note:
         seg.SeriesDescription = seg.ContentDescription = found.note
         seg.ImageComments = found.comments
+    folder.mkdir(parents=True, exist_ok=True)
     _save(seg, target)
     if not found.surfaces:
         return [target]
