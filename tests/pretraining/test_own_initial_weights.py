@@ -25,6 +25,7 @@ from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.trust.report import _pretraining
 from octfm.volume.preprocessing import Preprocessing
+from support.command_line import invoke
 from support.planted_faults import infinite_gradient
 from support.small_store import SPLITS, edit_rows, small_preprocessing, small_store
 from support.tiny_runs import Killed, assert_same_run, config, final, quick_pretrain, quiet, rows
@@ -56,6 +57,20 @@ def parent(first, tmp_path_factory) -> Path:
 def begun(init: Path | str, **changes):
     model = config().model.model_dump() | {"init": str(init)} | changes.pop("model", {})
     return config(model=model, **changes)
+
+
+def test_a_smoke_run_says_whether_the_run_can_begin_with_its_weights(parent, first, tmp_path, monkeypatch):
+    """It ignored model.init, and a misspelt one stopped the run itself."""
+    trained = []
+    monkeypatch.setattr("octfm.pretraining.pretrain.pretrain", lambda settings, *_, **__: trained.append(settings))
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(json.dumps(begun(parent).model_dump(mode="json")), encoding="utf-8")
+    words = ("pretrain", str(settings), f"data.store={first.path}", "--smoke")
+    said = invoke(*words)
+    assert said.exit_code == 0 and f"smoke: {parent} can be begun with; these small networks begin at" in said.output
+    assert trained.pop().model.init is None
+    for wrong, why in ((f"model.init={parent}s", "no such file"), ("model.depth=1", "other sizes than model")):
+        assert why in str(invoke(*words, wrong).exception) and not trained
 
 
 def prepared_as(preprocessing: Preprocessing) -> Any:
