@@ -62,7 +62,7 @@ def refuse_inside_export(out: Location) -> None:
 
 
 def read_export(where: Location) -> dict[str, Any]:
-    """config.json with `network` and `head` (float32 tensors by name) and `participants` added.
+    """config.json with `network` and `head` (float32 tensors by name) added; whom they have seen: `read_seen`.
 
     Raises CheckpointError if anything is missing or damaged.
     """
@@ -81,7 +81,7 @@ def read_export(where: Location) -> dict[str, Any]:
             f"{where / WEIGHTS}: the weights are not those that {CONFIG} names (SHA-256 {found[:12]}, expected "
             f"{settings['sha256'][:12]}); install octfm again, or fetch the whole export again"
         )
-    return {**settings, **parts, "participants": read_seen(where)}
+    return {**settings, **parts}
 
 
 def read_settings(where: Location) -> dict[str, Any]:
