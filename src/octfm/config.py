@@ -40,6 +40,17 @@ class Config(BaseModel):
         hide_input_in_errors=True,
     )
 
+    def __init__(self, /, **values: Any):
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            name = type(self).__name__
+            _refuse_credentials_in(values, name)
+            raise ConfigError(_sentence(name, *_explain(type(self), error))) from None
+
+    # Pydantic validates sections and `model_validate` without it, so that `load` names the whole key.
+    __init__.__pydantic_base_init__ = True  # pyright: ignore[reportFunctionMemberAccess]
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_lookalikes(cls, values: Any) -> Any:
@@ -108,8 +119,12 @@ def load(
         key, problem = _explain(cls, error)
         given = _override_of(key, overrides)
         place = f"override {shown(given)}" if given else where
-        named = key in ("", given) or problem.startswith("unknown key")
-        raise ConfigError(f"{place}: {problem}" if named else f"{place}: {key}: {problem}") from None
+        raise ConfigError(_sentence(place, key, problem, named=key == given)) from None
+
+
+def _sentence(place: str, key: str, problem: str, named: bool = False) -> str:
+    named = named or not key or problem.startswith("unknown key")
+    return f"{place}: {problem}" if named else f"{place}: {key}: {problem}"
 
 
 def _override_of(place: str, overrides: Iterable[str]) -> str:
@@ -316,6 +331,9 @@ def _explain(cls: type[Config], error: ValidationError) -> tuple[str, str]:
         known, wrong = known_keys(cls), key
         if isinstance(first["input"], dict) and len(first["input"]) == 1:  # the name of the section may be misspelt
             wrong = f"{key}.{next(iter(first['input']))}"
+        if wrong in known:  # of a class that the section could have, too
+            section = wrong.rpartition(".")[0]
+            return wrong, f"unknown key {wrong}: a setting of another {section}.name; set that, too{more}"
         nearest = _nearest(wrong, known)
         hint = f"did you mean {nearest}?" if nearest else f"known keys: {', '.join(_beside(wrong, known))}"
         return wrong, f"unknown key {wrong if len(wrong) <= 80 else shown(wrong)}; {hint}{more}"
