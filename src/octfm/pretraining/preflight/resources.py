@@ -63,7 +63,8 @@ def _filled(config: PretrainConfig, initial: Initial, networks: list[str]) -> li
 
 
 def _inherited(initial: Initial, store: Store) -> list[Check]:
-    """Nobody who is kept for tests was seen by the weights that the run begins with (F16)."""
+    """Nobody who is kept for tests was seen by the weights that the run begins with (F16). How many of the validation
+    split were is only said: validation chooses among checkpoints that have all seen them."""
     known = [part for part in initial.before if part["key"] is not None]
     checks = []
     if len(known) < len(initial.before):
@@ -79,9 +80,12 @@ def _inherited(initial: Initial, store: Store) -> list[Check]:
     if not known:
         return checks
     was_seen = recogniser({"hashes": (), "before": known})
-    tested = {row.participant for row in store.rows if row.split == "test"}
-    seen = sum(map(was_seen, tested))
-    measured = f"{seen} of {len(tested)} test participants of this store were seen by {initial.named}"
+    held_out = {split: {row.participant for row in store.rows if row.split == split} for split in ("test", "val")}
+    (seen, tests), (known_too, validated) = ((sum(map(was_seen, people)), len(people)) for people in held_out.values())
+    measured = (
+        f"{seen} of {tests} test participants of this store and {known_too} of {validated} in its validation split "
+        f"were seen by {initial.named}"
+    )
     if not seen:
         return checks or [passed("inherited participants", measured)]
     advice = (
