@@ -12,6 +12,7 @@ from octfm.pretraining.learner import blueprint, build_objective
 from octfm.pretraining.preflight.check import Check, fail, fail_with, passed, warn
 from octfm.pretraining.preflight.cost import GB, Cost, measure_speed, step_cost
 from octfm.pretraining.preflight.data import Sample
+from octfm.pretraining.resume import retention
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run import checkpoint_files, trackers
 from octfm.run.bucket import mirror_of
@@ -218,12 +219,9 @@ def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> C
     model = blueprint(config, store.preprocessing)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     size = 4 * (count_parameters(model) + 2 * trained)  # float32: weights, and two moments of those that are trained
-    every = [
-        config.keep_every_steps,
-        config.keep_every_epochs and config.keep_every_epochs * volumes / config.data.global_batch_size,
-    ]
+    intervals = retention(config, volumes / config.data.global_batch_size).intervals
     # Kept for ever; an interval shorter than that of checkpoints keeps each of them.
-    for_good = sum(int(config.steps // max(interval, config.ckpt_every_steps)) for interval in every if interval)
+    for_good = sum(int(config.steps // max(interval, config.ckpt_every_steps)) for interval in intervals)
     # The best one is kept besides the last ones, and may be none of them.
     best = config.probe.target is not None
     count = min(config.keep_checkpoints + for_good, -(-config.steps // config.ckpt_every_steps)) + best + 1
