@@ -13,7 +13,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from octfm.addresses import expect_local, expect_place, in_home, mask, refuse_credentials, refuse_windows
-from octfm.errors import ConfigError, shown
+from octfm.errors import ConfigError, reason_of, shown
 
 MAX_BYTES = 1_000_000
 """Largest config file that is read; the longest packaged one has 3,000."""
@@ -284,7 +284,7 @@ def _problem(error: yaml.YAMLError) -> str:
     """The problem and its line."""
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if not problem:
-        return " ".join(str(error).split())
+        return reason_of(error)
     return f"line {mark.line + 1}: {problem}" if mark else problem
 
 

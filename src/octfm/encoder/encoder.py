@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from octfm.display import box, brief, times
 from octfm.encoder.sources import display_name, find
-from octfm.errors import CheckpointError, ConfigError, Echo, EvaluationError
+from octfm.errors import CheckpointError, ConfigError, Echo, EvaluationError, reason_of
 from octfm.formats import read_volume
 from octfm.io.location import Location
 from octfm.io.progress import say
@@ -488,7 +488,7 @@ def fill(module: nn.Module, tensors: dict[str, Tensor], where: str | Location) -
         # Assigned, because nothing can be copied into tensors of the meta device.
         module.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
-        what = " ".join(str(error).split())[:200]
+        what = reason_of(error, 200)
         raise CheckpointError(
             f"{where}: the weights do not fit the model in its settings ({what}); fetch or export it again"
         ) from None

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from octfm.catalog.participants.safe_values import is_known_protocol, is_known_scanner
-from octfm.errors import EvaluationError, ExportError
+from octfm.errors import EvaluationError, ExportError, reason_of
 from octfm.formats import within
 from octfm.formats.arrays.nifti import HEIGHTS
 from octfm.io.isolation import Limits
@@ -235,7 +235,7 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
             omit_empty_frames=False,
         )
     except (AttributeError, KeyError, ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = reason_of(error, 200)
         raise ExportError(f"{source}: no DICOM SEG can be written for it ({reason}); use NIfTI") from None
     if found.note:
         seg.SeriesDescription = seg.ContentDescription = found.note

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octfm.display import number
-from octfm.errors import CheckpointError, EvaluationError
+from octfm.errors import CheckpointError, EvaluationError, reason_of
 from octfm.io.hashing import keyed_hash
 from octfm.io.location import BucketPath, Location
 
@@ -174,7 +174,7 @@ def _read_tensors(where: Location) -> "dict[str, Tensor]":
     except FileNotFoundError:
         raise CheckpointError(f"{file}: no such file; fetch the whole export again") from None
     except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{file}: damaged ({' '.join(str(error).split())[:120]}); fetch it again") from None
+        raise CheckpointError(f"{file}: damaged ({reason_of(error, 120)}); fetch it again") from None
     if stated != (found := checksum(tensors)):
         raise CheckpointError(
             f"{file}: damaged, or written by another program: its checksum is {found[:12]}, "

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from octfm.errors import ReadError
+from octfm.errors import ReadError, reason_of
 
 RLE = "1.2.840.10008.1.2.5"
 JPEG_2000 = ("1.2.840.10008.1.2.4.90", "1.2.840.10008.1.2.4.91", *(f"1.2.840.10008.1.2.4.{n}" for n in (201, 202, 203)))
@@ -129,7 +129,7 @@ def decode_frame(frame: bytes, form: FrameFormat, decoders: Sequence[Decoder]) -
         try:
             image = decode(frame, form)
         except DAMAGE as error:
-            refusals.append(f"{name}: {' '.join(str(error).split())[-120:]}")
+            refusals.append(f"{name}: {reason_of(error)[-120:]}")
             continue
         if form.signed and image.dtype.kind == "i":  # JPEG 2000 decodes to signed; others to bit patterns
             image = image.view(f"u{image.dtype.itemsize}")
