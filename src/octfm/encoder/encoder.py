@@ -521,7 +521,7 @@ def participants_in(path: Location, content: Mapping[str, Any]) -> dict[str, Any
 
 def beginning_of(run: str | Location, encoder: Encoder) -> str | None:
     """Identifies what an encoder that is fine-tuned began as: its run, which may go on training meanwhile, or the
-    weights of an export, whatever is known of its participants. None for runs on phantoms."""
+    weights of an export, whatever is known of its participants. None for checkpoints of version 1."""
     path, content = opened(run)
     return encoder.digest if "network" in content else participants_in(path, content).get("key")
 

@@ -59,7 +59,9 @@ def read_header(
     uri: str, layouts: Collection[Layout], readers: Sequence[Reader], modalities: Collection[Modality]
 ) -> Header:
     reader = find_reader(uri, readers)
-    return reader.read_header(uri, layouts, modalities) if is_dicom(reader) else _header(reader, uri, layouts, modalities)
+    return (
+        reader.read_header(uri, layouts, modalities) if is_dicom(reader) else _header(reader, uri, layouts, modalities)
+    )
 
 
 def examine(
