@@ -65,7 +65,7 @@ def main() -> None:
                     lambda content=content, form=form, decoder=decoder: decode_frame(content, form, [decoder])
                 )
                 print(
-                    f"| {name} | {bits} | {image.nbytes / len(content):.1f} | {decoder[0]} | {speed / 1e6:.0f} |",
+                    f"| {name} | {bits} | {image.nbytes / len(content):.1f} | {decoder.name} | {speed / 1e6:.0f} |",
                     flush=True,
                 )
 

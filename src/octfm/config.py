@@ -13,7 +13,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from octfm.addresses import expect_local, expect_place, in_home, mask, refuse_credentials, refuse_windows
-from octfm.errors import ConfigError, shown
+from octfm.errors import ConfigError, reason_of, shown
 
 MAX_BYTES = 1_000_000
 """Largest config file that is read; the longest packaged one has 3,000."""
@@ -39,6 +39,17 @@ class Config(BaseModel):
         allow_inf_nan=False,
         hide_input_in_errors=True,
     )
+
+    def __init__(self, /, **values: Any):
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            name = type(self).__name__
+            _refuse_credentials_in(values, name)
+            raise ConfigError(_sentence(name, *_explain(type(self), error))) from None
+
+    # Pydantic validates sections and `model_validate` without it, so that `load` names the whole key.
+    __init__.__pydantic_base_init__ = True  # pyright: ignore[reportFunctionMemberAccess]
 
     @model_validator(mode="before")
     @classmethod
@@ -108,8 +119,12 @@ def load(
         key, problem = _explain(cls, error)
         given = _override_of(key, overrides)
         place = f"override {shown(given)}" if given else where
-        named = key in ("", given) or problem.startswith("unknown key")
-        raise ConfigError(f"{place}: {problem}" if named else f"{place}: {key}: {problem}") from None
+        raise ConfigError(_sentence(place, key, problem, named=key == given)) from None
+
+
+def _sentence(place: str, key: str, problem: str, named: bool = False) -> str:
+    named = named or not key or problem.startswith("unknown key")
+    return f"{place}: {problem}" if named else f"{place}: {key}: {problem}"
 
 
 def _override_of(place: str, overrides: Iterable[str]) -> str:
@@ -269,7 +284,7 @@ def _problem(error: yaml.YAMLError) -> str:
     """The problem and its line."""
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if not problem:
-        return " ".join(str(error).split())
+        return reason_of(error)
     return f"line {mark.line + 1}: {problem}" if mark else problem
 
 
@@ -316,6 +331,9 @@ def _explain(cls: type[Config], error: ValidationError) -> tuple[str, str]:
         known, wrong = known_keys(cls), key
         if isinstance(first["input"], dict) and len(first["input"]) == 1:  # the name of the section may be misspelt
             wrong = f"{key}.{next(iter(first['input']))}"
+        if wrong in known:  # of a class that the section could have, too
+            section = wrong.rpartition(".")[0]
+            return wrong, f"unknown key {wrong}: a setting of another {section}.name; set that, too{more}"
         nearest = _nearest(wrong, known)
         hint = f"did you mean {nearest}?" if nearest else f"known keys: {', '.join(_beside(wrong, known))}"
         return wrong, f"unknown key {wrong if len(wrong) <= 80 else shown(wrong)}; {hint}{more}"

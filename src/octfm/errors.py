@@ -14,6 +14,12 @@ def one_line(text: object) -> str:
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), str(text))
 
 
+def reason_of(error: object, most: int | None = None) -> str:
+    """What an exception of another library says, on one line of at most `most` characters; its type if it says
+    nothing."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 def shown(value: object, most: int = 80) -> str:
     """repr(value) on one line, with the middle of long values left out."""
     try:

@@ -169,7 +169,7 @@ def test_files_are_found_again_by_key_and_root_only_even_after_a_move(clinic, ca
         }
     for root, key in ((clinic, KEY + b"!"), (clinic / "retinal_oct", KEY)):
         with pytest.raises(
-            CatalogError, match=r"\d+ of \d+ acquisitions of the catalog are not below it under this key"
+            CatalogError, match=r"none of the \d+ acquisitions of the catalog is below it under this key"
         ):
             locate(hidden, root, key)
 
@@ -183,8 +183,16 @@ def test_single_bscans_of_one_folder_are_found_again(tmp_path):
     store = prepare(hidden, tmp_path / "store", SMALL, locations=places, progress=False)
     assert {row.layout for row in store.rows} == {"line"} and len(store) == 4
     (tmp_path / "set" / "broken.e2e").write_bytes(b"CMDb" + bytes(40))
-    with pytest.raises(CatalogError, match="4 of 4 acquisitions of the catalog are not below it"):
+    with pytest.raises(CatalogError, match="none of the 4 acquisitions of the catalog is below it"):
         locate(hidden, tmp_path / "set", KEY + b"!")
+    # A file that was deleted stopped everything, where a catalog with paths names it and goes on.
+    Path(images[0]).unlink()
+    found = locate(hidden, tmp_path / "set", KEY)
+    assert sorted(found.values()) == sorted(map(str, images[1:]))
+    assert len(prepare(hidden, tmp_path / "store", SMALL, locations=found, progress=False)) == 4
+    rest = prepare(hidden, tmp_path / "later", SMALL, locations=found, progress=False)
+    (lost,) = rest.unprepared()
+    assert len(rest) == 3 and lost.code == "unreadable"
 
 
 def test_the_store_is_the_same_but_for_the_names(catalog, clinic, tmp_path):

@@ -848,10 +848,12 @@ def test_a_file_of_the_first_pages_is_read(tmp_path):
     ] * 2
 
 
-def test_calibration_takes_a_table_with_the_corrected_participant_and_zones_alone(tmp_path):
+@pytest.mark.parametrize("blank", ["", ", "], ids=["no other column", "a blank cell"])
+def test_calibration_takes_a_table_with_the_corrected_participant_and_zones_alone(tmp_path, blank):
     row = row_of(replace(found_in(), ranges=Ranges((5.0, 0.0, 0.0), (5.0, 0.0, 0.0), 9)))
-    lines = [f"{i},P{i},{float(row['centre_um']) + 4}" for i in range(60)]
-    (tmp_path / "fixed.csv").write_text("\n".join(["source,corrected_participant,centre_um", *lines]))
+    lines = [f"{i}{blank},P{i},{float(row['centre_um']) + 4}" for i in range(60)]
+    columns = f"source{',participant' * bool(blank)},corrected_participant,centre_um"
+    (tmp_path / "fixed.csv").write_text("\n".join([columns, *lines]))
     scaled, _ = calibrate_rows([row | {"source": f"{i}"} for i in range(60)], tmp_path / "fixed.csv")
     assert "60 participants" in scaled[0]["range_kind"]
 

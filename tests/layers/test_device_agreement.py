@@ -329,7 +329,7 @@ def test_scanners_that_are_pooled_are_named(tmp_path):
     result = device_agreement(write(tmp_path / "t.csv", rows))
     page = write_agreement(result, tmp_path / "agree.html", []).read_text(encoding="utf-8")
     for text in (page, "\n".join(summary_lines(result))):
-        assert "several scanners are pooled (topcon_triton 16, zeiss_cirrus 8)" in text
+        assert "several scanners are pooled (16 of Topcon Triton, 8 of Zeiss Cirrus)" in text
     alone = device_agreement(write(tmp_path / "t.csv", [row | {"scanner": "zeiss_cirrus"} for row in rows]))
     assert not any("pooled" in line for line in summary_lines(alone))
 

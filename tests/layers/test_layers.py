@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -599,6 +600,24 @@ def test_a_table_of_a_folder_that_was_renamed_has_one_row_per_scan(files, tmp_pa
     (tmp_path / "copy.npz").write_bytes(Path(moved[0]).read_bytes())
     assert write_table([str(tmp_path / "copy.npz")], out, echo=said.append) == 1, "a copy is a row of its own"
     assert len(read_table(out)) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_corrections_pass_to_a_copy_once_the_original_is_deleted(files, tmp_path, small_finder, monkeypatch, workers):
+    """As where a folder is copied, segmented at its new place and then deleted: the copy kept its automatic row."""
+    monkeypatch.setattr(table, "spread", lambda makes, items, *_, **__: map(makes, items))
+    out, copy = tmp_path / "table.csv", shutil.copy2(files[0], str(tmp_path / "copy.npz"))
+    write_table([files[0], copy], out, echo=lambda _: None)
+    rows = read_table(out)
+    corrected = rows[0] | {"corrected_bscans": "2", "volume_mm3": "8.765"}
+    save_table([corrected, rows[1]], out)
+    assert write_table([copy], out, workers=workers, echo=lambda _: None) == 0
+    Path(files[0]).unlink()
+    said: list[str] = []
+    assert write_table([copy], out, workers=workers, echo=said.append) == 1
+    assert said == [f"{files[0]}: is no longer there; its row is now that of {copy}"]
+    assert read_table(out) == [corrected | {"source": copy}]
+    assert write_table([copy], out, workers=workers, echo=said.append) == 0
 
 
 def test_a_volume_in_memory_is_not_taken_for_the_file_of_its_name(files, tmp_path, small_finder, monkeypatch):

@@ -241,7 +241,8 @@ def test_a_segmentation_in_python_saves_what_the_command_writes(tmp_path):
     with pytest.raises(ExportError, match="results of a scan other than memory"):
         changed(found, voxels=found.volume.voxels[::-1], source="memory").save(tmp_path / "python", "mine")
     with pytest.raises(ExportError, match="memory: no DICOM file on this disk"):
-        changed(found, source="memory").save(tmp_path / "python", "own", dicom=True)
+        changed(found, source="memory").save(tmp_path / "refused", dicom=True)
+    assert not (tmp_path / "refused").exists(), "a refusal left NIfTI files, and would leave an empty folder"
 
 
 def test_results_of_two_scans_have_two_names_on_macos_too():

@@ -64,6 +64,7 @@ def test_a_picture_shows_small_areas_of_coarse_voxels():
 def test_a_contact_sheet_shows_the_most_doubtful_first_and_keeps_pictures_of_earlier_calls(tmp_path):
     table = tmp_path / "eyes.csv"
     ContactSheet(table).add("good.dcm", found_in())
+    assert ContactSheet(table.with_suffix(".CSV")).folder != ContactSheet(table).folder, "two tables shared pictures"
     sheet = ContactSheet(table)  # a later call, which segments only what is new
     sheet.add("bad.dcm", found_in(reasons=("upside down",)))
     unread = dict.fromkeys(COLUMNS, "") | {"source": "broken.dcm", "problem": "no_pixels: nothing <in> it"}

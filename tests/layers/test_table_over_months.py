@@ -115,8 +115,10 @@ class Clinic(ChangingScans):
         at = next((i for i, row in enumerate(rows) if row["source"] == source), None)
         old = rows[at] if at is not None else dict.fromkeys(COLUMNS, "")
         must_stay = old["corrected_bscans"] or (old["participant"] and own is None)
-        if not (new["problem"] or must_stay or old["acquisition"] == new["acquisition"]):
-            passed = next((i for i, row in enumerate(rows) if gone(row) and eye_scan_of(row) == eye_scan_of(new)), None)
+        if not (new["problem"] or must_stay):
+            is_copy = old["acquisition"] == new["acquisition"]
+            same = [i for i, row in enumerate(rows) if gone(row) and eye_scan_of(row) == eye_scan_of(new)]
+            passed = next((i for i in same if rows[i]["corrected_bscans"] or not is_copy), None)
             if passed is not None:
                 old = rows[passed] | {"source": source}
                 rows = [row for i, row in enumerate(rows) if i != at]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octfm.errors import StoreError
+from octfm.errors import ConfigError, StoreError
 from octfm.models.token_map import BACKGROUND, PADDING, TISSUE, dropped_by, tissue_dropped, token_grid, token_map
 from octfm.pretraining.masks import MaskConfig, same_tokens, sample_masks, select_tokens
 
@@ -208,7 +208,7 @@ def test_blocks_around_the_inner_retina_hide_more_of_it():
             counts += np.bincount(np.unravel_index(target, maps.shape[1:])[1], minlength=16)
         hidden[centres] = counts[4:8].sum() / counts[4:12].sum()
     assert abs(hidden["tissue"] - 0.5) < 0.06 < 0.12 < hidden["inner"] - 0.5
-    with pytest.raises(ValueError, match="set plane to bscan"):
+    with pytest.raises(ConfigError, match="set plane to bscan"):
         MaskConfig(centres="inner")
 
 
@@ -220,5 +220,5 @@ def test_stages_follow_each_other_with_shapes_of_their_own():
     assert config.heaviest.counts(GRID) == (100, 25, 75)
     assert MaskConfig().at(0.5) == MaskConfig().heaviest == MaskConfig()
     for wrong in ((0.4, 0.7), (0.0, 0.3), (0.4, 0.0)):
-        with pytest.raises(ValueError, match="above 0 whose sum is at most 1"):
+        with pytest.raises(ConfigError, match="above 0 whose sum is at most 1"):
             MaskConfig(stages=(wrong,))

@@ -25,6 +25,7 @@ from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.trust.report import _pretraining
 from octfm.volume.preprocessing import Preprocessing
+from support.command_line import invoke
 from support.planted_faults import infinite_gradient
 from support.small_store import SPLITS, edit_rows, small_preprocessing, small_store
 from support.tiny_runs import Killed, assert_same_run, config, final, quick_pretrain, quiet, rows
@@ -56,6 +57,20 @@ def parent(first, tmp_path_factory) -> Path:
 def begun(init: Path | str, **changes):
     model = config().model.model_dump() | {"init": str(init)} | changes.pop("model", {})
     return config(model=model, **changes)
+
+
+def test_a_smoke_run_says_whether_the_run_can_begin_with_its_weights(parent, first, tmp_path, monkeypatch):
+    """It ignored model.init, and a misspelt one stopped the run itself."""
+    trained = []
+    monkeypatch.setattr("octfm.pretraining.pretrain.pretrain", lambda settings, *_, **__: trained.append(settings))
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(json.dumps(begun(parent).model_dump(mode="json")), encoding="utf-8")
+    words = ("pretrain", str(settings), f"data.store={first.path}", "--smoke")
+    said = invoke(*words)
+    assert said.exit_code == 0 and f"smoke: {parent} can be begun with; these small networks begin at" in said.output
+    assert trained.pop().model.init is None
+    for wrong, why in ((f"model.init={parent}s", "no such file"), ("model.depth=1", "other sizes than model")):
+        assert why in str(invoke(*words, wrong).exception) and not trained
 
 
 def prepared_as(preprocessing: Preprocessing) -> Any:
@@ -112,7 +127,9 @@ def test_F16_weights_published_without_their_key_may_be_begun_with_but_nobody_fo
     (_, unknown) = initial_weights(begun(published), first)
     assert unknown.status == "WARN" and "published without the key" in unknown.measured
     run = quick_pretrain(begun(published, steps=1), second, tmp_path / "run", "cpu", echo=quiet)
-    assert RunFolder(run, PRETRAINING).record["inherited_participants"] == 1, "at least"
+    record = RunFolder(run, PRETRAINING).record
+    assert record["inherited_participants"] == 1, "at least"
+    assert record["inherited_unknown"] == len(final(parent)["participants"]["hashes"])
     # Neither a later run nor exports forget it, and the run's own people are known in all of them.
     third = quick_pretrain(begun(run, steps=1), second, tmp_path / "third", "cpu", echo=quiet)
     exported = export(third, tmp_path / "exported", echo=quiet)
@@ -128,6 +145,10 @@ def test_F16_weights_published_without_their_key_may_be_begun_with_but_nobody_fo
     edit_rows(leaking.path, lambda row: {"participant": NEW + row.participant})
     checks = initial_weights(begun(exported), Store.open(leaking.path))
     assert [check.status for check in checks if check.name == "inherited participants"] == ["WARN", "FAIL"]
+    (_, inherited, *_) = initial_weights(begun(parent), first)
+    people = {row.participant for row in first.rows if row.split == "val"}
+    seen = sum(map(seen_by(parent), people))
+    assert f" and {seen} of {len(people)} in its validation split were seen by" in inherited.measured
     # Whoever gets the key puts it in its place; another is refused.
     text = (exported / "participants.key").read_text()
     (exported / "participants.key").write_text(text.replace("-", keys[0]))
@@ -195,7 +216,9 @@ def test_a_run_killed_before_its_first_checkpoint_does_not_begin_with_other_weig
     content["model"]["target_encoder.norm.bias"] += 1
     checkpoint.write(newest.parent, 4, {name: content[name] for name in content if name not in ("format", "version")})
     with pytest.raises(
-        CheckpointError, match=r"holds other weights now \(.*step-00000004.pt\) than this run began with"
+        CheckpointError,
+        match=r"holds other weights now \(.*step-00000004.pt\) than this run began with; .* --out with "
+        r"model.init=.*step-00000004.pt, which stays as it is",
     ):
         quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=quiet)
     shutil.rmtree(place)

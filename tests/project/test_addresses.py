@@ -4,6 +4,7 @@ anything is written."""
 import inspect
 import string
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -178,8 +179,9 @@ def test_settings_that_name_places_know_which(cls, key):
 
 
 def test_an_error_of_a_settings_model_does_not_quote_what_it_got():
-    for make in (lambda: DataConfig(store="s3://AKIA:wJalr@b"), lambda: ViTConfig(init="gs://AKIA:wJalr@b")):
-        with pytest.raises(ValueError, match="credentials") as caught:
+    wrong: Any = "s3://AKIA:wJalr@b"
+    for make in (lambda: DataConfig(store=wrong), lambda: ViTConfig(init=wrong), lambda: ViTConfig(width=wrong)):
+        with pytest.raises(ConfigError, match="credentials") as caught:
             make()
         assert "wJalr" not in str(caught.value)
 

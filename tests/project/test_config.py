@@ -11,6 +11,7 @@ from octfm.config import dump, find_config, load
 from octfm.errors import ConfigError
 from octfm.pretraining.settings import PretrainConfig, load_config
 from octfm.tasks.finetune_settings import FinetuneConfig
+from octfm.volume.preprocessing import Preprocessing
 from support import ROOT
 
 
@@ -218,6 +219,14 @@ def test_a_wrong_value_is_said_in_plain_words_and_laid_to_its_override(word, mes
     with pytest.raises(ConfigError) as error:
         load_config("vit_s", [word])
     assert str(error.value) == message
+
+
+def test_settings_made_in_python_are_refused_in_one_line_too():
+    """Pydantic answered, in four lines without the key that was meant."""
+    with pytest.raises(ConfigError, match=r"^Preprocessing: unknown key imagesize; did you mean image_size\?$"):
+        Preprocessing(**{"imagesize": 3})
+    with pytest.raises(ConfigError, match=r"^PretrainConfig: model\.depth: expected a whole number, got 'deep'$"):
+        PretrainConfig(**{"model": {"depth": "deep"}})
 
 
 def test_an_unknown_key_is_laid_to_the_override_and_not_to_the_file():

@@ -312,6 +312,10 @@ def test_a_file_or_checkpoint_names_an_objective_and_never_imports_its_code(run,
     assert loaded.objective == DINOConfig(prototypes=8)
     with pytest.raises(ConfigError, match=r"unknown key objective\.prototipes; did you mean objective\.prototypes"):
         load_config(run / "config.yaml", ["objective.prototipes=8"], objective=DINOConfig)
+    with pytest.raises(ConfigError, match=r"unknown key objective\.prototypes: a setting of another objective\.name"):
+        load_config("vit_s", ["objective.prototypes=8"], objective=DINOConfig)
+    with pytest.raises(ConfigError, match=r"^DINOConfig: unknown key prototipes; did you mean prototypes\?$"):
+        DINOConfig(**{"prototipes": 8})
     begun = octfm.load_encoder(run, random_init=True, objective=DINOConfig)
     assert begun.source.endswith("random initialisation")
     assert octfm.load_encoder(run, random_init=True).digest == begun.digest, "DINO draws its encoder first"

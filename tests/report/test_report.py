@@ -486,6 +486,11 @@ def test_counts_of_the_data_flow_agree(tmp_path):
     assert prepared.label == "Prepared" and accepted.lost == "1 not prepared"
     volumes = [int(box.counts[1].split()[0]) for box in (prepared, *found.splits)]
     assert volumes[0] == sum(volumes[1:])
+    record = json.loads((run / "run.json").read_text())
+    unknown = {"store": {"train_participants": 5}, "inherited_participants": 1, "inherited_unknown": 31}
+    (run / "run.json").write_text(json.dumps(record | unknown))
+    began = "pretrained on 5 participants, and began with weights that had seen 31; nobody can tell how many of those"
+    assert began in data_flow(gather(run, catalog)).sentence, "it said: at least 1 other"
 
 
 def test_an_id_in_two_spellings_is_one_participant_on_the_whole_page(tmp_path):

@@ -12,6 +12,7 @@ import torch
 
 from octfm.config import load
 from octfm.encoder import tokens
+from octfm.encoder.export import export
 from octfm.encoder.tuned import load_tuned
 from octfm.errors import CheckpointError, EvaluationError, Preempted
 from octfm.io import bucket
@@ -26,6 +27,7 @@ from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment import Segmenter, load_segmenter
 from octfm.tasks.segment_score import segment
 from octfm.tasks.segment_settings import SegmentConfig
+from octfm.weights.exported import KEY
 from support import finetune_runs
 from support.signals import signal_in
 from support.small_store import SIZE, darkened, edit_rows, small_store
@@ -283,6 +285,21 @@ def test_another_run_at_the_place_of_a_learning_encoder_is_refused(clinic, tmp_p
     quick_pretrain(config(steps=1, model=small), clinic.store, encoder, "cpu", echo=quiet)
     with pytest.raises(CheckpointError, match="encoder that the settings name is not the one that this run began with"):
         clinic.do(verb, tmp_path / "run", **changes)
+
+
+def test_an_export_under_a_learning_encoder_is_known_by_its_weights_with_and_without_its_key(clinic, tmp_path):
+    """It was known by the key alone: without it nothing was compared, and a run begun with it could not go on."""
+    encoder, out = export(clinic.run, tmp_path / "encoder", echo=quiet), tmp_path / "run"
+    chosen = clinic.config("finetune", encoder=str(encoder))
+    with signal_in("finetune", "term", 4), pytest.raises(Preempted):
+        finetune(chosen, out, "cpu", echo=quiet)
+    (encoder / KEY).unlink()
+    finetune(chosen, out, "cpu", allow_seen=True, echo=quiet)
+    shutil.rmtree(encoder)
+    other = quick_pretrain(config(steps=1), clinic.store, tmp_path / "other", "cpu", echo=quiet)
+    export(other, encoder, keep_key=tmp_path / "key", echo=quiet)
+    with pytest.raises(CheckpointError, match="encoder that the settings name is not the one that this run began with"):
+        finetune(chosen, out, "cpu", allow_seen=True, echo=quiet)
 
 
 def test_numbers_of_which_validation_has_one_value_are_learned_and_written(clinic, tmp_path):

@@ -15,7 +15,7 @@ from octfm.catalog.inspection import verdicts
 from octfm.catalog.participants.ids import may_be_one_person, person_key, under_one_id
 from octfm.catalog.participants.splits import FRACTIONS, SPLITS, Split, assign, diagnosis_of, parse_split
 from octfm.display import box, brief, counted, data_frame, number, with_labels
-from octfm.errors import OctfmError
+from octfm.errors import OctfmError, reason_of
 from octfm.formats.reasons import REASONS
 from octfm.io.hashing import hash_text
 from octfm.io.location import BucketPath, Location, location, replacing
@@ -341,7 +341,7 @@ def _read_parquet(path: Location) -> tuple[list[dict[str, Any]], dict[str, Any]]
     except FileNotFoundError:
         raise CatalogError(f"{path}: no such file; make it with: octfm scan FOLDER") from None
     except (OSError, pa.ArrowException) as error:
-        raise CatalogError(f"{path}: damaged ({' '.join(str(error).split())[:120]}); scan again") from error
+        raise CatalogError(f"{path}: damaged ({reason_of(error, 120)}); scan again") from error
     facts = json.loads((table.schema.metadata or {}).get(b"octfm", b"{}"))
     if facts.get("format") != FORMAT or facts.get("version") != VERSION:
         found = f"{facts.get('format', 'another parquet file')} version {facts.get('version', '?')}"

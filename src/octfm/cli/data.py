@@ -430,6 +430,10 @@ def prepare(
             )
         secret = pseudonyms.read_key(key, make=False)
         locations = pseudonyms.locate(scanned, root, secret)
+        if gone := len(scanned.acquisitions) - len(locations):
+            opt.echo_line(
+                f"{root}: {gone} of {number(len(scanned.acquisitions), 'scan')} of the catalog not found below it"
+            )
     if verify:
         from octfm.store import verify as store_verify
 

@@ -176,6 +176,7 @@ def pretrain(
     octfm pretrain vit_s --smoke
     """
     from octfm.io.ranks import rank, world_size
+    from octfm.pretraining.initial_weights import read_initial
     from octfm.pretraining.pretrain import pretrain as train
     from octfm.pretraining.settings import load_config
     from octfm.pretraining.settings import smoke as shrink
@@ -188,11 +189,15 @@ def pretrain(
             raise ConfigError(
                 "--smoke with several ranks: every rank would write phantoms into the same folder; set data.store"
             )
+        if init := settings.model.init:
+            read_initial(init, settings)  # a misspelt name or another size would stop the run itself
         settings = shrink(settings, world_size())
         size = f"{settings.model.depth} block{'s' * (settings.model.depth > 1)} of {settings.model.width} channels"
         batch = settings.data.global_batch_size
         if rank() == 0:
             opt.echo_line(f"smoke: {settings.steps} steps of {batch} volumes, {size}, whatever the settings say")
+            if init:
+                opt.echo_line(f"smoke: {init} can be begun with; these small networks begin at random")
         if needs_store:
             # The phantoms of a run in a bucket lie in the working directory.
             local_out = out if isinstance(out, Path) else Path(out.name)

@@ -27,7 +27,7 @@ from octfm.catalog.participants.pseudonyms import is_pseudonymous
 from octfm.catalog.scan import existing_root, scan
 from octfm.encoder.embed import HISTOGRAM_BINS, encoder_facts, histogram, histogram_facts, write_vectors
 from octfm.encoder.encoder import Encoder, load_encoder
-from octfm.errors import BAD_INPUT, BucketError, Echo, EvaluationError
+from octfm.errors import BAD_INPUT, BucketError, Echo, EvaluationError, reason_of
 from octfm.formats.declared import sidecars
 from octfm.formats.reasons import REASONS
 from octfm.io.archive import split_uri
@@ -282,7 +282,7 @@ def _decode(task: _Task, *, preprocessing: Preprocessing, find_band: BandFinder 
     except BucketError:
         raise  # an unreachable bucket says nothing about the file
     except BAD_INPUT as error:
-        return _Failure(code_of(error), " ".join(str(error).split()) or type(error).__name__)
+        return _Failure(code_of(error), reason_of(error))
     return Arrays.of(prepared)
 
 
@@ -342,7 +342,7 @@ def _finished(out: Location, retry: bool) -> tuple[int, set[tuple[str, str, str]
             table = from_parquet(path, ["acquisition", "uri", "version", "code"])
         except (pa.ArrowException, KeyError) as error:
             raise EvaluationError(
-                f"{path}: damaged ({' '.join(str(error).split())[:100]}); delete it, and run the same command again"
+                f"{path}: damaged ({reason_of(error, 100)}); delete it, and run the same command again"
             ) from None
         last = int(path.stem)
         for row in table.to_pylist():

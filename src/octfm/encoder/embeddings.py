@@ -10,7 +10,7 @@ import numpy as np
 
 from octfm.catalog.participants.ids import person_key, under_one_id
 from octfm.display import brief, data_frame, number, with_labels
-from octfm.errors import Echo, EvaluationError
+from octfm.errors import Echo, EvaluationError, reason_of
 from octfm.io.location import Location, location
 from octfm.io.parquet import from_parquet
 from octfm.store.exclusion import excluded, to_stderr
@@ -122,7 +122,7 @@ def read_embeddings(path: str | Location) -> Embeddings:
     try:
         table = from_parquet(path)
     except pa.ArrowException as error:
-        raise EvaluationError(f"{path}: damaged ({' '.join(str(error).split())}); delete it and embed again") from None
+        raise EvaluationError(f"{path}: damaged ({reason_of(error)}); delete it and embed again") from None
     if absent := [name for name in (*TEXTS, *OTHERS, "vector") if name not in table.column_names]:
         raise EvaluationError(
             f"{path}: expected the columns that octfm embed writes, {', '.join(absent)} missing; embed again"

@@ -2,7 +2,7 @@
 
 import hashlib
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from octfm.display import box, brief, times
 from octfm.encoder.sources import display_name, find
-from octfm.errors import CheckpointError, ConfigError, Echo, EvaluationError
+from octfm.errors import CheckpointError, ConfigError, Echo, EvaluationError, reason_of
 from octfm.formats import read_volume
 from octfm.io.location import Location
 from octfm.io.progress import say
@@ -488,7 +488,7 @@ def fill(module: nn.Module, tensors: dict[str, Tensor], where: str | Location) -
         # Assigned, because nothing can be copied into tensors of the meta device.
         module.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
-        what = " ".join(str(error).split())[:200]
+        what = reason_of(error, 200)
         raise CheckpointError(
             f"{where}: the weights do not fit the model in its settings ({what}); fetch or export it again"
         ) from None
@@ -511,7 +511,19 @@ def participants_of(run: str | Location) -> dict[str, Any]:
     elsewhere or if there are no hashes, as after training on streamed phantoms; `before`: the same of the runs with
     whose weights it began, if there are any.
     """
-    return content_of(run)["participants"]
+    return participants_in(*opened(run))
+
+
+def participants_in(path: Location, content: Mapping[str, Any]) -> dict[str, Any]:
+    """`participants_of` what `opened` returned. Embedding needs neither an export's list of them nor its keys."""
+    return exported.read_seen(path) if "network" in content else content["participants"]
+
+
+def beginning_of(run: str | Location, encoder: Encoder) -> str | None:
+    """Identifies what an encoder that is fine-tuned began as: its run, which may go on training meanwhile, or the
+    weights of an export, whatever is known of its participants. None for checkpoints of version 1."""
+    path, content = opened(run)
+    return encoder.digest if "network" in content else participants_in(path, content).get("key")
 
 
 class UnknownParticipants(EvaluationError):
@@ -521,8 +533,8 @@ class UnknownParticipants(EvaluationError):
 def seen_by(run: str | Location) -> Callable[[str], bool]:
     """A function that tells whether the run's newest checkpoint was trained on a participant or chosen by one, whatever
     the spelling of the id. Raises UnknownParticipants if nobody can tell."""
-    content = content_of(run)
-    participants = content["participants"]
+    path, content = opened(run)
+    participants = participants_in(path, content)
     if not checkpoint.keys_are_known(participants):
         if participants["key"] is None:
             why = "published without the key of its participants' hashes, so nobody can tell whom it was trained on"

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from octfm.catalog.participants.safe_values import is_known_class, is_known_name
-from octfm.encoder.encoder import Encoder, load_encoder, opened
+from octfm.encoder.encoder import Encoder, load_encoder, opened, participants_in
 from octfm.encoder.tuned import TunedModel, with_head_in
 from octfm.errors import Echo, EvaluationError
 from octfm.io.location import Location, local_path, write_whole
@@ -56,7 +56,7 @@ def export(
     encoder, tuned = with_head_in(run, path, content, "cpu")
     if tuned is not None and not keep_names:
         _expect_known_names(tuned)
-    participants = content["participants"]
+    participants = participants_in(path, content)
     # Written next to the target and renamed at the end, so that a folder `out` is always complete.
     out.parent.mkdir(parents=True, exist_ok=True)
     _remove_left_over(out)

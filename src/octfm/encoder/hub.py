@@ -120,7 +120,7 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
             model = cls(**facts)
         parts = {f"{part}.{name}": tensor for part in ("network", "head") for name, tensor in content[part].items()}
         model.load_state_dict(parts)
-        model.seen = content["participants"]
+        model.seen = exported.read_seen(Path(model_id))
         return model.to(map_location).eval()
 
     def _save_pretrained(self, save_directory: Path) -> None:

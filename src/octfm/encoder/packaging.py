@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from octfm.encoder.encoder import Encoder, encoder_in, load_encoder, opened
+from octfm.encoder.encoder import Encoder, encoder_in, load_encoder, opened, participants_in
 from octfm.encoder.export import settings_of, tensors_of, write_files
 from octfm.errors import Echo, EvaluationError
 from octfm.io.location import Location, local_path
@@ -60,7 +60,7 @@ def package(
     path, content = opened(run)
     if "encoder_config" in content or content.get("head"):
         raise EvaluationError(f"{run}: fine-tuned; a packaged encoder has no head, name a run of octfm pretrain")
-    if any(part["hashes"] for part in parts_of(content["participants"])):
+    if any(part["hashes"] for part in parts_of(participants_in(path, content))):
         raise EvaluationError(f"{run}: trained on scans of people; packaged encoders are trained on phantoms only")
     encoder = encoder_in(path, content, alone("fp32", "cpu")).pooling(pool)
     # A path on the machine that trained may name somebody.

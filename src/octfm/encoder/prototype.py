@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octfm.config import load
 from octfm.encoder.encoder import Encoder, empty_network
-from octfm.errors import CheckpointError
+from octfm.errors import CheckpointError, reason_of
 from octfm.models.token_map import token_grid
 from octfm.models.vit3d import ViTConfig
 from octfm.pretraining.settings import PretrainConfig
@@ -86,7 +86,7 @@ def load_prototype_encoder(
     try:
         network.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
     except RuntimeError as error:
-        what = " ".join(str(error).split())[:200]
+        what = reason_of(error, 200)
         raise CheckpointError(f"{path}: not the layout of octfm/encoder/prototype.py ({what})") from None
     runtime = start("fp32", device)
     network = network.to(runtime.device).eval().requires_grad_(False)

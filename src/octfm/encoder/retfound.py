@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from octfm.errors import CheckpointError
+from octfm.errors import CheckpointError, reason_of
 from octfm.run.weights_file import read_weights
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -118,6 +118,6 @@ def read_retfound(path: Path) -> SliceViT:
     try:
         network.load_state_dict(state, assign=True)
     except RuntimeError as error:
-        what = " ".join(str(error).split())[:200]
+        what = reason_of(error, 200)
         raise CheckpointError(f"{path}: not the layout of octfm/encoder/retfound.py ({what})") from None
     return network

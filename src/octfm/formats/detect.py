@@ -59,10 +59,9 @@ def read_header(
     uri: str, layouts: Collection[Layout], readers: Sequence[Reader], modalities: Collection[Modality]
 ) -> Header:
     reader = find_reader(uri, readers)
-    if is_dicom(reader):
-        return reader.read_header(uri, layouts, modalities)
-    with bscans.damage_has_a_code(uri):
-        return bscans.to_header(reader.open_bscans(uri), layouts, modalities)
+    return (
+        reader.read_header(uri, layouts, modalities) if is_dicom(reader) else _header(reader, uri, layouts, modalities)
+    )
 
 
 def examine(
@@ -70,9 +69,14 @@ def examine(
 ) -> "Header | Part":
     """The Header of a file, or the Part of a DICOM file that may be one of several. Raises ReadError."""
     reader = find_reader(uri, readers)
-    if is_dicom(reader):
-        return reader.examine(uri, layouts, modalities)
-    return read_header(uri, layouts, readers, modalities)
+    return reader.examine(uri, layouts, modalities) if is_dicom(reader) else _header(reader, uri, layouts, modalities)
+
+
+def _header(
+    reader: "ModuleType | PlugIn", uri: str, layouts: Collection[Layout], modalities: Collection[Modality]
+) -> Header:
+    with bscans.damage_has_a_code(uri):
+        return bscans.to_header(reader.open_bscans(uri), layouts, modalities)
 
 
 def volumes_in(uri: str, readers: Sequence[Reader] = ()) -> list[str]:

@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
-from octfm.errors import ReadError
+from octfm.errors import ReadError, reason_of
 from octfm.io.location import BucketPath, Location, is_remote, listed
 from octfm.io.ranged import Positioned, directly_below, is_prefix, known, open_binary, remember
 
@@ -291,7 +291,7 @@ def _listed(path: str, version: int | str, size: int) -> Archive:
                 if entry.file_size or not entry.orig_filename.endswith(("/", "\\"))
             ]
     except (zipfile.BadZipFile, UnicodeDecodeError, NotImplementedError, ValueError, struct.error, EOFError) as error:
-        what = " ".join(str(error).split())[:80]
+        what = reason_of(error, 80)
         raise ReadError(
             "damaged_archive", f"{path}: the directory of this ZIP archive cannot be read ({what}); fetch it again"
         ) from None

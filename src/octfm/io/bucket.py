@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from octfm.addresses import mask
-from octfm.errors import BucketError
+from octfm.errors import BucketError, reason_of
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -332,7 +332,7 @@ _SECRET = re.compile(
 
 def _one_line(error: Exception) -> str:
     """The error's message in one line, without secrets."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = reason_of(error)
     for name, value in os.environ.items():
         # A shorter value would occur in ordinary words by chance.
         if len(value) >= 6 and re.search(r"SECRET|TOKEN|ACCESS_KEY|PASSWORD|CREDENTIAL", name):

@@ -7,7 +7,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from octfm.errors import ConfigError
+from octfm.errors import ConfigError, reason_of
 from octfm.io.cores import available_cores
 from octfm.io.isolation import Limits, Lost, each
 
@@ -117,7 +117,7 @@ def _client(address: str) -> Any:
     try:
         return Client(address, timeout=10, set_as_default=False)
     except (OSError, ValueError) as error:
-        what = " ".join(str(error).split())[:120]
+        what = reason_of(error, 120)
         raise ConfigError(
             f"cluster: no dask scheduler answers at {address} ({what}); give the tcp://host:port of a running one"
         ) from None

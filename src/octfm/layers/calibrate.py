@@ -117,7 +117,8 @@ def read_corrected(path: Path) -> tuple[list[dict[str, str]], list[str]]:
         if row["source"] in seen:
             raise EvaluationError(f"{path}: {row['source']} stands in two rows; keep the one that was corrected last")
         seen.add(row["source"])
-    people = under_one_id([(row.get("participant") or row.get("corrected_participant", "")).strip() for row in rows])
+    cells = [(row.get("participant", "").strip(), row.get("corrected_participant", "").strip()) for row in rows]
+    people = under_one_id([stated or typed for stated, typed in cells])
     named = [row | {"participant": person} for row, person in zip(rows, people, strict=True) if person]
     left_out = {
         "not every B-scan was checked or had ILM or Bruch's membrane corrected": in_part,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from octfm.catalog.participants.safe_values import is_known_protocol, is_known_scanner
-from octfm.errors import EvaluationError, ExportError
+from octfm.errors import EvaluationError, ExportError, reason_of
 from octfm.formats import within
 from octfm.formats.arrays.nifti import HEIGHTS
 from octfm.io.isolation import Limits
@@ -98,14 +98,16 @@ def write_files(
     found: Segmentation, volume: Volume, folder: Path, stem: str, *, dicom: bool = False, limits: Limits | None = None
 ) -> Iterator[Path]:
     """Write NIfTI, and with `dicom` also DICOM (within `limits` if given); yields the path of each file once written.
+    A scan that DICOM files cannot refer to gets no file at all.
 
     Raises ExportError if results of another scan would be overwritten, and if DICOM files cannot refer to this scan.
     """
     require_own(folder, stem, volume)
+    # DICOM first, because it refuses scans.
+    write = partial(write_dicom, found, folder=folder, stem=stem)
+    refer_to_scan = within(limits, write, volume.source) if dicom else []
     yield from write_nifti(found, folder, stem, volume)
-    if dicom:
-        write = partial(write_dicom, found, folder=folder, stem=stem)
-        yield from within(limits, write, volume.source)
+    yield from refer_to_scan
 
 
 def require_own(folder: Path, stem: str, volume: Volume) -> None:
@@ -201,7 +203,6 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
         image = dcmread(source)
     except (InvalidDicomError, OSError):
         raise ExportError(f"{source}: no DICOM file on this disk, so no DICOM SEG can refer to it; use NIfTI") from None
-    folder.mkdir(parents=True, exist_ok=True)
     labels, meaning = label_map(found)
     frames, rows, columns = int(image.get("NumberOfFrames", 1)), int(image.Rows), int(image.Columns)
     if (frames, columns) != labels.shape[::2]:
@@ -234,11 +235,12 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
             omit_empty_frames=False,
         )
     except (AttributeError, KeyError, ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = reason_of(error, 200)
         raise ExportError(f"{source}: no DICOM SEG can be written for it ({reason}); use NIfTI") from None
     if found.note:
         seg.SeriesDescription = seg.ContentDescription = found.note
         seg.ImageComments = found.comments
+    folder.mkdir(parents=True, exist_ok=True)
     _save(seg, target)
     if not found.surfaces:
         return [target]

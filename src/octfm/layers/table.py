@@ -129,7 +129,7 @@ def write_table(
             # A scan whose row stays is not segmented again, so that its picture stays.
             files = [s for s in dict.fromkeys(sources) if isinstance(s, str) and not table.stays(s, known.get(s))]
             new = [s for s in files if not table.has(s, state_of(s, known.get(s)))]
-        by_hand = table.corrected_and_gone() if new else ()
+        by_hand = table.corrected_and_gone if new else ()
         from_children = _rows_of(new, known, axial_lengths, device, also, limits or Limits(), workers, by_hand)
         waiting = set(new)
         for given in progress(sources):
@@ -322,9 +322,10 @@ class _Table:
             )
 
     def has(self, source: str, state: str) -> bool:
-        """Whether the table had a row of this source, without a problem, and its file has not changed since."""
-        before = self._states.get(source)
-        if before is None:
+        """Whether the table had a row of this source, without a problem, its file has not changed since, and no row of
+        the same scan has corrections that are to pass to it."""
+        before, row = self._states.get(source), self.row(source)
+        if before is None or (not row["corrected_bscans"] and scan_of(row) in self.corrected_and_gone):
             return False
         # Without the catalog of its row, only the files can be compared.
         return not state or state in (before, before.partition("-")[0]) or not (before or is_remote(source))
@@ -338,6 +339,7 @@ class _Table:
         alone says, because a catalog said more."""
         return _must_stay(self.row(source), person_of(known))
 
+    @functools.cached_property
     def corrected_and_gone(self) -> set[tuple[str, ...]]:
         """Corrected scans whose file is gone. If it turns up elsewhere, its row must not get automatic lines."""
         corrected = [row for row in self.rows if row["corrected_bscans"] and row["acquisition"]]
@@ -369,14 +371,16 @@ class _Table:
 
     def _move(self, facts: Mapping[str, str], source: str) -> str:
         """If the file of this acquisition's row is gone, as after a folder was renamed, give the row to `source`, in
-        place of a row of a problem or of another scan, which the file has replaced; returns the old source, empty if
-        there is no such row."""
+        place of a row of a problem or of another scan, which the file has replaced; a corrected row also in place of
+        one of this scan, as of a copy. Returns the old source, empty if there is no such row."""
         before = self.row(source)
-        if _must_stay(before, facts["participant"]) or facts["acquisition"] in ("", before["acquisition"]):
+        if _must_stay(before, facts["participant"]) or not facts["acquisition"]:
             return ""
+        is_copy = facts["acquisition"] == before["acquisition"]
         for place in self._same_scan.get(scan_of(facts), ()):
-            old = self.rows[place].get("source", "")
-            if old and _has_gone(self.rows[place]):
+            row = self.rows[place]
+            old = row.get("source", "")
+            if old and (row["corrected_bscans"] or not is_copy) and _has_gone(row):
                 if (replaced := self._places.get(source)) is not None:
                     self._replaced[source] = replaced
                 self._places.pop(old, None)

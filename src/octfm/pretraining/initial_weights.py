@@ -34,7 +34,7 @@ from octfm.pretraining.resume import frozen_weights, part_of, read_content
 from octfm.pretraining.settings import PretrainConfig, stored_config
 from octfm.run import checkpoint
 from octfm.run.weights_file import read_weights
-from octfm.weights.exported import checksum, is_export, read_export
+from octfm.weights.exported import checksum, is_export, read_export, read_seen
 from octfm.weights.packaged import CURRENT_ENCODER, packaged_encoder
 
 PACKAGED = "packaged"
@@ -171,7 +171,7 @@ def _own(init: str, config: PretrainConfig) -> Initial:
     exported = "network" in content
     settings = stored_config(content["settings" if exported else "config"])
     _require_sizes(settings.model, config.model, init, str(path))
-    seen = content["participants"]
+    seen = read_seen(path) if exported else content["participants"]
     own = checkpoint.hashes_of(seen)
     if not exported:
         own |= {key: list(getattr(settings.data, key)) for key in ("scanners", "leave_out_scanners")}

@@ -104,9 +104,12 @@ class Learner:
         initial = read_initial(str(self.config.model.init), self.config)
         begin_with(initial, self.model, self.config.model)
         if self.began_with not in (None, initial.digest):
+            init = self.config.model.init
+            of_run = Path(initial.named).is_file() and initial.named != init
+            with_it = f" with model.init={initial.named}, which stays as it is while that run goes on" * of_run
             raise CheckpointError(
-                f"model.init={self.config.model.init}: holds other weights now ({initial.named}) than this run began "
-                "with; put those back, or begin a new run in another --out"
+                f"model.init={init}: holds other weights now ({initial.named}) than this run began with; put those "
+                f"back, or begin a new run in another --out{with_it}"
             )
         return initial.digest, initial.before
 

@@ -56,7 +56,9 @@ NAMED = vocabulary("""
     scanners store surfaces target truth
 """)
 """Settings that hold text; a number in them may be a name."""
-RECORDED = ("octfm", "parameters", "environment", "store", "inherited_participants", "precision")
+RECORDED = (
+    "octfm", "parameters", "environment", "store", "inherited_participants", "inherited_unknown", "precision",
+)  # fmt: skip
 """Keys of run.json that are shown; apart from them only the commit, fingerprints and the year are."""
 
 Row = TypeVar("Row", Acquisition, StoreRow)

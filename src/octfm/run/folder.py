@@ -65,7 +65,7 @@ class Identity:
     """Key of the participants' hashes; None draws a new one."""
     encoder: str | None = None
     """Identifies the encoder that the settings name: `Encoder.key` if it is frozen, since no checkpoint contains it,
-    else the key of its own run. None if there is none."""
+    else its run or, of an export, its weights (`beginning_of`). None if there is none."""
     counts: list[int] | None = None
     """How many volumes of `data` are trained, validated and tested on, in this order; None if all are trained on."""
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from octfm.errors import ConfigError, TrainingError
+from octfm.errors import ConfigError, TrainingError, reason_of
 from octfm.io.ranks import world_size
 from octfm.run.runtime import Precision, Runtime, RuntimeConfig, device_named, precision_on
 
@@ -62,7 +62,7 @@ def meet(config: RuntimeConfig, precision: Precision, device: torch.device, rank
     except (RuntimeError, dist.DistError) as error:
         raise TrainingError(
             f"rank {rank} of {world}: the ranks did not find each other at {host}:{port} within {config.timeout_s:g} s "
-            f"({' '.join(str(error).split())[:160]}); are all of them started, and is that address reachable?"
+            f"({reason_of(error, 160)}); are all of them started, and is that address reachable?"
         ) from None
     precision = precision_on(device, precision)
     return Runtime(device, precision, rank, world, sharded, config.timeout_s, background, compiles=bool(config.compile))

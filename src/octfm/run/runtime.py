@@ -24,7 +24,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from octfm.config import Config, Seconds
-from octfm.errors import ConfigError, OctfmError, TrainingError
+from octfm.errors import ConfigError, OctfmError, TrainingError, reason_of
 from octfm.io.ranks import rank, world_size
 from octfm.run.memory import host_bytes_at_peak, host_bytes_available
 from octfm.run.optimizers import CompiledAdamW, ShardedAdamW
@@ -241,7 +241,7 @@ class Runtime:
                 with config.patch(recompile_limit=PROGRAMS):
                     return program(*inputs)
             except TorchDynamoException as error:
-                reason = " ".join(str(error).split())[:200]
+                reason = reason_of(error, 200)
                 what = f"runtime.compile: torch {torch.__version__} could not compile the step ({reason})"
                 if self.insists:
                     raise ConfigError(f"{what}; set runtime.compile=false") from error
@@ -400,7 +400,7 @@ class Runtime:
         except RuntimeError as error:
             if self.world == 1 or not _failed_together(error):
                 raise
-            lines = " ".join(str(error).split())
+            lines = reason_of(error)
             late = "imed out" in lines or "imeout" in lines
             what = f"did not answer within {self.timeout_s:g} s (runtime.timeout_s)" if late else "has gone"
             raise TrainingError(

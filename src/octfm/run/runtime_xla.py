@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from octfm.errors import ConfigError, TrainingError
+from octfm.errors import ConfigError, TrainingError, reason_of
 from octfm.run.optimizers import CompiledAdamW
 from octfm.run.runtime import Precision, Runtime
 
@@ -203,7 +203,7 @@ def _meet(runtime: XLARuntime, leader: str) -> None:
     except (RuntimeError, dist.DistError) as error:
         raise TrainingError(
             f"host {runtime.rank} of {runtime.world}: the hosts did not find each other at {host}:{port} "
-            f"within {runtime.timeout_s:g} s ({' '.join(str(error).split())[:160]}); "
+            f"within {runtime.timeout_s:g} s ({reason_of(error, 160)}); "
             "was the run started on all of them (launch/tpu_pod.sh)?"
         ) from None
 
@@ -215,7 +215,7 @@ def load_torch_tpu() -> None:
     except (ImportError, OSError, RuntimeError) as error:
         raise ConfigError(
             "runtime.parallel tpu needs a TPU and the package torch-tpu, which could not be loaded "
-            f"({' '.join(str(error).split())[:160]}); it is untested on hardware: use runtime.parallel "
+            f"({reason_of(error, 160)}); it is untested on hardware: use runtime.parallel "
             "xla_spmd on TPUs, which has been tested on virtual devices, and ddp or fsdp on CPU and CUDA"
         ) from None
     warnings.warn(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octfm.errors import CheckpointError
+from octfm.errors import CheckpointError, reason_of
 from octfm.io.hashing import hash_file
 from octfm.io.location import flush
 from octfm.run.checkpoint_files import SHARDS as SUFFIX
@@ -86,7 +86,7 @@ def write(folder: Path, step: int, content: dict[str, Any], *, runtime: Runtime)
 
 
 def _reason(error: BaseException) -> str:
-    words = " ".join(str(error).split())[:120]
+    words = reason_of(error, 120)
     # torch's words for a write that the system refused.
     return f"a file was cut off, as on a full disk ({words})" if "inline_container" in words else words
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from octfm.errors import ConfigError, TrainingError
+from octfm.errors import ConfigError, TrainingError, reason_of
 from octfm.io.location import write_whole
 from octfm.run.tracking import Listener, TrackingConfig
 
@@ -116,7 +116,7 @@ class WeightsAndBiases:
                 ),
             )  # fmt: skip
         except wandb.Error as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = reason_of(error, 200)
             # Not ConfigError: only rank 0 meets it, it may pass, and the launcher must end the ranks that wait for it.
             raise TrainingError(
                 f"tracking.wandb={how}: Weights & Biases refused the run ({reason}); "

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from octfm.errors import CheckpointError
+from octfm.errors import CheckpointError, reason_of
 
 DAMAGE = (
     *(zipfile.BadZipFile, pickle.UnpicklingError, struct.error, EOFError, RuntimeError),
@@ -29,7 +29,7 @@ def read_weights(path: Path, containers: Sequence[str], expected: str) -> dict[s
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0][:160]
+        reason = reason_of(error, 160)
         raise CheckpointError(
             f"{path}: holds more than weights ({reason}), and loading it would run its code; save the encoder's "
             "state_dict alone"

@@ -17,7 +17,7 @@ from octfm.catalog.duplicates import OF_TWO, describe_copy, first_owner
 from octfm.catalog.participants.ids import may_be_one_person, person_key
 from octfm.catalog.participants.pseudonyms import hidden_uid, is_pseudonymous, key_digest
 from octfm.display import number
-from octfm.errors import BAD_INPUT, BucketError, ReadError, StoreError
+from octfm.errors import BAD_INPUT, BucketError, ReadError, StoreError, reason_of
 from octfm.formats import read_volume
 from octfm.formats.bscans import Reader
 from octfm.formats.declared import doubtful_way_up
@@ -480,8 +480,7 @@ def _prepare_one(
     except BucketError:
         raise  # an unreachable bucket says nothing about the file
     except BAD_INPUT as error:
-        sentence = " ".join(str(error).split()).replace(task.location, acquisition.uri)
-        return _unprepared(acquisition, code_of(error), sentence or type(error).__name__)
+        return _unprepared(acquisition, code_of(error), reason_of(error).replace(task.location, acquisition.uri))
     digest = stage(prepared, staging, task.name, compression, crc)
     row = row_of(acquisition, prepared, digest, pixels, doubts)
     return row if task.index is None else replace(row, index=task.index)

@@ -15,7 +15,7 @@ from typing import Any, overload
 import numpy as np
 
 from octfm.display import box, brief, counted, data_frame, number, readable, times, with_labels
-from octfm.errors import ConfigError, StoreError
+from octfm.errors import ConfigError, StoreError, reason_of
 from octfm.io.cores import available_cores
 from octfm.io.location import Location, location
 from octfm.store.arrays import open_arrays
@@ -85,9 +85,9 @@ class Store:
         return store
 
     def with_rows(self, rows: tuple[StoreRow, ...]) -> "Store":
-        """This store, opened again, with other metadata of the same volumes."""
-        other = Store.open(self.path, self.threads)
-        other.rows = rows
+        """This store with other metadata of the same volumes."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), rows=rows)
         return other
 
     def _order(self, count: int) -> str:
@@ -387,7 +387,7 @@ class Store:
         # Only the reader's message names the row.
         named = re.search(rf"{name}[/\\]c\.(\d+)\.", str(error))
         row = int(named[1]) if named else int(index[0])
-        why = " ".join(str(error).split())[:200]
+        why = reason_of(error, 200)
         return _Damaged(
             row,
             f"{self.path / name / shard_key(row)}: volume {row} ({self.rows[row].acquisition}) cannot be read: {why}",

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from octfm.catalog.labels import read_labels
 from octfm.config import load
 from octfm.encoder.embeddings import of_store
-from octfm.encoder.encoder import content_of, load_encoder, participants_of, seen_if_known
+from octfm.encoder.encoder import beginning_of, load_encoder, participants_of, seen_if_known
 from octfm.encoder.tokens import token_features
 from octfm.encoder.tuned import Answer
 from octfm.errors import ConfigError, Echo, EvaluationError
@@ -121,7 +121,7 @@ def _finetune(
     parts = (task.train, task.validation, task.test)
     used = np.concatenate(parts)
     data = volumes_digest(store, task.cases.rows[used], task.cases.label[used].tolist())
-    named = encoder.key if config.frozen else content_of(str(config.encoder))["participants"].get("key")
+    named = encoder.key if config.frozen else beginning_of(str(config.encoder), encoder)
     counts = [len(part) for part in parts]
     identity = Identity(FINE_TUNING, config, store.fingerprint, data, encoder=named, counts=counts)
     with open_run(out, identity, runtime, echo=echo) as run, Interruption() as interruption:

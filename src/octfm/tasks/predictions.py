@@ -10,7 +10,7 @@ import numpy as np
 
 from octfm.display import number
 from octfm.encoder.embeddings import Embeddings
-from octfm.errors import EvaluationError
+from octfm.errors import EvaluationError, reason_of
 from octfm.evaluation.cases import Cases
 from octfm.evaluation.scoring import Predictions
 from octfm.io.location import write_whole
@@ -110,9 +110,7 @@ def read_predictions(path: Path) -> PredictionTable:
         table = from_parquet(path)
         facts = json.loads((table.schema.metadata or {})[b"octfm"])
     except (pa.ArrowException, KeyError, ValueError, FileNotFoundError) as error:
-        raise EvaluationError(
-            f"{path}: not the predictions of octfm finetune ({' '.join(str(error).split())[:120]})"
-        ) from None
+        raise EvaluationError(f"{path}: not the predictions of octfm finetune ({reason_of(error, 120)})") from None
     rows = table.to_pylist()
     found = {r["acquisition"]: (np.array(r["value"]), r["grade"]) for r in rows}
     return PredictionTable(str(path), facts, found, {r["acquisition"]: r.get("checksum") for r in rows})

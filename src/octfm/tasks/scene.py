@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from octfm.errors import EvaluationError
+from octfm.errors import EvaluationError, reason_of
 from octfm.io.location import replacing
 from octfm.volume.segmentation import words_of
 from octfm.volume.transform import Transform
@@ -236,7 +236,7 @@ def load_scenes(path: Path) -> tuple[Scene, ...]:
         with np.load(path, allow_pickle=False) as file:
             return tuple(_scene(i, facts, file) for i, facts in enumerate(json.loads(str(file["scenes"]))))
     except (ValueError, EOFError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        reason = " ".join(str(error).split())[:100]
+        reason = reason_of(error, 100)
         raise EvaluationError(
             f"{path}: damaged, or written by another version ({reason}); delete it and run octfm embed again"
         ) from None

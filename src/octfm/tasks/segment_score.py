@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from octfm.config import load
-from octfm.encoder.encoder import content_of, seen_if_known
+from octfm.encoder.encoder import beginning_of, seen_if_known
 from octfm.errors import CheckpointError, Echo, EvaluationError
 from octfm.evaluation.cases import people
 from octfm.evaluation.metrics import mae, ratio
@@ -82,7 +82,7 @@ def segment(
     taught = [hash_file(truth_file(config, store.rows[i])) for i in train_rows]
     data = volumes_digest(store, [*train_rows, *test_rows], taught)
     # A trained encoder is in the checkpoints, and begins as that of this run; a frozen one is only named by its key.
-    named = content_of(str(config.encoder))["participants"].get("key") if config.lr_encoder else encoder.key
+    named = beginning_of(str(config.encoder), encoder) if config.lr_encoder else encoder.key
     # The key is "" because None would draw one: no participants are hashed here.
     identity = Identity(SEGMENTATION, config, store.fingerprint, data, key="", encoder=named)
     with (

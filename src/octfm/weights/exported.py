@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octfm.display import number
-from octfm.errors import CheckpointError, EvaluationError
+from octfm.errors import CheckpointError, EvaluationError, reason_of
 from octfm.io.hashing import keyed_hash
 from octfm.io.location import BucketPath, Location
 
@@ -62,7 +62,7 @@ def refuse_inside_export(out: Location) -> None:
 
 
 def read_export(where: Location) -> dict[str, Any]:
-    """config.json with `network` and `head` (float32 tensors by name) and `participants` added.
+    """config.json with `network` and `head` (float32 tensors by name) added; whom they have seen: `read_seen`.
 
     Raises CheckpointError if anything is missing or damaged.
     """
@@ -81,7 +81,7 @@ def read_export(where: Location) -> dict[str, Any]:
             f"{where / WEIGHTS}: the weights are not those that {CONFIG} names (SHA-256 {found[:12]}, expected "
             f"{settings['sha256'][:12]}); install octfm again, or fetch the whole export again"
         )
-    return {**settings, **parts, "participants": read_seen(where)}
+    return {**settings, **parts}
 
 
 def read_settings(where: Location) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _read_tensors(where: Location) -> "dict[str, Tensor]":
     except FileNotFoundError:
         raise CheckpointError(f"{file}: no such file; fetch the whole export again") from None
     except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{file}: damaged ({' '.join(str(error).split())[:120]}); fetch it again") from None
+        raise CheckpointError(f"{file}: damaged ({reason_of(error, 120)}); fetch it again") from None
     if stated != (found := checksum(tensors)):
         raise CheckpointError(
             f"{file}: damaged, or written by another program: its checksum is {found[:12]}, "

@@ -31,6 +31,7 @@ from octfm.catalog.participants.safe_values import (
     safe_value,
 )
 from octfm.catalog.walk import walk
+from octfm.display import number
 from octfm.errors import ConfigError, ReadError
 from octfm.formats import volumes_in
 from octfm.formats.reasons import REASONS
@@ -157,9 +158,9 @@ def is_pseudonymous(catalog: Catalog) -> bool:
 
 
 def locate(catalog: Catalog, root: str | Location, key: bytes) -> dict[str, str]:
-    """uri of each acquisition -> path of its file below `root`, which may have moved.
+    """uri of each acquisition -> path of its file below `root`, which may have moved, without files that are gone.
 
-    Raises CatalogError for missing files: the root or the key may be wrong.
+    Raises CatalogError if no file is found: the root or the key is wrong.
     """
     folder = location(root)
     folder = folder.absolute() if isinstance(folder, Path) else folder
@@ -171,10 +172,10 @@ def locate(catalog: Catalog, root: str | Location, key: bytes) -> dict[str, str]
     if not places.keys() >= set(wanted):  # the rest may be volumes inside files of several
         places |= {_place(uri, folder, key): uri for path in files for uri in _volumes_in(path)}
     found = {uri: places[uri] for uri in wanted if uri in places}
-    if len(found) < len(wanted):
+    if wanted and not found:
         raise CatalogError(
-            f"{folder}: {len(wanted) - len(found)} of {len(wanted)} acquisitions of the catalog are not below it under "
-            "this key; give the root and the key of the scan"
+            f"{folder}: none of the {number(len(wanted), 'acquisition')} of the catalog is below it under this key; "
+            "give the root and the key of the scan"
         )
     return found
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from octfm.errors import ReadError
+from octfm.errors import ReadError, reason_of
 
 RLE = "1.2.840.10008.1.2.5"
 JPEG_2000 = ("1.2.840.10008.1.2.4.90", "1.2.840.10008.1.2.4.91", *(f"1.2.840.10008.1.2.4.{n}" for n in (201, 202, 203)))
@@ -68,7 +68,7 @@ def _rle(frame: bytes, form: FrameFormat) -> np.ndarray:
 
 
 class Decoder(NamedTuple):
-    package: str
+    name: str
     decode: Decode
 
 
@@ -78,7 +78,7 @@ def _imagecodecs(function: str, **options: Any) -> Decoder:
 
         return getattr(imagecodecs, function)(frame, **options)
 
-    return Decoder("imagecodecs", decode)
+    return Decoder(f"imagecodecs.{function}", decode)
 
 
 _JPEG = (_imagecodecs("jpeg8_decode"), Decoder("pillow", _jpeg_pillow))
@@ -88,7 +88,7 @@ _OPENJPEG = (_imagecodecs("jpeg2k_decode", numthreads=1),)
 _HTJ2K_LOSSLESS = (_imagecodecs("htj2k_decode"), *_OPENJPEG)
 _UID = "1.2.840.10008.1.2.4."
 _DECODERS: dict[str, tuple[str, tuple[Decoder, ...]]] = {
-    RLE: ("RLE Lossless", (Decoder("imagecodecs", _rle),)),
+    RLE: ("RLE Lossless", (Decoder("imagecodecs.packbits_decode", _rle),)),
     _UID + "50": ("JPEG Baseline", _JPEG),
     _UID + "51": ("JPEG Extended", _JPEG),
     _UID + "57": ("JPEG Lossless", _JPEG_LOSSLESS),
@@ -125,11 +125,11 @@ def decode_frame(frame: bytes, form: FrameFormat, decoders: Sequence[Decoder]) -
     if problem := disagreement(frame, form):
         return problem
     refusals = []
-    for package, decode in decoders:
+    for name, decode in decoders:
         try:
             image = decode(frame, form)
         except DAMAGE as error:
-            refusals.append(f"{package}: {' '.join(str(error).split())[-120:]}")
+            refusals.append(f"{name}: {reason_of(error)[-120:]}")
             continue
         if form.signed and image.dtype.kind == "i":  # JPEG 2000 decodes to signed; others to bit patterns
             image = image.view(f"u{image.dtype.itemsize}")
@@ -140,7 +140,7 @@ def decode_frame(frame: bytes, form: FrameFormat, decoders: Sequence[Decoder]) -
         ):
             return image
         refusals.append(
-            f"{package}: decoded {image.shape} {image.dtype}, "
+            f"{name}: decoded {image.shape} {image.dtype}, "
             f"expected {form.rows} x {form.columns} uint{form.bits_allocated}"
         )
     return "; ".join(refusals)

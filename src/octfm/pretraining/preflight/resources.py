@@ -12,6 +12,7 @@ from octfm.pretraining.learner import blueprint, build_objective
 from octfm.pretraining.preflight.check import Check, fail, fail_with, passed, warn
 from octfm.pretraining.preflight.cost import GB, Cost, measure_speed, step_cost
 from octfm.pretraining.preflight.data import Sample
+from octfm.pretraining.resume import retention
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run import checkpoint_files, trackers
 from octfm.run.bucket import mirror_of
@@ -63,7 +64,8 @@ def _filled(config: PretrainConfig, initial: Initial, networks: list[str]) -> li
 
 
 def _inherited(initial: Initial, store: Store) -> list[Check]:
-    """Nobody who is kept for tests was seen by the weights that the run begins with (F16)."""
+    """Nobody who is kept for tests was seen by the weights that the run begins with (F16). How many of the validation
+    split were is only said: validation chooses among checkpoints that have all seen them."""
     known = [part for part in initial.before if part["key"] is not None]
     checks = []
     if len(known) < len(initial.before):
@@ -79,9 +81,12 @@ def _inherited(initial: Initial, store: Store) -> list[Check]:
     if not known:
         return checks
     was_seen = recogniser({"hashes": (), "before": known})
-    tested = {row.participant for row in store.rows if row.split == "test"}
-    seen = sum(map(was_seen, tested))
-    measured = f"{seen} of {len(tested)} test participants of this store were seen by {initial.named}"
+    held_out = {split: {row.participant for row in store.rows if row.split == split} for split in ("test", "val")}
+    (seen, tests), (known_too, validated) = ((sum(map(was_seen, people)), len(people)) for people in held_out.values())
+    measured = (
+        f"{seen} of {tests} test participants of this store and {known_too} of {validated} in its validation split "
+        f"were seen by {initial.named}"
+    )
     if not seen:
         return checks or [passed("inherited participants", measured)]
     advice = (
@@ -214,12 +219,9 @@ def disk(config: PretrainConfig, store: Store, out: Location, volumes: int) -> C
     model = blueprint(config, store.preprocessing)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     size = 4 * (count_parameters(model) + 2 * trained)  # float32: weights, and two moments of those that are trained
-    every = [
-        config.keep_every_steps,
-        config.keep_every_epochs and config.keep_every_epochs * volumes / config.data.global_batch_size,
-    ]
+    intervals = retention(config, volumes / config.data.global_batch_size).intervals
     # Kept for ever; an interval shorter than that of checkpoints keeps each of them.
-    for_good = sum(int(config.steps // max(interval, config.ckpt_every_steps)) for interval in every if interval)
+    for_good = sum(int(config.steps // max(interval, config.ckpt_every_steps)) for interval in intervals)
     # The best one is kept besides the last ones, and may be none of them.
     best = config.probe.target is not None
     count = min(config.keep_checkpoints + for_good, -(-config.steps // config.ckpt_every_steps)) + best + 1

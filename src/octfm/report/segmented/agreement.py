@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from octfm.display import interval, number
+from octfm.display import interval, number, readable
 from octfm.report.page import html_file, render, write_page
 from octfm.report.shareable import shareable_command
 from octfm.report.trust.figures import bland_altman
@@ -80,7 +80,7 @@ def pooled_scanners(result: dict[str, Any]) -> str:
     """A sentence that names the scanners whose rows are pooled; empty if there is one."""
     if len(result["scanners"]) < 2:
         return ""
-    each = ", ".join(f"{name} {count}" for name, count in sorted(result["scanners"].items()))
+    each = ", ".join(f"{count} of {readable(name)}" for name, count in sorted(result["scanners"].items()))
     return (
         f"The scans of several scanners are pooled ({each}), and makers measure to different boundaries; bias and "
         "limits are those of this mixture. Compare the rows of each scanner by themselves."

@@ -25,8 +25,9 @@ class ContactSheet:
     are kept in the folder TABLE.pictures, so that the page of a table that is continued has all of them."""
 
     def __init__(self, table: Path):
-        self.page = table.with_suffix(".pictures.html")
-        self.folder = table.with_suffix(".pictures")
+        name = table.name.removesuffix(".csv")  # a.CSV is another table
+        self.page = table.with_name(f"{name}.pictures.html")
+        self.folder = table.with_name(f"{name}.pictures")
 
     def add(self, source: str, found: "ScanSegmentation") -> None:
         """Write the picture of a scan, replacing an earlier one."""
