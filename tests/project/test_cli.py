@@ -173,6 +173,26 @@ def test_a_folder_that_cannot_be_written_is_reported_by_the_name_that_was_given(
     assert problem == "found/t.csv: permission denied; change the permissions, or choose another path"
 
 
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (
+            BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+            "unavailable; raise the limit of processes",
+        ),
+        (OSError(errno.EMFILE, "Too many open files", "a.dcm"), "a.dcm: Too many open files; raise the limit"),
+        (RuntimeError("can't start new thread"), "starts no further thread; raise the limit"),
+        (MemoryError(), "out of memory: the system refused more; choose smaller sizes"),
+    ],
+    ids=["processes", "files", "threads", "memory"],
+)
+def test_a_limit_of_the_machine_is_named_in_one_line(raised, said, tmp_path):
+    """As `docker run --pids-limit`, or what a cluster allows a job."""
+    with mock.patch("support.command_line.COMMAND", side_effect=raised):
+        code, _, err = octfm_here("models", cwd=tmp_path)
+    assert code == 1 and said in err and err.count("\n") == 1, err
+
+
 def test_a_disk_that_cannot_be_written_is_reported_by_the_whole_name(tmp_path, monkeypatch):
     """On a read-only disk even deleting what is not there fails; long names were reported without their end."""
 

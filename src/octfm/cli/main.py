@@ -51,6 +51,10 @@ SPINS = "3000"
 """How often a thread of torch looks for work before it sleeps. libgomp's default of 300,000 occupies a core that
 another process could use: next to a busy process `octfm segment` took 35 s with it instead of 25, alone 14 instead of
 15 (benchmarks/waiting.py)."""
+RAISE_LIMIT = (
+    "raise the limit of processes or files (ulimit -u, ulimit -n, or that of the container), or choose fewer workers, "
+    "and run the same command again"
+)
 RANKED = (pretrain, finetune)
 """Verbs whose ranks share the work."""
 for verb in VERBS:
@@ -143,6 +147,8 @@ def _system_error(error: OSError) -> str:
         return f"{path}expected a folder, got a file; choose another path"
     if error.errno == errno.ENOSPC:
         return f"{path}no space left on this disk; free some or choose another --out, and run the same command again"
+    if error.errno in (errno.EAGAIN, errno.EMFILE):
+        return f"{path}{error.strerror}; {RAISE_LIMIT}"
     return f"{path}{error.strerror or error}; fix this, or choose another path, and run the same command again"
 
 
@@ -173,6 +179,10 @@ def _run() -> tuple[int, str]:
     except UnicodeEncodeError as error:
         return 1, f"{shown(error.object)}: expected text, got bytes that are not UTF-8 ({error.reason}); rename it"
     except MemoryError as error:
-        return 1, f"out of memory: {error or 'the system refused more'}; choose smaller sizes or fewer workers"
+        return 1, f"out of memory: {str(error) or 'the system refused more'}; choose smaller sizes or fewer workers"
+    except RuntimeError as error:
+        if str(error) != "can't start new thread":  # Python's words where a system has no more processes to give
+            raise
+        return 1, f"the system starts no further thread; {RAISE_LIMIT}"
     except (KeyboardInterrupt, typer.Abort):
         return 130, "interrupted; the same command continues"
