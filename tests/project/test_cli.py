@@ -261,6 +261,28 @@ def test_threads_that_wait_leave_their_core_to_others_before_torch_is_imported(c
     assert done.stdout.split() == ["False", spins]
 
 
+@pytest.mark.parametrize(
+    ("quota", "chosen", "threads"),
+    [("150000", {}, "2"), ("150000", {"OMP_NUM_THREADS": "3"}, "3"), ("max", {}, "None")],
+)
+def test_torch_starts_no_more_threads_than_a_container_has_cores(tmp_path, quota, chosen, threads):
+    """As `docker run --cpus 1.5` on a host of 64 cores, all of which torch may run on and counts."""
+    (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
+    body = (
+        f"cores.GROUP = pathlib.Path({str(tmp_path)!r}); os.cpu_count = lambda: 64; "
+        "os.sched_getaffinity = lambda _: set(range(64)); "
+        "main.app = lambda **_: print(os.environ.get('OMP_NUM_THREADS')); main.main()"
+    )
+    clean = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "SLURM_CPUS_ON_NODE")}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import os, pathlib; from octfm.cli import main; from octfm.io import cores; {body}"],
+        env=clean | chosen,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == [threads], done.stderr
+
+
 def test_names_of_files_and_what_is_printed_are_utf8_in_every_locale(tmp_path):
     """In ASCII or Latin-1 the folder Müller had other letters: all of its files were rejected as not UTF-8."""
     (tmp_path / "Müller").touch()

@@ -23,6 +23,7 @@ from octfm.cli.report import card, compare, report, view
 from octfm.cli.training import bench, demo, doctor, plan, pretrain, watch
 from octfm.cli.use import embed, export
 from octfm.errors import ConfigError, OctfmError, Preempted, one_line, shown
+from octfm.io.cores import available_cores, bound_cores
 from octfm.io.ranks import rank
 from octfm.version import __version__
 
@@ -94,6 +95,10 @@ def main() -> None:
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     if "OMP_WAIT_POLICY" not in os.environ:  # read by libgomp when torch is imported
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    if (cores := available_cores()) < bound_cores():
+        # torch starts a thread per core that it may run on, though a container may have the time of fewer: all of its
+        # threads then pause until the next period.
+        os.environ.setdefault("OMP_NUM_THREADS", str(cores))
     first, exit_file = os.environ.get("LOCAL_RANK", "0") == "0", os.environ.get("OCTFM_EXIT_FILE")
     if first and exit_file:
         Path(exit_file).unlink(missing_ok=True)

@@ -23,8 +23,12 @@ def available_cores(ranks: int = 1) -> int:
             host = min(host, sum(int(last or first) - int(first) + 1 for first, _, last in spans))
     with suppress(LookupError, ValueError):  # SLURM binds a job to its cores only where it is configured to
         host = min(host, int(os.environ["SLURM_CPUS_ON_NODE"]))
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else host
-    return max(1, min(bound, host // ranks))
+    return max(1, min(bound_cores(), host // ranks))
+
+
+def bound_cores() -> int:
+    """Cores that this process may run on, for however little of their time."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_left() -> int | None:
