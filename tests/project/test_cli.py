@@ -245,6 +245,29 @@ def test_a_verb_that_is_terminated_ends_as_by_ctrl_c():
     assert (done.returncode, done.stderr) == (130, "octfm: interrupted; the same command continues\n")
 
 
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+def test_a_verb_without_standard_streams_writes_what_libraries_print_into_no_file(closed, tmp_path):
+    """As `octfm … 2>&-`: the next file that was opened became stderr, and no child process started."""
+    body = """
+import os, sys
+from octfm.cli import main
+from octfm.io.isolation import UNLIMITED, each
+def work(**_):
+    with open("file", "wb") as file:
+        assert file.fileno() > 2
+        os.write(2, b"printed")
+        file.write(b"%d" % next(each(abs, [-3], UNLIMITED, lambda _: 60.0)))
+    print("done", sys.stdin.read(), file=sys.stderr)
+main.app = work
+main.main()
+"""
+    shut = " ".join(f"{number}>&-" for number in closed)
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" -c "$1" {shut}', sys.executable, body], cwd=tmp_path, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0 and (tmp_path / "file").read_bytes() == b"3"
+
+
 @pytest.mark.parametrize(
     ("chosen", "spins"), [({}, SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")]
 )

@@ -87,6 +87,7 @@ def main() -> None:
     OCTFM_EXIT_FILE names. Under launch/torchrun.sh it writes the code of a mistake in the settings as well, and ranks
     then exit with 0, because torchrun would otherwise start them again (--max-restarts), to the same error.
     """
+    _open_streams()
     if not sys.flags.utf8_mode and locale.getencoding().lower() != "utf-8":
         # Start again as in a UTF-8 locale; in others, file names that are not ASCII would be decoded wrongly.
         os.environ["PYTHONUTF8"] = "1"
@@ -122,6 +123,18 @@ def main() -> None:
     if message:
         sys.stderr.write(f"octfm: {one_line(mask(message))}\n")
     sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Put the null device where a process was started without stdin, stdout or stderr (`2>&-`). Else the next file that
+    is opened gets that number, and what a library prints goes into it; and children do not start."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest number that is free, which is this one.
+            null = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(null, "w" if number else "r", encoding="utf-8", closefd=False))
 
 
 def _settle(code: int) -> int:
