@@ -323,7 +323,7 @@ def test_an_object_is_fetched_once_and_again_when_it_changed(place):
 def test_a_cache_that_cannot_be_locked_or_written_is_named(tmp_path, monkeypatch):
     """Home folders on network file systems may lack locks, those of containers may be read-only."""
     monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "cache"))
-    remedy = "cannot be written or locked .*; set OCTFM_CACHE"
+    remedy = "cannot be written .*; set OCTFM_CACHE"
     with monkeypatch.context() as without_locks:
         without_locks.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
         with pytest.raises(BucketError, match=remedy), bucket_cache.kept("ab", 1, lambda file: None):
@@ -331,6 +331,21 @@ def test_a_cache_that_cannot_be_locked_or_written_is_named(tmp_path, monkeypatch
     monkeypatch.setattr(Path, "mkdir", mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
     with pytest.raises(BucketError, match=remedy), bucket_cache.kept("ab", 1, lambda file: None):
         pass
+
+
+def test_a_user_without_a_home_folder_must_name_the_cache_and_then_may_use_it(tmp_path, monkeypatch):
+    """As `docker run --user 12345` of an image that sets no HOME; a run in a bucket asks for the folder only."""
+    for name in ("HOME", "OCTFM_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", mock.Mock(side_effect=KeyError))
+    with pytest.raises(BucketError, match=r"this user has no home folder .*; set OCTFM_CACHE"):
+        bucket_cache.folder()
+    monkeypatch.setenv("HOME", "/proc/octfm")
+    with pytest.raises(BucketError, match=r"/proc/octfm/.cache/octfm: .* cannot be written .*; set OCTFM_CACHE"):
+        bucket_cache.folder()
+    monkeypatch.delenv("HOME")
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "cache"))
+    assert bucket_cache.folder().is_dir()
 
 
 def test_the_cache_keeps_to_its_limit_and_keeps_what_was_used_last(tmp_path, monkeypatch):

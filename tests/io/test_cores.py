@@ -64,3 +64,31 @@ def test_a_job_of_slurm_takes_no_more_cores_than_it_was_given(monkeypatch, tmp_p
     monkeypatch.setattr(cores, "GROUP", tmp_path)
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", allotted)
     assert cores.available_cores(ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("membership", "folder", "quota", "memory"),
+    [
+        ("0::/slurm/job_7/task_0", "slurm/job_7", {"cpu.max": "400000 100000"}, ("memory.max", "memory.current")),
+        (
+            "4:memory:/slurm/job_7\n1:cpu,cpuacct:/slurm/job_7/task_0\n0::/",
+            "{kind}/slurm/job_7",
+            {"cpu.cfs_quota_us": "400000", "cpu.cfs_period_us": "100000"},
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_the_limits_of_a_job_count_without_a_container(tmp_path, monkeypatch, membership, folder, quota, memory):
+    """SLURM sets them in groups inside the outermost, where they were not seen: a job with 8 of 512 GB planned for 512."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(cores, "GROUP", tmp_path)
+    monkeypatch.setattr(cores, "MEMBERSHIP", tmp_path / "membership")
+    (tmp_path / "membership").write_text(membership + "\n")
+    values = dict(zip(memory, ("8000", "5000"), strict=True)) | {"memory.stat": "active_file 30\ninactive_file 20"}
+    for kind, files in (("cpu", quota), ("memory", values)):
+        (place := tmp_path / folder.format(kind=kind)).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (place / name).write_text(f"{text}\n")
+    assert (cores.available_cores(), cores.memory_left()) == (4, 3050)

@@ -173,6 +173,26 @@ def test_a_folder_that_cannot_be_written_is_reported_by_the_name_that_was_given(
     assert problem == "found/t.csv: permission denied; change the permissions, or choose another path"
 
 
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (
+            BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+            "unavailable; raise the limit of processes",
+        ),
+        (OSError(errno.EMFILE, "Too many open files", "a.dcm"), "a.dcm: Too many open files; raise the limit"),
+        (RuntimeError("can't start new thread"), "starts no further thread; raise the limit"),
+        (MemoryError(), "out of memory: the system refused more; choose smaller sizes"),
+    ],
+    ids=["processes", "files", "threads", "memory"],
+)
+def test_a_limit_of_the_machine_is_named_in_one_line(raised, said, tmp_path):
+    """As `docker run --pids-limit`, or what a cluster allows a job."""
+    with mock.patch("support.command_line.COMMAND", side_effect=raised):
+        code, _, err = octfm_here("models", cwd=tmp_path)
+    assert code == 1 and said in err and err.count("\n") == 1, err
+
+
 def test_a_disk_that_cannot_be_written_is_reported_by_the_whole_name(tmp_path, monkeypatch):
     """On a read-only disk even deleting what is not there fails; long names were reported without their end."""
 
@@ -225,6 +245,29 @@ def test_a_verb_that_is_terminated_ends_as_by_ctrl_c():
     assert (done.returncode, done.stderr) == (130, "octfm: interrupted; the same command continues\n")
 
 
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+def test_a_verb_without_standard_streams_writes_what_libraries_print_into_no_file(closed, tmp_path):
+    """As `octfm … 2>&-`: the next file that was opened became stderr, and no child process started."""
+    body = """
+import os, sys
+from octfm.cli import main
+from octfm.io.isolation import UNLIMITED, each
+def work(**_):
+    with open("file", "wb") as file:
+        assert file.fileno() > 2
+        os.write(2, b"printed")
+        file.write(b"%d" % next(each(abs, [-3], UNLIMITED, lambda _: 60.0)))
+    print("done", sys.stdin.read(), file=sys.stderr)
+main.app = work
+main.main()
+"""
+    shut = " ".join(f"{number}>&-" for number in closed)
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" -c "$1" {shut}', sys.executable, body], cwd=tmp_path, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0 and (tmp_path / "file").read_bytes() == b"3"
+
+
 @pytest.mark.parametrize(
     ("chosen", "spins"), [({}, SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")]
 )
@@ -239,6 +282,28 @@ def test_threads_that_wait_leave_their_core_to_others_before_torch_is_imported(c
         text=True,
     )
     assert done.stdout.split() == ["False", spins]
+
+
+@pytest.mark.parametrize(
+    ("quota", "chosen", "threads"),
+    [("150000", {}, "2"), ("150000", {"OMP_NUM_THREADS": "3"}, "3"), ("max", {}, "None")],
+)
+def test_torch_starts_no_more_threads_than_a_container_has_cores(tmp_path, quota, chosen, threads):
+    """As `docker run --cpus 1.5` on a host of 64 cores, all of which torch may run on and counts."""
+    (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
+    body = (
+        f"cores.GROUP = pathlib.Path({str(tmp_path)!r}); os.cpu_count = lambda: 64; "
+        "os.sched_getaffinity = lambda _: set(range(64)); "
+        "main.app = lambda **_: print(os.environ.get('OMP_NUM_THREADS')); main.main()"
+    )
+    clean = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "SLURM_CPUS_ON_NODE")}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import os, pathlib; from octfm.cli import main; from octfm.io import cores; {body}"],
+        env=clean | chosen,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == [threads], done.stderr
 
 
 def test_names_of_files_and_what_is_printed_are_utf8_in_every_locale(tmp_path):

@@ -1,7 +1,9 @@
 """No bit of a store changes unseen: voxels, band, valid, index, geometry and metadata, in old stores and new, on a
 disk and in a cache."""
 
+import errno
 import json
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -237,6 +239,23 @@ def test_verify_deletes_nothing_where_most_volumes_differ(clinic):
     told = verify(folder)
     assert "5 of 8 volumes are damaged; with so many, the disk or the memory is suspect" in str(told.exception)
     assert len(list((folder / "store" / "voxels").glob("c.*"))) == 8
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ENOMEM], ids=errno.errorcode.get)
+def test_verify_deletes_no_volume_that_this_process_may_not_read(clinic, monkeypatch, code):
+    """As in a shared folder with files that a colleague wrote under umask 077, or where few files may be open."""
+    folder, _ = clinic
+    refused, opened = folder / "store" / "band" / shard_key(3), Path.open
+
+    def open_(path, *args, **settings):
+        if path == refused:
+            raise OSError(code, os.strerror(code), str(path))
+        return opened(path, *args, **settings)
+
+    monkeypatch.setattr(Path, "open", open_)
+    told = verify(folder)
+    assert isinstance(told.exception, StoreError) and "the file may be intact" in str(told.exception), told
+    assert refused.is_file()
 
 
 def test_verify_reads_old_stores_without_changing_them(tmp_path):

@@ -23,6 +23,7 @@ from octfm.cli.report import card, compare, report, view
 from octfm.cli.training import bench, demo, doctor, plan, pretrain, watch
 from octfm.cli.use import embed, export
 from octfm.errors import ConfigError, OctfmError, Preempted, one_line, shown
+from octfm.io.cores import available_cores, bound_cores
 from octfm.io.ranks import rank
 from octfm.version import __version__
 
@@ -51,6 +52,10 @@ SPINS = "3000"
 """How often a thread of torch looks for work before it sleeps. libgomp's default of 300,000 occupies a core that
 another process could use: next to a busy process `octfm segment` took 35 s with it instead of 25, alone 14 instead of
 15 (benchmarks/waiting.py)."""
+RAISE_LIMIT = (
+    "raise the limit of processes or files (ulimit -u, ulimit -n, or that of the container), or choose fewer workers, "
+    "and run the same command again"
+)
 RANKED = (pretrain, finetune)
 """Verbs whose ranks share the work."""
 for verb in VERBS:
@@ -82,6 +87,7 @@ def main() -> None:
     OCTFM_EXIT_FILE names. Under launch/torchrun.sh it writes the code of a mistake in the settings as well, and ranks
     then exit with 0, because torchrun would otherwise start them again (--max-restarts), to the same error.
     """
+    _open_streams()
     if not sys.flags.utf8_mode and locale.getencoding().lower() != "utf-8":
         # Start again as in a UTF-8 locale; in others, file names that are not ASCII would be decoded wrongly.
         os.environ["PYTHONUTF8"] = "1"
@@ -90,6 +96,10 @@ def main() -> None:
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     if "OMP_WAIT_POLICY" not in os.environ:  # read by libgomp when torch is imported
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    if (cores := available_cores()) < bound_cores():
+        # torch starts a thread per core that it may run on, though a container may have the time of fewer: all of its
+        # threads then pause until the next period.
+        os.environ.setdefault("OMP_NUM_THREADS", str(cores))
     first, exit_file = os.environ.get("LOCAL_RANK", "0") == "0", os.environ.get("OCTFM_EXIT_FILE")
     if first and exit_file:
         Path(exit_file).unlink(missing_ok=True)
@@ -113,6 +123,18 @@ def main() -> None:
     if message:
         sys.stderr.write(f"octfm: {one_line(mask(message))}\n")
     sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Put the null device where a process was started without stdin, stdout or stderr (`2>&-`). Else the next file that
+    is opened gets that number, and what a library prints goes into it; and children do not start."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest number that is free, which is this one.
+            null = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(null, "w" if number else "r", encoding="utf-8", closefd=False))
 
 
 def _settle(code: int) -> int:
@@ -143,6 +165,8 @@ def _system_error(error: OSError) -> str:
         return f"{path}expected a folder, got a file; choose another path"
     if error.errno == errno.ENOSPC:
         return f"{path}no space left on this disk; free some or choose another --out, and run the same command again"
+    if error.errno in (errno.EAGAIN, errno.EMFILE):
+        return f"{path}{error.strerror}; {RAISE_LIMIT}"
     return f"{path}{error.strerror or error}; fix this, or choose another path, and run the same command again"
 
 
@@ -173,6 +197,10 @@ def _run() -> tuple[int, str]:
     except UnicodeEncodeError as error:
         return 1, f"{shown(error.object)}: expected text, got bytes that are not UTF-8 ({error.reason}); rename it"
     except MemoryError as error:
-        return 1, f"out of memory: {error or 'the system refused more'}; choose smaller sizes or fewer workers"
+        return 1, f"out of memory: {str(error) or 'the system refused more'}; choose smaller sizes or fewer workers"
+    except RuntimeError as error:
+        if str(error) != "can't start new thread":  # Python's words where a system has no more processes to give
+            raise
+        return 1, f"the system starts no further thread; {RAISE_LIMIT}"
     except (KeyboardInterrupt, typer.Abort):
         return 130, "interrupted; the same command continues"

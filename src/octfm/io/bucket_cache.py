@@ -24,13 +24,21 @@ KEEP = 0.9
 """Eviction goes down to this share of the limit, so that not every new file triggers another one."""
 GRACE_S = 3600.0
 """Age in seconds at which partial files of dead processes are deleted."""
+REMEDY = "set OCTFM_CACHE to a folder on a local disk"
 
 
 def folder() -> Path:
-    """The cache folder."""
-    named = os.environ.get("OCTFM_CACHE")
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octfm"
-    return Path(named) if named else home
+    """The cache folder, created if it does not exist. Raises BucketError if it cannot be."""
+    try:
+        named = os.environ.get("OCTFM_CACHE")
+        place = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octfm"
+    except RuntimeError:  # in a container, whose user may have no name and no HOME
+        raise BucketError(f"buckets need a cache, and this user has no home folder for it; {REMEDY}") from None
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BucketError(f"{place}: the cache of buckets cannot be written ({error.strerror}); {REMEDY}") from None
+    return place
 
 
 def limit_bytes() -> int:
@@ -121,15 +129,14 @@ def _make_room(size: int) -> None:
 @contextmanager
 def _book() -> Iterator[TextIO]:
     """The file with the running total; while a process has it open, no other one adds or evicts a file."""
+    place = folder()
     try:
-        folder().mkdir(parents=True, exist_ok=True)
-        with (folder() / "used").open("a+", encoding="utf-8") as book:
+        with (place / "used").open("a+", encoding="utf-8") as book:
             fcntl.flock(book, fcntl.LOCK_EX)
             yield book
     except OSError as error:
         raise BucketError(
-            f"{folder()}: the cache of buckets cannot be written or locked ({error.strerror}); set OCTFM_CACHE to a "
-            "folder on a local disk"
+            f"{place}: the cache of buckets cannot be written or locked ({error.strerror}); {REMEDY}"
         ) from None
 
 

@@ -138,7 +138,7 @@ class _Child:
         self._buffer = bytearray()
         self._write(pickle.dumps(memory))
         if isinstance(ready := self.receive(_START_S), Lost):
-            raise RuntimeError(
+            raise ConfigError(
                 f"a child process for reading files did not start: it {ready.what}; see the lines above this one"
             )
 

@@ -51,6 +51,13 @@ def write_whole(where: "Path | BucketPath", data: bytes) -> None:
         partial.write_bytes(data)
 
 
+def write_private(where: Path, data: bytes) -> None:
+    """As `write_whole`, readable by its owner only, at every moment."""
+    with replacing(where) as partial:
+        partial.touch(0o600)
+        partial.write_bytes(data)
+
+
 @contextmanager
 def replacing(where: Path) -> Iterator[Path]:
     """A path to write a new file to, which replaces `where` when the context ends, as in `write_whole`."""

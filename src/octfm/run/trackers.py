@@ -58,12 +58,9 @@ def unusable() -> str | None:
         return f"Weights & Biases cannot be reached ({host}:{port}: {error.strerror or error})"
     if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
         return None
-    places = (
-        [Path(os.environ["NETRC"])] if os.environ.get("NETRC") else [Path.home() / ".netrc", Path.home() / "_netrc"]
-    )
-    for place in places:
-        with suppress(OSError):
-            if (parts.hostname or "").encode() in place.read_bytes():
+    for place in [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]:
+        with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home folder
+            if (parts.hostname or "").encode() in Path(place).expanduser().read_bytes():
                 return None
     return "Weights & Biases answers, but no key is set"
 

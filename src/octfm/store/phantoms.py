@@ -323,7 +323,7 @@ def _rendered_apart(job: tuple) -> "PreparedPhantom":
             return image
         trouble = image.what
     # `each` also raises errors of the rendering itself, which the call below raises again.
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ConfigError) as error:
         trouble = f"did not start ({error})"
     warnings.warn(
         f"a process that renders phantoms {trouble}; this one renders in its place, more slowly; free memory, or run "

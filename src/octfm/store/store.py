@@ -1,5 +1,6 @@
 """Read prepared volumes: zarr v3 arrays with one shard per volume, and one row of metadata per volume."""
 
+import errno
 import operator
 import os
 import re
@@ -37,6 +38,9 @@ from octfm.store.layout import (
 )
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.volume import STRUCTURE_ONLY, Modality
+
+_NOT_DAMAGE = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors that say nothing about a file's content: no permission, too many open files, no memory."""
 
 
 class Store:
@@ -382,16 +386,20 @@ class Store:
 
         return BucketArrays(self.path, self.rows, self.image_size, *how)
 
-    def _unreadable(self, index: np.ndarray, name: str, error: Exception) -> "_Damaged":
-        """The error for an unreadable shard."""
+    def _unreadable(self, index: np.ndarray, name: str, error: Exception) -> "StoreError | _Damaged":
+        """The error for an unreadable shard, which need not be damaged."""
         # Only the reader's message names the row.
         named = re.search(rf"{name}[/\\]c\.(\d+)\.", str(error))
         row = int(named[1]) if named else int(index[0])
         why = reason_of(error, 200)
-        return _Damaged(
-            row,
-            f"{self.path / name / shard_key(row)}: volume {row} ({self.rows[row].acquisition}) cannot be read: {why}",
-        )
+        file = self.path / name / shard_key(row)
+        sentence = f"{file}: volume {row} ({self.rows[row].acquisition}) cannot be read: {why}"
+        if isinstance(error, OSError) and error.errno in _NOT_DAMAGE:
+            return StoreError(
+                f"{sentence}; the file may be intact: change its permissions or the limits of this process, and run "
+                "the same command again"
+            )
+        return _Damaged(row, sentence)
 
 
 def _when_made(path: Location) -> int | None:
