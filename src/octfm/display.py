@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from octfm.errors import ConfigError
+from octfm.errors import ConfigError, one_line
 
 BOX = "font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;max-width:56em;overflow-x:auto;text-align:left"
 CELL = "text-align:left;vertical-align:top;padding:2px 14px 2px 0;border:0;overflow-wrap:break-word;max-width:34em"
@@ -211,7 +211,7 @@ def data_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None 
 
 def markdown(text: str) -> str:
     """One line that neither ends a cell of a Markdown table nor opens an HTML element, whatever the text contains."""
-    text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = one_line(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return text.replace("|", "\\|")
 
 

@@ -2,6 +2,7 @@
 
 import io
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from octfm.display import interval, readable
+from octfm.errors import one_line
 from octfm.report.sources import Sources, lookup, number, series
 from octfm.report.words import METRICS, objective, probed, short
 
@@ -514,8 +516,11 @@ def _per_scanner(rows: list[dict[str, Any]]) -> list[Line]:
 def to_svg(figure: Figure, key: str, alt: str) -> str:
     """The figure as an <svg> element: ids unique on the page, colours as CSS variables, text in the page's font."""
     buffer = io.StringIO()
-    # Without a date, equal data give equal bytes.
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    with warnings.catch_warnings():
+        # The page's font has them: matplotlib's own only measures the text.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        # Without a date, equal data give equal bytes.
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
@@ -542,7 +547,7 @@ def _font(found: re.Match[str]) -> str:
 def plain(name: str) -> str:
     """A name of data as a label in a chart."""
     # A dollar sign would start mathtext.
-    return readable(name).replace("$", r"\$")
+    return one_line(readable(name)).replace("$", r"\$")
 
 
 def _spoken(r: dict[str, Any]) -> str:
