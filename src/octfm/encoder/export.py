@@ -76,7 +76,8 @@ def export(
                 "please report it"
             )
         if keys := exported.keys_text(participants):
-            write_whole(Path(keep_key) if keep_key is not None else partial / exported.KEY, keys.encode())
+            kept = Path(keep_key) if keep_key is not None else None
+            write_whole(kept or partial / exported.KEY, keys.encode(), private=kept is not None)
         elif keep_key is not None:
             echo(f"{keep_key}: not written, because {run} comes without a key")
         _expect_new(out)  # once more: another process may have been faster

@@ -42,12 +42,15 @@ def listed(uri: str) -> "Path | BucketPath":
     return BucketPath.of(uri) if is_remote(uri) else Path(uri)
 
 
-def write_whole(where: "Path | BucketPath", data: bytes) -> None:
-    """Replace a file: it holds the old content or the new, whatever happens; the new one is then on the disk."""
+def write_whole(where: "Path | BucketPath", data: bytes, *, private: bool = False) -> None:
+    """Replace a file: it holds the old content or the new, whatever happens; the new one is then on the disk.
+    `private`: at no time can others than its owner read it there."""
     if isinstance(where, BucketPath):
         where.write_bytes(data)
         return
     with replacing(where) as partial:
+        if private:
+            partial.touch(0o600)
         partial.write_bytes(data)
 
 
