@@ -7,7 +7,8 @@ import base64
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from html import escape
 from typing import Any
@@ -207,6 +208,18 @@ def data_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None 
     except ImportError:
         raise ConfigError("to_pandas() needs pandas, which octfm itself does not; pip install pandas") from None
     return pandas.DataFrame(list(rows), columns=None if columns is None else list(columns))
+
+
+@contextmanager
+def drawing(style: Mapping[Any, Any]) -> Iterator[None]:
+    """matplotlib with its defaults and this style: a matplotlibrc, the user's or a stranger's in the current folder,
+    could make it call LaTeX."""
+    import matplotlib as mpl
+
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(style)
+        yield
 
 
 def markdown(text: str) -> str:

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from octfm.display import interval, readable
+from octfm.display import drawing, interval, readable
 from octfm.errors import one_line
 from octfm.report.sources import Sources, lookup, number, series
 from octfm.report.words import METRICS, objective, probed, short
@@ -83,7 +82,7 @@ def canvas(key: str, width: float, height: float) -> Iterator[tuple[Figure, Axes
 def panels(key: str, width: float, height: float, ratios: Sequence[float]) -> Iterator[tuple[Figure, list[Axes]]]:
     """As `canvas`, with one axes below the other for each of these relative heights."""
     # The salt makes ids in the SVG the same in every rendering.
-    with mpl.rc_context({**STYLE, "svg.hashsalt": key}):
+    with drawing({**STYLE, "svg.hashsalt": key}):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure, list(figure.subplots(len(ratios), height_ratios=ratios, squeeze=False)[:, 0])
 
