@@ -305,6 +305,14 @@ def test_no_object_of_a_bucket_is_written_outside_the_folder(monkeypatch, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+def test_a_lock_is_never_written_through_a_link(tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / ".x.lock").symlink_to("mine")
+    with pytest.raises(OSError, match=r"its lock \.x\.lock is a symbolic link"):
+        location.lock(tmp_path / ".x.lock")
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
 def test_only_what_a_killed_writer_left_is_deleted(tmp_path):
     for name in (
         "step-00000004.partial",
