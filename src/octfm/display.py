@@ -7,14 +7,15 @@ import base64
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from html import escape
 from typing import Any
 
 import numpy as np
 
-from octfm.errors import ConfigError
+from octfm.errors import ConfigError, one_line
 
 BOX = "font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;max-width:56em;overflow-x:auto;text-align:left"
 CELL = "text-align:left;vertical-align:top;padding:2px 14px 2px 0;border:0;overflow-wrap:break-word;max-width:34em"
@@ -209,9 +210,21 @@ def data_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None 
     return pandas.DataFrame(list(rows), columns=None if columns is None else list(columns))
 
 
+@contextmanager
+def drawing(style: Mapping[Any, Any]) -> Iterator[None]:
+    """matplotlib with its defaults and this style: a matplotlibrc, the user's or a stranger's in the current folder,
+    could make it call LaTeX."""
+    import matplotlib as mpl
+
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(style)
+        yield
+
+
 def markdown(text: str) -> str:
     """One line that neither ends a cell of a Markdown table nor opens an HTML element, whatever the text contains."""
-    text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = one_line(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return text.replace("|", "\\|")
 
 

@@ -204,6 +204,13 @@ def test_an_ambiguous_tree_stops_and_its_guess_can_be_accepted(paths, guess, par
         assert len({person for person, _ in people(paths, guess)}) == participants
 
 
+def test_a_guess_on_the_terminal_cannot_command_it():
+    with pytest.raises(AmbiguousPeople) as stopped:
+        people(["a\x1b[2J\n1 participants/1.tif", "b/1.tif"])
+    table = stopped.value.guess.table()
+    assert r"a\x1b[2J\n1 participants" in table and "\x1b" not in table
+
+
 @pytest.mark.parametrize(
     ("paths", "known"),
     [

@@ -129,6 +129,7 @@ def test_it_remembers_whom_it_has_seen_and_names_nobody(run, folder, store, labe
     kept = export(run, tmp_path / "published", keep_key=tmp_path / "key", echo=quiet)
     assert (tmp_path / "key").stat().st_mode & 0o077 == 0, "for its owner only"
     assert not (kept / exported.KEY).exists()
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600, "only its owner may ask who was trained on"
     for evaluate in (seen_by, lambda path: tune(path, store, tmp_path / "refused", labels)):
         with pytest.raises(
             EvaluationError, match=r"without the key .* put the key back as participants.key .* --allow-seen"

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -142,11 +143,13 @@ def test_without_pairs_the_page_says_why_and_warns_of_overlaps(runs, tmp_path):
 
 
 def test_odd_names_of_runs_are_drawn_as_they_are(runs, tmp_path):
-    odd = dict(zip((r"a$\frac$", "_<b>&"), runs.values(), strict=True))
+    odd = dict(zip((r"a$\frac$\x1b[2J", "实验_<b>&"), runs.values(), strict=True))
     result = together()
     for row in (*result["results"], *result["comparisons"]):
         row |= {key: dict(zip("ab", odd, strict=True))[row[key]] for key in ("encoder", "a", "b") if key in row}
-    page = write_compare(odd, tmp_path / "c.html", result).read_text()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib's, of letters that its own font lacks
+        page = write_compare(odd, tmp_path / "c.html", result).read_text()
     assert r"a$\frac$" in page and "&lt;b&gt;&amp;" in page and "<b>" not in page
 
 

@@ -1,6 +1,7 @@
 """The loop: it learns, resumes bit for bit, logs what it should, and stops with a reason."""
 
 import json
+import pickle
 import signal
 from dataclasses import replace
 
@@ -179,6 +180,19 @@ def test_a_damaged_run_record_is_named(store, tmp_path, content):
     (run / "run.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"run\.json: missing or damaged"):
         quick_pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
+
+
+class Hostile:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+@pytest.mark.parametrize("write", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
+def test_nobody_is_advised_to_run_the_code_in_a_checkpoint(tmp_path, write, recwarn, capsys):
+    write({"model": Hostile()}, path := tmp_path / "step-00000001.pt")
+    with pytest.raises(CheckpointError, match="damaged or not a checkpoint") as refused:
+        checkpoint.load(path)
+    assert "weights_only" not in str(refused.value) and not recwarn.list and not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", [b"", b"some text\n" * 50])

@@ -111,6 +111,15 @@ def test_folders_hold_at_most_16_modules():
         assert len(modules) <= 16, f"{folder.relative_to(SOURCE)} holds {len(modules)} modules"
 
 
+def test_what_is_printed_cannot_command_the_terminal():
+    """Names of files and facts of headers are a stranger's: `echo_line` and `say` escape their control characters."""
+    for path, tree in trees().items():
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("print", "typer.echo", "typer.secho"):
+                allowed = "one_line(" in ast.unparse(call) or "__version__" in ast.unparse(call)
+                assert allowed or name_of(path) == "octfm.layers.training", f"{path}:{call.lineno}: {ast.unparse(call)}"
+
+
 def test_text_is_utf8_whatever_the_locale():
     """A folder is written on one machine and read on another: text needs an encoding, or a `b` in its mode."""
     for path, tree in trees().items():

@@ -9,6 +9,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import matplotlib as mpl
 import numpy as np
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ from octfm.errors import EvaluationError
 from octfm.report.card.model_card import model_card
 from octfm.report.card.paper import methods, shareable_run
 from octfm.report.data_health import write_data_health
-from octfm.report.figures import efficiency_plots, overview_forest, training_charts
+from octfm.report.figures import canvas, efficiency_plots, overview_forest, to_svg, training_charts
 from octfm.report.html import summary_lines, write_report
 from octfm.report.images import example_pictures
 from octfm.report.overview import data_flow, next_step
@@ -560,6 +561,18 @@ def test_efficiency_plot_says_what_its_intervals_mean():
     assert ">guessing<" in chart.svg and ">untrained<" in chart.svg
     (bare,) = efficiency_plots([r | {"low": None, "high": None} for r in rows])
     assert "too few participants for intervals" in bare.caption and "95" not in bare.caption
+
+
+def test_a_matplotlibrc_changes_no_chart():
+    def drawn():
+        with canvas("k", 3, 2) as (figure, axes):
+            axes.plot([1, 2])
+            axes.set_xlabel("a_b")
+            return to_svg(figure, "k", "")
+
+    own = drawn()
+    with mpl.rc_context({"text.usetex": True, "font.size": 30, "lines.linewidth": 9}):
+        assert drawn() == own
 
 
 def test_numbers_near_0_have_three_decimals():

@@ -81,6 +81,14 @@ def test_once_prints_curves_verdicts_and_advice(tmp_path):
         assert expected in told, expected
 
 
+def test_sentences_of_a_stranger_cannot_command_the_terminal(tmp_path):
+    run, out = write_run(tmp_path).rename(tmp_path / "a\x1b[2J"), io.StringIO()
+    health = {"kind": "health", "step": 399, "verdict": "bad", "what": "[link=x]data\x1b]0;a\x07", "sentence": "\x9b2J"}
+    append(run / "metrics.jsonl", health, health | {"kind": "incident", "action": "stop"})
+    watch(run, console=Console(file=out, width=120))
+    assert not set("\x1b\x07\x9b") & set(out.getvalue()) and "[link=x]data" in out.getvalue()
+
+
 def test_watching_a_finished_run_returns(tmp_path):
     run = write_run(tmp_path, steps=401)
     out = io.StringIO()

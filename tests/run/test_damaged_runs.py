@@ -260,13 +260,57 @@ def test_a_checkpoint_that_waits_for_the_bucket_does_not_hide_that_the_last_one_
     writer.close()
 
 
-@pytest.mark.parametrize("text", ["{", "[]", {"checkpoints": {"step-50 (1).pt": []}}, {"checkpoints": 5}, {"token": 1}])
+AWAY = (
+    "/etc/x",
+    "../x",
+    "checkpoints/../../x",
+    "checkpoints/step-00000001.pt/../../../x",
+    "checkpoints//etc/x",
+    "x",
+    ".",
+    "",
+)
+"""Keys of objects that are not below checkpoints/step-00000001.pt."""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "{",
+            "[]",
+            {"checkpoints": {"step-50 (1).pt": []}},
+            {"checkpoints": {"step-00000001.pt": []}},
+            {"checkpoints": 5},
+        ),
+        *({"token": token} for token in (1, "", "/etc", "../../0123456789")),
+        *({"checkpoints": {"step-00000001.pt": [{"key": key, "sha256": "0"}]}} for key in (*AWAY, "a\0", 5, None)),
+    ],
+)
 def test_a_damaged_pointer_of_a_bucket_is_named(monkeypatch, text):
-    good = {"format": bucket_run.FORMAT, "version": bucket_run.VERSION, "token": "t", "checkpoints": {}}
+    """It names files and a folder of this machine that are written and deleted: another run's must not."""
+    good = {"format": bucket_run.FORMAT, "version": bucket_run.VERSION, "token": "0123456789abcdef", "checkpoints": {}}
     text = json.dumps(good | text) if isinstance(text, dict) else text
     monkeypatch.setattr(BucketPath, "read_text", lambda self, encoding=None: text)
     with pytest.raises(CheckpointError, match=r"checkpoints\.json: damaged"):
         bucket_run.read_pointer(BucketPath.of("s3://bucket/run"))
+
+
+@pytest.mark.parametrize("key", ["/etc/x", "../x", "a/../../x", "a//b"])
+def test_no_object_of_a_bucket_is_written_outside_the_folder(monkeypatch, tmp_path, key):
+    monkeypatch.setattr(bucket_run.bucket, "find", lambda uri: {f"{uri}/{key}": bucket_run.bucket.Object(1, "1")})
+    monkeypatch.setattr(bucket_run.bucket, "download", lambda *_: pytest.fail("downloaded"))
+    with pytest.raises(CheckpointError, match=f"{key}.*is no file of a run; delete it"):
+        bucket_run._fetch_files(BucketPath.of("s3://bucket/run"), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_is_never_written_through_a_link(tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / ".x.lock").symlink_to("mine")
+    with pytest.raises(OSError, match=r"its lock \.x\.lock is a symbolic link"):
+        location.lock(tmp_path / ".x.lock")
+    assert (tmp_path / "mine").read_text() == "precious"
 
 
 def test_only_what_a_killed_writer_left_is_deleted(tmp_path):

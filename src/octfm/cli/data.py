@@ -5,8 +5,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
 from octfm.cli import options as opt
 from octfm.errors import ConfigError, OctfmError
 from octfm.io.location import expect_writable, holds_other
@@ -78,7 +76,7 @@ def phantom(
             workers=workers,
             progress=progress.up_to,
         )
-    typer.echo(f"{path}: {number(participants, 'participant')}; truth in {path / 'ground_truth'}")
+    opt.echo_line(f"{path}: {number(participants, 'participant')}; truth in {path / 'ground_truth'}")
 
 
 def scan(
@@ -231,10 +229,11 @@ def scan(
                 progress=progress.up_to,
             )
     except AmbiguousPeople as ambiguous:
-        typer.echo(ambiguous.guess.table())
+        for line in ambiguous.guess.table().split("\n"):
+            opt.echo_line(line)
         accept = [word for pattern in ambiguous.guess.patterns for word in ("--participant-from", pattern)]
         if accept and not ambiguous.guess.without_person:
-            typer.echo(f"if the guess is right: {shlex.join(['octfm', *sys.argv[1:], *accept])}")
+            opt.echo_line(f"if the guess is right: {shlex.join(['octfm', *sys.argv[1:], *accept])}")
         raise
     except NothingAccepted as nothing:
         # Write catalog and page nevertheless: they have the reason of every reject.
@@ -253,12 +252,12 @@ def scan(
     if gone:
         opt.echo_line(gone)
     if failure is not None:
-        typer.echo(page)
+        opt.echo_line(page)
         raise failure
     _print_summary(catalog, out)
     if moved:
         opt.echo_line(moved)
-    typer.echo(page)
+    opt.echo_line(page)
     if max_reject is not None:
         catalog.expect_few_rejects(max_reject, f"see {page}")
 
@@ -437,9 +436,9 @@ def prepare(
     if verify:
         from octfm.store import verify as store_verify
 
-        found = store_verify.verify(out, scanned.acquisitions, locations, typer.echo)
+        found = store_verify.verify(out, scanned.acquisitions, locations, opt.echo_line)
         store_verify.require_whole(found, out)
-        typer.echo(f"{out}: all {found.volumes:,} volumes are as they were written")
+        opt.echo_line(f"{out}: all {found.volumes:,} volumes are as they were written")
         return
     store = prepare_catalog(
         scanned,
@@ -456,12 +455,12 @@ def prepare(
         find_band=find_band,
         reuse=reuse,
     )
-    typer.echo(f"{store.path}: {number(len(store), 'volume')}")
+    opt.echo_line(f"{store.path}: {number(len(store), 'volume')}")
 
 
 def _print_summary(catalog: "Catalog", out: opt.Place) -> None:
     counts = f"{len(catalog.acquisitions)} accepted, {len(catalog.rejects)} rejected, {len(catalog.skipped)} skipped"
-    typer.echo(f"{out}: {counts}")
+    opt.echo_line(f"{out}: {counts}")
     from octfm.catalog.participants.folders import doubts_about_people, split_folders
 
     summary = catalog.summary()
@@ -469,15 +468,15 @@ def _print_summary(catalog: "Catalog", out: opt.Place) -> None:
     for name, value in summary.items():
         if isinstance(value, dict):
             value = ", ".join(f"{key} {count}" for key, count in value.items()) or "none"
-        typer.echo(f"  {name.replace('_', ' ')}: {value}")
+        opt.echo_line(f"  {name.replace('_', ' ')}: {value}")
     _print_disc_sides(disc_sides)
     if (folders := split_folders(catalog.root, catalog.acquisitions)) is not None:
-        typer.echo(f"  {folders.sentence}")
+        opt.echo_line(f"  {folders.sentence}")
     for doubt in doubts_about_people(catalog.acquisitions):
-        typer.echo(f"  {doubt}")
+        opt.echo_line(f"  {doubt}")
     of_two = [reject for reject in catalog.rejects if reject.code == "pixels_of_two_participants"]
     for reject in of_two[:3]:
-        typer.echo(reject.sentence)
+        opt.echo_line(reject.sentence)
 
 
 def _print_disc_sides(of_scanner: dict[str, dict[str, int]]) -> None:
@@ -487,9 +486,9 @@ def _print_disc_sides(of_scanner: dict[str, dict[str, int]]) -> None:
     for scanner, counts in of_scanner.items():
         unclear = ", ".join(f"{name} {counts[name]}" for name in CANNOT_TELL.values() if counts[name])
         verdicts = ", ".join(f"{name} {n}" for name, n in counts.items() if name not in CANNOT_TELL.values())
-        typer.echo(f"  side of the optic disc, {scanner}: {verdicts}{f' ({unclear})' if unclear else ''}")
+        opt.echo_line(f"  side of the optic disc, {scanner}: {verdicts}{f' ({unclear})' if unclear else ''}")
     if any(counts["cannot tell"] for counts in of_scanner.values()):
-        typer.echo(f"  where it cannot tell, a wrong eye label goes unnoticed; the check needs {NEEDS}")
+        opt.echo_line(f"  where it cannot tell, a wrong eye label goes unnoticed; the check needs {NEEDS}")
 
 
 def _print_withheld(withheld: "Mapping[str, tuple[int, int]]") -> None:
@@ -497,7 +496,7 @@ def _print_withheld(withheld: "Mapping[str, tuple[int, int]]") -> None:
     if not withheld:
         return
     columns = ", ".join(f"{column!a} ({few} of {many} participants)" for column, (few, many) in withheld.items())
-    typer.echo(
+    opt.echo_line(
         f"withheld values that are not known to be safe, in {len(withheld)} columns: {columns}; "
         "--keep-columns NAME,NAME keeps a column unchanged",
         err=True,

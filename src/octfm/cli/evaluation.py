@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from octfm.cli import options as opt
 from octfm.errors import ConfigError
 from octfm.io.location import expect_writable, location, write_whole
@@ -101,14 +99,14 @@ def probe(
             opt.echo_line(f"{labels}: not probed: {', '.join(others)}; name a column with --target")
     result = run_probe(arms, labels, seeds=seeds, commands=[opt.command_line()], **common)
     for line in summary_lines(result):
-        typer.echo(line)
+        opt.echo_line(line)
     if label_efficiency:
         # A single draw of a few participants says little: intervals must also cover other draws.
         rows, compared = curve(arms, labels, seeds=max(3, seeds), **common)
         result |= {"label_efficiency": rows, "label_efficiency_comparisons": compared}
         for line in curve_lines(rows, compared):
-            typer.echo(line)
-    typer.echo(write_probe(folder / ("probe.json" if chosen == "linear" else f"probe-{chosen}.json"), result))
+            opt.echo_line(line)
+    opt.echo_line(write_probe(folder / ("probe.json" if chosen == "linear" else f"probe-{chosen}.json"), result))
 
 
 def finetune(
@@ -142,13 +140,13 @@ def finetune(
     from octfm.tasks.finetune_settings import FinetuneConfig
 
     settings = load(FinetuneConfig, config, opt.with_options(overrides, {"store": store, "epochs": epochs}))
-    run = tune(settings, out, device, allow_seen=allow_seen, echo=typer.echo)
+    run = tune(settings, out, device, allow_seen=allow_seen, echo=opt.echo_line)
     # Every rank runs this command; only the first one prints the result.
     if rank() != 0:
         return
     for line in summary(run):
-        typer.echo(line)
-    typer.echo(out / "finetune.json")
+        opt.echo_line(line)
+    opt.echo_line(out / "finetune.json")
 
 
 def leaderboard(
@@ -189,15 +187,16 @@ def leaderboard(
         exclude=exclude,
         allow_seen=allow_seen,
         commands=[opt.command_line()],
-        echo=typer.echo,
+        echo=opt.echo_line,
     )
     text = board.to_markdown(result)
-    typer.echo(text)
+    for line in text.split("\n"):
+        opt.echo_line(line)
     write_probe(out / "leaderboard.json", result)
     write_whole(out / "leaderboard.csv", board.to_csv(result).encode())
     write_whole(out / "leaderboard.md", text.encode())
     names = [row["encoder"] for row in board.ranked(result)]
-    typer.echo(write_leaderboard(result, names, out / "leaderboard.html"))
+    opt.echo_line(write_leaderboard(result, names, out / "leaderboard.html"))
 
 
 def trust(
@@ -265,9 +264,9 @@ def trust(
         exclude=exclude,
         allow_seen=allow_seen,
         commands=[opt.command_line()],
-        echo=typer.echo,
+        echo=opt.echo_line,
     )
     write_probe(out / "trust.json", result)
     for line in summary_lines(result):
-        typer.echo(line)
-    typer.echo(write_trust(result, pictured, out / "trust.html", images=images))
+        opt.echo_line(line)
+    opt.echo_line(write_trust(result, pictured, out / "trust.html", images=images))

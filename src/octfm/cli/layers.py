@@ -173,10 +173,10 @@ def _train(settings: list[str], out: "Path | Location", device: str | None, base
     from octfm.tasks.segment_settings import SegmentConfig
 
     config = load(SegmentConfig, {}, settings)
-    result = segment(config, out, device, baselines=baselines, allow_seen=allow_seen, echo=typer.echo)
+    result = segment(config, out, device, baselines=baselines, allow_seen=allow_seen, echo=opt.echo_line)
     for line in summary_lines(result):
-        typer.echo(line)
-    typer.echo(out / "segment.json")
+        opt.echo_line(line)
+    opt.echo_line(out / "segment.json")
 
 
 def models(
@@ -195,18 +195,19 @@ def models(
     if name is not None:
         from octfm.weights.card import model_card
 
-        typer.echo(model_card(find_packaged(name, everything_packaged())))
+        for line in model_card(find_packaged(name, everything_packaged())).split("\n"):
+            opt.echo_line(line)
         return
     for network in everything_packaged():
         verb = "load_encoder() and octfm embed" if network.is_encoder else "octfm segment"
         use = f", used by {verb}" if network.current else ""
-        typer.echo(f"{network.name}: {network.about}{use}")
-        typer.echo(f"  {network.size_bytes / 1e6:.1f} MB, SHA-256 {network.digest[:12]}, licence {network.licence}")
+        opt.echo_line(f"{network.name}: {network.about}{use}")
+        opt.echo_line(f"  {network.size_bytes / 1e6:.1f} MB, SHA-256 {network.digest[:12]}, licence {network.licence}")
         if network.is_encoder:
-            typer.echo("  synthetic-supervised: learned from the truth of synthetic scans, not from unlabelled ones")
+            opt.echo_line("  synthetic-supervised: learned from the truth of synthetic scans, not from unlabelled ones")
         else:
-            typer.echo(f"  masks reported: {', '.join(mask.replace('_', ' ') for mask in network.masks) or 'none'}")
-        typer.echo(f"  {NOTE}; octfm models {network.name} prints the model card")
+            opt.echo_line(f"  masks reported: {', '.join(mask.replace('_', ' ') for mask in network.masks) or 'none'}")
+        opt.echo_line(f"  {NOTE}; octfm models {network.name} prints the model card")
 
 
 def agree(
@@ -231,5 +232,5 @@ def agree(
 
     result = device_agreement(table, device)
     for line in summary_lines(result):
-        typer.echo(line)
-    typer.echo(write_agreement(result, out, [opt.command_line()]))
+        opt.echo_line(line)
+    opt.echo_line(write_agreement(result, out, [opt.command_line()]))

@@ -331,9 +331,10 @@ def refuse(context: typer.Context, options: Iterable[str], what: str) -> None:
         raise ConfigError(f"{what} and does nothing with {', '.join(given)}; leave out one or the other")
 
 
-def echo_line(line: str) -> None:
-    """Print on one line; control characters in file names are escaped."""
-    typer.echo(one_line(line))
+def echo_line(line: object, *, err: bool = False) -> None:
+    """Print on one line, to stderr with `err`. Control characters in names of files and facts of headers, which could
+    command the terminal, are escaped; so this is the only way in which verbs print."""
+    typer.echo(one_line(line), err=err)
 
 
 def command_line() -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octfm.cli import options as opt
-from octfm.errors import ConfigError, EvaluationError, ReadError, one_line
+from octfm.errors import ConfigError, EvaluationError, ReadError
 
 if TYPE_CHECKING:
     from octfm.io.isolation import Limits
@@ -42,7 +42,7 @@ def report(
     from octfm.report.html import write_report
 
     page = run / "report.html" if out is None else out
-    typer.echo(write_report(run, page, catalog=catalog, store_path=store, images=images))
+    opt.echo_line(write_report(run, page, catalog=catalog, store_path=store, images=images))
 
 
 def compare(
@@ -78,17 +78,17 @@ def compare(
         from octfm.encoder.embed import older_vectors
         from octfm.evaluation.probe import probe_together
 
-        table = labels or labels_of(named, lambda line: typer.echo(one_line(line), err=True))
+        table = labels or labels_of(named, lambda line: opt.echo_line(line, err=True))
         try:
             result, reason = probe_together(named, table, targets=target, orders=orders, allow_seen=allow_seen), ""
             for run in runs:
                 if remark := older_vectors(run, run / "embeddings" / "pretrained.parquet"):
-                    typer.echo(one_line(remark), err=True)
+                    opt.echo_line(remark, err=True)
         except EvaluationError as error:
             # Not the whole error, which names paths and acquisitions: the page may be passed on.
             reason = error.public or "The runs could not be probed together."
-            typer.echo(f"without paired intervals: {error}", err=True)
-    typer.echo(write_compare(named, out, result, reason))
+            opt.echo_line(f"without paired intervals: {error}", err=True)
+    opt.echo_line(write_compare(named, out, result, reason))
 
 
 def view(
@@ -206,7 +206,7 @@ def view(
     if sample:
         detail = "Synthetic: no patient's scan."
     facts = [*layer_facts, *view_facts(volume, scene, axial_length)]
-    typer.echo(write_view(scene, page, facts, detail, corrections=correct, verdict=verdict))
+    opt.echo_line(write_view(scene, page, facts, detail, corrections=correct, verdict=verdict))
 
 
 def _read(file: str, spacing_mm: "Spacing3 | None", limits: "Limits") -> "tuple[Volume, Surfaces | None]":
@@ -230,7 +230,7 @@ def _read(file: str, spacing_mm: "Spacing3 | None", limits: "Limits") -> "tuple[
     try:
         return volume, read_surfaces(file, limits)
     except ReadError as error:
-        typer.echo(f"shown without its layers: {error}", err=True)
+        opt.echo_line(f"shown without its layers: {error}", err=True)
         return volume, None
 
 
@@ -241,7 +241,7 @@ def _fundus(file: str, limits: "Limits") -> "Fundus | None":
     try:
         return read_fundus(file, limits)
     except ReadError as error:
-        typer.echo(f"shown without its picture of the fundus: {error}", err=True)
+        opt.echo_line(f"shown without its picture of the fundus: {error}", err=True)
         return None
 
 
@@ -277,4 +277,4 @@ def card(
     texts = {"model_card.md": model_card(run, statements=statements, **common), "paper.md": paper(run, **common)}
     for file, text in texts.items():
         write_whole((out or run) / file, text.encode())
-        typer.echo((out or run) / file)
+        opt.echo_line((out or run) / file)

@@ -15,7 +15,7 @@ from octfm.catalog.columns import composed
 from octfm.catalog.participants.pseudonyms import is_pseudonymous
 from octfm.cli.options import echo_line, is_named_as_file
 from octfm.display import number
-from octfm.errors import ConfigError, CorrectionsError, ExportError, ReadError, one_line
+from octfm.errors import ConfigError, CorrectionsError, ExportError, ReadError
 from octfm.io.hashing import hash_text
 from octfm.io.heap import keep_freed_memory
 from octfm.io.isolation import Limits
@@ -98,7 +98,7 @@ class Scans:
         made = samples(names)
         for each in made:
             true = f"a true central thickness of {each.centre_um:.1f} µm around its pit"
-            typer.echo(f"{each.volume.source}: synthetic, with {true}")
+            echo_line(f"{each.volume.source}: synthetic, with {true}")
         self.segment([each.volume for each in made], truth=made)
 
     def segment(
@@ -167,14 +167,14 @@ class Scans:
         rows = [row for row in read_table(table) if row["source"] in named]
         failed = sum(bool(row["problem"]) for row in rows)
         problems = f"; {failed} could not be read or segmented, see the column problem" if failed else ""
-        typer.echo(f"{table}: {added} new of {len(sources)} scans{problems}")
+        echo_line(f"{table}: {added} new of {len(sources)} scans{problems}")
         if self.calibrate is not None:
             with only_writer(table):
                 calibrated, summary = calibrate_rows(read_table(table), self.calibrate)
                 save_table(calibrated, table)
             for line in summary:
                 echo_line(line)
-        typer.echo(sheet.write(read_table(table)))
+        echo_line(sheet.write(read_table(table)))
         if lengths is not None:
             _report_nominal(lengths, {row["source"]: row["axial_length_mm"] for row in rows if not row["problem"]})
         if failed == len(sources):
@@ -224,11 +224,11 @@ class Scans:
                             found, volume, self.out, stems[name], dicom=self.dicom, limits=self.limits
                         )
                         for path in written:
-                            typer.echo(path)
+                            echo_line(path)
                 except (ReadError, ExportError) as error:
                     if len(sources) == 1:
                         raise
-                    typer.echo(one_line(error), err=True)
+                    echo_line(error, err=True)
                     failed += 1
         if by_hand and not used:
             raise CorrectionsError(
@@ -237,7 +237,7 @@ class Scans:
         if lengths is not None:
             _report_nominal(lengths, measured_by)
         if failed:
-            typer.echo(f"{failed} of {len(sources)} scans could not be read or written", err=True)
+            echo_line(f"{failed} of {len(sources)} scans could not be read or written", err=True)
             raise typer.Exit(1)
 
     def _volume(self, source: str | Volume, known: KnownScans) -> Volume:
@@ -291,7 +291,7 @@ def _tell_truth(found: ScanSegmentation, truth: Sequence[Sample], volume: Volume
     sample = next((each for each in truth if each.volume is volume), None)
     if sample is not None and found.verdict.accepted:
         true = sample.centre_at(found.etdrs().centre_mm)
-        typer.echo(f"  true central thickness where the zones lie: {true:.1f} µm")
+        echo_line(f"  true central thickness where the zones lie: {true:.1f} µm")
 
 
 def stems_of(sources: Iterable[str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octfm.cli import options as opt
-from octfm.errors import ConfigError, one_line
+from octfm.errors import ConfigError
 
 if TYPE_CHECKING:
     from octfm.store.store import Store
@@ -133,16 +133,16 @@ def doctor(
     if tpu is not None:
         opt.refuse(context, ("out", "device", "plot", "ranks"), "--tpu compiles the step for a slice")
     settings = load_config(config, opt.pretraining_words(overrides, store, steps, epochs))
-    checks = examine(settings, out, device, plot, ranks) if tpu is None else examine_tpu(settings, tpu, typer.echo)
+    checks = examine(settings, out, device, plot, ranks) if tpu is None else examine_tpu(settings, tpu, opt.echo_line)
     width = max(len(check.name) for check in checks)
     for check in checks:
-        typer.echo(f"{check.status}  {check.name:<{width}}  {one_line(check.measured)}")
+        opt.echo_line(f"{check.status}  {check.name:<{width}}  {check.measured}")
         if check.advice:
-            typer.echo(f"{'':{width + 6}}  -> {one_line(check.advice)}")
+            opt.echo_line(f"{'':{width + 6}}  -> {check.advice}")
     count = {status: sum(check.status == status for check in checks) for status in ("PASS", "WARN", "FAIL")}
-    typer.echo(f"{len(checks)} checks: {count['PASS']} passed, {count['WARN']} to look at, {count['FAIL']} failed")
+    opt.echo_line(f"{len(checks)} checks: {count['PASS']} passed, {count['WARN']} to look at, {count['FAIL']} failed")
     if plot is not None and plot.is_file():
-        typer.echo(plot)
+        opt.echo_line(plot)
     if count["FAIL"]:
         raise typer.Exit(1)
 
@@ -226,8 +226,8 @@ def bench(
     settings, prepared = load_config(config, opt.with_options(overrides, {"data.store": store})), None
     if settings.data.store is not None or settings.data.phantoms is not None:
         prepared = given_store(settings)
-    for line in measure(settings, prepared, device, steps, echo=typer.echo).lines():
-        typer.echo(line)
+    for line in measure(settings, prepared, device, steps, echo=opt.echo_line).lines():
+        opt.echo_line(line)
 
 
 def watch(

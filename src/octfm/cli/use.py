@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from octfm.cli import options as opt
-from octfm.errors import ConfigError, one_line
+from octfm.errors import ConfigError
 from octfm.io.location import location
 
 
@@ -112,9 +112,9 @@ def embed(
             pool=pool,
             exclude=exclude,
             device=device,
-            echo=typer.echo,
+            echo=opt.echo_line,
         ):
-            typer.echo(path)
+            opt.echo_line(path)
         return
     if head is not None or segment is not None:
         raise ConfigError("--head and --segment add maps to the report of a run; give --store instead of files")
@@ -138,16 +138,16 @@ def embed(
         device=device,
         follow_links=follow_links,
         exclude=exclude,
-        echo=typer.echo,
+        echo=opt.echo_line,
     )
-    typer.echo(
+    opt.echo_line(
         f"{out}: {counts['embedded']:,} of {counts['volumes']:,} volumes embedded, "
         f"{counts['skipped']:,} other files skipped on purpose"
     )
     for code, count in counts["failures"].items():
-        typer.echo(f"  {code}: {count:,}")
+        opt.echo_line(f"  {code}: {count:,}")
     if counts["failures"]:
-        typer.echo("  files, reasons and remedies: failures.parquet; --retry tries them again")
+        opt.echo_line("  files, reasons and remedies: failures.parquet; --retry tries them again")
 
 
 def _encoder_and_scans(words: list[str], sources: list[str]) -> tuple[str | None, list[str]]:
@@ -199,11 +199,11 @@ def _embed_scans(
     nor = ", and it is no run (config.yaml) and no export (config.json)"
     volumes = opt.volumes_in(scans, limits, layouts, nor)
     path, count = embed_scans(
-        encoder, [*volumes], out, eyes=volumes, limits=limits, echo=lambda line: typer.echo(one_line(line), err=True)
+        encoder, [*volumes], out, eyes=volumes, limits=limits, echo=lambda line: opt.echo_line(line, err=True)
     )
     opt.echo_line(f"{path}: {number(count, 'vector')} of width {encoder.vector_width} by {encoder.source}")
     if failed := len(volumes) - count:
-        typer.echo(f"{failed} of {len(volumes)} scans could not be embedded", err=True)
+        opt.echo_line(f"{failed} of {len(volumes)} scans could not be embedded", err=True)
         raise typer.Exit(1)
 
 
@@ -253,11 +253,11 @@ def export(
     if text is None and "://" not in run and is_pretraining(location(run)):
         text = model_card(run, usage=usage(out.name), name=out.name)
     _echo_checkpoint(run)
-    path = write_export(run, out, onnx=onnx, card=text, keep_key=keep_key, keep_names=keep_names, echo=typer.echo)
+    path = write_export(run, out, onnx=onnx, card=text, keep_key=keep_key, keep_names=keep_names, echo=opt.echo_line)
     size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
-    typer.echo(f"{path}: {', '.join(sorted(file.name for file in path.iterdir()))} ({size:,.1f} MB)")
+    opt.echo_line(f"{path}: {', '.join(sorted(file.name for file in path.iterdir()))} ({size:,.1f} MB)")
     if (path / KEY).is_file():
-        typer.echo(
+        opt.echo_line(
             "participants.key lets anyone who has a list of ids test which were trained on; to publish, use "
             "--keep-key FILE"
         )
@@ -272,7 +272,7 @@ def _echo_encoder(run: str | None) -> None:
         return
     packaged_encoder()  # raises if there is none
     encoder = find_packaged(CURRENT_ENCODER, everything_packaged())
-    typer.echo(f"{encoder.name}, SHA-256 {encoder.digest[:12]}: {NOTE}")
+    opt.echo_line(f"{encoder.name}, SHA-256 {encoder.digest[:12]}: {NOTE}")
 
 
 def _echo_checkpoint(run: str) -> None:

@@ -17,7 +17,7 @@ from octfm.catalog.participants.safe_values import is_known_class, is_known_name
 from octfm.encoder.encoder import Encoder, load_encoder, opened, participants_in
 from octfm.encoder.tuned import TunedModel, with_head_in
 from octfm.errors import Echo, EvaluationError
-from octfm.io.location import Location, local_path, write_private, write_whole
+from octfm.io.location import Location, local_path, write_whole
 from octfm.models.heads import MeanPool
 from octfm.models.vit3d import count_parameters
 from octfm.run.checkpoint import parts_of
@@ -75,10 +75,9 @@ def export(
                 f"{out}: {read.source} differs from {encoder.source} after reading it back; nothing was exported, "
                 "please report it"
             )
-        if (keys := exported.keys_text(participants)) and keep_key is not None:
-            write_private(Path(keep_key), keys.encode())
-        elif keys:
-            write_whole(partial / exported.KEY, keys.encode())
+        if keys := exported.keys_text(participants):
+            kept = Path(keep_key) if keep_key is not None else None
+            write_whole(kept or partial / exported.KEY, keys.encode(), private=kept is not None)
         elif keep_key is not None:
             echo(f"{keep_key}: not written, because {run} comes without a key")
         _expect_new(out)  # once more: another process may have been faster

@@ -42,19 +42,15 @@ def listed(uri: str) -> "Path | BucketPath":
     return BucketPath.of(uri) if is_remote(uri) else Path(uri)
 
 
-def write_whole(where: "Path | BucketPath", data: bytes) -> None:
-    """Replace a file: it holds the old content or the new, whatever happens; the new one is then on the disk."""
+def write_whole(where: "Path | BucketPath", data: bytes, *, private: bool = False) -> None:
+    """Replace a file: it holds the old content or the new, whatever happens; the new one is then on the disk.
+    `private`: at no time can others than its owner read it there."""
     if isinstance(where, BucketPath):
         where.write_bytes(data)
         return
     with replacing(where) as partial:
-        partial.write_bytes(data)
-
-
-def write_private(where: Path, data: bytes) -> None:
-    """As `write_whole`, readable by its owner only, at every moment."""
-    with replacing(where) as partial:
-        partial.touch(0o600)
+        if private:
+            partial.touch(0o600)
         partial.write_bytes(data)
 
 
@@ -95,10 +91,19 @@ def flush(path: Path) -> None:
 
 def lock(path: Path, echo: Echo = say) -> TextIO:
     """Open and lock a file, until it is closed or the process ends, however it ends; where the file system has no
-    locks, `echo` says so. Raises BlockingIOError if another process holds the lock; its `strerror` names that one."""
+    locks, `echo` says so. Raises BlockingIOError if another process holds the lock; its `strerror` names that one; and
+    OSError if the file is a link."""
     import fcntl
 
-    file = path.open("a+", encoding="utf-8")
+    # Never through a link, which others may have left in a shared folder: what it names would be overwritten.
+    try:
+        file = os.fdopen(
+            os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a+", encoding="utf-8"
+        )
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            error.strerror = f"its lock {path.name} is a symbolic link"
+        raise
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Self, TypeVar
 
-from octfm.errors import Echo
+from octfm.errors import Echo, one_line
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def say(text: str) -> None:
     if echo is not None:
         echo(text)
     else:
-        print(text, file=sys.stderr, flush=True)
+        print(one_line(text), file=sys.stderr, flush=True)
 
 
 class Progress:
@@ -58,7 +58,7 @@ class Progress:
         """`what` begins every line, `failure` names what happened to units that failed; lines go to `echo`, by default
         to stderr. `always`: also for work that ends at once. `done`: units of an earlier call. Disabled, it is
         silent."""
-        self._what, self._total, self._unit, self._failure = what, total, unit, failure
+        self._what, self._total, self._unit, self._failure = one_line(what), total, unit, failure
         self._echo, self._pause, self._always = echo or say, pause_s, always
         self._enabled = enabled and total > 0
         self._on_terminal = self._enabled and sys.stderr.isatty()

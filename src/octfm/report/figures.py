@@ -2,19 +2,20 @@
 
 import io
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from octfm.display import interval, readable
+from octfm.display import drawing, interval, readable
+from octfm.errors import one_line
 from octfm.report.sources import Sources, lookup, number, series
 from octfm.report.words import METRICS, objective, probed, short
 
@@ -81,7 +82,7 @@ def canvas(key: str, width: float, height: float) -> Iterator[tuple[Figure, Axes
 def panels(key: str, width: float, height: float, ratios: Sequence[float]) -> Iterator[tuple[Figure, list[Axes]]]:
     """As `canvas`, with one axes below the other for each of these relative heights."""
     # The salt makes ids in the SVG the same in every rendering.
-    with mpl.rc_context({**STYLE, "svg.hashsalt": key}):
+    with drawing({**STYLE, "svg.hashsalt": key}):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure, list(figure.subplots(len(ratios), height_ratios=ratios, squeeze=False)[:, 0])
 
@@ -514,8 +515,11 @@ def _per_scanner(rows: list[dict[str, Any]]) -> list[Line]:
 def to_svg(figure: Figure, key: str, alt: str) -> str:
     """The figure as an <svg> element: ids unique on the page, colours as CSS variables, text in the page's font."""
     buffer = io.StringIO()
-    # Without a date, equal data give equal bytes.
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    with warnings.catch_warnings():
+        # The page's font has them: matplotlib's own only measures the text.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        # Without a date, equal data give equal bytes.
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
@@ -542,7 +546,7 @@ def _font(found: re.Match[str]) -> str:
 def plain(name: str) -> str:
     """A name of data as a label in a chart."""
     # A dollar sign would start mathtext.
-    return readable(name).replace("$", r"\$")
+    return one_line(readable(name)).replace("$", r"\$")
 
 
 def _spoken(r: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octfm.display import duration
+from octfm.errors import one_line
 from octfm.io import bucket_cache
 from octfm.io.location import BucketPath, Location, location
 from octfm.report.sources import number, require_pretraining, series
@@ -122,7 +123,8 @@ def dashboard(name: str, rows: list[dict[str, Any]], steps: int) -> "RenderableT
     else:
         state = "pace not known yet" if left is None else f"{duration(left)} to go"
     head, bar = Table.grid(padding=(0, 2)), ProgressBar(total=steps, completed=done, width=30)
-    head.add_row(Text(name, style="bold"), bar, f"step {done:,} of {steps:,}", state)
+    # As Text, which has no markup; a run of a stranger may hold any sentence.
+    head.add_row(Text(one_line(name), style="bold"), bar, f"step {done:,} of {steps:,}", state)
     curves = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     for kind, key, title, form in CURVES:
         values = series([row for row in rows if row["kind"] == kind], key)[1]
@@ -130,11 +132,12 @@ def dashboard(name: str, rows: list[dict[str, Any]], steps: int) -> "RenderableT
             curves.add_row(title, Text(sparkline(values), style="cyan"), form.format(values[-1]))
     verdicts = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     for row in latest_health([row for row in rows if row["kind"] == "health"]):
-        verdict = Text(row["verdict"], style=COLOURS.get(row["verdict"], ""))
-        verdicts.add_row(verdict, row["what"], Text(row["sentence"]))
+        words = [Text(one_line(row[key])) for key in ("verdict", "what", "sentence")]
+        words[0].stylize(COLOURS.get(row["verdict"], ""))
+        verdicts.add_row(*words)
     parts: list[RenderableType] = [head, curves, verdicts]
     events = [row for row in rows if row["kind"] in ("incident", "checkpoint", "waiting", "tracker")][-4:]
-    parts += [Text(f"step {row['step']}: {row['sentence']}", style="yellow") for row in events]
+    parts += [Text(one_line(f"step {row['step']}: {row['sentence']}"), style="yellow") for row in events]
     if advice := checkpoint_advice(rows):
-        parts.append(Text(advice, style="bold"))
+        parts.append(Text(one_line(advice), style="bold"))
     return Group(*parts)

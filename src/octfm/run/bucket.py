@@ -8,6 +8,7 @@ and `failures` reports it.
 
 import json
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -15,10 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
-from octfm.errors import BucketError, CheckpointError
+from octfm.errors import BucketError, CheckpointError, shown
 from octfm.io import bucket, bucket_cache
 from octfm.io.hashing import hash_file, hash_text
 from octfm.io.lease import Lease
@@ -373,9 +374,31 @@ def read_pointer(where: BucketPath) -> dict[str, Any] | None:
     if pointer.get("format") != FORMAT or pointer.get("version") != VERSION:
         raise CheckpointError(f"{where / POINTER}: expected {FORMAT} version {VERSION}; use the octfm that wrote it")
     listed = pointer.get("checkpoints")
-    if not isinstance(pointer.get("token"), str) or not isinstance(listed, dict) or not all(map(is_name, listed)):
+    whole = isinstance(listed, dict) and all(_is_checkpoint(name, entries) for name, entries in listed.items())
+    # The token names a folder.
+    if not whole or not re.fullmatch("[0-9a-f]{16}", str(pointer.get("token"))):
         raise CheckpointError(f"{where / POINTER}: damaged; restore it from a copy")
     return pointer
+
+
+def _is_checkpoint(name: str, entries: Any) -> bool:
+    """Whether a pointer's entries are the objects and hashes of one checkpoint, a file or a folder of shards."""
+    place = PurePosixPath("checkpoints", name)
+    try:
+        known = {key: entry["sha256"] for entry in entries for key in [_inside(entry["key"])]}
+    except (LookupError, TypeError, CheckpointError):
+        return False
+    own = all(place in (key, *key.parents) and isinstance(sha, str) for key, sha in known.items())
+    return is_name(name) and bool(known) and own
+
+
+def _inside(key: str) -> PurePosixPath:
+    """The path of an object below its run's folder. Raises CheckpointError if it leaves the folder: whoever may write
+    to the bucket could write, and delete, any file of this machine."""
+    path = PurePosixPath(key)
+    if str(path) != key or not path.parts or path.is_absolute() or ".." in path.parts or "\0" in key:
+        raise CheckpointError(f"{shown(key)}: an object of this key is no file of a run; delete it")
+    return path
 
 
 def _fetch(where: BucketPath, pointer: dict[str, Any], folder: Path, *, anew: bool = True) -> None:
@@ -415,7 +438,7 @@ def _fetch_files(where: BucketPath, folder: Path) -> None:
     except (OSError, ValueError):
         known = {}
     for uri, found in bucket.find(str(where)).items():
-        inside = Path(uri.removeprefix(f"{where}/"))
+        inside = _inside(uri.removeprefix(f"{where}/"))
         version = bucket_cache.key(uri, found)
         if _stays_here(inside) or inside.name in (POINTER, "run.lease") or known.get(str(inside)) == version:
             continue
@@ -432,7 +455,7 @@ def _fetch_checkpoint(where: BucketPath, entries: list[dict[str, Any]], folder: 
     """Fetch a checkpoint; False, leaving nothing, if it is not what was uploaded."""
     files = []
     for entry in entries:
-        file = folder / entry["key"]
+        file = folder / _inside(entry["key"])
         file.parent.mkdir(parents=True, exist_ok=True)
         files.append(file)
         try:
@@ -460,7 +483,7 @@ def _mark(folder: Path, tokens: list[str]) -> None:
     write_whole(folder / MARK, json.dumps({"tokens": tokens}).encode())
 
 
-def _stays_here(inside: Path) -> bool:
+def _stays_here(inside: PurePath) -> bool:
     """Whether a file is not sent with the others: checkpoints go with the pointer; locks, parts and notes stay here."""
     of_checkpoint = inside.parts[0] == "checkpoints" and inside.name != "best.json"
     # tokens-*: features of a frozen encoder, gigabytes that any machine can compute again.

@@ -50,15 +50,14 @@ def load(path: Path) -> dict[str, Any]:
     if path.suffix == ".safetensors":  # which torch would hand to another reader
         raise DamagedCheckpoint(f"{path}: not an octfm checkpoint; {EXPECTED}")
     try:
-        content = shards.load(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True)
+        content = shards.load(path) if path.is_dir() else weights_file.read_torch(path)
     except (*DAMAGE, OSError) as error:
         # In a small file that was cut off, torch looks for the end before the beginning.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         raise DamagedCheckpoint(
-            f"{path}: damaged or not a checkpoint ({reason}); delete it to continue from the one before it, or restore "
-            "it from a copy"
+            f"{path}: damaged or not a checkpoint ({weights_file.reason(error)}); delete it to continue from the one "
+            "before it, or restore it from a copy"
             # Never advise to delete a file that octfm did not write.
             if is_name(path.name) or path.suffix.startswith(".damaged")  # as `set_aside` names them
             else f"{path}: damaged or not a checkpoint ({type(error).__name__}); {EXPECTED}"
@@ -85,7 +84,7 @@ def header(path: Path) -> dict[str, Any] | None:
         if path.is_dir():
             content = shards.load_rest(path)
         else:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            content = weights_file.read_torch(path, mmap=True)
     except (*DAMAGE, OSError):
         return None
     return content if isinstance(content, dict) and content.get("format") == FORMAT else None

@@ -23,7 +23,7 @@ from octfm.io.location import flush
 from octfm.run.checkpoint_files import SHARDS as SUFFIX
 from octfm.run.checkpoint_files import former_of, name_of
 from octfm.run.runtime import Runtime
-from octfm.run.weights_file import write_torch
+from octfm.run.weights_file import read_torch, write_torch
 
 REST, MANIFEST = "rest.pt", "manifest.json"
 INDEX = ".metadata"
@@ -120,7 +120,7 @@ def verify(path: Path) -> None:
 
 def load_rest(path: Path) -> dict[str, Any]:
     """Everything but the tensors."""
-    return torch.load(path / REST, map_location="cpu", weights_only=True)
+    return read_torch(path / REST)
 
 
 def load_into(path: Path, tensors: dict[str, Tensor], runtime: Runtime) -> None:

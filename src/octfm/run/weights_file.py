@@ -3,7 +3,9 @@ if that fails."""
 
 import errno
 import pickle
+import re
 import struct
+import warnings
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from octfm.errors import CheckpointError, reason_of
+from octfm.errors import CheckpointError
 
 DAMAGE = (
     *(zipfile.BadZipFile, pickle.UnpicklingError, struct.error, EOFError, RuntimeError),
@@ -21,26 +23,40 @@ DAMAGE = (
 """Errors that torch and pickle raise for bytes that are no torch file."""
 
 
+def read_torch(path: Path, **options: Any) -> Any:
+    """The content of a torch file: tensors and plain values only. Raises OSError, and DAMAGE for anything else."""
+    with warnings.catch_warnings():
+        # Of a plain pickle, which is no torch file and is refused.
+        warnings.filterwarnings("ignore", message="Detected pickle protocol")
+        return torch.load(path, map_location="cpu", weights_only=True, **options)
+
+
+def reason(error: BaseException) -> str:
+    """Why a file is no torch file, in a few words. Not torch's own, which advise to load it with the code in it."""
+    text = (str(error).splitlines() or [""])[0][:160]
+    if text.startswith("Weights only load failed"):
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        text = f"it names {named[1]}, which is code" if named else "not tensors and plain values alone"
+    return f"{type(error).__name__}: {text}"
+
+
 def read_weights(path: Path, containers: Sequence[str], expected: str) -> dict[str, Tensor]:
     """Tensors by name, from the innermost mapping under keys in `containers`; of several keys, the first counts. Raises
     CheckpointError naming the file and `expected`, a description of the file that should be there."""
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; expected {expected}")
     try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+        content: Any = read_torch(path)
     except pickle.UnpicklingError as error:
-        reason = reason_of(error, 160)
         raise CheckpointError(
-            f"{path}: holds more than weights ({reason}), and loading it would run its code; save the encoder's "
+            f"{path}: holds more than weights ({reason(error)}), and loading it would run its code; save the encoder's "
             "state_dict alone"
         ) from None
     except (*DAMAGE, OSError) as error:
         # In a small file that was cut off, torch looks for the end before the beginning.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
-        raise CheckpointError(
-            f"{path}: damaged or not a .pt file ({(str(error).splitlines() or [''])[0][:160]})"
-        ) from None
+        raise CheckpointError(f"{path}: damaged or not a .pt file ({reason(error)})") from None
     while isinstance(content, dict) and (
         inner := next((content[k] for k in containers if isinstance(content.get(k), dict)), None)
     ):

@@ -17,7 +17,7 @@ from octfm.catalog.participants.path_words import (
 )
 from octfm.catalog.participants.patterns import LABELLED, Pattern, Place
 from octfm.catalog.participants.splits import parse_split
-from octfm.errors import ConfigError
+from octfm.errors import ConfigError, one_line
 from octfm.volume.volume import Laterality
 
 _SMALL = 1000
@@ -64,7 +64,7 @@ class Guess:
         rows = [("path pattern", "files", "participants", "right", "left")]
         rows += [
             (
-                line.pattern or "(no name that may be a person's)",
+                one_line(line.pattern) or "(no name that may be a person's)",
                 *(f"{n:,}" for n in (line.files, line.participants, line.right, line.left)),
             )
             for line in self.lines
@@ -74,7 +74,7 @@ class Guess:
         for row, line in zip(rows, [None, *self.lines], strict=True):
             numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
             out.append("  ".join([row[0].ljust(widths[0]), *numbers]))
-            out += [f"    {example}" for example in line.examples] if line else []
+            out += [f"    {one_line(example)}" for example in line.examples] if line else []
         return "\n".join([*out, f"{self.participants:,} participants in all, if the guess is right"])
 
 

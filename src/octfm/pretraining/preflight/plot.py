@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
+from octfm.display import drawing
 from octfm.pretraining.preflight.data import read_sample
 from octfm.pretraining.preflight.tokens import AXES, DRAWS, TOLERANCE, draw_coverage
 from octfm.pretraining.schedule import Schedule
@@ -22,7 +22,7 @@ def draw_plot(path: Path, config: PretrainConfig, store: Store, train_rows: np.n
     schedule = Schedule(config.schedule, config.steps)
     steps = np.unique(np.linspace(0, config.steps - 1, min(config.steps, MAX_POINTS)).astype(int))
     coverage = draw_coverage(config, read_sample(config, store, train_rows).tokens)
-    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.color": INK}):
+    with drawing({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.color": INK}):
         figure = Figure(figsize=(10, 5.6), layout="constrained")
         top, bottom = figure.subplots(2, 3)
         curves = (
