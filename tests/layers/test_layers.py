@@ -614,6 +614,9 @@ def test_corrections_pass_to_a_copy_once_the_original_is_deleted(files, tmp_path
     assert write_table([copy], out, workers=workers, echo=lambda _: None) == 0
     Path(files[0]).unlink()
     said: list[str] = []
+    Path(copy).rename(tmp_path / "away.npz")
+    assert write_table([copy], out, workers=workers, echo=said.append) == 0, "a share that is away costs no row"
+    (tmp_path / "away.npz").rename(copy)
     assert write_table([copy], out, workers=workers, echo=said.append) == 1
     assert said == [f"{files[0]}: is no longer there; its row is now that of {copy}"]
     assert read_table(out) == [corrected | {"source": copy}]
