@@ -666,6 +666,16 @@ def test_a_row_passes_also_to_a_file_that_could_not_be_read_or_was_another_scan(
     assert write_table([target], out, workers=workers, echo=quiet) == 0
 
 
+def test_rows_after_one_that_has_passed_to_another_file_are_looked_at_as_before(files, tmp_path, small_finder):
+    """A row that had been replaced stopped the call with a KeyError."""
+    out, (eye, broken, other) = tmp_path / "table.csv", files
+    write_table(files, out, echo=lambda _: None)
+    rows = read_table(out)
+    Path(eye).replace(broken)
+    assert write_table([broken, other], out, echo=lambda _: None) == 1
+    assert read_table(out) == [rows[0] | {"source": broken, "file_state": table.state_of(broken)}, rows[2]]
+
+
 def test_a_table_of_corrected_scans_alone_names_a_changed_one_and_follows_a_renamed_one(files, tmp_path, small_finder):
     """The corrections of a scan that has changed do not fit it any more, which nothing said."""
     out, (eye, _, other), said = tmp_path / "table.csv", files, list[str]()

@@ -346,7 +346,7 @@ class _Table:
     @functools.cached_property
     def corrected_and_gone(self) -> set[tuple[str, ...]]:
         """Corrected scans whose file is gone. If it turns up elsewhere, its row must not get automatic lines."""
-        corrected = [row for row in self.rows if row["corrected_bscans"] and row["acquisition"]]
+        corrected = [row for row in self.rows if row and row["corrected_bscans"] and row["acquisition"]]
         return {scan_of(row) for row in corrected if _has_gone(row)}
 
     def keeps(self, facts: Mapping[str, str], source: str, echo: Echo, despite: Corrections | None = None) -> bool:
