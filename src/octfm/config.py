@@ -135,10 +135,10 @@ def _override_of(place: str, overrides: Iterable[str]) -> str:
 
 
 def _refuse_credentials_in(values: Any, where: str, key: str = "") -> None:
-    """Check all texts in `values` before any message about another problem could repeat a secret."""
-    if isinstance(values, str):
+    """Check all texts and paths in `values` before a message about another problem could repeat a secret."""
+    if isinstance(values, str | Path):
         try:
-            refuse_credentials(values)
+            refuse_credentials(str(values))
         except ConfigError as error:
             raise ConfigError(f"{where}: {key}: {error}") from None
     elif isinstance(values, dict):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from octfm.catalog.acquisition import Reject
 from octfm.catalog.catalog import Catalog, CatalogError
+from octfm.catalog.participants import pseudonyms
 from octfm.catalog.participants.pseudonyms import locate, pseudonymise, read_key, withheld
 from octfm.catalog.participants.safe_values import is_known_protocol, is_known_scanner
 from octfm.catalog.scan import scan
@@ -174,7 +175,7 @@ def test_files_are_found_again_by_key_and_root_only_even_after_a_move(clinic, ca
             locate(hidden, root, key)
 
 
-def test_single_bscans_of_one_folder_are_found_again(tmp_path):
+def test_single_bscans_of_one_folder_are_found_again(tmp_path, monkeypatch):
     images = [write_image(tmp_path / "set" / f"P{n // 2}" / f"{n % 2}.png", layered(n)) for n in range(4)]
     plain = scan(tmp_path / "set", layouts=("line",), participant_from="{participant}/*")
     hidden = pseudonymise(plain, KEY)
@@ -187,7 +188,10 @@ def test_single_bscans_of_one_folder_are_found_again(tmp_path):
         locate(hidden, tmp_path / "set", KEY + b"!")
     # A file that was deleted stopped everything, where a catalog with paths names it and goes on.
     Path(images[0]).unlink()
+    opened, volumes_in = list[str](), pseudonyms.volumes_in
+    monkeypatch.setattr(pseudonyms, "volumes_in", lambda uri, *_: opened.append(uri) or volumes_in(uri))
     found = locate(hidden, tmp_path / "set", KEY)
+    assert [Path(uri).name for uri in opened] == ["broken.e2e"], "for a clinic, opening each file takes hours"
     assert sorted(found.values()) == sorted(map(str, images[1:]))
     assert len(prepare(hidden, tmp_path / "store", SMALL, locations=found, progress=False)) == 4
     rest = prepare(hidden, tmp_path / "later", SMALL, locations=found, progress=False)

@@ -286,7 +286,7 @@ def test_whom_the_encoder_has_seen_is_known_under_the_id_of_another_scanner(run,
     # As checkpoints were before: hashes of the ids alone.
     people, key = ["P001", "MRN-12", "1001", "1-11"], content["participants"]["key"]
     before = content | {"participants": {"key": key, "hashes": [keyed_hash(name, key) for name in people]}}
-    monkeypatch.setattr("octfm.encoder.encoder.content_of", lambda _: before)
+    monkeypatch.setattr("octfm.encoder.encoder.opened", lambda _: (run, before))
     assert all(map(seen_by(run), [*people, "00001001"]))
     assert not any(map(seen_by(run), ("P011", "MRN-21", "10010", "11-1")))
 

@@ -614,6 +614,9 @@ def test_corrections_pass_to_a_copy_once_the_original_is_deleted(files, tmp_path
     assert write_table([copy], out, workers=workers, echo=lambda _: None) == 0
     Path(files[0]).unlink()
     said: list[str] = []
+    Path(copy).rename(tmp_path / "away.npz")
+    assert write_table([copy], out, workers=workers, echo=said.append) == 0, "a share that is away costs no row"
+    (tmp_path / "away.npz").rename(copy)
     assert write_table([copy], out, workers=workers, echo=said.append) == 1
     assert said == [f"{files[0]}: is no longer there; its row is now that of {copy}"]
     assert read_table(out) == [corrected | {"source": copy}]
@@ -661,6 +664,16 @@ def test_a_row_passes_also_to_a_file_that_could_not_be_read_or_was_another_scan(
     assert read_table(out) == [row | {"source": target}]
     assert picture_of(out, target) == picture is not None, "not of the scan that was there before"
     assert write_table([target], out, workers=workers, echo=quiet) == 0
+
+
+def test_rows_after_one_that_has_passed_to_another_file_are_looked_at_as_before(files, tmp_path, small_finder):
+    """A row that had been replaced stopped the call with a KeyError."""
+    out, (eye, broken, other) = tmp_path / "table.csv", files
+    write_table(files, out, echo=lambda _: None)
+    rows = read_table(out)
+    Path(eye).replace(broken)
+    assert write_table([broken, other], out, echo=lambda _: None) == 1
+    assert read_table(out) == [rows[0] | {"source": broken, "file_state": table.state_of(broken)}, rows[2]]
 
 
 def test_a_table_of_corrected_scans_alone_names_a_changed_one_and_follows_a_renamed_one(files, tmp_path, small_finder):

@@ -245,6 +245,20 @@ def test_a_segmentation_in_python_saves_what_the_command_writes(tmp_path):
     assert not (tmp_path / "refused").exists(), "a refusal left NIfTI files, and would leave an empty folder"
 
 
+def test_a_call_that_is_stopped_leaves_no_image_that_another_scan_could_take_for_its_own(tmp_path, monkeypatch):
+    found = octfm.segment(octfm.Volume(telling_voxels(), SPACING_MM, source="first/eye.npz"))
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as within, pytest.raises(KeyboardInterrupt):
+        within.setattr("octfm.layers.export._nifti", stopped)
+        found.save(tmp_path)
+    with pytest.raises(ExportError, match=r"results of a scan other than second/eye\.npz"):
+        changed(found, voxels=found.volume.voxels[::-1], source="second/eye.npz").save(tmp_path)
+    assert found.save(tmp_path)
+
+
 def test_results_of_two_scans_have_two_names_on_macos_too():
     """There A1 is a1, and ü is u with two dots: results of the second scan met those of the first."""
     sources = ["p/A1.dcm", "q/a1.dcm", "p/M\u00fcller.nii.gz", "q/Mu\u0308ller.dcm", "p/b.dcm"]

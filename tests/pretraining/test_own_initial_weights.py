@@ -59,7 +59,7 @@ def begun(init: Path | str, **changes):
     return config(model=model, **changes)
 
 
-def test_a_smoke_run_says_whether_the_run_can_begin_with_its_weights(parent, first, tmp_path, monkeypatch):
+def test_a_smoke_run_reads_the_weights_that_the_run_would_begin_with(parent, first, tmp_path, monkeypatch):
     """It ignored model.init, and a misspelt one stopped the run itself."""
     trained = []
     monkeypatch.setattr("octfm.pretraining.pretrain.pretrain", lambda settings, *_, **__: trained.append(settings))
@@ -67,7 +67,7 @@ def test_a_smoke_run_says_whether_the_run_can_begin_with_its_weights(parent, fir
     settings.write_text(json.dumps(begun(parent).model_dump(mode="json")), encoding="utf-8")
     words = ("pretrain", str(settings), f"data.store={first.path}", "--smoke")
     said = invoke(*words)
-    assert said.exit_code == 0 and f"smoke: {parent} can be begun with; these small networks begin at" in said.output
+    assert said.exit_code == 0 and f"smoke: {parent} has the sizes of the settings; these small" in said.output
     assert trained.pop().model.init is None
     for wrong, why in ((f"model.init={parent}s", "no such file"), ("model.depth=1", "other sizes than model")):
         assert why in str(invoke(*words, wrong).exception) and not trained
@@ -217,8 +217,8 @@ def test_a_run_killed_before_its_first_checkpoint_does_not_begin_with_other_weig
     checkpoint.write(newest.parent, 4, {name: content[name] for name in content if name not in ("format", "version")})
     with pytest.raises(
         CheckpointError,
-        match=r"holds other weights now \(.*step-00000004.pt\) than this run began with; .* --out with "
-        r"model.init=.*step-00000004.pt, which stays as it is",
+        match=r"holds other weights now \(.*step-00000004.pt\) than this run began with; .* another --out with a copy of "
+        r".*step-00000004.pt as model.init, since a run deletes old checkpoints",
     ):
         quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=quiet)
     shutil.rmtree(place)

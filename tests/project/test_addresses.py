@@ -180,7 +180,13 @@ def test_settings_that_name_places_know_which(cls, key):
 
 def test_an_error_of_a_settings_model_does_not_quote_what_it_got():
     wrong: Any = "s3://AKIA:wJalr@b"
-    for make in (lambda: DataConfig(store=wrong), lambda: ViTConfig(init=wrong), lambda: ViTConfig(width=wrong)):
+    path: Any = Path(wrong)
+    for make in (
+        lambda: DataConfig(store=wrong),
+        lambda: ViTConfig(init=wrong),
+        lambda: ViTConfig(width=wrong),
+        lambda: DataConfig(store=path),
+    ):
         with pytest.raises(ConfigError, match="credentials") as caught:
             make()
         assert "wJalr" not in str(caught.value)

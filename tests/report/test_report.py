@@ -489,9 +489,13 @@ def test_counts_of_the_data_flow_agree(tmp_path):
     assert volumes[0] == sum(volumes[1:])
     record = json.loads((run / "run.json").read_text())
     unknown = {"store": {"train_participants": 5}, "inherited_participants": 1, "inherited_unknown": 31}
-    (run / "run.json").write_text(json.dumps(record | unknown))
-    began = "pretrained on 5 participants, and began with weights that had seen 31; nobody can tell how many of those"
-    assert began in data_flow(gather(run, catalog)).sentence, "it said: at least 1 other"
+    for others, began in (
+        (1, "had seen at least 31; nobody can tell how many are others"),
+        (500, "had seen at least 500 others"),  # of a run whose key is here
+    ):
+        (run / "run.json").write_text(json.dumps(record | unknown | {"inherited_participants": others}))
+        sentence = data_flow(gather(run, catalog)).sentence
+        assert f"pretrained on 5 participants, and began with weights that {began}" in sentence
 
 
 def test_an_id_in_two_spellings_is_one_participant_on_the_whole_page(tmp_path):

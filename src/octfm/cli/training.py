@@ -197,7 +197,7 @@ def pretrain(
         if rank() == 0:
             opt.echo_line(f"smoke: {settings.steps} steps of {batch} volumes, {size}, whatever the settings say")
             if init:
-                opt.echo_line(f"smoke: {init} can be begun with; these small networks begin at random")
+                opt.echo_line(f"smoke: {init} has the sizes of the settings; these small networks begin at random")
         if needs_store:
             # The phantoms of a run in a bucket lie in the working directory.
             local_out = out if isinstance(out, Path) else Path(out.name)

@@ -65,15 +65,6 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str, volume: Volu
     dz, dy, dx = found.spacing_mm if measured else (1.0, 1.0, 1.0)
     unit = "mm" if measured else "unknown"
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    if found.surfaces:
-        of = found.heights_um if measured else found.surfaces.__getitem__
-        heights = np.stack([of(name).T for name in found.surfaces], axis=-1).astype(np.float32)
-        image = nibabel.Nifti1Image(heights, np.diag([dx, dz, 1.0, 1.0]))
-        image.header.set_intent("estimate", name=HEIGHTS)
-        _describe(image, found, " ".join(found.surfaces))
-        image.header.set_xyzt_units(unit)
-        written.append(_nifti(image, folder / f"{stem}_heights_{'um' if measured else 'rows'}.nii.gz"))
     labels, meaning = label_map(found, None if volume is None else volume.shape[1])
     axes, on_scan = "WHD", _on_grid_of(volume, labels) if volume is not None else None
     if on_scan is None:
@@ -83,9 +74,19 @@ def write_nifti(found: Segmentation, folder: str | Path, stem: str, volume: Volu
         image, axes = on_scan
     image.header.set_intent("label")
     _describe(image, found, "; ".join(f"{value} {name}" for value, name in meaning.items()))
+    # Before any image: require_own knows by it whose results these are.
     if volume is not None:
         facts = _sidecar(volume) | {"axes": axes, "scan": fingerprint(volume.voxels)}
         write_whole(folder / f"{stem}_labels.json", json.dumps(facts).encode())
+    written = []
+    if found.surfaces:
+        of = found.heights_um if measured else found.surfaces.__getitem__
+        heights = np.stack([of(name).T for name in found.surfaces], axis=-1).astype(np.float32)
+        surfaces = nibabel.Nifti1Image(heights, np.diag([dx, dz, 1.0, 1.0]))
+        surfaces.header.set_intent("estimate", name=HEIGHTS)
+        _describe(surfaces, found, " ".join(found.surfaces))
+        surfaces.header.set_xyzt_units(unit)
+        written.append(_nifti(surfaces, folder / f"{stem}_heights_{'um' if measured else 'rows'}.nii.gz"))
     return [*written, _nifti(image, folder / f"{stem}_labels.nii.gz")]
 
 

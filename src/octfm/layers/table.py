@@ -172,10 +172,11 @@ class _InThisProcess:
         own = self.known.get(source)
         state = "" if isinstance(given, Volume) else state_of(source, own)
         has_row = self.table.has(source, state)
-        if has_row and not self.corrections and self.axial_lengths is None:
+        is_done = has_row and not self.table.inherits(source, own)
+        if is_done and not self.corrections and self.axial_lengths is None:
             return None
         try:
-            if (found := self._found(given, own, state, has_row)) is None:
+            if (found := self._found(given, own, state, is_done)) is None:
                 return None
             grid = None if isinstance(given, Volume) else device_grid_of(given, self.limits)
             row = row_of(found, grid) | {"source": source, "file_state": state, "participant": person_of(own)}
@@ -196,7 +197,7 @@ class _InThisProcess:
             self.also(source, found)
         return row
 
-    def _found(self, given: str | Volume, own: Known, state: str, has_row: bool) -> ScanSegmentation | None:
+    def _found(self, given: str | Volume, own: Known, state: str, is_done: bool) -> ScanSegmentation | None:
         """Read and segment a scan; None if its row stays as it is, or is not wanted."""
         volume = given if isinstance(given, Volume) else read_known(given, own, self.limits)
         source = name_of(given)
@@ -205,7 +206,7 @@ class _InThisProcess:
             self.used.add(by_hand.source)
         length = self.axial_lengths.of(volume) if self.axial_lengths else None
         same_length = self.axial_lengths is None or self.table.row(source)["axial_length_mm"] == cell_of(length)
-        if has_row and same_length and by_hand is None:
+        if is_done and same_length and by_hand is None:
             return None
         facts = facts_of(volume, state) | {"axial_length_mm": cell_of(length), "participant": person_of(own)}
         if self.table.keeps(facts, source, self.echo, despite=by_hand) or (self.only_corrected and by_hand is None):
@@ -322,10 +323,9 @@ class _Table:
             )
 
     def has(self, source: str, state: str) -> bool:
-        """Whether the table had a row of this source, without a problem, its file has not changed since, and no row of
-        the same scan has corrections that are to pass to it."""
-        before, row = self._states.get(source), self.row(source)
-        if before is None or (not row["corrected_bscans"] and scan_of(row) in self.corrected_and_gone):
+        """Whether the table had a row of this source, without a problem, and its file has not changed since."""
+        before = self._states.get(source)
+        if before is None:
             return False
         # Without the catalog of its row, only the files can be compared.
         return not state or state in (before, before.partition("-")[0]) or not (before or is_remote(source))
@@ -339,10 +339,14 @@ class _Table:
         alone says, because a catalog said more."""
         return _must_stay(self.row(source), person_of(known))
 
+    def inherits(self, source: str, known: Known) -> bool:
+        """Whether a corrected row of the same scan, whose file is gone, is to pass to this source."""
+        return scan_of(self.row(source)) in self.corrected_and_gone and not self.stays(source, known)
+
     @functools.cached_property
     def corrected_and_gone(self) -> set[tuple[str, ...]]:
         """Corrected scans whose file is gone. If it turns up elsewhere, its row must not get automatic lines."""
-        corrected = [row for row in self.rows if row["corrected_bscans"] and row["acquisition"]]
+        corrected = [row for row in self.rows if row and row["corrected_bscans"] and row["acquisition"]]
         return {scan_of(row) for row in corrected if _has_gone(row)}
 
     def keeps(self, facts: Mapping[str, str], source: str, echo: Echo, despite: Corrections | None = None) -> bool:

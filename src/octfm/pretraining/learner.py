@@ -106,10 +106,10 @@ class Learner:
         if self.began_with not in (None, initial.digest):
             init = self.config.model.init
             of_run = Path(initial.named).is_file() and initial.named != init
-            with_it = f" with model.init={initial.named}, which stays as it is while that run goes on" * of_run
+            with_it = f" with a copy of {initial.named} as model.init, since a run deletes old checkpoints"
             raise CheckpointError(
                 f"model.init={init}: holds other weights now ({initial.named}) than this run began with; put those "
-                f"back, or begin a new run in another --out{with_it}"
+                f"back, or begin a new run in another --out{with_it * of_run}"
             )
         return initial.digest, initial.before
 

@@ -151,8 +151,8 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
         participants["before"] = list(learner.before)
         # At least: hashes under different keys cannot be compared with each other.
         facts["inherited_participants"] = max(_others(part, people_seen) for part in learner.before)
-        if unknown := [len(part["hashes"]) for part in learner.before if part["key"] is None]:
-            facts["inherited_unknown"] = max(unknown)
+        unknown = [len(part["hashes"]) for part in learner.before if part["key"] is None]
+        facts["inherited_unknown"] = max(unknown, default=0)
     runtime.first(lambda: run.write_record(**facts))
     loader = Loader(
         data.store,

@@ -82,8 +82,8 @@ def _trained(sources: Sources) -> str:
     trained = lookup(sources.record, "store", "train_participants")
     known = {row.participant for row in by_split(sources).get("train", ())}
     before = f", and began with weights that had seen at least {number(n, 'other')}" if (n := sources.inherited) else ""
-    if isinstance(unknown := sources.record.get("inherited_unknown"), int):  # their key is kept elsewhere
-        before = f", and began with weights that had seen {unknown:,}; nobody can tell how many of those are others"
+    if (unknown := sources.record.get("inherited_unknown", 0)) > n:  # their key is kept elsewhere
+        before = f", and began with weights that had seen at least {unknown:,}; nobody can tell how many are others"
     if not isinstance(trained, int) or (trained == len(known) and not before):
         return ""
     return f"The encoder was pretrained on {number(trained, 'participant')}{before}."

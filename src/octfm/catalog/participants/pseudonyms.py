@@ -170,7 +170,8 @@ def locate(catalog: Catalog, root: str | Location, key: bytes) -> dict[str, str]
     wanted = [a.uri for a in catalog.acquisitions]
     places = {_place(path, folder, key): path for path in files}
     if not places.keys() >= set(wanted):  # the rest may be volumes inside files of several
-        places |= {_place(uri, folder, key): uri for path in files for uri in _volumes_in(path)}
+        others = [places[place] for place in places.keys() - set(wanted)]
+        places |= {_place(uri, folder, key): uri for path in others for uri in _volumes_in(path)}
     found = {uri: places[uri] for uri in wanted if uri in places}
     if wanted and not found:
         raise CatalogError(
