@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import typer
 
 import octfm
 from octfm.cli.main import SPINS
@@ -243,6 +244,13 @@ def test_a_verb_that_is_terminated_ends_as_by_ctrl_c():
         [sys.executable, "-c", f"import signal; from octfm.cli import main; {body}"], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (130, "octfm: interrupted; the same command continues\n")
+
+
+@pytest.mark.parametrize("raised", [typer.Abort, KeyboardInterrupt])
+def test_an_interruption_is_one_line(raised, tmp_path):
+    """typer raises Abort, a RuntimeError, for some of them."""
+    with mock.patch("support.command_line.COMMAND", side_effect=raised):
+        assert octfm_here("models", cwd=tmp_path) == (130, "", "octfm: interrupted; the same command continues\n")
 
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)], ids=str)

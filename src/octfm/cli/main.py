@@ -198,9 +198,9 @@ def _run() -> tuple[int, str]:
         return 1, f"{shown(error.object)}: expected text, got bytes that are not UTF-8 ({error.reason}); rename it"
     except MemoryError as error:
         return 1, f"out of memory: {str(error) or 'the system refused more'}; choose smaller sizes or fewer workers"
+    except (KeyboardInterrupt, typer.Abort):  # the second is a RuntimeError
+        return 130, "interrupted; the same command continues"
     except RuntimeError as error:
         if str(error) != "can't start new thread":  # Python's words where a system has no more processes to give
             raise
         return 1, f"the system starts no further thread; {RAISE_LIMIT}"
-    except (KeyboardInterrupt, typer.Abort):
-        return 130, "interrupted; the same command continues"
