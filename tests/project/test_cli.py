@@ -257,7 +257,7 @@ def test_an_interruption_is_one_line(raised, tmp_path):
 def test_a_verb_without_standard_streams_writes_what_libraries_print_into_no_file(closed, tmp_path):
     """As `octfm … 2>&-`: the next file that was opened became stderr, and no child process started."""
     body = """
-import os, sys
+import os, subprocess, sys
 from octfm.cli import main
 from octfm.io.isolation import UNLIMITED, each
 def work(**_):
@@ -265,6 +265,7 @@ def work(**_):
         assert file.fileno() > 2
         os.write(2, b"printed")
         file.write(b"%d" % next(each(abs, [-3], UNLIMITED, lambda _: 60.0)))
+    assert subprocess.run([sys.executable, "-c", "import os; [os.fstat(number) for number in range(3)]"]).returncode == 0
     print("done", sys.stdin.read(), file=sys.stderr)
 main.app = work
 main.main()

@@ -134,6 +134,7 @@ def _open_streams() -> None:
         except OSError:
             # The lowest number that is free, which is this one.
             null = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(null, True)
             setattr(sys, name, os.fdopen(null, "w" if number else "r", encoding="utf-8", closefd=False))
 
 
