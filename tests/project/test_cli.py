@@ -182,10 +182,12 @@ def test_a_folder_that_cannot_be_written_is_reported_by_the_name_that_was_given(
             "unavailable; raise the limit of processes",
         ),
         (OSError(errno.EMFILE, "Too many open files", "a.dcm"), "a.dcm: Too many open files; raise the limit"),
+        (OSError(errno.ENFILE, "Too many open files in system"), "Too many open files in system; raise the limit"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: Cannot allocate memory; choose smaller"),
         (RuntimeError("can't start new thread"), "starts no further thread; raise the limit"),
         (MemoryError(), "out of memory: the system refused more; choose smaller sizes"),
     ],
-    ids=["processes", "files", "threads", "memory"],
+    ids=["processes", "files", "files of all", "memory for a process", "threads", "memory"],
 )
 def test_a_limit_of_the_machine_is_named_in_one_line(raised, said, tmp_path):
     """As `docker run --pids-limit`, or what a cluster allows a job."""
