@@ -92,3 +92,11 @@ def test_the_limits_of_a_job_count_without_a_container(tmp_path, monkeypatch, me
         for name, text in files.items():
             (place / name).write_text(f"{text}\n")
     assert (cores.available_cores(), cores.memory_left()) == (4, 3050)
+
+
+@pytest.mark.parametrize("membership", [b"0::/job\xff\n", b"0::/../..\n", b"0::/job (deleted)\n", b"\n", b""], ids=str)
+def test_a_group_of_any_name_or_none_stops_no_verb(tmp_path, monkeypatch, membership):
+    monkeypatch.setattr(cores, "GROUP", tmp_path)
+    monkeypatch.setattr(cores, "MEMBERSHIP", tmp_path / "membership")
+    (tmp_path / "membership").write_bytes(membership)
+    assert cores.available_cores() >= 1 and cores.memory_left() is None

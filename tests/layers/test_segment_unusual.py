@@ -213,21 +213,23 @@ def test_a_table_refuses_rows_of_another_network(finder, tmp_path):
     assert len(read_table(out)) == 1 and write_table(files, out, echo=lambda _: None) == 1
 
 
-@pytest.mark.parametrize("error, ends", [(IndexError("9"), False), (TypeError("bug"), True)])
-def test_only_bugs_end_a_table(finder, tmp_path, monkeypatch, error, ends):
+PLEASE = "IndexError; please report it with the file's format"
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"), [(IndexError("9"), PLEASE), (ConfigError("no child"), "no child"), (TypeError("bug"), None)]
+)
+def test_only_bugs_end_a_table(finder, tmp_path, monkeypatch, error, problem):
     """A scan that numpy stumbles over has a row with its problem; a bug of ours stops the run."""
     files = [saved(tmp_path / name / "a.npz") for name in ("bad", "good")]
     monkeypatch.setattr("octfm.layers.table.segment", Mock(wraps=segment, side_effect=[error, DEFAULT]))
     out = tmp_path / "t.csv"
-    if ends:
+    if problem is None:
         with pytest.raises(type(error)):
             write_table(files, out, echo=lambda _: None)
         return
     assert write_table(files, out, echo=lambda _: None) == 2
-    assert [row["problem"] for row in read_table(out)] == [
-        f"segmentation_failed: {files[0]}: IndexError; please report it with the file's format",
-        "",
-    ]
+    assert [row["problem"] for row in read_table(out)] == [f"segmentation_failed: {files[0]}: {problem}", ""]
 
 
 def test_names_that_are_not_utf8_survive_a_table_and_its_page(finder, tmp_path):

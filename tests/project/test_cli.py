@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import typer
 
 import octfm
 from octfm.cli.main import SPINS
@@ -181,10 +182,12 @@ def test_a_folder_that_cannot_be_written_is_reported_by_the_name_that_was_given(
             "unavailable; raise the limit of processes",
         ),
         (OSError(errno.EMFILE, "Too many open files", "a.dcm"), "a.dcm: Too many open files; raise the limit"),
+        (OSError(errno.ENFILE, "Too many open files in system"), "Too many open files in system; raise the limit"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: Cannot allocate memory; choose smaller"),
         (RuntimeError("can't start new thread"), "starts no further thread; raise the limit"),
         (MemoryError(), "out of memory: the system refused more; choose smaller sizes"),
     ],
-    ids=["processes", "files", "threads", "memory"],
+    ids=["processes", "files", "files of all", "memory for a process", "threads", "memory"],
 )
 def test_a_limit_of_the_machine_is_named_in_one_line(raised, said, tmp_path):
     """As `docker run --pids-limit`, or what a cluster allows a job."""
@@ -245,11 +248,18 @@ def test_a_verb_that_is_terminated_ends_as_by_ctrl_c():
     assert (done.returncode, done.stderr) == (130, "octfm: interrupted; the same command continues\n")
 
 
+@pytest.mark.parametrize("raised", [typer.Abort, KeyboardInterrupt])
+def test_an_interruption_is_one_line(raised, tmp_path):
+    """typer raises Abort, a RuntimeError, for some of them."""
+    with mock.patch("support.command_line.COMMAND", side_effect=raised):
+        assert octfm_here("models", cwd=tmp_path) == (130, "", "octfm: interrupted; the same command continues\n")
+
+
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
 def test_a_verb_without_standard_streams_writes_what_libraries_print_into_no_file(closed, tmp_path):
     """As `octfm … 2>&-`: the next file that was opened became stderr, and no child process started."""
     body = """
-import os, sys
+import os, subprocess, sys
 from octfm.cli import main
 from octfm.io.isolation import UNLIMITED, each
 def work(**_):
@@ -257,6 +267,7 @@ def work(**_):
         assert file.fileno() > 2
         os.write(2, b"printed")
         file.write(b"%d" % next(each(abs, [-3], UNLIMITED, lambda _: 60.0)))
+    assert subprocess.run([sys.executable, "-c", "import os; [os.fstat(number) for number in range(3)]"]).returncode == 0
     print("done", sys.stdin.read(), file=sys.stderr)
 main.app = work
 main.main()

@@ -241,15 +241,18 @@ def test_verify_deletes_nothing_where_most_volumes_differ(clinic):
     assert len(list((folder / "store" / "voxels").glob("c.*"))) == 8
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ENOMEM], ids=errno.errorcode.get)
-def test_verify_deletes_no_volume_that_this_process_may_not_read(clinic, monkeypatch, code):
-    """As in a shared folder with files that a colleague wrote under umask 077, or where few files may be open."""
+@pytest.mark.parametrize("kind", [OSError, ValueError], ids=["own reader", "tensorstore"])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ESTALE], ids=errno.errorcode.get)
+def test_verify_deletes_no_volume_that_this_process_may_not_read(clinic, monkeypatch, code, kind):
+    """As in a shared folder with files that a colleague wrote under umask 077, where few files may be open, or on a
+    network disk that is away."""
     folder, _ = clinic
     refused, opened = folder / "store" / "band" / shard_key(3), Path.open
 
     def open_(path, *args, **settings):
         if path == refused:
-            raise OSError(code, os.strerror(code), str(path))
+            why = os.strerror(code)
+            raise OSError(code, why, str(path)) if kind is OSError else ValueError(f"{why} [os_error_code='{code}']")
         return opened(path, *args, **settings)
 
     monkeypatch.setattr(Path, "open", open_)

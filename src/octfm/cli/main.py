@@ -56,6 +56,7 @@ RAISE_LIMIT = (
     "raise the limit of processes or files (ulimit -u, ulimit -n, or that of the container), or choose fewer workers, "
     "and run the same command again"
 )
+USE_LESS = "choose smaller sizes or fewer workers"
 RANKED = (pretrain, finetune)
 """Verbs whose ranks share the work."""
 for verb in VERBS:
@@ -134,6 +135,7 @@ def _open_streams() -> None:
         except OSError:
             # The lowest number that is free, which is this one.
             null = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(null, True)
             setattr(sys, name, os.fdopen(null, "w" if number else "r", encoding="utf-8", closefd=False))
 
 
@@ -165,7 +167,9 @@ def _system_error(error: OSError) -> str:
         return f"{path}expected a folder, got a file; choose another path"
     if error.errno == errno.ENOSPC:
         return f"{path}no space left on this disk; free some or choose another --out, and run the same command again"
-    if error.errno in (errno.EAGAIN, errno.EMFILE):
+    if error.errno == errno.ENOMEM:
+        return f"{path}out of memory: {error.strerror}; {USE_LESS}"
+    if error.errno in (errno.EAGAIN, errno.EMFILE, errno.ENFILE):
         return f"{path}{error.strerror}; {RAISE_LIMIT}"
     return f"{path}{error.strerror or error}; fix this, or choose another path, and run the same command again"
 
@@ -197,10 +201,10 @@ def _run() -> tuple[int, str]:
     except UnicodeEncodeError as error:
         return 1, f"{shown(error.object)}: expected text, got bytes that are not UTF-8 ({error.reason}); rename it"
     except MemoryError as error:
-        return 1, f"out of memory: {str(error) or 'the system refused more'}; choose smaller sizes or fewer workers"
+        return 1, f"out of memory: {str(error) or 'the system refused more'}; {USE_LESS}"
+    except (KeyboardInterrupt, typer.Abort):  # the second is a RuntimeError
+        return 130, "interrupted; the same command continues"
     except RuntimeError as error:
         if str(error) != "can't start new thread":  # Python's words where a system has no more processes to give
             raise
         return 1, f"the system starts no further thread; {RAISE_LIMIT}"
-    except (KeyboardInterrupt, typer.Abort):
-        return 130, "interrupted; the same command continues"

@@ -52,7 +52,7 @@ def _groups(kind: str) -> list[Path]:
     """Folders of the control groups of this kind that hold this process. A container mostly sees the outermost only,
     which is its own; the limits of a SLURM job are in those inside."""
     folders = [GROUP, GROUP / kind]
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # a name in other bytes than UTF-8
         for line in _text(MEMBERSHIP).splitlines():
             _, kinds, place = line.split(":", 2)
             if not kinds or kind in kinds.split(","):  # no kinds: version 2

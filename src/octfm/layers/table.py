@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from octfm.catalog.acquisition import Acquisition
-from octfm.errors import BAD_INPUT, BucketError, CorrectionsError, Echo, EvaluationError, ReadError
+from octfm.errors import BAD_INPUT, BucketError, ConfigError, CorrectionsError, Echo, EvaluationError, ReadError
 from octfm.formats import read_volume
 from octfm.formats.declared import sidecars
 from octfm.formats.image_folder import SUFFIXES
@@ -280,6 +280,8 @@ def _problem(source: str, error: Exception) -> str:
         return f"{error.code}: {error}"
     if ran_out_of_memory(error):
         return f"decoder_memory: {source}: memory ran out while it was segmented; {REASONS['decoder_memory'].fix}"
+    if isinstance(error, ConfigError):  # such as a child that did not start
+        return f"segmentation_failed: {source}: {error}"
     # One scan must not stop a table of thousands. The message may hold anything, so only the error's type is kept.
     return f"segmentation_failed: {source}: {type(error).__name__}; please report it with the file's format"
 

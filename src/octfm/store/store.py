@@ -39,8 +39,12 @@ from octfm.store.layout import (
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.volume import STRUCTURE_ONLY, Modality
 
-_NOT_DAMAGE = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors that say nothing about a file's content: no permission, too many open files, no memory."""
+_NOT_DAMAGE = (
+    *(errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ENOSPC, errno.EDQUOT),
+)
+"""Errors that say nothing about a file's content: no permission, too many open files, no memory; a network disk that is
+away, no space for the copy of an object in a bucket."""
 
 
 class Store:
@@ -394,10 +398,11 @@ class Store:
         why = reason_of(error, 200)
         file = self.path / name / shard_key(row)
         sentence = f"{file}: volume {row} ({self.rows[row].acquisition}) cannot be read: {why}"
-        if isinstance(error, OSError) and error.errno in _NOT_DAMAGE:
+        told = re.search(r"os_error_code='(\d+)'", str(error))  # in tensorstore's ValueErrors
+        if (int(told[1]) if told else getattr(error, "errno", None)) in _NOT_DAMAGE:
             return StoreError(
-                f"{sentence}; the file may be intact: change its permissions or the limits of this process, and run "
-                "the same command again"
+                f"{sentence}; the file may be intact: remove this cause (permissions, limits, a disk that is away), "
+                "and run the same command again"
             )
         return _Damaged(row, sentence)
 
