@@ -300,7 +300,7 @@ def test_a_damaged_pointer_of_a_bucket_is_named(monkeypatch, text):
 def test_no_object_of_a_bucket_is_written_outside_the_folder(monkeypatch, tmp_path, key):
     monkeypatch.setattr(bucket_run.bucket, "find", lambda uri: {f"{uri}/{key}": bucket_run.bucket.Object(1, "1")})
     monkeypatch.setattr(bucket_run.bucket, "download", lambda *_: pytest.fail("downloaded"))
-    with pytest.raises(CheckpointError, match=f"{key}.*is no file of a run; delete it"):
+    with pytest.raises(CheckpointError, match=f"s3://bucket/run/{key}: .* is no file of a run; delete it"):
         bucket_run._fetch_files(BucketPath.of("s3://bucket/run"), tmp_path)
     assert not list(tmp_path.iterdir())
 
