@@ -244,7 +244,10 @@ class BucketRun:
                 bucket.upload(file, str(self.where / key))
                 entries.append({"key": key, "bytes": file.stat().st_size, "sha256": hash_file(file)})
             with self._lock:
-                if self._waiting.get(name) == outbox:  # training has not gone back to before it meanwhile
+                if not entries:  # a pointer that named it would be taken for damaged
+                    sentence = f"checkpoint {name} was not sent to {self.where}: its files in {outbox} were deleted"
+                    self._failures.append((step_of(name), sentence))
+                elif self._waiting.get(name) == outbox:  # training has not gone back to before it meanwhile
                     self._sent[name] = entries
         with self._lock:
             gone = {path.name for path in self._surplus([Path(known) for known in sorted(self._sent)])}
