@@ -305,6 +305,11 @@ def test_no_object_of_a_bucket_is_written_outside_the_folder(monkeypatch, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+def test_no_address_of_a_run_leads_out_of_the_folder_for_copies():
+    with pytest.raises(CheckpointError, match=r"in a bucket \.\. does not lead"):
+        bucket_run.BucketRun(BucketPath.of("s3://bucket/runs/.."))
+
+
 def test_a_lock_is_never_written_through_a_link(tmp_path):
     (tmp_path / "mine").write_text("precious")
     (tmp_path / ".x.lock").symlink_to("mine")

@@ -330,7 +330,12 @@ class BucketRun:
 
 
 def mirror_of(where: BucketPath) -> Path:
-    """The local folder of a run in a bucket."""
+    """The local folder of a run in a bucket. Raises CheckpointError for an address with .., which would name another
+    folder here; as a bucket has no folders, it does not lead up there."""
+    if ".." in where.inside.parts:
+        raise CheckpointError(
+            f"{where}: in a bucket .. does not lead to the folder above; write the address without it"
+        )
     return bucket_cache.folder() / "runs" / hash_text(str(where))[:16] / where.name
 
 
