@@ -79,6 +79,8 @@ def test_rows_and_terminal_show_ranges_and_their_name():
     assert (low, high) == pytest.approx(expected, abs=0.06) and low < grid.mean_um["centre"] < high
     assert row["range_kind"] == SYNTHETIC and "interval" not in SYNTHETIC and row["range_factor"] == ""
     assert f"({low:.0f} to {high:.0f})" in describe(found) and SYNTHETIC in describe(found)
+    odd = replace(found, volume=replace(found.volume, source="a\n  verdict: accepted"))
+    assert describe(odd).startswith(r"a\n  verdict: accepted: "), "a name of a file is no verdict"
     without = row_of(found_in(12))
     assert not any(without[column] for pair in RANGE.values() for column in pair) and not without["range_kind"]
 

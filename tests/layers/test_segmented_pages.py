@@ -3,6 +3,7 @@
 import io
 import re
 
+import matplotlib as mpl
 import numpy as np
 import pytest
 from PIL import Image
@@ -11,6 +12,7 @@ from octfm.demo.pages import first_picture
 from octfm.layers.rows import COLUMNS, row_of
 from octfm.layers.segment import ScanSegmentation
 from octfm.phantom.native.stream import Stream
+from octfm.report.images import native_pictures
 from octfm.report.segmented.contact_sheet import ContactSheet
 from octfm.report.segmented.pictures import (
     LINES,
@@ -29,6 +31,13 @@ pytestmark = pytest.mark.usefixtures("remembered_bscans")
 
 def row(found: ScanSegmentation, source: str) -> dict[str, str]:
     return row_of(found) | {"source": source}
+
+
+def test_a_matplotlibrc_changes_no_picture():
+    found = found_in()
+    own = thickness_pictures(found), native_pictures(found.volume)
+    with mpl.rc_context({"text.usetex": True, "font.size": 30, "savefig.dpi": 30}):
+        assert (thickness_pictures(found), native_pictures(found.volume)) == own
 
 
 def test_the_thickness_map_names_its_zones_and_sides():

@@ -322,6 +322,22 @@ def test_a_checkpoint_that_is_not_sent_after_all_leaves_no_files(tmp_path, monke
     assert not run.waiting() and not list((run.path / ".outbox").iterdir())
 
 
+def test_a_checkpoint_whose_copy_was_deleted_before_it_was_sent_is_not_in_the_pointer(tmp_path, monkeypatch):
+    """Whoever empties the cache meanwhile must not make the run in the bucket unreadable."""
+    monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "cache"))
+    written = {}
+    monkeypatch.setattr(bucket_run.bucket, "write", written.__setitem__)
+    run = bucket_run.BucketRun(where := location("s3://bucket/run"))
+    (path := tmp_path / name_of(4)).write_bytes(b"state")
+    run.offer(path)
+    shutil.rmtree(outbox := run._waiting[path.name])
+    run._send(path.name, outbox)
+    monkeypatch.setattr(type(where), "read_text", lambda self, encoding=None: written[str(self)].decode())
+    assert read_pointer(where)["checkpoints"] == {} and not run.waiting()
+    ((step, sentence),) = run.failures()
+    assert step == 4 and "was not sent" in sentence
+
+
 @pytest.mark.slow
 @buckets
 def test_a_run_killed_at_any_request_leaves_a_pointer_to_whole_checkpoints(

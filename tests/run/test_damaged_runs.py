@@ -300,9 +300,14 @@ def test_a_damaged_pointer_of_a_bucket_is_named(monkeypatch, text):
 def test_no_object_of_a_bucket_is_written_outside_the_folder(monkeypatch, tmp_path, key):
     monkeypatch.setattr(bucket_run.bucket, "find", lambda uri: {f"{uri}/{key}": bucket_run.bucket.Object(1, "1")})
     monkeypatch.setattr(bucket_run.bucket, "download", lambda *_: pytest.fail("downloaded"))
-    with pytest.raises(CheckpointError, match=f"{key}.*is no file of a run; delete it"):
+    with pytest.raises(CheckpointError, match=f"s3://bucket/run/{key}: .* is no file of a run; delete it"):
         bucket_run._fetch_files(BucketPath.of("s3://bucket/run"), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_no_address_of_a_run_leads_out_of_the_folder_for_copies():
+    with pytest.raises(CheckpointError, match=r"in a bucket \.\. does not lead"):
+        bucket_run.BucketRun(BucketPath.of("s3://bucket/runs/.."))
 
 
 def test_a_lock_is_never_written_through_a_link(tmp_path):

@@ -431,7 +431,7 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path, capsys):
     prepare(catalog(MIXED), tmp_path / "store", SMALL, workers=1, read=read_sample)
     text = capsys.readouterr().err
     assert "12 of 12 volumes" in text and "2 not prepared" in text and "\x1b" not in text
-    assert "not prepared, truncated_pixel_data: 1" in text and "low confidence" in text
+    assert "\n  not prepared, truncated_pixel_data: 1\n" in text and "low confidence" in text
 
 
 def test_a_bar_with_the_remaining_time_on_a_terminal(tmp_path, capsys, monkeypatch):
@@ -444,7 +444,7 @@ def test_a_bar_with_the_remaining_time_on_a_terminal(tmp_path, capsys, monkeypat
 
 
 def test_the_summary_is_said_per_scanner_and_diagnosis(undisturbed):
-    text = describe(Store.open(undisturbed).summary())
+    text = "\n".join(describe(Store.open(undisturbed).summary()))
     assert "scanner topcon_triton: " in text and "group healthy: " in text
 
 

@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterable, Mapping
 
 from octfm.display import csv_cell, from_csv_cell, number
-from octfm.errors import EvaluationError
+from octfm.errors import EvaluationError, one_line
 from octfm.formats.heyex_xml import DeviceGrid
 from octfm.io.location import Location, write_whole
 from octfm.layers.segment import ScanSegmentation
@@ -106,7 +106,7 @@ def describe(found: ScanSegmentation, device: DeviceGrid | str | None = None) ->
     """A few lines for a terminal. `device`: see `device_grid_of`."""
     row, volume = row_of(found, device), found.volume
     bscans, scanner = number(volume.shape[0], "B-scan"), volume.scanner.replace("unknown", "scanner unknown")
-    lines = [f"{volume.source}: {bscans}, {scanner}, eye {volume.laterality or 'unknown'}"]
+    lines = [f"{one_line(volume.source)}: {bscans}, {scanner}, eye {volume.laterality or 'unknown'}"]
     lines += zone_lines(row)
     amounts = [f"{name.replace('_', ' ')} {row[f'{name}_nl']} nl" for name in MASKS if row[f"{name}_nl"]]
     areas = [f"{name.replace('_', ' ')} {row[f'{name}_pixels']} pixels" for name in MASKS if row[f"{name}_pixels"]]

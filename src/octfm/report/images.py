@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from PIL import Image
 
-from octfm.display import readable
+from octfm.display import drawing, readable
 from octfm.tasks.scene import Scene
 from octfm.volume.volume import Volume, eight_bit
 
@@ -168,6 +168,7 @@ def _token_slice(scene: Scene, key: str, bscan: int) -> np.ndarray | None:
     return None if values is None else values[min(bscan * len(values) // len(scene.voxels), len(values) - 1)]
 
 
+@drawing({})
 def _bscan(
     image: np.ndarray,
     spacing: tuple[float, float, float],
@@ -193,6 +194,7 @@ def _bscan(
     return Picture(to_png(figure), alt, caption, wide=True)
 
 
+@drawing({})
 def _enface(
     image: np.ndarray,
     spacing: tuple[float, float, float],

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
-from octfm.errors import BucketError, CheckpointError, shown
+from octfm.errors import BucketError, CheckpointError
 from octfm.io import bucket, bucket_cache
 from octfm.io.hashing import hash_file, hash_text
 from octfm.io.lease import Lease
@@ -244,7 +244,10 @@ class BucketRun:
                 bucket.upload(file, str(self.where / key))
                 entries.append({"key": key, "bytes": file.stat().st_size, "sha256": hash_file(file)})
             with self._lock:
-                if self._waiting.get(name) == outbox:  # training has not gone back to before it meanwhile
+                if not entries:  # a pointer that named it would be taken for damaged
+                    sentence = f"checkpoint {name} was not sent to {self.where}: its files in {outbox} were deleted"
+                    self._failures.append((step_of(name), sentence))
+                elif self._waiting.get(name) == outbox:  # training has not gone back to before it meanwhile
                     self._sent[name] = entries
         with self._lock:
             gone = {path.name for path in self._surplus([Path(known) for known in sorted(self._sent)])}
@@ -327,7 +330,12 @@ class BucketRun:
 
 
 def mirror_of(where: BucketPath) -> Path:
-    """The local folder of a run in a bucket."""
+    """The local folder of a run in a bucket. Raises CheckpointError for an address with .., which would name another
+    folder here; as a bucket has no folders, it does not lead up there."""
+    if ".." in where.inside.parts:
+        raise CheckpointError(
+            f"{where}: in a bucket .. does not lead to the folder above; write the address without it"
+        )
     return bucket_cache.folder() / "runs" / hash_text(str(where))[:16] / where.name
 
 
@@ -385,20 +393,19 @@ def _is_checkpoint(name: str, entries: Any) -> bool:
     """Whether a pointer's entries are the objects and hashes of one checkpoint, a file or a folder of shards."""
     place = PurePosixPath("checkpoints", name)
     try:
-        known = {key: entry["sha256"] for entry in entries for key in [_inside(entry["key"])]}
-    except (LookupError, TypeError, CheckpointError):
+        known = {_inside(entry["key"]): entry["sha256"] for entry in entries}
+    except (LookupError, TypeError):
         return False
-    own = all(place in (key, *key.parents) and isinstance(sha, str) for key, sha in known.items())
+    own = all(key and place in (key, *key.parents) and isinstance(sha, str) for key, sha in known.items())
     return is_name(name) and bool(known) and own
 
 
-def _inside(key: str) -> PurePosixPath:
-    """The path of an object below its run's folder. Raises CheckpointError if it leaves the folder: whoever may write
-    to the bucket could write, and delete, any file of this machine."""
+def _inside(key: str) -> PurePosixPath | None:
+    """The path of an object below its run's folder; None if it leaves the folder: whoever may write to the bucket could
+    write, and delete, any file of this machine."""
     path = PurePosixPath(key)
-    if str(path) != key or not path.parts or path.is_absolute() or ".." in path.parts or "\0" in key:
-        raise CheckpointError(f"{shown(key)}: an object of this key is no file of a run; delete it")
-    return path
+    leaves = str(path) != key or not path.parts or path.is_absolute() or ".." in path.parts or "\0" in key
+    return None if leaves else path
 
 
 def _fetch(where: BucketPath, pointer: dict[str, Any], folder: Path, *, anew: bool = True) -> None:
@@ -438,7 +445,8 @@ def _fetch_files(where: BucketPath, folder: Path) -> None:
     except (OSError, ValueError):
         known = {}
     for uri, found in bucket.find(str(where)).items():
-        inside = _inside(uri.removeprefix(f"{where}/"))
+        if (inside := _inside(uri.removeprefix(f"{where}/"))) is None:
+            raise CheckpointError(f"{uri}: an object with // or a dot between slashes is no file of a run; delete it")
         version = bucket_cache.key(uri, found)
         if _stays_here(inside) or inside.name in (POINTER, "run.lease") or known.get(str(inside)) == version:
             continue
@@ -455,7 +463,7 @@ def _fetch_checkpoint(where: BucketPath, entries: list[dict[str, Any]], folder: 
     """Fetch a checkpoint; False, leaving nothing, if it is not what was uploaded."""
     files = []
     for entry in entries:
-        file = folder / _inside(entry["key"])
+        file = folder / entry["key"]  # which `read_pointer` has checked
         file.parent.mkdir(parents=True, exist_ok=True)
         files.append(file)
         try:

@@ -26,15 +26,15 @@ DAMAGE = (
 def read_torch(path: Path, **options: Any) -> Any:
     """The content of a torch file: tensors and plain values only. Raises OSError, and DAMAGE for anything else."""
     with warnings.catch_warnings():
-        # Of a plain pickle, which is no torch file and is refused.
-        warnings.filterwarnings("ignore", message="Detected pickle protocol")
+        # Of a plain pickle and of a TorchScript archive, which are refused.
+        warnings.filterwarnings("ignore", message="Detected pickle protocol|.*looks like a TorchScript archive")
         return torch.load(path, map_location="cpu", weights_only=True, **options)
 
 
 def reason(error: BaseException) -> str:
     """Why a file is no torch file, in a few words. Not torch's own, which advise to load it with the code in it."""
     text = (str(error).splitlines() or [""])[0][:160]
-    if text.startswith("Weights only load failed"):
+    if text.startswith("Weights only load failed") or "weights_only" in text:
         named = re.search(r"GLOBAL (\S+)", str(error))
         text = f"it names {named[1]}, which is code" if named else "not tensors and plain values alone"
     return f"{type(error).__name__}: {text}"

@@ -167,7 +167,8 @@ def prepare(
     store = Store.open(out)
     _expect_volumes(store, out, len(tasks), keyed=key_hash is not None)
     if progress:
-        say(describe(store.summary()))
+        for line in describe(store.summary()):
+            say(line)
     if spent := account.close():
         store.requests = spent
         if progress:
@@ -281,8 +282,8 @@ def _writer(
     return BucketStoreWriter(out, preprocessing, compression, key_hash)
 
 
-def describe(summary: dict[str, Any]) -> str:
-    """`Store.summary()` as text."""
+def describe(summary: dict[str, Any]) -> list[str]:
+    """`Store.summary()` as lines of text."""
     lines = [f"{number(summary['volumes'], 'volume')} of {number(summary['participants'], 'participant')} prepared"]
     for title, key in (("scanner", "by_scanner"), ("group", "by_diagnosis")):
         for name, counts in summary[key].items():
@@ -292,7 +293,7 @@ def describe(summary: dict[str, Any]) -> str:
             )
     lines += [f"  {count:,} {flag}: {FLAGS[flag]}" for flag, count in summary["found"].items()]
     lines += [f"  not prepared, {code}: {count:,}" for code, count in summary["unprepared"].items()]
-    return "\n".join(lines)
+    return lines
 
 
 @dataclass(frozen=True)

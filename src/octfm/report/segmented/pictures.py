@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 from PIL import Image
 
+from octfm.display import drawing
 from octfm.report.images import RIM, Picture, to_png
 from octfm.tasks.scene import FOUND_COLOURS
 from octfm.volume.etdrs import CENTRES, RINGS_MM, SIDES, field_of_volume, sample
@@ -30,6 +31,7 @@ THUMBNAIL = (320, 180)
 """Width and height in pixels of a picture of the contact sheet."""
 
 
+@drawing({})
 def thickness_pictures(found: "ScanSegmentation") -> list[Picture]:
     """Thickness from ILM to BM over the fundus, where it was measured, with the ETDRS grid and the mean of every zone;
     nothing for a scan that has no zones or is not accepted."""
