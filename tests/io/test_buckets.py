@@ -30,6 +30,7 @@ from octfm.io.location import BucketPath, expect_writable, location, unwritable,
 from octfm.phantom import write_phantom
 from octfm.store import verify as store_verify
 from octfm.store.bucket import BucketStoreWriter
+from octfm.store.layout import shard_key
 from octfm.store.loader import Loader
 from octfm.store.prepare import prepare
 from octfm.store.store import Store
@@ -678,6 +679,23 @@ def test_a_volume_is_fetched_once_and_a_damaged_copy_is_fetched_again(place, sca
     assert found.to_prepare == (0,) and uri not in bucket.find(str(place / "store"))
     assert same_volumes(prepared, prepare(scanned, place / "store", small_preprocessing(), workers=0, progress=False))
     assert bucket.read(uri) == good
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_verify_deletes_no_object_whose_copy_this_process_cannot_open(place, scanned, monkeypatch):
+    store = prepare(scanned, place / "store", small_preprocessing(), workers=0, progress=False)
+    stored = bucket.find(str(place / "store"))
+    copy = shard_key(0)
+
+    def open_(path, *args, opened=Path.open, **settings):
+        if path.name == copy:  # the link to a copy in the cache
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return opened(path, *args, **settings)
+
+    monkeypatch.setattr(Path, "open", open_)
+    with pytest.raises(StoreError, match=r"volume 0 .* Too many open files.*; the file may be intact"):
+        store_verify.verify(place / "store", scanned.acquisitions, echo=lambda _: None)
+    assert bucket.find(str(place / "store")) == stored and len(store) > 1
 
 
 @pytest.mark.slow

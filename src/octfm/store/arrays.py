@@ -1,6 +1,8 @@
 """Open the arrays of prepared volumes: by octfm's own reader, or by tensorstore where google-crc32c is absent."""
 
+import errno
 import os
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +12,11 @@ import numpy as np
 from octfm.errors import StoreError
 from octfm.store.layout import ARRAYS, Compression
 from octfm.store.shards import ShardArrays
+
+_NOT_DAMAGE = (
+    *(errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ENOSPC, errno.EDQUOT),
+)
 
 
 class TensorStoreArrays:
@@ -78,3 +85,10 @@ def open_arrays(
         raise StoreError(
             f"{path}: the arrays cannot be opened ({error}); run `octfm prepare` again to repair them"
         ) from error
+
+
+def says_damage(error: Exception) -> bool:
+    """Whether an error of reading a shard may be that of a damaged file, and not of permissions, limits of open files
+    and memory, a network disk that is away, or no space for the copy of an object in a bucket."""
+    told = re.search(r"os_error_code='(\d+)'", str(error))  # in tensorstore's ValueErrors
+    return (int(told[1]) if told else getattr(error, "errno", None)) not in _NOT_DAMAGE

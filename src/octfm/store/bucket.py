@@ -18,7 +18,7 @@ from octfm.io import bucket, bucket_cache
 from octfm.io.hashing import hash_text
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, write_whole
-from octfm.store.arrays import open_arrays
+from octfm.store.arrays import open_arrays, says_damage
 from octfm.store.layout import ARRAYS, LEASE, Arrays, Compression, StoreRow, array_metadata, read_rows, shard_key
 from octfm.store.writer import StoreWriter
 from octfm.volume.preprocessing import Preprocessing
@@ -118,8 +118,10 @@ class BucketArrays:
         try:
             for name in ARRAYS:
                 self._arrays.read_into(name, np.array([row]), getattr(arrays, name))
-        except (ValueError, OSError):
-            return False
+        except (ValueError, OSError) as error:
+            if says_damage(error):
+                return False
+            raise
         return arrays.checksum() == self._rows[row].checksum
 
     def _forget(self, row: int) -> None:

@@ -1,6 +1,5 @@
 """Read prepared volumes: zarr v3 arrays with one shard per volume, and one row of metadata per volume."""
 
-import errno
 import operator
 import os
 import re
@@ -19,7 +18,7 @@ from octfm.display import box, brief, counted, data_frame, number, readable, tim
 from octfm.errors import ConfigError, StoreError, reason_of
 from octfm.io.cores import available_cores
 from octfm.io.location import Location, location
-from octfm.store.arrays import open_arrays
+from octfm.store.arrays import open_arrays, says_damage
 from octfm.store.item import StoredVolume
 from octfm.store.layout import (
     ARRAYS,
@@ -38,13 +37,6 @@ from octfm.store.layout import (
 )
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.volume import STRUCTURE_ONLY, Modality
-
-_NOT_DAMAGE = (
-    *(errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
-    *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ENOSPC, errno.EDQUOT),
-)
-"""Errors that say nothing about a file's content: no permission, too many open files, no memory; a network disk that is
-away, no space for the copy of an object in a bucket."""
 
 
 class Store:
@@ -398,8 +390,7 @@ class Store:
         why = reason_of(error, 200)
         file = self.path / name / shard_key(row)
         sentence = f"{file}: volume {row} ({self.rows[row].acquisition}) cannot be read: {why}"
-        told = re.search(r"os_error_code='(\d+)'", str(error))  # in tensorstore's ValueErrors
-        if (int(told[1]) if told else getattr(error, "errno", None)) in _NOT_DAMAGE:
+        if not says_damage(error):
             return StoreError(
                 f"{sentence}; the file may be intact: remove this cause (permissions, limits, a disk that is away), "
                 "and run the same command again"
