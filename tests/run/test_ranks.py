@@ -3,10 +3,13 @@
 import functools
 import io
 import json
+import os
 import pickle
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +25,7 @@ from octfm.errors import TrainingError
 from octfm.run import checkpoint, runtime, shards
 from octfm.store.selection import select
 from octfm.tasks.embed_run import embed_all
+from support import free_port
 from support.command_line import octfm_here
 from support.ranks import codes
 from support.tiny_runs import TINY, assert_same_weights, final, quiet, rows, timeless
@@ -452,3 +456,24 @@ def test_the_online_probe_is_shared_and_judged_once(ranks, store, tmp_path):
     assert len(scores[0]) == 2
     for other in scores[1:]:
         np.testing.assert_allclose(scores[0], other, atol=1e-6)
+
+
+def test_no_thread_of_the_ranks_outlives_their_group():
+    """One that is still there when Python ends may abort a rank that has saved everything."""
+    lines = """
+import torch
+from pathlib import Path
+from octfm.run.launch import meet
+from octfm.run.runtime import RuntimeConfig
+
+runtime = meet(RuntimeConfig(), "fp32", torch.device("cpu"), 0, 1)
+import torch._dynamo  # as compiled optimizers do
+
+torch.distributed.all_reduce(torch.ones(3))
+for _ in range(2):
+    print(*("gloo" in task.read_text() for task in Path("/proc/self/task").glob("*/comm")))
+    torch.distributed.destroy_process_group() if torch.distributed.is_initialized() else None
+"""
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    said = subprocess.check_output([sys.executable, "-c", lines], env=environment, text=True).splitlines()
+    assert ["True" in line for line in said] == [True, False]

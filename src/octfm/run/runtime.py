@@ -29,6 +29,11 @@ from octfm.io.ranks import rank, world_size
 from octfm.run.memory import host_bytes_at_peak, host_bytes_available
 from octfm.run.optimizers import CompiledAdamW, ShardedAdamW
 
+if dist.is_available():
+    # Defaults of its functions are the group of all ranks at its import. torch imports it when it needs it, after the
+    # ranks have met; their group then outlives destroy_process_group, and gloo's threads the end of Python.
+    import torch.distributed.nn.functional
+
 Precision = Literal["fp32", "bf16"]
 Result = TypeVar("Result")
 BUCKET = 32 * 2**20
