@@ -1,11 +1,13 @@
 """A pseudonymised catalog and its store tell nothing that the key's holder alone should know, and train exactly like
 the plain ones."""
 
+import errno
 import os
 import re
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -353,6 +355,15 @@ def test_a_new_key_is_on_the_disk_before_anything_depends_on_it(tmp_path, monkey
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
     key = tmp_path / "key"
     assert read_key(key) and synced == [key.stat().st_ino]
+
+
+def test_the_disk_is_full_while_a_key_is_made(tmp_path, monkeypatch):
+    """An empty file stayed, and the same command, with room again, refused it as a key that can be guessed."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            read_key(tmp_path / "key")
+    assert len(read_key(tmp_path / "key")) == 64
 
 
 def test_words_of_headers_become_codes_that_keep_groups_apart(catalog):

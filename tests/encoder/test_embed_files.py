@@ -159,6 +159,26 @@ def test_a_second_call_reads_nothing_a_changed_file_alone_is_read_again(run, cli
     assert all(np.array_equal(after[name], before[name]) for name in set(before) & set(after))
 
 
+def test_killed_while_the_catalog_of_new_files_is_saved_and_these_are_gone_again(run, tmp_path, monkeypatch):
+    """The call that followed took the catalog with the new file for that of the folder as it had been before."""
+    root, out = tmp_path / "scans", tmp_path / "out"
+    write_eye(root / "a.dcm", 1, "Q01")
+    embed_files(run, root, out, workers=0, echo=quiet)
+    write_eye(root / "b.dcm", 2, "Q02")
+    save = Catalog.save
+
+    def killed(catalog, folder):
+        save(catalog, folder)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalog, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            embed_files(run, root, out, workers=0, echo=quiet)
+    (root / "b.dcm").unlink()
+    assert embed_files(run, root, out, workers=0, echo=quiet)["volumes"] == 1
+
+
 def test_a_volume_whose_declared_eye_or_millimetres_changed_is_embedded_again(run, tmp_path):
     from octfm.phantom import phantom_volume
 

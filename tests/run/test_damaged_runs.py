@@ -513,6 +513,20 @@ def test_what_could_not_be_written_leaves_the_old_content(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"x": b"old"}
 
 
+def test_what_killed_writers_left_is_deleted_once_nobody_can_be_writing_it(tmp_path):
+    """The rows of somebody who had withdrawn stayed in a hidden file next to a table of octfm segment; and a probe lost
+    its result when the training of its run was started again while it wrote."""
+    old, new = tmp_path / ".table.csv.7.0123abcd.partial", tmp_path / ".report.html.8.0123abcd.partial"
+    export, other = tmp_path / ".encoder.9.0123abcd.partial", tmp_path / ".mine.partial"
+    export.mkdir()
+    for path in (old, new, other):
+        path.touch()
+    for path in (old, export, other):
+        os.utime(path, (0, 0))
+    write_whole(tmp_path / "other.csv", b"")
+    assert {path.name for path in tmp_path.iterdir()} == {new.name, export.name, other.name, "other.csv"}
+
+
 def work(folder: Path) -> None:
     """Everything that a run writes besides tensors, twice over."""
     with claim(folder, Identity(PRETRAINING, config(), "fingerprint", "data"), echo=quiet) as run:

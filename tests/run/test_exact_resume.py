@@ -29,7 +29,7 @@ from octfm.pretraining.run_state import Rollback, RunState
 from octfm.run import checkpoint, checkpoint_files, shards
 from octfm.run.checkpoint_files import put_back
 from octfm.run.checkpoint_writer import CheckpointWriter, Failure, Retention, best_step
-from octfm.run.folder import Identity, claim, locked
+from octfm.run.folder import Identity, claim
 from octfm.run.loop import Interruption, Session
 from octfm.run.runtime import Runtime
 from octfm.run.tracking import Metrics, read_metrics
@@ -200,19 +200,6 @@ def test_a_run_whose_folder_has_another_run_now_writes_nothing_into_it(store, tm
         load_encoder(run).source == str(checkpoint.newest(run))
         and checkpoint_files.step_of(checkpoint.newest(run)) == 4
     )
-
-
-def test_a_start_leaves_what_another_process_is_writing_into_the_folder(tmp_path):
-    """A probe lost its result when the training of its run was started again while it wrote."""
-    old, new = tmp_path / ".probe.json.7.0123abcd.partial", tmp_path / ".report.html.8.0123abcd.partial"
-    for file in (old, new):
-        file.touch()
-    os.utime(old, (0, 0))
-    export = tmp_path / ".encoder.9.0123abcd.partial"  # which was killed, and ended each later start
-    export.mkdir()
-    os.utime(export, (0, 0))
-    with locked(tmp_path, quiet):
-        assert new.exists() and not old.exists()
 
 
 def test_the_loop_holds_the_lock_until_it_ends(store, tmp_path, monkeypatch):

@@ -17,11 +17,10 @@ from octfm.catalog.participants.safe_values import is_known_class, is_known_name
 from octfm.encoder.encoder import Encoder, load_encoder, opened, participants_in
 from octfm.encoder.tuned import TunedModel, with_head_in
 from octfm.errors import Echo, EvaluationError
-from octfm.io.location import Location, local_path, write_whole
+from octfm.io.location import PARTIAL_S, Location, local_path, write_whole
 from octfm.models.heads import MeanPool
 from octfm.models.vit3d import count_parameters
 from octfm.run.checkpoint import parts_of
-from octfm.run.folder import PARTIAL_S
 from octfm.version import __version__
 from octfm.weights import exported
 

@@ -2,12 +2,14 @@
 
 import errno
 import os
+import re
 import secrets
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, TextIO
 
@@ -16,6 +18,9 @@ from octfm.errors import BucketError, ConfigError, Echo
 from octfm.io import bucket
 from octfm.io.progress import say
 
+PARTIAL_S = 3600.0
+"""Age in seconds at which a partial file is deleted: its writer was killed. A newer one may be being written now."""
+_PARTIAL = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.partial")
 _NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES)
 
 
@@ -58,6 +63,7 @@ def write_whole(where: "Path | BucketPath", data: bytes, *, private: bool = Fals
 def replacing(where: Path) -> Iterator[Path]:
     """A path to write a new file to, which replaces `where` when the context ends, as in `write_whole`."""
     where.parent.mkdir(parents=True, exist_ok=True)
+    _delete_left_over(where.parent)
     # Cut, as a name may have 255 bytes, up to four for a letter.
     partial = where.with_name(f".{where.name[:50]}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
@@ -73,6 +79,17 @@ def replacing(where: Path) -> Iterator[Path]:
         raise
     # A power cut may undo the rename until the folder is on the disk as well.
     flush(where.parent)
+
+
+@lru_cache(maxsize=1024)
+def _delete_left_over(folder: Path) -> None:
+    """Delete the partial files of killed writers in a folder, where they would keep what its files no longer hold, such
+    as the rows of somebody who has withdrawn. Once per process, since a large folder takes long to list."""
+    with suppress(OSError):
+        for path in folder.glob(".*.partial"):
+            # A folder of this name is an export's, which deletes it itself.
+            if _PARTIAL.fullmatch(path.name) and path.is_file() and time.time() - path.stat().st_mtime > PARTIAL_S:
+                path.unlink()
 
 
 def flush(path: Path) -> None:

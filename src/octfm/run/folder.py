@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,8 +28,6 @@ from octfm.store.store import Store
 
 FORMAT, VERSION = "octfm-run", 1
 LOCK = "run.lock"
-PARTIAL_S = 3600.0
-"""Age at which a partial file in a run folder is deleted."""
 MOST_IN_WORDS = 8
 """Changed settings up to which an error names their values."""
 
@@ -458,12 +456,6 @@ def locked(folder: Path, echo: Echo) -> Iterator[None]:
             "choose another --out"
         ) from None
     with file:
-        for partial in folder.glob(".*.partial"):
-            # Of a process that was killed while it wrote. A newer one may be a report's or a probe's, at this moment; a
-            # folder is an export's.
-            with suppress(FileNotFoundError):
-                if partial.is_file() and time.time() - partial.stat().st_mtime > PARTIAL_S:
-                    partial.unlink()
         yield
 
 

@@ -81,8 +81,12 @@ def read_key(path: str | Path, *, make: bool = True) -> bytes:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Created empty with its mode first: the key is at no time readable by others.
         path.touch(0o600, exist_ok=False)
-        path.write_text(secrets.token_hex(32) + "\n", "ascii")
-        flush(path)  # a power cut must not leave a catalog whose key is lost
+        try:
+            path.write_text(secrets.token_hex(32) + "\n", "ascii")
+            flush(path)  # a power cut must not leave a catalog whose key is lost
+        except BaseException:  # as on a full disk: the next call would find a key that is too short
+            path.unlink()
+            raise
     key = path.read_bytes().strip()
     if len(key) < MIN_KEY_BYTES:
         raise CatalogError(
