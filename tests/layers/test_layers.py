@@ -225,12 +225,6 @@ def test_nothing_is_found_where_there_is_no_retina_and_the_verdict_says_so():
     assert not any(mask.any() for mask in found.masks.values())
 
 
-def test_an_upside_down_scan_is_refused_with_its_reason():
-    image = drawn(1)[0]
-    found = octfm.segment(replace(as_volume(image), voxels=image.voxels[:, ::-1]))
-    assert "upside down" in found.verdict.reasons[0]
-
-
 def test_a_line_scan_has_surfaces_but_no_zones():
     found = octfm.segment(as_volume(drawn(1)[0], layout="line"))
     assert set(found.surfaces) == set(SURFACES) and set(found.masks) == set(load_finder().masks)
