@@ -33,6 +33,7 @@ if find_spec("hypothesis"):
     settings.register_profile("repeatable", lenient, derandomize=True, max_examples=33)
     settings.register_profile("exploring", lenient)
     settings.load_profile("exploring" if os.environ.get("OCTFM_EXPLORE") else "repeatable")
+DISTRIBUTIONS: dict[tuple, Any] = {}
 SAFE_PATH, SIGTERM = os.environ.get("PYTHONSAFEPATH"), signal.getsignal(signal.SIGTERM)
 # Importing 130 files and torch makes half a million objects that stay. Going through them again and again took a third
 # of the time that collecting the tests takes.
@@ -95,10 +96,19 @@ def charts_are_drawn_where_they_are_looked_at(request):
 
 
 def _leave_undrawn(patch: pytest.MonkeyPatch) -> None:
-    """Charts are made, and their <svg> stays empty; pictures with pixels are drawn."""
+    """Charts are made, and their <svg> stays empty; pictures with pixels are drawn. Every `octfm scan` makes six
+    charts, which takes longer than to scan a few small files: each is made once per scanner and size."""
     from matplotlib.figure import Figure
 
-    draw = Figure.savefig
+    from octfm.report import data_health
+
+    draw, distribution = Figure.savefig, data_health._distribution
+
+    def remembered(acquisitions, name, title, caption, axis, measure):
+        key = name, *((a.scanner, measure(a)[axis]) for a in acquisitions)
+        if key not in DISTRIBUTIONS:
+            DISTRIBUTIONS[key] = distribution(acquisitions, name, title, caption, axis, measure)
+        return DISTRIBUTIONS[key]
 
     def savefig(figure: Figure, file: Any, **options: Any) -> None:
         if options.get("format") == "svg":
@@ -107,6 +117,7 @@ def _leave_undrawn(patch: pytest.MonkeyPatch) -> None:
             draw(figure, file, **options)
 
     patch.setattr(Figure, "savefig", savefig)
+    patch.setattr(data_health, "_distribution", remembered)
 
 
 @pytest.fixture(scope="module")

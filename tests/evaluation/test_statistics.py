@@ -7,16 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import (
-    average_precision_score,
-    balanced_accuracy_score,
-    brier_score_loss,
-    cohen_kappa_score,
-    f1_score,
-    mean_absolute_error,
-    r2_score,
-    roc_auc_score,
-)
 
 from octfm.evaluation.delong import areas
 from octfm.evaluation.linear import grade_probability, proportional_odds
@@ -60,6 +50,8 @@ def scored_cases(draw):
 @settings(max_examples=40)
 @given(scored_cases())
 def test_auroc_with_ties_and_weights_equals_scikit_learn(cases):
+    from sklearn.metrics import roc_auc_score
+
     label, score, weights = cases
     assert auroc(label == 1, score) == pytest.approx(roc_auc_score(label == 1, score))
     expected = [roc_auc_score(label == 1, score, sample_weight=w) for w in weights]
@@ -69,6 +61,8 @@ def test_auroc_with_ties_and_weights_equals_scikit_learn(cases):
 @settings(max_examples=40)
 @given(scored_cases(), st.integers(0, 1000))
 def test_multiclass_metrics_equal_scikit_learn(cases, seed):
+    from sklearn.metrics import balanced_accuracy_score, roc_auc_score
+
     label, _, weights = cases
     rng = np.random.default_rng(seed)
     probability = rng.dirichlet(np.ones(3), len(label))
@@ -84,6 +78,8 @@ def test_multiclass_metrics_equal_scikit_learn(cases, seed):
 @settings(max_examples=40)
 @given(scored_cases(), st.floats(0, 1000))
 def test_r_squared_equals_scikit_learn_wherever_the_origin_is(cases, offset):
+    from sklearn.metrics import r2_score
+
     label, score, weights = cases
     truth, predicted = label + offset, score + offset
     assert r_squared(truth, predicted) == pytest.approx(r2_score(truth, predicted))
@@ -242,6 +238,8 @@ def test_equal_encoders_are_called_inconclusive_most_of_the_time():
 @settings(max_examples=20)
 @given(scored_cases(), st.integers(0, 1000))
 def test_average_precision_f1_and_kappa_equal_scikit_learn(cases, seed):
+    from sklearn.metrics import average_precision_score, cohen_kappa_score, f1_score
+
     label, score, weights = cases
     rng = np.random.default_rng(seed)
     assert auprc(label == 1, score) == pytest.approx(average_precision_score(label == 1, score))
@@ -264,6 +262,8 @@ def test_average_precision_f1_and_kappa_equal_scikit_learn(cases, seed):
 @settings(max_examples=40)
 @given(scored_cases(), st.integers(0, 1000))
 def test_brier_calibration_error_and_mae_equal_their_references(cases, seed):
+    from sklearn.metrics import brier_score_loss, mean_absolute_error
+
     label, score, weights = cases
     probability = np.random.default_rng(seed).dirichlet(np.ones(3), len(label))
     wrong = ((probability - np.eye(3)[label]) ** 2).sum(1)

@@ -301,7 +301,9 @@ def test_a_blink_blanks_the_zones_that_it_crosses_and_no_more(dense):
         assert np.isnan(found.surfaces["bm"][bscans]).all() and found.doubtful[bscans].all()
         return found
 
-    whole = octfm.segment(dense).etdrs()
+    found = octfm.segment(dense)
+    row, shown, whole = row_of(found), found._repr_html_(), found.etdrs()
+    assert row["inner_superior_um"] and "inner superior" in shown and "disc" not in row["zones_note"] + shown
     inner = [name for name in whole.mean_um if name == "centre" or name.startswith("inner")]
     assert all(whole.mean_um[name] for name in inner)
     one, four = darkened(slice(11, 12)), darkened(slice(7, 11))
@@ -318,7 +320,6 @@ def test_a_blink_blanks_the_zones_that_it_crosses_and_no_more(dense):
 
 
 def test_a_scan_of_the_optic_disc_has_no_zones_and_says_why():
-    """The same eye, scanned around its disc and around its fovea."""
     stream = Stream(
         205,
         bscans=9,
@@ -329,29 +330,22 @@ def test_a_scan_of_the_optic_disc_has_no_zones_and_says_why():
         row_um=6.0,
     )
     shot, size, _ = next(shown for place in range(50) if (shown := stream.shot(place))[0].placement.accident == "none")
-    side = 1 if shot.eye.laterality == "R" else -1
-    notes = []
-    for place_mm in (-4.2 * side, 0.0):
-        centred = replace(shot, acquisition=replace(shot.acquisition, fixation_mm=(place_mm, 0.0)))
-        image = render_native(centred, np.random.default_rng(1), size)
-        found = octfm.segment(
-            Volume(image.voxels, image.spacing_mm, laterality="R", superior_first=True, source="a scan")
-        )
-        assert found.verdict.accepted, found.verdict
-        assert found.etdrs(keep_doubtful=True).mean_um["inner superior"]
-        row = row_of(found)
-        notes.append(row["zones_note"])
-        shown = found._repr_html_()
-        assert bool(row["inner_superior_um"]) == ("inner superior" in shown) == (place_mm == 0)
-        assert ("optic disc lies" in shown) == (place_mm != 0) and "a scan:" not in shown
-        if place_mm:
-            with pytest.raises(EvaluationError, match=r"^a scan: the optic disc lies where the fovea should be"):
-                found.etdrs()
-            assert not thickness_pictures(found) and "optic disc" in describe(found)
-            unfamiliar = replace(found, verdict=Verdict(("unfamiliar",), 1.5, ("unfamiliar",)))
-            why = correction_facts(unfamiliar)["whyNoZones"]
-            assert "optic disc" in why, "the page has no zones either once its lines are checked"
-    assert "no zones: the optic disc lies where the fovea should be" in notes[0] and "disc" not in notes[1]
+    at_mm = -4.2 if shot.eye.laterality == "R" else 4.2
+    shot = replace(shot, acquisition=replace(shot.acquisition, fixation_mm=(at_mm, 0.0)))
+    image = render_native(shot, np.random.default_rng(1), size)
+    found = octfm.segment(Volume(image.voxels, image.spacing_mm, laterality="R", superior_first=True, source="a scan"))
+    assert found.verdict.accepted, found.verdict
+    assert found.etdrs(keep_doubtful=True).mean_um["inner superior"]
+    row, shown = row_of(found), found._repr_html_()
+    assert not row["inner_superior_um"] and "inner superior" not in shown
+    assert "no zones: the optic disc lies where the fovea should be" in row["zones_note"]
+    assert "optic disc lies" in shown and "a scan:" not in shown
+    with pytest.raises(EvaluationError, match=r"^a scan: the optic disc lies where the fovea should be"):
+        found.etdrs()
+    assert not thickness_pictures(found) and "optic disc" in describe(found)
+    unfamiliar = replace(found, verdict=Verdict(("unfamiliar",), 1.5, ("unfamiliar",)))
+    why = correction_facts(unfamiliar)["whyNoZones"]
+    assert "optic disc" in why, "the page has no zones either once its lines are checked"
 
 
 def test_signs_of_an_optic_disc_are_unsure_outer_layers_below_a_sure_ilm():
@@ -571,7 +565,6 @@ def test_zones_that_another_fovea_would_change_are_withheld_with_the_reason(phan
     [
         (lambda v: replace(v, voxels=v.voxels[:, ::-1]), "upside down"),
         (lambda v: replace(v, voxels=v.voxels // 60), "too dark"),
-        (lambda v: replace(v, spacing_mm=(v.spacing_mm[0], 2 * v.spacing_mm[1], v.spacing_mm[2])), "axial millimetres"),
         (lambda v: replace(v, spacing_mm=(v.spacing_mm[0], v.spacing_mm[1] / 2, v.spacing_mm[2])), "axial millimetres"),
         (lambda v: replace(v, voxels=np.where(np.arange(3)[:, None, None] > 0, 0, v.voxels)), "no retina"),
     ],

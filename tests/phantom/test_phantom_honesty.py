@@ -14,11 +14,6 @@ from datetime import date
 import numpy as np
 import pytest
 from pydicom.dataset import Dataset
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import roc_auc_score
-from sklearn.model_selection import StratifiedKFold
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 
 from octfm.phantom import DEFAULT_SCANNERS, DIAGNOSES, PHANTOM_VERSION, SCANNERS, render, sample_eye
 from octfm.phantom.anatomy import LAYER
@@ -62,6 +57,11 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 def auroc(features: Pair, positive: Pair, strength: float = 0.01) -> float:
     """Logistic regression on one cohort's participants, judged on the other's; mean of both directions."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import roc_auc_score
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     found = []
     for train, test in ((0, 1), (1, 0)):
         model = make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=2000, class_weight="balanced"))
@@ -239,6 +239,12 @@ def test_supervised_ceiling_is_at_least_95():
 
 
 def ceiling(features: np.ndarray, positive: np.ndarray) -> float:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import roc_auc_score
+    from sklearn.model_selection import StratifiedKFold
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     model = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=2000, class_weight="balanced"))
     folds = StratifiedKFold(5, shuffle=True, random_state=0)
     score = np.zeros(positive.shape)

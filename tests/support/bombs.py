@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import math
 import struct
 import zlib
 from pathlib import Path
@@ -93,7 +92,7 @@ def dicom_of_frames(path: Path, frames: int = 2**31 - 1) -> Path:
     return path
 
 
-def dicom_of_items(path: Path, before: bytes = b"\x10\x00\x10\x00PN", items: int = 3_000_000) -> Path:
+def dicom_of_items(path: Path, before: bytes = b"\x10\x00\x10\x00PN", items: int = 1_000_000) -> Path:
     """Some kilobytes of empty items in a sequence of undefined length, each of which becomes a dataset."""
     voxels = np.random.default_rng(0).integers(0, 255, (4, 40, 36), dtype=np.uint8)
     small = write_oct_dicom(
@@ -111,7 +110,7 @@ def dicom_of_items(path: Path, before: bytes = b"\x10\x00\x10\x00PN", items: int
 
 def dicom_of_groups(path: Path) -> Path:
     """The same as frames of its functional groups."""
-    return dicom_of_items(path, b"\x00\x52\x29\x92SQ", 8_000_000)
+    return dicom_of_items(path, b"\x00\x52\x29\x92SQ", 2_000_000)
 
 
 def e2e_of_directories(path: Path, directories: int = 30_000) -> Path:
@@ -140,9 +139,11 @@ def nifti_of_dimensions(path: Path, dimensions: tuple[int, int, int] = (32767, 3
 
 
 def nifti_of_zeros(path: Path) -> Path:
-    """A volume of 300 megabytes that could be one."""
-    shape = (2000, 800, 200)
-    return _nifti(path, shape, bytes(math.prod(shape)))
+    """A volume of 300 megabytes that could be one: its header and 200 B-scans, each compressed by itself."""
+    depth, bscan = 200, bytes(2000 * 800)
+    _nifti(path, (2000, 800, depth), b"")
+    path.write_bytes(path.read_bytes() + depth * gzip.compress(bscan, 1))
+    return path
 
 
 def _nifti(path: Path, dimensions: tuple[int, int, int], body: bytes) -> Path:

@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-from scipy.stats import binom
 
 from octfm.catalog.labels import read_labels
 from octfm.encoder.embeddings import of_store
@@ -164,6 +163,8 @@ def test_where_there_is_no_effect_hardly_anything_is_called_better():
 def test_false_claims_of_every_question_stay_rare():
     """Forty cohorts without an effect: each question may claim something in 5 % of them, give or take what chance
     does."""
+    from scipy.stats import binom
+
     cohorts = [claims_without_an_effect(seed) for seed in range(10, 50)]
     false = {question: sum(cohort[question][3] > 0 for cohort in cohorts) for question in cohorts[0]}
     assert max(false.values()) <= binom.ppf(0.999, 40, LEVEL), false
