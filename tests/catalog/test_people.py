@@ -527,6 +527,20 @@ def test_F16_a_copy_shows_whose_images_it_has_even_where_its_millimetres_are_sta
     assert copy.code == "pixels_of_two_participants" and copy.uri == str(root / "2003" / "OS" / "b.npy")
 
 
+@pytest.mark.parametrize("names", [("OD/a", "OS/b"), ("OD/b", "OS/a")])
+def test_which_eye_a_scan_is_of_does_not_depend_on_the_name_of_its_copy(tmp_path, names):
+    write_tree(tmp_path, [f"{person}/{side}/a.npz" for person in range(2000, 2004) for side in ("OD", "OS")])
+    for name in names:
+        (tmp_path / "1001" / name).parent.mkdir(parents=True)
+        write_whole(tmp_path / "1001" / f"{name}.npz", (tmp_path / "2000" / "OD" / "a.npz").read_bytes())
+    (tmp_path / "2000" / "OD" / "a.npz").unlink()
+    catalog = scan(tmp_path, workers=0, participant_from="{participant}/{eye}/*")
+    (kept,), (copy,) = [a for a in catalog if a.participant == "1001"], catalog.rejects
+    assert kept.laterality is None and kept.flags.count("laterality_conflict") == 1
+    assert "laterality_from_path" not in kept.flags
+    assert copy.code == "duplicate_sop_uid" and "filed as eye R and as L; find out which eye it is" in copy.sentence
+
+
 def test_ids_that_may_be_one_person_share_a_split_and_are_named(tmp_path):
     """A scanner that takes no hyphen: in two splits the person would leak, and nothing else would show it."""
     for number, participant in enumerate(["01-0234", "010234", "1-235", *map(str, range(2000, 2016))]):

@@ -149,6 +149,36 @@ def test_exported_files_say_what_they_are_not_for(tmp_path):
     assert "ImageComments" not in seg and len(heights.SeriesDescription) <= 64
 
 
+def test_a_height_map_has_what_its_standard_requires(tmp_path):
+    """DICOM PS3.3 A.91, C.8.20.5: archives sort by the series, and refuse or lose files without these attributes."""
+    pytest.importorskip("highdicom")
+    found = found_in()
+    clinic = write_phantom(tmp_path / "clinic", 1, 3, size=found.volume.shape, workers=1)
+    source = min(clinic.rglob("*.dcm"))
+    scan = dcmread(source)
+    seg, heights = (dcmread(path) for path in write_dicom(found, source, tmp_path / "out"))
+    for name in ("ReferringPhysicianName", "PatientBirthDate", "AccessionNumber", "StudyTime"):
+        assert name in heights, "may be empty, but not absent"
+    for name in ("PatientID", "StudyInstanceUID", "FrameOfReferenceUID", "Manufacturer", "ManufacturerModelName",
+                 "DeviceSerialNumber", "ContentDate", "ContentTime", "ContentLabel", "InstanceNumber",
+                 "DimensionOrganizationSequence", "ReferencedSeriesSequence"):  # fmt: skip
+        assert heights[name].value == seg[name].value not in (None, ""), name
+    assert heights.SeriesInstanceUID != seg.SeriesInstanceUID and heights.SeriesNumber != seg.SeriesNumber
+    assert heights.Laterality == scan.ImageLaterality
+    assert (heights.SegmentationType, heights.ImageType) == ("HEIGHTMAP", ["DERIVED", "PRIMARY"])
+    source_image = heights.SharedFunctionalGroupsSequence[0].DerivationImageSequence[0].SourceImageSequence[0]
+    # Without frame numbers: rows are the frames of the scan as stored.
+    assert source_image.ReferencedSOPInstanceUID == scan.SOPInstanceUID and "ReferencedFrameNumber" not in source_image
+    assert (heights.Rows, heights.Columns) == (scan.NumberOfFrames, scan.Columns)
+    for number, (frame, segment) in enumerate(
+        zip(heights.PerFrameFunctionalGroupsSequence, heights.SegmentSequence, strict=True), start=1
+    ):
+        assert frame.FrameContentSequence[0].DimensionIndexValues == number == segment.SegmentNumber
+        assert frame.SegmentIdentificationSequence[0].ReferencedSegmentNumber == number
+        assert segment.SegmentAlgorithmName and segment.SegmentedPropertyTypeCodeSequence
+    assert len(heights.DimensionIndexSequence) == 1 and "PixelData" not in heights and "BitsStored" not in heights
+
+
 def test_the_file_beside_exported_labels_has_no_free_text(tmp_path):
     found = found_in(3)
     for protocol, shown in (("macular_cube_512x128", "macular_cube_512x128"), ("mrs_example_recheck", None)):

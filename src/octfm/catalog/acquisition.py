@@ -14,7 +14,7 @@ from octfm.volume.volume import Laterality, Layout, Modality, Shape3, Spacing3, 
 PSEUDONYM = "pseudonym:"
 """Prefix of uris that only the holder of the key can resolve (octfm.catalog.participants.pseudonyms)."""
 FLAGS: dict[str, str] = {
-    "laterality_conflict": "header, table or folders name different eyes; counted as unknown, never mirrored",
+    "laterality_conflict": "header, table, folders or a copy name different eyes; counted as unknown, never mirrored",
     "laterality_unknown": "nothing says which eye it is; never mirrored",
     "laterality_not_read": "its header has a word for the eye that octfm does not know; it was not used",
     "laterality_from_manifest": "only the table says which eye it is",

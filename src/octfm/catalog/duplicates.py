@@ -136,13 +136,14 @@ def _same_bytes(one: str, other: str) -> bool:
 def under_two_ids(
     acquisitions: Sequence[Acquisition], copies: Sequence[Acquisition], rejects: Sequence[Reject]
 ) -> tuple[list[Acquisition], list[Reject], dict[str, tuple[str, str]]]:
-    """Give copies under another participant's id a code of their own: somebody must find out which id is right.
+    """Give copies under another participant's id a code of their own: somebody must find out which id is right. So must
+    they for copies filed as the other eye: which of the two is kept is a matter of names, so its eye counts as unknown.
 
-    Returns the acquisitions with flags, the rejects, and the two participants of each of these copies by its uri.
+    Returns the acquisitions with flags, the rejects, and the two participants of each copy under two ids by its uri.
     """
     kept = {a.sop_instance_uid: a for a in acquisitions}
     copy_of = {copy.uri: copy for copy in copies}
-    out, shared, pairs = [], set(), {}
+    out, shared, pairs, of_two_eyes = [], set(), {}, set()
     for reject in rejects:
         copy = copy_of.get(reject.uri)
         first = kept.get(copy.sop_instance_uid) if copy else None
@@ -152,9 +153,22 @@ def under_two_ids(
                 reject = replace(reject, code=code, sentence=sentence, refers_to=first.sop_instance_uid)
                 shared.add(first.uri)
                 pairs[copy.uri] = (copy.participant, first.participant)
+            elif {copy.laterality, first.laterality} == {"R", "L"}:
+                sentence = (
+                    f"{copy.uri}: the same voxels as {first.uri}, filed as eye {first.laterality} and as "
+                    f"{copy.laterality}; find out which eye it is, and remove the other file"
+                )
+                reject = replace(reject, sentence=sentence)
+                of_two_eyes.add(first.uri)
         out.append(reject)
     marked = [replace(a, flags=(*a.flags, OF_TWO)) if a.uri in shared else a for a in acquisitions]
+    marked = [_of_unknown_eye(a) if a.uri in of_two_eyes else a for a in marked]
     return marked, out, pairs
+
+
+def _of_unknown_eye(a: Acquisition) -> Acquisition:
+    kept = [flag for flag in a.flags if not flag.startswith("laterality_from")]
+    return replace(a, laterality=None, flags=(*kept, "laterality_conflict"))
 
 
 def without_lost_originals(

@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -184,7 +185,7 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
     segmented, whose stem is the default.
 
     The SEG holds layers and masks frame by frame (highdicom). The height map holds rows of the source image in
-    FloatPixelData, laid out as in AI-READI; it has been read back with pydicom, not validated against the IOD.
+    FloatPixelData, laid out as in AI-READI and PS3.3 A.91; no program that validates this IOD was at hand.
     The algorithm of a segment is SEMIAUTOMATIC if somebody has corrected or checked it (PS3.3 C.8.20). Returns the
     paths. Raises EvaluationError without highdicom, and ExportError if the source is no DICOM file on this disk, does
     not hold the whole volume or has no geometry.
@@ -248,7 +249,7 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
     heights = np.stack(list(found.surfaces.values())).astype("<f4")
     stored = np.empty_like(heights)
     stored[:, order] = rows - 1 - heights if flipped else heights
-    return [target, _height_map(image, found, stored, folder / f"{stem}_heights.dcm")]
+    return [target, _height_map(highdicom, image, seg, found, stored, folder / f"{stem}_heights.dcm")]
 
 
 def _algorithm_type(found: Segmentation, *names: str) -> str:
@@ -274,37 +275,33 @@ def _segment(highdicom: Any, found: Segmentation, number: int, name: str) -> Any
     )
 
 
-def _height_map(image: Any, found: Segmentation, heights: np.ndarray, path: Path) -> Path:
-    """Write the height map; `heights`: rows [S, D, W] of the surfaces in the stored frames. As in AI-READI, rows of the
-    file are B-scans, columns are A-scans, and there is one frame per surface."""
+def _height_map(highdicom: Any, image: Any, seg: Any, found: Segmentation, heights: np.ndarray, path: Path) -> Path:
+    """Write the height map; `heights`: rows [S, D, W] of the surfaces in the stored frames. Rows of the file are
+    B-scans, columns are A-scans, and there is one frame per surface (PS3.3 A.91)."""
     from pydicom.dataset import Dataset, FileMetaDataset
-    from pydicom.sequence import Sequence
     from pydicom.uid import ExplicitVRLittleEndian, generate_uid
 
     from octfm.formats.dicom.header import HEIGHT_MAP
 
     ds = Dataset()
-    of_patient = ("SpecificCharacterSet", "PatientName", "PatientID", "PatientBirthDate", "PatientSex")
-    of_study = ("StudyInstanceUID", "StudyDate", "StudyTime", "StudyID", "AccessionNumber")
-    for name in (*of_patient, *of_study, "FrameOfReferenceUID", "Laterality", "ImageLaterality"):
-        if name in image:
-            setattr(ds, name, image.get(name))
+    # Patient, study, equipment, dates and references are those of the SEG.
+    for group in (0x0008, 0x0010, 0x0018, 0x0020, 0x0070):
+        ds.update(deepcopy(seg.group_dataset(group)))
     ds.SOPClassUID, ds.SOPInstanceUID, ds.SeriesInstanceUID = HEIGHT_MAP, generate_uid(), generate_uid()
-    ds.Modality, ds.Manufacturer, ds.SoftwareVersions = "SEG", "octfm", __version__
+    ds.SeriesNumber += 1
+    if eye := image.get("ImageLaterality") or image.get("Laterality"):
+        ds.Laterality = eye
     # At most 64 characters; the names of the surfaces are in the segment sequence.
     ds.SeriesDescription = found.note or "Layer surfaces, rows of the referenced image"
-    if found.note:
-        ds.ImageComments = found.comments
-    reference = Dataset()
-    reference.ReferencedSOPClassUID, reference.ReferencedSOPInstanceUID = image.SOPClassUID, image.SOPInstanceUID
-    ds.ReferencedImageSequence = Sequence([reference])
-    segments = []
-    for number, name in enumerate(found.surfaces, start=1):
-        segment = Dataset()
-        segment.SegmentNumber, segment.SegmentLabel = number, name
-        segment.SegmentAlgorithmType = _algorithm_type(found, name)
-        segments.append(segment)
-    ds.SegmentSequence = Sequence(segments)
+    ds.SegmentationType = "HEIGHTMAP"
+    ds.SegmentSequence = [_segment(highdicom, found, number, name) for number, name in enumerate(found.surfaces, 1)]
+    ds.DimensionIndexSequence = ds.DimensionIndexSequence[:1]  # the segment; positions are those of the whole scan
+    derivation = deepcopy(seg.PerFrameFunctionalGroupsSequence[0].DerivationImageSequence)
+    del derivation[0].SourceImageSequence[0].ReferencedFrameNumber  # absent: rows are all frames, in their order
+    shared = Dataset()
+    shared.DerivationImageSequence = derivation
+    ds.SharedFunctionalGroupsSequence = [shared]
+    ds.PerFrameFunctionalGroupsSequence = [_surface_frame(number) for number in range(1, len(heights) + 1)]
     ds.NumberOfFrames, ds.Rows, ds.Columns = heights.shape
     ds.SamplesPerPixel, ds.PhotometricInterpretation, ds.BitsAllocated = 1, "MONOCHROME2", 32
     # NaN marks A-scans outside the field that was analysed.
@@ -314,6 +311,16 @@ def _height_map(image: Any, found: Segmentation, heights: np.ndarray, path: Path
     ds.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
     _save(ds, path)
     return path
+
+
+def _surface_frame(number: int) -> Any:
+    """Functional groups of the frame of this segment."""
+    from pydicom.dataset import Dataset
+
+    content, segment, frame = Dataset(), Dataset(), Dataset()
+    content.DimensionIndexValues = segment.ReferencedSegmentNumber = number
+    frame.FrameContentSequence, frame.SegmentIdentificationSequence = [content], [segment]
+    return frame
 
 
 def _describe(image: Any, found: Segmentation, names: str) -> None:
