@@ -1,6 +1,7 @@
 """Layers and fluid of any scan by the packaged network: accuracy on unseen phantoms, invariances, files, tables."""
 
 import csv
+import errno
 import functools
 import io
 import json
@@ -594,6 +595,33 @@ def test_a_table_of_a_folder_that_was_renamed_has_one_row_per_scan(files, tmp_pa
     (tmp_path / "copy.npz").write_bytes(Path(moved[0]).read_bytes())
     assert write_table([str(tmp_path / "copy.npz")], out, echo=said.append) == 1, "a copy is a row of its own"
     assert len(read_table(out)) == 3
+
+
+def test_a_full_disk_is_no_problem_of_a_corrected_scan(files, tmp_path, small_finder, monkeypatch):
+    """The row would be lost with exit code 0: the error came while the row passed to the renamed file."""
+    out, said = tmp_path / "table.csv", []
+    write_table(files[:1], out, echo=said.append)
+    (row,) = read_table(out)
+    save_table([row | {"corrected_bscans": "2"}], out)
+    moved = str(Path(files[0]).rename(tmp_path / "moved.npz"))
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "save_table", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            write_table([moved], out, echo=said.append)
+    flushed = []
+
+    def after_replacing(rows, where):
+        save_table(rows, where)
+        flushed.append(where)
+        if len(flushed) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "save_table", after_replacing)
+        with pytest.raises(OSError, match="Input/output"):
+            write_table([moved], out, echo=said.append)
+    assert [(each["source"], each["corrected_bscans"]) for each in read_table(out)] == [(moved, "2")]
+    assert not list(tmp_path.glob("*.edited*")), "nobody else has saved it"
 
 
 @pytest.mark.parametrize("workers", [0, 1])

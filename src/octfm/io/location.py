@@ -253,7 +253,7 @@ def unwritable(folder: Location, *, deletes: bool = True) -> str:
         parent = folder if isinstance(folder, BucketPath) else existing(folder)
         if isinstance(parent, Path) and not parent.is_dir():
             return f"{parent} is a file, expected a folder"
-        probe = parent / f".octfm-probe-{secrets.token_hex(4)}"
+        probe = parent / f".octfm-probe.{os.getpid()}.{secrets.token_hex(4)}.partial"
         write_whole(probe, b"octfm")
         same = probe.read_bytes() == b"octfm"
         try:

@@ -144,7 +144,9 @@ def write_table(
                 row = here.row(given)
             if isinstance(given, str):  # volumes in memory may share a source
                 done.add(source)
-            if row is not None:
+            if row is None:
+                table.put_kept()
+            else:
                 table.put(row, echo)
     _report_unused(corrections, here.used, echo)
     return table.changed
@@ -303,6 +305,7 @@ class _Table:
         self._states = {row["source"]: row["file_state"] for row in self.rows if not row["problem"]}
         self._places = {row["source"]: i for i, row in enumerate(self.rows)}
         self._replaced: dict[str, int] = {}
+        self._kept: tuple[str, dict[str, str]] | None = None
         self._same_scan = defaultdict[tuple[str, ...], list[int]](list)
         for i, row in enumerate(self.rows):
             self._same_scan[scan_of(row)].append(i)
@@ -354,7 +357,7 @@ class _Table:
     def keeps(self, facts: Mapping[str, str], source: str, echo: Echo, despite: Corrections | None = None) -> bool:
         """Whether the row of this scan stays as it is: because somebody corrected it, unless `despite` has new
         corrections, or because it has what a catalog says, which is not given now. `facts`: cells of its new row.
-        First, a row of the same acquisition whose file is gone passes to `source`."""
+        First, a row of the same acquisition whose file is gone passes to `source`. `put_kept` then writes it."""
         if old := self._move(facts, source):
             echo(f"{old}: is no longer there; its row is now that of {source}")
         before = self.row(source)
@@ -370,10 +373,17 @@ class _Table:
                 echo(f"{source}: {_CORRECTED_BEFORE}")
         else:
             return False
-        if old and self._on_move:
-            self._on_move(old, source)
-        self.put(before | {"source": source})
+        self._kept = old, before | {"source": source}
         return True
+
+    def put_kept(self) -> None:
+        """Write what `keeps` kept last, if anything: apart from it, since a full disk is no problem of the scan."""
+        if self._kept is None:
+            return
+        (old, row), self._kept = self._kept, None
+        if old and self._on_move:
+            self._on_move(old, row["source"])
+        self.put(row)
 
     def _move(self, facts: Mapping[str, str], source: str) -> str:
         """If the file of this acquisition's row is gone, as after a folder was renamed, give the row to `source`, in
@@ -416,8 +426,10 @@ class _Table:
         if self._unsaved:
             begun = time.monotonic()
             self._keep_edited()
-            save_table([row for row in self.rows if row], self.out)
-            self._version = _version_of(self.out)
+            try:
+                save_table([row for row in self.rows if row], self.out)
+            finally:  # it may be replaced already when an error comes, as of flushing its folder
+                self._version = _version_of(self.out)
             self._unsaved, self._next = False, time.monotonic() + self.WAIT * (time.monotonic() - begun)
 
     def _keep_edited(self) -> None:

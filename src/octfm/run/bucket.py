@@ -324,7 +324,7 @@ class BucketRun:
         """Raises CheckpointError if the address holds other objects than a run writes before its first pointer."""
         root = f"{self.where}/"
         found = {uri.removeprefix(root) for uri in bucket.find(str(self.where))} - {"run.lease"}
-        found = {name for name in found if not name.startswith(".octfm-probe-")}
+        found = {name for name in found if not name.startswith(".octfm-probe")}
         if found and not found & {"config.yaml", "run.json", "metrics.jsonl"}:
             raise CheckpointError(f"{self.where}: holds objects, but no run ({min(found)}, …); choose another --out")
 
