@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import octfm
 from octfm.catalog.acquisition import Reject
 from octfm.catalog.catalog import Catalog
 from octfm.display import interval
@@ -118,6 +119,16 @@ def test_every_picture_and_chart_has_a_text_for_those_who_cannot_see_it(page):
     assert all(a.get("aria-label") for t, a in tags if t == "svg")
     assert sum(t == "img" for t, _ in tags) == 1 + 2 * 6
     assert sum(t == "svg" for t, _ in tags) >= 10
+
+
+def test_wide_tables_of_every_page_can_be_scrolled_by_keyboard_and_have_no_empty_headers():
+    """WCAG 2.1.1: not every browser lets a table be scrolled by keyboard that holds nothing to focus."""
+    templates = list((Path(octfm.__file__).parent / "report").glob("*.jinja"))
+    assert sum(path.read_text(encoding="utf-8").count('<div class="scroll" tabindex="0">') for path in templates) > 30
+    for path in templates:
+        text = path.read_text(encoding="utf-8")
+        assert text.count('class="scroll"') == text.count('<div class="scroll" tabindex="0">'), path
+        assert "<th></th>" not in text, path
 
 
 def test_a_demonstration_without_pretraining_claims_none(tmp_path):
