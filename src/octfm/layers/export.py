@@ -293,6 +293,9 @@ def _height_map(highdicom: Any, image: Any, seg: Any, found: Segmentation, heigh
         ds.Laterality = eye
     # At most 64 characters; the names of the surfaces are in the segment sequence.
     ds.SeriesDescription = found.note or "Layer surfaces, rows of the referenced image"
+    reference = Dataset()
+    reference.ReferencedSOPClassUID, reference.ReferencedSOPInstanceUID = image.SOPClassUID, image.SOPInstanceUID
+    ds.ReferencedImageSequence = [reference]  # where readers of AI-READI's height maps look
     ds.SegmentationType = "HEIGHTMAP"
     ds.SegmentSequence = [_segment(highdicom, found, number, name) for number, name in enumerate(found.surfaces, 1)]
     ds.DimensionIndexSequence = ds.DimensionIndexSequence[:1]  # the segment; positions are those of the whole scan
