@@ -1,6 +1,8 @@
 """Whose scan a file is: a guess from folders is right or the scan stops, and a pattern decides."""
 
+import json
 import os
+import re
 import shlex
 import shutil
 import time
@@ -527,18 +529,41 @@ def test_F16_a_copy_shows_whose_images_it_has_even_where_its_millimetres_are_sta
     assert copy.code == "pixels_of_two_participants" and copy.uri == str(root / "2003" / "OS" / "b.npy")
 
 
-@pytest.mark.parametrize("names", [("OD/a", "OS/b"), ("OD/b", "OS/a")])
-def test_which_eye_a_scan_is_of_does_not_depend_on_the_name_of_its_copy(tmp_path, names):
-    write_tree(tmp_path, [f"{person}/{side}/a.npz" for person in range(2000, 2004) for side in ("OD", "OS")])
-    for name in names:
-        (tmp_path / "1001" / name).parent.mkdir(parents=True)
-        write_whole(tmp_path / "1001" / f"{name}.npz", (tmp_path / "2000" / "OD" / "a.npz").read_bytes())
-    (tmp_path / "2000" / "OD" / "a.npz").unlink()
-    catalog = scan(tmp_path, workers=0, participant_from="{participant}/{eye}/*")
+@pytest.mark.parametrize("names", ["ab", "ba"])
+@pytest.mark.parametrize(
+    ("places", "sidecars", "said", "flag"),
+    [
+        (("OD/{}", "OS/{}"), ({}, {}), "eye (L instead of R|R instead of L)", "laterality_conflict"),
+        (("amd/{}", "dme/{}"), ({}, {}), "label (dme instead of amd|amd instead of dme)", "label_conflict"),
+        (
+            ("OD/{}", "OD/{}"),
+            ({}, {"spacing_mm": [0.12, 0.0039, 0.02]}),
+            "0.0(2|115) mm per column",
+            "copy_contradicts",
+        ),
+        (("OD/{}", "OD/{}"), ({"superior_first": True}, {"superior_first": False}), "in the other", "copy_contradicts"),
+    ],
+)
+def test_what_copies_contradict_does_not_depend_on_their_names_in_silence(
+    tmp_path, names, places, sidecars, said, flag
+):
+    write_tree(tmp_path, [f"{person}/{place.format('a')}.npz" for person in range(2000, 2004) for place in {*places}])
+    voxels = np.random.default_rng(99).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+    for name, place, sidecar in zip(names, places, sidecars, strict=True):
+        path = tmp_path / "1001" / f"{place.format(name)}.npy"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(path, voxels)
+        facts = {"spacing_mm": [0.12, 0.0039, 0.0115], **sidecar}
+        write_whole(path.with_suffix(".json"), json.dumps(facts).encode())
+    what = "label" if flag == "label_conflict" else "eye"
+    catalog = scan(tmp_path, workers=0, participant_from=f"{{participant}}/{{{what}}}/*")
     (kept,), (copy,) = [a for a in catalog if a.participant == "1001"], catalog.rejects
-    assert kept.laterality is None and kept.flags.count("laterality_conflict") == 1
-    assert "laterality_from_path" not in kept.flags
-    assert copy.code == "duplicate_sop_uid" and "filed as eye R and as L; find out which eye it is" in copy.sentence
+    assert kept.flags.count(flag) == 1 and copy.code == "duplicate_sop_uid"
+    assert re.search(f"with .*{said}.*; find out which is right, and remove the other file", copy.sentence)
+    if flag == "laterality_conflict":
+        assert kept.laterality is None and "laterality_from_path" not in kept.flags
+    assert ("label" in kept.participant_labels) == (what == "label" and flag != "label_conflict")
+    assert all(not {flag, "copy_contradicts"} & {*a.flags} for a in catalog if a is not kept)
 
 
 def test_ids_that_may_be_one_person_share_a_split_and_are_named(tmp_path):

@@ -322,7 +322,7 @@ def test_a_pixel_audit_finds_copies_and_wrong_sides_and_changes_nothing(clinic):
         key: [f for f in row.flags if f.startswith(("laterality_con", "disc", "pixels"))] for key, row in name.items()
     } == {
         "a_right.dcm": [],
-        "b_wrong.dcm": ["laterality_contradicts_anatomy", "pixels_of_two_participants"],
+        "b_wrong.dcm": ["pixels_of_two_participants", "laterality_contradicts_anatomy"],
         "c_unknown.dcm": ["disc_on_the_right"],
     }
     assert [name[key].laterality for key in sorted(name)] == ["R", "L", None]

@@ -73,6 +73,18 @@ def test_the_same_pixels_are_found_whatever_their_file(bscans):
     assert "split_with_another_id" in {flag for a in catalog.acquisitions for flag in a.flags}
 
 
+def test_a_bscan_in_the_folders_of_two_classes_has_no_label(tmp_path):
+    for place, name in enumerate(["CNV/a_1.png", "CNV/b_1.png", "NORMAL/b_2.png", "NORMAL/c_1.png"]):
+        write_image(tmp_path / name, layered(place))
+    write_image(tmp_path / "NORMAL" / "a_1.bmp", np.asarray(Image.open(tmp_path / "CNV" / "a_1.png")))
+    catalog = scan(tmp_path, layouts=("line",), participant_from="{label}/{participant}_*", workers=0)
+    (copy,) = catalog.rejects
+    assert "with label NORMAL instead of CNV; find out which is right" in copy.sentence
+    labels = {Path(a.uri).name: (a.participant_labels.get("label"), "label_conflict" in a.flags) for a in catalog}
+    known = {"b_1.png": ("CNV", False), "b_2.png": ("NORMAL", False), "c_1.png": ("NORMAL", False)}
+    assert labels == {"a_1.png": (None, True), **known}
+
+
 def test_folders_of_splits_are_overruled_where_patients_leak(bscans):
     root, planted, catalog = bscans
     splits = {a.participant: set() for a in catalog.acquisitions}

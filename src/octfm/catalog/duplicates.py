@@ -3,7 +3,8 @@
 The file that the manifest lists under this UID at its own path is kept, else the first by path that is no symbolic
 link, which is the same on every machine. Another file with the same voxels is a copy (duplicate_sop_uid), even if it is
 compressed differently. One with other voxels is a second acquisition with the same UID (reused_sop_uid): it is
-rejected, and the kept one is flagged, because tables that refer to the UID may mean either.
+rejected, and the kept one is flagged, because tables that refer to the UID may mean either. Where a copy is kept is
+mostly a matter of names, so what a copy contradicts is doubtful: eye and label then count as unknown.
 """
 
 import functools
@@ -28,6 +29,8 @@ from octfm.io.spread import Spread
 OF_TWO = "pixels_of_two_participants"
 """Reason code of a copy under another participant's id, and flag of the one that is kept."""
 _PIECE = 2**20
+_ROUNDED = 0.01
+"""Millimetres that differ by less are the same, rounded."""
 _OF_COPIES = ("duplicate_pixels", OF_TWO)
 """Codes of rejects whose pixels show that they are copies of another scan."""
 
@@ -133,42 +136,79 @@ def _same_bytes(one: str, other: str) -> bool:
     return True
 
 
-def under_two_ids(
-    acquisitions: Sequence[Acquisition], copies: Sequence[Acquisition], rejects: Sequence[Reject]
+def compare_copies(
+    acquisitions: Sequence[Acquisition],
+    copies: Sequence[Acquisition],
+    headers: Sequence[Header],
+    duplicates: Sequence[tuple[Header, Reject]],
 ) -> tuple[list[Acquisition], list[Reject], dict[str, tuple[str, str]]]:
-    """Give copies under another participant's id a code of their own: somebody must find out which id is right. So must
-    they for copies filed as the other eye: which of the two is kept is a matter of names, so its eye counts as unknown.
+    """Compare the copies that `without_duplicates` left out with what it kept, once it is known whose they are.
 
-    Returns the acquisitions with flags, the rejects, and the two participants of each copy under two ids by its uri.
+    Copies under another participant's id get a code of their own: somebody must find out which id is right. So must
+    they for copies that are filed or described otherwise: an eye or a label that differs counts as unknown, other
+    differences are flagged.
+
+    Returns the acquisitions, the rejects, and the two participants of each copy under two ids by its uri.
     """
     kept = {a.sop_instance_uid: a for a in acquisitions}
     copy_of = {copy.uri: copy for copy in copies}
-    out, shared, pairs, of_two_eyes = [], set(), {}, set()
-    for reject in rejects:
-        copy = copy_of.get(reject.uri)
-        first = kept.get(copy.sop_instance_uid) if copy else None
+    header_of = {header.uri: header for header in headers}
+    rejects, pairs = [], {}
+    for header, reject in duplicates:
+        copy, first = copy_of.get(reject.uri), kept.get(header.sop_instance_uid)
         if copy and first and reject.code == "duplicate_sop_uid":
             code, sentence = describe_copy(copy.owner, first.owner)
             if code == OF_TWO:
                 reject = replace(reject, code=code, sentence=sentence, refers_to=first.sop_instance_uid)
-                shared.add(first.uri)
+                first = flagged(first, OF_TWO)
                 pairs[copy.uri] = (copy.participant, first.participant)
-            elif {copy.laterality, first.laterality} == {"R", "L"}:
-                sentence = (
-                    f"{copy.uri}: the same voxels as {first.uri}, filed as eye {first.laterality} and as "
-                    f"{copy.laterality}; find out which eye it is, and remove the other file"
-                )
-                reject = replace(reject, sentence=sentence)
-                of_two_eyes.add(first.uri)
-        out.append(reject)
-    marked = [replace(a, flags=(*a.flags, OF_TWO)) if a.uri in shared else a for a in acquisitions]
-    marked = [_of_unknown_eye(a) if a.uri in of_two_eyes else a for a in marked]
-    return marked, out, pairs
+            else:
+                first, differences = filed_otherwise(copy, first)
+                if described := _described_otherwise(header, header_of[first.uri]):
+                    first = flagged(first, "copy_contradicts")
+                found = contradiction(copy.uri, first.uri, [*differences, *described])
+                reject = replace(reject, sentence=found or reject.sentence)
+            kept[first.sop_instance_uid] = first
+        rejects.append(reject)
+    return list(kept.values()), rejects, pairs
 
 
-def _of_unknown_eye(a: Acquisition) -> Acquisition:
-    kept = [flag for flag in a.flags if not flag.startswith("laterality_from")]
-    return replace(a, laterality=None, flags=(*kept, "laterality_conflict"))
+def filed_otherwise(copy: Acquisition, first: Acquisition) -> tuple[Acquisition, list[str]]:
+    """`first` without the eye and the label that its copy contradicts, and what the copy has instead."""
+    found = []
+    if {copy.laterality, first.laterality} == {"R", "L"}:
+        found.append(f"eye {copy.laterality} instead of {first.laterality}")
+        flags = tuple(flag for flag in first.flags if not flag.startswith("laterality_from"))
+        first = flagged(replace(first, laterality=None, flags=flags), "laterality_conflict")
+    own, other = first.participant_labels.get("label"), copy.participant_labels.get("label")
+    if own and other and own != other:
+        found.append(f"label {other} instead of {own}")
+        labels = {name: value for name, value in first.participant_labels.items() if name != "label"}
+        first = flagged(replace(first, participant_labels=labels), "label_conflict")
+    return first, found
+
+
+def contradiction(copy: str, first: str, differences: Sequence[str]) -> str:
+    """The sentence for a copy that differs so from the file that is kept; empty if it does not."""
+    sentence = f"{copy}: the same voxels as {first}, but with {' and '.join(differences)}"
+    return f"{sentence}; find out which is right, and remove the other file" if differences else ""
+
+
+def _described_otherwise(copy: Header, first: Header) -> list[str]:
+    """What the header or the sidecar of the copy states instead of the kept file's millimetres and order of B-scans."""
+    found = []
+    places = ("between B-scans", "per row", "per column")
+    for place, other, own in zip(places, copy.spacing_mm or (), first.spacing_mm or (), strict=False):
+        meaningless = place == "between B-scans" and first.layout != "raster"
+        if abs(other / own - 1) > _ROUNDED and not meaningless:
+            found.append(f"{other:.4g} mm {place} instead of {own:.4g}")
+    if {copy.superior_first, first.superior_first} == {True, False}:
+        found.append("its B-scans in the other order")
+    return found
+
+
+def flagged(a: Acquisition, flag: str) -> Acquisition:
+    return a if flag in a.flags else replace(a, flags=(*a.flags, flag))
 
 
 def without_lost_originals(

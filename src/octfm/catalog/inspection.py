@@ -8,23 +8,23 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from octfm.catalog.acquisition import Acquisition, Owner, Reject
-from octfm.catalog.duplicates import OF_TWO, describe_copy, first_owner
+from octfm.catalog.duplicates import OF_TWO, contradiction, describe_copy, filed_otherwise, first_owner, flagged
 from octfm.errors import ReadError
 from octfm.formats import read_volume
 from octfm.formats.bscans import Reader
 from octfm.formats.declared import doubtful_way_up
 from octfm.io.archive import file_size
 from octfm.io.spread import Spread
-from octfm.volume.laterality import CANNOT_TELL, Verdict, disc_side
+from octfm.volume.laterality import CANNOT_TELL, DiscSide, Verdict, disc_side
 from octfm.volume.margins import searchable
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.radial import to_raster
 from octfm.volume.tissue import find_tissue
-from octfm.volume.volume import eight_bit
+from octfm.volume.volume import Laterality, eight_bit
 
 
 def inspect_pixels(
@@ -32,8 +32,8 @@ def inspect_pixels(
 ) -> tuple[list[Acquisition], list[Reject], list[tuple[str, str]]]:
     """Acquisitions to keep, rejects, and pairs of participants with voxels in common.
 
-    Kept acquisitions get flags if their anatomy contradicts their laterality or does not show it; nothing else changes.
-    Rejects are copies, and files that cannot be decoded.
+    Kept acquisitions get flags if their anatomy contradicts their laterality or does not show it, and lose the eye and
+    the label that a copy contradicts. Rejects are copies, and files that cannot be decoded.
     """
     outcomes = in_children(
         functools.partial(_inspect, keep_upside_down=keep_upside_down, readers=readers),
@@ -43,29 +43,48 @@ def inspect_pixels(
         chunk=1,
     )
     owners: dict[str, Owner] = {}
-    kept, rejects, pairs = [], [], []
-    uid_of = {acquisition.uri: acquisition.sop_instance_uid for acquisition in acquisitions}
+    seen: dict[str, _Seen] = {}
+    kept: dict[str, Acquisition] = {}
+    rejects, pairs = [], []
     for acquisition, outcome in zip(acquisitions, outcomes, strict=True):
         if isinstance(outcome, Reject):
             rejects.append(outcome)
             continue
-        (pixels, flags), owner = outcome, acquisition.owner
-        if (first := first_owner(owners, pixels, owner)) is not None:
-            code, sentence = describe_copy(owner, first)
-            original = uid_of[first.uri] if code == OF_TWO else ""
-            rejects.append(Reject(acquisition.uri, code, sentence, file_size(acquisition.uri), original))
-            pairs += [(owner, first)] if code == OF_TWO else []
+        first_of = first_owner(owners, outcome.pixels, acquisition.owner)
+        if first_of is None:
+            kept[acquisition.uri], seen[acquisition.uri] = acquisition, outcome
             continue
-        kept.append(replace(acquisition, flags=(*acquisition.flags, *flags)))
-    shared = {first.uri for _, first in pairs}
-    kept = [replace(a, flags=(*a.flags, OF_TWO)) if a.uri in shared else a for a in kept]
-    return kept, rejects, [(owner.participant, first.participant) for owner, first in pairs]
+        first = kept[first_of.uri]
+        code, sentence = describe_copy(acquisition.owner, first_of)
+        original = ""
+        if code == OF_TWO:
+            original = first.sop_instance_uid
+            pairs.append((acquisition.participant, first.participant))
+            kept[first.uri] = flagged(first, OF_TWO)
+        else:
+            kept[first.uri], differences = filed_otherwise(acquisition, first)
+            sentence = contradiction(acquisition.uri, first.uri, differences) or sentence
+        rejects.append(Reject(acquisition.uri, code, sentence, file_size(acquisition.uri), original))
+    found = [replace(a, flags=(*a.flags, *seen[a.uri].flags(a.laterality))) for a in kept.values()]
+    return found, rejects, pairs
 
 
-def _inspect(
-    acquisition: Acquisition, keep_upside_down: bool, readers: Sequence[Reader]
-) -> tuple[str, tuple[str, ...]] | Reject:
-    """Fingerprint of the pixels, and flags for what they show."""
+@dataclass(frozen=True)
+class _Seen:
+    """What the pixels of one volume show."""
+
+    pixels: str
+    """Their fingerprint."""
+    way_up: tuple[str, ...] = ()
+    """Flags of a doubtful way up."""
+    disc: DiscSide | None = None
+    """None where no disc is looked for."""
+
+    def flags(self, laterality: Laterality | None) -> tuple[str, ...]:
+        return (*self.way_up, *(self.disc.flags(laterality) if self.disc else ()))
+
+
+def _inspect(acquisition: Acquisition, keep_upside_down: bool, readers: Sequence[Reader]) -> _Seen | Reject:
     try:
         volume = read_volume(
             acquisition.uri,
@@ -76,7 +95,7 @@ def _inspect(
         )
         native = fingerprint(volume.voxels)  # before resampling or flipping, as `prepare` does
         if volume.modality != "structure":
-            return native, ()  # flow shows neither nerve fibres nor thickness
+            return _Seen(native)  # flow shows neither nerve fibres nor thickness
         volume = replace(volume, spacing_mm=acquisition.spacing_mm)
         volume = to_raster(volume) if volume.layout == "radial" else volume
         # Not mirrored, unlike in preprocessing: the disc is looked for where it lies in the file.
@@ -86,9 +105,8 @@ def _inspect(
     except ReadError as error:
         return Reject.of(acquisition.uri, error)
     if volume.layout != "raster":
-        return native, way_up
-    disc = disc_side(voxels, volume.spacing_mm, tissue, volume.left_to_right)
-    return native, (*way_up, *disc.flags(acquisition.laterality))
+        return _Seen(native, way_up)
+    return _Seen(native, way_up, disc_side(voxels, volume.spacing_mm, tissue, volume.left_to_right))
 
 
 def verdict(acquisition: Acquisition) -> Verdict:

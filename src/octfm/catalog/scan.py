@@ -13,7 +13,7 @@ from octfm.catalog.agreement import accept, with_person
 from octfm.catalog.catalog import Catalog, CatalogError, NothingAccepted, assign_splits, count_words
 from octfm.catalog.columns import Columns, TableError
 from octfm.catalog.dicom_directory import left_behind
-from octfm.catalog.duplicates import under_two_ids, without_duplicates, without_lost_originals
+from octfm.catalog.duplicates import compare_copies, without_duplicates, without_lost_originals
 from octfm.catalog.estimation import axial_mm_by_height
 from octfm.catalog.examination import examine_files, join_parts, wanted, with_sidecars
 from octfm.catalog.inspection import inspect_pixels
@@ -154,10 +154,11 @@ def scan(
     for path in found.files:
         recall(path)  # facts of the listing expire during a long scan; each would then cost another request
     whose = _people({a.uri: a.participant for a in (*accepted, *copies)}, folder, patterns, tables)
-    acquisitions, copy_rejects, pair_of = under_two_ids(
+    acquisitions, copy_rejects, pair_of = compare_copies(
         [with_person(a, whose, tables) for a in accepted],
         [with_person(copy, whose, tables) for copy in copies],
-        [reject for _, reject in duplicates],
+        headers,
+        duplicates,
     )
     pixel_rejects: list[Reject] = []
     pixel_pairs: list[tuple[str, str]] = []
