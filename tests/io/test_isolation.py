@@ -18,7 +18,7 @@ from octfm.io.isolation import Limits, Lost, import_path, release
 from octfm.io.spread import spread
 from support.dicom_files import write_oct_dicom
 from support.hostile_folder import executed, octfm, plant
-from support.misbehaving import children_in_a_worker, fail, misbehave, run, shout, slowly, spin, who
+from support.misbehaving import children_in_a_worker, fail, misbehave, raise_or_return, run, shout, slowly, spin, who
 from support.waiting import wait_until
 
 SHORT = Limits(seconds=2)
@@ -64,6 +64,15 @@ def test_what_decoders_print_does_not_end_among_the_results():
 def test_an_uncaught_error_stops_the_run_as_without_children():
     with pytest.raises(KeyError, match="7"):
         run(fail, [7])
+
+
+@pytest.mark.parametrize("how", ["raise", "raise in parts", "yield"])
+def test_a_child_whose_function_raised_answers_the_next_request_with_its_own_results(how):
+    """A refused file costs no new process, which takes half a second."""
+    (_, pid) = run(raise_or_return, ["a"])[0]
+    with pytest.raises((KeyError, RuntimeError)):
+        run(raise_or_return, ["b", how, "c", "d"])
+    assert run(raise_or_return, ["e", "f"]) == [("e", pid), ("f", pid)]
 
 
 def test_ctrl_c_while_a_child_starts_prints_no_traceback(monkeypatch, capfd):

@@ -58,6 +58,22 @@ def fail(number: int) -> None:
     raise KeyError(number)
 
 
+class TwoParts(Exception):
+    """Pickled, but not unpickled: its own arguments are not those of Exception."""
+
+    def __init__(self, one: str, other: str):
+        super().__init__(one + other)
+
+
+def raise_or_return(how: str) -> object:
+    """An error, or something that cannot be pickled; any other word comes back with the id of its process."""
+    if how == "raise":
+        raise KeyError(how)
+    if how == "raise in parts":
+        raise TwoParts("a", "b")
+    return (item for item in how) if how == "yield" else (how, os.getpid())
+
+
 def slowly(number: int) -> int:
     planted_delay(0.2 if number < 3 else 0)
     return number

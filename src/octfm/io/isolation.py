@@ -98,9 +98,11 @@ def each(
                 if child.ended:
                     break
         except BaseException:
-            child.kill()  # it may still be working on an item, and would answer the next request with that
+            if not child.waiting:
+                child.kill()  # it is still working on an item, and would answer the next request with that
             raise
-        _give_back(child)
+        finally:
+            _give_back(child)
 
 
 def release(keep: int = 0) -> None:
@@ -119,6 +121,8 @@ class _Child:
 
     def __init__(self, memory: int):
         self.memory, self.ended, self.idle_since = memory, False, 0.0
+        self.waiting = False
+        """Whether it waits for the next request; surely so only after an exception of the function."""
         self.surroundings = _surroundings()
         # -P keeps the current folder out of sys.path until _START has replaced it.
         start = [sys.executable, "-P", "-c", _START, json.dumps(import_path()), str(os.getpid())]
@@ -143,6 +147,7 @@ class _Child:
             )
 
     def send(self, function: Callable, items: Sequence) -> None:
+        self.waiting = False
         try:
             message = pickle.dumps((function, items))
         except (pickle.PicklingError, AttributeError, TypeError):
@@ -178,6 +183,7 @@ class _Child:
         if isinstance(error, MemoryError):
             return Lost("decoder_memory", f"asked for more than {self.memory / 1e9:g} GB of memory")
         if error is not None:
+            self.waiting = True
             raise error
         return result
 
@@ -305,14 +311,15 @@ def serve(parent: int) -> None:
                 "folder: put the full path of the folder that has it into PYTHONPATH, or install it"
             )
             _answer(replies, ConfigError(sentence), None)
-            return
+            continue
         for item in items:
             error, result = None, None
             try:
                 result = function(item)
             except Exception as raised:
                 error = raised
-            _answer(replies, error, result)
+            if not _answer(replies, error, result):
+                break
 
 
 def _limit(memory: int) -> None:
@@ -326,12 +333,15 @@ def _limit(memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
 
 
-def _answer(replies: int, error: BaseException | None, result: Any) -> None:
+def _answer(replies: int, error: BaseException | None, result: Any) -> bool:
+    """Send an exception or a result, and return whether the parent wants the next item: it raises an exception."""
+    goes_on = error is None or isinstance(error, MemoryError)
     try:
         message = pickle.dumps((error, result))
         if error is not None:
             pickle.loads(message)  # some exceptions can be pickled but not unpickled
     except Exception as problem:
+        goes_on = False
         message = pickle.dumps(
             (RuntimeError(f"{type(error).__name__}: {error}" if error else f"cannot pickle a result: {problem}"), None)
         )
@@ -341,6 +351,7 @@ def _answer(replies: int, error: BaseException | None, result: Any) -> None:
             data = data[os.write(replies, data) :]
     except BrokenPipeError:  # the parent was killed
         os._exit(0)
+    return goes_on
 
 
 def _read_message(requests: int) -> bytes:
