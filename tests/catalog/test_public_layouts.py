@@ -1,8 +1,12 @@
 """Folders as public data sets come in: masks beside images, numbers that start again in every class, tables of files."""
 
+import bz2
 import csv
+import gzip
 import json
+import lzma
 import shutil
+import tarfile
 import zipfile
 from dataclasses import replace
 
@@ -24,6 +28,7 @@ from octfm.formats.names import is_flow_beside_structure
 from octfm.io import bucket, ranged
 from octfm.io.location import BucketPath
 from support.bscan_set import layered, write_image
+from support.dicom_files import write_oct_dicom
 
 SPACING = (0.12, 0.02, 0.05)
 
@@ -276,8 +281,26 @@ def test_images_for_print_are_read_and_those_of_the_web_named(tmp_path):
     assert np.array_equal(read_volume(tmp_path / "a.tif", raster_only=False).voxels[0], gray)
     for ending in ("gif", "webp", "jp2"):
         Image.fromarray(gray).save(tmp_path / f"a.{ending}")
-        with pytest.raises(ReadError, match="a GIF, WebP or JPEG 2000 image; save it as PNG"):
+        with pytest.raises(ReadError, match="a GIF, WebP, HEIC, AVIF or JPEG 2000 image; save it as PNG"):
             read_volume(tmp_path / f"a.{ending}", raster_only=False)
+
+
+def test_packed_files_documents_and_videos_are_named_and_not_to_be_fetched_again(tmp_path):
+    write_oct_dicom(tmp_path / "a.dcm", layered(1)[None], (0.12, 0.0039, 0.0115))
+    whole = (tmp_path / "a.dcm").read_bytes()
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.add(tmp_path / "a.dcm", "a.dcm")
+    Image.fromarray(layered(1)).save(tmp_path / "a.pdf")
+    for name, content, said in (
+        *((f"a.dcm.{module.__name__}", module.compress(whole), "a compressed file or") for module in (gzip, bz2, lzma)),
+        ("a.tar", None, "an archive other than ZIP; unpack it"),
+        ("a.pdf", None, "a PDF; export the scan itself"),
+        ("a.mp4", b"\0\0\0\x18ftypmp42" + bytes(400), "a video; export the scan"),
+    ):
+        if content:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(ReadError, match=said):
+            read_volume(tmp_path / name)
 
 
 @pytest.mark.parametrize("subsampling", [0, 2], ids=["full colour", "half colour"])

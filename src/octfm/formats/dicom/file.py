@@ -173,26 +173,38 @@ def _parse(file: BinaryIO, uri: str) -> tuple[FileHeader, BinaryIO, int]:
     return FileHeader(dataset, groups, dataset.file_meta), file, size
 
 
+_KINDS = {
+    "a GIF, WebP, HEIC, AVIF or JPEG 2000 image; save it as PNG": (
+        *((0, b"GIF8"), (8, b"WEBP"), (4, b"jP  "), (4, b"ftyphei"), (4, b"ftypmif1"), (4, b"ftypavif")),
+    ),
+    "a compressed file or an archive other than ZIP; unpack it": (
+        *((0, b"\x1f\x8b"), (0, b"BZh"), (0, b"\xfd7zXZ"), (0, b"\x28\xb5\x2f\xfd")),  # gzip, bzip2, xz, zstd
+        *((0, b"7z\xbc\xaf"), (0, b"Rar!"), (257, b"ustar")),
+    ),
+    "a video; export the scan as DICOM, or its B-scans as PNG": ((4, b"ftyp"), (8, b"AVI "), (0, b"\x1a\x45\xdf\xa3")),
+    "a PDF; export the scan itself, as DICOM": ((0, b"%PDF"),),
+}
+"""What to say of files that users take for scans -> bytes at an offset by which such a file is known."""
+
+
 def _refuse_other_formats(head: bytes, uri: str) -> None:
     """Accept the DICM magic, or, without a preamble, a first element of group 2 or 8, as every dataset starts."""
     if head[128:132] == b"DICM":
         return
-    first = head[:4]
     explicit = len(head) >= 8 and head[4:6].isalpha() and head[4:6].isupper()
-    order = "big" if first[:1] == b"\0" else "little"  # group 0002 or 0008: the zero byte comes first in big endian
-    group, element = int.from_bytes(first[:2], order), int.from_bytes(first[2:4], order)
+    order = "big" if head[:1] == b"\0" else "little"  # group 0002 or 0008: the zero byte comes first in big endian
+    group, element = int.from_bytes(head[:2], order), int.from_bytes(head[2:4], order)
     short = len(head) >= 8 and int.from_bytes(head[4:8], "little") < 256  # length of the first value, implicit VR
     if group not in (2, 8) or element > 0x0100 or not (explicit or short):
         if head[:2] == b"PK" and uri.lower().endswith(".zip") and split_uri(uri) is None:
             found = f"a ZIP archive; unpack it, or give the folder that it is in, or one of its files, {uri}!/NAME"
         elif head[:2] == b"PK":
             found = "a ZIP archive inside another or without the ending .zip; unpack it"
-        elif head[:4] == b"GIF8" or head[8:12] == b"WEBP" or head[4:8] == b"jP  ":
-            found = "a GIF, WebP or JPEG 2000 image; save it as PNG"
         else:
-            found = (
-                f"no format that octfm reads (first bytes {head[:8].hex(' ')}); fetch it again, or export it as DICOM"
-            )
+            first = f"first bytes {head[:8].hex(' ')}"
+            unread = f"no format that octfm reads ({first}); fetch it again, or export it as DICOM"
+            kinds = (kind for kind, magic in _KINDS.items() if any(head.startswith(word, at) for at, word in magic))
+            found = next(kinds, unread)
         raise ReadError("not_dicom", f"{uri}: expected DICOM, found {found}")
 
 
