@@ -14,7 +14,7 @@ from octfm.catalog.scan import scan
 from octfm.errors import ConfigError
 from octfm.formats.reasons import REASONS
 from octfm.io import isolation
-from octfm.io.isolation import Limits, Lost, import_path, release
+from octfm.io.isolation import Limits, Lost, each, import_path, release
 from octfm.io.spread import spread
 from support.dicom_files import write_oct_dicom
 from support.hostile_folder import executed, octfm, plant
@@ -48,6 +48,12 @@ def test_children_serve_many_files_with_one_thread_and_without_torch():
     found = run(who, range(3)) + run(who, range(3))
     assert len({pid for pid, _, _ in found}) == 1 and found[0][0] != os.getpid()
     assert "torch" not in found[-1][1] and found[0][2] == "1"
+
+
+def test_requests_with_other_limits_do_not_end_each_others_children():
+    limits = [Limits(seconds=60, memory=memory) for memory in (2 * 10**9, 3 * 10**9)] * 2
+    pids = [pid for limit in limits for pid, _, _ in each(who, [0], limit, lambda _: 60)]
+    assert pids[:2] == pids[2:] and pids[0] != pids[1]
 
 
 def test_a_child_learns_what_was_set_after_it_started(monkeypatch):

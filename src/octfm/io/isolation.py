@@ -239,12 +239,14 @@ os.register_at_fork(after_in_child=_idle.clear)
 def _borrow(memory: int) -> _Child:
     while True:
         with _lock:
-            child = _idle.pop() if _idle else None
-        if child is None:
-            return _Child(memory)
-        if child.memory == memory and child.usable():
+            child = next((child for child in reversed(_idle) if child.memory == memory), None)
+            if child is None:
+                break
+            _idle.remove(child)
+        if child.usable():
             return child
         child.kill()
+    return _Child(memory)
 
 
 def _give_back(child: _Child) -> None:
