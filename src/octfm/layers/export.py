@@ -300,7 +300,9 @@ def _height_map(highdicom: Any, image: Any, seg: Any, found: Segmentation, heigh
     ds.SegmentSequence = [_segment(highdicom, found, number, name) for number, name in enumerate(found.surfaces, 1)]
     ds.DimensionIndexSequence = ds.DimensionIndexSequence[:1]  # the segment; positions are those of the whole scan
     derivation = deepcopy(seg.PerFrameFunctionalGroupsSequence[0].DerivationImageSequence)
-    del derivation[0].SourceImageSequence[0].ReferencedFrameNumber  # absent: rows are all frames, in their order
+    # Without a frame number, rows are all frames, in their order; pixels are not where those of the scan are.
+    for name in ("ReferencedFrameNumber", "SpatialLocationsPreserved"):
+        derivation[0].SourceImageSequence[0].pop(name, None)
     shared = Dataset()
     shared.DerivationImageSequence = derivation
     ds.SharedFunctionalGroupsSequence = [shared]
