@@ -148,18 +148,19 @@ def under_two_ids(
         copy = copy_of.get(reject.uri)
         first = kept.get(copy.sop_instance_uid) if copy else None
         if copy and first and reject.code == "duplicate_sop_uid":
+            if of_other_eye := {copy.laterality, first.laterality} == {"R", "L"}:
+                of_two_eyes.add(first.uri)
             code, sentence = describe_copy(copy.owner, first.owner)
             if code == OF_TWO:
                 reject = replace(reject, code=code, sentence=sentence, refers_to=first.sop_instance_uid)
                 shared.add(first.uri)
                 pairs[copy.uri] = (copy.participant, first.participant)
-            elif {copy.laterality, first.laterality} == {"R", "L"}:
+            elif of_other_eye:
                 sentence = (
                     f"{copy.uri}: the same voxels as {first.uri}, filed as eye {first.laterality} and as "
                     f"{copy.laterality}; find out which eye it is, and remove the other file"
                 )
                 reject = replace(reject, sentence=sentence)
-                of_two_eyes.add(first.uri)
         out.append(reject)
     marked = [replace(a, flags=(*a.flags, OF_TWO)) if a.uri in shared else a for a in acquisitions]
     marked = [_of_unknown_eye(a) if a.uri in of_two_eyes else a for a in marked]
