@@ -85,6 +85,9 @@ def test_a_copy_under_another_spelling_of_the_id_is_a_copy_of_one_person(tmp_pat
     files[2] = replace(files[2], participant="p-0", laterality=files[0].laterality)
     (copy,) = run(files, tmp_path / "a", same_as({"2": "0"})).unprepared()
     assert copy.code == "duplicate_pixels" and "remove the copy" in copy.sentence
+    files[2] = replace(files[2], laterality={"R": "L", "L": "R"}[files[0].laterality])
+    (copy,) = run(files, tmp_path / "b", same_as({"2": "0"})).unprepared()
+    assert "find out which eye it is, and remove the other file" in copy.sentence, "the copy may be the right one"
 
 
 def test_a_cohort_exported_under_two_ids_does_not_rewrite_all_rows_for_each_copy(tmp_path, monkeypatch):

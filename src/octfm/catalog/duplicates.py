@@ -94,9 +94,12 @@ def describe_copy(owner: Owner, first: Owner) -> tuple[str, str]:
             f"{owner.participant}'s; two ids of one person, or a copy filed under another's name: "
             "find out whose they are, and remove the other file",
         )
-    filed = f", filed as eye {first.laterality or '?'} and as {owner.laterality or '?'}"
-    eyes = "" if owner.laterality == first.laterality else filed
-    sentence = f"{owner.uri}: the same voxels as {first.uri} under another SOP Instance UID{eyes}; remove the copy"
+    eyes, advice = "", "remove the copy"
+    if owner.laterality != first.laterality:
+        eyes = f", filed as eye {first.laterality or '?'} and as {owner.laterality or '?'}"
+    if {owner.laterality, first.laterality} == {"R", "L"}:
+        advice = "find out which eye it is, and remove the other file"
+    sentence = f"{owner.uri}: the same voxels as {first.uri} under another SOP Instance UID{eyes}; {advice}"
     return "duplicate_pixels", sentence
 
 
