@@ -97,10 +97,15 @@ def describe_copy(owner: Owner, first: Owner) -> tuple[str, str]:
     eyes, advice = "", "remove the copy"
     if owner.laterality != first.laterality:
         eyes = f", filed as eye {first.laterality or '?'} and as {owner.laterality or '?'}"
-    if {owner.laterality, first.laterality} == {"R", "L"}:
+    if filed_as_two_eyes(owner, first):
         advice = "find out which eye it is, and remove the other file"
     sentence = f"{owner.uri}: the same voxels as {first.uri} under another SOP Instance UID{eyes}; {advice}"
     return "duplicate_pixels", sentence
+
+
+def filed_as_two_eyes(owner: Owner, first: Owner) -> bool:
+    """Whether one is a right and the other a left eye; which of two copies is right, nothing tells."""
+    return {owner.laterality, first.laterality} == {"R", "L"}
 
 
 def _same_voxels(pair: tuple[Header, Header], readers: Sequence[Reader]) -> bool:
@@ -151,9 +156,9 @@ def under_two_ids(
         copy = copy_of.get(reject.uri)
         first = kept.get(copy.sop_instance_uid) if copy else None
         if copy and first and reject.code == "duplicate_sop_uid":
-            if of_other_eye := {copy.laterality, first.laterality} == {"R", "L"}:
-                of_two_eyes.add(first.uri)
             code, sentence = describe_copy(copy.owner, first.owner)
+            if of_other_eye := filed_as_two_eyes(copy.owner, first.owner):
+                of_two_eyes.add(first.uri)
             if code == OF_TWO:
                 reject = replace(reject, code=code, sentence=sentence, refers_to=first.sop_instance_uid)
                 shared.add(first.uri)
@@ -166,11 +171,12 @@ def under_two_ids(
                 reject = replace(reject, sentence=sentence)
         out.append(reject)
     marked = [replace(a, flags=(*a.flags, OF_TWO)) if a.uri in shared else a for a in acquisitions]
-    marked = [_of_unknown_eye(a) if a.uri in of_two_eyes else a for a in marked]
+    marked = [of_unknown_eye(a) if a.uri in of_two_eyes else a for a in marked]
     return marked, out, pairs
 
 
-def _of_unknown_eye(a: Acquisition) -> Acquisition:
+def of_unknown_eye(a: Acquisition) -> Acquisition:
+    """The acquisition after a copy of it turned out to be filed as the other eye."""
     kept = [flag for flag in a.flags if not flag.startswith("laterality_from")]
     return replace(a, laterality=None, flags=(*kept, "laterality_conflict"))
 

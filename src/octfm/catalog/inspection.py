@@ -12,14 +12,14 @@ from dataclasses import replace
 from typing import get_args
 
 from octfm.catalog.acquisition import Acquisition, Owner, Reject
-from octfm.catalog.duplicates import OF_TWO, describe_copy, first_owner
+from octfm.catalog.duplicates import OF_TWO, describe_copy, filed_as_two_eyes, first_owner, of_unknown_eye
 from octfm.errors import ReadError
 from octfm.formats import read_volume
 from octfm.formats.bscans import Reader
 from octfm.formats.declared import doubtful_way_up
 from octfm.io.archive import file_size
 from octfm.io.spread import Spread
-from octfm.volume.laterality import CANNOT_TELL, Verdict, disc_side
+from octfm.volume.laterality import CANNOT_TELL, DiscSide, Verdict, disc_side
 from octfm.volume.margins import searchable
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.radial import to_raster
@@ -32,7 +32,8 @@ def inspect_pixels(
 ) -> tuple[list[Acquisition], list[Reject], list[tuple[str, str]]]:
     """Acquisitions to keep, rejects, and pairs of participants with voxels in common.
 
-    Kept acquisitions get flags if their anatomy contradicts their laterality or does not show it; nothing else changes.
+    Kept acquisitions get flags if their anatomy contradicts their laterality or does not show it. The eye of one with a
+    copy that is filed as the other eye becomes unknown; nothing else changes.
     Rejects are copies, and files that cannot be decoded.
     """
     outcomes = in_children(
@@ -44,28 +45,33 @@ def inspect_pixels(
     )
     owners: dict[str, Owner] = {}
     kept, rejects, pairs = [], [], []
+    of_two_eyes: set[str] = set()
     uid_of = {acquisition.uri: acquisition.sop_instance_uid for acquisition in acquisitions}
     for acquisition, outcome in zip(acquisitions, outcomes, strict=True):
         if isinstance(outcome, Reject):
             rejects.append(outcome)
             continue
-        (pixels, flags), owner = outcome, acquisition.owner
+        (pixels, way_up, disc), owner = outcome, acquisition.owner
         if (first := first_owner(owners, pixels, owner)) is not None:
             code, sentence = describe_copy(owner, first)
             original = uid_of[first.uri] if code == OF_TWO else ""
             rejects.append(Reject(acquisition.uri, code, sentence, file_size(acquisition.uri), original))
             pairs += [(owner, first)] if code == OF_TWO else []
+            of_two_eyes |= {first.uri} if filed_as_two_eyes(owner, first) else set()
             continue
-        kept.append(replace(acquisition, flags=(*acquisition.flags, *flags)))
-    shared = {first.uri for _, first in pairs}
-    kept = [replace(a, flags=(*a.flags, OF_TWO)) if a.uri in shared else a for a in kept]
-    return kept, rejects, [(owner.participant, first.participant) for owner, first in pairs]
+        kept.append((acquisition, way_up, disc))
+    shared, seen = {first.uri for _, first in pairs}, []
+    for a, way_up, disc in kept:
+        a = of_unknown_eye(a) if a.uri in of_two_eyes else a
+        side = disc.flags(a.laterality) if disc else ()
+        seen.append(replace(a, flags=(*a.flags, *way_up, *side, *[OF_TWO] * (a.uri in shared))))
+    return seen, rejects, [(owner.participant, first.participant) for owner, first in pairs]
 
 
 def _inspect(
     acquisition: Acquisition, keep_upside_down: bool, readers: Sequence[Reader]
-) -> tuple[str, tuple[str, ...]] | Reject:
-    """Fingerprint of the pixels, and flags for what they show."""
+) -> tuple[str, tuple[str, ...], DiscSide | None] | Reject:
+    """Fingerprint of the pixels, flags for their way up, and the side of the optic disc where it is looked for."""
     try:
         volume = read_volume(
             acquisition.uri,
@@ -76,7 +82,7 @@ def _inspect(
         )
         native = fingerprint(volume.voxels)  # before resampling or flipping, as `prepare` does
         if volume.modality != "structure":
-            return native, ()  # flow shows neither nerve fibres nor thickness
+            return native, (), None  # flow shows neither nerve fibres nor thickness
         volume = replace(volume, spacing_mm=acquisition.spacing_mm)
         volume = to_raster(volume) if volume.layout == "radial" else volume
         # Not mirrored, unlike in preprocessing: the disc is looked for where it lies in the file.
@@ -86,9 +92,8 @@ def _inspect(
     except ReadError as error:
         return Reject.of(acquisition.uri, error)
     if volume.layout != "raster":
-        return native, way_up
-    disc = disc_side(voxels, volume.spacing_mm, tissue, volume.left_to_right)
-    return native, (*way_up, *disc.flags(acquisition.laterality))
+        return native, way_up, None
+    return native, way_up, disc_side(voxels, volume.spacing_mm, tissue, volume.left_to_right)
 
 
 def verdict(acquisition: Acquisition) -> Verdict:
