@@ -183,13 +183,16 @@ def test_a_single_bscan_without_a_frame_of_reference_gets_a_height_map(tmp_path)
     """highdicom refers to it without a frame number."""
     pytest.importorskip("highdicom")
     found = segmentation(1, shape := (1, 40, 36))
-    source = write_oct_dicom(tmp_path / "a.dcm", np.zeros(shape, np.uint8), SPACING_MM, edit=for_segmentation)
+    source = write_oct_dicom(
+        tmp_path / "a.dcm", np.zeros(shape, np.uint8), SPACING_MM, laterality="U", edit=for_segmentation
+    )
     heights = dcmread(write_dicom(found, source, tmp_path / "out")[1])
     groups = heights.SharedFunctionalGroupsSequence[0]
     source_image = groups.DerivationImageSequence[0].SourceImageSequence[0]
     assert source_image.ReferencedSOPInstanceUID == dcmread(source).SOPInstanceUID
     assert "SpatialLocationsPreserved" not in source_image, "its pixels are other places than those of the scan"
     assert (heights.Rows, heights.Columns, heights.NumberOfFrames) == (1, 36, 3)
+    assert "Laterality" not in heights, "which knows R and L only"
 
 
 def test_the_file_beside_exported_labels_has_no_free_text(tmp_path):

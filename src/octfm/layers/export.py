@@ -289,7 +289,7 @@ def _height_map(highdicom: Any, image: Any, seg: Any, found: Segmentation, heigh
         ds.update(deepcopy(seg.group_dataset(group)))
     ds.SOPClassUID, ds.SOPInstanceUID, ds.SeriesInstanceUID = HEIGHT_MAP, generate_uid(), generate_uid()
     ds.SeriesNumber += 1
-    if eye := image.get("ImageLaterality") or image.get("Laterality"):
+    if (eye := image.get("ImageLaterality") or image.get("Laterality")) in ("R", "L"):  # not B or U, as an image's
         ds.Laterality = eye
     # At most 64 characters; the names of the surfaces are in the segment sequence.
     ds.SeriesDescription = found.note or "Layer surfaces, rows of the referenced image"
