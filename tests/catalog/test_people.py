@@ -566,6 +566,19 @@ def test_what_copies_contradict_does_not_depend_on_their_names_in_silence(
     assert all(not {flag, "copy_contradicts"} & {*a.flags} for a in catalog if a is not kept)
 
 
+@pytest.mark.parametrize("names", [("1001/OD", "1002/OS"), ("1002/OD", "1001/OS")])
+def test_the_eye_of_a_scan_filed_under_two_ids_as_two_eyes_is_unknown(tmp_path, names):
+    write_tree(tmp_path, [f"{person}/{side}/a.npz" for person in range(2000, 2004) for side in ("OD", "OS")])
+    for name in names:
+        (tmp_path / name).mkdir(parents=True)
+        write_whole(tmp_path / name / "a.npz", (tmp_path / "2000" / "OD" / "a.npz").read_bytes())
+    (tmp_path / "2000" / "OD" / "a.npz").unlink()
+    catalog = scan(tmp_path, workers=0, participant_from="{participant}/{eye}/*")
+    (kept,), (copy,) = [a for a in catalog if a.participant == "1001"], catalog.rejects
+    assert copy.code == "pixels_of_two_participants" and kept.laterality is None
+    assert {"laterality_conflict", "pixels_of_two_participants"} <= {*kept.flags}
+
+
 def test_ids_that_may_be_one_person_share_a_split_and_are_named(tmp_path):
     """A scanner that takes no hyphen: in two splits the person would leak, and nothing else would show it."""
     for number, participant in enumerate(["01-0234", "010234", "1-235", *map(str, range(2000, 2016))]):

@@ -85,6 +85,26 @@ def test_a_copy_under_another_spelling_of_the_id_is_a_copy_of_one_person(tmp_pat
     files[2] = replace(files[2], participant="p-0", laterality=files[0].laterality)
     (copy,) = run(files, tmp_path / "a", same_as({"2": "0"})).unprepared()
     assert copy.code == "duplicate_pixels" and "remove the copy" in copy.sentence
+    files[2] = replace(files[2], laterality={"R": "L", "L": "R"}[files[0].laterality])
+    (copy,) = run(files, tmp_path / "b", same_as({"2": "0"})).unprepared()
+    assert "find out which eye it is, and remove the other file" in copy.sentence, "the copy may be the right one"
+
+
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_which_eye_a_scan_is_of_does_not_depend_on_the_name_of_its_copy_under_another_uid(tmp_path, names):
+    rng = np.random.default_rng(0)
+    for number in range(4):
+        write_oct_dicom(
+            tmp_path / f"{number}.dcm", rng.integers(0, 255, (3, 32, 24), np.uint8), (0.1, 0.004, 0.01),
+            participant=f"200{number}",
+        )  # fmt: skip
+    voxels = rng.integers(0, 255, (3, 32, 24), np.uint8)
+    for name, eye in zip(names, "RL", strict=True):
+        write_oct_dicom(tmp_path / f"{name}.dcm", voxels, (0.1, 0.004, 0.01), laterality=eye)
+    found = scan(tmp_path, workers=0, pixels=True, keep_upside_down=True)
+    (kept,), (copy,) = [a for a in found if a.participant == "1001"], found.rejects
+    assert kept.laterality is None and "laterality_conflict" in kept.flags
+    assert copy.code == "duplicate_pixels" and "find out which is right" in copy.sentence
 
 
 def test_a_cohort_exported_under_two_ids_does_not_rewrite_all_rows_for_each_copy(tmp_path, monkeypatch):

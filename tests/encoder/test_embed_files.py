@@ -303,7 +303,15 @@ def test_two_jobs_do_not_write_into_one_folder(run, clinic, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
-def test_from_a_bucket_into_a_bucket_and_on_to_the_probe(place, run, clinic, tmp_path, monkeypatch):
+def test_from_a_bucket_into_a_bucket_that_lets_nobody_delete_and_on_to_the_probe(
+    place, run, clinic, tmp_path, monkeypatch
+):
+    from octfm.io import bucket
+
+    def refuse(uri):
+        raise BucketError(f"{uri}: delete it: access denied")
+
+    monkeypatch.setattr(bucket, "delete", refuse)
     for file in sorted(path for path in clinic.rglob("*") if path.is_file()):
         (place / "raw" / str(file.relative_to(clinic))).write_bytes(file.read_bytes())
     done = embed_files(run, place / "raw", place / "vectors", workers=1, echo=quiet)
@@ -316,8 +324,6 @@ def test_from_a_bucket_into_a_bucket_and_on_to_the_probe(place, run, clinic, tmp
         embedding_files(run, place / "vectors"), labels, targets=["sick"], design="k-fold", folds=2, resamples=200
     )
     assert result["results"][0]["n_test_acquisitions"] == COUNT - 1
-    from octfm.io import bucket
-
     monkeypatch.setattr(bucket, "PATIENCE", bucket.Patience(attempts=2, first_s=0.01))
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(BucketError):

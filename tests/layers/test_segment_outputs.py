@@ -25,7 +25,7 @@ from octfm.volume.volume import Lines
 from octfm.weights.packaged import NOTE, SHORT_NOTE
 from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
-from support.segmented import for_segmentation, found_in
+from support.segmented import for_segmentation, found_in, segmentation
 from support.vendor_files import SPACING_MM, with_grid, write_heyex_xml
 from support.volumes import telling_voxels
 
@@ -177,6 +177,22 @@ def test_a_height_map_has_what_its_standard_requires(tmp_path):
         assert frame.SegmentIdentificationSequence[0].ReferencedSegmentNumber == number
         assert segment.SegmentAlgorithmName and segment.SegmentedPropertyTypeCodeSequence
     assert len(heights.DimensionIndexSequence) == 1 and "PixelData" not in heights and "BitsStored" not in heights
+
+
+def test_a_single_bscan_without_a_frame_of_reference_gets_a_height_map(tmp_path):
+    """highdicom refers to it without a frame number."""
+    pytest.importorskip("highdicom")
+    found = segmentation(1, shape := (1, 40, 36))
+    source = write_oct_dicom(
+        tmp_path / "a.dcm", np.zeros(shape, np.uint8), SPACING_MM, laterality="U", edit=for_segmentation
+    )
+    heights = dcmread(write_dicom(found, source, tmp_path / "out")[1])
+    groups = heights.SharedFunctionalGroupsSequence[0]
+    source_image = groups.DerivationImageSequence[0].SourceImageSequence[0]
+    assert source_image.ReferencedSOPInstanceUID == dcmread(source).SOPInstanceUID
+    assert "SpatialLocationsPreserved" not in source_image, "its pixels are other places than those of the scan"
+    assert (heights.Rows, heights.Columns, heights.NumberOfFrames) == (1, 36, 3)
+    assert "Laterality" not in heights, "which knows R and L only"
 
 
 def test_the_file_beside_exported_labels_has_no_free_text(tmp_path):

@@ -527,6 +527,26 @@ def test_what_killed_writers_left_is_deleted_once_nobody_can_be_writing_it(tmp_p
     assert {path.name for path in tmp_path.iterdir()} == {new.name, export.name, other.name, "other.csv"}
 
 
+def test_a_partial_file_that_stays_does_not_keep_the_others(tmp_path, monkeypatch):
+    """As one of another user in a shared folder, or one that another process has deleted meanwhile."""
+    left = [tmp_path / f".table.csv.{number}.0123abcd.partial" for number in range(3)]
+    for path in left:
+        path.touch()
+        os.utime(path, (0, 0))
+    delete, tried = Path.unlink, []
+
+    def not_the_first(path):
+        tried.append(path)
+        if len(tried) == 1:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        delete(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", not_the_first)
+        write_whole(tmp_path / "other.csv", b"")
+    assert {path.name for path in tmp_path.iterdir()} == {tried[0].name, "other.csv"}
+
+
 def work(folder: Path) -> None:
     """Everything that a run writes besides tensors, twice over."""
     with claim(folder, Identity(PRETRAINING, config(), "fingerprint", "data"), echo=quiet) as run:

@@ -97,9 +97,12 @@ def describe_copy(owner: Owner, first: Owner) -> tuple[str, str]:
             f"{owner.participant}'s; two ids of one person, or a copy filed under another's name: "
             "find out whose they are, and remove the other file",
         )
-    filed = f", filed as eye {first.laterality or '?'} and as {owner.laterality or '?'}"
-    eyes = "" if owner.laterality == first.laterality else filed
-    sentence = f"{owner.uri}: the same voxels as {first.uri} under another SOP Instance UID{eyes}; remove the copy"
+    eyes, advice = "", "remove the copy"
+    if owner.laterality != first.laterality:
+        eyes = f", filed as eye {first.laterality or '?'} and as {owner.laterality or '?'}"
+    if {owner.laterality, first.laterality} == {"R", "L"}:
+        advice = "find out which eye it is, and remove the other file"
+    sentence = f"{owner.uri}: the same voxels as {first.uri} under another SOP Instance UID{eyes}; {advice}"
     return "duplicate_pixels", sentence
 
 
@@ -158,16 +161,15 @@ def compare_copies(
         copy, first = copy_of.get(reject.uri), kept.get(header.sop_instance_uid)
         if copy and first and reject.code == "duplicate_sop_uid":
             code, sentence = describe_copy(copy.owner, first.owner)
+            first, differences = filed_otherwise(copy, first)
+            if described := _described_otherwise(header, header_of[first.uri]):
+                first = flagged(first, "copy_contradicts")
             if code == OF_TWO:
                 reject = replace(reject, code=code, sentence=sentence, refers_to=first.sop_instance_uid)
                 first = flagged(first, OF_TWO)
                 pairs[copy.uri] = (copy.participant, first.participant)
-            else:
-                first, differences = filed_otherwise(copy, first)
-                if described := _described_otherwise(header, header_of[first.uri]):
-                    first = flagged(first, "copy_contradicts")
-                found = contradiction(copy.uri, first.uri, [*differences, *described])
-                reject = replace(reject, sentence=found or reject.sentence)
+            elif found := contradiction(copy.uri, first.uri, [*differences, *described]):
+                reject = replace(reject, sentence=found)
             kept[first.sop_instance_uid] = first
         rejects.append(reject)
     return list(kept.values()), rejects, pairs

@@ -57,13 +57,14 @@ def inspect_pixels(
         first = kept[first_of.uri]
         code, sentence = describe_copy(acquisition.owner, first_of)
         original = ""
+        first, differences = filed_otherwise(acquisition, first)
         if code == OF_TWO:
             original = first.sop_instance_uid
             pairs.append((acquisition.participant, first.participant))
-            kept[first.uri] = flagged(first, OF_TWO)
+            first = flagged(first, OF_TWO)
         else:
-            kept[first.uri], differences = filed_otherwise(acquisition, first)
             sentence = contradiction(acquisition.uri, first.uri, differences) or sentence
+        kept[first.uri] = first
         rejects.append(Reject(acquisition.uri, code, sentence, file_size(acquisition.uri), original))
     found = [replace(a, flags=(*a.flags, *seen[a.uri].flags(a.laterality))) for a in kept.values()]
     return found, rejects, pairs

@@ -249,8 +249,9 @@ def _catalog(
         )
     except AmbiguousPeople as ambiguous:
         raise EvaluationError(f"{ambiguous}; then embed the resulting catalog with --catalog") from None
-    # Deleted before and written after: a later call uses the catalog if the digest agrees.
-    (kept / "listing.json").unlink(missing_ok=True)
+    # Emptied before and written after: a later call uses the catalog if the digest agrees. Not deleted, which a bucket
+    # may not allow.
+    write_whole(kept / "listing.json", b"{}")
     catalog.save(kept)
     write_whole(kept / "listing.json", json.dumps({"digest": digest}).encode())
     return catalog, _versions(listing)

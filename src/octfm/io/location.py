@@ -87,9 +87,10 @@ def _delete_left_over(folder: Path) -> None:
     as the rows of somebody who has withdrawn. Once per process, since a large folder takes long to list."""
     with suppress(OSError):
         for path in folder.glob(".*.partial"):
-            # A folder of this name is an export's, which deletes it itself.
-            if _PARTIAL.fullmatch(path.name) and path.is_file() and time.time() - path.stat().st_mtime > PARTIAL_S:
-                path.unlink()
+            with suppress(OSError):  # another user's, or deleted by another process meanwhile
+                # A folder of this name is an export's, which deletes it itself.
+                if _PARTIAL.fullmatch(path.name) and path.is_file() and time.time() - path.stat().st_mtime > PARTIAL_S:
+                    path.unlink()
 
 
 def flush(path: Path) -> None:

@@ -289,7 +289,7 @@ def _height_map(highdicom: Any, image: Any, seg: Any, found: Segmentation, heigh
         ds.update(deepcopy(seg.group_dataset(group)))
     ds.SOPClassUID, ds.SOPInstanceUID, ds.SeriesInstanceUID = HEIGHT_MAP, generate_uid(), generate_uid()
     ds.SeriesNumber += 1
-    if eye := image.get("ImageLaterality") or image.get("Laterality"):
+    if (eye := image.get("ImageLaterality") or image.get("Laterality")) in ("R", "L"):  # not B or U, as an image's
         ds.Laterality = eye
     # At most 64 characters; the names of the surfaces are in the segment sequence.
     ds.SeriesDescription = found.note or "Layer surfaces, rows of the referenced image"
@@ -300,7 +300,9 @@ def _height_map(highdicom: Any, image: Any, seg: Any, found: Segmentation, heigh
     ds.SegmentSequence = [_segment(highdicom, found, number, name) for number, name in enumerate(found.surfaces, 1)]
     ds.DimensionIndexSequence = ds.DimensionIndexSequence[:1]  # the segment; positions are those of the whole scan
     derivation = deepcopy(seg.PerFrameFunctionalGroupsSequence[0].DerivationImageSequence)
-    del derivation[0].SourceImageSequence[0].ReferencedFrameNumber  # absent: rows are all frames, in their order
+    # Without a frame number, rows are all frames, in their order; pixels are not where those of the scan are.
+    for name in ("ReferencedFrameNumber", "SpatialLocationsPreserved"):
+        derivation[0].SourceImageSequence[0].pop(name, None)
     shared = Dataset()
     shared.DerivationImageSequence = derivation
     ds.SharedFunctionalGroupsSequence = [shared]
