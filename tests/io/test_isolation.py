@@ -81,6 +81,18 @@ def test_a_child_whose_function_raised_answers_the_next_request_with_its_own_res
     assert run(raise_or_return, ["e", "f"]) == [("e", pid), ("f", pid)]
 
 
+def test_a_second_ctrl_c_does_not_leave_a_child_at_work_to_answer_the_next_request(monkeypatch):
+    def press(child):
+        raise KeyboardInterrupt
+
+    answers = each(slowly, range(4), SHORT, lambda _: 60)
+    next(answers)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(isolation._Child, "kill", press)
+        answers.throw(KeyboardInterrupt)
+    assert run(str.upper, ["a", "b"]) == ["A", "B"]
+
+
 def test_ctrl_c_while_a_child_starts_prints_no_traceback(monkeypatch, capfd):
     release()  # idle children of other tests have started already
     # The handler of a terminal: in a job of the background children inherit that SIGINT is ignored.

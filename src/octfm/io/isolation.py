@@ -98,11 +98,12 @@ def each(
                 if child.ended:
                     break
         except BaseException:
-            if not child.waiting:
+            if child.waiting:
+                _give_back(child)
+            else:
                 child.kill()  # it is still working on an item, and would answer the next request with that
             raise
-        finally:
-            _give_back(child)
+        _give_back(child)
 
 
 def release(keep: int = 0) -> None:
