@@ -577,6 +577,38 @@ def test_the_eye_of_a_scan_filed_under_two_ids_as_two_eyes_is_unknown(tmp_path, 
     (kept,), (copy,) = [a for a in catalog if a.participant == "1001"], catalog.rejects
     assert copy.code == "pixels_of_two_participants" and kept.laterality is None
     assert {"laterality_conflict", "pixels_of_two_participants"} <= {*kept.flags}
+    assert re.search("and not 1002's, but with eye [RL] instead of [RL]; two ids", copy.sentence)
+
+
+@pytest.mark.parametrize("names", ["abc", "bac", "bca"])
+def test_what_a_table_says_of_copies_does_not_depend_on_their_names_in_silence(tmp_path, names):
+    for number in range(4):
+        voxels = np.random.default_rng(number).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+        for name in names if number == 0 else [str(number)]:
+            write_oct_dicom(
+                tmp_path / "scans" / f"{name}.dcm", voxels, (0.12, 0.0039, 0.0115),
+                participant=f"100{number}", sop_instance_uid=f"1.2.{number}", laterality="R",
+            )  # fmt: skip
+    rows = [f"{names[0]}.dcm,R,AMD", f"{names[1]}.dcm,L,DME", f"{names[2]}.dcm,,n/a", "1.dcm,R,AMD"]
+    write_whole(tmp_path / "table.csv", "\n".join(["file,laterality,diagnosis", *rows]).encode())
+    catalog = scan(tmp_path / "scans", table=tmp_path / "table.csv", workers=0)
+    (kept,) = [a for a in catalog if a.participant == "1000"]
+    assert (kept.laterality, kept.participant_labels.get("diagnosis", "n/a")) == (None, "n/a")
+    assert "laterality_conflict" in kept.flags and (Path(kept.uri).stem == names[2] or "label_conflict" in kept.flags)
+    advice = {Path(reject.uri).stem: reject.sentence.split("; ")[-1] for reject in catalog.rejects}
+    assert advice.get(names[2], "remove it") == "remove it"
+    assert all(
+        (a.laterality, a.participant_labels["diagnosis"]) == ("R", "AMD") for a in catalog if a.uri.endswith("1.dcm")
+    )
+
+
+def test_every_copy_that_contradicts_says_so(tmp_path):
+    write_tree(tmp_path, [f"{person}/{label}/a.npz" for person in range(2000, 2004) for label in ("amd", "cnv", "dme")])
+    for label in ("cnv", "dme"):
+        shutil.copy(tmp_path / "2000" / "amd" / "a.npz", tmp_path / "2000" / label / "a.npz")
+    copies = scan(tmp_path, workers=0, participant_from="{participant}/{label}/*").rejects
+    assert ["but with label cnv instead of amd" in copies[0].sentence, "label dme instead of amd" in copies[1].sentence]
+    assert all("find out which is right" in copy.sentence for copy in copies)
 
 
 def test_ids_that_may_be_one_person_share_a_split_and_are_named(tmp_path):

@@ -88,6 +88,17 @@ def test_a_bscan_in_the_folders_of_two_classes_has_no_label(tmp_path):
     assert labels == {"a_1.png": (None, True), **known}
 
 
+def test_a_bscan_whose_label_is_doubtful_makes_that_of_a_copy_with_other_bytes_doubtful(tmp_path):
+    for place, name in enumerate(["CNV/a_1.png", "CNV/b_1.png", "AMD/b_2.png", "NORMAL/c_1.png"]):
+        write_image(tmp_path / name, layered(place))
+    write_image(tmp_path / "AMD" / "a_1.bmp", np.asarray(Image.open(tmp_path / "CNV" / "a_1.png")))
+    (tmp_path / "NORMAL" / "a_1.png").write_bytes((tmp_path / "CNV" / "a_1.png").read_bytes())
+    catalog = scan(tmp_path, layouts=("line",), participant_from="{label}/{participant}_*", workers=0)
+    (kept,) = [a for a in catalog if a.participant == "a"]
+    assert kept.uri.endswith("a_1.bmp") and "label" not in kept.participant_labels
+    assert any("with label unclear instead of AMD; find out which" in copy.sentence for copy in catalog.rejects)
+
+
 def test_folders_of_splits_are_overruled_where_patients_leak(bscans):
     root, planted, catalog = bscans
     splits = {a.participant: set() for a in catalog.acquisitions}

@@ -23,7 +23,7 @@ FLAGS: dict[str, str] = {
     "tables that name the UID may mean either",
     "copy_contradicts": "a copy of it, left out, states other millimetres or another order of B-scans; its own were "
     "kept, and the copy's row says what differs",
-    "label_conflict": "a copy of it, left out, has another label; the label counts as unknown",
+    "label_conflict": "a copy of it, left out, has another label, diagnosis or study group, which counts as unknown",
     "not_in_manifest": "no table lists it",
     "participant_from_folder": "neither header nor table names a participant; folders do, and nothing contradicts them",
     "participant_from_pattern": "neither header nor table names a participant; "

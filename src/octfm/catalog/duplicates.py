@@ -3,19 +3,20 @@
 The file that the manifest lists under this UID at its own path is kept, else the first by path that is no symbolic
 link, which is the same on every machine. Another file with the same voxels is a copy (duplicate_sop_uid), even if it is
 compressed differently. One with other voxels is a second acquisition with the same UID (reused_sop_uid): it is
-rejected, and the kept one is flagged, because tables that refer to the UID may mean either. Where a copy is kept is
-mostly a matter of names, so what a copy contradicts is doubtful: eye and label then count as unknown.
+rejected, and the kept one is flagged, because tables that refer to the UID may mean either. Which copy is kept is
+mostly a matter of names, so what a copy contradicts is doubtful: eye and labels then count as unknown.
 """
 
 import functools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from octfm.catalog.acquisition import Acquisition, Owner, Reject
+from octfm.catalog.labels import stated
 from octfm.catalog.participants.ids import person_key
 from octfm.catalog.tables import Tables
 from octfm.errors import ReadError
@@ -29,6 +30,8 @@ from octfm.io.spread import Spread
 OF_TWO = "pixels_of_two_participants"
 """Reason code of a copy under another participant's id, and flag of the one that is kept."""
 _PIECE = 2**20
+_LABELS = ("label", "diagnosis", "study_group")
+"""Labels that a path or a table may give to a file."""
 _ROUNDED = 0.01
 """Millimetres that differ by less are the same, rounded."""
 _OF_COPIES = ("duplicate_pixels", OF_TWO)
@@ -88,22 +91,25 @@ def first_owner(owners: dict[str, Owner], fingerprint: str, owner: Owner) -> Own
     return None if first is owner else first
 
 
-def describe_copy(owner: Owner, first: Owner) -> tuple[str, str]:
-    """Reason code and sentence for the later of two files with the same voxels."""
+def describe_copy(owner: Owner, first: Owner, differences: Sequence[str] = ()) -> tuple[str, str]:
+    """Reason code and sentence for the later of two files with the same voxels; `differences`: what it has instead of
+    what is stated of the first."""
+    same = f"{owner.uri}: the same voxels as {first.uri}"
+    but = f", but with {' and '.join(differences)}" if differences else ""
     if person_key(owner.participant) != person_key(first.participant):
         return (
             OF_TWO,
-            f"{owner.uri}: the same voxels as {first.uri}, which is participant {first.participant}'s and not "
-            f"{owner.participant}'s; two ids of one person, or a copy filed under another's name: "
-            "find out whose they are, and remove the other file",
+            f"{same}, which is participant {first.participant}'s and not {owner.participant}'s{but}; two ids of one "
+            "person, or a copy filed under another's name: find out whose they are, and remove the other file",
         )
+    if differences:
+        return "duplicate_pixels", f"{same}{but}; find out which is right, and remove the other file"
     eyes, advice = "", "remove the copy"
     if owner.laterality != first.laterality:
         eyes = f", filed as eye {first.laterality or '?'} and as {owner.laterality or '?'}"
     if {owner.laterality, first.laterality} == {"R", "L"}:
         advice = "find out which eye it is, and remove the other file"
-    sentence = f"{owner.uri}: the same voxels as {first.uri} under another SOP Instance UID{eyes}; {advice}"
-    return "duplicate_pixels", sentence
+    return "duplicate_pixels", f"{same} under another SOP Instance UID{eyes}; {advice}"
 
 
 def _same_voxels(pair: tuple[Header, Header], readers: Sequence[Reader]) -> bool:
@@ -153,47 +159,52 @@ def compare_copies(
 
     Returns the acquisitions, the rejects, and the two participants of each copy under two ids by its uri.
     """
-    kept = {a.sop_instance_uid: a for a in acquisitions}
+    filed = {a.sop_instance_uid: a for a in acquisitions}
+    kept = {**filed}
     copy_of = {copy.uri: copy for copy in copies}
     header_of = {header.uri: header for header in headers}
     rejects, pairs = [], {}
     for header, reject in duplicates:
-        copy, first = copy_of.get(reject.uri), kept.get(header.sop_instance_uid)
+        copy, first = copy_of.get(reject.uri), filed.get(header.sop_instance_uid)
         if copy and first and reject.code == "duplicate_sop_uid":
-            code, sentence = describe_copy(copy.owner, first.owner)
-            first, differences = filed_otherwise(copy, first)
-            if described := _described_otherwise(header, header_of[first.uri]):
-                first = flagged(first, "copy_contradicts")
+            filing = filed_otherwise(copy, first)
+            described = _described_otherwise(header, header_of[first.uri])
+            differences = [*filing.values(), *described]
+            code, sentence = describe_copy(copy.owner, first.owner, differences)
+            one = doubted(kept[first.sop_instance_uid], filing)
+            one = flagged(one, "copy_contradicts") if described else one
             if code == OF_TWO:
                 reject = replace(reject, code=code, sentence=sentence, refers_to=first.sop_instance_uid)
-                first = flagged(first, OF_TWO)
+                one = flagged(one, OF_TWO)
                 pairs[copy.uri] = (copy.participant, first.participant)
-            elif found := contradiction(copy.uri, first.uri, [*differences, *described]):
-                reject = replace(reject, sentence=found)
-            kept[first.sop_instance_uid] = first
+            elif differences:
+                reject = replace(reject, sentence=sentence)
+            kept[first.sop_instance_uid] = one
         rejects.append(reject)
     return list(kept.values()), rejects, pairs
 
 
-def filed_otherwise(copy: Acquisition, first: Acquisition) -> tuple[Acquisition, list[str]]:
-    """`first` without the eye and the label that its copy contradicts, and what the copy has instead."""
-    found = []
-    if {copy.laterality, first.laterality} == {"R", "L"}:
-        found.append(f"eye {copy.laterality} instead of {first.laterality}")
-        flags = tuple(flag for flag in first.flags if not flag.startswith("laterality_from"))
-        first = flagged(replace(first, laterality=None, flags=flags), "laterality_conflict")
-    own, other = first.participant_labels.get("label"), copy.participant_labels.get("label")
-    if own and other and own != other:
-        found.append(f"label {other} instead of {own}")
-        labels = {name: value for name, value in first.participant_labels.items() if name != "label"}
-        first = flagged(replace(first, participant_labels=labels), "label_conflict")
-    return first, found
+def filed_otherwise(copy: Acquisition, first: Acquisition) -> dict[str, str]:
+    """Which of `first`'s eye and labels its copy contradicts, and what the copy has instead."""
+    found = {}
+    for name, flag in {"eye": "laterality_conflict", **dict.fromkeys(_LABELS, "label_conflict")}.items():
+        own, other = (a.laterality if name == "eye" else stated(a.participant_labels.get(name)) for a in (first, copy))
+        if other is None and flag in copy.flags:  # of two, in tables or among copies of its own
+            other = "unclear"
+        if own and other and own != other:
+            found[name] = f"{name} {other} instead of {own}"
+    return found
 
 
-def contradiction(copy: str, first: str, differences: Sequence[str]) -> str:
-    """The sentence for a copy that differs so from the file that is kept; empty if it does not."""
-    sentence = f"{copy}: the same voxels as {first}, but with {' and '.join(differences)}"
-    return f"{sentence}; find out which is right, and remove the other file" if differences else ""
+def doubted(a: Acquisition, names: Collection[str]) -> Acquisition:
+    """`a` without those of its eye and labels that a copy contradicts."""
+    if "eye" in names:
+        flags = tuple(flag for flag in a.flags if not flag.startswith("laterality_from"))
+        a = flagged(replace(a, laterality=None, flags=flags), "laterality_conflict")
+    if doubtful := {*names} & {*_LABELS}:
+        labels = {name: value for name, value in a.participant_labels.items() if name not in doubtful}
+        a = flagged(replace(a, participant_labels=labels), "label_conflict")
+    return a
 
 
 def _described_otherwise(copy: Header, first: Header) -> list[str]:

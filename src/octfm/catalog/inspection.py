@@ -1,7 +1,8 @@
 """Checks of a catalog that need pixels, before splits are drawn: copies under other ids, and eyes on the wrong side.
 
 Every accepted volume is decoded once, which takes many times as long as the rest of a scan: `octfm scan` does it on
-request only. `prepare` reads the pixels anyway and makes the same checks.
+request only. `prepare` reads the pixels anyway and makes the same checks, except that a row which is kept stays as the
+catalog has it, whatever its copy contradicts.
 """
 
 import functools
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from octfm.catalog.acquisition import Acquisition, Owner, Reject
-from octfm.catalog.duplicates import OF_TWO, contradiction, describe_copy, filed_otherwise, first_owner, flagged
+from octfm.catalog.duplicates import OF_TWO, describe_copy, doubted, filed_otherwise, first_owner, flagged
 from octfm.errors import ReadError
 from octfm.formats import read_volume
 from octfm.formats.bscans import Reader
@@ -33,7 +34,7 @@ def inspect_pixels(
     """Acquisitions to keep, rejects, and pairs of participants with voxels in common.
 
     Kept acquisitions get flags if their anatomy contradicts their laterality or does not show it, and lose the eye and
-    the label that a copy contradicts. Rejects are copies, and files that cannot be decoded.
+    the labels that a copy contradicts. Rejects are copies, and files that cannot be decoded.
     """
     outcomes = in_children(
         functools.partial(_inspect, keep_upside_down=keep_upside_down, readers=readers),
@@ -43,6 +44,7 @@ def inspect_pixels(
         chunk=1,
     )
     owners: dict[str, Owner] = {}
+    filed = {acquisition.uri: acquisition for acquisition in acquisitions}
     seen: dict[str, _Seen] = {}
     kept: dict[str, Acquisition] = {}
     rejects, pairs = [], []
@@ -54,17 +56,14 @@ def inspect_pixels(
         if first_of is None:
             kept[acquisition.uri], seen[acquisition.uri] = acquisition, outcome
             continue
-        first = kept[first_of.uri]
-        code, sentence = describe_copy(acquisition.owner, first_of)
-        original = ""
-        first, differences = filed_otherwise(acquisition, first)
+        first, original = filed[first_of.uri], ""
+        differences = filed_otherwise(acquisition, first)
+        code, sentence = describe_copy(acquisition.owner, first_of, [*differences.values()])
+        kept[first.uri] = doubted(kept[first.uri], differences)
         if code == OF_TWO:
             original = first.sop_instance_uid
             pairs.append((acquisition.participant, first.participant))
-            first = flagged(first, OF_TWO)
-        else:
-            sentence = contradiction(acquisition.uri, first.uri, differences) or sentence
-        kept[first.uri] = first
+            kept[first.uri] = flagged(kept[first.uri], OF_TWO)
         rejects.append(Reject(acquisition.uri, code, sentence, file_size(acquisition.uri), original))
     found = [replace(a, flags=(*a.flags, *seen[a.uri].flags(a.laterality))) for a in kept.values()]
     return found, rejects, pairs
