@@ -2,7 +2,7 @@
 
 import functools
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from octfm.phantom import phantom_volume as render
 from octfm.volume.margins import imaged_rows, inside_frame, ready_for_search, without_marks
 from octfm.volume.preprocessing import Prepared, Preprocessing
 from octfm.volume.resampling import resample, seen_rows
-from octfm.volume.tissue import find_tissue
+from octfm.volume.tissue import Tissue, find_tissue
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Lines, Volume
 from support.bscan_set import layered
@@ -221,6 +221,76 @@ def test_no_padding_while_there_is_image_and_no_crop_while_there_is_room(size):
     assert shown.sum() == np.prod(np.minimum(size, volume.shape))
     assert (prepared.voxels[~shown] == 0).all()
     assert np.array_equal(prepared.transform.to_prepared(volume.voxels), prepared.voxels)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A BandFinder that has found this, whatever the voxels are."""
+
+    tissue: Tissue
+    network: str = f"planted {64 * '0'}"
+    memory: int = 0
+    seconds_per_megabyte: float = 0
+
+    def __call__(self, voxels, spacing_mm, classic):
+        return self.tissue
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_the_grid_lies_around_the_fovea_and_the_retina_as_far_as_the_scan_reaches(data):
+    """On each axis the grid lies inside the scan, or the scan inside the grid, and off its centre only for that."""
+    shape = data.draw(st.tuples(st.integers(2, 12), st.integers(24, 60), st.integers(8, 30)), "shape")
+    size = data.draw(st.tuples(st.integers(2, 16), st.integers(16, 80), st.integers(4, 40)), "size")
+    step = data.draw(st.tuples(*[st.floats(0.75, 2.5)] * 3), "step")
+    motion = np.array(data.draw(st.lists(st.integers(-6, 6), min_size=shape[0], max_size=shape[0]), "motion"), float)
+    pit = data.draw(st.none() | st.tuples(*[st.floats(0, n - 1) for n in shape[::2]]), "pit")
+    confident, located, center, moved = (data.draw(st.sampled_from(pair)) for pair in ((True, False),) * 2 + (
+        ("fovea", "field"), (True, False)))  # fmt: skip
+    spacing_mm = (0.2, 0.004, 0.05)
+    ilm = data.draw(st.floats(2, shape[1] - 8), "ilm")
+    flat = np.full((shape[0], shape[2]), ilm, np.float32) + motion[:, None].astype(np.float32)
+    tissue = Tissue(flat, flat + 6, pit, motion, confident, {}, located or confident)
+    volume = Volume(np.random.default_rng(0).integers(1, 255, shape).astype(np.uint8), spacing_mm)
+    chosen = Preprocessing(
+        image_size=size,
+        target_spacing=tuple(s * mm for s, mm in zip(step, spacing_mm, strict=True)),
+        center=center,
+        register_bscans=moved,
+        margin_mm=0.016,
+        band="learned",
+        band_network=Found.network,
+    )
+    try:
+        prepared = chosen(volume, Found(tissue))
+    except ReadError as error:
+        assert error.code == "no_image"
+        return
+    motion = motion if moved else 0 * motion
+    assert np.allclose(prepared.transform.displacement, motion)
+    middle = [(n - 1) / 2 for n in shape]
+    if tissue.located:
+        middle[1] = ilm + 3
+    if confident and pit and center == "fovea":
+        middle[0], middle[2] = pit
+    # Rows that hold image in at least one B-scan.
+    ends = [(0, shape[0]), (-motion.max(), shape[1] - motion.min()), (0, shape[2])]
+    for axis in range(3):
+        span, (low, high) = size[axis] * step[axis], ends[axis]
+        start = prepared.transform.origin[axis] - step[axis] / 2 + 0.5
+        if span <= high - low:
+            assert low - 1e-6 <= start and start + span <= high + 1e-6
+        else:
+            assert start <= low + 1e-6 and high - 1e-6 <= start + span
+        if axis != 1 or not tissue.located or (moved and span >= 6 + 2 * 4):  # rows of the retina and of both margins
+            assert any(np.isclose([start + span / 2 - 0.5, start, start + span], [middle[axis], low, high], atol=1e-4))
+    if not prepared.confident:
+        assert np.array_equal(prepared.band, prepared.valid)
+    elif moved:
+        assert confident
+        for band, beside in zip(prepared.band, (-4, 6 + 4), strict=True):  # 0.016 mm, and 6 rows from ILM to BM
+            row = (ilm + beside - prepared.transform.origin[1]) / step[1]
+            assert np.allclose(band, np.clip(row, *prepared.valid), atol=1e-3)
 
 
 # Intensity

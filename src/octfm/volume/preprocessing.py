@@ -349,11 +349,7 @@ def _differing(recorded: Mapping[str, Any], wanted: Preprocessing) -> dict[str, 
 def _first_index(center: float, count: int, step: float, first: float, last: float) -> float:
     """Native index of the first prepared voxel: centred, then shifted so that nothing is cropped beside padding."""
     span = count * step
-    available = last - first + 1
-    start = center - span / 2 + 0.5
-    if span <= available:
-        start = min(max(start, first), last + 1 - span)
-    else:
-        start = min(max(start, last + 1 - span), first)
+    low, high = sorted((first, last + 1 - span))
+    start = min(max(center - span / 2 + 0.5, low), high)
     # `start` is the lower edge in units where native voxel i covers [i, i + 1); its centre lies half a step further.
     return start + step / 2 - 0.5
