@@ -1,6 +1,7 @@
 """What only pixels tell: copies under other identities never reach two splits, and an eye on the wrong side is
 noticed, never changed."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -51,7 +52,7 @@ def test_a_copy_under_another_uid_is_not_prepared_twice(tmp_path):
     assert len(store) == 5
     (copy,) = store.unprepared()
     assert (copy.acquisition, copy.code) == ("1.2.3.1", "duplicate_pixels")
-    assert files[0].uri in copy.sentence and "eye R and as L" in copy.sentence
+    assert files[0].uri in copy.sentence and "eye L instead of R" in copy.sentence
 
 
 def test_F16_voxels_of_two_participants_are_named_and_never_in_two_splits(tmp_path):
@@ -82,12 +83,17 @@ def test_F16_voxels_of_two_participants_are_named_and_never_in_two_splits(tmp_pa
 
 def test_a_copy_under_another_spelling_of_the_id_is_a_copy_of_one_person(tmp_path):
     files = [acquisition(n) for n in range(4)]
-    files[2] = replace(files[2], participant="p-0", laterality=files[0].laterality)
+    same = {"laterality": files[0].laterality, "participant_labels": files[0].participant_labels}
+    files[2] = replace(files[2], participant="p-0", **same)
     (copy,) = run(files, tmp_path / "a", same_as({"2": "0"})).unprepared()
     assert copy.code == "duplicate_pixels" and "remove the copy" in copy.sentence
     files[2] = replace(files[2], laterality={"R": "L", "L": "R"}[files[0].laterality])
     (copy,) = run(files, tmp_path / "b", same_as({"2": "0"})).unprepared()
-    assert "find out which eye it is, and remove the other file" in copy.sentence, "the copy may be the right one"
+    assert re.search("with eye [RL] instead of [RL]; find out which is right", copy.sentence), "it may be the copy"
+    files[2] = replace(files[2], laterality=None, participant_labels={"label": "DME"})
+    files[0] = replace(files[0], participant_labels={"label": "AMD"})
+    (copy,) = run(files, tmp_path / "c", same_as({"2": "0"})).unprepared()
+    assert "with label DME instead of AMD; find out which is right" in copy.sentence
 
 
 @pytest.mark.parametrize("names", ["ab", "ba"])

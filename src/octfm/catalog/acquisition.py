@@ -87,15 +87,6 @@ FLAGS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Owner:
-    """The file and participant under which voxels were found."""
-
-    uri: str
-    participant: str
-    laterality: str | None
-
-
-@dataclass(frozen=True)
 class Acquisition:
     """One accepted volume. Holds no name, birth date or other direct identifier."""
 
@@ -159,11 +150,6 @@ class Acquisition:
             modality=self.modality,
             source=self.uri,
         )
-
-    @property
-    def owner(self) -> Owner:
-        """The file and participant of these pixels, for finding copies."""
-        return Owner(self.uri, self.participant, self.laterality)
 
 
 @dataclass(frozen=True)

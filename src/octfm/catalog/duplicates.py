@@ -12,10 +12,11 @@ import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 
-from octfm.catalog.acquisition import Acquisition, Owner, Reject
+from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.labels import stated
 from octfm.catalog.participants.ids import person_key
 from octfm.catalog.tables import Tables
@@ -36,6 +37,24 @@ _ROUNDED = 0.01
 """Millimetres that differ by less are the same, rounded."""
 _OF_COPIES = ("duplicate_pixels", OF_TWO)
 """Codes of rejects whose pixels show that they are copies of another scan."""
+
+
+class Filed(Protocol):
+    """Voxels as they were filed: an Acquisition of a catalog, a StoreRow of a store."""
+
+    @property
+    def uri(self) -> str: ...
+    @property
+    def participant(self) -> str: ...
+    @property
+    def laterality(self) -> str | None: ...
+    @property
+    def participant_labels(self) -> Mapping[str, str]: ...
+    @property
+    def flags(self) -> tuple[str, ...]: ...
+
+
+F = TypeVar("F", bound=Filed)
 
 
 def without_duplicates(
@@ -85,31 +104,29 @@ def without_duplicates(
     return flagged, rejects
 
 
-def first_owner(owners: dict[str, Owner], fingerprint: str, owner: Owner) -> Owner | None:
-    """The earlier owner of these voxels, in catalog order; if there is none, this one is recorded and None returned."""
-    first = owners.setdefault(fingerprint, owner) if fingerprint else owner
-    return None if first is owner else first
+def first_filed(known: dict[str, F], fingerprint: str, now: F) -> F | None:
+    """The earlier file of these voxels, in catalog order; if there is none, this one is recorded and None returned."""
+    first = known.setdefault(fingerprint, now) if fingerprint else now
+    return None if first is now else first
 
 
-def describe_copy(owner: Owner, first: Owner, differences: Sequence[str] = ()) -> tuple[str, str]:
+def describe_copy(copy: Filed, first: Filed, differences: Sequence[str]) -> tuple[str, str]:
     """Reason code and sentence for the later of two files with the same voxels; `differences`: what it has instead of
     what is stated of the first."""
-    same = f"{owner.uri}: the same voxels as {first.uri}"
+    same = f"{copy.uri}: the same voxels as {first.uri}"
     but = f", but with {' and '.join(differences)}" if differences else ""
-    if person_key(owner.participant) != person_key(first.participant):
+    if person_key(copy.participant) != person_key(first.participant):
         return (
             OF_TWO,
-            f"{same}, which is participant {first.participant}'s and not {owner.participant}'s{but}; two ids of one "
+            f"{same}, which is participant {first.participant}'s and not {copy.participant}'s{but}; two ids of one "
             "person, or a copy filed under another's name: find out whose they are, and remove the other file",
         )
     if differences:
         return "duplicate_pixels", f"{same}{but}; find out which is right, and remove the other file"
-    eyes, advice = "", "remove the copy"
-    if owner.laterality != first.laterality:
-        eyes = f", filed as eye {first.laterality or '?'} and as {owner.laterality or '?'}"
-    if {owner.laterality, first.laterality} == {"R", "L"}:
-        advice = "find out which eye it is, and remove the other file"
-    return "duplicate_pixels", f"{same} under another SOP Instance UID{eyes}; {advice}"
+    eyes = ""
+    if copy.laterality != first.laterality:
+        eyes = f", filed as eye {first.laterality or '?'} and as {copy.laterality or '?'}"
+    return "duplicate_pixels", f"{same} under another SOP Instance UID{eyes}; remove the copy"
 
 
 def _same_voxels(pair: tuple[Header, Header], readers: Sequence[Reader]) -> bool:
@@ -170,7 +187,7 @@ def compare_copies(
             filing = filed_otherwise(copy, first)
             described = _described_otherwise(header, header_of[first.uri])
             differences = [*filing.values(), *described]
-            code, sentence = describe_copy(copy.owner, first.owner, differences)
+            code, sentence = describe_copy(copy, first, differences)
             one = doubted(kept[first.sop_instance_uid], filing)
             one = flagged(one, "copy_contradicts") if described else one
             if code == OF_TWO:
@@ -184,7 +201,7 @@ def compare_copies(
     return list(kept.values()), rejects, pairs
 
 
-def filed_otherwise(copy: Acquisition, first: Acquisition) -> dict[str, str]:
+def filed_otherwise(copy: Filed, first: Filed) -> dict[str, str]:
     """Which of `first`'s eye and labels its copy contradicts, and what the copy has instead."""
     found = {}
     for name, flag in {"eye": "laterality_conflict", **dict.fromkeys(_LABELS, "label_conflict")}.items():

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from octfm.catalog.acquisition import Acquisition, Owner, Reject
-from octfm.catalog.duplicates import OF_TWO, describe_copy, doubted, filed_otherwise, first_owner, flagged
+from octfm.catalog.acquisition import Acquisition, Reject
+from octfm.catalog.duplicates import OF_TWO, describe_copy, doubted, filed_otherwise, first_filed, flagged
 from octfm.errors import ReadError
 from octfm.formats import read_volume
 from octfm.formats.bscans import Reader
@@ -43,8 +43,7 @@ def inspect_pixels(
         deadline=lambda limits, acquisition: limits.deadline(math.prod(acquisition.shape), acquisition.uri),
         chunk=1,
     )
-    owners: dict[str, Owner] = {}
-    filed = {acquisition.uri: acquisition for acquisition in acquisitions}
+    known: dict[str, Acquisition] = {}
     seen: dict[str, _Seen] = {}
     kept: dict[str, Acquisition] = {}
     rejects, pairs = [], []
@@ -52,13 +51,12 @@ def inspect_pixels(
         if isinstance(outcome, Reject):
             rejects.append(outcome)
             continue
-        first_of = first_owner(owners, outcome.pixels, acquisition.owner)
-        if first_of is None:
+        first = first_filed(known, outcome.pixels, acquisition)
+        if first is None:
             kept[acquisition.uri], seen[acquisition.uri] = acquisition, outcome
             continue
-        first, original = filed[first_of.uri], ""
-        differences = filed_otherwise(acquisition, first)
-        code, sentence = describe_copy(acquisition.owner, first_of, [*differences.values()])
+        differences, original = filed_otherwise(acquisition, first), ""
+        code, sentence = describe_copy(acquisition, first, [*differences.values()])
         kept[first.uri] = doubted(kept[first.uri], differences)
         if code == OF_TWO:
             original = first.sop_instance_uid

@@ -182,9 +182,13 @@ REASONS: dict[str, Reason] = {
         "--keep-upside-down",
     ),
     "duplicate_sop_uid": Reason(
-        "the same acquisition, with the same voxels, is already in the catalog", "remove the copy"
+        "the same acquisition, with the same voxels, is already in the catalog",
+        "remove the copy; if it contradicts the other file, find out first which is right",
     ),
-    "duplicate_pixels": Reason("another file has the same voxels under another SOP Instance UID", "remove the copy"),
+    "duplicate_pixels": Reason(
+        "another file has the same voxels under another SOP Instance UID",
+        "remove the copy; if it contradicts the other file, find out first which is right",
+    ),
     "pixels_of_two_participants": Reason(
         "another participant's file has the same voxels: one id is wrong, and keeping both could leak between splits",
         "find out whose they are, and remove the other file",

@@ -11,9 +11,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from octfm.catalog.acquisition import FLAGS, PSEUDONYM, Acquisition, Owner
+from octfm.catalog.acquisition import FLAGS, PSEUDONYM, Acquisition
 from octfm.catalog.catalog import Catalog
-from octfm.catalog.duplicates import OF_TWO, describe_copy, first_owner
+from octfm.catalog.duplicates import OF_TWO, describe_copy, filed_otherwise, first_filed
 from octfm.catalog.participants.ids import may_be_one_person, person_key
 from octfm.catalog.participants.pseudonyms import hidden_uid, is_pseudonymous, key_digest
 from octfm.display import number
@@ -226,12 +226,12 @@ def with_finder(limits: Limits, find_band: BandFinder | None) -> Limits:
 def _write(outcomes: Iterator[StoreRow | Unprepared], tasks: Sequence["_Task"], writer: StoreWriter) -> Iterator[bool]:
     """Write the outcome of every task, and yield whether its volume is now in the store."""
     # Start from the voxels already in the store, so that copies are found across calls as well.
-    owners: dict[str, Owner] = {}
+    known: dict[str, StoreRow] = {}
     for row in writer.rows:
-        first_owner(owners, row.pixels, Owner(row.uri, row.participant, row.laterality))
+        first_filed(known, row.pixels, row)
     shared: set[str] = set()
     for task, outcome in zip(tasks, outcomes, strict=True):
-        outcome = _unless_copy(outcome, task, owners, writer, shared)
+        outcome = _unless_copy(outcome, task, known, writer, shared)
         if isinstance(outcome, Unprepared):
             writer.quarantine(outcome)
         elif task.index is None:
@@ -249,7 +249,7 @@ def _write(outcomes: Iterator[StoreRow | Unprepared], tasks: Sequence["_Task"], 
 
 
 def _unless_copy(
-    outcome: StoreRow | Unprepared, task: "_Task", owners: dict[str, Owner], writer: StoreWriter, shared: set[str]
+    outcome: StoreRow | Unprepared, task: "_Task", known: dict[str, StoreRow], writer: StoreWriter, shared: set[str]
 ) -> StoreRow | Unprepared:
     """`outcome`, or an Unprepared if the store already holds the same voxels.
 
@@ -262,11 +262,10 @@ def _unless_copy(
         before = writer.rows[task.index]
         kept = [flag for flag in before.found if flag == OF_TWO and before.pixels == outcome.pixels]
         return replace(outcome, found=(*outcome.found, *kept))
-    owner = Owner(outcome.uri, outcome.participant, outcome.laterality)
-    first = first_owner(owners, outcome.pixels, owner)
+    first = first_filed(known, outcome.pixels, outcome)
     if first is None:
         return outcome
-    code, sentence = describe_copy(owner, first)
+    code, sentence = describe_copy(outcome, first, [*filed_otherwise(outcome, first).values()])
     if code == OF_TWO:
         shared.add(first.uri)
     return _unprepared(task.acquisition, code, sentence)
