@@ -387,7 +387,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_half_written(run, folder, tm
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "missing", "settings", "foreign", "newer", "seen", "hashes"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing", "settings", "foreign", "newer", "odd", "seen", "hashes"])
 def test_damage_is_told_where_it_is(folder, tmp_path, damage):
     copy = shutil.copytree(folder, tmp_path / "copy")
     weights, settings = copy / exported.WEIGHTS, json.loads((copy / exported.CONFIG).read_text())
@@ -406,11 +406,11 @@ def test_damage_is_told_where_it_is(folder, tmp_path, damage):
     elif damage == "foreign":
         settings["format"] = "bert"
     else:
-        settings["version"] = 99
+        settings["version"] = 99 if damage == "newer" else None
     (copy / exported.CONFIG).write_text(json.dumps(settings))
     words = {
         "flip": "model.safetensors: damaged.*checksum", "cut": "model.safetensors: damaged", "missing": "no such file",
-        "settings": "do not fit the model", "foreign": "no checkpoint found", "newer": "upgrade octfm", "seen": "seen_participants.*missing", "hashes": "seen_participants.*lacks hashes",
+        "settings": "do not fit the model", "foreign": "no checkpoint found", "newer": "upgrade octfm", "odd": "version None", "seen": "seen_participants.*missing", "hashes": "seen_participants.*lacks hashes",
     }  # fmt: skip
     with pytest.raises(CheckpointError, match=words[damage]):
         (seen_by if damage in ("seen", "hashes") else load_encoder)(copy)

@@ -257,7 +257,9 @@ def test_a_result_is_the_dict_that_its_file_holds(result, tmp_path):
     first = next(row for row in result["results"] if row["metric"] == "r2")
     assert f"{first['estimate']:.3f} ({first['low']:.3f} to {first['high']:.3f})" in again._repr_html_()
     (tmp_path / "other.json").write_text('{"format": "octfm-view"}')
-    for where, says in (("nowhere", "no result here"), ("other.json", "not a result of octfm")):
+    (tmp_path / "odd.json").write_text('{"format": {}}')
+    wrong = "not a result of octfm"
+    for where, says in (("nowhere", "no result here"), ("other.json", wrong), ("odd.json", wrong)):
         with pytest.raises(EvaluationError, match=says):
             read_result(tmp_path / where)
 

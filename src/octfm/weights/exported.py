@@ -91,9 +91,10 @@ def read_settings(where: Location) -> dict[str, Any]:
         raise CheckpointError(
             f"{where / CONFIG}: expected format {FORMAT}, got {settings.get('format')!r}; was it made by octfm export?"
         )
-    if settings.get("version", 0) > VERSION:
+    version = settings.get("version", 0)
+    if not isinstance(version, int) or version > VERSION:
         raise CheckpointError(
-            f"{where / CONFIG}: export version {settings['version']}, this octfm reads up to {VERSION}; upgrade octfm"
+            f"{where / CONFIG}: export version {version}, this octfm reads up to {VERSION}; upgrade octfm"
         )
     if absent := {"settings", "preprocessing", "fingerprint"} - settings.keys():
         raise CheckpointError(f"{where / CONFIG}: incomplete, it lacks {', '.join(sorted(absent))}; export again")
