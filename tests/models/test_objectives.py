@@ -117,8 +117,8 @@ def test_F11_loss_is_told_relative_to_a_content_free_baseline(name):
             ).all()
     wide = output.masked_goal_BTD.repeat(1, 1, 4)
     torch.testing.assert_close(model.baseline(wide), baseline)
-    told = over_baseline(model, output.masked_loss_B.detach(), output.masked_goal_BTD)
-    assert told == pytest.approx(float(output.masked_loss_B.mean() / baseline.mean()))
+    losses = output.masked_loss_B.detach()
+    assert over_baseline(model, losses, output.masked_goal_BTD) == pytest.approx(float(losses.mean() / baseline.mean()))
 
 
 @every
