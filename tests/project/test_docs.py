@@ -68,6 +68,17 @@ def test_every_link_leads_somewhere(page):
             assert anchor in anchors, f"{target}: no such section"
 
 
+def test_every_link_leads_somewhere_on_the_site_too():
+    """`make docs` fails otherwise, which takes half a minute to find out: there are files beside docs/ that are no pages."""
+    pytest.importorskip("mkdocs", reason="the pages need octfm[docs]")
+    hooks = runpy.run_path(str(DOCS / "site_hooks.py"))
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+        for target in re.findall(r"\]\((?!https?://|mailto:|#)([^)\s#]+)", hooks["ELSEWHERE"].sub("", text)):
+            other = (page.parent / target).resolve()
+            assert other.is_relative_to(DOCS) or other.name in hooks["PAGES"], f"{page.name}: {target}"
+
+
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
 def test_every_verb_option_and_setting_exists(page):
     import typer.main
