@@ -205,7 +205,9 @@ def test_the_reference_has_every_public_name_and_no_other():
     named = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.M)
     for name in named:
         module, _, last = name.rpartition(".")
-        assert getattr(importlib.import_module(module), last).__doc__, f"{name} has no docstring"
+        about = getattr(importlib.import_module(module), last).__doc__
+        assert about, f"{name} has no docstring"
+        assert not re.search(r"<\w+>", re.sub(r"`[^`]*`", "", about)), f"{name}: <word> is an element of the page"
     homes = {f"{home}.{name}" for name, home in octfm._HOME.items()}
     assert homes <= set(named), homes - set(named)
 
