@@ -117,7 +117,7 @@ def load(
         return cls.model_validate(values, context=context)
     except ValidationError as error:
         key, problem = _explain(cls, error)
-        given = _override_of(key, overrides)
+        given = _override_of(key, problem, overrides)
         place = f"override {shown(given)}" if given else where
         raise ConfigError(_sentence(place, key, problem, named=key == given)) from None
 
@@ -127,11 +127,13 @@ def _sentence(place: str, key: str, problem: str, named: bool = False) -> str:
     return f"{place}: {problem}" if named else f"{place}: {key}: {problem}"
 
 
-def _override_of(place: str, overrides: Iterable[str]) -> str:
-    """The key of the override that set what is wrong; empty if the file did."""
-    keys = (override.partition("=")[0].strip() for override in overrides)
-    related = (key for key in keys if place and (f"{key}.".startswith(f"{place}.") or place.startswith(f"{key}.")))
-    return next(related, "")
+def _override_of(place: str, problem: str, overrides: Iterable[str]) -> str:
+    """The key of the override that set what is wrong, if several are in that section one that the problem names; empty
+    if the file did."""
+    keys = [override.partition("=")[0].strip() for override in overrides]
+    related = [key for key in keys if f"{key}.".startswith(f"{place}.") or place.startswith(f"{key}.") or not place]
+    named = [key for key in related if key.rpartition(".")[2] in re.findall(r"\w+", problem)]
+    return next(iter(named or related if place else named), "")
 
 
 def _refuse_credentials_in(values: Any, where: str, key: str = "") -> None:
