@@ -128,12 +128,18 @@ def _sentence(place: str, key: str, problem: str, named: bool = False) -> str:
 
 
 def _override_of(place: str, problem: str, overrides: Iterable[str]) -> str:
-    """The key of the override that set what is wrong, if several are in that section one that the problem names; empty
-    if the file did."""
-    keys = [override.partition("=")[0].strip() for override in overrides]
-    related = [key for key in keys if f"{key}.".startswith(f"{place}.") or place.startswith(f"{key}.") or not place]
-    named = [key for key in related if key.rpartition(".")[2] in re.findall(r"\w+", problem)]
-    return next(iter(named or related if place else named), "")
+    """The key of the override that set what is wrong: one in that section that the problem names, else the section;
+    empty if the file did."""
+    keys = [override.partition("=")[0] for override in overrides]
+    around = [key for key in keys if place and f"{place}.".startswith(f"{key}.")]
+    inside = [key for key in keys if not place or key.startswith(f"{place}.")]
+    named = [key for key in inside if problem.startswith("unknown key") or _names(problem, key)]
+    return (named or around[::-1] or [""])[0]
+
+
+def _names(problem: str, key: str) -> bool:
+    """Whether the words of a problem include this key, or its last part alone."""
+    return re.search(rf"(?<![\w.])({key}|{key.rpartition('.')[2]})\b", problem) is not None
 
 
 def _refuse_credentials_in(values: Any, where: str, key: str = "") -> None:
