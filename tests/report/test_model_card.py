@@ -75,6 +75,7 @@ def test_licence_and_agreement_are_what_was_stated_or_said_to_be_missing(parts, 
     [
         ("https://huggingface.co/datasets/clinic/oct", ["clinic/oct"]),
         ("Müller's OCT (2.0), https://a.example/b/c", ["M-ller-s-OCT-2.0-https-a.example-b-c"]),
+        ("OCT of 2019..2021, https://a.example/oct.git", ["OCT-of-2019-2021-https-a.example-oct"]),
         ("oct " * 50, ["-".join(["oct"] * 24)]),
         ("眼底", None),
     ],
