@@ -110,7 +110,7 @@ def _hub_id(dataset: str) -> str:
     """What can be the id of a data set on the hub, which rejects a card that names another in its metadata."""
     parts = dataset.removeprefix(HUB_DATASETS).split("/")
     words = [word for part in parts if (word := re.sub(r"(\.{2,}|[^A-Za-z0-9._])+", "-", part).strip("-."))]
-    return ("/" if len(words) == 2 else "-").join(words)[:96].strip("-./").removesuffix(".git")
+    return re.sub(r"([-./]|\.git)+$", "", ("/" if len(words) == 2 else "-").join(words)[:96])
 
 
 def _index(probe: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
