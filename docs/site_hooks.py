@@ -10,7 +10,9 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parent.parent
 PAGES = {"README.md": "readme.md", "CHANGELOG.md": "changelog.md"}
 """Files beside docs/, and what they are called on the site."""
-ELSEWHERE = re.compile(r"\[([^\]]+)\]\((?:\.\./)*(LICENSE|CITATION\.cff|src/[^)]*|tests/[^)]*|launch/[^)]*)\)")
+ELSEWHERE = re.compile(
+    r"\[([^\]]+)\]\((?:\.\./)*(LICENSE|CONTRIBUTING\.md|RELEASING\.md|CITATION\.cff|src/[^)]*|tests/[^)]*|launch/[^)]*)\)"
+)
 """Links to files of the repository that are no pages: the site shows their names alone."""
 
 RANKS = (

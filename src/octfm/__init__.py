@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from octfm.version import __version__
 
 if TYPE_CHECKING:
-    from octfm import formats
+    from octfm import formats as formats
     from octfm.catalog.catalog import Catalog
     from octfm.catalog.scan import scan
     from octfm.encoder.encoder import Encoder, load_encoder
@@ -66,15 +66,46 @@ _HOME = {
 }
 """The module of each public name, imported on first use, so that `import octfm` is fast."""
 
-__all__ = [*_HOME, "__version__"]  # noqa: PLE0604
+# Written out, because type checkers evaluate nothing, and take no other name for public.
+__all__ = [
+    "Catalog",
+    "Encoder",
+    "OctEncoder",
+    "OctfmError",
+    "Preprocessing",
+    "PretrainConfig",
+    "Result",
+    "ScanSegmentation",
+    "Store",
+    "TunedModel",
+    "Volume",
+    "__version__",
+    "export",
+    "load_config",
+    "load_encoder",
+    "load_prototype_encoder",
+    "load_segmenter",
+    "load_tuned",
+    "prepare",
+    "pretrain",
+    "probe",
+    "read_result",
+    "read_volume",
+    "scan",
+    "segment",
+    "write_phantom",
+    "write_report",
+]
 
 
-def __getattr__(name: str):
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    if name == "formats":  # octfm.formats.read_surfaces and its like, after `import octfm` alone
-        return import_module("octfm.formats")
-    raise AttributeError(f"module 'octfm' has no attribute {name!r}")
+if not TYPE_CHECKING:  # type checkers would take any name
+
+    def __getattr__(name: str):
+        if name in _HOME:
+            return getattr(import_module(_HOME[name]), name)
+        if name == "formats":  # octfm.formats.read_surfaces and its like, after `import octfm` alone
+            return import_module("octfm.formats")
+        raise AttributeError(f"module 'octfm' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -31,6 +31,9 @@ _TOKEN = re.compile(r"(?i)[?&;#][^=&?/]*(sig|token|secret|key|credential|passw|p
 _QUERY = re.compile(r"(?i)[?&;#][^=&?/\s]*(=|%3d)")
 """A query of a web address. octfm needs none, and any name may hold a token: ?pass=, ?jwt=, ?code=."""
 
+_NAME = re.compile(r"(?:--)?[a-z][a-z0-9_.-]*=")
+"""Before the value of an option or a setting in one word: data.store=, --store=."""
+
 
 def is_bucket(name: str) -> bool:
     """Whether this is a valid bucket name, without a user or key before it."""
@@ -91,9 +94,10 @@ def expect_local(text: str, expected: str = "expected a path on a disk, not an a
 
 
 def shown(text: str) -> str:
-    """The part of a refused address that a message may show: its scheme."""
-    found = _ADDRESS.search(text) or _BEGINS_LIKE_ONE.match(text)
-    return f"{next(scheme for scheme in found.groups() if scheme)}://…" if found else "…"
+    """The part of a refused address that a message may show: its scheme, and the option or setting that it is for."""
+    found, name = _ADDRESS.search(text) or _BEGINS_LIKE_ONE.match(text), _NAME.match(text)
+    scheme = f"{next(scheme for scheme in found.groups() if scheme)}://…" if found else "…"
+    return f"{name[0]}{scheme}" if name else scheme
 
 
 def mask(text: str) -> str:

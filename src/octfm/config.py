@@ -117,7 +117,7 @@ def load(
         return cls.model_validate(values, context=context)
     except ValidationError as error:
         key, problem = _explain(cls, error)
-        given = _override_of(key, overrides)
+        given = _override_of(key, problem, overrides)
         place = f"override {shown(given)}" if given else where
         raise ConfigError(_sentence(place, key, problem, named=key == given)) from None
 
@@ -127,11 +127,19 @@ def _sentence(place: str, key: str, problem: str, named: bool = False) -> str:
     return f"{place}: {problem}" if named else f"{place}: {key}: {problem}"
 
 
-def _override_of(place: str, overrides: Iterable[str]) -> str:
-    """The key of the override that set what is wrong; empty if the file did."""
-    keys = (override.partition("=")[0].strip() for override in overrides)
-    related = (key for key in keys if place and (f"{key}.".startswith(f"{place}.") or place.startswith(f"{key}.")))
-    return next(related, "")
+def _override_of(place: str, problem: str, overrides: Iterable[str]) -> str:
+    """The key of the override that set what is wrong: one in that section that the problem names, else the section;
+    empty if the file did."""
+    keys = [override.partition("=")[0] for override in overrides]
+    around = [key for key in keys if place and f"{place}.".startswith(f"{key}.")]
+    inside = [key for key in keys if not place or key.startswith(f"{place}.")]
+    named = [key for key in inside if problem.startswith("unknown key") or _names(problem, key)]
+    return (named or around[::-1] or [""])[0]
+
+
+def _names(problem: str, key: str) -> bool:
+    """Whether the words of a problem include this key, or its last part alone."""
+    return re.search(rf"(?<![\w.])({key}|{key.rpartition('.')[2]})\b", problem) is not None
 
 
 def _refuse_credentials_in(values: Any, where: str, key: str = "") -> None:

@@ -290,9 +290,11 @@ def test_a_bscan_that_is_missing_in_an_e2e_is_noticed(tmp_path):
     assert code_of(uri, spacing_mm=SPACING_MM) == "frame_count_mismatch"
 
 
-@pytest.mark.parametrize(
-    ("ends", "pattern"), [(radial_ends(12), 3), (np.repeat(ends_of(1, 36), 12, axis=0), 3), (None, 2)]
-)
+ONE_LINE = np.repeat(ends_of(1, 36), 12, axis=0)
+MOVING = ONE_LINE + np.random.default_rng(0).uniform(-0.001, 0.001, (12, 1)) * (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize(("ends", "pattern"), [(radial_ends(12), 3), (ONE_LINE, 3), (MOVING, 3), (None, 2)])
 def test_star_repeats_and_circle_of_an_e2e_are_left_out(tmp_path, ends, pattern):
     uri = write_e2e(tmp_path / "a.e2e", {(1, 2, 3): e2e_codes(telling_voxels())}, ends=ends, pattern=pattern)
     assert code_of(uri, spacing_mm=SPACING_MM) == "not_raster"

@@ -47,7 +47,7 @@ def objective() -> JEPA:
 
 
 def begin_with(path, model, size) -> None:
-    initial_weights.begin_with(read_initial(str(path), config(model=size.model_dump())), model, size)
+    initial_weights.begin_with(read_initial(str(path), config(model=size.model_dump())), model)
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from octfm.models.vit3d import (
     take_tokens,
     turn_qkv,
 )
+from octfm.pretraining.monitors.measure import over_baseline
 
 GRID = TokenGrid((4, 4, 4), (0.4, 0.1, 0.3))
 MODEL = ViTConfig(patch_size=(2, 8, 8), width=48, depth=2, heads=4)
@@ -116,6 +117,8 @@ def test_F11_loss_is_told_relative_to_a_content_free_baseline(name):
             ).all()
     wide = output.masked_goal_BTD.repeat(1, 1, 4)
     torch.testing.assert_close(model.baseline(wide), baseline)
+    losses = output.masked_loss_B.detach()
+    assert over_baseline(model, losses, output.masked_goal_BTD) == pytest.approx(float(losses.mean() / baseline.mean()))
 
 
 @every

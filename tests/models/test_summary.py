@@ -204,7 +204,7 @@ def test_a_deeper_encoder_with_a_summary_begins_as_the_packaged_one(tmp_path, mo
     wanted = dense(model=model.model_dump() | {"init": None})
     begun = build_objective(wanted, packaged.preprocessing)
     random_query = begun.encoder.summary.query.clone()
-    begin_with(read_initial("packaged", wanted), begun, model)
+    begin_with(read_initial("packaged", wanted), begun)
     patches = torch.randn(1, 30, prod(settings_.model.patch_size))
     index = torch.arange(30)[None]
     with torch.inference_mode():

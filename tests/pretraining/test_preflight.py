@@ -43,8 +43,19 @@ def sound(store, tmp_path_factory):
     return table(config(steps=4000), store, folder / "run"), folder
 
 
+ASKED = [
+    "token grid", "batch arithmetic", "ranks", "data order", "learning rate", "weight decay", "teacher momentum", "splits", "store",
+    "destination", "disk", "parameters", "tracker", "token budget", "tissue dropped", "masks", "dead targets", "mask coverage",
+    "tissue bands", "participants", "volumes show tissue", "right side up", "bands fit their volumes", "context is blind to targets",
+    "teacher gets no gradient", "teacher moves", "views agree", "masks change", "validation masks", "objective learns", "memory",
+    "forecast",
+]  # fmt: skip
+"""Of every run. Tests of one check call it alone, and would not miss it here."""
+
+
 def test_a_sound_run_passes_everything(sound):
     found, folder = sound
+    assert list(found) == ASKED
     # How fast a busy machine reads is no fault of the settings.
     assert {c.status for c in found.values() if c.name != "forecast"} == {"PASS"}, found
     assert "8 participants to train on, 2 to validate on" in found["splits"].measured

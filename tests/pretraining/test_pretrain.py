@@ -20,6 +20,7 @@ from octfm.pretraining.monitors.measure import validate
 from octfm.pretraining.pretrain import pretrain
 from octfm.run import checkpoint
 from octfm.run.runtime import start
+from octfm.store.selection import select
 from support.small_store import SIZE, edit_rows, small_store
 from support.tiny_runs import TINY, Killed, config, final, quick_pretrain, quiet, rows, timeless
 
@@ -233,12 +234,16 @@ def test_F11_teacher_moves_in_every_update_and_context_cannot_see(whole):
     assert all(row["teacher_step"] > 0 for row in rows(whole))
 
 
-def test_F12_validation_has_real_masks_and_the_same_ones_every_time(whole):
+def test_F12_validation_has_real_masks_and_the_same_ones_every_time(store, whole):
     """The prototype's validation mask was all zeros, so its loss was 0 and the best checkpoint was always the first."""
     found = rows(whole, "validation")
     assert [row["step"] for row in found] == [3, 7]
     assert all(row["masked_loss"] > 0.01 and row["volumes"] == 4 for row in found)
     assert found[0]["masked_loss"] != found[1]["masked_loss"]
+    learner = Learner(config(), store.preprocessing, start())
+    learner.model.load_state_dict(final(whole)["model"])
+    again = validate(learner, store, select(store, "val"))
+    assert again["masked_loss"] == found[1]["masked_loss"], "of participants held out, with masks drawn as before"
 
 
 def test_blank_validation_volumes_do_not_stop_a_run(tmp_path):

@@ -68,12 +68,14 @@ def test_F10_tensorboard_tells_every_step_once_after_a_kill(store, tmp_path, mon
 def test_F10_wandb_is_one_run_that_tells_no_step_twice(store, tmp_path, monkeypatch):
     """Four W&B runs at once, because every replica believed to be rank 0."""
     monkeypatch.setenv("WANDB_SILENT", "true")
-    run = killed_and_resumed(config(tracking={"wandb": "offline"}), store, tmp_path / "run", monkeypatch)
+    settings = config(tracking={"wandb": "offline"}, ckpt_second_dir=str(tmp_path / "zqxdisk"))
+    run = killed_and_resumed(settings, store, tmp_path / "run", monkeypatch)
     files = sorted((run / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2 and len({file.stem for file in files}) == 1, "two processes, one run id"
     wait_until(lambda: wandb_records(files[-1])[-1].HasField("exit"), "the file, which W&B's own process writes")
     told = [int(row["_step"]) for file in files for row in wandb_history(file) if "train/loss" in row]
     assert told == list(range(8))
+    assert not any(b"zqx" in file.read_bytes() for file in files), "the run hands over its settings without text"
 
 
 @needs_wandb

@@ -26,6 +26,7 @@ from octfm.pretraining.settings import PretrainConfig, load_config, stored_confi
 from octfm.store.loader import DataConfig
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
+from octfm.volume.preprocessing import Preprocessing
 from support.command_line import invoke
 from support.small_store import small_store
 
@@ -93,6 +94,12 @@ def test_no_option_of_any_verb_repeats_or_writes_a_secret(tmp_path_factory, opti
     _refused_and_nothing_written(tmp_path_factory.mktemp("here"), [verb, *words], secret)
 
 
+def test_a_command_names_the_setting_or_option_whose_address_holds_a_key():
+    for word in ("data.store=", "--store="):
+        done = invoke("pretrain", "vit_s", f"{word}s3://AKIA:wJalrXUtnFEMI@bucket")
+        assert str(done.exception).startswith(f"{word}s3://…: the address holds credentials")
+
+
 @pytest.mark.parametrize(
     ("verb", "parameter"), OPTIONS, ids=lambda value: value if isinstance(value, str) else value.name
 )
@@ -127,9 +134,9 @@ def _settings(cls: type[Config], prefix: str = "") -> list[str]:
     return known_keys(cls, prefix)
 
 
-@pytest.mark.parametrize(("cls", "verb"), [(PretrainConfig, "vit_s"), (FinetuneConfig, "study_group_linear")])
-def test_no_setting_takes_an_address_with_a_key(tmp_path, cls, verb):
-    """In a file or behind the name of the config, whatever the setting is for; mistyped ones too."""
+@pytest.mark.parametrize("cls", [PretrainConfig, FinetuneConfig, SegmentConfig, Preprocessing])
+def test_no_setting_takes_an_address_with_a_key(tmp_path, cls):
+    """In a file or as an override, whatever the setting is for; mistyped ones too."""
     for key in [*_settings(cls), "data.stroe", "nonsense"]:
         values: dict = {}
         table = values
@@ -138,8 +145,8 @@ def test_no_setting_takes_an_address_with_a_key(tmp_path, cls, verb):
             table = table.setdefault(section, {})
         table[name] = ["gs://AKIA:wJalrXUtnFEMI@bucket/x"]
         (tmp_path / "own.yaml").write_text(yaml.safe_dump(values))
-        for source, overrides in ((tmp_path / "own.yaml", []), (verb, [f"{key}=s3://AKIA:wJalrXUtnFEMI@bucket"])):
-            with pytest.raises(ConfigError, match="credentials") as caught:
+        for source, overrides in ((tmp_path / "own.yaml", []), ({}, [f"{key}=s3://AKIA:wJalrXUtnFEMI@bucket"])):
+            with pytest.raises(ConfigError, match=f"{key}(: |=).*credentials") as caught:
                 load(cls, source, overrides)
             assert "wJalrXUtnFEMI" not in str(caught.value)
 

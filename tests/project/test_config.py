@@ -221,6 +221,41 @@ def test_a_wrong_value_is_said_in_plain_words_and_laid_to_its_override(word, mes
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ckpt_second_dir=None"], "override 'ckpt_second_dir': ckpt_second_dir is the text 'None'"),
+        (["model={width: 48}", "model.depth=x"], "override 'model.depth': expected a whole number, got 'x'"),
+        (["modle.depth=4", "modle.width=48"], "override 'modle.depth': unknown key modle"),
+        (["data.prefetch=1", "data.store=None"], "override 'data.store': data: store is the text 'None'"),
+        (["model.depth=4", "model.heads=5"], "override 'model.heads': model: width 384 must split into 5 heads"),
+        (
+            ["objective.goal_average=[2,3,4]"],
+            "override 'objective.goal_average': objective.goal_average [2, 3, 4] must",
+        ),
+    ],
+)
+def test_a_problem_is_laid_to_the_override_that_it_names(words, message):
+    """Not to the packaged file, where nobody finds it, nor to another setting of that section."""
+    with pytest.raises(ConfigError) as error:
+        load_config("vit_s", words)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"masks": {"mask_ratio": 0.9}}, "masks.plane=enface"),
+        ({"objective": {"name": "mae", "voxel_loss": 1}}, "objective.pool=mean"),
+        ({"model": {"depth": 2}, "objective": {"target_levels": 4}}, "predictor.depth=4"),
+    ],
+)
+def test_a_problem_of_the_file_is_not_laid_to_an_override_that_it_does_not_name(given, word):
+    with pytest.raises(ConfigError, match=r"^settings: ") as error:
+        load(PretrainConfig, given, [word])
+    assert word.partition("=")[0] not in str(error.value)
+
+
 def test_settings_made_in_python_are_refused_in_one_line_too():
     """Pydantic answered, in four lines without the key that was meant."""
     with pytest.raises(ConfigError, match=r"^Preprocessing: unknown key imagesize; did you mean image_size\?$"):

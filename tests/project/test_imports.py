@@ -118,7 +118,11 @@ def test_packaged_networks_are_listed_without_torch():
     assert run_python(code).strip() == "False"
 
 
-def test_every_public_name_has_a_home():
+def test_every_public_name_has_a_home_and_is_public_to_type_checkers():
+    """mypy --strict takes no name from a list that is put together."""
+    body = ast.parse((ROOT / "__init__.py").read_text()).body
+    (written,) = (n.value for n in body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__")
+    assert sorted(ast.literal_eval(written)) == sorted([*octfm._HOME, "__version__"])
     for name in octfm.__all__:
         assert getattr(octfm, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'train'"):

@@ -59,6 +59,13 @@ BUGS = (
         "test_objectives.py::test_F5_step_result_is_typed",
     ),
     Bug(
+        "F6-the-destination-is-not-written-to",
+        "pretraining/preflight/resources.py",
+        "return fail(name, problem, advice) if problem else passed(",
+        "return passed(",
+        "test_preflight.py::test_destination_is_write_tested",
+    ),
+    Bug(
         "F7-accumulated-gradients-are-summed",
         "pretraining/step.py",
         "(output.loss / count).backward()",
@@ -130,6 +137,20 @@ BUGS = (
         "test_pretrain.py::test_F12_validation_has_real_masks_and_the_same_ones_every_time",
     ),
     Bug(
+        "F12-validation-on-volumes-of-training",
+        "pretraining/validation.py",
+        "store, rows, metrics = self.data.store, self.data.validation_rows, session.metrics",
+        "store, rows, metrics = self.data.store, self.data.train_rows[:4], session.metrics",
+        "test_pretrain.py::test_F12_validation_has_real_masks_and_the_same_ones_every_time",
+    ),
+    Bug(
+        "F12-validation-masks-are-drawn-anew",
+        "pretraining/inputs.py",
+        "generators(config.seed, VALIDATION, positions, view))",
+        "[np.random.default_rng() for _ in positions])",
+        "test_pretrain.py::test_F12_validation_has_real_masks_and_the_same_ones_every_time",
+    ),
+    Bug(
         "F13-augmentation-flips-the-axial-axis",
         "pretraining/augment.py",
         "torch.arange(height, device=voxels.device) - shift_B.unsqueeze(1)",
@@ -191,6 +212,13 @@ BUGS = (
         "for _ in range(config.depth)",
         "for _ in range(6)",
         "test_objectives.py::test_F19_prototype_preset_counts_its_29_457_million_parameters",
+    ),
+    Bug(
+        "a-check-that-preflight-does-not-ask",
+        "pretraining/preflight/__init__.py",
+        "yield cohort.checks(store, store.recorded(train_rows))",
+        "yield []",
+        "test_preflight.py::test_a_sound_run_passes_everything",
     ),
     Bug(
         "a-tensor-of-the-host-beside-those-of-the-device",

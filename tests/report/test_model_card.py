@@ -70,6 +70,23 @@ def test_licence_and_agreement_are_what_was_stated_or_said_to_be_missing(parts, 
     )
 
 
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [
+        ("https://huggingface.co/datasets/clinic/oct", ["clinic/oct"]),
+        ("Müller's OCT (2.0), https://a.example/b/c", ["M-ller-s-OCT-2.0-https-a.example-b-c"]),
+        ("OCT of 2019..2021, https://a.example/oct.git", ["OCT-of-2019-2021-https-a.example-oct"]),
+        ("oct " * 50, ["-".join(["oct"] * 24)]),
+        ("眼底", None),
+    ],
+)
+def test_the_hub_gets_no_data_set_that_it_would_reject(parts, named, found):
+    text = model_card(parts["run"], statements=Statements(dataset=named))
+    assert front(text).get("datasets") == found and f"Data set: {named[0]}" in text
+    if found:
+        pytest.importorskip("huggingface_hub").utils.validate_repo_id(found[0])
+
+
 def test_nobody_and_no_place_is_named(parts, card):
     both = card + paper(**parts)
     for secret in ("never-shown", "/clinic", "p001", "1.2.3", str(parts["run"].parent)):

@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
@@ -640,6 +641,10 @@ def test_a_full_disk_refuses_shards_with_an_error_that_every_rank_gets(one_rank,
     with FullDisk(size), pytest.raises(OSError, match=reason):
         shards.write(tmp_path / "checkpoints", 4, content, runtime=one_rank)
     assert not list((tmp_path / "checkpoints").iterdir()), "nothing is left behind"
+    another = SimpleNamespace(leads=False, value_of_first=lambda own: own or reason)
+    with pytest.raises(OSError, match=reason):
+        shards.write(tmp_path / "elsewhere", 4, content, runtime=another)
+    assert not (tmp_path / "elsewhere").exists(), "only rank 0 writes what is no tensor"
 
 
 def test_what_a_killed_job_of_more_ranks_left_is_no_part_of_the_checkpoint_that_is_written_anew(one_rank, tmp_path):

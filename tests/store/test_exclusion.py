@@ -1,6 +1,5 @@
 """Volumes without image are set aside or named, and a list leaves out volumes wherever they are chosen."""
 
-import json
 import pickle
 from dataclasses import replace
 
@@ -19,7 +18,7 @@ from octfm.pretraining.pretrain import pretrain
 from octfm.store.exclusion import excluded, named_lines, without_excluded
 from octfm.store.prepare import prepare
 from octfm.volume.volume import Volume
-from support.command_line import invoke
+from support.command_line import COMMAND, invoke
 from support.small_store import small_store
 from support.store_samples import NATIVE, SMALL, SPACING_MM, acquisition, catalog, read_sample
 from support.tiny_runs import config, quick_pretrain, quiet
@@ -225,10 +224,33 @@ def test_any_name_can_be_listed(tmp_path_factory, names, absent):
     assert len(lines) == (absent not in names)
 
 
-@pytest.mark.parametrize("verb", ["finetune", "segment"])
-def test_settings_of_other_verbs_know_exclude(verb):
-    from octfm.tasks.finetune_settings import FinetuneConfig
-    from octfm.tasks.segment_settings import SegmentConfig
+READ = {
+    "prepare": "CATALOG --exclude LIST --out OUT --workers 0",
+    "embed": "RUN --store STORE --exclude LIST --out OUT",
+    "embed --catalog": "RUN --catalog CATALOG --exclude LIST --out OUT --workers 0",
+    "probe": "RUN --embeddings VECTORS --exclude LIST --out OUT",
+    "leaderboard": "RUN --store STORE --exclude LIST --out OUT",
+    "trust": "RUN --store STORE --exclude LIST --out OUT",
+    "finetune": "study_group_linear encoder=RUN store=STORE exclude=LIST --out OUT",
+    "segment": "encoder=RUN store=STORE truth=OUT exclude=LIST --out OUT",
+    "doctor": "vit_s data.store=STORE data.exclude=LIST --out OUT",
+}
 
-    chosen = {"finetune": FinetuneConfig, "segment": SegmentConfig}[verb]
-    assert json.loads(chosen(exclude="list.txt").model_dump_json())["exclude"] == "list.txt"
+
+@pytest.mark.parametrize("verb", READ)
+def test_every_verb_that_chooses_volumes_reads_the_list(run_and_old_store, tmp_path, verb):
+    run, store = run_and_old_store
+    assert READ.keys() >= {
+        name for name, own in COMMAND.commands.items() if any(p.name == "exclude" for p in own.params)
+    }
+    catalog([acquisition(n) for n in range(3)]).save(tmp_path / "catalog")
+    (tmp_path / "list").write_text("# nobody\n")
+    if verb == "probe":
+        embed_store(load_encoder(run), store.part([0, 1, 2]), tmp_path / "vectors", echo=quiet)
+    places = {name: tmp_path / name.lower() for name in ("CATALOG", "VECTORS", "LIST", "OUT")}
+    places |= {"RUN": run, "STORE": store.path}
+    words = [verb.split()[0], *READ[verb].split()]
+    for name, place in places.items():
+        words = [word.replace(name, str(place)) for word in words]
+    done = invoke(*words)
+    assert isinstance(done.exception, ConfigError) and "names nothing" in str(done.exception), done

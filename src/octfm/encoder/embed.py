@@ -105,7 +105,7 @@ def older_vectors(run: str | Location, file: Location) -> str | None:
 
 
 def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pretrained", echo: Echo = print) -> Path:
-    """Write <out>/<name>.parquet: one float32 vector for every volume of the store.
+    """Write `<out>/<name>.parquet`: one float32 vector for every volume of the store.
 
     Raises EvaluationError if the store was prepared with other settings than the encoder was trained on, and if the
     file holds vectors of embed_scans.
@@ -141,19 +141,19 @@ def encoder_facts(encoder: Encoder) -> dict[str, str]:
 
 
 def histogram_baseline(store: Store, out: str | Path) -> Path:
-    """Write <out>/histogram.parquet, a baseline of every result: a 64-bin histogram of the image voxels."""
+    """Write `<out>/histogram.parquet`, a baseline of every result: a 64-bin histogram of the image voxels."""
     vectors = _in_batches(store, histogram, HISTOGRAM_BINS, "histogram")
     return write_rows(out, store, vectors, histogram_facts(store.fingerprint))
 
 
 def quality_baseline(store: Store, out: str | Path) -> Path:
-    """Write <out>/image_quality.parquet: the numbers of QUALITY for every volume, for the arm of covariates."""
+    """Write `<out>/image_quality.parquet`: the numbers of QUALITY for every volume, for the arm of covariates."""
     vectors = _in_batches(store, image_quality, len(QUALITY), "image quality")
     return write_rows(out, store, vectors, facts_without_weights("image_quality", "image quality", store.fingerprint))
 
 
 def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str | Path, name: str) -> Path:
-    """Write <out>/<name>.parquet with your own encoder, a function from voxels to vectors.
+    """Write `<out>/<name>.parquet` with your own encoder, a function from voxels to vectors.
 
     It gets uint8 voxels [B, D, H, W] and returns vectors [B, width], an array or a tensor. Raises EvaluationError if it
     returns another shape, NaN or infinity.
@@ -294,7 +294,7 @@ def _read_ahead(store: Store, batches: Sequence[np.ndarray]) -> Iterator[tuple[n
 
 
 def write_rows(out: str | Path, store: Store, vectors: np.ndarray, facts: dict[str, Any]) -> Path:
-    """Write <out>/<name>.parquet, vectors [N, width] in the order of a store; `facts` hold the name."""
+    """Write `<out>/<name>.parquet`, vectors [N, width] in the order of a store; `facts` hold the name."""
     path, facts = local_path(out) / f"{facts['name']}.parquet", facts | {"voxels": _voxels_of(store)}
     return write_vectors(path, [vars(row) for row in store.rows], vectors, facts, store.preprocessing)
 

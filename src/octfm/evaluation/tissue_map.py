@@ -33,7 +33,7 @@ def tissue_map(store: Store, data: Embeddings) -> Embeddings:
 
 
 def tissue_map_baseline(store: Store, out: str | Path) -> Path:
-    """Write <out>/tissue_map.parquet, an embeddings file of `tissue_map` for every volume of the store."""
+    """Write `<out>/tissue_map.parquet`, an embeddings file of `tissue_map` for every volume of the store."""
     facts = facts_without_weights("tissue_map", ABOUT, f"{GRID}-{store.fingerprint}")
     return write_rows(out, store, _vectors(store, np.arange(len(store))), facts)
 

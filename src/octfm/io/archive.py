@@ -277,7 +277,7 @@ def _holds(file: Path, member: Member) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _listed(path: str, version: int | str, size: int) -> Archive:
+def _listed(path: str, version: int | str, size: int) -> Archive:  # noqa: ARG001
     """Read and check the directory of this version of an archive.
 
     Cached, since reading a large directory for each of its members would take longer than reading the members.

@@ -353,7 +353,7 @@ def _driver(scheme: str) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def _connect(scheme: str, process: int, *endpoints: str | None) -> Any:
+def _connect(scheme: str, process: int, *endpoints: str | None) -> Any:  # noqa: ARG001
     package, extra = SCHEMES[scheme]
     try:
         if scheme == "s3":

@@ -260,7 +260,7 @@ def _row_in_child(
 
 
 @functools.lru_cache(maxsize=1)
-def _read_once(lengths: Path, state: str) -> AxialLengths:
+def _read_once(lengths: Path, state: str) -> AxialLengths:  # noqa: ARG001
     """`state` is part of the key, because the file may change between two calls in one process."""
     return read_axial_lengths(lengths)
 

@@ -84,7 +84,7 @@ class Initial:
 
 
 @torch.no_grad()
-def begin_with(initial: Initial, model: Objective, config: ViTConfig) -> list[str]:
+def begin_with(initial: Initial, model: Objective) -> list[str]:
     """Load initial weights into the networks of an objective, in place; returns the names of those that they fill, the
     encoder first. The other networks stay as they are.
 

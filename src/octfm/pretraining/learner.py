@@ -102,7 +102,7 @@ class Learner:
     def _read_initial(self) -> tuple[str, tuple[dict[str, Any], ...]]:
         """Fill the networks with what model.init names. Raises CheckpointError if the run began with other weights."""
         initial = read_initial(str(self.config.model.init), self.config)
-        begin_with(initial, self.model, self.config.model)
+        begin_with(initial, self.model)
         if self.began_with not in (None, initial.digest):
             init = self.config.model.init
             of_run = Path(initial.named).is_file() and initial.named != init

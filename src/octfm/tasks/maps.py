@@ -53,7 +53,7 @@ class Basis:
 def save_pictures(
     encoder: Encoder, store: Store, out: Path, head: TunedModel | None = None, segmenter: Segmenter | None = None
 ) -> Path:
-    """Write <out>/scenes.npz: a few volumes of each scanner with maps of the encoder, head and segmenter."""
+    """Write `<out>/scenes.npz`: a few volumes of each scanner with maps of the encoder, head and segmenter."""
     chosen = some_of_each_scanner(store)
     arrays = store.read(chosen)
     tokens = encode(encoder, arrays)

@@ -41,7 +41,7 @@ def initial_weights(config: PretrainConfig, store: Store) -> list[Check]:
         return []
     try:
         initial = read_initial(config.model.init, config)
-        filled = begin_with(initial, build_objective(config, store.preprocessing), config.model)
+        filled = begin_with(initial, build_objective(config, store.preprocessing))
     except (CheckpointError, BucketError) as error:
         return [fail_with("initial weights", error)]
     return [*_filled(config, initial, filled), *_inherited(initial, store), *_prepared_alike(initial, store)]

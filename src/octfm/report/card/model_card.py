@@ -24,6 +24,7 @@ NOT_STATED = "not stated"
 HUB_LICENCES = ("apache-2.0", "mit", "bsd-3-clause", "gpl-3.0", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0",
                 "cc-by-nc-sa-4.0", "cc-by-nc-nd-4.0", "openrail")  # fmt: skip
 """Licences whose identifiers the hub knows; any other one is `other` with its name."""
+HUB_DATASETS = "https://huggingface.co/datasets/"
 TASKS = {"binary": "image-classification", "multiclass": "image-classification", "ordinal": "image-classification"}
 MARK = {"all": "", "split": "of these: ", "part": "of these: "}
 USAGE = """```python
@@ -98,11 +99,18 @@ def _front_matter(sources: Sources, statements: Statements, name: str) -> str:
     how = words.objective(sources).tags
     tags = f"oct optical-coherence-tomography retina ophthalmology medical 3d {how} pytorch"
     facts |= {"library_name": "octfm", "pipeline_tag": "image-feature-extraction", "tags": tags.split()}
-    if statements.dataset:
-        facts["datasets"] = [re.sub(r"\s+", "-", statements.dataset.strip())]
+    if dataset := _hub_id(statements.dataset or ""):
+        facts["datasets"] = [dataset]
     if index := _index(sources.probe, name):
         facts["model-index"] = index
     return "---\n" + yaml.safe_dump(facts, sort_keys=False, allow_unicode=True, width=1000) + "---"
+
+
+def _hub_id(dataset: str) -> str:
+    """What can be the id of a data set on the hub, which rejects a card that names another in its metadata."""
+    parts = dataset.removeprefix(HUB_DATASETS).split("/")
+    words = [word for part in parts if (word := re.sub(r"(\.{2,}|[^A-Za-z0-9._])+", "-", part).strip("-."))]
+    return re.sub(r"([-./]|\.git)+$", "", ("/" if len(words) == 2 else "-").join(words)[:96])
 
 
 def _index(probe: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
