@@ -121,10 +121,15 @@ class Catalog:
     def beside(self, folder: Location) -> Location:
         """A folder next to `folder` for this catalog alone: not inside it, since `folder` may be passed on, and this
         catalog may name people. Raises CatalogError for a whole bucket, next to which are only other buckets."""
-        whole = Path(os.path.abspath(folder)) if isinstance(folder, Path) else folder  # noqa: PTH100  ("." has no name)
-        if not whole.parents:
-            raise CatalogError(f"{folder}: expected a folder in it; nothing can be written next to it")
-        return whole.with_name(f"{whole.name}_before_{self._key()[:8]}")
+        return _beside(folder, self._key())
+
+    @staticmethod
+    def half_replaced(folder: Location) -> "Catalog":
+        """The catalog that was kept `beside` this folder by a scan that was stopped between the two files of `save`.
+        Raises CatalogError if there is none."""
+        # The file that `save` replaces last.
+        _, facts = _read_parquet(folder / ("catalog.parquet" if isinstance(folder, Path) else "rejects.parquet"))
+        return Catalog.load(_beside(folder, facts["key"]))
 
     @staticmethod
     def load(folder: str | Path | BucketPath) -> "Catalog":
@@ -318,6 +323,13 @@ def assert_participant_level(acquisitions: Iterable[Acquisition]) -> None:
 
 def count_words(words: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(words).items(), key=lambda item: (-item[1], item[0])))
+
+
+def _beside(folder: Location, key: str) -> Location:
+    whole = Path(os.path.abspath(folder)) if isinstance(folder, Path) else folder  # noqa: PTH100  ("." has no name)
+    if not whole.parents:
+        raise CatalogError(f"{folder}: expected a folder in it; nothing can be written next to it")
+    return whole.with_name(f"{whole.name}_before_{key[:8]}")
 
 
 def _schema(name: str):

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -244,19 +245,18 @@ def scan(
         _print_withheld(pseudonyms.withheld(catalog, kept))
         catalog = pseudonyms.pseudonymise(catalog, key, kept)
         locations = pseudonyms.locate(catalog, root, key)
-    moved, gone = _about_replaced(out, catalog, splits_kept=splits_of is not None)
+    remarks = _about_replaced(out, catalog, splits_kept=splits_of is not None)
     catalog.save(out)
+    # Before the page is drawn: the next scan is compared with this catalog, so it could not say so again.
+    for remark in filter(None, remarks):
+        opt.echo_line(remark)
     page = write_data_health(
         catalog, out / "data_health.html", images=images, max_reject=max_reject, locations=locations
     )
-    if gone:
-        opt.echo_line(gone)
     if failure is not None:
         opt.echo_line(page)
         raise failure
     _print_summary(catalog, out)
-    if moved:
-        opt.echo_line(moved)
     opt.echo_line(page)
     if max_reject is not None:
         catalog.expect_few_rejects(max_reject, f"see {page}")
@@ -314,6 +314,8 @@ def _catalog_in(folder: "Location") -> "Catalog | None":
     try:
         return Catalog.load(folder) if (folder / "catalog.parquet").is_file() else None
     except CatalogError as error:
+        with suppress(CatalogError):
+            return Catalog.half_replaced(folder)
         opt.echo_line(
             "warning: the catalog that this scan replaces cannot be read, so whether participants are in another split "
             f"than before is unknown: {error}"
