@@ -213,6 +213,11 @@ def test_a_scan_of_a_folder_that_grew_says_who_changed_the_split_and_how_to_keep
     # As if it was killed after the first of two files: the next scan says the same.
     (tmp_path / "catalog" / "catalog.parquet").write_bytes(old)
     assert scanned()[0] == said
+    (tmp_path / "catalog" / "catalog.parquet").write_bytes(old)
+    told, kept = scanned("--splits-of", tmp_path / "catalog")
+    assert "splits are those of catalog.parquet" in told
+    assert kept.set_index("participant").split[before.participant].tolist() == before.split.tolist()
+    scanned()
     moved = sum(before.set_index("participant").split != after.set_index("participant").split[before.participant])
     assert moved and f"in another split than before: {moved} participants" in said
     aside = re.search(r"--splits-of (\S+),", said)[1]

@@ -41,6 +41,15 @@ class NothingAccepted(CatalogError):
         self.catalog = catalog
 
 
+class HalfReplaced(CatalogError):
+    """Files of two scans, the later of which was stopped while it saved. `acquisitions` are those of catalog.parquet,
+    which is replaced last, and `key` is that of their catalog."""
+
+    def __init__(self, message: str, acquisitions: tuple[Acquisition, ...], key: str):
+        super().__init__(message)
+        self.acquisitions, self.key = acquisitions, key
+
+
 @dataclass(frozen=True)
 class Catalog:
     """The result of a scan: accepted acquisitions, rejects with their reasons, and what was skipped on purpose."""
@@ -108,12 +117,13 @@ class Catalog:
         # Both files carry the key, which is how `load` recognises a pair.
         facts |= {"key": self._key(), "requests": dict(self.requests), "pixels": self.pixels}
         staged = []
-        for name, table in (("catalog.parquet", self._rows()), ("rejects.parquet", self._left_out())):
+        for name, table in (("rejects.parquet", self._left_out()), ("catalog.parquet", self._rows())):
             schema = _schema(name).with_metadata({"octfm": json.dumps(facts)})
             staged.append((folder / name, to_parquet(pa.Table.from_pylist(table, schema))))
-        # After both are built and written: an error in one, such as a full disk, must not leave the other.
+        # Both are built and written before either is replaced: an error, such as a full disk, must not leave a mixture.
         with ExitStack() as both:
-            for file, content in staged:
+            # An ExitStack leaves in reverse, so that catalog.parquet is replaced last on a disk as well.
+            for file, content in reversed(staged) if isinstance(folder, Path) else staged:
                 place = both.enter_context(replacing(file)) if isinstance(file, Path) else file
                 place.write_bytes(content)
         return folder
@@ -121,21 +131,13 @@ class Catalog:
     def beside(self, folder: Location) -> Location:
         """A folder next to `folder` for this catalog alone: not inside it, since `folder` may be passed on, and this
         catalog may name people. Raises CatalogError for a whole bucket, next to which are only other buckets."""
-        return _beside(folder, self._key())
-
-    @staticmethod
-    def half_replaced(folder: Location) -> "Catalog":
-        """The catalog that was kept `beside` this folder by a scan that was stopped between the two files of `save`.
-        Raises CatalogError if there is none."""
-        # The file that `save` replaces last.
-        _, facts = _read_parquet(folder / ("catalog.parquet" if isinstance(folder, Path) else "rejects.parquet"))
-        return Catalog.load(_beside(folder, facts["key"]))
+        return beside(folder, self._key())
 
     @staticmethod
     def load(folder: str | Path | BucketPath) -> "Catalog":
         """Read a saved catalog.
 
-        Raises CatalogError if the pair is missing, damaged, of another version or from two different scans.
+        Raises CatalogError if the pair is missing, damaged or of another version; HalfReplaced if it is from two scans.
         """
         folder = location(folder)
         for patience in (SAVING_S, 0):
@@ -159,12 +161,12 @@ class Catalog:
             requests=facts.get("requests", {}),
             pixels=facts.get("pixels", False),
         )
-        # The key is a hash of both tables: a mixed or edited pair does not have it. Earlier versions worded some advice
-        # otherwise, so that of the file counts.
-        if not facts["key"] == other["key"] == catalog._key([row["fix"] for row in left_out]):
-            raise CatalogError(
-                f"{folder}: catalog.parquet and rejects.parquet are not from one scan, or were edited; scan again"
-            )
+        mixed = f"{folder}: catalog.parquet and rejects.parquet are not from one scan, or were edited; scan again"
+        if facts["key"] != other["key"]:
+            raise HalfReplaced(mixed, catalog.acquisitions, facts["key"])
+        # The key is a hash of both tables. Earlier versions worded some advice otherwise, so that of the file counts.
+        if facts["key"] != catalog._key([row["fix"] for row in left_out]):
+            raise CatalogError(mixed)
         return catalog
 
     def layer_heights(self, acquisition: Acquisition) -> tuple[str, ...]:
@@ -255,6 +257,14 @@ class Catalog:
         return hash_text(content)[:16]
 
 
+def beside(folder: Location, key: str) -> Location:
+    """The folder next to `folder` for the catalog with this key; see `Catalog.beside`."""
+    whole = Path(os.path.abspath(folder)) if isinstance(folder, Path) else folder  # noqa: PTH100  ("." has no name)
+    if not whole.parents:
+        raise CatalogError(f"{folder}: expected a folder in it; nothing can be written next to it")
+    return whole.with_name(f"{whole.name}_before_{key[:8]}")
+
+
 def assign_splits(
     acquisitions: Sequence[Acquisition],
     fractions: tuple[float, float, float] = FRACTIONS,
@@ -323,13 +333,6 @@ def assert_participant_level(acquisitions: Iterable[Acquisition]) -> None:
 
 def count_words(words: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(words).items(), key=lambda item: (-item[1], item[0])))
-
-
-def _beside(folder: Location, key: str) -> Location:
-    whole = Path(os.path.abspath(folder)) if isinstance(folder, Path) else folder  # noqa: PTH100  ("." has no name)
-    if not whole.parents:
-        raise CatalogError(f"{folder}: expected a folder in it; nothing can be written next to it")
-    return whole.with_name(f"{whole.name}_before_{key[:8]}")
 
 
 def _schema(name: str):

@@ -277,11 +277,18 @@ def _expect_pseudonymous(key_file: Path, out: "Location", extract: Path | None) 
 
 def _rows_of(folder: "Location") -> "Sequence[Placed]":
     """Rows of a catalog or a store."""
-    from octfm.catalog.catalog import Catalog
+    from octfm.catalog.catalog import Catalog, HalfReplaced
     from octfm.store.store import Store
 
     if (folder / "catalog.parquet").is_file():
-        return Catalog.load(folder).acquisitions
+        try:
+            return Catalog.load(folder).acquisitions
+        except HalfReplaced as half:
+            # Else a scan into the catalog whose splits it keeps could not be repeated.
+            opt.echo_line(
+                f"--splits-of {folder}: a scan was stopped while it saved; splits are those of catalog.parquet"
+            )
+            return half.acquisitions
     if (folder / "store.json").is_file():
         return Store.open(folder).rows
     raise ConfigError(f"--splits-of {folder}: expected the folder of a catalog or of a store, found neither")
@@ -309,13 +316,14 @@ def _about_replaced(out: "Location", catalog: "Catalog", *, splits_kept: bool) -
 
 def _catalog_in(folder: "Location") -> "Catalog | None":
     """The catalog that a scan into this folder replaces; None without one that can be read."""
-    from octfm.catalog.catalog import Catalog, CatalogError
+    from octfm.catalog.catalog import Catalog, CatalogError, HalfReplaced, beside
 
     try:
         return Catalog.load(folder) if (folder / "catalog.parquet").is_file() else None
     except CatalogError as error:
-        with suppress(CatalogError):
-            return Catalog.half_replaced(folder)
+        if isinstance(error, HalfReplaced):
+            with suppress(CatalogError):  # the scan that was stopped may have kept none
+                return Catalog.load(beside(folder, error.key))
         opt.echo_line(
             "warning: the catalog that this scan replaces cannot be read, so whether participants are in another split "
             f"than before is unknown: {error}"
