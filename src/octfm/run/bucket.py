@@ -6,6 +6,7 @@ makes the folder anew from the bucket. A failed upload never stops training: it 
 and `failures` reports it.
 """
 
+import glob
 import json
 import os
 import re
@@ -311,8 +312,10 @@ class BucketRun:
             shutil.rmtree(self.path)  # the run in the bucket was deleted: a new one begins
         else:
             self._refuse_foreign()
-        # Left by a process that was killed. `keep` offers the same checkpoints again, from the folder itself.
-        shutil.rmtree(self.path / ".outbox", ignore_errors=True)
+        # Left by processes that were killed: what `_fetch` was fetching, and what waited to be sent. `keep` offers the
+        # same checkpoints again, from the folder itself.
+        for left in (self.path / ".outbox", *self.path.parent.glob(f".{glob.escape(self.path.name)}.*")):
+            shutil.rmtree(left, ignore_errors=True)
 
     def _were_cleared(self) -> bool:
         """Whether somebody has deleted all checkpoints of the folder, or its newest: the run goes on from those in the
