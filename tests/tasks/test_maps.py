@@ -20,7 +20,7 @@ from octfm.models.token_map import TISSUE
 from octfm.phantom import phantom_volume
 from octfm.store.layout import Arrays
 from octfm.store.store import Store
-from octfm.tasks import maps
+from octfm.tasks import embed_run, maps
 from octfm.tasks.embed_run import embed_all
 from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
@@ -135,6 +135,19 @@ def test_volumes_without_spread_are_embedded_and_drawn(run, tmp_path, edit):
     assert not (tmp_path / "figures").exists(), "pictures of scans beside the folder that was named"
     shown = [values for scene in scenes if (values := scene.overlay("occlusion")) is not None]
     assert shown and all(np.nanmax(np.abs(values)) < 1e3 for values in shown)
+
+
+def test_no_older_pictures_stand_beside_new_vectors_after_a_kill(run, store, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def killed(*_):
+        assert (tmp_path / "figures" / "scenes.npz").is_file()
+        raise Killed
+
+    monkeypatch.setattr(embed_run, "embed_store", killed)
+    with pytest.raises(Killed):
+        embed_all(str(run), str(store.path), tmp_path, baselines=False, echo=quiet)
 
 
 @pytest.mark.parametrize("tissue", [1, 2, None])

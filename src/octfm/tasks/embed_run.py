@@ -8,7 +8,7 @@ from octfm.encoder.sources import display_name, find
 from octfm.encoder.tuned import load_head
 from octfm.errors import Echo, EvaluationError
 from octfm.evaluation.tissue_map import tissue_map_baseline
-from octfm.io.location import Location, local_path
+from octfm.io.location import Location, expect_writable, local_path
 from octfm.models.pooling import VectorPool
 from octfm.run.checkpoint_files import SHARDS
 from octfm.store.selection import to_evaluate
@@ -67,11 +67,14 @@ def embed_all(
     finder = load_segmenter(segmenter, device) if segmenter is not None else None
     if finder is not None:
         finder.encoder.require_prepared(opened)  # before anything is computed
+    figures = (out.parent if in_run else out) / "figures"
+    expect_writable(figures)
+    # Before the vectors, which name their checkpoint: older pictures beside new vectors would pass for theirs.
+    save_pictures(encoder, opened, figures, trained, finder)
     written = [embed_store(encoder, opened, out, "pretrained", echo)]
     if baselines:
         for draw, name in enumerate(RANDOM_INIT):
             untrained = load_encoder(run, random_init=True, draw=draw, device=device).pooling(pool).reading(opened)
             written.append(embed_store(untrained, opened, out, name, echo))
         written += [baseline(opened, out) for baseline in (histogram_baseline, tissue_map_baseline, quality_baseline)]
-    save_pictures(encoder, opened, (out.parent if in_run else out) / "figures", trained, finder)
     return written
