@@ -246,10 +246,10 @@ def scan(
         catalog = pseudonyms.pseudonymise(catalog, key, kept)
         locations = pseudonyms.locate(catalog, root, key)
     remarks = _about_replaced(out, catalog, splits_kept=splits_of is not None)
-    catalog.save(out)
-    # Before the page is drawn: the next scan is compared with this catalog, so it could not say so again.
+    # Before it is saved: the next scan is compared with this catalog, and could not say so again.
     for remark in filter(None, remarks):
         opt.echo_line(remark)
+    catalog.save(out)
     page = write_data_health(
         catalog, out / "data_health.html", images=images, max_reject=max_reject, locations=locations
     )
