@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from octfm.config import load
+from octfm.encoder.embed import SINGLE_SCANS
 from octfm.encoder.encoder import load_encoder
 from octfm.encoder.tuned import load_head, load_with_head
 from octfm.errors import EvaluationError
@@ -148,6 +149,13 @@ def test_no_older_pictures_stand_beside_new_vectors_after_a_kill(run, store, tmp
     monkeypatch.setattr(embed_run, "embed_store", killed)
     with pytest.raises(Killed):
         embed_all(str(run), str(store.path), tmp_path, baselines=False, echo=quiet)
+
+
+def test_no_pictures_are_drawn_where_the_vectors_are_refused(run, store, tmp_path, monkeypatch):
+    monkeypatch.setattr("octfm.encoder.embed.facts_of", lambda _: {"of": SINGLE_SCANS})
+    with pytest.raises(EvaluationError, match="holds vectors of single scans"):
+        embed_all(str(run), str(store.path), tmp_path, baselines=False, echo=quiet)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("tissue", [1, 2, None])

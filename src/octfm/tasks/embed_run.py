@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from octfm.encoder.embed import RANDOM_INIT, embed_store, histogram_baseline, quality_baseline
+from octfm.encoder.embed import NAMES, RANDOM_INIT, embed_store, facts_to_replace, histogram_baseline, quality_baseline
 from octfm.encoder.encoder import load_encoder
 from octfm.encoder.sources import display_name, find
 from octfm.encoder.tuned import load_head
@@ -68,10 +68,13 @@ def embed_all(
     if finder is not None:
         finder.encoder.require_prepared(opened)  # before anything is computed
     figures = (out.parent if in_run else out) / "figures"
-    expect_writable(figures)
+    # Whatever refuses the vectors must refuse the pictures as well.
+    facts_to_replace(out / f"{NAMES[0]}.parquet")
+    for folder in (out, figures):
+        expect_writable(folder)
     # Before the vectors, which name their checkpoint: older pictures beside new vectors would pass for theirs.
     save_pictures(encoder, opened, figures, trained, finder)
-    written = [embed_store(encoder, opened, out, "pretrained", echo)]
+    written = [embed_store(encoder, opened, out, NAMES[0], echo)]
     if baselines:
         for draw, name in enumerate(RANDOM_INIT):
             untrained = load_encoder(run, random_init=True, draw=draw, device=device).pooling(pool).reading(opened)
