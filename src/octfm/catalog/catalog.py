@@ -42,12 +42,12 @@ class NothingAccepted(CatalogError):
 
 
 class HalfReplaced(CatalogError):
-    """Files of two scans, the later of which was stopped while it saved. `acquisitions` are those of catalog.parquet,
-    which is replaced last, and `key` is that of their catalog."""
+    """Files of two scans, the later of which was stopped while it saved. `catalog` is that of catalog.parquet, which is
+    replaced last; what it left out is no longer known."""
 
-    def __init__(self, message: str, acquisitions: tuple[Acquisition, ...], key: str):
+    def __init__(self, message: str, catalog: "Catalog"):
         super().__init__(message)
-        self.acquisitions, self.key = acquisitions, key
+        self.catalog = catalog
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,12 @@ class Catalog:
         return folder
 
     def beside(self, folder: Location) -> Location:
-        """A folder next to `folder` for this catalog alone: not inside it, since `folder` may be passed on, and this
-        catalog may name people. Raises CatalogError for a whole bucket, next to which are only other buckets."""
-        return beside(folder, self._key())
+        """A folder next to `folder` for what this catalog accepted: not inside it, since `folder` may be passed on, and
+        this catalog may name people. Raises CatalogError for a whole bucket, next to which are only other buckets."""
+        whole = Path(os.path.abspath(folder)) if isinstance(folder, Path) else folder  # noqa: PTH100  ("." has no name)
+        if not whole.parents:
+            raise CatalogError(f"{folder}: expected a folder in it; nothing can be written next to it")
+        return whole.with_name(f"{whole.name}_before_{self._accepted()._key()[:8]}")
 
     @staticmethod
     def load(folder: str | Path | BucketPath) -> "Catalog":
@@ -163,7 +166,7 @@ class Catalog:
         )
         mixed = f"{folder}: catalog.parquet and rejects.parquet are not from one scan, or were edited; scan again"
         if facts["key"] != other["key"]:
-            raise HalfReplaced(mixed, catalog.acquisitions, facts["key"])
+            raise HalfReplaced(mixed, catalog._accepted())
         # The key is a hash of both tables. Earlier versions worded some advice otherwise, so that of the file counts.
         if facts["key"] != catalog._key([row["fix"] for row in left_out]):
             raise CatalogError(mixed)
@@ -229,6 +232,9 @@ class Catalog:
         """The person of every acquisition, under one id."""
         return under_one_id([a.participant for a in self.acquisitions])
 
+    def _accepted(self) -> "Catalog":
+        return replace(self, rejects=(), skipped=())
+
     def _rows(self) -> list[dict[str, Any]]:
         return [
             asdict(a) | {"participant_labels": json.dumps(a.participant_labels, sort_keys=True), "flags": list(a.flags)}
@@ -255,14 +261,6 @@ class Catalog:
             left_out = [row | {"fix": fix} for row, fix in zip(left_out, fixes, strict=True)]
         content = json.dumps([self.root, self.companions, rows, left_out], default=list)
         return hash_text(content)[:16]
-
-
-def beside(folder: Location, key: str) -> Location:
-    """The folder next to `folder` for the catalog with this key; see `Catalog.beside`."""
-    whole = Path(os.path.abspath(folder)) if isinstance(folder, Path) else folder  # noqa: PTH100  ("." has no name)
-    if not whole.parents:
-        raise CatalogError(f"{folder}: expected a folder in it; nothing can be written next to it")
-    return whole.with_name(f"{whole.name}_before_{key[:8]}")
 
 
 def assign_splits(

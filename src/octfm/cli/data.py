@@ -197,7 +197,7 @@ def scan(
         _expect_pseudonymous(pseudonymise, out, extract)
     elif keep_columns:
         raise ConfigError("--keep-columns: only applies with --pseudonymise; add --pseudonymise KEYFILE")
-    # A scan that is saving, or was killed while it saved, may have written the second file only.
+    # A scan that is saving, or was killed while it saved, may have written rejects.parquet only.
     if holds_other(out, "catalog.parquet") and holds_other(out, "rejects.parquet"):
         raise CatalogError(f"{out}: the folder is not empty and holds no catalog; choose a new --out")
     # Before hours of work.
@@ -288,7 +288,7 @@ def _rows_of(folder: "Location") -> "Sequence[Placed]":
             opt.echo_line(
                 f"--splits-of {folder}: a scan was stopped while it saved; splits are those of catalog.parquet"
             )
-            return half.acquisitions
+            return half.catalog.acquisitions
     if (folder / "store.json").is_file():
         return Store.open(folder).rows
     raise ConfigError(f"--splits-of {folder}: expected the folder of a catalog or of a store, found neither")
@@ -316,14 +316,17 @@ def _about_replaced(out: "Location", catalog: "Catalog", *, splits_kept: bool) -
 
 def _catalog_in(folder: "Location") -> "Catalog | None":
     """The catalog that a scan into this folder replaces; None without one that can be read."""
-    from octfm.catalog.catalog import Catalog, CatalogError, HalfReplaced, beside
+    from octfm.catalog.catalog import Catalog, CatalogError, HalfReplaced
 
     try:
         return Catalog.load(folder) if (folder / "catalog.parquet").is_file() else None
+    except HalfReplaced as half:
+        # The scan that was stopped may have kept it with its rejects.
+        with suppress(OctfmError, OSError):
+            return Catalog.load(half.catalog.beside(folder))
+        opt.echo_line(f"{folder}: a scan was stopped while it saved; splits are compared with those of catalog.parquet")
+        return half.catalog
     except CatalogError as error:
-        if isinstance(error, HalfReplaced):
-            with suppress(CatalogError):  # the scan that was stopped may have kept none
-                return Catalog.load(beside(folder, error.key))
         opt.echo_line(
             "warning: the catalog that this scan replaces cannot be read, so whether participants are in another split "
             f"than before is unknown: {error}"
