@@ -70,7 +70,10 @@ def verify(
 def require_whole(verified: Verified, path: str | Location) -> None:
     """Raises StoreError, with the way to repair it, unless the store was intact and has volumes."""
     if not verified.volumes:
-        raise StoreError(f"{path}: holds no volume yet; run the `octfm prepare` that began it again")
+        raise StoreError(
+            f"{path}: holds no volume; run the `octfm prepare` that began it again, or restore rows.jsonl from a copy "
+            "if it has listed any"
+        )
     damaged, again = len(verified.damaged), len(verified.to_prepare)
     if damaged:
         left = damaged - again
