@@ -242,6 +242,17 @@ def test_a_scan_that_was_killed_while_it_saved_is_made_again(phantom, tmp_path):
     assert invoke("scan", phantom, "--out", tmp_path / "catalog").exit_code == 0
 
 
+@pytest.mark.parametrize("folder", ["s3://eyes/catalog", "catalog"])
+def test_catalog_parquet_is_replaced_last(folder, tmp_path, monkeypatch):
+    """Whoever is killed between the two files leaves the splits before, which are in catalog.parquet."""
+    replaced, replace_file = [], Path.replace
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("octfm.io.bucket.write", lambda uri, _: replaced.append(uri))
+    monkeypatch.setattr(Path, "replace", lambda own, to: (replaced.append(str(to)), replace_file(own, to))[1])
+    Catalog("trial", (), ()).save(folder)
+    assert replaced == [f"{folder}/rejects.parquet", f"{folder}/catalog.parquet"]
+
+
 def test_damaged_mixed_and_foreign_catalogs_are_refused(phantom, tmp_path):
     with pytest.raises(CatalogError, match=r"no such file.*octfm scan"):
         Catalog.load(tmp_path)

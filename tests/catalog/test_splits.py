@@ -4,6 +4,7 @@ import re
 import shutil
 import string
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octfm.catalog.acquisition import Reject
 from octfm.catalog.catalog import Acquisition, Catalog, CatalogError, assert_participant_level, assign_splits
 from octfm.catalog.participants.splits import SPLITS, assign, parse_split
 from octfm.catalog.scan import scan
+from octfm.cli.data import _about_replaced
 from octfm.errors import ConfigError
+from octfm.formats.reasons import REASONS
 from octfm.io.location import BucketPath
 from octfm.store.prepare import prepare
 from octfm.volume.preprocessing import Preprocessing
@@ -208,7 +212,16 @@ def test_a_scan_of_a_folder_that_grew_says_who_changed_the_split_and_how_to_keep
     said, before = scanned()
     assert "another split" not in said and "another split" not in scanned()[0]
     arrive("month6", "Zeiss", range(10, 42, 3))
+    old = (tmp_path / "catalog" / "catalog.parquet").read_bytes()
     said, after = scanned()
+    # As if it was killed after the first of two files: the next scan says the same.
+    (tmp_path / "catalog" / "catalog.parquet").write_bytes(old)
+    assert scanned()[0] == said
+    (tmp_path / "catalog" / "catalog.parquet").write_bytes(old)
+    told, kept = scanned("--splits-of", tmp_path / "catalog")
+    assert "splits are those of catalog.parquet" in told
+    assert kept.set_index("participant").split[before.participant].tolist() == before.split.tolist()
+    scanned()
     moved = sum(before.set_index("participant").split != after.set_index("participant").split[before.participant])
     assert moved and f"in another split than before: {moved} participants" in said
     aside = re.search(r"--splits-of (\S+),", said)[1]
@@ -238,6 +251,28 @@ def test_a_scan_of_a_folder_that_grew_says_who_changed_the_split_and_how_to_keep
     assert done.exit_code == 1 and "without a scan now: 31 participants" in said
     rows = Catalog.load(re.search(r"--splits-of (\S+),", said)[1]).to_pandas()
     assert rows[["participant", "split"]].drop_duplicates().equals(after)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_catalog_of_an_older_octfm_is_compared_after_a_kill(kept, tmp_path, monkeypatch, capsys):
+    """Its key differs, since that octfm worded its advice otherwise; or nothing was kept, as nobody had moved."""
+    reject = Reject("/data/a.dcm", "empty_file", "a.dcm: no bytes", 1)
+    before = Catalog("trial", assign_splits(cohort(30)), (reject,))
+    now, out = replace(before, acquisitions=assign_splits(cohort(30), seed=1)), tmp_path / "catalog"
+    with monkeypatch.context() as earlier:
+        earlier.setitem(REASONS, "empty_file", replace(REASONS["empty_file"], fix="as an earlier version worded it"))
+        old = (before.save(out) / "catalog.parquet").read_bytes()
+    if kept:
+        told = _about_replaced(out, now, splits_kept=False)
+        assert told[0]
+    now.save(out)
+    (out / "catalog.parquet").write_bytes(old)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    again = _about_replaced(out, now, splits_kept=False)
+    said = capsys.readouterr().out
+    assert "cannot be read" not in said and ("compared with those of catalog.parquet" in said) != kept
+    aside = Catalog.load(re.search(r"--splits-of (\S+),", again[0])[1])
+    assert aside.acquisitions == before.acquisitions and (not kept or (again == told and aside == before))
 
 
 @pytest.mark.parametrize("whole", [BucketPath.of("s3://eyes"), Path("/")])

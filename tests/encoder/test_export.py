@@ -142,6 +142,9 @@ def test_it_remembers_whom_it_has_seen_and_names_nobody(run, folder, store, labe
     assert load_encoder(kept).key == load_encoder(run).key, "embedding needs no key"
     shutil.copy(tmp_path / "key", kept / exported.KEY)
     assert seen_by(kept)("P000")
+    # As if it was stopped once its key was written: the same command continues.
+    shutil.rmtree(kept)
+    assert export(run, kept, keep_key=tmp_path / "key", echo=quiet) == kept
 
 
 def test_the_file_of_keys_is_asked_for_although_only_weights_further_back_have_seen_people(folder, tmp_path):

@@ -63,6 +63,15 @@ def test_another_machine_goes_on_with_a_run_in_a_bucket(place, store, on_disk, t
         quick_pretrain(config(), store, place / "run", "cpu", echo=stop_after(5))
     told = []
     monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
+    # Of a process that was killed while it fetched the run: it may fill the disk that this one fetches to.
+    fetched, fetch = mirror_of(place / "run").with_name(".run.77"), bucket_run._fetch
+    fetched.mkdir(parents=True)
+
+    def watched(*to, **how):
+        assert not fetched.exists()
+        fetch(*to, **how)
+
+    monkeypatch.setattr(bucket_run, "_fetch", watched)
     quick_pretrain(config(), store, str(place / "run"), "cpu", echo=told.append)
     assert any("after 3 updates" in line for line in told)
     assert f"pretraining done: 8 updates, checkpoint {place}/run/checkpoints/step-00000008.pt" in told

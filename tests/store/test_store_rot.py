@@ -232,6 +232,23 @@ def test_verify_repairs_metadata_and_deletes_no_volume_for_it(clinic):
         assert json.loads(file.read_text()) == good and verify(folder).exit_code == 0
 
 
+def test_verify_calls_nothing_damaged_that_a_killed_writer_had_not_begun(clinic):
+    folder, _ = clinic
+    store = folder / "store"
+    for part in [path for path in store.iterdir() if path.name != "store.json"]:
+        shutil.rmtree(part) if part.is_dir() else part.unlink()
+    told = verify(folder)
+    assert told.exit_code == 1 and "holds no volume; run the `octfm prepare` that began it" in str(told.exception)
+    assert "damaged" not in told.output and [path.name for path in store.iterdir()] == ["store.json"]
+
+
+def test_verify_of_a_store_without_its_rows_says_to_restore_them(clinic):
+    folder, _ = clinic
+    (folder / "store" / "rows.jsonl").unlink()
+    told = verify(folder)
+    assert told.exit_code == 1 and "restore rows.jsonl from a copy" in str(told.exception)
+
+
 def test_verify_deletes_nothing_where_most_volumes_differ(clinic):
     folder, _ = clinic
     for row in range(5):

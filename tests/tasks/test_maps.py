@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from octfm.config import load
+from octfm.encoder.embed import SINGLE_SCANS
 from octfm.encoder.encoder import load_encoder
 from octfm.encoder.tuned import load_head, load_with_head
 from octfm.errors import EvaluationError
@@ -20,7 +21,7 @@ from octfm.models.token_map import TISSUE
 from octfm.phantom import phantom_volume
 from octfm.store.layout import Arrays
 from octfm.store.store import Store
-from octfm.tasks import maps
+from octfm.tasks import embed_run, maps
 from octfm.tasks.embed_run import embed_all
 from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
@@ -135,6 +136,26 @@ def test_volumes_without_spread_are_embedded_and_drawn(run, tmp_path, edit):
     assert not (tmp_path / "figures").exists(), "pictures of scans beside the folder that was named"
     shown = [values for scene in scenes if (values := scene.overlay("occlusion")) is not None]
     assert shown and all(np.nanmax(np.abs(values)) < 1e3 for values in shown)
+
+
+def test_no_older_pictures_stand_beside_new_vectors_after_a_kill(run, store, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def killed(*_):
+        assert (tmp_path / "figures" / "scenes.npz").is_file()
+        raise Killed
+
+    monkeypatch.setattr(embed_run, "embed_store", killed)
+    with pytest.raises(Killed):
+        embed_all(str(run), str(store.path), tmp_path, baselines=False, echo=quiet)
+
+
+def test_no_pictures_are_drawn_where_the_vectors_are_refused(run, store, tmp_path, monkeypatch):
+    monkeypatch.setattr("octfm.encoder.embed.facts_of", lambda _: {"of": SINGLE_SCANS})
+    with pytest.raises(EvaluationError, match="holds vectors of single scans"):
+        embed_all(str(run), str(store.path), tmp_path, baselines=False, echo=quiet)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("tissue", [1, 2, None])

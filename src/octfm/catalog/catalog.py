@@ -41,6 +41,15 @@ class NothingAccepted(CatalogError):
         self.catalog = catalog
 
 
+class HalfReplaced(CatalogError):
+    """Files of two scans, the later of which was stopped while it saved. `catalog` is that of catalog.parquet, which is
+    replaced last; what it left out is no longer known."""
+
+    def __init__(self, message: str, catalog: "Catalog"):
+        super().__init__(message)
+        self.catalog = catalog
+
+
 @dataclass(frozen=True)
 class Catalog:
     """The result of a scan: accepted acquisitions, rejects with their reasons, and what was skipped on purpose."""
@@ -108,29 +117,30 @@ class Catalog:
         # Both files carry the key, which is how `load` recognises a pair.
         facts |= {"key": self._key(), "requests": dict(self.requests), "pixels": self.pixels}
         staged = []
-        for name, table in (("catalog.parquet", self._rows()), ("rejects.parquet", self._left_out())):
+        for name, table in (("rejects.parquet", self._left_out()), ("catalog.parquet", self._rows())):
             schema = _schema(name).with_metadata({"octfm": json.dumps(facts)})
             staged.append((folder / name, to_parquet(pa.Table.from_pylist(table, schema))))
-        # After both are built and written: an error in one, such as a full disk, must not leave the other.
+        # Both are built and written before either is replaced: an error, such as a full disk, must not leave a mixture.
         with ExitStack() as both:
-            for file, content in staged:
+            # An ExitStack leaves in reverse, so that catalog.parquet is replaced last on a disk as well.
+            for file, content in reversed(staged) if isinstance(folder, Path) else staged:
                 place = both.enter_context(replacing(file)) if isinstance(file, Path) else file
                 place.write_bytes(content)
         return folder
 
     def beside(self, folder: Location) -> Location:
-        """A folder next to `folder` for this catalog alone: not inside it, since `folder` may be passed on, and this
-        catalog may name people. Raises CatalogError for a whole bucket, next to which are only other buckets."""
+        """A folder next to `folder` for what this catalog accepted: not inside it, since `folder` may be passed on, and
+        this catalog may name people. Raises CatalogError for a whole bucket, next to which are only other buckets."""
         whole = Path(os.path.abspath(folder)) if isinstance(folder, Path) else folder  # noqa: PTH100  ("." has no name)
         if not whole.parents:
             raise CatalogError(f"{folder}: expected a folder in it; nothing can be written next to it")
-        return whole.with_name(f"{whole.name}_before_{self._key()[:8]}")
+        return whole.with_name(f"{whole.name}_before_{self._accepted()._key()[:8]}")
 
     @staticmethod
     def load(folder: str | Path | BucketPath) -> "Catalog":
         """Read a saved catalog.
 
-        Raises CatalogError if the pair is missing, damaged, of another version or from two different scans.
+        Raises CatalogError if the pair is missing, damaged or of another version; HalfReplaced if it is from two scans.
         """
         folder = location(folder)
         for patience in (SAVING_S, 0):
@@ -154,12 +164,12 @@ class Catalog:
             requests=facts.get("requests", {}),
             pixels=facts.get("pixels", False),
         )
-        # The key is a hash of both tables: a mixed or edited pair does not have it. Earlier versions worded some advice
-        # otherwise, so that of the file counts.
-        if not facts["key"] == other["key"] == catalog._key([row["fix"] for row in left_out]):
-            raise CatalogError(
-                f"{folder}: catalog.parquet and rejects.parquet are not from one scan, or were edited; scan again"
-            )
+        mixed = f"{folder}: catalog.parquet and rejects.parquet are not from one scan, or were edited; scan again"
+        if facts["key"] != other["key"]:
+            raise HalfReplaced(mixed, catalog._accepted())
+        # The key is a hash of both tables. Earlier versions worded some advice otherwise, so that of the file counts.
+        if facts["key"] != catalog._key([row["fix"] for row in left_out]):
+            raise CatalogError(mixed)
         return catalog
 
     def layer_heights(self, acquisition: Acquisition) -> tuple[str, ...]:
@@ -221,6 +231,9 @@ class Catalog:
     def _people(self) -> list[str]:
         """The person of every acquisition, under one id."""
         return under_one_id([a.participant for a in self.acquisitions])
+
+    def _accepted(self) -> "Catalog":
+        return replace(self, rejects=(), skipped=())
 
     def _rows(self) -> list[dict[str, Any]]:
         return [

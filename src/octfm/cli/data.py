@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -196,7 +197,7 @@ def scan(
         _expect_pseudonymous(pseudonymise, out, extract)
     elif keep_columns:
         raise ConfigError("--keep-columns: only applies with --pseudonymise; add --pseudonymise KEYFILE")
-    # A scan that is saving, or was killed while it saved, may have written the second file only.
+    # A scan that is saving, or was killed while it saved, may have written rejects.parquet only.
     if holds_other(out, "catalog.parquet") and holds_other(out, "rejects.parquet"):
         raise CatalogError(f"{out}: the folder is not empty and holds no catalog; choose a new --out")
     # Before hours of work.
@@ -244,19 +245,18 @@ def scan(
         _print_withheld(pseudonyms.withheld(catalog, kept))
         catalog = pseudonyms.pseudonymise(catalog, key, kept)
         locations = pseudonyms.locate(catalog, root, key)
-    moved, gone = _about_replaced(out, catalog, splits_kept=splits_of is not None)
+    remarks = _about_replaced(out, catalog, splits_kept=splits_of is not None)
+    # Before it is saved: the next scan is compared with this catalog, and could not say so again.
+    for remark in filter(None, remarks):
+        opt.echo_line(remark)
     catalog.save(out)
     page = write_data_health(
         catalog, out / "data_health.html", images=images, max_reject=max_reject, locations=locations
     )
-    if gone:
-        opt.echo_line(gone)
     if failure is not None:
         opt.echo_line(page)
         raise failure
     _print_summary(catalog, out)
-    if moved:
-        opt.echo_line(moved)
     opt.echo_line(page)
     if max_reject is not None:
         catalog.expect_few_rejects(max_reject, f"see {page}")
@@ -277,11 +277,18 @@ def _expect_pseudonymous(key_file: Path, out: "Location", extract: Path | None) 
 
 def _rows_of(folder: "Location") -> "Sequence[Placed]":
     """Rows of a catalog or a store."""
-    from octfm.catalog.catalog import Catalog
+    from octfm.catalog.catalog import Catalog, HalfReplaced
     from octfm.store.store import Store
 
     if (folder / "catalog.parquet").is_file():
-        return Catalog.load(folder).acquisitions
+        try:
+            return Catalog.load(folder).acquisitions
+        except HalfReplaced as half:
+            # Else a scan into the catalog whose splits it keeps could not be repeated.
+            opt.echo_line(
+                f"--splits-of {folder}: a scan was stopped while it saved; splits are those of catalog.parquet"
+            )
+            return half.catalog.acquisitions
     if (folder / "store.json").is_file():
         return Store.open(folder).rows
     raise ConfigError(f"--splits-of {folder}: expected the folder of a catalog or of a store, found neither")
@@ -309,10 +316,16 @@ def _about_replaced(out: "Location", catalog: "Catalog", *, splits_kept: bool) -
 
 def _catalog_in(folder: "Location") -> "Catalog | None":
     """The catalog that a scan into this folder replaces; None without one that can be read."""
-    from octfm.catalog.catalog import Catalog, CatalogError
+    from octfm.catalog.catalog import Catalog, CatalogError, HalfReplaced
 
     try:
         return Catalog.load(folder) if (folder / "catalog.parquet").is_file() else None
+    except HalfReplaced as half:
+        # The scan that was stopped may have kept it with its rejects.
+        with suppress(OctfmError, OSError):
+            return Catalog.load(half.catalog.beside(folder))
+        opt.echo_line(f"{folder}: a scan was stopped while it saved; splits are compared with those of catalog.parquet")
+        return half.catalog
     except CatalogError as error:
         opt.echo_line(
             "warning: the catalog that this scan replaces cannot be read, so whether participants are in another split "

@@ -112,9 +112,7 @@ def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pr
     """
     encoder = encoder.reading(store)
     target = local_path(out) / f"{name}.parquet"
-    before = facts_of(target)
-    if before.get("of") == SINGLE_SCANS:
-        raise EvaluationError(f"{target}: holds vectors of single scans; choose another --out, or remove the file")
+    before = facts_to_replace(target)
     key = f"{encoder.vector_key}-{_voxels_of(store)}"
     facts = encoder_facts(encoder) | {"key": key, "name": name}
     if before.get("key") == key:
@@ -126,6 +124,14 @@ def embed_store(encoder: Encoder, store: Store, out: str | Path, name: str = "pr
         threads = torch.get_num_threads() if encoder.runtime.device.type == "cpu" else 1
         vectors = _in_batches(store, encoder.embed_arrays, encoder.vector_width, name, threads)
     return write_rows(out, store, vectors, facts)
+
+
+def facts_to_replace(target: Path) -> dict[str, Any]:
+    """`facts_of` a file that a store's vectors are to replace. Raises EvaluationError if it is of embed_scans."""
+    facts = facts_of(target)
+    if facts.get("of") == SINGLE_SCANS:
+        raise EvaluationError(f"{target}: holds vectors of single scans; choose another --out, or remove the file")
+    return facts
 
 
 def encoder_facts(encoder: Encoder) -> dict[str, str]:

@@ -43,19 +43,21 @@ def export(
     card: Markdown for README.md.
     keep_key: file to write the key of the participants' hashes to, instead of the export.
     keep_names: also publish names of classes and label columns that octfm does not know and that may identify somebody.
-    Raises EvaluationError if `out` or `keep_key` exists, if a name is unknown, or if reading the export back gives
-    other weights.
+    Raises EvaluationError if `out` exists or `keep_key` is another file, if a name is unknown, or if reading the export
+    back gives other weights.
     """
     out = local_path(out)
     _expect_new(out)
-    if keep_key is not None and Path(keep_key).exists():
-        raise EvaluationError(f"{keep_key}: exists already; choose another file for the key")
     # Once: while the run goes on, a second look would find a later checkpoint.
     path, content = opened(run, echo)
     encoder, tuned = with_head_in(run, path, content, "cpu")
     if tuned is not None and not keep_names:
         _expect_known_names(tuned)
     participants = participants_in(path, content)
+    keys, kept = exported.keys_text(participants), Path(keep_key) if keep_key is not None else None
+    # Its own key may be there: an export that was stopped has written it before the folder got its name.
+    if kept is not None and kept.exists() and not (kept.is_file() and kept.read_bytes() == keys.encode()):
+        raise EvaluationError(f"{keep_key}: exists already; choose another file for the key")
     # Written next to the target and renamed at the end, so that a folder `out` is always complete.
     out.parent.mkdir(parents=True, exist_ok=True)
     _remove_left_over(out)
@@ -74,8 +76,7 @@ def export(
                 f"{out}: {read.source} differs from {encoder.source} after reading it back; nothing was exported, "
                 "please report it"
             )
-        if keys := exported.keys_text(participants):
-            kept = Path(keep_key) if keep_key is not None else None
+        if keys:
             write_whole(kept or partial / exported.KEY, keys.encode(), private=kept is not None)
         elif keep_key is not None:
             echo(f"{keep_key}: not written, because {run} comes without a key")

@@ -6,6 +6,7 @@ makes the folder anew from the bucket. A failed upload never stops training: it 
 and `failures` reports it.
 """
 
+import glob
 import json
 import os
 import re
@@ -298,6 +299,10 @@ class BucketRun:
 
     def _pull(self) -> None:
         """Fetch the run, unless this folder wrote the bucket's pointer and may be ahead of it."""
+        # Left by processes that were killed: what `_fetch` was fetching, and what waited to be sent. `keep` offers the
+        # same checkpoints again, from the folder itself. Before anything is fetched, which needs the room.
+        for left in (self.path / ".outbox", *self.path.parent.glob(f".{glob.escape(self.path.name)}.*")):
+            shutil.rmtree(left, ignore_errors=True)
         pointer = read_pointer(self.where)
         try:
             ours = json.loads((self.path / MARK).read_text("utf-8"))["tokens"]
@@ -311,8 +316,6 @@ class BucketRun:
             shutil.rmtree(self.path)  # the run in the bucket was deleted: a new one begins
         else:
             self._refuse_foreign()
-        # Left by a process that was killed. `keep` offers the same checkpoints again, from the folder itself.
-        shutil.rmtree(self.path / ".outbox", ignore_errors=True)
 
     def _were_cleared(self) -> bool:
         """Whether somebody has deleted all checkpoints of the folder, or its newest: the run goes on from those in the

@@ -68,7 +68,12 @@ def verify(
 
 
 def require_whole(verified: Verified, path: str | Location) -> None:
-    """Raises StoreError, with the way to repair it, unless the store was intact."""
+    """Raises StoreError, with the way to repair it, unless the store was intact and has volumes."""
+    if not verified.volumes:
+        raise StoreError(
+            f"{path}: holds no volume; run the `octfm prepare` that began it again, or restore rows.jsonl from a copy "
+            "if it has listed any"
+        )
     damaged, again = len(verified.damaged), len(verified.to_prepare)
     if damaged:
         left = damaged - again
@@ -94,7 +99,8 @@ def _repair_metadata(store: Store, echo: Echo) -> tuple[str, ...]:
     """Rewrite damaged zarr.json files of a local store, which follow from header and rows; returns their paths."""
     wrong = []
     # Readers of a bucket generate these files locally, so there they cannot do harm.
-    for name in ARRAYS if isinstance(store.path, Path) else ():
+    # A writer that was killed before its first volume may not have written them yet.
+    for name in ARRAYS if isinstance(store.path, Path) and len(store) else ():
         file = store.path / name / "zarr.json"
         expected = array_metadata(name, len(store), store.image_size, store.compression, store.checks_shards)
         try:

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from octfm.encoder.embed import RANDOM_INIT, embed_store, histogram_baseline, quality_baseline
+from octfm.encoder.embed import NAMES, RANDOM_INIT, embed_store, facts_to_replace, histogram_baseline, quality_baseline
 from octfm.encoder.encoder import load_encoder
 from octfm.encoder.sources import display_name, find
 from octfm.encoder.tuned import load_head
 from octfm.errors import Echo, EvaluationError
 from octfm.evaluation.tissue_map import tissue_map_baseline
-from octfm.io.location import Location, local_path
+from octfm.io.location import Location, expect_writable, local_path
 from octfm.models.pooling import VectorPool
 from octfm.run.checkpoint_files import SHARDS
 from octfm.store.selection import to_evaluate
@@ -67,11 +67,17 @@ def embed_all(
     finder = load_segmenter(segmenter, device) if segmenter is not None else None
     if finder is not None:
         finder.encoder.require_prepared(opened)  # before anything is computed
-    written = [embed_store(encoder, opened, out, "pretrained", echo)]
+    figures = (out.parent if in_run else out) / "figures"
+    # Whatever refuses the vectors must refuse the pictures as well.
+    facts_to_replace(out / f"{NAMES[0]}.parquet")
+    for folder in (out, figures):
+        expect_writable(folder)
+    # Before the vectors, which name their checkpoint: older pictures beside new vectors would pass for theirs.
+    save_pictures(encoder, opened, figures, trained, finder)
+    written = [embed_store(encoder, opened, out, NAMES[0], echo)]
     if baselines:
         for draw, name in enumerate(RANDOM_INIT):
             untrained = load_encoder(run, random_init=True, draw=draw, device=device).pooling(pool).reading(opened)
             written.append(embed_store(untrained, opened, out, name, echo))
         written += [baseline(opened, out) for baseline in (histogram_baseline, tissue_map_baseline, quality_baseline)]
-    save_pictures(encoder, opened, (out.parent if in_run else out) / "figures", trained, finder)
     return written
