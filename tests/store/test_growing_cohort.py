@@ -44,6 +44,10 @@ class File:
     damaged: bool = False
 
 
+Row = tuple[File, str | None]
+"""A file and its eye."""
+
+
 def person_of(place: str) -> str:
     return person_key(place.split("/")[0])
 
@@ -53,7 +57,7 @@ def voxels(seed: int) -> np.ndarray:
 
 
 @cache
-def prepared(seed: int, eye: str):
+def prepared(seed: int, eye: str | None):
     return TINY(Volume(voxels(seed), SPACING_MM, laterality=eye))
 
 
@@ -80,10 +84,10 @@ class Cohort(RuleBasedStateMachine):
         self.root, self.out = self.folder / "clinic", self.folder / "store"
         self.files: dict[str, File] = {}
         self.catalog: Catalog | None = None
-        self.rows: dict[str, tuple[File, str]] = {}
+        self.rows: dict[str, Row] = {}
         """File and eye of the rows of the store by UID, in their order."""
         self.old: Path | None = None
-        self.old_rows: dict[str, tuple[File, str]] = {}
+        self.old_rows: dict[str, Row] = {}
         """The store before this one, whose volumes are reused, and its rows."""
 
     def teardown(self):
@@ -120,12 +124,15 @@ class Cohort(RuleBasedStateMachine):
             other = {"damage": {"damaged": True}, "repair": {"damaged": False}, "resave": {"resaved": True}}
             self.write(place, replace(file, **other.get(what, {"seed": 20 + seed})))
 
-    def expected(self) -> tuple[dict[str, tuple[File, str]], list[tuple[str, str]]]:
-        """Rows of a catalog by place, and pairs of persons with the same file."""
+    def expected(self) -> tuple[dict[str, Row], list[tuple[str, str]]]:
+        """Rows of a catalog by place, and pairs of persons with the same file. A file in the folders of both eyes is of
+        neither."""
         first: dict[File, str] = {}
         readable = {place: file for place, file in sorted(self.files.items()) if not file.damaged}
         pairs = [(person_of(place), person_of(first.setdefault(file, place))) for place, file in readable.items()]
-        return {place: (file, place.split("/")[1]) for file, place in first.items()}, pairs
+        eyes = {file: {place.split("/")[1] for place in readable if readable[place] == file} for file in first}
+        eye = {file: found.pop() if len(found) == 1 else None for file, found in eyes.items()}
+        return {place: (file, eye[file]) for file, place in first.items()}, pairs
 
     @rule(
         keep=st.sampled_from(["", "catalog", "store"]),
@@ -157,7 +164,7 @@ class Cohort(RuleBasedStateMachine):
         assert Catalog.load(catalog.save(self.folder / "catalog")) == catalog
         self.prepare({a.sop_instance_uid: row for a, row in zip(catalog, rows.values(), strict=True)}, kill, anew)
 
-    def prepare(self, scanned: dict[str, tuple[File, str]], kill: int | None, anew: bool) -> None:
+    def prepare(self, scanned: dict[str, Row], kill: int | None, anew: bool) -> None:
         def preparing():
             reuse = self.old if self.old_rows.items() & scanned.items() else None
             return prepare(self.catalog, self.out, TINY, workers=0, progress=False, reuse=reuse)
@@ -194,7 +201,7 @@ class Cohort(RuleBasedStateMachine):
         preparing()
         assert content(self.out) == before
 
-    def check(self, rows: dict[str, tuple[File, str]]) -> None:
+    def check(self, rows: dict[str, Row]) -> None:
         """The store has these rows in this order, and the voxels of each are those of its file."""
         store = Store.open(self.out)
         assert [row.acquisition for row in store.rows] == [*rows] and store.verify() == len(rows)
