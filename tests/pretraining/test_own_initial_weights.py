@@ -237,7 +237,9 @@ def test_not_even_an_override_changes_what_a_run_began_with(parent, second, tmp_
         out = tmp_path / f"from {before.model.init is None}"
         with pytest.raises(Killed):
             quick_pretrain(before, second, out, "cpu", echo=killed)
-        with pytest.raises(CheckpointError, match=r"other values of model\.init .*; restore them to resume, or choose"):
+        with pytest.raises(
+            CheckpointError, match=r"other values of model\.init .*; restore them to resume \(.*\), or choose"
+        ):
             quick_pretrain(now, second, out, "cpu", echo=quiet, override=True)
 
 
