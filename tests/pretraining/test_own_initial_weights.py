@@ -13,6 +13,7 @@ import torch
 from octfm.encoder.encoder import seen_by, seen_if_known
 from octfm.encoder.export import export
 from octfm.errors import CheckpointError, EvaluationError
+from octfm.io.hashing import keyed_hash
 from octfm.pretraining.learner import Learner
 from octfm.pretraining.preflight.resources import initial_weights
 from octfm.pretraining.pretrain import pretrain
@@ -116,6 +117,19 @@ def test_F16_the_participants_of_both_runs_count_as_seen(parent, first, second, 
     assert [json.loads((exported / "config.json").read_text())["version"], (exported / "participants.key").read_text()] == [
         2, f"{keys[2]}\n{keys[1]}\n",
     ]  # fmt: skip
+
+
+def test_people_of_a_run_of_0_1_do_not_count_as_others_on_the_same_store(parent, first, tmp_path):
+    """Its checkpoints have hashes of ids as they are spelt: P001, where today's are of the person, 1."""
+    content = final(parent)
+    key = content["participants"]["key"]
+    spelt = sorted(keyed_hash(person, key) for person in trained_on(first))
+    assert set(spelt).isdisjoint(content["participants"]["hashes"])
+    content = {name: value for name, value in content.items() if name != "checksum"}
+    old = checkpoint.write(tmp_path, content["step"], content | {"participants": {"key": key, "hashes": spelt}})
+    run = quick_pretrain(begun(old, steps=1), first, tmp_path / "run", "cpu", echo=quiet)
+    assert RunFolder(run, PRETRAINING).record["inherited_participants"] == 0
+    assert all(map(seen_by(old), trained_on(first)))
 
 
 def test_F16_weights_published_without_their_key_may_be_begun_with_but_nobody_forgets_it(
@@ -237,7 +251,9 @@ def test_not_even_an_override_changes_what_a_run_began_with(parent, second, tmp_
         out = tmp_path / f"from {before.model.init is None}"
         with pytest.raises(Killed):
             quick_pretrain(before, second, out, "cpu", echo=killed)
-        with pytest.raises(CheckpointError, match=r"other values of model\.init .*; restore them to resume, or choose"):
+        with pytest.raises(
+            CheckpointError, match=r"other values of model\.init .*; restore them to resume \(.*\), or choose"
+        ):
             quick_pretrain(now, second, out, "cpu", echo=quiet, override=True)
 
 

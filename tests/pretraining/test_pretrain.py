@@ -18,6 +18,7 @@ from octfm.pretraining.learner import Learner
 from octfm.pretraining.masks import MaskConfig
 from octfm.pretraining.monitors.measure import validate
 from octfm.pretraining.pretrain import pretrain
+from octfm.pretraining.settings import load_config
 from octfm.run import checkpoint
 from octfm.run.runtime import start
 from octfm.store.selection import select
@@ -134,8 +135,13 @@ def test_nobody_is_advised_to_delete_a_file_that_is_no_checkpoint(tmp_path):
 
 def test_a_resume_names_the_settings_that_changed_and_their_values(store, tmp_path):
     run = quick_pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
-    with pytest.raises(CheckpointError, match=r"other values of seed \(3, now 4\), steps \(1, now 2\); restore them"):
+    with pytest.raises(
+        CheckpointError, match=r"other values of seed \(3, now 4\), steps \(1, now 2\); restore them"
+    ) as no:
         quick_pretrain(config(steps=2, seed=4), store, run, echo=quiet)
+    # A preset may have other values in another version; those of the run are found nowhere else.
+    assert f"({run / 'config.yaml'} has them)" in str(no.value)
+    quick_pretrain(load_config(run / "config.yaml"), store, run, echo=quiet)
     # Other volumes because of a setting: the setting is named, not the store blamed.
     other = config(steps=1, data={**TINY["data"], "scanners": ["topcon_triton"]})
     with pytest.raises(CheckpointError, match=r"data\.scanners \(\[\], now \['topcon_triton'\]\)"):

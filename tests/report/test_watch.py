@@ -116,10 +116,8 @@ def test_the_checkpoint_that_a_folder_stands_for_is_named_beside_the_best(tmp_pa
         mixed = [probe_rows(0.9)[0] | other, *probe_rows(0.1, 0.5, 0.3)[1:]]
         assert f"best at {paths[1]}: give that file" in checkpoint_taken(mixed, paths)
     later = [row | {"cases": "b"} for row in probe_rows(0.1, 0.5, 0.3)[1:]]
-    assert f"best at {paths[1]}: give that file" in checkpoint_taken(
-        [probe_rows(0.9)[0] | {"cases": "a"}, *later], paths
-    )
-    assert f"best at {paths[0]}: give that file" in checkpoint_taken([*probe_rows(0.9), *later], paths)
+    for before in ({"cases": "a"}, {}):  # rows of earlier versions have none
+        assert f"best at {paths[1]}: give that file" in checkpoint_taken([probe_rows(0.9)[0] | before, *later], paths)
 
 
 def test_no_run_is_named(tmp_path):

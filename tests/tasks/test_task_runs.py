@@ -148,7 +148,8 @@ def test_a_task_that_was_killed_and_stopped_equals_one_that_was_not(ranks, clini
 def test_a_task_with_other_settings_or_of_another_verb_is_refused(clinic, tmp_path, verb):
     stop_at(2, clinic, verb, tmp_path / "run")
     with pytest.raises(
-        CheckpointError, match=r"other values of seed \(\d+, now \d+\); restore them to resume, or choose another --out"
+        CheckpointError,
+        match=r"other values of seed \(\d+, now \d+\); restore them to resume \(.*config\.yaml has them\), or choose",
     ):
         clinic.do(verb, tmp_path / "run", seed=1)
     other = next(name for name in VERBS if name != verb)

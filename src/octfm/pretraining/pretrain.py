@@ -178,7 +178,7 @@ def _others(part: Mapping[str, Any], people: Sequence[str]) -> int:
     number, and never 0, because pages call a run that inherited none one that began at random."""
     if part["key"] is None:
         return max(1, len(part["hashes"]) - len(people))
-    return len({*part["hashes"]} - {*checkpoint.participant_hashes(list(people), part["key"])})
+    return len({*part["hashes"]} - checkpoint.possible_hashes(people, part["key"]))
 
 
 class Pretraining:

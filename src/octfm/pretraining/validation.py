@@ -65,10 +65,10 @@ class Validation:
         row = online_probe(cases, vectors_of, self.runtime)
 
         def is_best() -> bool:
-            # Scores of vectors that were pooled in another way, or on other labels, are not comparable; older rows name
-            # neither.
+            # Scores of vectors that were pooled in another way, or on other labels, are not comparable; nor are those
+            # of earlier versions, which chose the penalty by another rule and name no cases.
             alike: dict[str, Any] = {"kind": "probe", "target": cases.target, "pool": pool, "cases": cases.key}
-            rows = ({"pool": "mean", "cases": cases.key} | r for r in read_metrics(self.run.metrics))
+            rows = read_metrics(self.run.metrics)
             # Compared with the best one that was written: a better one may have been lost to a full disk or a kill.
             session.writer.wait()
             best = best_step(self.run.checkpoints)

@@ -351,13 +351,8 @@ def probed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of the online probe with the target, pooling, volumes and labels of the last one; others cannot be
     compared with it."""
     known = [row for row in rows if row.get("kind") == "probe" and np.isfinite(number(row.get("score")))]
-    # Rows of earlier versions do not name their cases.
-    return [
-        row
-        for row in known
-        if all(row.get(key) == known[-1].get(key) for key in ("target", "pool"))
-        and row.get("cases", known[-1].get("cases")) == known[-1].get("cases")
-    ]
+    # Rows of earlier versions, which chose the penalty by another rule, name no cases.
+    return [row for row in known if all(row.get(key) == known[-1].get(key) for key in ("target", "pool", "cases"))]
 
 
 def _best(compared: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import errno
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,11 @@ def participant_hashes(participants: list[str], key: str) -> list[str]:
     return sorted({keyed_hash(person_key(participant), key) for participant in participants})
 
 
+def possible_hashes(participants: Iterable[str], key: str) -> set[str]:
+    """Those of `participant_hashes`, and those of ids as they are spelt, which checkpoints of earlier versions hold."""
+    return {keyed_hash(text, key) for participant in participants for text in (person_key(participant), participant)}
+
+
 def parts_of(participants: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """`key` and `hashes` of a run's own people, then those of every run whose weights came before: that of
     model.init, or of the encoder that is fine-tuned."""
@@ -149,9 +154,7 @@ def recogniser(participants: Mapping[str, Any]) -> Callable[[str], bool]:
     parts = [(set(part["hashes"]), part["key"]) for part in parts_of(participants) if part["hashes"]]
 
     def is_known(participant: str) -> bool:
-        # Checkpoints of octfm before person_key hold hashes of ids as they are spelt.
-        texts = (person_key(participant), participant)
-        return any(keyed_hash(text, key) in hashes for hashes, key in parts for text in texts)
+        return any(not hashes.isdisjoint(possible_hashes([participant], key)) for hashes, key in parts)
 
     return is_known
 

@@ -370,8 +370,8 @@ def _continue(run: RunFolder, identity: Identity, override: bool) -> RunFolder:
         may = kind.own_key and not fixed and run.record.get("data") == identity.data
         accept = "accept the change with --override, " if may else ""
         raise CheckpointError(
-            f"{run.path}: this run began with other values of {_in_words(changed)}; restore them to resume, "
-            f"{accept}or choose another --out"
+            f"{run.path}: this run began with other values of {_in_words(changed)}; restore them to resume "
+            f"({settings} has them), {accept}or choose another --out"
         )
     if recorded:
         # After the settings: if they choose other volumes or another encoder, the error should name the setting.
