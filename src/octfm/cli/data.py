@@ -247,9 +247,11 @@ def scan(
         locations = pseudonyms.locate(catalog, root, key)
     remarks = _about_replaced(out, catalog, splits_kept=splits_of is not None)
     # Before it is saved: the next scan is compared with this catalog, and could not say so again.
-    for remark in filter(None, remarks):
-        opt.echo_line(remark)
-    catalog.save(out)
+    try:
+        for remark in remarks:
+            opt.echo_line(remark)
+    finally:
+        catalog.save(out)  # also where nobody reads them, as with `| head`
     page = write_data_health(
         catalog, out / "data_health.html", images=images, max_reject=max_reject, locations=locations
     )
@@ -294,12 +296,12 @@ def _rows_of(folder: "Location") -> "Sequence[Placed]":
     raise ConfigError(f"--splits-of {folder}: expected the folder of a catalog or of a store, found neither")
 
 
-def _about_replaced(out: "Location", catalog: "Catalog", *, splits_kept: bool) -> tuple[str, str]:
-    """Remarks on participants of the catalog that this scan replaces: on those in another split than before, and on
-    those without a scan now; empty if there are none, otherwise that catalog is kept."""
+def _about_replaced(out: "Location", catalog: "Catalog", *, splits_kept: bool) -> list[str]:
+    """Remarks on the catalog that this scan replaces: on participants in another split than before, and on those
+    without a scan now. That catalog is kept if there are any."""
     from octfm.display import number
 
-    before = _catalog_in(out)
+    before, remarks = _catalog_in(out)
     moved, gone = _moved_and_gone(before, catalog) if before is not None else (0, 0)
     moved = 0 if splits_kept else moved
     option = _keep(before, out) if before is not None and moved + gone else ""
@@ -311,27 +313,28 @@ def _about_replaced(out: "Location", catalog: "Catalog", *, splits_kept: bool) -
         f"without a scan now: {number(gone, 'participant')} of the catalog that was here. If they may come back, "
         f"keep their split: give that later scan {option}"
     )
-    return about_moved if moved else "", about_gone if gone else ""
+    return [*remarks, *[about_moved] * (moved > 0), *[about_gone] * (gone > 0)]
 
 
-def _catalog_in(folder: "Location") -> "Catalog | None":
-    """The catalog that a scan into this folder replaces; None without one that can be read."""
+def _catalog_in(folder: "Location") -> tuple["Catalog | None", list[str]]:
+    """The catalog that a scan into this folder replaces, None without one that can be read; and what is wrong with
+    it."""
     from octfm.catalog.catalog import Catalog, CatalogError, HalfReplaced
 
     try:
-        return Catalog.load(folder) if (folder / "catalog.parquet").is_file() else None
+        return Catalog.load(folder) if (folder / "catalog.parquet").is_file() else None, []
     except HalfReplaced as half:
         # The scan that was stopped may have kept it with its rejects.
         with suppress(OctfmError, OSError):
-            return Catalog.load(half.catalog.beside(folder))
-        opt.echo_line(f"{folder}: a scan was stopped while it saved; splits are compared with those of catalog.parquet")
-        return half.catalog
+            return Catalog.load(half.catalog.beside(folder)), []
+        remark = f"{folder}: a scan was stopped while it saved; splits are compared with those of catalog.parquet"
+        return half.catalog, [remark]
     except CatalogError as error:
-        opt.echo_line(
+        remark = (
             "warning: the catalog that this scan replaces cannot be read, so whether participants are in another split "
             f"than before is unknown: {error}"
         )
-        return None
+        return None, [remark]
 
 
 def _keep(before: "Catalog", out: "Location") -> str:
