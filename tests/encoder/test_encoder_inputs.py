@@ -86,11 +86,14 @@ def test_a_volume_of_impossible_millimetres_is_refused(spacing_mm):
         replace(eye(), spacing_mm=spacing_mm)
 
 
-@pytest.mark.parametrize("facts", [{"laterality": "OS"}, {"layout": "volume"}, {"modality": "oct"}])
+@pytest.mark.parametrize(
+    "facts",
+    [{"laterality": "OS"}, {"layout": "volume"}, {"modality": "oct"}, {"superior_first": "no"}, {"full_scale": 0}],
+)
 def test_a_volume_of_words_that_nothing_knows_is_refused(facts):
     """A left eye called OS was embedded as a right one."""
     name, value = next(iter(facts.items()))
-    with pytest.raises(ValueError, match=f"{name}: expected .*, got '{value}'"):
+    with pytest.raises(ValueError, match=f"{name}: expected .*, got {value!r}"):
         replace(eye(), **facts)
 
 

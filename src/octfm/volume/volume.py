@@ -132,7 +132,11 @@ class Volume:
             raise ValueError(
                 f"{self.source}: spacing_mm must be (dz, dy, dx) of {NANOMETRE_MM:g} mm or more, got {self.spacing_mm}"
             )
-        for name, known in (("laterality", ("R", "L", None)), ("layout", LAYOUTS), ("modality", MODALITIES)):
+        if not 0 < self.full_scale <= 65535:
+            raise ValueError(f"{self.source}: full_scale: expected the grey level of white, 1 to 65535, got {self.full_scale}")
+        eyes, ways = ("R", "L", None), (True, False, None)
+        named = {"laterality": eyes, "superior_first": ways, "layout": LAYOUTS, "modality": MODALITIES}
+        for name, known in named.items():
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{self.source}: {name}: expected {', '.join(map(str, known))}, got {value!r}")
 
