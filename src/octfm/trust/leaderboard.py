@@ -300,7 +300,7 @@ def _tuned(paths: Sequence[Path]) -> list[Tuned]:
     for path in paths:
         saved = read_predictions(path / "predictions.parquet")
         config = load(FinetuneConfig, path / "config.yaml")
-        recipe = config.recipe()
+        recipe = saved.facts["recipe"]
         learned = "fine-tuned" if config.lora_rank is None else "low rank"
         what = "head" if config.frozen else "from scratch" if config.from_scratch else learned
         group = next((g for g in groups if g[1] == recipe), None)
