@@ -540,7 +540,7 @@ def test_the_leaderboard_refuses_two_entries_of_one_name(board, large, run, tmp_
     for entries, name in (([run, tuned[0]], run.name), ([tuned[0]], "histogram"), ([run, tuned[0]], "random_init")):
         renamed = tmp_path / str(len(list(tmp_path.iterdir()))) / name
         shutil.copytree(tuned[0], renamed)
-        with pytest.raises(EvaluationError, match=f"differently named entries, got {name} more than once"):
+        with pytest.raises(EvaluationError, match=f"differently named entries, got {name} more than once; give each"):
             leaderboard([*entries[:-1], renamed], [large.path], "grade", tmp_path / "out", labels=table, echo=quiet)
 
 

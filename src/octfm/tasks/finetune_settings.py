@@ -9,9 +9,7 @@ from octfm.models.heads import Pool
 from octfm.pretraining.augment import AugmentConfig
 from octfm.run.runtime import Precision, RuntimeConfig
 
-PLACES = frozenset({"encoder", "store", "exclude", "labels"})
-"""Settings that say where something lies, not what it is."""
-MAY_CHANGE = frozenset({"runtime", "max_cache_gb"})
+MAY_CHANGE = frozenset({"store", "runtime", "max_cache_gb"})
 """Settings that a resumed run may change and still be the same run."""
 
 
@@ -96,4 +94,4 @@ class FinetuneConfig(Config):
 
     def recipe(self) -> dict[str, Any]:
         """The settings that runs of one recipe share, whatever their seed, the machine, and where files lie on it."""
-        return self.model_dump(mode="json", exclude={"seed", *PLACES, *MAY_CHANGE})
+        return self.model_dump(mode="json", exclude={"seed", "encoder", "exclude", "labels", *MAY_CHANGE})
