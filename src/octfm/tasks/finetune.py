@@ -121,7 +121,11 @@ def _finetune(
     parts = (task.train, task.validation, task.test)
     used = np.concatenate(parts)
     data = volumes_digest(store, task.cases.rows[used], task.cases.label[used].tolist())
-    recipe = {**config.recipe(), "encoder": encoder.digest, "data": data}
+    # The order of a store tells how it was prepared, in one go or several.
+    acquisition = np.array([store.rows[row].acquisition for row in task.cases.rows])
+    used = np.concatenate([part[np.argsort(acquisition[part])] for part in parts])
+    ordered = volumes_digest(store, task.cases.rows[used], task.cases.label[used].tolist())
+    recipe = {**config.recipe(), "encoder": encoder.digest, "data": ordered}
     named = encoder.key if config.frozen else beginning_of(str(config.encoder), encoder)
     counts = [len(part) for part in parts]
     identity = Identity(FINE_TUNING, config, store.fingerprint, data, encoder=named, counts=counts)
