@@ -146,6 +146,8 @@ def test_two_eyes_of_a_participant_do_not_count_as_two_participants(tmp_path):
     assert alone["participant_column"] is None and alone["participants"] is None
     again = device_agreement(write(tmp_path / "c.csv", [*rows, rows[0] | {"source": "again.xml"}]))
     assert again["repeated"] == 1
+    with pytest.raises(EvaluationError, match=r"c\.csv: 0R\.xml stands in rows 2 and 26, .*; delete one of them"):
+        device_agreement(write(tmp_path / "c.csv", [*rows, rows[0]]))
 
 
 def test_ids_that_differ_in_zeros_are_one_participant(tmp_path):

@@ -55,18 +55,24 @@ def edit_rows(folder: Path, change: Callable[[StoreRow], dict]) -> None:
 
 
 def small_store(
-    folder: Path, edit=lambda seed, prepared: prepared, splits=SPLITS, preprocessing: Preprocessing | None = None
+    folder: Path,
+    edit=lambda seed, prepared: prepared,
+    splits=SPLITS,
+    preprocessing: Preprocessing | None = None,
+    *,
+    backwards: bool = False,
 ) -> Store:
     """One participant for every split named, with both eyes on two scanners; `edit` may change a prepared volume
-    before it is written."""
+    before it is written. `backwards`: the last participant is written first."""
     preprocessing = preprocessing or small_preprocessing()
     with StoreWriter(folder, preprocessing) as writer:
-        for number, split in enumerate(splits):
+        people = list(enumerate(splits))
+        for place, (number, split) in enumerate(people[::-1] if backwards else people):
             for side, laterality in enumerate("RL"):
                 seed = 2 * number + side
                 prepared = edit(seed, prepared_eye(seed, preprocessing))
                 row = StoreRow(
-                    index=seed,
+                    index=2 * place + side,
                     acquisition=f"1.2.3.{seed}",
                     uri=f"{seed}.dcm",
                     participant=f"P{number:03d}",

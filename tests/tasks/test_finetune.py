@@ -40,6 +40,8 @@ from support.finetune_runs import settings
 from support.small_store import GRADES, darkened, edit_rows, small_store
 from support.tiny_runs import Killed, quiet
 
+MANY = ("train",) * 20 + ("val",) * 4 + ("test",) * 36
+
 
 def test_the_pages_of_pretraining_name_the_kind_of_another_run(tmp_path):
     (tmp_path / "run.json").write_text('{"format": "octfm-run", "version": 1, "kind": "finetune"}')
@@ -371,9 +373,8 @@ def test_a_low_rank_update_begins_as_no_update(run, store):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory, run):
-    """48 participants, half of them in the test: enough for intervals."""
-    splits = ("train",) * 20 + ("val",) * 4 + ("test",) * 36
-    return small_store(tmp_path_factory.mktemp("large") / "prepared", darkened, splits)
+    """60 participants, more than half of them in the test: enough for intervals."""
+    return small_store(tmp_path_factory.mktemp("large") / "prepared", darkened, MANY)
 
 
 @pytest.fixture(scope="module")
@@ -386,8 +387,12 @@ def board(large, run, labels, tmp_path_factory):
     )
     tuned = []
     for seed in (0, 1):
-        # Machines with other disks: max_cache_gb changes no number.
-        config = settings(run, large, table, seed=seed, epochs=3, batch_size=8, max_cache_gb=16.0 + seed)
+        # Machines with other disks: neither max_cache_gb nor the place of a file changes a number, and the order of a
+        # store, prepared by several commands, changes one as a seed does.
+        encoder = shutil.copytree(run, folder / f"run{seed}")
+        labels = shutil.copyfile(table, folder / f"labels{seed}.tsv")
+        store = small_store(folder / "backwards", darkened, MANY, backwards=True) if seed else large
+        config = settings(encoder, store, labels, seed=seed, epochs=3, batch_size=8, max_cache_gb=16.0 + seed)
         tuned.append(finetune(config, folder / f"tuned{seed}", echo=quiet))
     orders = {"grade": GRADES}
     result = leaderboard(
@@ -538,7 +543,7 @@ def test_the_leaderboard_refuses_two_entries_of_one_name(board, large, run, tmp_
     for entries, name in (([run, tuned[0]], run.name), ([tuned[0]], "histogram"), ([run, tuned[0]], "random_init")):
         renamed = tmp_path / str(len(list(tmp_path.iterdir()))) / name
         shutil.copytree(tuned[0], renamed)
-        with pytest.raises(EvaluationError, match=f"differently named entries, got {name} more than once"):
+        with pytest.raises(EvaluationError, match=f"differently named entries, got {name} more than once; give each"):
             leaderboard([*entries[:-1], renamed], [large.path], "grade", tmp_path / "out", labels=table, echo=quiet)
 
 

@@ -21,6 +21,7 @@ from octfm.run import bucket as bucket_runs
 from octfm.run import checkpoint, checkpoint_files
 from octfm.run.bucket import local_run
 from octfm.run.tracking import read_metrics
+from octfm.store.store import Store
 from octfm.tasks import finetune as finetuning
 from octfm.tasks.finetune import finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
@@ -159,6 +160,19 @@ def test_a_task_with_other_settings_or_of_another_verb_is_refused(clinic, tmp_pa
     newest.write_bytes(newest.read_bytes()[:-1000])
     with pytest.raises(CheckpointError, match="damaged"):
         clinic.do(verb, tmp_path / "run")
+
+
+@pytest.mark.parametrize("verb", EITHER)
+def test_a_task_goes_on_where_its_store_lies_elsewhere(clinic, tmp_path, monkeypatch, verb):
+    """On another disk or machine, as pretraining does; with other voxels it would be another run."""
+    stop_at(2, clinic, verb, tmp_path / "run")
+    moved = Store.open(shutil.copytree(clinic.store.path, tmp_path / "moved"))
+    monkeypatch.setattr(clinic, "store", small_store(tmp_path / "other"))
+    with pytest.raises(CheckpointError, match="training volumes of the store are not those it began on"):
+        clinic.do(verb, tmp_path / "run")
+    monkeypatch.setattr(clinic, "store", moved)
+    clinic.do(verb, tmp_path / "run")
+    assert_same(tmp_path / "run", clinic.whole[verb], verb)
 
 
 class Stop(Exception):

@@ -121,6 +121,11 @@ def _finetune(
     parts = (task.train, task.validation, task.test)
     used = np.concatenate(parts)
     data = volumes_digest(store, task.cases.rows[used], task.cases.label[used].tolist())
+    # The order of a store tells how it was prepared, in one go or several.
+    acquisition = np.array([store.rows[row].acquisition for row in task.cases.rows])
+    used = np.concatenate([part[np.argsort(acquisition[part])] for part in parts])
+    ordered = volumes_digest(store, task.cases.rows[used], task.cases.label[used].tolist())
+    recipe = {**config.recipe(), "encoder": encoder.digest, "data": ordered}
     named = encoder.key if config.frozen else beginning_of(str(config.encoder), encoder)
     counts = [len(part) for part in parts]
     identity = Identity(FINE_TUNING, config, store.fingerprint, data, encoder=named, counts=counts)
@@ -162,17 +167,16 @@ def _finetune(
         assert training.best is not None
         model.module.load_state_dict(training.best["model"])
         predictions = _predictions(training)
-        runtime.first(lambda: _write_result(training, predictions, run))
+        runtime.first(lambda: _write_result(training, predictions, recipe, run))
     return run.path
 
 
-def _write_result(training: "FineTuning", predictions: Predictions, run: RunFolder) -> None:
+def _write_result(training: "FineTuning", predictions: Predictions, recipe: dict[str, Any], run: RunFolder) -> None:
     task, config, best = training.task, training.config, training.best
     assert best is not None
     prior = log_share(task.cases, task.train) if task.cases.classes else None
-    write_predictions(
-        run.path / "predictions.parquet", training.store, task.cases, prior, predictions, config, best["epoch"]
-    )
+    file = run.path / "predictions.parquet"
+    write_predictions(file, training.store, task.cases, prior, predictions, recipe, config.seed, best["epoch"])
     rows = [s.row for s in score(task.cases, run.path.name, [predictions], task.facts, RESAMPLES, 0)]
     result = {
         "format": "octfm-finetune",

@@ -9,7 +9,7 @@ from octfm.models.heads import Pool
 from octfm.pretraining.augment import AugmentConfig
 from octfm.run.runtime import Precision, RuntimeConfig
 
-MAY_CHANGE = frozenset({"runtime", "max_cache_gb"})
+MAY_CHANGE = frozenset({"store", "runtime", "max_cache_gb"})
 """Settings that a resumed run may change and still be the same run."""
 
 
@@ -93,5 +93,5 @@ class FinetuneConfig(Config):
         return self.lr_encoder == 0
 
     def recipe(self) -> dict[str, Any]:
-        """The settings that runs of one recipe share, whatever their seed and the machine."""
-        return self.model_dump(mode="json", exclude={"seed", "store", *MAY_CHANGE})
+        """The settings that runs of one recipe share, whatever their seed, the machine, and where files lie on it."""
+        return self.model_dump(mode="json", exclude={"seed", "encoder", "exclude", "labels", *MAY_CHANGE})

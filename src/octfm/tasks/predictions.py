@@ -16,7 +16,6 @@ from octfm.evaluation.scoring import Predictions
 from octfm.io.location import write_whole
 from octfm.io.parquet import from_parquet, to_parquet
 from octfm.store.store import Store
-from octfm.tasks.finetune_settings import FinetuneConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,11 +69,13 @@ def write_predictions(
     cases: Cases,
     log_prior: np.ndarray | None,
     predictions: Predictions,
-    config: FinetuneConfig,
+    recipe: dict[str, Any],
+    seed: int,
     best_epoch: int,
 ) -> None:
     """Write a Parquet file with a row per tested acquisition: ids, scanner, checksum of the volume, label, value, grade
-    (null without grades) and, for classes, the most probable one."""
+    (null without grades) and, for classes, the most probable one. `recipe`: what runs that differ only in their seed
+    share."""
     import pyarrow as pa
 
     rows = [store.rows[i] for i in cases.rows[predictions.rows]]
@@ -93,8 +94,8 @@ def write_predictions(
     facts = {
         "target": cases.target.name,
         "classes": list(cases.classes or ()),
-        "recipe": config.recipe(),
-        "seed": config.seed,
+        "recipe": recipe,
+        "seed": seed,
         "best_epoch": best_epoch,
         "fingerprint": store.fingerprint,
         "log_prior": log_prior.tolist() if log_prior is not None else [],

@@ -45,8 +45,8 @@ from octfm.volume.transform import Transform
 
 Predictor = Callable[[int], Segmentation]
 """A function from a row of the store to what is found in its volume, in the native frame."""
-# Not even max_cache_gb may change: tokens that are kept are rounded, and others are not.
-SEGMENTATION = Kind("segment", frozenset(), lambda settings, _: load(SegmentConfig, settings))
+# Not max_cache_gb: tokens that are kept are rounded, and others are not.
+SEGMENTATION = Kind("segment", frozenset({"store"}), lambda settings, _: load(SegmentConfig, settings))
 
 
 def segment(

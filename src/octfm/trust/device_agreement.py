@@ -44,8 +44,8 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
     left out and counted. Intervals are studentised bootstraps over participants if a column names them, else over rows;
     there is none with fewer than MIN_PARTICIPANTS. `changing`: zones in which differences change with thickness, after
     Holm's correction over zones.
-    Raises EvaluationError if a file is no such table, if no row can be compared, and if rows of the two tables do not
-    match or contradict each other.
+    Raises EvaluationError if a file is no such table, if no row can be compared, if a scan stands in two rows, and if
+    rows of the two tables do not match or contradict each other.
     """
     rows = read_rows(table, ("source", "verdict", "problem", UNIT["centre"]))
     if device is not None:
@@ -65,6 +65,14 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
         counted = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
         remedy = "give --device TABLE.csv" if device is None else f"check that {device} names the rows in the same way"
         raise EvaluationError(f"{table}: no eye has zones of ours and of the device ({counted}); {remedy}")
+    lines: dict[str, int] = {}
+    for each in used:
+        line = lines.setdefault(source := each["row"]["source"], each["line"])
+        if source and line != each["line"]:
+            raise EvaluationError(
+                f"{table}: {one_line(source)} stands in rows {line} and {each['line']}, and would count as two scans; "
+                "delete one of them"
+            )
     for each, person in zip(used, people(np.array([each["participant"] for each in used])), strict=True):
         each["participant"] = str(person)
     eyes = [(each["participant"], each["row"].get("laterality", "")) for each in used]

@@ -93,7 +93,10 @@ def leaderboard(
     names = [entry_name(path) for path in frozen] + [t.name for t in tuned]
     every = [*names, *BASELINES, *(["random_init"] if frozen else [])]
     if repeated := {name for name in every if every.count(name) > 1}:
-        raise EvaluationError(f"expected differently named entries, got {min(repeated)} more than once")
+        raise EvaluationError(
+            f"expected differently named entries, got {min(repeated)} more than once; give each run once, or rename a "
+            "folder"
+        )
     # Check all inputs before hours of embedding, and before anything is written.
     table = read_labels(labels) if labels is not None else None
     volumes = of_store(opened[0])
@@ -300,7 +303,7 @@ def _tuned(paths: Sequence[Path]) -> list[Tuned]:
     for path in paths:
         saved = read_predictions(path / "predictions.parquet")
         config = load(FinetuneConfig, path / "config.yaml")
-        recipe = config.recipe()
+        recipe = saved.facts["recipe"]
         learned = "fine-tuned" if config.lora_rank is None else "low rank"
         what = "head" if config.frozen else "from scratch" if config.from_scratch else learned
         group = next((g for g in groups if g[1] == recipe), None)

@@ -217,7 +217,7 @@ def _named(paths: Sequence[Path]) -> dict[str, Path]:
     names = [entry_name(path) for path in paths]
     for name in names:
         if names.count(name) > 1 or name in RESERVED:
-            raise EvaluationError(f"two encoders are named {name}; rename one of the run folders")
+            raise EvaluationError(f"two encoders are named {name}; give each run once, or rename a folder")
     return dict(zip(names, paths, strict=True))
 
 
