@@ -171,6 +171,10 @@ def test_a_task_goes_on_where_its_store_lies_elsewhere(clinic, tmp_path, monkeyp
     with pytest.raises(CheckpointError, match="training volumes of the store are not those it began on"):
         clinic.do(verb, tmp_path / "run")
     monkeypatch.setattr(clinic, "store", moved)
+    record = (tmp_path / "run" / "run.json").rename(tmp_path / "run.json")
+    with pytest.raises(CheckpointError, match="other values of store"):  # of 0.1, which recorded no volumes
+        clinic.do(verb, tmp_path / "run")
+    record.rename(tmp_path / "run" / "run.json")
     clinic.do(verb, tmp_path / "run")
     assert_same(tmp_path / "run", clinic.whole[verb], verb)
 

@@ -363,7 +363,9 @@ def _continue(run: RunFolder, identity: Identity, override: bool) -> RunFolder:
     recorded = kind.own_key or (run.path / "run.json").exists()
     if recorded:
         _require_same_kind(run, identity)
-    changed = differences(identity.config, kind.parse(read_yaml(settings), identity.config), kind.may_change)
+    # Without a record nothing guards the volumes of a store that lies elsewhere.
+    free = kind.may_change if recorded else kind.may_change - {"store"}
+    changed = differences(identity.config, kind.parse(read_yaml(settings), identity.config), free)
     fixed = changed.keys() & kind.never_change
     if changed and (fixed or not override):
         # Other volumes are refused whatever is overridden.
