@@ -133,7 +133,8 @@ class Volume:
                 f"{self.source}: spacing_mm must be (dz, dy, dx) of {NANOMETRE_MM:g} mm or more, got {self.spacing_mm}"
             )
         if not 0 < self.full_scale <= 65535:
-            raise ValueError(f"{self.source}: full_scale: expected the grey level of white, 1 to 65535, got {self.full_scale}")
+            level = f"expected the grey level of white, 1 to 65535, got {self.full_scale}"
+            raise ValueError(f"{self.source}: full_scale: {level}")
         eyes, ways = ("R", "L", None), (True, False, None)
         named = {"laterality": eyes, "superior_first": ways, "layout": LAYOUTS, "modality": MODALITIES}
         for name, known in named.items():
