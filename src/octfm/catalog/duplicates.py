@@ -188,15 +188,15 @@ def compare_copies(
             described = _described_otherwise(header, header_of[first.uri])
             differences = [*filing.values(), *described]
             code, sentence = describe_copy(copy, first, differences)
-            one = doubted(kept[first.sop_instance_uid], filing)
-            one = flagged(one, "copy_contradicts") if described else one
+            now = doubted(kept[first.sop_instance_uid], filing)
+            now = flagged(now, "copy_contradicts") if described else now
             if code == OF_TWO:
                 reject = replace(reject, code=code, sentence=sentence, refers_to=first.sop_instance_uid)
-                one = flagged(one, OF_TWO)
+                now = flagged(now, OF_TWO)
                 pairs[copy.uri] = (copy.participant, first.participant)
             elif differences:
                 reject = replace(reject, sentence=sentence)
-            kept[first.sop_instance_uid] = one
+            kept[first.sop_instance_uid] = now
         rejects.append(reject)
     return list(kept.values()), rejects, pairs
 
@@ -238,6 +238,7 @@ def _described_otherwise(copy: Header, first: Header) -> list[str]:
 
 
 def flagged(a: Acquisition, flag: str) -> Acquisition:
+    """`a` with this key of FLAGS, once."""
     return a if flag in a.flags else replace(a, flags=(*a.flags, flag))
 
 

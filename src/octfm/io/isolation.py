@@ -123,7 +123,7 @@ class _Child:
     def __init__(self, memory: int):
         self.memory, self.ended, self.idle_since = memory, False, 0.0
         self.waiting = False
-        """Whether it waits for the next request; surely so only after an exception of the function."""
+        """True once its function has raised and it has left the batch: it then waits for the next request."""
         self.surroundings = _surroundings()
         # -P keeps the current folder out of sys.path until _START has replaced it.
         start = [sys.executable, "-P", "-c", _START, json.dumps(import_path()), str(os.getpid())]
@@ -337,7 +337,7 @@ def _limit(memory: int) -> None:
 
 
 def _answer(replies: int, error: BaseException | None, result: Any) -> bool:
-    """Send an exception or a result, and return whether the parent wants the next item: it raises an exception."""
+    """Send an exception or a result, and return whether the batch goes on: an exception other than MemoryError ends it."""
     goes_on = error is None or isinstance(error, MemoryError)
     try:
         message = pickle.dumps((error, result))
