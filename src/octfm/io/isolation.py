@@ -337,7 +337,7 @@ def _limit(memory: int) -> None:
 
 
 def _answer(replies: int, error: BaseException | None, result: Any) -> bool:
-    """Send an exception or a result, and return whether the batch goes on: an exception other than MemoryError ends it."""
+    """Send an exception or a result, and return whether the batch goes on, which any exception but MemoryError ends."""
     goes_on = error is None or isinstance(error, MemoryError)
     try:
         message = pickle.dumps((error, result))
