@@ -5,9 +5,13 @@ import csv
 import gzip
 import json
 import lzma
+import re
 import shutil
+import subprocess
+import sys
 import tarfile
 import zipfile
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +31,7 @@ from octfm.formats.images import read_gray
 from octfm.formats.names import is_flow_beside_structure
 from octfm.io import bucket, ranged
 from octfm.io.location import BucketPath
+from support import ROOT
 from support.bscan_set import layered, write_image
 from support.dicom_files import write_oct_dicom
 
@@ -215,6 +220,69 @@ def test_a_table_of_files_gives_each_its_label(tmp_path):
     assert {a.participant: a.split for a in found.values()} == {"7": "test", "8": "train", "9": "train"}
     assert {a.laterality for a in found.values()} == {"R", "L"} and {a.participant_source for a in found.values()} == {
         "table"
+    }
+
+
+def test_volumes_of_public_sets_of_glaucoma_are_read_with_their_labels(tmp_path, capsys):
+    """Folders as FairVision's: npz with a fundus picture and facts beside the voxels, a table of labels and splits; and
+    Ishikawa's: npy, with diagnosis, patient, date and eye in the name."""
+    rng = np.random.default_rng(0)
+    names = [f"data_{n:05d}.npz" for n in range(1, 5)]
+    stages = ["no.amd.diagnosis", "early.dry"] * 2
+    parts = ["training", "training", "validation", "test"]
+    for name, stage, part in zip(names, stages, parts, strict=True):
+        folder = tmp_path / "AMD" / part.capitalize()
+        folder.mkdir(parents=True, exist_ok=True)
+        voxels = rng.integers(0, 255, (12, 40, 30), dtype=np.uint8)
+        facts = {"amd_condition": np.array(stage), "age": np.array(70.5), "male": np.array(1)}
+        np.savez(folder / name, slo_fundus=rng.integers(0, 255, (51, 66), dtype=np.uint8), oct_bscans=voxels, **facts)
+    (tmp_path / "AMD" / "ReadMe").mkdir()
+    rows = zip(names, ["70.5"] * 4, ["Male"] * 4, stages, parts, strict=True)
+    people = table(tmp_path / "AMD" / "ReadMe" / "summary.csv", ["filename", "age", "gender", "amd", "use"], *rows)
+    columns = {"file": "filename", "participant": "filename", "label": "amd", "split": "use", "age": "age"}
+    catalog = scan(
+        tmp_path / "AMD",
+        nominal_spacing_mm=(0.0469, 0.01, 0.03),
+        table=people,
+        participants=people,
+        columns=columns,
+        workers=0,
+    )
+    assert "not read" not in capsys.readouterr().err, "the table of participants takes the other columns"
+    labels = {a.uri.split("/")[-1]: a.participant_labels for a in catalog.acquisitions}
+    assert [labels[name]["label"] for name in names] == stages and labels[names[0]]["gender"] == "Male"
+    assert Counter(a.split for a in catalog.acquisitions) == {"train": 2, "val": 1, "test": 1}
+    assert {a.shape for a in catalog.acquisitions} == {(12, 40, 30)} and not catalog.rejects
+
+    page = (ROOT / "docs" / "guide" / "data-images.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r'^```python title="labels_in_npz.py"\n(.*?)^```', page, re.S | re.M)
+    subprocess.run([sys.executable, "-c", code, "AMD"], cwd=tmp_path, check=True)
+    own = tmp_path / "labels.csv"
+    again = scan(
+        tmp_path / "AMD",
+        nominal_spacing_mm=(0.0469, 0.01, 0.03),
+        table=own,
+        participants=own,
+        columns={"label": "amd_condition"},
+        workers=0,
+    )
+    found = {a.uri.split("/")[-1]: (a.participant, a.participant_labels) for a in again.acquisitions}
+    assert {name: who for name, (who, _) in found.items()} == {name: name.removesuffix(".npz") for name in names}
+    assert [found[name][1]["label"] for name in names] == stages and found[names[0]][1]["male"] == "1"
+
+    (tmp_path / "POAG").mkdir()
+    for name in ("POAG-001978-2012-02-08-OS", "POAG-001978-2013-01-09-OD", "Normal-000012-2012-02-08-OD"):
+        np.save(tmp_path / "POAG" / f"{name}.npy", rng.integers(0, 255, (8, 16, 8), dtype=np.uint8))
+    found = scan(
+        tmp_path / "POAG",
+        nominal_spacing_mm=(0.094, 0.0156, 0.094),
+        participant_from="{label}-{participant}-*-{eye}",
+        workers=0,
+    )
+    assert {(a.participant, a.laterality, a.participant_labels["label"]) for a in found.acquisitions} == {
+        ("001978", "L", "POAG"),
+        ("001978", "R", "POAG"),
+        ("000012", "R", "Normal"),
     }
 
 

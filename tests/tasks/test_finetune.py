@@ -165,10 +165,7 @@ def test_labels_that_cannot_be_learned_are_refused_with_the_class_and_the_counts
     of_val, _ = told(lambda split, i: "große Drusen" if i in (8, 9) else ("a", "b")[i % 2])
     assert "no training participant outside the validation set has große Drusen; label more" in of_val
     one, public = told(lambda split, i: "b" if split == "test" else ("a", "b")[i % 2])
-    assert (
-        "The test participants have b of the classes of grade that can be learned (a, b), expected two; label more, or make new"
-        in one
-    )
+    assert "Of the classes of grade that can be learned (a, b), the test has only b, and two are needed; label" in one
     assert "fewer than two classes of grade" in public and "(a, b)" not in public
     few, _ = told(lambda split, i: "" if split == "test" else i * 1.5)
     assert "12 participants with grade to learn from and 0 to test, expected at least 6 and 2" in few

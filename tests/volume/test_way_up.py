@@ -1,6 +1,7 @@
 """A scan that is upside down is named and set aside, unless its sidecar or an option says how it lies; where nothing
 tells, that is said."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from octfm.formats.declared import doubtful_way_up
 from octfm.io.location import write_whole
 from octfm.phantom import DIAGNOSES, SCANNERS, phantom_volume
 from octfm.store.prepare import prepare
-from octfm.volume.appearance import native_way_up
+from octfm.volume.appearance import layered_axis, native_way_up
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import Volume
@@ -95,6 +96,40 @@ def test_where_nothing_tells_it_is_said_and_nothing_is_set_aside(eyes):
     with pytest.raises(ReadError, match="looks upside down") as caught:
         doubtful_way_up(replace(eyes[0], voxels=turned(eyes[0].voxels)), 0.5)
     assert caught.value.code == "upside_down"
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations("DHW")), ids="".join)
+def test_layers_across_another_axis_than_rows_are_named(order, eyes):
+    """An array of another order of axes would be trained on as en face images, or as B-scans on their side."""
+    for volume in eyes:
+        stored = volume.voxels.transpose(["DHW".index(axis) for axis in order])
+        for voxels in (stored, stored[:, ::-1]):
+            assert layered_axis(voxels) == order.index("H")
+            if order[1] == "H":
+                continue
+            with pytest.raises(ReadError, match="en face" if order[0] == "H" else "turned by 90 degrees") as caught:
+                doubtful_way_up(replace(volume, voxels=voxels), 0.8, keep=True)
+            assert caught.value.code == "unknown_axes"
+            assert doubtful_way_up(replace(volume, voxels=voxels), 0.8, flags=("declared_upright",)) == ()
+
+
+def test_a_real_retina_lies_across_its_rows(real_data):
+    for name in ("medvisbonn_amd_spectralis_145", "macular_hole_49"):
+        voxels = np.load(real_data / f"{name}.npz")["volume"]
+        assert layered_axis(voxels) == 1 and layered_axis(voxels.transpose(1, 0, 2)) == 0
+
+
+def test_an_array_of_another_order_is_set_aside_until_its_axes_are_declared(tmp_path, eyes):
+    (tmp_path / "oct").mkdir()
+    for n, volume in enumerate(eyes):
+        np.save(tmp_path / "oct" / f"P100{n}.npy", volume.voxels.transpose(0, 2, 1))
+    options = {"workers": 0, "participant_from": "{participant}", "nominal_spacing_mm": eyes[0].spacing_mm}
+    (tmp_path / "oct" / "P1000.json").write_text('{"axes": "DWH"}')
+    looked = scan(tmp_path / "oct", pixels=True, **options)
+    assert [a.participant for a in looked.acquisitions] == ["P1000"] and looked.acquisitions[0].shape == SIZE
+    assert {r.code for r in looked.rejects} == {"unknown_axes"}
+    store = prepare(scan(tmp_path / "oct", **options), tmp_path / "a", ROUGH, workers=0, progress=False)
+    assert len(store) == 1 and {u.code for u in store.unprepared()} == {"unknown_axes"}
 
 
 def test_prepare_and_a_look_at_pixels_set_an_upside_down_scan_aside(tmp_path, eyes):

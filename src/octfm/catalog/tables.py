@@ -131,7 +131,7 @@ def read_own_tables(
                 f"{table}: neither a column of files nor of SOP Instance UIDs; name one with --columns file=COLUMN or "
                 f"sop_instance_uid=COLUMN{perhaps}; columns: {', '.join(files[0])}"
             )
-        if unread:
+        if unread and table != participants:
             more = f" and {len(unread) - MOST_NAMED} more" if len(unread) > MOST_NAMED else ""
             say(
                 f"{table}: not read: {', '.join(unread[:MOST_NAMED])}{more}; --columns says what a column holds"

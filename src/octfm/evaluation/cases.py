@@ -439,10 +439,10 @@ def _of_common_classes(
     present = np.unique(_unit_labels(cases, tested)) if tested.any() else np.zeros(0, int)
     if len(present) < 2:
         names = cases.classes or ()
-        known, found = ", ".join(names), "".join(names[int(k)] for k in present) or "none"
+        found = f"Of the classes of {cases.target.column} that can be learned ({', '.join(names)}), the test has "
+        found += f"only {names[int(present[0])]}" if len(present) else "none"
         raise Skip(
-            f"The test participants have {found} of the classes of {cases.target.column} that can be learned "
-            f"({known}), expected two; label more{', or make new splits' * (design == 'recommended_split')}.",
+            f"{found}, and two are needed; label more{', or make new splits' * (design == 'recommended_split')}.",
             f"The test participants have fewer than two classes of {cases.target.column} that can be learned.",
         )
     return cases, train, tested

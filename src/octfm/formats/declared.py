@@ -16,7 +16,7 @@ from octfm.errors import ReadError
 from octfm.formats.names import may_be_an_eye
 from octfm.io.archive import MEMBER, file_size, is_folder, open_file
 from octfm.io.location import Location, listed
-from octfm.volume.appearance import UNDOUBTED, native_way_up
+from octfm.volume.appearance import UNDOUBTED, layered_axis, native_way_up
 from octfm.volume.margins import searchable
 from octfm.volume.volume import Modality, Spacing3, Volume, eight_bit
 
@@ -279,12 +279,22 @@ def doubtful_way_up(
 
     `ilm_support`: `find_tissue`'s confidence in the volume as stored; if it is high, nothing else is computed.
     `keep`: flag a volume that is upside down; otherwise ReadError upside_down is raised. `flags`: those of its header.
+    Raises ReadError unknown_axes for a volume whose layers lie across its B-scans or A-scans instead of its rows.
     """
     if ilm_support >= UNDOUBTED or not DECLARED.isdisjoint(flags):
         return ()
-    up = native_way_up(eight_bit(searchable(volume)), volume.spacing_mm)
+    voxels = eight_bit(searchable(volume))
+    axis = layered_axis(voxels)
+    up = native_way_up(voxels, volume.spacing_mm) if axis == 1 else None
     if up == "up" or declared_for_dicom(volume.source).upside_down is not None:
         return ()
+    if up is None:
+        looks = "like en face images: layers follow from image to image" if axis == 0 else "turned by 90 degrees"
+        raise ReadError(
+            "unknown_axes",
+            f"{volume.source}: its B-scans look {looks}; save an array as [B-scan, axial, lateral], or declare "
+            '"axes" in a sidecar next to it (H is axial); if they are right, declare "upside_down": false',
+        )
     if up == "unclear":
         return ("way_up_unclear",)
     if keep:

@@ -67,7 +67,7 @@ REASONS: dict[str, Reason] = {
         "name one of them, such as file.e2e!/series_1_2_3; a scan takes each",
     ),
     "unknown_axes": Reason(
-        "an array that does not state which axis is B-scan, axial and lateral",
+        "an array whose axes are not stated, or whose voxels show another order than [B-scan, axial, lateral]",
         "save it as [B-scan, axial, lateral], or declare its axes",
     ),
     "incomplete_export": Reason(
