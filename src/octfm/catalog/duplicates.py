@@ -30,6 +30,8 @@ from octfm.io.spread import Spread
 
 OF_TWO = "pixels_of_two_participants"
 """Reason code of a copy under another participant's id, and flag of the one that is kept."""
+CONTRADICTS = "copy_contradicts"
+"""Flag of a scan that keeps what a copy of it contradicts."""
 _PIECE = 2**20
 _LABELS = ("label", "diagnosis", "study_group")
 """Labels that a path or a table may give to a file."""
@@ -189,7 +191,7 @@ def compare_copies(
             differences = [*filing.values(), *described]
             code, sentence = describe_copy(copy, first, differences)
             now = doubted(kept[first.sop_instance_uid], filing)
-            now = flagged(now, "copy_contradicts") if described else now
+            now = flagged(now, CONTRADICTS) if described else now
             if code == OF_TWO:
                 reject = replace(reject, code=code, sentence=sentence, refers_to=first.sop_instance_uid)
                 now = flagged(now, OF_TWO)
