@@ -187,7 +187,9 @@ def compare_copies(
         copy, first = copy_of.get(reject.uri), filed.get(header.sop_instance_uid)
         if copy and first and reject.code == "duplicate_sop_uid":
             filing = filed_otherwise(copy, first)
-            described = _described_otherwise(header, header_of[first.uri])
+            described = _described_otherwise(copy, first)
+            if {header.superior_first, header_of[first.uri].superior_first} == {True, False}:
+                described.append("its B-scans in the other order")
             differences = [*filing.values(), *described]
             code, sentence = describe_copy(copy, first, differences)
             now = doubted(kept[first.sop_instance_uid], filing)
@@ -226,16 +228,17 @@ def doubted(a: Acquisition, names: Collection[str]) -> Acquisition:
     return a
 
 
-def _described_otherwise(copy: Header, first: Header) -> list[str]:
-    """What the header or the sidecar of the copy states instead of the kept file's millimetres and order of B-scans."""
+def _described_otherwise(copy: Acquisition, first: Acquisition) -> list[str]:
+    """Which millimetres header, sidecar or table state of the copy instead of the kept file's."""
+    # Stated of neither file, or only of one.
+    if not {copy.spacing_source, first.spacing_source}.isdisjoint(("nominal", "estimated")):
+        return []
     found = []
     places = ("between B-scans", "per row", "per column")
-    for place, other, own in zip(places, copy.spacing_mm or (), first.spacing_mm or (), strict=False):
+    for place, other, own in zip(places, copy.spacing_mm, first.spacing_mm, strict=True):
         meaningless = place == "between B-scans" and first.layout != "raster"
         if abs(other / own - 1) > _ROUNDED and not meaningless:
             found.append(f"{other:.4g} mm {place} instead of {own:.4g}")
-    if {copy.superior_first, first.superior_first} == {True, False}:
-        found.append("its B-scans in the other order")
     return found
 
 
