@@ -624,6 +624,15 @@ def test_every_copy_that_contradicts_says_so(tmp_path):
     assert all("find out which is right" in copy.sentence for copy in copies)
 
 
+def test_copies_whose_labels_differ_in_capitals_only_agree(tmp_path):
+    write_tree(tmp_path, [f"{person}/{label}/a.npz" for person in (2000, 2001) for label in ("AMD", "Amd", "dme")])
+    shutil.copy(tmp_path / "2000" / "AMD" / "a.npz", tmp_path / "2000" / "Amd" / "a.npz")
+    catalog = scan(tmp_path, workers=0, participant_from="{participant}/{label}/*")
+    (copy,) = catalog.rejects
+    assert copy.sentence.endswith("with the same voxels; remove it")
+    assert len(catalog) == 5 and not any("label_conflict" in a.flags for a in catalog)
+
+
 def test_ids_that_may_be_one_person_share_a_split_and_are_named(tmp_path):
     """A scanner that takes no hyphen: in two splits the person would leak, and nothing else would show it."""
     for number, participant in enumerate(["01-0234", "010234", "1-235", *map(str, range(2000, 2016))]):

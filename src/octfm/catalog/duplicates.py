@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from octfm.catalog.acquisition import Acquisition, Reject
-from octfm.catalog.labels import stated
+from octfm.catalog.labels import bare, stated
 from octfm.catalog.participants.ids import person_key
 from octfm.catalog.tables import Tables
 from octfm.errors import ReadError
@@ -212,7 +212,7 @@ def filed_otherwise(copy: Filed, first: Filed) -> dict[str, str]:
         own, other = (a.laterality if name == "eye" else stated(a.participant_labels.get(name)) for a in (first, copy))
         if other is None and flag in copy.flags:  # of two, in tables or among copies of its own
             other = "unclear"
-        if own and other and own != other:
+        if own and other and bare(own) != bare(other):
             found[name] = f"{name} {other} instead of {own}"
     return found
 

@@ -245,6 +245,11 @@ def stated(text: str | None) -> str | None:
     return None if text.lower() in MISSING else text
 
 
+def bare(label: str) -> str:
+    """The label in small letters, with single spaces: equal for spellings of one label."""
+    return " ".join(label.lower().split())
+
+
 def _text(cell: object) -> str:
     """A cell of a DataFrame as a file would have it."""
     text = str(cell)
