@@ -226,7 +226,11 @@ def test_a_wrong_value_is_said_in_plain_words_and_laid_to_its_override(word, mes
     [
         (["ckpt_second_dir=None"], "override 'ckpt_second_dir': ckpt_second_dir is the text 'None'"),
         (["model={width: 48}", "model.depth=x"], "override 'model.depth': expected a whole number, got 'x'"),
-        (["modle.depth=4", "modle.width=48"], "override 'modle.depth': unknown key modle"),
+        (
+            ["modle.depth=4", "modle.width=48"],
+            "override 'modle.depth': unknown key modle.depth; did you mean model.depth?",
+        ),
+        (["modle={foo: 1, bar: 2}"], "override 'modle': unknown key modle; did you mean model?"),
         (["data.prefetch=1", "data.store=None"], "override 'data.store': data: store is the text 'None'"),
         (["model.depth=4", "model.heads=5"], "override 'model.heads': model: width 384 must split into 5 heads"),
         (
