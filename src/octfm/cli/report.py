@@ -251,7 +251,12 @@ def card(
     store: StoreOption = None,
     licence: Annotated[
         str | None,
-        opt.option("LICENCE", "Licence of the weights: apache-2.0, cc-by-nc-4.0, ...", "--licence", "--license"),
+        opt.option(
+            "LICENCE",
+            "Licence of the weights: apache-2.0, cc-by-nc-4.0, ..., or 'NAME, ADDRESS' of another.",
+            "--licence",
+            "--license",
+        ),
     ] = None,
     data_agreement: Annotated[
         str | None, opt.option("TEXT", "Terms of the pretraining data, and whether the weights may be redistributed.")
