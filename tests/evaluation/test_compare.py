@@ -175,6 +175,9 @@ def test_labels_are_those_of_the_probes(runs, tmp_path):
             table.unlink()
         assert labels_of({"c": run, "d": other}, said.append) is None
         assert what in said.pop() and not said, "the labels of the scans may be others"
+    for place, told in ((tmp_path, True), (Path("/proc/octfm"), False)):
+        done = invoke("compare", run, other, "--out", place / "c.html")
+        assert (bool(done.exit_code), "which is no file here" in done.output) == (not told, told), done.output
 
 
 @needs_chromium
