@@ -255,9 +255,10 @@ def test_grades_that_the_runs_were_probed_with_are_grades_in_the_comparison(tmp_
     write_probe(run / "probe.json", own)
     assert kinds() == {"ordinal"}
     whole = (run / "probe.json").read_text()
-    (run / "probe.json").write_text(whole[:100])
-    with pytest.raises(EvaluationError, match=r"probe\.json: not valid JSON .*; compute the result again"):
-        kinds()
+    for damaged in (whole[:100], "[" * 100_000):
+        (run / "probe.json").write_text(damaged)
+        with pytest.raises(EvaluationError, match=r"probe\.json: not valid JSON .*; compute the result again"):
+            kinds()
 
 
 def test_the_page_says_why_without_paths_or_ids(runs, tmp_path):
