@@ -4,13 +4,14 @@ import os
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
 from octfm.addresses import expect_place
 from octfm.catalog.columns import FIELDS, OF_FILES, Columns, Row, TableError, clean_id, composed, read_rows, rounded
-from octfm.catalog.labels import as_number, stated
+from octfm.catalog.labels import as_number, stated, with_points
 from octfm.catalog.participants.ids import person_key
 from octfm.errors import ConfigError
 from octfm.formats.names import may_be_an_eye, may_be_labels
@@ -284,9 +285,16 @@ def _manifest_row(row: Mapping[str, str], columns: Columns) -> ManifestRow:
     )
 
 
-def _add_participants(rows: Iterable[Mapping[str, str]], columns: Columns, tables: Tables, path: Location) -> None:
+def _add_participants(rows: Sequence[Row], columns: Columns, tables: Tables, path: Location) -> None:
     spelt: dict[str, str] = {}
-    for row in rows:
+    labelled = [columns.labels(row) for row in rows]
+    for column in dict.fromkeys(column for labels in labelled for column in labels):
+        with suppress(ValueError):  # thousands, or decimals: they stay as they are
+            cells = with_points([labels.get(column, "") for labels in labelled])
+            for labels, cell in zip(labelled, cells, strict=True):
+                if cell and "," in labels[column]:
+                    labels[column] = cell
+    for row, labels in zip(rows, labelled, strict=True):
         participant = clean_id(columns.value(row, "participant"))
         if not participant:
             wanted = columns.of_field.get("participant") or "person_id or participant_id"
@@ -296,7 +304,7 @@ def _add_participants(rows: Iterable[Mapping[str, str]], columns: Columns, table
             )
         if remark := rounded(participant):
             raise TableError(f"{path}: participant {remark}")
-        labels, known = columns.labels(row), tables.participants.setdefault(person := person_key(participant), {})
+        known = tables.participants.setdefault(person := person_key(participant), {})
         first = spelt.setdefault(person, participant)
         for column, value in labels.items():
             # What one row leaves empty, another may state.
