@@ -68,9 +68,11 @@ def _checked(expect: Callable[[str], str]) -> AfterValidator:
     def check(text: str) -> str:
         try:
             refuse_windows(text)
-            return expect(text)
+            place = expect(text)
         except ConfigError as error:
             raise ValueError(str(error)) from None  # pydantic names the key
+        # runs/a/, as a shell completes it, is runs/a: a run that began with one resumes with the other.
+        return re.sub("(?<=[^:/])/+$", "", place)
 
     return AfterValidator(check)
 

@@ -268,6 +268,18 @@ def test_settings_made_in_python_are_refused_in_one_line_too():
         PretrainConfig(**{"model": {"depth": "deep"}})
 
 
+@pytest.mark.parametrize(
+    ("written", "place"),
+    [
+        ("runs/a/", "runs/a"), ("./runs//a//", "./runs//a"), ("/", "/"), ("", ""), ("./", "."),
+        ("s3://b/a/", "s3://b/a"), ("s3://b/", "s3://b"), ("s3://", "s3://"), ("x.zip!/a/", "x.zip!/a"),
+    ],
+)  # fmt: skip
+def test_a_place_is_the_same_with_a_slash_at_its_end(written, place):
+    """As a shell completes the name of a folder: octfm finetune refused to resume, since the encoder had changed."""
+    assert FinetuneConfig(encoder=written).encoder == place
+
+
 def test_an_unknown_key_is_laid_to_the_override_and_not_to_the_file():
     with pytest.raises(ConfigError, match=r"^override 'modle\.depth': unknown key modle\.depth; did you mean model\."):
         load_config("vit_s", ["steps=3", "modle.depth=2"])
