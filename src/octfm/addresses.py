@@ -49,11 +49,13 @@ def holds_credentials(text: str) -> bool:
     return any(_has_secret(found[1], text[found.end() :]) for found in _ADDRESS.finditer(text))
 
 
-def refuse_credentials(text: str) -> None:
-    """Raises ConfigError, without repeating the text, if an address in it contains credentials."""
+def refuse_credentials(text: str, option: str = "") -> None:
+    """Raises ConfigError, without repeating the text, if an address in it contains credentials. `option`: the word
+    before it on the command line."""
     if holds_credentials(text):
+        where = f"{option} {shown(text)}".lstrip()
         raise ConfigError(
-            f"{shown(text)}: the address holds credentials, which would end up in catalogs and logs; put them into the "
+            f"{where}: the address holds credentials, which would end up in catalogs and logs; put them into the "
             "environment (AWS_*, GOOGLE_APPLICATION_CREDENTIALS) and give the address without them"
         )
 

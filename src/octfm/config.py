@@ -68,9 +68,11 @@ def _checked(expect: Callable[[str], str]) -> AfterValidator:
     def check(text: str) -> str:
         try:
             refuse_windows(text)
-            return expect(text)
+            place = expect(text)
         except ConfigError as error:
             raise ValueError(str(error)) from None  # pydantic names the key
+        # runs/a/, as a shell completes it, is runs/a: a run that began with one resumes with the other.
+        return re.sub("(?<=[^:/])/+$", "", place)
 
     return AfterValidator(check)
 
@@ -336,9 +338,10 @@ def _explain(cls: type[Config], error: ValidationError) -> tuple[str, str]:
     key = ".".join(str(part) for part in first["loc"])
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":
-        known, wrong = known_keys(cls), key
-        if isinstance(first["input"], dict) and len(first["input"]) == 1:  # the name of the section may be misspelt
-            wrong = f"{key}.{next(iter(first['input']))}"
+        known = known_keys(cls)
+        inside = [f"{key}.{name}" for name in first["input"]] if isinstance(first["input"], dict) else []
+        # The name of the section may be misspelt.
+        wrong = next((name for name in inside if len(inside) == 1 or _alike(name, known)), key)
         if wrong in known:  # of a class that the section could have, too
             section = wrong.rpartition(".")[0]
             return wrong, f"unknown key {wrong}: a setting of another {section}.name; set that, too{more}"
@@ -379,10 +382,17 @@ def _expected(problem: dict[str, Any]) -> str:
     return words.format_map(problem.get("ctx", {}))
 
 
+def _alike(key: str, known: list[str]) -> str | None:
+    """The known key that differs from `key` in few letters."""
+    return next(iter(get_close_matches(key, known, n=1, cutoff=0.8)), None)
+
+
 def _nearest(key: str, known: list[str]) -> str | None:
-    """The known key that was probably meant: one that differs in few letters, or one that has all words of `key`."""
-    if close := get_close_matches(key, known, n=1, cutoff=0.8):
-        return close[0]
+    """The known key that was probably meant: one, or a section, that differs in few letters, or one that has all words
+    of `key`."""
+    sections = [name.rpartition(".")[0] for name in known if "." in name]
+    if close := _alike(key, [*known, *sections]):
+        return close
     last = {name: name.rpartition(".")[2] for name in known}
     words = set(key.rpartition(".")[2].split("_"))
     if longer := [name for name in known if words <= set(last[name].split("_"))]:

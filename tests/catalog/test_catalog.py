@@ -236,6 +236,26 @@ def test_a_catalog_that_is_being_replaced_is_read_whole(phantom, tmp_path, monke
     assert Catalog.load(folder) == newer
 
 
+def test_a_catalog_that_is_being_sent_to_a_bucket_is_waited_for(monkeypatch):
+    sent: dict[str, bytes] = {}
+    monkeypatch.setattr("octfm.io.bucket.write", sent.__setitem__)
+    monkeypatch.setattr("octfm.io.bucket.read", sent.__getitem__)
+    newer = Catalog("newer", (), ())
+    newer.save("s3://eyes/newer")
+    Catalog("older", (), ()).save("s3://eyes/catalog")
+    rejects, rows = (f"s3://eyes/{{}}/{name}.parquet" for name in ("rejects", "catalog"))
+    sent[rejects.format("catalog")] = sent[rejects.format("newer")]
+    waited = []
+
+    def sleep(seconds):
+        waited.append(seconds)
+        if sum(waited) >= 5:
+            sent[rows.format("catalog")] = sent[rows.format("newer")]
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert Catalog.load("s3://eyes/catalog") == newer and waited == [1, 2, 3]
+
+
 def test_a_scan_that_was_killed_while_it_saved_is_made_again(phantom, tmp_path):
     scan(phantom).save(tmp_path / "catalog")
     (tmp_path / "catalog" / "catalog.parquet").unlink()  # replaced second

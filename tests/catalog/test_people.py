@@ -602,6 +602,19 @@ def test_what_a_table_says_of_copies_does_not_depend_on_their_names_in_silence(t
     )
 
 
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_other_millimetres_that_only_a_table_states_of_a_copy_are_said(tmp_path, names):
+    for name in "abc":
+        voxels = np.random.default_rng(name == "c").integers(0, 255, (4, 32, 36), dtype=np.uint8)
+        np.save(tmp_path / f"{name}.npy", voxels)
+    rows = [f"{names[0]}.npy,1,0.12 0.0039 0.0115", f"{names[1]}.npy,1,0.12 0.0039 0.02", "c.npy,2,0.12 0.0039 0.0115"]
+    write_whole(tmp_path / "table.csv", "\n".join(["file,participant,spacing_mm", *rows]).encode())
+    catalog = scan(tmp_path, table=tmp_path / "table.csv", workers=0)
+    (copy,) = catalog.rejects
+    assert re.search("but with 0.0(2|115) mm per column instead of 0.0(2|115); find out which is right", copy.sentence)
+    assert [a.uri for a in catalog if "copy_contradicts" in a.flags] == [str(tmp_path / "a.npy")]
+
+
 def test_every_copy_that_contradicts_says_so(tmp_path):
     write_tree(tmp_path, [f"{person}/{label}/a.npz" for person in range(2000, 2004) for label in ("amd", "cnv", "dme")])
     for label in ("cnv", "dme"):
@@ -609,6 +622,15 @@ def test_every_copy_that_contradicts_says_so(tmp_path):
     copies = scan(tmp_path, workers=0, participant_from="{participant}/{label}/*").rejects
     assert ["but with label cnv instead of amd" in copies[0].sentence, "label dme instead of amd" in copies[1].sentence]
     assert all("find out which is right" in copy.sentence for copy in copies)
+
+
+def test_copies_whose_labels_differ_in_capitals_only_agree(tmp_path):
+    write_tree(tmp_path, [f"{person}/{label}/a.npz" for person in (2000, 2001) for label in ("AMD", "Amd", "dme")])
+    shutil.copy(tmp_path / "2000" / "AMD" / "a.npz", tmp_path / "2000" / "Amd" / "a.npz")
+    catalog = scan(tmp_path, workers=0, participant_from="{participant}/{label}/*")
+    (copy,) = catalog.rejects
+    assert copy.sentence.endswith("with the same voxels; remove it")
+    assert len(catalog) == 5 and not any("label_conflict" in a.flags for a in catalog)
 
 
 def test_ids_that_may_be_one_person_share_a_split_and_are_named(tmp_path):

@@ -64,7 +64,8 @@ def test_F16_voxels_of_two_participants_are_named_and_never_in_two_splits(tmp_pa
     assert copy.code == "pixels_of_two_participants"
     assert all(word in copy.sentence for word in (files[0].uri, files[6].uri, "P000", "P003"))
     assert [row.uri for row in store.rows if row.found] == [files[0].uri]
-    assert store.rows[0].found == ("pixels_of_two_participants",)
+    # Their study groups differ.
+    assert store.rows[0].found == ("copy_contradicts", "pixels_of_two_participants")
     assert len({row.pixels for row in store.rows}) == len(store) == 7
 
     # Found again by a later call, and in any order of files.

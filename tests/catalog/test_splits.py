@@ -226,7 +226,9 @@ def test_a_scan_of_a_folder_that_grew_says_who_changed_the_split_and_how_to_keep
     # Saved also where the remark goes into a pipe that nobody reads any more.
     with monkeypatch.context() as closed:
         closed.setattr(options, "echo_line", Mock(side_effect=BrokenPipeError))
+        (tmp_path / "catalog" / "data_health.html").unlink()
         assert invoke("scan", tmp_path / "trial", "--out", tmp_path / "catalog", "--workers", "0").exit_code
+    assert (tmp_path / "catalog" / "data_health.html").is_file()
     rows = Catalog.load(tmp_path / "catalog").to_pandas()
     assert rows[["participant", "split"]].drop_duplicates().equals(after)
     moved = sum(before.set_index("participant").split != after.set_index("participant").split[before.participant])

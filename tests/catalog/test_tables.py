@@ -267,6 +267,47 @@ def test_a_column_called_file_is_no_place_where_uids_say_which_file_is_meant(cli
     assert found == {a.sop_instance_uid: f"q{n}" for n, a in enumerate(volumes)}
 
 
+@pytest.mark.parametrize(
+    ("columns", "cells", "problem"),
+    [
+        ("spacing_mm", "0,12 0,0039 0,0115", ""),
+        ("pixel_spacing;slice_thickness", "0,0039 0,0115;0,12", ""),
+        (r"pixel_spacing;slice_thickness", r"0.0039\0.0115;0.12", ""),
+        ("spacing_mm", "0,12,0,0039,0,0115", "spacing_mm is '0,12,0,0039,0,0115'; expected dz dy dx"),
+        ("pixel_spacing;slice_thickness", "0,0039,0,0115;0,12", "pixel_spacing is .*; expected dy dx, two numbers in"),
+        (
+            "pixel_spacing;slice_thickness",
+            "0.0039 0.0115;120 µm",
+            "slice_thickness is '120 µm'; expected one number in",
+        ),
+    ],
+)
+def test_millimetres_with_decimal_commas_are_read_or_refused(tmp_path, columns, cells, problem):
+    """As a spreadsheet saves them in most of Europe: they were overlooked, and nominal ones taken without a word."""
+    np.save(tmp_path / "a.npy", telling_voxels(shape=(4, 32, 36)))
+    table = table_of(tmp_path / "table.csv", f"file;participant;{columns}\na.npy;1001;{cells}\n")
+    ways = {"table": table, "nominal_spacing_mm": (0.2, 0.005, 0.02), "workers": 0}
+    if problem:
+        with pytest.raises(TableError, match=rf"table\.csv: line 2: {problem}"):
+            scan(tmp_path, **ways)
+    else:
+        (row,) = scan(tmp_path, **ways).acquisitions
+        assert (row.spacing_mm, row.spacing_source) == ((0.12, 0.0039, 0.0115), "table")
+
+
+def test_an_age_with_a_decimal_comma_is_a_number(tmp_path):
+    """Else the covariates, which an encoder has to beat, know fewer ages."""
+    for name in "abc":
+        np.save(tmp_path / f"{name}.npy", telling_voxels(shape=(4, 32, 36)) + np.uint8(ord(name) - 97))
+    files = table_of(tmp_path / "files.csv", "file;participant\na.npy;1,5\nb.npy;2,5\nc.npy;3,5\n")
+    people = table_of(
+        tmp_path / "people.csv", "participant;age;cst;dx\n1,5;63,5;1,234;a,b\n2,5;70;2,100;c\n3,5;n/a;;c\n"
+    )
+    catalog = scan(tmp_path, table=files, participants=people, nominal_spacing_mm=(0.2, 0.005, 0.02), workers=0)
+    known = [[a.participant, *map(a.participant_labels.get, ("age", "cst", "dx"))] for a in catalog.acquisitions]
+    assert known == [["1,5", "63.5", "1,234", "a,b"], ["2,5", "70", "2,100", "c"], ["3,5", "n/a", "", "c"]]
+
+
 def test_tables_that_fit_none_of_the_files_are_refused(clinic):
     table = clinic.parent / "elsewhere.csv"
     table.write_text("path,pid\nx/1.dcm,p1\n")

@@ -175,6 +175,9 @@ def test_labels_are_those_of_the_probes(runs, tmp_path):
             table.unlink()
         assert labels_of({"c": run, "d": other}, said.append) is None
         assert what in said.pop() and not said, "the labels of the scans may be others"
+    for place, told in ((tmp_path, True), (Path("/proc/octfm"), False)):
+        done = invoke("compare", run, other, "--out", place / "c.html")
+        assert (bool(done.exit_code), "which is no file here" in done.output) == (not told, told), done.output
 
 
 @needs_chromium
@@ -252,9 +255,10 @@ def test_grades_that_the_runs_were_probed_with_are_grades_in_the_comparison(tmp_
     write_probe(run / "probe.json", own)
     assert kinds() == {"ordinal"}
     whole = (run / "probe.json").read_text()
-    (run / "probe.json").write_text(whole[:100])
-    with pytest.raises(EvaluationError, match=r"probe\.json: not valid JSON .*; compute the result again"):
-        kinds()
+    for damaged in (whole[:100], "[" * 100_000):
+        (run / "probe.json").write_text(damaged)
+        with pytest.raises(EvaluationError, match=r"probe\.json: not valid JSON .*; compute the result again"):
+            kinds()
 
 
 def test_the_page_says_why_without_paths_or_ids(runs, tmp_path):

@@ -446,7 +446,7 @@ def test_a_table_resumes_and_keeps_a_row_for_what_cannot_be_read(files, tmp_path
     assert write_table(files, tmp_path / "earlier.csv", echo=lambda _: None) == 0
     with (tmp_path / "other.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("a", "b"), (1, 2)])
-    with pytest.raises(EvaluationError, match="not a table of octfm segment"):
+    with pytest.raises(EvaluationError, match="not a table of octfm segment as it writes it, with commas"):
         write_table(files, tmp_path / "other.csv")
     assert len(COLUMNS) == len(set(COLUMNS))
     for damaged in ("eye,R", ",".join(["x"] * (len(COLUMNS) + 1))):

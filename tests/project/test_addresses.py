@@ -95,8 +95,8 @@ def test_no_option_of_any_verb_repeats_or_writes_a_secret(tmp_path_factory, opti
 
 
 def test_a_command_names_the_setting_or_option_whose_address_holds_a_key():
-    for word in ("data.store=", "--store="):
-        done = invoke("pretrain", "vit_s", f"{word}s3://AKIA:wJalrXUtnFEMI@bucket")
+    for word in ("data.store=", "--store=", "--store "):
+        done = invoke("pretrain", "vit_s", *f"{word}s3://AKIA:wJalrXUtnFEMI@bucket".split())
         assert str(done.exception).startswith(f"{word}s3://…: the address holds credentials")
 
 

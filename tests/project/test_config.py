@@ -226,7 +226,11 @@ def test_a_wrong_value_is_said_in_plain_words_and_laid_to_its_override(word, mes
     [
         (["ckpt_second_dir=None"], "override 'ckpt_second_dir': ckpt_second_dir is the text 'None'"),
         (["model={width: 48}", "model.depth=x"], "override 'model.depth': expected a whole number, got 'x'"),
-        (["modle.depth=4", "modle.width=48"], "override 'modle.depth': unknown key modle"),
+        (
+            ["modle.depth=4", "modle.width=48"],
+            "override 'modle.depth': unknown key modle.depth; did you mean model.depth?",
+        ),
+        (["modle={foo: 1, bar: 2}"], "override 'modle': unknown key modle; did you mean model?"),
         (["data.prefetch=1", "data.store=None"], "override 'data.store': data: store is the text 'None'"),
         (["model.depth=4", "model.heads=5"], "override 'model.heads': model: width 384 must split into 5 heads"),
         (
@@ -262,6 +266,18 @@ def test_settings_made_in_python_are_refused_in_one_line_too():
         Preprocessing(**{"imagesize": 3})
     with pytest.raises(ConfigError, match=r"^PretrainConfig: model\.depth: expected a whole number, got 'deep'$"):
         PretrainConfig(**{"model": {"depth": "deep"}})
+
+
+@pytest.mark.parametrize(
+    ("written", "place"),
+    [
+        ("runs/a/", "runs/a"), ("./runs//a//", "./runs//a"), ("/", "/"), ("", ""), ("./", "."),
+        ("s3://b/a/", "s3://b/a"), ("s3://b/", "s3://b"), ("s3://", "s3://"), ("x.zip!/a/", "x.zip!/a"),
+    ],
+)  # fmt: skip
+def test_a_place_is_the_same_with_a_slash_at_its_end(written, place):
+    """As a shell completes the name of a folder: octfm finetune refused to resume, since the encoder had changed."""
+    assert FinetuneConfig(encoder=written).encoder == place
 
 
 def test_an_unknown_key_is_laid_to_the_override_and_not_to_the_file():

@@ -55,7 +55,13 @@ def test_every_estimate_with_its_interval_and_every_verdict_is_in_the_card(card)
 
 
 @pytest.mark.parametrize(
-    ("licence", "found"), [("Apache-2.0", {"license": "apache-2.0"}), ("Our terms: 1", {"license_name": "our-terms-1"})]
+    ("licence", "found"),
+    [
+        ("Apache-2.0", {"license": "apache-2.0"}),
+        ("Our terms: 1", {"license": "other", "license_name": "our-terms-1"}),
+        ("Our terms, https://a.example/1.", {"license_name": "our-terms", "license_link": "https://a.example/1"}),
+        ("https://a.example/1", {"license_name": "https-a.example-1", "license_link": "https://a.example/1"}),
+    ],
 )
 def test_licence_and_agreement_are_what_was_stated_or_said_to_be_missing(parts, card, licence, found):
     assert "licence of the weights is not stated" in card and "data agreement is not stated" in card
@@ -74,6 +80,7 @@ def test_licence_and_agreement_are_what_was_stated_or_said_to_be_missing(parts, 
     ("named", "found"),
     [
         ("https://huggingface.co/datasets/clinic/oct", ["clinic/oct"]),
+        ("AMD/healthy eyes", ["AMD-healthy-eyes"]),
         ("Müller's OCT (2.0), https://a.example/b/c", ["M-ller-s-OCT-2.0-https-a.example-b-c"]),
         ("OCT of 2019..2021, https://a.example/oct.git", ["OCT-of-2019-2021-https-a.example-oct"]),
         ("oct " * 50, ["-".join(["oct"] * 24)]),

@@ -275,6 +275,18 @@ def test_a_copy_in_another_store_stays_out_of_the_new_one(tmp_path):
     assert alone.rows[0].found == () and not alone.unprepared()
 
 
+def test_a_row_says_that_a_copy_contradicts_its_eye_or_label(tmp_path):
+    """Which of the two is kept is a matter of names; without scan --pixels, prepare is the first to see the copy."""
+    first = replace(acquisition(1), laterality="R", participant_labels={"diagnosis": "amd"})
+    others = [{"laterality": "L"}, {"participant_labels": {"diagnosis": "dme"}}, {"laterality": None}]
+    for number, (other, found) in enumerate(zip(others, [("copy_contradicts",)] * 2 + [()], strict=True)):
+        copy = replace(first, sop_instance_uid="1.2.3.77", **other)
+        for _ in ("once", "again"):
+            store = run([first, copy], tmp_path / str(number), workers=0)
+            assert [row.found for row in store.rows] == [found]
+        assert ("but with" in store.unprepared()[0].sentence) == bool(found)
+
+
 def test_what_cannot_be_reused_is_refused_before_anything_is_written(tmp_path):
     run([acquisition(1)], tmp_path / "old")
     shutil.copytree(tmp_path / "old", tmp_path / "empty")

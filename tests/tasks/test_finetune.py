@@ -38,7 +38,7 @@ from octfm.trust.report import trust
 from support.command_line import invoke
 from support.finetune_runs import settings
 from support.small_store import GRADES, darkened, edit_rows, small_store
-from support.tiny_runs import Killed, quiet
+from support.tiny_runs import Killed, config, quick_pretrain, quiet
 
 MANY = ("train",) * 20 + ("val",) * 4 + ("test",) * 36
 
@@ -366,6 +366,17 @@ def test_a_low_rank_update_begins_as_no_update(run, store):
     np.testing.assert_allclose(encoder.embed_arrays(store.read([0, 1])), before, atol=1e-6)
     trained = [name for name, p in encoder.network.named_parameters() if p.requires_grad]
     assert trained and all(name.endswith((".up", ".down")) for name in trained)
+
+
+def test_networks_from_scratch_that_see_other_numbers_of_tokens_are_of_two_recipes(run, store, labels, tmp_path):
+    """Their weights begin alike, so that the leaderboard took one for the other or for a seed of it."""
+    other = quick_pretrain(config(steps=1, masks={"budget": 32}), store, tmp_path / "other", "cpu", echo=quiet)
+    recipes = []
+    for encoder in (run, other):
+        own = settings(encoder, store, labels, epochs=1, from_scratch=True)
+        out = finetune(own, tmp_path / f"from_{encoder.name}", echo=quiet)
+        recipes.append(read_predictions(out / "predictions.parquet").facts["recipe"])
+    assert recipes[0] != recipes[1]
 
 
 @pytest.fixture(scope="module")

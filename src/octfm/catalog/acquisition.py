@@ -21,8 +21,8 @@ FLAGS: dict[str, str] = {
     "laterality_from_path": "only a folder or the file's name says which eye it is",
     "reused_sop_uid": "another file has its SOP Instance UID and other voxels; "
     "tables that name the UID may mean either",
-    "copy_contradicts": "a copy of it, left out, states other millimetres or another order of B-scans; its own were "
-    "kept, and the copy's row says what differs",
+    "copy_contradicts": "a copy of it, left out, states other millimetres or another order of B-scans or, found by "
+    "octfm prepare, another eye or label; its own were kept, and the copy's row says what differs",
     "label_conflict": "a copy of it, left out, has another label, diagnosis or study group, which counts as unknown",
     "not_in_manifest": "no table lists it",
     "participant_from_folder": "neither header nor table names a participant; folders do, and nothing contradicts them",

@@ -25,8 +25,8 @@ from octfm.volume.volume import Laterality
 FORMAT, VERSION = "octfm-catalog", 3
 _ADDED = ("layout", "participant_source", "modality")
 """Columns missing in older catalogs of this version."""
-SAVING_S = 1.0
-"""Seconds within which `Catalog.save` replaces its second file after its first."""
+DISK_WAITS_S, BUCKET_WAITS_S = (1, 0), (1, 2, 3, 4, 0)
+"""Seconds to wait, before reading again, for `Catalog.save` to replace its second file after its first."""
 
 
 class CatalogError(OctfmError):
@@ -143,7 +143,7 @@ class Catalog:
         Raises CatalogError if the pair is missing, damaged or of another version; HalfReplaced if it is from two scans.
         """
         folder = location(folder)
-        for patience in (SAVING_S, 0):
+        for patience in DISK_WAITS_S if isinstance(folder, Path) else BUCKET_WAITS_S:
             rows, facts = _read_parquet(folder / "catalog.parquet")
             left_out, other = _read_parquet(folder / "rejects.parquet")
             if facts["key"] == other["key"]:

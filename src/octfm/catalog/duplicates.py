@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from octfm.catalog.acquisition import Acquisition, Reject
-from octfm.catalog.labels import stated
+from octfm.catalog.labels import bare, stated
 from octfm.catalog.participants.ids import person_key
 from octfm.catalog.tables import Tables
 from octfm.errors import ReadError
@@ -30,6 +30,8 @@ from octfm.io.spread import Spread
 
 OF_TWO = "pixels_of_two_participants"
 """Reason code of a copy under another participant's id, and flag of the one that is kept."""
+CONTRADICTS = "copy_contradicts"
+"""Flag of a scan that keeps what a copy of it contradicts."""
 _PIECE = 2**20
 _LABELS = ("label", "diagnosis", "study_group")
 """Labels that a path or a table may give to a file."""
@@ -185,11 +187,13 @@ def compare_copies(
         copy, first = copy_of.get(reject.uri), filed.get(header.sop_instance_uid)
         if copy and first and reject.code == "duplicate_sop_uid":
             filing = filed_otherwise(copy, first)
-            described = _described_otherwise(header, header_of[first.uri])
+            described = _described_otherwise(copy, first)
+            if {header.superior_first, header_of[first.uri].superior_first} == {True, False}:
+                described.append("its B-scans in the other order")
             differences = [*filing.values(), *described]
             code, sentence = describe_copy(copy, first, differences)
             now = doubted(kept[first.sop_instance_uid], filing)
-            now = flagged(now, "copy_contradicts") if described else now
+            now = flagged(now, CONTRADICTS) if described else now
             if code == OF_TWO:
                 reject = replace(reject, code=code, sentence=sentence, refers_to=first.sop_instance_uid)
                 now = flagged(now, OF_TWO)
@@ -208,7 +212,7 @@ def filed_otherwise(copy: Filed, first: Filed) -> dict[str, str]:
         own, other = (a.laterality if name == "eye" else stated(a.participant_labels.get(name)) for a in (first, copy))
         if other is None and flag in copy.flags:  # of two, in tables or among copies of its own
             other = "unclear"
-        if own and other and own != other:
+        if own and other and bare(own) != bare(other):
             found[name] = f"{name} {other} instead of {own}"
     return found
 
@@ -224,16 +228,17 @@ def doubted(a: Acquisition, names: Collection[str]) -> Acquisition:
     return a
 
 
-def _described_otherwise(copy: Header, first: Header) -> list[str]:
-    """What the header or the sidecar of the copy states instead of the kept file's millimetres and order of B-scans."""
+def _described_otherwise(copy: Acquisition, first: Acquisition) -> list[str]:
+    """Which millimetres header, sidecar or table state of the copy instead of the kept file's."""
+    # Stated of neither file, or only of one.
+    if not {copy.spacing_source, first.spacing_source}.isdisjoint(("nominal", "estimated")):
+        return []
     found = []
     places = ("between B-scans", "per row", "per column")
-    for place, other, own in zip(places, copy.spacing_mm or (), first.spacing_mm or (), strict=False):
+    for place, other, own in zip(places, copy.spacing_mm, first.spacing_mm, strict=True):
         meaningless = place == "between B-scans" and first.layout != "raster"
         if abs(other / own - 1) > _ROUNDED and not meaningless:
             found.append(f"{other:.4g} mm {place} instead of {own:.4g}")
-    if {copy.superior_first, first.superior_first} == {True, False}:
-        found.append("its B-scans in the other order")
     return found
 
 

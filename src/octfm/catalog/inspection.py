@@ -2,7 +2,7 @@
 
 Every accepted volume is decoded once, which takes many times as long as the rest of a scan: `octfm scan` does it on
 request only. `prepare` reads the pixels anyway and makes the same checks, except that a row which is kept stays as the
-catalog has it, whatever its copy contradicts.
+catalog has it, with a flag if its copy contradicts it.
 """
 
 import functools

@@ -94,19 +94,15 @@ class LabelTable:
         return "keep one row per participant (and eye), or add a sop_instance_uid column"
 
     def _cells(self, column: str) -> list[str | None]:
-        """The value of each row. In a column of numbers decimal commas become points; EvaluationError if they may
-        separate thousands."""
-        cells = [stated(row[column]) for row in self.rows]
-        commas = [cell for cell in cells if cell is not None and "," in cell]
-        points = [cell and cell.replace(",", ".") for cell in cells]
-        if not commas or any(as_number(point) is None for point in points if point is not None):
-            return cells
-        if all(re.fullmatch(r"[+-]?[1-9]\d{0,2},\d{3}", cell) for cell in commas):
+        """The value of each row, `with_points`; EvaluationError if a comma may separate thousands."""
+        try:
+            return with_points([row[column] for row in self.rows])
+        except ValueError as doubt:
+            cell = str(doubt)
             raise EvaluationError(
-                f"{self.path}: {column}: is {commas[0]} a decimal number or one in thousands? write numbers with a "
-                f"decimal point, {commas[0].replace(',', '.')} or {commas[0].replace(',', '')}"
-            )
-        return points
+                f"{self.path}: {column}: is {cell} a decimal number or one in thousands? write numbers with a "
+                f"decimal point, {cell.replace(',', '.')} or {cell.replace(',', '')}"
+            ) from None
 
     def _by_acquisition(self, column: str, acquisitions: list[tuple[str, str, str | None]]) -> list[str | None]:
         keyed = self.by_uid(column)
@@ -230,6 +226,19 @@ def as_number(value: str | None) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def with_points(column: Sequence[str]) -> list[str | None]:
+    """The cells of a column, `stated`; in a column of numbers decimal commas become points. ValueError of a number
+    whose comma may separate thousands, if all are such."""
+    cells = [stated(cell) for cell in column]
+    commas = [cell for cell in cells if cell is not None and "," in cell]
+    points = [cell and cell.replace(",", ".") for cell in cells]
+    if not commas or any(as_number(point) is None for point in points if point is not None):
+        return cells
+    if all(re.fullmatch(r"[+-]?[1-9]\d{0,2},\d{3}", cell) for cell in commas):
+        raise ValueError(commas[0])
+    return points
+
+
 def one_spelling(texts: Sequence[str]) -> list[str]:
     """The texts; if all are numbers, each in its shortest spelling among them: 1 and 1.0 are one grade."""
     numbers = [as_number(text) for text in texts]
@@ -243,6 +252,11 @@ def stated(text: str | None) -> str | None:
     """The text of a cell without spaces around it; None if it means a missing value."""
     text = composed((text or "").strip())
     return None if text.lower() in MISSING else text
+
+
+def bare(label: str) -> str:
+    """The label in small letters, with single spaces: equal for spellings of one label."""
+    return " ".join(label.lower().split())
 
 
 def _text(cell: object) -> str:

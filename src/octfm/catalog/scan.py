@@ -147,8 +147,11 @@ def scan(
     _say_what_is_unfound(folder, tables, {header.sop_instance_uid for header in headers})
     # Copies may be filed under another participant, and their paths help to find out whose a folder is. So does a copy
     # without millimetres, which would be rejected: it is given some, which nothing uses.
-    whole = [replace(copy, spacing_mm=copy.spacing_mm or (1.0, 1.0, 1.0)) for copy, _ in duplicates]
-    copied = [accept(copy, tables, nominal_spacing_mm, estimated) for copy in whole]
+    copied = [accept(copy, tables, nominal_spacing_mm, estimated) for copy, _ in duplicates]
+    for place, (copy, _) in enumerate(duplicates):
+        if isinstance(copied[place], Reject):
+            given = replace(copy, spacing_mm=(1.0, 1.0, 1.0), spacing_source="nominal")
+            copied[place] = accept(given, tables)
     copies = [copy for copy in copied if isinstance(copy, Acquisition)]
     # Find participants and eyes that only paths state.
     for path in found.files:

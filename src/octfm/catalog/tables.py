@@ -4,12 +4,14 @@ import os
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
 from octfm.addresses import expect_place
 from octfm.catalog.columns import FIELDS, OF_FILES, Columns, Row, TableError, clean_id, composed, read_rows, rounded
+from octfm.catalog.labels import as_number, stated, with_points
 from octfm.catalog.participants.ids import person_key
 from octfm.errors import ConfigError
 from octfm.formats.names import may_be_an_eye, may_be_labels
@@ -155,10 +157,15 @@ def _add_file(row: Row, columns: Columns, tables: Tables, root: Location, table:
         )
     if remark := rounded(entry.participant):
         raise TableError(f"{table}: line {row.line}: participant {remark}")
-    if (stated := columns.value(row, "spacing_mm")) and not (entry.spacing_mm and min(entry.spacing_mm) > 0):
-        raise TableError(
-            f"{table}: line {row.line}: spacing_mm is {stated!r}; expected dz dy dx, three numbers in mm, or nothing"
-        )
+    whole = entry.spacing_mm and min(entry.spacing_mm) > 0
+    for name, read, expected in (
+        ("spacing_mm", whole, "dz dy dx, three numbers in mm"),
+        ("pixel_spacing", entry.in_plane_mm, "dy dx, two numbers in mm"),
+        ("slice_thickness", entry.slice_thickness_mm, "one number in mm"),
+    ):
+        # A thickness of 0 states none.
+        if (text := stated(columns.value(row, name))) and not read and as_number(text) != 0:
+            raise TableError(f"{table}: line {row.line}: {name} is {text!r}; expected {expected}, or nothing")
     listed = columns.value(row, "file")
     if entry.sop_instance_uid and "file" not in columns.of_field and not row.get("filepath"):
         listed = ""  # the UID says it; a column that happens to be called file may name all alike
@@ -259,9 +266,10 @@ def _manifest_row(row: Mapping[str, str], columns: Columns) -> ManifestRow:
     shape = [_number(columns.value(row, name)) for name in ("frames", "height", "width")]
     frames, height, width = (int(count) if count else 0 for count in shape)
     in_plane, all_three = (
-        [float(mm) for mm in _NUMBER.findall(columns.value(row, name))] for name in ("pixel_spacing", "spacing_mm")
+        [float(mm) for mm in _NUMBER.findall(_with_points(columns.value(row, name)))]
+        for name in ("pixel_spacing", "spacing_mm")
     )
-    thickness = _number(columns.value(row, "slice_thickness"))
+    thickness = _number(_with_points(columns.value(row, "slice_thickness")))
     if len(all_three) == 3:
         thickness, *in_plane = all_three
     return ManifestRow(
@@ -277,9 +285,16 @@ def _manifest_row(row: Mapping[str, str], columns: Columns) -> ManifestRow:
     )
 
 
-def _add_participants(rows: Iterable[Mapping[str, str]], columns: Columns, tables: Tables, path: Location) -> None:
+def _add_participants(rows: Sequence[Row], columns: Columns, tables: Tables, path: Location) -> None:
     spelt: dict[str, str] = {}
-    for row in rows:
+    labelled = [columns.labels(row) for row in rows]
+    for column in dict.fromkeys(column for labels in labelled for column in labels):
+        with suppress(ValueError):  # thousands, or decimals: they stay as they are
+            cells = with_points([labels.get(column, "") for labels in labelled])
+            for labels, cell in zip(labelled, cells, strict=True):
+                if cell and "," in labels[column]:
+                    labels[column] = cell
+    for row, labels in zip(rows, labelled, strict=True):
         participant = clean_id(columns.value(row, "participant"))
         if not participant:
             wanted = columns.of_field.get("participant") or "person_id or participant_id"
@@ -289,7 +304,7 @@ def _add_participants(rows: Iterable[Mapping[str, str]], columns: Columns, table
             )
         if remark := rounded(participant):
             raise TableError(f"{path}: participant {remark}")
-        labels, known = columns.labels(row), tables.participants.setdefault(person := person_key(participant), {})
+        known = tables.participants.setdefault(person := person_key(participant), {})
         first = spelt.setdefault(person, participant)
         for column, value in labels.items():
             # What one row leaves empty, another may state.
@@ -300,6 +315,12 @@ def _add_participants(rows: Iterable[Mapping[str, str]], columns: Columns, table
                     "person, and labels of eyes or visits to octfm probe --labels"
                 )
             known[column] = known.get(column) or value
+
+
+def _with_points(text: str) -> str:
+    """`text` with decimal points, if all its numbers have decimal commas and no comma stands between them."""
+    numbers = re.split(r"[\s;\\]+", text.strip("[]() "))
+    return text.replace(",", ".") if all(re.fullmatch(r"\d+,\d+", number) for number in numbers) else text
 
 
 def _number(text: str) -> float | None:

@@ -250,11 +250,11 @@ def scan(
     try:
         for remark in remarks:
             opt.echo_line(remark)
-    finally:
-        catalog.save(out)  # also where nobody reads them, as with `| head`
-    page = write_data_health(
-        catalog, out / "data_health.html", images=images, max_reject=max_reject, locations=locations
-    )
+    finally:  # also where nobody reads them, as with `| head`
+        catalog.save(out)
+        page = write_data_health(
+            catalog, out / "data_health.html", images=images, max_reject=max_reject, locations=locations
+        )
     if failure is not None:
         opt.echo_line(page)
         raise failure

@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -37,8 +38,8 @@ class Verbs(TyperGroup):
     """The group of all verbs; refuses command lines that contain an address with credentials."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for word in args:
-            refuse_credentials(word)
+        for before, word in pairwise(["", *args]):
+            refuse_credentials(word, before if re.fullmatch("--[a-z-]+", before) else "")
         return super().parse_args(ctx, args)
 
 

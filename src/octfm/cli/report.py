@@ -74,21 +74,25 @@ def compare(
         read_labels(labels)  # a wrong table is an error, not a page without intervals
     orders = opt.parse_orders(order)
     named, result, reason = names_of(runs), None, "They were not requested (--no-pairs)."
+    remarks: list[str] = []
     if pairs:
         from octfm.encoder.embed import older_vectors
         from octfm.evaluation.probe import probe_together
 
-        table = labels or labels_of(named, lambda line: opt.echo_line(line, err=True))
+        table = labels or labels_of(named, remarks.append)
         try:
             result, reason = probe_together(named, table, targets=target, orders=orders, allow_seen=allow_seen), ""
-            for run in runs:
-                if remark := older_vectors(run, run / "embeddings" / "pretrained.parquet"):
-                    opt.echo_line(remark, err=True)
+            older = (older_vectors(run, run / "embeddings" / "pretrained.parquet") for run in runs)
+            remarks += filter(None, older)
         except EvaluationError as error:
             # Not the whole error, which names paths and acquisitions: the page may be passed on.
             reason = error.public or "The runs could not be probed together."
-            opt.echo_line(f"without paired intervals: {error}", err=True)
-    opt.echo_line(write_compare(named, out, result, reason))
+            remarks.append(f"without paired intervals: {error}")
+    page = write_compare(named, out, result, reason)
+    # Not earlier: where there is no page, the error stands alone.
+    for remark in remarks:
+        opt.echo_line(remark, err=True)
+    opt.echo_line(page)
 
 
 def view(
@@ -251,7 +255,12 @@ def card(
     store: StoreOption = None,
     licence: Annotated[
         str | None,
-        opt.option("LICENCE", "Licence of the weights: apache-2.0, cc-by-nc-4.0, ...", "--licence", "--license"),
+        opt.option(
+            "LICENCE",
+            "Licence of the weights: apache-2.0, cc-by-nc-4.0, ..., or 'NAME, ADDRESS' of another.",
+            "--licence",
+            "--license",
+        ),
     ] = None,
     data_agreement: Annotated[
         str | None, opt.option("TEXT", "Terms of the pretraining data, and whether the weights may be redistributed.")

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from octfm.catalog.columns import nearest
-from octfm.catalog.labels import LabelTable, as_number, one_spelling, stated
+from octfm.catalog.labels import LabelTable, as_number, bare, one_spelling, stated
 from octfm.catalog.participants.ids import under_one_id
 from octfm.encoder.embeddings import Embeddings
 from octfm.errors import EvaluationError
@@ -249,7 +249,7 @@ def make_cases(target: Target, data: Embeddings, table: LabelTable | None) -> Ca
         return Cases(target, rows, np.array(numbers, dtype=float), None, participant, unit, unit_name, unlabelled)
     if target.label is not None:
         parts = [_parts(v) for v in kept]
-        _require_one_spelling(target.column, [p for own in parts for p in own if _bare(p) == _bare(target.label)])
+        _require_one_spelling(target.column, [p for own in parts for p in own if bare(p) == bare(target.label)])
         kept = [target.label if target.label in own else f"no {target.label}" for own in parts]
     else:
         if not numeric:
@@ -312,17 +312,13 @@ def _require_one_spelling(column: str, cells: Sequence[str]) -> None:
     """Raises Skip if two cells differ only in capitals or spaces."""
     spelt: dict[str, str] = {}
     for cell in cells:
-        known = spelt.setdefault(_bare(cell), cell)
+        known = spelt.setdefault(bare(cell), cell)
         if known != cell:
             raise Skip(
                 f"Column {column} has {known} and {cell}",
                 f"Column {column} spells one label in two ways",
                 "spell them alike, or they are two classes",
             )
-
-
-def _bare(cell: str) -> str:
-    return " ".join(cell.lower().split())
 
 
 def _parts(cell: str) -> list[str]:

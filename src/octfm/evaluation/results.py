@@ -70,7 +70,7 @@ def read_result(where: str | Location) -> Result:
         )
     try:
         content = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EvaluationError(f"{file}: not valid JSON ({error}); compute the result again") from None
     if not isinstance(content, dict) or str(content.get("format")) not in FORMATS:
         raise EvaluationError(f"{file}: not a result of octfm probe, finetune or segment")

@@ -141,7 +141,8 @@ def read_table(path: Location) -> list[dict[str, str]]:
         found = tuple(reader.fieldnames or ())
         if found not in (COLUMNS, tuple(name for name in COLUMNS if name not in _ADDED)):
             raise EvaluationError(
-                f"{path}: not a table of octfm segment, or of a version whose numbers must not be mixed with these; "
+                f"{path}: not a table of octfm segment as it writes it, with commas between columns, or of a version "
+                "whose numbers must not be mixed with these; "
                 "choose another --out, and give --apply-corrections again for scans that were corrected by hand"
             )
         for row in reader:

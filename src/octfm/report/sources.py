@@ -71,7 +71,7 @@ def _verb(run: Location) -> str | None:
         record = json.loads((run / "run.json").read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError):  # the latter if `run` is a file, such as a checkpoint
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         return "pretrain"  # `gather` raises an error that names the damage
     return record.get("kind", "pretrain") if isinstance(record, dict) else "pretrain"
 
@@ -170,7 +170,7 @@ def _outdated(probe: dict[str, Any] | None, run: Path) -> str:
 def _json(path: Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EvaluationError(
             f"{path}: not valid JSON ({error}); the file was edited or cut off, create it again"
         ) from None

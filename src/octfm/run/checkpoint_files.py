@@ -65,7 +65,7 @@ def second_destination(run: Path) -> Path | None:
     """Folder for checkpoints that the run's own disk had no room for, as run.json says."""
     try:
         name = json.loads((run / "run.json").read_text("utf-8")).get("second_destination")
-    except (OSError, ValueError, AttributeError):  # none, or damaged: `RunFolder.record` names that
+    except (OSError, ValueError, AttributeError, RecursionError):  # none, or damaged: `RunFolder.record` names that
         return None
     return Path(name) if name else None
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from octfm.catalog.acquisition import FLAGS, PSEUDONYM, Acquisition
 from octfm.catalog.catalog import Catalog
-from octfm.catalog.duplicates import OF_TWO, describe_copy, filed_otherwise, first_filed
+from octfm.catalog.duplicates import CONTRADICTS, OF_TWO, describe_copy, filed_otherwise, first_filed
 from octfm.catalog.participants.ids import may_be_one_person, person_key
 from octfm.catalog.participants.pseudonyms import hidden_uid, is_pseudonymous, key_digest
 from octfm.display import number
@@ -49,6 +49,8 @@ REASONS: dict[str, str] = {
 """Reason codes added to those of the readers: what went wrong after the scan, and what would fix it."""
 
 Read = Callable[[str], Volume]
+OF_COPIES = (OF_TWO, CONTRADICTS)
+"""Flags of a row whose copies were left out."""
 
 
 def prepare(
@@ -229,9 +231,9 @@ def _write(outcomes: Iterator[StoreRow | Unprepared], tasks: Sequence["_Task"], 
     known: dict[str, StoreRow] = {}
     for row in writer.rows:
         first_filed(known, row.pixels, row)
-    shared: set[str] = set()
+    doubts: dict[str, set[str]] = {}
     for task, outcome in zip(tasks, outcomes, strict=True):
-        outcome = _unless_copy(outcome, task, known, writer, shared)
+        outcome = _unless_copy(outcome, task, known, writer, doubts)
         if isinstance(outcome, Unprepared):
             writer.quarantine(outcome)
         elif task.index is None:
@@ -241,33 +243,37 @@ def _write(outcomes: Iterator[StoreRow | Unprepared], tasks: Sequence["_Task"], 
         yield isinstance(outcome, StoreRow)
     # All at once, since each change writes every row. After a kill the next call tries copies again, and gets here.
     flagged = [
-        replace(row, found=(*row.found, OF_TWO)) if row.uri in shared and OF_TWO not in row.found else row
-        for row in writer.rows
+        replace(row, found=(*row.found, *sorted(doubts.get(row.uri, set()) - {*row.found}))) for row in writer.rows
     ]
     if flagged != writer.rows:
         writer.rewrite(flagged)
 
 
 def _unless_copy(
-    outcome: StoreRow | Unprepared, task: "_Task", known: dict[str, StoreRow], writer: StoreWriter, shared: set[str]
+    outcome: StoreRow | Unprepared,
+    task: "_Task",
+    known: dict[str, StoreRow],
+    writer: StoreWriter,
+    doubts: dict[str, set[str]],
 ) -> StoreRow | Unprepared:
     """`outcome`, or an Unprepared if the store already holds the same voxels.
 
-    If they belong to another participant, the uri of the row that is there is added to `shared`, for a flag, which the
-    row keeps if it is repaired.
+    If the copy is another participant's, or contradicts the row that is there, `doubts` gets flags for that row, by its
+    uri; the row keeps them if it is repaired. Its eye stays that of the catalog, since its voxels were mirrored by it.
     """
     if isinstance(outcome, Unprepared):
         return outcome
     if task.index is not None:
         before = writer.rows[task.index]
-        kept = [flag for flag in before.found if flag == OF_TWO and before.pixels == outcome.pixels]
+        kept = [flag for flag in before.found if flag in OF_COPIES and before.pixels == outcome.pixels]
         return replace(outcome, found=(*outcome.found, *kept))
     first = first_filed(known, outcome.pixels, outcome)
     if first is None:
         return outcome
-    code, sentence = describe_copy(outcome, first, [*filed_otherwise(outcome, first).values()])
-    if code == OF_TWO:
-        shared.add(first.uri)
+    differences = filed_otherwise(outcome, first)
+    code, sentence = describe_copy(outcome, first, [*differences.values()])
+    found = [*[OF_TWO] * (code == OF_TWO), *[CONTRADICTS] * bool(differences)]
+    doubts.setdefault(first.uri, set()).update(found)
     return _unprepared(task.acquisition, code, sentence)
 
 
@@ -418,7 +424,7 @@ def _with_reused(
         except StoreError:  # damaged
             [outcome] = anew([task])
             return outcome
-        found = tuple(flag for flag in row.found if flag != OF_TWO)  # found again, if its copy is still there
+        found = tuple(flag for flag in row.found if flag not in OF_COPIES)  # found again, if its copy is still there
         index = -1 if task.index is None else task.index
         return replace(row, index=index, found=found, **fields_of(task.acquisition))
 

@@ -125,7 +125,7 @@ def _finetune(
     acquisition = np.array([store.rows[row].acquisition for row in task.cases.rows])
     used = np.concatenate([part[np.argsort(acquisition[part])] for part in parts])
     ordered = volumes_digest(store, task.cases.rows[used], task.cases.label[used].tolist())
-    recipe = {**config.recipe(), "encoder": encoder.digest, "data": ordered}
+    recipe = {**config.recipe(), "encoder": encoder.key, "data": ordered}
     named = encoder.key if config.frozen else beginning_of(str(config.encoder), encoder)
     counts = [len(part) for part in parts]
     identity = Identity(FINE_TUNING, config, store.fingerprint, data, encoder=named, counts=counts)

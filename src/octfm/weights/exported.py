@@ -46,7 +46,7 @@ def is_export(where: Location) -> bool:
     """Whether this is a folder (or prefix) that `octfm export` wrote."""
     try:
         return json.loads((where / CONFIG).read_bytes()).get("format") == FORMAT
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 
@@ -189,7 +189,7 @@ def _read_json(file: Location) -> dict[str, Any]:
         content = json.loads(file.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{file}: no such file; expected a folder that octfm export wrote") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise CheckpointError(f"{file}: not valid JSON; fetch it again") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: expected a JSON object, got {type(content).__name__}; fetch it again")

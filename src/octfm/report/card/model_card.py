@@ -41,7 +41,7 @@ class Statements:
     """Statements that no file of a run contains, which the publisher of the weights has to make."""
 
     licence: str | None = None
-    """Licence of the weights: an identifier (apache-2.0, cc-by-nc-4.0) or words."""
+    """Licence of the weights: an identifier (apache-2.0, cc-by-nc-4.0), or words with the address of its text."""
     data_agreement: str | None = None
     """Terms of use of the pretraining data, and whether they allow the weights to be distributed."""
     dataset: str | None = None
@@ -90,12 +90,14 @@ def model_card(
 def _front_matter(sources: Sources, statements: Statements, name: str) -> str:
     facts: dict[str, Any] = {}
     licence = (statements.licence or NOT_STATED).strip()
-    # The hub rejects an unknown identifier, but takes "other" with a name.
+    # The hub rejects an unknown identifier, but takes "other" with a name and a link to the text.
     if licence.lower() in HUB_LICENCES:
         facts["license"] = licence.lower()
     else:
-        slug = re.sub(r"[^a-z0-9.]+", "-", licence.lower()).strip("-")
-        facts |= {"license": "other", "license_name": slug or "not-stated"}
+        link = next((found.rstrip(".,;") for found in re.findall(r"https?://[^\s<>()\[\]]+", licence)), "")
+        slugs = (re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") for text in (licence.replace(link, ""), licence))
+        facts |= {"license": "other", "license_name": next(filter(None, slugs), "not-stated")}
+        facts |= {"license_link": link} if link else {}
     how = words.objective(sources).tags
     tags = f"oct optical-coherence-tomography retina ophthalmology medical 3d {how} pytorch"
     facts |= {"library_name": "octfm", "pipeline_tag": "image-feature-extraction", "tags": tags.split()}
@@ -110,7 +112,8 @@ def _hub_id(dataset: str) -> str:
     """What can be the id of a data set on the hub, which rejects a card that names another in its metadata."""
     parts = dataset.removeprefix(HUB_DATASETS).split("/")
     words = [word for part in parts if (word := re.sub(r"(\.{2,}|[^A-Za-z0-9._])+", "-", part).strip("-."))]
-    return re.sub(r"([-./]|\.git)+$", "", ("/" if len(words) == 2 else "-").join(words)[:96])
+    owner_and_name = len(words) == 2 and len(dataset.split()) == 1
+    return re.sub(r"([-./]|\.git)+$", "", ("/" if owner_and_name else "-").join(words)[:96])
 
 
 def _index(probe: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
