@@ -13,6 +13,7 @@ import tarfile
 import zipfile
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -180,6 +181,36 @@ def test_the_guess_of_a_public_set_keeps_people_together_and_apart(paths, guess,
     assert stopped.value.guess.patterns == guess and stopped.value.guess.participants == participants
     accepted = find_people(scans, tmp_path, [Pattern.parse(guess[0])])
     assert len({whose.participant for whose in accepted.values()}) == participants
+
+
+@pytest.mark.parametrize(
+    ("names", "people"),
+    [
+        (
+            [
+                "AMD/Farsiu_Ophthalmology_2013_AMD_Subject_1001.mat",
+                "C/Farsiu_Ophthalmology_2013_Control_Subject_1001.mat",
+            ],
+            ["AMD/1001", "Control/1001"],
+        ),
+        (
+            ["1000123_21012_0_0.fds", "1000123_21014_1_0.fds", "1000456_21014_0_0.fds"],
+            ["1000123", "1000123", "1000456"],
+        ),
+        (["hc01_spectralis_macula_v1_s1_R.vol", "ms01_spectralis_macula_v1_s1_R.vol"], ["hc01", "ms01"]),
+        (["OCTA_3mm/OCT/10001/1.bmp", "OCTA_6mm/OCT/10002/1.bmp"], ["10001", "10002"]),
+    ],
+)
+def test_the_patterns_of_the_guide_find_whose_volumes_they_are(names, people):
+    page = (ROOT / "docs" / "guide" / "data-images.md").read_text(encoding="utf-8")
+    (row,) = {
+        line
+        for line in page.splitlines()
+        if line.startswith("| ") and any(f"`{name.replace('C/', 'AMD/')}`" in line for name in names)
+    }
+    (pattern,) = re.findall(r"--participant-from '([^']+)'", row)
+    found = find_people(dict.fromkeys((f"/set/{name}" for name in names), ""), Path("/set"), [Pattern.parse(pattern)])
+    assert [whose.participant for whose in found.values()] == people
 
 
 def test_whoever_accepts_that_a_number_is_one_person_sees_the_other_reading(tmp_path):
