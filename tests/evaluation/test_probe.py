@@ -649,6 +649,14 @@ def test_a_target_that_is_named_twice_counts_once(cohort, tmp_path):
     assert once == twice
 
 
+def test_files_may_come_from_a_glob_and_one_target_needs_no_list(cohort, tmp_path):
+    """No file was said to be given, and a name was taken for as many columns as it has letters."""
+    file = cohort.embeddings(tmp_path / "a.parquet")
+    table = relabelled(cohort, tmp_path / "l.csv", "grade", ["a", "b"] * 30)
+    listed = probe([file], table, targets=["grade"], resamples=50)
+    assert probe(tmp_path.glob("*.parquet"), table, targets="grade", resamples=50) == listed
+
+
 def test_a_column_called_disease_is_asked_for_as_it_is(cohort, tmp_path):
     cells = ["no", "yes", "yes"] * 20
     table = relabelled(cohort, tmp_path / "l.csv", "disease", cells)

@@ -1,8 +1,9 @@
 """Read the embeddings files of `octfm embed` and align encoders by acquisition id."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from octfm.catalog.participants.ids import person_key, under_one_id
 from octfm.display import brief, data_frame, number, with_labels
 from octfm.errors import Echo, EvaluationError, reason_of
-from octfm.io.location import Location, location
+from octfm.io.location import BucketPath, Location, location
 from octfm.io.parquet import from_parquet
 from octfm.store.exclusion import excluded, to_stderr
 from octfm.store.store import Store
@@ -172,12 +173,13 @@ def of_store(store: Store) -> Embeddings:
     return _from_columns(str(store.path), store.path, {}, columns, np.zeros((len(store), 0)))
 
 
-def align(given: str | Location | Embeddings | Sequence[str | Location | Embeddings]) -> list[Embeddings]:
+def align(given: str | Location | Embeddings | Iterable[str | Location | Embeddings]) -> list[Embeddings]:
     """Embeddings of the same acquisitions, with rows in the order of the first; files are read. Raises EvaluationError
     unless names differ and readout, acquisitions and participants are the same, TypeError for anything else.
     """
-    given = [given] if isinstance(given, str | Location | Embeddings) else given
-    if odd := [type(each).__name__ for each in given if not isinstance(each, str | Location | Embeddings)]:
+    one = str | PathLike | BucketPath | Embeddings
+    given = [given] if isinstance(given, one) or not isinstance(given, Iterable) else [*given]
+    if odd := [type(each).__name__ for each in given if not isinstance(each, one)]:
         raise TypeError(
             f"expected files of octfm embed or Embeddings, got {odd[0]}; of vectors [N, width] in a store's order, "
             'replace(of_store(store), name="mine", vectors=vectors) makes Embeddings (octfm.encoder.embeddings)'

@@ -164,7 +164,7 @@ def find_targets(
     if names is None:
         targets = [target for target in TARGETS if target.column in columns]
     else:
-        targets = _named_targets(names, table)
+        targets = _named_targets((names,) if isinstance(names, str) else tuple(names), table)
     grades, found = {**ORDERS, **(table.orders if table else {}), **(orders or {})}, []
     for target in targets:
         if target.column not in columns:
