@@ -174,9 +174,10 @@ class ScanSegmentation(Segmentation):
     def expected_error_um(self, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
         """float32 [D, W]: expected absolute error, in µm, of the thickness between two surfaces
         (octfm.layers.verdict.expected_error_um); NaN in B-scans without these lines, 0 where somebody has checked or
-        corrected them."""
+        corrected them. Raises EvaluationError for an unknown surface."""
+        empty = self._empty(upper, lower)  # first: it raises for an unknown surface
         error = expected_error_um(self.found, self.spacing_mm, upper, lower)
-        error[self._empty(upper, lower)] = np.nan
+        error[empty] = np.nan
         if self.corrections is not None:
             error[self.corrections.trusted(upper, lower)] = 0
         return error
