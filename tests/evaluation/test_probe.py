@@ -352,6 +352,13 @@ def test_a_matrix_of_ones_own_is_compared_in_whatever_order_its_rows_are(cohort,
     )
     with pytest.raises(EvaluationError, match=r"two: expected .* vectors \[120, width\], got ndarray \[3, 16\]"):
         replace(mine, vectors=mine.vectors[:3])
+    one_of_them = np.where(np.arange(120)[:, None] == 7, np.inf, mine.vectors)
+    texts = mine.vectors.astype(str)
+    for vectors, got in ((one_of_them, "infinity"), (mine.vectors * 1j, "complex128"), (texts, "<U32")):
+        with pytest.raises(EvaluationError, match=f"two: expected vectors of finite numbers, got {got}"):
+            replace(mine, vectors=vectors)
+    with pytest.raises(EvaluationError, match="two: all its vectors are NaN"):
+        replace(mine, vectors=mine.vectors * np.nan)
     with pytest.raises(
         TypeError, match=r"expected files of octfm embed or Embeddings, got ndarray; .*of_store\(store\)"
     ):

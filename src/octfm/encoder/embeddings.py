@@ -58,6 +58,11 @@ class Embeddings:
             raise EvaluationError(
                 f"{self.name}: expected a NumPy array of vectors [{count}, width], got {kind} {shape}"
             )
+        if self.vectors.dtype.kind not in "fiub" or np.isinf(self.vectors).any():
+            got = "infinity" if self.vectors.dtype.kind == "f" else str(self.vectors.dtype)
+            raise EvaluationError(f"{self.name}: expected vectors of finite numbers, got {got}")
+        if self.vectors.size and np.isnan(self.vectors).all():
+            raise EvaluationError(f"{self.name}: all its vectors are NaN; find out where its encoder became so")
 
     def __repr__(self) -> str:
         people = number(len(set(under_one_id(self.participant.tolist()))), "participant")
