@@ -743,6 +743,8 @@ def test_only_what_somebody_looked_at_is_trusted(tmp_path):
     assert not part.expected_error_um("ez", "bm")[4].any()
     with pytest.raises(EvaluationError, match="no surface 'ILM'; surfaces: ilm"):
         found.expected_error_um("ILM")
+    with pytest.raises(TypeError, match="expected Corrections, got PosixPath; octfm"):
+        found.corrected(tmp_path / "c.json")
     assert part.verdict.codes == ("unfamiliar", "field") and part.zone_ranges() == {}
     whole = found.corrected(read_corrections(written(stated(found, checked=range(25)), tmp_path / "d.json")))
     assert whole.verdict.codes == ("field",), "a person answers for lines, not for millimetres"

@@ -123,6 +123,9 @@ class ScanSegmentation(Segmentation):
         corrections of another scan or network or with another axial length, for masks that the network does not report,
         and for lines out of order.
         """
+        if not isinstance(corrections, Corrections):
+            kind = type(corrections).__name__
+            raise TypeError(f"expected Corrections, got {kind}; octfm.layers.corrections.read_corrections reads a file")
         corrections.require(self.volume, self.model)
         if (own := self.axial_length_mm) and (length := corrections.axial_length_mm) and own != length:
             raise CorrectionsError(
