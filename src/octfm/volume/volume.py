@@ -127,7 +127,8 @@ class Volume:
     """White value of uint16 voxels, e.g. 4095 if 12 bits are used; uint8 is white at 255."""
 
     def __post_init__(self):
-        if not isinstance(self.voxels, np.ndarray):
+        # Of a masked array, some operations use the mask, and others the values below it.
+        if not isinstance(self.voxels, np.ndarray) or isinstance(self.voxels, np.ma.MaskedArray):
             raise TypeError(
                 f"{self.source}: voxels: expected a NumPy array, got {type(self.voxels).__name__}; "
                 "convert it with numpy.asarray"
