@@ -118,7 +118,7 @@ def joined(name: str, arms: Sequence[Embeddings]) -> Embeddings:
     )  # fmt: skip
 
 
-def read_embeddings(path: str | Location) -> Embeddings:
+def read_embeddings(path: str | PathLike[str] | Location) -> Embeddings:
     """Read a file of `octfm embed`. Raises EvaluationError on damage, repeated acquisitions or non-finite vectors."""
     import pyarrow as pa
 
@@ -183,13 +183,16 @@ def align(given: str | Location | Embeddings | Iterable[str | Location | Embeddi
     unless names differ and readout, acquisitions and participants are the same, TypeError for anything else.
     """
     one = str | PathLike | BucketPath | Embeddings
-    given = [given] if isinstance(given, one) or not isinstance(given, Iterable) else [*given]
-    if odd := [type(each).__name__ for each in given if not isinstance(each, one)]:
-        raise TypeError(
-            f"expected files of octfm embed or Embeddings, got {odd[0]}; of vectors [N, width] in a store's order, "
-            'replace(of_store(store), name="mine", vectors=vectors) makes Embeddings (octfm.encoder.embeddings)'
-        )
-    encoders = [each if isinstance(each, Embeddings) else read_embeddings(each) for each in given]
+    many: Iterable[Any] = [given] if isinstance(given, one) or not isinstance(given, Iterable) else given
+    encoders: list[Embeddings] = []
+    for each in many:
+        if not isinstance(each, one):
+            raise TypeError(
+                f"expected files of octfm embed or Embeddings, got {type(each).__name__}; of vectors [N, width] in a "
+                'store\'s order, replace(of_store(store), name="mine", vectors=vectors) makes Embeddings '
+                "(octfm.encoder.embeddings)"
+            )
+        encoders.append(each if isinstance(each, Embeddings) else read_embeddings(each))
     if not encoders:
         raise EvaluationError("expected at least one embeddings file, got none")
     names = [e.name for e in encoders]

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def read_volume(
-    uri: str | Path,
+    uri: str | PathLike[str],
     *,
     spacing_mm: Spacing3 | None = None,
     raster_only: bool = True,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from os import PathLike
 from pathlib import Path, PurePosixPath
 from typing import Any, TextIO
 
@@ -29,7 +30,7 @@ def is_remote(where: Any) -> bool:
     return isinstance(where, BucketPath) or str(where).startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
 
 
-def location(where: "str | Path | BucketPath") -> "Path | BucketPath":
+def location(where: "str | PathLike[str] | BucketPath") -> "Path | BucketPath":
     """The place that a user names: a Path, or a BucketPath for s3:// and gs://. Raises ConfigError for other schemes
     and for credentials, TypeError for what is no path."""
     if isinstance(where, BucketPath):
@@ -37,7 +38,7 @@ def location(where: "str | Path | BucketPath") -> "Path | BucketPath":
     return listed(expect_place(path_text(where)))
 
 
-def local_path(where: "str | Path") -> Path:
+def local_path(where: "str | PathLike[str]") -> Path:
     """A path that must be on a disk. Raises ConfigError for an address, which would create a folder called s3:,
     TypeError for what is no path."""
     return Path(expect_local(str(where) if isinstance(where, BucketPath) else path_text(where)))

@@ -384,11 +384,11 @@ class Store:
 
     def _opened(self) -> Any:
         how = self.threads, self.compression, self.checks_shards
-        if isinstance(self.path, Path):
+        if isinstance(self._folder, Path):
             return open_arrays(self._folder, *how)
         from octfm.store.bucket import BucketArrays
 
-        return BucketArrays(self.path, self.rows, self.image_size, *how)
+        return BucketArrays(self._folder, self.rows, self.image_size, *how)
 
     def _unreadable(self, index: np.ndarray, name: str, error: Exception) -> "StoreError | _Damaged":
         """The error for an unreadable shard, which need not be damaged."""
