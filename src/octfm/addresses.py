@@ -60,6 +60,17 @@ def refuse_credentials(text: str, option: str = "") -> None:
         )
 
 
+def path_text(where: object) -> str:
+    """The path that a str or an os.PathLike holds. Raises TypeError for anything else: the text of an object, such as
+    None, would name a file or a folder in the current one; ConfigError for an empty text."""
+    text = os.fspath(where) if isinstance(where, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise TypeError(f"expected a path, got {type(where).__name__}")
+    if not text:
+        raise ConfigError("expected a path, got an empty text; write . for the current folder")
+    return text
+
+
 def in_home(text: str) -> str:
     """`text`, or the path in the home folder that it names by ~/. A shell leaves --out=~/runs and data.store=~/prepared
     as they are, and a folder called ~ would be made, which nobody can delete without danger."""

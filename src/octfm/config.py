@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from octfm.addresses import expect_local, expect_place, in_home, mask, refuse_credentials, refuse_windows
+from octfm.addresses import expect_local, expect_place, in_home, mask, path_text, refuse_credentials, refuse_windows
 from octfm.errors import ConfigError, reason_of, shown
 
 MAX_BYTES = 1_000_000
@@ -162,8 +162,8 @@ def _refuse_credentials_in(values: Any, where: str, key: str = "") -> None:
 
 def find_config(name: str | Path) -> Path:
     """The file of that name, else the packaged config (`configs/vit_s.yaml`, `vit_s.yaml` or `vit_s`)."""
-    refuse_credentials(str(name))
-    path = Path(in_home(str(name)))
+    refuse_credentials(name := path_text(name))
+    path = Path(in_home(name))
     if path.is_file():
         return path
     folder = Path(str(resources.files("octfm") / "configs"))

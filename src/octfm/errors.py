@@ -48,6 +48,17 @@ class OctfmError(Exception):
     elsewhere = False
     """Whether another rank raised the error and reports it."""
 
+    def __reduce__(self):
+        # Exceptions are copied and pickled by a call with `args`, which need not be those of a class with facts of its
+        # own; they travel from worker processes.
+        return _again, (type(self), self.args, vars(self))
+
+
+def _again(kind: type[OctfmError], args: tuple[object, ...], facts: dict[str, object]) -> OctfmError:
+    error = kind.__new__(kind, *args)
+    vars(error).update(facts)
+    return error
+
 
 class ConfigError(OctfmError):
     """A configuration that cannot be run as written."""
@@ -59,10 +70,6 @@ class ReadError(OctfmError):
     def __init__(self, code: str, message: str, refers_to: str = ""):
         super().__init__(message)
         self.code, self.refers_to = code, refers_to
-
-    def __reduce__(self):
-        # Exceptions pickle by their args, which lack `code`; these travel from worker processes.
-        return type(self), (self.code, str(self), self.refers_to)
 
 
 class BucketError(OctfmError):

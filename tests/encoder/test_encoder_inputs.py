@@ -62,7 +62,8 @@ def test_a_volume_of_micrometres_or_tensors_is_refused(encoder):
     volume = eye()
     with pytest.raises(ReadError, match=r"expected \(dz, dy, dx\) in millimetres, got rows .* divide micrometres"):
         encoder.embed(replace(volume, spacing_mm=tuple(1000 * mm for mm in volume.spacing_mm)))
-    for voxels, kind in ((torch.from_numpy(volume.voxels.copy()), "Tensor"), (volume.voxels.tolist(), "list")):
+    tensor, masked = torch.from_numpy(volume.voxels.copy()), np.ma.masked_less(volume.voxels, 9)
+    for voxels, kind in ((tensor, "Tensor"), (volume.voxels.tolist(), "list"), (masked, "MaskedArray")):
         with pytest.raises(TypeError, match=f"voxels: expected a NumPy array, got {kind}"):
             replace(volume, voxels=voxels)
 
@@ -78,12 +79,40 @@ def test_a_volume_of_other_numbers_than_grey_levels_is_refused(dtype):
 
 @pytest.mark.parametrize(
     "spacing_mm",
-    [(0.1, 0.0, 0.01), (0.1, 1e-9, 0.01), (0.1, np.inf, 0.01), (0.1, np.nan, 0.01), (0.1, 0.01), 0.01, None],
+    [
+        (0.1, 0.0, 0.01),
+        (0.1, 1e-9, 0.01),
+        (0.1, np.inf, 0.01),
+        (0.1, np.nan, 0.01),
+        (0.1, 0.01),
+        0.01,
+        None,
+        "111",
+        (None, 1, 1),
+    ],
 )
 def test_a_volume_of_impossible_millimetres_is_refused(spacing_mm):
     """With voxels of a picometre, filters of a given length took 14 GB and the machine."""
     with pytest.raises(ValueError, match=r"spacing_mm must be \(dz, dy, dx\) of 1e-06 mm or more, got"):
         replace(eye(), spacing_mm=spacing_mm)
+
+
+def test_impossible_millimetres_are_no_fault_of_the_file(tmp_path):
+    """Its structure was said to contradict itself, and it was to be exported again."""
+    for read in (octfm.read_volume, octfm.segment):
+        with pytest.raises(ValueError, match=r"^spacing_mm must be \(dz, dy, dx\) .*, got \(0.1, 0.1\)"):
+            read(tmp_path, spacing_mm=(0.1, 0.1))
+    with pytest.raises(ValueError, match=r"^nominal_spacing_mm must be \(dz, dy, dx\) .*, got 0.1"):
+        octfm.scan(tmp_path, nominal_spacing_mm=0.1)
+
+
+def test_millimetres_may_be_an_array_or_a_tensor():
+    for spacing_mm in (
+        [0.7, 0.03, 0.18],
+        np.array([0.7, 0.03, 0.18]),
+        torch.tensor([0.7, 0.03, 0.18], dtype=torch.float64),
+    ):
+        assert replace(eye(), spacing_mm=spacing_mm).spacing_mm == (0.7, 0.03, 0.18)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +168,10 @@ def test_what_is_no_scan_is_named(encoder, scans):
         (lambda: octfm.pretrain("vit_s", None), "config: expected a PretrainConfig, got str; octfm.load_config"),
         (lambda: octfm.pretrain(octfm.load_config("vit_s"), "a"), r"expected a Store, got a path; .*Store.open\('a'\)"),
         (lambda: octfm.load_encoder(device="cpu").prepare("a.dcm"), "expected a Volume, got str; octfm.read_volume"),
+        (lambda: octfm.Preprocessing()("a.dcm"), "expected a Volume, got str; octfm.read_volume"),
         (lambda: octfm.prepare("a", "b", octfm.Preprocessing()), "expected a Catalog, got str; octfm.Catalog.load"),
+        (lambda: octfm.prepare(octfm.Catalog("", (), ()), "b", {}), r"expected octfm.Preprocessing\(…\), got dict"),
+        (lambda: octfm.probe(None), "expected files of octfm embed or Embeddings, got NoneType"),
     ],
 )
 def test_what_a_function_expects_instead_of_a_path_or_an_array_is_named(call, problem):

@@ -352,6 +352,13 @@ def test_a_matrix_of_ones_own_is_compared_in_whatever_order_its_rows_are(cohort,
     )
     with pytest.raises(EvaluationError, match=r"two: expected .* vectors \[120, width\], got ndarray \[3, 16\]"):
         replace(mine, vectors=mine.vectors[:3])
+    one_of_them = np.where(np.arange(120)[:, None] == 7, np.inf, mine.vectors)
+    texts = mine.vectors.astype(str)
+    for vectors, got in ((one_of_them, "infinity"), (mine.vectors * 1j, "complex128"), (texts, "<U32")):
+        with pytest.raises(EvaluationError, match=f"two: expected vectors of finite numbers, got {got}"):
+            replace(mine, vectors=vectors)
+    with pytest.raises(EvaluationError, match="two: all its vectors are NaN"):
+        replace(mine, vectors=mine.vectors * np.nan)
     with pytest.raises(
         TypeError, match=r"expected files of octfm embed or Embeddings, got ndarray; .*of_store\(store\)"
     ):
@@ -647,6 +654,14 @@ def test_a_target_that_is_named_twice_counts_once(cohort, tmp_path):
     table = relabelled(cohort, tmp_path / "l.csv", "grade", ["a", "b"] * 30)
     once, twice = (probe(files, table, targets=["grade"] * n, resamples=50) for n in (1, 2))
     assert once == twice
+
+
+def test_files_may_come_from_a_glob_and_one_target_needs_no_list(cohort, tmp_path):
+    """No file was said to be given, and a name was taken for as many columns as it has letters."""
+    file = cohort.embeddings(tmp_path / "a.parquet")
+    table = relabelled(cohort, tmp_path / "l.csv", "grade", ["a", "b"] * 30)
+    listed = probe([file], table, targets=["grade"], resamples=50)
+    assert probe(tmp_path.glob("*.parquet"), table, targets="grade", resamples=50) == listed
 
 
 def test_a_column_called_disease_is_asked_for_as_it_is(cohort, tmp_path):

@@ -1,7 +1,9 @@
 """A file that crashes, hangs or swallows memory costs itself and nothing else; every other comes out as if it had
 not been there."""
 
+import copy
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -10,12 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from octfm.catalog.catalog import Catalog, NothingAccepted
 from octfm.catalog.scan import scan
 from octfm.errors import ConfigError
+from octfm.formats.dicom.geometry import NotRaster
 from octfm.formats.reasons import REASONS
 from octfm.io import isolation
 from octfm.io.isolation import Limits, Lost, each, import_path, release
 from octfm.io.spread import spread
+from octfm.models.token_map import TooFewTokens
 from support.dicom_files import write_oct_dicom
 from support.hostile_folder import executed, octfm, plant
 from support.misbehaving import children_in_a_worker, fail, misbehave, raise_or_return, run, shout, slowly, spin, who
@@ -278,3 +283,12 @@ def test_no_verb_that_starts_children_runs_a_module_beside_the_scans(tmp_path):
         done = octfm(folder, *words)
         assert done.returncode == 0, (words, done.stderr)
         assert executed(folder) == [], words
+
+
+@pytest.mark.parametrize(
+    "error", [NotRaster("line", "a line"), NothingAccepted("none", Catalog("", (), ())), TooFewTokens("3 tokens")]
+)
+def test_errors_with_facts_of_their_own_travel_between_processes(error):
+    """A pool in which users read or scan was broken by them, and nobody learned why."""
+    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(other) is type(error) and str(other) == str(error) and vars(other) == vars(error)

@@ -741,6 +741,10 @@ def test_only_what_somebody_looked_at_is_trusted(tmp_path):
     error = part.expected_error_um()
     assert not error[[2, 3]].any() and (error[[1, 4]] == found.expected_error_um()[[1, 4]]).all()
     assert not part.expected_error_um("ez", "bm")[4].any()
+    with pytest.raises(EvaluationError, match="no surface 'ILM'; surfaces: ilm"):
+        found.expected_error_um("ILM")
+    with pytest.raises(TypeError, match="expected Corrections, got PosixPath; octfm"):
+        found.corrected(tmp_path / "c.json")
     assert part.verdict.codes == ("unfamiliar", "field") and part.zone_ranges() == {}
     whole = found.corrected(read_corrections(written(stated(found, checked=range(25)), tmp_path / "d.json")))
     assert whole.verdict.codes == ("field",), "a person answers for lines, not for millimetres"

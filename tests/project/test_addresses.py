@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from octfm import addresses
 from octfm.catalog.columns import TableError
+from octfm.catalog.labels import read_labels
+from octfm.catalog.participants.pseudonyms import read_key
 from octfm.cli import options
 from octfm.cli.main import app
 from octfm.config import Config, dump, load
@@ -21,8 +23,10 @@ from octfm.encoder.embed import embed_with
 from octfm.errors import ConfigError, OctfmError
 from octfm.formats import read_volume
 from octfm.io.location import BucketPath, local_path, location
+from octfm.layers.corrections import read_corrections
 from octfm.models.vit3d import ViTConfig
 from octfm.pretraining.settings import PretrainConfig, load_config, stored_config
+from octfm.store.exclusion import named_lines
 from octfm.store.loader import DataConfig
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
@@ -256,6 +260,36 @@ def test_no_folder_is_ever_called_tilde(tmp_path, monkeypatch):
     scan = next((tmp_path / "home/clinic").rglob("*.dcm"))
     read = read_volume(scan.as_posix().replace(str(tmp_path / "home"), "~"), raster_only=False)
     assert read.source == str(scan)
+
+
+def test_a_secret_key_and_tables_are_in_the_home_folder_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    read_key("~/key")
+    assert (tmp_path / "key").is_file()
+    for read in (read_labels, read_corrections, named_lines):
+        with pytest.raises(OctfmError, match=str(tmp_path / "absent")):
+            read("~/absent/table.csv")
+
+
+class Entry:
+    """An os.PathLike whose text is not its path, as of os.DirEntry."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return self.path
+
+
+@pytest.mark.parametrize("place", [location, local_path])
+def test_only_what_is_a_path_names_a_place(place):
+    """A store was written to a folder called None, and a DirEntry was looked for by its repr."""
+    assert place(Entry("a/b")) == place("a/b") == Path("a/b")
+    for odd in (None, 5, ["a"], b"a", Entry(b"a")):
+        with pytest.raises(TypeError, match=f"expected a path, got {type(odd).__name__}"):
+            place(odd)
+    with pytest.raises(ConfigError, match=r"got an empty text; write \. for the current folder"):
+        place("")
 
 
 def test_every_option_that_may_be_a_path_says_so():

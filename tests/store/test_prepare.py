@@ -302,6 +302,13 @@ def test_what_cannot_be_reused_is_refused_before_anything_is_written(tmp_path):
         assert not (tmp_path / "new").exists()
 
 
+def test_a_compression_that_there_is_not_is_refused_before_anything_is_written(tmp_path):
+    """Such a store was written without compression, and its header named one."""
+    with pytest.raises(StoreError, match="compression: expected none or zstd, got 'gzip'"):
+        run([acquisition(1)], tmp_path / "new", compression="gzip")
+    assert not (tmp_path / "new").exists()
+
+
 def test_other_settings_are_refused_and_named(tmp_path):
     run([acquisition(0)], tmp_path / "store")
     before = content(tmp_path / "store")

@@ -12,6 +12,7 @@ readable:
 import json
 import math
 import os
+import pickle
 import shlex
 import shutil
 import subprocess
@@ -167,7 +168,28 @@ def test_a_mask_is_not_read_as_numbers_of_rows(store):
     for mask in (chosen, chosen.astype(float)):
         with pytest.raises(StoreError, match="expected numbers of rows"):
             store.read(mask)
+        with pytest.raises(StoreError, match="expected numbers of rows"):
+            store.damaged(mask)  # rows 0 and 1 were compared over and over, and all others called intact
     assert not len(store.read([]).voxels)
+
+
+def test_a_store_is_read_after_the_current_folder_has_changed(store, monkeypatch, tmp_path):
+    """Its volumes were called damaged."""
+    monkeypatch.chdir(store.path.parent)
+    relative, part = Store.open(store.path.name), Store.open(store.path.name)[2:4]
+    monkeypatch.chdir(tmp_path)
+    assert str(relative.path) == store.path.name
+    np.testing.assert_array_equal(relative[1].voxels, store[1].voxels)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(part))[0].voxels, store[2].voxels)
+
+
+def test_a_store_that_is_gone_is_not_called_damaged(own):
+    """As after a disk was unmounted: all volumes were to be prepared again."""
+    own[0]
+    own.path.rename(own.path.with_name("elsewhere"))
+    for read in (lambda: own[1], own.verify, lambda: own[:2].read([0])):
+        with pytest.raises(StoreError, match=r"this store is no longer here .* put it back"):
+            read()
 
 
 def test_summary_counts_low_confidence_per_scanner_and_diagnosis(store):

@@ -5,13 +5,13 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from octfm.catalog.columns import FIELDS, Row, TableError, clean_id, composed, read_table, rounded
 from octfm.catalog.participants.ids import person_key
 from octfm.errors import EvaluationError, one_line
 from octfm.formats.names import BOTH, lateralities, may_be_an_eye
+from octfm.io.location import local_path
 
 PARTICIPANT_COLUMNS = ("participant_id", *FIELDS["participant"])
 """AI-READI v2, v3, and octfm's own tables."""
@@ -182,7 +182,7 @@ def read_labels(table: Any) -> LabelTable:
         raise EvaluationError(
             f"labels: expected a CSV, a TSV or a DataFrame with a column participant_id, got a {type(table).__name__}"
         )
-    path = Path(table)
+    path = local_path(table)
     if not path.is_file():
         raise EvaluationError(f"{path}: no such label table; expected a CSV or TSV with a participant_id column")
     try:

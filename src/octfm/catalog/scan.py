@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,16 +26,26 @@ from octfm.catalog.participants.splits import FRACTIONS, SPLITS, Split, expect_f
 from octfm.catalog.tables import Tables, read_own_tables, read_tables
 from octfm.catalog.walk import Found, walk
 from octfm.display import number
+from octfm.errors import shown
 from octfm.formats.bscans import Reader
 from octfm.formats.plug_in import require_readers
 from octfm.formats.reasons import REASONS
 from octfm.io.archive import MEMBER, is_folder, recall, unpack
 from octfm.io.bucket import Account
 from octfm.io.isolation import Limits
-from octfm.io.location import BucketPath, Location, listed, location
+from octfm.io.location import BucketPath, Location, listed, local_path, location
 from octfm.io.progress import say
 from octfm.io.spread import spread
-from octfm.volume.volume import ADMISSIBLE, MODALITIES, RASTER_ONLY, STRUCTURE_ONLY, Layout, Modality, Spacing3
+from octfm.volume.volume import (
+    ADMISSIBLE,
+    MODALITIES,
+    RASTER_ONLY,
+    STRUCTURE_ONLY,
+    Layout,
+    Modality,
+    Spacing3,
+    as_spacing,
+)
 
 _OF_SINGLE = "; if each image is a scan of its own, as in folders of classes: octfm scan FOLDER --layouts line"
 
@@ -118,6 +129,10 @@ def scan(
     require_readers(readers)
     _expect_known(layouts, modalities)
     expect_fractions(fractions)
+    if not isinstance(seed, Integral) or seed < 0:
+        raise CatalogError(f"seed: expected a whole number of 0 or more, got {shown(seed)}")
+    if nominal_spacing_mm is not None:
+        nominal_spacing_mm = as_spacing(nominal_spacing_mm, "nominal_spacing_mm")
     placed = _placed(splits_of)
     bscans_only = tuple(layouts) == ("line",)
     # List the files and read the tables.
@@ -129,7 +144,7 @@ def scan(
     directories = [path for path in found.companions if path.name.lower() == "dicomdir"]
     found.refused += left_behind(directories, found.files, account, in_children)
     if extract is not None:
-        _unpack(found, folder, Path(os.path.abspath(extract)), tables)  # noqa: PTH100
+        _unpack(found, folder, Path(os.path.abspath(local_path(extract))), tables)  # noqa: PTH100
     # Examine headers: an outcome per file, then per volume, then without copies.
     per_file = examine_files(found.files, in_children, account, layouts, modalities, follow_links, readers, progress)
     per_volume, joined_files = join_parts(per_file, in_children, layouts)
@@ -242,7 +257,7 @@ def _tables(
             )
         return tables
     own = Columns.parse(f"{name}={column}" for name, column in (columns or {}).items())
-    own_table, own_people = (location(place) if place else None for place in (table, participants))
+    own_table, own_people = (None if place is None else location(place) for place in (table, participants))
     return read_own_tables(root, own_table, own_people, own, tables, [str(path) for path in found.files])
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from octfm.encoder.encoder import AT_RANDOM, Encoder, load_encoder
-from octfm.errors import Echo, EvaluationError
+from octfm.errors import Echo, EvaluationError, shown
 from octfm.io.hashing import hash_text
 from octfm.io.location import Location, expect_writable, local_path, location, write_whole
 from octfm.io.parquet import from_parquet, to_parquet
@@ -164,6 +164,8 @@ def embed_with(embed: Callable[[np.ndarray], np.ndarray], store: Store, out: str
     It gets uint8 voxels [B, D, H, W] and returns vectors [B, width], an array or a tensor. Raises EvaluationError if it
     returns another shape, NaN or infinity.
     """
+    if not isinstance(store, Store) or not len(store):
+        raise TypeError(f"store: expected a Store with volumes, got {shown(store)}; octfm.Store.open opens one")
     expect_writable(local_path(out))
     vectors = own_vectors(embed, store, np.arange(len(store)), name).astype(np.float32)
     return write_rows(out, store, vectors, facts_without_weights(name, name, _voxels_of(store)))

@@ -1,8 +1,9 @@
 """Read the embeddings files of `octfm embed` and align encoders by acquisition id."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from octfm.catalog.participants.ids import person_key, under_one_id
 from octfm.display import brief, data_frame, number, with_labels
 from octfm.errors import Echo, EvaluationError, reason_of
-from octfm.io.location import Location, location
+from octfm.io.location import BucketPath, Location, location
 from octfm.io.parquet import from_parquet
 from octfm.store.exclusion import excluded, to_stderr
 from octfm.store.store import Store
@@ -57,6 +58,11 @@ class Embeddings:
             raise EvaluationError(
                 f"{self.name}: expected a NumPy array of vectors [{count}, width], got {kind} {shape}"
             )
+        if self.vectors.dtype.kind not in "fiub" or np.isinf(self.vectors).any():
+            got = "infinity" if self.vectors.dtype.kind == "f" else str(self.vectors.dtype)
+            raise EvaluationError(f"{self.name}: expected vectors of finite numbers, got {got}")
+        if self.vectors.size and np.isnan(self.vectors).all():
+            raise EvaluationError(f"{self.name}: all its vectors are NaN; find out where its encoder became so")
 
     def __repr__(self) -> str:
         people = number(len(set(under_one_id(self.participant.tolist()))), "participant")
@@ -112,7 +118,7 @@ def joined(name: str, arms: Sequence[Embeddings]) -> Embeddings:
     )  # fmt: skip
 
 
-def read_embeddings(path: str | Location) -> Embeddings:
+def read_embeddings(path: str | PathLike[str] | Location) -> Embeddings:
     """Read a file of `octfm embed`. Raises EvaluationError on damage, repeated acquisitions or non-finite vectors."""
     import pyarrow as pa
 
@@ -172,17 +178,21 @@ def of_store(store: Store) -> Embeddings:
     return _from_columns(str(store.path), store.path, {}, columns, np.zeros((len(store), 0)))
 
 
-def align(given: str | Location | Embeddings | Sequence[str | Location | Embeddings]) -> list[Embeddings]:
+def align(given: str | Location | Embeddings | Iterable[str | Location | Embeddings]) -> list[Embeddings]:
     """Embeddings of the same acquisitions, with rows in the order of the first; files are read. Raises EvaluationError
     unless names differ and readout, acquisitions and participants are the same, TypeError for anything else.
     """
-    given = [given] if isinstance(given, str | Location | Embeddings) else given
-    if odd := [type(each).__name__ for each in given if not isinstance(each, str | Location | Embeddings)]:
-        raise TypeError(
-            f"expected files of octfm embed or Embeddings, got {odd[0]}; of vectors [N, width] in a store's order, "
-            'replace(of_store(store), name="mine", vectors=vectors) makes Embeddings (octfm.encoder.embeddings)'
-        )
-    encoders = [each if isinstance(each, Embeddings) else read_embeddings(each) for each in given]
+    one = str | PathLike | BucketPath | Embeddings
+    many: Iterable[Any] = [given] if isinstance(given, one) or not isinstance(given, Iterable) else given
+    encoders: list[Embeddings] = []
+    for each in many:
+        if not isinstance(each, one):
+            raise TypeError(
+                f"expected files of octfm embed or Embeddings, got {type(each).__name__}; of vectors [N, width] in a "
+                'store\'s order, replace(of_store(store), name="mine", vectors=vectors) makes Embeddings '
+                "(octfm.encoder.embeddings)"
+            )
+        encoders.append(each if isinstance(each, Embeddings) else read_embeddings(each))
     if not encoders:
         raise EvaluationError("expected at least one embeddings file, got none")
     names = [e.name for e in encoders]

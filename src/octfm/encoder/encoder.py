@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -35,10 +35,10 @@ from octfm.store.item import StoredVolume
 from octfm.store.layout import Arrays, shapes
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Prepared, Preprocessing, differences
-from octfm.volume.volume import Volume
+from octfm.volume.volume import Volume, expect_volume
 from octfm.weights import exported
 
-Scan = str | Path | Volume | StoredVolume
+Scan = str | PathLike | Volume | StoredVolume
 """What `Encoder.embed` takes for one scan; a str is a path or an address."""
 EMBEDDED_AT_ONCE = 16
 MOST_PACKED = 32_768 * 384
@@ -215,7 +215,7 @@ class Encoder:
             if scan.fingerprint != encoder.fingerprint:
                 raise EvaluationError(_prepared_otherwise("this volume", self.source))
             return encoder, scan.arrays
-        if not isinstance(scan, str | Path | Volume):
+        if not isinstance(scan, Scan):
             raise TypeError(f"expected a path, a Volume or a volume of a store, got {type(scan).__name__}")
         if isinstance(scan, Volume):
             # A file with one B-scan is read as a line; an array in memory is a raster unless its layout is given.
@@ -335,8 +335,7 @@ class Encoder:
     def preprocess(self, volume: Volume) -> Prepared:
         """One acquisition as the weights expect it, with the transform back to its native frame. Raises EvaluationError
         for a modality that the encoder was not trained on, and if this octfm prepares volumes differently."""
-        if not isinstance(volume, Volume):
-            raise TypeError(f"expected a Volume, got {type(volume).__name__}; octfm.read_volume(path) reads one")
+        expect_volume(volume)
         if self.preprocessing.fingerprint() != self.fingerprint:
             raise EvaluationError(
                 f"{self.source}: trained on volumes that another octfm prepared differently; use that version (F15)"

@@ -54,7 +54,7 @@ def export(
     if tuned is not None and not keep_names:
         _expect_known_names(tuned)
     participants = participants_in(path, content)
-    keys, kept = exported.keys_text(participants), Path(keep_key) if keep_key is not None else None
+    keys, kept = exported.keys_text(participants), local_path(keep_key) if keep_key is not None else None
     # Its own key may be there: an export that was stopped has written it before the folder got its name.
     if kept is not None and kept.exists() and not (kept.is_file() and kept.read_bytes() == keys.encode()):
         raise EvaluationError(f"{keep_key}: exists already; choose another file for the key")

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octfm.addresses import in_home, path_text
 from octfm.encoder.encoder import Encoder
 from octfm.encoder.export import write_files
 from octfm.encoder.sources import HUB, from_hub
@@ -102,7 +103,7 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
         Options are huggingface_hub's, and `map_location`, the device (cpu). Raises CheckpointError if neither a folder
         nor the hub has an export of this name.
         """
-        folder = Path(pretrained_model_name_or_path)
+        folder = Path(in_home(path_text(pretrained_model_name_or_path)))
         # Downloaded here, because without a connection the mixin would retry for half a minute.
         if not folder.is_dir():
             name = str(pretrained_model_name_or_path).removeprefix(HUB)

@@ -22,6 +22,7 @@ from torch import Tensor
 from octfm.config import load
 from octfm.encoder.encoder import Encoder, empty_network
 from octfm.errors import CheckpointError, reason_of
+from octfm.io.location import local_path
 from octfm.models.token_map import token_grid
 from octfm.models.vit3d import ViTConfig
 from octfm.pretraining.settings import PretrainConfig
@@ -52,7 +53,7 @@ def load_prototype_encoder(
     `preprocessing` defaults to PREPROCESSING. `heads` cannot be read from weights; by default heads are 64 wide. Raises
     CheckpointError naming a tensor that is missing, unknown or of another shape.
     """
-    path = Path(path)
+    path = local_path(path)
     preprocessing = preprocessing or load(Preprocessing, dict(PREPROCESSING))
     state = _translated(path, read_weights(path, CONTAINERS, "a .pt of the prototype"))
     kernel = state["patch_embed.weight"]

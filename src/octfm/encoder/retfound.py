@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octfm.errors import CheckpointError, reason_of
+from octfm.io.location import local_path
 from octfm.run.weights_file import read_weights
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -72,7 +73,7 @@ def load_retfound(path: str | Path, *, slices: int = 16, device: str = "cpu") ->
     """
     if slices < 1:
         raise CheckpointError(f"slices: expected 1 or more B-scans of each volume, got {slices}")
-    network = read_retfound(Path(path)).to(device).eval().requires_grad_(False)
+    network = read_retfound(local_path(path)).to(device).eval().requires_grad_(False)
     side = network.side
     mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (MEAN, STD))
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -149,7 +149,7 @@ def label_columns(data: Embeddings, table: LabelTable | None) -> set[str]:
 
 
 def find_targets(
-    names: Sequence[str] | None,
+    names: str | Iterable[str] | None,
     data: Embeddings,
     table: LabelTable | None,
     orders: Mapping[str, tuple[str, ...]] | None = None,
@@ -164,7 +164,7 @@ def find_targets(
     if names is None:
         targets = [target for target in TARGETS if target.column in columns]
     else:
-        targets = _named_targets(names, table)
+        targets = _named_targets((names,) if isinstance(names, str) else tuple(names), table)
     grades, found = {**ORDERS, **(table.orders if table else {}), **(orders or {})}, []
     for target in targets:
         if target.column not in columns:

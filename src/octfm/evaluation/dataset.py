@@ -1,5 +1,6 @@
 """The volumes of a store as a PyTorch dataset, with labels joined and each participant in one split, as evaluated."""
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,7 +57,7 @@ class VolumeDataset(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         """Raises IndexError outside the dataset, StoreError for a damaged volume."""
-        row = int(self.rows[index])
+        row = int(self.rows[operator.index(index)])
         arrays = self.store.read([row])
         item: Item = {
             "voxels": torch.from_numpy(arrays.voxels),

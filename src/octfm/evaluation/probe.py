@@ -64,10 +64,10 @@ the other way (0–3 %)."""
 
 
 def probe(
-    embeddings: str | Location | Embeddings | Sequence[str | Location | Embeddings],
+    embeddings: str | Location | Embeddings | Iterable[str | Location | Embeddings],
     labels: Any = None,
     *,
-    targets: Sequence[str] | None = None,
+    targets: str | Iterable[str] | None = None,
     orders: Mapping[str, tuple[str, ...]] | None = None,
     readout: Readout = "linear",
     design: Literal["auto"] | Design = "auto",
@@ -93,8 +93,8 @@ def probe(
         Holm's correction.
     seeds: repeat folds with this many seeds; intervals then resample seeds as well as participants.
     orders: columns whose classes are grades, lowest first; not needed for ordered categories of a DataFrame.
-    targets: label columns; one that cannot be probed raises EvaluationError. None takes every known column that is
-        present and lists those that cannot be probed under "skipped".
+    targets: one or several label columns; one that cannot be probed raises EvaluationError. None takes every known
+        column that is present and lists those that cannot be probed under "skipped".
     metrics: metrics of your own, computed next to the built-in ones with intervals from the same resamples.
     """
     expect_counts(seeds, resamples)

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from octfm.addresses import in_home
+from octfm.addresses import in_home, path_text
 from octfm.errors import ReadError
 from octfm.formats.reasons import REASONS, Header, Reason
 from octfm.io.location import BucketPath
@@ -21,6 +21,7 @@ from octfm.volume.volume import (
     Spacing3,
     Surfaces,
     Volume,
+    as_spacing,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ T = TypeVar("T")
 
 
 def read_volume(
-    uri: str | Path,
+    uri: str | PathLike[str],
     *,
     spacing_mm: Spacing3 | None = None,
     raster_only: bool = True,
@@ -62,8 +63,9 @@ def read_volume(
             f"expected the path of a scan, got {type(uri).__name__}; octfm.Volume(voxels, spacing_mm) makes a volume "
             "of voxels [B-scan, axial, lateral]"
         )
-    uri = in_home(str(uri))
+    uri = str(uri) if isinstance(uri, BucketPath) else in_home(path_text(uri))
     plug_in.require_readers(readers)
+    spacing_mm = None if spacing_mm is None else as_spacing(spacing_mm)
     wanted = {
         "layouts": RASTER_ONLY if raster_only else LAYOUTS,
         "modalities": STRUCTURE_ONLY if structure_only else MODALITIES,

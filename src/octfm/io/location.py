@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from os import PathLike
 from pathlib import Path, PurePosixPath
 from typing import Any, TextIO
 
-from octfm.addresses import SCHEMES, expect_local, expect_place, is_bucket, refuse_credentials
+from octfm.addresses import SCHEMES, expect_local, expect_place, is_bucket, path_text, refuse_credentials
 from octfm.errors import BucketError, ConfigError, Echo
 from octfm.io import bucket
 from octfm.io.progress import say
@@ -29,17 +30,18 @@ def is_remote(where: Any) -> bool:
     return isinstance(where, BucketPath) or str(where).startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
 
 
-def location(where: "str | Path | BucketPath") -> "Path | BucketPath":
+def location(where: "str | PathLike[str] | BucketPath") -> "Path | BucketPath":
     """The place that a user names: a Path, or a BucketPath for s3:// and gs://. Raises ConfigError for other schemes
-    and for credentials."""
+    and for credentials, TypeError for what is no path."""
     if isinstance(where, BucketPath):
         return where
-    return listed(expect_place(str(where)))
+    return listed(expect_place(path_text(where)))
 
 
-def local_path(where: "str | Path") -> Path:
-    """A path that must be on a disk. Raises ConfigError for an address, which would create a folder called s3:."""
-    return Path(expect_local(str(where)))
+def local_path(where: "str | PathLike[str]") -> Path:
+    """A path that must be on a disk. Raises ConfigError for an address, which would create a folder called s3:,
+    TypeError for what is no path."""
+    return Path(expect_local(str(where) if isinstance(where, BucketPath) else path_text(where)))
 
 
 def listed(uri: str) -> "Path | BucketPath":

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from octfm.errors import CorrectionsError, one_line, shown
+from octfm.io.location import local_path
 from octfm.models.layer_net import MASKS, SURFACES
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.volume import Shape3, Volume
@@ -123,7 +124,7 @@ class Corrections:
 
 def read_corrections(path: str | Path) -> Corrections:
     """Read a file that the viewer has saved. Raises CorrectionsError, one line, for anything else."""
-    path = Path(path)
+    path = local_path(path)
     try:
         if path.stat().st_size > MOST_BYTES:
             raise CorrectionsError(f"{path}: {path.stat().st_size:,} bytes, expected at most {MOST_BYTES:,}")
@@ -138,7 +139,7 @@ def find_corrections(place: str | Path) -> dict[str, Corrections]:
 
     Raises CorrectionsError if there is none, one of them cannot be read, or two are of the same scan.
     """
-    place, found = Path(place), {}
+    place, found = local_path(place), {}
     try:
         files = sorted(place.glob("*.json")) if place.is_dir() else [place]
     except (OSError, ValueError) as error:

@@ -123,6 +123,9 @@ class ScanSegmentation(Segmentation):
         corrections of another scan or network or with another axial length, for masks that the network does not report,
         and for lines out of order.
         """
+        if not isinstance(corrections, Corrections):
+            kind = type(corrections).__name__
+            raise TypeError(f"expected Corrections, got {kind}; octfm.layers.corrections.read_corrections reads a file")
         corrections.require(self.volume, self.model)
         if (own := self.axial_length_mm) and (length := corrections.axial_length_mm) and own != length:
             raise CorrectionsError(
@@ -174,9 +177,10 @@ class ScanSegmentation(Segmentation):
     def expected_error_um(self, upper: str = "ilm", lower: str = "bm") -> np.ndarray:
         """float32 [D, W]: expected absolute error, in µm, of the thickness between two surfaces
         (octfm.layers.verdict.expected_error_um); NaN in B-scans without these lines, 0 where somebody has checked or
-        corrected them."""
+        corrected them. Raises EvaluationError for an unknown surface."""
+        empty = self._empty(upper, lower)  # first: it raises for an unknown surface
         error = expected_error_um(self.found, self.spacing_mm, upper, lower)
-        error[self._empty(upper, lower)] = np.nan
+        error[empty] = np.nan
         if self.corrections is not None:
             error[self.corrections.trusted(upper, lower)] = 0
         return error

@@ -11,6 +11,7 @@ from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.columns import composed
 from octfm.catalog.participants.ids import person_key
 from octfm.errors import ConfigError, Echo, one_line
+from octfm.io.location import local_path
 from octfm.store.store import Store
 
 HINTS = 3
@@ -25,9 +26,10 @@ def to_stderr(line: str) -> None:
 
 def named_lines(file: str | Path) -> dict[str, int]:
     """Composed name -> first line with it. Raises ConfigError if the file is unreadable or names nothing."""
+    file = local_path(file)
     try:
         # utf-8-sig: Windows editors begin text files with a byte order mark.
-        lines = Path(file).read_text("utf-8-sig").splitlines()
+        lines = file.read_text("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it is not text in UTF-8"
         raise ConfigError(

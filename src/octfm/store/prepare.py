@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from octfm.catalog.acquisition import FLAGS, PSEUDONYM, Acquisition
 from octfm.catalog.catalog import Catalog
@@ -17,7 +17,7 @@ from octfm.catalog.duplicates import CONTRADICTS, OF_TWO, describe_copy, filed_o
 from octfm.catalog.participants.ids import may_be_one_person, person_key
 from octfm.catalog.participants.pseudonyms import hidden_uid, is_pseudonymous, key_digest
 from octfm.display import number
-from octfm.errors import BAD_INPUT, BucketError, ReadError, StoreError, reason_of
+from octfm.errors import BAD_INPUT, BucketError, ReadError, StoreError, reason_of, shown
 from octfm.formats import read_volume
 from octfm.formats.bscans import Reader
 from octfm.formats.declared import doubtful_way_up
@@ -100,6 +100,9 @@ def prepare(
     """
     if not isinstance(catalog, Catalog):
         raise TypeError(f"catalog: expected a Catalog, got {type(catalog).__name__}; octfm.Catalog.load opens one")
+    if not isinstance(preprocessing, Preprocessing):
+        kind = type(preprocessing).__name__
+        raise TypeError(f"preprocessing: expected octfm.Preprocessing(…), got {kind}; an encoder has its own")
     if catalog.acquisitions and all(a.layout == "line" for a in catalog.acquisitions):
         preprocessing = preprocessing.of_bscans()
     preprocessing.expect_finder(find_band)
@@ -108,6 +111,8 @@ def prepare(
     _expect_files(catalog, out, named=locations is not None or read is not None)
     if workers is not None and workers < 0:
         raise StoreError(f"workers must be at least 1, or 0 to work in this process, got {workers}")
+    if compression not in (None, *get_args(Compression)):
+        raise StoreError(f"compression: expected {' or '.join(get_args(Compression))}, got {shown(compression)}")
     limits = with_finder(limits or Limits(), find_band)
     if cluster is not None:
         require_cluster(cluster)  # fails before anything is written

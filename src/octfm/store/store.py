@@ -55,6 +55,8 @@ class Store:
         """Rows whose voxels this object has compared with the checksum in rows.jsonl."""
         self._hashers: ThreadPoolExecutor | None = None
         self._process = os.getpid()
+        self._folder = Path(os.path.abspath(path)) if isinstance(path, Path) else path  # noqa: PTH100
+        """`path`, also after the current folder has changed."""
         self._made = _when_made(path)
         self.requests: dict[str, int] = {}
         """Requests that `prepare` made to buckets, and how many of them were retries."""
@@ -74,7 +76,7 @@ class Store:
         return store
 
     def __reduce__(self):
-        return Store._reopened, (self.path, self.threads, len(self), self._order(len(self)))
+        return Store._reopened, (self._folder, self.threads, len(self), self._order(len(self)))
 
     @staticmethod
     def _reopened(path: Location, threads: int | None, count: int, order: str) -> "Store":
@@ -98,6 +100,12 @@ class Store:
         return StoreError(
             f"{self.path}: another store is here than was opened; it was replaced meanwhile, and its rows may be other "
             "volumes; put the former store back, or start again with this one"
+        )
+
+    def _gone(self) -> StoreError:
+        return StoreError(
+            f"{self.path}: this store is no longer here (store.json cannot be read): it was moved or deleted, or its "
+            "disk is away; put it back, or open it where it is now"
         )
 
     def __len__(self) -> int:
@@ -201,8 +209,9 @@ class Store:
             if chosen.shape != (count,):
                 raise IndexError(f"{self.path}: a mask of shape {list(chosen.shape)}; the store has {count} volumes")
             chosen = np.flatnonzero(chosen)
-        if chosen.size and chosen.dtype.kind not in "iu":
-            raise IndexError(f"{self.path}: expected numbers of rows or a mask, got {chosen.dtype}")
+        if chosen.ndim != 1 or (chosen.size and chosen.dtype.kind not in "iu"):
+            got = f"{chosen.dtype} {list(chosen.shape)}"
+            raise IndexError(f"{self.path}: expected numbers of rows or a mask, [N], got {got}")
         if chosen.size and not (-count <= chosen.min() and chosen.max() < count):
             odd = next(row for row in chosen.tolist() if not -count <= row < count)
             raise IndexError(f"{self.path}: no volume {odd}; the store has {count}, numbered from 0")
@@ -260,7 +269,7 @@ class Store:
 
     def damaged(self, rows: Sequence[int] | np.ndarray | None = None) -> dict[int, str]:
         """Compare these rows, or all, with their checksums; returns row -> what is wrong, for damaged rows only."""
-        checked = np.arange(len(self)) if rows is None else np.asarray(rows, dtype=np.int64)
+        checked = np.arange(len(self)) if rows is None else self._numbers(rows)
         self._compared[checked] = False
 
         def one(row: int) -> str | None:
@@ -315,10 +324,9 @@ class Store:
             # are kept, because the end of one deletes files that the parent uses.
             self._inherited = self._arrays, self._hashers
             self._arrays, self._hashers, self._process = None, None, os.getpid()
-        # A shard of a store that has been moved here is whole and has the name of a row. Of a store that is gone, the
-        # reader says so.
-        if (made := _when_made(self.path)) is not None and made != self._made:
-            raise self._replaced()
+        # A shard of a store that has been moved here is whole and has the name of a row.
+        if (made := _when_made(self._folder)) != self._made:
+            raise self._replaced() if made is not None else self._gone()
         renewed: set[int] = set()
         while True:
             try:
@@ -359,7 +367,7 @@ class Store:
 
     def unprepared(self) -> tuple[Unprepared, ...]:
         """Acquisitions that could not be prepared."""
-        return read_unprepared(self.path)
+        return read_unprepared(self._folder)
 
     def unfinished(self) -> str:
         """A sentence if `octfm prepare` is adding volumes to this store now, or was killed; else empty."""
@@ -376,11 +384,11 @@ class Store:
 
     def _opened(self) -> Any:
         how = self.threads, self.compression, self.checks_shards
-        if isinstance(self.path, Path):
-            return open_arrays(self.path, *how)
+        if isinstance(self._folder, Path):
+            return open_arrays(self._folder, *how)
         from octfm.store.bucket import BucketArrays
 
-        return BucketArrays(self.path, self.rows, self.image_size, *how)
+        return BucketArrays(self._folder, self.rows, self.image_size, *how)
 
     def _unreadable(self, index: np.ndarray, name: str, error: Exception) -> "StoreError | _Damaged":
         """The error for an unreadable shard, which need not be damaged."""
@@ -429,7 +437,7 @@ class _Part(Store):
         return self._whole.read(self._kept[self._numbers(indices)], out)
 
     def damaged(self, rows: Sequence[int] | np.ndarray | None = None) -> dict[int, str]:
-        checked = np.arange(len(self)) if rows is None else np.asarray(rows, dtype=np.int64)
+        checked = np.arange(len(self)) if rows is None else self._numbers(rows)
         found = self._whole.damaged(self._kept[checked])
         return {
             int(row): found[whole] for row, whole in zip(checked, self._kept[checked], strict=True) if whole in found

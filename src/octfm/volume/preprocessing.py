@@ -32,7 +32,7 @@ from octfm.volume.radial import to_raster
 from octfm.volume.resampling import resample, seen_rows
 from octfm.volume.tissue import MARGIN_MM, BandFinder, Tissue, find_tissue
 from octfm.volume.transform import Transform
-from octfm.volume.volume import ADMISSIBLE, Planes, Shape3, Volume, eight_bit
+from octfm.volume.volume import ADMISSIBLE, Planes, Shape3, Volume, eight_bit, expect_volume
 from octfm.volume.window import IN_CROP, window
 
 COARSEST_ROWS_MM = 1.0
@@ -164,6 +164,7 @@ class Preprocessing(Config):
         star of too few lines, for rows more than 1 mm apart, and for volumes that are blank, or blank in the part that
         is kept.
         """
+        expect_volume(volume)
         self.expect_finder(find_band)
         self._expect_preparable(volume)
         volume = self._as_raster(volume)

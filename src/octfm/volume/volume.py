@@ -7,11 +7,12 @@ converted one at a time, since a worker's memory would not hold a converted copy
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from octfm.display import Picture, box, brief, fields_line, number, picture, readable, stretched, times
+from octfm.errors import shown
 
 Laterality = Literal["R", "L"]
 Layout = Literal["raster", "line", "circle", "radial", "repeated"]
@@ -74,6 +75,18 @@ class Lines:
         return Lines(self.end * (-1, 1), self.start * (-1, 1))
 
 
+def as_spacing(spacing_mm: Any, what: str = "spacing_mm") -> Spacing3:
+    """(dz, dy, dx) of three numbers, such as a list or an array. Raises ValueError, which begins with `what`, unless
+    they may be millimetres."""
+    try:
+        z, y, x = map(float, spacing_mm)
+    except (TypeError, ValueError):
+        z = y = x = np.nan
+    if isinstance(spacing_mm, str) or not all(NANOMETRE_MM <= mm < np.inf for mm in (z, y, x)):
+        raise ValueError(f"{what} must be (dz, dy, dx) of {NANOMETRE_MM:g} mm or more, got {shown(spacing_mm)}")
+    return z, y, x
+
+
 def eye_id_of(participant: str, laterality: str | None) -> str:
     """Id of an eye: participant and laterality."""
     return f"{participant}_{laterality or 'unknown'}"
@@ -114,7 +127,8 @@ class Volume:
     """White value of uint16 voxels, e.g. 4095 if 12 bits are used; uint8 is white at 255."""
 
     def __post_init__(self):
-        if not isinstance(self.voxels, np.ndarray):
+        # Of a masked array, some operations use the mask, and others the values below it.
+        if not isinstance(self.voxels, np.ndarray) or isinstance(self.voxels, np.ma.MaskedArray):
             raise TypeError(
                 f"{self.source}: voxels: expected a NumPy array, got {type(self.voxels).__name__}; "
                 "convert it with numpy.asarray"
@@ -128,10 +142,7 @@ class Volume:
                 f"{self.source}: voxels: expected grey levels in uint8 or uint16, got {self.voxels.dtype}; scale them "
                 "to 0 to 255 and convert them to uint8"
             )
-        if np.shape(self.spacing_mm) != (3,) or not all(NANOMETRE_MM <= mm < np.inf for mm in self.spacing_mm):
-            raise ValueError(
-                f"{self.source}: spacing_mm must be (dz, dy, dx) of {NANOMETRE_MM:g} mm or more, got {self.spacing_mm}"
-            )
+        object.__setattr__(self, "spacing_mm", as_spacing(self.spacing_mm, f"{self.source}: spacing_mm"))
         if not 0 < self.full_scale <= 65535:
             level = f"expected the grey level of white, 1 to 65535, got {self.full_scale}"
             raise ValueError(f"{self.source}: full_scale: {level}")
@@ -229,6 +240,12 @@ class Volume:
             return self
         lines = self.lines and self.lines[::-1]
         return replace(self, voxels=self.voxels[::-1], lines=lines, superior_first=True)
+
+
+def expect_volume(volume: object) -> None:
+    """Raises TypeError unless this is a Volume."""
+    if not isinstance(volume, Volume):
+        raise TypeError(f"expected a Volume, got {type(volume).__name__}; octfm.read_volume(path) reads one")
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,7 +37,7 @@ from octfm.formats import volumes_in
 from octfm.formats.reasons import REASONS
 from octfm.io.hashing import keyed_hash
 from octfm.io.isolation import Limits
-from octfm.io.location import Location, flush, listed, location
+from octfm.io.location import Location, flush, listed, local_path, location
 
 MIN_KEY_BYTES = 16
 MAX_SHIFT_DAYS = 365
@@ -74,7 +74,7 @@ of those from 1 to 12 look like months (7.1957). In a column of months all do.""
 
 def read_key(path: str | Path, *, make: bool = True) -> bytes:
     """Read a key; with `make`, a missing file is created with a random one, for its owner only. Raises CatalogError."""
-    path = Path(path)
+    path = local_path(path)
     if not path.exists():
         if not make:
             raise CatalogError(f"{path}: no such key file; give the one that the catalog was scanned with")

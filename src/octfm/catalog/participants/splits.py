@@ -34,7 +34,7 @@ def diagnosis_of(labels: Mapping[str, str]) -> str | None:
 
 def expect_fractions(fractions: Sequence[float]) -> None:
     """Raises ConfigError unless these are shares of participants for SPLITS."""
-    three = isinstance(fractions, Sequence) and len(fractions) == 3
+    three = isinstance(fractions, Sequence | np.ndarray) and len(fractions) == 3
     if not three or not min(fractions) >= 0 or not abs(sum(fractions) - 1) <= 1e-6:
         raise ConfigError(
             "fractions: expected three shares for train, val and test that sum to 1, such as 0.7, 0.1, 0.2; "
