@@ -183,11 +183,15 @@ def test_a_folder_that_cannot_be_written_is_reported_by_the_name_that_was_given(
         ),
         (OSError(errno.EMFILE, "Too many open files", "a.dcm"), "a.dcm: Too many open files; raise the limit"),
         (OSError(errno.ENFILE, "Too many open files in system"), "Too many open files in system; raise the limit"),
+        (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/var/tmp']"),
+            "found in ['/tmp', '/var/tmp']; free space in one, or name a writable folder in TMPDIR",
+        ),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: Cannot allocate memory; choose smaller"),
         (RuntimeError("can't start new thread"), "starts no further thread; raise the limit"),
         (MemoryError(), "out of memory: the system refused more; choose smaller sizes"),
     ],
-    ids=["processes", "files", "files of all", "memory for a process", "threads", "memory"],
+    ids=["processes", "files", "files of all", "no temporary folder", "memory for a process", "threads", "memory"],
 )
 def test_a_limit_of_the_machine_is_named_in_one_line(raised, said, tmp_path):
     """As `docker run --pids-limit`, or what a cluster allows a job."""
