@@ -49,7 +49,7 @@ def listed(uri: str) -> "Path | BucketPath":
 
 def write_whole(where: "Path | BucketPath", data: bytes, *, private: bool = False) -> None:
     """Replace a file: it holds the old content or the new, whatever happens; the new one is then on the disk.
-    `private`: at no time can others than its owner read it there."""
+    `private`: at no time can others than its owner read it there, if its disk keeps permissions."""
     if isinstance(where, BucketPath):
         where.write_bytes(data)
         return
@@ -57,6 +57,14 @@ def write_whole(where: "Path | BucketPath", data: bytes, *, private: bool = Fals
         if private:
             partial.touch(0o600)
         partial.write_bytes(data)
+    if private:
+        warn_if_shared(where)
+
+
+def warn_if_shared(key: Path) -> None:
+    """Warn if others than its owner may read a new key: USB disks, and a Windows disk in WSL, keep no permissions."""
+    if key.stat().st_mode & 0o077:
+        say(f"{key}: this disk keeps no permissions, so others may read the key; move it to a disk that only you read")
 
 
 @contextmanager
