@@ -157,7 +157,8 @@ def _is_settled(exit_file: str | None) -> bool:
 
 def _system_error(error: OSError) -> str:
     # Files are written under a temporary name; users know only the final one.
-    name = re.sub(r"(^|/)\.([^/]+?)((\.\d+\.[0-9a-f]{8})?\.partial|\.lock)$", r"\1\2", str(error.filename or ""))
+    temporary = r"(^|/)\.([^/]+?)((\.\d+\.[0-9a-f]{8})?\.partial|\.lock)(?=/|$)"
+    name = re.sub(temporary, r"\1\2", str(error.filename or ""))
     path = f"{name}: " if name else ""
     if isinstance(error, FileNotFoundError):
         if not name and error.strerror and "temporary directory" in error.strerror:  # Python's words; torch needs one
