@@ -284,4 +284,6 @@ def expect_writable(folder: Location) -> None:
 
 def holds_other(folder: Location, own: str) -> bool:
     """Whether a folder has files but not `own`. A leading dot does not count: a lock, the file of a killed writer."""
-    return not (folder / own).is_file() and folder.is_dir() and any(p.name[0] != "." for p in folder.iterdir())
+    if (folder / own).is_file() or not folder.is_dir() or all(p.name[0] == "." for p in folder.iterdir()):
+        return False
+    return not (folder / own).is_file()  # once more: another process may have begun there between the two
