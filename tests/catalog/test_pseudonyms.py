@@ -21,6 +21,7 @@ from octfm.catalog.participants.safe_values import is_known_protocol, is_known_s
 from octfm.catalog.scan import scan
 from octfm.errors import ConfigError, ReadError, StoreError
 from octfm.formats.names import slugify
+from octfm.io.location import write_whole
 from octfm.phantom import write_phantom
 from octfm.store.prepare import prepare
 from octfm.store.store import Store
@@ -85,6 +86,16 @@ def test_nothing_of_the_original_ids_uids_paths_and_dates_is_left(clinic, catalo
         )
     assert "<img" in (tmp_path / "catalog" / "data_health.html").read_text(), "outliers are found through the key"
     assert (tmp_path / "key").stat().st_mode & 0o077 == 0
+
+
+def test_a_key_that_others_may_read_is_named(tmp_path, monkeypatch, capsys):
+    """On exFAT, NTFS and a Windows disk in WSL every file has mode 777, whatever is asked for."""
+    monkeypatch.setattr(Path, "touch", lambda self, mode, **_: (self.write_bytes(b""), self.chmod(0o777)))
+    key = read_key(tmp_path / "key")
+    assert "key: this disk keeps no permissions, so others may read the key" in capsys.readouterr().err
+    assert read_key(tmp_path / "key") == key and not capsys.readouterr().err, "only when it is made"
+    write_whole(tmp_path / "exported.key", b"key", private=True)
+    assert "exported.key: this disk keeps no permissions" in capsys.readouterr().err
 
 
 def test_everything_else_stays_true(catalog):

@@ -165,13 +165,19 @@ def test_a_suggestion_ends_with_one_mark(tmp_path):
     assert "Did you mean 'segment'; try octfm --help" in octfm_here("segmnt", cwd=tmp_path)[2]
 
 
-@pytest.mark.parametrize("hidden", [".t.csv.lock", ".t.csv.19248.99b5208d.partial", ".t.csv.partial"])
+@pytest.mark.parametrize(
+    "hidden",
+    [".t.csv.lock", ".t.csv.19248.99b5208d.partial", ".t.csv.partial", ".t.csv.7.99b5208d.partial/config.json"],
+)
 def test_a_folder_that_cannot_be_written_is_reported_by_the_name_that_was_given(hidden):
     """root may write anywhere, so the system's error is made here."""
     from octfm.cli.main import _system_error
 
     problem = _system_error(PermissionError(errno.EACCES, "Permission denied", f"found/{hidden}"))
-    assert problem == "found/t.csv: permission denied; change the permissions, or choose another path"
+    assert (
+        problem.replace("/config.json", "")
+        == "found/t.csv: permission denied; change the permissions, or choose another path"
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,11 +189,15 @@ def test_a_folder_that_cannot_be_written_is_reported_by_the_name_that_was_given(
         ),
         (OSError(errno.EMFILE, "Too many open files", "a.dcm"), "a.dcm: Too many open files; raise the limit"),
         (OSError(errno.ENFILE, "Too many open files in system"), "Too many open files in system; raise the limit"),
+        (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/var/tmp']"),
+            "found in ['/tmp', '/var/tmp']; free space in one, or name a writable folder in TMPDIR",
+        ),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: Cannot allocate memory; choose smaller"),
         (RuntimeError("can't start new thread"), "starts no further thread; raise the limit"),
         (MemoryError(), "out of memory: the system refused more; choose smaller sizes"),
     ],
-    ids=["processes", "files", "files of all", "memory for a process", "threads", "memory"],
+    ids=["processes", "files", "files of all", "no temporary folder", "memory for a process", "threads", "memory"],
 )
 def test_a_limit_of_the_machine_is_named_in_one_line(raised, said, tmp_path):
     """As `docker run --pids-limit`, or what a cluster allows a job."""

@@ -22,6 +22,7 @@ from octfm.catalog.scan import scan
 from octfm.errors import StoreError
 from octfm.formats import read_volume
 from octfm.io.isolation import Limits, each
+from octfm.io.location import holds_other
 from octfm.store.prepare import describe, prepare
 from octfm.store.selection import assert_disjoint_splits
 from octfm.store.store import Store
@@ -329,6 +330,13 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path):
     with pytest.raises(StoreError, match="not empty and holds no store"):
         run([acquisition(0)], tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.docx"]
+
+
+def test_a_store_that_another_process_begins_at_this_moment_is_no_foreign_folder(tmp_path, monkeypatch):
+    """The second of two commands looks for store.json before it is written, and for other files afterwards."""
+    is_dir = Path.is_dir
+    monkeypatch.setattr(Path, "is_dir", lambda self: is_dir(self) and bool((self / "store.json").write_text("{}")))
+    assert not holds_other(tmp_path, "store.json")
 
 
 def test_nothing_prepared_is_an_error_with_the_reason(tmp_path):

@@ -157,9 +157,12 @@ def _is_settled(exit_file: str | None) -> bool:
 
 def _system_error(error: OSError) -> str:
     # Files are written under a temporary name; users know only the final one.
-    name = re.sub(r"(^|/)\.([^/]+?)((\.\d+\.[0-9a-f]{8})?\.partial|\.lock)$", r"\1\2", str(error.filename or ""))
+    temporary = r"(^|/)\.([^/]+?)((\.\d+\.[0-9a-f]{8})?\.partial|\.lock)(?=/|$)"
+    name = re.sub(temporary, r"\1\2", str(error.filename or ""))
     path = f"{name}: " if name else ""
     if isinstance(error, FileNotFoundError):
+        if not name and error.strerror and "temporary directory" in error.strerror:  # Python's words; torch needs one
+            return f"{error.strerror}; free space in one, or name a writable folder in TMPDIR"
         return f"{path}no such file or folder; check the path"
     if isinstance(error, PermissionError):
         return f"{path}permission denied; change the permissions, or choose another path"

@@ -51,7 +51,7 @@ def listed(uri: str) -> "Path | BucketPath":
 
 def write_whole(where: "Path | BucketPath", data: bytes, *, private: bool = False) -> None:
     """Replace a file: it holds the old content or the new, whatever happens; the new one is then on the disk.
-    `private`: at no time can others than its owner read it there."""
+    `private`: at no time can others than its owner read it there, if its disk keeps permissions."""
     if isinstance(where, BucketPath):
         where.write_bytes(data)
         return
@@ -59,6 +59,14 @@ def write_whole(where: "Path | BucketPath", data: bytes, *, private: bool = Fals
         if private:
             partial.touch(0o600)
         partial.write_bytes(data)
+    if private:
+        warn_if_shared(where)
+
+
+def warn_if_shared(key: Path) -> None:
+    """Warn if others than its owner may read a new key: USB disks, and a Windows disk in WSL, keep no permissions."""
+    if key.stat().st_mode & 0o077:
+        say(f"{key}: this disk keeps no permissions, so others may read the key; move it to a disk that only you read")
 
 
 @contextmanager
@@ -278,4 +286,6 @@ def expect_writable(folder: Location) -> None:
 
 def holds_other(folder: Location, own: str) -> bool:
     """Whether a folder has files but not `own`. A leading dot does not count: a lock, the file of a killed writer."""
-    return not (folder / own).is_file() and folder.is_dir() and any(p.name[0] != "." for p in folder.iterdir())
+    if (folder / own).is_file() or not folder.is_dir() or all(p.name[0] == "." for p in folder.iterdir()):
+        return False
+    return not (folder / own).is_file()  # once more: another process may have begun there between the two

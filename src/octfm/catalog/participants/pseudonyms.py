@@ -37,7 +37,7 @@ from octfm.formats import volumes_in
 from octfm.formats.reasons import REASONS
 from octfm.io.hashing import keyed_hash
 from octfm.io.isolation import Limits
-from octfm.io.location import Location, flush, listed, local_path, location
+from octfm.io.location import Location, flush, listed, local_path, location, warn_if_shared
 
 MIN_KEY_BYTES = 16
 MAX_SHIFT_DAYS = 365
@@ -87,6 +87,7 @@ def read_key(path: str | Path, *, make: bool = True) -> bytes:
         except BaseException:  # as on a full disk: the next call would find a key that is too short
             path.unlink()
             raise
+        warn_if_shared(path)
     key = path.read_bytes().strip()
     if len(key) < MIN_KEY_BYTES:
         raise CatalogError(
