@@ -333,6 +333,27 @@ def test_token_features_are_aligned_by_id_never_by_order(run, store, tmp_path):
         token_features(encoder, store, tmp_path, per_volume=400, max_gb=1e-6)
 
 
+def test_few_token_features_are_drawn_from_all_tissue_and_kept_by_volume_and_number(run, store, tmp_path):
+    encoder = load_encoder(run)
+    rows = np.arange(len(store))
+    own, tissue = encoder.tissue_tokens(store.read(rows))
+    few, more = (token_features(encoder, store, tmp_path, per_volume=n) for n in (6, 9))
+    places = np.zeros(tissue.shape[1], int)
+    for features, count in ((few, 6), (more, 9)):
+        tokens, counts = features.take([row.acquisition for row in store.rows])
+        assert tokens.shape == (len(store), count, encoder.width) and counts.all()
+        for i in rows:
+            apart = np.abs(own[i][None] - tokens[i][:, None]).max(-1)
+            nearest = apart.argmin(1)
+            assert apart.min(1).max() < 5e-3 and tissue[i][nearest].all() and len({*nearest}) == count
+            places[nearest] += 1
+    assert (places[np.flatnonzero(tissue.any(0))[-len(places) // 3 :]] > 0).any(), "not the first ones"
+    other = small_store(tmp_path / "other", splits=("train",) * 12)
+    assert [row.acquisition for row in other.rows] == [row.acquisition for row in store.rows]
+    again = token_features(encoder, other, tmp_path, per_volume=6)
+    assert not np.allclose(again.tokens[2], few.tokens[2]), "of a store of other voxels"
+
+
 def test_token_features_have_their_room_before_they_are_computed(run, store, tmp_path, monkeypatch):
     """A file that is mapped and grows on a full disk ends the process with SIGBUS."""
 
