@@ -14,6 +14,7 @@ from octfm.evaluation.cases import Round, Target, log_share, make_cases, make_ro
 from octfm.evaluation.efficiency import label_efficiency, subset
 from octfm.evaluation.probe import predict, probe
 from octfm.evaluation.scoring import Predictions, compare_metrics, correct, score, to_units
+from octfm.evaluation.statistics import MIN_PARTICIPANTS
 
 
 def embeddings(participant, laterality, labels, vectors) -> Embeddings:
@@ -236,6 +237,9 @@ def test_scores_are_those_of_scikit_learn_by_the_worse_eye_and_means_over_seeds_
     assert found["auroc"].row["per_draw"] == pytest.approx(np.reshape(aurocs, (2, 3)).mean(0))
     assert found["brier"].row["estimate"] == pytest.approx(np.mean(briers)) and found["auroc"].row["seeds"] == 2
     assert found["brier"].row["chance"] == pytest.approx(2 * truth.mean() * (1 - truth.mean()))
+    eyes = 1 + np.arange(60) % 2
+    guessed = [a / (a + b) for a in eyes[truth] for b in eyes[~truth]]
+    assert found["auroc"].row["chance"] == pytest.approx(np.mean(guessed)), "however often an eye was scanned"
     assert found["auroc"].ranked is None, "several runs have no variance of DeLong"
     # Draws of a seed share its resamples, and the seed of the study draws others.
     again, other = (score(cases, "a", runs, {"target": "disease"}, 60, seed, draws=3)[0].row for seed in (3, 4))
@@ -259,6 +263,24 @@ def test_lower_errors_and_less_leakage_are_better_and_leakage_is_never_planned(l
     assert found["mae"]["difference"] < 0 < found["r2"]["difference"]
     mae = next(s.row for s in good if s.metric == "mae")
     assert mae["chance"] == np.abs(truth - np.median(truth)).mean()
+
+
+@pytest.mark.parametrize(("few", "given"), [(MIN_PARTICIPANTS - 1, False), (MIN_PARTICIPANTS, True)])
+def test_an_interval_needs_a_least_number_of_participants_of_each_class(few, given):
+    row = np.repeat(np.arange(30), 2)
+    data = embeddings(row, "RL" * 30, [{"diagnosis": "dme" if i < few else "none"} for i in row], np.zeros((60, 1)))
+    cases = make_cases(Target("disease", "diagnosis", "participant"), data, None)
+    value = np.random.default_rng(0).normal(size=(60, 2))
+    assert (score(cases, "a", [Predictions(np.arange(60), value)], {}, 20, 0)[0].row["low"] is not None) == given
+
+
+def test_a_subset_of_measured_eyes_has_participants_of_every_fifth():
+    labels = [{"cst_um": f"{200 + 3 * (i * 17 % 50)}"} for i in range(50)]
+    data = embeddings(range(50), ["R"] * 50, labels, np.zeros((50, 1)))
+    cases = make_cases(Target("cst_um", "cst_um", "eye"), data, None)
+    for seed in range(6):
+        kept = cases.label[subset(cases, Round(np.arange(50), np.arange(0)), 0.3, seed).train]
+        assert np.bincount((np.argsort(np.argsort(cases.label)) // 10)[np.isin(cases.label, kept)]).tolist() == [3] * 5
 
 
 def test_the_grade_of_a_participant_is_the_nearest_to_the_mean_of_all_scans():
