@@ -12,6 +12,7 @@ import octfm
 from octfm.cli.segment_scans import stems_of
 from octfm.errors import ExportError
 from octfm.formats import read_device_grid, read_volume
+from octfm.layers import verdict
 from octfm.layers.corrections import Corrections
 from octfm.layers.export import write_dicom, write_nifti
 from octfm.layers.finder import LayerFinder, Layers
@@ -20,6 +21,7 @@ from octfm.layers.zones import DEVICE_UNIT, UNIT, device_grid_of
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig
 from octfm.phantom import phantom_volume, write_phantom
 from octfm.volume.etdrs import ZONES
+from octfm.volume.laterality import disc_side
 from octfm.volume.segmentation import Segmentation, words_of
 from octfm.volume.volume import Lines
 from octfm.weights.packaged import NOTE, SHORT_NOTE
@@ -85,6 +87,21 @@ def test_a_scan_that_looks_like_the_other_eye_says_so(laterality, stated):
         assert replace(found, surfaces=lost).looks_like_other_eye, "a lost B-scan hides nothing"
         deep = replace(found.volume, voxels=volume.voxels.astype(np.uint16) * 257)
         assert replace(found, volume=deep, surfaces=lost).looks_like_other_eye, "nor do 16 bits"
+
+
+def test_the_fovea_stays_where_it_is_among_the_bscans_that_are_left(monkeypatch):
+    seen = []
+
+    def recorded(voxels, spacing_mm, tissue, left_to_right):
+        seen.append((voxels, tissue))
+        return disc_side(voxels, spacing_mm, tissue, left_to_right)
+
+    monkeypatch.setattr(verdict, "disc_side", recorded)
+    found = found_in(25)
+    ilm, bm = (np.where(np.isin(np.arange(25), (3, 4, 20))[:, None], np.nan, found.surfaces[n]) for n in ("ilm", "bm"))
+    verdict.looks_like_other_eye(found.volume, ilm, bm, found.place(), (0.5, 0.24))
+    ((voxels, tissue),) = seen
+    assert len(voxels) == len(tissue.ilm) == 22 and tissue.fovea == pytest.approx((13 - 2, 59.5 + 10))
 
 
 def test_blank_zones_are_explained():

@@ -164,6 +164,17 @@ def test_dark_images_and_images_without_contrast_are_refused(scan):
     assert codes(replace(volume, voxels=noise), found) == ("dark",), "not inverted as well"
     deep = replace(volume, voxels=volume.voxels.astype(np.uint16) * 16, full_scale=16 * 255)
     assert codes(deep, found) == ()
+    assert measure(deep, found).levels == pytest.approx(measure(volume, found).levels)
+
+
+def test_contrast_is_that_to_the_vitreous_within_a_quarter_of_the_frame_above_the_retina(scan):
+    """A bright membrane or reflection far above it says nothing."""
+    volume, found = scan
+    voxels = volume.voxels.copy()
+    voxels[:, : 200 - H // 4] += 90
+    vitreous, retina = voxels[:, 200 - H // 4 + 1 : 197].astype(float), voxels[:, 201:277].astype(float)
+    expected = (retina.mean() - vitreous.mean()) / vitreous.std()
+    assert measure(replace(volume, voxels=voxels), found).contrast == pytest.approx(expected, rel=0.02)
 
 
 def test_images_of_inverted_grey_levels_are_refused(scan):
