@@ -3,6 +3,8 @@
 from collections import defaultdict
 from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from octfm.evaluation.scoring import Predictions
 from octfm.evaluation.statistics import MIN_PARTICIPANTS
 from octfm.evaluation.tissue_map import tissue_map
 from octfm.trust.calibration import _ece_if_calibrated, calibration
-from octfm.trust.copies import same_speckle
+from octfm.trust.copies import _exact, same_speckle
 from octfm.trust.failures import failures
 from octfm.trust.neighbours import neighbours
 from octfm.trust.same_eye import same_eye
@@ -418,6 +420,30 @@ def test_the_tissue_map_is_the_mean_of_every_cell_in_micrometres_whatever_the_or
             mean = [np.nanmean(cell if np.isfinite(cell).any() else surface) for cell in cells]
             expected += [*mean, np.nanstd(surface)]
         np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["", "a", "b"]), st.sampled_from("xyz"), st.booleans(), st.sampled_from("PQR")),
+        max_size=9,
+    )
+)
+def test_a_copy_is_a_pair_of_one_fingerprint_of_a_tested_scan_and_another_part_or_person(scans):
+    rows: Any = [SimpleNamespace(pixels=pixels, checksum=checksum) for pixels, checksum, *_ in scans]
+    tested = [own for *_, own, _ in scans]
+    data = {"acquisition": range(len(scans)), "participant": [who for *_, who in scans]}
+    data |= {"split": tested, "scanner": tested}
+    study: Any = SimpleNamespace(tested=tested, data=SimpleNamespace(**data))
+    expected = {
+        (i, j)
+        for (i, one), (j, other) in combinations(enumerate(scans), 2)
+        if (one[0] == other[0] != "" or one[1] == other[1])
+        and (one[2] or other[2])
+        and (one[2] != other[2] or one[3] != other[3])
+    }
+    found = [tuple(map(int, pair["acquisitions"])) for pair in _exact(rows, study)]
+    assert len(found) == len(expected) and {*found} == expected
 
 
 @settings(max_examples=25)
