@@ -293,6 +293,10 @@ def test_a_field_is_the_same_whether_a_file_states_the_edges_or_the_middles_of_o
     for bscan, ascan in ((0, 0), (8, 59), (3, 20)):
         at = middles.start[bscan] + along * 0.1 * ascan
         assert one.to_mm(bscan, ascan) == pytest.approx(at) and other.to_mm(bscan, ascan) == pytest.approx(at)
+    scale = (30.0 - 1.82) / (24.46 - 1.82)
+    for lines in (middles, edges):
+        longer = field_of((9, 60), (0.7375, 0.004, 0.1), True, lines, axial_length_mm=30.0)
+        assert longer.to_mm(3, 20) == pytest.approx(scale * (middles.start[3] + 2.0 * along))
     few = [0, 1, 2, 8]
     shifted = Lines(middles.start[few] + np.array([0, 0, 0, 0.4])[:, None] * along, middles.end[few] + np.array([0, 0, 0, 0.4])[:, None] * along)  # fmt: skip
     assert field_of((4, 60), (0.7375, 0.004, 0.1), True, shifted).centre == pytest.approx(0.1 * along, abs=1e-6)
