@@ -148,6 +148,14 @@ def test_a_zone_is_too_sparse_where_its_own_bscans_are_too_far_apart():
     assert grid.bscans_per_mm == pytest.approx(58 / 8.5)
 
 
+@pytest.mark.parametrize(("apart_mm", "sparse"), [(0.5, []), (0.52, ["centre"]), (0.76, ["centre", *ZONES[1:5]])])
+def test_evenly_spaced_bscans_are_too_far_apart_from_a_little_above_the_limit_of_a_ring(apart_mm, sparse):
+    """Single distances may exceed it by a tenth, but not their mean."""
+    count = round(6.6 / apart_mm) + 1
+    field = field_of((count, 64), (apart_mm, 0.004, 0.11), True)
+    assert measure_around((0.0, 0.0), np.full((count, 64), 300.0), field, "R").too_sparse == sparse
+
+
 def test_a_flat_retina_is_measured_around_the_devices_centre_or_the_scans():
     thickness, field = horizontal()
     flat = np.full_like(thickness, 300.0)
