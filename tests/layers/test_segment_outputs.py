@@ -17,7 +17,7 @@ from octfm.layers.corrections import Corrections
 from octfm.layers.export import write_dicom, write_nifti
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.rows import describe, read_table, row_of
-from octfm.layers.zones import DEVICE_UNIT, UNIT, device_grid_of
+from octfm.layers.zones import DEVICE_UNIT, UNIT, device_grid_of, same_millimetres
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig
 from octfm.phantom import phantom_volume, write_phantom
 from octfm.volume.etdrs import ZONES
@@ -102,6 +102,16 @@ def test_the_fovea_stays_where_it_is_among_the_bscans_that_are_left(monkeypatch)
     verdict.looks_like_other_eye(found.volume, ilm, bm, found.place(), (0.5, 0.24))
     ((voxels, tissue),) = seen
     assert len(voxels) == len(tissue.ilm) == 22 and tissue.fovea == pytest.approx((13 - 2, 59.5 + 10))
+
+
+def test_a_zone_that_was_not_measured_is_not_called_withheld():
+    found = found_in()
+    cut = {name: np.where(np.arange(25)[:, None] < 6, np.nan, rows) for name, rows in found.surfaces.items()}
+    row = row_of(replace(found, surfaces=cut))
+    assert row["withheld"] == "" and "less than 90% measured: outer superior" in row["zones_note"]
+    assert same_millimetres(
+        {"zones_note": "", "axial_length_mm": "26,5"}, {"zones_note": "", "axial_length_mm": "26.5"}
+    )
 
 
 def test_blank_zones_are_explained():
