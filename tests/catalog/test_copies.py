@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octfm.catalog import duplicates
 from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.duplicates import OF_TWO, compare_copies, without_duplicates, without_lost_originals
 from octfm.catalog.tables import ManifestRow, Tables
@@ -86,3 +87,15 @@ def test_of_files_with_one_uid_the_one_that_states_more_is_kept_and_a_reused_uid
     assert kept(replace(a, laterality=None), b, listed=a.uri) == a.uri
     if same:
         assert kept(link, c) == c.uri
+
+
+def test_scans_in_several_files_are_no_copies_because_their_first_files_are_alike(tmp_path, monkeypatch):
+    voxels = {}
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        uri = str(write_npy(tmp_path / f"{name}.npy", np.zeros((1, 2))))
+        voxels[uri] = np.random.default_rng(seed).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+    monkeypatch.setattr(duplicates, "_voxels", lambda header, readers: voxels[header.uri])
+    a, b, c = (replace(HEADER, uri=uri, flags=("several_files",)) for uri in voxels)
+    for other, code in ((b, "duplicate_sop_uid"), (c, "reused_sop_uid")):
+        _, rejects = without_duplicates([a, other], Tables(), lambda f, pairs, *_, **__: map(f, pairs))
+        assert [r.code for _, r in rejects] == [code]

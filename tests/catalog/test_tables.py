@@ -779,3 +779,18 @@ def test_every_scan_gets_the_label_of_its_eye_however_a_table_writes_it(tmp_path
     table = read_labels(tmp_path / "labels.csv")
     found = table.join("visus", [(f"1.2.{i}", who, eye) for i, (who, eye) in enumerate(expected)])
     assert dict(zip(expected, found, strict=True)) == expected
+
+
+def test_only_categories_that_pandas_calls_ordered_are_grades():
+    pandas = pytest.importorskip("pandas")
+    columns = {name: pandas.Categorical(["mild", "none"], ["none", "mild"], ordered=name == "stage") for name in ("stage", "kind")}  # fmt: skip
+    table = read_labels(pandas.DataFrame({"participant_id": ["1", "2"], **columns}))
+    assert table.orders == {"stage": ("none", "mild")}
+
+
+def test_a_scan_that_a_table_gives_to_two_people_is_named_though_its_label_is_one(tmp_path):
+    (tmp_path / "l.csv").write_text(
+        "sop_instance_uid,participant_id,dx\n1.2,P1,amd\n1.2,P-01,amd\n1.3,P1,amd\n1.3,P2,amd\n"
+    )
+    with pytest.raises(EvaluationError, match=r"line 5: dx of 1\.3 contradicts an earlier line"):
+        read_labels(tmp_path / "l.csv").by_uid("dx")

@@ -172,9 +172,10 @@ def test_a_large_difference_survives_holm_among_many_comparisons():
         ),
         min_size=10,
         max_size=30,
-    )
+    ),
+    st.sampled_from([(), ("0", "1.5", "2", "7", "10")]),
 )
-def test_a_split_trains_on_its_train_and_val_and_tests_its_test_by_the_grade_of_every_row(people):
+def test_a_split_trains_on_its_train_and_val_and_tests_its_test_by_the_grade_of_every_row(people, order):
     """Grades that fewer than two participants to learn from have are left out, and the others keep their order."""
     rows = [(who, split, cell) for who, (split, cells) in enumerate(people) for cell in cells]
     data = embeddings([who for who, *_ in rows], ["R"] * len(rows), [{"grade": cell} for *_, cell in rows], np.zeros((len(rows), 1)))  # fmt: skip
@@ -185,7 +186,7 @@ def test_a_split_trains_on_its_train_and_val_and_tests_its_test_by_the_grade_of_
     trained = [i for i, (_, split, cell) in enumerate(rows) if split in ("train", "val") and cell in kept]
     many = {rows[i][0] for i in trained}, {rows[i][0] for i in tested}
     assume(len(many[0]) >= 6 and len(many[1]) >= 2 and len({rows[i][2] for i in tested}) >= 2)
-    cases = make_cases(Target("grade", "grade", "acquisition"), data, None)
+    cases = make_cases(Target("grade", "grade", "acquisition", order=order), data, None)
     cases, (only,) = make_rounds(cases, data, "recommended_split", np.zeros(len(rows), bool), False, 5, 0)
     assert cases.classes == tuple(kept)
     assert [cases.classes[k] for k in cases.label] == [rows[i][2] for i in cases.rows]
@@ -207,6 +208,7 @@ def test_a_class_needs_a_participant_to_test_in_every_fold():
     cases = make_cases(Target("grade", "grade", "participant"), data, None)
     kept, rounds = make_rounds(cases, data, "k-fold", seen, False, 5, 0)
     assert kept.left_out == () and sorted(np.concatenate([r.test for r in rounds])) == np.flatnonzero(~seen).tolist()
+    assert all(sorted([*r.train, *r.test]) == [*range(60)] for r in rounds)
     fewer, rounds = make_rounds(cases, data, "k-fold", seen | (np.arange(60) == 1), False, 5, 0)
     assert fewer.left_out == ("b",) and fewer.classes == ("a", "c")
     again = make_rounds(cases, data, "k-fold", seen | (np.arange(60) == 1), False, 5, 1)[1]
@@ -244,6 +246,8 @@ def test_scores_are_those_of_scikit_learn_by_the_worse_eye_and_means_over_seeds_
     # Draws of a seed share its resamples, and the seed of the study draws others.
     again, other = (score(cases, "a", runs, {"target": "disease"}, 60, seed, draws=3)[0].row for seed in (3, 4))
     assert again["low"] == found["auroc"].row["low"] != other["low"]
+    alone = {score(cases, "a", runs[:1], {"target": "disease"}, 60, seed)[0].row["low"] for seed in (3, 4)}
+    assert len(alone) == 2
 
 
 @pytest.mark.parametrize("leakage", [False, True])
