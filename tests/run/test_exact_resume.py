@@ -321,6 +321,24 @@ def test_retention_keeps_the_last_the_first_of_every_interval_and_the_best():
     assert Retention(3).surplus(found[:2], ()) == []
 
 
+def test_the_newest_checkpoint_is_that_of_most_updates_in_either_place_whatever_the_dates(tmp_path):
+    """Copying a run gives new dates, and a number of nine digits sorts before one of eight."""
+    run, second = tmp_path / "run", tmp_path / "second"
+    steps = {run / "checkpoints": (7, 99_999_999, 10), second: (10, 100_000_000, 12)}
+    for folder, own in steps.items():
+        folder.mkdir(parents=True)
+        for age, step in enumerate(own):
+            path = folder / checkpoint_files.name_of(step)
+            path.write_text("")
+            os.utime(path, (1e9 - age, 1e9 - age))
+        assert [checkpoint_files.step_of(p) for p in checkpoint_files.steps(folder)] == sorted(own)
+    (run / "run.json").write_text(json.dumps({"second_destination": str(second)}))
+    found = checkpoint_files.everywhere(run)
+    assert [checkpoint_files.step_of(p) for p in found] == [7, 10, 12, 99_999_999, 100_000_000]
+    assert found[1].parent == run / "checkpoints", "of two alike that of the run"
+    assert checkpoint_files.newest(run) == second / "step-100000000.pt"
+
+
 def test_a_checkpoint_is_sound_if_it_is_one_and_nothing_was_wrong_shortly_before(tmp_path):
     kept, sound = {"optimizer": {}, "participants": {}}, retention(config(), 4.0).may_return_to
     states = {
