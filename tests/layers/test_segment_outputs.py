@@ -17,6 +17,7 @@ from octfm.layers.corrections import Corrections
 from octfm.layers.export import write_dicom, write_nifti
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.rows import describe, read_table, row_of
+from octfm.layers.verdict import Verdict
 from octfm.layers.zones import DEVICE_UNIT, UNIT, device_grid_of, same_millimetres
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig
 from octfm.phantom import phantom_volume, write_phantom
@@ -102,6 +103,27 @@ def test_the_fovea_stays_where_it_is_among_the_bscans_that_are_left(monkeypatch)
     verdict.looks_like_other_eye(found.volume, ilm, bm, found.place(), (0.5, 0.24))
     ((voxels, tissue),) = seen
     assert len(voxels) == len(tissue.ilm) == 22 and tissue.fovea == pytest.approx((13 - 2, 59.5 + 10))
+
+
+def test_a_row_has_amounts_of_accepted_scans_and_counts_bscans_by_what_was_corrected():
+    found = found_in(fluid_in=12)
+    row = row_of(found)
+    assert row["intraretinal_fluid_nl"] == f"{20 * 20 * 0.24 * 0.004 * 0.05 * 1000:.1f}" and row["drusen_nl"] == "0.0"
+    assert (row["doubt"], row["laterality"], row_of(found_in(laterality=None))["laterality"]) == ("0.100", "R", "")
+    half = {name: np.where(np.arange(120) < 30, np.nan, rows) for name, rows in found.surfaces.items()}
+    unsure = replace(found.found, near=np.full_like(found.found.near, 0.99))
+    assert row_of(replace(found, surfaces=half, found=unsure))["doubtful_ascans"] == "0.250"
+    refused = row_of(found_in(fluid_in=12, reasons=("dark",)))
+    assert not refused["intraretinal_fluid_nl"] and not refused["drusen_nl"]
+    pixels = changed(found, spacing_estimated=True)
+    assert row_of(pixels)["intraretinal_fluid_pixels"] == "400"
+    assert not row_of(replace(pixels, verdict=Verdict(parts=("a blink",))))["intraretinal_fluid_pixels"]
+    line = np.full(120, 100, np.float32)
+    surfaces = {"ilm": {2: line}, "bm": {4: line, 2: line}, "ez": {6: line}}
+    by_hand = Corrections("", found.model, found.volume.shape, "", "p7", "", "", surfaces, {}, frozenset({8}))
+    row = row_of(replace(found, corrections=by_hand, axial_length_mm=26.57))
+    assert (row["corrected_bscans"], row["checked_bscans"], row["corrected_participant"]) == ("4", "3", "p7")
+    assert row["axial_length_mm"] == "26.57"
 
 
 def test_a_zone_that_was_not_measured_is_not_called_withheld():
