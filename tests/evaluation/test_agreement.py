@@ -130,6 +130,11 @@ def test_p_of_a_bias_counts_the_estimate_as_one_resample(bias, p):
     assert agreement.limits(apart, person, lambda m: bootstrap(m, person, resamples=200))["bias"]["p"] == p
 
 
+def test_subjects_that_differ_less_than_their_visits_make_no_spread_smaller():
+    apart, subject = np.tile([1.0, -1.0], 10), np.repeat(np.arange(10), 2)
+    assert agreement.spread(apart, None, subject)[0] == pytest.approx(2**0.5)
+
+
 def test_the_spread_of_one_subject_is_not_known():
     assert np.isnan(agreement.spread(np.array([1.0, 2.0, 4.0]), None, np.zeros(3))[0])
 
