@@ -333,6 +333,7 @@ def test_the_newest_checkpoint_is_that_of_most_updates_in_either_place_whatever_
             path.write_text("")
             os.utime(path, (1e9 - age, 1e9 - age))
         assert [checkpoint_files.step_of(p) for p in checkpoint_files.steps(folder)] == sorted(own)
+    (second / "step-000000099.pt").write_text("")  # a name with a digit too many is somebody else's
     (run / "run.json").write_text(json.dumps({"second_destination": str(second)}))
     found = checkpoint_files.everywhere(run)
     assert [checkpoint_files.step_of(p) for p in found] == [7, 10, 12, 99_999_999, 100_000_000]
